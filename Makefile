@@ -1,0 +1,47 @@
+# Everything runs in a virtual environment of the checkout's own, made on first use and reused after.
+# `make compare` and `make test` are the two commands a newcomer types.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+RUN    := $(BIN)/python -m
+ARGS   ?=
+OUT    ?= runs/compare
+JOBS   ?= 2
+
+.PHONY: compare test check bench docs format clean
+
+compare: $(VENV)/.train  ## run the main job: train one small GPT under several precision recipes
+	$(BIN)/narrowgauge compare --out $(OUT) $(ARGS)
+
+test: check  ## lint, types and the whole CPU test suite
+	$(RUN) pytest -n $(JOBS) $(ARGS)
+
+check: $(VENV)/.test  ## lint and types
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
+
+format: $(VENV)/.test
+	$(RUN) ruff check --fix .
+	$(RUN) ruff format .
+
+bench: $(VENV)/.bench  ## every benchmark, one after the other
+	@test -d benchmarks || { echo 'make bench: there is no folder benchmarks yet' >&2; exit 1; }
+	@set -e; for file in benchmarks/bench_*.py; do echo "$$file"; $(BIN)/python "$$file" $(ARGS); done
+
+docs: $(VENV)/.docs  ## build the documentation site into site/
+	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) site dist build .pytest_cache .mypy_cache .ruff_cache
+
+# Debian without python3-venv has no ensurepip: there the environment is made bare and the outer pip fills it.
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV) || $(PYTHON) -m venv --clear --without-pip $(VENV)
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m pip --python $(BIN)/python install --quiet pip
+
+# One stamp an extra; a changed pyproject.toml installs again.
+$(VENV)/.train $(VENV)/.test $(VENV)/.docs $(VENV)/.bench: $(VENV)/.%: pyproject.toml | $(BIN)/python
+	$(RUN) pip install --quiet --disable-pip-version-check --editable '.[train,$*]'
+	touch $@

@@ -1,0 +1,87 @@
+"""The commands and their options; what they do is in modules of their own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+
+from narrowgauge import __version__, recipes
+from narrowgauge.cli._compare import DEFAULT_RECIPES, CompareOptions, compare
+from narrowgauge.trainers import presets
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Train on narrow numbers, and gauge what they cost you.",
+)
+
+
+def run(arguments: list[str]) -> int:
+    """Run a command line; errors in the input become one line and status 2."""
+    command = typer.main.get_command(app)
+    try:
+        status = command.main(arguments, prog_name="narrowgauge", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message())
+        return 0
+    except (click.ClickException, ValueError) as error:
+        text = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        print(f"narrowgauge: {' '.join(text.split())}", file=sys.stderr)
+        return 2
+    except (KeyboardInterrupt, click.Abort):
+        print("narrowgauge: interrupted", file=sys.stderr)
+        return 130
+    return int(status or 0)
+
+
+@app.callback(invoke_without_command=True)
+def _main(version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+def _option(help: str, *names: str, **settings: Any) -> Any:
+    return typer.Option(*names, help=help, **settings)
+
+
+@app.command(name="compare")
+def _compare(
+    out: Annotated[Path, _option("Folder for results.json and report.html.")] = Path("runs/compare"),
+    data: Annotated[
+        Path | None, _option("A text file or a folder of them.", show_default="Python's standard library")
+    ] = None,
+    recipe: Annotated[
+        str, _option(f"Comma-separated: {', '.join(recipes.names())}; or A, B, C, D, D-MW.", "--recipes")
+    ] = ",".join(DEFAULT_RECIPES),
+    model: Annotated[str, _option("Model preset: " + ", ".join(presets()) + ".")] = "micro",
+    steps: Annotated[int, _option("Optimizer steps a run.")] = 300,
+    seeds: Annotated[int, _option("Runs a recipe, each with another seed.")] = 1,
+    seed: Annotated[int, _option("The first seed.")] = 0,
+    batch: Annotated[int, _option("Windows a step.")] = 16,
+    sequence: Annotated[int, _option("Tokens a window.")] = 128,
+    vocabulary: Annotated[int, _option("Tokens of the byte-level BPE; 256 means bytes.")] = 1024,
+    validation_windows: Annotated[int, _option("Windows of held-out text to evaluate on.")] = 128,
+    lr: Annotated[float, _option("Learning rate, after the warm-up.")] = 1e-4,
+    warmup: Annotated[int, _option("Steps over which the learning rate rises.")] = 10,
+    beta1: Annotated[float, _option("Decay rate of the first moment.")] = 0.9,
+    beta2: Annotated[float, _option("Decay rate of the second moment.")] = 0.999,
+    eps: Annotated[float, _option("Added to the root of the second moment.")] = 1e-8,
+    weight_decay: Annotated[float, _option("Decoupled weight decay.")] = 0.1,
+    arithmetic: Annotated[
+        str, _option("'fp32', or 'strict': round every operation of float storages as the papers do.")
+    ] = "fp32",
+    block_size: Annotated[int, _option("Elements that share a scale in 8-bit states.")] = 256,
+    min_quantized_size: Annotated[int, _option("Smaller parameters keep fp32 states, not 8-bit ones.")] = 4096,
+    gauge_every: Annotated[int, _option("Steps between measurements of the update; 0 for none.")] = 5,
+    device: Annotated[str, _option("'cpu', 'cuda', 'cuda:1', or 'auto': a GPU if there is one.")] = "auto",
+) -> int:
+    """Train the same small GPT once under each precision recipe, on real text, and show what each cost."""
+    options = {name: value for name, value in locals().items() if name != "recipe"}
+    names = tuple(name.strip() for name in recipe.split(",") if name.strip())
+    return compare(CompareOptions(recipes=names, **options))

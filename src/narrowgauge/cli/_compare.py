@@ -1,0 +1,216 @@
+"""`narrowgauge compare`: the same training under each recipe, side by side.
+
+All that can be refused is refused before anything is trained. Runs go seed by seed, so that an interrupted
+comparison has whole pairs; after each run the results so far are on disk.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from narrowgauge import recipes as recipe_book
+from narrowgauge import trainers
+from narrowgauge.cli._display import Display
+from narrowgauge.cli._environment import describe_environment
+from narrowgauge.cli._report import write_report
+from narrowgauge.cli._results import assemble, set_aside, write_results
+from narrowgauge.trainers import Run, Settings, TokenizedCorpus
+
+# Ordered as a story: the reference, what fails, what repairs it, what costs least.
+DEFAULT_RECIPES = ("D", "A", "B", "C", "adamw8bit-split8")
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """The command's options under their names on the command line."""
+
+    out: Path
+    data: Path | None
+    recipes: tuple[str, ...]
+    model: str
+    steps: int
+    seeds: int
+    seed: int
+    batch: int
+    sequence: int
+    vocabulary: int
+    validation_windows: int
+    lr: float
+    warmup: int
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    arithmetic: str
+    block_size: int
+    min_quantized_size: int
+    gauge_every: int
+    device: str
+
+    def settings(self) -> Settings:
+        """The part that the training loop needs."""
+        return Settings(**{name: getattr(self, name) for name in Settings.__dataclass_fields__})
+
+    def as_json(self) -> dict[str, Any]:
+        """All options as JSON values."""
+        values = asdict(self) | {"out": str(self.out), "data": None if self.data is None else str(self.data)}
+        return values | {"recipes": list(self.recipes)}
+
+
+def compare(options: CompareOptions) -> int:
+    """Run the comparison; see the module.
+
+    Raises:
+        ValueError: for input that cannot work, in one line that names the option.
+    """
+    device = _check(options)
+    display = Display()
+    facts: dict[str, Any] = {
+        "command": shlex.join(["narrowgauge", *sys.argv[1:]]),
+        "environment": describe_environment(device),
+        "settings": options.as_json(),
+        "reference": _reference(options.recipes),
+    }
+    runs: dict[str, list[Run]] = {}
+    interrupted = False
+    try:
+        with display:
+            tokens = _prepare(options, display, facts)
+            _train_all(options, tokens, device, display, runs, facts)
+    except KeyboardInterrupt:
+        interrupted = True
+    if not runs:
+        display.say("interrupted before the first run was complete; nothing was written")
+        return 130
+    results = assemble(runs, facts, interrupted=interrupted)
+    display.table(results)
+    write_results(results, options.out)
+    write_report(results, options.out / "report.html")
+    display.say(f"{options.out / 'results.json'}\n{options.out / 'report.html'}")
+    return 130 if interrupted else 0
+
+
+def _check(options: CompareOptions) -> torch.device:
+    """Refuse what cannot work, before minutes are spent on it; give the device."""
+    if not options.recipes:
+        raise ValueError(f"--recipes: got none, takes one or more of {', '.join(recipe_book.names())}")
+    for name in options.recipes:
+        recipe_book.get(name)
+    canonical = [recipe_book.get(name).name for name in options.recipes]
+    for name in canonical:
+        if canonical.count(name) > 1:
+            raise ValueError(f"--recipes: got {name} twice, takes each recipe once")
+    if options.model not in trainers.presets():
+        raise ValueError(f"--model: got {options.model!r}, takes one of {', '.join(trainers.presets())}")
+    least = {
+        "steps": 1, "seeds": 1, "seed": 0, "batch": 1, "sequence": 2, "vocabulary": 256, "validation_windows": 1,
+        "warmup": 0, "block_size": 1, "min_quantized_size": 0, "gauge_every": 0,
+    }  # fmt: skip
+    for name, bound in least.items():
+        if getattr(options, name) < bound:
+            got = getattr(options, name)
+            raise ValueError(f"--{name.replace('_', '-')}: got {got}, takes an integer of at least {bound}")
+    if options.arithmetic not in ("fp32", "strict"):
+        raise ValueError(f"--arithmetic: got {options.arithmetic!r}, takes 'fp32' or 'strict'")
+    # The optimizer knows what its hyperparameters may be; ask it with the smallest model there is.
+    probe = torch.nn.Linear(1, 1)
+    for name in options.recipes:
+        trainers.make_optimizer(recipe_book.get(name), probe, options.settings(), options.seed)
+        probe.to(torch.float32)
+    _check_out(options.out)
+    return _device(options.device)
+
+
+def _check_out(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out: cannot make the folder {out}: {error.strerror}") from None
+    if not os.access(out, os.W_OK | os.X_OK):
+        raise ValueError(f"--out: cannot write into {out}: takes a folder with write permission")
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device: got {name!r}, takes 'auto', 'cpu', 'cuda' or 'cuda:N'") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device: got {name!r}, takes 'auto', 'cpu', 'cuda' or 'cuda:N'")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device: got {name!r}, this machine has {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def _reference(names: tuple[str, ...]) -> str:
+    """The recipe that differences refer to: fp32 master weights, else fp32, else the first."""
+    by_recipe = {recipe_book.get(name).name: name for name in names}
+    return by_recipe.get("master") or by_recipe.get("fp32") or names[0]
+
+
+def _prepare(options: CompareOptions, display: Display, facts: dict[str, Any]) -> TokenizedCorpus:
+    """Read and tokenize the text; record what it is."""
+    corpus = trainers.load_corpus(options.data)
+    tokens = trainers.tokenize(corpus, options.vocabulary, on_progress=display.stage)
+    # Made here, before any training, so that text too short for the sizes asked for is refused at once.
+    trainers.Batches(tokens.train, options.batch, options.sequence, options.seed)
+    windows = trainers.validation_windows(tokens.validation, options.sequence, options.validation_windows)
+    model = _model(options, tokens, options.seed)
+    facts["data"] = {
+        "source": corpus.source,
+        "bytes": corpus.total_bytes,
+        "documents": len(corpus.train) + len(corpus.validation),
+        "vocabulary": options.vocabulary,
+        "train_tokens": len(tokens.train),
+        "validation_tokens": len(tokens.validation),
+        "validation_windows": len(windows),
+        "bytes_per_token": tokens.bytes_per_token,
+    }
+    facts["model"] = {"preset": options.model, "parameters": trainers.parameter_count(model)}
+    return tokens
+
+
+def _model(options: CompareOptions, tokens: TokenizedCorpus, seed: int) -> torch.nn.Module:
+    """The model every recipe starts from: its weights are bf16 numbers, so that no recipe has to round them."""
+    sizes = {"vocabulary": tokens.vocabulary, "sequence": options.sequence}
+    model: torch.nn.Module = trainers.build_model(options.model, seed=seed, **sizes)
+    return model.to(torch.bfloat16).to(torch.float32)
+
+
+def _train_all(
+    options: CompareOptions,
+    tokens: TokenizedCorpus,
+    device: torch.device,
+    display: Display,
+    runs: dict[str, list[Run]],
+    facts: dict[str, Any],
+) -> None:
+    windows = trainers.validation_windows(tokens.validation, options.sequence, options.validation_windows)
+    display.plan(len(options.recipes) * options.seeds, options.steps, options.batch * options.sequence)
+    for seed in range(options.seed, options.seed + options.seeds):
+        for name in options.recipes:
+            display.begin(name, seed)
+            run = trainers.train(
+                recipe_book.get(name),
+                _model(options, tokens, seed).to(device),
+                iter(trainers.Batches(tokens.train, options.batch, options.sequence, seed)),
+                windows,
+                options.settings(),
+                seed=seed,
+                on_step=display.step,
+            )
+            if not runs:
+                set_aside(options.out)
+            runs.setdefault(name, []).append(run)
+            display.finish(name, run)
+            # Until the last run is in, the file says that it is not complete: a kill leaves it as it stands.
+            write_results(assemble(runs, facts, interrupted=True), options.out)

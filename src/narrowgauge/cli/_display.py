@@ -1,0 +1,162 @@
+"""What a person sees while a comparison runs, and the table at its end."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from narrowgauge.trainers import Run
+
+_STAGES = {"tokenizer": "learning the tokenizer", "tokens": "encoding the text"}
+
+
+class Display:
+    """Progress bars on a terminal, one line a run elsewhere; then the table."""
+
+    def __init__(self) -> None:
+        # A pipe or a log has no width of its own, and a table folded at 80 columns cannot be read.
+        width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 150
+        self.console = Console(width=width, highlight=False)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TextColumn("{task.fields[note]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self._stages: dict[str, TaskID] = {}
+        self._all: TaskID | None = None
+        self._run: TaskID | None = None
+        self._steps = self._tokens = 0
+        self._started = 0.0
+
+    def __enter__(self) -> Display:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def say(self, text: str) -> None:
+        """A line of plain text."""
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def stage(self, stage: str, fraction: float) -> None:
+        """Progress of preparing the text, 0 to 1."""
+        if stage not in self._stages:
+            self._stages[stage] = self._progress.add_task(_STAGES.get(stage, stage), total=1.0, note="")
+        self._progress.update(self._stages[stage], completed=fraction)
+
+    def plan(self, runs: int, steps: int, tokens: int) -> None:
+        """Announce how much training lies ahead: runs, steps a run, tokens a step."""
+        for task in self._stages.values():
+            self._progress.update(task, visible=False)
+        self._steps, self._tokens = steps, tokens
+        self._all = self._progress.add_task("all runs", total=runs * steps, note="")
+
+    def begin(self, name: str, seed: int) -> None:
+        """A run starts."""
+        if self._run is not None:
+            self._progress.update(self._run, visible=False)
+        self._run = self._progress.add_task(f"{name}, seed {seed}", total=self._steps, note="")
+        self._started = self._progress.get_time()
+
+    def step(self, number: int, loss: float) -> None:
+        """A step is done."""
+        assert self._run is not None
+        assert self._all is not None
+        seconds = max(1e-9, self._progress.get_time() - self._started)
+        note = f"loss {loss:.3f}, {number * self._tokens / seconds:,.0f} tokens/s"
+        self._progress.update(self._run, completed=number, note=note)
+        self._progress.advance(self._all)
+
+    def finish(self, name: str, run: Run) -> None:
+        """A run is done; it leaves a line."""
+        assert self._all is not None
+        self._progress.advance(self._all, self._steps - len(run.loss) + (1 if run.diverged else 0))
+        if run.validation_loss is None:
+            outcome = f"diverged at step {len(run.loss)}"
+        else:
+            outcome = f"validation loss {run.validation_loss:.4f}"
+        self._progress.console.print(f"{name}, seed {run.seed}: {outcome}", markup=False)
+
+    def table(self, results: dict[str, Any]) -> None:
+        """The comparison as a table, with a line that says how to read it."""
+        self.console.print()
+        self.console.print(_table(results))
+        self.console.print(Text(_legend(results), style="dim"))
+
+
+def _table(results: dict[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("recipe", no_wrap=True)
+    to = f"minus {results['reference']}" if results["reference"] else "difference"
+    columns = (
+        "validation\nloss", "perplexity", to, "bytes/param\nplanned", "\nmeasured", "peak\nMB", "optimizer\nms",
+        "step\nms", "EDQ\n%", "lost\nupdates %",
+    )  # fmt: skip
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, row in results["recipes"].items():
+        measured = row["bytes"]["measured"]
+        table.add_row(
+            Text(name),
+            "diverged" if row["diverged"] else _with_spread(row["validation_loss"], row["validation_loss_spread"]),
+            _number(row["perplexity"], 2),
+            "(reference)" if name == results["reference"] else _difference(row["difference"]),
+            _number(row["bytes_per_parameter"], 2),
+            _number(measured and measured["total"], 2),
+            _number(row["peak_memory_bytes"], 1, 1e-6),
+            _number(row["optimizer_ms"], 1),
+            _number(row["step_ms"], 1),
+            _number(row["edq"], 1, 100),
+            _number(row["lost_updates"], 1, 100),
+        )
+    return table
+
+
+def _number(value: float | None, digits: int, scale: float = 1.0) -> str:
+    return "–" if value is None else f"{value * scale:.{digits}f}"
+
+
+def _with_spread(value: float | None, spread: float | None) -> str:
+    return _number(value, 4) + ("" if spread is None else f" ± {spread:.4f}")
+
+
+def _difference(difference: dict[str, Any] | None) -> str:
+    if difference is None:
+        return "–"
+    text = f"{difference['mean']:+.5f}"
+    if difference["spread"] is None:
+        return text
+    return f"{text} ± {difference['spread']:.5f}" + (" ~" if difference["within_spread"] else "")
+
+
+def _legend(results: dict[str, Any]) -> str:
+    lines = [
+        "EDQ: how much of the intended update arrives in what is stored (100% = nothing lost). Lost updates: "
+        "intended changes that left what is stored as it was."
+    ]
+    seeds = max(len(row["seeds"]) for row in results["recipes"].values())
+    if seeds > 1:
+        lines.append(
+            "±: standard deviation over seeds, of the loss and of the paired difference; ~ marks one within "
+            "its own."
+        )
+    else:
+        lines.append("One seed: differences have no spread to be compared with (--seeds 3 gives one).")
+    if results["interrupted"]:
+        lines.append("Interrupted: runs that were not complete are missing.")
+    return "\n".join(lines)

@@ -1,0 +1,74 @@
+"""Rounding a float32 into a narrower format: to the nearest, or stochastically.
+
+Nearest is torch's own cast, ties to even. Stochastic rounding takes one of the two neighbours of x, the upper
+with a probability equal to how far x lies towards it, so that E[SR(x)] = x: an update far below half a unit
+in the last place is not lost but applied once in a while, in full.
+
+Source: Collage, Appendix B (stochastic rounding); Zamirai et al. 2020.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from narrowgauge.formats._float import FloatFormat
+
+Rounding = Literal["nearest", "stochastic"]
+
+
+def round_to(
+    x: Tensor, fmt: FloatFormat, rounding: Rounding = "nearest", generator: torch.Generator | None = None
+) -> Tensor:
+    """Round every element of x to a number of the format.
+
+    Args:
+        x: float tensor of any shape.
+        fmt: the target; one that torch has a dtype for.
+        rounding: ``"nearest"`` (ties to even; bit for bit torch's cast) or ``"stochastic"`` (unbiased).
+        generator: source of the random bits for stochastic rounding; torch's default one if None.
+
+    Returns:
+        A tensor of x's shape and the format's dtype.
+
+    Raises:
+        ValueError: for an unknown rounding, or a format without a torch dtype.
+    """
+    if fmt.dtype is None:
+        raise ValueError(f"fmt: got {fmt.name}, takes a format that torch has a dtype for")
+    if rounding == "nearest":
+        return x.to(fmt.dtype)
+    if rounding == "stochastic":
+        bits = torch.randint(0, 2**32, x.shape, dtype=torch.int64, device=x.device, generator=generator)
+        return round_with_bits(x, fmt, bits)
+    raise ValueError(f"rounding: got {rounding!r}, takes 'nearest' or 'stochastic'")
+
+
+def round_with_bits(x: Tensor, fmt: FloatFormat, bits: Tensor) -> Tensor:
+    """Round stochastically with given random bits.
+
+    |x| is rounded up when the bits, read as a uniform u in [0, 1), fall below the share of the interval that x
+    has covered. The upper 24 bits are used: the part of a float32 below the spacing of bf16 or fp16 has at most
+    23, so that the probability is exact for every number in the normal range.
+
+    Args:
+        x: tensor of any float dtype, computed in float32.
+        fmt: a format with a torch dtype; the rounded value is exact in it.
+        bits: int64 tensor of x's shape with uniform values in [0, 2^32).
+
+    Returns:
+        A tensor of x's shape and the format's dtype; inf and NaN as torch casts them, and a number beyond the
+        largest of the format overflows to infinity (e4m3: NaN) as nearest rounding of a larger one would.
+    """
+    if fmt.dtype is None:
+        raise ValueError(f"fmt: got {fmt.name}, takes a format that torch has a dtype for")
+    # Frexp needs room below the smallest float32, where bf16 has subnormals of its own.
+    wide = x.to(torch.float64)
+    ulp = fmt.ulp(wide)
+    steps = wide.abs() / ulp
+    floor = steps.floor()
+    uniform = (bits >> 8).to(torch.float64) * 2.0**-24
+    rounded = torch.copysign((floor + (uniform < steps - floor)) * ulp, wide)
+    return torch.where(torch.isfinite(wide), rounded, wide).to(fmt.dtype)

@@ -1,0 +1,68 @@
+"""The two arithmetics in which a rule's equation can be evaluated.
+
+`Fp32Arithmetic`: moments are float32 tensors, decoded before and encoded after; every storage rounds once.
+`StrictArithmetic`: moments are words of their storage, and each operation of the equation is rounded to the
+format of its operands, constants included, as Collage's Algorithm 2 is written. The equation itself needs no
+second version: torch rounds every operation on narrow tensors, and the constants are made narrow beforehand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from narrowgauge.rules import Scalar
+from narrowgauge.storage import StateStorage
+
+Words = dict[str, Tensor]
+
+
+class Fp32Arithmetic:
+    """Averages of float32 tensors."""
+
+    def ema(self, average: Tensor, x: Tensor, beta: float) -> Tensor:
+        return beta * average + (1 - beta) * x
+
+    def value(self, average: Tensor) -> Tensor:
+        return average
+
+    def sqrt(self, x: Tensor) -> Tensor:
+        return x.sqrt()
+
+
+class StrictArithmetic:
+    """Averages as each slot's storage makes them; a moment is the pair (storage, words)."""
+
+    def ema(self, average: tuple[StateStorage, Words], x: Tensor, beta: float) -> tuple[StateStorage, Words]:
+        storage, words = average
+        return storage, storage.ema(words, x, beta)
+
+    def value(self, average: tuple[StateStorage, Words]) -> Tensor:
+        storage, words = average
+        return storage.value(words)
+
+    def sqrt(self, x: Tensor) -> Tensor:
+        return x.sqrt()
+
+
+def widest(operands: list[Tensor]) -> torch.dtype:
+    """The format that holds every operand's format."""
+    return reduce(torch.promote_types, (operand.dtype for operand in operands))
+
+
+def narrow_scalars(scalars: Mapping[str, Scalar], dtype: torch.dtype, device: torch.device) -> dict[str, Scalar]:
+    """The scalars as numbers of a format.
+
+    They become 0-d tensors on the device, because torch multiplies by the reciprocal where a tensor on a GPU is
+    divided by a number of the host. The averages' decay rates stay as they are: `ema` rounds them to the format
+    of the moment, as one word or, for an expansion, as two.
+    """
+    return {
+        name: value
+        if name.startswith("beta")
+        else torch.tensor(float(value), dtype=torch.float64).to(dtype).to(device)
+        for name, value in scalars.items()
+    }

@@ -1,0 +1,48 @@
+"""`describe()`: what the optimizer does with each parameter, as a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter: its name, shape and dtype, rule, storages, bytes the optimizer adds, path taken, and why."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    dtype: str
+    rule: str
+    weights: str
+    states: str
+    bytes: int
+    path: str
+    skipped: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Description:
+    """A table of rows that prints as text."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that the optimizer keeps for all parameters, once each has been stepped."""
+        return sum(row.bytes for row in self.rows)
+
+    def __str__(self) -> str:
+        head = ("parameter", "shape", "dtype", "rule", "weights", "states", "bytes", "path", "skipped", "why")
+        cells = [head, *(self._cells(row) for row in self.rows)]
+        widths = [max(len(line[column]) for line in cells) for column in range(len(head))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+        return "\n".join([lines[0].rstrip(), "-" * len(lines[0]), *(line.rstrip() for line in lines[1:])])
+
+    @staticmethod
+    def _cells(row: Row) -> tuple[str, ...]:
+        shape = "x".join(map(str, row.shape)) or "scalar"
+        return (
+            row.parameter, shape, row.dtype, row.rule, row.weights, row.states,
+            f"{row.bytes:,}", row.path, str(row.skipped), row.why,
+        )  # fmt: skip

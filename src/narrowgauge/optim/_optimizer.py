@@ -1,0 +1,262 @@
+"""The one optimizer: it walks the parameters, asks the rule for an update and the storages to keep it.
+
+Everything that differs between optimizers is a value: the rule (a class attribute of the thin named classes) and
+the storages (options of the parameter group). What is here is torch's convention: groups, state, closures,
+hooks, `state_dict`. The step has two more duties that only it can do: a gradient that is not finite must not
+reach weights or states, and whoever measures what narrow numbers lose is given the intended and the effective
+update of every parameter (`gauges`, `last_stats`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from narrowgauge.formats import random_bits
+from narrowgauge.optim._describe import Description, Row
+from narrowgauge.optim._plan import ParameterPlan, plan_parameter, slot_storages
+from narrowgauge.optim._stats import UpdateStats
+from narrowgauge.optim._update import update
+from narrowgauge.rules import Rule
+
+_STORAGE_OPTIONS = ("weights", "states", "block_size", "min_quantized_size", "arithmetic")
+
+
+class NarrowOptimizer(torch.optim.Optimizer):
+    """Base of the named optimizers; not made by users.
+
+    Attributes:
+        rule: the update equation.
+        gauges: while True, every step measures what it did; read `last_stats`.
+        last_stats: `UpdateStats` of the last step by parameter name; empty if `gauges` was off.
+    """
+
+    rule: ClassVar[Rule]
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        check_storage_options(self.rule, defaults)
+        self._reset()
+        super().__init__(params, defaults)
+
+    def _reset(self) -> None:
+        self.gauges = False
+        self.last_stats: dict[str, UpdateStats] = {}
+        self._plans: dict[Tensor, ParameterPlan] = {}
+        self._warned: set[str] = set()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # torch copies and pickles state and groups only; the rest is made anew.
+        self._reset()
+        super().__setstate__(state)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        try:
+            check_storage_options(self.rule, self.param_groups[-1])
+            self._make_plans()
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def _make_plans(self) -> None:
+        self._plans, index = {}, 0
+        for number, group in enumerate(self.param_groups):
+            names = group.get("param_names") or [f"{number}.{i}" for i in range(len(group["params"]))]
+            for name, p in zip(names, group["params"], strict=True):
+                self._plans[p] = plan_parameter(self.rule, group, p, name, index)
+                index += 1
+
+    def _plan(self, p: Tensor) -> ParameterPlan:
+        if p not in self._plans:
+            self._make_plans()
+        return self._plans[p]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step.
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+
+        Raises:
+            FloatingPointError: if `nonfinite` is ``"raise"`` and a gradient is not finite.
+            RuntimeError: for a sparse gradient.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.last_stats = {}
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._step_parameter(group, p, p.grad)
+        return loss
+
+    def _step_parameter(self, group: dict[str, Any], p: Tensor, grad: Tensor) -> None:
+        plan = self._plan(p)
+        if grad.is_sparse:
+            raise RuntimeError(f"{plan.name}: got a sparse gradient, {type(self).__name__} takes dense ones")
+        state = self.state[p]
+        if not state:
+            state.update(plan.init(p))
+        keep = self._admit(group["nonfinite"], plan, state, grad)
+        if keep is False:
+            return
+        state["step"] += 1 if keep is True else keep
+        # On a GPU the count stays there: reading it would make the host wait for the device at every parameter.
+        step = (
+            state["step"].to(torch.float64)
+            if p.device.type != "cpu" and not plan.strict
+            else int(state["step"].item())
+        )
+        noise = functools.partial(self._noise, group["seed"], plan.index, step, p)
+        if group["maximize"]:
+            grad = -grad
+        before = self._exact(plan, p, state) if self.gauges else None
+        new_p, new_state, delta = update(self.rule, plan, p, grad, state, group, step, noise)
+        for target, value in [(p, new_p), *((state[key], value) for key, value in new_state.items())]:
+            target.copy_(value if keep is True else torch.where(keep, value, target))
+        if before is not None:
+            self.last_stats[plan.name] = UpdateStats.measure(
+                delta, *_interleave(before, self._exact(plan, p, state))
+            )
+
+    def _admit(self, nonfinite: str, plan: ParameterPlan, state: dict[str, Tensor], grad: Tensor) -> bool | Tensor:
+        """Whether this gradient may be used: a bool, or on a GPU, where nobody waits, a 0-d tensor."""
+        if nonfinite == "propagate":
+            return True
+        finite = torch.isfinite(grad).all()
+        if nonfinite == "skip":
+            state["skipped"] += ~finite
+            return finite if grad.device.type != "cpu" else bool(finite)
+        if not finite:
+            raise FloatingPointError(
+                f"{plan.name}: the gradient has inf or NaN (nonfinite='raise'); no state of it changed"
+            )
+        return True
+
+    @staticmethod
+    def _noise(seed: int, stream: int, step: int | Tensor, p: Tensor) -> Tensor:
+        return random_bits(p.numel(), seed=seed, stream=stream, step=step, device=p.device).view(p.shape)
+
+    @staticmethod
+    def _exact(plan: ParameterPlan, p: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        low = state[plan.weight_key] if plan.weight_key is not None else None
+        return plan.weight.exact(p, low), p.to(torch.float64, copy=True)
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Steps refused because of a gradient that was not finite, by parameter; those with none left out."""
+        counts = {
+            plan.name: int(self.state[p]["skipped"])
+            for p, plan in self._all_plans()
+            if p in self.state and "skipped" in self.state[p]
+        }
+        skipped = {name: count for name, count in counts.items() if count}
+        for name in skipped.keys() - self._warned:
+            warnings.warn(
+                f"{name}: {skipped[name]} steps skipped, its gradient had inf or NaN; lower the learning rate "
+                "or the loss scale, or see which layer overflows",
+                stacklevel=2,
+            )
+            self._warned.add(name)
+        return skipped
+
+    def _all_plans(self) -> list[tuple[Tensor, ParameterPlan]]:
+        return [(p, self._plan(p)) for group in self.param_groups for p in group["params"]]
+
+    def state_bytes(self) -> int:
+        """Bytes of all tensors that the optimizer keeps now; a state exists from a parameter's first step on."""
+        return sum(value.nbytes for state in self.state.values() for value in state.values())
+
+    def describe(self) -> Description:
+        """A table: parameter, rule, storages, bytes added, path taken, skipped steps, and why."""
+        skipped = self.skipped
+        rows = [
+            Row(
+                parameter=plan.name,
+                shape=tuple(p.shape),
+                dtype=str(p.dtype).removeprefix("torch."),
+                rule=self.rule.name,
+                weights=plan.weight.name,
+                states=" ".join(f"{s.slot.name}:{s.storage.name}" for s in plan.slots),
+                bytes=plan.nbytes(p),
+                path=f"eager torch, {'strict' if plan.strict else 'fp32'}",
+                skipped=skipped.get(plan.name, 0),
+                why=plan.why,
+            )
+            for p, plan in self._all_plans()
+        ]
+        return Description(tuple(rows))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state that `state_dict` gave, every word in the dtype it was written in.
+
+        Raises:
+            ValueError: if it was written by another optimizer or under other storages; nothing is changed then.
+        """
+        saved = state_dict["param_groups"]
+        for number, (group, old) in enumerate(zip(self.param_groups, saved, strict=False)):
+            for option in _STORAGE_OPTIONS:
+                if option not in old:
+                    raise ValueError(
+                        f"state_dict: group {number} has no {option!r}; takes one of {type(self).__name__}"
+                    )
+                if old[option] != group[option]:
+                    raise ValueError(
+                        f"state_dict: group {number} was written with {option}={old[option]!r}, "
+                        f"this optimizer has {option}={group[option]!r}"
+                    )
+        super().load_state_dict(state_dict)
+        # torch casts every float state to the parameter's dtype, which would round fp32 moments to bf16.
+        identities = [identity for group in saved for identity in group["params"]]
+        for identity, (p, _) in zip(identities, self._all_plans(), strict=True):
+            for key, value in state_dict["state"].get(identity, {}).items():
+                self.state[p][key] = value.detach().to(p.device, copy=True)
+
+
+def _interleave(
+    before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return before[0], after[0], before[1], after[1]
+
+
+def check_storage_options(rule: Rule, group: dict[str, Any]) -> None:
+    """Refuse options that no parameter could be served with.
+
+    Raises:
+        ValueError: naming the argument, what it got, what it takes.
+    """
+    slot_storages(rule, group["states"])
+    for name, choices in (("arithmetic", ("fp32", "strict")), ("nonfinite", ("skip", "propagate", "raise"))):
+        if group[name] not in choices:
+            raise ValueError(f"{name}: got {group[name]!r}, takes one of {', '.join(map(repr, choices))}")
+    for name, least in (("block_size", 1), ("min_quantized_size", 0), ("seed", 0)):
+        if not isinstance(group[name], int) or isinstance(group[name], bool) or group[name] < least:
+            raise ValueError(f"{name}: got {group[name]!r}, takes an integer of at least {least}")
+    if group["weights"] == "stochastic" and group["seed"] >= 2**32:
+        raise ValueError(f"seed: got {group['seed']}, takes an integer below 2^32")
+
+
+def check_hyperparameters(lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    """Adam's hyperparameters, refused in torch's words so that code which reads them still works.
+
+    Raises:
+        ValueError: naming the argument, what it got, what it takes.
+    """
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError("Tensor lr must be 1-element")
+    for name, value in (("learning rate", lr), ("epsilon value", eps), ("weight_decay value", weight_decay)):
+        if not 0.0 <= float(value) < math.inf:
+            raise ValueError(f"Invalid {name}: {value}, takes a finite number of at least 0")
+    for index, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {index}: {beta}, takes a number in [0, 1)")

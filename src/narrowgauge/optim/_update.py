@@ -1,0 +1,65 @@
+"""One parameter's step, in eager torch: the specification that every kernel has to match.
+
+Decode what is stored, evaluate the rule, encode what comes out. Nothing is written here: the caller gets the new
+tensors and decides, so that a step can be refused after the fact without a copy of what was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.optim._arithmetic import Fp32Arithmetic, StrictArithmetic, narrow_scalars, widest
+from narrowgauge.optim._plan import ParameterPlan
+from narrowgauge.rules import Rule, Scalar
+
+_FP32, _STRICT = Fp32Arithmetic(), StrictArithmetic()
+Updated = tuple[Tensor, dict[str, Tensor], Tensor]
+
+
+def update(
+    rule: Rule,
+    plan: ParameterPlan,
+    p: Tensor,
+    grad: Tensor,
+    state: Mapping[str, Tensor],
+    group: Mapping[str, Any],
+    step: Scalar,
+    noise: Callable[[], Tensor],
+) -> Updated:
+    """Compute a step without taking it.
+
+    Args:
+        rule, plan: what to compute and how things are kept.
+        p, grad: the parameter and its gradient.
+        state: the parameter's state.
+        group: its hyperparameters.
+        step: the number of this step, from 1; a 0-d tensor on the device, or a number.
+        noise: makes random words in p's shape.
+
+    Returns:
+        (p, state, delta): the new parameter, its new state entries, and the intended update.
+    """
+    low = state[plan.weight_key] if plan.weight_key is not None else None
+    scalars = rule.scalars(group, step)
+    if plan.strict:
+        moments: dict[str, Any] = {s.slot.name: (s.storage, s.words(state)) for s in plan.slots}
+        weight = plan.weight.operand(p, low)
+        dtype = widest([weight, *(word for _, words in moments.values() for word in words.values())])
+        scalars = narrow_scalars(scalars, dtype, p.device)
+        delta, moments = rule.update(_STRICT, weight, grad.to(dtype), moments, scalars)
+        delta = delta.to(weight.dtype)
+        new_p, new_low = plan.weight.add_rounded(p, low, delta, noise)
+        new_state = {k: v for s in plan.slots for k, v in s.keyed(moments[s.slot.name][1]).items()}
+    else:
+        decoded = {s.slot.name: s.decode(state) for s in plan.slots}
+        weight = plan.weight.read(p, low)
+        delta, moments = rule.update(_FP32, weight, grad.to(torch.float32), decoded, scalars)
+        new_p, new_low = plan.weight.add(p, low, weight, delta, noise)
+        new_state = {k: v for s in plan.slots for k, v in s.encode(moments[s.slot.name]).items()}
+    if plan.weight_key is not None and new_low is not None:
+        new_state[plan.weight_key] = new_low
+    return new_p, new_state, delta

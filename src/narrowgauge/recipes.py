@@ -1,0 +1,117 @@
+"""Recipes: named precision strategies.
+
+A recipe says in which format the model's weights and gradients are, and how the optimizer keeps weights and
+states. Applying one takes two lines: get it, apply it to the model.
+
+The letters A to D are the options of Collage's Table 2; `D-MW` keeps fp32 states but no master weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from narrowgauge.optim import AdamW
+from narrowgauge.optim._plan import slot_storages
+from narrowgauge.storage import weight_storage
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A precision strategy.
+
+    Attributes:
+        name: what users type.
+        title: what it is, in a line.
+        dtype: format of the model's weights and gradients.
+        weights, states: storages of the optimizer.
+        letters: the paper's name for it, also accepted; None if it has none.
+    """
+
+    name: str
+    title: str
+    dtype: torch.dtype
+    weights: str = "plain"
+    states: str = "fp32"
+    letters: str | None = None
+
+    @property
+    def has_strict_arithmetic(self) -> bool:
+        """Whether `arithmetic="strict"` is taken: whether all that is stored is words of a float format."""
+        storages = slot_storages(AdamW.rule, self.states).values()
+        return weight_storage(self.weights).rounded and all(storage.rounded for storage in storages)
+
+    def byte_breakdown(self, block_size: int = 256) -> dict[str, float]:
+        """Bytes a parameter by what they hold: weights, gradients, and optimizer states with low words.
+
+        Source: Collage, Table 2.
+        """
+        added = weight_storage(self.weights).bytes_added(self.dtype)
+        moments = slot_storages(AdamW.rule, self.states).values()
+        return {
+            "weights": float(self.dtype.itemsize),
+            "gradients": float(self.dtype.itemsize),
+            "states": added + sum(storage.nbytes(block_size, block_size) for storage in moments) / block_size,
+        }
+
+    def bytes_per_parameter(self, block_size: int = 256) -> float:
+        """Bytes that training keeps for each parameter: weight, gradient, states, low word or master copy."""
+        return sum(self.byte_breakdown(block_size).values())
+
+    def apply(self, model: nn.Module, lr: float = 1e-3, **optimizer_arguments: Any) -> AdamW:
+        """Cast the model's floating-point parameters and buffers, in place, and make its optimizer.
+
+        Args:
+            model: the model, with its parameters where they will be trained.
+            lr: learning rate.
+            **optimizer_arguments: what else AdamW takes; `weights` and `states` follow from the recipe.
+
+        Raises:
+            ValueError: for `weights` or `states`, and whatever AdamW refuses.
+        """
+        for name in ("weights", "states"):
+            if name in optimizer_arguments:
+                raise ValueError(f"{name}: got {optimizer_arguments[name]!r}, follows from recipe {self.name!r}")
+        model.to(self.dtype)
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        return AdamW(trained, lr, weights=self.weights, states=self.states, **optimizer_arguments)
+
+
+_BF16 = torch.bfloat16
+_RECIPES = (
+    Recipe("fp32", "everything in fp32", torch.float32),
+    Recipe("bf16", "bf16 weights and states, nothing else", _BF16, "plain", "bf16", "A"),
+    Recipe("collage-light", "bf16, weights as expansions of two words", _BF16, "expansion", "bf16", "B"),
+    Recipe("collage-plus", "bf16, weights and second moment as expansions", _BF16, "expansion", "expansion", "C"),
+    Recipe("master", "bf16 with fp32 master weights and fp32 states", _BF16, "master", "fp32", "D"),
+    Recipe("fp32-states", "bf16 weights, fp32 states, no master weights", _BF16, "plain", "fp32", "D-MW"),
+    Recipe("kahan", "bf16 with Kahan-summed weights, bf16 states", _BF16, "kahan", "bf16"),
+    Recipe("stochastic", "bf16, weights rounded stochastically, bf16 states", _BF16, "stochastic", "bf16"),
+    Recipe("split", "bf16 + int16 words (exact fp32 weights), fp32 states", _BF16, "split", "fp32"),
+    Recipe("split8", "bf16 + int8 words (24-bit weights), fp32 states", _BF16, "split8", "fp32"),
+    Recipe("adamw8bit", "fp32 weights, block-wise dynamic 8-bit states", torch.float32, "plain", "8bit"),
+    Recipe("adamw8bit-expansion", "bf16 weights as expansions, 8-bit states", _BF16, "expansion", "8bit"),
+    Recipe("adamw8bit-split", "bf16 + int16 words (exact fp32 weights), 8-bit states", _BF16, "split", "8bit"),
+    Recipe("adamw8bit-split8", "bf16 + int8 words (24-bit weights), 8-bit states", _BF16, "split8", "8bit"),
+)  # fmt: skip
+
+
+def names() -> tuple[str, ...]:
+    """The names of all recipes."""
+    return tuple(recipe.name for recipe in _RECIPES)
+
+
+def get(name: str) -> Recipe:
+    """A recipe by its name or the paper's letters.
+
+    Raises:
+        ValueError: for an unknown name; the message lists those that exist.
+    """
+    for recipe in _RECIPES:
+        if name in (recipe.name, recipe.letters):
+            return recipe
+    known = ", ".join(f"{r.name} ({r.letters})" if r.letters else r.name for r in _RECIPES)
+    raise ValueError(f"recipe: got {name!r}, takes one of {known}")

@@ -1,0 +1,34 @@
+"""Tensors kept in narrow formats: expansions, split words, block-wise codes; weight and state storages."""
+
+from narrowgauge.storage._blockwise import Quantized, quantize
+from narrowgauge.storage._expansion import (
+    fast_two_sum,
+    grow,
+    mul,
+    scaling,
+    split,
+    two_prod,
+    two_prod_fma,
+    two_sum,
+)
+from narrowgauge.storage._states import StateStorage, state_storage, state_storages
+from narrowgauge.storage._weights import WeightStorage, weight_storage, weight_storages
+
+__all__ = [
+    "Quantized",
+    "StateStorage",
+    "WeightStorage",
+    "fast_two_sum",
+    "grow",
+    "mul",
+    "quantize",
+    "scaling",
+    "split",
+    "state_storage",
+    "state_storages",
+    "two_prod",
+    "two_prod_fma",
+    "two_sum",
+    "weight_storage",
+    "weight_storages",
+]

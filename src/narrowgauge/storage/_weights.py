@@ -1,0 +1,252 @@
+"""Weight storages: what is kept beside the parameter, and how an update is added to it.
+
+The model computes with the parameter, in bf16 say, where a step below half a unit in the last place is lost. A
+weight storage decides what becomes of that remainder: it is dropped (`plain`), carried over (`kahan`), kept as
+part of the weight (`expansion`, `split`, `split8`, `master`), or paid out at random (`stochastic`).
+
+A storage keeps at most one extra tensor, the *low word*, of the parameter's shape. It knows two arithmetics:
+
+* `read` and `add` work in float32 registers and round once, on write.
+* `operand` and `add_rounded` round every operation to the words' own format, as the papers' algorithms are
+  written; storages whose low word is an integer have no such arithmetic.
+
+Whoever changes the parameter from outside wins: a master copy that no longer rounds to the parameter is
+rebuilt from it, and a low word left over counts for at most half a unit in the parameter's last place.
+
+Sources: Collage, Algorithm 2 (expansion) and Appendix B (kahan, stochastic); Micikevicius et al. 2018 (master).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from narrowgauge.formats import FloatFormat, round_with_bits
+from narrowgauge.storage._expansion import grow
+from narrowgauge.storage._words import cut, join
+
+Noise = Callable[[], Tensor]
+Written = tuple[Tensor, Tensor | None]
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+class WeightStorage:
+    """The parameter alone: what rounding cuts off is lost. Also the base that the other storages extend.
+
+    Attributes:
+        name: what users type.
+        dtypes: parameter dtypes it takes.
+        key: name of the low word, or None if there is none.
+        rounded: whether it has the arithmetic of `operand` and `add_rounded`.
+    """
+
+    name = "plain"
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, *_HALVES)
+    key: str | None = None
+    rounded = True
+
+    def low_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
+        """Dtype of the low word beside a parameter of this dtype; None without one."""
+        return None
+
+    def bytes_added(self, dtype: torch.dtype) -> int:
+        """Bytes a parameter of this dtype costs beyond itself."""
+        low = self.low_dtype(dtype)
+        return low.itemsize if low is not None else 0
+
+    def init(self, p: Tensor) -> Tensor | None:
+        """The low word of a parameter that has not been stepped yet."""
+        low = self.low_dtype(p.dtype)
+        return torch.zeros_like(p, dtype=low, memory_format=torch.preserve_format) if low is not None else None
+
+    def read(self, p: Tensor, low: Tensor | None) -> Tensor:
+        """The weight in float32, as the rule sees it."""
+        return p.to(torch.float32)
+
+    def add(self, p: Tensor, low: Tensor | None, weight: Tensor, delta: Tensor, noise: Noise) -> Written:
+        """The parameter and low word after the update.
+
+        Args:
+            p, low: what is stored.
+            weight: what `read` gave for them.
+            delta: the update, float32.
+            noise: makes random 32-bit words in p's shape; called by storages that round stochastically.
+        """
+        return (weight + delta).to(p.dtype), None
+
+    def operand(self, p: Tensor, low: Tensor | None) -> Tensor:
+        """The weight as a number of the storage's own format, as the strict equation sees it."""
+        return p
+
+    def add_rounded(self, p: Tensor, low: Tensor | None, delta: Tensor, noise: Noise) -> Written:
+        """Like `add`, every operation rounded to the format; delta has that format."""
+        return p + delta, None
+
+    def exact(self, p: Tensor, low: Tensor | None) -> Tensor:
+        """The value of all that is stored, in float64."""
+        return p.to(torch.float64)
+
+
+class Stochastic(WeightStorage):
+    """No extra word: the updated weight is rounded stochastically, so the update is right in expectation."""
+
+    name = "stochastic"
+    dtypes = _HALVES
+
+    def add(self, p: Tensor, low: Tensor | None, weight: Tensor, delta: Tensor, noise: Noise) -> Written:
+        return round_with_bits(weight + delta, FloatFormat.of(p.dtype), noise()), None
+
+    def add_rounded(self, p: Tensor, low: Tensor | None, delta: Tensor, noise: Noise) -> Written:
+        # The sum of two narrow numbers needs more than float32's digits at times; float64 holds it.
+        return round_with_bits(p.to(torch.float64) + delta, FloatFormat.of(p.dtype), noise()), None
+
+
+class Kahan(WeightStorage):
+    """Kahan summation: what one addition cuts off is added to the next update.
+
+    The rule sees the parameter alone. Source: Collage, Appendix B; Zamirai et al. 2020.
+    """
+
+    name = "kahan"
+    dtypes = _HALVES
+    key = "compensation"
+
+    def low_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+    def add(self, p: Tensor, low: Tensor | None, weight: Tensor, delta: Tensor, noise: Noise) -> Written:
+        assert low is not None
+        owed = delta + _bounded(p, low).to(torch.float32)
+        hi = (weight + owed).to(p.dtype)
+        return hi, _finite(owed - (hi.to(torch.float32) - weight), hi).to(p.dtype)
+
+    def add_rounded(self, p: Tensor, low: Tensor | None, delta: Tensor, noise: Noise) -> Written:
+        assert low is not None
+        owed = delta + _bounded(p, low)
+        hi = p + owed
+        return hi, _finite(owed - (hi - p), hi)
+
+    def exact(self, p: Tensor, low: Tensor | None) -> Tensor:
+        assert low is not None
+        return p.to(torch.float64) + _bounded(p, low).to(torch.float64)
+
+
+class Expansion(Kahan):
+    """The weight is the unevaluated sum hi + lo of two numbers of the parameter's format (Collage-light).
+
+    The rule sees both words. Source: Collage, Algorithm 2, lines 3 and 13.
+    """
+
+    name = "expansion"
+    key = "lo"
+
+    def read(self, p: Tensor, low: Tensor | None) -> Tensor:
+        assert low is not None
+        return p.to(torch.float32) + _bounded(p, low).to(torch.float32)
+
+    def add(self, p: Tensor, low: Tensor | None, weight: Tensor, delta: Tensor, noise: Noise) -> Written:
+        updated = weight + delta
+        hi = updated.to(p.dtype)
+        return hi, _finite(updated - hi.to(torch.float32), hi).to(p.dtype)
+
+    def add_rounded(self, p: Tensor, low: Tensor | None, delta: Tensor, noise: Noise) -> Written:
+        assert low is not None
+        hi, lo = grow((p, _bounded(p, low)), delta)
+        return hi, _finite(lo, hi)
+
+
+class Split(WeightStorage):
+    """An int16 low word: the bf16 parameter and it are together the exact float32 weight."""
+
+    name = "split"
+    dtypes = (torch.bfloat16,)
+    key = "lo"
+    rounded = False
+    _word = torch.int16
+
+    def low_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self._word
+
+    def read(self, p: Tensor, low: Tensor | None) -> Tensor:
+        assert low is not None
+        return join(p, low)
+
+    def add(self, p: Tensor, low: Tensor | None, weight: Tensor, delta: Tensor, noise: Noise) -> Written:
+        return cut(weight + delta, self._word)
+
+    def exact(self, p: Tensor, low: Tensor | None) -> Tensor:
+        return self.read(p, low).to(torch.float64)
+
+
+class Split8(Split):
+    """An int8 low word in units of 1/256 of bf16's spacing: a 24-bit weight."""
+
+    name = "split8"
+    _word = torch.int8
+
+
+class Master(WeightStorage):
+    """A float32 copy of the weight, which the parameter is the rounding of (the paper's option D)."""
+
+    name = "master"
+    dtypes = _HALVES
+    key = "master"
+
+    def low_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32
+
+    def init(self, p: Tensor) -> Tensor:
+        return p.to(torch.float32)
+
+    def read(self, p: Tensor, low: Tensor | None) -> Tensor:
+        assert low is not None
+        return torch.where(low.to(p.dtype) == p, low, p.to(torch.float32))
+
+    def add(self, p: Tensor, low: Tensor | None, weight: Tensor, delta: Tensor, noise: Noise) -> Written:
+        updated = weight + delta
+        return updated.to(p.dtype), updated
+
+    def operand(self, p: Tensor, low: Tensor | None) -> Tensor:
+        return self.read(p, low)
+
+    def add_rounded(self, p: Tensor, low: Tensor | None, delta: Tensor, noise: Noise) -> Written:
+        return self.add(p, low, self.read(p, low), delta, noise)
+
+    def exact(self, p: Tensor, low: Tensor | None) -> Tensor:
+        return self.read(p, low).to(torch.float64)
+
+
+def _bounded(p: Tensor, low: Tensor) -> Tensor:
+    """The low word, cut to half a unit in the parameter's last place: more is left over from another value."""
+    half = (FloatFormat.of(p.dtype).ulp(p.to(torch.float32)) / 2).nan_to_num(nan=0.0).to(low.dtype)
+    return torch.minimum(torch.maximum(low, -half), half)
+
+
+def _finite(low: Tensor, hi: Tensor) -> Tensor:
+    """The low word, zero where the parameter is infinite or NaN and the difference means nothing."""
+    return torch.where(torch.isfinite(hi), low, torch.zeros_like(low))
+
+
+_STORAGES = {
+    storage.name: storage
+    for storage in (WeightStorage(), Kahan(), Expansion(), Split(), Split8(), Stochastic(), Master())
+}
+
+
+def weight_storages() -> tuple[str, ...]:
+    """The names of all weight storages."""
+    return tuple(_STORAGES)
+
+
+def weight_storage(name: str) -> WeightStorage:
+    """A weight storage by name.
+
+    Raises:
+        ValueError: for an unknown name; the message lists those that exist.
+    """
+    if name not in _STORAGES:
+        raise ValueError(f"weights: got {name!r}, takes one of {', '.join(map(repr, _STORAGES))}")
+    return _STORAGES[name]

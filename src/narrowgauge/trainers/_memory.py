@@ -1,0 +1,43 @@
+"""How many bytes one step needs at its peak.
+
+On a GPU the allocator keeps the record. On the CPU nobody does, and the process's resident set says more about
+the imports and the allocator's habits than about the training; so one step runs under torch's profiler, which is
+told of every allocation, and the running sum has a maximum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+
+T = TypeVar("T")
+
+
+def peak_memory(step: Callable[[], T], held: int, device: torch.device) -> tuple[T, int]:
+    """Run a step and give what it returns and the peak of bytes in tensors while it ran.
+
+    Args:
+        step: what to run; it runs once, as it would without being watched.
+        held: bytes of the tensors that exist before and after it: parameters and optimizer states.
+        device: where the step works.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        result = step()
+        return result, torch.cuda.max_memory_allocated(device)
+    # The classic profiler: the newer one takes seconds to start and writes to the terminal.
+    profiler = cast(Any, torch.autograd)
+    options = (False, True, False, False, False, torch._C._profiler._ExperimentalConfig())
+    profiler._enable_profiler_legacy(profiler.ProfilerConfig(profiler.ProfilerState.CPU, *options))
+    try:
+        result = step()
+    finally:
+        records = profiler._disable_profiler_legacy()
+    current = peak = 0
+    for record in (record for thread in records for record in thread):
+        if record.kind() == "memory_alloc":
+            current += record.cpu_memory_usage()
+            peak = max(peak, current)
+    return result, held + peak

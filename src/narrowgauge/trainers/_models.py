@@ -1,0 +1,168 @@
+"""Small and well-known language models, made from a configuration and a seed.
+
+A preset is a value: the sizes of a GPT-2 or a LLaMA, without vocabulary and sequence, which belong to the data.
+Nothing is downloaded. What would blur a comparison of number formats is off (dropout, and with it any randomness
+after the start), and one seed gives one set of initial weights, in fp32 and drawn on the CPU, so that every
+recipe on every device starts from the same point.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ._tokens import END_OF_TEXT, at_least
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+class ModelError(ValueError):
+    """There is no such model; the message is one line that lists those there are."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The sizes of a decoder-only transformer.
+
+    Attributes:
+        family: whose architecture: GPT-2 (LayerNorm, GELU, learned positions, the output tied to the
+            embedding) or LLaMA (RMSNorm, SwiGLU, rotary positions, an output of its own).
+        layers: number of blocks.
+        width: of the residual stream.
+        heads: of the attention; their number divides the width.
+        hidden: width inside the feed-forward layer.
+        positions: the least number of positions; a longer sequence gets as many as it needs.
+        initializer_range: standard deviation of the initial weights.
+    """
+
+    family: Literal["gpt2", "llama"]
+    layers: int
+    width: int
+    heads: int
+    hidden: int
+    positions: int = 2
+    initializer_range: float = 0.02
+
+
+# gpt2*: Radford et al. 2019. llama-130m: the configuration of GaLore (Zhao et al. 2024), used for low-precision
+# optimizers since. The others are small enough for a CPU.
+_PRESETS = {
+    "micro": Preset("gpt2", layers=2, width=96, heads=4, hidden=384),
+    "mini": Preset("gpt2", layers=4, width=128, heads=4, hidden=512),
+    "tiny": Preset("gpt2", layers=6, width=256, heads=8, hidden=1024),
+    "gpt2": Preset("gpt2", layers=12, width=768, heads=12, hidden=3072, positions=1024),
+    "gpt2-medium": Preset("gpt2", layers=24, width=1024, heads=16, hidden=4096, positions=1024),
+    "gpt2-large": Preset("gpt2", layers=36, width=1280, heads=20, hidden=5120, positions=1024),
+    "llama-micro": Preset("llama", layers=2, width=96, heads=4, hidden=256),
+    "llama-130m": Preset("llama", layers=12, width=768, heads=12, hidden=2048, positions=1024),
+}
+
+
+def presets() -> tuple[str, ...]:
+    """Names of the presets, each family from small to large."""
+    return tuple(_PRESETS)
+
+
+def preset(name: str) -> Preset:
+    """A preset by name.
+
+    Raises:
+        ModelError: if there is none of that name.
+    """
+    if name not in _PRESETS:
+        raise ModelError(f"--model takes one of {', '.join(_PRESETS)}, got {name!r}")
+    return _PRESETS[name]
+
+
+def build_model(model: str | Preset, *, vocabulary: int, sequence: int, seed: int) -> PreTrainedModel:
+    """A transformers model with fresh weights.
+
+    Args:
+        model: name of a preset, or one of your own.
+        vocabulary: number of tokens, at least 256.
+        sequence: the longest sequence it must read, at least 2 tokens.
+        seed: of the initial weights. The global random state is neither read nor changed.
+
+    Returns:
+        The model: fp32, on the CPU, in training mode.
+
+    Raises:
+        ModelError: for a name there is no preset of.
+        ValueError: for other sizes.
+    """
+    from transformers import AutoModelForCausalLM
+
+    settings = configuration(model, vocabulary=vocabulary, sequence=sequence)
+    # Not torch.manual_seed, which would reseed the GPUs too.
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(seed)
+        built = AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa", dtype=torch.float32)
+    built.generation_config.pad_token_id = END_OF_TEXT  # without one, `generate` warns
+    return built.train()
+
+
+def configuration(model: str | Preset, *, vocabulary: int, sequence: int) -> PretrainedConfig:
+    """The transformers configuration that `build_model` builds from; arguments and errors as there."""
+    from transformers import GPT2Config, LlamaConfig
+
+    sizes = preset(model) if isinstance(model, str) else model
+    at_least("vocabulary", vocabulary, 256)
+    at_least("sequence", sequence, 2)
+    common = {
+        "vocab_size": vocabulary,
+        "initializer_range": sizes.initializer_range,
+        "bos_token_id": END_OF_TEXT,
+        "eos_token_id": END_OF_TEXT,
+        "pad_token_id": None,  # a LLaMA would not train the embedding of a token that pads
+        "use_cache": False,
+    }
+    if sizes.family == "gpt2":
+        return GPT2Config(
+            n_layer=sizes.layers,
+            n_embd=sizes.width,
+            n_head=sizes.heads,
+            n_inner=sizes.hidden,
+            n_positions=max(sizes.positions, sequence),
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            resid_pdrop=0.0,
+            **common,
+        )
+    return LlamaConfig(
+        num_hidden_layers=sizes.layers,
+        hidden_size=sizes.width,
+        num_attention_heads=sizes.heads,
+        intermediate_size=sizes.hidden,
+        max_position_embeddings=max(sizes.positions, sequence),
+        attention_dropout=0.0,
+        **common,
+    )
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Number of parameters, shared ones counted once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def next_token_loss(model: nn.Module, windows: Tensor) -> Tensor:
+    """Mean cross entropy of every token of the windows but the first, given those before it.
+
+    Args:
+        model: a causal language model of transformers, in any dtype.
+        windows: int64 tensor (batch, sequence + 1) on the model's device.
+
+    Returns:
+        float32 scalar, in nats a token; computed in float32 from the logits on.
+
+    Raises:
+        ValueError: for windows of another shape, or of under two tokens.
+    """
+    if windows.dim() != 2 or windows.shape[1] < 2:
+        raise ValueError(f"windows: got shape {tuple(windows.shape)}, takes (batch, sequence + 1)")
+    logits = model(input_ids=windows[:, :-1]).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())

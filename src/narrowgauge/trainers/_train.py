@@ -1,0 +1,209 @@
+"""Train one model under one recipe, and measure what that costs.
+
+The loop is the ordinary one. What it adds is bookkeeping that does not change a bit of the training: every
+`gauge_every` steps the optimizer measures its update, one step runs under a memory profiler, and the others are
+timed. Runs with the same seed see the same initial weights and the same batches whatever the recipe, so their
+losses can be compared step by step.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.optim import AdamW, UpdateStats
+from narrowgauge.recipes import Recipe
+from narrowgauge.trainers._memory import peak_memory
+from narrowgauge.trainers._models import next_token_loss
+
+_WARM_STEPS = 3  # not timed: caches fill, kernels are chosen
+_MEMORY_STEP = 2  # the third: states exist since the first
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all recipes of a comparison share.
+
+    Attributes:
+        steps, batch, sequence: optimizer steps, windows a step, tokens a window.
+        lr, warmup: learning rate and the steps of its linear rise; constant afterwards.
+        beta1, beta2, eps, weight_decay: AdamW's.
+        arithmetic: ``"fp32"`` or ``"strict"``; storages without a strict arithmetic compute in fp32.
+        block_size, min_quantized_size: of 8-bit states.
+        gauge_every: steps between measurements of the update; 0 for none.
+    """
+
+    steps: int
+    batch: int
+    sequence: int
+    lr: float
+    warmup: int
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    arithmetic: str = "fp32"
+    block_size: int = 256
+    min_quantized_size: int = 4096
+    gauge_every: int = 5
+
+
+@dataclass
+class Run:
+    """One recipe with one seed.
+
+    Attributes:
+        seed: of weights, batches and stochastic rounding.
+        tokens_per_step: tokens whose loss a step averages.
+        loss: training loss by step, up to and including the first that is not finite.
+        stats: update sums by the number of the step, from 1.
+        validation_loss: mean over the validation windows in nats a token; None if diverged.
+        diverged: whether a loss was not finite.
+        optimizer_seconds, step_seconds: of the timed steps.
+        peak_memory: bytes in tensors at the worst moment of a step; None if there was no such step.
+        measured_bytes: bytes a parameter as found in the tensors: weights, gradients, states.
+    """
+
+    seed: int
+    tokens_per_step: int = 0
+    loss: list[float] = field(default_factory=list)
+    stats: dict[int, UpdateStats] = field(default_factory=dict)
+    validation_loss: float | None = None
+    diverged: bool = False
+    optimizer_seconds: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    peak_memory: int | None = None
+    measured_bytes: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def optimizer_ms(self) -> float | None:
+        """Median milliseconds of an optimizer step."""
+        return 1e3 * statistics.median(self.optimizer_seconds) if self.optimizer_seconds else None
+
+    @property
+    def step_ms(self) -> float | None:
+        """Median milliseconds of a whole step: forward, backward, optimizer."""
+        return 1e3 * statistics.median(self.step_seconds) if self.step_seconds else None
+
+
+def make_optimizer(recipe: Recipe, model: nn.Module, settings: Settings, seed: int) -> AdamW:
+    """Apply a recipe to a model under a comparison's settings."""
+    options: dict[str, Any] = {
+        "betas": (settings.beta1, settings.beta2),
+        "eps": settings.eps,
+        "weight_decay": settings.weight_decay,
+        "block_size": settings.block_size,
+        "min_quantized_size": settings.min_quantized_size,
+        "seed": seed,
+    }
+    arithmetic = settings.arithmetic if recipe.has_strict_arithmetic else "fp32"
+    return recipe.apply(model, settings.lr, arithmetic=arithmetic, **options)
+
+
+def train(
+    recipe: Recipe,
+    model: nn.Module,
+    batches: Iterator[Tensor],
+    validation: Tensor,
+    settings: Settings,
+    *,
+    seed: int,
+    on_step: Callable[[int, float], None] = lambda step, loss: None,
+) -> Run:
+    """Train and evaluate.
+
+    Args:
+        recipe: applied to the model here.
+        model: on its device, in fp32; its weights are changed in place.
+        batches: int64 tensors (batch, sequence + 1).
+        validation: int64 tensor (windows, sequence + 1).
+        settings: shared by all recipes.
+        seed: recorded, and the key of stochastic rounding.
+        on_step: told the number of each finished step, from 1, and its loss.
+    """
+    optimizer = make_optimizer(recipe, model, settings, seed)
+    device = next(model.parameters()).device
+    run = Run(seed, tokens_per_step=settings.batch * settings.sequence)
+    for number in range(1, settings.steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = settings.lr * min(1.0, number / max(1, settings.warmup))
+        optimizer.gauges = settings.gauge_every > 0 and (number - 1) % settings.gauge_every == 0
+        windows = next(batches).to(device)
+        profiled = number - 1 == _MEMORY_STEP
+        if profiled:
+            optimizer.zero_grad()  # what was allocated before is not the profiler's to see freed
+            held = _held_bytes(model) + optimizer.state_bytes()
+            step = functools.partial(_step, model, optimizer, windows)
+            (loss, times), run.peak_memory = peak_memory(step, held, device)
+        else:
+            loss, times = _step(model, optimizer, windows)
+        run.loss.append(loss)
+        if not math.isfinite(loss):
+            run.diverged = True
+            break
+        if optimizer.last_stats:
+            run.stats[number] = UpdateStats.total(list(optimizer.last_stats.values()))
+        if number > _WARM_STEPS and not optimizer.gauges and not profiled:
+            run.step_seconds.append(times[0])
+            run.optimizer_seconds.append(times[1])
+        on_step(number, loss)
+    run.measured_bytes = _measured_bytes(model, optimizer)
+    if not run.diverged:
+        loss = evaluate(model, validation, settings.batch)
+        run.diverged = not math.isfinite(loss)
+        run.validation_loss = None if run.diverged else loss
+    return run
+
+
+def _step(model: nn.Module, optimizer: AdamW, windows: Tensor) -> tuple[float, tuple[float, float]]:
+    """One step: its loss, and the seconds of the whole and of the optimizer."""
+    optimizer.zero_grad()
+    start = _now(windows.device)
+    loss = next_token_loss(model, windows)
+    torch.autograd.backward(loss)
+    middle = _now(windows.device)
+    value = float(loss.detach())
+    if math.isfinite(value):
+        optimizer.step()
+    end = _now(windows.device)
+    return value, (end - start, end - middle)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, windows: Tensor, batch: int) -> float:
+    """Mean loss in nats a token over windows (n, sequence + 1), `batch` of them at a time."""
+    device = next(model.parameters()).device
+    losses = [next_token_loss(model, part.to(device)).double() * len(part) for part in torch.split(windows, batch)]
+    return float(torch.stack(losses).sum()) / len(windows)
+
+
+def _held_bytes(model: nn.Module) -> int:
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return sum(t.nbytes for t in tensors.values())
+
+
+def _measured_bytes(model: nn.Module, optimizer: AdamW) -> dict[str, float]:
+    """Bytes a trained parameter, counted in the tensors that exist after the last step."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    count = sum(p.numel() for p in trained)
+    parts = {
+        "weights": sum(p.nbytes for p in trained),
+        "gradients": sum(p.grad.nbytes for p in trained if p.grad is not None),
+        "states": optimizer.state_bytes(),
+    }
+    measured = {name: size / count for name, size in parts.items()}
+    return measured | {"total": sum(measured.values())}

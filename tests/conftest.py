@@ -1,0 +1,49 @@
+"""What all tests share: which of them run here, how random the property tests are, and how many threads."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# The same examples on every machine and at every run, and no clock in the verdict. A search for new examples is
+# one option away: --hypothesis-profile=explore.
+settings.register_profile("fixed", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("explore", deadline=None, max_examples=2000, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("fixed")
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # The workers share the cores already; more threads in each would only wait for one another.
+    torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    with_slow = config.getoption("--slow") or "slow" in config.getoption("markexpr")
+    no_slow = pytest.mark.skip(reason="slow: takes minutes; run with --slow or -m slow")
+    no_gpu = pytest.mark.skip(reason="gpu: needs a CUDA device, torch sees none")
+    with_gpu: bool | None = None  # asked of the driver only if a test wants to know
+    for item in items:
+        if not with_slow and item.get_closest_marker("slow"):
+            item.add_marker(no_slow)
+        if item.get_closest_marker("gpu"):
+            with_gpu = torch.cuda.is_available() if with_gpu is None else with_gpu
+            if not with_gpu:
+                item.add_marker(no_gpu)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder shared/data beside the checkout, with texts too large to keep in it."""
+    folder = ROOT.parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip("needs the folder shared/data beside the checkout")
+    return folder

@@ -1,0 +1,102 @@
+"""Rounding: nearest is torch's cast, stochastic is unbiased and takes a neighbour, Philox is Philox."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from narrowgauge.formats import BF16, FP8_E4M3, FP16, FloatFormat, random_bits, round_to, round_with_bits
+from narrowgauge.formats._philox import philox
+
+
+def words(*values: int) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.tensor(value) for value in values)
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "wanted"),
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_gives_its_published_answers(counter, key, wanted) -> None:
+    assert tuple(int(word) for word in philox(words(*counter), key)) == wanted
+
+
+@given(st.integers(0, 50), st.integers(1, 40), st.integers(0, 2**40))
+def test_a_shard_draws_the_bits_of_the_whole(offset: int, count: int, step: int) -> None:
+    whole = random_bits(offset + count, seed=3, stream=5, step=step)
+    assert torch.equal(random_bits(count, seed=3, stream=5, step=step, offset=offset), whole[offset:])
+    assert torch.equal(random_bits(count, seed=3, stream=5, step=torch.tensor(step), offset=offset), whole[offset:])
+
+
+def test_seed_stream_and_step_all_matter_and_bits_are_uniform() -> None:
+    n = 1 << 16
+    base = random_bits(n, seed=0, stream=0, step=1)
+    for other in ({"seed": 1}, {"stream": 1}, {"step": 2}):
+        assert (random_bits(n, **({"seed": 0, "stream": 0, "step": 1} | other)) == base).float().mean() < 1e-3
+    assert base.min() >= 0
+    assert base.max() < 2**32
+    for bit in range(32):
+        assert abs(float(((base >> bit) & 1).double().mean()) - 0.5) < 5 * 0.5 / n**0.5
+
+
+@pytest.mark.parametrize("fmt", [BF16, FP16], ids=lambda fmt: fmt.name)
+def test_nearest_is_torchs_cast_over_float32_patterns(fmt: FloatFormat) -> None:
+    x = torch.arange(-(2**31), 2**31 - 1, 65_521, dtype=torch.int64).to(torch.int32).view(torch.float32)
+    assert torch.equal(round_to(x, fmt).view(torch.int16), x.to(fmt.dtype).view(torch.int16))
+
+
+@pytest.mark.parametrize("fmt", [BF16, FP16, FP8_E4M3], ids=lambda fmt: fmt.name)
+def test_stochastic_rounding_takes_a_neighbour_and_keeps_numbers_of_the_format(fmt: FloatFormat) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(20_000, generator=generator) * 10.0 ** torch.empty(20_000).uniform_(-6, 2, generator=generator)
+    up = round_with_bits(x, fmt, torch.zeros(x.shape, dtype=torch.int64)).to(torch.float64)
+    down = round_with_bits(x, fmt, torch.full(x.shape, 2**32 - 1)).to(torch.float64)
+    assert (down.abs() <= x.abs()).all()
+    assert (up.abs() >= x.abs()).all()
+    assert ((up - down).abs() <= fmt.ulp(x.to(torch.float64))).all()
+    exact = x.to(fmt.dtype)
+    for bits in (0, 2**31, 2**32 - 1):
+        again = round_with_bits(exact, fmt, torch.full(x.shape, bits))
+        assert torch.equal(again.to(torch.float32), exact.to(torch.float32))
+
+
+@pytest.mark.parametrize("fmt", [BF16, FP16], ids=lambda fmt: fmt.name)
+def test_stochastic_rounding_rounds_up_with_exactly_the_covered_share(fmt: FloatFormat) -> None:
+    """All 2^16 upper halves of the random word: the number of those that round up is the share, exactly."""
+    bits = torch.arange(2**16, dtype=torch.int64) << 16
+    for steps in (1, 77, 2**12, 2**13 - 1):
+        share = steps / 2**13
+        x = torch.full((2**16,), 1.0 + share * float(fmt.ulp(torch.ones(()))))
+        rounded_up = round_with_bits(x, fmt, bits).to(torch.float32) > x
+        assert int(rounded_up.sum()) == share * 2**16
+
+
+def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
+    x = torch.full((200_000,), 1.0 + 0.1 * 2**-7)
+    first = round_to(x, BF16, "stochastic", torch.Generator().manual_seed(1))
+    assert torch.equal(first, round_to(x, BF16, "stochastic", torch.Generator().manual_seed(1)))
+    error = float((first.double() - x.double()).mean()) / 2**-7
+    assert abs(error) < 5 * (0.1 * 0.9 / 200_000) ** 0.5
+
+
+def test_nonfinite_numbers_and_overflow_round_as_torch_casts_them() -> None:
+    x = torch.tensor([torch.inf, -torch.inf, torch.nan, 3.4e38])
+    rounded = round_with_bits(x, BF16, torch.zeros(4, dtype=torch.int64))
+    assert rounded[:2].tolist() == [torch.inf, -torch.inf]
+    assert torch.isnan(rounded[2])
+    assert rounded[3] == torch.inf
+
+
+def test_unknown_roundings_and_formats_without_a_dtype_are_refused() -> None:
+    with pytest.raises(ValueError, match="rounding: got 'up', takes 'nearest' or 'stochastic'"):
+        round_to(torch.ones(1), BF16, "up")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="fmt: got e3m4"):
+        round_to(torch.ones(1), FloatFormat("e3m4", 3, 4))

@@ -1,0 +1,97 @@
+"""Bad input: one error that names the argument, what it got and what it takes; and nothing half done."""
+
+import pytest
+import torch
+
+from narrowgauge.optim import AdamW, AdamW8bit
+
+
+def parameter(dtype: torch.dtype = torch.float32, size: int = 8) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.ones(size, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lr": -1.0}, "Invalid learning rate: -1.0"),
+        ({"lr": float("nan")}, "Invalid learning rate: nan"),
+        ({"lr": torch.ones(2)}, "Tensor lr must be 1-element"),
+        ({"betas": (1.0, 0.9)}, "Invalid beta parameter at index 0: 1.0"),
+        ({"betas": (0.9, -0.1)}, "Invalid beta parameter at index 1: -0.1"),
+        ({"eps": -1e-8}, "Invalid epsilon value: -1e-08"),
+        ({"weight_decay": -0.1}, "Invalid weight_decay value: -0.1"),
+        ({"amsgrad": True}, "amsgrad: got True, AdamW takes False only"),
+        ({"differentiable": True}, "differentiable: got True"),
+        ({"weights": "fp32"}, "weights: got 'fp32', takes one of 'plain'"),
+        ({"states": "fp16"}, "states: got 'fp16', takes one of 'fp32'"),
+        ({"states": {"m": "8bit"}}, r"states: got slots \['m'\], takes a storage for each of \['m', 'v'\]"),
+        ({"states": {"m": "8bit", "v": "fp3"}}, "states: got 'fp3'"),
+        ({"arithmetic": "exact"}, "arithmetic: got 'exact', takes one of 'fp32', 'strict'"),
+        ({"nonfinite": "ignore"}, "nonfinite: got 'ignore', takes one of 'skip', 'propagate', 'raise'"),
+        ({"block_size": 0}, "block_size: got 0, takes an integer of at least 1"),
+        ({"block_size": 2.5}, "block_size: got 2.5"),
+        ({"min_quantized_size": -1}, "min_quantized_size: got -1"),
+        ({"seed": -3}, "seed: got -3"),
+        ({"capturable": True, "nonfinite": "raise"}, "capturable: got True with .*nonfinite='raise'"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_options_are_refused_by_name(options: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        AdamW([parameter()], **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.float8_e4m3fn])
+def test_dtypes_are_refused_by_parameter(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=rf"params: head\.weight is {dtype}, takes float32, bfloat16 and float16"):
+        AdamW([("head.weight", torch.nn.Parameter(torch.ones(3).to(dtype)))])
+
+
+def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
+    p = parameter()
+    optimizer = AdamW([p])
+    with pytest.raises(ValueError, match=r"weights: 'split' takes bfloat16 parameters, 1\.0 is torch\.float32"):
+        optimizer.add_param_group({"params": [parameter()], "weights": "split"})
+    assert len(optimizer.param_groups) == 1
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert len(optimizer.describe().rows) == 1
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    embedding = torch.nn.Embedding(10, 4, sparse=True)
+    optimizer = AdamW(embedding.named_parameters())
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(RuntimeError, match="weight: got a sparse gradient, AdamW takes dense ones"):
+        optimizer.step()
+
+
+def test_states_of_another_storage_or_optimizer_are_refused_and_nothing_changes() -> None:
+    p, q = parameter(size=5000), parameter(size=5000)
+    optimizer, other = AdamW8bit([p]), AdamW([q])
+    p.grad = q.grad = torch.ones(5000)
+    optimizer.step()
+    other.step()
+    before = {key: value.clone() for key, value in optimizer.state[p].items()}
+    with pytest.raises(ValueError, match="written with states='fp32', this optimizer has states='8bit'"):
+        optimizer.load_state_dict(other.state_dict())
+    torchs = torch.optim.AdamW([q])
+    torchs.step()
+    with pytest.raises(ValueError, match="group 0 has no 'weights'; takes one of AdamW8bit"):
+        optimizer.load_state_dict(torchs.state_dict())
+    assert all(torch.equal(optimizer.state[p][key], value) for key, value in before.items())
+
+
+def test_describe_shows_every_decision() -> None:
+    big = torch.nn.Parameter(torch.ones(64, 100, dtype=torch.bfloat16))
+    small = torch.nn.Parameter(torch.ones(10, dtype=torch.bfloat16))
+    optimizer = AdamW8bit([("block.weight", big), ("block.bias", small)], weights="split8")
+    text = str(optimizer.describe())
+    rows = {row.parameter: row for row in optimizer.describe().rows}
+    assert rows["block.weight"].states == "m:8bit v:8bit"
+    assert rows["block.weight"].bytes == 6400 * 3 + 2 * 4 * 25
+    assert rows["block.bias"].states == "m:fp32 v:fp32"
+    assert "10 elements < min_quantized_size" in rows["block.bias"].why
+    for word in ("block.weight", "64x100", "bfloat16", "adamw", "split8", "19,400", "eager torch, fp32"):
+        assert word in text
+    assert AdamW([big], states="8bit").describe().rows[0].parameter == "0.0"

@@ -1,0 +1,85 @@
+"""A gradient with inf or NaN: skipped whole, raised, or let through to its own element and no further."""
+
+import warnings
+
+import pytest
+import torch
+
+from narrowgauge.optim import AdamW
+
+STORAGES = [
+    ("plain", "fp32"),
+    ("plain", "8bit"),
+    ("expansion", "expansion"),
+    ("split8", "8bit"),
+    ("master", "bf16"),
+]
+
+
+def make(weights: str, states: str, **options) -> tuple[torch.nn.Parameter, AdamW]:
+    p = torch.nn.Parameter(torch.linspace(-1, 1, 6000).to(torch.bfloat16))
+    return p, AdamW([("layer.weight", p)], weights=weights, states=states, **options)
+
+
+def step(p: torch.nn.Parameter, optimizer: AdamW, bad: float | None = None, position: int = 7) -> None:
+    p.grad = torch.cos(torch.arange(6000.0)).to(torch.bfloat16)
+    if bad is not None:
+        p.grad[position] = bad
+    optimizer.step()
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize(("weights", "states"), STORAGES)
+def test_skipping_leaves_weight_state_decay_and_step_untouched(weights: str, states: str, bad: float) -> None:
+    p, optimizer = make(weights, states)
+    step(p, optimizer)
+    before = {key: value.clone() for key, value in optimizer.state[p].items()} | {"p": p.detach().clone()}
+    step(p, optimizer, bad)
+    step(p, optimizer, bad)
+    after = optimizer.state[p] | {"p": p.detach()}
+    for key in before.keys() - {"skipped"}:
+        assert torch.equal(before[key], after[key]), key
+    with pytest.warns(UserWarning, match="layer.weight: 2 steps skipped"):
+        assert optimizer.skipped == {"layer.weight": 2}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is said once
+        assert optimizer.describe().rows[0].skipped == 2
+    # And the run goes on as if those gradients had never been.
+    twin_p, twin = make(weights, states)
+    for _ in range(2):
+        step(twin_p, twin)
+    step(p, optimizer)
+    assert torch.equal(p, twin_p)
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+@pytest.mark.parametrize(("weights", "states"), STORAGES)
+def test_propagating_never_reaches_beyond_the_element(weights: str, states: str, bad: float) -> None:
+    p, optimizer = make(weights, states, nonfinite="propagate")
+    twin_p, twin = make(weights, states, nonfinite="propagate")
+    # An element whose gradient is small: without it the block's scale is the same.
+    for index in range(4):
+        step(p, optimizer, bad if index == 1 else None, position=11)
+        step(twin_p, twin)
+    others = torch.arange(6000) != 11
+    assert torch.equal(p[others], twin_p[others])
+    assert not torch.isfinite(p[11])
+    assert optimizer.skipped == {}
+
+
+def test_raising_names_the_parameter_and_changes_nothing() -> None:
+    p, optimizer = make("plain", "8bit", nonfinite="raise")
+    step(p, optimizer)
+    before = p.detach().clone()
+    with pytest.raises(FloatingPointError, match=r"layer\.weight: the gradient has inf or NaN"):
+        step(p, optimizer, torch.inf)
+    assert torch.equal(p, before)
+
+
+def test_the_count_is_saved() -> None:
+    p, optimizer = make("plain", "fp32")
+    step(p, optimizer, torch.nan)
+    _, other = make("plain", "fp32")
+    other.load_state_dict(optimizer.state_dict())
+    with pytest.warns(UserWarning, match="1 steps skipped"):
+        assert other.skipped == {"layer.weight": 1}

@@ -1,0 +1,193 @@
+"""The table of who may import whom, enforced over the source.
+
+Rooms are the packages and modules directly under `narrowgauge`. Every import counts, wherever it stands: at the
+top, inside a function, under TYPE_CHECKING, through `import_module` with a literal name.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "narrowgauge"
+SOURCE = Path(__file__).resolve().parents[1] / "src" / PACKAGE
+
+# Room: the rooms it may import beside itself.
+TABLE: dict[str, set[str]] = {
+    "formats": set(),
+    "rules": set(),
+    "scaling": set(),
+    "kernels": {"formats"},
+    "storage": {"formats", "kernels"},
+    "nn": {"storage"},
+    "linear": {"formats", "kernels"},
+    "gauges": {"formats", "storage"},
+    "optim": {"formats", "storage", "rules", "kernels"},
+    "distributed": {"storage", "optim", "linear", "scaling"},
+    "recipes": {"formats", "storage", "rules", "kernels", "optim", "linear", "nn", "scaling"},
+}
+TABLE["trainers"] = set(TABLE)
+TABLE["cli"] = set(TABLE)
+
+# The package's own __init__ shows the rooms of the library, not its programs.
+TOP = set(TABLE) - {"trainers", "cli"}
+
+# What may be imported from outside beside the standard library. The programs bring what they need; triton and the
+# peers that benchmarks compare with are nobody's to import (kernels excepted, for triton).
+LIBRARY = {"torch", "numpy"}
+PROGRAMS = {"trainers", "cli"}
+PEERS = {"bitsandbytes", "torchao", "optimi", "flashoptim", "heavyball"}
+
+
+def violations(source: Path) -> list[str]:
+    """Every import under a package folder that the table forbids, as `file:line: what and why`."""
+    found = []
+    for path in sorted(source.rglob("*.py")):
+        parts = path.relative_to(source).with_suffix("").parts
+        room = parts[0]
+        if room not in TABLE and not room.startswith("_"):
+            found.append(f"{path.relative_to(source)}:1: the room {room!r} is not in the table")
+            continue
+        package = [PACKAGE, *parts[:-1]]
+        for line, target in imports(ast.parse(path.read_text(encoding="utf-8")), package):
+            why = forbidden(room, target)
+            if why is not None:
+                found.append(f"{path.relative_to(source)}:{line}: {'.'.join(target) or '(nothing)'}: {why}")
+    return found
+
+
+def imports(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, list[str]]]:
+    """Line and dotted name, as a list, of everything that a module imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name.split(".")
+        elif isinstance(node, ast.ImportFrom):
+            base = absolute(node.module or "", node.level, package)
+            for alias in node.names:
+                yield node.lineno, [*base, alias.name]
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            argument = node.args[0].value
+            if name in ("import_module", "__import__") and isinstance(argument, str):
+                stripped = argument.lstrip(".")
+                yield node.lineno, absolute(stripped, len(argument) - len(stripped), package)
+
+
+def absolute(name: str, level: int, package: list[str]) -> list[str]:
+    """A name with its leading dots resolved; empty if they lead out of the package."""
+    names = name.split(".") if name else []
+    if level == 0:
+        return names
+    return [*package[: len(package) - level + 1], *names] if level <= len(package) else []
+
+
+def forbidden(room: str, target: list[str]) -> str | None:
+    """Why a room may not import a dotted name, or None if it may."""
+    own = TOP if room == "__init__" else TABLE.get(room, set())  # other private modules: nothing of ours
+    if not target:
+        return "leads out of the package"
+    if target[0] == PACKAGE:
+        if len(target) == 1 or target[1] == "*":
+            return None if own >= TOP else f"{room} may not import the package as a whole"
+        wanted = target[1]
+        free = wanted == room or wanted.startswith("_")
+        return None if free or wanted in own else f"{room} may not import {wanted}"
+    if target[0] in PEERS:
+        return "peers are imported nowhere in the library"
+    if target[0] == "triton":
+        return None if room == "kernels" else "only kernels may import triton"
+    if target[0] in sys.stdlib_module_names or target[0] in LIBRARY or room in PROGRAMS:
+        return None
+    return f"only {' and '.join(sorted(PROGRAMS))} may import it"
+
+
+def test_the_source_keeps_to_the_table() -> None:
+    assert violations(SOURCE) == []
+
+
+def test_the_walk_sees_the_source() -> None:
+    """A walk over nothing would find no violations either."""
+    path = SOURCE / "storage" / "__init__.py"
+    seen = {tuple(target[:2]) for _, target in imports(ast.parse(path.read_text()), [PACKAGE, "storage"])}
+    assert (PACKAGE, "storage") in seen
+    assert {path.parts[-2] for path in SOURCE.rglob("__init__.py")} >= {"formats", "storage", "rules", "optim"}
+
+
+FORBIDDEN = {
+    "absolute": ("formats/_x.py", "import narrowgauge.storage"),
+    "absolute from": ("rules/_x.py", "from narrowgauge.formats import BF16"),
+    "absolute, a private module of another room": ("kernels/_x.py", "from narrowgauge.storage._words import cut"),
+    "room as a name": ("gauges/_x.py", "from narrowgauge import optim"),
+    "second of two names": ("gauges/_x.py", "from narrowgauge import formats, optim"),
+    "relative": ("storage/_x.py", "from ..optim import AdamW"),
+    "relative, room as a name": ("storage/_x.py", "from .. import optim"),
+    "relative, in a room's __init__": ("storage/__init__.py", "from ..optim import AdamW"),
+    "relative, deeper": ("kernels/triton/_x.py", "from ...optim import AdamW"),
+    "relative, from a module": ("recipes.py", "from .gauges import lost_updates"),
+    "relative, out of the package": ("formats/_x.py", "from ... import something"),
+    "lazy": ("optim/_x.py", "def f():\n    from narrowgauge.gauges import lost_updates"),
+    "lazy, in a method": ("linear/_x.py", "class C:\n    def f(self):\n        import narrowgauge.optim"),
+    "type checking": ("nn.py", "if TYPE_CHECKING:\n    from narrowgauge.optim import AdamW"),
+    "guarded": ("scaling/_x.py", "try:\n    import narrowgauge.storage\nexcept ImportError:\n    pass"),
+    "import_module": ("optim/_x.py", "import importlib\nimportlib.import_module('narrowgauge.recipes')"),
+    "import_module, relative": ("optim/_x.py", "import importlib as i\ni.import_module('..recipes', __package__)"),
+    "__import__": ("optim/_x.py", "__import__('narrowgauge.recipes')"),
+    "package as a whole": ("optim/_x.py", "import narrowgauge as ng"),
+    "star": ("optim/_x.py", "from narrowgauge import *"),
+    "gauges outside the programs": ("distributed/_x.py", "import narrowgauge.gauges"),
+    "distributed in a recipe": ("recipes.py", "from narrowgauge import distributed"),
+    "trainers in the library": ("recipes.py", "from narrowgauge.trainers import train"),
+    "cli in trainers": ("trainers/_x.py", "from narrowgauge.cli import main"),
+    "trainers at the top": ("__init__.py", "from narrowgauge import trainers"),
+    "cli at the top, lazily": ("__init__.py", "def __getattr__(name):\n    from . import cli"),
+    "a tunnel through a private module": ("_shared.py", "from narrowgauge.optim import AdamW"),
+    "triton outside kernels": ("optim/_x.py", "def f():\n    import triton.language as tl"),
+    "triton in a program": ("cli/_x.py", "import triton"),
+    "an unknown room": ("extras/__init__.py", ""),
+    "an unknown module": ("helpers.py", ""),
+    **{f"peer {peer}": ("trainers/_x.py", f"import {peer}") for peer in sorted(PEERS)},
+    **{
+        f"{name} in the library": ("gauges/_x.py", f"def f():\n    from {name} import x")
+        for name in ("transformers", "tokenizers", "rich", "typer", "matplotlib", "jinja2")
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "code"), FORBIDDEN.values(), ids=FORBIDDEN)
+def test_a_planted_violation_is_found(tmp_path: Path, path: str, code: str) -> None:
+    plant(tmp_path, path, code)
+    found = violations(tmp_path)
+    assert len(found) == 1
+    assert found[0].startswith(f"{path}:")
+
+
+ALLOWED = {
+    "own room": ("storage/_x.py", "import narrowgauge.storage\nfrom ._words import cut\nfrom . import _y"),
+    "what the table grants": ("optim/_x.py", "from narrowgauge import formats, rules, storage, kernels"),
+    "relative": ("recipes.py", "from .optim import AdamW\nfrom . import nn"),
+    "gauges in a program": ("trainers/_x.py", "from narrowgauge.gauges import lost_updates"),
+    "everything in the cli": ("cli/_x.py", "import narrowgauge\nfrom narrowgauge import trainers, distributed"),
+    "the library at the top": ("__init__.py", f"from narrowgauge import {', '.join(sorted(TOP))}"),
+    "private modules": ("formats/_x.py", "from narrowgauge import __version__\nfrom .._version import __version__"),
+    "triton in kernels": ("kernels/_x.py", "import triton\nfrom triton import language as tl"),
+    "torch, numpy, the standard library": ("rules/_x.py", "import json, torch.nn, numpy\nfrom os import path"),
+    "a program's own": ("cli/_x.py", "import rich.table\nfrom matplotlib import figure\nimport typer, jinja2"),
+    "names that only look alike": ("rules/_x.py", "import numpy.random\nprint('triton')\nrecipes = optim = None"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "code"), ALLOWED.values(), ids=ALLOWED)
+def test_what_is_allowed_is_not_found(tmp_path: Path, path: str, code: str) -> None:
+    plant(tmp_path, path, code)
+    assert violations(tmp_path) == []
+
+
+def plant(root: Path, path: str, code: str) -> None:
+    target = root / path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(code)

@@ -1,0 +1,128 @@
+"""`import narrowgauge` in a fresh interpreter: quick, silent, and without side effects."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import narrowgauge
+
+# What costs time or memory at import and is wanted by kernels or programs alone.
+HEAVY = {"triton", "transformers", "tokenizers", "matplotlib", "typer", "click", "rich", "jinja2"}
+LIMIT = 0.2  # seconds on top of torch and numpy
+TRIES = 5  # the best counts: a busy machine is slow now and then, slow code always
+
+# Every read of the environment goes through this class, whatever name os.environ was imported under.
+PROBE = """
+import json, os, sys, time
+import numpy, torch
+
+modules, reads, kind = set(sys.modules), [], type(os.environ)
+def recording(plain):
+    def method(self, *key):
+        reads.append(str(key))
+        return plain(self, *key)
+    return method
+for name in ("__getitem__", "__iter__", "__setitem__", "__delitem__"):
+    setattr(kind, name, recording(getattr(kind, name)))
+print("before", flush=True)
+print("before", file=sys.stderr, flush=True)
+
+start = time.perf_counter()
+import narrowgauge
+seconds = time.perf_counter() - start
+
+facts = {
+    "seconds": seconds,
+    "reads": list(reads),
+    "modules": sorted({name.split(".")[0] for name in set(sys.modules) - modules}),
+    "cuda": torch.cuda.is_initialized(),
+    "file": narrowgauge.__file__,
+}
+with open(sys.argv[1], "w") as file:
+    json.dump(facts, file)
+"""
+
+
+def probe(folder: Path, path: Path | None = None) -> dict[str, Any]:
+    """Import narrowgauge in an interpreter of its own; what it did."""
+    facts = folder / "facts.json"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if path is not None:
+        environment["PYTHONPATH"] = str(path)
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, str(facts)],
+        cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    # What torch may say on import comes before the marker.
+    printed = done.stdout.split("before\n", 1)[1] + done.stderr.split("before\n", 1)[1]
+    return json.loads(facts.read_text()) | {"printed": printed}
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return probe(tmp_path_factory.mktemp("import"))
+
+
+def test_it_is_this_checkout(facts: dict[str, Any]) -> None:
+    assert Path(facts["file"]) == Path(narrowgauge.__file__)
+
+
+def test_it_is_quick(facts: dict[str, Any], tmp_path: Path) -> None:
+    times = [facts["seconds"]]
+    while min(times) >= LIMIT and len(times) < TRIES:
+        times.append(probe(tmp_path)["seconds"])
+    assert min(times) < LIMIT, times
+
+
+def test_it_initialises_no_cuda(facts: dict[str, Any]) -> None:
+    assert not facts["cuda"]
+
+
+def test_it_brings_nothing_heavy(facts: dict[str, Any]) -> None:
+    assert "narrowgauge" in facts["modules"]
+    assert not HEAVY & set(facts["modules"])
+
+
+def test_it_reads_no_environment(facts: dict[str, Any]) -> None:
+    assert facts["reads"] == []
+
+
+def test_it_prints_nothing(facts: dict[str, Any]) -> None:
+    assert facts["printed"] == ""
+
+
+def test_the_probe_sees_what_it_looks_for(tmp_path: Path) -> None:
+    """A package of the same name that does all it should not."""
+    package = tmp_path / "planted" / "narrowgauge"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(
+        "import os, sys, time\nfrom os import environ\nimport rich\n"
+        "time.sleep(0.3)\nos.getenv('A')\n'B' in environ\nos.environ.get('C')\n"
+        "print('out')\nprint('err', file=sys.stderr)\n"
+    )
+    seen = probe(tmp_path, path=tmp_path / "planted")
+    assert Path(seen["file"]).parent == package
+    assert seen["seconds"] > LIMIT
+    assert [name for name in "ABC" if f"('{name}',)" in seen["reads"]] == ["A", "B", "C"]
+    assert "rich" in seen["modules"]
+    assert "out" in seen["printed"]
+    assert "err" in seen["printed"]
+
+
+def test_all_names_what_there_is() -> None:
+    assert len(narrowgauge.__all__) == len(set(narrowgauge.__all__))
+    rooms = [name for name in narrowgauge.__all__ if not name.startswith("_")]
+    assert rooms
+    for name in rooms:
+        module = importlib.import_module(f"narrowgauge.{name}")
+        assert getattr(narrowgauge, name) is module
+        for public in getattr(module, "__all__", ()):
+            assert hasattr(module, public), f"narrowgauge.{name}.{public}"

@@ -1,0 +1,52 @@
+"""Recipes: the papers' bytes, two lines to apply, and errors with a list."""
+
+import pytest
+import torch
+
+from narrowgauge import recipes
+
+# Collage, Table 2, and the 8-bit paper's 2 bytes of state with a scale of 4 bytes for each 256 elements.
+BYTES = {
+    "fp32": 16, "bf16": 8, "collage-light": 10, "collage-plus": 12, "master": 16, "fp32-states": 12, "kahan": 10,
+    "stochastic": 8, "split": 14, "split8": 13, "adamw8bit": 10 + 1 / 32, "adamw8bit-expansion": 8 + 1 / 32,
+    "adamw8bit-split": 8 + 1 / 32, "adamw8bit-split8": 7 + 1 / 32,
+}  # fmt: skip
+
+
+def test_every_recipe_has_its_bytes() -> None:
+    assert {name: recipes.get(name).bytes_per_parameter() for name in recipes.names()} == BYTES
+
+
+def test_the_papers_letters_are_names_too() -> None:
+    letters = {"A": "bf16", "B": "collage-light", "C": "collage-plus", "D": "master", "D-MW": "fp32-states"}
+    assert {letter: recipes.get(letter).name for letter in letters} == letters
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_applying_one_keeps_what_it_says_and_trains(name: str) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
+    model[0].bias.requires_grad_(False)
+    recipe = recipes.get(name)
+    optimizer = recipe.apply(model, lr=1e-2, weight_decay=0.0, min_quantized_size=0)
+    assert {p.dtype for p in model.parameters()} == {recipe.dtype}
+    x = torch.randn(32, 64, dtype=recipe.dtype)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = (model(x).float() - x.float()).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert len(optimizer.describe().rows) == len(trained) == 3
+    held = optimizer.state_bytes() - 12 * len(trained) + sum(2 * p.nbytes for p in trained)
+    assert held / sum(p.numel() for p in trained) == pytest.approx(recipe.bytes_per_parameter(), rel=1e-3)
+
+
+def test_bad_names_and_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"recipe: got 'E', takes one of fp32, bf16 \(A\), collage-light \(B\)"):
+        recipes.get("E")
+    with pytest.raises(ValueError, match="states: got '8bit', follows from recipe 'master'"):
+        recipes.get("D").apply(torch.nn.Linear(2, 2), states="8bit")

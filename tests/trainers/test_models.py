@@ -1,0 +1,203 @@
+"""One seed is one model, whatever happened before; the well-known sizes are the published ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.trainers._models import (
+    ModelError,
+    Preset,
+    build_model,
+    configuration,
+    next_token_loss,
+    parameter_count,
+    preset,
+    presets,
+)
+from narrowgauge.trainers._tokens import END_OF_TEXT
+
+SMALL = ["micro", "mini", "tiny", "llama-micro"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small only wait for a second thread, for seconds where others use the cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_seed_is_a_model_and_the_global_generator_is_left_alone(name: str) -> None:
+    torch.manual_seed(1)
+    state = torch.random.get_rng_state()
+    first = weights(build_model(name, vocabulary=300, sequence=16, seed=5))
+    assert torch.equal(state, torch.random.get_rng_state())
+    torch.manual_seed(2)
+    assert equal(first, weights(build_model(name, vocabulary=300, sequence=16, seed=5)))
+    assert not equal(first, weights(build_model(name, vocabulary=300, sequence=16, seed=6)))
+
+
+def test_a_default_dtype_or_device_of_the_caller_changes_nothing() -> None:
+    first = weights(build_model("micro", vocabulary=300, sequence=16, seed=5))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            again = build_model("micro", vocabulary=300, sequence=16, seed=5)
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert equal(first, weights(again))
+    assert {parameter.dtype for parameter in again.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_nothing_is_random_after_the_start(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    model = build_model(name, vocabulary=300, sequence=16, seed=0)
+    windows = torch.randint(300, (3, 17), generator=torch.Generator().manual_seed(0))
+    assert model.training
+    assert torch.equal(next_token_loss(model, windows), next_token_loss(model, windows))
+    assert all(module.p == 0 for module in model.modules() if isinstance(module, nn.Dropout))
+    assert model.config._attn_implementation == "sdpa"
+    assert model.config.use_cache is False
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", ["micro", "llama-micro"])
+def test_a_fresh_model_knows_nothing_and_learns(name: str) -> None:
+    model = build_model(name, vocabulary=256, sequence=32, seed=0)
+    windows = torch.arange(33).repeat(2, 1)
+    fresh = next_token_loss(model, windows).item()
+    assert fresh == pytest.approx(math.log(256), rel=0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(20):
+        optimizer.zero_grad()
+        torch.autograd.backward(next_token_loss(model, windows))
+        optimizer.step()
+    assert next_token_loss(model, windows).item() < fresh / 2
+
+
+@pytest.mark.parametrize("name", ["micro", "llama-micro"])
+def test_the_end_of_a_text_is_learned_like_any_token(name: str) -> None:
+    model = build_model(name, vocabulary=256, sequence=8, seed=0)
+    torch.autograd.backward(next_token_loss(model, torch.full((1, 9), END_OF_TEXT)))
+    embedding = model.get_input_embeddings().weight
+    assert embedding[END_OF_TEXT].any()
+    assert embedding.grad[END_OF_TEXT].any()
+
+
+def test_generating_and_loading_again_make_no_noise(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = build_model("micro", vocabulary=256, sequence=16, seed=0)
+    prompt = torch.tensor([[1, 2, 3]])
+    tokens = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    model.save_pretrained(tmp_path)
+    capfd.readouterr()  # a progress bar is not a warning
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(again.generate(prompt, max_new_tokens=4, do_sample=False), tokens)
+    assert "warn" not in "".join(capfd.readouterr()).lower()
+
+
+@pytest.mark.parametrize("name", ["micro", "llama-micro"])
+def test_no_token_sees_what_follows(name: str) -> None:
+    model = build_model(name, vocabulary=256, sequence=16, seed=0).eval()
+    tokens = torch.arange(16).unsqueeze(0)
+    changed = tokens.clone()
+    changed[0, 10:] += 100
+    assert torch.equal(model(input_ids=tokens).logits[:, :10], model(input_ids=changed).logits[:, :10])
+
+
+@pytest.mark.parametrize(
+    ("name", "vocabulary", "parameters"),
+    [
+        ("gpt2", 50257, 124_439_808),
+        ("gpt2-medium", 50257, 354_823_168),
+        ("gpt2-large", 50257, 774_030_080),
+        ("llama-130m", 32000, 134_105_856),
+    ],
+)
+def test_the_published_sizes(name: str, vocabulary: int, parameters: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(configuration(name, vocabulary=vocabulary, sequence=1024))
+    assert parameter_count(model) == parameters
+
+
+@pytest.mark.parametrize("name", ["micro", "gpt2", "llama-micro"])
+def test_any_sequence_gets_its_positions(name: str) -> None:
+    least = preset(name).positions
+    for sequence in (8, 2048):
+        settings = configuration(name, vocabulary=300, sequence=sequence)
+        assert settings.max_position_embeddings == max(least, sequence)
+    model = build_model("micro", vocabulary=300, sequence=2, seed=0)
+    assert next_token_loss(model, torch.tensor([[1, 2, 3]])).isfinite()
+
+
+def test_the_initial_spread_is_the_presets() -> None:
+    wide = dataclasses.replace(preset("mini"), initializer_range=0.1)
+    narrow = build_model("mini", vocabulary=1024, sequence=32, seed=0).get_input_embeddings().weight
+    weight = build_model(wide, vocabulary=1024, sequence=32, seed=0).get_input_embeddings().weight
+    assert narrow.std().item() == pytest.approx(0.02, rel=0.02)
+    assert weight.std().item() == pytest.approx(0.1, rel=0.02)
+
+
+def test_names() -> None:
+    assert {"micro", "mini", "tiny", "gpt2", "gpt2-medium", "gpt2-large", "llama-micro"} < set(presets())
+    assert isinstance(preset("micro"), Preset)
+    with pytest.raises(ModelError) as caught:
+        build_model("gpt-5", vocabulary=300, sequence=8, seed=0)
+    assert isinstance(caught.value, ValueError)
+    assert str(caught.value) == f"--model takes one of {', '.join(presets())}, got 'gpt-5'"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"vocabulary": 255, "sequence": 8}, "vocabulary: got 255, takes at least 256"),
+        ({"vocabulary": 300, "sequence": 1}, "sequence: got 1, takes at least 2"),
+    ],
+)
+def test_sizes_that_cannot_work_are_named(sizes: dict[str, int], says: str) -> None:
+    with pytest.raises(ValueError, match=f"^{says}$"):
+        build_model("micro", **sizes, seed=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_is_the_mean_of_what_each_target_costs(dtype: torch.dtype) -> None:
+    model = build_model("micro", vocabulary=300, sequence=8, seed=0).to(dtype)
+    windows = torch.randint(300, (2, 9), generator=torch.Generator().manual_seed(0))
+    loss = next_token_loss(model, windows)
+    logits = model(input_ids=windows[:, :-1]).logits.double()
+    costs = [
+        logits[row, place].exp().sum().log() - logits[row, place, windows[row, place + 1]]
+        for row in range(2)
+        for place in range(8)
+    ]
+    assert loss.dtype == torch.float32
+    assert loss.shape == ()
+    assert loss.item() == pytest.approx(torch.stack(costs).mean().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(9,), (2, 1), (1, 2, 3)])
+def test_windows_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
+    model = build_model("micro", vocabulary=300, sequence=8, seed=0)
+    with pytest.raises(ValueError, match=r"^windows: got shape .*, takes \(batch, sequence \+ 1\)$"):
+        next_token_loss(model, torch.zeros(shape, dtype=torch.int64))
