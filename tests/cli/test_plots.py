@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from narrowgauge.cli import _plots
+from narrowgauge.cli import _curves, _plots
 
 FIGURES = (_plots.loss, _plots.edq, _plots.lost_updates, _plots.memory, _plots.speed)
 
@@ -139,26 +139,26 @@ def test_size_is_bounded_whatever_the_run_is_long() -> None:
 def test_thinning_keeps_ends_and_spikes() -> None:
     values = np.random.default_rng(1).normal(size=20_000)
     values[12_345], values[777] = 50.0, -50.0
-    kept = _plots.extremes(values)
+    kept = _curves.extremes(values)
     assert {12_345, 777} <= set(kept.tolist())
-    assert len(kept) <= 2 * _plots.STRETCHES
-    few = _plots.thin(20_000)
-    assert (few[0], few[-1], len(few)) == (0, 19_999, _plots.POINTS)
-    for count in (0, 1, 2, _plots.POINTS + 1):
-        assert len(_plots.thin(count)) == min(count, _plots.POINTS)
+    assert len(kept) <= 2 * _curves.STRETCHES
+    few = _curves.thin(20_000)
+    assert (few[0], few[-1], len(few)) == (0, 19_999, _curves.POINTS)
+    for count in (0, 1, 2, _curves.POINTS + 1):
+        assert len(_curves.thin(count)) == min(count, _curves.POINTS)
 
 
 def test_smoothing_keeps_constants_and_straight_lines() -> None:
-    assert _plots.smooth(np.full(500, 2.5)) == pytest.approx(2.5)
+    assert _curves.smooth(np.full(500, 2.5)) == pytest.approx(2.5)
     line = np.arange(500.0)
     # Centred wherever the window is whole or shrunk; only where its right side is cut off does it lag.
-    assert _plots.smooth(line)[:-12] == pytest.approx(line[:-12])
-    assert np.all(np.abs(_plots.smooth(line) - line) <= 12 / 2)
+    assert _curves.smooth(line)[:-12] == pytest.approx(line[:-12])
+    assert np.all(np.abs(_curves.smooth(line) - line) <= 12 / 2)
 
 
 def test_smoothing_averages_over_its_window() -> None:
     values = np.random.default_rng(2).normal(size=(3, 400))
-    assert _plots.smooth(values)[1, 200] == pytest.approx(values[1, 190:211].mean())
+    assert _curves.smooth(values)[1, 200] == pytest.approx(values[1, 190:211].mean())
 
 
 def test_curves_take_the_steps_that_every_seed_has() -> None:
@@ -167,19 +167,19 @@ def test_curves_take_the_steps_that_every_seed_has() -> None:
     for key in first:
         second[key] = second[key][:7]
     first["loss"][3], second["loss"][4] = None, math.inf
-    curves = _plots.Curves.read(recipe, "loss")
+    curves = _curves.Curves.read(recipe, "loss")
     assert curves.steps.tolist() == [1, 2, 3, 6, 7]
     assert curves.values[1].tolist() == [second["loss"][i] for i in (0, 1, 2, 5, 6)]
-    assert _plots.Curves.read(recipe, "edq").steps.tolist() == [1, 6]
+    assert _curves.Curves.read(recipe, "edq").steps.tolist() == [1, 6]
 
 
 def test_differences_pair_seeds_by_their_number() -> None:
     steps, own = np.array([1.0, 2.0]), np.array([[1.0, 2.0], [5.0, 7.0]])
-    ours = _plots.Curves((0, 3), steps, own)
-    theirs = _plots.Curves((3, 9), np.array([2.0, 3.0]), np.array([[4.0, 0.0], [9.0, 9.0]]))
+    ours = _curves.Curves((0, 3), steps, own)
+    theirs = _curves.Curves((3, 9), np.array([2.0, 3.0]), np.array([[4.0, 0.0], [9.0, 9.0]]))
     difference = ours.minus(theirs)
     assert (difference.seeds, difference.steps.tolist(), difference.values.tolist()) == ((3,), [2.0], [[3.0]])
-    assert ours.minus(_plots.Curves((7,), steps, own[:1])).steps.tolist() == []
+    assert ours.minus(_curves.Curves((7,), steps, own[:1])).steps.tolist() == []
 
 
 def test_a_diverged_recipe_does_not_set_the_scale() -> None:

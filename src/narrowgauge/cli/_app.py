@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
-import click
 import typer
 
 from narrowgauge import __version__, recipes
@@ -15,9 +14,14 @@ from narrowgauge.trainers import presets
 
 app = typer.Typer(
     add_completion=False,
-    no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Train on narrow numbers, and gauge what they cost you.",
+)
+
+
+# The base of typer's own complaints; it is click's or a copy of it inside typer, by version.
+_UsageError = cast(
+    "type[typer.BadParameter]", next(base for base in typer.BadParameter.__mro__ if base.__name__ == "UsageError")
 )
 
 
@@ -25,15 +29,12 @@ def run(arguments: list[str]) -> int:
     """Run a command line; errors in the input become one line and status 2."""
     command = typer.main.get_command(app)
     try:
-        status = command.main(arguments, prog_name="narrowgauge", standalone_mode=False)
-    except click.exceptions.NoArgsIsHelpError as error:
-        print(error.format_message())
-        return 0
-    except (click.ClickException, ValueError) as error:
-        text = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        status = command.main(arguments or ["--help"], prog_name="narrowgauge", standalone_mode=False)
+    except (_UsageError, ValueError) as error:
+        text = error.format_message() if isinstance(error, _UsageError) else str(error)
         print(f"narrowgauge: {' '.join(text.split())}", file=sys.stderr)
         return 2
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         print("narrowgauge: interrupted", file=sys.stderr)
         return 130
     return int(status or 0)
@@ -60,7 +61,7 @@ def _compare(
         str, _option(f"Comma-separated: {', '.join(recipes.names())}; or A, B, C, D, D-MW.", "--recipes")
     ] = ",".join(DEFAULT_RECIPES),
     model: Annotated[str, _option("Model preset: " + ", ".join(presets()) + ".")] = "micro",
-    steps: Annotated[int, _option("Optimizer steps a run.")] = 300,
+    steps: Annotated[int, _option("Optimizer steps a run.")] = 400,
     seeds: Annotated[int, _option("Runs a recipe, each with another seed.")] = 1,
     seed: Annotated[int, _option("The first seed.")] = 0,
     batch: Annotated[int, _option("Windows a step.")] = 16,

@@ -104,7 +104,7 @@ def _table(results: dict[str, Any]) -> Table:
     table.add_column("recipe", no_wrap=True)
     to = f"minus {results['reference']}" if results["reference"] else "difference"
     columns = (
-        "validation\nloss", "perplexity", to, "bytes/param\nplanned", "\nmeasured", "peak\nMB", "optimizer\nms",
+        "validation\nloss", "perplexity", to, "bytes/param\nplanned", "\nmeasured", "peak\nMiB", "optimizer\nms",
         "step\nms", "EDQ\n%", "lost\nupdates %",
     )  # fmt: skip
     for column in columns:
@@ -118,7 +118,7 @@ def _table(results: dict[str, Any]) -> Table:
             "(reference)" if name == results["reference"] else _difference(row["difference"]),
             _number(row["bytes_per_parameter"], 2),
             _number(measured and measured["total"], 2),
-            _number(row["peak_memory_bytes"], 1, 1e-6),
+            _number(row["peak_memory_bytes"], 1, 2.0**-20),
             _number(row["optimizer_ms"], 1),
             _number(row["step_ms"], 1),
             _number(row["edq"], 1, 100),

@@ -13,24 +13,21 @@ by the recipes that did not diverge, after the first steps.
 
 from __future__ import annotations
 
-import io
-import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import matplotlib
-import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from ._curves import Curves, extremes, smooth, thin
+from ._svg import svg
+
 Results = dict[str, Any]
 
 # CSS variable: its colour on light paper, its colour on dark.
@@ -49,15 +46,12 @@ INK, MUTED, GRID = (PALETTE[name][0] for name in ("ink", "muted", "grid"))
 SERIES = [name for name in PALETTE if name.startswith("series")]
 DASHES: tuple[tuple[float, ...], ...] = ((), (6, 2), (2, 1.5), (8, 2, 1.5, 2))
 _VARIABLES = {light: f"var(--{name}, {light})" for name, (light, _) in PALETTE.items()}
-SVG = "http://www.w3.org/2000/svg"
 
 # Parts of a parameter's bytes, with the opacity that tells them apart.
 PARTS = {"weights": 1.0, "gradients": 0.6, "states": 0.28}
 
 # Figures are this many units wide: the type stays readable on a phone, where a unit is about 0.75 pixels.
 WIDTH = 480
-POINTS = 240
-STRETCHES = 150
 
 _RC = {
     "font.size": 14, "axes.titlesize": 14, "axes.labelsize": 13, "xtick.labelsize": 13, "ytick.labelsize": 13,
@@ -99,59 +93,6 @@ def looks(results: Results) -> dict[str, Look]:
         for i, name in enumerate(others)
     }
     return {name: found.get(name, Look("ink", (), 2.2)) for name in results["recipes"]}
-
-
-@dataclass(frozen=True)
-class Curves:
-    """One quantity of one recipe, `values[seed, step]`, at the steps where every seed has a value."""
-
-    seeds: tuple[int, ...]
-    steps: Floats
-    values: Floats
-
-    @classmethod
-    def read(cls, recipe: dict[str, Any], quantity: str, scale: float = 1.0) -> Curves:
-        histories = {seed["seed"]: seed["history"] for seed in recipe["seeds"]}
-        steps = np.unique([step for history in histories.values() for step in history["step"]])
-        values = np.full((len(histories), len(steps)), np.nan)
-        for row, history in zip(values, histories.values(), strict=True):
-            row[np.searchsorted(steps, history["step"])] = np.asarray(history[quantity], float)
-        known = np.isfinite(values).all(axis=0)
-        return cls(tuple(histories), steps[known], values[:, known] * scale)
-
-    def minus(self, other: Curves) -> Curves:
-        """The difference, seed by seed, at the steps that both have."""
-        seeds = tuple(seed for seed in self.seeds if seed in other.seeds)
-        steps, here, there = np.intersect1d(self.steps, other.steps, return_indices=True)
-        ours = self.values[[self.seeds.index(seed) for seed in seeds]][:, here]
-        theirs = other.values[[other.seeds.index(seed) for seed in seeds]][:, there]
-        return Curves(seeds, steps if seeds else np.empty(0), ours - theirs)
-
-
-def smooth(rows: Floats) -> Floats:
-    """Mean along the last axis over a window of about a twentieth of it.
-
-    The window is centred; at the start, where a loss is steep, it shrinks, and at the end its right is cut off.
-    """
-    count = rows.shape[-1]
-    index = np.arange(count)
-    left = np.minimum(index, count // 40)
-    right = np.minimum(left, count - 1 - index)
-    total = np.concatenate([np.zeros((*rows.shape[:-1], 1)), np.cumsum(rows, axis=-1)], axis=-1)
-    return np.asarray((total[..., index + right + 1] - total[..., index - left]) / (left + right + 1))
-
-
-def thin(count: int) -> NDArray[np.intp]:
-    """Indices of at most POINTS of `count` points, evenly spread, both ends among them."""
-    return np.unique(np.linspace(0, max(count - 1, 0), min(count, POINTS)).round().astype(np.intp))
-
-
-def extremes(values: Floats) -> NDArray[np.intp]:
-    """Indices of the lowest and highest value in each of STRETCHES stretches; all where there are few."""
-    if len(values) <= 2 * STRETCHES:
-        return np.arange(len(values))
-    stretches = np.array_split(np.arange(len(values)), STRETCHES)
-    return np.unique([s[pick(values[s])] for s in stretches for pick in (np.argmin, np.argmax)])
 
 
 def loss(results: Results) -> str:
@@ -342,34 +283,4 @@ def _printable(text: str) -> str:
 
 
 def _svg(figure: Figure, name: str, title: str) -> str:
-    """The figure as an `<svg>` element: ids prefixed with its name, colours as variables, as wide as its place."""
-    file = io.StringIO()
-    figure.savefig(
-        file, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    )
-    root = ElementTree.fromstring(file.getvalue())
-    for parent in list(root.iter()):
-        for child in list(parent):
-            # A <style> inside an inline SVG would apply to the whole page.
-            if _local(child.tag) in ("metadata", "style"):
-                parent.remove(child)
-    for element in root.iter():
-        element.tag = _local(element.tag)
-        element.attrib = {_local(key): _repaint(_local(key), text, name) for key, text in element.attrib.items()}
-    box = {"xmlns": SVG, "viewBox": root.attrib["viewBox"], "style": "stroke-linejoin: round"}
-    root.attrib = {**box, "role": "img", "aria-label": title}
-    return ElementTree.tostring(root, encoding="unicode")
-
-
-def _local(tag: str) -> str:
-    return tag.rpartition("}")[2]
-
-
-def _repaint(attribute: str, text: str, name: str) -> str:
-    if attribute == "id":
-        return f"{name}-{text}"
-    if attribute == "d":
-        return re.sub(r"-?\d+\.\d+", lambda number: f"{float(number[0]):.2f}", text).replace("\n", "")
-    if attribute == "style":
-        text = re.sub("#[0-9a-f]{6}", lambda c: _VARIABLES.get(c[0], c[0]), text)
-    return re.sub(r"^#|(?<=url\()#", f"#{name}-", text)
+    return svg(figure, name, title, _VARIABLES)

@@ -57,6 +57,7 @@ def _recipe(name: str, runs: list[Run], reference: list[Run], is_reference: bool
     return {
         "recipe": recipe.name,
         "title": recipe.title,
+        "arithmetic": runs[-1].arithmetic,
         "validation_loss": loss,
         "validation_loss_spread": statistics.stdev(finished) if loss is not None and len(finished) > 1 else None,
         "perplexity": _perplexity(loss),

@@ -55,6 +55,10 @@ class Settings:
     min_quantized_size: int = 4096
     gauge_every: int = 5
 
+    def arithmetic_of(self, recipe: Recipe) -> str:
+        """The arithmetic that a recipe gets: the one asked for, or fp32 where its storages have no other."""
+        return self.arithmetic if recipe.has_strict_arithmetic else "fp32"
+
 
 @dataclass
 class Run:
@@ -63,6 +67,7 @@ class Run:
     Attributes:
         seed: of weights, batches and stochastic rounding.
         tokens_per_step: tokens whose loss a step averages.
+        arithmetic: the one that the optimizer computed in.
         loss: training loss by step, up to and including the first that is not finite.
         stats: update sums by the number of the step, from 1.
         validation_loss: mean over the validation windows in nats a token; None if diverged.
@@ -74,6 +79,7 @@ class Run:
 
     seed: int
     tokens_per_step: int = 0
+    arithmetic: str = "fp32"
     loss: list[float] = field(default_factory=list)
     stats: dict[int, UpdateStats] = field(default_factory=dict)
     validation_loss: float | None = None
@@ -104,8 +110,7 @@ def make_optimizer(recipe: Recipe, model: nn.Module, settings: Settings, seed: i
         "min_quantized_size": settings.min_quantized_size,
         "seed": seed,
     }
-    arithmetic = settings.arithmetic if recipe.has_strict_arithmetic else "fp32"
-    return recipe.apply(model, settings.lr, arithmetic=arithmetic, **options)
+    return recipe.apply(model, settings.lr, arithmetic=settings.arithmetic_of(recipe), **options)
 
 
 def train(
@@ -131,7 +136,8 @@ def train(
     """
     optimizer = make_optimizer(recipe, model, settings, seed)
     device = next(model.parameters()).device
-    run = Run(seed, tokens_per_step=settings.batch * settings.sequence)
+    tokens = settings.batch * settings.sequence
+    run = Run(seed, tokens_per_step=tokens, arithmetic=settings.arithmetic_of(recipe))
     for number in range(1, settings.steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = settings.lr * min(1.0, number / max(1, settings.warmup))

@@ -1,0 +1,219 @@
+"""The main job as a user types it, on a small text: what it writes, and what it says to bad input."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from narrowgauge.cli import main
+
+SMALL = ("--steps", "8", "--batch", "2", "--sequence", "16", "--vocabulary", "256", "--validation-windows", "4")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"{n} bottles of beer on the wall, {n} bottles of beer.\n" for n in range(400)))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def compare(*arguments: object) -> int:
+    return main(["compare", *map(str, arguments)])
+
+
+def test_every_recipe_runs_side_by_side(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from narrowgauge import recipes
+
+    out = tmp_path / "out"
+    assert compare("--out", out, "--data", text, "--recipes", ",".join(recipes.names()), "--seeds", 2, *SMALL) == 0
+    results = json.loads((out / "results.json").read_text())
+    assert list(results["recipes"]) == list(recipes.names())
+    assert results["reference"] == "master"
+    assert results["interrupted"] is False
+    assert results["settings"]["lr"] == 1e-4
+    starts = set()
+    for name, row in results["recipes"].items():
+        assert row["bytes_per_parameter"] == recipes.get(name).bytes_per_parameter()
+        assert row["bytes"]["measured"]["weights"] == row["bytes"]["planned"]["weights"]
+        assert row["bytes"]["measured"]["gradients"] == row["bytes"]["planned"]["gradients"]
+        # Small tensors keep fp32 states, and each tensor a step count and a counter.
+        assert row["bytes"]["measured"]["total"] == pytest.approx(row["bytes_per_parameter"], abs=0.15)
+        assert 4 < row["validation_loss"] < 6
+        assert row["peak_memory_bytes"] > 0
+        assert [seed["seed"] for seed in row["seeds"]] == [0, 1]
+        assert all(len(seed["history"]["loss"]) == 8 for seed in row["seeds"])
+        starts.add((row["bytes"]["planned"]["weights"], row["seeds"][0]["history"]["loss"][0]))
+    # Same weights, same batch: only the format of the forward pass may tell the first losses apart.
+    assert len(starts) == 2
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in recipes.names())
+    page = (out / "report.html").read_text()
+    assert page.count("<svg") >= 5
+    assert "adamw8bit-split8" in page
+
+
+def test_gauges_change_nothing_and_a_second_comparison_keeps_the_first(text: Path, tmp_path: Path) -> None:
+    losses = []
+    for every in (1, 0):
+        arguments = ("--out", tmp_path / "out", "--data", text, "--recipes", "A,C", "--gauge-every", every)
+        assert compare(*arguments, *SMALL) == 0
+        results = json.loads((tmp_path / "out" / "results.json").read_text())
+        losses.append([row["seeds"][0]["history"]["loss"] for row in results["recipes"].values()])
+        assert (results["recipes"]["A"]["edq"] is None) == (every == 0)
+        assert results["reference"] == "A"  # no master, no fp32: the first
+    assert losses[0] == losses[1]
+    assert len(list((tmp_path / "out").glob("results*.json"))) == 2
+
+
+def test_plain_bf16_loses_updates_that_the_others_keep(text: Path, tmp_path: Path) -> None:
+    arguments = (
+        "--out",
+        tmp_path,
+        "--data",
+        text,
+        "--recipes",
+        "A,B,C,D,D-MW,split8",
+        "--lr",
+        "1e-5",
+        "--warmup",
+        0,
+    )
+    assert compare(*arguments, *SMALL) == 0
+    rows = json.loads((tmp_path / "results.json").read_text())["recipes"]
+    for name in ("A", "D-MW"):
+        assert rows[name]["lost_updates"] > 0.7
+        assert rows[name]["edq"] < 0.7
+    for name in ("B", "C", "D", "split8"):
+        assert rows[name]["lost_updates"] < 0.05
+        assert rows[name]["edq"] == pytest.approx(1, abs=0.02)
+        assert rows[name]["lost_visible_updates"] > 0.7
+
+
+def test_strict_arithmetic_is_honoured_where_there_is_one(text: Path, tmp_path: Path) -> None:
+    losses = {}
+    for arithmetic in ("fp32", "strict"):
+        out = tmp_path / arithmetic
+        assert (
+            compare("--out", out, "--data", text, "--recipes", "C,split", "--arithmetic", arithmetic, *SMALL) == 0
+        )
+        rows = json.loads((out / "results.json").read_text())["recipes"]
+        losses[arithmetic] = {name: row["validation_loss"] for name, row in rows.items()}
+        assert [rows[name]["arithmetic"] for name in ("C", "split")] == [arithmetic, "fp32"]
+    assert losses["fp32"]["C"] != losses["strict"]["C"]
+    assert losses["fp32"]["split"] == losses["strict"]["split"]
+
+
+def test_a_recipe_that_diverges_is_reported_and_the_others_go_on(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare("--out", tmp_path, "--data", text, "--recipes", "A,D", "--lr", "1e38", *SMALL) == 0
+    rows = json.loads((tmp_path / "results.json").read_text())["recipes"]
+    assert set(rows) == {"A", "D"}
+    for row in rows.values():
+        assert row["diverged"] is True
+        assert row["validation_loss"] is None
+    assert "diverged at step" in capsys.readouterr().out
+    assert "diverged" in (tmp_path / "report.html").read_text()
+
+
+def bad_inputs(folder: Path) -> dict[str, tuple[list[object], str]]:
+    empty, binary, short, blocked = (folder / name for name in ("empty.txt", "binary.bin", "short.txt", "blocked"))
+    empty.write_text("")
+    binary.write_bytes(bytes(range(256)) * 10)
+    short.write_text("too short")
+    blocked.write_text("a file where a folder is wanted")
+    return {
+        "missing data": (["--data", folder / "nowhere"], "nowhere"),
+        "empty data": (["--data", empty], "empty.txt"),
+        "binary data": (["--data", binary], "binary.bin"),
+        "short data": (["--data", short], "tokens"),
+        "unknown recipe": (["--recipes", "A,E"], "recipe: got 'E', takes one of fp32, bf16 (A)"),
+        "no recipe": (["--recipes", ","], "--recipes: got none"),
+        "a recipe twice": (["--recipes", "A,bf16"], "--recipes: got bf16 twice"),
+        "unknown model": (["--model", "gpt5"], "--model: got 'gpt5', takes one of micro"),
+        "no steps": (["--steps", "0"], "--steps: got 0, takes an integer of at least 1"),
+        "no number": (["--steps", "many"], "'--steps'"),
+        "short sequence": (["--sequence", "1"], "--sequence: got 1"),
+        "small vocabulary": (["--vocabulary", "100"], "--vocabulary: got 100"),
+        "negative rate": (["--lr", "-1"], "Invalid learning rate: -1.0"),
+        "bad beta": (["--beta2", "1"], "Invalid beta parameter at index 1: 1.0"),
+        "bad arithmetic": (["--arithmetic", "exact"], "--arithmetic: got 'exact'"),
+        "bad device": (["--device", "tpu9"], "--device: got 'tpu9'"),
+        "no such device": (["--device", "cuda:77"], "--device: got 'cuda:77'"),
+        "unwritable folder": (["--out", blocked / "runs"], "--out: cannot"),
+        "unknown option": (["--recipies", "A"], "--recipies"),
+    }
+
+
+CASES = (
+    "missing data", "empty data", "binary data", "short data", "unknown recipe", "no recipe", "a recipe twice",
+    "unknown model", "no steps", "no number", "short sequence", "small vocabulary", "negative rate", "bad beta",
+    "bad arithmetic", "bad device", "no such device", "unwritable folder", "unknown option",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_is_one_clear_line_and_status_2(
+    case: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, words = bad_inputs(tmp_path)[case]
+    defaults = ["--data", text, "--out", tmp_path / "out"]
+    assert compare(*defaults, *SMALL, *arguments) == 2
+    printed = capsys.readouterr()
+    assert words in printed.err
+    assert printed.err.startswith("narrowgauge: ")
+    assert printed.err.count("\n") == 1
+    assert "Traceback" not in printed.err + printed.out
+    assert not (tmp_path / "out" / "results.json").exists()
+
+
+def test_help_and_version_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    from narrowgauge import __version__
+
+    assert main(["--version"]) == 0
+    assert __version__ in capsys.readouterr().out
+    assert main(["compare", "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert "--recipes" in printed
+    assert "adamw8bit-split8" in printed
+    assert main([]) == 0
+    assert "compare" in capsys.readouterr().out
+    assert main(["conquer"]) == 2
+    assert "conquer" in capsys.readouterr().err
+
+
+def test_ctrl_c_keeps_the_recipes_that_are_finished(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "narrowgauge.cli", "compare", "--out", str(out), "--data", str(text), *SMALL]
+    # The first recipe is short of work; the seeds after it never end within the test.
+    process = subprocess.Popen(
+        [*command, "--recipes", "A,D", "--seeds", "100000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not (out / "results.json").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        printed, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    results = json.loads((out / "results.json").read_text())
+    assert results["interrupted"] is True
+    assert results["recipes"]["A"]["validation_loss"] > 0
+    assert "Interrupted" in printed
+    assert "interrupted" in (out / "report.html").read_text().lower()
