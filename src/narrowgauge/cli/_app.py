@@ -61,7 +61,7 @@ def _compare(
         str, _option(f"Comma-separated: {', '.join(recipes.names())}; or A, B, C, D, D-MW.", "--recipes")
     ] = ",".join(DEFAULT_RECIPES),
     model: Annotated[str, _option("Model preset: " + ", ".join(presets()) + ".")] = "micro",
-    steps: Annotated[int, _option("Optimizer steps a run.")] = 400,
+    steps: Annotated[int, _option("Optimizer steps a run.")] = 300,
     seeds: Annotated[int, _option("Runs a recipe, each with another seed.")] = 1,
     seed: Annotated[int, _option("The first seed.")] = 0,
     batch: Annotated[int, _option("Windows a step.")] = 16,

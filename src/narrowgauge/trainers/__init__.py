@@ -1,7 +1,14 @@
 """Reference training: text to tokens, small models from configurations, and a loop that measures."""
 
 from narrowgauge.trainers._corpus import Corpus, DataError, load_corpus
-from narrowgauge.trainers._models import ModelError, build_model, next_token_loss, parameter_count, presets
+from narrowgauge.trainers._models import (
+    ModelError,
+    build_model,
+    configuration,
+    next_token_loss,
+    parameter_count,
+    presets,
+)
 from narrowgauge.trainers._tokens import Batches, TokenizedCorpus, tokenize, validation_windows
 from narrowgauge.trainers._train import Run, Settings, evaluate, make_optimizer, train
 
@@ -14,6 +21,7 @@ __all__ = [
     "Settings",
     "TokenizedCorpus",
     "build_model",
+    "configuration",
     "evaluate",
     "load_corpus",
     "make_optimizer",

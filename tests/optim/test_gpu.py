@@ -1,0 +1,106 @@
+"""On a GPU the eager path gives the CPU's numbers, never waits for the device, and can be captured in a graph."""
+
+import itertools
+
+import pytest
+import torch
+
+from narrowgauge.optim import AdamW
+from narrowgauge.storage import state_storage, state_storages, weight_storage, weight_storages
+
+pytestmark = pytest.mark.gpu
+
+CASES = [
+    (weights, states, arithmetic, dtype)
+    for weights, states, arithmetic, dtype in itertools.product(
+        weight_storages(), state_storages(), ("fp32", "strict"), (torch.float32, torch.bfloat16, torch.float16)
+    )
+    if dtype in weight_storage(weights).dtypes
+    and (arithmetic == "fp32" or (weight_storage(weights).rounded and state_storage(states).rounded))
+]
+
+
+def make(device: str, case, **options) -> tuple[torch.nn.Parameter, AdamW]:
+    weights, states, arithmetic, dtype = case
+    start = torch.randn(64, 130, generator=torch.Generator().manual_seed(0))
+    p = torch.nn.Parameter(start.to(dtype).to(device))
+    return p, AdamW([("p", p)], weights=weights, states=states, arithmetic=arithmetic, **options)
+
+
+def gradient(p: torch.nn.Parameter, step: int) -> torch.Tensor:
+    grad = 0.01 * torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
+    return grad.to(p.dtype).to(p.device)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_gpu_gives_the_cpus_numbers(case) -> None:
+    ends = {}
+    for device in ("cpu", "cuda"):
+        p, optimizer = make(device, case)
+        for step in range(20):
+            p.grad = gradient(p, step)
+            optimizer.step()
+        ends[device] = {key: value.cpu() for key, value in (optimizer.state[p] | {"p": p.detach()}).items()}
+    for key, wanted in ends["cpu"].items():
+        found = ends["cuda"][key]
+        assert found.dtype == wanted.dtype
+        # Compilers contract and divide differently by an ulp of float32, which may tip a rounding here and there.
+        differing = (found != wanted).double().mean().item() if wanted.dtype != torch.float32 else 0.0
+        assert differing < 0.02, key
+        if wanted.is_floating_point() and not key.endswith(("lo", "compensation")):
+            torch.testing.assert_close(found.double(), wanted.double(), rtol=2.0**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("arithmetic", ["strict"])
+@pytest.mark.parametrize("states", ["bf16", "expansion"])
+def test_strict_is_bit_for_bit_the_same_everywhere(states: str, arithmetic: str) -> None:
+    ends = []
+    for device in ("cpu", "cuda"):
+        p, optimizer = make(device, ("expansion", states, arithmetic, torch.bfloat16))
+        for step in range(200):
+            p.grad = gradient(p, step)
+            optimizer.step()
+        ends.append({key: value.cpu() for key, value in (optimizer.state[p] | {"p": p.detach()}).items()})
+    for key, wanted in ends[0].items():
+        assert torch.equal(ends[1][key], wanted), key
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_skipping_needs_no_synchronisation(bad: float) -> None:
+    p, optimizer = make("cuda", ("split8", "8bit", "fp32", torch.bfloat16))
+    p.grad = gradient(p, 0)
+    optimizer.step()
+    before = {key: value.clone() for key, value in optimizer.state[p].items()} | {"p": p.detach().clone()}
+    p.grad = gradient(p, 1)
+    p.grad[3, 3] = bad
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for key, value in (optimizer.state[p] | {"p": p.detach()}).items():
+        assert key == "skipped" or torch.equal(value, before[key]), key
+    with pytest.warns(UserWarning, match="1 steps skipped"):
+        assert optimizer.skipped == {"p": 1}
+
+
+def test_a_step_can_be_captured_in_a_graph() -> None:
+    case = ("expansion", "8bit", "fp32", torch.bfloat16)
+    p, optimizer = make("cuda", case, capturable=True)
+    twin_p, twin = make("cuda", case)
+    p.grad, twin_p.grad = torch.zeros_like(p), torch.zeros_like(p)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        optimizer.step()
+    torch.cuda.current_stream().wait_stream(side)
+    twin.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for step in range(5):
+        p.grad.copy_(gradient(p, step))
+        twin_p.grad.copy_(gradient(p, step))
+        graph.replay()
+        twin.step()
+    assert torch.equal(p, twin_p)
+    assert optimizer.state[p]["step"].item() == 6
