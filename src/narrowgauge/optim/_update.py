@@ -16,7 +16,7 @@ from narrowgauge.optim._arithmetic import Fp32Arithmetic, StrictArithmetic, narr
 from narrowgauge.optim._plan import ParameterPlan
 from narrowgauge.rules import Rule, Scalar
 
-_FP32, _STRICT = Fp32Arithmetic(), StrictArithmetic()
+_FP32 = Fp32Arithmetic()
 Updated = tuple[Tensor, dict[str, Tensor], Tensor]
 
 
@@ -50,7 +50,7 @@ def update(
         weight = plan.weight.operand(p, low)
         dtype = widest([weight, *(word for _, words in moments.values() for word in words.values())])
         scalars = narrow_scalars(scalars, dtype, p.device)
-        delta, moments = rule.update(_STRICT, weight, grad.to(dtype), moments, scalars)
+        delta, moments = rule.update(StrictArithmetic(dtype), weight.to(dtype), grad.to(dtype), moments, scalars)
         delta = delta.to(weight.dtype)
         new_p, new_low = plan.weight.add_rounded(p, low, delta, noise)
         new_state = {k: v for s in plan.slots for k, v in s.keyed(moments[s.slot.name][1]).items()}
