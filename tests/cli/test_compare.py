@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from narrowgauge.cli import main
 
@@ -124,6 +125,28 @@ def test_a_recipe_that_diverges_is_reported_and_the_others_go_on(
         assert row["validation_loss"] is None
     assert "diverged at step" in capsys.readouterr().out
     assert "diverged" in (tmp_path / "report.html").read_text()
+
+
+def test_what_does_not_fit_into_memory_is_said_and_what_is_finished_stays(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from narrowgauge import trainers
+
+    real, calls = trainers.train, []
+
+    def train(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) > 1:
+            torch.empty(2**46, dtype=torch.float64)  # half a petabyte: the allocator's own error
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(trainers, "train", train)
+    assert compare("--out", tmp_path, "--data", text, "--recipes", "A,D", *SMALL) == 2
+    assert "--batch 2, --sequence 16: out of memory" in capsys.readouterr().err
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert list(results["recipes"]) == ["A"]
+    assert results["interrupted"] is True
+    assert results["command"].startswith("narrowgauge compare --out")
 
 
 def bad_inputs(folder: Path) -> dict[str, tuple[list[object], str]]:

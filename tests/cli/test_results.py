@@ -35,6 +35,8 @@ def test_differences_are_paired_by_seed() -> None:
     assert rows["A"]["difference"]["spread"] == pytest.approx(0.1)
     assert rows["A"]["difference"]["within_spread"] is False
     assert rows["C"]["difference"]["within_spread"] is True
+    # Beyond its own spread, and yet less than what another seed makes of D.
+    assert rows["A"]["difference"]["within_reference_spread"] is True
     assert rows["D"]["validation_loss"] == pytest.approx(4.0)
     assert rows["D"]["validation_loss_spread"] == pytest.approx(1.0)
     assert rows["D"]["perplexity"] == pytest.approx(math.exp(4.0))
@@ -46,6 +48,7 @@ def test_one_seed_claims_no_spread_and_unfinished_seeds_are_not_paired() -> None
         "mean": pytest.approx(0.1),
         "spread": None,
         "within_spread": None,
+        "within_reference_spread": None,
         "pairs": 1,
     }
     rows = assemble({"D": [run(0, 3.0), run(1, 3.0)], "A": [run(0, 3.1)]}, FACTS, interrupted=True)["recipes"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -29,8 +30,10 @@ def run(arguments: list[str]) -> int:
     """Run a command line; errors in the input become one line and status 2."""
     command = typer.main.get_command(app)
     try:
-        status = command.main(arguments or ["--help"], prog_name="narrowgauge", standalone_mode=False)
-    except (_UsageError, ValueError) as error:
+        status = command.main(
+            arguments or ["--help"], prog_name="narrowgauge", standalone_mode=False, obj=tuple(arguments)
+        )
+    except (_UsageError, ValueError, OSError) as error:
         text = error.format_message() if isinstance(error, _UsageError) else str(error)
         print(f"narrowgauge: {' '.join(text.split())}", file=sys.stderr)
         return 2
@@ -53,6 +56,7 @@ def _option(help: str, *names: str, **settings: Any) -> Any:
 
 @app.command(name="compare")
 def _compare(
+    context: typer.Context,
     out: Annotated[Path, _option("Folder for results.json and report.html.")] = Path("runs/compare"),
     data: Annotated[
         Path | None, _option("A text file or a folder of them.", show_default="Python's standard library")
@@ -83,6 +87,6 @@ def _compare(
     device: Annotated[str, _option("'cpu', 'cuda', 'cuda:1', or 'auto': a GPU if there is one.")] = "auto",
 ) -> int:
     """Train the same small GPT once under each precision recipe, on real text, and show what each cost."""
-    options = {name: value for name, value in locals().items() if name != "recipe"}
+    options = {name: value for name, value in locals().items() if name not in ("context", "recipe")}
     names = tuple(name.strip() for name in recipe.split(",") if name.strip())
-    return compare(CompareOptions(recipes=names, **options))
+    return compare(CompareOptions(recipes=names, **options), shlex.join(["narrowgauge", *context.obj]))

@@ -7,8 +7,6 @@ comparison has whole pairs; after each run the results so far are on disk.
 from __future__ import annotations
 
 import os
-import shlex
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -64,8 +62,16 @@ class CompareOptions:
         return values | {"recipes": list(self.recipes)}
 
 
-def compare(options: CompareOptions) -> int:
+def compare(options: CompareOptions, command: str) -> int:
     """Run the comparison; see the module.
+
+    Args:
+        options: what the user asked for.
+        command: the command line, for the record.
+
+    Returns:
+        The exit status: 0, 130 if it was interrupted, 2 if a model did not fit into memory; in the latter two
+        cases what was complete is written all the same.
 
     Raises:
         ValueError: for input that cannot work, in one line that names the option.
@@ -73,28 +79,40 @@ def compare(options: CompareOptions) -> int:
     device = _check(options)
     display = Display()
     facts: dict[str, Any] = {
-        "command": shlex.join(["narrowgauge", *sys.argv[1:]]),
+        "command": command,
         "environment": describe_environment(device),
         "settings": options.as_json(),
         "reference": _reference(options.recipes),
     }
     runs: dict[str, list[Run]] = {}
-    interrupted = False
+    status = 0
     try:
         with display:
             tokens = _prepare(options, display, facts)
             _train_all(options, tokens, device, display, runs, facts)
     except KeyboardInterrupt:
-        interrupted = True
+        status = 130
+    except RuntimeError as error:
+        if not _out_of_memory(error):
+            raise
+        display.complain(
+            f"--batch {options.batch}, --sequence {options.sequence}: out of memory, takes smaller ones"
+        )
+        status = 2
     if not runs:
-        display.say("interrupted before the first run was complete; nothing was written")
-        return 130
-    results = assemble(runs, facts, interrupted=interrupted)
+        display.complain("stopped before the first run was complete; nothing was written")
+        return status
+    results = assemble(runs, facts, interrupted=status != 0)
     display.table(results)
     write_results(results, options.out)
     write_report(results, options.out / "report.html")
     display.say(f"{options.out / 'results.json'}\n{options.out / 'report.html'}")
-    return 130 if interrupted else 0
+    return status
+
+
+def _out_of_memory(error: RuntimeError) -> bool:
+    # The CPU allocator has no exception class of its own.
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _check(options: CompareOptions) -> torch.device:

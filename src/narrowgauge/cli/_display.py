@@ -53,6 +53,10 @@ class Display:
         """A line of plain text."""
         self.console.print(text, markup=False, soft_wrap=True)
 
+    def complain(self, text: str) -> None:
+        """A line on stderr, where errors go."""
+        print(f"narrowgauge: {text}", file=sys.stderr)
+
     def stage(self, stage: str, fraction: float) -> None:
         """Progress of preparing the text, 0 to 1."""
         if stage not in self._stages:
@@ -141,7 +145,8 @@ def _difference(difference: dict[str, Any] | None) -> str:
     text = f"{difference['mean']:+.5f}"
     if difference["spread"] is None:
         return text
-    return f"{text} ± {difference['spread']:.5f}" + (" ~" if difference["within_spread"] else "")
+    mark = " ~" if difference["within_spread"] else " ≈" if difference["within_reference_spread"] else ""
+    return f"{text} ± {difference['spread']:.5f}{mark}"
 
 
 def _legend(results: dict[str, Any]) -> str:
@@ -152,8 +157,8 @@ def _legend(results: dict[str, Any]) -> str:
     seeds = max(len(row["seeds"]) for row in results["recipes"].values())
     if seeds > 1:
         lines.append(
-            "±: standard deviation over seeds, of the loss and of the paired difference; ~ marks one within "
-            "its own."
+            "±: standard deviation over seeds, of the loss and of the paired difference. ~ marks one within "
+            f"its own spread, ≈ one within the spread of {results['reference']}'s loss."
         )
     else:
         lines.append("One seed: differences have no spread to be compared with (--seeds 3 gives one).")

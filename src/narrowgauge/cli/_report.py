@@ -123,7 +123,8 @@ def _difference(recipe: Json) -> tuple[str, str]:
     if difference is None or recipe["diverged"]:
         return MISSING, ""
     spread = "?" if difference["spread"] is None else f"{difference['spread']:.5f}"
-    return f"{_signed(difference['mean'])} ± {spread}", "within the spread" if difference["within_spread"] else ""
+    note = "within the reference’s spread" if difference.get("within_reference_spread") else ""
+    return f"{_signed(difference['mean'])} ± {spread}", "within the spread" if difference["within_spread"] else note
 
 
 def _summary(results: Json) -> Iterable[str]:
@@ -174,6 +175,9 @@ def _summary_of_losses(results: Json) -> Iterable[str]:
         yield f"Against it, {'; '.join(clauses)}."
     if within:
         yield f"Within the spread over the seeds: {_join(within)}."
+    close = [name for name in beyond if found[name].get("within_reference_spread")]
+    if close:
+        yield f"Less than another seed changes {reference}'s own loss: {_join(close)}."
     if any(difference["spread"] is None for difference in found.values()):
         one_seed = all(len(recipe["seeds"]) == 1 for recipe in recipes.values())
         where = "With one seed" if one_seed else "Where only one seed can be compared"

@@ -1,7 +1,9 @@
 """results.json: everything a comparison found, with every setting it was made under.
 
 Differences are paired: recipe minus reference for each seed, then mean and spread (the sample standard
-deviation) over seeds. One seed has no spread, and none is claimed.
+deviation) over seeds. One seed has no spread, and none is claimed. Pairing cancels what seeds have in common, so
+a difference may exceed its own spread and still be far below what another seed would have changed: whether it
+lies within the spread of the reference's own loss is told as well.
 """
 
 from __future__ import annotations
@@ -116,8 +118,15 @@ def _difference(runs: list[Run], reference: list[Run]) -> Json | None:
         return None
     mean = statistics.fmean(pairs)
     spread = statistics.stdev(pairs) if len(pairs) > 1 else None
-    within = None if spread is None else abs(mean) <= spread
-    return {"mean": mean, "spread": spread, "within_spread": within, "pairs": len(pairs)}
+    losses = [loss for loss in other.values() if loss is not None]
+    own = statistics.stdev(losses) if len(losses) > 1 else None
+    return {
+        "mean": mean,
+        "spread": spread,
+        "within_spread": None if spread is None else abs(mean) <= spread,
+        "within_reference_spread": None if own is None else abs(mean) <= own,
+        "pairs": len(pairs),
+    }
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
