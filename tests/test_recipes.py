@@ -50,3 +50,22 @@ def test_bad_names_and_arguments_are_refused() -> None:
         recipes.get("E")
     with pytest.raises(ValueError, match="states: got '8bit', follows from recipe 'master'"):
         recipes.get("D").apply(torch.nn.Linear(2, 2), states="8bit")
+
+
+def test_tables_that_are_not_saved_keep_their_precision() -> None:
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.ones(3))
+    model.register_buffer("frequencies", torch.rand(3), persistent=False)
+    model.register_buffer("mean", torch.rand(3))
+    model.register_buffer("phases", torch.rand(3, dtype=torch.complex64))
+    model.register_buffer("count", torch.tensor(3))
+    model.weight.grad = torch.ones(3)
+    recipes.get("A").apply(model)
+    kept = {name: buffer.dtype for name, buffer in model.named_buffers()}
+    assert kept == {
+        "frequencies": torch.float32,
+        "mean": torch.bfloat16,
+        "phases": torch.complex64,
+        "count": torch.int64,
+    }
+    assert model.weight.dtype == model.weight.grad.dtype == torch.bfloat16

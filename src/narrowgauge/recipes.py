@@ -62,7 +62,10 @@ class Recipe:
         return sum(self.byte_breakdown(block_size).values())
 
     def apply(self, model: nn.Module, lr: float = 1e-3, **optimizer_arguments: Any) -> AdamW:
-        """Cast the model's floating-point parameters and buffers, in place, and make its optimizer.
+        """Cast the model in place and make its optimizer.
+
+        Parameters and the buffers that a checkpoint holds are cast; buffers that are not saved (tables of
+        positions, say) and complex ones stay as they are.
 
         Args:
             model: the model, with its parameters where they will be trained.
@@ -75,9 +78,27 @@ class Recipe:
         for name in ("weights", "states"):
             if name in optimizer_arguments:
                 raise ValueError(f"{name}: got {optimizer_arguments[name]!r}, follows from recipe {self.name!r}")
-        model.to(self.dtype)
+        cast(model, self.dtype)
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         return AdamW(trained, lr, weights=self.weights, states=self.states, **optimizer_arguments)
+
+
+def cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast a model's float parameters and saved float buffers in place.
+
+    `Module.to` would round the tables that models compute once in fp32 and do not save: a rotary embedding's
+    frequencies in bf16 are wrong by a tenth of a radian a hundred positions on.
+    """
+    with torch.no_grad():
+        for module in model.modules():
+            for p in module.parameters(recurse=False):
+                if p.is_floating_point():
+                    grad, p.grad = p.grad, None
+                    p.data = p.data.to(dtype)
+                    p.grad = None if grad is None else grad.to(dtype)
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+                    setattr(module, name, buffer.to(dtype))
 
 
 _BF16 = torch.bfloat16

@@ -95,3 +95,81 @@ def test_describe_shows_every_decision() -> None:
     for word in ("block.weight", "64x100", "bfloat16", "adamw", "split8", "19,400", "eager torch, fp32"):
         assert word in text
     assert AdamW([big], states="8bit").describe().rows[0].parameter == "0.0"
+
+
+@pytest.mark.parametrize(
+    ("group", "words"),
+    [
+        ({"lr": -1.0}, "Invalid learning rate: -1.0"),
+        ({"betas": (1.5, 2.0)}, "Invalid beta parameter at index 0: 1.5"),
+        ({"betas": (0.9,)}, "Invalid betas"),
+        ({"lr": "1e-3"}, "Invalid learning rate: '1e-3'"),
+        ({"amsgrad": True}, "amsgrad: got True"),
+        ({"differentiable": True}, "differentiable: got True"),
+        ({"capturable": True, "arithmetic": "strict"}, "capturable: got True"),
+        ({"states": ["8bit"]}, r"states: got \['8bit'\]"),
+        ({"weights": ["split"]}, r"weights: got \['split'\]"),
+    ],
+    ids=str,
+)
+def test_a_groups_own_options_are_checked_like_all(group: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        AdamW([{"params": [parameter()], **group}])
+
+
+def test_groups_that_share_names_are_told_apart() -> None:
+    layers = [torch.nn.Linear(3, 3) for _ in range(2)]
+    optimizer = AdamW([{"params": list(layer.named_parameters())} for layer in layers])
+    optimizer.gauges = True
+    for layer in layers:
+        layer(torch.ones(1, 3)).sum().backward()
+    layers[0].weight.grad[0, 0] = torch.nan
+    optimizer.step()
+    assert set(optimizer.last_stats) == {"bias", "1.weight", "1.bias"}
+    with pytest.warns(UserWarning, match="weight: 1 steps skipped"):
+        assert optimizer.skipped == {"weight": 1}
+
+
+def test_load_hooks_have_their_say() -> None:
+    """A pre-hook that puts the parameters into another order, and a post-hook that changes what was loaded."""
+    a, b = parameter(torch.bfloat16), parameter(torch.bfloat16)
+    optimizer = AdamW([("a", a), ("b", b)])
+    a.grad, b.grad = torch.ones_like(a), 100 * torch.ones_like(b)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    other = AdamW([("b", b), ("a", a)])
+    other.gauges = True
+
+    def reorder(_, state_dict):
+        state = {0: state_dict["state"][1], 1: state_dict["state"][0]}
+        return state_dict | {"state": state}
+
+    def halve(loaded) -> None:
+        loaded.state[a]["v"] *= 0.5
+
+    other.register_load_state_dict_pre_hook(reorder)
+    other.register_load_state_dict_post_hook(halve)
+    other.load_state_dict(saved)
+    assert other.state[a]["m"][0].item() == pytest.approx(0.1)
+    assert other.state[b]["m"][0].item() == pytest.approx(10.0)
+    assert other.state[a]["m"].dtype == torch.float32
+    assert other.state[a]["v"][0].item() == pytest.approx(0.0005)
+    assert other.gauges is True
+
+
+def test_a_refused_step_moves_nothing_at_all() -> None:
+    p, q = parameter(), parameter()
+    optimizer = AdamW([p, q], nonfinite="raise")
+    p.grad, q.grad = torch.ones(8), torch.full((8,), torch.nan)
+    with pytest.raises(FloatingPointError, match=r"0\.1: the gradient has inf or NaN"):
+        optimizer.step()
+    assert torch.equal(p, torch.ones(8))
+
+
+def test_rates_of_one_element_and_any_shape_serve() -> None:
+    for weights in ("plain", "split"):
+        p = parameter(torch.bfloat16)
+        optimizer = AdamW([p], lr=torch.tensor([1e-1], dtype=torch.float64), weights=weights)
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert float(p.detach()[0]) == pytest.approx(0.9, abs=0.005)

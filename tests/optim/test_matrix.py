@@ -132,3 +132,71 @@ def test_layouts_and_scalars_are_served() -> None:
         assert wanted is None or torch.equal(p, wanted)
         wanted = p.detach().clone(memory_format=torch.contiguous_format)
         assert scalar.item() < 2.0
+
+
+@pytest.mark.parametrize(
+    ("states", "published"),
+    [("8bit", 0.0232), ({"m": "8bit", "v": "fp32"}, 0.0218), ({"m": "fp32", "v": "8bit"}, 0.0079)],
+    ids=str,
+)
+def test_8bit_states_err_as_much_as_an_exact_implementation_of_the_map(states, published: float) -> None:
+    """Free-running beside fp32 states: 200 steps, one gradient scale; the figures of a simulation by others."""
+    generator = torch.Generator().manual_seed(0)
+    start = 0.02 * torch.randn(1024, 256, generator=generator)
+    p, q = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    narrow, wide = AdamW([p], 1e-3, states=states), AdamW([q], 1e-3)
+    for _ in range(200):
+        p.grad = q.grad = 0.01 * torch.randn(1024, 256, generator=generator)
+        narrow.step()
+        wide.step()
+    error = float((p - q).detach().norm() / (q.detach() - start).norm())
+    assert error == pytest.approx(published, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_maximizing_is_minimizing_the_negative(dtype: torch.dtype) -> None:
+    ends = []
+    for maximize in (False, True):
+        p, optimizer = make(("kahan", "8bit", "fp32", dtype), maximize=maximize, weight_decay=0.0)
+        p.grad = torch.full_like(p, -0.5 if maximize else 0.5)
+        optimizer.step()
+        ends.append(p.detach())
+    assert torch.equal(*ends)
+
+
+def test_random_bits_depend_on_seed_parameter_and_step() -> None:
+    def end(seed: int, twins: int, steps: int = 1, group_seed: int | None = None) -> list[torch.Tensor]:
+        ps = [torch.nn.Parameter(torch.ones(4000, dtype=torch.bfloat16)) for _ in range(twins)]
+        group = {"params": ps} | ({} if group_seed is None else {"seed": group_seed})
+        optimizer = AdamW([group], 2e-3, weights="stochastic", seed=seed)
+        for _ in range(steps):
+            for p in ps:
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+        return [p.detach() for p in ps]
+
+    first, second = end(0, 2)
+    assert not torch.equal(first, second)
+    assert torch.equal(end(0, 1)[0], first)
+    assert not torch.equal(end(1, 1)[0], first)
+    assert torch.equal(end(1, 1)[0], end(0, 1, group_seed=1)[0])
+
+
+def test_the_size_from_which_states_are_quantized_is_included() -> None:
+    for size, wanted in ((99, "m:fp32 v:fp32"), (100, "m:8bit v:8bit")):
+        optimizer = AdamW([torch.nn.Parameter(torch.ones(size))], states="8bit", min_quantized_size=100)
+        assert optimizer.describe().rows[0].states == wanted
+
+
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+def test_a_huge_finite_gradient_is_survived_as_torch_survives_it(states: str) -> None:
+    ends = []
+    for make_one in (AdamW, torch.optim.AdamW):
+        p = torch.nn.Parameter(torch.ones(8))
+        options = {"states": states, "min_quantized_size": 0} if make_one is AdamW else {}
+        optimizer = make_one([p], lr=0.1, **options)
+        for step in range(40):
+            p.grad = torch.full((8,), 3e19 if step == 10 else 1.0)
+            optimizer.step()
+        ends.append(p.detach())
+    torch.testing.assert_close(*ends, rtol=0.05, atol=0)

@@ -29,4 +29,6 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    except KeyboardInterrupt:
+        return 130
     return run(sys.argv[1:] if arguments is None else arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shlex
 import sys
 from pathlib import Path
@@ -29,11 +30,14 @@ _UsageError = cast(
 def run(arguments: list[str]) -> int:
     """Run a command line; errors in the input become one line and status 2."""
     command = typer.main.get_command(app)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a dash that a terminal cannot show must not end a run
     try:
         status = command.main(
             arguments or ["--help"], prog_name="narrowgauge", standalone_mode=False, obj=tuple(arguments)
         )
-    except (_UsageError, ValueError, OSError) as error:
+    except (_UsageError, ValueError, OverflowError, OSError) as error:
         text = error.format_message() if isinstance(error, _UsageError) else str(error)
         print(f"narrowgauge: {' '.join(text.split())}", file=sys.stderr)
         return 2
@@ -89,4 +93,5 @@ def _compare(
     """Train the same small GPT once under each precision recipe, on real text, and show what each cost."""
     options = {name: value for name, value in locals().items() if name not in ("context", "recipe")}
     names = tuple(name.strip() for name in recipe.split(",") if name.strip())
+    options["out"] = out.expanduser()
     return compare(CompareOptions(recipes=names, **options), shlex.join(["narrowgauge", *context.obj]))

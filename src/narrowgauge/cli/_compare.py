@@ -103,9 +103,9 @@ def compare(options: CompareOptions, command: str) -> int:
         display.complain("stopped before the first run was complete; nothing was written")
         return status
     results = assemble(runs, facts, interrupted=status != 0)
-    display.table(results)
     write_results(results, options.out)
     write_report(results, options.out / "report.html")
+    display.table(results)
     display.say(f"{options.out / 'results.json'}\n{options.out / 'report.html'}")
     return status
 
@@ -135,6 +135,14 @@ def _check(options: CompareOptions) -> torch.device:
         if getattr(options, name) < bound:
             got = getattr(options, name)
             raise ValueError(f"--{name.replace('_', '-')}: got {got}, takes an integer of at least {bound}")
+    most = {"vocabulary": 2**20, "block_size": 2**31 - 1, "min_quantized_size": 2**63 - 1}
+    most |= dict.fromkeys(("steps", "seeds", "batch", "sequence", "validation_windows", "warmup"), 2**31 - 1)
+    for name, bound in most.items():
+        if getattr(options, name) > bound:
+            got = getattr(options, name)
+            raise ValueError(f"--{name.replace('_', '-')}: got {got}, takes an integer of at most {bound}")
+    if options.seed + options.seeds > 2**32:
+        raise ValueError(f"--seed: got {options.seed} with --seeds {options.seeds}, takes seeds below 2^32")
     if options.arithmetic not in ("fp32", "strict"):
         raise ValueError(f"--arithmetic: got {options.arithmetic!r}, takes 'fp32' or 'strict'")
     # The optimizer knows what its hyperparameters may be; ask it with the smallest model there is.
@@ -201,7 +209,9 @@ def _model(options: CompareOptions, tokens: TokenizedCorpus, seed: int) -> torch
     """The model every recipe starts from: its weights are bf16 numbers, so that no recipe has to round them."""
     sizes = {"vocabulary": tokens.vocabulary, "sequence": options.sequence}
     model: torch.nn.Module = trainers.build_model(options.model, seed=seed, **sizes)
-    return model.to(torch.bfloat16).to(torch.float32)
+    for dtype in (torch.bfloat16, torch.float32):
+        recipe_book.cast(model, dtype)
+    return model
 
 
 def _train_all(
@@ -229,6 +239,6 @@ def _train_all(
             if not runs:
                 set_aside(options.out)
             runs.setdefault(name, []).append(run)
-            display.finish(name, run)
             # Until the last run is in, the file says that it is not complete: a kill leaves it as it stands.
             write_results(assemble(runs, facts, interrupted=True), options.out)
+            display.finish(name, run)

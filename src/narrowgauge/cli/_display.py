@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from types import TracebackType
@@ -51,7 +52,8 @@ class Display:
 
     def say(self, text: str) -> None:
         """A line of plain text."""
-        self.console.print(text, markup=False, soft_wrap=True)
+        with contextlib.suppress(OSError):
+            self.console.print(text, markup=False, soft_wrap=True)
 
     def complain(self, text: str) -> None:
         """A line on stderr, where errors go."""
@@ -94,13 +96,16 @@ class Display:
             outcome = f"diverged at step {len(run.loss)}"
         else:
             outcome = f"validation loss {run.validation_loss:.4f}"
-        self._progress.console.print(f"{name}, seed {run.seed}: {outcome}", markup=False)
+        # A terminal that went away, a full disk behind a pipe: no reason to stop training.
+        with contextlib.suppress(OSError):
+            self._progress.console.print(f"{name}, seed {run.seed}: {outcome}", markup=False)
 
     def table(self, results: dict[str, Any]) -> None:
         """The comparison as a table, with a line that says how to read it."""
-        self.console.print()
-        self.console.print(_table(results))
-        self.console.print(Text(_legend(results), style="dim"))
+        with contextlib.suppress(OSError):
+            self.console.print()
+            self.console.print(_table(results))
+            self.console.print(Text(_legend(results), style="dim"))
 
 
 def _table(results: dict[str, Any]) -> Table:

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import statistics
-import tempfile
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -146,10 +145,12 @@ def _perplexity(loss: float | None) -> float | None:
 def write_results(results: Json, out: Path) -> Path:
     """Write results.json at once and whole: a reader sees the old file or the new one."""
     path = out / "results.json"
-    with tempfile.NamedTemporaryFile("w", dir=out, prefix=".results", suffix=".json", delete=False) as file:
-        json.dump(results, file, indent=1, allow_nan=False)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+    aside = out / f".results.{os.getpid()}.json"
+    try:
+        aside.write_text(json.dumps(results, indent=1, allow_nan=False))
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
     return path
 
 

@@ -101,12 +101,12 @@ def _dynamic(signed: bool) -> Tensor:
     for decade in range(_DYNAMIC_DECADES):
         cells = 2 ** (decade if signed else decade + 1)
         # torch's float32 linspace, not numpy's: they differ in the last bit and the checksum is of torch's.
-        edges = torch.linspace(0.1, 1.0, cells + 1, dtype=torch.float32)
+        edges = torch.linspace(0.1, 1.0, cells + 1, dtype=torch.float32, device="cpu")
         middles = (edges[:-1] + edges[1:]) / 2.0
         positive.append(10.0 ** (decade - _DYNAMIC_DECADES + 1) * middles)
     half = torch.cat(positive)
     values = torch.cat([half, -half] if signed else [half])
-    return torch.cat([values, torch.tensor([0.0, 1.0])]).sort().values
+    return torch.cat([values, torch.tensor([0.0, 1.0], dtype=torch.float32, device="cpu")]).sort().values
 
 
 def _boundaries(values: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -74,15 +74,6 @@ class AdamW(NarrowOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        check_hyperparameters(lr, betas, eps, weight_decay)
-        for name, value in (("amsgrad", amsgrad), ("differentiable", differentiable)):
-            if value:
-                raise ValueError(f"{name}: got True, {type(self).__name__} takes False only")
-        if capturable and (arithmetic == "strict" or nonfinite == "raise"):
-            raise ValueError(
-                f"capturable: got True with arithmetic={arithmetic!r}, nonfinite={nonfinite!r}; "
-                "takes arithmetic='fp32' and nonfinite='skip' or 'propagate'"
-            )
         defaults: dict[str, Any] = {
             "lr": lr,
             "betas": betas,
@@ -97,8 +88,23 @@ class AdamW(NarrowOptimizer):
             "seed": seed,
             "maximize": maximize,
             "capturable": capturable,
+            "amsgrad": amsgrad,
+            "differentiable": differentiable,
         }
         super().__init__(params, defaults)
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        check_hyperparameters(group["lr"], group["betas"], group["eps"], group["weight_decay"])
+        for name in ("amsgrad", "differentiable"):
+            if group[name]:
+                raise ValueError(f"{name}: got True, {type(self).__name__} takes False only")
+        super().check(group)
+        arithmetic, nonfinite = group["arithmetic"], group["nonfinite"]
+        if group["capturable"] and (arithmetic == "strict" or nonfinite == "raise"):
+            raise ValueError(
+                f"capturable: got True with arithmetic={arithmetic!r}, nonfinite={nonfinite!r}; "
+                "takes arithmetic='fp32' and nonfinite='skip' or 'propagate'"
+            )
 
 
 class AdamW8bit(AdamW):

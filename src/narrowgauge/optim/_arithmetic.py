@@ -21,6 +21,7 @@ from narrowgauge.rules import Scalar
 from narrowgauge.storage import StateStorage
 
 Words = dict[str, Tensor]
+Moment = tuple[StateStorage, Words]
 
 
 class Fp32Arithmetic:
@@ -28,6 +29,9 @@ class Fp32Arithmetic:
 
     def ema(self, average: Tensor, x: Tensor, beta: float) -> Tensor:
         return beta * average + (1 - beta) * x
+
+    def ema_of_square(self, average: Tensor, x: Tensor, beta: float) -> Tensor:
+        return beta * average + (1 - beta) * x * x
 
     def value(self, average: Tensor) -> Tensor:
         return average
@@ -46,11 +50,15 @@ class StrictArithmetic:
 
     dtype: torch.dtype
 
-    def ema(self, average: tuple[StateStorage, Words], x: Tensor, beta: float) -> tuple[StateStorage, Words]:
+    def ema(self, average: Moment, x: Tensor, beta: float) -> Moment:
         storage, words = average
         return storage, storage.ema(words, x, beta)
 
-    def value(self, average: tuple[StateStorage, Words]) -> Tensor:
+    def ema_of_square(self, average: Moment, x: Tensor, beta: float) -> Moment:
+        # The algorithm says (1 - beta) * x^2, and its overflow is part of it.
+        return self.ema(average, x * x, beta)
+
+    def value(self, average: Moment) -> Tensor:
         storage, words = average
         return storage.value(words).to(self.dtype)
 

@@ -29,7 +29,7 @@ class Description:
 
     @property
     def bytes(self) -> int:
-        """Bytes that the optimizer keeps for all parameters, once each has been stepped."""
+        """Bytes of moments and low words for all parameters, once each has been stepped; counters not included."""
         return sum(row.bytes for row in self.rows)
 
     def __str__(self) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -41,8 +41,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
     rule: ClassVar[Rule]
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
-        check_storage_options(self.rule, defaults)
         self._reset()
+        self.check(defaults)
         super().__init__(params, defaults)
 
     def _reset(self) -> None:
@@ -52,30 +52,44 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self._warned: set[str] = set()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # torch copies and pickles state and groups only; the rest is made anew.
-        self._reset()
+        # torch copies and pickles state and groups only; the rest is made anew. It comes here from
+        # load_state_dict too, where there is something to keep.
+        if "_plans" not in self.__dict__:
+            self._reset()
         super().__setstate__(state)
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        """Refuse options that no parameter could be served with.
+
+        Raises:
+            ValueError: naming the argument, what it got, what it takes.
+        """
+        check_storage_options(self.rule, group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         try:
-            check_storage_options(self.rule, self.param_groups[-1])
-            self._make_plans()
+            self.check(self.param_groups[-1])
+            self._plan_group(len(self.param_groups) - 1)
         except ValueError:
-            self.param_groups.pop()
+            for p in self.param_groups.pop()["params"]:
+                self._plans.pop(p, None)
             raise
 
-    def _make_plans(self) -> None:
-        self._plans, index = {}, 0
-        for number, group in enumerate(self.param_groups):
-            names = group.get("param_names") or [f"{number}.{i}" for i in range(len(group["params"]))]
-            for name, p in zip(names, group["params"], strict=True):
-                self._plans[p] = plan_parameter(self.rule, group, p, name, index)
-                index += 1
+    def _plan_group(self, number: int) -> None:
+        group = self.param_groups[number]
+        names = group.get("param_names") or [f"{number}.{i}" for i in range(len(group["params"]))]
+        taken = {plan.name for plan in self._plans.values()}
+        for name, p in zip(names, group["params"], strict=True):
+            # torch lets two groups use one name; reports by name must not mix them up.
+            unique = name if name not in taken else f"{number}.{name}"
+            self._plans[p] = plan_parameter(self.rule, group, p, unique, len(self._plans))
 
     def _plan(self, p: Tensor) -> ParameterPlan:
         if p not in self._plans:
-            self._make_plans()
+            self._plans = {}
+            for number in range(len(self.param_groups)):
+                self._plan_group(number)
         return self._plans[p]
 
     @torch.no_grad()
@@ -87,36 +101,45 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
         Raises:
             FloatingPointError: if `nonfinite` is ``"raise"`` and a gradient is not finite.
-            RuntimeError: for a sparse gradient.
+            RuntimeError: for a sparse gradient. In both cases no parameter has been changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self.last_stats = {}
+        self._refuse_gradients()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
                     self._step_parameter(group, p, p.grad)
         return loss
 
+    def _refuse_gradients(self) -> None:
+        """Raise for what must not be stepped with, before anything has moved."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                name = self._plan(p).name
+                if p.grad.is_sparse:
+                    raise RuntimeError(f"{name}: got a sparse gradient, {type(self).__name__} takes dense ones")
+                if group["nonfinite"] == "raise" and not torch.isfinite(p.grad).all():
+                    raise FloatingPointError(
+                        f"{name}: the gradient has inf or NaN (nonfinite='raise'); no parameter was changed"
+                    )
+
     def _step_parameter(self, group: dict[str, Any], p: Tensor, grad: Tensor) -> None:
         plan = self._plan(p)
-        if grad.is_sparse:
-            raise RuntimeError(f"{plan.name}: got a sparse gradient, {type(self).__name__} takes dense ones")
         state = self.state[p]
         if not state:
             state.update(plan.init(p))
-        keep = self._admit(group["nonfinite"], plan, state, grad)
+        keep = self._admit(group["nonfinite"], state, grad)
         if keep is False:
             return
-        state["step"] += 1 if keep is True else keep
         # On a GPU the count stays there: reading it would make the host wait for the device at every parameter.
-        step = (
-            state["step"].to(torch.float64)
-            if p.device.type != "cpu" and not plan.strict
-            else int(state["step"].item())
-        )
+        on_device = p.device.type != "cpu" and not plan.strict
+        step = state["step"].to(torch.float64) + 1 if on_device else int(state["step"].item()) + 1
         noise = functools.partial(self._noise, group["seed"], plan.index, step, p)
         if group["maximize"]:
             grad = -grad
@@ -124,24 +147,18 @@ class NarrowOptimizer(torch.optim.Optimizer):
         new_p, new_state, delta = update(self.rule, plan, p, grad, state, group, step, noise)
         for target, value in [(p, new_p), *((state[key], value) for key, value in new_state.items())]:
             target.copy_(value if keep is True else torch.where(keep, value, target))
+        state["step"] += 1 if keep is True else keep
         if before is not None:
-            self.last_stats[plan.name] = UpdateStats.measure(
-                delta, *_interleave(before, self._exact(plan, p, state))
-            )
+            stats = UpdateStats.measure(delta, *_interleave(before, self._exact(plan, p, state)))
+            self.last_stats[plan.name] = stats if keep is True else stats.where(keep)
 
-    def _admit(self, nonfinite: str, plan: ParameterPlan, state: dict[str, Tensor], grad: Tensor) -> bool | Tensor:
+    def _admit(self, nonfinite: str, state: dict[str, Tensor], grad: Tensor) -> bool | Tensor:
         """Whether this gradient may be used: a bool, or on a GPU, where nobody waits, a 0-d tensor."""
-        if nonfinite == "propagate":
+        if nonfinite != "skip":
             return True
         finite = torch.isfinite(grad).all()
-        if nonfinite == "skip":
-            state["skipped"] += ~finite
-            return finite if grad.device.type != "cpu" else bool(finite)
-        if not finite:
-            raise FloatingPointError(
-                f"{plan.name}: the gradient has inf or NaN (nonfinite='raise'); no state of it changed"
-            )
-        return True
+        state["skipped"] += ~finite
+        return finite if grad.device.type != "cpu" else bool(finite)
 
     @staticmethod
     def _noise(seed: int, stream: int, step: int | Tensor, p: Tensor) -> Tensor:
@@ -203,7 +220,32 @@ class NarrowOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: if it was written by another optimizer or under other storages; nothing is changed then.
         """
-        saved = state_dict["param_groups"]
+        # torch casts every float state to the parameter's dtype, which would round fp32 moments to bf16, and it
+        # offers no way around but hooks: one that sees what is loaded after all other hooks have had their say,
+        # and one that puts the words back before any other hook sees the result.
+        seen: list[dict[str, Any]] = []
+
+        def before(_: torch.optim.Optimizer, given: dict[str, Any]) -> None:
+            self._check_saved(given["param_groups"])
+            seen.append(given)
+
+        def after(_: torch.optim.Optimizer) -> None:
+            identities = [identity for group in seen[0]["param_groups"] for identity in group["params"]]
+            for identity, (p, _plan) in zip(identities, self._all_plans(), strict=True):
+                for key, value in seen[0]["state"].get(identity, {}).items():
+                    self.state[p][key] = value.detach().to(p.device, copy=True)
+
+        handles = (
+            self.register_load_state_dict_pre_hook(before),
+            self.register_load_state_dict_post_hook(after, prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _check_saved(self, saved: list[dict[str, Any]]) -> None:
         for number, (group, old) in enumerate(zip(self.param_groups, saved, strict=False)):
             for option in _STORAGE_OPTIONS:
                 if option not in old:
@@ -215,12 +257,6 @@ class NarrowOptimizer(torch.optim.Optimizer):
                         f"state_dict: group {number} was written with {option}={old[option]!r}, "
                         f"this optimizer has {option}={group[option]!r}"
                     )
-        super().load_state_dict(state_dict)
-        # torch casts every float state to the parameter's dtype, which would round fp32 moments to bf16.
-        identities = [identity for group in saved for identity in group["params"]]
-        for identity, (p, _) in zip(identities, self._all_plans(), strict=True):
-            for key, value in state_dict["state"].get(identity, {}).items():
-                self.state[p][key] = value.detach().to(p.device, copy=True)
 
 
 def _interleave(
@@ -229,12 +265,16 @@ def _interleave(
     return before[0], after[0], before[1], after[1]
 
 
-def check_storage_options(rule: Rule, group: dict[str, Any]) -> None:
+def check_storage_options(rule: Rule, group: Mapping[str, Any]) -> None:
     """Refuse options that no parameter could be served with.
 
     Raises:
         ValueError: naming the argument, what it got, what it takes.
     """
+    if not isinstance(group["weights"], str):
+        raise ValueError(f"weights: got {group['weights']!r}, takes the name of a weight storage")
+    if not isinstance(group["states"], str | Mapping):
+        raise ValueError(f"states: got {group['states']!r}, takes a name, or a mapping from slots to names")
     slot_storages(rule, group["states"])
     for name, choices in (("arithmetic", ("fp32", "strict")), ("nonfinite", ("skip", "propagate", "raise"))):
         if group[name] not in choices:
@@ -246,7 +286,7 @@ def check_storage_options(rule: Rule, group: dict[str, Any]) -> None:
         raise ValueError(f"seed: got {group['seed']}, takes an integer below 2^32")
 
 
-def check_hyperparameters(lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+def check_hyperparameters(lr: Any, betas: Any, eps: Any, weight_decay: Any) -> None:
     """Adam's hyperparameters, refused in torch's words so that code which reads them still works.
 
     Raises:
@@ -255,8 +295,10 @@ def check_hyperparameters(lr: float | Tensor, betas: tuple[float, float], eps: f
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError("Tensor lr must be 1-element")
     for name, value in (("learning rate", lr), ("epsilon value", eps), ("weight_decay value", weight_decay)):
-        if not 0.0 <= float(value) < math.inf:
-            raise ValueError(f"Invalid {name}: {value}, takes a finite number of at least 0")
+        if isinstance(value, str) or not 0.0 <= float(value) < math.inf:
+            raise ValueError(f"Invalid {name}: {value!r}, takes a finite number of at least 0")
+    if isinstance(betas, str) or len(betas) != 2:
+        raise ValueError(f"Invalid betas: {betas!r}, takes two numbers in [0, 1)")
     for index, beta in enumerate(betas):
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}, takes a number in [0, 1)")

@@ -46,6 +46,10 @@ class UpdateStats:
         )
         return cls(torch.stack([value.to(torch.float64) for value in sums]))
 
+    def where(self, taken: Tensor) -> UpdateStats:
+        """These sums if `taken`, a 0-d bool tensor, is true; zeros otherwise."""
+        return UpdateStats(torch.where(taken, self.sums, 0.0))
+
     @classmethod
     def total(cls, stats: list[UpdateStats]) -> UpdateStats:
         """The sums over several parameters or steps.

@@ -44,7 +44,8 @@ def update(
         (p, state, delta): the new parameter, its new state entries, and the intended update.
     """
     low = state[plan.weight_key] if plan.weight_key is not None else None
-    scalars = rule.scalars(group, step)
+    # A learning rate may be a tensor of one element and any shape; that shape is not the parameter's business.
+    scalars = {k: v.reshape(()) if isinstance(v, Tensor) else v for k, v in rule.scalars(group, step).items()}
     if plan.strict:
         moments: dict[str, Any] = {s.slot.name: (s.storage, s.words(state)) for s in plan.slots}
         weight = plan.weight.operand(p, low)

@@ -49,7 +49,7 @@ class AdamW:
         s: Mapping[str, Scalar],
     ) -> tuple[Tensor, dict[str, Any]]:
         m = arithmetic.ema(moments["m"], grad, s["beta1"])  # type: ignore[arg-type]
-        v = arithmetic.ema(moments["v"], grad * grad, s["beta2"])  # type: ignore[arg-type]
+        v = arithmetic.ema_of_square(moments["v"], grad, s["beta2"])  # type: ignore[arg-type]
         m_hat = arithmetic.value(m) / s["correction1"]
         v_hat = arithmetic.value(v) / s["correction2"]
         delta = -s["lr"] * (m_hat / (arithmetic.sqrt(v_hat) + s["eps"]) + s["weight_decay"] * weight)

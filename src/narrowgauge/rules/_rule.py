@@ -38,6 +38,9 @@ class Arithmetic(Protocol):
     def ema(self, average: Any, x: Tensor, beta: float) -> Any:
         """beta * average + (1 - beta) * x."""
 
+    def ema_of_square(self, average: Any, x: Tensor, beta: float) -> Any:
+        """beta * average + (1 - beta) * x^2, without overflow where only the square of x would."""
+
     def value(self, average: Any) -> Tensor:
         """The number that the equation reads."""
 

@@ -74,6 +74,9 @@ def encode_blocks(x: Tensor, coder: Coder, block_size: int | None) -> tuple[Tens
     blocks = _as_blocks(x, block_size)
     finite = torch.where(torch.isfinite(blocks), blocks.abs(), 0.0)
     scales = finite.amax(dim=1) if blocks.numel() else finite.new_zeros(0)
+    # With nothing finite to scale by, an infinity must not read back as zero: a zero second moment divides.
+    alone = (scales == 0) & torch.isinf(blocks).any(dim=1)
+    scales = torch.where(alone, torch.finfo(torch.float32).max, scales)
     empty = scales < _SMALLEST_SCALE
     scales = torch.where(empty, 0.0, scales)
     reciprocal = torch.where(empty, 0.0, 1.0 / scales)
@@ -92,7 +95,8 @@ def decode_blocks(codes: Tensor, scales: Tensor, coder: Coder, block_size: int |
 def _as_blocks(x: Tensor, block_size: int | None) -> Tensor:
     """(blocks, block_size), the last padded with zeros."""
     flat = x.reshape(-1)
-    size = block_size if block_size is not None else max(1, flat.numel())
+    # A block longer than the tensor is the tensor: there is nothing to pad.
+    size = max(1, flat.numel() if block_size is None else min(block_size, flat.numel()))
     padding = -flat.numel() % size
     if padding:
         flat = torch.nn.functional.pad(flat, (0, padding))

@@ -92,7 +92,10 @@ def load_corpus(path: Path | None) -> Corpus:
     """
     if path is None:
         return _standard_library()
-    path = path.expanduser()
+    try:
+        path = path.expanduser()
+    except RuntimeError as error:
+        raise DataError(f"{_TAKES}, got {str(path)!r}: {error}") from None
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
