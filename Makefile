@@ -38,10 +38,12 @@ clean:
 
 # Debian without python3-venv has no ensurepip: there the environment is made bare and the outer pip fills it.
 $(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else "narrowgauge needs Python 3.11 to 3.13, $(PYTHON) is %d.%d (make PYTHON=python3.12 ...)" % v)'
 	$(PYTHON) -m venv $(VENV) || $(PYTHON) -m venv --clear --without-pip $(VENV)
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m pip --python $(BIN)/python install --quiet pip
 
 # One stamp an extra; a changed pyproject.toml installs again.
 $(VENV)/.train $(VENV)/.test $(VENV)/.docs $(VENV)/.bench: $(VENV)/.%: pyproject.toml | $(BIN)/python
-	$(RUN) pip install --quiet --disable-pip-version-check --editable '.[train,$*]'
+	@echo 'installing torch and the rest into $(VENV): once, and minutes where torch has to be downloaded'
+	@$(RUN) pip install --quiet --disable-pip-version-check --editable '.[train,$*]'
 	touch $@

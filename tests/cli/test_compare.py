@@ -1,6 +1,7 @@
 """The main job as a user types it, on a small text: what it writes, and what it says to bad input."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -111,6 +112,7 @@ def test_strict_arithmetic_is_honoured_where_there_is_one(text: Path, tmp_path: 
         losses[arithmetic] = {name: row["validation_loss"] for name, row in rows.items()}
         assert [rows[name]["arithmetic"] for name in ("C", "split")] == [arithmetic, "fp32"]
     assert losses["fp32"]["C"] != losses["strict"]["C"]
+    assert rows["split"]["title"].endswith("(no strict arithmetic: computed in fp32)")
     assert losses["fp32"]["split"] == losses["strict"]["split"]
 
 
@@ -174,6 +176,14 @@ def bad_inputs(folder: Path) -> dict[str, tuple[list[object], str]]:
         "bad device": (["--device", "tpu9"], "--device: got 'tpu9'"),
         "no such device": (["--device", "cuda:77"], "--device: got 'cuda:77'"),
         "unwritable folder": (["--out", blocked / "runs"], "--out: cannot"),
+        "no such user": (["--data", "~nosuchuser/x"], "nosuchuser"),
+        "no such user's folder": (["--out", "~nosuchuser/x"], "nosuchuser"),
+        "vast vocabulary": (
+            ["--vocabulary", "5000000000"],
+            "--vocabulary: got 5000000000, takes an integer of at most",
+        ),
+        "vast block": (["--block-size", "100000000000000"], "--block-size: got 100000000000000"),
+        "vast seed": (["--seed", "4294967295", "--seeds", "2"], "--seed: got 4294967295 with --seeds 2"),
         "unknown option": (["--recipies", "A"], "--recipies"),
     }
 
@@ -181,7 +191,9 @@ def bad_inputs(folder: Path) -> dict[str, tuple[list[object], str]]:
 CASES = (
     "missing data", "empty data", "binary data", "short data", "unknown recipe", "no recipe", "a recipe twice",
     "unknown model", "no steps", "no number", "short sequence", "small vocabulary", "negative rate", "bad beta",
-    "bad arithmetic", "bad device", "no such device", "unwritable folder", "unknown option",
+    "bad arithmetic", "bad device", "no such device", "unwritable folder", "unknown option", "no such user",
+    "no such user's folder", "vast vocabulary", "vast block",
+    "vast seed",
 )  # fmt: skip
 
 
@@ -198,6 +210,65 @@ def test_bad_input_is_one_clear_line_and_status_2(
     assert printed.err.count("\n") == 1
     assert "Traceback" not in printed.err + printed.out
     assert not (tmp_path / "out" / "results.json").exists()
+
+
+def test_seeds_differ_and_recipes_of_one_seed_share_their_batches(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from narrowgauge import trainers
+
+    real, seen = trainers.train, []
+
+    def train(recipe, model, batches, validation, settings, **options):
+        taken = [next(batches) for _ in range(settings.steps)]
+        weights = torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+        seen.append((options["seed"], weights, torch.stack(taken), validation))
+        return real(recipe, model, iter(taken), validation, settings, **options)
+
+    monkeypatch.setattr(trainers, "train", train)
+    assert compare("--out", tmp_path, "--data", text, "--recipes", "A,D,fp32", "--seeds", 2, *SMALL) == 0
+    assert [seed for seed, *_ in seen] == [0, 0, 0, 1, 1, 1]
+    for first in (0, 3):
+        for other in (first + 1, first + 2):
+            assert all(torch.equal(a, b) for a, b in zip(seen[first][1:], seen[other][1:], strict=True))
+    assert not torch.equal(seen[0][1], seen[3][1])
+    assert not torch.equal(seen[0][2], seen[3][2])
+    assert torch.equal(seen[0][3], seen[3][3])
+
+
+@pytest.mark.parametrize("ascii_only", [False, True])
+def test_a_terminal_that_takes_nothing_or_only_ascii_costs_no_result(
+    text: Path, tmp_path: Path, ascii_only: bool
+) -> None:
+    command = [sys.executable, "-m", "narrowgauge.cli", "compare", "--out", str(tmp_path), "--data", str(text)]
+    arguments = [*command, *SMALL, "--recipes", "A,D"]
+    environment = os.environ | ({"PYTHONIOENCODING": "ascii:strict"} if ascii_only else {})
+    sink = os.open(os.devnull if ascii_only else "/dev/full", os.O_WRONLY)
+    ran = subprocess.run(arguments, stdout=sink, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    os.close(sink)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert list(results["recipes"]) == ["A", "D"]
+    assert results["interrupted"] is False
+    assert (tmp_path / "report.html").exists()
+    assert "Traceback" not in ran.stderr
+    assert ran.returncode == 0 or not ascii_only
+
+
+def test_numbers_are_whole_on_a_narrow_terminal(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert (
+        compare("--out", tmp_path, "--data", text, "--recipes", "D,A,adamw8bit-expansion", "--seeds", 2, *SMALL)
+        == 0
+    )
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    rows = json.loads((tmp_path / "results.json").read_text())["recipes"]
+    for row in rows.values():
+        assert f"{row['validation_loss']:.4f}" in printed
+        assert f"{row['step_ms']:.1f}" in printed
+        assert f"{row['peak_memory_bytes'] / 2**20:.1f}" in printed
 
 
 def test_help_and_version_answer(capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,6 +89,16 @@ def test_pieces_have_the_tokens_of_the_whole(made: TokenizedCorpus, text: str) -
     assert [token for encoding in encodings for token in encoding.ids] == made.tokenizer.encode(text).ids
 
 
+def test_words_without_end_are_cut_and_read_back(tmp_path: Path) -> None:
+    """Whole, three million letters would keep the tokenizer busy for minutes, deaf to Ctrl-C."""
+    text = "a" * 3_000_000 + " b " + "xyz" * 5_000
+    pieces = list(_tokens._pieces(text))
+    assert "".join(pieces) == text
+    assert max(len(word) for piece in pieces for word in piece.split()) <= _tokens._LONGEST
+    made = tokenize(Corpus("", (Document("t", text),), (Document("v", text[:5000]),), {}), 300, cache=tmp_path)
+    assert made.tokenizer.decode(made.train[:-1].tolist()) == text
+
+
 def test_the_size_of_pieces_changes_nothing(
     made: TokenizedCorpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

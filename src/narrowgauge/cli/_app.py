@@ -93,5 +93,8 @@ def _compare(
     """Train the same small GPT once under each precision recipe, on real text, and show what each cost."""
     options = {name: value for name, value in locals().items() if name not in ("context", "recipe")}
     names = tuple(name.strip() for name in recipe.split(",") if name.strip())
-    options["out"] = out.expanduser()
+    try:
+        options["out"] = out.expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"--out: got {str(out)!r}: {error}") from None
     return compare(CompareOptions(recipes=names, **options), shlex.join(["narrowgauge", *context.obj]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -104,36 +105,53 @@ class Display:
         """The comparison as a table, with a line that says how to read it."""
         with contextlib.suppress(OSError):
             self.console.print()
-            self.console.print(_table(results))
+            for table in _tables(results, self.console.width):
+                self.console.print(table)
+                self.console.print()
             self.console.print(Text(_legend(results), style="dim"))
 
 
-def _table(results: dict[str, Any]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
+# Above this the table is one; below, numbers would be cut, so costs get a table of their own.
+_WIDE = 140
+
+
+def _tables(results: dict[str, Any], width: int) -> list[Table]:
+    """One table, or two on a narrow terminal: what each recipe reached, and what it cost."""
+    reference = results["reference"]
+    rows = results["recipes"]
+    reached = {
+        "validation\nloss": lambda row: _loss(row),
+        "perplex-\nity": lambda row: _number(row["perplexity"], 2),
+        f"minus {reference}" if reference else "difference": lambda row: (
+            "(reference)" if reference and row is rows[reference] else _difference(row["difference"])
+        ),
+        "EDQ\n%": lambda row: _number(row["edq"], 1, 100),
+        "lost\n%": lambda row: _number(row["lost_updates"], 1, 100),
+    }
+    cost = {
+        "bytes/param\nplanned": lambda row: _number(row["bytes_per_parameter"], 2),
+        "\nmeasured": lambda row: _number((row["bytes"]["measured"] or {}).get("total"), 2),
+        "peak\nMiB": lambda row: _number(row["peak_memory_bytes"], 1, 2.0**-20),
+        "optimizer\nms": lambda row: _number(row["optimizer_ms"], 1),
+        "step\nms": lambda row: _number(row["step_ms"], 1),
+    }
+    parts = [reached | cost] if width >= _WIDE else [reached, cost]
+    return [_table(rows, columns) for columns in parts]
+
+
+def _table(rows: dict[str, Any], columns: dict[str, Callable[[dict[str, Any]], str]]) -> Table:
+    # Rich pads columns by two; one leaves room for every digit at 80 characters.
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column("recipe", no_wrap=True)
-    to = f"minus {results['reference']}" if results["reference"] else "difference"
-    columns = (
-        "validation\nloss", "perplexity", to, "bytes/param\nplanned", "\nmeasured", "peak\nMiB", "optimizer\nms",
-        "step\nms", "EDQ\n%", "lost\nupdates %",
-    )  # fmt: skip
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
-    for name, row in results["recipes"].items():
-        measured = row["bytes"]["measured"]
-        table.add_row(
-            Text(name),
-            "diverged" if row["diverged"] else _with_spread(row["validation_loss"], row["validation_loss_spread"]),
-            _number(row["perplexity"], 2),
-            "(reference)" if name == results["reference"] else _difference(row["difference"]),
-            _number(row["bytes_per_parameter"], 2),
-            _number(measured and measured["total"], 2),
-            _number(row["peak_memory_bytes"], 1, 2.0**-20),
-            _number(row["optimizer_ms"], 1),
-            _number(row["step_ms"], 1),
-            _number(row["edq"], 1, 100),
-            _number(row["lost_updates"], 1, 100),
-        )
+    for name, row in rows.items():
+        table.add_row(Text(name), *(read(row) for read in columns.values()))
     return table
+
+
+def _loss(row: dict[str, Any]) -> str:
+    return "diverged" if row["diverged"] else _with_spread(row["validation_loss"], row["validation_loss_spread"])
 
 
 def _number(value: float | None, digits: int, scale: float = 1.0) -> str:
@@ -156,8 +174,8 @@ def _difference(difference: dict[str, Any] | None) -> str:
 
 def _legend(results: dict[str, Any]) -> str:
     lines = [
-        "EDQ: how much of the intended update arrives in what is stored (100% = nothing lost). Lost updates: "
-        "intended changes that left what is stored as it was."
+        "EDQ: how far what is stored moved along the intended update (100%: nothing is missing along it). Lost "
+        "updates: intended changes that left what is stored as it was."
     ]
     seeds = max(len(row["seeds"]) for row in results["recipes"].values())
     if seeds > 1:
@@ -167,6 +185,9 @@ def _legend(results: dict[str, Any]) -> str:
         )
     else:
         lines.append("One seed: differences have no spread to be compared with (--seeds 3 gives one).")
+    lines += [
+        f"{name}: {row['title']}" for name, row in results["recipes"].items() if "computed in" in row["title"]
+    ]
     if results["interrupted"]:
         lines.append("Interrupted: runs that were not complete are missing.")
     return "\n".join(lines)

@@ -178,6 +178,8 @@ def _summary_of_losses(results: Json) -> Iterable[str]:
     close = [name for name in beyond if found[name].get("within_reference_spread")]
     if close:
         yield f"Less than another seed changes {reference}'s own loss: {_join(close)}."
+    if any(found[name]["mean"] < 0 for name in told):
+        yield "Lower than the reference is not better arithmetic: coarser states make other steps."
     if any(difference["spread"] is None for difference in found.values()):
         one_seed = all(len(recipe["seeds"]) == 1 for recipe in recipes.values())
         where = "With one seed" if one_seed else "Where only one seed can be compared"

@@ -33,7 +33,6 @@ def assemble(runs: Mapping[str, list[Run]], facts: Json, *, interrupted: bool) -
         interrupted: whether runs that were asked for are missing.
     """
     reference = facts["reference"] if facts["reference"] in runs else None
-    block_size = facts["settings"]["block_size"]
     return {
         "schema": 1,
         "narrowgauge": __version__,
@@ -42,22 +41,28 @@ def assemble(runs: Mapping[str, list[Run]], facts: Json, *, interrupted: bool) -
         **facts,
         "reference": reference,
         "recipes": {
-            name: _recipe(name, finished, runs.get(reference or "", []), name == reference, block_size)
+            name: _recipe(name, finished, runs.get(reference or "", []), name == reference, facts)
             for name, finished in runs.items()
         },
     }
 
 
-def _recipe(name: str, runs: list[Run], reference: list[Run], is_reference: bool, block_size: int) -> Json:
+def _fallback(run: Run, facts: Json) -> str:
+    """What to say of a recipe that has not the arithmetic that was asked for."""
+    asked = facts["settings"].get("arithmetic", run.arithmetic)
+    return "" if run.arithmetic == asked else f" (no {asked} arithmetic: computed in {run.arithmetic})"
+
+
+def _recipe(name: str, runs: list[Run], reference: list[Run], is_reference: bool, facts: Json) -> Json:
     recipe = recipe_book.get(name)
-    planned = recipe.byte_breakdown(block_size)
+    planned = recipe.byte_breakdown(facts["settings"]["block_size"])
     finished = [run.validation_loss for run in runs if run.validation_loss is not None]
     loss = _mean(finished) if not any(run.diverged for run in runs) else None
     stats = [stats for run in runs for stats in run.stats.values()]
     step_ms = _mean(run.step_ms for run in runs)
     return {
         "recipe": recipe.name,
-        "title": recipe.title,
+        "title": recipe.title + _fallback(runs[-1], facts),
         "arithmetic": runs[-1].arithmetic,
         "validation_loss": loss,
         "validation_loss_spread": statistics.stdev(finished) if loss is not None and len(finished) > 1 else None,

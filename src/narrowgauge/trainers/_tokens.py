@@ -39,11 +39,13 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 END_OF_TEXT = 188  # the token of the byte 0: the 256 bytes come first, in the order of their printable stand-ins
-_LAYOUT = 1  # of a cache entry; raise it when the same text would get other tokens
+_LAYOUT = 2  # of a cache entry; raise it when the same text would get other tokens
 _PIECE = 1 << 14  # characters; with the next line, a megabyte at a time: work for all cores, in little memory
+_LONGEST = 1 << 10  # characters of a run without a space before it is cut
 _PIECES = 64
 # A word starts at white space that follows anything else, whatever comes next.
 _WORD_START = re.compile(r"(?<=\S)[ \t\r\n]")
+_LONG_RUN = re.compile(r"\S{1025,}")
 _MIN_COUNT = 2  # a merge seen once is a word learned by heart
 
 Progress = Callable[[str, float], None]
@@ -202,12 +204,26 @@ def _batched(documents: Iterable[Document]) -> list[list[str]]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """A text in pieces that tokenize one by one as the text does at once."""
+    """A text in pieces that tokenize one by one as the text does at once, monstrous words excepted."""
     start = 0
-    while cut := _WORD_START.search(text, start + _PIECE):
-        yield text[start : cut.start()]
-        start = cut.start()
-    yield text[start:]
+    while start < len(text):
+        # Where no word starts for that long there are no words (minified code, an embedded image), and the piece
+        # ends anywhere: learned and encoded whole, a word costs more than in proportion to its length.
+        limit = start + _PIECE + 16 * _LONGEST
+        cut = _WORD_START.search(text, start + _PIECE, limit)
+        end = cut.start() if cut else min(limit, len(text))
+        yield from _short_words(text[start:end])
+        start = end
+
+
+def _short_words(piece: str) -> Iterator[str]:
+    """A piece whole, or cut within each run of more than _LONGEST characters without a space."""
+    first = 0
+    for run in _LONG_RUN.finditer(piece):
+        for end in range(run.start() + _LONGEST, run.end(), _LONGEST):
+            yield piece[first:end]
+            first = end
+    yield piece[first:]
 
 
 def _told(batches: list[list[str]], stage: str, on_progress: Progress) -> Iterator[list[str]]:
