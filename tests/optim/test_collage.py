@@ -154,7 +154,7 @@ def test_weight_decay_arrives_in_split_words(weights: str) -> None:
     for _ in range(2000):
         p.grad = torch.zeros_like(p)
         optimizer.step()
-    assert (p.detach().double() / before - (1 - 1e-4) ** 2000).abs().max() < (0.004 if weights == "split" else 0.06)
+    assert (p.detach().double() / before - (1 - 1e-4) ** 2000).abs().max() < (0.004 if weights == "split" else 0.01)
 
 
 @pytest.mark.parametrize("arithmetic", ["fp32", "strict"])
