@@ -75,7 +75,13 @@ def test_what_is_no_codebook_is_refused(values: torch.Tensor) -> None:
 
 
 def test_unknown_names_and_widths_are_refused() -> None:
-    with pytest.raises(ValueError, match="name: got 'dynamical', takes one of 'dynamic'"):
+    with pytest.raises(ValueError, match="name: got 'dynamical', takes one of 'dynamic', 'dynamic_tree'"):
         codebook("dynamical")
-    with pytest.raises(ValueError, match="bits: got 3, takes 8"):
-        codebook("dynamic", bits=3)
+    with pytest.raises(ValueError, match="bits: got 9, takes 2 to 8 for the map 'dynamic' with sign"):
+        codebook("dynamic", bits=9)
+    with pytest.raises(ValueError, match="bits: got 2, takes 3 to 8 for the map 'dynamic_tree' with sign"):
+        codebook("dynamic_tree", bits=2)
+    with pytest.raises(ValueError, match="bits: got 7, takes 8 for the map 'fp8_e4m3' without sign"):
+        codebook("fp8_e4m3", signed=False, bits=7)
+    with pytest.raises(ValueError, match="data: the map 'linear' is not made from data"):
+        codebook("linear", data=torch.ones(3))

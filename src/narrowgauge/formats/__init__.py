@@ -1,9 +1,11 @@
 """What a number can be: float formats, codebooks, and the ways to round into them."""
 
-from narrowgauge.formats._codebooks import Coder, codebook, coder
+from narrowgauge.formats._codebooks import CodebookMap, codebook, codebook_map, codebook_names, register_codebook
+from narrowgauge.formats._coder import Coder, coder
 from narrowgauge.formats._float import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, FloatFormat
 from narrowgauge.formats._philox import random_bits
 from narrowgauge.formats._rounding import round_to, round_with_bits
+from narrowgauge.formats._table import Binade, CodeRow, CodeTable, NotableRow
 
 __all__ = [
     "BF16",
@@ -11,11 +13,19 @@ __all__ = [
     "FP8_E5M2",
     "FP16",
     "FP32",
+    "Binade",
+    "CodeRow",
+    "CodeTable",
+    "CodebookMap",
     "Coder",
     "FloatFormat",
+    "NotableRow",
     "codebook",
+    "codebook_map",
+    "codebook_names",
     "coder",
     "random_bits",
+    "register_codebook",
     "round_to",
     "round_with_bits",
 ]

@@ -2,7 +2,8 @@
 
 A binary float format is two numbers, how many bits hold the exponent and how many the fraction, and one
 convention, what the top exponent means. Everything else follows and is computed here, never typed in: the
-bias, the largest finite value, the smallest normal and subnormal, the spacing around any value.
+bias, the largest finite value, the smallest normal and subnormal, the spacing around any value, the meaning of
+every code. A format of one's own is made by constructing one: `FloatFormat("e3m4", 3, 4)`.
 
 A number x with 2^e <= |x| < 2^(e+1) sits on a grid of step `ulp(x) = 2^(max(e, e_min) - mantissa_bits)`, one
 *unit in the last place*. Adding less than half an ulp to x and rounding to nearest gives x again: the whole
@@ -11,10 +12,14 @@ trouble with training in bf16, where half an ulp of 1.0 is 2^-8 = 0.0039, is in 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from typing import overload
 
 import torch
 from torch import Tensor
+
+from narrowgauge.formats._table import Binade, CodeTable, NotableRow, binades, notable
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,12 @@ class FloatFormat:
         mantissa_bits: width of the fraction field, the hidden bit not counted (bf16: 7).
         has_infinity: True for IEEE formats, whose top exponent is infinity and NaN; False where, as in OCP's
             e4m3, only the all-ones pattern is NaN and the rest of the top binade is finite.
+        has_nan: False, together with `has_infinity` False, where every code is finite, as in OCP's fp4 and fp6.
         dtype: torch's dtype of the format, if it has one.
+
+    Raises:
+        ValueError: for a layout that float64 does not hold exactly, has more than 32 bits, or leaves its special
+            values no code.
     """
 
     name: str
@@ -35,6 +45,22 @@ class FloatFormat:
     mantissa_bits: int
     has_infinity: bool = True
     dtype: torch.dtype | None = field(default=None, compare=False)
+    has_nan: bool = True
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.exponent_bits <= 11:
+            raise ValueError(f"exponent_bits: got {self.exponent_bits}, takes 2 to 11")
+        if not 0 <= self.mantissa_bits <= 31 - self.exponent_bits:
+            raise ValueError(
+                f"mantissa_bits: got {self.mantissa_bits}, takes 0 to {31 - self.exponent_bits} "
+                f"beside {self.exponent_bits} exponent bits (32 bits in all)"
+            )
+        if self.has_infinity and not self.has_nan:
+            raise ValueError(
+                "has_nan: got False, takes True where there are infinities (inf - inf must be something)"
+            )
+        if self.has_nan and self.mantissa_bits == 0:
+            raise ValueError("mantissa_bits: got 0, takes at least 1 where there is a NaN (it needs a fraction)")
 
     @property
     def bits(self) -> int:
@@ -57,11 +83,30 @@ class FloatFormat:
         return self.bias + (0 if self.has_infinity else 1)
 
     @property
+    def max_code(self) -> int:
+        """The code of the largest finite number."""
+        if self.has_infinity:
+            return self.infinity_code - 1
+        return (1 << self.bits - 1) - (2 if self.has_nan else 1)
+
+    @property
+    def infinity_code(self) -> int:
+        """The first code of the top exponent: positive infinity, in formats that have one."""
+        return ((1 << self.exponent_bits) - 1) << self.mantissa_bits
+
+    @property
+    def nan_code(self) -> int:
+        """The NaN that `encode` writes: quiet and positive (IEEE), or the all-ones pattern."""
+        if self.has_infinity:
+            return self.infinity_code | 1 << self.mantissa_bits - 1
+        return (1 << self.bits - 1) - 1
+
+    @property
     def max(self) -> float:
         """The largest finite value."""
         # Without infinities the all-ones fraction of the top binade is NaN, so the largest number is one below.
-        fraction = 2.0 - 2.0**-self.mantissa_bits * (1 if self.has_infinity else 2)
-        return fraction * 2.0**self.max_exponent
+        fraction = 2.0 - 2.0**-self.mantissa_bits * (2 if self.has_nan and not self.has_infinity else 1)
+        return math.ldexp(fraction, self.max_exponent)
 
     @property
     def min_normal(self) -> float:
@@ -72,6 +117,16 @@ class FloatFormat:
     def min_subnormal(self) -> float:
         """The smallest positive number, and the spacing of all subnormals."""
         return 2.0 ** (self.min_exponent - self.mantissa_bits)
+
+    @property
+    def container(self) -> torch.dtype:
+        """float32 if it holds every number of the format exactly, else float64."""
+        lowest = self.min_exponent - self.mantissa_bits
+        return (
+            torch.float32
+            if self.mantissa_bits <= 23 and self.max_exponent <= 127 and lowest >= -149
+            else torch.float64
+        )
 
     def ulp(self, x: Tensor) -> Tensor:
         """The spacing of the format at each element, 2^(max(e, e_min) - mantissa_bits).
@@ -95,6 +150,107 @@ class FloatFormat:
         ulp = power.clamp_min(self.min_normal) * 2.0**-self.mantissa_bits
         return torch.where(torch.isfinite(x), ulp, torch.nan)
 
+    def nearest(self, x: Tensor) -> Tensor:
+        """The number of the format nearest to each element, ties to the even code.
+
+        Args:
+            x: float tensor of any shape, taken in float64: each element is rounded once.
+
+        Returns:
+            Float64 tensor of x's shape. What rounds beyond `max` becomes infinity; NaN where there is none; `max`
+            where there is neither. A format without NaN has zero for it.
+        """
+        wide = x.to(torch.float64)
+        ulp = self.ulp(wide)
+        return self.bounded(wide, (wide.abs() / ulp).round() * ulp)
+
+    def bounded(self, x: Tensor, magnitude: Tensor) -> Tensor:
+        """Rounded magnitudes with the signs of x, and what the format has instead of those beyond its largest.
+
+        Args:
+            x: float64 tensor, the numbers that were rounded.
+            magnitude: float64 tensor of x's shape, multiples of `ulp(x)`.
+        """
+        beyond = torch.inf if self.has_infinity else torch.nan if self.has_nan else self.max
+        magnitude = torch.where((magnitude > self.max) | torch.isinf(x), beyond, magnitude)
+        nan = torch.nan if self.has_nan else 0.0
+        return torch.where(torch.isnan(x), nan, torch.copysign(magnitude, x))
+
+    @overload
+    def encode(self, value: float) -> int: ...
+
+    @overload
+    def encode(self, value: Tensor) -> Tensor: ...
+
+    def encode(self, value: float | Tensor) -> int | Tensor:
+        """The code of the number nearest to a value, ties to even.
+
+        Args:
+            value: a number, or a float tensor of any shape.
+
+        Returns:
+            An int, or an int64 tensor: sign, exponent and fraction as an unsigned number of `bits` bits. Values
+            out of range, infinities and NaN as `nearest` treats them; minus zero has a code of its own.
+        """
+        if not isinstance(value, Tensor):
+            return int(self.encode(torch.tensor(float(value), dtype=torch.float64)))
+        x = self.nearest(value)
+        exponent = (x.view(torch.int64) >> 52 & 0x7FF) - 1023
+        # Codes count up through the binades: a carry out of the fraction is a step of the exponent.
+        steps = (x.abs() / self.ulp(x)).nan_to_num().to(torch.int64)
+        code = (exponent.clamp_min(self.min_exponent) - self.min_exponent << self.mantissa_bits) + steps
+        code = torch.where(torch.isinf(x), self.infinity_code, torch.where(torch.isnan(x), self.nan_code, code))
+        return code + (torch.signbit(x) & ~torch.isnan(x)).to(torch.int64) * (1 << self.bits - 1)
+
+    @overload
+    def decode(self, code: int) -> float: ...
+
+    @overload
+    def decode(self, code: Tensor) -> Tensor: ...
+
+    def decode(self, code: int | Tensor) -> float | Tensor:
+        """The value that a code means.
+
+        Args:
+            code: an int from 0 to 2^bits - 1, or an integer tensor of any shape, of whose elements the lower `bits`
+                bits are read (so a float16 tensor viewed as int16 is decoded too).
+
+        Returns:
+            A float, or a tensor of the `container` dtype: exact.
+
+        Raises:
+            ValueError: for an int out of range, or a tensor that is not of integers.
+        """
+        if not isinstance(code, Tensor):
+            if not 0 <= code < 1 << self.bits:
+                raise ValueError(f"code: got {code}, takes 0 to {(1 << self.bits) - 1} for {self.name}")
+            return float(self.decode(torch.tensor(code)))
+        if code.is_floating_point() or code.dtype == torch.bool:
+            raise ValueError(f"code: got a tensor of {code.dtype}, takes a tensor of integers")
+        code = code.to(torch.int64)
+        magnitude = code & (1 << self.bits - 1) - 1
+        field = magnitude >> self.mantissa_bits
+        fraction = magnitude & (1 << self.mantissa_bits) - 1
+        hidden = (field > 0).to(torch.int64) << self.mantissa_bits
+        exponent = field.clamp_min(1) + (self.min_exponent - 1)
+        value = (fraction + hidden).to(torch.float64) * 2.0**-self.mantissa_bits * _power_of_two(exponent)
+        value = torch.where(magnitude > self.max_code, torch.nan, value)
+        if self.has_infinity:
+            value = torch.where(magnitude == self.infinity_code, torch.inf, value)
+        return torch.where((code >> self.bits - 1 & 1) == 1, -value, value).to(self.container)
+
+    def table(self) -> CodeTable:
+        """Every code with its bits, its value and its kind: a sequence of 2^bits rows, made as they are read."""
+        return CodeTable(self)
+
+    def binades(self) -> list[Binade]:
+        """The resolution of the format: an interval of equal spacing a row, from zero to the largest number."""
+        return binades(self)
+
+    def notable(self) -> list[NotableRow]:
+        """The codes worth knowing: the ends of every range, one and its neighbours, the specials."""
+        return notable(self)
+
     @classmethod
     def of(cls, dtype: torch.dtype) -> FloatFormat:
         """The format that a torch dtype stores.
@@ -106,6 +262,11 @@ class FloatFormat:
             if known.dtype == dtype:
                 return known
         raise ValueError(f"dtype: got {dtype}, takes float32, float16, bfloat16, float8_e4m3fn or float8_e5m2")
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2^exponent in float64, exactly, subnormal results apart (no format here has a scale there)."""
+    return (exponent + 1023 << 52).view(torch.float64)
 
 
 FP32 = FloatFormat("fp32", 8, 23, dtype=torch.float32)

@@ -1,8 +1,8 @@
 """Rounding a float32 into a narrower format: to the nearest, or stochastically.
 
-Nearest is torch's own cast, ties to even. Stochastic rounding takes one of the two neighbours of x, the upper
-with a probability equal to how far x lies towards it, so that E[SR(x)] = x: an update far below half a unit
-in the last place is not lost but applied once in a while, in full.
+Nearest is ties to even: torch's own cast, bit for bit, where torch has the format. Stochastic rounding takes one
+of the two neighbours of x, the upper with a probability equal to how far x lies towards it, so that E[SR(x)] = x:
+an update far below half a unit in the last place is not lost but applied once in a while, in full.
 
 Source: Collage, Appendix B (stochastic rounding); Zamirai et al. 2020.
 """
@@ -26,20 +26,22 @@ def round_to(
 
     Args:
         x: float tensor of any shape.
-        fmt: the target; one that torch has a dtype for.
-        rounding: ``"nearest"`` (ties to even; bit for bit torch's cast) or ``"stochastic"`` (unbiased).
+        fmt: the target, a format of torch's or one's own.
+        rounding: ``"nearest"`` (ties to even; bit for bit torch's cast of a float32, and a float64 is rounded
+            once, not first to float32) or ``"stochastic"`` (unbiased).
         generator: source of the random bits for stochastic rounding; torch's default one if None.
 
     Returns:
-        A tensor of x's shape and the format's dtype.
+        A tensor of x's shape and the format's dtype; for a format without one, its values in `fmt.container`. What
+        lies beyond the largest number becomes what the format has for it (see `FloatFormat.nearest`).
 
     Raises:
-        ValueError: for an unknown rounding, or a format without a torch dtype.
+        ValueError: for an unknown rounding.
     """
-    if fmt.dtype is None:
-        raise ValueError(f"fmt: got {fmt.name}, takes a format that torch has a dtype for")
     if rounding == "nearest":
-        return x.to(fmt.dtype)
+        if fmt.dtype is not None and x.dtype != torch.float64:
+            return x.to(fmt.dtype)
+        return fmt.nearest(x).to(fmt.dtype or fmt.container)
     if rounding == "stochastic":
         bits = torch.randint(0, 2**32, x.shape, dtype=torch.int64, device=x.device, generator=generator)
         return round_with_bits(x, fmt, bits)
@@ -54,21 +56,19 @@ def round_with_bits(x: Tensor, fmt: FloatFormat, bits: Tensor) -> Tensor:
     23, so that the probability is exact for every number in the normal range.
 
     Args:
-        x: tensor of any float dtype, computed in float32.
-        fmt: a format with a torch dtype; the rounded value is exact in it.
+        x: tensor of any float dtype.
+        fmt: the target.
         bits: int64 tensor of x's shape with uniform values in [0, 2^32).
 
     Returns:
-        A tensor of x's shape and the format's dtype; inf and NaN as torch casts them, and a number beyond the
-        largest of the format overflows to infinity (e4m3: NaN) as nearest rounding of a larger one would.
+        As `round_to`. Infinity and NaN are kept where the format has them, and a number that is rounded up beyond
+        the largest of the format overflows, as nearest rounding of a larger one would.
     """
-    if fmt.dtype is None:
-        raise ValueError(f"fmt: got {fmt.name}, takes a format that torch has a dtype for")
-    # Frexp needs room below the smallest float32, where bf16 has subnormals of its own.
+    # Float64 has room for the spacings of subnormals, which float32 has not for its own.
     wide = x.to(torch.float64)
     ulp = fmt.ulp(wide)
     steps = wide.abs() / ulp
     floor = steps.floor()
     uniform = (bits >> 8).to(torch.float64) * 2.0**-24
-    rounded = torch.copysign((floor + (uniform < steps - floor)) * ulp, wide)
-    return torch.where(torch.isfinite(wide), rounded, wide).to(fmt.dtype)
+    magnitude = (floor + (uniform < steps - floor)) * ulp
+    return fmt.bounded(wide, magnitude).to(fmt.dtype or fmt.container)
