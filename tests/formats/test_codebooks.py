@@ -1,16 +1,59 @@
-"""Codebooks: the dynamic map is the public one, and encoding finds the nearest value of every float32."""
+"""Codebooks: each is what its definition says."""
 
 import hashlib
+import math
 
+import numpy as np
 import pytest
 import torch
 
-from narrowgauge.formats import Coder, codebook
+from narrowgauge.formats import (
+    FP8_E4M3,
+    FP8_E5M2,
+    CodebookMap,
+    Coder,
+    codebook,
+    codebook_map,
+    codebook_names,
+    register_codebook,
+)
+from narrowgauge.formats import _codebooks as registry
 
 CHECKSUMS = {
     True: "e732639a65f497b4ad684bb166a4467708255edd5207757de8b8f0c7e1fda89c",
     False: "305f002cc11278fb769d13b25b9fd0c7c83c8402c40a878fe086f4039fde6398",
 }
+NAMES = ("dynamic", "dynamic_tree", "fp4_e2m1", "fp6_e2m3", "fp6_e3m2", "fp8_e4m3", "fp8_e5m2")
+NAMES = (*NAMES, "inverse_dynamic", "linear", "quantile")
+ALL = [
+    (name, signed, bits)
+    for name in NAMES
+    for signed in (True, False)
+    for bits in (codebook_map(name).signed_bits if signed else codebook_map(name).unsigned_bits)
+]
+
+
+def test_the_codebooks_there_are() -> None:
+    assert codebook_names() == NAMES
+    assert (
+        len(ALL) == 5 * 14 - 1 + 5 * 2
+    )  # every width from 2 to 8 but a dynamic tree with sign in two; five floats
+
+
+@pytest.mark.parametrize(("name", "signed", "bits"), ALL)
+def test_a_codebook_is_sorted_within_one_and_holds_zero_and_one(name: str, signed: bool, bits: int) -> None:
+    values = codebook(name, signed, bits)
+    assert values.dtype == torch.float32
+    assert 2 <= len(values) <= 2**bits
+    assert (values.diff() > 0).all()
+    assert values[-1] == 1
+    assert int((values == 0).sum()) == 1
+    assert (values[0] < 0) == signed
+    negative = values[values < 0]
+    if signed:
+        # Every negative value has its positive; where there is a value more than codes leave room for, it is 1.
+        assert torch.isin(-negative, values).all()
+        assert int((values > 0).sum()) - len(negative) == (1 if "dynamic" in name and "tree" not in name else 0)
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -18,60 +61,128 @@ def test_the_dynamic_map_is_the_public_one(signed: bool) -> None:
     values = codebook("dynamic", signed)
     assert hashlib.sha256(values.numpy().astype("<f4").tobytes()).hexdigest() == CHECKSUMS[signed]
     assert len(values) == 256
-    assert (values.diff() > 0).all()
     assert (values[127] == 0) if signed else (values[0] == 0)
 
 
-@pytest.mark.parametrize("signed", [True, False])
-def test_codes_survive_decoding_and_encoding(signed: bool) -> None:
-    coder = Coder.of(codebook("dynamic", signed))
-    codes = torch.arange(256, dtype=torch.uint8)
-    assert torch.equal(coder.encode(coder.decode(codes)), codes)
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_dynamic_maps_give_every_decade_its_cells(bits: int) -> None:
+    """2^i midpoints in decade i counted from the smallest, or from the largest in the inverse map."""
+    for name, order in (("dynamic", range(bits - 1)), ("inverse_dynamic", reversed(range(bits - 1)))):
+        for signed in (True, False):
+            values = codebook(name, signed, bits).double()
+            for decade, i in enumerate(order if name == "dynamic" else [*range(bits - 1)][::-1]):
+                low = 10.0 ** (decade - bits + 1)
+                inside = values[(values > low) & (values < 10 * low)]
+                count = 2**i if signed else 2 ** (i + 1)
+                wanted = low * (1 + 9 * (torch.arange(count, dtype=torch.float64) + 0.5) / count)
+                assert torch.allclose(inside, wanted, rtol=3e-7, atol=0)
+
+
+def test_linear_maps_are_evenly_spaced() -> None:
+    assert torch.equal(codebook("linear", False), torch.linspace(0, 1, 256))
+    for bits in range(2, 9):
+        largest = 2 ** (bits - 1) - 1
+        wanted = torch.arange(-largest, largest + 1, dtype=torch.float64) / largest
+        assert torch.equal(codebook("linear", True, bits), wanted.float())
+
+
+def tree_value(code: int, bits: int, signed: bool) -> float:
+    """The paper's Figure 2, read bit by bit; without sign, every fraction has a bit more."""
+    text = f"{code:0{bits}b}"
+    sign, rest = (-1.0 if text[0] == "1" else 1.0, text[1:]) if signed else (1.0, text)
+    tree = rest if signed else rest[:-1]
+    zeros = len(tree) - len(tree.lstrip("0"))
+    fraction = tree[zeros + 1 :] + ("" if signed else rest[-1])
+    share = int(fraction, 2) / (2 ** len(fraction) - 1) if fraction else 1.0
+    return sign * share * 10.0**-zeros
+
+
+@pytest.mark.parametrize(("signed", "bits"), [(signed, bits) for signed in (True, False) for bits in range(3, 9)])
+def test_the_dynamic_tree_is_the_papers_data_type_bit_by_bit(signed: bool, bits: int) -> None:
+    wanted = sorted({tree_value(code, bits, signed) + 0.0 for code in range(2**bits)})
+    assert codebook("dynamic_tree", signed, bits).tolist() == torch.tensor(wanted).tolist()
+
+
+def test_the_dynamic_tree_reaches_as_far_and_as_fine_as_the_paper_says() -> None:
+    values = codebook("dynamic_tree")
+    assert len(values) == 245
+    assert float(values[values > 0][0]) == pytest.approx(1e-7)
+    assert float(values[-1] - values[-2]) == pytest.approx(1 / 63)
+
+
+def test_the_quantile_map_of_a_normal_is_equation_5() -> None:
+    from statistics import NormalDist
+
+    inverse = NormalDist().inv_cdf
+    middles = [(inverse(i / 257) + inverse((i + 1) / 257)) / 2 for i in range(1, 256)]
+    wanted = torch.tensor(middles, dtype=torch.float64) / middles[-1]
+    assert torch.allclose(codebook("quantile").double(), wanted, rtol=0, atol=1e-7)
+    folded = [(inverse((1 + i / 257) / 2) + inverse((1 + (i + 1) / 257) / 2)) / 2 for i in range(1, 256)]
+    wanted = torch.tensor([0.0, *folded], dtype=torch.float64) / folded[-1]
+    assert torch.allclose(codebook("quantile", signed=False).double(), wanted, rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_encoding_is_nearest_with_ties_towards_zero(signed: bool) -> None:
-    """Float32 patterns of [-1, 1] in strides, and every boundary with its neighbours, by brute force in float64."""
-    coder = Coder.of(codebook("dynamic", signed))
-    x = torch.arange(0, 0x3F800001, 30_011, dtype=torch.int32).view(torch.float32)
-    around = [torch.nextafter(coder.boundaries, torch.tensor(side)) for side in (-2.0, 2.0)]
-    x = torch.cat([x, -x, coder.boundaries, *around, torch.tensor([0.0, -0.0, 1.0, -1.0])])
-    values = coder.values.to(torch.float64)
-    distance = (x.to(torch.float64)[:, None] - values).abs()
-    # Among equally near values the one of smaller magnitude comes first.
-    order = values.abs().argsort()
-    nearest = order[distance[:, order].argmin(dim=1)]
-    assert torch.equal(coder.encode(x).to(torch.int64), nearest)
+@pytest.mark.parametrize("bits", [2, 5, 8])
+def test_the_quantile_map_of_data_is_equation_5_of_its_quantiles(signed: bool, bits: int) -> None:
+    x = torch.randn(20_001, generator=torch.Generator().manual_seed(0)) ** 3
+    x = x if signed else x.abs()
+    values = codebook("quantile", signed, bits, data=x)
+    normalised = x.double().numpy() / float(x.abs().max())
+    quantiles = np.quantile(normalised, np.arange(1, 2**bits + 1) / (2**bits + 1))
+    middles = (quantiles[:-1] + quantiles[1:]) / 2
+    middles[np.abs(middles).argmin()] = 0.0
+    np.testing.assert_allclose(values.numpy(), np.append(middles, 1.0), rtol=1e-6, atol=1e-12)
 
 
-def test_nan_and_what_lies_outside_have_codes_too() -> None:
-    coder = Coder.of(codebook("dynamic"))
-    codes = coder.encode(torch.tensor([torch.nan, torch.inf, -torch.inf, 7.0]))
-    assert coder.decode(codes).tolist() == [0.0, 1.0, float(coder.values[0]), 1.0]
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_quantile_map_of_data_comes_close_to_the_entropy_of_its_bits(signed: bool) -> None:
+    """Codes used equally often carry 8 bits each; midpoints of midpoints miss the quantiles by a little."""
+    x = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
+    x = x if signed else x.square()
+    entropy = {}
+    for name in ("quantile", "dynamic", "linear"):
+        values = codebook(name, signed, data=x) if name == "quantile" else codebook(name, signed)
+        share = torch.bincount(Coder.of(values).encode(x / x.abs().max()).long(), minlength=256) / len(x)
+        entropy[name] = -float(torch.special.xlogy(share, share).sum()) / math.log(2)
+    assert entropy["quantile"] > 7.98
+    assert max(entropy["dynamic"], entropy["linear"]) < 7.5
 
 
-def test_ties_at_representable_midpoints_go_to_zero_on_both_sides() -> None:
-    coder = Coder.of(torch.tensor([-1.0, -0.5, 0.0, 0.5, 1.0]))
-    codes = coder.encode(torch.tensor([-0.75, -0.25, 0.25, 0.75]))
-    assert coder.decode(codes).tolist() == [-0.5, 0.0, 0.0, 0.5]
+def test_the_quantile_map_of_data_with_repetitions_has_fewer_values() -> None:
+    values = codebook("quantile", data=torch.tensor([0.0] * 50 + [2.0] * 50 + [4.0]))
+    assert len(values) < 12
+    assert torch.isin(torch.tensor([0.0, 0.5, 1.0]), values).all()
+    assert codebook("quantile", signed=False, data=torch.tensor([[-1.0, torch.nan, torch.inf, 5.0]]))[-1] == 1
+    for nothing in (torch.zeros(3), torch.ones(0), torch.tensor([torch.inf])):
+        with pytest.raises(ValueError, match="data: got no finite value but zero"):
+            codebook("quantile", data=nothing)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        torch.tensor([0.0, 1.0], dtype=torch.float64),
-        torch.tensor([[0.0, 1.0]]),
-        torch.tensor([0.0]),
-        torch.tensor([0.0, 0.0, 1.0]),
-        torch.tensor([1.0, 0.0]),
-        torch.tensor([0.5, 1.0]),
-        torch.tensor([0.0, torch.inf]),
-        torch.linspace(0, 1, 257),
-    ],
-)
-def test_what_is_no_codebook_is_refused(values: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=r"^codebook: "):
-        Coder.of(values)
+@pytest.mark.parametrize("fmt", [FP8_E4M3, FP8_E5M2], ids=lambda fmt: fmt.name)
+def test_float_maps_are_all_finite_numbers_of_the_format(fmt) -> None:
+    everything = torch.arange(256, dtype=torch.uint8).view(fmt.dtype).double()
+    finite = (everything[torch.isfinite(everything)] / fmt.max).float().unique()
+    assert torch.equal(codebook(fmt.name), finite)
+    assert torch.equal(codebook(fmt.name, signed=False), finite[finite >= 0])
+
+
+def test_a_codebook_of_ones_own_is_known_by_its_name() -> None:
+    def powers(signed: bool, bits: int) -> torch.Tensor:
+        half = 2.0 ** -torch.arange(2 ** (bits - 1), dtype=torch.float32).flip(0)
+        return torch.cat([-half.flip(0)[1:], torch.zeros(1), half]) if signed else torch.cat([torch.zeros(1), half])
+
+    try:
+        register_codebook(CodebookMap("powers", "powers of two", "here", powers, signed_bits=(3, 4)))
+        assert "powers" in codebook_names()
+        assert codebook("powers", bits=3).tolist() == [-0.5, -0.25, -0.125, 0.0, 0.125, 0.25, 0.5, 1.0]
+        with pytest.raises(ValueError, match="name: got 'powers', which is taken"):
+            register_codebook(CodebookMap("powers", "", "", powers))
+    finally:
+        registry._MAPS.pop("powers", None)
+    with pytest.raises(ValueError, match="codebook: takes ascending"):
+        register_codebook(CodebookMap("broken", "", "", lambda signed, bits: torch.tensor([0.0, math.nan])))
+    assert "broken" not in codebook_names()
 
 
 def test_unknown_names_and_widths_are_refused() -> None:

@@ -29,10 +29,12 @@ class Coder:
         values: float32 tensor (n,), ascending; code k means ``values[k]``.
         boundaries: float32 tensor (n - 1,): x has the code that counts the boundaries below x. That is the
             nearest value exactly, for every float32 x; a tie goes to the value nearer to zero.
+        lowest: the first value, as a number of the host: 0 without negative values, -1 in a symmetric codebook.
     """
 
     values: Tensor
     boundaries: Tensor
+    lowest: float
 
     @classmethod
     def of(cls, values: Tensor) -> Coder:
@@ -45,11 +47,11 @@ class Coder:
             ValueError: for anything else.
         """
         host = checked(values).detach().cpu().numpy()
-        return cls(values, torch.from_numpy(_boundaries(host)).to(values.device))
+        return cls(values, torch.from_numpy(_boundaries(host)).to(values.device), float(host[0]))
 
     def encode(self, x: Tensor) -> Tensor:
         """Codes (uint8) of the nearest values, in x's shape; NaN gets the code of zero."""
-        x = x.to(torch.float32).nan_to_num(nan=0.0)
+        x = x.to(torch.float32).nan_to_num(nan=0.0).contiguous()
         return torch.bucketize(x, self.boundaries, out_int32=True).to(torch.uint8)
 
     def encode_with_bits(self, x: Tensor, bits: Tensor) -> Tensor:
@@ -62,7 +64,7 @@ class Coder:
             x: float tensor of any shape, taken in float32.
             bits: int64 tensor of x's shape with uniform values in [0, 2^32).
         """
-        x = x.to(torch.float32).nan_to_num(nan=0.0)
+        x = x.to(torch.float32).nan_to_num(nan=0.0).contiguous()
         upper = torch.bucketize(x, self.values, out_int32=True).clamp_(1, len(self.values) - 1)
         low, high = self.values[upper - 1].to(torch.float64), self.values[upper].to(torch.float64)
         uniform = (bits >> 8).to(torch.float64) * 2.0**-24
@@ -78,7 +80,7 @@ class Coder:
 def coder(name: str, signed: bool, device: torch.device, bits: int = 8) -> Coder:
     """The coder of a named codebook on a device, made once."""
     made = Coder.of(codebook(name, signed, bits))
-    return Coder(made.values.to(device), made.boundaries.to(device))
+    return Coder(made.values.to(device), made.boundaries.to(device), made.lowest)
 
 
 def _boundaries(values: NDArray[np.float32]) -> NDArray[np.float32]:

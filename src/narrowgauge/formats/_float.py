@@ -157,12 +157,18 @@ class FloatFormat:
             x: float tensor of any shape, taken in float64: each element is rounded once.
 
         Returns:
-            Float64 tensor of x's shape. What rounds beyond `max` becomes infinity; NaN where there is none; `max`
-            where there is neither. A format without NaN has zero for it.
+            Float64 tensor of x's shape. What rounds beyond `max` becomes infinity, or `max` in a format without
+            infinities (as torch casts to float8_e4m3fn from 2.12 on; it was NaN before). A format without NaN has
+            zero for it.
         """
         wide = x.to(torch.float64)
         ulp = self.ulp(wide)
-        return self.bounded(wide, (wide.abs() / ulp).round() * ulp)
+        steps = (wide.abs() / ulp).nan_to_num()
+        floor = steps.floor()
+        # Even codes, not even steps: with no fraction bits neighbours differ in the exponent's last bit.
+        odd = (self._first_code(wide) + floor.to(torch.int64)) % 2 == 1
+        up = (steps - floor > 0.5) | ((steps - floor == 0.5) & odd)
+        return self.bounded(wide, (floor + up) * ulp)
 
     def bounded(self, x: Tensor, magnitude: Tensor) -> Tensor:
         """Rounded magnitudes with the signs of x, and what the format has instead of those beyond its largest.
@@ -171,7 +177,7 @@ class FloatFormat:
             x: float64 tensor, the numbers that were rounded.
             magnitude: float64 tensor of x's shape, multiples of `ulp(x)`.
         """
-        beyond = torch.inf if self.has_infinity else torch.nan if self.has_nan else self.max
+        beyond = torch.inf if self.has_infinity else self.max
         magnitude = torch.where((magnitude > self.max) | torch.isinf(x), beyond, magnitude)
         nan = torch.nan if self.has_nan else 0.0
         return torch.where(torch.isnan(x), nan, torch.copysign(magnitude, x))
@@ -195,10 +201,7 @@ class FloatFormat:
         if not isinstance(value, Tensor):
             return int(self.encode(torch.tensor(float(value), dtype=torch.float64)))
         x = self.nearest(value)
-        exponent = (x.view(torch.int64) >> 52 & 0x7FF) - 1023
-        # Codes count up through the binades: a carry out of the fraction is a step of the exponent.
-        steps = (x.abs() / self.ulp(x)).nan_to_num().to(torch.int64)
-        code = (exponent.clamp_min(self.min_exponent) - self.min_exponent << self.mantissa_bits) + steps
+        code = self._first_code(x) + (x.abs() / self.ulp(x)).nan_to_num().to(torch.int64)
         code = torch.where(torch.isinf(x), self.infinity_code, torch.where(torch.isnan(x), self.nan_code, code))
         return code + (torch.signbit(x) & ~torch.isnan(x)).to(torch.int64) * (1 << self.bits - 1)
 
@@ -238,6 +241,11 @@ class FloatFormat:
         if self.has_infinity:
             value = torch.where(magnitude == self.infinity_code, torch.inf, value)
         return torch.where((code >> self.bits - 1 & 1) == 1, -value, value).to(self.container)
+
+    def _first_code(self, x: Tensor) -> Tensor:
+        """The code of |x| (float64) less its steps of one ulp: codes count up through the binades."""
+        exponent = (x.view(torch.int64) >> 52 & 0x7FF) - 1023
+        return exponent.clamp_min(self.min_exponent) - self.min_exponent << self.mantissa_bits
 
     def table(self) -> CodeTable:
         """Every code with its bits, its value and its kind: a sequence of 2^bits rows, made as they are read."""

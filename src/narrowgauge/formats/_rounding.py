@@ -40,7 +40,8 @@ def round_to(
     """
     if rounding == "nearest":
         if fmt.dtype is not None and x.dtype != torch.float64:
-            return x.to(fmt.dtype)
+            # Explicit, because torch before 2.12 makes NaN of what lies beyond the largest float8_e4m3fn.
+            return (x if fmt.has_infinity else x.clamp(-fmt.max, fmt.max)).to(fmt.dtype)
         return fmt.nearest(x).to(fmt.dtype or fmt.container)
     if rounding == "stochastic":
         bits = torch.randint(0, 2**32, x.shape, dtype=torch.int64, device=x.device, generator=generator)

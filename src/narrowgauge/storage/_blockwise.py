@@ -1,28 +1,49 @@
 """Block-wise quantization: codes of a codebook, and one scale a block.
 
-Each run of `block_size` neighbours is divided by its largest magnitude and rounded to the nearest value of the
-codebook. An outlier costs precision in its own block and nowhere else, and blocks can be worked on in parallel.
+Each block of elements is divided by its largest and rounded to a value of the codebook. An outlier costs
+precision in its own block and nowhere else, and blocks can be worked on in parallel. A block is a run of neighbours
+along the flattened tensor, a row, a column, or all of it.
 
-What is fixed here is fixed for every kernel, bit for bit: the scale is the float32 absmax of the block's finite
-elements; a block whose absmax lies below 2^-126 (float32's subnormals, which GPUs may flush) is kept as zeros
-with scale 0; otherwise x is multiplied by the correctly rounded float32 reciprocal of the scale and the product,
-rounded to float32, is encoded to nearest with ties towards zero. Decoding is value times scale in float32.
-Infinities take the outermost code, NaN the code of zero, and neither touches its neighbours.
+**The scale carries a sign** where the codebook has no -1: it is the element of largest magnitude itself, not its
+magnitude, so that this element is 1 times its scale and comes back exactly, whichever its sign. The public signed
+map has 1 but not -1, and with a positive scale every block whose extremum is negative would keep it 0.7% too small.
+It costs no byte, and codes with positive scales, as others write them, decode as ever.
 
-Source: 8-bit Optimizers via Block-wise Quantization, Section 2.1.
+What is fixed here is fixed for every kernel, bit for bit:
+
+- The scale is the first finite element of largest magnitude, in float32; its magnitude if the codebook has a -1,
+  which makes both signs exact by itself. A codebook without negative values takes negative elements for zeros.
+- A block whose scale lies below 2^-126 in magnitude (zero, or a float32 subnormal, which GPUs may flush) is kept
+  as zeros with scale 0.
+- Otherwise x is multiplied by the correctly rounded float32 reciprocal of the scale, the product rounded to
+  float32; elements as large as the scale become 1 or -1 exactly. The result is encoded to nearest, ties towards
+  zero, or stochastically.
+- Infinities take the outermost code on their side, NaN the code of zero, and neither touches its neighbours. Where
+  an infinity has no finite number of 2^-126 or more beside it, the scale is float32's largest number with its sign:
+  an infinite second moment must not read back as zero, since it divides.
+- Decoding is value times scale, rounded to float32.
+
+Source: 8-bit Optimizers via Block-wise Quantization, Section 2.1, Equation 4.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from narrowgauge.formats import Coder
+from narrowgauge.formats._rounding import Rounding
+
+Block = int | Literal["row", "column"] | None
 
 _SMALLEST_SCALE = 2.0**-126
+_LARGEST = torch.finfo(torch.float32).max
+# Elements worked on at a time: bounds the temporaries (about seven float32 tensors) of a tensor of any size.
+_CHUNK = 1 << 26
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,37 +51,67 @@ class Quantized:
     """A tensor as codes and scales.
 
     Attributes:
-        codes: uint8 tensor of the original's shape.
-        scales: float32 tensor (number of blocks,).
+        codes: uint8 tensor of the original's shape, contiguous; a byte a code, whatever the codebook's width.
+        scales: float32 tensor (number of blocks,): what the value 1 stands for in each block, of either sign.
         codebook: float32 tensor of the values that codes mean.
-        block_size: elements a scale serves, along the flattened tensor; None if one scale serves all.
+        block_size: what a scale serves, as `quantize` takes it.
     """
 
     codes: Tensor
     scales: Tensor
     codebook: Tensor
-    block_size: int | None
+    block_size: Block
 
     def dequantize(self) -> Tensor:
         """The float32 tensor that the codes stand for, in the original's shape."""
-        return decode_blocks(self.codes, self.scales, Coder.of(self.codebook), self.block_size)
+        return decode_blocks(self.codes, self.scales, self.codebook, self.block_size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self.codes.nbytes + self.scales.nbytes
 
 
-def quantize(x: Tensor, codebook: Tensor, block_size: int | None = 256) -> Quantized:
-    """Quantize a tensor block by block, to nearest.
+@torch.no_grad()
+def quantize(
+    x: Tensor,
+    codebook: Tensor,
+    block_size: Block = 256,
+    rounding: Rounding = "nearest",
+    generator: torch.Generator | None = None,
+) -> Quantized:
+    """Quantize a tensor block by block.
 
     Args:
-        x: float tensor of any shape, taken in row-major order; quantized from its float32 values.
-        codebook: ascending float32 values in [-1, 1] with a 0, at most 256 (see `narrowgauge.formats.codebook`).
-        block_size: elements a block; None for one block (tensor-wise). The last block may be shorter.
+        x: float tensor of any shape and layout, taken in row-major order; quantized from its float32 values.
+        codebook: ascending float32 values in [-1, 1] with 0 and 1, at most 256 (see `formats.codebook`).
+        block_size: elements a block along the flattened tensor, the last block may be shorter; ``"row"`` for a
+            scale a vector along the last dimension, ``"column"`` for a scale a position of the last dimension;
+            None for one scale (tensor-wise).
+        rounding: ``"nearest"``, ties towards zero, or ``"stochastic"``: unbiased between the two values around.
+        generator: source of the random bits for stochastic rounding; torch's default one if None.
+
+    Returns:
+        Codes and scales. The first element of largest magnitude of each block comes back exactly, zero stays zero,
+        no sign changes, and x scaled by a power of two has the same codes (as long as no scale leaves float32's
+        normal range).
 
     Raises:
-        ValueError: for a block size below 1 or a codebook that is none.
+        ValueError: for a tensor that is not of floats, a block size below 1, a codebook that is none, or an unknown
+            rounding.
     """
-    if block_size is not None and block_size < 1:
-        raise ValueError(f"block_size: got {block_size}, takes an integer of at least 1, or None")
+    if not x.is_floating_point():
+        raise ValueError(f"x: got a tensor of {x.dtype}, takes a tensor of floats")
+    named = isinstance(block_size, str) and block_size in ("row", "column")
+    if not (block_size is None or named or (isinstance(block_size, int) and block_size >= 1)):
+        raise ValueError(f"block_size: got {block_size!r}, takes an integer of at least 1, 'row', 'column' or None")
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"rounding: got {rounding!r}, takes 'nearest' or 'stochastic'")
     coder = Coder.of(codebook.to(x.device))
-    codes, scales = encode_blocks(x.to(torch.float32), coder, block_size)
+    bits = None
+    if rounding == "stochastic":
+        bits = torch.randint(0, 1 << 32, x.shape, dtype=torch.int64, device=x.device, generator=generator)
+    codes, scales = encode_blocks(x.to(torch.float32), coder, block_size, bits)
     return Quantized(codes, scales, coder.values, block_size)
 
 
@@ -69,31 +120,54 @@ def block_count(numel: int, block_size: int | None) -> int:
     return math.ceil(numel / block_size) if block_size is not None else min(numel, 1)
 
 
-def encode_blocks(x: Tensor, coder: Coder, block_size: int | None) -> tuple[Tensor, Tensor]:
-    """Codes in x's shape and scales (blocks,) of a float32 tensor."""
+def encode_blocks(x: Tensor, coder: Coder, block_size: Block, bits: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Codes in x's shape and scales (blocks,) of a float32 tensor; stochastic if there are random bits."""
     blocks = _as_blocks(x, block_size)
-    finite = torch.where(torch.isfinite(blocks), blocks.abs(), 0.0)
-    scales = finite.amax(dim=1) if blocks.numel() else finite.new_zeros(0)
-    # With nothing finite to scale by, an infinity must not read back as zero: a zero second moment divides.
-    alone = (scales == 0) & torch.isinf(blocks).any(dim=1)
-    scales = torch.where(alone, torch.finfo(torch.float32).max, scales)
-    empty = scales < _SMALLEST_SCALE
+    random = None if bits is None else _as_blocks(bits, block_size)
+    codes = torch.empty_like(blocks, dtype=torch.uint8)
+    scales = torch.zeros(blocks.shape[0], dtype=torch.float32, device=x.device)
+    rows = max(1, _CHUNK // max(1, blocks.shape[1]))
+    for first in range(0, blocks.shape[0] if x.numel() else 0, rows):
+        chunk = slice(first, first + rows)
+        normalised, scales[chunk] = _normalise(blocks[chunk], coder.lowest)
+        codes[chunk] = (
+            coder.encode(normalised) if random is None else coder.encode_with_bits(normalised, random[chunk])
+        )
+    return _from_blocks(codes, x.shape, block_size), scales
+
+
+def decode_blocks(codes: Tensor, scales: Tensor, values: Tensor, block_size: Block) -> Tensor:
+    """The float32 tensor that codes of these values stand for, in the codes' shape."""
+    blocks = values[_as_blocks(codes, block_size).to(torch.int32)] * scales[:, None]
+    return _from_blocks(blocks, codes.shape, block_size)
+
+
+def _normalise(blocks: Tensor, lowest: float) -> tuple[Tensor, Tensor]:
+    """Blocks (n, size) over their extremum, in [-1, 1] but for infinities; and the extrema (n,)."""
+    if lowest == 0:
+        blocks = blocks.clamp_min(0.0)
+    magnitude = blocks.abs()
+    magnitude = torch.where(magnitude >= _SMALLEST_SCALE, magnitude, 0.0)  # NaN compares false: zero
+    magnitude = torch.where(torch.isinf(blocks), _SMALLEST_SCALE / 2, magnitude)
+    bounded = blocks.nan_to_num(nan=0.0, posinf=_LARGEST, neginf=-_LARGEST)
+    # argmax gives the first of equals.
+    scales = bounded.gather(1, magnitude.argmax(dim=1, keepdim=True))
+    if lowest == -1:
+        scales = scales.abs()
+    empty = scales.abs() < _SMALLEST_SCALE
     scales = torch.where(empty, 0.0, scales)
-    reciprocal = torch.where(empty, 0.0, 1.0 / scales)
-    # An infinity times zero would be NaN; its sign is what must survive.
-    bounded = blocks.clamp(-torch.finfo(torch.float32).max, torch.finfo(torch.float32).max)
-    codes = coder.encode(bounded * reciprocal[:, None])
-    return codes.reshape(-1)[: x.numel()].view(x.shape), scales
+    normalised = bounded * torch.where(empty, 0.0, 1.0 / scales)
+    # The product of a number and its rounded reciprocal may miss 1 by a unit in the last place.
+    one = torch.sign(bounded) * torch.sign(scales)
+    return torch.where(bounded.abs() == scales.abs(), one, normalised), scales.squeeze(1)
 
 
-def decode_blocks(codes: Tensor, scales: Tensor, coder: Coder, block_size: int | None) -> Tensor:
-    """The float32 tensor, in the codes' shape."""
-    values = _as_blocks(coder.decode(codes), block_size) * scales[:, None]
-    return values.reshape(-1)[: codes.numel()].view(codes.shape)
-
-
-def _as_blocks(x: Tensor, block_size: int | None) -> Tensor:
-    """(blocks, block_size), the last padded with zeros."""
+def _as_blocks(x: Tensor, block_size: Block) -> Tensor:
+    """(blocks, elements of a block); of runs, the last padded with zeros."""
+    if isinstance(block_size, str):
+        last = x.shape[-1] if x.dim() else 1
+        matrix = x.reshape(math.prod(x.shape[:-1]), last)
+        return matrix if block_size == "row" else matrix.T
     flat = x.reshape(-1)
     # A block longer than the tensor is the tensor: there is nothing to pad.
     size = max(1, flat.numel() if block_size is None else min(block_size, flat.numel()))
@@ -101,3 +175,10 @@ def _as_blocks(x: Tensor, block_size: int | None) -> Tensor:
     if padding:
         flat = torch.nn.functional.pad(flat, (0, padding))
     return flat.view(-1, size)
+
+
+def _from_blocks(blocks: Tensor, shape: torch.Size, block_size: Block) -> Tensor:
+    """What `_as_blocks` made blocks of, contiguous."""
+    if block_size == "column":
+        blocks = blocks.T
+    return blocks.reshape(-1)[: shape.numel()].reshape(shape).contiguous()

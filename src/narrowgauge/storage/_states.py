@@ -116,9 +116,8 @@ class BlockwiseState(StateStorage):
         return {"codes": zero.expand(p.shape).clone(memory_format=torch.contiguous_format), "scales": scales}
 
     def decode(self, words: Words, signed: bool, block_size: int) -> Tensor:
-        return decode_blocks(
-            words["codes"], words["scales"], coder(self.codebook, signed, words["codes"].device), block_size
-        )
+        values = coder(self.codebook, signed, words["codes"].device).values
+        return decode_blocks(words["codes"], words["scales"], values, block_size)
 
     def encode(self, moment: Tensor, signed: bool, block_size: int) -> Words:
         codes, scales = encode_blocks(moment, coder(self.codebook, signed, moment.device), block_size)

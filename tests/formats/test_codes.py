@@ -1,0 +1,130 @@
+"""Codes of float formats: decoding and encoding against torch's own bits, all of them where they are few."""
+
+import math
+
+import pytest
+import torch
+
+from narrowgauge.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, FloatFormat, round_to
+
+NARROW = [FP16, BF16, FP8_E4M3, FP8_E5M2]
+FP4 = FloatFormat("fp4_e2m1", 2, 1, has_infinity=False, has_nan=False)
+OWN = [
+    FP4,
+    FloatFormat("e3m4", 3, 4),
+    FloatFormat("e5m0", 5, 0, has_infinity=False, has_nan=False),
+    FloatFormat("e4m11", 4, 11),
+    FloatFormat("e11m4", 11, 4),
+    FloatFormat("e8m7fn", 8, 7, has_infinity=False),
+]
+
+
+def name(fmt: FloatFormat) -> str:
+    return fmt.name
+
+
+def all_codes(fmt: FloatFormat) -> torch.Tensor:
+    return torch.arange(1 << fmt.bits)
+
+
+def as_torch(codes: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+    """The codes as numbers of torch's dtype, bit by bit."""
+    integer = {8: torch.uint8, 16: torch.int16, 32: torch.int32}[fmt.bits]
+    return codes.to(integer).view(fmt.dtype)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal numbers, zeros by sign too, NaN where NaN."""
+    a, b = a.to(torch.float64), b.to(torch.float64)
+    return torch.equal(a.nan_to_num(nan=0.125), b.nan_to_num(nan=0.125)) and torch.equal(
+        torch.signbit(a) & ~torch.isnan(a), torch.signbit(b) & ~torch.isnan(b)
+    )
+
+
+@pytest.mark.parametrize("fmt", NARROW, ids=name)
+def test_every_code_means_what_torch_reads(fmt: FloatFormat) -> None:
+    codes = all_codes(fmt)
+    assert same(fmt.decode(codes), as_torch(codes, fmt))
+    if fmt.bits == 16:
+        assert same(fmt.decode(codes.to(torch.int16)), as_torch(codes, fmt))
+
+
+def test_codes_of_fp32_mean_what_torch_reads() -> None:
+    codes = torch.arange(0, 1 << 32, 65_521)
+    assert same(FP32.decode(codes), codes.to(torch.int32).view(torch.float32))
+    assert FP32.decode(codes).dtype == torch.float32
+
+
+@pytest.mark.parametrize("fmt", [*NARROW, *OWN], ids=name)
+def test_every_code_but_nans_survives_decoding_and_encoding(fmt: FloatFormat) -> None:
+    codes = all_codes(fmt)
+    values = fmt.decode(codes)
+    again = fmt.encode(values)
+    nan = torch.isnan(values)
+    assert torch.equal(again[~nan], codes[~nan])
+    assert (again[nan] == fmt.nan_code).all()
+    assert int(nan.sum()) == (
+        0 if not fmt.has_nan else 2 * ((1 << fmt.mantissa_bits) - 1) if fmt.has_infinity else 2
+    )
+
+
+@pytest.mark.parametrize("fmt", [*NARROW, *OWN], ids=name)
+def test_positive_codes_ascend_and_every_midpoint_goes_to_the_even_one(fmt: FloatFormat) -> None:
+    codes = torch.arange(fmt.max_code + 1)
+    values = fmt.decode(codes).to(torch.float64)
+    assert (values.diff() > 0).all()
+    assert values[-1] == fmt.max
+    low, high = values[:-1], values[1:]
+    middle = low / 2 + high / 2
+    even = torch.where(codes[:-1] % 2 == 0, codes[:-1], codes[1:])
+    assert torch.equal(fmt.encode(middle), even)
+    assert torch.equal(fmt.encode(torch.nextafter(middle, low)), codes[:-1])
+    assert torch.equal(fmt.encode(torch.nextafter(middle, high)), codes[1:])
+    assert torch.equal(fmt.encode(-middle), even + (1 << fmt.bits - 1))
+
+
+@pytest.mark.parametrize(
+    ("fmt", "beyond"), [(FP16, math.inf), (FP8_E4M3, 448.0), (FP4, 6.0), (FP8_E5M2, math.inf)], ids=str
+)
+def test_what_lies_beyond_the_largest(fmt: FloatFormat, beyond: float) -> None:
+    half = float(fmt.ulp(torch.tensor(fmt.max))) / 2
+    x = torch.tensor(
+        [fmt.max + 0.999 * half, fmt.max + 1.001 * half, 1e300, math.inf, -math.inf], dtype=torch.float64
+    )
+    wanted = torch.tensor([fmt.max, beyond, beyond, beyond, -beyond], dtype=torch.float64)
+    assert torch.equal(fmt.nearest(x), wanted)
+    if fmt.dtype is not None:
+        assert torch.equal(round_to(x, fmt).to(torch.float64), wanted)
+        assert torch.equal(round_to(x.to(torch.float32), fmt).to(torch.float64), wanted)
+
+
+def test_numbers_encode_and_decode_without_tensors() -> None:
+    assert FP16.encode(1 / 3) == 0x3555
+    assert FP16.decode(0x3555) == 0.333251953125
+    assert BF16.encode(0.999) == 0x3F80
+    assert FP16.encode(-0.0) == 0x8000
+    assert math.copysign(1.0, FP16.decode(0x8000)) == -1.0
+    assert FP8_E4M3.encode(math.nan) == 0x7F
+    assert FP4.encode(math.nan) == 0
+
+
+def test_a_double_is_rounded_once() -> None:
+    """Through float32 it would fall on the midpoint first, and from there to the even neighbour."""
+    x = torch.tensor(1.0 + 2.0**-8 + 2.0**-40, dtype=torch.float64)
+    assert BF16.decode(int(BF16.encode(x))) == 1.0 + 2.0**-7
+    assert float(x.float().bfloat16()) == 1.0
+
+
+def test_bad_codes_and_layouts_are_named() -> None:
+    with pytest.raises(ValueError, match="code: got 256, takes 0 to 255 for fp8_e4m3"):
+        FP8_E4M3.decode(256)
+    with pytest.raises(ValueError, match=r"code: got a tensor of torch\.float32"):
+        FP8_E4M3.decode(torch.ones(1))
+    with pytest.raises(ValueError, match="exponent_bits: got 1, takes 2 to 11"):
+        FloatFormat("e1m2", 1, 2)
+    with pytest.raises(ValueError, match="mantissa_bits: got 24, takes 0 to 23"):
+        FloatFormat("e8m24", 8, 24)
+    with pytest.raises(ValueError, match="mantissa_bits: got 0, takes at least 1"):
+        FloatFormat("e5m0", 5, 0)
+    with pytest.raises(ValueError, match="has_nan: got False"):
+        FloatFormat("e5m2", 5, 2, has_nan=False)
