@@ -36,6 +36,13 @@ def test_ulp_in_float32_reaches_below_its_normal_numbers() -> None:
     assert torch.isnan(BF16.ulp(torch.tensor([torch.inf, torch.nan]))).all()
 
 
+def test_ulp_of_a_number_is_a_number() -> None:
+    """Collage, Table 9: ulp(1)."""
+    table = {FP32: 2.0**-23, FP16: 2.0**-10, BF16: 2.0**-7, FP8_E4M3: 2.0**-3, FP8_E5M2: 2.0**-2}
+    assert {fmt: fmt.ulp(1.0) for fmt in FORMATS} == table
+    assert BF16.ulp(200) == 1.0
+
+
 def fmt_list(x: torch.Tensor) -> list[float]:
     return x.to(torch.float64).tolist()
 

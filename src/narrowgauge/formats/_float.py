@@ -128,19 +128,27 @@ class FloatFormat:
             else torch.float64
         )
 
-    def ulp(self, x: Tensor) -> Tensor:
+    @overload
+    def ulp(self, x: float) -> float: ...
+
+    @overload
+    def ulp(self, x: Tensor) -> Tensor: ...
+
+    def ulp(self, x: float | Tensor) -> float | Tensor:
         """The spacing of the format at each element, 2^(max(e, e_min) - mantissa_bits).
 
         Args:
-            x: float tensor of any shape; float32 is worked on as it is (no spacing of the formats here is below
-                its smallest number but float32's own), any other dtype in float64.
+            x: a number, or a float tensor of any shape; float32 is worked on as it is (no spacing of the formats
+                here is below its smallest number but float32's own), any other dtype in float64.
 
         Returns:
-            Float32 or float64 tensor of x's shape, exact; ulp(0) is the smallest subnormal, that of inf or NaN
-            is NaN.
+            A float, or a float32 or float64 tensor of x's shape, exact; ulp(0) is the smallest subnormal, that of
+            inf or NaN is NaN.
 
         Source: Collage, Definition 3.1.
         """
+        if not isinstance(x, Tensor):
+            return float(self.ulp(torch.tensor(float(x), dtype=torch.float64)))
         # The pattern with all but the exponent masked away is the power of two below |x|, exactly.
         if x.dtype == torch.float32:
             power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
