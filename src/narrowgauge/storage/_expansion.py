@@ -1,118 +1,181 @@
 """Multi-component floats: numbers kept as the unevaluated sum of two narrow ones.
 
-The sum of two floats is rarely a float, but the *error* of their rounded sum always is one. Keeping both words
-(hi, lo), with hi the rounded value and lo what rounding cut off, holds twice the digits using nothing but the
-narrow format's own operations. These are the building blocks; each works on tensors of any float dtype and
-rounds every operation to it, to nearest, once.
+The sum of two floats is rarely a float, but the *error* of their rounded sum always is one, and so is that of
+their product unless it is too small. Keeping both words (hi, lo), hi the rounded value and lo what rounding cut
+off, holds twice the digits by the narrow format's own operations. Four functions are exact, `fast_two_sum`,
+`two_sum`, `two_prod`, `two_prod_fma`; three compute with expansions, `grow` (+ number), `scaling` (* number) and
+`mul` (* expansion), and are wrong by a few u^2, where one rounding of the format is wrong by u = 2^-p.
 
-Source: Collage, Section 4.1 and Appendix C; Dekker 1971; Moller and Knuth for TwoSum; Veltkamp for Split.
+Tensors are of one dtype among bfloat16, float16, float32, float8_e4m3fn and float8_e5m2 (float64 for the sums,
+`split` and `two_prod`) and of shapes that broadcast. Every operation is rounded to the format once, to nearest,
+ties to even; p counts the hidden bit: 8, 11, 24, 4, 3. An expansion is *normalised* when hi = rn(hi + lo), so that
+|lo| <= ulp(hi) / 2. Every function returns such a pair under its conditions, and those that take one expect one.
+
+Conditions common to all: no operation overflows. If one does, words are infinite or NaN; e4m3 has no infinity,
+its operations stop at 448 and nothing tells, so that it is for the caller to stay below. Sums have no underflow,
+an inexact one being far above the smallest number. Products do: where a b is no multiple of min_subnormal its
+error is no number of the format, and each such product adds up to min_subnormal / 2 to the errors stated. It cannot
+happen from |a b| >= 2^p min_normal upwards.
+
+The bounds are proved, in docs/expansions.md or where it says; tests hold every function against them, and the
+figures of that page are what they measured.
+
+Source: Collage, Section 4.1 and Appendix C; Dekker 1971 for Fast2Sum and TwoProd, Moller and Knuth for TwoSum,
+Veltkamp for Split; Joldes, Muller and Popescu, Tight and rigorous error bounds for basic building blocks of
+double-word arithmetic, ACM TOMS 44(2), 2017, and Muller and Rideau, Formalization of double-word arithmetic, ACM
+TOMS 48(1), 2022, for `grow`, `scaling` and `mul`, which are their DWPlusFP, DWTimesFP3 and DWTimesDW1.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+from narrowgauge.storage._rounded import PRECISION, WIDE, add, check, fma, product_error, scale, sub
+from narrowgauge.storage._rounded import mul as times
 
 Expansion = tuple[Tensor, Tensor]
 
-# A product of two numbers of the key is exact in the value: 2p <= p', exponents included barring underflow.
-_EXACT_PRODUCT = {
-    torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
-    torch.float32: torch.float64,
-}
-
-# Significant bits p, the hidden one counted.
-_PRECISION = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}
-
 
 def fast_two_sum(a: Tensor, b: Tensor) -> Expansion:
-    """a + b = hi + lo exactly, given |a| >= |b| (or a = 0) and no overflow.
+    """a + b = hi + lo exactly, given |a| >= |b|, or a = 0, or any a that is a multiple of ulp(b); three operations.
+
+    Otherwise hi is still rn(a + b), and hi + lo is wrong by no more than |a|, nor than ulp(hi) / 2.
+
+    Raises:
+        ValueError: for tensors that are not of one float dtype.
 
     Source: Collage, Theorem 4.1 (Dekker 1971).
     """
-    hi = a + b
-    return hi, b - (hi - a)
+    check(PRECISION, a=a, b=b)
+    return _fast_two_sum(a, b)
 
 
 def two_sum(a: Tensor, b: Tensor) -> Expansion:
-    """a + b = hi + lo exactly for any order of magnitudes, barring overflow.
+    """a + b = hi + lo exactly for any order of magnitudes; six operations.
 
-    Source: Collage, Appendix C, TwoSum.
+    Numbers up to max / 2 cannot overflow. Beyond, hi - a may where hi does not.
+
+    Raises:
+        ValueError: for tensors that are not of one float dtype.
+
+    Source: Collage, Appendix C, Algorithm 2 (Moller 1965, Knuth).
     """
-    hi = a + b
-    b_virtual = hi - a
-    a_virtual = hi - b_virtual
-    return hi, (a - a_virtual) + (b - b_virtual)
+    check(PRECISION, a=a, b=b)
+    hi = add(a, b)
+    b_virtual = sub(hi, a)
+    a_virtual = sub(hi, b_virtual)
+    return hi, add(sub(a, a_virtual), sub(b, b_virtual))
 
 
 def split(a: Tensor) -> Expansion:
-    """a = hi + lo exactly, each with at most half of a's significant bits, barring overflow.
+    """a = hi + lo exactly: hi of p - c significant bits, lo of c - 1, c = ceil(p / 2).
 
-    The paper's Algorithm 3 takes c = floor(p / 2) with p not counting the hidden bit, which leaves the halves of
-    many numbers too long for their products to be exact; with the hidden bit counted, c = ceil(p / 2) works.
+    Products of such halves are exact. The paper takes c = floor(p / 2); if p leaves out the hidden bit, as its
+    tables do, hi is too long for that in bf16, fp16 and fp32.
+
+    The factor 2^c + 1 lowers the largest number that can be split: |a| <= max / (2^c + 1) is safe, which is 1007
+    for fp16, 88 for e4m3 and 10240 for e5m2.
 
     Raises:
-        ValueError: for a dtype without arithmetic of its own (float8).
+        ValueError: for a tensor that is not of a float dtype.
+
+    Source: Collage, Appendix C, Algorithm 3 (Veltkamp 1968), with c corrected.
     """
-    if a.dtype not in _PRECISION:
-        raise ValueError(f"a: got {a.dtype}, takes bfloat16, float16, float32 or float64")
-    shift = -(-_PRECISION[a.dtype] // 2)
-    t = a * (2.0**shift + 1)
-    hi = t - (t - a)
-    return hi, a - hi
+    check(PRECISION, a=a)
+    t = scale(a, 2.0 ** -(-PRECISION[a.dtype] // 2) + 1)
+    hi = sub(t, sub(t, a))
+    return hi, sub(a, hi)
 
 
 def two_prod(a: Tensor, b: Tensor) -> Expansion:
-    """a * b = hi + lo exactly, barring overflow and underflow, by splitting both factors.
+    """a * b = hi + lo exactly, if a * b is a multiple of min_subnormal; 17 operations of the format.
 
-    Source: Collage, Appendix C, Algorithm 4 (whose `p` is the rounded product, here `hi`).
+    No overflow means here that `split` takes a and b, and |a b| <= max / 2.
+
+    Raises:
+        ValueError: for tensors that are not of one float dtype.
+
+    Source: Collage, Appendix C, Algorithm 4 (Dekker 1971), whose `p` is the rounded product, here hi.
     """
-    hi = a * b
+    check(PRECISION, a=a, b=b)
+    hi = times(a, b)
     (a_hi, a_lo), (b_hi, b_lo) = split(a), split(b)
-    error = ((hi - a_hi * b_hi) - a_lo * b_hi) - a_hi * b_lo
-    return hi, a_lo * b_lo - error
+    error = sub(sub(sub(hi, times(a_hi, b_hi)), times(a_lo, b_hi)), times(a_hi, b_lo))
+    return hi, sub(times(a_lo, b_lo), error)
 
 
 def two_prod_fma(a: Tensor, b: Tensor) -> Expansion:
-    """a * b = hi + lo exactly, barring overflow and underflow, by one fused multiply-add.
+    """a * b = hi + lo exactly if a * b is a multiple of min_subnormal; else lo is the nearest number to the error.
 
-    The fused operation is taken in a format wide enough for the exact product and rounded once.
+    The fused multiply-add is taken in a format that holds the product exactly, and rounded once.
 
     Raises:
-        ValueError: for float64, which has no wider format here; `two_prod` serves it.
+        ValueError: for tensors that are not of one float dtype, or of float64, for which torch has no wider format
+            (`two_prod` takes it).
 
     Source: Collage, Appendix C, Algorithm 5.
     """
-    if a.dtype not in _EXACT_PRODUCT:
-        raise ValueError(f"a: got {a.dtype}, takes bfloat16, float16 or float32 (two_prod takes float64)")
-    wide = _EXACT_PRODUCT[a.dtype]
-    hi = a * b
-    return hi, (a.to(wide) * b.to(wide) - hi.to(wide)).to(a.dtype)
+    check(WIDE, a=a, b=b)
+    return _two_prod_fma(a, b)
 
 
 def scaling(a: Expansion, v: Tensor) -> Expansion:
-    """(hi, lo) * v as an expansion.
+    """(hi, lo) * v as a normalised expansion, wrong by less than 2 u^2 of it, and min_subnormal if it underflows.
 
-    Source: Collage, Appendix C, Algorithm 6.
+    Line 3 of the algorithm is one fused multiply-add, as its notation has it and as in line 4 of Algorithm 5;
+    with a product and a sum rounded apart the bound would be 3 u^2.
+
+    Raises:
+        ValueError: as `two_prod_fma`.
+
+    Source: Collage, Appendix C, Algorithm 6; Joldes, Muller and Popescu, Algorithm 9 (DWTimesFP3).
     """
-    x, e = two_prod_fma(a[0], v)
-    return fast_two_sum(x, a[1] * v + e)
+    check(WIDE, **{"a[0]": a[0], "a[1]": a[1], "v": v})
+    x, e = _two_prod_fma(a[0], v)
+    return _fast_two_sum(x, fma(a[1], v, e))
 
 
 def mul(a: Expansion, b: Expansion) -> Expansion:
-    """(hi, lo) * (hi, lo) as an expansion; the product of the low words is below its precision.
+    """(hi, lo) * (hi, lo) as a normalised expansion, wrong by less than 5 u^2 of it, and 2 min_subnormal if it
+    underflows.
 
-    Source: Collage, Appendix C, Algorithm 7.
+    The product of the low words is dropped, and the sum of the cross products is rounded at each operation: no
+    machine fuses them. The bound is proved for p >= 6 and ties to even; in float8 every pair of significands with
+    all their low words keeps it too.
+
+    Raises:
+        ValueError: as `two_prod_fma`.
+
+    Source: Collage, Appendix C, Algorithm 7; Joldes, Muller and Popescu, Algorithm 10 (DWTimesDW1, 7 u^2 there);
+    Muller and Rideau (5 u^2).
     """
-    x, e = two_prod_fma(a[0], b[0])
-    return fast_two_sum(x, e + (a[0] * b[1] + a[1] * b[0]))
+    check(WIDE, **{"a[0]": a[0], "a[1]": a[1], "b[0]": b[0], "b[1]": b[1]})
+    x, e = _two_prod_fma(a[0], b[0])
+    return _fast_two_sum(x, add(e, add(times(a[0], b[1]), times(a[1], b[0]))))
 
 
 def grow(x: Expansion, a: Tensor) -> Expansion:
-    """(hi, lo) + a as an expansion, given |hi| >= |a|.
+    """(hi, lo) + a as a normalised expansion, given |hi| >= |a|: wrong by at most 2 u^2 of it, whatever cancels.
 
-    Source: Collage, Algorithm 1.
+    When a is the larger one, the first sum may lose as much as hi itself, and the result is as good as one rounded
+    addition: about u. There is no underflow.
+
+    Raises:
+        ValueError: for tensors that are not of one float dtype.
+
+    Source: Collage, Algorithm 1; Joldes, Muller and Popescu, Algorithm 4 (DWPlusFP, which orders nothing and takes
+    `two_sum` for the first sum; the same words, given |hi| >= |a|).
     """
-    u, v = fast_two_sum(x[0], a)
-    return fast_two_sum(u, x[1] + v)
+    check(PRECISION, **{"x[0]": x[0], "x[1]": x[1], "a": a})
+    u, v = _fast_two_sum(x[0], a)
+    return _fast_two_sum(u, add(x[1], v))
+
+
+def _fast_two_sum(a: Tensor, b: Tensor) -> Expansion:
+    hi = add(a, b)
+    return hi, sub(b, sub(hi, a))
+
+
+def _two_prod_fma(a: Tensor, b: Tensor) -> Expansion:
+    hi = times(a, b)
+    return hi, product_error(a, b, hi)
