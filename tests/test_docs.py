@@ -1,6 +1,8 @@
 """The documentation is true where a machine can tell: its code runs, its tables are those of the program."""
 
+import math
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,9 @@ import pytest
 import torch
 import typer
 
-from narrowgauge import recipes
+import narrowgauge.formats._codebooks as registry
+from narrowgauge import formats, recipes
+from narrowgauge.cli import main
 from narrowgauge.cli._app import app
 from narrowgauge.trainers import presets
 
@@ -27,6 +31,7 @@ def rows(page: str) -> list[list[str]]:
 @pytest.mark.parametrize("page", [p for p in PAGES if BLOCK.search(p.read_text())], ids=lambda p: p.name)
 def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "_MAPS", dict(registry._MAPS))  # what a page registers is gone after it
     torch.manual_seed(0)
     space: dict = {}
     for block in BLOCK.findall(page.read_text()):
@@ -65,6 +70,53 @@ def test_the_option_table_is_the_programs() -> None:
 def test_the_presets_are_listed() -> None:
     (cells,) = [cells for cells in rows("compare.md") if "`--model`" in cells[0]]
     assert tuple(re.findall(r"`([\w-]+)`", cells[2])) == presets()
+
+
+SHOWN = re.compile(r"^```\n\$ narrowgauge formats(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("shown", SHOWN.findall((ROOT / "docs" / "formats.md").read_text()), ids=lambda s: s[0])
+def test_the_output_shown_is_the_programs(
+    shown: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    arguments, text = shown
+    assert main(["formats", *shlex.split(arguments)]) == 0
+    printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines()) + "\n"
+    first, *parts = text.split("[...]\n")
+    assert printed.startswith(first)
+    for part in parts:
+        assert part in printed
+    assert printed.endswith(parts[-1] if parts else first)
+
+
+def test_the_format_table_is_the_programs() -> None:
+    known = {name: fmt for name, fmt in vars(formats).items() if isinstance(fmt, formats.FloatFormat)}
+    table = {cells[0].strip("`"): cells[1:] for cells in rows("formats.md") if len(cells) == 8 and "`" in cells[0]}
+    assert table.keys() == known.keys()
+    for name, fmt in known.items():
+        exponent, mantissa, largest, *powers, overflow = table[name]
+        assert (int(exponent), int(mantissa), float(largest)) == (
+            fmt.exponent_bits, fmt.mantissa_bits, pytest.approx(fmt.max, rel=1e-8)
+        )  # fmt: skip
+        ulp = fmt.ulp(torch.tensor([1.0, fmt.max], dtype=torch.float64)).tolist()
+        assert [_number(text) for text in powers] == [fmt.min_normal, fmt.min_subnormal, ulp[0]]
+        if fmt.has_infinity:
+            assert float(overflow.removeprefix("infinity from ")) == pytest.approx(fmt.max + ulp[1] / 2, rel=1e-8)
+        else:
+            assert overflow == f"{fmt.max:g} for all above it"
+
+
+def _number(text: str) -> float:
+    return math.ldexp(1.0, int(text[2:])) if text.startswith("2^") else 1 / float(text.removeprefix("1/"))
+
+
+def test_the_options_of_formats_are_listed() -> None:
+    command = typer.main.get_command(app).commands["formats"]  # type: ignore[attr-defined]
+    known = {p.opts[0] for p in command.params if p.name not in ("help", "name")}
+    told = [re.findall(r"`(--[\w-]+)", cells[0]) for cells in rows("formats.md")]
+    assert {option for options in told for option in options} == known
 
 
 def test_the_readmes_tables_are_those_of_the_committed_results() -> None:

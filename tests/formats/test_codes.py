@@ -5,12 +5,24 @@ import math
 import pytest
 import torch
 
-from narrowgauge.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, FloatFormat, round_to
+from narrowgauge.formats import (
+    BF16,
+    FP4_E2M1,
+    FP6_E2M3,
+    FP6_E3M2,
+    FP8_E4M3,
+    FP8_E5M2,
+    FP16,
+    FP32,
+    FloatFormat,
+    round_to,
+)
 
 NARROW = [FP16, BF16, FP8_E4M3, FP8_E5M2]
-FP4 = FloatFormat("fp4_e2m1", 2, 1, has_infinity=False, has_nan=False)
 OWN = [
-    FP4,
+    FP4_E2M1,
+    FP6_E2M3,
+    FP6_E3M2,
     FloatFormat("e3m4", 3, 4),
     FloatFormat("e5m0", 5, 0, has_infinity=False, has_nan=False),
     FloatFormat("e4m11", 4, 11),
@@ -84,7 +96,7 @@ def test_positive_codes_ascend_and_every_midpoint_goes_to_the_even_one(fmt: Floa
 
 
 @pytest.mark.parametrize(
-    ("fmt", "beyond"), [(FP16, math.inf), (FP8_E4M3, 448.0), (FP4, 6.0), (FP8_E5M2, math.inf)], ids=str
+    ("fmt", "beyond"), [(FP16, math.inf), (FP8_E4M3, 448.0), (FP4_E2M1, 6.0), (FP8_E5M2, math.inf)], ids=str
 )
 def test_what_lies_beyond_the_largest(fmt: FloatFormat, beyond: float) -> None:
     half = float(fmt.ulp(torch.tensor(fmt.max))) / 2
@@ -105,7 +117,7 @@ def test_numbers_encode_and_decode_without_tensors() -> None:
     assert FP16.encode(-0.0) == 0x8000
     assert math.copysign(1.0, FP16.decode(0x8000)) == -1.0
     assert FP8_E4M3.encode(math.nan) == 0x7F
-    assert FP4.encode(math.nan) == 0
+    assert FP4_E2M1.encode(math.nan) == 0
 
 
 def test_a_double_is_rounded_once() -> None:
@@ -126,5 +138,7 @@ def test_bad_codes_and_layouts_are_named() -> None:
         FloatFormat("e8m24", 8, 24)
     with pytest.raises(ValueError, match="mantissa_bits: got 0, takes at least 1"):
         FloatFormat("e5m0", 5, 0)
+    with pytest.raises(ValueError, match="exponent_bits: got 11, takes 2 to 10 without infinities"):
+        FloatFormat("e11m3fn", 11, 3, has_infinity=False)
     with pytest.raises(ValueError, match="has_nan: got False"):
         FloatFormat("e5m2", 5, 2, has_nan=False)

@@ -11,8 +11,10 @@ from typing import Annotated, Any, cast
 import typer
 
 from narrowgauge import __version__, recipes
-from narrowgauge.cli._compare import DEFAULT_RECIPES, CompareOptions, compare
 from narrowgauge.trainers import presets
+
+# Ordered as a story: the reference, what fails, what repairs it, what costs least.
+DEFAULT_RECIPES = ("D", "A", "B", "C", "adamw8bit-split8")
 
 app = typer.Typer(
     add_completion=False,
@@ -97,4 +99,43 @@ def _compare(
         options["out"] = out.expanduser()
     except RuntimeError as error:
         raise ValueError(f"--out: got {str(out)!r}: {error}") from None
+    # What a command alone needs is imported by it: the others answer at once.
+    from narrowgauge.cli._compare import CompareOptions, compare
+
     return compare(CompareOptions(recipes=names, **options), shlex.join(["narrowgauge", *context.obj]))
+
+
+class _OptionalPath(typer.core.TyperCommand):
+    """A command whose `--plot` may stand alone: without a path after it, it gets an empty one."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words: list[str] = []
+        for word in args:
+            if words and words[-1] == "--plot=" and not word.startswith("-") and ("." in word or "/" in word):
+                words[-1] += word
+            else:
+                words.append("--plot=" if word == "--plot" else word)
+        return super().parse_args(ctx, words)
+
+
+@app.command(name="formats", cls=_OptionalPath)
+def _formats(
+    name: Annotated[
+        str | None, typer.Argument(help="A float format (fp16, float8_e4m3fn, e3m4) or a codebook (dynamic).")
+    ] = None,
+    value: Annotated[str | None, _option("A number to look at: 0.1, 1e-8, 2^-14, inf.")] = None,
+    plot: Annotated[
+        str | None,
+        _option("Draw instead: the maps, or the spacing of a float format.", metavar="[PATH.svg|.png|.pdf]"),
+    ] = None,
+    all: Annotated[bool, _option("Every binade of a float format.", "--all")] = False,
+    codes: Annotated[bool, _option("Every code of a codebook or of a float of up to 8 bits.", "--codes")] = False,
+    codebook: Annotated[bool, _option("The codebook NAME, not the float format.", "--codebook")] = False,
+    unsigned: Annotated[bool, _option("A codebook without negative values.", "--unsigned")] = False,
+    bits: Annotated[int | None, _option("Code width of a codebook.", show_default="its widest")] = None,
+) -> int:
+    """Show the float formats and codebooks there are, one of them, or what a number becomes in them."""
+    options = locals() | {"plot": None if plot is None else Path(plot)}
+    from narrowgauge.cli._formats import FormatsOptions, formats
+
+    return formats(FormatsOptions(**options))

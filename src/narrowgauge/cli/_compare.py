@@ -21,9 +21,6 @@ from narrowgauge.cli._report import write_report
 from narrowgauge.cli._results import assemble, set_aside, write_results
 from narrowgauge.trainers import Run, Settings, TokenizedCorpus
 
-# Ordered as a story: the reference, what fails, what repairs it, what costs least.
-DEFAULT_RECIPES = ("D", "A", "B", "C", "adamw8bit-split8")
-
 
 @dataclass(frozen=True)
 class CompareOptions:

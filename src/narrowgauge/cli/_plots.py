@@ -97,7 +97,7 @@ def looks(results: Results) -> dict[str, Look]:
 
 def loss(results: Results) -> str:
     """Training loss against step; below it, if there is a reference, the difference to the reference's."""
-    with _drawing():
+    with drawing():
         reference = results["recipes"].get(results["reference"])
         panels = 2 if reference and len(results["recipes"]) > 1 else 1
         figure = _figure(300 if panels == 1 else 610)
@@ -123,7 +123,7 @@ def lost_updates(results: Results) -> str:
 
 def memory(results: Results) -> str:
     """Bytes a parameter, stacked by what they hold; a tick where the measured total lies."""
-    with _drawing():
+    with drawing():
         figure = _figure(52 + 44 * len(results["recipes"]))
         _memory_bars(figure.subplots(), results, {})
         return _svg(figure, "memory", "Bytes per parameter of each recipe")
@@ -131,7 +131,7 @@ def memory(results: Results) -> str:
 
 def speed(results: Results) -> str:
     """Milliseconds of the optimizer and of a whole step, side by side, each on its own scale."""
-    with _drawing():
+    with drawing():
         figure = _figure(52 + 44 * len(results["recipes"]))
         left, right = figure.subplots(1, 2)
         for axis, key, title in ((left, "optimizer_ms", "optimizer, ms"), (right, "step_ms", "whole step, ms")):
@@ -145,7 +145,7 @@ def speed(results: Results) -> str:
 
 def save_picture(results: Results, path: Path) -> None:
     """Write a PNG of two panels on white: the difference of the training losses, and bytes with lost updates."""
-    with _drawing():
+    with drawing():
         rows = len(results["recipes"])
         figure = Figure((12.5, max(4.8, 1.7 + 0.58 * rows)), layout="constrained", facecolor="white")
         left, right = figure.subplots(1, 2, width_ratios=(6, 5))
@@ -169,7 +169,7 @@ def save_picture(results: Results, path: Path) -> None:
 
 
 @contextmanager
-def _drawing() -> Iterator[None]:
+def drawing() -> Iterator[None]:
     """Our settings on top of matplotlib's own, whatever the user's matplotlibrc says, and as they were after."""
     with matplotlib.rc_context(), warnings.catch_warnings():
         # The browser has fonts for names that matplotlib's font cannot measure.
@@ -184,7 +184,7 @@ def _figure(height: float) -> Figure:
 
 
 def _shares(results: Results, quantity: str, title: str) -> str:
-    with _drawing():
+    with drawing():
         figure = _figure(280)
         axis = figure.subplots()
         curves = {name: Curves.read(recipe, quantity, 100) for name, recipe in results["recipes"].items()}

@@ -2,13 +2,26 @@
 
 from narrowgauge.formats._codebooks import CodebookMap, codebook, codebook_map, codebook_names, register_codebook
 from narrowgauge.formats._coder import Coder, coder
-from narrowgauge.formats._float import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, FloatFormat
+from narrowgauge.formats._float import (
+    BF16,
+    FP4_E2M1,
+    FP6_E2M3,
+    FP6_E3M2,
+    FP8_E4M3,
+    FP8_E5M2,
+    FP16,
+    FP32,
+    FloatFormat,
+)
 from narrowgauge.formats._philox import random_bits
 from narrowgauge.formats._rounding import round_to, round_with_bits
 from narrowgauge.formats._table import Binade, CodeRow, CodeTable, NotableRow
 
 __all__ = [
     "BF16",
+    "FP4_E2M1",
+    "FP6_E2M3",
+    "FP6_E3M2",
     "FP8_E4M3",
     "FP8_E5M2",
     "FP16",

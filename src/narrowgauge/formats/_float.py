@@ -55,6 +55,8 @@ class FloatFormat:
                 f"mantissa_bits: got {self.mantissa_bits}, takes 0 to {31 - self.exponent_bits} "
                 f"beside {self.exponent_bits} exponent bits (32 bits in all)"
             )
+        if self.exponent_bits == 11 and not self.has_infinity:
+            raise ValueError("exponent_bits: got 11, takes 2 to 10 without infinities (2^1024 would be a number)")
         if self.has_infinity and not self.has_nan:
             raise ValueError(
                 "has_nan: got False, takes True where there are infinities (inf - inf must be something)"
@@ -290,3 +292,8 @@ FP16 = FloatFormat("fp16", 5, 10, dtype=torch.float16)
 BF16 = FloatFormat("bf16", 8, 7, dtype=torch.bfloat16)
 FP8_E4M3 = FloatFormat("fp8_e4m3", 4, 3, has_infinity=False, dtype=torch.float8_e4m3fn)
 FP8_E5M2 = FloatFormat("fp8_e5m2", 5, 2, dtype=torch.float8_e5m2)
+
+# OCP's Microscaling Formats: every code is a number. Torch stores them packed or not at all.
+FP6_E3M2 = FloatFormat("fp6_e3m2", 3, 2, has_infinity=False, has_nan=False)
+FP6_E2M3 = FloatFormat("fp6_e2m3", 2, 3, has_infinity=False, has_nan=False)
+FP4_E2M1 = FloatFormat("fp4_e2m1", 2, 1, has_infinity=False, has_nan=False)

@@ -71,7 +71,7 @@ def codebook_names() -> tuple[str, ...]:
 
 
 def register_codebook(new: CodebookMap) -> None:
-    """Make a codebook known by its name, here and on the command line.
+    """Make a codebook known by its name, in this process.
 
     Raises:
         ValueError: for a name that is taken, or a map that builds no codebook.

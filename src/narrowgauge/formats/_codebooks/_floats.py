@@ -12,15 +12,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.formats._codebooks._map import CodebookMap
-from narrowgauge.formats._float import FP8_E4M3, FP8_E5M2, FloatFormat
-
-_FORMATS = (
-    FP8_E4M3,
-    FP8_E5M2,
-    FloatFormat("fp6_e2m3", 2, 3, has_infinity=False, has_nan=False),
-    FloatFormat("fp6_e3m2", 3, 2, has_infinity=False, has_nan=False),
-    FloatFormat("fp4_e2m1", 2, 1, has_infinity=False, has_nan=False),
-)
+from narrowgauge.formats._float import FP4_E2M1, FP6_E2M3, FP6_E3M2, FP8_E4M3, FP8_E5M2, FloatFormat
 
 
 def _float_map(fmt: FloatFormat, signed: bool, bits: int) -> Tensor:
@@ -38,5 +30,5 @@ MAPS = tuple(
         signed_bits=(fmt.bits,),
         unsigned_bits=(fmt.bits,),
     )
-    for fmt in _FORMATS
+    for fmt in (FP8_E4M3, FP8_E5M2, FP6_E3M2, FP6_E2M3, FP4_E2M1)
 )
