@@ -9,6 +9,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+if not torch.cuda.is_available():
+    # Kernels run in triton's interpreter, which has to be said before anything imports triton.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # The same examples on every machine and at every run, and no clock in the verdict. A search for new examples is

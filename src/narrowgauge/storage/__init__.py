@@ -1,4 +1,4 @@
-"""Tensors kept in narrow formats: expansions, split words, block-wise codes; weight and state storages."""
+"""Tensors kept in narrow formats: expansions, split words, codes with scales; weight and state storages."""
 
 from narrowgauge.storage._blockwise import Quantized, quantize
 from narrowgauge.storage._expansion import (
@@ -11,6 +11,7 @@ from narrowgauge.storage._expansion import (
     two_prod_fma,
     two_sum,
 )
+from narrowgauge.storage._quantiles import estimate_quantiles
 from narrowgauge.storage._states import StateStorage, state_storage, state_storages
 from narrowgauge.storage._weights import WeightStorage, weight_storage, weight_storages
 
@@ -18,6 +19,7 @@ __all__ = [
     "Quantized",
     "StateStorage",
     "WeightStorage",
+    "estimate_quantiles",
     "fast_two_sum",
     "grow",
     "mul",

@@ -1,0 +1,192 @@
+"""Time and error of `estimate_quantiles`, beside exact quantiles of the same data, in one run.
+
+Errors are in probability, |F(estimate) - p| with F the data's own distribution function, and in value, as a
+fraction of the data's interquartile range; each as the mean and the largest over the 256 quantiles, which lie
+1/256 = 0.0039 apart. They are measured on the CPU, and are the GPU's too: the results are the same bit for bit.
+
+    python benchmarks/bench_quantiles.py [--device cuda] [--json benchmarks/results/quantiles_cpu.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from narrowgauge.cli._environment import describe_environment
+from narrowgauge.storage import estimate_quantiles
+
+COUNT, SUBSET = 256, 4096
+PROBABILITIES = (np.arange(COUNT) + 0.5) / COUNT
+
+
+def data(name: str, size: int) -> Tensor:
+    """Float32 values of a named distribution or arrangement."""
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(size, generator=generator)
+    columns = min(1024, size)
+    scales = 10 ** (6 * torch.rand(max(size // columns, columns), generator=generator) - 3)
+    match name:
+        case "normal":
+            return normal
+        case "uniform":
+            return torch.rand(size, generator=generator)
+        case "Student t, 3 degrees":
+            chi = sum(torch.randn(size, generator=generator).square() for _ in range(3))
+            return normal / (chi / 3).sqrt()
+        case "squares of normals":
+            return normal.square()
+        case "rows of scales 10^-3 to 10^3":
+            return (normal.view(-1, columns) * scales[: size // columns, None]).reshape(-1)
+        case "columns of scales 10^-3 to 10^3":
+            return (normal.view(-1, columns) * scales[:columns]).reshape(-1)
+        case "sorted normal":
+            return normal.sort().values
+    raise ValueError(name)
+
+
+DISTRIBUTIONS = ("normal", "uniform", "Student t, 3 degrees", "squares of normals")
+ARRANGEMENTS = ("normal", "rows of scales 10^-3 to 10^3", "columns of scales 10^-3 to 10^3", "sorted normal")
+# Place of a quantile among m sorted values, counted from 1, and between which neighbours.
+RULES: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
+    "m p + 1/2 (Hazen; ours)": lambda p, m: m * p + 0.5,
+    "m p (the paper)": lambda p, m: np.floor(m * p) + 1,
+    "(m + 1) p (Weibull)": lambda p, m: (m + 1) * p,
+    "(m - 1) p + 1 (linear)": lambda p, m: (m - 1) * p + 1,
+}
+
+
+def neighbours(x: Tensor, rule: str, size: int = SUBSET) -> Tensor:
+    """The paper's subsets, runs of `size` neighbours, read by a rule and averaged."""
+    ordered = torch.from_numpy(np.sort(x.view(-1, size).numpy(), axis=1))
+    place = torch.from_numpy(RULES[rule](PROBABILITIES, size))
+    below = place.floor().long().clamp(1, size)
+    above = (below + 1).clamp(max=size)
+    weight = place - below
+    return (ordered[:, below - 1] * (1 - weight) + ordered[:, above - 1] * weight).mean(0).float()
+
+
+def errors(estimate: Tensor, ordered: np.ndarray) -> dict[str, float]:
+    """How far off an estimate is, from the data in order."""
+    exact = np.quantile(ordered, PROBABILITIES, method="hazen")
+    found = estimate.double().numpy()
+    sides = [np.searchsorted(ordered, found.astype(np.float32), side) for side in ("left", "right")]
+    probability = np.abs((sides[0] + sides[1]) / (2 * len(ordered)) - PROBABILITIES)
+    value = np.abs(found - exact) / (exact[191:193].mean() - exact[63:65].mean())
+    pairs = (("probability", probability), ("value", value))
+    return {f"{what} {name}": float(f(e)) for what, e in pairs for name, f in (("mean", np.mean), ("max", np.max))}
+
+
+def error_tables(largest: int) -> dict[str, Any]:
+    tables: dict[str, Any] = {"distributions": {}, "subsets": {}, "reading": {}}
+    for name in DISTRIBUTIONS:
+        for exponent in range(12, largest + 1, 4):
+            x = data(name, 2**exponent)
+            tables["distributions"][f"{name}, 2^{exponent}"] = errors(estimate_quantiles(x), np.sort(x.numpy()))
+    for name in ARRANGEMENTS:
+        x = data(name, 2**22)
+        ordered = np.sort(x.numpy())
+        tables["subsets"][f"{name}: ours"] = errors(estimate_quantiles(x), ordered)
+        tables["subsets"][f"{name}: neighbours"] = errors(neighbours(x, next(iter(RULES))), ordered)
+    for name in ("normal", "Student t, 3 degrees", "squares of normals"):
+        x = data(name, 2**22)
+        ordered = np.sort(x.numpy())
+        for rule in RULES:
+            tables["reading"][f"{name}: {rule}"] = errors(neighbours(x, rule), ordered)
+        for size in (1024, 2048, 8192):
+            found = neighbours(x, next(iter(RULES)), size)
+            tables["reading"][f"{name}: Hazen, subsets of {size}"] = errors(found, ordered)
+    return tables
+
+
+def nanoseconds(function: Callable[[], object], size: int, device: str, repeats: int) -> float:
+    """Median nanoseconds an element after two calls that are not counted; a GPU's by its own clock."""
+    times = []
+    for _ in range(repeats + 2):
+        if device == "cpu":
+            start = time.perf_counter()
+            function()
+            times.append(1e9 * (time.perf_counter() - start))
+        else:
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            events[0].record()
+            function()
+            events[1].record()
+            events[1].synchronize()
+            times.append(1e6 * events[0].elapsed_time(events[1]))
+    return statistics.median(times[2:]) / size
+
+
+def speed_table(device: str, repeats: int) -> dict[str, float]:
+    """Nanoseconds an element of ours and of what else there is."""
+    rows = {}
+    sizes = (2**20, 2**24, 2**28) if device != "cpu" else (2**16, 2**20, 2**24)
+    for size in sizes:
+        x = torch.randn(size, device=device)
+        where = f"2^{size.bit_length() - 1} float32"
+        rows[f"estimate_quantiles, {where}"] = nanoseconds(lambda x=x: estimate_quantiles(x), size, device, repeats)
+        rows[f"torch.sort, {where}"] = nanoseconds(lambda x=x: torch.sort(x), size, device, 3)
+        if size <= 2**24:
+            p = torch.from_numpy(PROBABILITIES).float().to(device)
+            rows[f"torch.quantile, {where}"] = nanoseconds(
+                lambda x=x, p=p: torch.quantile(x[:-1], p), size, device, 3
+            )
+        if device == "cpu":
+            array = x.numpy()
+            rows[f"numpy.quantile, {where}"] = nanoseconds(
+                lambda a=array: np.quantile(a, PROBABILITIES), size, device, 3
+            )
+        else:
+            rows[f"torch.sum, {where}"] = nanoseconds(lambda x=x: x.sum(), size, device, repeats)
+    variants = {
+        "bfloat16": (x.bfloat16(), 256),
+        "float32, count 16": (x, 16),
+        "float32, count 100": (x, 100),
+        "float32, sorted": (x.sort().values, 256),
+        "float32, one element less": (x[:-1], 256),
+    }
+    for name, (values, count) in variants.items():
+        label = f"estimate_quantiles, 2^{size.bit_length() - 1} {name}"
+        rows[label] = nanoseconds(lambda v=values, c=count: estimate_quantiles(v, c), size, device, repeats)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    environment = describe_environment(torch.device(arguments.device))
+    if arguments.device != "cpu":
+        environment["triton"] = metadata.version("triton")
+    results: dict[str, Any] = {
+        "command": " ".join(["python", *sys.argv]),
+        "environment": environment,
+        "nanoseconds an element, median": speed_table(arguments.device, arguments.repeats),
+    }
+    for name, value in results["nanoseconds an element, median"].items():
+        print(f"  {name:<56} {value:10.5f} ns")
+    if arguments.device == "cpu":
+        results["errors"] = error_tables(24)
+        for title, table in results["errors"].items():
+            print(title)
+            for name, row in table.items():
+                print(f"  {name:<58}", "  ".join(f"{key} {value:.1e}" for key, value in row.items()))
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
