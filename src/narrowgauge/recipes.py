@@ -41,7 +41,7 @@ class Recipe:
     @property
     def has_strict_arithmetic(self) -> bool:
         """Whether `arithmetic="strict"` is taken: whether all that is stored is words of a float format."""
-        storages = slot_storages(AdamW.rule, self.states).values()
+        storages = slot_storages(AdamW.rule, {"states": self.states}).values()
         return weight_storage(self.weights).rounded and all(storage.rounded for storage in storages)
 
     def byte_breakdown(self, block_size: int = 256) -> dict[str, float]:
@@ -50,7 +50,7 @@ class Recipe:
         Source: Collage, Table 2.
         """
         added = weight_storage(self.weights).bytes_added(self.dtype)
-        moments = slot_storages(AdamW.rule, self.states).values()
+        moments = slot_storages(AdamW.rule, {"states": self.states}).values()
         return {
             "weights": float(self.dtype.itemsize),
             "gradients": float(self.dtype.itemsize),

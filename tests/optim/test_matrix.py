@@ -1,68 +1,140 @@
-"""Every weight storage with every state storage, in both arithmetics: it trains, or it is refused by name."""
+"""Every rule with every weight storage and every state storage, in both arithmetics: it trains, or is refused."""
 
 import copy
 import io
 import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 
+from narrowgauge import optim
 from narrowgauge.optim import AdamW
 from narrowgauge.storage import state_storage, state_storages, weight_storage, weight_storages
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-MATRIX = list(itertools.product(weight_storages(), state_storages(), ("fp32", "strict"), DTYPES))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def taken(weights: str, states: str, arithmetic: str, dtype: torch.dtype) -> bool:
+@dataclass(frozen=True)
+class Record:
+    """One rule in the matrix; a new one is one more line in RECORDS.
+
+    Attributes:
+        make: the optimizer.
+        options: what it needs to move weights near 1 by about 0.01 to 0.3 in 60 steps.
+        loose: how much more than AdamW's the narrow states' error may be: an orthogonalization amplifies it.
+    """
+
+    make: Callable[..., optim.NarrowOptimizer]
+    options: dict[str, Any] = field(default_factory=dict)
+    loose: float = 1.0
+
+
+RECORDS = {
+    "adamw": Record(optim.AdamW, {"lr": 1e-3}),
+    "adam": Record(optim.Adam, {"lr": 1e-3, "weight_decay": 0.1}),
+    "stable-adamw": Record(optim.StableAdamW, {"lr": 1e-3}),
+    "adamw-schedule": Record(optim.AdamW, {"lr": 1e-3, "beta2_schedule": 0.8}),
+    "sgd": Record(optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    "sgd-nesterov": Record(optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+    "sgd-bare": Record(optim.SGD, {"lr": 0.5}),
+    "lamb": Record(optim.LAMB, {"lr": 1e-3}),
+    "lars": Record(optim.LARS, {"lr": 1.0}),
+    "adagrad": Record(optim.Adagrad, {"lr": 1e-3}),
+    "adagrad-momentum": Record(optim.Adagrad, {"lr": 2e-4, "momentum": 0.9}),
+    "lion": Record(optim.Lion, {"lr": 1e-3}),
+    "muon": Record(optim.Muon, {"lr": 2e-3}, loose=4.0),
+}
+Case = tuple[str, str, str, str, torch.dtype]
+MATRIX: list[Case] = list(
+    itertools.product(RECORDS, weight_storages(), state_storages(), ("fp32", "strict"), DTYPES)
+)
+# Relative error of the displacement after 60 steps that each state storage may cause.
+STATES_ERROR = {"fp32": 0.005, "bf16": 0.03, "expansion": 0.03, "8bit": 0.015, "fp8": 0.06, "4bit": 0.22}
+
+
+def taken(case: Case) -> bool:
+    rule, weights, states, arithmetic, dtype = case
     fits = dtype in weight_storage(weights).dtypes
-    rounded = weight_storage(weights).rounded and state_storage(states).rounded
+    # Without momentum there is no state to be rounded.
+    rounded = weight_storage(weights).rounded and (state_storage(states).rounded or rule == "sgd-bare")
     return fits and (arithmetic == "fp32" or rounded)
 
 
-TAKEN = [case for case in MATRIX if taken(*case)]
+TAKEN = [case for case in MATRIX if taken(case)]
+ADAMW = [case for case in TAKEN if case[0] == "adamw"]
+# By default all of AdamW, and of the others every ninth combination, from another place for each.
+SAMPLE = ADAMW + [case for n, case in enumerate(case for case in TAKEN if case[0] != "adamw") if n % 9 == 4]
+REST = [case for case in TAKEN if case not in SAMPLE]
 
 
-def make(case, size=(40, 110), **options) -> tuple[torch.nn.Parameter, AdamW]:
-    weights, states, arithmetic, dtype = case
+def make(case: Case, size=(40, 110), **options) -> tuple[torch.nn.Parameter, optim.NarrowOptimizer]:
+    rule, weights, states, arithmetic, dtype = case
     start = 1.0 + 0.1 * torch.randn(size, generator=torch.Generator().manual_seed(0))
     p = torch.nn.Parameter(start.to(dtype))
-    return p, AdamW([("p", p)], lr=1e-3, weights=weights, states=states, arithmetic=arithmetic, **options)
+    options = RECORDS[rule].options | {"weights": weights, "states": states, "arithmetic": arithmetic} | options
+    return p, RECORDS[rule].make([("p", p)], **options)
 
 
-def drive(p: torch.nn.Parameter, optimizer: AdamW, steps: range) -> None:
+def drive(p: torch.nn.Parameter, optimizer: optim.NarrowOptimizer, steps: range) -> None:
     for step in steps:
         generator = torch.Generator().manual_seed(1000 + step)
         p.grad = (0.01 * torch.randn(p.shape, generator=generator) + 0.01).to(p.dtype)
         optimizer.step()
 
 
-@pytest.mark.parametrize("case", TAKEN, ids=str)
-def test_training_follows_fp32_as_far_as_the_weight_storage_can(case) -> None:
+def check_training(case: Case) -> None:
+    """Free-running beside the same rule with nothing narrow, as far as the weight storage can follow."""
+    rule, weights, states, _, dtype = case
     p, optimizer = make(case)
-    reference, exact = make(("plain", "fp32", "fp32", torch.float32))
+    reference, exact = make((rule, "plain", "fp32", "fp32", torch.float32))
     with torch.no_grad():
         reference.copy_(p)
     start = p.detach().double().clone()
     drive(p, optimizer, range(60))
     drive(reference, exact, range(60))
-    low = optimizer.state[p].get(f"weight.{weight_storage(case[0]).key}")
-    moved = weight_storage(case[0]).exact(p.detach(), low) - start
+    low = optimizer.state[p].get(f"weight.{weight_storage(weights).key}")
+    moved = weight_storage(weights).exact(p.detach(), low) - start
     wanted = reference.detach().double() - start
     error = float((moved - wanted).norm() / wanted.norm())
-    if case[0] == "plain" and case[3] == torch.bfloat16:
-        assert error > 0.3  # steps of 1e-3 on weights around 1, where half a unit is 2e-3 to 4e-3
-    elif case[0] == "stochastic":
-        assert abs(float(moved.mean() / wanted.mean()) - 1) < 0.03
+    if weights == "plain" and dtype != torch.float32:
+        # Bare words lose steps below half a unit: in bf16 most of these, in fp16 some. No more is promised.
+        assert torch.isfinite(p).all()
+    elif weights == "stochastic":
+        assert abs(float(moved.mean() / wanted.mean()) - 1) < 0.05
     else:
-        # Half of fp16's unit is 2.4e-4 to 4.9e-4 here: bare words lose part of each step, not all of it.
-        assert error < (0.25 if case[0] == "plain" and case[3] == torch.float16 else 0.05)
+        # The least unit that a weight storage keeps, over the way gone: split8's 2^-17 twice a step at worst.
+        weight_error = 0.08 if weights == "split8" else 0.005
+        assert error < STATES_ERROR[states] * RECORDS[rule].loose + weight_error
     assert optimizer.state_bytes() == optimizer.describe().bytes + 12  # a float32 step count, an int64 counter
 
 
-@pytest.mark.parametrize("case", [case for case in MATRIX if not taken(*case)], ids=str)
-def test_what_cannot_be_is_refused_by_name(case) -> None:
-    weights, states, _, dtype = case
+@pytest.mark.parametrize("case", SAMPLE, ids=str)
+def test_training_follows_fp32_as_far_as_the_weight_storage_can(case: Case) -> None:
+    check_training(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", REST, ids=str)
+def test_training_follows_fp32_in_all_the_rest(case: Case) -> None:
+    check_training(case)
+    check_resuming(case)
+
+
+def test_bare_bf16_weights_lose_what_this_library_is_there_for() -> None:
+    p, optimizer = make(("adamw", "plain", "fp32", "fp32", torch.bfloat16))
+    start = p.detach().clone()
+    drive(p, optimizer, range(60))
+    assert torch.equal(p, start)  # steps of 1e-3 on weights around 1, where half a unit is 2e-3 to 4e-3
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in MATRIX if not taken(case) and case[0] in ("adamw", "muon")], ids=str
+)
+def test_what_cannot_be_is_refused_by_name(case: Case) -> None:
+    _, weights, states, _, dtype = case
     if dtype not in weight_storage(weights).dtypes:
         words = f"weights: '{weights}' takes .* parameters, p is {dtype}"
     else:
@@ -71,20 +143,21 @@ def test_what_cannot_be_is_refused_by_name(case) -> None:
         make(case)
 
 
-@pytest.mark.parametrize("case", TAKEN[::3], ids=str)
-def test_zero_gradients_move_nothing_without_decay(case) -> None:
+@pytest.mark.parametrize("case", [*ADAMW[::7], *SAMPLE[len(ADAMW) :: 3]], ids=str)
+def test_zero_gradients_move_nothing_in_500_steps_without_decay(case: Case) -> None:
+    """Also beside elements of the same block that do move; Muon mixes the elements of a matrix."""
     p, optimizer = make(case, weight_decay=0.0)
     start = p.detach().clone()
-    for _ in range(20):
+    for _ in range(500):
         p.grad = torch.zeros_like(p)
         p.grad[:20] = 0.01
         optimizer.step()
-    assert torch.equal(p.detach()[20:], start[20:])
-    assert not torch.equal(p.detach()[:20], start[:20]) or case[0] == "plain"
+    assert torch.equal(p.detach()[20:], start[20:]) or case[0] == "muon"
+    assert not torch.equal(p.detach()[:20], start[:20]) or case[1] == "plain"
 
 
-@pytest.mark.parametrize("case", TAKEN, ids=str)
-def test_a_resumed_run_is_bit_for_bit_the_one_that_never_stopped(case) -> None:
+def check_resuming(case: Case) -> None:
+    """Eight steps, and five, a file, and three more."""
     p, optimizer = make(case)
     drive(p, optimizer, range(8))
     whole, whole_optimizer = make(case)
@@ -102,6 +175,11 @@ def test_a_resumed_run_is_bit_for_bit_the_one_that_never_stopped(case) -> None:
     for key, value in optimizer.state[p].items():
         assert resumed_optimizer.state[resumed][key].dtype == value.dtype
         assert torch.equal(resumed_optimizer.state[resumed][key], value), key
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=str)
+def test_a_resumed_run_is_bit_for_bit_the_one_that_never_stopped(case: Case) -> None:
+    check_resuming(case)
 
 
 def test_slots_may_be_stored_differently_and_copies_go_on_alone() -> None:
@@ -157,7 +235,7 @@ def test_8bit_states_err_as_much_as_an_exact_implementation_of_the_map(states, p
 def test_maximizing_is_minimizing_the_negative(dtype: torch.dtype) -> None:
     ends = []
     for maximize in (False, True):
-        p, optimizer = make(("kahan", "8bit", "fp32", dtype), maximize=maximize, weight_decay=0.0)
+        p, optimizer = make(("adamw", "kahan", "8bit", "fp32", dtype), maximize=maximize, weight_decay=0.0)
         p.grad = torch.full_like(p, -0.5 if maximize else 0.5)
         optimizer.step()
         ends.append(p.detach())

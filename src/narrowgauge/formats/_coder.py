@@ -29,7 +29,8 @@ class Coder:
         values: float32 tensor (n,), ascending; code k means ``values[k]``.
         boundaries: float32 tensor (n - 1,): x has the code that counts the boundaries below x. That is the
             nearest value exactly, for every float32 x; a tie goes to the value nearer to zero.
-        lowest: the first value, as a number of the host: 0 without negative values, -1 in a symmetric codebook.
+        lowest: the first value, as a number of the host: not below 0 without negative values, -1 in a symmetric
+            codebook.
     """
 
     values: Tensor
@@ -46,7 +47,12 @@ class Coder:
         Raises:
             ValueError: for anything else.
         """
-        host = checked(values).detach().cpu().numpy()
+        return cls.positive(checked(values))
+
+    @classmethod
+    def positive(cls, values: Tensor) -> Coder:
+        """The coder of values that need not include 0, for what is never meant to be zero; nothing is checked."""
+        host = values.detach().cpu().numpy()
         return cls(values, torch.from_numpy(_boundaries(host)).to(values.device), float(host[0]))
 
     def encode(self, x: Tensor) -> Tensor:

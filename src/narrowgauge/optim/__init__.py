@@ -1,8 +1,36 @@
 """Optimizers: any rule, any weight storage, any state storage, through one `torch.optim.Optimizer`."""
 
-from narrowgauge.optim._adamw import AdamW, AdamW8bit, CollageAdamW
+from narrowgauge.optim._adagrad import Adagrad, Adagrad8bit
+from narrowgauge.optim._adam import Adam, Adam8bit, AdamW, AdamW8bit, CollageAdamW, StableAdamW
 from narrowgauge.optim._describe import Description
+from narrowgauge.optim._lamb import LAMB, LAMB8bit
+from narrowgauge.optim._lion import Lion, Lion8bit
+from narrowgauge.optim._muon import Muon
 from narrowgauge.optim._optimizer import NarrowOptimizer
+from narrowgauge.optim._options import Options
+from narrowgauge.optim._sgd import LARS, SGD, LARS8bit, SGD8bit
 from narrowgauge.optim._stats import UpdateStats
 
-__all__ = ["AdamW", "AdamW8bit", "CollageAdamW", "Description", "NarrowOptimizer", "UpdateStats"]
+__all__ = [
+    "LAMB",
+    "LARS",
+    "SGD",
+    "Adagrad",
+    "Adagrad8bit",
+    "Adam",
+    "Adam8bit",
+    "AdamW",
+    "AdamW8bit",
+    "CollageAdamW",
+    "Description",
+    "LAMB8bit",
+    "LARS8bit",
+    "Lion",
+    "Lion8bit",
+    "Muon",
+    "NarrowOptimizer",
+    "Options",
+    "SGD8bit",
+    "StableAdamW",
+    "UpdateStats",
+]

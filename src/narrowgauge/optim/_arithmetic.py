@@ -27,11 +27,11 @@ Moment = tuple[StateStorage, Words]
 class Fp32Arithmetic:
     """Averages of float32 tensors."""
 
-    def ema(self, average: Tensor, x: Tensor, beta: float) -> Tensor:
-        return beta * average + (1 - beta) * x
+    def accumulate(self, average: Tensor, x: Tensor, decay: Scalar, share: Scalar) -> Tensor:
+        return decay * average + share * x
 
-    def ema_of_square(self, average: Tensor, x: Tensor, beta: float) -> Tensor:
-        return beta * average + (1 - beta) * x * x
+    def accumulate_square(self, average: Tensor, x: Tensor, decay: Scalar, share: Scalar) -> Tensor:
+        return decay * average + share * x * x
 
     def value(self, average: Tensor) -> Tensor:
         return average
@@ -50,13 +50,13 @@ class StrictArithmetic:
 
     dtype: torch.dtype
 
-    def ema(self, average: Moment, x: Tensor, beta: float) -> Moment:
+    def accumulate(self, average: Moment, x: Tensor, decay: Scalar, share: Scalar) -> Moment:
         storage, words = average
-        return storage, storage.ema(words, x, beta)
+        return storage, storage.accumulate(words, x, float(decay), float(share))
 
-    def ema_of_square(self, average: Moment, x: Tensor, beta: float) -> Moment:
+    def accumulate_square(self, average: Moment, x: Tensor, decay: Scalar, share: Scalar) -> Moment:
         # The algorithm says (1 - beta) * x^2, and its overflow is part of it.
-        return self.ema(average, x * x, beta)
+        return self.accumulate(average, x * x, decay, share)
 
     def value(self, average: Moment) -> Tensor:
         storage, words = average
@@ -71,16 +71,16 @@ def widest(operands: list[Tensor]) -> torch.dtype:
     return reduce(torch.promote_types, (operand.dtype for operand in operands))
 
 
-def narrow_scalars(scalars: Mapping[str, Scalar], dtype: torch.dtype, device: torch.device) -> dict[str, Scalar]:
+def narrow_scalars(
+    scalars: Mapping[str, Scalar], averaging: tuple[str, ...], dtype: torch.dtype, device: torch.device
+) -> dict[str, Scalar]:
     """The scalars as numbers of a format.
 
     They become 0-d tensors on the device, because torch multiplies by the reciprocal where a tensor on a GPU is
-    divided by a number of the host. The averages' decay rates stay as they are: `ema` rounds them to the format
-    of the moment, as one word or, for an expansion, as two.
+    divided by a number of the host. Those that decay or weigh averages stay as they are: `accumulate` rounds them
+    to the format of the moment, as one word or, for an expansion, as two.
     """
     return {
-        name: value
-        if name.startswith("beta")
-        else torch.tensor(float(value), dtype=torch.float64).to(dtype).to(device)
+        name: value if name in averaging else torch.tensor(float(value), dtype=torch.float64).to(dtype).to(device)
         for name, value in scalars.items()
     }

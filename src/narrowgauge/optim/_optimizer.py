@@ -10,7 +10,6 @@ update of every parameter (`gauges`, `last_stats`).
 from __future__ import annotations
 
 import functools
-import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -21,10 +20,11 @@ from torch.optim.optimizer import ParamsT
 
 from narrowgauge.formats import random_bits
 from narrowgauge.optim._describe import Description, Row
-from narrowgauge.optim._plan import ParameterPlan, plan_parameter, slot_storages
+from narrowgauge.optim._options import check_hyperparameters, check_options, show_options, with_defaults
+from narrowgauge.optim._plan import ParameterPlan, plan_parameter
 from narrowgauge.optim._stats import UpdateStats
 from narrowgauge.optim._update import update
-from narrowgauge.rules import Rule
+from narrowgauge.rules import ClipUpdates, HasSecondMoment, Rule
 
 _STORAGE_OPTIONS = ("weights", "states", "block_size", "min_quantized_size", "arithmetic")
 
@@ -40,10 +40,16 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     rule: ClassVar[Rule]
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+    def __init__(self, params: ParamsT, hyperparameters: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         self._reset()
+        defaults = {**hyperparameters, **with_defaults(type(self).__name__, options)}
         self.check(defaults)
         super().__init__(params, defaults)
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "__init__" in cls.__dict__:
+            show_options(cls.__init__)
 
     def _reset(self) -> None:
         self.gauges = False
@@ -64,7 +70,18 @@ class NarrowOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: naming the argument, what it got, what it takes.
         """
-        check_storage_options(self.rule, group)
+        check_hyperparameters(group)
+        check_options(type(self).__name__, self.rule_for(group), group)
+
+    def rule_for(self, group: Mapping[str, Any]) -> Rule:
+        """The update rule under a group's options."""
+        if not group.get("clip_updates"):
+            return self.rule
+        if not isinstance(self.rule, HasSecondMoment):
+            raise ValueError(
+                f"clip_updates: got True, {type(self).__name__} takes False only: its rule has no second moment"
+            )
+        return ClipUpdates(self.rule)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -83,7 +100,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         for name, p in zip(names, group["params"], strict=True):
             # torch lets two groups use one name; reports by name must not mix them up.
             unique = name if name not in taken else f"{number}.{name}"
-            self._plans[p] = plan_parameter(self.rule, group, p, unique, len(self._plans))
+            self._plans[p] = plan_parameter(self.rule_for(group), group, p, unique, len(self._plans))
 
     def _plan(self, p: Tensor) -> ParameterPlan:
         if p not in self._plans:
@@ -133,7 +150,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         plan = self._plan(p)
         state = self.state[p]
         if not state:
-            state.update(plan.init(p))
+            state.update(plan.init(p, group))
         keep = self._admit(group["nonfinite"], state, grad)
         if keep is False:
             return
@@ -144,7 +161,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         if group["maximize"]:
             grad = -grad
         before = self._exact(plan, p, state) if self.gauges else None
-        new_p, new_state, delta = update(self.rule, plan, p, grad, state, group, step, noise)
+        new_p, new_state, delta = update(plan, p, grad, state, group, step, noise)
         for target, value in [(p, new_p), *((state[key], value) for key, value in new_state.items())]:
             target.copy_(value if keep is True else torch.where(keep, value, target))
         state["step"] += 1 if keep is True else keep
@@ -202,7 +219,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 parameter=plan.name,
                 shape=tuple(p.shape),
                 dtype=str(p.dtype).removeprefix("torch."),
-                rule=self.rule.name,
+                rule=plan.rule.name,
                 weights=plan.weight.name,
                 states=" ".join(f"{s.slot.name}:{s.storage.name}" for s in plan.slots),
                 bytes=plan.nbytes(p),
@@ -263,42 +280,3 @@ def _interleave(
     before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return before[0], after[0], before[1], after[1]
-
-
-def check_storage_options(rule: Rule, group: Mapping[str, Any]) -> None:
-    """Refuse options that no parameter could be served with.
-
-    Raises:
-        ValueError: naming the argument, what it got, what it takes.
-    """
-    if not isinstance(group["weights"], str):
-        raise ValueError(f"weights: got {group['weights']!r}, takes the name of a weight storage")
-    if not isinstance(group["states"], str | Mapping):
-        raise ValueError(f"states: got {group['states']!r}, takes a name, or a mapping from slots to names")
-    slot_storages(rule, group["states"])
-    for name, choices in (("arithmetic", ("fp32", "strict")), ("nonfinite", ("skip", "propagate", "raise"))):
-        if group[name] not in choices:
-            raise ValueError(f"{name}: got {group[name]!r}, takes one of {', '.join(map(repr, choices))}")
-    for name, least in (("block_size", 1), ("min_quantized_size", 0), ("seed", 0)):
-        if not isinstance(group[name], int) or isinstance(group[name], bool) or group[name] < least:
-            raise ValueError(f"{name}: got {group[name]!r}, takes an integer of at least {least}")
-    if group["weights"] == "stochastic" and group["seed"] >= 2**32:
-        raise ValueError(f"seed: got {group['seed']}, takes an integer below 2^32")
-
-
-def check_hyperparameters(lr: Any, betas: Any, eps: Any, weight_decay: Any) -> None:
-    """Adam's hyperparameters, refused in torch's words so that code which reads them still works.
-
-    Raises:
-        ValueError: naming the argument, what it got, what it takes.
-    """
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError("Tensor lr must be 1-element")
-    for name, value in (("learning rate", lr), ("epsilon value", eps), ("weight_decay value", weight_decay)):
-        if isinstance(value, str) or not 0.0 <= float(value) < math.inf:
-            raise ValueError(f"Invalid {name}: {value!r}, takes a finite number of at least 0")
-    if isinstance(betas, str) or len(betas) != 2:
-        raise ValueError(f"Invalid betas: {betas!r}, takes two numbers in [0, 1)")
-    for index, beta in enumerate(betas):
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {index}: {beta}, takes a number in [0, 1)")

@@ -23,7 +23,10 @@ class SlotPlan:
     storage: StateStorage
     block_size: int
 
-    def init(self, p: Tensor) -> dict[str, Tensor]:
+    def init(self, p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        start = group[self.slot.start] if self.slot.start is not None else 0.0
+        if start:
+            return self.encode(torch.full_like(p, start, dtype=torch.float32))
         return self.keyed(self.storage.init(p, self.slot.signed, self.block_size))
 
     def words(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -35,8 +38,8 @@ class SlotPlan:
             if key == self.slot.name or key.startswith(dotted)
         }
 
-    def decode(self, state: Mapping[str, Tensor]) -> Tensor:
-        return self.storage.decode(self.words(state), self.slot.signed, self.block_size)
+    def decode(self, state: Mapping[str, Tensor], shape: torch.Size) -> Tensor:
+        return self.storage.decode(self.words(state), shape, self.slot.signed, self.block_size)
 
     def encode(self, moment: Tensor) -> dict[str, Tensor]:
         return self.keyed(self.storage.encode(moment, self.slot.signed, self.block_size))
@@ -53,6 +56,7 @@ class ParameterPlan:
     Attributes:
         name: as the user named it, or its place among the groups.
         index: its place among all parameters; the stream of its random bits.
+        rule: the update rule.
         weight: the weight storage.
         slots: one plan a moment.
         strict: whether every operation is rounded to the storages' formats.
@@ -61,6 +65,7 @@ class ParameterPlan:
 
     name: str
     index: int
+    rule: Rule
     weight: WeightStorage
     slots: tuple[SlotPlan, ...]
     strict: bool
@@ -71,14 +76,14 @@ class ParameterPlan:
         """The state's key of the low word."""
         return f"weight.{self.weight.key}" if self.weight.key is not None else None
 
-    def init(self, p: Tensor) -> dict[str, Tensor]:
+    def init(self, p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
         """The state of a parameter that has not been stepped yet."""
         state = {
             "step": torch.zeros((), dtype=torch.float32, device=p.device),
             "skipped": torch.zeros((), dtype=torch.int64, device=p.device),
         }
         for slot in self.slots:
-            state |= slot.init(p)
+            state |= slot.init(p, group)
         low = self.weight.init(p)
         if low is not None and self.weight_key is not None:
             state[self.weight_key] = low
@@ -106,8 +111,8 @@ def plan_parameter(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, i
     if strict and not weight.rounded:
         raise ValueError(f"arithmetic: 'strict' takes weights whose words are floats, got weights={weight.name!r}")
     slots, why = [], []
-    asked = slot_storages(rule, group["states"])
-    for slot in rule.slots:
+    asked = slot_storages(rule, group)
+    for slot in rule.slots(group):
         storage = asked[slot.name]
         if storage.quantized and p.numel() < group["min_quantized_size"]:
             why.append(f"{slot.name} in fp32: {p.numel()} elements < min_quantized_size")
@@ -117,10 +122,10 @@ def plan_parameter(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, i
                 f"arithmetic: 'strict' takes states whose words are floats, got states={storage.name!r}"
             )
         slots.append(SlotPlan(slot, storage, group["block_size"]))
-    return ParameterPlan(name, index, weight, tuple(slots), strict, "; ".join(why))
+    return ParameterPlan(name, index, rule, weight, tuple(slots), strict, "; ".join(why))
 
 
-def slot_storages(rule: Rule, states: str | Mapping[str, str]) -> dict[str, StateStorage]:
+def slot_storages(rule: Rule, group: Mapping[str, Any]) -> dict[str, StateStorage]:
     """The storage asked for each slot.
 
     ``"expansion"``, as one name for all slots, is the preset of Collage-plus: each slot says what it means there.
@@ -128,9 +133,11 @@ def slot_storages(rule: Rule, states: str | Mapping[str, str]) -> dict[str, Stat
     Raises:
         ValueError: for an unknown storage or slot, or a slot that a mapping leaves out.
     """
-    names = [slot.name for slot in rule.slots]
+    states, slots = group["states"], rule.slots(group)
+    names = [slot.name for slot in slots]
     if isinstance(states, str):
-        return {s.name: state_storage(s.preset if states == "expansion" else states) for s in rule.slots}
+        state_storage(states)  # refused by name even where there is no slot to keep
+        return {s.name: state_storage(s.preset if states == "expansion" else states) for s in slots}
     if set(states) != set(names):
         raise ValueError(f"states: got slots {sorted(states)}, takes a storage for each of {names} ({rule.name})")
     return {name: state_storage(states[name]) for name in names}

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from narrowgauge.optim._arithmetic import Fp32Arithmetic, StrictArithmetic, narrow_scalars, widest
 from narrowgauge.optim._plan import ParameterPlan
-from narrowgauge.rules import Rule, Scalar
+from narrowgauge.rules import Arithmetic, Scalar
 
 _FP32 = Fp32Arithmetic()
 Updated = tuple[Tensor, dict[str, Tensor], Tensor]
 
 
 def update(
-    rule: Rule,
     plan: ParameterPlan,
     p: Tensor,
     grad: Tensor,
@@ -33,7 +32,7 @@ def update(
     """Compute a step without taking it.
 
     Args:
-        rule, plan: what to compute and how things are kept.
+        plan: what to compute and how things are kept.
         p, grad: the parameter and its gradient.
         state: the parameter's state.
         group: its hyperparameters.
@@ -45,22 +44,39 @@ def update(
     """
     low = state[plan.weight_key] if plan.weight_key is not None else None
     # A learning rate may be a tensor of one element and any shape; that shape is not the parameter's business.
-    scalars = {k: v.reshape(()) if isinstance(v, Tensor) else v for k, v in rule.scalars(group, step).items()}
+    scalars = {k: v.reshape(()) if isinstance(v, Tensor) else v for k, v in plan.rule.scalars(group, step).items()}
     if plan.strict:
         moments: dict[str, Any] = {s.slot.name: (s.storage, s.words(state)) for s in plan.slots}
         weight = plan.weight.operand(p, low)
         dtype = widest([weight, *(word for _, words in moments.values() for word in words.values())])
-        scalars = narrow_scalars(scalars, dtype, p.device)
-        delta, moments = rule.update(StrictArithmetic(dtype), weight.to(dtype), grad.to(dtype), moments, scalars)
+        scalars = narrow_scalars(scalars, plan.rule.averaging, dtype, p.device)
+        delta, moments = _apply(plan, StrictArithmetic(dtype), weight.to(dtype), grad.to(dtype), moments, scalars)
         delta = delta.to(weight.dtype)
         new_p, new_low = plan.weight.add_rounded(p, low, delta, noise)
         new_state = {k: v for s in plan.slots for k, v in s.keyed(moments[s.slot.name][1]).items()}
     else:
-        decoded = {s.slot.name: s.decode(state) for s in plan.slots}
+        decoded = {s.slot.name: s.decode(state, p.shape) for s in plan.slots}
         weight = plan.weight.read(p, low)
-        delta, moments = rule.update(_FP32, weight, grad.to(torch.float32), decoded, scalars)
+        delta, moments = _apply(plan, _FP32, weight, grad.to(torch.float32), decoded, scalars)
         new_p, new_low = plan.weight.add(p, low, weight, delta, noise)
         new_state = {k: v for s in plan.slots for k, v in s.encode(moments[s.slot.name]).items()}
     if plan.weight_key is not None and new_low is not None:
         new_state[plan.weight_key] = new_low
     return new_p, new_state, delta
+
+
+def _apply(
+    plan: ParameterPlan,
+    arithmetic: Arithmetic,
+    weight: Tensor,
+    grad: Tensor,
+    moments: Mapping[str, Any],
+    scalars: Mapping[str, Scalar],
+) -> tuple[Tensor, dict[str, Any]]:
+    """The rule, with the sums over the parameter that it asks for."""
+    terms = plan.rule.terms(arithmetic, weight, grad, moments, scalars)
+    if terms:
+        # Added in float64, whose rounding is far below that of one term: the order of summation does not matter.
+        sums = {name: term.to(torch.float64).sum().to(weight.dtype) for name, term in terms.items()}
+        scalars = {**scalars, **sums, "elements": float(weight.numel())}
+    return plan.rule.update(arithmetic, weight, grad, moments, scalars)

@@ -4,6 +4,10 @@ A rule is a pure function of one parameter's numbers: weight, gradient and momen
 Where those numbers live, in how many bits, on which device and in whose memory, is somebody else's business.
 Averages are the one operation that depends on the storage (Collage averages an expansion by other means than a
 float), so the rule asks an `Arithmetic` for them; the rest is written with the ordinary operators.
+
+Most rules treat every element by itself. A rule that needs a number of the whole parameter (the norm of its
+weights, the mean square of its update) says which elements' numbers to sum (`terms`), and finds the sums among its
+scalars: so a kernel, or ranks that hold shards of one parameter, can add them up as they like.
 """
 
 from __future__ import annotations
@@ -25,21 +29,25 @@ class Slot:
         name: the equation's letter for it.
         signed: False for averages of squares, which spend no code on a sign.
         preset: what the storage name ``"expansion"``, given for all slots at once, means for this one.
+        torch_key: what torch's namesake calls it in its state.
+        start: the option that holds its first value; zero without one.
     """
 
     name: str
     signed: bool
     preset: str = "expansion"
+    torch_key: str | None = None
+    start: str | None = None
 
 
 class Arithmetic(Protocol):
     """How a moment, whatever it is made of, is averaged and read."""
 
-    def ema(self, average: Any, x: Tensor, beta: float) -> Any:
-        """beta * average + (1 - beta) * x."""
+    def accumulate(self, average: Any, x: Tensor, decay: Scalar, share: Scalar) -> Any:
+        """decay * average + share * x."""
 
-    def ema_of_square(self, average: Any, x: Tensor, beta: float) -> Any:
-        """beta * average + (1 - beta) * x^2, without overflow where only the square of x would."""
+    def accumulate_square(self, average: Any, x: Tensor, decay: Scalar, share: Scalar) -> Any:
+        """decay * average + share * x^2, without overflow where only the square of x would."""
 
     def value(self, average: Any) -> Tensor:
         """The number that the equation reads."""
@@ -53,14 +61,15 @@ class Rule(Protocol):
 
     Attributes:
         name: the rule's name, as printed.
-        slots: the moments that it keeps.
+        averaging: names of the scalars that only decay or weigh averages: they are numbers of the moment's format,
+            whatever that is, and not of the equation's.
     """
 
-    @property
-    def name(self) -> str: ...
+    name: str
+    averaging: tuple[str, ...] = ()
 
-    @property
-    def slots(self) -> tuple[Slot, ...]: ...
+    def slots(self, group: Mapping[str, Any]) -> tuple[Slot, ...]:
+        """The moments it keeps under these hyperparameters."""
 
     def scalars(self, group: Mapping[str, Any], step: Scalar) -> dict[str, Scalar]:
         """The equation's scalars from a parameter group's hyperparameters, in double precision on the host.
@@ -70,6 +79,21 @@ class Rule(Protocol):
             step: how many steps this parameter has taken, the present one included; a 0-d tensor on the device
                 gives scalars on the device.
         """
+
+    def terms(
+        self,
+        arithmetic: Arithmetic,
+        weight: Tensor,
+        grad: Tensor,
+        moments: Mapping[str, Any],
+        s: Mapping[str, Scalar],
+    ) -> dict[str, Tensor]:
+        """What to sum over the whole parameter before `update`: a tensor of the parameter's shape a sum.
+
+        The sums are among the scalars of `update` under the same names, and so is ``elements``, the number of
+        elements of the whole parameter.
+        """
+        return {}
 
     def update(
         self,
@@ -85,8 +109,9 @@ class Rule(Protocol):
             arithmetic: averages and reads moments.
             weight, grad: tensors of one shape.
             moments: one a slot.
-            s: what `scalars` gave.
+            s: what `scalars` gave, and the sums of `terms`.
 
         Returns:
             (delta, moments): what to add to the weight, and the new moments.
         """
+        raise NotImplementedError

@@ -138,13 +138,26 @@ def encode_blocks(x: Tensor, coder: Coder, block_size: Block, bits: Tensor | Non
 
 def decode_blocks(codes: Tensor, scales: Tensor, values: Tensor, block_size: Block) -> Tensor:
     """The float32 tensor that codes of these values stand for, in the codes' shape."""
-    blocks = values[_as_blocks(codes, block_size).to(torch.int32)] * scales[:, None]
-    return _from_blocks(blocks, codes.shape, block_size)
+    return scale_blocks(values[codes.to(torch.int32)], scales, block_size)
+
+
+def scale_blocks(x: Tensor, scales: Tensor, block_size: Block) -> Tensor:
+    """x times the scale of each block, in x's shape."""
+    return _from_blocks(_as_blocks(x, block_size) * scales[:, None], x.shape, block_size)
+
+
+def normalise_blocks(x: Tensor, lowest: float, block_size: Block) -> tuple[Tensor, Tensor]:
+    """A float32 tensor over the scale of each block, in x's shape, and the scales (blocks,)."""
+    blocks = _as_blocks(x, block_size)
+    if not x.numel():
+        return x, torch.zeros(blocks.shape[0], dtype=torch.float32, device=x.device)
+    normalised, scales = _normalise(blocks, lowest)
+    return _from_blocks(normalised, x.shape, block_size), scales
 
 
 def _normalise(blocks: Tensor, lowest: float) -> tuple[Tensor, Tensor]:
     """Blocks (n, size) over their extremum, in [-1, 1] but for infinities; and the extrema (n,)."""
-    if lowest == 0:
+    if lowest >= 0:
         blocks = blocks.clamp_min(0.0)
     magnitude = blocks.abs()
     magnitude = torch.where(magnitude >= _SMALLEST_SCALE, magnitude, 0.0)  # NaN compares false: zero

@@ -1,0 +1,64 @@
+"""AdaGrad."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from narrowgauge.optim._eight_bit import EightBit
+from narrowgauge.optim._optimizer import NarrowOptimizer
+from narrowgauge.optim._options import Options
+from narrowgauge.rules import ADAGRAD
+
+
+class Adagrad(NarrowOptimizer):
+    """AdaGrad with any weight storage and any state storage, and with momentum if asked for.
+
+    Arguments up to `eps` are those of `torch.optim.Adagrad`, in its order and with its defaults.
+
+    Args:
+        params: parameters, named parameters or groups; float32, bfloat16 or float16. Groups may override any
+            option below.
+        lr: learning rate, a number or a 0-d tensor.
+        lr_decay: the learning rate is divided by 1 + (t - 1) lr_decay.
+        weight_decay: added to the gradient, as L2 regularization is.
+        initial_accumulator_value: what the sum of squares starts from.
+        eps: added to the root of the sum of squares.
+        momentum: decay rate of a momentum over the scaled gradients; 0 keeps none.
+        **options: those of every optimizer; see `Options`. Slots: ``"v"``, and ``"m"`` if there is momentum.
+
+    Raises:
+        ValueError: for a value or a combination that is not taken, by name.
+
+    Source: Duchi et al. 2011, as in torch; momentum: 8-bit Optimizers, Appendix H.
+    """
+
+    rule = ADAGRAD
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        *,
+        momentum: float = 0.0,
+        **options: Unpack[Options],
+    ) -> None:
+        hyperparameters = {
+            "lr": lr,
+            "lr_decay": lr_decay,
+            "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value,
+            "eps": eps,
+            "momentum": momentum,
+        }
+        super().__init__(params, hyperparameters, options)
+
+
+class Adagrad8bit(EightBit, Adagrad):
+    """AdaGrad with its sum of squares in block-wise dynamic codes. Takes all of Adagrad's arguments."""

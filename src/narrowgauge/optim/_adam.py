@@ -1,0 +1,158 @@
+"""Adam, AdamW, StableAdamW, and the names that choose storages for them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Unpack
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from narrowgauge.optim._eight_bit import EightBit
+from narrowgauge.optim._optimizer import NarrowOptimizer
+from narrowgauge.optim._options import Options
+from narrowgauge.rules import ADAM, ADAMW
+
+
+class Adam(NarrowOptimizer):
+    """Adam with any weight storage and any state storage.
+
+    Arguments up to `amsgrad` are those of `torch.optim.Adam`, in its order and with its defaults.
+
+    Args:
+        params: parameters, named parameters or groups; float32, bfloat16 or float16. Groups may override any
+            option below.
+        lr: learning rate, a number or a 0-d tensor.
+        betas: decay rates of the first and second moment, each in [0, 1).
+        eps: added to the root of the second moment (outside the root, as in torch).
+        weight_decay: added to the gradient, as L2 regularization is.
+        amsgrad: refused if True.
+        beta2_schedule: lambda of beta2 = 1 - t^-lambda, which then takes the place of ``betas[1]``; None for none.
+        **options: those of every optimizer; see `Options`. Slots: ``"m"``, ``"v"``; ``states="expansion"`` keeps m
+            in bf16 and v as hi + lo (Collage-plus).
+
+    Raises:
+        ValueError: for a value or a combination that is not taken, by name.
+
+    Source: Kingma and Ba 2015.
+    """
+
+    rule = ADAM
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        beta2_schedule: float | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        hyperparameters = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "beta2_schedule": beta2_schedule,
+        }
+        super().__init__(params, hyperparameters, options)
+
+
+class AdamW(Adam):
+    """AdamW with any weight storage and any state storage.
+
+    Arguments up to `amsgrad` are those of `torch.optim.AdamW`, in its order and with its defaults.
+
+    Args:
+        params, lr, betas, eps, amsgrad, beta2_schedule, **options: as `Adam` takes them.
+        weight_decay: decoupled decay, applied with the update as one sum.
+
+    Raises:
+        ValueError: for a value or a combination that is not taken, by name.
+
+    Source: Loshchilov and Hutter 2019; Collage, Algorithm 2; 8-bit Optimizers via Block-wise Quantization.
+    """
+
+    rule = ADAMW
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        beta2_schedule: float | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, beta2_schedule=beta2_schedule, **options)
+
+
+class StableAdamW(AdamW):
+    """AdamW with update clipping: each parameter's step is divided by how far its second moment lags behind.
+
+    The debiased averages of the paper's Algorithm 2 are AdamW's bias correction in another place; its learning
+    rate scales the decay too.
+
+    Args:
+        params, lr, betas, weight_decay, beta2_schedule, **options: as `AdamW` takes them.
+        eps: added to the root of the second moment; its square is the floor under the second moment in the ratio
+            that clips.
+
+    Source: Wortsman et al. 2023, Algorithm 2.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 1e-2,
+        *,
+        beta2_schedule: float | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        options.setdefault("clip_updates", True)
+        super().__init__(params, lr, betas, eps, weight_decay, beta2_schedule=beta2_schedule, **options)
+
+
+class Adam8bit(EightBit, Adam):
+    """Adam with 8-bit states: both moments as block-wise dynamic codes. Takes all of Adam's arguments."""
+
+
+class AdamW8bit(EightBit, AdamW):
+    """AdamW with 8-bit states: both moments as block-wise dynamic codes. Takes all of AdamW's arguments."""
+
+
+class CollageAdamW(AdamW):
+    """Collage: AdamW on bf16 words alone, with expansions where precision matters.
+
+    Args:
+        variant: ``"light"``: weights as expansions, bf16 states (10 bytes a parameter, gradient included);
+            ``"plus"``: the second moment as an expansion too (12 bytes).
+        *args, **options: as AdamW takes them; `weights` and `states` follow from the variant.
+
+    Raises:
+        ValueError: for an unknown variant, and whatever AdamW refuses.
+
+    Source: Collage, Algorithm 2 and Table 2.
+    """
+
+    def __init__(
+        self, params: ParamsT, *args: Any, variant: Literal["light", "plus"] = "plus", **options: Any
+    ) -> None:
+        states = {"light": "bf16", "plus": "expansion"}
+        if variant not in states:
+            raise ValueError(f"variant: got {variant!r}, takes 'light' or 'plus'")
+        for name in ("weights", "states"):
+            if name in options:
+                raise ValueError(
+                    f"{name}: got {options[name]!r}, follows from variant={variant!r} and is not taken"
+                )
+        super().__init__(params, *args, weights="expansion", states=states[variant], **options)

@@ -1,0 +1,48 @@
+"""Lion."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from narrowgauge.optim._eight_bit import EightBit
+from narrowgauge.optim._optimizer import NarrowOptimizer
+from narrowgauge.optim._options import Options
+from narrowgauge.rules import LION
+
+
+class Lion(NarrowOptimizer):
+    """Lion with any weight storage, its moment in any state storage.
+
+    Args:
+        params: parameters, named parameters or groups; float32, bfloat16 or float16. Groups may override any
+            option below.
+        lr: learning rate, a number or a 0-d tensor: what every element moves by, decay apart.
+        betas: weight of the moment in the direction, and its decay rate, each in [0, 1).
+        weight_decay: decoupled decay, applied with the update as one sum.
+        **options: those of every optimizer; see `Options`. Slot: ``"m"``.
+
+    Raises:
+        ValueError: for a value or a combination that is not taken, by name.
+
+    Source: Chen et al. 2023, Algorithm 2.
+    """
+
+    rule = LION
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        **options: Unpack[Options],
+    ) -> None:
+        hyperparameters = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(params, hyperparameters, options)
+
+
+class Lion8bit(EightBit, Lion):
+    """Lion with its moment in block-wise dynamic codes. Takes all of Lion's arguments."""

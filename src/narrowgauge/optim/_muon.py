@@ -1,0 +1,87 @@
+"""Muon."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Unpack
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from narrowgauge.optim._optimizer import NarrowOptimizer
+from narrowgauge.optim._options import Options
+from narrowgauge.rules import Muon as MuonRule
+from narrowgauge.rules import Rule
+
+
+class Muon(NarrowOptimizer):
+    """Muon: orthogonalized momentum for matrices, in any weight storage, its momentum in any state storage.
+
+    Arguments up to `adjust_lr_fn` are those of `torch.optim.Muon`, in its order and with its defaults.
+
+    Args:
+        params: matrices (two dimensions), named or in groups; float32, bfloat16 or float16. Biases, norms and
+            embeddings go to another optimizer.
+        lr: learning rate, a number or a 0-d tensor.
+        weight_decay: decoupled decay.
+        momentum: decay rate of the momentum.
+        nesterov: orthogonalize the momentum as it will be.
+        ns_coefficients: of the Newton-Schulz iteration.
+        eps: the least norm that a matrix is divided by.
+        ns_steps: iterations, fewer than 100.
+        adjust_lr_fn: ``"original"`` (also None) scales steps by sqrt(max(1, rows / columns)), ``"match_rms_adamw"``
+            by 0.2 sqrt(max(rows, columns)).
+        **options: those of every optimizer; see `Options`. Slot: ``"m"``. ``arithmetic="strict"`` rounds what is
+            elementwise; the orthogonalization is in bf16 with float32 accumulation in any case.
+
+    Raises:
+        ValueError: for a value, a shape or a combination that is not taken, by name.
+
+    Source: Jordan et al. 2024; Liu et al. 2025; as in torch.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        hyperparameters = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
+        super().__init__(params, hyperparameters, options)
+
+    def rule_for(self, group: Mapping[str, Any]) -> Rule:
+        if group["clip_updates"]:
+            raise ValueError("clip_updates: got True, Muon takes False only: its rule has no second moment")
+        return MuonRule(
+            tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"], group["adjust_lr_fn"] or "original"
+        )
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
+            raise ValueError(f"Adjust learning rate function {group['adjust_lr_fn']} is not supported")
+        if not 0 <= group["ns_steps"] < 100:
+            raise ValueError(f"ns_steps: got {group['ns_steps']}, takes 0 to 99")
+        if len(group["ns_coefficients"]) != 3:
+            raise ValueError(f"ns_coefficients: got {group['ns_coefficients']!r}, takes three numbers")
+        super().check(group)
+        for p in group.get("params", ()):
+            if p.dim() != 2:
+                raise ValueError(
+                    f"Muon only supports 2D parameters whereas we found a parameter with size: {p.size()}"
+                )

@@ -1,0 +1,169 @@
+"""The options that all optimizers share, their defaults, and what is refused.
+
+Hyperparameters are refused in torch's words, so that code which reads them still works; the rest in ours: the
+argument, what it got, what it takes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypedDict, get_type_hints
+
+from torch import Tensor
+
+from narrowgauge.optim._plan import slot_storages
+from narrowgauge.rules import Rule
+
+
+class Options(TypedDict, total=False):
+    """Keyword options of every optimizer; parameter groups may override each.
+
+    Attributes:
+        weights: ``"plain"``, ``"kahan"``, ``"expansion"``, ``"split"``, ``"split8"``, ``"stochastic"`` or
+            ``"master"``; float32 parameters take ``"plain"`` only, float16 all but the splits.
+        states: a state storage for all moments, or one a slot, such as ``{"m": "8bit", "v": "fp32"}``.
+        block_size: elements that share a scale in block-wise states.
+        clip_updates: shorten a parameter's step where its second moment has fallen behind its gradient (Adafactor's
+            update clipping, d = 1); for rules with a second moment.
+        arithmetic: ``"fp32"`` computes in float32 and rounds each storage once, on write; ``"strict"`` rounds every
+            operation to the storages' formats, as Collage's Algorithm 2 is written.
+        nonfinite: what a gradient with inf or NaN does: ``"skip"`` leaves that parameter, its state, decay and step
+            count untouched and counts it in `skipped`; ``"propagate"`` lets it through, as torch does; ``"raise"``
+            raises FloatingPointError.
+        min_quantized_size: parameters with fewer elements keep fp32 states instead of quantized ones.
+        seed: key of the random bits for stochastic rounding, which depend on it, the parameter's place, the element
+            and the step alone.
+        maximize: ascend instead.
+        foreach, fused: accepted for compatibility and moot: there is one implementation per device.
+        capturable: accepted and always so: on a GPU the step count lives on the device and the step does not
+            synchronise (``arithmetic="strict"`` and ``nonfinite="raise"`` do, and cannot be captured).
+        differentiable: refused if True.
+    """
+
+    weights: str
+    states: str | Mapping[str, str]
+    block_size: int
+    clip_updates: bool
+    arithmetic: Literal["fp32", "strict"]
+    nonfinite: Literal["skip", "propagate", "raise"]
+    min_quantized_size: int
+    seed: int
+    maximize: bool
+    foreach: bool | None
+    fused: bool | None
+    capturable: bool
+    differentiable: bool
+
+
+_DEFAULTS: dict[str, Any] = {
+    "weights": "plain",
+    "states": "fp32",
+    "block_size": 256,
+    "clip_updates": False,
+    "arithmetic": "fp32",
+    "nonfinite": "skip",
+    "min_quantized_size": 4096,
+    "seed": 0,
+    "maximize": False,
+    "foreach": None,
+    "fused": None,
+    "capturable": False,
+    "differentiable": False,
+}
+
+# What torch calls each hyperparameter when it refuses it.
+_WORDS = {
+    "lr": "learning rate",
+    "eps": "epsilon value",
+    "lr_decay": "lr_decay value",
+    "momentum": "momentum value",
+    "weight_decay": "weight_decay value",
+    "initial_accumulator_value": "initial_accumulator_value value",
+    "trust_coefficient": "trust_coefficient value",
+}
+
+
+def with_defaults(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """All options, those not given at their defaults.
+
+    Raises:
+        TypeError: for a keyword that is none.
+    """
+    for option in options:
+        if option not in _DEFAULTS:
+            raise TypeError(f"{name}() got an unexpected keyword argument {option!r}")
+    given = dict(options)
+    if isinstance(given.get("states"), Mapping):
+        given["states"] = dict(given["states"])
+    return {**_DEFAULTS, **given}
+
+
+def show_options(init: Callable[..., None]) -> None:
+    """Let `help` and `inspect.signature` show the shared options where a signature says ``**options``."""
+    signature = inspect.signature(init)
+    *own, last = signature.parameters.values()
+    if last.kind is last.VAR_KEYWORD and all(parameter.kind is not parameter.VAR_POSITIONAL for parameter in own):
+        hints = get_type_hints(Options)
+        shared = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
+            for name, default in _DEFAULTS.items()
+        ]
+        init.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
+
+
+def check_options(name: str, rule: Rule, group: Mapping[str, Any]) -> None:
+    """Refuse options that no parameter could be served with.
+
+    Raises:
+        ValueError: naming the argument, what it got, what it takes.
+    """
+    if not isinstance(group["weights"], str):
+        raise ValueError(f"weights: got {group['weights']!r}, takes the name of a weight storage")
+    if not isinstance(group["states"], str | Mapping):
+        raise ValueError(f"states: got {group['states']!r}, takes a name, or a mapping from slots to names")
+    slot_storages(rule, group)
+    for option, choices in (("arithmetic", ("fp32", "strict")), ("nonfinite", ("skip", "propagate", "raise"))):
+        if group[option] not in choices:
+            raise ValueError(f"{option}: got {group[option]!r}, takes one of {', '.join(map(repr, choices))}")
+    for option, least in (("block_size", 1), ("min_quantized_size", 0), ("seed", 0)):
+        if not isinstance(group[option], int) or isinstance(group[option], bool) or group[option] < least:
+            raise ValueError(f"{option}: got {group[option]!r}, takes an integer of at least {least}")
+    if group["weights"] == "stochastic" and group["seed"] >= 2**32:
+        raise ValueError(f"seed: got {group['seed']}, takes an integer below 2^32")
+    for option in ("amsgrad", "differentiable"):
+        if group.get(option):
+            raise ValueError(f"{option}: got True, {name} takes False only")
+    arithmetic, nonfinite = group["arithmetic"], group["nonfinite"]
+    if group["capturable"] and (arithmetic == "strict" or nonfinite == "raise"):
+        raise ValueError(
+            f"capturable: got True with arithmetic={arithmetic!r}, nonfinite={nonfinite!r}; "
+            "takes arithmetic='fp32' and nonfinite='skip' or 'propagate'"
+        )
+
+
+def check_hyperparameters(group: Mapping[str, Any]) -> None:
+    """Refuse hyperparameters out of range, those that the group has.
+
+    Raises:
+        ValueError: naming the argument, what it got, what it takes.
+    """
+    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
+        raise ValueError("Tensor lr must be 1-element")
+    for option, words in _WORDS.items():
+        if option in group:
+            value = group[option]
+            if isinstance(value, str) or not 0.0 <= float(value) < math.inf:
+                raise ValueError(f"Invalid {words}: {value!r}, takes a finite number of at least 0")
+    betas = group.get("betas", ())
+    if isinstance(betas, str) or len(betas) not in (0, 2):
+        raise ValueError(f"Invalid betas: {betas!r}, takes two numbers in [0, 1)")
+    for index, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {index}: {beta}, takes a number in [0, 1)")
+    schedule = group.get("beta2_schedule")
+    if schedule is not None and not 0.0 < schedule <= 1.0:
+        raise ValueError(f"beta2_schedule: got {schedule!r}, takes a number in (0, 1], or None")
+    if group.get("nesterov") and (group["momentum"] <= 0 or group.get("dampening")):
+        raise ValueError("Nesterov momentum requires a momentum and zero dampening")

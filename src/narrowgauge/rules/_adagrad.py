@@ -1,0 +1,64 @@
+"""AdaGrad, with momentum if asked for.
+
+    g <- g + weight_decay w
+    v <- v + g^2, starting from initial_accumulator_value
+    u = g / (sqrt(v) + eps)
+    delta = -lr / (1 + (t - 1) lr_decay) u
+
+With momentum, m <- momentum m + u takes the place of u: what the 8-bit paper's Appendix H wished for.
+
+Source: Duchi et al. 2011, as torch.optim.Adagrad has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from narrowgauge.rules._rule import Arithmetic, Rule, Scalar, Slot
+
+
+class Adagrad(Rule):
+    """AdaGrad; see the module."""
+
+    name = "adagrad"
+    averaging = ("momentum",)
+
+    def slots(self, group: Mapping[str, Any]) -> tuple[Slot, ...]:
+        v = Slot("v", signed=False, torch_key="sum", start="initial_accumulator_value")
+        return (Slot("m", signed=True, preset="bf16"), v) if group["momentum"] else (v,)
+
+    def scalars(self, group: Mapping[str, Any], step: Scalar) -> dict[str, Scalar]:
+        return {
+            "lr": group["lr"] / (1 + (step - 1) * group["lr_decay"]),
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+            "momentum": group["momentum"],
+        }
+
+    def second_moment(
+        self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, v: Any, s: Mapping[str, Scalar]
+    ) -> tuple[Any, Tensor]:
+        """The new v, and what the equation divides by the root of: itself."""
+        v = arithmetic.accumulate_square(v, grad + s["weight_decay"] * weight, 1.0, 1.0)
+        return v, arithmetic.value(v)
+
+    def update(
+        self,
+        arithmetic: Arithmetic,
+        weight: Tensor,
+        grad: Tensor,
+        moments: Mapping[str, Any],
+        s: Mapping[str, Scalar],
+    ) -> tuple[Tensor, dict[str, Any]]:
+        v, total = self.second_moment(arithmetic, weight, grad, moments["v"], s)
+        u = (grad + s["weight_decay"] * weight) / (arithmetic.sqrt(total) + s["eps"])
+        if "m" not in moments:
+            return -s["lr"] * u, {"v": v}
+        m = arithmetic.accumulate(moments["m"], u, s["momentum"], 1.0)
+        return -s["lr"] * arithmetic.value(m), {"m": m, "v": v}
+
+
+ADAGRAD = Adagrad()

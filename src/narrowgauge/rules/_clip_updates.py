@@ -1,0 +1,78 @@
+"""Update clipping: a step is made shorter where the second moment has fallen behind the gradient.
+
+    RMS = sqrt(mean over the parameter of g^2 / max(v_hat, eps^2))
+    lr <- lr / max(1, RMS)
+
+RMS is about 1 while v_hat is an honest average of g^2. Where gradients have grown faster than v follows, the update
+is too large by that factor, and loss spikes come one to eight steps later. Clipping divides the learning rate, the
+weight decay with it, for this parameter and this step.
+
+It is a rule around any rule that has a second moment. AdamW with it is StableAdamW: the paper writes the debiased
+averages with decay rates of their own, beta (1 - beta^(t-1)) / (1 - beta^t), which is the bias correction in
+another place.
+
+Source: Shazeer and Stern 2018 (Adafactor), Section 5; Wortsman et al. 2023, Algorithm 2 and Section 3.4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from narrowgauge.rules._rule import Arithmetic, Rule, Scalar, Slot
+
+
+@runtime_checkable
+class HasSecondMoment(Rule, Protocol):
+    """A rule that divides by the root of an average of squares, in its slot ``v``."""
+
+    def second_moment(
+        self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, v: Any, s: Mapping[str, Scalar]
+    ) -> tuple[Any, Tensor]:
+        """The new v, and what the equation divides by the root of."""
+        raise NotImplementedError
+
+
+class ClipUpdates(Rule):
+    """Another rule with update clipping; see the module."""
+
+    def __init__(self, rule: HasSecondMoment) -> None:
+        self.name = f"{rule.name}, clipped"
+        self.averaging = rule.averaging
+        self._rule = rule
+
+    def slots(self, group: Mapping[str, Any]) -> tuple[Slot, ...]:
+        return self._rule.slots(group)
+
+    def scalars(self, group: Mapping[str, Any], step: Scalar) -> dict[str, Scalar]:
+        return self._rule.scalars(group, step)
+
+    def terms(
+        self,
+        arithmetic: Arithmetic,
+        weight: Tensor,
+        grad: Tensor,
+        moments: Mapping[str, Any],
+        s: Mapping[str, Scalar],
+    ) -> dict[str, Tensor]:
+        _, v_hat = self._rule.second_moment(arithmetic, weight, grad, moments["v"], s)
+        floor = s["eps"] * s["eps"]
+        bounded = torch.maximum(v_hat, torch.as_tensor(floor, dtype=v_hat.dtype, device=v_hat.device))
+        # Divided before it is multiplied: the square alone could overflow.
+        ratio = grad / bounded * grad
+        return {**self._rule.terms(arithmetic, weight, grad, moments, s), "clip_squares": ratio}
+
+    def update(
+        self,
+        arithmetic: Arithmetic,
+        weight: Tensor,
+        grad: Tensor,
+        moments: Mapping[str, Any],
+        s: Mapping[str, Scalar],
+    ) -> tuple[Tensor, dict[str, Any]]:
+        rms = (torch.as_tensor(s["clip_squares"]) / s["elements"]).sqrt()
+        clipped = {**s, "lr": s["lr"] / rms.clamp_min(1.0)}
+        return self._rule.update(arithmetic, weight, grad, moments, clipped)

@@ -1,0 +1,56 @@
+"""Lion: the sign of an average.
+
+    c = beta1 m + (1 - beta1) g
+    delta = -lr (sign(c) + weight_decay w)
+    m <- beta2 m + (1 - beta2) g
+
+Every element moves by the same amount, so a learning rate three to ten times below Adam's is usual.
+
+Source: Chen et al. 2023, Algorithm 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from narrowgauge.rules._rule import Arithmetic, Rule, Scalar, Slot
+
+
+class Lion(Rule):
+    """Lion; see the module."""
+
+    name = "lion"
+    averaging = ("beta1", "share1", "beta2", "share2")
+
+    def slots(self, group: Mapping[str, Any]) -> tuple[Slot, ...]:
+        return (Slot("m", signed=True),)
+
+    def scalars(self, group: Mapping[str, Any], step: Scalar) -> dict[str, Scalar]:
+        beta1, beta2 = group["betas"]
+        return {
+            "lr": group["lr"],
+            "beta1": beta1,
+            "share1": 1 - beta1,
+            "beta2": beta2,
+            "share2": 1 - beta2,
+            "weight_decay": group["weight_decay"],
+        }
+
+    def update(
+        self,
+        arithmetic: Arithmetic,
+        weight: Tensor,
+        grad: Tensor,
+        moments: Mapping[str, Any],
+        s: Mapping[str, Scalar],
+    ) -> tuple[Tensor, dict[str, Any]]:
+        c = arithmetic.accumulate(moments["m"], grad, s["beta1"], s["share1"])
+        m = arithmetic.accumulate(moments["m"], grad, s["beta2"], s["share2"])
+        delta = -s["lr"] * (arithmetic.value(c).sign() + s["weight_decay"] * weight)
+        return delta, {"m": m}
+
+
+LION = Lion()

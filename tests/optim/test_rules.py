@@ -1,0 +1,189 @@
+"""Each rule's equation, with nothing narrow: against torch's namesake, or the paper's equation in float64."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from narrowgauge import optim
+
+Step = Callable[[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], int], torch.Tensor]
+
+
+def gradients(shape: tuple[int, ...], steps: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator) * (0.5 + 0.1 * step % 3) for step in range(steps)]
+
+
+def run(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], steps: int = 40) -> torch.Tensor:
+    """Two parameters, one without a gradient at every third step, so that their step counts differ."""
+    start = torch.Generator().manual_seed(1)
+    parameters = [torch.nn.Parameter(torch.randn(shape, generator=start)) for shape in ((12, 8), (5, 9))]
+    optimizer = make(parameters)
+    for step in range(steps):
+        for p in parameters:
+            p.grad = gradients(tuple(p.shape), steps)[step]
+        if step % 3 == 2:
+            parameters[1].grad = None
+        optimizer.step()
+    return torch.cat([p.detach().reshape(-1).double() for p in parameters])
+
+
+NAMESAKES: list[tuple[str, dict[str, Any]]] = [
+    ("Adam", {}),
+    ("Adam", {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}),
+    ("AdamW", {"weight_decay": 0.1}),
+    ("AdamW", {"maximize": True, "betas": (0.0, 0.0)}),
+    ("SGD", {}),
+    ("SGD", {"lr": 0.02, "momentum": 0.9}),
+    ("SGD", {"lr": 0.02, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}),
+    ("SGD", {"lr": 0.02, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    ("SGD", {"lr": 0.02, "weight_decay": 0.1, "maximize": True}),
+    ("Adagrad", {}),
+    ("Adagrad", {"lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.5, "eps": 1e-6}),
+    ("Muon", {}),
+    ("Muon", {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0, "lr": 0.02}),
+    ("Muon", {"ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5), "momentum": 0.5}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), NAMESAKES, ids=str)
+def test_a_namesake_goes_where_torch_goes(name: str, options: dict[str, Any]) -> None:
+    ours = run(lambda ps: getattr(optim, name)(ps, **options))
+    theirs = run(lambda ps: getattr(torch.optim, name)(ps, **options))
+    # Both round to float32 at each of 40 steps; Muon's singular values are found in bf16.
+    assert float((ours - theirs).abs().max()) < (1e-3 if name == "Muon" else 5e-6)
+
+
+def adamw(w, g, s, t, lr=1e-3, b1=0.9, b2=0.999, eps=1e-8, wd=0.01):
+    s["m"] = b1 * s.get("m", 0) + (1 - b1) * g
+    s["v"] = b2 * s.get("v", 0) + (1 - b2) * g**2
+    return s["m"] / (1 - b1**t) / ((s["v"] / (1 - b2**t)).sqrt() + eps) + wd * w
+
+
+def stable_adamw(w, g, s, t, lr=1e-3, b1=0.9, b2=0.99, eps=1e-6, wd=0.01):
+    """The SwitchBack paper's Algorithm 2 as it is written: debiased betas, no bias correction."""
+    h1, h2 = b1 * (1 - b1 ** (t - 1)) / (1 - b1**t), b2 * (1 - b2 ** (t - 1)) / (1 - b2**t)
+    s["v"] = h1 * s.get("v", 0) + (1 - h1) * g
+    s["u"] = h2 * s.get("u", 0) + (1 - h2) * g**2
+    rms = (g**2 / s["u"].clamp_min(eps**2)).mean().sqrt()
+    eta = lr / max(1.0, float(rms))
+    return -eta * wd * w - eta * s["v"] / (s["u"].sqrt() + eps)
+
+
+def lamb(w, g, s, t, lr=1e-3, **options):
+    u = adamw(w, g, s, t, **options)
+    return -lr * w.norm() / u.norm() * u
+
+
+def lars(w, g, s, t, lr=0.1, mu=0.9, wd=0.01, trust=1e-3, nesterov=False):
+    scaled = trust * w.norm() / (g.norm() + wd * w.norm() + 1e-8) * (g + wd * w)
+    s["m"] = mu * s["m"] + scaled if "m" in s else scaled
+    return -lr * (scaled + mu * s["m"] if nesterov else s["m"])
+
+
+def lion(w, g, s, t, lr=1e-4, b1=0.9, b2=0.99, wd=0.1):
+    m = s.get("m", torch.zeros_like(g))
+    s["m"] = b2 * m + (1 - b2) * g
+    return -lr * ((b1 * m + (1 - b1) * g).sign() + wd * w)
+
+
+def adagrad_momentum(w, g, s, t, lr=0.01, mu=0.9):
+    s["v"] = s.get("v", 0) + g**2
+    s["m"] = mu * s.get("m", 0) + g / (s["v"].sqrt() + 1e-10)
+    return -lr * s["m"]
+
+
+def scheduled(w, g, s, t, lr=1e-3, b1=0.9, exponent=0.5):
+    b2 = 1 - t**-exponent
+    s["m"] = b1 * s.get("m", 0) + (1 - b1) * g
+    s["v"] = b2 * s.get("v", 0) + (1 - b2) * g**2
+    return -lr * s["m"] / (1 - b1**t) / (s["v"].sqrt() + 1e-8)
+
+
+EQUATIONS: list[tuple[str, Step, dict[str, Any]]] = [
+    ("StableAdamW", stable_adamw, {"betas": (0.9, 0.99)}),
+    ("AdamW", stable_adamw, {"betas": (0.9, 0.99), "eps": 1e-6, "clip_updates": True}),
+    ("LAMB", lambda w, g, s, t: lamb(w, g, s, t, eps=1e-6), {}),
+    ("LARS", lars, {"lr": 0.1, "weight_decay": 0.01}),
+    (
+        "LARS",
+        lambda w, g, s, t: lars(w, g, s, t, nesterov=True),
+        {"lr": 0.1, "weight_decay": 0.01, "nesterov": True},
+    ),
+    ("Lion", lion, {"weight_decay": 0.1}),
+    ("Adagrad", adagrad_momentum, {"momentum": 0.9}),
+    ("AdamW", scheduled, {"beta2_schedule": 0.5, "weight_decay": 0.0}),
+]
+
+
+@pytest.mark.parametrize(("name", "equation", "options"), EQUATIONS, ids=lambda x: x if isinstance(x, str) else "")
+def test_a_rule_is_its_papers_equation(name: str, equation: Step, options: dict[str, Any]) -> None:
+    class Oracle(torch.optim.Optimizer):
+        """The equation in float64."""
+
+        def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+            super().__init__(parameters, {})
+            self.exact = [p.detach().double() for p in parameters]
+            self.memory: list[dict[str, torch.Tensor]] = [{} for _ in parameters]
+            self.count = [0 for _ in parameters]
+
+        @torch.no_grad()
+        def step(self) -> None:
+            for i, p in enumerate(self.param_groups[0]["params"]):
+                if p.grad is not None:
+                    self.count[i] += 1
+                    self.exact[i] += equation(self.exact[i], p.grad.double(), self.memory[i], self.count[i])
+                    p.copy_(self.exact[i])
+
+    ours, exact = run(lambda ps: getattr(optim, name)(ps, **options)), run(Oracle)
+    assert float((ours - exact).abs().max()) < 5e-6
+    assert float((exact - run(Oracle, 1)).abs().max()) > 1e-3
+
+
+def test_update_clipping_shortens_the_step_by_the_ratio_that_it_measures() -> None:
+    """A gradient that grows a hundredfold: RMS says by how much v lags, and the whole update is divided by it."""
+    updates = {}
+    for clip in (False, True):
+        p = torch.nn.Parameter(torch.ones(50, 3))
+        optimizer = optim.AdamW([p], lr=1e-2, clip_updates=clip, weight_decay=0.1)
+        for step in range(30):
+            p.grad = torch.ones_like(p) * (1.0 if step < 29 else 100.0)
+            before = p.detach().clone()
+            optimizer.step()
+        updates[clip] = p.detach() - before
+    state = optimizer.state[p]
+    v_hat = state["v"] / (1 - 0.999**30)
+    rms = float((p.grad.square() / v_hat).mean().sqrt())
+    assert rms > 5
+    assert torch.allclose(updates[True] * rms, updates[False], rtol=1e-3)
+
+
+def test_the_first_step_of_the_schedule_forgets_nothing_and_needs_no_correction() -> None:
+    p = torch.nn.Parameter(torch.zeros(4))
+    optimizer = optim.Adam([p], beta2_schedule=0.8)
+    p.grad = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    optimizer.step()
+    assert torch.equal(optimizer.state[p]["v"], p.grad.square())
+
+
+def test_muon_makes_singular_values_alike() -> None:
+    p = torch.nn.Parameter(torch.zeros(30, 20))
+    optimizer = optim.Muon([p], lr=1.0, weight_decay=0.0)
+    p.grad = torch.randn(30, 20) @ torch.diag(torch.logspace(-2, 2, 20))
+    optimizer.step()
+    values = torch.linalg.svdvals(p.detach()) / (30 / 20) ** 0.5
+    assert float(values.max()) < 1.3
+    assert float(values.median()) > 0.6
+
+
+@pytest.mark.parametrize("name", ["SGD", "LARS", "Lion", "Muon"])
+def test_update_clipping_wants_a_second_moment(name: str) -> None:
+    with pytest.raises(ValueError, match=f"clip_updates: got True, {name} takes False only"):
+        getattr(optim, name)([torch.nn.Parameter(torch.ones(2, 2))], clip_updates=True)
+
+
+def test_unknown_keywords_are_refused_as_python_does() -> None:
+    with pytest.raises(TypeError, match=r"AdamW\(\) got an unexpected keyword argument 'weight'"):
+        optim.AdamW([torch.nn.Parameter(torch.ones(2))], weight="plain")
