@@ -1,0 +1,73 @@
+"""Draw the studies' tables and pictures from their committed results.
+
+    python studies/render.py            # rewrites docs/studies/*.md between their markers, and the pictures there
+    python studies/render.py --check    # only says whether the pages are what the results say
+
+Two kinds of markers name what stands between them: `<!-- table: FILE.json NAME -->` ... `<!-- end -->` a table of
+the study, and `<!--=FILE.json NAME-->` ... `<!--/-->` a number in a sentence. Files are of `studies/results`; for a
+table of several runs they are joined by commas. A picture is drawn if a page shows it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import _noise_tables
+import _pictures
+import _quantization_tables
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "studies" / "results"
+PAGES = ROOT / "docs" / "studies"
+TABLES = {"quantization_error": _quantization_tables.TABLES, "inner_product_noise": _noise_tables.TABLES}
+FACTS = {
+    "quantization_error": _quantization_tables.quantization_facts,
+    "inner_product_noise": _noise_tables.noise_facts,
+}
+TABLE = re.compile(r"(<!-- table: (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+PICTURE = re.compile(r"\]\((\w+)\.png\)")
+NUMBER = re.compile(r"(<!--=(\S+) (\w+)-->).*?(<!--/-->)", re.DOTALL)
+
+
+@functools.cache
+def results(name: str) -> dict[str, Any]:
+    """A results file."""
+    return json.loads((RESULTS / name).read_text())
+
+
+def study_of(name: str) -> str:
+    """quantization_error_h200.json is of the study quantization_error."""
+    return name.rpartition("_")[0]
+
+
+def rendered(text: str) -> str:
+    """A page with every marked table and number drawn anew."""
+
+    def table(match: re.Match[str]) -> str:
+        files = match[2].split(",")
+        return match[1] + TABLES[study_of(files[0])][match[3]](*map(results, files)) + match[4]
+
+    def number(match: re.Match[str]) -> str:
+        return match[1] + FACTS[study_of(match[2])](results(match[2]))[match[3]] + match[4]
+
+    return NUMBER.sub(number, TABLE.sub(table, text))
+
+
+def main() -> int:
+    pages = {path: path.read_text() for path in sorted(PAGES.glob("*.md"))}
+    if "--check" in sys.argv:
+        return 0 if all(rendered(text) == text for text in pages.values()) else 1
+    for path, text in pages.items():
+        path.write_text(rendered(text))
+        for name in PICTURE.findall(text):
+            _pictures.draw(RESULTS, PAGES / f"{name}.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
