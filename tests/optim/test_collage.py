@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from narrowgauge.optim import AdamW, CollageAdamW
+from narrowgauge.storage import weight_storage
 
 LR, BETA1, BETA2, EPS = 1e-3, 0.9, 0.999, 1e-8
 
@@ -198,3 +199,22 @@ def test_variants_are_checked() -> None:
         CollageAdamW([p], variant="heavy")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="states: got 'fp32', follows from variant='light'"):
         CollageAdamW([p], variant="light", states="fp32")
+
+
+def test_kahan_is_collage_light_where_the_paper_says_so() -> None:
+    """Appendix D: |weight| >= |update|, and updates of about the size of what is carried over, so that their sum is
+    exact. Multiples of 2^-12 below 2^-8 beside weights in [1, 2) are: then both hold the same sum, bit for bit."""
+    generator = torch.Generator().manual_seed(0)
+    start = (1.25 + 0.5 * torch.rand(500, generator=generator)).bfloat16()
+    kahan, light = weight_storage("kahan"), weight_storage("expansion")
+    ends = {}
+    for storage in (kahan, light):
+        steps = torch.Generator().manual_seed(1)
+        p, low = start.clone(), storage.init(start)
+        for _ in range(400):
+            delta = (torch.randint(-8, 9, p.shape, generator=steps) * 2.0**-12).bfloat16()
+            p, low = storage.add_rounded(p, low, delta, noise=lambda: torch.empty(0))
+        ends[storage.name] = p, storage.exact(p, low)
+    assert torch.equal(ends["kahan"][0], ends["expansion"][0])
+    assert torch.equal(ends["kahan"][1], ends["expansion"][1])
+    assert not torch.equal(ends["kahan"][0], start)

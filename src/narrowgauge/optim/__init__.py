@@ -3,6 +3,7 @@
 from narrowgauge.optim._adagrad import Adagrad, Adagrad8bit
 from narrowgauge.optim._adam import Adam, Adam8bit, AdamW, AdamW8bit, CollageAdamW, StableAdamW
 from narrowgauge.optim._describe import Description
+from narrowgauge.optim._groups import split_decay
 from narrowgauge.optim._lamb import LAMB, LAMB8bit
 from narrowgauge.optim._lion import Lion, Lion8bit
 from narrowgauge.optim._muon import Muon
@@ -33,4 +34,5 @@ __all__ = [
     "SGD8bit",
     "StableAdamW",
     "UpdateStats",
+    "split_decay",
 ]

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from narrowgauge.formats import random_bits
+from narrowgauge.optim._clip_gradients import clip_to_percentile
 from narrowgauge.optim._describe import Description, Row
 from narrowgauge.optim._options import check_hyperparameters, check_options, show_options, with_defaults
 from narrowgauge.optim._plan import ParameterPlan, plan_parameter
@@ -160,8 +161,14 @@ class NarrowOptimizer(torch.optim.Optimizer):
         noise = functools.partial(self._noise, group["seed"], plan.index, step, p)
         if group["maximize"]:
             grad = -grad
+        norms = {}
+        if "grad_norms" in state:
+            grad, norms["grad_norms"] = clip_to_percentile(
+                grad, state["grad_norms"], step, group["percentile_clipping"]
+            )
         before = self._exact(plan, p, state) if self.gauges else None
         new_p, new_state, delta = update(plan, p, grad, state, group, step, noise)
+        new_state |= norms
         for target, value in [(p, new_p), *((state[key], value) for key, value in new_state.items())]:
             target.copy_(value if keep is True else torch.where(keep, value, target))
         state["step"] += 1 if keep is True else keep

@@ -27,6 +27,8 @@ class Options(TypedDict, total=False):
         block_size: elements that share a scale in block-wise states.
         clip_updates: shorten a parameter's step where its second moment has fallen behind its gradient (Adafactor's
             update clipping, d = 1); for rules with a second moment.
+        percentile_clipping: make a parameter's gradient no longer than this percentile of its last hundred norms;
+            100 for not at all.
         arithmetic: ``"fp32"`` computes in float32 and rounds each storage once, on write; ``"strict"`` rounds every
             operation to the storages' formats, as Collage's Algorithm 2 is written.
         nonfinite: what a gradient with inf or NaN does: ``"skip"`` leaves that parameter, its state, decay and step
@@ -46,6 +48,7 @@ class Options(TypedDict, total=False):
     states: str | Mapping[str, str]
     block_size: int
     clip_updates: bool
+    percentile_clipping: float
     arithmetic: Literal["fp32", "strict"]
     nonfinite: Literal["skip", "propagate", "raise"]
     min_quantized_size: int
@@ -62,6 +65,7 @@ _DEFAULTS: dict[str, Any] = {
     "states": "fp32",
     "block_size": 256,
     "clip_updates": False,
+    "percentile_clipping": 100,
     "arithmetic": "fp32",
     "nonfinite": "skip",
     "min_quantized_size": 4096,
@@ -130,6 +134,8 @@ def check_options(name: str, rule: Rule, group: Mapping[str, Any]) -> None:
     for option, least in (("block_size", 1), ("min_quantized_size", 0), ("seed", 0)):
         if not isinstance(group[option], int) or isinstance(group[option], bool) or group[option] < least:
             raise ValueError(f"{option}: got {group[option]!r}, takes an integer of at least {least}")
+    if not 1 <= group["percentile_clipping"] <= 100:
+        raise ValueError(f"percentile_clipping: got {group['percentile_clipping']!r}, takes a number from 1 to 100")
     if group["weights"] == "stochastic" and group["seed"] >= 2**32:
         raise ValueError(f"seed: got {group['seed']}, takes an integer below 2^32")
     for option in ("amsgrad", "differentiable"):

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.optim._clip_gradients import new_history
 from narrowgauge.rules import Rule, Slot
-from narrowgauge.storage import StateStorage, WeightStorage, state_storage, weight_storage
+from narrowgauge.storage import StateStorage, WeightStorage, marked_states, state_storage, weight_storage
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -82,6 +83,8 @@ class ParameterPlan:
             "step": torch.zeros((), dtype=torch.float32, device=p.device),
             "skipped": torch.zeros((), dtype=torch.int64, device=p.device),
         }
+        if group.get("percentile_clipping", 100) < 100:
+            state["grad_norms"] = new_history(p.device)
         for slot in self.slots:
             state |= slot.init(p, group)
         low = self.weight.init(p)
@@ -111,9 +114,12 @@ def plan_parameter(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, i
     if strict and not weight.rounded:
         raise ValueError(f"arithmetic: 'strict' takes weights whose words are floats, got weights={weight.name!r}")
     slots, why = [], []
-    asked = slot_storages(rule, group)
+    asked, mark = slot_storages(rule, group), marked_states(p)
     for slot in rule.slots(group):
         storage = asked[slot.name]
+        if mark is not None and storage.name != mark:
+            why.append(f"{slot.name} in {mark}: the parameter is marked so")
+            storage = state_storage(mark)
         if storage.quantized and p.numel() < group["min_quantized_size"]:
             why.append(f"{slot.name} in fp32: {p.numel()} elements < min_quantized_size")
             storage = state_storage("fp32")

@@ -11,6 +11,7 @@ from narrowgauge.storage._expansion import (
     two_prod_fma,
     two_sum,
 )
+from narrowgauge.storage._marks import mark_states, marked_states
 from narrowgauge.storage._quantiles import estimate_quantiles
 from narrowgauge.storage._states import StateStorage, state_storage, state_storages
 from narrowgauge.storage._weights import WeightStorage, weight_storage, weight_storages
@@ -22,6 +23,8 @@ __all__ = [
     "estimate_quantiles",
     "fast_two_sum",
     "grow",
+    "mark_states",
+    "marked_states",
     "mul",
     "quantize",
     "scaling",

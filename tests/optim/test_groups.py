@@ -1,0 +1,60 @@
+"""Splitting a model into groups: each parameter in one, by what it is."""
+
+import pytest
+import torch
+from torch import nn
+
+from narrowgauge.nn import StableEmbedding
+from narrowgauge.optim import AdamW, AdamW8bit, split_decay
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.stable = StableEmbedding(50, 16)
+        self.norm = nn.LayerNorm(16)
+        self.batch = nn.BatchNorm1d(16)
+        self.rms = nn.RMSNorm(16)
+        self.linear = nn.Linear(16, 16)
+        self.conv = nn.Conv1d(4, 4, 3)
+        self.gain = nn.Parameter(torch.ones(16))
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.head = nn.Linear(16, 50, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_every_parameter_that_learns_is_in_one_group() -> None:
+    model = Block()
+    decayed, bare, embeddings = split_decay(model, 0.1)
+    names = [{name for name, _ in group["params"]} for group in (decayed, bare, embeddings)]
+    assert names[0] == {"linear.weight", "conv.weight"}
+    assert names[2] == {"embed.weight", "stable.weight"}
+    assert names[1] == {
+        "stable.norm.weight", "stable.norm.bias", "norm.weight", "norm.bias", "batch.weight", "batch.bias",
+        "rms.weight", "linear.bias", "conv.bias", "gain",
+    }  # fmt: skip
+    assert [group["weight_decay"] for group in (decayed, bare, embeddings)] == [0.1, 0.0, 0.1]
+
+
+def test_an_optimizer_takes_the_groups_and_shows_them() -> None:
+    model = nn.Sequential(nn.Embedding(500, 64), nn.Linear(64, 500))
+    rows = {row.parameter: row.states for row in AdamW8bit(split_decay(model, 0.1)).describe().rows}
+    assert rows == {"0.weight": "m:fp32 v:fp32", "1.weight": "m:8bit v:8bit", "1.bias": "m:fp32 v:fp32"}
+
+
+def test_what_is_not_there_makes_no_group() -> None:
+    assert len(split_decay(nn.Linear(3, 3, bias=False), 0.1)) == 1
+    assert split_decay(nn.ReLU(), 0.1) == []
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_norms_do_not_shrink_where_matrices_do(decay: float) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    optimizer = AdamW(split_decay(model, decay), lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    moved = [not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
+    assert moved == [decay > 0, False, False, False]

@@ -1,0 +1,70 @@
+"""Layers: the stable embedding's three parts, and layer scale."""
+
+import copy
+import io
+
+import pytest
+import torch
+
+import narrowgauge as ng
+from narrowgauge.nn import LayerScale, StableEmbedding
+
+
+def test_a_stable_embedding_is_xavier_rows_behind_a_layer_norm() -> None:
+    torch.manual_seed(0)
+    embedding = StableEmbedding(500, 64)
+    bound = (6 / (500 + 64)) ** 0.5
+    assert float(embedding.weight.detach().abs().max()) <= bound
+    assert float(embedding.weight.detach().std()) == pytest.approx(bound / 3**0.5, rel=0.02)
+    tokens = torch.randint(500, (3, 7))
+    out = embedding(tokens)
+    assert torch.equal(out, torch.nn.functional.layer_norm(embedding.weight[tokens], (64,)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_it_has_the_dtype_of_its_table_and_takes_what_an_embedding_takes(dtype: torch.dtype) -> None:
+    embedding = StableEmbedding(10, 8, padding_idx=3, dtype=dtype)
+    assert embedding(torch.tensor([1, 3])).dtype == dtype
+    assert not embedding.weight[3].any()
+    assert set(dict(embedding.named_parameters())) == {"weight", "norm.weight", "norm.bias"}
+
+
+def states(embedding: StableEmbedding) -> str:
+    optimizer = ng.optim.AdamW8bit(embedding.named_parameters())
+    return next(row.states for row in optimizer.describe().rows if row.parameter == "weight")
+
+
+def test_its_table_keeps_32_bit_states_however_it_came_to_be() -> None:
+    embedding = StableEmbedding(500, 64)
+    assert states(embedding) == "m:fp32 v:fp32"
+    assert states(copy.deepcopy(embedding)) == "m:fp32 v:fp32"
+    assert states(embedding.bfloat16()) == "m:fp32 v:fp32"
+    file = io.BytesIO()
+    torch.save(embedding, file)
+    file.seek(0)
+    assert states(torch.load(file, weights_only=False)) == "m:fp32 v:fp32"
+    other = StableEmbedding(500, 64, device="meta")
+    other.load_state_dict(embedding.state_dict(), assign=True)
+    assert states(other) == "m:fp32 v:fp32"
+    row = ng.optim.AdamW8bit(embedding.named_parameters()).describe().rows[0]
+    assert "m in fp32: the parameter is marked so" in row.why
+
+
+def test_a_mark_goes_before_the_optimizers_option_and_must_be_a_storage() -> None:
+    p = torch.nn.Parameter(torch.ones(100, 100))
+    ng.storage.mark_states(p, "bf16")
+    assert ng.storage.marked_states(p) == "bf16"
+    assert ng.optim.AdamW([p], states="8bit").describe().rows[0].states == "m:bf16 v:bf16"
+    with pytest.raises(ValueError, match="states: got '7bit', takes one of"):
+        ng.storage.mark_states(p, "7bit")
+
+
+def test_layer_scale_starts_as_it_is_told_and_learns() -> None:
+    x = torch.randn(2, 5, 8)
+    assert not LayerScale(8)(x).any()
+    scale = LayerScale(8, 0.1, dtype=torch.bfloat16)
+    assert scale.gamma.dtype == torch.bfloat16
+    assert torch.equal(scale(x.bfloat16()), x.bfloat16() * torch.tensor(0.1, dtype=torch.bfloat16))
+    scale = LayerScale(8, 1.0)
+    scale(x).sum().backward()
+    assert torch.allclose(scale.gamma.grad, x.sum(dim=(0, 1)), atol=1e-5)
