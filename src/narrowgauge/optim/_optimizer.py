@@ -71,8 +71,9 @@ class NarrowOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: naming the argument, what it got, what it takes.
         """
-        check_hyperparameters(group)
-        check_options(type(self).__name__, self.rule_for(group), group)
+        rule = self.rule_for(group)
+        check_hyperparameters(rule, group)
+        check_options(type(self).__name__, rule, group)
 
     def rule_for(self, group: Mapping[str, Any]) -> Rule:
         """The update rule under a group's options."""

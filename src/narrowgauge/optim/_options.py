@@ -149,7 +149,7 @@ def check_options(name: str, rule: Rule, group: Mapping[str, Any]) -> None:
         )
 
 
-def check_hyperparameters(group: Mapping[str, Any]) -> None:
+def check_hyperparameters(rule: Rule, group: Mapping[str, Any]) -> None:
     """Refuse hyperparameters out of range, those that the group has.
 
     Raises:
@@ -162,9 +162,9 @@ def check_hyperparameters(group: Mapping[str, Any]) -> None:
             value = group[option]
             if isinstance(value, str) or not 0.0 <= float(value) < math.inf:
                 raise ValueError(f"Invalid {words}: {value!r}, takes a finite number of at least 0")
-    betas = group.get("betas", ())
-    if isinstance(betas, str) or len(betas) not in (0, 2):
-        raise ValueError(f"Invalid betas: {betas!r}, takes two numbers in [0, 1)")
+    betas = group.get("betas", (0.0,) * rule.betas)
+    if isinstance(betas, str) or len(betas) != rule.betas:
+        raise ValueError(f"Invalid betas: {betas!r}, takes {rule.betas} numbers in [0, 1)")
     for index, beta in enumerate(betas):
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}, takes a number in [0, 1)")

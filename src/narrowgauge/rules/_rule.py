@@ -63,10 +63,12 @@ class Rule(Protocol):
         name: the rule's name, as printed.
         averaging: names of the scalars that only decay or weigh averages: they are numbers of the moment's format,
             whatever that is, and not of the equation's.
+        betas: how many decay rates the group's ``betas`` hold.
     """
 
     name: str
     averaging: tuple[str, ...] = ()
+    betas: int = 2
 
     def slots(self, group: Mapping[str, Any]) -> tuple[Slot, ...]:
         """The moments it keeps under these hyperparameters."""
