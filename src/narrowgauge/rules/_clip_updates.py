@@ -42,6 +42,7 @@ class ClipUpdates(Rule):
     def __init__(self, rule: HasSecondMoment) -> None:
         self.name = f"{rule.name}, clipped"
         self.averaging = rule.averaging
+        self.betas = rule.betas
         self._rule = rule
 
     def slots(self, group: Mapping[str, Any]) -> tuple[Slot, ...]:
