@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import _float8_tables
 import _noise_tables
 import _pictures
 import _quantization_tables
@@ -24,7 +25,11 @@ import _quantization_tables
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "studies" / "results"
 PAGES = ROOT / "docs" / "studies"
-TABLES = {"quantization_error": _quantization_tables.TABLES, "inner_product_noise": _noise_tables.TABLES}
+TABLES = {
+    "quantization_error": _quantization_tables.TABLES,
+    "inner_product_noise": _noise_tables.TABLES,
+    "collage_float8": _float8_tables.TABLES,
+}
 FACTS = {
     "quantization_error": _quantization_tables.quantization_facts,
     "inner_product_noise": _noise_tables.noise_facts,
@@ -42,7 +47,7 @@ def results(name: str) -> dict[str, Any]:
 
 def study_of(name: str) -> str:
     """quantization_error_h200.json is of the study quantization_error."""
-    return name.rpartition("_")[0]
+    return next(study for study in TABLES if name.startswith(study))
 
 
 def rendered(text: str) -> str:
