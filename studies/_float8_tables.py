@@ -26,7 +26,7 @@ def recipes(*runs: Results) -> str:
 
 def origins(*runs: Results) -> str:
     """What was run."""
-    return "\n".join(origin(run) for run in runs)
+    return "\n".join(origin(run).replace(" in fp32 on ", " on ") for run in runs)
 
 
 TABLES = {"recipes": recipes, "origins": origins}

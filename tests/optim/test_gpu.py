@@ -48,7 +48,9 @@ def test_the_gpu_gives_the_cpus_numbers(case) -> None:
         differing = (found != wanted).double().mean().item() if wanted.dtype != torch.float32 else 0.0
         assert differing < 0.02, key
         if wanted.is_floating_point() and not key.endswith(("lo", "compensation")):
-            torch.testing.assert_close(found.double(), wanted.double(), rtol=2.0**-7, atol=1e-6)
+            # A rounding that tipped is a step of the format: an eighth in float8.
+            rtol = 2.0**-3 if wanted.dtype.itemsize == 1 else 2.0**-7
+            torch.testing.assert_close(found.double(), wanted.double(), rtol=rtol, atol=1e-6)
 
 
 @pytest.mark.parametrize("arithmetic", ["strict"])
