@@ -3,20 +3,12 @@
 import copy
 import itertools
 import pickle
-import warnings
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
-from narrowgauge.formats import BF16, FP16, FloatFormat
-from narrowgauge.optim import SGD, Adagrad, Adam, AdamW, AdamW8bit, Lion, NarrowOptimizer
-from narrowgauge.optim._checkpoint_words import low_word
-from narrowgauge.storage import mark_states, state_storage, state_storages, weight_storage, weight_storages
+from narrowgauge.optim import LARS, SGD, Adagrad, Adam, AdamW, AdamW8bit, Lion, NarrowOptimizer
+from narrowgauge.storage import mark_states, state_storage, state_storages
 
 # The error of each storage at worst (signed, unsigned), over a block's largest magnitude.
 COARSE = {
@@ -134,78 +126,6 @@ def test_marked_and_renamed_parameters_resume() -> None:
     assert same(everything(saved), everything(same_marks))
     assert [row.states for row in no_marks.describe().rows] == ["m:4bit v:4bit", "m:4bit v:4bit", "m:fp32 v:fp32"]
     assert same(moments(no_marks)["odd.v"], moments(saved)["odd.v"])
-
-
-WEIGHTS = [
-    (old, new, dtype)
-    for old, new in itertools.product(weight_storages(), repeat=2)
-    for dtype in (torch.bfloat16, torch.float16)
-    if dtype in weight_storage(old).dtypes and dtype in weight_storage(new).dtypes
-]
-
-
-def error(storage: str, value: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
-    """How far from a weight the nearest may be that a storage keeps beside the same parameter."""
-    ulp = fmt.ulp(value)
-    if storage in ("kahan", "expansion"):
-        return ulp * 2.0 ** -(fmt.mantissa_bits + 3) + fmt.min_subnormal / 2
-    return ulp * {"split8": 2.0**-8, "split": 2.0**-16, "master": 2.0 ** (fmt.mantissa_bits - 23)}.get(storage, 0.5)
-
-
-@pytest.mark.parametrize(("old", "new", "dtype"), WEIGHTS, ids=str)
-def test_every_weight_storage_becomes_every_other(old: str, new: str, dtype: torch.dtype) -> None:
-    saved = AdamW(model(dtype), weights=old)
-    drive(saved, range(3))
-    loaded = AdamW(model(dtype), weights=new)
-    with torch.no_grad():
-        for p, q in zip(loaded.param_groups[0]["params"], saved.param_groups[0]["params"], strict=True):
-            p.copy_(q)
-    before = [p.detach().clone() for p in loaded.param_groups[0]["params"]]
-    loses = weight_storage(old).key is not None and weight_storage(new).key is None
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        loaded.load_state_dict(saved.state_dict())
-    assert [w.category for w in caught] == [UserWarning] * loses
-    if loses:
-        words = rf"dropped 'weight\.\w+' of '{old}', which '{new}' has no place for \(weight, odd, bias\)"
-        with pytest.warns(UserWarning, match=words):
-            loaded.load_state_dict(saved.state_dict())
-    assert same(before, [p.detach() for p in loaded.param_groups[0]["params"]])
-    for (name, a), b in zip(weights(saved).items(), weights(loaded).values(), strict=True):
-        assert ((a - b).abs() <= (0 if old == new else error(new, a, FloatFormat.of(dtype)))).all(), name
-
-
-@pytest.mark.parametrize("fmt", [BF16, FP16], ids=lambda fmt: fmt.name)
-def test_a_low_word_is_found_for_every_parameter_and_offset(fmt: FloatFormat) -> None:
-    """All finite numbers, and weights at, beside and between the halfway points to both neighbours."""
-    dtype = torch.bfloat16 if fmt is BF16 else torch.float16
-    p = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
-    p = p[torch.isfinite(p)]
-    for storage in (weight_storage(name) for name in weight_storages()):
-        if storage.key is None or dtype not in storage.dtypes:
-            continue
-        for share in (-0.5, -0.3, -(2.0**-12), 0.0, 0.1, 0.499, 0.5):
-            # Towards zero a power of two is at half the distance from its neighbour.
-            below = torch.nextafter(p.abs(), torch.zeros_like(p)).double()
-            gap = p.double().abs() - below if share < 0 else fmt.ulp(p.double())
-            value = (p.double() + share * gap * p.double().sign()).float()
-            found = storage.exact(p, low_word(storage, p, value))
-            wrong = (found - value.double()).abs() > error(storage.name, p.double(), fmt)
-            assert not wrong[torch.isfinite(value)].any(), (storage.name, share)
-
-
-def test_a_low_word_left_over_from_another_weight_does_no_harm() -> None:
-    saved = AdamW(model(), weights="split")
-    drive(saved, range(2))
-    for p in saved.param_groups[0]["params"]:
-        p.data.mul_(-4)
-    for new in ("kahan", "master", "split8"):
-        names = [name for name, _ in model()]
-        ps = [p.detach().clone().requires_grad_() for p in saved.state]
-        loaded = AdamW(zip(names, ps, strict=True), weights=new)
-        loaded.load_state_dict(saved.state_dict())
-        for (p, _), value in zip(loaded._all_plans(), weights(loaded).values(), strict=True):
-            assert ((value - p.double()).abs() <= BF16.ulp(p.double()) / 2).all()
 
 
 def test_hyperparameters_come_from_the_checkpoint_and_storages_stay() -> None:
@@ -328,8 +248,14 @@ def test_states_of_other_rules_are_taken_as_far_as_they_go() -> None:
     for optimizer in (adam, lion, adagrad, sgd):
         drive(optimizer, range(2))
     AdamW(model()).load_state_dict(adam.state_dict())
-    with pytest.warns(UserWarning, match=r"dropped 'v', which Lion does not keep \(weight, odd, bias\)$"):
+    words = (
+        r"took moments of 'adam' for those of 'lion', which may be other averages \(group 0\); "
+        r"dropped 'v', which Lion does not keep \(weight, odd, bias\)$"
+    )
+    with pytest.warns(UserWarning, match=words):
         Lion(model()).load_state_dict(adam.state_dict())
+    with pytest.warns(UserWarning, match=r"took moments of 'sgd' for those of 'lars', which may be other averages"):
+        LARS(model()).load_state_dict(sgd.state_dict())
     with pytest.raises(ValueError, match=r"weight has no 'v', got .*; AdamW takes 'm' and 'v'"):
         AdamW(model()).load_state_dict(lion.state_dict())
     with pytest.raises(ValueError, match="weight has no 'm'"):
@@ -338,46 +264,6 @@ def test_states_of_other_rules_are_taken_as_far_as_they_go() -> None:
     bare = SGD(model())
     bare.load_state_dict(sgd.state_dict())
     assert same(moments(bare), moments(sgd))
-
-
-def test_low_words_mean_nothing_beside_another_dtype() -> None:
-    saved = AdamW(model(), weights="expansion")
-    drive(saved, range(2))
-    for dtype, options in ((torch.float32, {}), (torch.float16, {"weights": "kahan"})):
-        loaded = AdamW(model(dtype), **options)
-        words = rf"'weight\.lo' in bfloat16, which means nothing beside {str(dtype).removeprefix('torch.')}"
-        with pytest.warns(UserWarning, match=words):
-            loaded.load_state_dict(saved.state_dict())
-        assert same(moments(loaded), moments(saved))
-
-
-class Net(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.inner = torch.nn.Linear(20, 30, dtype=torch.bfloat16)
-        self.out = torch.nn.Linear(30, 4, dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("states", ["fp32", "8bit"])
-def test_distributed_checkpoints_name_parameters_and_come_back(flat: bool, states: str) -> None:
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    net, fresh = Net(), Net()
-    saved, loaded = (
-        AdamW(n.parameters(), states=states, weights="split", min_quantized_size=100) for n in (net, fresh)
-    )
-    drive(saved, range(3))
-    kept = copy.deepcopy(get_optimizer_state_dict(net, saved, options=options))
-    assert any("inner.weight" in key for key in (kept if flat else kept["state"]))
-    fresh.load_state_dict(net.state_dict())
-    set_optimizer_state_dict(fresh, loaded, kept, options=options)
-    assert same(everything(saved), everything(loaded))
-    if not flat:
-        other = AdamW(fresh.parameters(), states="bf16", weights="master")
-        set_optimizer_state_dict(fresh, other, kept)
-        for new, old in zip(moments(other).values(), moments(saved).values(), strict=True):
-            torch.testing.assert_close(new, old, rtol=2**-8, atol=0)
 
 
 @pytest.mark.gpu

@@ -1,11 +1,11 @@
 """Checkpoints: a state that was written under other storages, by another library, or on another device.
 
 `state_dict` is torch's: the words of each parameter as they are, and the parameter groups. The groups say what the
-words mean: `states`, `weights` and `block_size` name the formats, `state_version` says which edition of them. What
-a single parameter really has (fp32 beside 8-bit neighbours because it is small, or marked) its words tell
-themselves: no two state storages use the same names, dtypes and shapes for their words. So nothing else has to be
-written, and the state remains what every tool that moves torch's optimizer states understands: tensors, numbers,
-and groups.
+words mean: `states`, `weights` and `block_size` name the formats, `rule` the averages, `state_version` the edition
+of all this. What a single parameter really has (fp32 beside 8-bit neighbours because it is small, or marked) its
+words tell themselves: no two state storages use the same names, dtypes and shapes for their words. So nothing else
+has to be written, and the state remains what every tool that moves torch's optimizer states understands: tensors,
+and groups of plain values.
 
 Reading takes three steps, none of which touches the optimizer; a checkpoint that cannot be taken over changes
 nothing.
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.optim._checkpoint_layouts import VERSION_KEY, layout_of
-from narrowgauge.optim._checkpoint_words import Dropped, WordReader
+from narrowgauge.optim._checkpoint_words import Notes, WordReader
 from narrowgauge.optim._plan import plan_parameter, slot_storages
 
 if TYPE_CHECKING:
@@ -42,8 +42,10 @@ if TYPE_CHECKING:
 # What stays as the optimizer was made: how numbers are kept and computed, and the version of what it would write.
 _STAYS = (
     "weights", "states", "block_size", "min_quantized_size", "arithmetic",
-    "foreach", "fused", "capturable", "differentiable", VERSION_KEY,
+    "foreach", "fused", "capturable", "differentiable", "rule", VERSION_KEY,
 )  # fmt: skip
+# Rules whose moments are the same averages.
+_ALIKE = {"adam", "adamw", "lamb"}
 
 
 @dataclass
@@ -54,18 +56,18 @@ class Checkpoint:
         groups: the parameter groups, with the checkpoint's identities for parameters.
         states: the new state of each parameter that has one.
         others: entries of the saved state that belong to no parameter.
-        dropped: what was not taken over.
+        notes: what was not taken over as it is.
     """
 
     groups: list[dict[str, Any]]
     others: dict[Any, Any]
     states: dict[Tensor, dict[str, Tensor]] = field(default_factory=dict)
-    dropped: Dropped = field(default_factory=Dropped)
+    notes: Notes = field(default_factory=Notes)
 
 
 def load_checkpoint(
     optimizer: NarrowOptimizer, names: Iterator[str], load: Callable[[dict[str, Any]], None], given: dict[str, Any]
-) -> Dropped:
+) -> Notes:
     """Load a checkpoint by way of torch.
 
     Args:
@@ -75,7 +77,7 @@ def load_checkpoint(
         given: the state_dict, as the user gave it.
 
     Returns:
-        What was not taken over.
+        What was not taken over as it is.
 
     Raises:
         ValueError: for what this optimizer cannot take over; nothing is changed then.
@@ -104,7 +106,7 @@ def load_checkpoint(
     finally:
         for handle in handles:
             handle.remove()
-    return read[0].dropped
+    return read[0].notes
 
 
 @torch.no_grad()
@@ -136,6 +138,9 @@ def read_checkpoint(
     checkpoint = Checkpoint(groups, dict(given["state"]))
     for number, (group, old) in enumerate(zip(groups, translated, strict=True)):
         members = live[number]["params"]
+        if group["rule"] != old["rule"] and not {group["rule"], old["rule"]} <= _ALIKE:
+            what = f"took moments of {old['rule']!r} for those of {group['rule']!r}, which may be other averages"
+            checkpoint.notes.add(what, f"group {number}")
         try:
             optimizer.check({**group, "params": members})
             rule = optimizer.rule_for(group)
@@ -147,7 +152,7 @@ def read_checkpoint(
             entry = checkpoint.others.pop(identity, None)
             entry = layout.state(plan.name, entry, rule.slots(group)) if entry else None
             if entry:
-                reader = WordReader(name, plan, p, entry, kept, old["block_size"], checkpoint.dropped)
+                reader = WordReader(name, plan, p, entry, kept, old["block_size"], checkpoint.notes)
                 checkpoint.states[p] = reader.read(plan.init(p, group))
     return checkpoint
 

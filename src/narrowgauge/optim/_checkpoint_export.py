@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from narrowgauge.optim._checkpoint_words import Dropped, says_more
+from narrowgauge.optim._checkpoint_words import Notes, says_more
 from narrowgauge.optim._plan import ParameterPlan
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _NO_STEP = (torch.optim.SGD, torch.optim.Muon)
 @torch.no_grad()
 def export_to_torch(
     optimizer: NarrowOptimizer, plans: Sequence[tuple[Tensor, ParameterPlan]]
-) -> tuple[dict[str, Any], Dropped]:
+) -> tuple[dict[str, Any], Notes]:
     """A state_dict for torch's namesake, and what it does not hold.
 
     Args:
@@ -47,7 +47,7 @@ def export_to_torch(
     """
     namesake = _namesake(type(optimizer))
     taken = inspect.signature(namesake).parameters
-    dropped = Dropped()
+    notes = Notes()
     identities = {p: number for number, (p, _) in enumerate(plans)}
     groups = []
     for number, group in enumerate(optimizer.param_groups):
@@ -55,7 +55,7 @@ def export_to_torch(
         groups.append({**known, "params": [identities[p] for p in group["params"]]})
         for option, off in _OFF.items():
             if option in group and option not in taken and group[option] != off:
-                dropped.add(f"{option}={group[option]!r}", f"group {number}")
+                notes.add(f"dropped {option}={group[option]!r}", f"group {number}")
     states: dict[int, dict[str, Tensor]] = {}
     for p, plan in plans:
         state = optimizer.state.get(p)
@@ -72,8 +72,8 @@ def export_to_torch(
         if entry:
             states[identities[p]] = entry
         if plan.weight_key is not None and says_more(plan.weight, p, state[plan.weight_key]):
-            dropped.add(f"{plan.weight_key!r} of weights={plan.weight.name!r}", plan.name)
-    return {"state": states, "param_groups": groups}, dropped
+            notes.add(f"dropped {plan.weight_key!r} of weights={plan.weight.name!r}", plan.name)
+    return {"state": states, "param_groups": groups}, notes
 
 
 def _namesake(kind: type) -> type[torch.optim.Optimizer]:

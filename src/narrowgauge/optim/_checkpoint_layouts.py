@@ -30,6 +30,9 @@ from narrowgauge.storage import Quantized
 VERSION_KEY = "state_version"
 VERSION = 1
 
+_WRAPPED = "__bnb_optimizer_quant_state__"
+_BLOCK = 256
+
 Group = Mapping[str, Any]
 Slots = tuple[Slot, ...]
 
@@ -61,7 +64,7 @@ def _our_group(optimizer: str, number: int, live: Group, saved: Group) -> dict[s
     version = saved.get(VERSION_KEY)
     if version != VERSION:
         raise ValueError(f"state_dict: group {number} has {VERSION_KEY}={version!r}, this version reads {VERSION}")
-    for option in ("weights", "states", "block_size"):
+    for option in ("weights", "states", "block_size", "rule"):
         if option not in saved:
             raise ValueError(f"state_dict: group {number} has no {option!r}, got {sorted(saved)}")
     return dict(saved)
@@ -77,8 +80,11 @@ def _our_state(name: str, entry: Mapping[str, Any], slots: Slots) -> dict[str, A
 OURS = Layout(_our_group, _our_state)
 
 
-def _foreign(saved: Group, storage: str) -> dict[str, Any]:
-    return {**saved, "weights": "plain", "states": storage, "block_size": 256, VERSION_KEY: VERSION}
+def _foreign(live: Group, saved: Group, storage: str) -> dict[str, Any]:
+    # Theirs are the averages of our rule of that name but for LARS, whose momentum is of gradients that were scaled
+    # to the weights: the public 8-bit one's is not, nor is that of torch's SGD.
+    rule = "sgd" if live["rule"] == "lars" else live["rule"]
+    return {**saved, "weights": "plain", "states": storage, "block_size": _BLOCK, "rule": rule}
 
 
 def _torch_group(optimizer: str, number: int, live: Group, saved: Group) -> dict[str, Any]:
@@ -88,7 +94,7 @@ def _torch_group(optimizer: str, number: int, live: Group, saved: Group) -> dict
             "takes amsgrad=False"
         )
     # Which of Adam and AdamW it is, the class says.
-    return _foreign({key: value for key, value in saved.items() if key != "decoupled_weight_decay"}, "fp32")
+    return _foreign(live, {key: value for key, value in saved.items() if key != "decoupled_weight_decay"}, "fp32")
 
 
 def _torch_state(name: str, entry: Mapping[str, Any], slots: Slots) -> dict[str, Any]:
@@ -108,21 +114,19 @@ def _moment(value: Any) -> Any:
 
 TORCH = Layout(_torch_group, _torch_state)
 
-_WRAPPED = "__bnb_optimizer_quant_state__"
-_BLOCK = 256
-
 
 def _bnb_group(optimizer: str, number: int, live: Group, saved: Group) -> dict[str, Any]:
     group = {key: value for key, value in saved.items() if key in (*live, "params", "initial_lr")}
     if "dampening" in live:
         group["momentum"], group["dampening"] = saved["betas"]
         group.pop("eps", None)  # always 0 there, and unused
-    return _foreign(group, "8bit")
+    return _foreign(live, group, "8bit")
 
 
 def _bnb_state(name: str, entry: Mapping[str, Any], slots: Slots) -> dict[str, Any]:
     words = {**entry, **entry.get(_WRAPPED, {})}
-    words.pop(_WRAPPED, None)
+    for key in (_WRAPPED, "unorm_vec"):  # the latter is scratch space, written anew at each step
+        words.pop(key, None)
     state = {}
     for number, slot in enumerate(slots, start=1):
         if f"state{number}" not in words:

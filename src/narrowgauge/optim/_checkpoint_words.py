@@ -24,8 +24,8 @@ from narrowgauge.storage import (
 )
 
 
-class Dropped(dict[str, list[str]]):
-    """What was not taken over, and of which parameters or groups."""
+class Notes(dict[str, list[str]]):
+    """What was not taken over as it is, and for which parameters or groups."""
 
     def add(self, what: str, name: str) -> None:
         self.setdefault(what, []).append(name)
@@ -48,7 +48,7 @@ class WordReader:
         entry: the saved state, in our words.
         declared: the storage of each slot as the saved group has it.
         block_size: of the saved state.
-        dropped: where to write what is not taken over.
+        notes: where to write what is not taken over.
     """
 
     optimizer: str
@@ -57,7 +57,7 @@ class WordReader:
     entry: Mapping[str, Any]
     declared: Mapping[str, StateStorage]
     block_size: int
-    dropped: Dropped
+    notes: Notes
 
     def read(self, fresh: dict[str, Tensor]) -> dict[str, Tensor]:
         """The saved state, written into a state that was just made: dtypes, devices and layouts are those."""
@@ -75,7 +75,7 @@ class WordReader:
         for key, value in new.items():
             fresh[key].copy_(value)
         for key in self.entry.keys() - read - new.keys():
-            self.dropped.add(f"{key!r}, which {self.optimizer} does not keep", self.plan.name)
+            self.notes.add(f"dropped {key!r}, which {self.optimizer} does not keep", self.plan.name)
         return fresh
 
     def _counters(self, fresh: Mapping[str, Tensor], new: dict[str, Tensor]) -> None:
@@ -130,14 +130,16 @@ class WordReader:
                 raise ValueError(f"state_dict: {key!r} of {name} has shape {tuple(low.shape)}, takes {wanted}")
             source = _weight_storage_of(key.removeprefix("weight."), low, self.p)
             if source is None:
-                what = f"{key!r} in {_name(low.dtype)}, which means nothing beside {_name(self.p.dtype)}"
-                self.dropped.add(what, name)
+                what = f"dropped {key!r} in {_name(low.dtype)}, which means nothing beside {_name(self.p.dtype)}"
+                self.notes.add(what, name)
                 yield key, None
             elif source is target:
                 yield key, low
             else:
                 if target.key is None and says_more(source, self.p, low):
-                    self.dropped.add(f"{key!r} of {source.name!r}, which {target.name!r} has no place for", name)
+                    self.notes.add(
+                        f"dropped {key!r} of {source.name!r}, which {target.name!r} has no place for", name
+                    )
                 yield key, low_word(target, self.p, source.exact(self.p, low).to(torch.float32))
 
 

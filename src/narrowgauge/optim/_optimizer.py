@@ -46,6 +46,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self._reset()
         defaults = {**hyperparameters, **with_defaults(type(self).__name__, options), VERSION_KEY: VERSION}
         self.check(defaults)
+        defaults["rule"] = self.rule_for({**defaults, "clip_updates": False}).name
         super().__init__(params, defaults)
 
     def __init_subclass__(cls) -> None:
@@ -250,9 +251,9 @@ class NarrowOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: if torch has no optimizer of this name.
         """
-        state_dict, dropped = export_to_torch(self, self._all_plans())
-        if dropped:
-            warnings.warn(f"torch_state_dict: dropped {dropped}", stacklevel=2)
+        state_dict, notes = export_to_torch(self, self._all_plans())
+        if notes:
+            warnings.warn(f"torch_state_dict: {notes}", stacklevel=2)
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -268,9 +269,9 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 is changed then.
         """
         names = iter([plan.name for _, plan in self._all_plans()])
-        dropped = load_checkpoint(self, names, super().load_state_dict, state_dict)
-        if dropped:
-            warnings.warn(f"state_dict: dropped {dropped}", stacklevel=2)
+        notes = load_checkpoint(self, names, super().load_state_dict, state_dict)
+        if notes:
+            warnings.warn(f"state_dict: {notes}", stacklevel=2)
 
 
 def _interleave(
