@@ -76,6 +76,23 @@ def test_distributed_checkpoints_convert() -> None:
         assert torch.equal(other.state[p]["weight.master"], weight_storage("split").read(p.detach(), low))
 
 
+@pytest.mark.parametrize(("old", "new", "words"), [("8bit", "fp32", "'m'"), ("fp32", "8bit", r"'m\.codes'")])
+def test_flattened_states_ask_for_the_same_storages(old: str, new: str, words: str) -> None:
+    """torch looks the words up by the names that the reader has; with gradients around, by none at all."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    net = Net()
+    saved, other = (AdamW(net.parameters(), states=states, min_quantized_size=0) for states in (old, new))
+    drive(saved, range(1))
+    kept = get_optimizer_state_dict(net, saved, options=options)
+    with pytest.warns(
+        UserWarning, match=r"found an empty state, which starts anew \(0\.0, 0\.1, 0\.2 and 1 more\)$"
+    ):
+        set_optimizer_state_dict(net, other, kept, options=options)
+    saved.zero_grad()
+    with pytest.raises(ValueError, match=rf"{words} of 0\.0 is a dict, takes a tensor"):
+        set_optimizer_state_dict(net, other, kept, options=options)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_folder_written_by_dcp_is_read_in_place(tmp_path: Path) -> None:
     def made() -> tuple[Net, AdamW]:

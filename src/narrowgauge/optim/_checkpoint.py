@@ -150,6 +150,8 @@ def read_checkpoint(
         for p, identity in zip(members, group["params"], strict=True):
             plan = plan_parameter(rule, group, p, next(names), 0)
             entry = checkpoint.others.pop(identity, None)
+            if entry == {} and plan.slots:
+                checkpoint.notes.add("found an empty state, which starts anew", plan.name)
             entry = layout.state(plan.name, entry, rule.slots(group)) if entry else None
             if entry:
                 reader = WordReader(name, plan, p, entry, kept, old["block_size"], checkpoint.notes)
