@@ -334,3 +334,11 @@ def test_it_imports_neither_training_nor_drawing_and_takes_a_closed_pipe() -> No
     assert ran.returncode == 1
     assert "fp8_e4m3" in ran.stdout
     assert "\x1b" not in ran.stdout
+
+
+@pytest.mark.parametrize("arguments", [["fp16"], ["dynamic"], ["fp4_e2m1", "--codebook"]], ids=" ".join)
+def test_values_near_the_smallest_double_are_shown(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["formats", *arguments, "--value", "5e-324"]) == 0
+    assert capsys.readouterr().err == ""

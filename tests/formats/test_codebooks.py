@@ -154,6 +154,11 @@ def test_the_quantile_map_of_data_with_repetitions_has_fewer_values() -> None:
     assert len(values) < 12
     assert torch.isin(torch.tensor([0.0, 0.5, 1.0]), values).all()
     assert codebook("quantile", signed=False, data=torch.tensor([[-1.0, torch.nan, torch.inf, 5.0]]))[-1] == 1
+    # Mirrored data give the mirrored map, but for the 1 that is added.
+    data = torch.cat([torch.full((1000,), -0.1), torch.ones(10)])
+    found, mirrored = codebook("quantile", data=data), codebook("quantile", data=-data)
+    assert torch.isin(torch.tensor([-0.1, 0.0, 1.0]), found).all()
+    assert torch.equal(mirrored[mirrored < 1], -found.flip(0))
     for nothing in (torch.zeros(3), torch.ones(0), torch.tensor([torch.inf])):
         with pytest.raises(ValueError, match="data: got no finite value but zero"):
             codebook("quantile", data=nothing)
@@ -176,10 +181,20 @@ def test_a_codebook_of_ones_own_is_known_by_its_name() -> None:
         register_codebook(CodebookMap("powers", "powers of two", "here", powers, signed_bits=(3, 4)))
         assert "powers" in codebook_names()
         assert codebook("powers", bits=3).tolist() == [-0.5, -0.25, -0.125, 0.0, 0.125, 0.25, 0.5, 1.0]
+        with pytest.raises(ValueError, match="bits: got 8, takes 3, 4 for the map 'powers' with sign"):
+            codebook("powers")
         with pytest.raises(ValueError, match="name: got 'powers', which is taken"):
             register_codebook(CodebookMap("powers", "", "", powers))
     finally:
         registry._MAPS.pop("powers", None)
+    for bad in ("", "Dynamic", None):
+        with pytest.raises(ValueError, match="name: got"):
+            register_codebook(CodebookMap(bad, "", "", powers))  # type: ignore[arg-type]
+    for widths in ((), (9,), (1, 2)):
+        with pytest.raises(ValueError, match=r"bits: got .* for the map 'wide', takes some of 2 to 8"):
+            register_codebook(CodebookMap("wide", "", "", powers, signed_bits=widths, unsigned_bits=()))
+    with pytest.raises(ValueError, match=r"codebook: got \[0.0, 1.0\], takes a tensor"):
+        register_codebook(CodebookMap("listed", "", "", lambda signed, bits: [0.0, 1.0]))  # type: ignore[arg-type,return-value]
     with pytest.raises(ValueError, match="codebook: takes ascending"):
         register_codebook(CodebookMap("broken", "", "", lambda signed, bits: torch.tensor([0.0, math.nan])))
     assert "broken" not in codebook_names()

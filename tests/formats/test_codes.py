@@ -127,7 +127,35 @@ def test_a_double_is_rounded_once() -> None:
     assert float(x.float().bfloat16()) == 1.0
 
 
+def test_ulp_of_float32_tensors_reaches_below_float32_in_wider_formats() -> None:
+    wide = FloatFormat("e9m10", 9, 10)
+    for x in (0.0, 2.0**-140, 2.0**-149, 1.5):
+        assert float(wide.ulp(torch.tensor(x))) == wide.ulp(x) > 0
+
+
+def test_scalars_do_not_depend_on_torchs_defaults() -> None:
+    try:
+        torch.set_default_device("meta")
+        assert (FP16.encode(0.1), FP16.decode(0x2E66), FP16.ulp(0.1)) == (0x2E66, 0.0999755859375, 2.0**-14)
+    finally:
+        torch.set_default_device(None)
+
+
+def test_float8_tensors_are_rounded_too() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    for fmt, other in ((FP8_E4M3, FP8_E5M2), (FP8_E5M2, FP8_E4M3)):
+        x = codes.view(fmt.dtype)
+        assert same(round_to(x, fmt), x)
+        assert same(round_to(x, other), round_to(x.float(), other))
+
+
 def test_bad_codes_and_layouts_are_named() -> None:
+    with pytest.raises(ValueError, match=r"dtype: got torch\.float16, takes a dtype of this layout, or None"):
+        FloatFormat("mine", 3, 4, dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"exponent_bits: got 8\.0, takes an integer"):
+        FloatFormat("x", 8.0, 7)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"value: got '0\.1', takes a number or a tensor"):
+        FP16.encode("0.1")  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="code: got 256, takes 0 to 255 for fp8_e4m3"):
         FP8_E4M3.decode(256)
     with pytest.raises(ValueError, match=r"code: got a tensor of torch\.float32"):

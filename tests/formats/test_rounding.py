@@ -95,6 +95,20 @@ def test_nonfinite_numbers_and_overflow_round_as_torch_casts_them() -> None:
     assert rounded[3] == torch.inf
 
 
+def test_what_is_no_tensor_or_format_is_refused() -> None:
+    for x in (0.1, torch.arange(3), torch.ones(2, dtype=torch.complex64)):
+        with pytest.raises(ValueError, match=r"x: got .*, takes a tensor of floats"):
+            round_to(x, BF16)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="fmt: got 'fp16', takes a FloatFormat"):
+        round_to(torch.ones(1), "fp16")  # type: ignore[arg-type]
+
+
+def test_a_number_far_below_the_smallest_comes_out_as_it_no_more_often_than_once_in_2_to_the_24() -> None:
+    x = torch.full((4,), 2.0**-35)
+    bits = torch.tensor([0, 255, 256, 2**32 - 1])
+    assert round_with_bits(x, FP8_E4M3, bits).float().tolist() == [2.0**-9, 2.0**-9, 0.0, 0.0]
+
+
 def test_unknown_roundings_are_refused() -> None:
     with pytest.raises(ValueError, match="rounding: got 'up', takes 'nearest' or 'stochastic'"):
         round_to(torch.ones(1), BF16, "up")  # type: ignore[arg-type]

@@ -203,8 +203,8 @@ def test_the_largest_values_do_not_overflow_and_zero_has_no_sign() -> None:
     ("x", "count", "named"),
     [
         (torch.empty(0), 256, "x: got a tensor of shape"),
-        (torch.arange(5), 256, "x: got a tensor of torch.int64"),
-        (torch.ones(5, dtype=torch.complex64), 256, "x: got a tensor of torch.complex64"),
+        (torch.arange(5), 256, "x: got torch.int64"),
+        (torch.ones(5, dtype=torch.complex64), 256, "x: got torch.complex64"),
         (torch.ones(5), 0, "count: got 0"),
         (torch.ones(5), 4097, "count: got 4097"),
         (torch.ones(5), 2.0, "count: got 2.0"),
@@ -242,3 +242,14 @@ def test_it_never_waits_for_the_device() -> None:
         estimate_quantiles(x)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_torchs_default_dtype_does_not_matter(dtype: torch.dtype) -> None:
+    x = torch.randn(10_000)
+    wanted = estimate_quantiles(x)
+    try:
+        torch.set_default_dtype(dtype)
+        assert torch.equal(estimate_quantiles(x), wanted)
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -48,6 +48,9 @@ class FloatFormat:
     has_nan: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("exponent_bits", "mantissa_bits"):
+            if type(getattr(self, name)) is not int:
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, takes an integer")
         if not 2 <= self.exponent_bits <= 11:
             raise ValueError(f"exponent_bits: got {self.exponent_bits}, takes 2 to 11")
         if not 0 <= self.mantissa_bits <= 31 - self.exponent_bits:
@@ -63,6 +66,10 @@ class FloatFormat:
             )
         if self.has_nan and self.mantissa_bits == 0:
             raise ValueError("mantissa_bits: got 0, takes at least 1 where there is a NaN (it needs a fraction)")
+        if self.dtype is not None:
+            info = torch.finfo(self.dtype)
+            if (info.bits, info.max, info.smallest_normal) != (self.bits, self.max, self.min_normal):
+                raise ValueError(f"dtype: got {self.dtype}, takes a dtype of this layout, or None")
 
     @property
     def bits(self) -> int:
@@ -150,9 +157,9 @@ class FloatFormat:
         Source: Collage, Definition 3.1.
         """
         if not isinstance(x, Tensor):
-            return float(self.ulp(torch.tensor(float(x), dtype=torch.float64)))
+            return float(self.ulp(_scalar(x)))
         # The pattern with all but the exponent masked away is the power of two below |x|, exactly.
-        if x.dtype == torch.float32:
+        if x.dtype == torch.float32 and self.container is torch.float32:
             power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
         else:
             x = x.to(torch.float64)
@@ -209,7 +216,7 @@ class FloatFormat:
             out of range, infinities and NaN as `nearest` treats them; minus zero has a code of its own.
         """
         if not isinstance(value, Tensor):
-            return int(self.encode(torch.tensor(float(value), dtype=torch.float64)))
+            return int(self.encode(_scalar(value)))
         x = self.nearest(value)
         code = self._first_code(x) + (x.abs() / self.ulp(x)).nan_to_num().to(torch.int64)
         code = torch.where(torch.isinf(x), self.infinity_code, torch.where(torch.isnan(x), self.nan_code, code))
@@ -235,9 +242,9 @@ class FloatFormat:
             ValueError: for an int out of range, or a tensor that is not of integers.
         """
         if not isinstance(code, Tensor):
-            if not 0 <= code < 1 << self.bits:
+            if not isinstance(code, int) or not 0 <= code < 1 << self.bits:
                 raise ValueError(f"code: got {code}, takes 0 to {(1 << self.bits) - 1} for {self.name}")
-            return float(self.decode(torch.tensor(code)))
+            return float(self.decode(torch.tensor(code, device="cpu")))
         if code.is_floating_point() or code.dtype == torch.bool:
             raise ValueError(f"code: got a tensor of {code.dtype}, takes a tensor of integers")
         code = code.to(torch.int64)
@@ -258,11 +265,11 @@ class FloatFormat:
         return exponent.clamp_min(self.min_exponent) - self.min_exponent << self.mantissa_bits
 
     def table(self) -> CodeTable:
-        """Every code with its bits, its value and its kind: a sequence of 2^bits rows, made as they are read."""
+        """Every code with its bits, value and kind: a sequence of 2^bits rows, made as they are read."""
         return CodeTable(self)
 
     def binades(self) -> list[Binade]:
-        """The resolution of the format: an interval of equal spacing a row, from zero to the largest number."""
+        """The format's resolution: an interval of equal spacing a row, from zero to the largest number."""
         return binades(self)
 
     def notable(self) -> list[NotableRow]:
@@ -280,6 +287,12 @@ class FloatFormat:
             if known.dtype == dtype:
                 return known
         raise ValueError(f"dtype: got {dtype}, takes float32, float16, bfloat16, float8_e4m3fn or float8_e5m2")
+
+
+def _scalar(x: float) -> Tensor:
+    if not isinstance(x, int | float):
+        raise ValueError(f"value: got {x!r}, takes a number or a tensor")
+    return torch.tensor(float(x), dtype=torch.float64, device="cpu")
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:

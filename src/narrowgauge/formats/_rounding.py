@@ -28,7 +28,7 @@ def round_to(
         x: float tensor of any shape.
         fmt: the target, a format of torch's or one's own.
         rounding: ``"nearest"`` (ties to even; bit for bit torch's cast of a float32, and a float64 is rounded
-            once, not first to float32) or ``"stochastic"`` (unbiased).
+            once, not first to float32) or ``"stochastic"`` (unbiased to 2^-24 of the spacing).
         generator: source of the random bits for stochastic rounding; torch's default one if None.
 
     Returns:
@@ -36,8 +36,14 @@ def round_to(
         lies beyond the largest number becomes what the format has for it (see `FloatFormat.nearest`).
 
     Raises:
-        ValueError: for an unknown rounding.
+        ValueError: for an unknown rounding, or an x or fmt that is none.
     """
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise ValueError(f"x: got {getattr(x, 'dtype', type(x).__name__)}, takes a tensor of floats")
+    if not isinstance(fmt, FloatFormat):
+        raise ValueError(f"fmt: got {fmt!r}, takes a FloatFormat such as narrowgauge.formats.FP16")
+    if x.dtype.itemsize == 1:
+        x = x.to(torch.float32)  # torch has no arithmetic on float8
     if rounding == "nearest":
         if fmt.dtype is not None and x.dtype != torch.float64:
             # Explicit, because torch before 2.12 makes NaN of what lies beyond the largest float8_e4m3fn.
@@ -53,8 +59,9 @@ def round_with_bits(x: Tensor, fmt: FloatFormat, bits: Tensor) -> Tensor:
     """Round stochastically with given random bits.
 
     |x| is rounded up when the bits, read as a uniform u in [0, 1), fall below the share of the interval that x
-    has covered. The upper 24 bits are used: the part of a float32 below the spacing of bf16 or fp16 has at most
-    23, so that the probability is exact for every number in the normal range.
+    has covered. The upper 24 bits are used. The part of a float32 below the spacing of a normal number of bf16 or
+    fp16 has at most 23, and then the probability is exact; else it is at most 2^-24 too high (so that a number far
+    below the smallest one comes out as that one once in 2^24 times, never less).
 
     Args:
         x: tensor of any float dtype.

@@ -9,6 +9,7 @@ from narrowgauge.optim._lion import Lion, Lion8bit
 from narrowgauge.optim._muon import Muon
 from narrowgauge.optim._optimizer import NarrowOptimizer
 from narrowgauge.optim._options import Options
+from narrowgauge.optim._quantized_gradients import QuantizedGradients
 from narrowgauge.optim._sgd import LARS, SGD, LARS8bit, SGD8bit
 from narrowgauge.optim._stats import UpdateStats
 
@@ -31,6 +32,7 @@ __all__ = [
     "Muon",
     "NarrowOptimizer",
     "Options",
+    "QuantizedGradients",
     "SGD8bit",
     "StableAdamW",
     "UpdateStats",

@@ -16,11 +16,13 @@ What is fixed here is fixed for every kernel, bit for bit:
 - A block whose scale lies below 2^-126 in magnitude (zero, or a float32 subnormal, which GPUs may flush) is kept
   as zeros with scale 0.
 - Otherwise x is multiplied by the correctly rounded float32 reciprocal of the scale, the product rounded to
-  float32; elements as large as the scale become 1 or -1 exactly. The result is encoded to nearest, ties towards
+  float32 (in a block whose scale is 2^126 or more both are divided by 4 first: its reciprocal would be subnormal);
+  elements as large as the scale become 1 or -1 exactly. The result is encoded to nearest, ties towards
   zero, or stochastically.
-- Infinities take the outermost code on their side, NaN the code of zero, and neither touches its neighbours. Where
-  an infinity has no finite number of 2^-126 or more beside it, the scale is float32's largest number with its sign:
-  an infinite second moment must not read back as zero, since it divides.
+- Infinities take the outermost code on their side (that of the first one comes back as the scale, the other as the
+  first value of the codebook times it), NaN the code of zero, and neither touches its neighbours. Where an infinity
+  has no finite number of 2^-126 or more beside it, the scale is float32's largest number with its sign: an infinite
+  second moment must not read back as zero, since it divides.
 - Decoding is value times scale, rounded to float32.
 
 Source: 8-bit Optimizers via Block-wise Quantization, Section 2.1, Equation 4.
@@ -42,7 +44,8 @@ Block = int | Literal["row", "column"] | None
 
 _SMALLEST_SCALE = 2.0**-126
 _LARGEST = torch.finfo(torch.float32).max
-# Elements worked on at a time: bounds the temporaries (about seven float32 tensors) of a tensor of any size.
+_HUGE_SCALE = 2.0**126
+# Elements worked on at a time, in whole blocks: about seven float32 temporaries of that size.
 _CHUNK = 1 << 26
 
 
@@ -66,6 +69,12 @@ class Quantized:
         """The float32 tensor that the codes stand for, in the original's shape."""
         return decode_blocks(self.codes, self.scales, self.codebook, self.block_size)
 
+    def __repr__(self) -> str:
+        return (
+            f"Quantized(codes={tuple(self.codes.shape)}, scales={tuple(self.scales.shape)}, "
+            f"{len(self.codebook)} values, block_size={self.block_size!r})"
+        )
+
     @property
     def nbytes(self) -> int:
         """Bytes of codes and scales."""
@@ -88,31 +97,37 @@ def quantize(
         block_size: elements a block along the flattened tensor, the last block may be shorter; ``"row"`` for a
             scale a vector along the last dimension, ``"column"`` for a scale a position of the last dimension;
             None for one scale (tensor-wise).
-        rounding: ``"nearest"``, ties towards zero, or ``"stochastic"``: unbiased between the two values around.
+        rounding: ``"nearest"``, ties towards zero, of the float32 quotient of x and its scale (see the module), or
+            ``"stochastic"``: unbiased between the two values around. Below the first value of a codebook without
+            -1 there is no second one: what lies between becomes that value.
         generator: source of the random bits for stochastic rounding; torch's default one if None.
 
     Returns:
         Codes and scales. The first element of largest magnitude of each block comes back exactly, zero stays zero,
         no sign changes, and x scaled by a power of two has the same codes (as long as no scale leaves float32's
-        normal range).
+        normal range). A codebook without negative values is for x without: negative elements become zero, and the
+        rest is as if they were.
 
     Raises:
         ValueError: for a tensor that is not of floats, a block size below 1, a codebook that is none, or an unknown
-            rounding.
+            rounding. The codebook is looked at on the host, which waits for a GPU that holds it.
     """
-    if not x.is_floating_point():
-        raise ValueError(f"x: got a tensor of {x.dtype}, takes a tensor of floats")
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise ValueError(f"x: got {getattr(x, 'dtype', type(x).__name__)}, takes a tensor of floats")
+    if not isinstance(codebook, Tensor):
+        raise ValueError(f"codebook: got {codebook!r}, takes a tensor such as formats.codebook('dynamic')")
     named = isinstance(block_size, str) and block_size in ("row", "column")
-    if not (block_size is None or named or (isinstance(block_size, int) and block_size >= 1)):
+    number = isinstance(block_size, int) and not isinstance(block_size, bool) and block_size >= 1
+    if not (block_size is None or named or number):
         raise ValueError(f"block_size: got {block_size!r}, takes an integer of at least 1, 'row', 'column' or None")
     if rounding not in ("nearest", "stochastic"):
         raise ValueError(f"rounding: got {rounding!r}, takes 'nearest' or 'stochastic'")
-    coder = Coder.of(codebook.to(x.device))
+    coder = Coder.of(codebook.detach().to(x.device))
     bits = None
     if rounding == "stochastic":
         bits = torch.randint(0, 1 << 32, x.shape, dtype=torch.int64, device=x.device, generator=generator)
     codes, scales = encode_blocks(x.to(torch.float32), coder, block_size, bits)
-    return Quantized(codes, scales, coder.values, block_size)
+    return Quantized(codes, scales, coder.values.clone(), block_size)
 
 
 def block_count(numel: int, block_size: int | None) -> int:
@@ -169,7 +184,8 @@ def _normalise(blocks: Tensor, lowest: float) -> tuple[Tensor, Tensor]:
         scales = scales.abs()
     empty = scales.abs() < _SMALLEST_SCALE
     scales = torch.where(empty, 0.0, scales)
-    normalised = bounded * torch.where(empty, 0.0, 1.0 / scales)
+    quarter = torch.where(scales.abs() >= _HUGE_SCALE, 0.25, 1.0)
+    normalised = bounded * quarter * torch.where(empty, 0.0, 1.0 / (scales * quarter))
     # The product of a number and its rounded reciprocal may miss 1 by a unit in the last place.
     one = torch.sign(bounded) * torch.sign(scales)
     return torch.where(bounded.abs() == scales.abs(), one, normalised), scales.squeeze(1)

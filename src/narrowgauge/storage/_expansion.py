@@ -73,7 +73,7 @@ def split(a: Tensor) -> Expansion:
     Products of such halves are exact. The paper takes c = floor(p / 2); if p leaves out the hidden bit, as its
     tables do, hi is too long for that in bf16, fp16 and fp32.
 
-    The factor 2^c + 1 lowers the largest number that can be split: |a| <= max / (2^c + 1) is safe, which is 1007
+    The factor 2^c + 1 lowers the largest number that can be split: |a| <= max / (2^c + 1) is safe, which is 1007.5
     for fp16, 88 for e4m3 and 10240 for e5m2.
 
     Raises:

@@ -77,8 +77,8 @@ def estimate_quantiles(x: Tensor, count: int = 256) -> Tensor:
     Raises:
         ValueError: for an empty x, one that is not of a float dtype, or a count out of range.
     """
-    if not x.is_floating_point():
-        raise ValueError(f"x: got a tensor of {x.dtype}, takes one of a float dtype")
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise ValueError(f"x: got {getattr(x, 'dtype', type(x).__name__)}, takes a tensor of a float dtype")
     if x.numel() == 0:
         raise ValueError(f"x: got a tensor of shape {tuple(x.shape)}, takes one of at least one element")
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= _SUBSET:
@@ -123,7 +123,7 @@ def _gather(flat: Tensor, chunk: Tensor, subsets: int) -> tuple[Tensor, Tensor]:
     if whole and int(pieces[:, -1].max()) < whole:
         values = table.index_select(0, pieces.view(-1)).to(torch.float32)
     else:
-        values = torch.full((*pieces.shape, _PIECE), torch.inf, device=flat.device)
+        values = torch.full((*pieces.shape, _PIECE), torch.inf, dtype=torch.float32, device=flat.device)
         present = pieces < whole
         values[present] = table[pieces[present]].to(torch.float32)
         values[..., :left][pieces == whole] = flat[whole * _PIECE :].to(torch.float32)

@@ -141,9 +141,9 @@ class BlockwiseState(StateStorage):
 class Float8State(BlockwiseState):
     """Numbers of float8 e4m3 and one float32 scale a block: x is the number times the scale.
 
-    The scale is the block's absolute maximum over 448, so that its largest element is the format's largest number;
-    what hardware converts, and what a float8 matrix multiply takes. Normalised and bounded as blocks of codes are
-    (see `quantize`).
+    The scale is the block's absolute maximum over 448, so that its largest element is the format's largest number
+    (and comes back but for a rounding of float32); what hardware converts, and what a float8 matrix multiply takes.
+    Normalised and bounded as blocks of codes are (see `quantize`).
     """
 
     def init(self, p: Tensor, signed: bool, block_size: int) -> Words:

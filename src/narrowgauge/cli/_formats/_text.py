@@ -23,8 +23,8 @@ class Printer:
     """Paragraphs and tables, a blank line between them."""
 
     def __init__(self) -> None:
-        # As for the table of a comparison: a pipe or a log has no width of its own.
-        width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120
+        # A pipe or a log has no width of its own; what is printed is made for 80 columns.
+        width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 80
         self._console = Console(width=width, highlight=False, markup=False, emoji=False)
         self._begun = False
 
@@ -105,7 +105,12 @@ def signed(error: Fraction | None) -> str:
     """An error in three digits, with its sign."""
     if error is None:
         return MISSING
-    return f"{float(error):+.3g}" if error else "0"
+    if not error:
+        return "0"
+    try:
+        return f"{float(error):+.3g}"
+    except OverflowError:
+        return f"{Decimal(error.numerator) / Decimal(error.denominator):+.3g}"
 
 
 def say_double(printer: Printer, typed: str, x: float) -> None:

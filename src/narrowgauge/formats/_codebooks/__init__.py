@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -42,10 +43,10 @@ def codebook(name: str, signed: bool = True, bits: int = 8, *, data: Tensor | No
     """
     found = codebook_map(name)
     widths = found.signed_bits if signed else found.unsigned_bits
-    if bits not in widths:
-        takes = f"{min(widths)}" if len(widths) == 1 else f"{min(widths)} to {max(widths)}"
+    if not isinstance(bits, int) or bits not in widths:
+        takes = _listed(widths) or "none"
         raise ValueError(
-            f"bits: got {bits}, takes {takes} for the map {name!r} {'with' if signed else 'without'} sign"
+            f"bits: got {bits!r}, takes {takes} for the map {name!r} {'with' if signed else 'without'} sign"
         )
     if data is None:
         return checked(found.build(signed, bits), bits)
@@ -74,20 +75,36 @@ def register_codebook(new: CodebookMap) -> None:
     """Make a codebook known by its name, in this process.
 
     Raises:
-        ValueError: for a name that is taken, or a map that builds no codebook.
+        ValueError: for a name that is taken, widths outside of 2 to 8, or a map that builds no codebook.
     """
-    if new.name in _MAPS:
+    if not isinstance(new.name, str) or not new.name.strip():
+        raise ValueError(f"name: got {new.name!r}, takes a word")
+    if new.name.casefold() in {name.casefold() for name in _MAPS}:
         raise ValueError(f"name: got {new.name!r}, which is taken; takes a new name")
+    both = {*new.signed_bits, *new.unsigned_bits}
+    if not both or not both <= set(range(2, 9)):
+        raise ValueError(
+            f"bits: got {_listed(sorted(both)) or 'none'} for the map {new.name!r}, takes some of 2 to 8"
+        )
     for signed, widths in ((True, new.signed_bits), (False, new.unsigned_bits)):
         for bits in widths:
             checked(new.build(signed, bits), bits)
     _MAPS[new.name] = new
 
 
+def _listed(widths: Sequence[int]) -> str:
+    """2 to 8, or 2, 8."""
+    if len(widths) > 2 and max(widths) - min(widths) == len(widths) - 1:
+        return f"{min(widths)} to {max(widths)}"
+    return ", ".join(map(str, widths))
+
+
 def _find() -> None:
     for module in pkgutil.iter_modules(__path__):
         if module.name != "_map":
             for found in importlib.import_module(f"{__name__}.{module.name}").MAPS:
+                if found.name in _MAPS:
+                    raise ValueError(f"name: {found.name!r} is the name of two codebooks")
                 _MAPS[found.name] = found
 
 

@@ -40,6 +40,10 @@ def checked(values: Tensor, bits: int = 8) -> Tensor:
     Raises:
         ValueError: for anything else.
     """
+    if not isinstance(values, Tensor):
+        raise ValueError(
+            f"codebook: got {values!r}, takes a tensor such as narrowgauge.formats.codebook('dynamic')"
+        )
     if values.dtype != torch.float32 or values.dim() != 1 or not 2 <= len(values) <= 1 << bits:
         got = f"{values.dtype} of shape {tuple(values.shape)}"
         raise ValueError(f"codebook: got {got}, takes a float32 tensor of 2 to {1 << bits} values")

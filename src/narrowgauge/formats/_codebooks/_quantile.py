@@ -3,8 +3,12 @@
 The values are midpoints between equally spaced quantiles of a distribution, so that each code gets the same share
 of the data. The average error on that data is low; the largest values, rare and so given few codes, are hit hard.
 
+The map of given data is for that data: divided by its largest magnitude, as one block is. For quantizing in blocks,
+the data to make it from is the data of blocks that have been divided by theirs.
+
 Equation 5 numbers 2^k values from i = 0, whose left quantile is minus infinity for a normal distribution: that one
-is left out, which leaves 2^k - 1 values placed symmetrically. They are divided by the largest magnitude.
+is left out, which leaves 2^k - 1 values placed symmetrically. Those of a normal distribution, which has no largest
+magnitude, are divided by the largest of them.
 
 Source: 8-bit Optimizers via Block-wise Quantization, Appendix F.2, Equation 5.
 """
@@ -33,7 +37,8 @@ def _of_a_normal(signed: bool, bits: int) -> Tensor:
 def _of_data(data: Tensor, signed: bool, bits: int) -> Tensor:
     """Of the data divided by its largest magnitude: its values, sorted, read at the probabilities.
 
-    The value nearest to zero becomes 0, and 1 is added; quantiles that coincide are one value.
+    Quantiles that coincide are one value; 1 is added, and 0 too, in place of the value nearest to it if the codes
+    are all taken.
     """
     x = data.detach().reshape(-1).to(torch.float32)
     x = x if signed else x.clamp_min(0.0)
@@ -47,10 +52,16 @@ def _of_data(data: Tensor, signed: bool, bits: int) -> Tensor:
     high = (low + 1).clamp_max(x.numel() - 1)
     quantiles = torch.lerp(ordered[low], ordered[high], position - low)
     middles = ((quantiles[:-1] + quantiles[1:]) / 2).to(torch.float32)
-    middles[middles.abs().argmin()] = 0.0
     distinct = torch.cat([middles.new_ones(1, dtype=torch.bool), middles.diff() > 0])
-    middles = middles[distinct]
-    return middles if middles[-1] == 1 else torch.cat([middles, middles.new_ones(1)])
+    values = middles[distinct]
+    if values[-1] < 1:
+        values = torch.cat([values, values.new_ones(1)])
+    if bool((values == 0).any()):
+        return values
+    if len(values) < 1 << bits:
+        return torch.cat([values, values.new_zeros(1)]).sort().values
+    values[values[:-1].abs().argmin()] = 0.0
+    return values
 
 
 def _probabilities(bits: int) -> Tensor:

@@ -1,0 +1,174 @@
+"""Quantized gradients: unbiased ones converge as predicted, biased ones stall, and error feedback repairs it."""
+
+import copy
+
+import pytest
+import torch
+
+from narrowgauge.formats import codebook
+from narrowgauge.optim import SGD, AdamW, QuantizedGradients
+from narrowgauge.storage import quantize
+
+COARSE = codebook("linear", bits=4)
+N = 16  # coordinates of the convex problem, in one block
+
+
+def descend(rounding: str, error_feedback: bool, steps: int, seed: int) -> tuple[torch.Tensor, float]:
+    """SGD with step 1/k on |x - 1|^2 / 2, the gradient's first coordinate noisy; x, and the variance of Q."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.nn.Parameter(torch.zeros(N))
+    inner = torch.optim.SGD([x], lr=1.0)
+    optimizer = QuantizedGradients(inner, COARSE, rounding, error_feedback, seed=seed)
+    spread = 0.0
+    for k in range(1, steps + 1):
+        x.grad = (x - 1).detach()
+        x.grad[0] += 30 * torch.randn((), generator=generator)
+        exact = x.grad.clone()
+        inner.param_groups[0]["lr"] = 1.0 / k
+        optimizer.step()
+        spread += float((x.grad - exact)[1:].double().square().mean()) / steps
+    return x.detach(), spread
+
+
+def test_unbiased_quantization_converges_at_the_predicted_rate() -> None:
+    """With steps 1/k the result is the mean of what the gradients pointed at: its variance is that of Q over K."""
+    steps, ends, spreads = 400, [], []
+    for seed in range(40):
+        x, spread = descend("stochastic", False, steps, seed)
+        ends.append(x[1:])
+        spreads.append(spread)
+    error = torch.stack(ends) - 1
+    measured = float(error.double().square().mean())
+    predicted = sum(spreads) / len(spreads) / steps
+    assert measured == pytest.approx(predicted, rel=0.25)
+    assert abs(float(error.mean())) < 4 * (predicted / error.numel()) ** 0.5
+
+
+def test_biased_quantization_stalls_and_error_feedback_repairs_it() -> None:
+    """Beside a coordinate that is thirty times noisier, all others round to zero."""
+    biased, _ = descend("nearest", False, 400, 0)
+    assert float((biased[1:] - 1).abs().mean()) > 0.3
+    repaired, _ = descend("nearest", True, 400, 0)
+    assert float((repaired[1:] - 1).abs().mean()) < 0.1
+
+
+def train(wrap, steps: int = 150) -> float:
+    """A small network on a regression with inputs of very different sizes, in three bits; its last mean loss."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(12, 24), torch.nn.Tanh(), torch.nn.Linear(24, 1))
+    sizes = torch.logspace(-2, 1, 12)
+    truth = torch.randn(12)
+    optimizer = wrap(SGD(model.parameters(), lr=0.02))
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(64, 12)
+        loss = torch.nn.functional.mse_loss(model(x * sizes)[:, 0], torch.tanh(x @ truth))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return sum(losses[-20:]) / 20
+
+
+def test_the_same_on_a_small_network() -> None:
+    three_bits = codebook("linear", bits=3)
+    exact = train(lambda inner: inner)
+    biased = train(lambda inner: QuantizedGradients(inner, three_bits))
+    unbiased = train(lambda inner: QuantizedGradients(inner, three_bits, "stochastic"))
+    repaired = train(lambda inner: QuantizedGradients(inner, three_bits, error_feedback=True))
+    assert abs(repaired - exact) < 0.25 * abs(biased - exact)
+    assert abs(unbiased - exact) < abs(biased - exact)
+
+
+def test_error_feedback_loses_nothing() -> None:
+    """What was applied and what is owed add up to what came in."""
+    p = torch.nn.Parameter(torch.zeros(600))
+    optimizer = QuantizedGradients(torch.optim.SGD([p], lr=1.0), COARSE, error_feedback=True)
+    total = torch.zeros(600, dtype=torch.float64)
+    for step in range(50):
+        p.grad = torch.randn(600, generator=torch.Generator().manual_seed(step))
+        total += p.grad.double()
+        optimizer.step()
+    assert torch.allclose(-p.detach().double() + optimizer._residuals[p].double(), total, atol=1e-4)
+
+
+def test_gradients_are_quantizes_own() -> None:
+    p = torch.nn.Parameter(torch.zeros(7, 100))
+    optimizer = QuantizedGradients(torch.optim.SGD([p], lr=0.1), "dynamic", block_size=64)
+    grad = torch.randn(7, 100)
+    p.grad = grad.clone()
+    optimizer.step()
+    assert torch.equal(p.grad, quantize(grad, codebook("dynamic"), 64).dequantize())
+
+
+def test_a_gradient_that_is_not_finite_is_for_the_optimizer_to_refuse() -> None:
+    p = torch.nn.Parameter(torch.zeros(8))
+    inner = AdamW([("p", p)], weight_decay=0.0)
+    optimizer = QuantizedGradients(inner, error_feedback=True)
+    for bad in (False, True, False):
+        p.grad = torch.linspace(-1, 1, 8)
+        if bad:
+            p.grad[3] = torch.nan
+        optimizer.step()
+    with pytest.warns(UserWarning, match="p: 1 steps skipped"):
+        assert inner.skipped == {"p": 1}
+    assert torch.isfinite(optimizer._residuals[p]).all()
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_a_resumed_run_is_the_one_that_never_stopped(rounding: str) -> None:
+    def make():
+        p = torch.nn.Parameter(torch.ones(300))
+        return p, QuantizedGradients(AdamW([p]), COARSE, rounding, error_feedback=True)
+
+    def drive(p, optimizer, steps):
+        for step in steps:
+            p.grad = torch.randn(300, generator=torch.Generator().manual_seed(step))
+            optimizer.step()
+
+    whole, optimizer = make()
+    drive(whole, optimizer, range(8))
+    first, saved = make()
+    drive(first, saved, range(5))
+    second, resumed = make()
+    with torch.no_grad():
+        second.copy_(first)
+    resumed.load_state_dict(copy.deepcopy(saved.state_dict()))
+    drive(second, resumed, range(5, 8))
+    assert torch.equal(second, whole)
+
+
+def test_schedules_closures_and_groups_reach_the_optimizer() -> None:
+    p, q = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(4))
+    inner = torch.optim.SGD([p], lr=1.0)
+    optimizer = QuantizedGradients(inner)
+    optimizer.add_param_group({"params": [q], "lr": 0.5})
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = p.sum() + q.sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == 8
+    schedule.step()
+    assert [group["lr"] for group in inner.param_groups] == [0.1, 0.05]
+    assert torch.equal(p.detach(), torch.zeros(4))
+    assert torch.equal(q.detach(), torch.full((4,), 0.5))
+
+
+def test_bad_arguments_are_named() -> None:
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    for options, words in (
+        ({"codebook": "dynamical"}, "name: got 'dynamical'"),
+        ({"codebook": codebook("dynamic", signed=False)}, "codebook: got one without negative values"),
+        ({"rounding": "up"}, "rounding: got 'up'"),
+        ({"block_size": 0}, "block_size: got 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            QuantizedGradients(inner, **options)
+    with pytest.raises(ValueError, match="optimizer: got list"):
+        QuantizedGradients([])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="state_dict: got keys"):
+        QuantizedGradients(inner).load_state_dict(inner.state_dict())
