@@ -66,22 +66,6 @@ def test_sparse_gradients_are_refused_by_name() -> None:
         optimizer.step()
 
 
-def test_states_of_another_storage_or_optimizer_are_refused_and_nothing_changes() -> None:
-    p, q = parameter(size=5000), parameter(size=5000)
-    optimizer, other = AdamW8bit([p]), AdamW([q])
-    p.grad = q.grad = torch.ones(5000)
-    optimizer.step()
-    other.step()
-    before = {key: value.clone() for key, value in optimizer.state[p].items()}
-    with pytest.raises(ValueError, match="written with states='fp32', this optimizer has states='8bit'"):
-        optimizer.load_state_dict(other.state_dict())
-    torchs = torch.optim.AdamW([q])
-    torchs.step()
-    with pytest.raises(ValueError, match="group 0 has no 'weights'; takes one of AdamW8bit"):
-        optimizer.load_state_dict(torchs.state_dict())
-    assert all(torch.equal(optimizer.state[p][key], value) for key, value in before.items())
-
-
 def test_describe_shows_every_decision() -> None:
     big = torch.nn.Parameter(torch.ones(64, 100, dtype=torch.bfloat16))
     small = torch.nn.Parameter(torch.ones(10, dtype=torch.bfloat16))

@@ -19,6 +19,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from narrowgauge.formats import random_bits
+from narrowgauge.optim._checkpoint import load_checkpoint
+from narrowgauge.optim._checkpoint_export import export_to_torch
+from narrowgauge.optim._checkpoint_layouts import VERSION, VERSION_KEY
 from narrowgauge.optim._clip_gradients import clip_to_percentile
 from narrowgauge.optim._describe import Description, Row
 from narrowgauge.optim._options import check_hyperparameters, check_options, show_options, with_defaults
@@ -26,8 +29,6 @@ from narrowgauge.optim._plan import ParameterPlan, plan_parameter
 from narrowgauge.optim._stats import UpdateStats
 from narrowgauge.optim._update import update
 from narrowgauge.rules import ClipUpdates, HasSecondMoment, Rule
-
-_STORAGE_OPTIONS = ("weights", "states", "block_size", "min_quantized_size", "arithmetic")
 
 
 class NarrowOptimizer(torch.optim.Optimizer):
@@ -43,8 +44,9 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: ParamsT, hyperparameters: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         self._reset()
-        defaults = {**hyperparameters, **with_defaults(type(self).__name__, options)}
+        defaults = {**hyperparameters, **with_defaults(type(self).__name__, options), VERSION_KEY: VERSION}
         self.check(defaults)
+        defaults["rule"] = self.rule_for({**defaults, "clip_updates": False}).name
         super().__init__(params, defaults)
 
     def __init_subclass__(cls) -> None:
@@ -60,9 +62,10 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch copies and pickles state and groups only; the rest is made anew. It comes here from
-        # load_state_dict too, where there is something to keep.
+        # load_state_dict too, where there is something to keep, but groups may ask for another plan.
         if "_plans" not in self.__dict__:
             self._reset()
+        self._plans = {}
         super().__setstate__(state)
 
     def check(self, group: Mapping[str, Any]) -> None:
@@ -239,49 +242,36 @@ class NarrowOptimizer(torch.optim.Optimizer):
         ]
         return Description(tuple(rows))
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state that `state_dict` gave, every word in the dtype it was written in.
+    def torch_state_dict(self) -> dict[str, Any]:
+        """The state as torch's optimizer of the same name would save it: its `load_state_dict` goes on from there.
+
+        Moments are float32; torch rounds them to the parameter's dtype when it loads them. It has neither low words
+        nor update clipping: a UserWarning says what it cannot continue. Hooks are not called.
 
         Raises:
-            ValueError: if it was written by another optimizer or under other storages; nothing is changed then.
+            ValueError: if torch has no optimizer of this name.
         """
-        # torch casts every float state to the parameter's dtype, which would round fp32 moments to bf16, and it
-        # offers no way around but hooks: one that sees what is loaded after all other hooks have had their say,
-        # and one that puts the words back before any other hook sees the result.
-        seen: list[dict[str, Any]] = []
+        state_dict, notes = export_to_torch(self, self._all_plans())
+        if notes:
+            warnings.warn(f"torch_state_dict: {notes}", stacklevel=2)
+        return state_dict
 
-        def before(_: torch.optim.Optimizer, given: dict[str, Any]) -> None:
-            self._check_saved(given["param_groups"])
-            seen.append(given)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state that `state_dict` gave, or that torch's or bitsandbytes' optimizer of this kind saved.
 
-        def after(_: torch.optim.Optimizer) -> None:
-            identities = [identity for group in seen[0]["param_groups"] for identity in group["params"]]
-            for identity, (p, _plan) in zip(identities, self._all_plans(), strict=True):
-                for key, value in seen[0]["state"].get(identity, {}).items():
-                    self.state[p][key] = value.detach().to(p.device, copy=True)
+        Hyperparameters come from the checkpoint, storages stay as this optimizer was made: what was written in the
+        same ones is taken bit for bit, everything else is converted, low words to what they mean beside the present
+        parameter (load the model first). A UserWarning says what had no place. Tensors move to the parameters'
+        devices.
 
-        handles = (
-            self.register_load_state_dict_pre_hook(before),
-            self.register_load_state_dict_post_hook(after, prepend=True),
-        )
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _check_saved(self, saved: list[dict[str, Any]]) -> None:
-        for number, (group, old) in enumerate(zip(self.param_groups, saved, strict=False)):
-            for option in _STORAGE_OPTIONS:
-                if option not in old:
-                    raise ValueError(
-                        f"state_dict: group {number} has no {option!r}; takes one of {type(self).__name__}"
-                    )
-                if old[option] != group[option]:
-                    raise ValueError(
-                        f"state_dict: group {number} was written with {option}={old[option]!r}, "
-                        f"this optimizer has {option}={group[option]!r}"
-                    )
+        Raises:
+            ValueError: for a state of another rule or other shapes, an unknown version, or no state at all; nothing
+                is changed then.
+        """
+        names = iter([plan.name for _, plan in self._all_plans()])
+        notes = load_checkpoint(self, names, super().load_state_dict, state_dict)
+        if notes:
+            warnings.warn(f"state_dict: {notes}", stacklevel=2)
 
 
 def _interleave(

@@ -1,0 +1,283 @@
+"""States that save: any storage loads into any other, what cannot be is refused, and nothing is lost in silence."""
+
+import copy
+import itertools
+import pickle
+
+import pytest
+import torch
+
+from narrowgauge.optim import LARS, SGD, Adagrad, Adam, AdamW, AdamW8bit, Lion, NarrowOptimizer
+from narrowgauge.storage import mark_states, state_storage, state_storages
+
+# The error of each storage at worst (signed, unsigned), over a block's largest magnitude.
+COARSE = {
+    "fp32": (0, 0), "bf16": (2**-8, 2**-8), "expansion": (2**-16, 2**-16),
+    "8bit": (0.0071, 0.0036), "fp8": (0.036, 0.036), "4bit": (0.1126, 0.0626),
+}  # fmt: skip
+
+
+def model(dtype: torch.dtype = torch.bfloat16) -> list[tuple[str, torch.nn.Parameter]]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"weight": (33, 40), "odd": (7, 13), "bias": (10,)}
+    return [
+        (name, torch.nn.Parameter((1 + 0.3 * torch.randn(shape, generator=generator)).to(dtype)))
+        for name, shape in shapes.items()
+    ]
+
+
+def drive(optimizer: NarrowOptimizer, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        optimizer.step()
+
+
+def moments(optimizer: NarrowOptimizer) -> dict[str, torch.Tensor]:
+    return {
+        f"{plan.name}.{slot.slot.name}": slot.decode(optimizer.state[p], p.shape)
+        for p, plan in optimizer._all_plans()
+        for slot in plan.slots
+    }
+
+
+def weights(optimizer: NarrowOptimizer) -> dict[str, torch.Tensor]:
+    return {
+        plan.name: optimizer._exact(plan, p.detach(), optimizer.state[p])[0] for p, plan in optimizer._all_plans()
+    }
+
+
+def everything(optimizer: NarrowOptimizer) -> list:
+    """All that load_state_dict may change, copied."""
+    return copy.deepcopy([list(optimizer.state.values()), [g | {"params": None} for g in optimizer.param_groups]])
+
+
+def same(a, b) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+@pytest.mark.parametrize(("old", "new"), list(itertools.product(state_storages(), repeat=2)), ids=str)
+def test_every_state_storage_becomes_every_other(old: str, new: str) -> None:
+    """Also with other blocks, and where small tensors were kept in fp32 by one side only."""
+    saved = AdamW(model(), states={"m": old, "v": old}, block_size=64, min_quantized_size=50)
+    drive(saved, range(3))
+    for block, least in ((64, 50), (100, 0)):
+        loaded = AdamW(model(), states={"m": new, "v": new}, block_size=block, min_quantized_size=least)
+        plain = AdamW(model(), states="fp32")
+        loaded.load_state_dict(saved.state_dict())
+        plain.load_state_dict(saved.state_dict())
+        wanted = moments(saved)
+        assert same(moments(plain), wanted)
+        for (p, plan), q in zip(loaded._all_plans(), saved.state, strict=True):
+            assert loaded.state[p]["step"] == 3
+            for slot in plan.slots:
+                words, origin = slot.words(loaded.state[p]), slot.words(saved.state[q])
+                key = f"{plan.name}.{slot.slot.name}"
+                if old == new and block == 64:
+                    assert same(words, origin)
+                exact = wanted[key].double()
+                miss = (slot.decode(loaded.state[p], p.shape).double() - exact).abs()
+                bound = COARSE[slot.storage.name][not slot.slot.signed]
+                assert (miss <= bound * blockwise_largest(exact, block)).all(), key
+        drive(loaded, range(3, 4))
+
+
+def blockwise_largest(x: torch.Tensor, block: int) -> torch.Tensor:
+    flat = torch.nn.functional.pad(x.reshape(-1).abs(), (0, -x.numel() % block)).view(-1, block)
+    return flat.amax(dim=1, keepdim=True).expand_as(flat).reshape(-1)[: x.numel()].view(x.shape)
+
+
+@pytest.mark.parametrize("narrow", ["8bit", "fp8", "4bit"])
+def test_what_was_quantized_comes_back_from_wider_states_as_it_was(narrow: str) -> None:
+    first, wide, back = (AdamW(model(), states=states, min_quantized_size=0) for states in (narrow, "fp32", narrow))
+    drive(first, range(3))
+    wide.load_state_dict(first.state_dict())
+    back.load_state_dict(wide.state_dict())
+    assert same(moments(back), moments(first))
+
+
+def test_words_tell_their_storage() -> None:
+    """What makes a checkpoint readable without a list of what each parameter was kept in; see `_checkpoint`."""
+    p = torch.zeros(5, 7)
+    for signed in (True, False):
+        words = [state_storage(name).init(p, signed, 16) for name in state_storages()]
+        told = [{(key, word.dtype, word.shape) for key, word in w.items()} for w in words]
+        assert all(a != b for a, b in itertools.combinations(told, 2))
+
+
+def test_marked_and_renamed_parameters_resume() -> None:
+    def marked() -> AdamW:
+        parameters = model()
+        mark_states(parameters[0][1], "fp32")
+        return AdamW(parameters, states="4bit", min_quantized_size=50)
+
+    saved, same_marks, no_marks = marked(), marked(), AdamW(model(), states="4bit", min_quantized_size=50)
+    drive(saved, range(3))
+    for optimizer in (same_marks, no_marks):
+        optimizer.load_state_dict(saved.state_dict())
+    assert same(everything(saved), everything(same_marks))
+    assert [row.states for row in no_marks.describe().rows] == ["m:4bit v:4bit", "m:4bit v:4bit", "m:fp32 v:fp32"]
+    assert same(moments(no_marks)["odd.v"], moments(saved)["odd.v"])
+
+
+def test_hyperparameters_come_from_the_checkpoint_and_storages_stay() -> None:
+    saved = AdamW(model(), lr=3e-4, betas=(0.8, 0.95), clip_updates=True, seed=7, states="8bit", nonfinite="raise")
+    torch.optim.lr_scheduler.ConstantLR(saved)
+    drive(saved, range(1))
+    loaded = AdamW(model(), states="bf16", weights="split", block_size=32, fused=True)
+    loaded.load_state_dict(saved.state_dict())
+    (found,) = loaded.param_groups
+    assert (found["betas"], found["clip_updates"], found["seed"], found["nonfinite"]) == (
+        (0.8, 0.95),
+        True,
+        7,
+        "raise",
+    )
+    assert found["lr"] == saved.param_groups[0]["lr"]
+    assert found["initial_lr"] == 3e-4
+    assert (found["states"], found["weights"], found["block_size"], found["fused"]) == ("bf16", "split", 32, True)
+    assert [row.rule for row in loaded.describe().rows] == ["adamw, clipped"] * 3
+    drive(loaded, range(1, 2))
+
+
+def test_only_plain_values_are_saved_and_none_is_shared() -> None:
+    saved = AdamW(model(), states={"m": "8bit", "v": "fp32"}, weights="split8")
+    drive(saved, range(2))
+
+    def walk(value) -> None:
+        if isinstance(value, dict):
+            assert type(value) is dict
+            for key, inner in value.items():
+                assert isinstance(key, str | int)
+                walk(inner)
+        elif isinstance(value, list | tuple):
+            for inner in value:
+                walk(inner)
+        else:
+            assert value is None or type(value) in (torch.Tensor, int, float, bool, str)
+
+    walk(saved.state_dict())
+    assert saved.state_dict()["param_groups"][0]["state_version"] == 1
+    loaded = AdamW(model(), states={"m": "8bit", "v": "fp32"}, weights="split8")
+    loaded.load_state_dict(saved.state_dict())
+    before = everything(loaded)
+    drive(saved, range(2, 3))
+    assert same(everything(loaded), before)
+
+
+def test_pickles_and_copies_go_on_alike() -> None:
+    original = AdamW8bit(model(), weights="split8", min_quantized_size=50)
+    drive(original, range(2))
+    twins = [pickle.loads(pickle.dumps(original)), copy.deepcopy(original)]
+    drive(original, range(2, 4))
+    for twin in twins:
+        drive(twin, range(2, 4))
+        assert same(everything(original), everything(twin))
+        assert same(weights(original), weights(twin))
+
+
+def test_percentile_histories_are_kept_where_both_sides_have_one() -> None:
+    saved, loaded = (AdamW(model(), percentile_clipping=90) for _ in range(2))
+    drive(saved, range(3))
+    loaded.load_state_dict(saved.state_dict())
+    assert same(everything(saved), everything(loaded))
+
+
+def broken(change) -> dict:
+    saved = AdamW(model(), states="8bit", min_quantized_size=50, weights="split")
+    drive(saved, range(1))
+    state_dict = copy.deepcopy(saved.state_dict())
+    change(state_dict)
+    return state_dict
+
+
+def group(state_dict: dict) -> dict:
+    return state_dict["param_groups"][0]
+
+
+def odd(state_dict: dict) -> dict:
+    return state_dict["state"][1]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda s: group(s).update(state_version=2), "group 0 has state_version=2, this version reads 1"),
+        (lambda s: group(s).pop("block_size"), "group 0 has no 'block_size'"),
+        (lambda s: group(s).update(states="7bit"), "group 0: states: got '7bit', takes one of"),
+        (lambda s: group(s).update(betas=(0.9,)), "group 0: Invalid betas"),
+        (lambda s: s.pop("state"), r"got \['param_groups'\], takes 'state' and 'param_groups'"),
+        (lambda s: s["param_groups"].append(group(s)), "different number of parameter groups"),
+        (lambda s: group(s)["params"].pop(), "doesn't match the size of optimizer's group"),
+        (lambda s: odd(s).pop("step"), "odd has no 'step', got"),
+        (lambda s: odd(s).pop("m.scales"), r"'m' of odd has codes \(7, 13\) in uint8, which is not a moment"),
+        (
+            lambda s: [odd(s).pop(f"v.{word}") for word in ("codes", "scales")],
+            r"odd has no 'v', got .* 'm' and 'v'",
+        ),
+        (lambda s: odd(s).update({"v.scales": torch.ones(9)}), r"'v' of odd has codes .*, scales \(9,\)"),
+        (lambda s: s["state"].update({0: odd(s)}), r"'m' of weight has codes \(7, 13\) .* of shape \(33, 40\)"),
+        (
+            lambda s: odd(s).update({"weight.lo": torch.ones(11, dtype=torch.int16)}),
+            r"'weight.lo' of odd has shape",
+        ),
+        (lambda s: odd(s).update({"m": {}}), "'m' of odd is a dict, takes a tensor"),
+        (lambda s: odd(s).update({"step": torch.ones(3)}), r"'step' of odd has shape \(3,\)"),
+    ],
+    ids=range(15),
+)
+def test_what_cannot_be_loaded_is_refused_and_changes_nothing(change, words: str) -> None:
+    optimizer = AdamW(model(), lr=0.1, states="bf16", weights="split")
+    drive(optimizer, range(2))
+    before = everything(optimizer)
+    with pytest.raises(ValueError, match=words):
+        optimizer.load_state_dict(broken(change))
+    assert same(everything(optimizer), before)
+
+
+def test_states_of_other_rules_are_taken_as_far_as_they_go() -> None:
+    adam, lion, adagrad, sgd = Adam(model()), Lion(model()), Adagrad(model()), SGD(model(), momentum=0.9)
+    for optimizer in (adam, lion, adagrad, sgd):
+        drive(optimizer, range(2))
+    AdamW(model()).load_state_dict(adam.state_dict())
+    words = (
+        r"took moments of 'adam' for those of 'lion', which may be other averages \(group 0\); "
+        r"dropped 'v', which Lion does not keep \(weight, odd, bias\)$"
+    )
+    with pytest.warns(UserWarning, match=words):
+        Lion(model()).load_state_dict(adam.state_dict())
+    with pytest.warns(UserWarning, match=r"took moments of 'sgd' for those of 'lars', which may be other averages"):
+        LARS(model()).load_state_dict(sgd.state_dict())
+    with pytest.raises(ValueError, match=r"weight has no 'v', got .*; AdamW takes 'm' and 'v'"):
+        AdamW(model()).load_state_dict(lion.state_dict())
+    with pytest.raises(ValueError, match="weight has no 'm'"):
+        AdamW(model()).load_state_dict(adagrad.state_dict())
+    # Momentum is the checkpoint's to say, and so is whether there is a state for it.
+    bare = SGD(model())
+    bare.load_state_dict(sgd.state_dict())
+    assert same(moments(bare), moments(sgd))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("states", state_storages())
+def test_devices_may_change_between_saving_and_loading(states: str) -> None:
+    def on(device: str, states: str) -> AdamW:
+        parameters = [(name, p.detach().to(device).requires_grad_()) for name, p in model()]
+        return AdamW(parameters, states={"m": states, "v": states}, weights="split", min_quantized_size=50)
+
+    cpu, gpu, back, wide = on("cpu", states), on("cuda", states), on("cpu", states), on("cuda", "fp32")
+    drive(cpu, range(3))
+    gpu.load_state_dict(cpu.state_dict())
+    assert all(value.device.type == "cuda" for state in gpu.state.values() for value in state.values())
+    back.load_state_dict(gpu.state_dict())
+    assert same(everything(cpu)[0], everything(back)[0])
+    wide.load_state_dict(cpu.state_dict())
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(moments(wide).values(), moments(cpu).values(), strict=True))
