@@ -39,6 +39,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
     """
 
     rule: ClassVar[Rule]
+    refusals: ClassVar[Mapping[str, str]] = {}  # what torch says of a hyperparameter here and nowhere else
 
     def __init__(self, params: ParamsT, hyperparameters: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         self._reset()
@@ -69,8 +70,9 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: naming the argument, what it got, what it takes.
+            RuntimeError: where torch has that type for it.
         """
-        check_hyperparameters(group)
+        check_hyperparameters(group, self.refusals)
         check_options(type(self).__name__, self.rule_for(group), group)
 
     def rule_for(self, group: Mapping[str, Any]) -> Rule:
@@ -88,7 +90,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         try:
             self.check(self.param_groups[-1])
             self._plan_group(len(self.param_groups) - 1)
-        except ValueError:
+        except Exception:
             for p in self.param_groups.pop()["params"]:
                 self._plans.pop(p, None)
             raise
@@ -125,12 +127,24 @@ class NarrowOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.last_stats = {}
+        self._follow_slots()
         self._refuse_gradients()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
                     self._step_parameter(group, p, p.grad)
         return loss
+
+    def _follow_slots(self) -> None:
+        """Plan anew where a scheduler has switched momentum on or off, and with it a slot, since the last step."""
+        for group in self.param_groups:
+            plans = [self._plan(p) for p in group["params"][:1]]
+            if all(plan.slots_asked == self.rule_for(group).slots(group) for plan in plans):
+                continue
+            self._plans = {}
+            for p in group["params"]:
+                if p in self.state:
+                    self.state[p].update(self._plan(p).init_missing(p, group, self.state[p]))
 
     def _refuse_gradients(self) -> None:
         """Raise for what must not be stepped with, before anything has moved."""
@@ -139,8 +153,10 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 if p.grad is None:
                     continue
                 name = self._plan(p).name
-                if p.grad.is_sparse:
-                    raise RuntimeError(f"{name}: got a sparse gradient, {type(self).__name__} takes dense ones")
+                if p.grad.layout is not torch.strided:
+                    raise RuntimeError(
+                        f"{type(self).__name__} does not support sparse gradients; {name} got one, takes dense ones"
+                    )
                 if group["nonfinite"] == "raise" and not torch.isfinite(p.grad).all():
                     raise FloatingPointError(
                         f"{name}: the gradient has inf or NaN (nonfinite='raise'); no parameter was changed"
