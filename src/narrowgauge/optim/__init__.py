@@ -10,6 +10,7 @@ from narrowgauge.optim._optimizer import NarrowOptimizer
 from narrowgauge.optim._options import Options
 from narrowgauge.optim._sgd import LARS, SGD, LARS8bit, SGD8bit
 from narrowgauge.optim._stats import UpdateStats
+from narrowgauge.optim._step_in_backward import step_in_backward
 
 __all__ = [
     "LAMB",
@@ -33,4 +34,5 @@ __all__ = [
     "SGD8bit",
     "StableAdamW",
     "UpdateStats",
+    "step_in_backward",
 ]
