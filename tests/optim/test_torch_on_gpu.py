@@ -9,6 +9,8 @@ import pytest
 import torch
 from twins import NAMESAKES, backward, distance, ours, parameters, torchs, train, values
 
+from narrowgauge import optim
+
 pytestmark = pytest.mark.gpu
 
 NEAR = {"Adam": 5e-5, "AdamW": 1e-4, "SGD": 5e-6, "Adagrad": 5e-6, "Muon": 5e-3}
@@ -76,6 +78,7 @@ def test_a_captured_step_follows_rate_and_betas_on_the_device(name: str, options
     assert not torch.equal(values(ps), values(parameters()))
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_a_first_step_is_not_captured() -> None:
     ps = parameters("cuda")
     optimizer = ours("AdamW")(ps, capturable=True)
@@ -122,3 +125,30 @@ def test_a_state_goes_from_one_device_to_another(name: str, there: str) -> None:
         backward(some, 3)
         one.step()
     torch.testing.assert_close(values(old), values(new), rtol=1e-4, atol=1e-5)
+
+
+def test_stepping_in_backward_frees_gradients_on_the_device() -> None:
+    """Twelve square layers of 32 MiB gradients: the same bits, at a peak lower by most of them."""
+    ends, peaks = [], []
+    for wrap in (True, False):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096, bias=False) for _ in range(12)))
+        model = model.to("cuda", torch.bfloat16)
+        options: dict[str, Any] = {"weights": "split8", "lr": 1e-3}
+        if wrap:
+            optimizer = optim.step_in_backward(model, optim.AdamW8bit, **options)
+        else:
+            optimizer = optim.AdamW8bit(model.named_parameters(), **options)
+        for step in range(3):
+            if step == 1:  # the states exist
+                torch.cuda.reset_peak_memory_stats()
+            x = torch.randn(64, 4096, generator=torch.Generator().manual_seed(step))
+            model(x.to("cuda", torch.bfloat16)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        peaks.append(torch.cuda.max_memory_allocated())
+        ends.append(values(list(model.parameters())))
+        del model, optimizer
+        torch.cuda.empty_cache()
+    assert torch.equal(*ends)
+    assert peaks[1] - peaks[0] > 8 * 2 * 4096 * 4096

@@ -36,9 +36,11 @@ class Options(TypedDict, total=False):
         seed: key of the random bits for stochastic rounding, which depend on it, the parameter's place, the element
             and the step alone.
         maximize: ascend instead.
-        foreach, fused: accepted for compatibility and moot: there is one implementation per device.
-        capturable: accepted and always so: on a GPU the step count lives on the device and the step does not
-            synchronise (``arithmetic="strict"`` and ``nonfinite="raise"`` do, and cannot be captured).
+        foreach, fused: accepted for compatibility and moot: there is one implementation per device. What torch
+            refuses of them is refused.
+        capturable: accepted and always so: on a GPU the step count lives on the device, `lr` and `betas` too if
+            they are tensors there, and the step does not synchronise (``arithmetic="strict"`` and
+            ``nonfinite="raise"`` do, and cannot be captured).
         differentiable: refused if True.
     """
 
