@@ -107,16 +107,20 @@ def test_momentum_switched_on_and_off_is_what_torch_makes_of_it() -> None:
 
 
 def test_a_slot_that_came_later_is_kept_as_asked() -> None:
-    p = torch.nn.Parameter(torch.ones(5000))
-    optimizer = ours("SGD")([p], states="8bit")
-    p.grad = torch.ones_like(p)
-    optimizer.step()
-    assert not any(key.startswith("m.") for key in optimizer.state[p])
-    optimizer.param_groups[0]["momentum"] = 0.9
-    optimizer.step()
-    assert optimizer.describe().rows[0].states == "m:8bit"
-    assert optimizer.state[p]["m.codes"].dtype == torch.uint8
-    assert optimizer.state[p]["step"] == 2
+    ps = [torch.nn.Parameter(torch.ones(5000)) for _ in range(3)]
+    optimizer = ours("SGD")([{"params": ps[:2]}, {"params": ps[2:]}], states="8bit")
+    for step in range(2):
+        for p in ps:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        if step == 0:
+            assert not any(key.startswith("m.") for p in ps for key in optimizer.state[p])
+            for group in optimizer.param_groups:
+                group["momentum"] = 0.9
+    assert [row.states for row in optimizer.describe().rows] == ["m:8bit"] * 3
+    for p in ps:
+        assert optimizer.state[p]["m.codes"].dtype == torch.uint8
+        assert optimizer.state[p]["step"] == 2
 
 
 @pytest.mark.parametrize("name", NAMESAKES)

@@ -148,11 +148,14 @@ class NarrowOptimizer(torch.optim.Optimizer):
     def _begin_step(self) -> None:
         """Plan anew where a scheduler has switched momentum on or off, and with it a slot, since the last step."""
         self.last_stats = {}
-        for group in self.param_groups:
-            plans = [self._plan(p) for p in group["params"][:1]]
-            if all(plan.slots_asked == self.rule_for(group).slots(group) for plan in plans):
-                continue
+        stale = [
+            group
+            for group in self.param_groups
+            if any(self._plan(p).slots_asked != self.rule_for(group).slots(group) for p in group["params"][:1])
+        ]
+        if stale:
             self._plans = {}
+        for group in stale:
             for p in group["params"]:
                 if p in self.state:
                     self.state[p].update(self._plan(p).init_missing(p, group, self.state[p]))
