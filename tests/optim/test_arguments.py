@@ -62,7 +62,9 @@ def test_sparse_gradients_are_refused_by_name() -> None:
     embedding = torch.nn.Embedding(10, 4, sparse=True)
     optimizer = AdamW(embedding.named_parameters())
     embedding(torch.tensor([1, 2])).sum().backward()
-    with pytest.raises(RuntimeError, match="weight: got a sparse gradient, AdamW takes dense ones"):
+    with pytest.raises(
+        RuntimeError, match="AdamW does not support sparse gradients; weight got one, takes dense ones"
+    ):
         optimizer.step()
 
 

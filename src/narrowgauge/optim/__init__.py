@@ -12,6 +12,7 @@ from narrowgauge.optim._options import Options
 from narrowgauge.optim._quantized_gradients import QuantizedGradients
 from narrowgauge.optim._sgd import LARS, SGD, LARS8bit, SGD8bit
 from narrowgauge.optim._stats import UpdateStats
+from narrowgauge.optim._step_in_backward import step_in_backward
 
 __all__ = [
     "LAMB",
@@ -37,4 +38,5 @@ __all__ = [
     "StableAdamW",
     "UpdateStats",
     "split_decay",
+    "step_in_backward",
 ]

@@ -16,7 +16,7 @@ from narrowgauge.rules import ADAGRAD
 class Adagrad(NarrowOptimizer):
     """AdaGrad with any weight storage and any state storage, and with momentum if asked for.
 
-    Arguments up to `eps` are those of `torch.optim.Adagrad`, in its order and with its defaults.
+    Arguments up to `foreach` are those of `torch.optim.Adagrad`, in its order and with its defaults.
 
     Args:
         params: parameters, named parameters or groups; float32, bfloat16 or float16. Groups may override any
@@ -26,6 +26,7 @@ class Adagrad(NarrowOptimizer):
         weight_decay: added to the gradient, as L2 regularization is.
         initial_accumulator_value: what the sum of squares starts from.
         eps: added to the root of the sum of squares.
+        foreach: accepted and moot; see `Options`.
         momentum: decay rate of a momentum over the scaled gradients; 0 keeps none.
         **options: those of every optimizer; see `Options`. Slots: ``"v"``, and ``"m"`` if there is momentum.
 
@@ -37,7 +38,7 @@ class Adagrad(NarrowOptimizer):
 
     rule = ADAGRAD
 
-    def __init__(
+    def __init__(  # type: ignore[misc]  # `foreach`, one of the Options, has a position in torch's Adagrad
         self,
         params: ParamsT,
         lr: float | Tensor = 1e-2,
@@ -45,6 +46,7 @@ class Adagrad(NarrowOptimizer):
         weight_decay: float = 0.0,
         initial_accumulator_value: float = 0.0,
         eps: float = 1e-10,
+        foreach: bool | None = None,
         *,
         momentum: float = 0.0,
         **options: Unpack[Options],
@@ -57,7 +59,7 @@ class Adagrad(NarrowOptimizer):
             "eps": eps,
             "momentum": momentum,
         }
-        super().__init__(params, hyperparameters, options)
+        super().__init__(params, hyperparameters, {**options, "foreach": foreach})
 
 
 class Adagrad8bit(EightBit, Adagrad):

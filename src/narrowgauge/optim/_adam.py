@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, Unpack
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from narrowgauge.optim._eight_bit import EightBit
 from narrowgauge.optim._optimizer import NarrowOptimizer
 from narrowgauge.optim._options import Options
-from narrowgauge.rules import ADAM, ADAMW
+from narrowgauge.rules import ADAM, ADAMW, ClipUpdates, Rule
 
 
 class Adam(NarrowOptimizer):
@@ -22,10 +23,12 @@ class Adam(NarrowOptimizer):
         params: parameters, named parameters or groups; float32, bfloat16 or float16. Groups may override any
             option below.
         lr: learning rate, a number or a 0-d tensor.
-        betas: decay rates of the first and second moment, each in [0, 1).
+        betas: decay rates of the first and second moment, each in [0, 1); two numbers, or two tensors of one
+            element.
         eps: added to the root of the second moment (outside the root, as in torch).
         weight_decay: added to the gradient, as L2 regularization is.
         amsgrad: refused if True.
+        decoupled_weight_decay: True makes it AdamW.
         beta2_schedule: lambda of beta2 = 1 - t^-lambda, which then takes the place of ``betas[1]``; None for none.
         **options: those of every optimizer; see `Options`. Slots: ``"m"``, ``"v"``; ``states="expansion"`` keeps m
             in bf16 and v as hi + lo (Collage-plus).
@@ -42,11 +45,12 @@ class Adam(NarrowOptimizer):
         self,
         params: ParamsT,
         lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         amsgrad: bool = False,
         *,
+        decoupled_weight_decay: bool = False,
         beta2_schedule: float | None = None,
         **options: Unpack[Options],
     ) -> None:
@@ -56,9 +60,22 @@ class Adam(NarrowOptimizer):
             "eps": eps,
             "weight_decay": weight_decay,
             "amsgrad": amsgrad,
+            "decoupled_weight_decay": decoupled_weight_decay,
             "beta2_schedule": beta2_schedule,
         }
         super().__init__(params, hyperparameters, options)
+
+    def rule_for(self, group: Mapping[str, Any]) -> Rule:
+        rule = ADAMW if group.get("decoupled_weight_decay", self.rule is ADAMW) else ADAM
+        return ClipUpdates(rule) if group.get("clip_updates") else rule
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        super().check(group)
+        if group["foreach"] and not group["capturable"]:
+            named = {"lr": group["lr"], "betas[0]": group["betas"][0], "betas[1]": group["betas"][1]}
+            for name, value in named.items():
+                if isinstance(value, Tensor):
+                    raise ValueError(f"{name} as a Tensor is not supported for capturable=False and foreach=True")
 
 
 class AdamW(Adam):
@@ -82,7 +99,7 @@ class AdamW(Adam):
         self,
         params: ParamsT,
         lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
@@ -90,7 +107,10 @@ class AdamW(Adam):
         beta2_schedule: float | None = None,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, beta2_schedule=beta2_schedule, **options)
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad,
+            decoupled_weight_decay=True, beta2_schedule=beta2_schedule, **options,
+        )  # fmt: skip
 
 
 class StableAdamW(AdamW):
@@ -111,7 +131,7 @@ class StableAdamW(AdamW):
         self,
         params: ParamsT,
         lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 1e-2,
         *,

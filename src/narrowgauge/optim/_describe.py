@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+from torch import Tensor
+
+from narrowgauge.optim._plan import ParameterPlan
 
 
 @dataclass(frozen=True)
@@ -46,3 +51,31 @@ class Description:
             row.parameter, shape, row.dtype, row.rule, row.weights, row.states,
             f"{row.bytes:,}", row.path, str(row.skipped), row.why,
         )  # fmt: skip
+
+
+def describe(
+    plans: Iterable[tuple[Tensor, ParameterPlan]], skipped: Mapping[str, int], when: str = ""
+) -> Description:
+    """The table of parameters and their plans.
+
+    Args:
+        plans: parameters and their plans.
+        skipped: refused steps by name.
+        when: what to say after the path of when it is taken.
+    """
+    rows = [
+        Row(
+            parameter=plan.name,
+            shape=tuple(p.shape),
+            dtype=str(p.dtype).removeprefix("torch."),
+            rule=plan.rule.name,
+            weights=plan.weight.name,
+            states=" ".join(f"{s.slot.name}:{s.storage.name}" for s in plan.slots),
+            bytes=plan.nbytes(p),
+            path=f"eager torch, {'strict' if plan.strict else 'fp32'}{when}",
+            skipped=skipped.get(plan.name, 0),
+            why=plan.why,
+        )
+        for p, plan in plans
+    ]
+    return Description(tuple(rows))

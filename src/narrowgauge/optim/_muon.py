@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
@@ -36,9 +36,16 @@ class Muon(NarrowOptimizer):
 
     Raises:
         ValueError: for a value, a shape or a combination that is not taken, by name.
+        RuntimeError: for a complex parameter.
 
     Source: Jordan et al. 2024; Liu et al. 2025; as in torch.
     """
+
+    refusals: ClassVar[Mapping[str, str]] = {
+        "lr": "Learning rate should be >= 0 but is",
+        "momentum": "momentum should be >= 0 but is",
+        "weight_decay": "weight decay should be >= 0 but is",
+    }
 
     def __init__(
         self,
@@ -76,11 +83,19 @@ class Muon(NarrowOptimizer):
         if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
             raise ValueError(f"Adjust learning rate function {group['adjust_lr_fn']} is not supported")
         if not 0 <= group["ns_steps"] < 100:
-            raise ValueError(f"ns_steps: got {group['ns_steps']}, takes 0 to 99")
+            raise ValueError(
+                "Number of steps must be less than 100 for computational efficiency; "
+                f"ns_steps: got {group['ns_steps']}, takes 0 to 99"
+            )
         if len(group["ns_coefficients"]) != 3:
-            raise ValueError(f"ns_coefficients: got {group['ns_coefficients']!r}, takes three numbers")
+            raise ValueError(
+                "Coefficients must be a tuple of exactly 3 values; "
+                f"ns_coefficients: got {group['ns_coefficients']!r}, takes three numbers"
+            )
         super().check(group)
         for p in group.get("params", ()):
+            if p.is_complex():
+                raise RuntimeError(f"Muon does not support complex parameters; params: got one of {p.dtype}")
             if p.dim() != 2:
                 raise ValueError(
                     f"Muon only supports 2D parameters whereas we found a parameter with size: {p.size()}"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,12 +23,15 @@ from narrowgauge.optim._checkpoint import load_checkpoint
 from narrowgauge.optim._checkpoint_export import export_to_torch
 from narrowgauge.optim._checkpoint_layouts import VERSION, VERSION_KEY
 from narrowgauge.optim._clip_gradients import clip_to_percentile
-from narrowgauge.optim._describe import Description, Row
+from narrowgauge.optim._describe import Description, describe
 from narrowgauge.optim._options import check_hyperparameters, check_options, show_options, with_defaults
 from narrowgauge.optim._plan import ParameterPlan, plan_parameter
 from narrowgauge.optim._stats import UpdateStats
 from narrowgauge.optim._update import update
 from narrowgauge.rules import ClipUpdates, HasSecondMoment, Rule
+
+if TYPE_CHECKING:
+    from narrowgauge.optim._step_in_backward import InBackward
 
 
 class NarrowOptimizer(torch.optim.Optimizer):
@@ -41,6 +44,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
     """
 
     rule: ClassVar[Rule]
+    refusals: ClassVar[Mapping[str, str]] = {}  # what torch says of a hyperparameter here and nowhere else
 
     def __init__(self, params: ParamsT, hyperparameters: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         self._reset()
@@ -59,6 +63,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self.last_stats: dict[str, UpdateStats] = {}
         self._plans: dict[Tensor, ParameterPlan] = {}
         self._warned: set[str] = set()
+        self._in_backward: InBackward | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch copies and pickles state and groups only; the rest is made anew. It comes here from
@@ -73,9 +78,10 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: naming the argument, what it got, what it takes.
+            RuntimeError: where torch has that type for it.
         """
         rule = self.rule_for(group)
-        check_hyperparameters(rule, group)
+        check_hyperparameters(rule, group, self.refusals)
         check_options(type(self).__name__, rule, group)
 
     def rule_for(self, group: Mapping[str, Any]) -> Rule:
@@ -93,10 +99,14 @@ class NarrowOptimizer(torch.optim.Optimizer):
         try:
             self.check(self.param_groups[-1])
             self._plan_group(len(self.param_groups) - 1)
-        except ValueError:
+            if self._in_backward is not None:
+                self._in_backward.check(self.param_groups[-1])
+        except Exception:
             for p in self.param_groups.pop()["params"]:
                 self._plans.pop(p, None)
             raise
+        if self._in_backward is not None:
+            self._in_backward.watch(len(self.param_groups) - 1)
 
     def _plan_group(self, number: int) -> None:
         group = self.param_groups[number]
@@ -129,27 +139,43 @@ class NarrowOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.last_stats = {}
-        self._refuse_gradients()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._step_parameter(group, p, p.grad)
+        if self._in_backward is not None:
+            self._in_backward.end()
+            return loss
+        self._begin_step()
+        ready = [(group, p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for group, p, grad in ready:
+            self._refuse_gradient(group, p, grad)
+        for group, p, grad in ready:
+            self._step_parameter(group, p, grad)
         return loss
 
-    def _refuse_gradients(self) -> None:
-        """Raise for what must not be stepped with, before anything has moved."""
-        for group in self.param_groups:
+    def _begin_step(self) -> None:
+        """Plan anew where a scheduler has switched momentum on or off, and with it a slot, since the last step."""
+        self.last_stats = {}
+        stale = [
+            group
+            for group in self.param_groups
+            if any(self._plan(p).slots_asked != self.rule_for(group).slots(group) for p in group["params"][:1])
+        ]
+        if stale:
+            self._plans = {}
+        for group in stale:
             for p in group["params"]:
-                if p.grad is None:
-                    continue
-                name = self._plan(p).name
-                if p.grad.is_sparse:
-                    raise RuntimeError(f"{name}: got a sparse gradient, {type(self).__name__} takes dense ones")
-                if group["nonfinite"] == "raise" and not torch.isfinite(p.grad).all():
-                    raise FloatingPointError(
-                        f"{name}: the gradient has inf or NaN (nonfinite='raise'); no parameter was changed"
-                    )
+                if p in self.state:
+                    self.state[p].update(self._plan(p).init_missing(p, group, self.state[p]))
+
+    def _refuse_gradient(self, group: dict[str, Any], p: Tensor, grad: Tensor) -> None:
+        """Raise for what must not be stepped with, before anything has moved."""
+        name = self._plan(p).name
+        if grad.layout is not torch.strided:
+            raise RuntimeError(
+                f"{type(self).__name__} does not support sparse gradients; {name} got one, takes dense ones"
+            )
+        if group["nonfinite"] == "raise" and not torch.isfinite(grad).all():
+            raise FloatingPointError(
+                f"{name}: the gradient has inf or NaN (nonfinite='raise'); no parameter was changed"
+            )
 
     def _step_parameter(self, group: dict[str, Any], p: Tensor, grad: Tensor) -> None:
         plan = self._plan(p)
@@ -224,23 +250,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     def describe(self) -> Description:
         """A table: parameter, rule, storages, bytes added, path taken, skipped steps, and why."""
-        skipped = self.skipped
-        rows = [
-            Row(
-                parameter=plan.name,
-                shape=tuple(p.shape),
-                dtype=str(p.dtype).removeprefix("torch."),
-                rule=plan.rule.name,
-                weights=plan.weight.name,
-                states=" ".join(f"{s.slot.name}:{s.storage.name}" for s in plan.slots),
-                bytes=plan.nbytes(p),
-                path=f"eager torch, {'strict' if plan.strict else 'fp32'}",
-                skipped=skipped.get(plan.name, 0),
-                why=plan.why,
-            )
-            for p, plan in self._all_plans()
-        ]
-        return Description(tuple(rows))
+        when = "" if self._in_backward is None else ", in backward"
+        return describe(self._all_plans(), self.skipped, when)
 
     def torch_state_dict(self) -> dict[str, Any]:
         """The state as torch's optimizer of the same name would save it: its `load_state_dict` goes on from there.

@@ -38,9 +38,11 @@ class Options(TypedDict, total=False):
         seed: key of the random bits for stochastic rounding, which depend on it, the parameter's place, the element
             and the step alone.
         maximize: ascend instead.
-        foreach, fused: accepted for compatibility and moot: there is one implementation per device.
-        capturable: accepted and always so: on a GPU the step count lives on the device and the step does not
-            synchronise (``arithmetic="strict"`` and ``nonfinite="raise"`` do, and cannot be captured).
+        foreach, fused: accepted for compatibility and moot: there is one implementation per device. What torch
+            refuses of them is refused.
+        capturable: accepted and always so: on a GPU the step count lives on the device, `lr` and `betas` too if
+            they are tensors there, and the step does not synchronise (``arithmetic="strict"`` and
+            ``nonfinite="raise"`` do, and cannot be captured).
         differentiable: refused if True.
     """
 
@@ -77,15 +79,15 @@ _DEFAULTS: dict[str, Any] = {
     "differentiable": False,
 }
 
-# What torch calls each hyperparameter when it refuses it.
-_WORDS = {
-    "lr": "learning rate",
-    "eps": "epsilon value",
-    "lr_decay": "lr_decay value",
-    "momentum": "momentum value",
-    "weight_decay": "weight_decay value",
-    "initial_accumulator_value": "initial_accumulator_value value",
-    "trust_coefficient": "trust_coefficient value",
+# What torch says when it refuses each hyperparameter.
+_REFUSALS = {
+    "lr": "Invalid learning rate",
+    "eps": "Invalid epsilon value",
+    "lr_decay": "Invalid lr_decay value",
+    "momentum": "Invalid momentum value",
+    "weight_decay": "Invalid weight_decay value",
+    "initial_accumulator_value": "Invalid initial_accumulator_value value",
+    "trust_coefficient": "Invalid trust_coefficient value",
 }
 
 
@@ -113,6 +115,7 @@ def show_options(init: Callable[..., None]) -> None:
         shared = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
             for name, default in _DEFAULTS.items()
+            if name not in signature.parameters
         ]
         init.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
 
@@ -122,7 +125,12 @@ def check_options(name: str, rule: Rule, group: Mapping[str, Any]) -> None:
 
     Raises:
         ValueError: naming the argument, what it got, what it takes.
+        RuntimeError: for `fused` with `foreach` or `differentiable`, as torch does.
     """
+    if group["fused"] and group["differentiable"]:
+        raise RuntimeError("`fused` does not support `differentiable`")
+    if group["fused"] and group["foreach"]:
+        raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
     if not isinstance(group["weights"], str):
         raise ValueError(f"weights: got {group['weights']!r}, takes the name of a weight storage")
     if not isinstance(group["states"], str | Mapping):
@@ -149,27 +157,38 @@ def check_options(name: str, rule: Rule, group: Mapping[str, Any]) -> None:
         )
 
 
-def check_hyperparameters(rule: Rule, group: Mapping[str, Any]) -> None:
+def check_hyperparameters(rule: Rule, group: Mapping[str, Any], refusals: Mapping[str, str]) -> None:
     """Refuse hyperparameters out of range, those that the group has.
+
+    Args:
+        group: the hyperparameters.
+        refusals: what is said instead of `_REFUSALS`, by option.
 
     Raises:
         ValueError: naming the argument, what it got, what it takes.
     """
-    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
-        raise ValueError("Tensor lr must be 1-element")
-    for option, words in _WORDS.items():
+    for option, words in {**_REFUSALS, **refusals}.items():
         if option in group:
             value = group[option]
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise ValueError(f"Tensor {option} must be 1-element, got {value.numel()} elements")
             if isinstance(value, str) or not 0.0 <= float(value) < math.inf:
-                raise ValueError(f"Invalid {words}: {value!r}, takes a finite number of at least 0")
-    betas = group.get("betas", (0.0,) * rule.betas)
-    if isinstance(betas, str) or len(betas) != rule.betas:
-        raise ValueError(f"Invalid betas: {betas!r}, takes {rule.betas} numbers in [0, 1)")
-    for index, beta in enumerate(betas):
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {index}: {beta}, takes a number in [0, 1)")
+                raise ValueError(f"{words}: {value!r}, takes a finite number of at least 0")
+    _check_betas(rule, group.get("betas", (0.0,) * rule.betas))
     schedule = group.get("beta2_schedule")
     if schedule is not None and not 0.0 < schedule <= 1.0:
         raise ValueError(f"beta2_schedule: got {schedule!r}, takes a number in (0, 1], or None")
     if group.get("nesterov") and (group["momentum"] <= 0 or group.get("dampening")):
         raise ValueError("Nesterov momentum requires a momentum and zero dampening")
+
+
+def _check_betas(rule: Rule, betas: Any) -> None:
+    if isinstance(betas, str) or len(betas) != rule.betas:
+        raise ValueError(f"Invalid betas: {betas!r}, takes {rule.betas} numbers in [0, 1)")
+    for index, beta in enumerate(betas):
+        if isinstance(beta, Tensor) and beta.numel() != 1:
+            raise ValueError(f"Tensor betas[{index}] must be 1-element, got {beta.numel()} elements")
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {index}: {beta}, takes a number in [0, 1)")
+    if len({isinstance(beta, Tensor) for beta in betas}) > 1:
+        raise ValueError(f"betas must be either both floats or both Tensors, got {betas!r}")

@@ -73,12 +73,23 @@ class ParameterPlan:
     why: str
 
     @property
+    def slots_asked(self) -> tuple[Slot, ...]:
+        """The rule's slots, under the hyperparameters for which this was planned."""
+        return tuple(plan.slot for plan in self.slots)
+
+    @property
     def weight_key(self) -> str | None:
         """The state's key of the low word."""
         return f"weight.{self.weight.key}" if self.weight.key is not None else None
 
     def init(self, p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The state of a parameter that has not been stepped yet."""
+        """The state of a parameter that has not been stepped yet.
+
+        Raises:
+            RuntimeError: inside a CUDA graph, whose every replay would make the state anew.
+        """
+        if p.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"step: the first step of {self.name} cannot be captured; take one before capturing")
         state = {
             "step": torch.zeros((), dtype=torch.float32, device=p.device),
             "skipped": torch.zeros((), dtype=torch.int64, device=p.device),
@@ -91,6 +102,11 @@ class ParameterPlan:
         if low is not None and self.weight_key is not None:
             state[self.weight_key] = low
         return state
+
+    def init_missing(self, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """First values of the moments that a state has not got."""
+        missing = [slot.init(p, group) for slot in self.slots if not slot.words(state)]
+        return {key: value for words in missing for key, value in words.items()}
 
     def nbytes(self, p: Tensor) -> int:
         """Bytes the optimizer keeps for this parameter: moments and low word."""

@@ -23,7 +23,8 @@ class SGD(NarrowOptimizer):
         params: parameters, named parameters or groups; float32, bfloat16 or float16. Groups may override any
             option below.
         lr: learning rate, a number or a 0-d tensor.
-        momentum: decay rate of the momentum; 0 keeps no state.
+        momentum: decay rate of the momentum; 0 keeps no state. A scheduler may switch it on and off. One that
+            starts after the first step starts from ``1 - dampening`` of the gradient, where torch takes all of it.
         dampening: what is taken off the gradient's share of the momentum.
         weight_decay: added to the gradient, as L2 regularization is.
         nesterov: step along the momentum as it will be, which takes a momentum and no dampening.

@@ -43,8 +43,7 @@ def update(
         (p, state, delta): the new parameter, its new state entries, and the intended update.
     """
     low = state[plan.weight_key] if plan.weight_key is not None else None
-    # A learning rate may be a tensor of one element and any shape; that shape is not the parameter's business.
-    scalars = {k: v.reshape(()) if isinstance(v, Tensor) else v for k, v in plan.rule.scalars(group, step).items()}
+    scalars: Mapping[str, Scalar] = plan.rule.scalars(_numbers(group, p.device), step)
     if plan.strict:
         moments: dict[str, Any] = {s.slot.name: (s.storage, s.words(state)) for s in plan.slots}
         weight = plan.weight.operand(p, low)
@@ -63,6 +62,27 @@ def update(
     if plan.weight_key is not None and new_low is not None:
         new_state[plan.weight_key] = new_low
     return new_p, new_state, delta
+
+
+def _numbers(group: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """A group's hyperparameters, those that are tensors as scalars of the device.
+
+    A tensor of one element and any shape serves as a number. On a GPU it is read by the device, as the step count
+    is, so that a captured step follows it; a tensor of the host is a number of the host, and a captured one fixed.
+    """
+
+    def number(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if "cpu" in (value.device.type, device.type):
+            return value.item()
+        return value.detach().to(device, torch.float64).reshape(())
+
+    return {
+        key: tuple(map(number, value)) if isinstance(value, tuple | list) else number(value)
+        for key, value in group.items()
+        if key != "params"
+    }
 
 
 def _apply(

@@ -30,7 +30,7 @@ from narrowgauge.rules._rule import Arithmetic, Rule, Scalar, Slot
 class Adam(Rule):
     """Adam with the decay in the gradient, or in the update; see the module."""
 
-    averaging = ("beta1", "share1", "beta2", "share2")
+    averaging: tuple[str, ...] = ("beta1", "share1", "beta2", "share2")
 
     def __init__(self, name: str, decoupled: bool) -> None:
         self.name = name

@@ -1,0 +1,142 @@
+"""Stepping inside the backward pass: a parameter is updated, and its gradient freed, as soon as that is ready.
+
+An ordinary loop keeps all gradients until `step()` has seen them: as many bytes as the weights. An optimizer that
+treats each parameter by itself need not wait. torch calls a hook when a parameter's gradient is complete, its last
+use in the graph accounted for; the parameter is stepped there and the gradient given back before the next one
+comes. With one-byte states and remainders that takes a parameter from 7 bytes to 5.
+
+The loop keeps its shape: `backward()`, then `step()`, which has nothing left to move and marks the end of one step.
+The arithmetic is that of the ordinary loop, bit for bit. What needs all gradients at once, or more than one
+backward pass, cannot be had (see `step_in_backward`). Of that, a second gradient before `step()` is found out:
+gradient accumulation, two losses, a parameter shared by two reentrant checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from narrowgauge.optim._optimizer import NarrowOptimizer
+
+Stepper = TypeVar("Stepper", bound=NarrowOptimizer)
+
+
+def step_in_backward(model: torch.nn.Module, optimizer: Callable[..., Stepper], **options: Any) -> Stepper:
+    """An optimizer that steps each parameter of a model, and frees its gradient, during `backward()`.
+
+    What comes back is an ordinary optimizer: `describe()`, `skipped`, groups, schedulers, `state_dict()` and
+    `load_state_dict()` work, and its state is that of one made the usual way. The loop still calls `step()` after
+    each `backward()`: it runs step hooks and a closure, once, and ends the step. A copy, by pickle or deepcopy,
+    steps the usual way.
+
+    Not to be had this way, since no two gradients exist at one time:
+
+    - gradient accumulation, and more than one `backward()` before a `step()`: raises RuntimeError in the second;
+    - clipping by the norm of all gradients: torch's functions find no gradient and do nothing. `clip_updates=True`
+      limits each parameter's own step;
+    - loss scalers: the weights have moved before a scaler could unscale; `torch.amp.GradScaler.step` then raises
+      AssertionError, having found no gradients;
+    - `nonfinite="raise"`: parameters before the bad one would have moved; raises ValueError;
+    - data-parallel averaging after `backward()` (DistributedDataParallel): raises TypeError if the model is wrapped
+      already, and goes unnoticed if it is wrapped later.
+
+    A sparse gradient is refused when its turn comes, with what came before it already stepped. A model compiled as
+    one graph yields all gradients together: right, but nothing saved; compile it block by block.
+
+    Args:
+        model: the module.
+        optimizer: an optimizer class, or a function that makes one; called with the model's named parameters.
+        **options: for it.
+
+    Returns:
+        What `optimizer` gave.
+
+    Raises:
+        TypeError: if the model is no module or is DistributedDataParallel, or the optimizer is not one of these.
+        ValueError: for ``nonfinite="raise"``, or a parameter that another optimizer steps in backward already.
+    """
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        raise TypeError("model: got DistributedDataParallel, whose averaging comes after each step; takes a module")
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}, takes a torch.nn.Module")
+    made = optimizer(model.named_parameters(), **options)
+    if not isinstance(made, NarrowOptimizer):
+        kind = type(made)  # type: ignore[unreachable]
+        raise TypeError(f"optimizer: got {kind.__module__}.{kind.__qualname__}, takes an optimizer of narrowgauge")
+    made._in_backward = InBackward(made)
+    return made
+
+
+class InBackward:
+    """The hooks of one optimizer, and what they have stepped since its last `step()`."""
+
+    def __init__(self, optimizer: NarrowOptimizer) -> None:
+        self._optimizer = optimizer
+        self._numbers: dict[Tensor, int] = {}
+        self._stepped: set[Tensor] = set()
+        for group in optimizer.param_groups:
+            self.check(group)
+        for number in range(len(optimizer.param_groups)):
+            self.watch(number)
+
+    def check(self, group: dict[str, Any]) -> None:
+        """Refuse a group that cannot be stepped this way.
+
+        Raises:
+            ValueError: naming the argument or the parameter.
+        """
+        if group["nonfinite"] == "raise":
+            raise ValueError(
+                "nonfinite: got 'raise', step_in_backward takes 'skip' and 'propagate': "
+                "parameters before the bad one would have moved"
+            )
+        for p in group["params"]:
+            hooks = (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()
+            if any(isinstance(getattr(hook, "__self__", None), InBackward) for hook in hooks):
+                name = self._optimizer._plan(p).name
+                raise ValueError(f"model: another optimizer steps {name} in backward; takes a model made anew")
+
+    def watch(self, number: int) -> None:
+        """Step the parameters of a group from now on."""
+        for p in self._optimizer.param_groups[number]["params"]:
+            self._numbers[p] = number
+            trained = p.requires_grad
+            # torch takes no hook for a frozen parameter, but keeps one, so that it may be thawed later.
+            p.requires_grad_(True).register_post_accumulate_grad_hook(self._step)
+            p.requires_grad_(trained)
+
+    @torch.no_grad()
+    def _step(self, p: Tensor) -> None:
+        optimizer = self._optimizer
+        if not self._stepped:
+            optimizer._begin_step()
+        name = optimizer._plan(p).name
+        if p in self._stepped:
+            raise RuntimeError(
+                f"{name} was stepped in backward already since the last step(); each backward pass is a step: call "
+                "step() after it, accumulate nothing, and share no weights between reentrant checkpoints"
+            )
+        if p.grad is None:
+            raise RuntimeError(f"{name} has no gradient when its turn comes: another hook has taken it")
+        group = optimizer.param_groups[self._numbers[p]]
+        optimizer._refuse_gradient(group, p, p.grad)
+        optimizer._step_parameter(group, p, p.grad)
+        p.grad = None
+        self._stepped.add(p)
+
+    def end(self) -> None:
+        """End a step, all of whose parameters have moved already.
+
+        Raises:
+            RuntimeError: for a gradient that no hook was called for; nothing has been done with it.
+        """
+        self._stepped.clear()
+        left = [self._optimizer._plan(p).name for p in self._numbers if p.grad is not None]
+        if left:
+            raise RuntimeError(
+                f"{', '.join(left[:3])}{', …' if left[3:] else ''}: got gradients outside backward(), "
+                "step_in_backward takes those of backward() only; zero_grad() clears them"
+            )

@@ -1,0 +1,189 @@
+"""torch's own list of what its optimizers take and refuse, held by their namesakes here with nothing narrow."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from twins import NAMESAKES, distance, ours, parameters, torchs, train
+
+pytest.importorskip("expecttest", reason="torch's list of optimizer inputs needs the package expecttest")
+
+from torch.testing._internal.common_optimizers import (
+    ErrorOptimizerInput,
+    OptimizerErrorEnum,
+    OptimizerInput,
+    optim_db,
+)
+
+INFOS = {info.name: info for info in optim_db if info.name in NAMESAKES}
+# Asked for a GPU, the list has the capturable inputs too; those need one for torch's optimizers only.
+INPUTS = [(name, given) for name in NAMESAKES for given in INFOS[name].optim_inputs_func(device="cuda")]
+ERRORS = [
+    (name, given) for name in NAMESAKES for given in INFOS[name].optim_error_inputs_func("cpu", torch.float32)
+]
+# Share of the way. torch rounds an AdamW weight twice a step, the first time with a constant that is off itself;
+# Muon's directions are found in bf16, whose roundings tip over with the last bit of what they are given.
+NEAR = {"Adam": 2e-6, "AdamW": 1e-4, "SGD": 2e-6, "Adagrad": 2e-6, "Muon": 2e-3}
+
+
+def label(value: Any) -> str:
+    if isinstance(value, ErrorOptimizerInput):
+        value = value.optimizer_error_input
+    return value.desc if isinstance(value, OptimizerInput) else str(value)
+
+
+def build_and_step(cls: type, params: Any, kwargs: dict[str, Any], refused_at: OptimizerErrorEnum) -> None:
+    """What torch finds out at the first step may be refused at construction, but not the other way round."""
+    optimizer = cls(params, **kwargs)
+    if refused_at is OptimizerErrorEnum.STEP_ERROR:
+        optimizer.step()
+
+
+def test_the_list_has_something_for_every_namesake() -> None:
+    assert set(INFOS) == set(NAMESAKES)
+    for name in NAMESAKES:
+        assert sum(other == name for other, _ in INPUTS) >= 5
+        assert sum(other == name for other, _ in ERRORS) >= 7
+
+
+@pytest.mark.parametrize(("name", "given"), INPUTS, ids=label)
+def test_what_torch_takes_gives_what_torch_gives(name: str, given: OptimizerInput) -> None:
+    if given.kwargs.get("amsgrad"):
+        with pytest.raises(ValueError, match=f"amsgrad: got True, {name} takes False only"):
+            ours(name)(parameters(), **given.kwargs)
+        return
+    end, _ = train(ours(name), given.kwargs)
+    on_the_cpu = {key: value for key, value in given.kwargs.items() if key != "capturable"}
+    wanted, _ = train(torchs(name), on_the_cpu)
+    assert distance(end, wanted) < NEAR[name]
+
+
+@pytest.mark.parametrize(("name", "given"), ERRORS, ids=label)
+def test_what_torch_refuses_is_refused_with_its_type_and_words(name: str, given: ErrorOptimizerInput) -> None:
+    bad = given.optimizer_error_input
+    params = bad.params if bad.params is not None else parameters()
+    if issubclass(given.error_type, Warning):
+        with pytest.warns(given.error_type, match=given.error_regex):
+            ours(name)(params, **bad.kwargs)
+        return
+    with pytest.raises(given.error_type, match=given.error_regex):
+        build_and_step(ours(name), params, bad.kwargs, given.error_on)
+
+
+FAMILY: dict[str, list[dict[str, Any]]] = {
+    "all": [
+        {"lr": -1.0},
+        {"lr": torch.tensor([0.1, 0.2])},
+        {"weight_decay": -0.5},
+    ],
+    "fused": [
+        {"fused": True, "foreach": True},
+        {"fused": True, "differentiable": True},
+        {"fused": True, "foreach": True, "differentiable": True},
+    ],
+    "Adam": [
+        {"lr": math.nan},
+        {"eps": -1.0},
+        {"betas": (0.9, 1.0)},
+        {"betas": (torch.tensor(1.5), torch.tensor(0.9))},
+        {"lr": torch.tensor(0.1), "foreach": True},
+        {"betas": (torch.tensor(0.9), 0.9)},
+    ],
+    "SGD": [
+        {"momentum": -0.1},
+        {"nesterov": True},
+        {"nesterov": True, "momentum": 0.9, "dampening": 0.1},
+    ],
+    "Adagrad": [{"eps": -1.0}, {"initial_accumulator_value": -1.0}, {"lr_decay": -1}],
+    "Muon": [{"momentum": -0.1}, {"adjust_lr_fn": "other"}],
+}
+FAMILY["AdamW"] = FAMILY["Adam"]
+
+
+@pytest.mark.parametrize("name", NAMESAKES)
+def test_refusals_beyond_the_list_have_torchs_type_and_words_too(name: str) -> None:
+    cases = FAMILY["all"] + FAMILY[name] + (FAMILY["fused"] if name != "Muon" else [])
+    for options in cases:
+        with pytest.raises(Exception) as theirs:  # noqa: PT011  # torch's own is what is asked
+            torchs(name)(parameters(), **options)
+        with pytest.raises(type(theirs.value), match=re.escape(str(theirs.value).rstrip("."))):
+            ours(name)(parameters(), **options)
+
+
+def test_what_muon_refuses_at_its_step_is_refused_at_construction_in_the_same_words() -> None:
+    for options in ({"ns_steps": 100}, {"ns_coefficients": (1.0, 2.0)}):
+        ps = parameters()
+        theirs = torch.optim.Muon(ps, **options)
+        for p in ps:
+            p.grad = torch.ones_like(p)
+        with pytest.raises(ValueError) as refusal:  # noqa: PT011
+            theirs.step()
+        with pytest.raises(ValueError, match=re.escape(str(refusal.value))):
+            ours("Muon")(ps, **options)
+
+
+@pytest.mark.parametrize("name", NAMESAKES)
+def test_arguments_keep_name_position_default_and_kind(name: str) -> None:
+    theirs = inspect.signature(torchs(name).__init__).parameters
+    own = inspect.signature(ours(name).__init__).parameters
+    positional = [key for key, p in theirs.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert list(own)[: len(positional)] == positional
+    for key, parameter in theirs.items():
+        assert own[key].default == parameter.default, key
+        assert own[key].kind == parameter.kind, key
+    assert all(own[key].kind is inspect.Parameter.KEYWORD_ONLY for key in list(own)[len(positional) :])
+
+
+@pytest.mark.parametrize("name", NAMESAKES)
+def test_foreach_and_fused_change_nothing_and_differentiable_is_refused(name: str) -> None:
+    plain, _ = train(ours(name), {"maximize": True})
+    for options in ({"foreach": True}, {"fused": True}, {"foreach": False, "fused": False}, {"capturable": True}):
+        assert torch.equal(train(ours(name), {"maximize": True, **options})[0], plain), options
+    with pytest.raises(ValueError, match=f"differentiable: got True, {name} takes False only"):
+        ours(name)(parameters(), differentiable=True)
+
+
+@pytest.mark.parametrize("name", NAMESAKES)
+def test_tensors_are_numbers(name: str) -> None:
+    """On the host a tensor of one element, of any shape, gives the bits that its number gives."""
+    rate = torch.tensor([[0.01]])
+    options: dict[str, Any] = {"lr": rate}
+    if name.startswith("Adam"):
+        options["betas"] = (torch.tensor([0.75]), torch.tensor([[0.875]]))
+    numbers = {"lr": rate.item()} | ({"betas": (0.75, 0.875)} if "betas" in options else {})
+    assert torch.equal(train(ours(name), options)[0], train(ours(name), numbers)[0])
+
+
+def test_adams_decay_may_be_decoupled_by_group() -> None:
+    options = {"weight_decay": 0.3, "lr": 0.01}
+    decoupled = train(ours("Adam"), options | {"decoupled_weight_decay": True})[0]
+    assert torch.equal(decoupled, train(ours("AdamW"), options)[0])
+    wanted = train(torch.optim.Adam, options | {"decoupled_weight_decay": True})[0]
+    assert distance(decoupled, wanted) < NEAR["AdamW"]
+    p, q = parameters()
+    groups = [{"params": [p]}, {"params": [q], "decoupled_weight_decay": True}]
+    rules = [row.rule for row in ours("Adam")(groups).describe().rows]
+    assert rules == ["adam", "adamw"]
+    clipped = ours("Adam")([p], decoupled_weight_decay=True, clip_updates=True)
+    assert clipped.describe().rows[0].rule == "adamw, clipped"
+    with pytest.raises(TypeError, match="decoupled_weight_decay"):
+        torch.optim.AdamW([p], decoupled_weight_decay=True)
+    with pytest.raises(TypeError, match="decoupled_weight_decay"):
+        ours("AdamW")([p], decoupled_weight_decay=True)
+
+
+@pytest.mark.parametrize("name", NAMESAKES)
+def test_a_group_that_is_refused_in_any_way_is_not_kept(name: str) -> None:
+    p, q = parameters()
+    optimizer = ours(name)([p])
+    for bad in ({"lr": None}, {"lr": -1.0}, {"fused": True, "foreach": True}):
+        with pytest.raises((TypeError, ValueError, RuntimeError)):
+            optimizer.add_param_group({"params": [q], **copy.deepcopy(bad)})
+        assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [q]})

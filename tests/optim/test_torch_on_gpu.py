@@ -1,0 +1,154 @@
+"""torch's conventions where they are about the device: capturing a step, rates that live there, moving a state."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from twins import NAMESAKES, backward, distance, ours, parameters, torchs, train, values
+
+from narrowgauge import optim
+
+pytestmark = pytest.mark.gpu
+
+NEAR = {"Adam": 5e-5, "AdamW": 1e-4, "SGD": 5e-6, "Adagrad": 5e-6, "Muon": 5e-3}
+
+
+def test_torchs_inputs_and_errors_for_a_gpu() -> None:
+    pytest.importorskip("expecttest", reason="torch's list of optimizer inputs needs the package expecttest")
+    from torch.testing._internal.common_optimizers import optim_db
+
+    for info in (info for info in optim_db if info.name in NAMESAKES):
+        for given in info.optim_inputs_func(device="cuda"):
+            if not given.kwargs.get("amsgrad"):
+                end, _ = train(ours(info.name), given.kwargs, device="cuda")
+                wanted, _ = train(torchs(info.name), given.kwargs, device="cuda")
+                assert distance(end, wanted) < NEAR[info.name], (info.name, given.desc)
+        for bad in info.optim_error_inputs_func("cuda", torch.float32):
+            kwargs, params = bad.optimizer_error_input.kwargs, bad.optimizer_error_input.params
+            with pytest.raises(bad.error_type, match=bad.error_regex):
+                ours(info.name)(params, **kwargs)
+
+
+OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("Adam", {}),
+    ("Adam", {"betas": (0.75, 0.875), "weight_decay": 0.1}),
+    ("AdamW", {"states": "8bit", "min_quantized_size": 0}),
+    ("SGD", {"momentum": 0.9}),
+    ("SGD", {"momentum": 0.9, "dampening": 0.5}),
+    ("Adagrad", {"lr_decay": 0.1}),
+    ("Muon", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIONS, ids=str)
+def test_a_captured_step_follows_rate_and_betas_on_the_device(name: str, options: dict[str, Any]) -> None:
+    """What a replay does with a rate changed in place is what an ordinary step does with that rate."""
+    ps, others = parameters("cuda"), parameters("cuda")
+    rate = torch.tensor(0.01, device="cuda")
+    options = copy.deepcopy(options) | {"lr": rate}
+    if "betas" in options:
+        options["betas"] = tuple(torch.tensor([[beta]], device="cuda") for beta in options["betas"])
+    captured = ours(name)(ps, capturable=True, **options)
+    ordinary = ours(name)(others, **copy.deepcopy(options))
+    for some in (ps, others):
+        backward(some, 0)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        captured.step()
+    torch.cuda.current_stream().wait_stream(side)
+    ordinary.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured.step()
+    for step in range(1, 6):
+        for some, one in ((ps, captured), (others, ordinary)):
+            one.zero_grad(set_to_none=False)
+            backward(some, step)
+            one.param_groups[0]["lr"].mul_(0.8)
+            if step == 3 and "betas" in options:
+                one.param_groups[0]["betas"][0].fill_(0.5)
+        graph.replay()
+        ordinary.step()
+    assert torch.equal(values(ps), values(others))
+    assert all(captured.state[p]["step"] == 6 and captured.state[p]["step"].is_cuda for p in ps)
+    assert not torch.equal(values(ps), values(parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_a_first_step_is_not_captured() -> None:
+    ps = parameters("cuda")
+    optimizer = ours("AdamW")(ps, capturable=True)
+    backward(ps, 0)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match=r"the first step of 0\.0 cannot be captured"), torch.cuda.graph(graph):
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("name", NAMESAKES)
+def test_rates_on_the_device_are_never_waited_for(name: str) -> None:
+    ps = parameters("cuda")
+    optimizer = ours(name)(ps, lr=torch.tensor(0.01, device="cuda"))
+    backward(ps, 0)
+    optimizer.step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("there", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", [*NAMESAKES, "AdamW8bit"])
+def test_a_state_goes_from_one_device_to_another(name: str, there: str) -> None:
+    here = "cuda" if there == "cpu" else "cpu"
+    options = {"min_quantized_size": 0} if name == "AdamW8bit" else {}
+    old, new = parameters(here), parameters(there)
+    source, target = ours(name)(old, **options), ours(name)(new, **options)
+    for step in range(3):
+        source.zero_grad()
+        backward(old, step)
+        source.step()
+    target.load_state_dict(source.state_dict())
+    for p, q in zip(old, new, strict=True):
+        q.data.copy_(p.data)
+        for key, value in source.state[p].items():
+            assert target.state[q][key].device.type == there
+            assert torch.equal(target.state[q][key].cpu(), value.cpu()), key
+    for some, one in ((old, source), (new, target)):
+        one.zero_grad()
+        backward(some, 3)
+        one.step()
+    torch.testing.assert_close(values(old), values(new), rtol=1e-4, atol=1e-5)
+
+
+def test_stepping_in_backward_frees_gradients_on_the_device() -> None:
+    """Twelve square layers of 32 MiB gradients: the same bits, at a peak lower by most of them."""
+    ends, peaks = [], []
+    for wrap in (True, False):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096, bias=False) for _ in range(12)))
+        model = model.to("cuda", torch.bfloat16)
+        options: dict[str, Any] = {"weights": "split8", "lr": 1e-3}
+        if wrap:
+            optimizer = optim.step_in_backward(model, optim.AdamW8bit, **options)
+        else:
+            optimizer = optim.AdamW8bit(model.named_parameters(), **options)
+        for step in range(3):
+            if step == 1:  # the states exist
+                torch.cuda.reset_peak_memory_stats()
+            x = torch.randn(64, 4096, generator=torch.Generator().manual_seed(step))
+            model(x.to("cuda", torch.bfloat16)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        peaks.append(torch.cuda.max_memory_allocated())
+        ends.append(values(list(model.parameters())))
+        del model, optimizer
+        torch.cuda.empty_cache()
+    assert torch.equal(*ends)
+    assert peaks[1] - peaks[0] > 8 * 2 * 4096 * 4096
