@@ -24,7 +24,7 @@ def model() -> torch.nn.Linear:
 def iterate(scaler, optimizer, net: torch.nn.Linear, *, seed: int = 0, bad: bool = False) -> None:
     optimizer.zero_grad()
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
-    scaler.scale(net(x).square().mean()).backward()
+    scaler.scale(net(x.to(net.weight.dtype)).square().mean()).backward()
     if bad:
         net.weight.grad[0, 0] = math.inf
     scaler.step(optimizer)
@@ -314,8 +314,9 @@ def test_what_accelerate_does_works(kind, make) -> None:
     assert fresh.get_scale() == scaler.get_scale()
 
 
-def test_torchs_own_scaler_works_around_our_optimizer() -> None:
-    net, twin = model(), model()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torchs_own_scaler_works_around_our_optimizer(dtype: torch.dtype) -> None:
+    net, twin = model().to(dtype), model().to(dtype)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     optimizer, plain = AdamW(net.named_parameters()), AdamW(twin.named_parameters())
     for i in range(6):

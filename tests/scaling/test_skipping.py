@@ -141,6 +141,25 @@ def test_for_an_optimizer_that_skips_nothing_is_read(clip: bool, monkeypatch) ->
     assert [name for name, p in params.items() if not p.grad.isfinite().all()] == ["head"]
 
 
+def test_loading_replaces_the_counts_and_keeps_those_of_the_optimizer() -> None:
+    params, others = parameters(), parameters()
+    optimizers = [ours.AdamW(list(params.items())), torch.optim.SGD(others.values(), lr=0.1)]
+    scaler = ready(TensorLossScaler())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(2):
+            give(params, 65536.0, step, {"head": math.inf})
+            give(others, 65536.0, step, {"head": math.inf})
+            if step == 1:
+                scaler.load_state_dict({**scaler.state_dict(), "skipped": {"0.2": 5}})
+                assert scaler.skipped == {"head": 1, "0.2": 5}
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+        assert scaler.skipped == {"head": 2, "0.2": 6}
+    assert scaler.state_dict()["skipped"] == {"0.2": 6}  # the optimizer saves its own
+
+
 def test_raise_raises_and_groups_may_differ() -> None:
     params = parameters()
     groups = [

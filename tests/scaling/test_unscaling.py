@@ -90,6 +90,27 @@ def test_a_float16_gradient_is_refused_where_it_would_underflow_again() -> None:
         assert torch.equal(p.grad, torch.ones_like(p))
 
 
+@pytest.mark.parametrize("kind", [StaticLossScaler, TensorLossScaler])
+def test_a_float16_loss_is_refused_where_its_gradient_is_already_inf(kind) -> None:
+    loss = torch.ones((), dtype=torch.float16, requires_grad=True)
+    scaler = kind(init_scale=65536)
+    for outputs in (loss, [loss.float(), (loss,)]):
+        with pytest.raises(ValueError, match=r"outputs: got a float16 loss.*takes a float32 one"):
+            scaler.scale(outputs)
+    DynamicLossScaler().scale(loss).backward()  # finds its way down
+    assert loss.grad.isinf()
+    scaler.scale(loss.float())
+    scaler.update(2.0**15)
+    loss.grad = None
+    scaler.scale(loss).backward()
+    assert loss.grad == 2.0**15
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 65536.0})
+    with pytest.raises(ValueError, match="the scale 65536"):
+        scaler.scale(loss)
+    scaler.update(torch.tensor(65536.0))  # not looked at
+    assert scaler.scale(loss) == 65536.0
+
+
 def test_float16_gradients_accumulate_and_go_on_after_having_been_widened() -> None:
     p = torch.nn.Parameter(torch.zeros(3, dtype=torch.float16))
     optimizer, scaler = SGD([("p", p)], lr=1.0, weights="master"), StaticLossScaler(init_scale=1024.0)

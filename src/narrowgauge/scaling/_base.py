@@ -167,7 +167,7 @@ class LossScaler(torch.amp.GradScaler):
                     raise ValueError(f"state_dict: got no {key!r}, takes the state of a loss scaler")
             self._check_saved(state_dict)
         super().load_state_dict(dict(state_dict))
-        self._counts = SkipCounts(state_dict.get("skipped"))
+        self._counts.restart(state_dict.get("skipped", {}))
         self._skipped_steps = state_dict.get("skipped_steps", 0)
 
     def _check_saved(self, state_dict: Mapping[str, Any]) -> None:

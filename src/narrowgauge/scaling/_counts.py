@@ -37,6 +37,12 @@ class SkipCounts:
                 grown = torch.nn.functional.pad(old, (0, len(vector) - len(old))) if len(old) < len(vector) else old
                 live[device] = grown + vector
 
+    def restart(self, counted: Mapping[str, int]) -> None:
+        """Go on from these counts instead; the optimizers stay known."""
+        self._counted = dict(counted)
+        for live in self._live.values():
+            live.clear()
+
     def counts_itself(self, optimizer: torch.optim.Optimizer) -> None:
         """Remember an optimizer that counts some of its tensors, in its property `skipped`."""
         self._live.setdefault(optimizer, {})

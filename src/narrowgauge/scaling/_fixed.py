@@ -21,6 +21,29 @@ class _FixedLossScaler(LossScaler):
         super().__init__(device, init_scale, enabled)
         self._growth_factor = self._backoff_factor = 1.0
         self._growth_interval = 2000  # moot, and part of the interface
+        # What the host knows without asking the device; None after it was given a tensor.
+        self._known_scale: float | None = float(init_scale)
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a tensor, or each of an iterable of tensors, by the scale.
+
+        Raises:
+            ValueError: for a float16 tensor in a list or alone, if the scale is above 65504: its gradient is the
+                scale, which float16 does not have, so no step would ever be taken.
+        """
+        if self._enabled and self._known_scale is not None and self._known_scale > torch.finfo(torch.float16).max:
+            refuse_float16(outputs, self._known_scale)
+        return super().scale(outputs)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        super().update(new_scale)
+        if new_scale is not None:
+            self._known_scale = None if isinstance(new_scale, Tensor) else float(new_scale)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if self._enabled:
+            self._known_scale = state_dict["scale"]
 
     def _update_scale(self) -> None:
         self._checked_scale("update")
@@ -52,6 +75,22 @@ class _FixedLossScaler(LossScaler):
                 f"state_dict: got growth_factor={state_dict['growth_factor']}, the state of a scale that moves; "
                 f"{type(self).__name__} takes that of a fixed one"
             )
+
+
+def refuse_float16(outputs: object, scale: float) -> None:
+    """Refuse a loss whose gradient overflows before the backward pass has begun.
+
+    Raises:
+        ValueError: naming the argument, what it got, what it takes.
+    """
+    if isinstance(outputs, list | tuple):
+        for output in outputs:
+            refuse_float16(output, scale)
+    elif isinstance(outputs, Tensor) and outputs.dtype is torch.float16:
+        raise ValueError(
+            f"outputs: got a float16 loss, the gradient of which is inf under the scale {scale:g}; takes a float32 "
+            "one, computed from model outputs in float32 (outputs.float()), or an init_scale of at most 32768"
+        )
 
 
 class StaticLossScaler(_FixedLossScaler):
@@ -146,7 +185,6 @@ class TensorLossScaler(_FixedLossScaler):
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         kwargs = refuse_closure(args, kwargs)
-        self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
