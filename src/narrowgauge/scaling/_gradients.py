@@ -1,0 +1,143 @@
+"""The gradients of an optimizer as flat lists, and what is done to all of them at once.
+
+Everything here is a few fused launches over lists of tensors of one device and dtype, and none waits for a device.
+Sharded gradients (DTensor) are taken by their local part; flags are then joined over the ranks that share them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# The option of narrowgauge's parameter groups that says what the optimizer does about inf and NaN by itself.
+_OPTION = "nonfinite"
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter of an optimizer.
+
+    Attributes:
+        name: as the optimizer has it, or ``group.position``.
+        parameter: the parameter; its gradient may be replaced by another tensor while the slot lives.
+        ours: the optimizer computes in float32 whatever the dtype of gradients, as those of narrowgauge do.
+        handles_nonfinite: the optimizer sees to inf and NaN, tensor by tensor, without being helped.
+    """
+
+    name: str
+    parameter: Tensor
+    ours: bool
+    handles_nonfinite: bool
+
+    def values(self) -> Tensor | None:
+        """What of the gradient lies in memory here: a shard's local part, the values of a sparse one."""
+        grad: Any = self.parameter.grad
+        if grad is None:
+            return None
+        local: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
+        return local._values() if local.is_sparse else local
+
+
+def slots_of(optimizer: torch.optim.Optimizer) -> list[Slot]:
+    """All parameters of an optimizer, in the order of its groups."""
+    slots = []
+    for number, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names") or [f"{number}.{i}" for i in range(len(group["params"]))]
+        handles = group.get(_OPTION) in ("skip", "raise")
+        slots += [Slot(n, p, _OPTION in group, handles) for n, p in zip(names, group["params"], strict=True)]
+    return slots
+
+
+def by_kind(tensors: Iterable[tuple[int, Tensor]]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
+    """Positions of the tensors that one fused launch can take together."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    for position, tensor in tensors:
+        kinds[tensor.device, tensor.dtype].append(position)
+    return kinds
+
+
+def widen_float16(slots: Sequence[Slot]) -> None:
+    """Replace float16 gradients by float32 ones of the same values, in which unscaling loses nothing.
+
+    Raises:
+        ValueError: for a parameter whose optimizer cannot be expected to take a gradient wider than it.
+    """
+    narrow = [
+        slot for slot in slots if slot.parameter.grad is not None and slot.parameter.grad.dtype is torch.float16
+    ]
+    for slot in narrow:
+        if not slot.ours:
+            raise ValueError(
+                f"{slot.name}: got a float16 gradient, which would underflow again when it is unscaled; takes "
+                "float32 parameters (under torch.autocast), or float16 ones in an optimizer of narrowgauge.optim"
+            )
+    for slot in narrow:
+        wide = slot.parameter.grad.float()  # type: ignore[union-attr]
+        slot.parameter.grad_dtype = None  # torch's way to say: any
+        slot.parameter.grad = wide
+
+
+def unscale(values: Sequence[Tensor | None], inverse: Tensor) -> None:
+    """Multiply in place by a 0-d float32 tensor, in float32 and with one rounding."""
+    present = [(i, v) for i, v in enumerate(values) if v is not None]
+    for (device, _), positions in by_kind(present).items():
+        # Its flag does not say which tensor, and does not see what overflows by a scale below 1.
+        torch._amp_foreach_non_finite_check_and_unscale_(
+            [v for i in positions if (v := values[i]) is not None],
+            torch.zeros((), device=device),
+            inverse.to(device, non_blocking=True),
+        )
+
+
+def nonfinite(values: Sequence[Tensor | None]) -> dict[torch.device, Tensor]:
+    """Which tensors have an inf or NaN: for each device a bool vector, as long as `values`.
+
+    None, tensors on another device and empty ones count as finite.
+    """
+    present = [(i, v) for i, v in enumerate(values) if v is not None]
+    largest: dict[torch.device, list[Tensor]] = {}
+    for device in dict.fromkeys(v.device for _, v in present):
+        largest[device] = [torch.zeros((), device=device)] * len(values)
+    for (device, _), positions in by_kind((i, v) for i, v in present if v.numel()).items():
+        # The largest magnitude: exact in any format, inf or NaN if one is there.
+        norms = torch._foreach_norm([v for i in positions if (v := values[i]) is not None], math.inf)
+        for position, norm in zip(positions, norms, strict=True):
+            largest[device][position] = norm
+    return {device: ~torch.isfinite(torch.stack(norms)) for device, norms in largest.items()}
+
+
+def join_over_ranks(flags: dict[torch.device, Tensor], slots: Sequence[Slot]) -> dict[torch.device, Tensor]:
+    """A tensor sharded over ranks is flagged on all of them if it is on one: one collective per mesh dimension."""
+    gradients: list[Any] = [slot.parameter.grad for slot in slots]
+    meshes = dict.fromkeys(grad.device_mesh for grad in gradients if hasattr(grad, "to_local"))
+    if not meshes:
+        return flags
+    joined = {device: vector.to(torch.uint8) for device, vector in flags.items()}
+    for mesh in meshes:
+        for dimension in range(mesh.ndim):
+            for vector in joined.values():
+                dist.all_reduce(vector, dist.ReduceOp.MAX, group=mesh.get_group(dimension))
+    return {device: vector.bool() for device, vector in joined.items()}
+
+
+def clear(values: Sequence[Tensor | None], flags: dict[torch.device, Tensor]) -> None:
+    """Set flagged tensors to 0 without looking at the flags."""
+    for i, tensor in enumerate(values):
+        if tensor is not None:
+            tensor.masked_fill_(flags[tensor.device][i], 0)
+
+
+def mark(values: Sequence[Tensor | None], flags: dict[torch.device, Tensor]) -> None:
+    """Put a NaN into the first element of each flagged tensor, in one fused launch per device and dtype."""
+    present = [(i, v) for i, v in enumerate(values) if v is not None and v.numel() and v.device in flags]
+    for (device, dtype), positions in by_kind(present).items():
+        poison = torch.where(flags[device], math.nan, 0.0).to(dtype).view(-1, 1).unbind()
+        firsts = [v.as_strided((1,), (1,)) for i in positions if (v := values[i]) is not None]
+        torch._foreach_add_(firsts, [poison[i] for i in positions])
