@@ -15,6 +15,7 @@ lightning = pytest.importorskip("lightning", reason="needs the package lightning
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),  # Lightning 2.6 on torch 2.13
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:GPU available but not used"),
 ]
 
 

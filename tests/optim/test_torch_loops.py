@@ -146,6 +146,8 @@ def test_a_closure_is_called_once_with_gradients_on_and_its_loss_returned(name: 
 
 @pytest.mark.parametrize("name", NAMESAKES)
 def test_groups_added_later_take_part(name: str) -> None:
+    if name == "Adagrad" and torch.__version__.startswith("2.11."):
+        pytest.skip("torch 2.11's own Adagrad has no state for a group that is added later")
     ends = []
     for cls in (ours(name), torchs(name)):
         ps = parameters()

@@ -88,12 +88,14 @@ def unscale(values: Sequence[Tensor | None], inverse: Tensor) -> None:
     """Multiply in place by a 0-d float32 tensor, in float32 and with one rounding."""
     present = [(i, v) for i, v in enumerate(values) if v is not None]
     for (device, _), positions in by_kind(present).items():
-        # Its flag does not say which tensor, and does not see what overflows by a scale below 1.
-        torch._amp_foreach_non_finite_check_and_unscale_(
-            [v for i in positions if (v := values[i]) is not None],
-            torch.zeros((), device=device),
-            inverse.to(device, non_blocking=True),
-        )
+        tensors = [v for i in positions if (v := values[i]) is not None]
+        there = inverse.to(device, non_blocking=True)
+        try:
+            # Its flag does not say which tensor, and does not see what overflows by a scale below 1.
+            torch._amp_foreach_non_finite_check_and_unscale_(tensors, torch.zeros((), device=device), there)
+        except NotImplementedError:  # torch 2.11 has it for no bfloat16 on a GPU
+            for tensor in tensors:
+                tensor.copy_(tensor.to(torch.float32) * there)
 
 
 def nonfinite(values: Sequence[Tensor | None]) -> dict[torch.device, Tensor]:
