@@ -28,6 +28,18 @@ def step(p: torch.nn.Parameter, optimizer: AdamW, bad: float | None = None, posi
     optimizer.step()
 
 
+def test_saving_says_what_was_skipped_once() -> None:
+    p, optimizer = make("plain", "8bit")
+    step(p, optimizer)
+    optimizer.state_dict()
+    step(p, optimizer, torch.nan)
+    with pytest.warns(UserWarning, match="layer.weight: 1 steps skipped"):
+        optimizer.state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.state_dict()
+
+
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize(("weights", "states"), STORAGES)
 def test_skipping_leaves_weight_state_decay_and_step_untouched(weights: str, states: str, bad: float) -> None:
@@ -80,6 +92,8 @@ def test_the_count_is_saved() -> None:
     p, optimizer = make("plain", "fp32")
     step(p, optimizer, torch.nan)
     _, other = make("plain", "fp32")
-    other.load_state_dict(optimizer.state_dict())
+    with pytest.warns(UserWarning, match="1 steps skipped"):
+        saved = optimizer.state_dict()
+    other.load_state_dict(saved)
     with pytest.warns(UserWarning, match="1 steps skipped"):
         assert other.skipped == {"layer.weight": 1}

@@ -267,6 +267,11 @@ class NarrowOptimizer(torch.optim.Optimizer):
             warnings.warn(f"torch_state_dict: {notes}", stacklevel=2)
         return state_dict
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as torch's optimizers give it; steps that were skipped are warned of once, as by `skipped`."""
+        _ = self.skipped
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state that `state_dict` gave, or that torch's or bitsandbytes' optimizer of this kind saved.
 
