@@ -281,7 +281,7 @@ def test_what_was_quantized_does_not_follow_its_codebook() -> None:
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     x = normal(7, 331)
     wanted = [quantize(x, SIGNED, block) for block in (16, "row", "column", None)]
-    monkeypatch.setattr("narrowgauge.storage._blockwise._CHUNK", 64)
+    monkeypatch.setattr("narrowgauge.storage._blockwise._CPU_CHUNK", 64)
     for block, whole in zip((16, "row", "column", None), wanted, strict=True):
         again = quantize(x, SIGNED, block)
         assert torch.equal(again.codes, whole.codes)

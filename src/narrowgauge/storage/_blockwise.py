@@ -45,8 +45,10 @@ Block = int | Literal["row", "column"] | None
 _SMALLEST_SCALE = 2.0**-126
 _LARGEST = torch.finfo(torch.float32).max
 _HUGE_SCALE = 2.0**126
-# Elements worked on at a time, in whole blocks: about seven float32 temporaries of that size.
+# Elements worked on at a time, in whole blocks, with about seven float32 temporaries of that size. On a CPU they
+# stay in its cache: 26 ns an element on 2 cores, 36 with chunks of 2^26.
 _CHUNK = 1 << 26
+_CPU_CHUNK = 1 << 18
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +143,7 @@ def encode_blocks(x: Tensor, coder: Coder, block_size: Block, bits: Tensor | Non
     random = None if bits is None else _as_blocks(bits, block_size)
     codes = torch.empty_like(blocks, dtype=torch.uint8)
     scales = torch.zeros(blocks.shape[0], dtype=torch.float32, device=x.device)
-    rows = max(1, _CHUNK // max(1, blocks.shape[1]))
+    rows = max(1, (_CPU_CHUNK if x.device.type == "cpu" else _CHUNK) // max(1, blocks.shape[1]))
     for first in range(0, blocks.shape[0] if x.numel() else 0, rows):
         chunk = slice(first, first + rows)
         normalised, scales[chunk] = _normalise(blocks[chunk], coder.lowest)
