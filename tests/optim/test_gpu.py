@@ -46,8 +46,8 @@ def test_the_gpu_gives_the_cpus_numbers(case) -> None:
         assert found.dtype == wanted.dtype
         # Compilers contract and divide differently by an ulp of float32, which may tip a rounding here and there.
         differing = (found != wanted).double().mean().item() if wanted.dtype != torch.float32 else 0.0
-        # Low words are the last bits: a moment's code that tipped moves many of them.
-        assert differing < (0.1 if key.endswith(("lo", "compensation")) else 0.02), key
+        # Low words are the last bits, and a float8 moment that tipped moves them: 3.5% were seen on an H200.
+        assert differing < (0.05 if case[1] == "fp8" and key.endswith("lo") else 0.02), key
         if wanted.is_floating_point() and not key.endswith(("lo", "compensation")):
             # A rounding that tipped is a step of the format: an eighth in float8.
             rtol = 2.0**-3 if wanted.dtype.itemsize == 1 else 2.0**-7

@@ -105,8 +105,8 @@ def check_training(case: Case) -> None:
     elif weights == "stochastic":
         assert abs(float(moved.mean() / wanted.mean()) - 1) < 0.05
     else:
-        # The least unit that a weight storage keeps, over the way gone: split8's 2^-17 twice a step at worst.
-        weight_error = 0.08 if weights == "split8" else 0.005
+        # Measured: split8 up to 0.0073 (Lion), all others up to 0.0025.
+        weight_error = 0.01 if weights == "split8" else 0.005
         assert error < STATES_ERROR[states] * RECORDS[rule].loose + weight_error
     assert optimizer.state_bytes() == optimizer.describe().bytes + 12  # a float32 step count, an int64 counter
 

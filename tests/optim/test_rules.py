@@ -53,7 +53,7 @@ def test_a_namesake_goes_where_torch_goes(name: str, options: dict[str, Any]) ->
     ours = run(lambda ps: getattr(optim, name)(ps, **options))
     theirs = run(lambda ps: getattr(torch.optim, name)(ps, **options))
     # Both round to float32 at each of 40 steps; Muon's singular values are found in bf16.
-    assert float((ours - theirs).abs().max()) < (1e-3 if name == "Muon" else 5e-6)
+    assert float((ours - theirs).abs().max()) < (4e-4 if name == "Muon" else 5e-6)
 
 
 def adamw(w, g, s, t, lr=1e-3, b1=0.9, b2=0.999, eps=1e-8, wd=0.01):

@@ -146,8 +146,6 @@ def test_a_closure_is_called_once_with_gradients_on_and_its_loss_returned(name: 
 
 @pytest.mark.parametrize("name", NAMESAKES)
 def test_groups_added_later_take_part(name: str) -> None:
-    if name == "Adagrad" and torch.__version__.startswith("2.11."):
-        pytest.skip("torch 2.11's own Adagrad has no state for a group that is added later")
     ends = []
     for cls in (ours(name), torchs(name)):
         ps = parameters()
@@ -157,7 +155,12 @@ def test_groups_added_later_take_part(name: str) -> None:
                 optimizer.add_param_group({"params": [("second", ps[1])], "lr": 0.05})
             optimizer.zero_grad()
             backward(ps, step)
-            optimizer.step()
+            try:
+                optimizer.step()
+            except KeyError:
+                if cls is ours(name):
+                    raise
+                pytest.skip("this torch's own optimizer has no state for a group that is added later")
         assert [group["lr"] for group in optimizer.param_groups][1] == 0.05
         ends.append(values(ps))
     assert distance(*ends) < NEAR[name]
