@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from checkpoint_runs import drive, everything, model, same
 
 from narrowgauge.optim import LARS, SGD, Adagrad, Adam, AdamW, AdamW8bit, Lion, NarrowOptimizer
 from narrowgauge.storage import mark_states, state_storage, state_storages
@@ -15,24 +16,6 @@ COARSE = {
     "fp32": (0, 0), "bf16": (2**-8, 2**-8), "expansion": (2**-16, 2**-16),
     "8bit": (0.0071, 0.0036), "fp8": (0.036, 0.036), "4bit": (0.1126, 0.0626),
 }  # fmt: skip
-
-
-def model(dtype: torch.dtype = torch.bfloat16) -> list[tuple[str, torch.nn.Parameter]]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"weight": (33, 40), "odd": (7, 13), "bias": (10,)}
-    return [
-        (name, torch.nn.Parameter((1 + 0.3 * torch.randn(shape, generator=generator)).to(dtype)))
-        for name, shape in shapes.items()
-    ]
-
-
-def drive(optimizer: NarrowOptimizer, steps: range) -> None:
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-        optimizer.step()
 
 
 def moments(optimizer: NarrowOptimizer) -> dict[str, torch.Tensor]:
@@ -47,21 +30,6 @@ def weights(optimizer: NarrowOptimizer) -> dict[str, torch.Tensor]:
     return {
         plan.name: optimizer._exact(plan, p.detach(), optimizer.state[p])[0] for p, plan in optimizer._all_plans()
     }
-
-
-def everything(optimizer: NarrowOptimizer) -> list:
-    """All that load_state_dict may change, copied."""
-    return copy.deepcopy([list(optimizer.state.values()), [g | {"params": None} for g in optimizer.param_groups]])
-
-
-def same(a, b) -> bool:
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
 
 
 @pytest.mark.parametrize(("old", "new"), list(itertools.product(state_storages(), repeat=2)), ids=str)

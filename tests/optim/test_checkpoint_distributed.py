@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_runs import drive, everything, same
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -12,32 +13,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from narrowgauge.optim import AdamW, NarrowOptimizer
+from narrowgauge.optim import AdamW
 from narrowgauge.storage import weight_storage
-
-
-def drive(optimizer: NarrowOptimizer, steps: range) -> None:
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-        optimizer.step()
-
-
-def everything(optimizer: NarrowOptimizer) -> list:
-    """All that load_state_dict may change, copied."""
-    return copy.deepcopy([list(optimizer.state.values()), [g | {"params": None} for g in optimizer.param_groups]])
-
-
-def same(a, b) -> bool:
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
 
 
 class Net(torch.nn.Module):

@@ -5,29 +5,12 @@ import warnings
 
 import pytest
 import torch
+from checkpoint_runs import drive, model
 
 from narrowgauge.formats import BF16, FP16, FloatFormat
 from narrowgauge.optim import AdamW, NarrowOptimizer
 from narrowgauge.optim._checkpoint_words import low_word
 from narrowgauge.storage import weight_storage, weight_storages
-
-
-def model(dtype: torch.dtype = torch.bfloat16) -> list[tuple[str, torch.nn.Parameter]]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"weight": (33, 40), "odd": (7, 13), "bias": (10,)}
-    return [
-        (name, torch.nn.Parameter((1 + 0.3 * torch.randn(shape, generator=generator)).to(dtype)))
-        for name, shape in shapes.items()
-    ]
-
-
-def drive(optimizer: NarrowOptimizer, steps: range) -> None:
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-        optimizer.step()
 
 
 def weights(optimizer: NarrowOptimizer) -> dict[str, torch.Tensor]:
