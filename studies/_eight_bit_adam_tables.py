@@ -16,7 +16,7 @@ from _eight_bit_adam_plan import ARMS, COMPONENTS, Arm
 from _tables import Results, markdown, percent
 
 NAMES = {"lr": "learning rate", "beta1": "β1", "beta2": "β2", "eps": "ε"}
-# Table 8, by layer norm plus Xavier: none, one, both. Its check marks are lost in our copy; the order tells so much.
+# Table 8, by layer norm plus Xavier: none, one, both. Its check marks are lost in our copy; its order tells this.
 PAPER_COMPONENTS = ("16.83, 16.84", "16.60 to 16.66", "16.46, 16.47")
 
 
