@@ -254,7 +254,7 @@ class _Stepper:
             return self._step()
         if number == _EAGER:
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(self._graph, stream=self._stream):
                 self._out = self._step()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
