@@ -74,6 +74,14 @@ class ClipUpdates(Rule):
         moments: Mapping[str, Any],
         s: Mapping[str, Scalar],
     ) -> tuple[Tensor, dict[str, Any]]:
+        return self._rule.update(arithmetic, weight, grad, moments, self._clipped(s))
+
+    def reach(
+        self, arithmetic: Arithmetic, weight: Tensor, moments: Mapping[str, Any], s: Mapping[str, Scalar]
+    ) -> dict[str, Tensor | Scalar]:
+        return self._rule.reach(arithmetic, weight, moments, self._clipped(s))
+
+    @staticmethod
+    def _clipped(s: Mapping[str, Scalar]) -> dict[str, Scalar]:
         rms = (torch.as_tensor(s["clip_squares"]) / s["elements"]).sqrt()
-        clipped = {**s, "lr": s["lr"] / rms.clamp_min(1.0)}
-        return self._rule.update(arithmetic, weight, grad, moments, clipped)
+        return {**s, "lr": s["lr"] / rms.clamp_min(1.0)}
