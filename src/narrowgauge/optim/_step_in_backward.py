@@ -38,7 +38,7 @@ def step_in_backward(model: torch.nn.Module, optimizer: Callable[..., Stepper], 
     - clipping by the norm of all gradients: torch's functions find no gradient and do nothing. `clip_updates=True`
       limits each parameter's own step;
     - loss scalers: the weights have moved before a scaler could unscale; `torch.amp.GradScaler.step` then raises
-      AssertionError, having found no gradients;
+      AssertionError, having found no gradients, and those of `narrowgauge.scaling` RuntimeError;
     - `nonfinite="raise"`: parameters before the bad one would have moved; raises ValueError;
     - data-parallel averaging after `backward()` (DistributedDataParallel): raises TypeError if the model is wrapped
       already, and goes unnoticed if it is wrapped later.
