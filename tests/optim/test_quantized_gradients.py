@@ -80,16 +80,18 @@ def test_the_same_on_a_small_network() -> None:
     assert abs(unbiased - exact) < abs(biased - exact)
 
 
-def test_error_feedback_loses_nothing() -> None:
-    """What was applied and what is owed add up to what came in."""
-    p = torch.nn.Parameter(torch.zeros(600))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_error_feedback_loses_nothing(dtype: torch.dtype) -> None:
+    """What arrived and what is owed add up to what came in."""
+    p = torch.nn.Parameter(torch.zeros(600, dtype=dtype))
     optimizer = QuantizedGradients(torch.optim.SGD([p], lr=1.0), COARSE, error_feedback=True)
-    total = torch.zeros(600, dtype=torch.float64)
+    total, arrived = torch.zeros(2, 600, dtype=torch.float64)
     for step in range(50):
-        p.grad = torch.randn(600, generator=torch.Generator().manual_seed(step))
+        p.grad = torch.randn(600, generator=torch.Generator().manual_seed(step)).to(dtype)
         total += p.grad.double()
         optimizer.step()
-    assert torch.allclose(-p.detach().double() + optimizer._residuals[p].double(), total, atol=1e-4)
+        arrived += p.grad.double()
+    assert torch.allclose(arrived + optimizer._residuals[p].double(), total, atol=1e-4)
 
 
 def test_gradients_are_quantizes_own() -> None:

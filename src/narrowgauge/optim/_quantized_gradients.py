@@ -138,10 +138,10 @@ class QuantizedGradients(torch.optim.Optimizer):
         self._step += 1
         for place, p in enumerate(self._parameters()):
             if p.grad is not None:
-                p.grad.copy_(self._of(p, p.grad.to(torch.float32), place))
+                p.grad.copy_(self._of(p, p.grad.to(torch.float32), p.grad.dtype, place))
 
-    def _of(self, p: Tensor, grad: Tensor, place: int) -> Tensor:
-        """Q of a gradient, and its residual kept."""
+    def _of(self, p: Tensor, grad: Tensor, dtype: torch.dtype, place: int) -> Tensor:
+        """Q of a gradient, to be kept in a dtype, and its residual kept."""
         finite = torch.isfinite(grad).all()
         residual = self._residuals.get(p)
         wanted = grad if residual is None else grad + residual
@@ -154,7 +154,9 @@ class QuantizedGradients(torch.optim.Optimizer):
         quantized = decode_blocks(codes, scales, coder.values, self._block_size)
         if self.error_feedback:
             before = torch.zeros_like(wanted) if residual is None else residual
-            self._residuals[p] = torch.where(finite, wanted - quantized, before)
+            # What arrives is rounded to the gradient's format: that is cut off, too.
+            arrives = quantized.to(dtype).to(torch.float32)
+            self._residuals[p] = torch.where(finite & torch.isfinite(arrives), wanted - arrives, before)
         return torch.where(finite, quantized, grad)
 
     def _on(self, device: torch.device) -> Coder:
