@@ -290,6 +290,10 @@ def test_what_cannot_be_had_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="nonfinite: got 'raise'"):
         optimizer.add_param_group({"params": [("extra", extra)], "nonfinite": "raise"})
     assert len(optimizer.param_groups) == 1
+    usual = optim.AdamW(Tied().named_parameters(), nonfinite="raise")
+    with pytest.raises(ValueError, match="nonfinite: got 'raise'"):
+        optimizer.load_state_dict(usual.state_dict())
+    assert optimizer.param_groups[0]["nonfinite"] == "skip"
     train(model, optimizer, range(1))
 
 

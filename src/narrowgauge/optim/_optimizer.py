@@ -95,6 +95,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
         rule = self.rule_for(group)
         check_hyperparameters(rule, group, self.refusals)
         check_options(type(self).__name__, rule, group)
+        if self._in_backward is not None:
+            self._in_backward.check_options(group)
 
     def rule_for(self, group: Mapping[str, Any]) -> Rule:
         """The update rule under a group's options."""

@@ -13,7 +13,7 @@ gradient accumulation, two losses, a parameter shared by two reentrant checkpoin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -82,17 +82,26 @@ class InBackward:
         for number in range(len(optimizer.param_groups)):
             self.watch(number)
 
-    def check(self, group: dict[str, Any]) -> None:
-        """Refuse a group that cannot be stepped this way.
+    @staticmethod
+    def check_options(group: Mapping[str, Any]) -> None:
+        """Refuse options that cannot be had this way, at any time.
 
         Raises:
-            ValueError: naming the argument or the parameter.
+            ValueError: naming the argument.
         """
         if group["nonfinite"] == "raise":
             raise ValueError(
                 "nonfinite: got 'raise', step_in_backward takes 'skip' and 'propagate': "
                 "parameters before the bad one would have moved"
             )
+
+    def check(self, group: dict[str, Any]) -> None:
+        """Refuse a group that cannot be stepped this way.
+
+        Raises:
+            ValueError: naming the argument or the parameter.
+        """
+        self.check_options(group)
         for p in group["params"]:
             hooks = (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()
             if any(isinstance(getattr(hook, "__self__", None), InBackward) for hook in hooks):
