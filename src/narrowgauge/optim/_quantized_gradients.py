@@ -149,7 +149,7 @@ class QuantizedGradients(torch.optim.Optimizer):
         parameters = self._parameters()
         saved = state_dict["residuals"]
         if saved and not self.error_feedback:
-            warnings.warn("state_dict: dropped residuals, which error_feedback=False does not add", stacklevel=2)
+            warnings.warn("state_dict: dropped residuals, of no use with error_feedback=False", stacklevel=2)
             saved = {}
         self._residuals = {
             parameters[place]: residual.to(parameters[place].device, copy=True) for place, residual in saved.items()

@@ -45,7 +45,7 @@ class LossScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         if getattr(optimizer, "_in_backward", None) is not None:
             raise RuntimeError(
-                f"optimizer: got {type(optimizer).__name__} by step_in_backward, which has moved its weights by "
+                f"optimizer: got {type(optimizer).__name__} by step_in_backward, which has moved weights by "
                 "scaled gradients already; takes one that moves them in step()"
             )
         slots = slots_of(optimizer)
