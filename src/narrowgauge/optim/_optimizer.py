@@ -27,9 +27,12 @@ from narrowgauge.optim._plan import ParameterPlan, plan_parameter
 from narrowgauge.optim._stats import UpdateStats
 from narrowgauge.optim._update import Noise, update
 from narrowgauge.rules import ClipUpdates, HasSecondMoment, Rule
+from narrowgauge.storage import mark_states, marked_states
 
 if TYPE_CHECKING:
     from narrowgauge.optim._step_in_backward import InBackward
+
+_MARKS = "marks"
 
 
 class NarrowOptimizer(torch.optim.Optimizer):
@@ -63,13 +66,22 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self._warned: set[str] = set()
         self._in_backward: InBackward | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        marks = [[marked_states(p) for p in group["params"]] for group in self.param_groups]
+        return {**super().__getstate__(), _MARKS: marks}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch copies and pickles state and groups only; the rest is made anew. It comes here from
         # load_state_dict too, where there is something to keep, but groups may ask for another plan.
         if "_plans" not in self.__dict__:
             self._reset()
         self._plans = {}
-        super().__setstate__(state)
+        super().__setstate__({key: value for key, value in state.items() if key != _MARKS})
+        # A copied parameter comes without the mark that its state was made for.
+        for group, marks in zip(self.param_groups, state.get(_MARKS, ()), strict=False):
+            for p, mark in zip(group["params"], marks, strict=True):
+                if mark is not None:
+                    mark_states(p, mark)
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Refuse options that no parameter could be served with.
@@ -81,6 +93,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
         rule = self.rule_for(group)
         check_hyperparameters(rule, group, self.refusals)
         check_options(type(self).__name__, rule, group)
+        if self._in_backward is not None:
+            self._in_backward.check_options(group)
 
     def rule_for(self, group: Mapping[str, Any]) -> Rule:
         """The update rule under a group's options."""

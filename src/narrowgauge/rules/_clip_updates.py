@@ -64,6 +64,8 @@ class ClipUpdates(Rule):
         bounded = torch.maximum(v_hat, torch.as_tensor(floor, dtype=v_hat.dtype, device=v_hat.device))
         # Divided before it is multiplied: the square alone could overflow.
         ratio = grad / bounded * grad
+        # With an eps whose square is 0, a coordinate that never had a gradient is 0 / 0.
+        ratio = torch.where(bounded > 0, ratio, 0.0)
         return {**self._rule.terms(arithmetic, weight, grad, moments, s), "clip_squares": ratio}
 
     def update(
