@@ -61,7 +61,7 @@ class QuantizedGradients(torch.optim.Optimizer):
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ValueError(f"optimizer: got {type(optimizer).__name__}, takes a torch.optim.Optimizer")
-        if getattr(optimizer, "_in_backward", None) is not None:
+        if getattr(optimizer, "in_backward", None) is not None:
             raise ValueError("optimizer: got one by step_in_backward, takes one that moves weights in step()")
         if rounding not in ("nearest", "stochastic"):
             raise ValueError(f"rounding: got {rounding!r}, takes 'nearest' or 'stochastic'")

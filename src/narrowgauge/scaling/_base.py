@@ -43,7 +43,7 @@ class LossScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        if getattr(optimizer, "_in_backward", None) is not None:
+        if getattr(optimizer, "in_backward", None) is not None:
             raise RuntimeError(
                 f"optimizer: got {type(optimizer).__name__} by step_in_backward, which has moved weights by "
                 "scaled gradients already; takes one that moves them in step()"
