@@ -44,7 +44,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         rule: the update equation.
         gauges: while True, every step measures what it did; read `last_stats`.
         last_stats: `UpdateStats` of the last step by parameter name; empty if `gauges` was off.
-        in_backward: the handle of `step_in_backward`, whose `remove()` ends it; None for one that steps in `step()`.
+        in_backward: the handle of `step_in_backward`, whose `remove()` ends it; None without.
     """
 
     rule: ClassVar[Rule]
