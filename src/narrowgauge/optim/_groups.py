@@ -13,9 +13,9 @@ def split_decay(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Parameter groups of a model: no decay on norms and biases, 32-bit states for embeddings.
 
     Matrices and embeddings decay. What has fewer than two dimensions does not (biases, the gains of norms, scales),
-    nor does anything that a module whose name ends in "norm" owns, nor anything with the word bias in its name (an
-    attention's ``bias_k``). Embedding tables get
-    ``states="fp32"``, as the 8-bit paper has it; a table that is tied to an output layer is one.
+    nor does anything that a module whose name ends in "norm" owns, nor anything with the word bias in its name (as
+    ``bias_k`` of an attention). Embedding tables get ``states="fp32"``, as the 8-bit paper has it; a table that is
+    tied to an output layer is one.
 
     Args:
         model: the model; parameters that do not require gradients are left out.

@@ -57,8 +57,8 @@ def step_in_backward(model: torch.nn.Module, optimizer: Callable[..., Stepper], 
 
     Raises:
         TypeError: if the model is no module or is DistributedDataParallel, or the optimizer is not one of these.
-        ValueError: for ``nonfinite="raise"``, or a parameter that another optimizer steps in backward already (take
-            that one off first: ``other.in_backward.remove()``).
+        ValueError: for ``nonfinite="raise"``, or a parameter that another optimizer steps in backward already
+            (take that one off first: ``other.in_backward.remove()``).
     """
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise TypeError("model: got DistributedDataParallel, whose averaging comes after each step; takes a module")
@@ -129,9 +129,8 @@ class InBackward:
     def remove(self) -> None:
         """Take the hooks off the model: from now on gradients stay, and `step()` moves the weights.
 
-        Between two steps, best: what `backward()` has moved since the last `step()` stays moved. The model is free
-        then for another optimizer, and this one, unless it is used on, is free to be forgotten. Calling it again
-        does nothing.
+        Between two steps, best: what `backward()` has moved since the last `step()` stays moved. The model then
+        takes another optimizer, and no longer keeps this one alive. Calling it again does nothing.
         """
         for handle in self._handles:
             handle.remove()

@@ -99,8 +99,8 @@ class LossScaler(torch.amp.GradScaler):
             What the optimizer returned; None if the step was skipped.
 
         Raises:
-            RuntimeError: if called twice since the last `update`, with a closure, which would have to be scaled, or
-                with a gradient that came into the optimizer after `unscale_`.
+            RuntimeError: if called twice since the last `update`, with a closure, which would have to be scaled,
+                or with a gradient that came into the optimizer after `unscale_`.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
