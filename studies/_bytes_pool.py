@@ -1,8 +1,9 @@
 """Trainings in processes of their own, several at once, each result handed over as it comes.
 
-A process does one training after another and keeps what is dear to make: imports, tokens, compiled kernels. It ends
-after an exception, since an error of the device stays with its process, and a fresh one takes its place. A process
-that dies takes one training with it, which is reported as failed. When the time is up, what still runs is ended.
+A process does one training after another and keeps what is dear to make: imports, tokens, compiled kernels. It
+ends after an exception, since an error of the device stays with its process, and a fresh one takes its place. A
+process that dies takes one training with it, which is reported as failed. When the time is up, what still runs is
+ended.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(theirs, self._number, self._threads), daemon=False, name=f"training {self._number}"
+            target=_serve, args=(theirs, self._number, self._threads), name=f"training {self._number}"
         )
         self._process.start()
         theirs.close()

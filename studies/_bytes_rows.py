@@ -9,8 +9,9 @@ questions first:
     3           the anchors once more under other settings: no row of its own
     4 rest      every other recipe of the library
 
-A row whose storage this version of the library does not know is left out. A peer that is not installed stays, and is
-reported as that. Peers get the learning rate, betas, eps and decay of everybody else; all else is their default.
+A row whose storage this version of the library does not know is left out. A peer that is not installed stays,
+and is reported as that. Peers get the learning rate, betas, eps and decay of everybody else; all else is their
+default.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ ANCHORS, LOW, PEERS, VARIATIONS, REST = range(5)
 REFERENCE = "D"
 _BF16 = torch.bfloat16
 Options = Mapping[str, Any]
+Maker = Callable[[list[nn.Parameter], Options], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ def _bitsandbytes(params: list[nn.Parameter], options: Options) -> torch.optim.O
     return bitsandbytes.optim.AdamW8bit(params, **options)
 
 
-def _torchao(name: str, **more: Any) -> Callable[[list[nn.Parameter], Options], torch.optim.Optimizer]:
+def _torchao(name: str, **more: Any) -> Maker:
     def make(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
         import torchao.optim
 
@@ -158,19 +160,19 @@ def _named(tier: int, name: str) -> Ours:
 _EXACT = "bf16 + int16 words (exact fp32 weights), "
 _SPLIT8 = "bf16 + int8 words (24-bit weights), "
 _PEERS = (
-    Peer("bitsandbytes AdamW8bit", "bf16 weights alone, the paper's 8-bit states", PEERS, "bitsandbytes", _bitsandbytes),
-    Peer("torchao AdamW8bit", "bf16 weights alone, dynamic 8-bit states", PEERS, "torchao", _torchao("AdamW8bit")),
-    Peer("torchao AdamW4bit", "bf16 weights alone, 4-bit states", PEERS, "torchao", _torchao("AdamW4bit")),
-    Peer("torchao AdamWFp8", "bf16 weights alone, float8 states", PEERS, "torchao", _torchao("AdamWFp8")),
+    Peer("bitsandbytes AdamW8bit", "bf16 alone, paper's 8-bit states", PEERS, "bitsandbytes", _bitsandbytes),
+    Peer("torchao AdamW8bit", "bf16 alone, dynamic 8-bit states", PEERS, "torchao", _torchao("AdamW8bit")),
+    Peer("torchao AdamW4bit", "bf16 alone, 4-bit states", PEERS, "torchao", _torchao("AdamW4bit")),
+    Peer("torchao AdamWFp8", "bf16 alone, float8 states", PEERS, "torchao", _torchao("AdamWFp8")),
     Peer(
-        "torchao AdamW8bit, stochastic", "bf16 weights rounded stochastically, dynamic 8-bit states",
+        "torchao AdamW8bit, stochastic", "bf16 rounded stochastically, dynamic 8-bit states",
         PEERS, "torchao", _torchao("AdamW8bit", bf16_stochastic_round=True),
     ),
     Peer(
-        "torchao AdamW4bit, stochastic", "bf16 weights rounded stochastically, 4-bit states",
+        "torchao AdamW4bit, stochastic", "bf16 rounded stochastically, 4-bit states",
         PEERS, "torchao", _torchao("AdamW4bit", bf16_stochastic_round=True),
     ),
-    Peer("FlashAdamW", "24-bit weights, companded 8-bit states in groups of 32", PEERS, "flashoptim", _flashoptim),
+    Peer("FlashAdamW", "24-bit weights, companded 8-bit states", PEERS, "flashoptim", _flashoptim),
     Peer("optimi AdamW", "bf16 with Kahan-summed weights, bf16 states", PEERS, "optimi", _optimi),
 )  # fmt: skip
 
@@ -187,10 +189,10 @@ def rows() -> tuple[Row, ...]:
         _ours(LOW, "split8", "log4", _SPLIT8 + "logarithmic 4-bit states"),
         _ours(LOW, "split8", "8bit", _SPLIT8 + "the paper's 8-bit states"),
         _named(LOW, "split"),
-        _ours(LOW, "plain", "log8", "bf16 weights alone, logarithmic 8-bit states"),
-        _ours(LOW, "split", "8bit", "the paper's 8-bit states, blocks of 2048", block_size=2048, suffix=", 2048"),
-        _ours(LOW, "split", "log8", "logarithmic 8-bit states, blocks of 2048", block_size=2048, suffix=", 2048"),
-        _ours(REST, "split", "8bit", "the paper's, embeddings in fp32", embeddings="fp32", suffix=", embeddings fp32"),
+        _ours(LOW, "plain", "log8", "bf16 alone, logarithmic 8-bit states"),
+        _ours(LOW, "split", "8bit", "the paper's, in blocks of 2048", block_size=2048, suffix=", 2048"),
+        _ours(LOW, "split", "log8", "logarithmic, in blocks of 2048", block_size=2048, suffix=", 2048"),
+        _ours(REST, "split", "8bit", "the paper's, embeddings in fp32", embeddings="fp32", suffix=", wte fp32"),
         _ours(REST, "stochastic", "log8", "bf16 rounded stochastically, logarithmic 8-bit states"),
         _ours(REST, "split8", "4bit", _SPLIT8 + "block-wise 4-bit states"),
         _ours(REST, "split8", "fp8", _SPLIT8 + "block-wise float8 states"),

@@ -1,11 +1,11 @@
 """Bytes against loss: one training, under any optimizer, and what its tensors weigh afterwards.
 
 The loop is the ordinary one and knows nothing of whose optimizer it drives: one seed gives every row the same
-initial weights and the same batches. The learning rate rises, then falls in a straight line to a tenth, so that the
-end of a run is quiet and differences of a thousandth can be seen.
+initial weights and the same batches. The learning rate rises, then falls in a straight line to a tenth, so that
+the end of a run is quiet and differences of a thousandth can be seen.
 
-Bytes are counted in the tensors that exist after the last step. Peers keep moments in tensor subclasses and tables
-shared between parameters, so the count takes each piece of memory once, wherever in the state it hangs.
+Bytes are counted in the tensors that exist after the last step. Peers keep moments in tensor subclasses and
+tables shared between parameters, so the count takes each piece of memory once, wherever in the state it hangs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -51,8 +52,8 @@ class Setting:
         lr, warmup, final: learning rate, steps of its rise, share of it that is left at the last step.
         beta1, beta2, eps, weight_decay: AdamW's.
         device: where to train.
-        graph: whether our own optimizers' steps are replayed from a CUDA graph. The eager step of a small model is
-            bound by the launching of its kernels; a graph computes the same numbers.
+        graph: whether our own optimizers' steps are replayed from a CUDA graph. The eager step of a small model
+            is bound by the launching of its kernels; a graph computes the same numbers.
     """
 
     data: Path | None = None
@@ -96,8 +97,8 @@ def train(name: str, setting: Setting, seed: int) -> dict[str, Any]:
     """Train one row and say how it went.
 
     Returns:
-        `validation_loss` in nats a token (None if diverged), `training_loss` over the last steps, `diverged`, `bytes`
-        a parameter by what they hold, `step`: how the optimizer was driven, `seconds`.
+        `validation_loss` in nats a token (None if diverged), `training_loss` over the last steps, `diverged`,
+        `bytes` a parameter by what they hold, `step`: how the optimizer was driven, `seconds`.
     """
     begun = time.perf_counter()
     row = _bytes_rows.row(name)
@@ -172,9 +173,9 @@ def _captured(optimizer: torch.optim.Optimizer) -> tuple[Callable[[], Any], str]
 
 
 def reason(error: BaseException) -> str:
-    """An exception in a line."""
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0][:200] if text else ''}"
+    """An exception in a line, files without their folders."""
+    first = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {re.sub(r'/[^ ]*/', '', first)[:200]}"
 
 
 def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -1,11 +1,12 @@
-"""How far down do bytes go: the same GPT under every recipe and under the peers' optimizers, bytes against loss.
+"""How far down do bytes go? The same GPT under every recipe and the peers' optimizers, bytes against loss.
 
     python studies/bytes_and_loss.py --device cuda --jobs 6 --out studies/results/bytes_and_loss_NAME.json
     python studies/bytes_and_loss.py --model micro --vocabulary 512 --steps 50 --out runs/bytes.json    # a toy
 
-Every row starts from the same weights and sees the same batches, so its loss can be subtracted from that of D (fp32
-states, fp32 master weights) seed by seed; how far D's own losses lie apart over the seeds says which differences
-mean anything. Embeddings are kept like every other parameter: in 8 bits, with no stable embedding and no mark.
+Every row starts from the same weights and sees the same batches, so the loss of D (fp32 states, fp32 master
+weights) can be subtracted from its own seed by seed; how far D's losses lie apart over the seeds says which
+differences mean anything. Embeddings are kept like every other parameter: in 8 bits, with no stable embedding and
+no mark.
 
 The first of `--beta2`, `--model` is for all rows, what follows for the anchors alone. Results are written as they
 come: `--minutes` ends the study in time, and says what was not run.
@@ -40,7 +41,7 @@ PACKAGES = ("bitsandbytes", "torchao", "flashoptim", "torch-optimi")
 
 
 def tasks(rows: tuple[Row, ...], settings: list[Setting], seeds: int) -> list[Task]:
-    """All trainings, the most important first: tier by tier, in a tier seed by seed, variations before the rest."""
+    """All trainings, the most important first: by tier, in a tier by seed, variations before the rest."""
     first = [
         Task(row.name, 0, settings[0], seed)
         for tier, seed in itertools.product((*range(ANCHORS, PEERS + 1), REST), range(seeds))
@@ -100,9 +101,10 @@ def about(rows: tuple[Row, ...], settings: list[Setting], seeds: int) -> dict[st
         "data": {"source": setting.data.name if setting.data else source, "train_tokens": len(text.train)},
         "parameters": {name: parameter_count(model) for name, model in models.items()},
         "rows": [
-            {"name": r.name, "title": r.title, "tier": r.tier, "family": r.family, "formula": r.formula()} for r in rows
+            {"name": r.name, "title": r.title, "tier": r.tier, "family": r.family, "formula": r.formula()}
+            for r in rows
         ],
-    }  # fmt: skip
+    }
 
 
 def _plain(setting: Setting) -> dict[str, Any]:
