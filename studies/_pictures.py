@@ -1,4 +1,4 @@
-"""The studies' pictures: Figure 4 and Figure 5 of the 8-bit paper measured anew, and noise against length.
+"""The studies' pictures: Figure 4 and Figure 5 of the 8-bit paper measured anew, noise against length, and more.
 
 Colours are after Okabe and Ito, or viridis and its kin for maps: safe for colour-blind readers, and lines differ in
 dashes too.
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import _bytes_picture
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
@@ -59,6 +60,8 @@ def draw(results: Path, path: Path) -> None:
         if path.stem.endswith("_maps"):
             with np.load(results / f"{path.stem}.npz") as arrays:
                 figure = adam_maps(found, dict(arrays))
+        elif path.stem.startswith("bytes_and_loss"):
+            figure = _bytes_picture.bytes_against_loss(found)
         else:
             figure = errors_by_code(found) if path.stem.endswith("_codes") else noise_against_length(found)
         figure.savefig(path, format="png", dpi=130, bbox_inches="tight", pad_inches=0.15)
