@@ -1,4 +1,4 @@
-"""The studies' pictures: Figure 4 and Figure 5 of the 8-bit paper measured anew, noise against length, and more.
+"""The studies' pictures: Figures 3, 4 and 5 of the 8-bit paper measured anew, noise and bytes against loss.
 
 Colours are after Okabe and Ito, or viridis and its kin for maps: safe for colour-blind readers, and lines differ in
 dashes too.
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import _bytes_picture
+import _eight_bit_adam_picture
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
@@ -62,6 +63,8 @@ def draw(results: Path, path: Path) -> None:
                 figure = adam_maps(found, dict(arrays))
         elif path.stem.startswith("bytes_and_loss"):
             figure = _bytes_picture.bytes_against_loss(found)
+        elif path.stem.startswith("eight_bit_adam"):
+            figure = _eight_bit_adam_picture.sensitivity(found)
         else:
             figure = errors_by_code(found) if path.stem.endswith("_codes") else noise_against_length(found)
         figure.savefig(path, format="png", dpi=130, bbox_inches="tight", pad_inches=0.15)

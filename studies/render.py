@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import _bytes_tables
+import _eight_bit_adam_tables
 import _float8_tables
 import _noise_tables
 import _pictures
@@ -31,11 +32,13 @@ TABLES = {
     "inner_product_noise": _noise_tables.TABLES,
     "collage_float8": _float8_tables.TABLES,
     "bytes_and_loss": _bytes_tables.TABLES,
+    "eight_bit_adam": _eight_bit_adam_tables.TABLES,
 }
 FACTS = {
     "quantization_error": _quantization_tables.quantization_facts,
     "inner_product_noise": _noise_tables.noise_facts,
     "bytes_and_loss": _bytes_tables.facts,
+    "eight_bit_adam": _eight_bit_adam_tables.facts,
 }
 TABLE = re.compile(r"(<!-- table: (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 PICTURE = re.compile(r"\]\((\w+)\.png\)")

@@ -88,6 +88,18 @@ def test_a_first_step_is_not_captured() -> None:
         optimizer.step()
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+@pytest.mark.parametrize("options", [{"nonfinite": "raise"}, {"arithmetic": "strict"}], ids=str)
+def test_what_waits_for_the_device_is_not_captured(options: dict[str, Any]) -> None:
+    ps = parameters("cuda")
+    optimizer = ours("AdamW")(ps, **options)
+    backward(ps, 0)
+    optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match=r"in a captured graph; takes nonfinite"), torch.cuda.graph(graph):
+        optimizer.step()
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("name", NAMESAKES)
 def test_rates_on_the_device_are_never_waited_for(name: str) -> None:

@@ -172,6 +172,12 @@ class NarrowOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 f"{type(self).__name__} does not support sparse gradients; {name} got one, takes dense ones"
             )
+        waits = group["nonfinite"] == "raise" or group["arithmetic"] == "strict"
+        if waits and grad.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"step: nonfinite={group['nonfinite']!r}, arithmetic={group['arithmetic']!r} in a captured graph; "
+                "takes nonfinite='skip' or 'propagate' and arithmetic='fp32' there, which never wait for the device"
+            )
         if group["nonfinite"] == "raise" and not torch.isfinite(grad).all():
             raise FloatingPointError(
                 f"{name}: the gradient has inf or NaN (nonfinite='raise'); no parameter was changed"
