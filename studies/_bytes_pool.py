@@ -32,51 +32,61 @@ class Task:
     seed: int
 
 
-def run(
-    tasks: Sequence[Task], jobs: int, seconds: float, on_result: Callable[[Task, dict[str, Any]], None]
-) -> list[Task]:
-    """Do the tasks in their order, as many at once as there are jobs.
+class Pool:
+    """Processes that train, as many at once as there are jobs; on machines of several GPUs they take turns."""
 
-    Args:
-        tasks: the most important first.
-        jobs: processes; on machines of several GPUs they take turns.
-        seconds: after which nothing is begun and everything that runs is ended.
-        on_result: told each task's result, or `{"failed": reason}`; one call at a time.
+    def __init__(self, jobs: int) -> None:
+        self._workers = [_Worker(number, jobs) for number in range(jobs)]
 
-    Returns:
-        The tasks that time did not suffice for.
-    """
-    deadline = time.monotonic() + seconds
-    waiting, left, lock = list(tasks), [], threading.Lock()
-    workers = [_Worker(number, jobs) for number in range(min(jobs, len(tasks)))]
+    def __enter__(self) -> Pool:
+        return self
 
-    def serve(worker: _Worker) -> None:
-        while True:
-            with lock:
-                if not waiting:
-                    break
-                task = waiting.pop(0)
-                if time.monotonic() >= deadline:
-                    left.append(task)
-                    continue
-            result = worker.do(task)
-            with lock:
-                if "failed" in result and time.monotonic() >= deadline:
-                    left.append(task)  # it was ended
-                else:
-                    on_result(task, result)
-        worker.end()
+    def __exit__(self, *_: object) -> None:
+        for worker in self._workers:
+            worker.end()
 
-    threads = [threading.Thread(target=serve, args=(worker,), daemon=True) for worker in workers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    for worker in workers:
-        worker.end()
-    for thread in threads:
-        thread.join()
-    return left
+    def run(
+        self, tasks: Sequence[Task], seconds: float, on_result: Callable[[Task, dict[str, Any]], None]
+    ) -> list[Task]:
+        """Do the tasks in their order.
+
+        Args:
+            tasks: the most important first.
+            seconds: after which nothing is begun and everything that runs is ended.
+            on_result: told each task's result, or `{"failed": reason}`; one call at a time.
+
+        Returns:
+            The tasks that time did not suffice for.
+        """
+        deadline = time.monotonic() + seconds
+        waiting, left, lock = list(tasks), [], threading.Lock()
+
+        def serve(worker: _Worker) -> None:
+            while True:
+                with lock:
+                    if not waiting:
+                        return
+                    task = waiting.pop(0)
+                    if time.monotonic() >= deadline:
+                        left.append(task)
+                        continue
+                result = worker.do(task)
+                with lock:
+                    if "failed" in result and time.monotonic() >= deadline:
+                        left.append(task)  # it was ended
+                    else:
+                        on_result(task, result)
+
+        threads = [threading.Thread(target=serve, args=(worker,), daemon=True) for worker in self._workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
+        for worker, thread in zip(self._workers, threads, strict=True):
+            if thread.is_alive():
+                worker.end()
+            thread.join()
+        return left
 
 
 class _Worker:

@@ -160,20 +160,20 @@ def _named(tier: int, name: str) -> Ours:
 _EXACT = "bf16 + int16 words (exact fp32 weights), "
 _SPLIT8 = "bf16 + int8 words (24-bit weights), "
 _PEERS = (
+    Peer("FlashAdamW", "24-bit weights, companded 8-bit states", PEERS, "flashoptim", _flashoptim),
     Peer("bitsandbytes AdamW8bit", "bf16 alone, paper's 8-bit states", PEERS, "bitsandbytes", _bitsandbytes),
-    Peer("torchao AdamW8bit", "bf16 alone, dynamic 8-bit states", PEERS, "torchao", _torchao("AdamW8bit")),
-    Peer("torchao AdamW4bit", "bf16 alone, 4-bit states", PEERS, "torchao", _torchao("AdamW4bit")),
-    Peer("torchao AdamWFp8", "bf16 alone, float8 states", PEERS, "torchao", _torchao("AdamWFp8")),
-    Peer(
-        "torchao AdamW8bit, stochastic", "bf16 rounded stochastically, dynamic 8-bit states",
-        PEERS, "torchao", _torchao("AdamW8bit", bf16_stochastic_round=True),
-    ),
+    Peer("optimi AdamW", "bf16 with Kahan-summed weights, bf16 states", PEERS, "optimi", _optimi),
     Peer(
         "torchao AdamW4bit, stochastic", "bf16 rounded stochastically, 4-bit states",
         PEERS, "torchao", _torchao("AdamW4bit", bf16_stochastic_round=True),
     ),
-    Peer("FlashAdamW", "24-bit weights, companded 8-bit states", PEERS, "flashoptim", _flashoptim),
-    Peer("optimi AdamW", "bf16 with Kahan-summed weights, bf16 states", PEERS, "optimi", _optimi),
+    Peer(
+        "torchao AdamW8bit, stochastic", "bf16 rounded stochastically, dynamic 8-bit states",
+        PEERS, "torchao", _torchao("AdamW8bit", bf16_stochastic_round=True),
+    ),
+    Peer("torchao AdamW8bit", "bf16 alone, dynamic 8-bit states", PEERS, "torchao", _torchao("AdamW8bit")),
+    Peer("torchao AdamW4bit", "bf16 alone, 4-bit states", PEERS, "torchao", _torchao("AdamW4bit")),
+    Peer("torchao AdamWFp8", "bf16 alone, float8 states", PEERS, "torchao", _torchao("AdamWFp8")),
 )  # fmt: skip
 
 
@@ -194,6 +194,7 @@ def rows() -> tuple[Row, ...]:
         _ours(LOW, "split", "log8", "logarithmic, in blocks of 2048", block_size=2048, suffix=", 2048"),
         _ours(REST, "split", "8bit", "the paper's, embeddings in fp32", embeddings="fp32", suffix=", wte fp32"),
         _ours(REST, "stochastic", "log8", "bf16 rounded stochastically, logarithmic 8-bit states"),
+        _ours(REST, "stochastic", "log4", "bf16 rounded stochastically, logarithmic 4-bit states"),
         _ours(REST, "split8", "4bit", _SPLIT8 + "block-wise 4-bit states"),
         _ours(REST, "split8", "fp8", _SPLIT8 + "block-wise float8 states"),
     ]  # fmt: skip

@@ -1,6 +1,7 @@
 """Tables and facts of bytes against loss.
 
-A difference is taken seed by seed, from runs with the same start and the same batches, and its mean is what counts.
+A difference is taken seed by seed, from runs with the same start and the same batches, and its mean is what
+counts.
 What it is held against is the spread: the standard deviation of the reference's own losses over the seeds.
 """
 

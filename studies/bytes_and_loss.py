@@ -8,8 +8,9 @@ weights) can be subtracted from its own seed by seed; how far D's losses lie apa
 differences mean anything. Embeddings are kept like every other parameter: in 8 bits, with no stable embedding and
 no mark.
 
-The first of `--beta2`, `--model` is for all rows, what follows for the anchors alone. Results are written as they
-come: `--minutes` ends the study in time, and says what was not run.
+The first of `--beta2`, `--model` is for all rows, what follows for the anchors alone. Of several `--lr` all rows
+get that under which D ends lowest with seed 0. Results are written as they come: `--minutes` ends the study in
+time, and says what was not run.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import json
+import math
 import os
 import sys
+import time
 from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
@@ -61,9 +64,9 @@ def tasks(rows: tuple[Row, ...], settings: list[Setting], seeds: int) -> list[Ta
 class Study:
     """The results as they grow, on disk at every moment."""
 
-    def __init__(self, out: Path, rows: tuple[Row, ...], settings: list[Setting], seeds: int) -> None:
+    def __init__(self, out: Path, known: dict[str, Any]) -> None:
         self._out = out
-        self._about = about(rows, settings, seeds)
+        self._about = known
         self._runs: list[dict[str, Any]] = []
         out.parent.mkdir(parents=True, exist_ok=True)
 
@@ -112,18 +115,45 @@ def _plain(setting: Setting) -> dict[str, Any]:
 
 
 def study(
-    out: Path, rows: tuple[Row, ...], settings: list[Setting], *, seeds: int, jobs: int, minutes: float
+    out: Path,
+    rows: tuple[Row, ...],
+    settings: list[Setting],
+    *,
+    rates: list[float],
+    seeds: int,
+    jobs: int,
+    minutes: float,
 ) -> None:
-    """Run it all, or as much as fits."""
-    results = Study(out, rows, settings, seeds)
-    planned = tasks(rows, settings, seeds)
-    refused = {row.name: reason for row in rows if (reason := row.refusal())}
-    for task in planned:
-        if task.row in refused and task.seed == 0:
-            results.add(task, {"failed": refused[task.row]})
-    left = _bytes_pool.run([t for t in planned if t.row not in refused], jobs, 60 * minutes, results.add)
+    """Run it all, or as much as fits; of several rates the settings get that under which D ends lowest."""
+    end = time.monotonic() + 60 * minutes
+    with _bytes_pool.Pool(jobs) as pool:
+        tried = probe(settings[0], rates, pool, end - time.monotonic())
+        settings = [replace(setting, lr=min(tried, key=lambda rate: tried[rate])) for setting in settings]
+        results = Study(out, about(rows, settings, seeds) | {"rates": [[lr, loss] for lr, loss in tried.items()]})
+        planned = tasks(rows, settings, seeds)
+        refused = {row.name: reason for row in rows if (reason := row.refusal())}
+        for task in planned:
+            if task.row in refused and task.seed == 0:
+                results.add(task, {"failed": refused[task.row]})
+        able = [task for task in planned if task.row not in refused]
+        left = pool.run(able, end - time.monotonic(), results.add)
     results.write(left)
     print(f"not run, for want of time: {len(left)}", flush=True)
+
+
+def probe(setting: Setting, rates: list[float], pool: _bytes_pool.Pool, seconds: float) -> dict[float, float]:
+    """D's loss with seed 0 under each learning rate, infinite where it diverged; nothing is run for one rate."""
+    tried = dict.fromkeys(rates, math.inf)
+    if len(rates) > 1:
+
+        def tell(task: Task, result: dict[str, Any]) -> None:
+            loss = result.get("validation_loss")
+            tried[task.setting.lr] = math.inf if loss is None else loss
+            print(f"learning rate {task.setting.lr:g}: {result.get('failed', loss)}", flush=True)
+
+        able = [Task(_bytes_rows.REFERENCE, 0, replace(setting, lr=lr), 0) for lr in rates]
+        pool.run(able, seconds, tell)
+    return tried
 
 
 def chosen(only: list[str], without: list[str]) -> tuple[Row, ...]:
@@ -143,7 +173,7 @@ def main(
     steps: _gather.Steps = Setting.steps,
     batch: _gather.Batch = Setting.batch,
     sequence: _gather.Sequence_ = Setting.sequence,
-    lr: _gather.Rate = Setting.lr,
+    lr: Annotated[list[float] | None, typer.Option(help="Learning rate; of several, D's best.")] = None,
     warmup: Annotated[int, typer.Option(help="Steps of the learning rate's rise.")] = Setting.warmup,
     beta2: Annotated[list[float] | None, typer.Option(help="The second moment's; the first for all rows.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each row: seeds 0, 1, …")] = 3,
@@ -155,16 +185,14 @@ def main(
     without: Annotated[list[str] | None, typer.Option(help="Rows to leave out, by pattern.")] = None,
 ) -> None:
     """Train a GPT under every row, and write bytes and losses."""
-    models, betas = model or [Setting.model], beta2 or [Setting.beta2]
+    models, betas, rates = model or [Setting.model], beta2 or [Setting.beta2], lr or [Setting.lr]
     first = Setting(
-        data, models[0], vocabulary, sequence, steps, batch, lr, warmup, beta2=betas[0], device=device, graph=graph
-    )
-    settings = [
-        first,
-        *(replace(first, beta2=b) for b in betas[1:]),
-        *(replace(first, model=m) for m in models[1:]),
-    ]
-    study(out, chosen(only or [], without or []), settings, seeds=seeds, jobs=jobs, minutes=minutes)
+        data, models[0], vocabulary, sequence, steps, batch, rates[0], warmup,
+        beta2=betas[0], device=device, graph=graph,
+    )  # fmt: skip
+    varied = [replace(first, beta2=b) for b in betas[1:]] + [replace(first, model=m) for m in models[1:]]
+    rows = chosen(only or [], without or [])
+    study(out, rows, [first, *varied], rates=rates, seeds=seeds, jobs=jobs, minutes=minutes)
 
 
 if __name__ == "__main__":
