@@ -72,7 +72,9 @@ class Study:
 
     def add(self, task: Task, result: dict[str, Any]) -> None:
         self._runs.append({"row": task.row, "setting": task.number, "seed": task.seed} | result)
-        said = result.get("failed") or f"{result['validation_loss']}, {result['seconds']} s, {result['step']}"
+        said = (
+            result.get("failed") or f"{result['validation_loss']}, {result['training_seconds']} s, {result['step']}"
+        )
         print(f"{task.row}, setting {task.number}, seed {task.seed}: {said}", flush=True)
         self.write([])
 
@@ -126,6 +128,7 @@ def study(
 ) -> None:
     """Run it all, or as much as fits; of several rates the settings get that under which D ends lowest."""
     end = time.monotonic() + 60 * minutes
+    _bytes_training.text_of(settings[0].data, settings[0].vocabulary)  # into the cache, before many ask for it
     with _bytes_pool.Pool(jobs) as pool:
         tried = probe(settings[0], rates, pool, end - time.monotonic())
         settings = [replace(setting, lr=min(tried, key=lambda rate: tried[rate])) for setting in settings]
