@@ -86,12 +86,17 @@ class WordReader:
         for key in fresh.keys() - new.keys() - slots - {self.plan.weight_key}:
             if key in self.entry:
                 value = torch.as_tensor(self.entry[key])
+                if not (value >= 0).all() or (key == "step" and (value % 1 != 0).any()):
+                    raise ValueError(f"state_dict: {key!r} of {self.plan.name} is {value}, takes a count of steps")
                 if value.shape != fresh[key].shape and value.numel() != 1:
                     raise ValueError(f"state_dict: {key!r} of {self.plan.name} has shape {tuple(value.shape)}")
                 new[key] = value.reshape(fresh[key].shape)
 
     def _moment(self, slot: SlotPlan, words: Mapping[str, Any]) -> dict[str, Tensor]:
         """A slot's words in the optimizer's storage: as they are, or decoded and encoded anew."""
+        if not words and slot.slot.option is not None:
+            self.notes.add(f"found no {slot.slot.name!r}, which starts anew", self.plan.name)
+            return {}
         if not words:
             raise ValueError(
                 f"state_dict: {self.plan.name} has no {slot.slot.name!r}, got {sorted(self.entry)}; "
@@ -99,6 +104,9 @@ class WordReader:
             )
         storage = self._recognise(slot, words)
         words = {key: word.detach().to(self.p.device) for key, word in words.items()}
+        flaw = storage.flaw(words, slot.slot.signed)
+        if flaw is not None:
+            raise ValueError(f"state_dict: {slot.slot.name!r} of {self.plan.name} has {flaw}: it was damaged")
         if storage is slot.storage and (not storage.quantized or self.block_size == slot.block_size):
             return words
         return slot.storage.encode(
@@ -133,7 +141,10 @@ class WordReader:
                 what = f"dropped {key!r} in {_name(low.dtype)}, which means nothing beside {_name(self.p.dtype)}"
                 self.notes.add(what, name)
                 yield key, None
-            elif source is target:
+                continue
+            if (torch.isnan(source.exact(self.p, low)) & torch.isfinite(self.p)).any():
+                raise ValueError(f"state_dict: {key!r} of {name} has NaN beside a finite parameter: it was damaged")
+            if source is target:
                 yield key, low
             else:
                 if target.key is None and says_more(source, self.p, low):

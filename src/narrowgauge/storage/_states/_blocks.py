@@ -41,6 +41,12 @@ class BlockwiseState(StateStorage):
         codes, scales = encode_blocks(moment, coder(self.codebook, signed, moment.device), block_size)
         return {"codes": codes, "scales": scales}
 
+    def flaw(self, words: Words, signed: bool) -> str | None:
+        scales = words["scales"]
+        if not torch.isfinite(scales).all():
+            return "a scale that is not finite"
+        return "a negative scale" if not signed and bool((scales < 0).any()) else None
+
     def accumulate(self, words: Words, x: Tensor, decay: float, share: float) -> Words:
         raise NotImplementedError(f"{self.name} states have no arithmetic of their own")
 
@@ -69,6 +75,14 @@ class Float8State(BlockwiseState):
         normalised, extrema = normalise_blocks(moment, -1.0 if signed else 0.0, block_size)
         largest = FP8_E4M3.max
         return {"codes": round_to(normalised * largest, FP8_E4M3), "scales": extrema / largest}
+
+    def flaw(self, words: Words, signed: bool) -> str | None:
+        codes = words["codes"].view(torch.uint8)
+        if ((codes & 0x7F) == 0x7F).any():
+            return "codes that are NaN"
+        if not signed and (codes > 0x80).any():
+            return "negative codes"
+        return super().flaw(words, signed)
 
 
 @dataclass(frozen=True)

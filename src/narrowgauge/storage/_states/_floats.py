@@ -58,6 +58,13 @@ class StateStorage:
         """
         return {"": moment.to(self.dtype)}
 
+    def flaw(self, words: Words, signed: bool) -> str | None:
+        """What no `encode` writes and is in these words all the same, such as a negative mean of squares; or None.
+
+        Infinities and NaN of a float are none: a gradient may have brought them.
+        """
+        return "negative numbers" if not signed and bool((self.value(words) < 0).any()) else None
+
     def accumulate(self, words: Words, x: Tensor, decay: float, share: float) -> Words:
         """decay * average + share * x, constants and every operation rounded to the words' format."""
         average = words[""]

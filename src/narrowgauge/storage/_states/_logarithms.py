@@ -59,6 +59,10 @@ class LogState(BlockwiseState):
         codes, ranges = self._codes(signed).encode(moment, block_size, random)
         return {"codes": codes if self.bits == 8 else packed(codes), "ranges": ranges}
 
+    def flaw(self, words: Words, signed: bool) -> str | None:
+        ranges = words["ranges"]
+        return None if (torch.isfinite(ranges) & (ranges >= 0)).all() else "a range that is negative or not finite"
+
     def _codes(self, signed: bool) -> LogCodes:
         # Seven magnitudes are too few for a logarithm.
         binades = (24 if self.bits == 8 else -1) if signed else 48
