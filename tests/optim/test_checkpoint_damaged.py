@@ -31,7 +31,7 @@ DAMAGES = [
     ("fp8", "v.codes", -1.0, "'v' of odd has negative codes"),
     ("fp8", "v.scales", -1.0, "'v' of odd has a negative scale"),
     ("log8", "v.ranges", torch.nan, "'v' of odd has a range that is negative or not finite"),
-    ("log4", "m.ranges", -1.0, "'m' of odd has a range that is negative or not finite"),
+    ("log4", "m.largest", -1.0, "'m' of odd has a scale that is negative or not finite"),
     ("fp32", "v", -1.0, "'v' of odd has negative numbers"),
     ("bf16", "v", -1.0, "'v' of odd has negative numbers"),
     ("expansion", "v.hi", -1.0, "'v' of odd has negative numbers"),

@@ -63,9 +63,10 @@ class WordReader:
         """The saved state, written into a state that was just made: dtypes, devices and layouts are those."""
         new: dict[str, Tensor] = {}
         read: set[str] = set()
-        for slot in self.plan.slots:
+        # What gives another its unit comes before it.
+        for slot in sorted(self.plan.slots, key=lambda slot: slot.beside is not None):
             words = slot.words(self.entry)
-            new |= slot.keyed(self._moment(slot, words))
+            new |= self._moment(slot, words, new)
             read |= slot.keyed(words).keys()
         for key, low in self._low_words():
             read.add(key)
@@ -92,8 +93,8 @@ class WordReader:
                     raise ValueError(f"state_dict: {key!r} of {self.plan.name} has shape {tuple(value.shape)}")
                 new[key] = value.reshape(fresh[key].shape)
 
-    def _moment(self, slot: SlotPlan, words: Mapping[str, Any]) -> dict[str, Tensor]:
-        """A slot's words in the optimizer's storage: as they are, or decoded and encoded anew."""
+    def _moment(self, slot: SlotPlan, words: Mapping[str, Any], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A slot's entries in the optimizer's storage: as they are, or decoded and encoded anew."""
         if not words and slot.slot.option is not None:
             self.notes.add(f"found no {slot.slot.name!r}, which starts anew", self.plan.name)
             return {}
@@ -103,23 +104,39 @@ class WordReader:
                 f"{self.optimizer} takes {' and '.join(repr(s.slot.name) for s in self.plan.slots)}"
             )
         storage = self._recognise(slot, words)
-        words = {key: word.detach().to(self.p.device) for key, word in words.items()}
+        words = self._here(words)
         flaw = storage.flaw(words, slot.slot.signed)
         if flaw is not None:
             raise ValueError(f"state_dict: {slot.slot.name!r} of {self.plan.name} has {flaw}: it was damaged")
-        if storage is slot.storage and (not storage.quantized or self.block_size == slot.block_size):
-            return words
-        return slot.storage.encode(
-            storage.decode(words, self.p.shape, slot.slot.signed, self.block_size),
-            slot.slot.signed,
-            slot.block_size,
-        )
+        if self._is_kept(slot):
+            return slot.keyed(words)
+        return slot.encode(self._decoded(slot), state=new)
+
+    def _is_kept(self, slot: SlotPlan) -> bool:
+        """Whether a slot's words can stay as they are: storage, blocks, and the unit if it has one."""
+        if self._recognise(slot, slot.words(self.entry)) != slot.storage:
+            return False
+        same = not slot.storage.quantized or self.block_size == slot.block_size
+        return same and (slot.beside is None or self._is_kept(slot.beside))
+
+    def _decoded(self, slot: SlotPlan) -> Tensor:
+        """The saved moment."""
+        words = slot.words(self.entry)
+        storage = self._recognise(slot, words)
+        unit = next((s for s in self.plan.slots if s.slot.name == slot.slot.unit), None)
+        beside = self._decoded(unit) if storage.relative and unit is not None else None
+        return storage.decode(self._here(words), self.p.shape, slot.slot.signed, self.block_size, beside)
+
+    def _here(self, words: Mapping[str, Any]) -> dict[str, Tensor]:
+        return {key: word.detach().to(self.p.device) for key, word in words.items()}
 
     def _recognise(self, slot: SlotPlan, words: Mapping[str, Any]) -> StateStorage:
         """The storage that wrote these words: the declared one if they can be its, else the one whose they are."""
         got = _signature(words)
         declared = self.declared[slot.slot.name]
-        for storage in (declared, *map(state_storage, state_storages())):
+        known = [state_storage(name) for name in state_storages()]
+        variants = [s.for_slot(slot.slot.signed, beside) for s in known for beside in (False, True)]
+        for storage in (declared, *variants):
             if got == _signature(storage.init(self.p, slot.slot.signed, self.block_size)):
                 return storage
         wanted = f"{tuple(self.p.shape)} in {declared.name!r}, block_size={self.block_size}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,11 +21,16 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """A moment and how it is kept."""
+    """A moment and how it is kept.
+
+    Attributes:
+        beside: the moment in whose root's units it is kept, where it is.
+    """
 
     slot: Slot
     storage: StateStorage
     block_size: int
+    beside: SlotPlan | None = None
 
     def init(self, p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
         start = group[self.slot.start] if self.slot.start is not None else 0.0
@@ -43,10 +48,15 @@ class SlotPlan:
         }
 
     def decode(self, state: Mapping[str, Tensor], shape: torch.Size) -> Tensor:
-        return self.storage.decode(self.words(state), shape, self.slot.signed, self.block_size)
+        beside = self.beside.decode(state, shape) if self.beside is not None else None
+        return self.storage.decode(self.words(state), shape, self.slot.signed, self.block_size, beside)
 
-    def encode(self, moment: Tensor, random: Tensor | None = None) -> dict[str, Tensor]:
-        return self.keyed(self.storage.encode(moment, self.slot.signed, self.block_size, random))
+    def encode(
+        self, moment: Tensor, random: Tensor | None = None, state: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """The moment's entries of a state; `state` has those of the moment beside it."""
+        beside = self.beside.decode(state, moment.shape) if self.beside is not None and state is not None else None
+        return self.keyed(self.storage.encode(moment, self.slot.signed, self.block_size, random, beside))
 
     def keyed(self, words: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Words under the keys that the parameter's state has for them."""
@@ -158,7 +168,7 @@ def plan_parameter(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, i
         storage, reasons = asked[slot.name], []
         if mark is not None and storage.name != mark:
             reasons.append(f"{slot.name} in {mark}: the parameter is marked so")
-            storage = state_storage(mark)
+            storage = state_storage(mark).for_slot(slot.signed, slot.unit in asked)
         if storage.quantized and p.numel() < group["min_quantized_size"]:
             reasons.append(f"{slot.name} in fp32: {p.numel()} elements < min_quantized_size")
             storage = state_storage("fp32")
@@ -168,8 +178,16 @@ def plan_parameter(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, i
             )
         plans[slot] = SlotPlan(slot, storage, group["block_size"])
         why += reasons if slot in awake else []
+    plans = {slot: replace(s, beside=_unit(s, plans.values())) for slot, s in plans.items()}
     slots = tuple(plans.pop(slot) for slot in awake)
     return ParameterPlan(name, index, rule, weight, slots, tuple(plans.values()), strict, "; ".join(why), kind)
+
+
+def _unit(plan: SlotPlan, slots: Iterable[SlotPlan]) -> SlotPlan | None:
+    """The slot in whose root's units this one is kept."""
+    if not plan.storage.relative:
+        return None
+    return next((other for other in slots if other.slot.name == plan.slot.unit), None)
 
 
 def slot_storages(rule: Rule, group: Mapping[str, Any]) -> dict[str, StateStorage]:
@@ -186,10 +204,11 @@ def slot_storages(rule: Rule, group: Mapping[str, Any]) -> dict[str, StateStorag
     slots = {slot.name: slot for slot in (*awake, *rule.moments)}
     if isinstance(states, str):
         state_storage(states)  # refused by name even where there is no slot to keep
-        return {
-            name: state_storage(slot.preset if states == "expansion" else states) for name, slot in slots.items()
-        }
+        states = {name: s.preset if states == "expansion" else states for name, s in slots.items()}
     names = [slot.name for slot in awake]
     if not set(names) <= set(states) <= set(slots):
         raise ValueError(f"states: got slots {sorted(states)}, takes a storage for each of {names} ({rule.name})")
-    return {name: state_storage(storage) for name, storage in states.items()}
+    return {
+        name: state_storage(storage).for_slot(slots[name].signed, slots[name].unit in states)
+        for name, storage in states.items()
+    }

@@ -33,7 +33,7 @@ class Adam(Rule):
 
     # Collage-plus doubles the second moment only: the first has no trouble following the gradient.
     moments = (
-        Slot("m", signed=True, preset="bf16", torch_key="exp_avg"),
+        Slot("m", signed=True, preset="bf16", torch_key="exp_avg", unit="v"),
         Slot("v", signed=False, torch_key="exp_avg_sq"),
     )
     averaging: tuple[str, ...] = ("beta1", "share1", "beta2", "share2")

@@ -35,6 +35,7 @@ class Slot:
         torch_key: what torch's namesake calls it in its state.
         start: the option that holds its first value; zero without one.
         option: the option that has to be on for it to be kept; kept always without one.
+        unit: the slot whose root is this one's natural unit: the update divides by it.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Slot:
     torch_key: str | None = None
     start: str | None = None
     option: str | None = None
+    unit: str | None = None
 
 
 class Arithmetic(Protocol):

@@ -33,11 +33,20 @@ class BlockwiseState(StateStorage):
         scales = torch.zeros(block_count(p.numel(), block_size), dtype=torch.float32, device=p.device)
         return {"codes": zero.expand(p.shape).clone(memory_format=torch.contiguous_format), "scales": scales}
 
-    def decode(self, words: Words, shape: torch.Size, signed: bool, block_size: int) -> Tensor:
+    def decode(
+        self, words: Words, shape: torch.Size, signed: bool, block_size: int, beside: Tensor | None = None
+    ) -> Tensor:
         values = coder(self.codebook, signed, words["codes"].device).values
         return decode_blocks(words["codes"], words["scales"], values, block_size)
 
-    def encode(self, moment: Tensor, signed: bool, block_size: int, random: Tensor | None = None) -> Words:
+    def encode(
+        self,
+        moment: Tensor,
+        signed: bool,
+        block_size: int,
+        random: Tensor | None = None,
+        beside: Tensor | None = None,
+    ) -> Words:
         codes, scales = encode_blocks(moment, coder(self.codebook, signed, moment.device), block_size)
         return {"codes": codes, "scales": scales}
 
@@ -67,11 +76,20 @@ class Float8State(BlockwiseState):
         scales = torch.zeros(block_count(p.numel(), block_size), dtype=torch.float32, device=p.device)
         return {"codes": torch.zeros(p.shape, dtype=self.dtype, device=p.device), "scales": scales}
 
-    def decode(self, words: Words, shape: torch.Size, signed: bool, block_size: int) -> Tensor:
+    def decode(
+        self, words: Words, shape: torch.Size, signed: bool, block_size: int, beside: Tensor | None = None
+    ) -> Tensor:
         values = words["codes"].to(torch.float32)
         return scale_blocks(values, words["scales"], block_size)
 
-    def encode(self, moment: Tensor, signed: bool, block_size: int, random: Tensor | None = None) -> Words:
+    def encode(
+        self,
+        moment: Tensor,
+        signed: bool,
+        block_size: int,
+        random: Tensor | None = None,
+        beside: Tensor | None = None,
+    ) -> Words:
         normalised, extrema = normalise_blocks(moment, -1.0 if signed else 0.0, block_size)
         largest = FP8_E4M3.max
         return {"codes": round_to(normalised * largest, FP8_E4M3), "scales": extrema / largest}
@@ -102,11 +120,20 @@ class FourBitState(BlockwiseState):
         zeros = torch.zeros(p.shape, dtype=torch.float32, device=p.device)
         return self.encode(zeros, signed, block_size)
 
-    def decode(self, words: Words, shape: torch.Size, signed: bool, block_size: int) -> Tensor:
+    def decode(
+        self, words: Words, shape: torch.Size, signed: bool, block_size: int, beside: Tensor | None = None
+    ) -> Tensor:
         codes = unpacked(words["codes"], shape)
         return decode_blocks(codes, words["scales"], _four_bits(signed, codes.device).values, block_size)
 
-    def encode(self, moment: Tensor, signed: bool, block_size: int, random: Tensor | None = None) -> Words:
+    def encode(
+        self,
+        moment: Tensor,
+        signed: bool,
+        block_size: int,
+        random: Tensor | None = None,
+        beside: Tensor | None = None,
+    ) -> Words:
         codes, scales = encode_blocks(moment, _four_bits(signed, moment.device), block_size)
         return {"codes": packed(codes), "scales": scales}
 
