@@ -79,16 +79,16 @@ class Float8Pair(StateStorage):
     def init(self, p: Tensor, signed: bool, block_size: int) -> dict[str, Tensor]:
         return self.encode(torch.zeros_like(p, dtype=torch.float32), signed, block_size)
 
-    def encode(
-        self, moment: Tensor, signed: bool, block_size: int, random: Tensor | None = None
-    ) -> dict[str, Tensor]:
+    def encode(self, moment: Tensor, signed: bool, block_size: int, *_: Tensor | None) -> dict[str, Tensor]:
         one = state_storage("fp8")
         hi = one.encode(moment, signed, block_size)
         # The remainder of a number that is never negative has both signs.
         lo = one.encode(moment - one.decode(hi, moment.shape, signed, block_size), True, block_size)
         return {f"hi_{k}": v for k, v in hi.items()} | {f"lo_{k}": v for k, v in lo.items()}
 
-    def decode(self, words: dict[str, Tensor], shape: torch.Size, signed: bool, block_size: int) -> Tensor:
+    def decode(
+        self, words: dict[str, Tensor], shape: torch.Size, signed: bool, block_size: int, *_: Tensor | None
+    ) -> Tensor:
         one = state_storage("fp8")
         parts = [
             one.decode({k[3:]: v for k, v in words.items() if k[:2] == part}, shape, signed, block_size)

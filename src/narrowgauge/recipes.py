@@ -8,7 +8,8 @@ The letters A to D are the options of Collage's Table 2; `D-MW` keeps fp32 state
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +64,11 @@ class Recipe:
     def bytes_per_parameter(self, block_size: int = 256) -> float:
         """Bytes that training keeps for each parameter: weight, gradient, states, low word or master copy."""
         return sum(self.byte_breakdown(block_size).values())
+
+    def known(self, hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Of hyperparameters that recipes are to share, those that this one's optimizer has: Lion has no eps."""
+        taken = inspect.signature(self.optimizer).parameters
+        return {name: value for name, value in hyperparameters.items() if name in taken}
 
     def apply(self, model: nn.Module, lr: float | None = None, **optimizer_arguments: Any) -> NarrowOptimizer:
         """Cast the model in place and make its optimizer.

@@ -9,7 +9,6 @@ losses can be compared step by step.
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import statistics
 import time
@@ -105,13 +104,13 @@ def make_optimizer(recipe: Recipe, model: nn.Module, settings: Settings, seed: i
     """Apply a recipe to a model under a comparison's settings."""
     options: dict[str, Any] = {
         "betas": (settings.beta1, settings.beta2),
-        **({"eps": settings.eps} if "eps" in inspect.signature(recipe.optimizer).parameters else {}),
+        "eps": settings.eps,
         "weight_decay": settings.weight_decay,
         "block_size": settings.block_size,
         "min_quantized_size": settings.min_quantized_size,
         "seed": seed,
     }
-    return recipe.apply(model, settings.lr, arithmetic=settings.arithmetic_of(recipe), **options)
+    return recipe.apply(model, settings.lr, arithmetic=settings.arithmetic_of(recipe), **recipe.known(options))
 
 
 def train(
