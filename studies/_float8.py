@@ -80,7 +80,12 @@ class Float8Pair(StateStorage):
         return self.encode(torch.zeros_like(p, dtype=torch.float32), signed, block_size)
 
     def encode(
-        self, moment: Tensor, signed: bool, block_size: int, random: Tensor | None = None
+        self,
+        moment: Tensor,
+        signed: bool,
+        block_size: int,
+        random: Tensor | None = None,
+        beside: Tensor | None = None,
     ) -> dict[str, Tensor]:
         one = state_storage("fp8")
         hi = one.encode(moment, signed, block_size)
