@@ -79,7 +79,14 @@ class Float8Pair(StateStorage):
     def init(self, p: Tensor, signed: bool, block_size: int) -> dict[str, Tensor]:
         return self.encode(torch.zeros_like(p, dtype=torch.float32), signed, block_size)
 
-    def encode(self, moment: Tensor, signed: bool, block_size: int, *_: Tensor | None) -> dict[str, Tensor]:
+    def encode(
+        self,
+        moment: Tensor,
+        signed: bool,
+        block_size: int,
+        random: Tensor | None = None,
+        beside: Tensor | None = None,
+    ) -> dict[str, Tensor]:
         one = state_storage("fp8")
         hi = one.encode(moment, signed, block_size)
         # The remainder of a number that is never negative has both signs.
@@ -87,7 +94,12 @@ class Float8Pair(StateStorage):
         return {f"hi_{k}": v for k, v in hi.items()} | {f"lo_{k}": v for k, v in lo.items()}
 
     def decode(
-        self, words: dict[str, Tensor], shape: torch.Size, signed: bool, block_size: int, *_: Tensor | None
+        self,
+        words: dict[str, Tensor],
+        shape: torch.Size,
+        signed: bool,
+        block_size: int,
+        beside: Tensor | None = None,
     ) -> Tensor:
         one = state_storage("fp8")
         parts = [
