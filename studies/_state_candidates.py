@@ -1,0 +1,196 @@
+"""The candidates: what each moment may be kept as, which pairs are tried, and what is taken away from the best."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from _state_bench import Candidate, Library, Simulation
+from _state_codecs import (
+    Codec,
+    LinLog,
+    Log,
+    Map,
+    TrueLog,
+    book,
+    decades,
+    exact,
+    float8,
+    float8_expanded,
+    formula,
+    listed,
+    nothing,
+    power,
+    softsign,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """How one moment is kept: its codec, bits an element, bytes a block, and the kernel that counts its cost."""
+
+    codec: Codec
+    bits: float = 8
+    block_bytes: float = 4
+    kernel: str | None = None
+
+
+M = {
+    "fp32": Kept(exact, 32, 0),
+    "dropped": Kept(nothing, 0, 0),
+    "dynamic": Kept(book("dynamic", True), kernel="dynamic m"),
+    "linear": Kept(power(1, 127), kernel="linear m"),
+    "k^1.5": Kept(power(1.5, 127), kernel="power 1.5 m"),
+    "k^2": Kept(power(2, 127), kernel="power 2 m"),
+    "k^4": Kept(power(4, 127), kernel="power 4 m"),
+    "softsign": Kept(softsign(127), kernel="softsign m"),
+    "softsign, fp16 scale": Kept(softsign(127, half_scales=True), block_bytes=2, kernel="softsign m"),
+    "e4m3": Kept(float8, kernel="e4m3 m"),
+    "e4m3, expanded": Kept(float8_expanded, block_bytes=8, kernel="e4m3 expanded m"),
+    "log2": Kept(TrueLog(127), block_bytes=8, kernel="log2 m"),
+    "lin-log": Kept(LinLog(), block_bytes=8, kernel="lin-log m"),
+    "lin-log, late": Kept(LinLog(knee=64), block_bytes=8, kernel="lin-log m"),
+    "lin-log, down": Kept(LinLog(rounding="down"), block_bytes=8, kernel="lin-log m"),
+    "lin-log, stochastic": Kept(LinLog(rounding="stochastic"), block_bytes=8),
+    "4-bit linear": Kept(power(1, 7), 4, kernel="4-bit linear m"),
+    "4-bit dynamic": Kept(book("dynamic", True, 4), 4, kernel="4-bit dynamic m"),
+    "4-bit k^2": Kept(power(2, 7).by_value(), 4),
+    "4-bit e2m1": Kept(listed([0, 0.5, 1, 1.5, 2, 3, 4, 6]), 4),
+}
+V = {
+    "fp32": Kept(exact, 32, 0),
+    "dynamic": Kept(book("dynamic", False), kernel="dynamic v"),
+    "dynamic on the root": Kept(book("dynamic", False, root=True), kernel="dynamic root v"),
+    "linear on the root": Kept(power(2, 255), kernel="linear root v"),
+    "linear on the root, fp16 scale": Kept(power(2, 255, half_scales=True), block_bytes=2, kernel="linear root v"),
+    "log, 7 decades of the root": Kept(decades(14, 255, floor=True), kernel="log2 v"),
+    "e4m3": Kept(float8, kernel="e4m3 v"),
+    "e4m3, expanded": Kept(float8_expanded, block_bytes=8, kernel="e4m3 expanded v"),
+    "log2": Kept(TrueLog(255), block_bytes=8, kernel="log2 v"),
+    "log": Kept(Log(255, "nearest"), block_bytes=8, kernel="log v"),
+    "4-bit log": Kept(Log(15, "nearest"), 4, 8, kernel="4-bit log v"),
+    "4-bit linear": Kept(formula(lambda y: y, 16, floor=True), 4, kernel="4-bit linear v"),
+}
+
+
+def stochastic(codec: Codec) -> Codec | None:
+    """The codec rounding stochastically; None if it has no such form."""
+    if isinstance(codec, Map):
+        return replace(codec, stochastic=True)
+    return replace(codec, rounding="stochastic") if isinstance(codec, Log | TrueLog) else None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A way to keep both moments.
+
+    Attributes:
+        m, v: of `M` and `V`.
+        says: what it is, for a reader.
+        relative: m over the root of v.
+        block_size: of its own.
+        best: the variant that stands for it: hand-over, v stochastic.
+    """
+
+    m: str
+    v: str
+    says: str
+    relative: bool = False
+    block_size: int | None = None
+    best: tuple[bool, bool] = (False, False)
+
+    def candidate(self, hand_over: bool = False, random_v: bool = False) -> Simulation | None:
+        """One of its variants; None where there is no such one."""
+        v = stochastic(V[self.v].codec) if random_v else V[self.v].codec
+        return v and Simulation(M[self.m].codec, v, hand_over, self.relative, self.block_size)
+
+    def bytes(self, block_size: int = 256) -> float:
+        """Bytes a parameter."""
+        m, v = M[self.m], V[self.v]
+        return (m.bits + v.bits) / 8 + (m.block_bytes + v.block_bytes) / (self.block_size or block_size)
+
+
+PAIRS = {
+    "paper": Pair("dynamic", "dynamic", "the 8-bit paper's dynamic maps"),
+    "FlashOptim": Pair(
+        "softsign, fp16 scale",
+        "linear on the root, fp16 scale",
+        "FlashOptim: companded, groups of 32",
+        block_size=32,
+    ),
+    "FlashOptim 256": Pair("softsign", "linear on the root", "the same in blocks, with fp32 scales"),
+    "COAT": Pair(
+        "e4m3, expanded", "e4m3, expanded", "COAT: float8 of x^k, k fitted to a group of 128", block_size=128
+    ),
+    "float8": Pair("e4m3", "e4m3", "float8 with block scales"),
+    "root dynamic": Pair("dynamic", "dynamic on the root", "v kept as its root, dynamic"),
+    "root linear": Pair("linear", "linear on the root", "v kept as its root, both linear"),
+    "relative 1.5": Pair("k^1.5", "dynamic on the root", "m over the root of v, power 1.5", True),
+    "relative 2": Pair("k^2", "dynamic on the root", "m over the root of v, power 2", True),
+    "relative log": Pair("k^1.5", "log, 7 decades of the root", "the same, v in 7 fixed decades", True),
+    "power 1.5": Pair("k^1.5", "log", "m in a power map, v logarithmic", best=(True, True)),
+    "power 2": Pair("k^2", "log", "m in a power map, v logarithmic", best=(True, True)),
+    "power 4": Pair("k^4", "log", "m in a power map, v logarithmic", best=(True, True)),
+    "float8 log": Pair("e4m3", "log", "m in float8, v logarithmic", best=(True, True)),
+    "both log2": Pair("log2", "log2", "both in levels of equal ratio, fitted to the block", best=(True, True)),
+    "log8": Pair("lin-log", "log", "m linear near zero, then logarithmic; v logarithmic", best=(True, True)),
+    "torchao 4-bit": Pair(
+        "4-bit dynamic", "4-bit linear", "torchao's AdamW4bit: dynamic m, v linear without zero", block_size=128
+    ),
+    "4-bit e2m1": Pair("4-bit e2m1", "log", "m in float4 e2m1; v in 8 bits, logarithmic", best=(True, True)),
+    "4-bit k^2": Pair("4-bit k^2", "log", "m in 4 bits, k²; v in 8, logarithmic", best=(True, True)),
+    "4-bit m": Pair("4-bit linear", "log", "m in 4 bits, linear; v in 8, logarithmic", best=(True, True)),
+    "log4": Pair("4-bit linear", "4-bit log", "m linear, v logarithmic, 4 bits each", best=(True, True)),
+}
+FOUR_BIT = ("torchao 4-bit", "4-bit m", "4-bit e2m1", "4-bit k^2", "log4")
+
+# One moment narrow, the other exact: whose error is it?
+ALONE = {
+    "m dynamic": Pair("dynamic", "fp32", ""),
+    "m k^1.5": Pair("k^1.5", "fp32", ""),
+    "m e4m3": Pair("e4m3", "fp32", ""),
+    "m lin-log": Pair("lin-log", "fp32", ""),
+    "m 4-bit linear": Pair("4-bit linear", "fp32", ""),
+    "m dropped": Pair("dropped", "fp32", ""),
+    "v dynamic": Pair("fp32", "dynamic", ""),
+    "v linear on the root": Pair("fp32", "linear on the root", ""),
+    "v log": Pair("fp32", "log", ""),
+    "v 4-bit log": Pair("fp32", "4-bit log", ""),
+}
+MISTAKES: dict[str, Candidate] = {
+    "m coarse near zero": Simulation(M["lin-log, late"].codec, Log(255), hand_over=True),
+    "m truncated": Simulation(M["lin-log, down"].codec, Log(255), hand_over=True),
+    "m rounded stochastically": Simulation(M["lin-log, stochastic"].codec, Log(255), hand_over=True),
+    "m in 4 bits rounded stochastically": Simulation(power(1, 7, stochastic=True), Log(255), hand_over=True),
+    "handed over with the bias correction": Simulation(
+        M["lin-log"].codec, Log(255), hand_over=True, corrected=True
+    ),
+}
+LIBRARY = {states: Library(states) for states in ("fp32", "bf16", "8bit", "fp8", "4bit")}
+
+
+def variant(name: str, hand_over: bool, random_v: bool) -> str:
+    """The name of a variant: of a pair, with what is added."""
+    return name + " + hand-over" * hand_over + " + stochastic v" * random_v
+
+
+def variants(pairs: Mapping[str, Pair]) -> dict[str, Candidate]:
+    """Each pair with and without the hand-over, with and without stochastic rounding of v."""
+    found: dict[str, Candidate] = {}
+    for name, pair in pairs.items():
+        for hand_over in (False, True) if pair.m != "fp32" else (False,):
+            for random_v in (False, True) if pair.v != "fp32" else (False,):
+                candidate = pair.candidate(hand_over, random_v)
+                if candidate is not None:
+                    found[variant(name, hand_over, random_v)] = candidate
+    return found
+
+
+def representatives() -> dict[str, Candidate]:
+    """Each pair once, in the form that it is proposed in, and the library's states."""
+    found: dict[str, Candidate] = dict(LIBRARY)
+    for name, pair in PAIRS.items():
+        candidate = pair.candidate(*pair.best)
+        assert candidate is not None
+        found[name] = candidate
+    return found

@@ -1,0 +1,269 @@
+"""How an optimizer's moments may be kept in a byte or less: every candidate on one bench.
+
+    python studies/state_codecs.py [--device cuda] [--quick] --out studies/results/state_codecs_NAME.json
+
+Optimizers with narrow states run free beside the same optimizer in float64, on the same gradients: made ones that
+are hard on states, and those of a GPT and a CLIP in training. `studies/render.py` draws tables and picture.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import importlib.util
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import _gather
+import _state_candidates as candidates
+import torch
+import typer
+from _gather import Training
+from _state_bench import SETTINGS, Candidate, Library, Simulation, run
+from _state_gradients import CASES, UNIT, Gradients, recorded, synthetic
+from _state_recorded import clip, gpt
+
+from narrowgauge.cli._environment import describe_environment
+
+Found = dict[str, Any]
+STEADY = ("one scale", "six decades", "sparse rows", "sparse elements")
+SUDDEN = ("down 30", "up 30")
+BLOCKS = (64, 128, 256, 512, 1024, 2048)
+LATE = 3000  # the mark at which variants are told apart: nearest rounding's freezing has shown by then
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a run of the bench is.
+
+    Attributes:
+        reference: elements a case of the 200 steps that other work reports; 1024 x 256 there.
+        numel: elements a case of all other runs.
+        marks: steps after which errors are taken, ascending.
+        recorded: steps of the trainings.
+    """
+
+    reference: int = 1024 * 256
+    numel: int = 2 * UNIT
+    marks: tuple[int, ...] = (200, 1000, 3000, 10000)
+    recorded: int = 300
+
+    def until(self, last: int) -> list[int]:
+        """The marks up to one."""
+        return [mark for mark in self.marks if mark <= last] or [self.marks[0]]
+
+
+QUICK = Size(reference=8 * UNIT, numel=UNIT, marks=(20, 60), recorded=20)
+GPU = Size(numel=32 * UNIT, recorded=1000)
+
+
+def reference(chosen: Mapping[str, Candidate], size: Size, training: Training) -> Found:
+    """The usual simulation: 200 steps, one scale and six decades."""
+    found: Found = {name: {} for name in chosen}
+    for case in ("one scale", "six decades"):
+        gradients = synthetic([case], size.reference, size.marks[0], training.seed, training.device)
+        _merge(found, run(chosen, gradients, size.marks[:1]))
+    return found
+
+
+def long(chosen: Mapping[str, Candidate], size: Size, training: Training) -> Found:
+    """The steady cases, as far as the last mark."""
+    return run(chosen, _made(STEADY, size, size.marks[-1], training), size.marks)
+
+
+def sudden(chosen: Mapping[str, Candidate], size: Size, training: Training) -> Found:
+    """The sudden cases: a run for each mark, since the change is half-way."""
+    found: Found = {name: {} for name in chosen}
+    for mark in size.marks:
+        _merge(found, run(chosen, _made(SUDDEN, size, mark, training), [mark]))
+    return found
+
+
+def late(chosen: Mapping[str, Candidate], size: Size, training: Training) -> Found:
+    """All cases as far as `LATE` steps, for what is only to be told apart."""
+    marks = size.until(LATE)
+    return run(chosen, _made((*STEADY, *SUDDEN), size, marks[-1], training), marks)
+
+
+def blocks(chosen: Mapping[str, Candidate], size: Size, training: Training) -> Found:
+    """Block sizes, as further segments: "one scale 64", ..."""
+    found: Found = {name: {} for name in chosen}
+    marks = size.until(1000)[-1:]
+    for block in BLOCKS:
+        gradients = _made(STEADY[:3], size, marks[-1], training)
+        ran = run(chosen, gradients, marks, block_size=block)
+        _merge(found, {name: {f"{case} {block}": errors for case, errors in r.items()} for name, r in ran.items()})
+    return found
+
+
+def from_gpt(chosen: Mapping[str, Candidate], size: Size, training: Training) -> Found:
+    """Gradients of a GPT."""
+    return _real(chosen, recorded(gpt(training), training.device), size)
+
+
+def from_clip(chosen: Mapping[str, Candidate], size: Size, training: Training) -> Found:
+    """Gradients of a CLIP."""
+    return _real(chosen, recorded(clip(training), training.device), size)
+
+
+def _real(chosen: Mapping[str, Candidate], gradients: Gradients, size: Size) -> Found:
+    marks = sorted({mark for mark in size.marks if mark < size.recorded} | {size.recorded})
+    return run(chosen, gradients, marks)
+
+
+def _rule(rule: str, last: int) -> Callable[..., Found]:
+    def part(chosen: Mapping[str, Candidate], size: Size, training: Training) -> Found:
+        marks = size.until(last)
+        return run(chosen, _made(STEADY, size, marks[-1], training), marks, rule)
+
+    return part
+
+
+def _made(cases: Sequence[str], size: Size, steps: int, training: Training) -> Gradients:
+    return synthetic(cases, size.numel, steps, training.seed, training.device)
+
+
+def _merge(found: Found, more: Found) -> None:
+    """Put segments and marks of one part into another's, candidate by candidate."""
+    for name, segments in more.items():
+        for segment, marks in segments.items():
+            found.setdefault(name, {}).setdefault(segment, {}).update(marks)
+
+
+def _both_ways() -> dict[str, Candidate]:
+    """Pairs in all their variants, without those that `representatives` runs anyway."""
+    return candidates.variants(candidates.PAIRS)
+
+
+def _adagrad() -> dict[str, Candidate]:
+    log = candidates.V["log"].codec
+    always = candidates.stochastic(log)
+    assert always is not None
+    return {
+        **{states: Library(states) for states in ("fp32", "bf16", "8bit")},
+        "log, nearest": Simulation(log, log),
+        "log, stochastic": Simulation(log, always),
+    }
+
+
+# What is measured: how, and of which candidates.
+PARTS: dict[str, tuple[Callable[..., Found], Callable[[], dict[str, Candidate]]]] = {
+    "long": (long, candidates.representatives),
+    "sudden": (sudden, candidates.representatives),
+    "variants": (late, _both_ways),
+    "reference": (reference, lambda: candidates.representatives() | candidates.variants(candidates.ALONE)),
+    "alone": (late, lambda: candidates.variants(candidates.ALONE) | candidates.MISTAKES),
+    "blocks": (blocks, candidates.representatives),
+    "gpt": (from_gpt, candidates.representatives),
+    "clip": (from_clip, candidates.representatives),
+    "adagrad": (_rule("adagrad", 10000), _adagrad),
+    "sgd": (_rule("sgd", 1000), lambda: dict(candidates.LIBRARY)),
+    "lamb": (_rule("lamb", 1000), lambda: dict(candidates.LIBRARY)),
+    "lion": (_rule("lion", 1000), lambda: dict(candidates.LIBRARY)),
+}
+WHOLE = ("gpt", "clip")  # not worth dividing: every share of the candidates would train the model again
+_SHARE = 8  # candidates a job
+
+
+def job(part: str, names: Sequence[str], size: Size, training: Training, threads: int | None) -> tuple[str, Found]:
+    """Some candidates of one part, in a process of its own."""
+    if threads:
+        torch.set_num_threads(threads)
+    begin = time.perf_counter()
+    measure, chosen = PARTS[part]
+    every = chosen()
+    found = measure({name: every[name] for name in names}, size, training)
+    print(f"{part}, {len(names)} candidates: {time.perf_counter() - begin:.0f} s", flush=True)
+    return part, found
+
+
+def study(size: Size, training: Training, parts: Sequence[str] = tuple(PARTS), jobs: int = 1) -> Found:
+    """Every part: by part, candidate, segment and mark, [error, worst element]."""
+    work = []
+    for part in parts:
+        names = list(PARTS[part][1]())
+        share = len(names) if part in WHOLE or jobs == 1 else _SHARE
+        work += [(part, names[i : i + share], size, training) for i in range(0, len(names), share)]
+    found: Found = {part: {} for part in parts}
+    if jobs == 1:
+        for each in work:
+            part, more = job(*each, None)
+            _merge(found[part], more)
+    else:
+        spawn = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
+            for done in concurrent.futures.as_completed([pool.submit(job, *each, 1) for each in work]):
+                part, more = done.result()
+                _merge(found[part], more)
+    for part in parts:
+        found[part] = {name: found[part][name] for name in PARTS[part][1]()}
+    return found
+
+
+def instructions() -> Found | None:
+    """Instructions of the candidates' kernels; None without Triton, whose compiler counts them."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    import _state_kernels
+
+    return _state_kernels.measure()
+
+
+def described() -> Found:
+    """What the candidates are: their bytes by block size, and which kernels count their instructions."""
+    found: Found = {}
+    for name, pair in candidates.PAIRS.items():
+        kernels = [candidates.M[pair.m].kernel, candidates.V[pair.v].kernel]
+        found[name] = {
+            "m": pair.m,
+            "v": pair.v,
+            "says": pair.says,
+            "bytes": {block: pair.bytes(block) for block in BLOCKS},
+            "best": pair.best,
+            "kernels": kernels,
+            "four_bit": name in candidates.FOUR_BIT,
+        }
+    return found
+
+
+def main(
+    out: _gather.Out,
+    data: _gather.Data = Training.data,
+    model: _gather.Model = Training.model,
+    vocabulary: _gather.Vocabulary = Training.vocabulary,
+    batch: _gather.Batch = Training.batch,
+    sequence: _gather.Sequence_ = Training.sequence,
+    lr: _gather.Rate = 1e-3,
+    seed: _gather.Seed = Training.seed,
+    device: _gather.Device = Training.device,
+    quick: Annotated[bool, typer.Option(help="A minute's worth: few steps, to see that it works.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes, on a CPU.")] = 2,
+    part: Annotated[list[str] | None, typer.Option(help=f"Only these parts: {', '.join(PARTS)}.")] = None,
+) -> None:
+    """Run every candidate on every case, and write their errors."""
+    size = QUICK if quick else GPU if device.startswith("cuda") else Size()
+    training = Training(data, model, vocabulary, size.recorded, batch, sequence, lr, seed=seed, device=device)
+    begin = time.perf_counter()
+    parts = study(size, training, part or tuple(PARTS), 1 if device.startswith("cuda") else jobs)
+    results = {
+        "command": _gather.command(sys.argv),
+        "environment": describe_environment(torch.device(device)),
+        "training": asdict(training) | {"data": data.name if data else None},
+        "settings": SETTINGS,
+        "size": asdict(size),
+        "cases": CASES,
+        "candidates": described(),
+        "kernels": instructions(),
+        "minutes": (time.perf_counter() - begin) / 60,
+        "parts": parts,
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(_gather.rounded(results), separators=(",", ":")) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
