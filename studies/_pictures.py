@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import _eight_bit_adam_picture
+import _state_picture
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
@@ -62,6 +63,8 @@ def draw(results: Path, path: Path) -> None:
                 figure = adam_maps(found, dict(arrays))
         elif path.stem.startswith("eight_bit_adam"):
             figure = _eight_bit_adam_picture.sensitivity(found)
+        elif path.stem.startswith("state_codecs"):
+            figure = _state_picture.error_over_steps(found)
         else:
             figure = errors_by_code(found) if path.stem.endswith("_codes") else noise_against_length(found)
         figure.savefig(path, format="png", dpi=130, bbox_inches="tight", pad_inches=0.15)

@@ -22,6 +22,7 @@ import _float8_tables
 import _noise_tables
 import _pictures
 import _quantization_tables
+import _state_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "studies" / "results"
@@ -31,11 +32,13 @@ TABLES = {
     "inner_product_noise": _noise_tables.TABLES,
     "collage_float8": _float8_tables.TABLES,
     "eight_bit_adam": _eight_bit_adam_tables.TABLES,
+    "state_codecs": _state_tables.TABLES,
 }
 FACTS = {
     "quantization_error": _quantization_tables.quantization_facts,
     "inner_product_noise": _noise_tables.noise_facts,
     "eight_bit_adam": _eight_bit_adam_tables.facts,
+    "state_codecs": _state_tables.state_facts,
 }
 TABLE = re.compile(r"(<!-- table: (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 PICTURE = re.compile(r"\]\((\w+)\.png\)")
