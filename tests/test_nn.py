@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -57,6 +58,22 @@ def test_a_mark_goes_before_the_optimizers_option_and_must_be_a_storage() -> Non
     assert ng.optim.AdamW([p], states="8bit").describe().rows[0].states == "m:bf16 v:bf16"
     with pytest.raises(ValueError, match="states: got '7bit', takes one of"):
         ng.storage.mark_states(p, "7bit")
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+def test_a_copied_optimizer_knows_the_marks_that_its_states_were_made_for(copied) -> None:
+    optimizer = ng.optim.AdamW8bit(StableEmbedding(512, 64).parameters())
+
+    def step(one: torch.optim.Optimizer) -> torch.Tensor:
+        for p in one.param_groups[0]["params"]:
+            p.grad = torch.full_like(p, 0.5)
+        one.step()
+        return one.param_groups[0]["params"][0].detach()
+
+    step(optimizer)
+    twin = copied(optimizer)
+    assert twin.describe().rows[0].states == "m:fp32 v:fp32"
+    assert torch.equal(step(twin), step(optimizer))
 
 
 def test_layer_scale_starts_as_it_is_told_and_learns() -> None:

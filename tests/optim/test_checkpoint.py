@@ -15,6 +15,8 @@ from narrowgauge.storage import mark_states, state_storage, state_storages
 COARSE = {
     "fp32": (0, 0), "bf16": (2**-8, 2**-8), "expansion": (2**-16, 2**-16),
     "8bit": (0.0071, 0.0036), "fp8": (0.036, 0.036), "4bit": (0.1126, 0.0626),
+    # Of these moments; the range of a block decides.
+    "log8": (0.028, 0.013), "log4": (0.0715, 0.22),
 }  # fmt: skip
 
 

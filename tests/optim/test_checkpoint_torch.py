@@ -175,6 +175,20 @@ def test_torchs_state_loads_into_narrow_storages() -> None:
     drive(ours, range(3, 4))
 
 
+@pytest.mark.parametrize("ours", [optim.Adam, optim.AdamW, optim.StableAdamW, optim.AdamW8bit])
+@pytest.mark.parametrize("written", ["torch", "here"])
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_whose_decay_it_is_follows_torch(ours: type, written: str, decoupled: bool) -> None:
+    """AdamW decouples whatever it loads, Adam does as the checkpoint did."""
+    kind = torch.optim.Adam if written == "torch" else optim.Adam
+    theirs = kind(parameters(), decoupled_weight_decay=decoupled)
+    drive(theirs, range(1))
+    optimizer = ours(parameters())
+    optimizer.load_state_dict(theirs.state_dict())
+    wanted = "adamw" if decoupled or ours is not optim.Adam else "adam"
+    assert {row.rule.removesuffix(", clipped") for row in optimizer.describe().rows} == {wanted}
+
+
 def test_amsgrad_and_missing_moments_are_refused() -> None:
     amsgrad, adagrad = torch.optim.AdamW(parameters(), amsgrad=True), torch.optim.Adagrad(parameters())
     drive(amsgrad, range(1))

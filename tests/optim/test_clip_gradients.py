@@ -33,6 +33,15 @@ def test_an_outlier_is_cut_to_what_came_before() -> None:
         assert torch.allclose(before - p.detach(), torch.ones(4), rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_outlier_in_a_narrow_format_is_cut_to_what_came_before(dtype: torch.dtype) -> None:
+    history = new_history(torch.device("cpu"))
+    for step in range(1, 21):
+        _, history = clip_to_percentile(torch.full((100,), 1e-4, dtype=dtype), history, step, 50)
+    clipped, _ = clip_to_percentile(torch.full((100,), 1e4, dtype=dtype), history, 21, 50)
+    assert float(clipped.norm()) == pytest.approx(1e-3, rel=5e-3)
+
+
 def test_off_by_default_and_bit_identical_at_100() -> None:
     ends = []
     for options in ({}, {"percentile_clipping": 100}):

@@ -1,12 +1,14 @@
 """Quantized gradients: unbiased ones converge as predicted, biased ones stall, and error feedback repairs it."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 
 from narrowgauge.formats import codebook
-from narrowgauge.optim import SGD, AdamW, QuantizedGradients
+from narrowgauge.optim import SGD, AdamW, QuantizedGradients, step_in_backward
+from narrowgauge.scaling import TensorLossScaler
 from narrowgauge.storage import quantize
 
 COARSE = codebook("linear", bits=4)
@@ -80,16 +82,18 @@ def test_the_same_on_a_small_network() -> None:
     assert abs(unbiased - exact) < abs(biased - exact)
 
 
-def test_error_feedback_loses_nothing() -> None:
-    """What was applied and what is owed add up to what came in."""
-    p = torch.nn.Parameter(torch.zeros(600))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_error_feedback_loses_nothing(dtype: torch.dtype) -> None:
+    """What arrived and what is owed add up to what came in."""
+    p = torch.nn.Parameter(torch.zeros(600, dtype=dtype))
     optimizer = QuantizedGradients(torch.optim.SGD([p], lr=1.0), COARSE, error_feedback=True)
-    total = torch.zeros(600, dtype=torch.float64)
+    total, arrived = torch.zeros(2, 600, dtype=torch.float64)
     for step in range(50):
-        p.grad = torch.randn(600, generator=torch.Generator().manual_seed(step))
+        p.grad = torch.randn(600, generator=torch.Generator().manual_seed(step)).to(dtype)
         total += p.grad.double()
         optimizer.step()
-    assert torch.allclose(-p.detach().double() + optimizer._residuals[p].double(), total, atol=1e-4)
+        arrived += p.grad.double()
+    assert torch.allclose(arrived + optimizer._residuals[p].double(), total, atol=1e-4)
 
 
 def test_gradients_are_quantizes_own() -> None:
@@ -138,6 +142,48 @@ def test_a_resumed_run_is_the_one_that_never_stopped(rounding: str) -> None:
     assert torch.equal(second, whole)
 
 
+def test_residuals_are_dropped_where_nobody_updates_them() -> None:
+    p = torch.nn.Parameter(torch.zeros(300))
+    saved = QuantizedGradients(SGD([p], lr=1.0), COARSE, error_feedback=True)
+    plain = QuantizedGradients(SGD([p], lr=1.0), COARSE)
+    grad = torch.linspace(-1, 1, 300)
+    p.grad = grad.clone()
+    saved.step()
+    with pytest.warns(UserWarning, match="dropped residuals"):
+        plain.load_state_dict(saved.state_dict())
+    p.grad = grad.clone()
+    plain.step()
+    assert torch.equal(p.grad, quantize(grad, COARSE, 256).dequantize())
+
+
+def test_a_copy_goes_on_as_the_original() -> None:
+    p = torch.nn.Parameter(torch.ones(300))
+    optimizer = QuantizedGradients(AdamW([p]), COARSE, "stochastic", error_feedback=True)
+    p.grad = torch.linspace(-1, 1, 300)
+    optimizer.step()
+    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        q = twin.param_groups[0]["params"][0]
+        assert twin.optimizer.param_groups is twin.param_groups
+        wanted, other = copy.deepcopy((p, optimizer))
+        wanted.grad, q.grad = torch.ones(300), torch.ones(300)
+        other.step()
+        twin.step()
+        assert not torch.equal(q, p)
+        assert torch.equal(q, wanted)
+
+
+def test_a_loss_scaler_counts_through_it() -> None:
+    p = torch.nn.Parameter(torch.ones(4))
+    optimizer = QuantizedGradients(SGD([("p", p)], lr=0.1))
+    scaler = TensorLossScaler("cpu")
+    scaler.scale(p.sum() * torch.inf).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    with pytest.warns(UserWarning, match="p: 1 steps skipped"):
+        assert scaler.skipped == optimizer.skipped == {"p": 1}
+    assert QuantizedGradients(torch.optim.SGD([p])).skipped == {}
+
+
 def test_schedules_closures_and_groups_reach_the_optimizer() -> None:
     p, q = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(4))
     inner = torch.optim.SGD([p], lr=1.0)
@@ -170,5 +216,7 @@ def test_bad_arguments_are_named() -> None:
             QuantizedGradients(inner, **options)
     with pytest.raises(ValueError, match="optimizer: got list"):
         QuantizedGradients([])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="optimizer: got one by step_in_backward"):
+        QuantizedGradients(step_in_backward(torch.nn.Linear(2, 2), SGD))
     with pytest.raises(ValueError, match="state_dict: got keys"):
         QuantizedGradients(inner).load_state_dict(inner.state_dict())

@@ -160,6 +160,16 @@ def test_update_clipping_shortens_the_step_by_the_ratio_that_it_measures() -> No
     assert torch.allclose(updates[True] * rms, updates[False], rtol=1e-3)
 
 
+@pytest.mark.parametrize("eps", [0.0, 1e-25])
+def test_update_clipping_keeps_a_coordinate_without_gradients_to_itself(eps: float) -> None:
+    p = torch.nn.Parameter(torch.ones(8))
+    optimizer = optim.AdamW([p], eps=eps, clip_updates=True)
+    p.grad = torch.arange(8.0)
+    optimizer.step()
+    assert torch.isfinite(p[1:]).all()
+    assert (p[1:] < 1).all()
+
+
 def test_the_first_step_of_the_schedule_forgets_nothing_and_needs_no_correction() -> None:
     p = torch.nn.Parameter(torch.zeros(4))
     optimizer = optim.Adam([p], beta2_schedule=0.8)

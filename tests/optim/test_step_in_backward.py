@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from narrowgauge import optim
 from narrowgauge.optim import NarrowOptimizer, step_in_backward
+from narrowgauge.scaling import DynamicLossScaler, StaticLossScaler, TensorLossScaler
 from narrowgauge.trainers._memory import peak_memory
 
 BF16 = {"weights": "split8", "min_quantized_size": 0}
@@ -253,6 +254,17 @@ def test_a_loss_scaler_is_found_out_at_its_step() -> None:
         scaler.step(optimizer)
 
 
+@pytest.mark.parametrize("kind", [DynamicLossScaler, StaticLossScaler, TensorLossScaler])
+def test_our_loss_scalers_find_it_out_too(kind) -> None:
+    model = Tied()
+    optimizer = step_in_backward(model, optim.AdamW)
+    scaler = kind("cpu")
+    scaler.scale(model(batch(0))).backward()
+    for call in (scaler.unscale_, scaler.step):
+        with pytest.raises(RuntimeError, match="got AdamW by step_in_backward"):
+            call(optimizer)
+
+
 def test_clipping_by_the_norm_of_all_finds_nothing() -> None:
     """What the documentation says of it."""
     model = Tied()
@@ -278,6 +290,10 @@ def test_what_cannot_be_had_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="nonfinite: got 'raise'"):
         optimizer.add_param_group({"params": [("extra", extra)], "nonfinite": "raise"})
     assert len(optimizer.param_groups) == 1
+    usual = optim.AdamW(Tied().named_parameters(), nonfinite="raise")
+    with pytest.raises(ValueError, match="nonfinite: got 'raise'"):
+        optimizer.load_state_dict(usual.state_dict())
+    assert optimizer.param_groups[0]["nonfinite"] == "skip"
     train(model, optimizer, range(1))
 
 

@@ -56,7 +56,8 @@ def give(params: list[tuple[str, torch.nn.Parameter]], step: int, bad: int | Non
 def test_with_our_optimizer_nothing_is_copied_to_the_host(clip: bool, dtype: torch.dtype) -> None:
     params = parameters(dtype)
     weights = "plain" if dtype is torch.float32 else "master"
-    optimizer, scaler = AdamW(params, weights=weights), TensorLossScaler(init_scale=1024.0)
+    # A rate whose steps a bf16 weight shows.
+    optimizer, scaler = AdamW(params, lr=0.1, weights=weights), TensorLossScaler(init_scale=1024.0)
     scaler.scale(torch.ones((), device="cuda"))
 
     def step() -> None:

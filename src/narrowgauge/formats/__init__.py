@@ -13,7 +13,7 @@ from narrowgauge.formats._float import (
     FP32,
     FloatFormat,
 )
-from narrowgauge.formats._philox import random_bits
+from narrowgauge.formats._philox import random_bits, random_halves
 from narrowgauge.formats._rounding import round_to, round_with_bits
 from narrowgauge.formats._table import Binade, CodeRow, CodeTable, NotableRow
 
@@ -38,6 +38,7 @@ __all__ = [
     "codebook_names",
     "coder",
     "random_bits",
+    "random_halves",
     "register_codebook",
     "round_to",
     "round_with_bits",

@@ -70,3 +70,22 @@ def random_bits(
     counter = (blocks & _MASK, blocks >> 32, step & _MASK, step >> 32)
     words = torch.stack(philox(counter, (seed & _MASK, stream & _MASK)), dim=-1)
     return words.reshape(-1)[offset - 4 * first :][:count]
+
+
+def random_halves(
+    count: int, *, seed: int, stream: int, step: int | Tensor, purpose: int, device: torch.device
+) -> Tensor:
+    """Uniform 16-bit numbers, one an element: element i takes half ``i % 2``, the lower first, of word ``i // 2``.
+
+    Args:
+        count: how many.
+        seed, stream, step, device: as for `random_bits`.
+        purpose: what they are for, from 1: sequences of different purposes are independent of each other and of
+            `random_bits`, which is purpose 0. It is the upper half of the step's counter.
+
+    Returns:
+        An int32 tensor of shape (count,) with values in [0, 2^16).
+    """
+    later = step + (purpose << 32)
+    words = random_bits((count + 1) // 2, seed=seed, stream=stream, step=later, device=device)
+    return torch.stack((words & 0xFFFF, words >> 16), dim=-1).reshape(-1)[:count].to(torch.int32)

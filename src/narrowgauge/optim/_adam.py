@@ -112,6 +112,12 @@ class AdamW(Adam):
             decoupled_weight_decay=True, beta2_schedule=beta2_schedule, **options,
         )  # fmt: skip
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # As in torch: a checkpoint of Adam's may say otherwise.
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group["decoupled_weight_decay"] = True
+
 
 class StableAdamW(AdamW):
     """AdamW with update clipping: each parameter's step is divided by how far its second moment lags behind.

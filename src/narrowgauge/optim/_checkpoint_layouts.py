@@ -93,8 +93,8 @@ def _torch_group(optimizer: str, number: int, live: Group, saved: Group) -> dict
             f"state_dict: group {number} was written with amsgrad=True, {optimizer} has no max_exp_avg_sq; "
             "takes amsgrad=False"
         )
-    # Which of Adam and AdamW it is, the class says.
-    return _foreign(live, {key: value for key, value in saved.items() if key != "decoupled_weight_decay"}, "fp32")
+    moot = () if "decoupled_weight_decay" in live else ("decoupled_weight_decay",)
+    return _foreign(live, {key: value for key, value in saved.items() if key not in moot}, "fp32")
 
 
 def _torch_state(name: str, entry: Mapping[str, Any], slots: Slots) -> dict[str, Any]:

@@ -26,6 +26,8 @@ def clip_to_percentile(
 ) -> tuple[Tensor, Tensor]:
     """A gradient no longer than the percentile, and the history with its norm in it.
 
+    The gradient comes back in float32.
+
     Args:
         grad: any shape and float dtype.
         history: float32 tensor (100,) of earlier norms; not changed.
@@ -39,4 +41,5 @@ def clip_to_percentile(
     rank = (seen.to(torch.float64) * (percentile / 100)).ceil().to(torch.int64).clamp_min(1) - 1
     limit = history.sort().values.gather(0, rank.reshape(1)).reshape(())
     scale = torch.where(norm > limit, limit / norm, 1.0)
-    return grad * scale.to(grad.dtype), history
+    # A narrow product would be zero where an outlier is much longer than the limit.
+    return grad.to(torch.float32) * scale, history

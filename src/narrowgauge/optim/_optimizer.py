@@ -9,7 +9,6 @@ update of every parameter (`gauges`, `last_stats`).
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from narrowgauge.formats import random_bits
 from narrowgauge.optim._checkpoint import load_checkpoint
 from narrowgauge.optim._checkpoint_export import export_to_torch
 from narrowgauge.optim._checkpoint_layouts import VERSION, VERSION_KEY
@@ -27,11 +25,14 @@ from narrowgauge.optim._describe import Description, describe
 from narrowgauge.optim._options import check_hyperparameters, check_options, show_options, with_defaults
 from narrowgauge.optim._plan import ParameterPlan, plan_parameter
 from narrowgauge.optim._stats import UpdateStats
-from narrowgauge.optim._update import update
+from narrowgauge.optim._update import Noise, update
 from narrowgauge.rules import ClipUpdates, HasSecondMoment, Rule
+from narrowgauge.storage import mark_states, marked_states
 
 if TYPE_CHECKING:
     from narrowgauge.optim._step_in_backward import InBackward
+
+_MARKS = "marks"
 
 
 class NarrowOptimizer(torch.optim.Optimizer):
@@ -65,13 +66,22 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self._warned: set[str] = set()
         self._in_backward: InBackward | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        marks = [[marked_states(p) for p in group["params"]] for group in self.param_groups]
+        return {**super().__getstate__(), _MARKS: marks}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch copies and pickles state and groups only; the rest is made anew. It comes here from
         # load_state_dict too, where there is something to keep, but groups may ask for another plan.
         if "_plans" not in self.__dict__:
             self._reset()
         self._plans = {}
-        super().__setstate__(state)
+        super().__setstate__({key: value for key, value in state.items() if key != _MARKS})
+        # A copied parameter comes without the mark that its state was made for.
+        for group, marks in zip(self.param_groups, state.get(_MARKS, ()), strict=False):
+            for p, mark in zip(group["params"], marks, strict=True):
+                if mark is not None:
+                    mark_states(p, mark)
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Refuse options that no parameter could be served with.
@@ -83,6 +93,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
         rule = self.rule_for(group)
         check_hyperparameters(rule, group, self.refusals)
         check_options(type(self).__name__, rule, group)
+        if self._in_backward is not None:
+            self._in_backward.check_options(group)
 
     def rule_for(self, group: Mapping[str, Any]) -> Rule:
         """The update rule under a group's options."""
@@ -194,7 +206,6 @@ class NarrowOptimizer(torch.optim.Optimizer):
         # On a GPU the count stays there: reading it would make the host wait for the device at every parameter.
         on_device = p.device.type != "cpu" and not plan.strict
         step = state["step"].to(torch.float64) + 1 if on_device else int(state["step"].item()) + 1
-        noise = functools.partial(self._noise, group["seed"], plan.index, step, p)
         if group["maximize"]:
             grad = -grad
         norms = {}
@@ -203,7 +214,9 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 grad, state["grad_norms"], step, group["percentile_clipping"]
             )
         before = self._exact(plan, p, state) if self.gauges else None
-        new_p, new_state, delta = update(plan, p, grad, state, group, step, noise)
+        new_p, new_state, delta = update(
+            plan, p, grad, state, group, step, Noise(group["seed"], plan.index, step, p)
+        )
         new_state |= norms
         for target, value in [(p, new_p), *((state[key], value) for key, value in new_state.items())]:
             target.copy_(value if keep is True else torch.where(keep, value, target))
@@ -219,10 +232,6 @@ class NarrowOptimizer(torch.optim.Optimizer):
         finite = torch.isfinite(grad).all()
         state["skipped"] += ~finite
         return finite if grad.device.type != "cpu" else bool(finite)
-
-    @staticmethod
-    def _noise(seed: int, stream: int, step: int | Tensor, p: Tensor) -> Tensor:
-        return random_bits(p.numel(), seed=seed, stream=stream, step=step, device=p.device).view(p.shape)
 
     @staticmethod
     def _exact(plan: ParameterPlan, p: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -144,7 +144,7 @@ def check_options(name: str, rule: Rule, group: Mapping[str, Any]) -> None:
             raise ValueError(f"{option}: got {group[option]!r}, takes an integer of at least {least}")
     if not 1 <= group["percentile_clipping"] <= 100:
         raise ValueError(f"percentile_clipping: got {group['percentile_clipping']!r}, takes a number from 1 to 100")
-    if group["weights"] == "stochastic" and group["seed"] >= 2**32:
+    if group["seed"] >= 2**32:
         raise ValueError(f"seed: got {group['seed']}, takes an integer below 2^32")
     for option in ("amsgrad", "differentiable"):
         if group.get(option):

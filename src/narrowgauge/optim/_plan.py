@@ -42,8 +42,8 @@ class SlotPlan:
     def decode(self, state: Mapping[str, Tensor], shape: torch.Size) -> Tensor:
         return self.storage.decode(self.words(state), shape, self.slot.signed, self.block_size)
 
-    def encode(self, moment: Tensor) -> dict[str, Tensor]:
-        return self.keyed(self.storage.encode(moment, self.slot.signed, self.block_size))
+    def encode(self, moment: Tensor, random: Tensor | None = None) -> dict[str, Tensor]:
+        return self.keyed(self.storage.encode(moment, self.slot.signed, self.block_size, random))
 
     def keyed(self, words: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Words under the keys that the parameter's state has for them."""

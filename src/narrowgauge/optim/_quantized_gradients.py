@@ -16,6 +16,7 @@ al. 2019.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +61,8 @@ class QuantizedGradients(torch.optim.Optimizer):
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ValueError(f"optimizer: got {type(optimizer).__name__}, takes a torch.optim.Optimizer")
+        if getattr(optimizer, "_in_backward", None) is not None:
+            raise ValueError("optimizer: got one by step_in_backward, takes one that moves weights in step()")
         if rounding not in ("nearest", "stochastic"):
             raise ValueError(f"rounding: got {rounding!r}, takes 'nearest' or 'stochastic'")
         if not isinstance(block_size, int) or block_size < 1:
@@ -106,6 +109,25 @@ class QuantizedGradients(torch.optim.Optimizer):
         else:
             super().add_param_group(param_group)
 
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Steps that the optimizer refused, by parameter, if it is one of this library."""
+        return getattr(self.optimizer, "skipped", {})
+
+    def __getstate__(self) -> dict[str, Any]:
+        # torch copies and pickles groups and state only, and those are the other's.
+        own = ("optimizer", "rounding", "error_feedback", "_coder", "_block_size", "_seed", "_step")
+        places = {p: place for place, p in enumerate(self._parameters())}
+        residuals = {places[p]: residual for p, residual in self._residuals.items()}
+        return {name: self.__dict__[name] for name in own} | {"_residuals": residuals}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        optimizer = state["optimizer"]
+        shared = {name: getattr(optimizer, name) for name in ("param_groups", "state", "defaults")}
+        super().__setstate__({**state, **shared})
+        parameters = self._parameters()
+        self._residuals = {parameters[place]: residual for place, residual in state["_residuals"].items()}
+
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, the residuals by the parameters' places, and the step."""
         places = {p: place for place, p in enumerate(self._parameters())}
@@ -125,9 +147,12 @@ class QuantizedGradients(torch.optim.Optimizer):
         self.optimizer.load_state_dict(state_dict["optimizer"])
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
         parameters = self._parameters()
+        saved = state_dict["residuals"]
+        if saved and not self.error_feedback:
+            warnings.warn("state_dict: dropped residuals, of no use with error_feedback=False", stacklevel=2)
+            saved = {}
         self._residuals = {
-            parameters[place]: residual.to(parameters[place].device, copy=True)
-            for place, residual in state_dict["residuals"].items()
+            parameters[place]: residual.to(parameters[place].device, copy=True) for place, residual in saved.items()
         }
         self._step = state_dict["step"]
 
@@ -138,10 +163,10 @@ class QuantizedGradients(torch.optim.Optimizer):
         self._step += 1
         for place, p in enumerate(self._parameters()):
             if p.grad is not None:
-                p.grad.copy_(self._of(p, p.grad.to(torch.float32), place))
+                p.grad.copy_(self._of(p, p.grad.to(torch.float32), p.grad.dtype, place))
 
-    def _of(self, p: Tensor, grad: Tensor, place: int) -> Tensor:
-        """Q of a gradient, and its residual kept."""
+    def _of(self, p: Tensor, grad: Tensor, dtype: torch.dtype, place: int) -> Tensor:
+        """Q of a gradient, to be kept in a dtype, and its residual kept."""
         finite = torch.isfinite(grad).all()
         residual = self._residuals.get(p)
         wanted = grad if residual is None else grad + residual
@@ -154,7 +179,9 @@ class QuantizedGradients(torch.optim.Optimizer):
         quantized = decode_blocks(codes, scales, coder.values, self._block_size)
         if self.error_feedback:
             before = torch.zeros_like(wanted) if residual is None else residual
-            self._residuals[p] = torch.where(finite, wanted - quantized, before)
+            # What arrives is rounded to the gradient's format: that is cut off, too.
+            arrives = quantized.to(dtype).to(torch.float32)
+            self._residuals[p] = torch.where(finite & torch.isfinite(arrives), wanted - arrives, before)
         return torch.where(finite, quantized, grad)
 
     def _on(self, device: torch.device) -> Coder:

@@ -13,7 +13,7 @@ gradient accumulation, two losses, a parameter shared by two reentrant checkpoin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -38,7 +38,7 @@ def step_in_backward(model: torch.nn.Module, optimizer: Callable[..., Stepper], 
     - clipping by the norm of all gradients: torch's functions find no gradient and do nothing. `clip_updates=True`
       limits each parameter's own step;
     - loss scalers: the weights have moved before a scaler could unscale; `torch.amp.GradScaler.step` then raises
-      AssertionError, having found no gradients;
+      AssertionError, having found no gradients, and those of `narrowgauge.scaling` RuntimeError;
     - `nonfinite="raise"`: parameters before the bad one would have moved; raises ValueError;
     - data-parallel averaging after `backward()` (DistributedDataParallel): raises TypeError if the model is wrapped
       already, and goes unnoticed if it is wrapped later.
@@ -82,17 +82,26 @@ class InBackward:
         for number in range(len(optimizer.param_groups)):
             self.watch(number)
 
-    def check(self, group: dict[str, Any]) -> None:
-        """Refuse a group that cannot be stepped this way.
+    @staticmethod
+    def check_options(group: Mapping[str, Any]) -> None:
+        """Refuse options that cannot be had this way, at any time.
 
         Raises:
-            ValueError: naming the argument or the parameter.
+            ValueError: naming the argument.
         """
         if group["nonfinite"] == "raise":
             raise ValueError(
                 "nonfinite: got 'raise', step_in_backward takes 'skip' and 'propagate': "
                 "parameters before the bad one would have moved"
             )
+
+    def check(self, group: dict[str, Any]) -> None:
+        """Refuse a group that cannot be stepped this way.
+
+        Raises:
+            ValueError: naming the argument or the parameter.
+        """
+        self.check_options(group)
         for p in group["params"]:
             hooks = (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()
             if any(isinstance(getattr(hook, "__self__", None), InBackward) for hook in hooks):

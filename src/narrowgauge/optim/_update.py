@@ -6,18 +6,49 @@ tensors and decides, so that a step can be refused after the fact without a copy
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from narrowgauge.formats import random_bits, random_halves
 from narrowgauge.optim._arithmetic import Fp32Arithmetic, StrictArithmetic, narrow_scalars, widest
 from narrowgauge.optim._plan import ParameterPlan
 from narrowgauge.rules import Arithmetic, Scalar
 
 _FP32 = Fp32Arithmetic()
 Updated = tuple[Tensor, dict[str, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The random numbers of one parameter's step: a pure function of these, with nothing to save.
+
+    Attributes:
+        seed: the optimizer's.
+        stream: the parameter's place.
+        step: the number of this step; a 0-d tensor on the device, or a number.
+        p: the parameter, for its shape and device.
+    """
+
+    seed: int
+    stream: int
+    step: int | Tensor
+    p: Tensor
+
+    def words(self) -> Tensor:
+        """A random 32-bit word an element, for the weight."""
+        bits = random_bits(self.p.numel(), seed=self.seed, stream=self.stream, step=self.step, device=self.p.device)
+        return bits.view(self.p.shape)
+
+    def halves(self, slot: int) -> Tensor:
+        """16 random bits an element, for the state of a slot, counted from 1."""
+        halves = random_halves(
+            self.p.numel(), seed=self.seed, stream=self.stream, step=self.step, purpose=slot, device=self.p.device
+        )
+        return halves.view(self.p.shape)
 
 
 def update(
@@ -27,7 +58,7 @@ def update(
     state: Mapping[str, Tensor],
     group: Mapping[str, Any],
     step: Scalar,
-    noise: Callable[[], Tensor],
+    noise: Noise,
 ) -> Updated:
     """Compute a step without taking it.
 
@@ -37,7 +68,7 @@ def update(
         state: the parameter's state.
         group: its hyperparameters.
         step: the number of this step, from 1; a 0-d tensor on the device, or a number.
-        noise: makes random words in p's shape.
+        noise: makes random numbers in p's shape.
 
     Returns:
         (p, state, delta): the new parameter, its new state entries, and the intended update.
@@ -49,16 +80,21 @@ def update(
         weight = plan.weight.operand(p, low)
         dtype = widest([weight, *(word for _, words in moments.values() for word in words.values())])
         scalars = narrow_scalars(scalars, plan.rule.averaging, dtype, p.device)
-        delta, moments = _apply(plan, StrictArithmetic(dtype), weight.to(dtype), grad.to(dtype), moments, scalars)
+        operands = weight.to(dtype), grad.to(dtype)
+        scalars = _with_sums(plan, StrictArithmetic(dtype), *operands, moments, scalars)
+        delta, moments = plan.rule.update(StrictArithmetic(dtype), *operands, moments, scalars)
         delta = delta.to(weight.dtype)
-        new_p, new_low = plan.weight.add_rounded(p, low, delta, noise)
+        new_p, new_low = plan.weight.add_rounded(p, low, delta, noise.words)
         new_state = {k: v for s in plan.slots for k, v in s.keyed(moments[s.slot.name][1]).items()}
     else:
         decoded = {s.slot.name: s.decode(state, p.shape) for s in plan.slots}
         weight = plan.weight.read(p, low)
-        delta, moments = _apply(plan, _FP32, weight, grad.to(torch.float32), decoded, scalars)
-        new_p, new_low = plan.weight.add(p, low, weight, delta, noise)
-        new_state = {k: v for s in plan.slots for k, v in s.encode(moments[s.slot.name]).items()}
+        gradient = grad.to(torch.float32)
+        scalars = _with_sums(plan, _FP32, weight, gradient, decoded, scalars)
+        delta, moments = plan.rule.update(_FP32, weight, gradient, decoded, scalars)
+        new_state = _encode(plan, moments, noise)
+        delta = delta + _handed_over(plan, weight, moments, new_state, scalars)
+        new_p, new_low = plan.weight.add(p, low, weight, delta, noise.words)
     if plan.weight_key is not None and new_low is not None:
         new_state[plan.weight_key] = new_low
     return new_p, new_state, delta
@@ -85,18 +121,47 @@ def _numbers(group: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     }
 
 
-def _apply(
+def _with_sums(
     plan: ParameterPlan,
     arithmetic: Arithmetic,
     weight: Tensor,
     grad: Tensor,
     moments: Mapping[str, Any],
     scalars: Mapping[str, Scalar],
-) -> tuple[Tensor, dict[str, Any]]:
-    """The rule, with the sums over the parameter that it asks for."""
+) -> Mapping[str, Scalar]:
+    """The scalars, and the sums over the parameter that the rule asks for."""
     terms = plan.rule.terms(arithmetic, weight, grad, moments, scalars)
-    if terms:
-        # Added in float64, whose rounding is far below that of one term: the order of summation does not matter.
-        sums = {name: term.to(torch.float64).sum().to(weight.dtype) for name, term in terms.items()}
-        scalars = {**scalars, **sums, "elements": float(weight.numel())}
-    return plan.rule.update(arithmetic, weight, grad, moments, scalars)
+    if not terms:
+        return scalars
+    # Added in float64, whose rounding is far below that of one term: the order of summation does not matter.
+    sums = {name: term.to(torch.float64).sum().to(weight.dtype) for name, term in terms.items()}
+    return {**scalars, **sums, "elements": float(weight.numel())}
+
+
+def _encode(plan: ParameterPlan, moments: Mapping[str, Tensor], noise: Noise) -> dict[str, Tensor]:
+    """The moments' new words, by the state's keys."""
+    state: dict[str, Tensor] = {}
+    for number, slot in enumerate(plan.slots, start=1):
+        random = noise.halves(number) if slot.storage.stochastic(slot.slot.signed) else None
+        state |= slot.encode(moments[slot.slot.name], random)
+    return state
+
+
+def _handed_over(
+    plan: ParameterPlan,
+    weight: Tensor,
+    moments: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+    scalars: Mapping[str, Scalar],
+) -> Tensor | float:
+    """What the weight is given now because its moments' words cannot keep it for later."""
+    slots = [slot for slot in plan.slots if slot.storage.hands_over(slot.slot.signed)]
+    reach = plan.rule.reach(_FP32, weight, moments, scalars) if slots else {}
+    handed: Tensor | float = 0.0
+    for slot in slots:
+        name = slot.slot.name
+        if name in reach:
+            lost = moments[name] - slot.decode(state, weight.shape)
+            # An infinite moment loses nothing that a weight could take.
+            handed = handed + reach[name] * torch.where(torch.isfinite(lost), lost, 0.0)
+    return handed

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from narrowgauge.rules._adam import later
 from narrowgauge.rules._rule import Arithmetic, Rule, Scalar, Slot
 
 
@@ -59,6 +60,11 @@ class Adagrad(Rule):
             return -s["lr"] * u, {"v": v}
         m = arithmetic.accumulate(moments["m"], u, s["momentum"], 1.0)
         return -s["lr"] * arithmetic.value(m), {"m": m, "v": v}
+
+    def reach(
+        self, arithmetic: Arithmetic, weight: Tensor, moments: Mapping[str, Any], s: Mapping[str, Scalar]
+    ) -> dict[str, Tensor | Scalar]:
+        return {"m": -s["lr"] * later(s["momentum"])} if "m" in moments else {}
 
 
 ADAGRAD = Adagrad()

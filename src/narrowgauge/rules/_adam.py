@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from narrowgauge.rules._rule import Arithmetic, Rule, Scalar, Slot
@@ -92,8 +93,22 @@ class Adam(Rule):
         u, moments = self.direction(arithmetic, weight, grad, moments, s)
         return -s["lr"] * u, moments
 
+    def reach(
+        self, arithmetic: Arithmetic, weight: Tensor, moments: Mapping[str, Any], s: Mapping[str, Scalar]
+    ) -> dict[str, Tensor | Scalar]:
+        # The bias correction of m is left out: it is 1 at most of the later steps.
+        root = arithmetic.sqrt(arithmetic.value(moments["v"]) / s["correction2"]) + s["eps"]
+        return {"m": -s["lr"] * later(s["beta1"]) / root}
+
     def _gradient(self, weight: Tensor, grad: Tensor, s: Mapping[str, Scalar]) -> Tensor:
         return grad if self._decoupled else grad + s["weight_decay"] * weight
+
+
+def later(decay: Scalar) -> Scalar:
+    """decay + decay^2 + ...: how often a unit of an average is still counted; nothing that lasts for ever is."""
+    if isinstance(decay, Tensor):
+        return torch.where(decay < 1, decay / (1 - decay), 0.0)
+    return decay / (1 - decay) if decay < 1 else 0.0
 
 
 ADAM = Adam("adam", decoupled=False)

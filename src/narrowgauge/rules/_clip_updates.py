@@ -64,6 +64,8 @@ class ClipUpdates(Rule):
         bounded = torch.maximum(v_hat, torch.as_tensor(floor, dtype=v_hat.dtype, device=v_hat.device))
         # Divided before it is multiplied: the square alone could overflow.
         ratio = grad / bounded * grad
+        # With an eps whose square is 0, a coordinate that never had a gradient is 0 / 0.
+        ratio = torch.where(bounded > 0, ratio, 0.0)
         return {**self._rule.terms(arithmetic, weight, grad, moments, s), "clip_squares": ratio}
 
     def update(
@@ -74,6 +76,14 @@ class ClipUpdates(Rule):
         moments: Mapping[str, Any],
         s: Mapping[str, Scalar],
     ) -> tuple[Tensor, dict[str, Any]]:
+        return self._rule.update(arithmetic, weight, grad, moments, self._clipped(s))
+
+    def reach(
+        self, arithmetic: Arithmetic, weight: Tensor, moments: Mapping[str, Any], s: Mapping[str, Scalar]
+    ) -> dict[str, Tensor | Scalar]:
+        return self._rule.reach(arithmetic, weight, moments, self._clipped(s))
+
+    @staticmethod
+    def _clipped(s: Mapping[str, Scalar]) -> dict[str, Scalar]:
         rms = (torch.as_tensor(s["clip_squares"]) / s["elements"]).sqrt()
-        clipped = {**s, "lr": s["lr"] / rms.clamp_min(1.0)}
-        return self._rule.update(arithmetic, weight, grad, moments, clipped)
+        return {**s, "lr": s["lr"] / rms.clamp_min(1.0)}

@@ -49,6 +49,12 @@ class Lamb(Adam):
         ratio = trust_ratio(s["weight_squares"], s["update_squares"])
         return -(s["lr"] * ratio) * u, moments
 
+    def reach(
+        self, arithmetic: Arithmetic, weight: Tensor, moments: Mapping[str, Any], s: Mapping[str, Scalar]
+    ) -> dict[str, Tensor | Scalar]:
+        ratio = trust_ratio(s["weight_squares"], s["update_squares"])
+        return {slot: ratio * unit for slot, unit in super().reach(arithmetic, weight, moments, s).items()}
+
 
 def trust_ratio(weight_squares: Scalar, other_squares: Scalar, decay: Scalar = 0.0, eps: Scalar = 0.0) -> Tensor:
     """||w|| / (||x|| + decay ||w|| + eps) from sums of squares; 1 where either norm is 0."""

@@ -5,6 +5,9 @@ Where those numbers live, in how many bits, on which device and in whose memory,
 Averages are the one operation that depends on the storage (Collage averages an expansion by other means than a
 float), so the rule asks an `Arithmetic` for them; the rest is written with the ordinary operators.
 
+A momentum is spent over many steps. How far it will still carry the weight, a rule can often say (`reach`), and a
+storage that must round it can then round without loss.
+
 Most rules treat every element by itself. A rule that needs a number of the whole parameter (the norm of its
 weights, the mean square of its update) says which elements' numbers to sum (`terms`), and finds the sums among its
 scalars: so a kernel, or ranks that hold shards of one parameter, can add them up as they like.
@@ -117,3 +120,23 @@ class Rule(Protocol):
             (delta, moments): what to add to the weight, and the new moments.
         """
         raise NotImplementedError
+
+    def reach(
+        self,
+        arithmetic: Arithmetic,
+        weight: Tensor,
+        moments: Mapping[str, Any],
+        s: Mapping[str, Scalar],
+    ) -> dict[str, Tensor | Scalar]:
+        """What a unit of a new moment will still add to the weight at later steps, all of them together.
+
+        As far as it can be said now: while the learning rate and everything else that the moment is multiplied by
+        stay as they are. A storage that cannot keep all of a moment hands the rest over to the weight by this
+        factor. It exists where the update is linear in the moment; a moment without it is left out.
+
+        Args:
+            arithmetic, weight: as for `update`.
+            moments: those that `update` returned.
+            s: those that `update` was given.
+        """
+        return {}

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.rules._adam import later
 from narrowgauge.rules._rule import Arithmetic, Rule, Scalar, Slot
 
 
@@ -52,6 +53,11 @@ class SGD(Rule):
             return -s["lr"] * g, {}
         m = arithmetic.accumulate(moments["m"], g, s["momentum"], s["share"])
         return -s["lr"] * ahead(arithmetic.value(m), g, s), {"m": m}
+
+    def reach(
+        self, arithmetic: Arithmetic, weight: Tensor, moments: Mapping[str, Any], s: Mapping[str, Scalar]
+    ) -> dict[str, Tensor | Scalar]:
+        return {"m": -s["lr"] * s["of_momentum"] * later(s["momentum"])} if "m" in moments else {}
 
 
 def nesterov(momentum: float, share: float, on: bool) -> dict[str, Scalar]:

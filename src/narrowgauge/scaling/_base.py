@@ -43,6 +43,11 @@ class LossScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
+        if getattr(optimizer, "_in_backward", None) is not None:
+            raise RuntimeError(
+                f"optimizer: got {type(optimizer).__name__} by step_in_backward, which has moved weights by "
+                "scaled gradients already; takes one that moves them in step()"
+            )
         slots = slots_of(optimizer)
         if not allow_fp16:  # torch allows it when it only looks, for optimizers that unscale by themselves
             widen_float16(slots)

@@ -31,6 +31,7 @@ Source: 8-bit Optimizers via Block-wise Quantization, Section 2.1, Equation 4.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -139,18 +140,16 @@ def block_count(numel: int, block_size: int | None) -> int:
 
 def encode_blocks(x: Tensor, coder: Coder, block_size: Block, bits: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Codes in x's shape and scales (blocks,) of a float32 tensor; stochastic if there are random bits."""
-    blocks = _as_blocks(x, block_size)
-    random = None if bits is None else _as_blocks(bits, block_size)
+    blocks = to_blocks(x, block_size)
+    random = None if bits is None else to_blocks(bits, block_size)
     codes = torch.empty_like(blocks, dtype=torch.uint8)
     scales = torch.zeros(blocks.shape[0], dtype=torch.float32, device=x.device)
-    rows = max(1, (_CPU_CHUNK if x.device.type == "cpu" else _CHUNK) // max(1, blocks.shape[1]))
-    for first in range(0, blocks.shape[0] if x.numel() else 0, rows):
-        chunk = slice(first, first + rows)
+    for chunk in chunks(blocks):
         normalised, scales[chunk] = _normalise(blocks[chunk], coder.lowest)
         codes[chunk] = (
             coder.encode(normalised) if random is None else coder.encode_with_bits(normalised, random[chunk])
         )
-    return _from_blocks(codes, x.shape, block_size), scales
+    return from_blocks(codes, x.shape, block_size), scales
 
 
 def decode_blocks(codes: Tensor, scales: Tensor, values: Tensor, block_size: Block) -> Tensor:
@@ -160,16 +159,16 @@ def decode_blocks(codes: Tensor, scales: Tensor, values: Tensor, block_size: Blo
 
 def scale_blocks(x: Tensor, scales: Tensor, block_size: Block) -> Tensor:
     """x times the scale of each block, in x's shape."""
-    return _from_blocks(_as_blocks(x, block_size) * scales[:, None], x.shape, block_size)
+    return from_blocks(to_blocks(x, block_size) * scales[:, None], x.shape, block_size)
 
 
 def normalise_blocks(x: Tensor, lowest: float, block_size: Block) -> tuple[Tensor, Tensor]:
     """A float32 tensor over the scale of each block, in x's shape, and the scales (blocks,)."""
-    blocks = _as_blocks(x, block_size)
+    blocks = to_blocks(x, block_size)
     if not x.numel():
         return x, torch.zeros(blocks.shape[0], dtype=torch.float32, device=x.device)
     normalised, scales = _normalise(blocks, lowest)
-    return _from_blocks(normalised, x.shape, block_size), scales
+    return from_blocks(normalised, x.shape, block_size), scales
 
 
 def _normalise(blocks: Tensor, lowest: float) -> tuple[Tensor, Tensor]:
@@ -193,7 +192,14 @@ def _normalise(blocks: Tensor, lowest: float) -> tuple[Tensor, Tensor]:
     return torch.where(bounded.abs() == scales.abs(), one, normalised), scales.squeeze(1)
 
 
-def _as_blocks(x: Tensor, block_size: Block) -> Tensor:
+def chunks(blocks: Tensor) -> Iterator[slice]:
+    """Slices of a tensor of blocks (n, size), each to be worked on at once."""
+    rows = max(1, (_CPU_CHUNK if blocks.device.type == "cpu" else _CHUNK) // max(1, blocks.shape[1]))
+    for first in range(0, blocks.shape[0] if blocks.numel() else 0, rows):
+        yield slice(first, first + rows)
+
+
+def to_blocks(x: Tensor, block_size: Block) -> Tensor:
     """(blocks, elements of a block); of runs, the last padded with zeros."""
     if isinstance(block_size, str):
         last = x.shape[-1] if x.dim() else 1
@@ -208,8 +214,8 @@ def _as_blocks(x: Tensor, block_size: Block) -> Tensor:
     return flat.view(-1, size)
 
 
-def _from_blocks(blocks: Tensor, shape: torch.Size, block_size: Block) -> Tensor:
-    """What `_as_blocks` made blocks of, contiguous."""
+def from_blocks(blocks: Tensor, shape: torch.Size, block_size: Block) -> Tensor:
+    """What `to_blocks` made blocks of, in its shape and contiguous."""
     if block_size == "column":
         blocks = blocks.T
     return blocks.reshape(-1)[: shape.numel()].reshape(shape).contiguous()

@@ -1,0 +1,65 @@
+"""Moments as logarithmic codes, rounded so that nothing is lost in the long run.
+
+Two things go wrong with a moment in 8 bits that better maps only make smaller. Both have a remedy that costs no
+byte.
+
+**A first moment is rounded at every step**, and each error moves the weight at every later step until the
+average has forgotten it. But the optimizer sees the error when it makes it, and the update is linear in the
+first moment: what the error would have added to the weight, all later steps together, can be added at once. The
+storage *hands over* to the weight what it cannot keep, and the weight comes as far as it would have come, only
+some steps earlier.
+
+**A second moment moves by a thousandth a step** (beta2 = 0.999), less than half a code: rounded to nearest it
+stands still. It is rounded *stochastically*, up or down by chance in proportion, and follows in the mean. A
+first moment must not be: a small element beside a large one might be rounded up to many times itself, and what
+is handed over is divided by the root of its small second moment. To nearest, an error is never larger than the
+element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from narrowgauge.storage._blockwise import block_count
+from narrowgauge.storage._log_codes import LogCodes
+from narrowgauge.storage._states._blocks import BlockwiseState, packed, unpacked
+from narrowgauge.storage._states._floats import Words
+
+
+@dataclass(frozen=True)
+class LogState(BlockwiseState):
+    """Logarithmic codes and two float32 numbers a block: its range.
+
+    Attributes:
+        bits: of a code.
+    """
+
+    bits: int = 8
+
+    def hands_over(self, signed: bool) -> bool:
+        return signed
+
+    def stochastic(self, signed: bool) -> bool:
+        return not signed
+
+    def nbytes(self, numel: int, block_size: int) -> int:
+        return -(-numel * self.bits // 8) + 8 * block_count(numel, block_size)
+
+    def init(self, p: Tensor, signed: bool, block_size: int) -> Words:
+        return self.encode(torch.zeros(p.shape, dtype=torch.float32, device=p.device), signed, block_size)
+
+    def decode(self, words: Words, shape: torch.Size, signed: bool, block_size: int) -> Tensor:
+        codes = words["codes"] if self.bits == 8 else unpacked(words["codes"], shape)
+        return self._codes(signed).decode(codes, words["ranges"], block_size)
+
+    def encode(self, moment: Tensor, signed: bool, block_size: int, random: Tensor | None = None) -> Words:
+        codes, ranges = self._codes(signed).encode(moment, block_size, random)
+        return {"codes": codes if self.bits == 8 else packed(codes), "ranges": ranges}
+
+    def _codes(self, signed: bool) -> LogCodes:
+        # Seven magnitudes are too few for a logarithm.
+        binades = (24 if self.bits == 8 else -1) if signed else 48
+        return LogCodes(signed, self.bits, binades)
