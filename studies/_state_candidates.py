@@ -11,6 +11,7 @@ from _state_codecs import (
     LinLog,
     Log,
     Map,
+    Stored,
     TrueLog,
     book,
     decades,
@@ -40,19 +41,16 @@ M = {
     "dropped": Kept(nothing, 0, 0),
     "dynamic": Kept(book("dynamic", True), kernel="dynamic m"),
     "linear": Kept(power(1, 127), kernel="linear m"),
-    "k^1.5": Kept(power(1.5, 127), kernel="power 1.5 m"),
-    "k^2": Kept(power(2, 127), kernel="power 2 m"),
-    "k^4": Kept(power(4, 127), kernel="power 4 m"),
+    "k^1.5": Kept(power(1.5, 127).by_value(), kernel="power 1.5 m"),
+    "k^2": Kept(power(2, 127).by_value(), kernel="power 2 m"),
+    "k^4": Kept(power(4, 127).by_value(), kernel="power 4 m"),
     "softsign": Kept(softsign(127), kernel="softsign m"),
     "softsign, fp16 scale": Kept(softsign(127, half_scales=True), block_bytes=2, kernel="softsign m"),
     "e4m3": Kept(float8, kernel="e4m3 m"),
     "e4m3, expanded": Kept(float8_expanded, block_bytes=8, kernel="e4m3 expanded m"),
     "log2": Kept(TrueLog(127), block_bytes=8, kernel="log2 m"),
-    "lin-log": Kept(LinLog(), block_bytes=8, kernel="lin-log m"),
-    "lin-log, late": Kept(LinLog(knee=64), block_bytes=8, kernel="lin-log m"),
-    "lin-log, down": Kept(LinLog(rounding="down"), block_bytes=8, kernel="lin-log m"),
-    "lin-log, stochastic": Kept(LinLog(rounding="stochastic"), block_bytes=8),
-    "4-bit linear": Kept(power(1, 7), 4, kernel="4-bit linear m"),
+    "log8": Kept(Stored("log8", True), block_bytes=8, kernel="log8 m"),
+    "log4": Kept(Stored("log4", True), 4, 8, kernel="log4 m"),
     "4-bit dynamic": Kept(book("dynamic", True, 4), 4, kernel="4-bit dynamic m"),
     "4-bit k^2": Kept(power(2, 7).by_value(), 4),
     "4-bit e2m1": Kept(listed([0, 0.5, 1, 1.5, 2, 3, 4, 6]), 4),
@@ -67,8 +65,9 @@ V = {
     "e4m3": Kept(float8, kernel="e4m3 v"),
     "e4m3, expanded": Kept(float8_expanded, block_bytes=8, kernel="e4m3 expanded v"),
     "log2": Kept(TrueLog(255), block_bytes=8, kernel="log2 v"),
-    "log": Kept(Log(255, "nearest"), block_bytes=8, kernel="log v"),
-    "4-bit log": Kept(Log(15, "nearest"), 4, 8, kernel="4-bit log v"),
+    "log": Kept(Log(255, "nearest"), block_bytes=8, kernel="log8 v"),
+    "log8": Kept(Stored("log8", False), block_bytes=8, kernel="log8 v"),
+    "log4": Kept(Stored("log4", False), 4, 8, kernel="log4 v"),
     "4-bit linear": Kept(formula(lambda y: y, 16, floor=True), 4, kernel="4-bit linear v"),
 }
 
@@ -77,7 +76,7 @@ def stochastic(codec: Codec) -> Codec | None:
     """The codec rounding stochastically; None if it has no such form."""
     if isinstance(codec, Map):
         return replace(codec, stochastic=True)
-    return replace(codec, rounding="stochastic") if isinstance(codec, Log | TrueLog) else None
+    return replace(codec, rounding="stochastic") if isinstance(codec, Log | TrueLog | Stored) else None
 
 
 @dataclass(frozen=True)
@@ -110,8 +109,10 @@ class Pair:
         return (m.bits + v.bits) / 8 + (m.block_bytes + v.block_bytes) / (self.block_size or block_size)
 
 
+BEST = (True, True)
+# Those that are the library's states by that name run in its optimizer wherever they are proposed.
 PAIRS = {
-    "paper": Pair("dynamic", "dynamic", "the 8-bit paper's dynamic maps"),
+    "8bit": Pair("dynamic", "dynamic", "the 8-bit paper's dynamic maps"),
     "FlashOptim": Pair(
         "softsign, fp16 scale",
         "linear on the root, fp16 scale",
@@ -122,51 +123,55 @@ PAIRS = {
     "COAT": Pair(
         "e4m3, expanded", "e4m3, expanded", "COAT: float8 of x^k, k fitted to a group of 128", block_size=128
     ),
-    "float8": Pair("e4m3", "e4m3", "float8 with block scales"),
+    "fp8": Pair("e4m3", "e4m3", "float8 with block scales"),
     "root dynamic": Pair("dynamic", "dynamic on the root", "v kept as its root, dynamic"),
     "root linear": Pair("linear", "linear on the root", "v kept as its root, both linear"),
     "relative 1.5": Pair("k^1.5", "dynamic on the root", "m over the root of v, power 1.5", True),
     "relative 2": Pair("k^2", "dynamic on the root", "m over the root of v, power 2", True),
     "relative log": Pair("k^1.5", "log, 7 decades of the root", "the same, v in 7 fixed decades", True),
-    "power 1.5": Pair("k^1.5", "log", "m in a power map, v logarithmic", best=(True, True)),
-    "power 2": Pair("k^2", "log", "m in a power map, v logarithmic", best=(True, True)),
-    "power 4": Pair("k^4", "log", "m in a power map, v logarithmic", best=(True, True)),
-    "float8 log": Pair("e4m3", "log", "m in float8, v logarithmic", best=(True, True)),
-    "both log2": Pair("log2", "log2", "both in levels of equal ratio, fitted to the block", best=(True, True)),
-    "log8": Pair("lin-log", "log", "m linear near zero, then logarithmic; v logarithmic", best=(True, True)),
+    "power 1.5": Pair("k^1.5", "log", "m in a power map, v logarithmic", best=BEST),
+    "power 2": Pair("k^2", "log", "m in a power map, v logarithmic", best=BEST),
+    "power 4": Pair("k^4", "log", "m in a power map, v logarithmic", best=BEST),
+    "float8 log": Pair("e4m3", "log", "m in float8, v logarithmic", best=BEST),
+    "both log2": Pair("log2", "log2", "both in levels of equal ratio, fitted to the block", best=BEST),
+    "log8": Pair("log8", "log8", "m linear near zero, then logarithmic; v logarithmic", best=BEST),
     "torchao 4-bit": Pair(
         "4-bit dynamic", "4-bit linear", "torchao's AdamW4bit: dynamic m, v linear without zero", block_size=128
     ),
-    "4-bit e2m1": Pair("4-bit e2m1", "log", "m in float4 e2m1; v in 8 bits, logarithmic", best=(True, True)),
-    "4-bit k^2": Pair("4-bit k^2", "log", "m in 4 bits, k²; v in 8, logarithmic", best=(True, True)),
-    "4-bit m": Pair("4-bit linear", "log", "m in 4 bits, linear; v in 8, logarithmic", best=(True, True)),
-    "log4": Pair("4-bit linear", "4-bit log", "m linear, v logarithmic, 4 bits each", best=(True, True)),
+    "4bit": Pair("4-bit dynamic", "4-bit linear", "the same in blocks"),
+    "e2m1 log8": Pair("4-bit e2m1", "log8", "m in float4 e2m1; v in 8 bits as log8", best=BEST),
+    "k^2 log8": Pair("4-bit k^2", "log8", "m in 4 bits, k²; v in 8 bits as log8", best=BEST),
+    "log4 log8": Pair("log4", "log8", "m in 4 bits, linear; v in 8 bits as log8", best=BEST),
+    "log4": Pair("log4", "log4", "m linear, v logarithmic, 4 bits each", best=BEST),
 }
-FOUR_BIT = ("torchao 4-bit", "4-bit m", "4-bit e2m1", "4-bit k^2", "log4")
+LIBRARY: dict[str, Candidate] = {
+    **{states: Library(states) for states in ("fp32", "bf16", "8bit", "fp8", "log8", "4bit", "log4")},
+    "log4 log8": Library((("m", "log4"), ("v", "log8"))),
+}
 
 # One moment narrow, the other exact: whose error is it?
 ALONE = {
     "m dynamic": Pair("dynamic", "fp32", ""),
     "m k^1.5": Pair("k^1.5", "fp32", ""),
     "m e4m3": Pair("e4m3", "fp32", ""),
-    "m lin-log": Pair("lin-log", "fp32", ""),
-    "m 4-bit linear": Pair("4-bit linear", "fp32", ""),
+    "m log8": Pair("log8", "fp32", ""),
+    "m log4": Pair("log4", "fp32", ""),
     "m dropped": Pair("dropped", "fp32", ""),
     "v dynamic": Pair("fp32", "dynamic", ""),
     "v linear on the root": Pair("fp32", "linear on the root", ""),
-    "v log": Pair("fp32", "log", ""),
-    "v 4-bit log": Pair("fp32", "4-bit log", ""),
+    "v log8": Pair("fp32", "log8", ""),
+    "v log4": Pair("fp32", "log4", ""),
 }
+_V = Log(255)
 MISTAKES: dict[str, Candidate] = {
-    "m coarse near zero": Simulation(M["lin-log, late"].codec, Log(255), hand_over=True),
-    "m truncated": Simulation(M["lin-log, down"].codec, Log(255), hand_over=True),
-    "m rounded stochastically": Simulation(M["lin-log, stochastic"].codec, Log(255), hand_over=True),
-    "m in 4 bits rounded stochastically": Simulation(power(1, 7, stochastic=True), Log(255), hand_over=True),
-    "handed over with the bias correction": Simulation(
-        M["lin-log"].codec, Log(255), hand_over=True, corrected=True
-    ),
+    "m linear up to 64 times the smallest": Simulation(LinLog(knee=64), _V, hand_over=True),
+    "m linear up to 8 times the smallest": Simulation(LinLog(knee=8), _V, hand_over=True),
+    "m linear up to the smallest": Simulation(LinLog(knee=1), _V, hand_over=True),
+    "m truncated": Simulation(LinLog(rounding="down"), _V, hand_over=True),
+    "m stochastic": Simulation(LinLog(rounding="stochastic"), _V, hand_over=True),
+    "m in 4 bits stochastic": Simulation(power(1, 7, stochastic=True), _V, hand_over=True),
+    "handed over with the bias correction": Simulation(LinLog(), _V, hand_over=True, corrected=True),
 }
-LIBRARY = {states: Library(states) for states in ("fp32", "bf16", "8bit", "fp8", "4bit")}
 
 
 def variant(name: str, hand_over: bool, random_v: bool) -> str:
@@ -190,6 +195,8 @@ def representatives() -> dict[str, Candidate]:
     """Each pair once, in the form that it is proposed in, and the library's states."""
     found: dict[str, Candidate] = dict(LIBRARY)
     for name, pair in PAIRS.items():
+        if name in LIBRARY:
+            continue
         candidate = pair.candidate(*pair.best)
         assert candidate is not None
         found[name] = candidate

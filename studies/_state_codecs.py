@@ -9,9 +9,9 @@ Two kinds are enough:
 - an adaptive codec fits its levels to each block, and keeps two numbers of it.
 
 **Logarithm without a logarithm.** A positive float32's bit pattern, read as an integer, is a logarithm, piecewise
-linear: the exponent is its integer part, the fraction the rest, and 2^23 make a binade. It is at most 0.0861 binades
-off and monotone, so equal steps of the pattern are steps of equal ratio to within a factor of two. Encode and decode
-are integer arithmetic and one multiplication: every device gives the same codes, without table or special function.
+linear: the exponent is its integer part, the fraction the rest, and 2^23 make a binade. It is at most 0.0861
+binades off and monotone, so equal steps of the pattern are steps of equal ratio to within a factor of two. Encode
+and decode are integer arithmetic and one multiplication: every device gives the same codes, without a table.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ import torch
 from torch import Tensor
 
 from narrowgauge.formats import codebook
+from narrowgauge.storage import state_storage
 
 Codec = Callable[[Tensor, Tensor], Tensor]
 
 _TINY = 2.0**-126  # the smallest normal float32: a block or an element below is kept as zero
 _HUGE = 2.0**126
+_EXPONENT = 0x7F800000
 _KEY = 15  # bits dropped from a pattern to look a level up: what remains tells 2^-8 of a binade apart
 _ONE = 0x3F800000  # the pattern of 1.0
 BINADE = 1 << 23  # steps of the bit pattern from a power of two to the next
@@ -162,8 +164,22 @@ def _round(place: Tensor, noise: Tensor, rounding: str) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """The library's own storage, written and read back."""
+
+    states: str
+    signed: bool
+    rounding: str = "nearest"
+
+    def __call__(self, x: Tensor, noise: Tensor) -> Tensor:
+        random = (noise * 2.0**16).to(torch.int32) if self.rounding == "stochastic" else None
+        storage, block_size = state_storage(self.states), x.shape[1]
+        return storage.decode(storage.encode(x, self.signed, block_size, random), x.shape, self.signed, block_size)
+
+
+@dataclass(frozen=True)
 class Log:
-    """A second moment as equal steps of its bit pattern, between the block's smallest and largest element.
+    """A second moment as the library's `log8` has it: equal steps of its bit pattern, from the block's smallest on.
 
     Code 0 is zero and stays zero; the others are never zero: what lies below `binades` binades under the largest is
     raised to that floor. That can only make a step too small, where rounding to zero makes it explode.
@@ -185,10 +201,10 @@ class Log:
 
 @dataclass(frozen=True)
 class LinLog:
-    """A first moment, linear near zero and logarithmic further out: equal steps of the pattern of |m| + c.
+    """A first moment as the library's `log8` has it, with other knees and roundings.
 
-    c is `knee` times the block's smallest non-zero magnitude, at least `binades` binades below its largest: a block
-    of one scale is kept almost linearly, and one of many scales almost logarithmically.
+    Linear near zero and logarithmic further out: equal steps of the pattern of |m| + c. c is a power of two, `knee`
+    times the block's smallest non-zero magnitude or the next below, at least `binades` binades under its largest.
     """
 
     codes: int = 127
@@ -199,7 +215,8 @@ class LinLog:
     def __call__(self, x: Tensor, noise: Tensor) -> Tensor:
         magnitude = x.abs()
         kept, smallest, largest = _extremes(magnitude)
-        c = torch.minimum(torch.maximum(smallest * self.knee, largest * 2.0**-self.binades), largest)
+        c = torch.maximum(smallest * self.knee, largest * 2.0**-self.binades)
+        c = (_pattern(torch.minimum(c, largest * 2)) & _EXPONENT).view(torch.float32)
         low, high = _pattern(c), _pattern(largest + c)
         unit = ((high - low).float() / self.codes).clamp_min(1.0)
         code = _round((_pattern(magnitude + c) - low).float() / unit, noise, self.rounding).clamp(0, self.codes)

@@ -6,8 +6,8 @@ over 8 is the cost of an element, free of what is paid once. Every instruction c
 gathers (loads from a table, at an address that depends on the element) are counted again on their own.
 
 Division by the scale is a multiplication by its reciprocal, a block's scales are two numbers, and codes are bytes
-(4-bit codes are not packed here). The gather encodes by a packed table: an entry a key of the leading bits, holding
-the code at its start and the one cut inside.
+(4-bit codes are not packed here; what packing costs comes on top). The gather encodes by a packed table: an entry a
+key of the leading bits, holding the code at its start and the one cut inside.
 """
 
 from __future__ import annotations
@@ -119,30 +119,34 @@ def log2_encode(x, a, b, table, SIGNED: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def log_decode(code, a, b, table, SIGNED: tl.constexpr, P: tl.constexpr):
-    k = code.to(tl.float32) - 1.0
-    value = (a.to(tl.int32, bitcast=True) + (k * b + 0.5).to(tl.int32)).to(tl.float32, bitcast=True)
-    return tl.where(code == 0, 0.0, value)
+    low, high, n = _ends(a, b, SIGNED, P)
+    k = code.to(tl.int32)
+    k = (k & n) if SIGNED else k - 1
+    pattern = low + (k.to(tl.float32) * ((high - low).to(tl.float32) / n) + 0.5).to(tl.int32)
+    value = pattern.to(tl.float32, bitcast=True)
+    value = tl.where(k == n, b, value - a if SIGNED else value)
+    if SIGNED:
+        return tl.where(code > n, -value, value)
+    return tl.where(code > 0, value, 0.0)
 
 
 @triton.jit
 def log_encode(x, a, b, table, SIGNED: tl.constexpr, P: tl.constexpr):
-    place = (x.to(tl.int32, bitcast=True) - a.to(tl.int32, bitcast=True)).to(tl.float32) * b
-    # Half a code to the nearest; a random share of one, in its place, to round stochastically.
-    k = tl.maximum(place + 1.5, 1.0).to(tl.int32)
-    return tl.where(x == 0, 0, k).to(tl.uint8)
+    low, high, n = _ends(a, b, SIGNED, P)
+    magnitude = tl.abs(x)
+    pattern = (magnitude + a if SIGNED else x).to(tl.int32, bitcast=True)
+    fine = (tl.maximum(pattern - low, 0).to(tl.float32) * (65536.0 * n / (high - low).to(tl.float32))).to(tl.int32)
+    # Half a code for the nearest; 16 random bits in its place to round stochastically.
+    k = tl.where(magnitude == b, n, tl.minimum((fine + 32768) >> 16, n))
+    k = tl.where((x < 0) & (k > 0), k + n + 1, k) if SIGNED else k + 1
+    return tl.where(magnitude > 0, k, 0).to(tl.uint8)
 
 
 @triton.jit
-def linlog_decode(code, a, b, table, SIGNED: tl.constexpr, P: tl.constexpr):
-    k = code.to(tl.int8, bitcast=True).to(tl.float32)
-    pattern = a.to(tl.int32, bitcast=True) + (tl.abs(k) * b + 0.5).to(tl.int32)
-    return _sign(pattern.to(tl.float32, bitcast=True) - a, k)
-
-
-@triton.jit
-def linlog_encode(x, a, b, table, SIGNED: tl.constexpr, P: tl.constexpr):
-    place = ((tl.abs(x) + a).to(tl.int32, bitcast=True) - a.to(tl.int32, bitcast=True)).to(tl.float32) * b
-    return _sign((place + 0.5).to(tl.int32), x).to(tl.uint8)
+def _ends(a, b, SIGNED: tl.constexpr, P: tl.constexpr):
+    """Patterns of the ends of a block's range, and steps between them."""
+    high = (b + a if SIGNED else b).to(tl.int32, bitcast=True)
+    return a.to(tl.int32, bitcast=True), high, (2 ** (P - 1) - 1) if SIGNED else 2**P - 2
 
 
 @triton.jit
@@ -168,7 +172,7 @@ def _kernel(
         tl.store(scales + 4 * block, largest)
         tl.store(scales + 4 * block + 1, second)
         if RANGE:
-            code = ENCODE(x, second, 255.0 / (largest - second), table, SIGNED, P)
+            code = ENCODE(x, second, largest, table, SIGNED, P)
         else:
             code = ENCODE(x, 1.0 / largest, second, table, SIGNED, P)
         tl.store(state + at, code)
@@ -176,8 +180,8 @@ def _kernel(
 
 @triton.jit
 def _random(out, seed, step, N: tl.constexpr):
-    # One counter serves four elements.
-    at = tl.program_id(0) * (N // 4) + tl.arange(0, N // 4)
+    # One counter gives 128 bits, for eight elements.
+    at = tl.program_id(0) * (N // 8) + tl.arange(0, N // 8)
     a, b, c, d = tl.philox(seed, at, step, 0, 0)
     tl.store(out + at, a ^ b ^ c ^ d)
 
@@ -192,7 +196,6 @@ KERNELS: dict[str, tuple[Any, Any, bool, int, bool]] = {
     "power 1.5 m": (power_decode, power_encode, True, 15, False),
     "power 2 m": (power_decode, power_encode, True, 2, False),
     "power 4 m": (power_decode, power_encode, True, 4, False),
-    "4-bit linear m": (power_decode, power_encode, True, 1, False),
     "4-bit linear v": (power_decode, power_encode, False, 1, False),
     "linear root v": (power_decode, power_encode, False, 2, False),
     "softsign m": (softsign_decode, softsign_encode, True, 1, False),
@@ -202,9 +205,10 @@ KERNELS: dict[str, tuple[Any, Any, bool, int, bool]] = {
     "e4m3 expanded v": (e4m3_decode, e4m3_encode, False, 0, True),
     "log2 m": (log2_decode, log2_encode, True, 1, True),
     "log2 v": (log2_decode, log2_encode, False, 1, True),
-    "log v": (log_decode, log_encode, False, 1, True),
-    "4-bit log v": (log_decode, log_encode, False, 1, True),
-    "lin-log m": (linlog_decode, linlog_encode, True, 1, True),
+    "log8 m": (log_decode, log_encode, True, 8, True),
+    "log8 v": (log_decode, log_encode, False, 8, True),
+    "log4 m": (log_decode, log_encode, True, 4, True),
+    "log4 v": (log_decode, log_encode, False, 4, True),
 }
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from _state_tables import LABELS
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from _state_tables import LABELS
 from narrowgauge.cli._plots import INK, PALETTE
 
 # Colour, dashes and width of each candidate that is shown; the rest are in the tables.
@@ -34,7 +34,9 @@ def error_over_steps(results: dict[str, Any]) -> Figure:
                 continue
             errors = [part[name][case][str(mark)][0] for mark in marks]
             style = {"color": PALETTE[colour][0], "linewidth": width, "linestyle": (0, dashes) if dashes else "-"}
-            axis.plot(marks, [float("nan") if e is None else e for e in errors], "o-", markersize=4, label=label, **style)
+            axis.plot(
+                marks, [float("nan") if e is None else e for e in errors], "o-", markersize=4, label=label, **style
+            )
         axis.set(xscale="log", yscale="log")
         axis.set_title(title, color=INK)
         axis.xaxis.set_major_locator(FixedLocator(marks))

@@ -48,7 +48,7 @@ def last(marks: Results) -> Errors:
 
 
 def _title(results: Results, name: str) -> str:
-    return f"`{name}`" if name in results["candidates"] else f"library's `{name}`"
+    return f"`{name}`" + " †" * (name in results["library"])
 
 
 def _cost(results: Results, name: str) -> tuple[str, str]:
@@ -67,7 +67,9 @@ def candidates(results: Results) -> str:
         form = FORMS[" + hand-over" * candidate["best"][0] + " + stochastic v" * candidate["best"][1]]
         what = candidate["says"] + {"plain": "", "both": "; hand-over, stochastic v"}.get(form, f"; {form}")
         errors = [both(last(found[name][case])) for case in ("one scale", "six decades")]
-        rows.append((f"`{name}`", what, f"{candidate['bytes']['256']:.3f}", *_cost(results, name), *errors))
+        rows.append(
+            (_title(results, name), what, f"{candidate['bytes']['256']:.3f}", *_cost(results, name), *errors)
+        )
     head = ("", "m and v", "bytes", "instructions", "gathers", LABELS["one scale"], LABELS["six decades"])
     return markdown(head, rows, 2)
 
@@ -88,7 +90,8 @@ def _over_steps(part: str, cases: Sequence[str], results: Results) -> str:
     marks = list(next(iter(found.values()))[cases[0]])
     head = [f"{LABELS[case][:3]} {int(mark):,}" for case in cases for mark in marks]
     rows = [
-        (_title(results, name), *(cell(found[name][case][mark]) for case in cases for mark in marks)) for name in found
+        (_title(results, name), *(cell(found[name][case][mark]) for case in cases for mark in marks))
+        for name in found
     ]
     return markdown(("", *head), rows)
 
@@ -115,7 +118,10 @@ def blocks(results: Results) -> str:
     found = results["parts"]["blocks"]
     sizes = list(next(iter(results["candidates"].values()))["bytes"])
     rows = [
-        (_title(results, name), *(cell(last(found[name][f"{case} {size}"])) for case in THREE[:2] for size in sizes))
+        (
+            _title(results, name),
+            *(cell(last(found[name][f"{case} {size}"])) for case in THREE[:2] for size in sizes),
+        )
         for name in found
     ]
     return markdown(("", *(f"{LABELS[case][:3]} {size}" for case in THREE[:2] for size in sizes)), rows)
@@ -152,8 +158,8 @@ def origin(results: Results) -> str:
     environment, size, training = results["environment"], results["size"], results["training"]
     return (
         f"`{results['command']}`: {results['minutes']:.0f} minutes, {environment['device']}, torch "
-        f"{environment['torch'].partition('+')[0]}, seed {training['seed']}. {size['reference']:,} elements a case for "
-        f"the usual simulation, {size['numel']:,} for the rest; trainings of {size['recorded']:,} steps, "
+        f"{environment['torch'].partition('+')[0]}, seed {training['seed']}. {size['reference']:,} elements a case "
+        f"for the usual simulation, {size['numel']:,} for the rest; trainings of {size['recorded']:,} steps, "
         f"{training['model']} model, learning rate {training['lr']:g}.\n"
     )
 
@@ -168,7 +174,6 @@ def state_facts(results: Results) -> dict[str, str]:
     def at(part: str, name: str, case: str) -> str:
         return significant(last(parts[part][name][case])[0] or 0.0, 2)
 
-    mistake = parts["alone"]["m in 4 bits rounded stochastically"]["six decades"]
     return {
         "paper_one": usual("8bit", digits=3),
         "paper_six": usual("8bit", "six decades"),
@@ -181,19 +186,22 @@ def state_facts(results: Results) -> dict[str, str]:
         "dropped": usual("m dropped + hand-over"),
         "m_only": usual("m k^1.5"),
         "m_only_handed": usual("m k^1.5 + hand-over"),
-        "m4_only": usual("m 4-bit linear"),
-        "m4_only_handed": usual("m 4-bit linear + hand-over"),
+        "m4_only": usual("m log4"),
+        "m4_only_handed": usual("m log4 + hand-over"),
         "random_bits": f"{kernels['random bits']['instructions']:.0f}" if kernels else "?",
         "up_nearest": at("variants", "log8 + hand-over", "up 30"),
         "up_stochastic": at("variants", "log8 + hand-over + stochastic v", "up 30"),
         "six_nearest": at("variants", "log8 + hand-over", "six decades"),
         "six_stochastic": at("variants", "log8 + hand-over + stochastic v", "six decades"),
-        "stochastic_m_worst": significant(max(errors[1] for errors in mistake.values()), 2),
+        "stochastic_m_worst": _worst(parts["alone"]["m in 4 bits stochastic"]["six decades"]),
         "corrected": at("alone", "handed over with the bias correction", "one scale"),
-        "coarse_worst": significant(
-            max(errors[1] for errors in parts["alone"]["m coarse near zero"]["sparse rows"].values()), 2
-        ),
+        "coarse_worst": _worst(parts["alone"]["m linear up to 64 times the smallest"]["sparse rows"]),
+        "fine_worst": _worst(parts["alone"]["m linear up to 8 times the smallest"]["sparse rows"]),
     }
+
+
+def _worst(marks: Results) -> str:
+    return significant(max(errors[1] or float("inf") for errors in marks.values()), 2)
 
 
 def findings(results: Results) -> dict[str, str]:

@@ -23,7 +23,7 @@ import _state_candidates as candidates
 import torch
 import typer
 from _gather import Training
-from _state_bench import SETTINGS, Candidate, Library, Simulation, run
+from _state_bench import SETTINGS, Candidate, Simulation, run
 from _state_gradients import CASES, UNIT, Gradients, recorded, synthetic
 from _state_recorded import clip, gpt
 
@@ -134,36 +134,32 @@ def _merge(found: Found, more: Found) -> None:
             found.setdefault(name, {}).setdefault(segment, {}).update(marks)
 
 
-def _both_ways() -> dict[str, Candidate]:
-    """Pairs in all their variants, without those that `representatives` runs anyway."""
-    return candidates.variants(candidates.PAIRS)
-
-
 def _adagrad() -> dict[str, Candidate]:
-    log = candidates.V["log"].codec
-    always = candidates.stochastic(log)
-    assert always is not None
-    return {
-        **{states: Library(states) for states in ("fp32", "bf16", "8bit")},
-        "log, nearest": Simulation(log, log),
-        "log, stochastic": Simulation(log, always),
+    log8 = candidates.V["log8"].codec
+    return {name: candidates.LIBRARY[name] for name in ("fp32", "bf16", "8bit", "log8", "log4")} | {
+        "log8, nearest": Simulation(log8, log8)
     }
+
+
+def _first_moments() -> dict[str, Candidate]:
+    """States for rules of which some have no second moment."""
+    return {name: candidates.LIBRARY[name] for name in ("fp32", "bf16", "8bit", "log8", "4bit", "log4")}
 
 
 # What is measured: how, and of which candidates.
 PARTS: dict[str, tuple[Callable[..., Found], Callable[[], dict[str, Candidate]]]] = {
     "long": (long, candidates.representatives),
     "sudden": (sudden, candidates.representatives),
-    "variants": (late, _both_ways),
+    "variants": (late, lambda: candidates.variants(candidates.PAIRS)),
     "reference": (reference, lambda: candidates.representatives() | candidates.variants(candidates.ALONE)),
     "alone": (late, lambda: candidates.variants(candidates.ALONE) | candidates.MISTAKES),
     "blocks": (blocks, candidates.representatives),
     "gpt": (from_gpt, candidates.representatives),
     "clip": (from_clip, candidates.representatives),
     "adagrad": (_rule("adagrad", 10000), _adagrad),
-    "sgd": (_rule("sgd", 1000), lambda: dict(candidates.LIBRARY)),
-    "lamb": (_rule("lamb", 1000), lambda: dict(candidates.LIBRARY)),
-    "lion": (_rule("lion", 1000), lambda: dict(candidates.LIBRARY)),
+    "sgd": (_rule("sgd", 1000), _first_moments),
+    "lamb": (_rule("lamb", 1000), _first_moments),
+    "lion": (_rule("lion", 1000), _first_moments),
 }
 WHOLE = ("gpt", "clip")  # not worth dividing: every share of the candidates would train the model again
 _SHARE = 8  # candidates a job
@@ -225,7 +221,6 @@ def described() -> Found:
             "bytes": {block: pair.bytes(block) for block in BLOCKS},
             "best": pair.best,
             "kernels": kernels,
-            "four_bit": name in candidates.FOUR_BIT,
         }
     return found
 
@@ -257,6 +252,7 @@ def main(
         "size": asdict(size),
         "cases": CASES,
         "candidates": described(),
+        "library": list(candidates.LIBRARY),
         "kernels": instructions(),
         "minutes": (time.perf_counter() - begin) / 60,
         "parts": parts,

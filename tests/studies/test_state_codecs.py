@@ -13,7 +13,7 @@ from _gather import Training
 from _state_bench import SETTINGS, Library, Reference, Simulation, exploded, run
 
 import narrowgauge as ng
-from narrowgauge.storage import state_storage
+from narrowgauge.storage import _log_codes
 
 FLAT = {"all": slice(0, 2048)}
 
@@ -22,10 +22,11 @@ def noise_like(x: torch.Tensor) -> torch.Tensor:
     return torch.rand(x.shape, generator=torch.Generator().manual_seed(3))
 
 
-def blocks(decades: float = 6.0, rows: int = 16, width: int = 256, seed: int = 0) -> torch.Tensor:
-    """Numbers of many scales, with a block of zeros and one with a single number."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, width, generator=generator) * 10 ** (decades * torch.rand(rows, width, generator=generator))
+def blocks(decades: float = 6.0, rows: int = 16, width: int = 256) -> torch.Tensor:
+    """Numbers of many scales up to about 1, with a block of zeros and one with a single number."""
+    generator = torch.Generator().manual_seed(0)
+    x, u = torch.randn(rows, width, generator=generator), torch.rand(rows, width, generator=generator)
+    x = x * 10 ** (-decades * u)
     x[0], x[1, 1:] = 0, 0
     return x
 
@@ -40,8 +41,8 @@ def errors(candidate, case: str, steps: int = 200, rows: int = 64, rule: str = "
 
 @pytest.mark.parametrize("rule", SETTINGS)
 def test_the_library_with_fp32_states_is_the_reference(rule: str) -> None:
-    """Lion's sign is decided by the last bit once in a while: then a step is off by two. LAMB's weights do not start
-    at zero, and their last bits are larger beside their way."""
+    """Lion's sign is decided by the last bit once in a while: then a step is off by two. LAMB's weights do not
+    start at zero, and their last bits are larger beside their way."""
     error, _ = errors(Library("fp32"), "one scale", 50, 16, rule)
     assert error < {"lion": 1e-2, "lamb": 2e-5}.get(rule, 2e-6)
 
@@ -64,22 +65,21 @@ def test_the_reference_is_torchs_adamw_in_float64() -> None:
     torch.testing.assert_close(ours.weights(), p.detach(), rtol=1e-12, atol=1e-15)
 
 
-def test_simulating_the_librarys_states_is_running_them() -> None:
-    """The same storage as a codec in the bench's loop, and in the library's optimizer: two ways to one figure."""
-    storage = state_storage("8bit")
-
-    def codec(signed: bool):
-        def read_back(x, noise):
-            return storage.decode(storage.encode(x, signed, x.shape[1]), x.shape, signed, x.shape[1])
-
-        return read_back
-
-    ours = errors(Simulation(codec(True), codec(False)), "one scale")
-    assert ours[0] == pytest.approx(errors(Library("8bit"), "one scale")[0], rel=1e-3)
+@pytest.mark.parametrize("states", ["8bit", "log8", "log4"])
+def test_simulating_the_librarys_states_is_running_them(states: str) -> None:
+    """The storages as codecs in the bench's loop, and the library's optimizer: two ways to one figure."""
+    kept = [
+        codecs.Stored(states, True),
+        codecs.Stored(states, False, "nearest" if states == "8bit" else "stochastic"),
+    ]
+    ours = errors(Simulation(*kept, hand_over=states != "8bit"), "one scale")
+    # Other random bits: the same error, not the same errors.
+    close = 1e-3 if states == "8bit" else 0.05
+    assert ours[0] == pytest.approx(errors(Library(states), "one scale")[0], rel=close)
 
 
 def test_the_papers_pair_at_the_usual_setting() -> None:
-    for candidate in (Library("8bit"), candidates.PAIRS["paper"].candidate()):
+    for candidate in (Library("8bit"), candidates.PAIRS["8bit"].candidate()):
         assert 0.0225 < errors(candidate, "one scale")[0] < 0.0240
         error, worst = errors(candidate, "six decades")
         assert error > 10
@@ -87,7 +87,7 @@ def test_the_papers_pair_at_the_usual_setting() -> None:
 
 
 def test_log8_is_an_order_better_where_it_matters() -> None:
-    log8 = candidates.PAIRS["log8"].candidate(True, True)
+    log8 = Library("log8")
     assert errors(log8, "one scale")[0] < 0.0075
     error, worst = errors(log8, "six decades")
     assert error < 0.1
@@ -131,34 +131,51 @@ def test_the_rest_point_moves_as_with_exact_momentum(quantizer: str) -> None:
 # Codecs.
 
 
-@pytest.mark.parametrize("name", candidates.M)
+@pytest.mark.parametrize("name", sorted(candidates.M))
 def test_zeros_signs_and_largest_of_a_first_moment(name: str) -> None:
     x = blocks()
     y = candidates.M[name].codec(x, noise_like(x))
     assert bool((y[x == 0] == 0).all())
-    if name == "dropped":
-        return
     assert bool((y * x >= 0).all())
-    largest = x.abs().amax(1)
-    tolerance = 2.0**-10 if "fp16" in name else 2.0**-20
-    assert bool(((y.abs().amax(1) - largest).abs() <= tolerance * largest).all())
+    if name != "dropped":
+        largest = x.abs().amax(1)
+        tolerance = {"softsign, fp16 scale": 2.0**-10, "log2": 2.0**-16}.get(name, 2.0**-22)
+        assert bool(((y.abs().amax(1) - largest).abs() <= tolerance * largest).all())
 
 
-@pytest.mark.parametrize("name", [name for name in candidates.M if "stochastic" not in name and "log2" not in name])
+@pytest.mark.parametrize("name", sorted(candidates.M))
 def test_nearest_never_errs_by_more_than_the_number(name: str) -> None:
-    """What makes a hand-over safe: |m - Q(m)| <= |m|."""
+    """What makes a hand-over safe: |m - Q(m)| <= |m|, with each as it is rounded."""
     x = blocks()
     kept = candidates.M[name].codec(x, noise_like(x))
-    assert bool(((x - kept).abs() <= x.abs() * (1 + 1e-3)).all())
+    assert bool(((x - kept).abs() <= 1.01 * x.abs()).all())
 
 
-@pytest.mark.parametrize("v", ["log", "4-bit log", "log2"])
+def test_maps_in_their_own_scale_may_err_by_more() -> None:
+    """Rounding k of k^4 to the nearest moves what is a sixteenth of the first level up to it: 15 times too much."""
+    x = torch.tensor([[1.0, 0.07 * 127.0**-4]])
+    assert float(codecs.power(4, 127)(x, x)[0, 1]) > 10 * float(x[0, 1])
+    assert float(codecs.power(4, 127).by_value()(x, x)[0, 1]) == 0
+
+
+@pytest.mark.parametrize("v", ["log", "log8", "log4", "log2"])
 def test_a_logarithmic_second_moment_is_never_zero(v: str) -> None:
-    x = blocks(20.0).abs()
+    x = blocks(15.0).square()
     for codec in (candidates.V[v].codec, candidates.stochastic(candidates.V[v].codec)):
         y = codec(x, noise_like(x))
-        assert bool(((y > 0) == (x > 0)).all())
-    assert bool((codecs.Log(255, "nearest")(x, x)[x > 0] >= x[x > 0] / 1.3).all())
+        assert bool(((y > 0) == (x >= 2.0**-126)).all())
+
+
+def test_the_quick_logarithms_are_the_librarys() -> None:
+    """Within a rounding of float32, which may once in a while decide for the neighbouring code."""
+    m = blocks()
+    for quick, stored, x in (
+        (codecs.Log(255, "nearest"), codecs.Stored("log8", False), m.square()),
+        (codecs.LinLog(knee=_log_codes._OFFSET), codecs.Stored("log8", True), m),
+    ):
+        a, b = quick(x, x), stored(x, x)
+        close = (a - b).abs() <= 1e-5 * b.abs()
+        assert float(close.float().mean()) > 0.999
 
 
 def test_what_lies_below_the_floor_is_raised() -> None:
@@ -168,17 +185,15 @@ def test_what_lies_below_the_floor_is_raised() -> None:
     assert float(y[0, 3]) == 0
 
 
-@pytest.mark.parametrize("name", ["paper", "FlashOptim", "root linear", "log8", "log4", "torchao 4-bit"])
+@pytest.mark.parametrize("name", ["8bit", "FlashOptim", "root linear", "log8", "log4"])
 def test_stochastic_rounding_of_v_is_right_in_the_mean(name: str) -> None:
+    """Logarithmic codes in their pattern, which is bent at powers of two; in 4 bits that shows."""
     v = candidates.V[candidates.PAIRS[name].v].codec
     x = (torch.rand(1, 256, generator=torch.Generator().manual_seed(1)) + 0.02).square()
     generator = torch.Generator().manual_seed(2)
     many = torch.stack([candidates.stochastic(v)(x, torch.rand(1, 256, generator=generator)) for _ in range(4000)])
-    off = ((many.mean(0) - x) / (many.std(0) / math.sqrt(len(many))).clamp_min(1e-7 + 1e-3 * x)).abs()
-    nearest = ((v(x, x) - x).abs() / x).mean()
-    # Logarithmic codes are unbiased in the pattern, which is straight between powers of two and bent at them.
-    assert float(((many.mean(0) - x).abs() / x).mean()) < 0.2 * float(nearest)
-    assert float(off.median()) < 3
+    mean, nearest = ((y - x).abs() / x for y in (many.mean(0), v(x, x)))
+    assert float(mean.mean()) < (0.5 if name == "log4" else 0.1) * float(nearest.mean())
 
 
 def test_maps_round_to_the_nearest_by_search() -> None:
@@ -258,8 +273,12 @@ def test_the_study_runs(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
 
 
 def test_bytes_are_counted() -> None:
-    assert candidates.PAIRS["paper"].bytes(256) == 2 + 8 / 256
+    assert candidates.PAIRS["8bit"].bytes(256) == 2 + 8 / 256
     assert candidates.PAIRS["FlashOptim"].bytes(256) == 2.125
     assert candidates.PAIRS["log8"].bytes(256) == 2 + 16 / 256 <= 2.07
-    p = torch.zeros(4096, requires_grad=True)
-    assert ng.optim.AdamW([p], states="8bit").state_bytes() == candidates.PAIRS["paper"].bytes() * 4096
+    for states in ("8bit", "fp8", "4bit", "log8", "log4"):
+        p = torch.zeros(4096, requires_grad=True)
+        p.grad = torch.ones(4096)
+        optimizer = ng.optim.AdamW([p], states=states)
+        optimizer.step()
+        assert optimizer.state_bytes() == pytest.approx(candidates.PAIRS[states].bytes() * 4096, abs=16)
