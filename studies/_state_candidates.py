@@ -201,3 +201,13 @@ def representatives() -> dict[str, Candidate]:
         assert candidate is not None
         found[name] = candidate
     return found
+
+
+def finalists() -> dict[str, Candidate]:
+    """The few that run longest: the known ones, the best, and log8 without its parts."""
+    found = representatives()
+    shown = ("8bit", "FlashOptim", "COAT", "relative 1.5", "power 4", "torchao 4-bit", "log4", "log8")
+    parts = variants({"log8": PAIRS["log8"]})
+    parts["log8 plain"] = parts.pop("log8")
+    del parts[variant("log8", *BEST)]
+    return {name: found[name] for name in shown} | parts

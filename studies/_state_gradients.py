@@ -97,18 +97,24 @@ def _zipf(rows: int, generator: torch.Generator) -> Tensor:
     return 8.0 / rank
 
 
-def recorded(steps: Iterator[Mapping[str, Tensor]], device: str = "cpu") -> Gradients:
-    """Gradients of a training run, by tensor, as an iterator gives them; of each as many whole units as it has."""
+def recorded(steps: Iterator[Mapping[str, Tensor]], most: int, device: str = "cpu") -> Gradients:
+    """Gradients of a training run, by tensor, as an iterator gives them.
+
+    Of each tensor whole units are taken, spread evenly over it, with `most` elements together or fewer.
+    """
     first = next(steps)
-    sizes = {name: g.numel() // UNIT * UNIT for name, g in first.items()}
+    strides = {name: -(-g.numel() // most) for name, g in first.items()}
     segments, start = {}, 0
-    for name, size in sizes.items():
+    for name, g in first.items():
+        size = len(range(0, g.numel() // UNIT, strides[name])) * UNIT
         segments[name] = slice(start, start := start + size)
 
-    def flat(found: Mapping[str, Tensor]) -> Tensor:
-        return torch.cat([found[name].detach().reshape(-1)[:size].float() for name, size in sizes.items()])
+    def part(g: Tensor, stride: int) -> Tensor:
+        flat = g.detach().reshape(-1).float()
+        return flat[: flat.numel() // UNIT * UNIT].view(-1, UNIT)[::stride].reshape(-1)
 
     def at(step: int) -> Tensor:
-        return flat(first if step == 1 else next(steps))
+        found = first if step == 1 else next(steps)
+        return torch.cat([part(found[name], stride) for name, stride in strides.items()])
 
     return Gradients(segments, at, torch.device(device))

@@ -25,13 +25,11 @@ LOOKS: dict[str, tuple[str, str, tuple[float, ...], float]] = {
 def error_over_steps(results: dict[str, Any]) -> Figure:
     """Relative error of the displacement, both scales logarithmic."""
     figure = Figure((12.5, 8.2), layout="constrained", facecolor="white")
-    grid = figure.subplots(2, 3, sharex=True, sharey=True)
+    grid = figure.subplots(2, 2, sharex=True, sharey=True)
     marks = results["size"]["marks"]
-    for axis, (case, title) in zip(grid.flat, LABELS.items(), strict=True):
-        part = results["parts"]["long" if case in next(iter(results["parts"]["long"].values())) else "sudden"]
+    part = results["parts"]["finalists"]
+    for axis, (case, title) in zip(grid.flat, list(LABELS.items())[:4], strict=True):
         for name, (label, colour, dashes, width) in LOOKS.items():
-            if name not in part:
-                continue
             errors = [part[name][case][str(mark)][0] for mark in marks]
             style = {"color": PALETTE[colour][0], "linewidth": width, "linestyle": (0, dashes) if dashes else "-"}
             axis.plot(

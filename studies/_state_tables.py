@@ -74,13 +74,10 @@ def candidates(results: Results) -> str:
     return markdown(head, rows, 2)
 
 
-def long(results: Results) -> str:
-    """All cases at the end of the longest run."""
-    steady, sudden = results["parts"]["long"], results["parts"]["sudden"]
-    rows = [
-        (_title(results, name), *(both(last((steady[name] | sudden[name])[case])) for case in LABELS))
-        for name in steady
-    ]
+def _cases(part: str, results: Results) -> str:
+    """All cases at the end of a part."""
+    found = results["parts"][part]
+    rows = [(_title(results, name), *(both(last(found[name][case])) for case in LABELS)) for name in found]
     return markdown(("", *LABELS.values()), rows)
 
 
@@ -104,13 +101,6 @@ def variants(results: Results) -> str:
         rows.append((f"`{name}`", *(cell(each and last(each[case])) for case in THREE for each in errors)))
     head = [f"{LABELS[case][:3]} {form}" for case in THREE for form in FORMS.values()]
     return markdown(("", *head), rows)
-
-
-def alone(results: Results) -> str:
-    """One moment narrow, the other exact, and mistakes."""
-    found = results["parts"]["alone"]
-    rows = [(name, *(both(last(found[name][case])) for case in LABELS)) for name in found]
-    return markdown(("", *LABELS.values()), rows)
 
 
 def blocks(results: Results) -> str:
@@ -189,10 +179,14 @@ def state_facts(results: Results) -> dict[str, str]:
         "m4_only": usual("m log4"),
         "m4_only_handed": usual("m log4 + hand-over"),
         "random_bits": f"{kernels['random bits']['instructions']:.0f}" if kernels else "?",
-        "up_nearest": at("variants", "log8 + hand-over", "up 30"),
-        "up_stochastic": at("variants", "log8 + hand-over + stochastic v", "up 30"),
-        "six_nearest": at("variants", "log8 + hand-over", "six decades"),
-        "six_stochastic": at("variants", "log8 + hand-over + stochastic v", "six decades"),
+        "up_nearest": at("finalists", "log8 + hand-over", "up 30"),
+        "up_stochastic": at("finalists", "log8", "up 30"),
+        "down_nearest": at("finalists", "log8 + hand-over", "down 30"),
+        "down_stochastic": at("finalists", "log8", "down 30"),
+        "six_nearest": at("finalists", "log8 + hand-over", "six decades"),
+        "six_stochastic": at("finalists", "log8", "six decades"),
+        "steps": f"{results['size']['marks'][-1]:,}",
+        "most_steps": f"{results['size']['marks'][-2]:,}",
         "stochastic_m_worst": _worst(parts["alone"]["m in 4 bits stochastic"]["six decades"]),
         "corrected": at("alone", "handed over with the bias correction", "one scale"),
         "coarse_worst": _worst(parts["alone"]["m linear up to 64 times the smallest"]["sparse rows"]),
@@ -206,7 +200,7 @@ def _worst(marks: Results) -> str:
 
 def findings(results: Results) -> dict[str, str]:
     """What one run found, in few numbers, to be compared with another's."""
-    found = results["parts"]["long"]
+    found = results["parts"]["finalists"]
     shown = [name for name in ("8bit", "FlashOptim", "COAT", "relative 1.5", "log8", "log4") if name in found]
     steps = f"{results['size']['marks'][-1]:,} steps"
     return {
@@ -219,10 +213,11 @@ def findings(results: Results) -> dict[str, str]:
 TABLES = {
     "origin": origin,
     "candidates": candidates,
-    "long": long,
-    "steps": functools.partial(_over_steps, "long", THREE[:2]),
+    "all": functools.partial(_cases, "all"),
+    "finalists": functools.partial(_cases, "finalists"),
+    "steps": functools.partial(_over_steps, "finalists", THREE[:2]),
     "variants": variants,
-    "alone": alone,
+    "alone": functools.partial(_cases, "alone"),
     "blocks": blocks,
     "gpt": functools.partial(_tensors, "gpt"),
     "clip": functools.partial(_tensors, "clip"),

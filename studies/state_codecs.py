@@ -33,7 +33,6 @@ Found = dict[str, Any]
 STEADY = ("one scale", "six decades", "sparse rows", "sparse elements")
 SUDDEN = ("down 30", "up 30")
 BLOCKS = (64, 128, 256, 512, 1024, 2048)
-LATE = 3000  # the mark at which variants are told apart: nearest rounding's freezing has shown by then
 
 
 @dataclass(frozen=True)
@@ -43,22 +42,24 @@ class Size:
     Attributes:
         reference: elements a case of the 200 steps that other work reports; 1024 x 256 there.
         numel: elements a case of all other runs.
-        marks: steps after which errors are taken, ascending.
+        marks: steps after which errors are taken, ascending; all candidates reach the last but one.
         recorded: steps of the trainings.
+        tensor: elements a tensor of the trainings, at most.
     """
 
-    reference: int = 1024 * 256
-    numel: int = 2 * UNIT
+    reference: int = 16 * UNIT
+    numel: int = UNIT
     marks: tuple[int, ...] = (200, 1000, 3000, 10000)
-    recorded: int = 300
+    recorded: int = 200
+    tensor: int = 8 * UNIT
 
     def until(self, last: int) -> list[int]:
         """The marks up to one."""
         return [mark for mark in self.marks if mark <= last] or [self.marks[0]]
 
 
-QUICK = Size(reference=8 * UNIT, numel=UNIT, marks=(20, 60), recorded=20)
-GPU = Size(numel=32 * UNIT, recorded=1000)
+QUICK = Size(reference=4 * UNIT, marks=(20, 40, 60), recorded=20, tensor=2 * UNIT)
+GPU = Size(reference=1024 * 256, numel=32 * UNIT, recorded=1000, tensor=64 * UNIT)
 
 
 def reference(chosen: Mapping[str, Candidate], size: Size, training: Training) -> Found:
@@ -70,23 +71,19 @@ def reference(chosen: Mapping[str, Candidate], size: Size, training: Training) -
     return found
 
 
-def long(chosen: Mapping[str, Candidate], size: Size, training: Training) -> Found:
-    """The steady cases, as far as the last mark."""
-    return run(chosen, _made(STEADY, size, size.marks[-1], training), size.marks)
+def _cases(last: int | None) -> Callable[..., Found]:
+    """All cases, as far as some mark; the last but one without."""
 
+    def part(chosen: Mapping[str, Candidate], size: Size, training: Training) -> Found:
+        marks = size.until(last or size.marks[-2])
+        found = run(chosen, _made((*STEADY, *SUDDEN), size, marks[-1], training), marks)
+        for segments in found.values():
+            for case in SUDDEN:
+                # The change is half-way to the end: what earlier marks say is case (a).
+                segments[case] = {marks[-1]: segments[case][marks[-1]]}
+        return found
 
-def sudden(chosen: Mapping[str, Candidate], size: Size, training: Training) -> Found:
-    """The sudden cases: a run for each mark, since the change is half-way."""
-    found: Found = {name: {} for name in chosen}
-    for mark in size.marks:
-        _merge(found, run(chosen, _made(SUDDEN, size, mark, training), [mark]))
-    return found
-
-
-def late(chosen: Mapping[str, Candidate], size: Size, training: Training) -> Found:
-    """All cases as far as `LATE` steps, for what is only to be told apart."""
-    marks = size.until(LATE)
-    return run(chosen, _made((*STEADY, *SUDDEN), size, marks[-1], training), marks)
+    return part
 
 
 def blocks(chosen: Mapping[str, Candidate], size: Size, training: Training) -> Found:
@@ -94,7 +91,7 @@ def blocks(chosen: Mapping[str, Candidate], size: Size, training: Training) -> F
     found: Found = {name: {} for name in chosen}
     marks = size.until(1000)[-1:]
     for block in BLOCKS:
-        gradients = _made(STEADY[:3], size, marks[-1], training)
+        gradients = _made(STEADY[:2], size, marks[-1], training)
         ran = run(chosen, gradients, marks, block_size=block)
         _merge(found, {name: {f"{case} {block}": errors for case, errors in r.items()} for name, r in ran.items()})
     return found
@@ -102,12 +99,12 @@ def blocks(chosen: Mapping[str, Candidate], size: Size, training: Training) -> F
 
 def from_gpt(chosen: Mapping[str, Candidate], size: Size, training: Training) -> Found:
     """Gradients of a GPT."""
-    return _real(chosen, recorded(gpt(training), training.device), size)
+    return _real(chosen, recorded(gpt(training), size.tensor, training.device), size)
 
 
 def from_clip(chosen: Mapping[str, Candidate], size: Size, training: Training) -> Found:
     """Gradients of a CLIP."""
-    return _real(chosen, recorded(clip(training), training.device), size)
+    return _real(chosen, recorded(clip(training), size.tensor, training.device), size)
 
 
 def _real(chosen: Mapping[str, Candidate], gradients: Gradients, size: Size) -> Found:
@@ -148,12 +145,12 @@ def _first_moments() -> dict[str, Candidate]:
 
 # What is measured: how, and of which candidates.
 PARTS: dict[str, tuple[Callable[..., Found], Callable[[], dict[str, Candidate]]]] = {
-    "long": (long, candidates.representatives),
-    "sudden": (sudden, candidates.representatives),
-    "variants": (late, lambda: candidates.variants(candidates.PAIRS)),
+    "finalists": (_cases(10000), candidates.finalists),
+    "all": (_cases(None), candidates.representatives),
+    "variants": (_cases(1000), lambda: candidates.variants(candidates.PAIRS)),
+    "alone": (_cases(1000), lambda: candidates.variants(candidates.ALONE) | candidates.MISTAKES),
     "reference": (reference, lambda: candidates.representatives() | candidates.variants(candidates.ALONE)),
-    "alone": (late, lambda: candidates.variants(candidates.ALONE) | candidates.MISTAKES),
-    "blocks": (blocks, candidates.representatives),
+    "blocks": (blocks, candidates.finalists),
     "gpt": (from_gpt, candidates.representatives),
     "clip": (from_clip, candidates.representatives),
     "adagrad": (_rule("adagrad", 10000), _adagrad),
@@ -162,7 +159,7 @@ PARTS: dict[str, tuple[Callable[..., Found], Callable[[], dict[str, Candidate]]]
     "lion": (_rule("lion", 1000), _first_moments),
 }
 WHOLE = ("gpt", "clip")  # not worth dividing: every share of the candidates would train the model again
-_SHARE = 8  # candidates a job
+_SHARE = 5  # candidates a job
 
 
 def job(part: str, names: Sequence[str], size: Size, training: Training, threads: int | None) -> tuple[str, Found]:
@@ -236,14 +233,14 @@ def main(
     seed: _gather.Seed = Training.seed,
     device: _gather.Device = Training.device,
     quick: Annotated[bool, typer.Option(help="A minute's worth: few steps, to see that it works.")] = False,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes, on a CPU.")] = 2,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes; several on one GPU are quicker too.")] = 2,
     part: Annotated[list[str] | None, typer.Option(help=f"Only these parts: {', '.join(PARTS)}.")] = None,
 ) -> None:
     """Run every candidate on every case, and write their errors."""
     size = QUICK if quick else GPU if device.startswith("cuda") else Size()
     training = Training(data, model, vocabulary, size.recorded, batch, sequence, lr, seed=seed, device=device)
     begin = time.perf_counter()
-    parts = study(size, training, part or tuple(PARTS), 1 if device.startswith("cuda") else jobs)
+    parts = study(size, training, part or tuple(PARTS), jobs)
     results = {
         "command": _gather.command(sys.argv),
         "environment": describe_environment(torch.device(device)),
