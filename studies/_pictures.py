@@ -1,4 +1,4 @@
-"""The studies' pictures: Figures 3, 4 and 5 of the 8-bit paper measured anew, and noise against length.
+"""The studies' pictures: Figures 3, 4 and 5 of the 8-bit paper measured anew, noise and bytes against loss.
 
 Colours are after Okabe and Ito, or viridis and its kin for maps: safe for colour-blind readers, and lines differ in
 dashes too.
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import _bytes_picture
 import _eight_bit_adam_picture
 import _state_picture
 import numpy as np
@@ -61,6 +62,8 @@ def draw(results: Path, path: Path) -> None:
         if path.stem.endswith("_maps"):
             with np.load(results / f"{path.stem}.npz") as arrays:
                 figure = adam_maps(found, dict(arrays))
+        elif path.stem.startswith("bytes_and_loss"):
+            figure = _bytes_picture.bytes_against_loss(found)
         elif path.stem.startswith("eight_bit_adam"):
             figure = _eight_bit_adam_picture.sensitivity(found)
         elif path.stem.startswith("state_codecs"):

@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import _bytes_tables
 import _eight_bit_adam_tables
 import _float8_tables
 import _noise_tables
@@ -31,12 +32,14 @@ TABLES = {
     "quantization_error": _quantization_tables.TABLES,
     "inner_product_noise": _noise_tables.TABLES,
     "collage_float8": _float8_tables.TABLES,
+    "bytes_and_loss": _bytes_tables.TABLES,
     "eight_bit_adam": _eight_bit_adam_tables.TABLES,
     "state_codecs": _state_tables.TABLES,
 }
 FACTS = {
     "quantization_error": _quantization_tables.quantization_facts,
     "inner_product_noise": _noise_tables.noise_facts,
+    "bytes_and_loss": _bytes_tables.facts,
     "eight_bit_adam": _eight_bit_adam_tables.facts,
     "state_codecs": _state_tables.state_facts,
 }
