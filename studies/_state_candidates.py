@@ -52,7 +52,8 @@ M = {
     "log8": Kept(Stored("log8", True), block_bytes=8, kernel="log8 m"),
     "log4": Kept(Stored("log4", True), 4, 8, kernel="log4 m"),
     "4-bit dynamic": Kept(book("dynamic", True, 4), 4, kernel="4-bit dynamic m"),
-    "4-bit k^2": Kept(power(2, 7).by_value(), 4),
+    "4-bit k^1.5": Kept(power(1.5, 7).by_value(), 4, kernel="power 1.5 m"),
+    "4-bit k^2": Kept(power(2, 7).by_value(), 4, kernel="power 2 m"),
     "4-bit e2m1": Kept(listed([0, 0.5, 1, 1.5, 2, 3, 4, 6]), 4),
 }
 V = {
@@ -135,10 +136,14 @@ PAIRS = {
     "float8 log": Pair("e4m3", "log", "m in float8, v logarithmic", best=BEST),
     "both log2": Pair("log2", "log2", "both in levels of equal ratio, fitted to the block", best=BEST),
     "log8": Pair("log8", "log8", "m linear near zero, then logarithmic; v logarithmic", best=BEST),
+    "relative log8": Pair("linear", "log8", "m over the root of v, linear; v as log8", True, best=BEST),
     "torchao 4-bit": Pair(
         "4-bit dynamic", "4-bit linear", "torchao's AdamW4bit: dynamic m, v linear without zero", block_size=128
     ),
     "4bit": Pair("4-bit dynamic", "4-bit linear", "the same in blocks"),
+    "relative 4-bit": Pair(
+        "4-bit k^1.5", "log8", "m over the root of v, k^1.5 in 4 bits; v as log8", True, best=BEST
+    ),
     "e2m1 log8": Pair("4-bit e2m1", "log8", "m in float4 e2m1; v in 8 bits as log8", best=BEST),
     "k^2 log8": Pair("4-bit k^2", "log8", "m in 4 bits, k²; v in 8 bits as log8", best=BEST),
     "log4 log8": Pair("log4", "log8", "m in 4 bits, linear; v in 8 bits as log8", best=BEST),
@@ -206,7 +211,18 @@ def representatives() -> dict[str, Candidate]:
 def finalists() -> dict[str, Candidate]:
     """The few that run longest: the known ones, the best, and log8 without its parts."""
     found = representatives()
-    shown = ("8bit", "FlashOptim", "COAT", "relative 1.5", "power 4", "torchao 4-bit", "log4", "log8")
+    shown = (
+        "8bit",
+        "FlashOptim",
+        "COAT",
+        "relative 1.5",
+        "power 4",
+        "torchao 4-bit",
+        "log4",
+        "log8",
+        "relative log8",
+        "relative 4-bit",
+    )
     parts = variants({"log8": PAIRS["log8"]})
     parts["log8 plain"] = parts.pop("log8")
     del parts[variant("log8", *BEST)]

@@ -16,6 +16,7 @@ LOOKS: dict[str, tuple[str, str, tuple[float, ...], float]] = {
     "FlashOptim": ("FlashOptim's pair, groups of 32", "series-5", (6, 2), 1.8),
     "COAT": ("COAT's float8, groups of 128", "series-4", (2, 1.5), 1.8),
     "relative 1.5": ("m over √v, v as its root", "series-3", (8, 2, 1.5, 2), 1.8),
+    "relative log8": ("m over √v, v as log8", "series-3", (), 1.8),
     "torchao 4-bit": ("torchao's 4 bits", "series-6", (2, 1.5), 1.8),
     "log4": ("log4", "series-2", (4, 1.5), 2.4),
     "log8": ("log8", "ink", (), 2.6),
@@ -33,7 +34,12 @@ def error_over_steps(results: dict[str, Any]) -> Figure:
             errors = [part[name][case][str(mark)][0] for mark in marks]
             style = {"color": PALETTE[colour][0], "linewidth": width, "linestyle": (0, dashes) if dashes else "-"}
             axis.plot(
-                marks, [float("nan") if e is None else e for e in errors], "o-", markersize=4, label=label, **style
+                marks,
+                [float("nan") if e is None else e for e in errors],
+                marker="o",
+                markersize=4,
+                label=label,
+                **style,
             )
         axis.set(xscale="log", yscale="log")
         axis.set_title(title, color=INK)

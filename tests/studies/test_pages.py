@@ -13,7 +13,12 @@ RESULTS = sorted((STUDIES / "results").glob("*.json"))
 
 
 def test_there_is_a_page_for_each_study() -> None:
-    assert [page.stem for page in PAGES] == ["collage_float8", "inner_product_noise", "quantization_error"]
+    assert [page.stem for page in PAGES] == [
+        "collage_float8",
+        "inner_product_noise",
+        "quantization_error",
+        "state_codecs",
+    ]
     assert {render.study_of(path.name) for path in RESULTS} == {page.stem for page in PAGES}
 
 
