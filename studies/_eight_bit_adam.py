@@ -28,13 +28,15 @@ from torch import Tensor, nn
 
 from narrowgauge.nn import StableEmbedding
 from narrowgauge.optim import Adam
-from narrowgauge.storage import mark_states
+from narrowgauge.optim._plan import SlotPlan
+from narrowgauge.storage import mark_states, state_storage
 from narrowgauge.storage._states import BlockwiseState
 from narrowgauge.trainers import Batches, build_model, evaluate, next_token_loss
 
 LAST = 20  # steps whose mean is a run's loss at some time: single steps are noisy
 RISE = 0.5  # nats above its own best that a run may end and still count as a success
 _EAGER = 3  # steps before one is captured: states are made, kernels chosen
+_ZEROS = 10  # steps after which zeros are counted: before any run has a loss that is not finite
 _LOOK = 20  # steps between looks at whether the losses are still finite
 
 
@@ -67,6 +69,9 @@ class Trial:
         embedding: the parts of the stable embedding that the model has.
         lr, beta1, beta2, eps: Adam's.
         seed: of weights and batches.
+        narrow: the moments that have 8 bits, if any: "mv", "m" or "v".
+        zero: whether a second moment may round to zero, or rounds up to the smallest code instead.
+        nudge: millionths by which all initial weights are larger: the same run but for what chance makes of it.
     """
 
     codebook: str | None
@@ -77,27 +82,62 @@ class Trial:
     beta2: float
     eps: float
     seed: int
+    narrow: str = "mv"
+    zero: bool = True
+    nudge: int = 0
 
 
 class QuantizedAdam(Adam):
-    """Adam with 8-bit states of any codebook, with a scale a block or a scale a tensor."""
+    """Adam with 8-bit states of any codebook, with a scale a block or a scale a tensor.
 
-    def __init__(self, params: Any, *args: Any, codebook: str, blocks: bool, **options: Any) -> None:
+    `narrow` and `zero` are those of a `Trial`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        *args: Any,
+        codebook: str,
+        blocks: bool,
+        narrow: str = "mv",
+        zero: bool = True,
+        **options: Any,
+    ) -> None:
         self._storage = BlockwiseState(codebook, torch.uint8, quantized=True, rounded=False, codebook=codebook)
-        self._blocks = blocks
+        self._blocks, self._narrow, self._zero = blocks, narrow, zero
         super().__init__(params, *args, states="8bit", **options)
 
     def _plan_group(self, number: int) -> None:
         super()._plan_group(number)
         for p in self.param_groups[number]["params"]:
             plan = self._plans[p]
-            slots = tuple(
-                replace(s, storage=self._storage, block_size=s.block_size if self._blocks else p.numel())
-                if s.storage.quantized
-                else s
-                for s in plan.slots
-            )
-            self._plans[p] = replace(plan, slots=slots)
+            self._plans[p] = replace(plan, slots=tuple(self._slot(slot, p) for slot in plan.slots))
+
+    def _slot(self, slot: SlotPlan, p: Tensor) -> SlotPlan:
+        if not slot.storage.quantized:
+            return slot
+        if slot.slot.name not in self._narrow:
+            return replace(slot, storage=state_storage("fp32"))
+        return replace(slot, storage=self._storage, block_size=slot.block_size if self._blocks else p.numel())
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = super().step(closure)
+        if not self._zero:
+            for state in self.state.values():
+                if "v.codes" in state:
+                    state["v.codes"].clamp_(min=1)  # code 0 is zero
+        return loss
+
+    def lost(self) -> float | None:
+        """Of the elements whose v has 8 bits, the share whose v is zero and m is not: they are divided by eps."""
+        lost = total = 0
+        for p, plan in self._plans.items():
+            moments = {slot.slot.name: slot for slot in plan.slots}
+            if moments["v"].storage.quantized:
+                m, v = (moments[name].decode(self.state[p], p.shape) for name in "mv")
+                lost += int(((v == 0) & (m != 0)).sum())
+                total += p.numel()
+        return lost / total if total else None
 
 
 class PartlyStableEmbedding(nn.Embedding):
@@ -131,6 +171,9 @@ def build(training: Training, trial: Trial) -> nn.Module:
         stable = trial.embedding == STABLE
         embedding = StableEmbedding(*sizes) if stable else PartlyStableEmbedding(*sizes, trial.embedding)
     model.transformer.wte = embedding
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1 + 1e-6 * trial.nudge)
     model.to(training.device)
     if trial.embedding.wide:
         mark_states(embedding.weight, "fp32")
@@ -146,7 +189,8 @@ def make_optimizer(model: nn.Module, trial: Trial, lr: Tensor) -> Adam:
     named = list(model.named_parameters())
     if trial.codebook is None:
         return Adam(named, *numbers, nonfinite="propagate")
-    return QuantizedAdam(named, *numbers, codebook=trial.codebook, blocks=trial.blocks, nonfinite="propagate")
+    states = {"codebook": trial.codebook, "blocks": trial.blocks, "narrow": trial.narrow, "zero": trial.zero}
+    return QuantizedAdam(named, *numbers, **states, nonfinite="propagate")
 
 
 def train(trial: Trial, training: Training, tokens: Tensor, validation: Tensor, *, graph: bool) -> dict[str, Any]:
@@ -172,8 +216,10 @@ def train(trial: Trial, training: Training, tokens: Tensor, validation: Tensor, 
     losses = torch.full((training.steps,), torch.nan, device=device)
     norms = losses.clone()
     step = _Stepper(_step_of(model, optimizer, windows), device if graph else None)
-    done = training.steps
+    done, lost = training.steps, None
     for number in range(training.steps):
+        if number == _ZEROS and isinstance(optimizer, QuantizedAdam):
+            lost = optimizer.lost()
         if number:
             windows.copy_(next(batches))
         lr.fill_(trial.lr * schedule(number, training))
@@ -192,6 +238,7 @@ def train(trial: Trial, training: Training, tokens: Tensor, validation: Tensor, 
         "first_loss": curve[0],
         "unstable": why,
         "gradient_norm": {"median": statistics.median(finite), "largest": max(finite)} if finite else None,
+        "lost": lost,
         "state_bytes": optimizer.state_bytes() / sum(p.numel() for p in model.parameters()),
         "seconds": time.perf_counter() - start,
         "error": None,

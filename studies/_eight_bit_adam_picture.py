@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import statistics
+from itertools import chain
 from typing import Any
 
 import _eight_bit_adam_plan as planned
-from _eight_bit_adam_tables import NAMES, Runs, number
+from _eight_bit_adam_tables import NAMES, TRAINING, VALIDATION, Runs, number
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from narrowgauge.cli._plots import INK, MUTED, PALETTE
@@ -16,34 +18,59 @@ LOOKS = (
     ("32-bit Adam", PALETTE["ink"][0], (), "o", -0.06),
     ("8-bit Adam", PALETTE["series-1"][0], (4, 2), "s", 0.06),
 )
+# The same of differences, by loss.
+APART = (
+    (VALIDATION, "difference, validation loss", PALETTE["series-3"][0], (6, 2), "D", 0.06),
+    (TRAINING, "difference, training loss", PALETTE["series-2"][0], (2, 1.5), "^", -0.06),
+)
 
 
 def sensitivity(results: dict[str, Any]) -> Figure:
-    """Dots are runs, lines the mean over the seeds; a cross at the top is an unstable run."""
+    """Dots are runs, lines the mean over the seeds; a cross at the top is an unstable run.
+
+    The learning rate has an axis of its own, because its losses span much more.
+    """
     runs = Runs(results)
     figure = Figure((12.5, 7.2), layout="constrained", facecolor="white")
-    grid = figure.subplots(2, len(NAMES), sharex="col", sharey="row", height_ratios=(3, 2))
-    for (top, bottom), name in zip(grid.T, NAMES, strict=True):
+    grid = figure.subplots(2, len(NAMES), sharex="col", height_ratios=(3, 2))
+    for column, ((top, bottom), name) in enumerate(zip(grid.T, NAMES, strict=True)):
         rows = [row for row in planned.sensitivity(runs.lr) if row[0] == name]
-        for place, (label, colour, dashes, marker, aside) in enumerate(LOOKS):
-            means = []
+        for place, look in enumerate(LOOKS):
+            _line(top, [runs.losses(row[2 + place]) for row in rows], *look)
             for x, row in enumerate(rows):
-                losses = runs.losses(row[2 + place])
-                means.append(statistics.fmean(losses) if losses else float("nan"))
-                top.plot([x + aside] * len(losses), losses, marker, color=colour, markersize=5, alpha=0.8)
                 if runs.unstable(row[2 + place]):
-                    top.plot(x + aside, 0.97, "x", color=colour, transform=top.get_xaxis_transform())
-            style = {"color": colour, "linewidth": 1.8, "linestyle": (0, dashes) if dashes else "-"}
-            top.plot(range(len(rows)), means, label=label, **style)
+                    top.plot(x + look[4], 0.97, "x", color=look[1], transform=top.get_xaxis_transform())
         bottom.axhline(0.0, color=MUTED, linewidth=1.0)
-        apart = [runs.differences(row[3], row[2]) for row in rows]
-        for x, each in enumerate(apart):
-            bottom.plot([x] * len(each), each, LOOKS[1][3], color=LOOKS[1][1], markersize=5, alpha=0.8)
-        means = [statistics.fmean(each) if each else float("nan") for each in apart]
-        bottom.plot(range(len(rows)), means, color=LOOKS[1][1], linewidth=1.8, linestyle=(0, LOOKS[1][2]))
+        for of, *look in APART:
+            _line(bottom, [runs.differences(row[3], row[2], of) for row in rows], *look)
         bottom.set_xticks(range(len(rows)), [number(row[1]) for row in rows])
         bottom.set_xlabel(NAMES[name])
+        if column:
+            bottom.sharey(grid[1, 0])
+            bottom.tick_params(labelleft=False)
+        if column > 1:
+            top.sharey(grid[0, 1])
+            top.tick_params(labelleft=False)
     grid[0, 0].set_ylabel("validation loss", color=INK)
     grid[1, 0].set_ylabel("8-bit minus 32-bit", color=INK)
-    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    labels = [axes.get_legend_handles_labels() for axes in grid[:, 0]]
+    handles, names = (list(chain.from_iterable(each)) for each in zip(*labels, strict=True))
+    figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False)
     return figure
+
+
+def _line(
+    axes: Axes,
+    found: list[list[float]],
+    label: str,
+    colour: str,
+    dashes: tuple[float, ...],
+    marker: str,
+    aside: float,
+) -> None:
+    """Dots at each place, and a line through their means."""
+    for x, each in enumerate(found):
+        axes.plot([x + aside] * len(each), each, marker, color=colour, markersize=5, alpha=0.8)
+    means = [statistics.fmean(each) if each else float("nan") for each in found]
+    style = {"color": colour, "linewidth": 1.8, "linestyle": (0, dashes) if dashes else "-"}
+    axes.plot(range(len(found)), means, label=label, **style)

@@ -23,6 +23,7 @@ VARIED = {
 }
 SENSITIVITY_SEEDS = (0, 1)
 COMPONENT_SEEDS = (0, 1, 2)
+NUDGES = (0, 1, 2, 3, 4)
 # Section 4, "Ablation Analysis": the values of each hyperparameter; the rates are shares of the best.
 ABLATED = {
     "eps": (1e-8, 1e-7, 1e-6),
@@ -63,6 +64,8 @@ ARMS = (
 )
 # Table 8: all parts of the stable embedding, one by one.
 COMPONENTS = tuple(Parts(norm, xavier, wide) for norm, xavier, wide in product((False, True), repeat=3))
+# What of linear codes a run does not survive: (moments in 8 bits, whether v may be zero).
+CAUSES = (("mv", True), ("m", True), ("v", True), ("mv", False))
 
 
 def digits(x: float) -> float:
@@ -104,6 +107,18 @@ def components(parts: Parts, lr: float) -> list[Trial]:
     return [replace(BASELINE, lr=lr, embedding=parts, seed=seed) for seed in COMPONENT_SEEDS]
 
 
+def causes(narrow: str, zero: bool, *, blocks: bool, lr: float) -> list[Trial]:
+    """The ablation's runs with linear codes and the stable embedding, one moment or one code taken out."""
+    arm = Arm("linear", blocks, True)
+    return [replace(trial, narrow=narrow, zero=zero) for trial in ablation(arm, lr)]
+
+
+def repeats(seed: int, lr: float) -> tuple[list[Trial], list[Trial]]:
+    """The baseline in 32 and in 8 bits, from initial weights that differ by millionths."""
+    eight = [replace(BASELINE, lr=lr, seed=seed, nudge=nudge) for nudge in NUDGES]
+    return [in_32_bits(trial) for trial in eight], eight
+
+
 def everything(lr: float) -> list[Trial]:
     """All runs, the sweep's too, each once."""
     return list(dict.fromkeys([*sweep(), *plan(lr)]))
@@ -114,4 +129,8 @@ def plan(lr: float) -> list[Trial]:
     trials = [trial for *_, narrow, wide in sensitivity(lr) for trial in (*narrow, *wide)]
     trials += [trial for arm in ARMS for trial in ablation(arm, lr)]
     trials += [trial for parts in COMPONENTS for trial in components(parts, lr)]
+    for seed in SENSITIVITY_SEEDS:
+        trials += [trial for some in repeats(seed, lr) for trial in some]
+    for blocks, (narrow, zero) in product((False, True), CAUSES):
+        trials += causes(narrow, zero, blocks=blocks, lr=lr)
     return list(dict.fromkeys(trials))

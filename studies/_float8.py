@@ -79,7 +79,9 @@ class Float8Pair(StateStorage):
     def init(self, p: Tensor, signed: bool, block_size: int) -> dict[str, Tensor]:
         return self.encode(torch.zeros_like(p, dtype=torch.float32), signed, block_size)
 
-    def encode(self, moment: Tensor, signed: bool, block_size: int) -> dict[str, Tensor]:
+    def encode(
+        self, moment: Tensor, signed: bool, block_size: int, random: Tensor | None = None
+    ) -> dict[str, Tensor]:
         one = state_storage("fp8")
         hi = one.encode(moment, signed, block_size)
         # The remainder of a number that is never negative has both signs.

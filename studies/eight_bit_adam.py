@@ -6,7 +6,7 @@ A sweep in 32 bits finds the learning rate. Around it each hyperparameter is cha
 (Figure 3); the codebook, the blocks and the stable embedding are taken away in every combination, each under nine
 settings of the hyperparameters (Table 3); and so are the parts of the stable embedding (Table 8).
 
-That is some 170 short runs. What each found is appended to NAME.jsonl as it ends: after an interruption the same
+That is some 240 short runs. What each found is appended to NAME.jsonl as it ends: after an interruption the same
 command goes on from there.
 """
 

@@ -12,9 +12,10 @@ import torch
 import typer
 
 import narrowgauge.formats._codebooks as registry
-from narrowgauge import formats, recipes
+from narrowgauge import formats, optim, recipes, storage
 from narrowgauge.cli import main
 from narrowgauge.cli._app import app
+from narrowgauge.recipes import Recipe
 from narrowgauge.trainers import presets
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,6 +37,24 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path
     space: dict = {}
     for block in BLOCK.findall(page.read_text()):
         exec(compile(block, str(page), "exec"), space)
+
+
+def test_the_axes_on_the_front_page_are_the_programs() -> None:
+    axes = {cells[0]: re.findall(r"`(\w+)`", cells[1]) for cells in rows("index.md")}
+    named = [name for name in optim.__all__ if isinstance(getattr(optim, name), type)]
+    kinds = {name for name in named if issubclass(getattr(optim, name), optim.NarrowOptimizer)}
+    rules = {name for name in kinds if "8bit" not in name} - {"NarrowOptimizer", "CollageAdamW"}
+    assert set(axes["[rule](rules.md)"]) == rules
+    assert tuple(axes["[weight storage](weights.md)"]) == storage.weight_storages()
+    assert tuple(axes["[state storage](states.md), per moment"]) == storage.state_storages()
+    listed = {cells[0].strip("`") for cells in rows("rules.md") if len(cells) == 4 and cells[0].startswith("`")}
+    assert listed == rules
+    bytes_of = {match[1]: cells[3] for cells in rows("states.md") if (match := re.match(r"\[`(\w+)`]", cells[0]))}
+    assert tuple(bytes_of) == storage.state_storages()
+    for name, cell in bytes_of.items():
+        assert float(cell) == pytest.approx(
+            Recipe("", "", torch.float32, states=name).byte_breakdown()["states"], rel=5e-3
+        )
 
 
 def test_the_recipe_table_is_the_programs() -> None:

@@ -16,7 +16,7 @@ COARSE = {
     "fp32": (0, 0), "bf16": (2**-8, 2**-8), "expansion": (2**-16, 2**-16),
     "8bit": (0.0071, 0.0036), "fp8": (0.036, 0.036), "4bit": (0.1126, 0.0626),
     # Of these moments; the range of a block decides.
-    "log8": (0.028, 0.013), "log4": (0.0715, 0.22),
+    "log8": (0.013, 0.013), "log4": (0.2, 0.22),
 }  # fmt: skip
 
 
@@ -29,9 +29,7 @@ def moments(optimizer: NarrowOptimizer) -> dict[str, torch.Tensor]:
 
 
 def weights(optimizer: NarrowOptimizer) -> dict[str, torch.Tensor]:
-    return {
-        plan.name: optimizer._exact(plan, p.detach(), optimizer.state[p])[0] for p, plan in optimizer._all_plans()
-    }
+    return {plan.name: plan.exact(p.detach(), optimizer.state[p])[0] for p, plan in optimizer._all_plans()}
 
 
 @pytest.mark.parametrize(("old", "new"), list(itertools.product(state_storages(), repeat=2)), ids=str)
@@ -103,7 +101,8 @@ def test_hyperparameters_come_from_the_checkpoint_and_storages_stay() -> None:
     torch.optim.lr_scheduler.ConstantLR(saved)
     drive(saved, range(1))
     loaded = AdamW(model(), states="bf16", weights="split", block_size=32, fused=True)
-    loaded.load_state_dict(saved.state_dict())
+    with pytest.warns(UserWarning, match=r"took clip_updates=True from the checkpoint, for False \(group 0\)"):
+        loaded.load_state_dict(saved.state_dict())
     (found,) = loaded.param_groups
     assert (found["betas"], found["clip_updates"], found["seed"], found["nonfinite"]) == (
         (0.8, 0.95),

@@ -14,9 +14,7 @@ from narrowgauge.storage import weight_storage, weight_storages
 
 
 def weights(optimizer: NarrowOptimizer) -> dict[str, torch.Tensor]:
-    return {
-        plan.name: optimizer._exact(plan, p.detach(), optimizer.state[p])[0] for p, plan in optimizer._all_plans()
-    }
+    return {plan.name: plan.exact(p.detach(), optimizer.state[p])[0] for p, plan in optimizer._all_plans()}
 
 
 WEIGHTS = [

@@ -15,7 +15,7 @@ def test_a_gradient_is_no_longer_than_the_percentile_of_the_last_hundred(percent
     history, seen = new_history(torch.device("cpu")), []
     for step in range(1, 251):
         grad = torch.randn(20, generator=generator) * (1 + step % 7)
-        clipped, history = clip_to_percentile(grad, history, step, percentile)
+        clipped, history = clip_to_percentile(grad, history, percentile)
         seen.append(float(grad.double().norm()))
         last = sorted(seen[-100:])
         limit = last[max(1, math.ceil(len(last) * percentile / 100)) - 1]
@@ -36,9 +36,9 @@ def test_an_outlier_is_cut_to_what_came_before() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_an_outlier_in_a_narrow_format_is_cut_to_what_came_before(dtype: torch.dtype) -> None:
     history = new_history(torch.device("cpu"))
-    for step in range(1, 21):
-        _, history = clip_to_percentile(torch.full((100,), 1e-4, dtype=dtype), history, step, 50)
-    clipped, _ = clip_to_percentile(torch.full((100,), 1e4, dtype=dtype), history, 21, 50)
+    for _ in range(20):
+        _, history = clip_to_percentile(torch.full((100,), 1e-4, dtype=dtype), history, 50)
+    clipped, _ = clip_to_percentile(torch.full((100,), 1e4, dtype=dtype), history, 50)
     assert float(clipped.norm()) == pytest.approx(1e-3, rel=5e-3)
 
 
@@ -67,6 +67,39 @@ def test_a_gradient_that_is_not_finite_spoils_no_later_one(nonfinite: str) -> No
     if nonfinite == "skip":
         assert torch.equal(p.detach(), torch.full((4,), -9.0))
     assert torch.equal(p.detach()[1:] <= -9.0 + 1e-5, torch.ones(3, dtype=torch.bool))
+
+
+def test_gradients_of_zero_are_no_gradients() -> None:
+    """A parameter that is seldom used (a rare expert, a rare token) goes on moving when it is."""
+    p = torch.nn.Parameter(torch.zeros(4))
+    optimizer = SGD([p], lr=1.0, percentile_clipping=50)
+    for step in range(300):
+        p.grad = torch.full((4,), 1.0 if step % 10 == 5 else 0.0)
+        optimizer.step()
+    assert torch.equal(p.detach(), torch.full((4,), -30.0))
+
+
+def test_a_gradient_that_is_not_finite_stays_in_its_element() -> None:
+    p = torch.nn.Parameter(torch.zeros(4))
+    optimizer = SGD([p], lr=1.0, percentile_clipping=50, nonfinite="propagate")
+    for bad in (None, torch.inf, torch.nan, None):
+        p.grad = torch.ones(4)
+        if bad is not None:
+            p.grad[0] = bad
+        history = optimizer.state[p].get("grad_norms", torch.zeros(1)).clone()
+        optimizer.step()
+        assert torch.equal(history, optimizer.state[p]["grad_norms"]) == (bad is not None)
+    assert torch.equal(p.detach()[1:], torch.full((3,), -4.0))
+    assert not torch.isfinite(p[0])
+
+
+def test_a_norm_beyond_float32_is_clipped() -> None:
+    history = new_history(torch.device("cpu"))
+    for _ in range(3):
+        _, history = clip_to_percentile(torch.ones(100), history, 50)
+    clipped, history = clip_to_percentile(torch.full((100,), 3e38), history, 50)
+    assert float(clipped.norm()) == pytest.approx(90, rel=0.2)
+    assert torch.isfinite(history).sum() == 4
 
 
 def test_the_history_is_saved_and_bad_percentiles_are_refused() -> None:

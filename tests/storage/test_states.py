@@ -16,7 +16,7 @@ WORST = {"8bit": 0.008, "4bit": 0.1126, "fp8": 2.0**-10 / 448}
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("shape", [(3, 500), (7,), (), (0, 4)])
 def test_decoding_what_was_encoded(name: str, signed: bool, shape: tuple[int, ...]) -> None:
-    storage = state_storage(name)
+    storage = state_storage(name).for_slot(signed, False)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 1e-4
     x = x if signed else x.square()
     words = storage.encode(x, signed, 64)
@@ -39,7 +39,7 @@ def test_decoding_what_was_encoded(name: str, signed: bool, shape: tuple[int, ..
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("signed", [True, False])
 def test_a_new_moment_is_zero_and_matches_the_words_of_later_ones(name: str, signed: bool) -> None:
-    storage = state_storage(name)
+    storage = state_storage(name).for_slot(signed, False)
     p = torch.randn(30, 40).to(torch.bfloat16)
     words = storage.init(p, signed, 64)
     assert torch.equal(storage.decode(words, p.shape, signed, 64), torch.zeros(30, 40))
@@ -70,7 +70,7 @@ def test_codes_have_no_arithmetic_of_their_own_and_unknown_names_are_refused() -
 @pytest.mark.parametrize("name", ["8bit", "4bit", "fp8", "log8", "log4"])
 @pytest.mark.parametrize("signed", [True, False])
 def test_the_largest_element_of_a_block_and_zeros_are_kept(name: str, signed: bool) -> None:
-    storage = state_storage(name)
+    storage = state_storage(name).for_slot(signed, False)
     x = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
     x = x if signed else x.square()
     x[2] = 0.0

@@ -54,6 +54,38 @@ def test_states_are_on_their_codebook_with_their_scales(name: str, blocks: bool)
         assert (state[f"{slot}.codes"] != expected.codes).float().mean() < 1e-3
 
 
+def test_one_moment_can_stay_wide_and_v_can_be_kept_from_zero() -> None:
+    """Of a gradient of 1 and many of 0.01, the squares are below half a linear code; m is above half of one."""
+
+    def stepped(**options: Any) -> tuple[one_run.QuantizedAdam, dict[str, torch.Tensor]]:
+        p = torch.nn.Parameter(torch.zeros(4096))
+        optimizer = one_run.QuantizedAdam([p], 1e-3, codebook="linear", blocks=False, **options)
+        p.grad = torch.full((4096,), 0.01)
+        p.grad[0], p.grad[1] = 1.0, 0.0
+        optimizer.step()
+        return optimizer, optimizer.state[p]
+
+    optimizer, _ = stepped()
+    assert optimizer.lost() == 4094 / 4096  # m of the second is zero too
+    optimizer, state = stepped(narrow="v")
+    assert optimizer.lost() == 4094 / 4096
+    assert state["m"].dtype == torch.float32
+    optimizer, state = stepped(narrow="m")
+    assert optimizer.lost() is None
+    assert float(state["v"][2]) == pytest.approx(1e-7, rel=1e-3)
+    optimizer, state = stepped(zero=False)
+    assert optimizer.lost() == 0.0
+    assert codebook("linear", signed=False)[0] == 0.0
+    assert state["v.codes"].unique().tolist() == [1, 255]
+
+
+def test_a_nudge_is_millionths(training: Any) -> None:
+    still, nudged = (one_run.build(training, dataclasses.replace(BASE, nudge=nudge)) for nudge in (0, 4))
+    for a, b in zip(still.parameters(), nudged.parameters(), strict=True):
+        torch.testing.assert_close(b, a * (1 + 4e-6), rtol=3e-7, atol=0.0)
+    assert any(not torch.equal(a, b) for a, b in zip(still.parameters(), nudged.parameters(), strict=True))
+
+
 def test_a_seed_has_one_start_whatever_the_embedding(training: Any) -> None:
     def trunk(parts: Parts, seed: int) -> dict[str, torch.Tensor]:
         model = one_run.build(training, dataclasses.replace(BASE, embedding=parts, seed=seed))

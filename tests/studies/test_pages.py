@@ -15,6 +15,7 @@ RESULTS = sorted((STUDIES / "results").glob("*.json"))
 def test_there_is_a_page_for_each_study() -> None:
     assert [page.stem for page in PAGES] == [
         "collage_float8",
+        "eight_bit_adam",
         "inner_product_noise",
         "quantization_error",
         "state_codecs",

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Unpack
+from typing import Any, ClassVar, Literal, Unpack
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from narrowgauge.optim._eight_bit import EightBit
 from narrowgauge.optim._optimizer import NarrowOptimizer
-from narrowgauge.optim._options import Options
-from narrowgauge.rules import ADAM, ADAMW, ClipUpdates, Rule
+from narrowgauge.optim._options import Options, with_defaults
+from narrowgauge.rules import ADAM, ADAMW, Rule
 
 
 class Adam(NarrowOptimizer):
@@ -65,9 +65,8 @@ class Adam(NarrowOptimizer):
         }
         super().__init__(params, hyperparameters, options)
 
-    def rule_for(self, group: Mapping[str, Any]) -> Rule:
-        rule = ADAMW if group.get("decoupled_weight_decay", self.rule is ADAMW) else ADAM
-        return ClipUpdates(rule) if group.get("clip_updates") else rule
+    def base_rule(self, group: Mapping[str, Any]) -> Rule:
+        return ADAMW if group.get("decoupled_weight_decay", self.rule is ADAMW) else ADAM
 
     def check(self, group: Mapping[str, Any]) -> None:
         super().check(group)
@@ -94,6 +93,7 @@ class AdamW(Adam):
     """
 
     rule = ADAMW
+    identity: ClassVar[tuple[str, ...]] = ("decoupled_weight_decay",)
 
     def __init__(
         self,
@@ -109,14 +109,9 @@ class AdamW(Adam):
     ) -> None:
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad,
-            decoupled_weight_decay=True, beta2_schedule=beta2_schedule, **options,
+            decoupled_weight_decay=True, beta2_schedule=beta2_schedule,
+            **with_defaults(type(self).__name__, options),
         )  # fmt: skip
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # As in torch: a checkpoint of Adam's may say otherwise.
-        super().__setstate__(state)
-        for group in self.param_groups:
-            group["decoupled_weight_decay"] = True
 
 
 class StableAdamW(AdamW):
@@ -130,8 +125,12 @@ class StableAdamW(AdamW):
         eps: added to the root of the second moment; its square is the floor under the second moment in the ratio
             that clips.
 
+    It clips unless it is made with ``clip_updates=False``; a checkpoint of AdamW's does not change that.
+
     Source: Wortsman et al. 2023, Algorithm 2.
     """
+
+    identity = (*AdamW.identity, "clip_updates")
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ first. What has no place in this optimizer is dropped, and a warning says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,8 @@ _STAYS = (
     "weights", "states", "block_size", "min_quantized_size", "arithmetic",
     "foreach", "fused", "capturable", "differentiable", "rule", VERSION_KEY,
 )  # fmt: skip
+# Options that limit steps: what the checkpoint says holds, as for every hyperparameter, but not in silence.
+_LIMITS = ("clip_updates", "percentile_clipping")
 # Rules whose moments are the same averages.
 _ALIKE = {"adam", "adamw", "lamb"}
 
@@ -66,7 +68,7 @@ class Checkpoint:
 
 
 def load_checkpoint(
-    optimizer: NarrowOptimizer, names: Iterator[str], load: Callable[[dict[str, Any]], None], given: dict[str, Any]
+    optimizer: NarrowOptimizer, names: Iterator[str], load: Callable[[dict[str, Any]], None], given: Any
 ) -> Notes:
     """Load a checkpoint by way of torch.
 
@@ -82,6 +84,8 @@ def load_checkpoint(
     Raises:
         ValueError: for what this optimizer cannot take over; nothing is changed then.
     """
+    if not isinstance(given, Mapping):
+        raise ValueError(f"state_dict: got {type(given).__name__}, takes a dict")
     # torch casts every float state to the parameter's dtype, which would round fp32 moments to bf16, and it offers
     # no way around but hooks: one that sees what is loaded after all other hooks have had their say, and leaves the
     # states out, and one that puts them in before any other hook sees the result.
@@ -102,7 +106,7 @@ def load_checkpoint(
         optimizer.register_load_state_dict_post_hook(after, prepend=True),
     )
     try:
-        load(given)
+        load(dict(given))
     finally:
         for handle in handles:
             handle.remove()
@@ -127,20 +131,28 @@ def read_checkpoint(
         ValueError: for what is no checkpoint, or none that this optimizer can take over.
     """
     name = type(optimizer).__name__
-    if not {"state", "param_groups"} <= given.keys():
-        raise ValueError(f"state_dict: got {sorted(map(str, given))}, takes 'state' and 'param_groups'")
+    _check_form(given)
     live, saved = optimizer.param_groups, given["param_groups"]
     if [len(group["params"]) for group in live] != [len(group["params"]) for group in saved]:
         return None
+    for number, group in enumerate(saved):
+        named, count = group.get("param_names"), len(group["params"])
+        if named is not None and (not isinstance(named, list | tuple) or len(named) != count):
+            raise ValueError(f"state_dict: group {number} has param_names={named!r}, takes {count} names")
     layout = layout_of(given)
     translated = [layout.group(name, number, *pair) for number, pair in enumerate(zip(live, saved, strict=True))]
-    groups = [_merge(*pair) for pair in zip(live, translated, strict=True)]
+    stays = (*_STAYS, *optimizer.identity)
+    groups = [_merge(*pair, stays) for pair in zip(live, translated, strict=True)]
     checkpoint = Checkpoint(groups, dict(given["state"]))
     for number, (group, old) in enumerate(zip(groups, translated, strict=True)):
         members = live[number]["params"]
         if group["rule"] != old["rule"] and not {group["rule"], old["rule"]} <= _ALIKE:
             what = f"took moments of {old['rule']!r} for those of {group['rule']!r}, which may be other averages"
             checkpoint.notes.add(what, f"group {number}")
+        for option in _LIMITS:
+            if group[option] != live[number][option]:
+                what = f"took {option}={group[option]!r} from the checkpoint, for {live[number][option]!r}"
+                checkpoint.notes.add(what, f"group {number}")
         try:
             optimizer.check({**group, "params": members})
             rule = optimizer.rule_for(group)
@@ -152,13 +164,35 @@ def read_checkpoint(
             entry = checkpoint.others.pop(identity, None)
             if entry == {} and plan.slots:
                 checkpoint.notes.add("found an empty state, which starts anew", plan.name)
-            entry = layout.state(plan.name, entry, rule.slots(group)) if entry else None
+            entry = layout.state(plan, entry) if entry else None
             if entry:
+                # A momentum that is switched off now may be switched on again.
+                plan = plan.holding(entry)
                 reader = WordReader(name, plan, p, entry, kept, old["block_size"], checkpoint.notes)
                 checkpoint.states[p] = reader.read(plan.init(p, group))
     return checkpoint
 
 
-def _merge(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    stays = {option: live[option] for option in _STAYS if option in live}
-    return {**{option: value for option, value in live.items() if option != "params"}, **saved, **stays}
+def _merge(live: Mapping[str, Any], saved: Mapping[str, Any], stays: Iterable[str]) -> dict[str, Any]:
+    kept = {option: live[option] for option in stays if option in live}
+    return {**{option: value for option, value in live.items() if option != "params"}, **saved, **kept}
+
+
+def _check_form(given: Mapping[str, Any]) -> None:
+    """Refuse what is no state_dict of any optimizer.
+
+    Raises:
+        ValueError: saying where it is none.
+    """
+    if not {"state", "param_groups"} <= given.keys():
+        raise ValueError(f"state_dict: got {sorted(map(str, given))}, takes 'state' and 'param_groups'")
+    if not isinstance(given["state"], Mapping):
+        raise ValueError(f"state_dict: 'state' is a {type(given['state']).__name__}, takes a dict")
+    for identity, entry in given["state"].items():
+        if not isinstance(entry, Mapping):
+            raise ValueError(f"state_dict: the state of {identity!r} is a {type(entry).__name__}, takes a dict")
+    if not isinstance(given["param_groups"], list | tuple):
+        raise ValueError(f"state_dict: 'param_groups' is a {type(given['param_groups']).__name__}, takes a list")
+    for number, group in enumerate(given["param_groups"]):
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), list | tuple):
+            raise ValueError(f"state_dict: group {number} is {group!r}, takes a dict with a list of 'params'")

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge.formats import codebook
-from narrowgauge.rules import Slot
+from narrowgauge.optim._options import is_whole
+from narrowgauge.optim._plan import ParameterPlan
 from narrowgauge.storage import Quantized
 
 VERSION_KEY = "state_version"
@@ -34,7 +35,6 @@ _WRAPPED = "__bnb_optimizer_quant_state__"
 _BLOCK = 256
 
 Group = Mapping[str, Any]
-Slots = tuple[Slot, ...]
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Layout:
     Attributes:
         group: (the optimizer's name, the group's number, the group as the optimizer has it, the group as saved) to
             what our optimizer would have saved.
-        state: (the parameter's name, its saved state, the slots it shall have) to what ours would have saved.
+        state: (the parameter's plan, its saved state) to what ours would have saved.
     """
 
     group: Callable[[str, int, Group, Group], dict[str, Any]]
-    state: Callable[[str, Mapping[str, Any], Slots], dict[str, Any]]
+    state: Callable[[ParameterPlan, Mapping[str, Any]], dict[str, Any]]
 
 
 def layout_of(given: Mapping[str, Any]) -> Layout:
@@ -67,13 +67,22 @@ def _our_group(optimizer: str, number: int, live: Group, saved: Group) -> dict[s
     for option in ("weights", "states", "block_size", "rule"):
         if option not in saved:
             raise ValueError(f"state_dict: group {number} has no {option!r}, got {sorted(saved)}")
+    block_size = saved["block_size"]
+    if not is_whole(block_size) or block_size < 1:
+        raise ValueError(
+            f"state_dict: group {number} has block_size={block_size!r}, takes an integer of at least 1"
+        )
+    if not isinstance(saved["rule"], str):
+        raise ValueError(f"state_dict: group {number} has rule={saved['rule']!r}, takes the name of a rule")
     return dict(saved)
 
 
-def _our_state(name: str, entry: Mapping[str, Any], slots: Slots) -> dict[str, Any]:
+def _our_state(plan: ParameterPlan, entry: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in entry.items():
         if not isinstance(value, Tensor | int | float):
-            raise ValueError(f"state_dict: {key!r} of {name} is a {type(value).__name__}, takes a tensor")
+            raise ValueError(f"state_dict: {key!r} of {plan.name} is a {type(value).__name__}, takes a tensor")
+        if isinstance(value, Tensor) and value.is_meta:
+            raise ValueError(f"state_dict: {key!r} of {plan.name} is on the meta device, takes a tensor with data")
     return dict(entry)
 
 
@@ -97,15 +106,16 @@ def _torch_group(optimizer: str, number: int, live: Group, saved: Group) -> dict
     return _foreign(live, {key: value for key, value in saved.items() if key not in moot}, "fp32")
 
 
-def _torch_state(name: str, entry: Mapping[str, Any], slots: Slots) -> dict[str, Any]:
+def _torch_state(plan: ParameterPlan, entry: Mapping[str, Any]) -> dict[str, Any]:
+    slots = [s.slot for s in (*plan.slots, *plan.dormant)]
     ours = {slot.torch_key: slot.name for slot in slots if slot.torch_key is not None}
     if any(key in entry and entry[key] is None for key in ours):
         return {}  # torch's mark of a parameter without a step
-    for key in ours:
-        if key not in entry:
-            raise ValueError(f"state_dict: {name} has no {key!r}, got {sorted(entry)}")
+    for slot in (s.slot for s in plan.slots):
+        if slot.torch_key is not None and slot.torch_key not in entry:
+            raise ValueError(f"state_dict: {plan.name} has no {slot.torch_key!r}, got {sorted(entry)}")
     state = {ours.get(key, key): _moment(value) if key in ours else value for key, value in entry.items()}
-    return {"step": 1.0, **_our_state(name, state, slots)}
+    return {"step": 1.0, **_our_state(plan, state)}
 
 
 def _moment(value: Any) -> Any:
@@ -123,28 +133,30 @@ def _bnb_group(optimizer: str, number: int, live: Group, saved: Group) -> dict[s
     return _foreign(live, group, "8bit")
 
 
-def _bnb_state(name: str, entry: Mapping[str, Any], slots: Slots) -> dict[str, Any]:
+def _bnb_state(plan: ParameterPlan, entry: Mapping[str, Any]) -> dict[str, Any]:
     words = {**entry, **entry.get(_WRAPPED, {})}
     for key in (_WRAPPED, "unorm_vec"):  # the latter is scratch space, written anew at each step
         words.pop(key, None)
     state = {}
-    for number, slot in enumerate(slots, start=1):
+    for number, slot in enumerate((s.slot for s in plan.slots), start=1):
         if f"state{number}" not in words:
-            raise ValueError(f"state_dict: {name} has no 'state{number}' for {slot.name!r}, got {sorted(words)}")
+            raise ValueError(
+                f"state_dict: {plan.name} has no 'state{number}' for {slot.name!r}, got {sorted(words)}"
+            )
         codes = words.pop(f"state{number}")
         values, scales = words.pop(f"qmap{number}", None), words.pop(f"absmax{number}", None)
         if codes.dtype != torch.uint8:
             state[slot.name] = _moment(codes)
         elif values is None or scales is None or scales.numel() != -(-codes.numel() // _BLOCK):
             raise ValueError(
-                f"state_dict: 'state{number}' of {name} is not block-wise (no qmap{number}, or no absmax{number} "
-                f"for each {_BLOCK} elements); takes states in blocks of {_BLOCK}, or in float32"
+                f"state_dict: 'state{number}' of {plan.name} is not block-wise (no qmap{number}, or no "
+                f"absmax{number} for each {_BLOCK} elements); takes states in blocks of {_BLOCK}, or in float32"
             )
         elif torch.equal(values.cpu(), codebook("dynamic", slot.signed)):
             state[f"{slot.name}.codes"], state[f"{slot.name}.scales"] = codes, scales
         else:
             state[slot.name] = Quantized(codes, scales, values, _BLOCK).dequantize()
-    return _our_state(name, {**words, **state}, slots)
+    return _our_state(plan, {**words, **state})
 
 
 BITSANDBYTES = Layout(_bnb_group, _bnb_state)

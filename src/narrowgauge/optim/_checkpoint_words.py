@@ -63,9 +63,10 @@ class WordReader:
         """The saved state, written into a state that was just made: dtypes, devices and layouts are those."""
         new: dict[str, Tensor] = {}
         read: set[str] = set()
-        for slot in self.plan.slots:
+        # What gives another its unit comes before it.
+        for slot in sorted(self.plan.slots, key=lambda slot: slot.beside is not None):
             words = slot.words(self.entry)
-            new |= slot.keyed(self._moment(slot, words))
+            new |= self._moment(slot, words, new)
             read |= slot.keyed(words).keys()
         for key, low in self._low_words():
             read.add(key)
@@ -86,32 +87,56 @@ class WordReader:
         for key in fresh.keys() - new.keys() - slots - {self.plan.weight_key}:
             if key in self.entry:
                 value = torch.as_tensor(self.entry[key])
+                if not (value >= 0).all() or (key == "step" and (value % 1 != 0).any()):
+                    raise ValueError(f"state_dict: {key!r} of {self.plan.name} is {value}, takes a count of steps")
                 if value.shape != fresh[key].shape and value.numel() != 1:
                     raise ValueError(f"state_dict: {key!r} of {self.plan.name} has shape {tuple(value.shape)}")
                 new[key] = value.reshape(fresh[key].shape)
 
-    def _moment(self, slot: SlotPlan, words: Mapping[str, Any]) -> dict[str, Tensor]:
-        """A slot's words in the optimizer's storage: as they are, or decoded and encoded anew."""
+    def _moment(self, slot: SlotPlan, words: Mapping[str, Any], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A slot's entries in the optimizer's storage: as they are, or decoded and encoded anew."""
+        if not words and slot.slot.option is not None:
+            self.notes.add(f"found no {slot.slot.name!r}, which starts anew", self.plan.name)
+            return {}
         if not words:
             raise ValueError(
                 f"state_dict: {self.plan.name} has no {slot.slot.name!r}, got {sorted(self.entry)}; "
                 f"{self.optimizer} takes {' and '.join(repr(s.slot.name) for s in self.plan.slots)}"
             )
         storage = self._recognise(slot, words)
-        words = {key: word.detach().to(self.p.device) for key, word in words.items()}
-        if storage is slot.storage and (not storage.quantized or self.block_size == slot.block_size):
-            return words
-        return slot.storage.encode(
-            storage.decode(words, self.p.shape, slot.slot.signed, self.block_size),
-            slot.slot.signed,
-            slot.block_size,
-        )
+        words = self._here(words)
+        flaw = storage.flaw(words, slot.slot.signed)
+        if flaw is not None:
+            raise ValueError(f"state_dict: {slot.slot.name!r} of {self.plan.name} has {flaw}: it was damaged")
+        if self._is_kept(slot):
+            return slot.keyed(words)
+        return slot.encode(self._decoded(slot), state=new)
+
+    def _is_kept(self, slot: SlotPlan) -> bool:
+        """Whether a slot's words can stay as they are: storage, blocks, and the unit if it has one."""
+        if self._recognise(slot, slot.words(self.entry)) != slot.storage:
+            return False
+        same = not slot.storage.quantized or self.block_size == slot.block_size
+        return same and (slot.beside is None or self._is_kept(slot.beside))
+
+    def _decoded(self, slot: SlotPlan) -> Tensor:
+        """The saved moment."""
+        words = slot.words(self.entry)
+        storage = self._recognise(slot, words)
+        unit = next((s for s in self.plan.slots if s.slot.name == slot.slot.unit), None)
+        beside = self._decoded(unit) if storage.relative and unit is not None else None
+        return storage.decode(self._here(words), self.p.shape, slot.slot.signed, self.block_size, beside)
+
+    def _here(self, words: Mapping[str, Any]) -> dict[str, Tensor]:
+        return {key: word.detach().to(self.p.device) for key, word in words.items()}
 
     def _recognise(self, slot: SlotPlan, words: Mapping[str, Any]) -> StateStorage:
         """The storage that wrote these words: the declared one if they can be its, else the one whose they are."""
         got = _signature(words)
         declared = self.declared[slot.slot.name]
-        for storage in (declared, *map(state_storage, state_storages())):
+        known = [state_storage(name) for name in state_storages()]
+        variants = [s.for_slot(slot.slot.signed, beside) for s in known for beside in (False, True)]
+        for storage in (declared, *variants):
             if got == _signature(storage.init(self.p, slot.slot.signed, self.block_size)):
                 return storage
         wanted = f"{tuple(self.p.shape)} in {declared.name!r}, block_size={self.block_size}"
@@ -133,7 +158,10 @@ class WordReader:
                 what = f"dropped {key!r} in {_name(low.dtype)}, which means nothing beside {_name(self.p.dtype)}"
                 self.notes.add(what, name)
                 yield key, None
-            elif source is target:
+                continue
+            if (torch.isnan(source.exact(self.p, low)) & torch.isfinite(self.p)).any():
+                raise ValueError(f"state_dict: {key!r} of {name} has NaN beside a finite parameter: it was damaged")
+            if source is target:
                 yield key, low
             else:
                 if target.key is None and says_more(source, self.p, low):

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from narrowgauge.optim._optimizer import NarrowOptimizer
-from narrowgauge.optim._options import Options
+from narrowgauge.optim._options import Options, is_number, is_whole
 from narrowgauge.rules import Muon as MuonRule
 from narrowgauge.rules import Rule
 
@@ -72,26 +72,27 @@ class Muon(NarrowOptimizer):
         }
         super().__init__(params, hyperparameters, options)
 
-    def rule_for(self, group: Mapping[str, Any]) -> Rule:
-        if group["clip_updates"]:
-            raise ValueError("clip_updates: got True, Muon takes False only: its rule has no second moment")
-        return MuonRule(
-            tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"], group["adjust_lr_fn"] or "original"
-        )
-
-    def check(self, group: Mapping[str, Any]) -> None:
+    def base_rule(self, group: Mapping[str, Any]) -> Rule:
         if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
             raise ValueError(f"Adjust learning rate function {group['adjust_lr_fn']} is not supported")
-        if not 0 <= group["ns_steps"] < 100:
+        if not is_whole(group["ns_steps"]) or not 0 <= group["ns_steps"] < 100:
             raise ValueError(
                 "Number of steps must be less than 100 for computational efficiency; "
-                f"ns_steps: got {group['ns_steps']}, takes 0 to 99"
+                f"ns_steps: got {group['ns_steps']!r}, takes 0 to 99"
             )
-        if len(group["ns_coefficients"]) != 3:
+        coefficients = group["ns_coefficients"]
+        if (
+            not isinstance(coefficients, tuple | list)
+            or len(coefficients) != 3
+            or not all(map(is_number, coefficients))
+        ):
             raise ValueError(
                 "Coefficients must be a tuple of exactly 3 values; "
-                f"ns_coefficients: got {group['ns_coefficients']!r}, takes three numbers"
+                f"ns_coefficients: got {coefficients!r}, takes three numbers"
             )
+        return MuonRule(tuple(coefficients), group["ns_steps"], group["eps"], group["adjust_lr_fn"] or "original")
+
+    def check(self, group: Mapping[str, Any]) -> None:
         super().check(group)
         for p in group.get("params", ()):
             if p.is_complex():

@@ -17,16 +17,18 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from narrowgauge.optim._admission import admit, refuse_gradient, skipped_steps
 from narrowgauge.optim._checkpoint import load_checkpoint
 from narrowgauge.optim._checkpoint_export import export_to_torch
 from narrowgauge.optim._checkpoint_layouts import VERSION, VERSION_KEY
-from narrowgauge.optim._clip_gradients import clip_to_percentile
+from narrowgauge.optim._clip_gradients import HISTORY, clip_to_percentile
 from narrowgauge.optim._describe import Description, describe
+from narrowgauge.optim._follow import Request, follow, request
 from narrowgauge.optim._options import check_hyperparameters, check_options, show_options, with_defaults
-from narrowgauge.optim._plan import ParameterPlan, plan_parameter
+from narrowgauge.optim._plan import ParameterPlan, kind_of, plan_parameter
 from narrowgauge.optim._stats import UpdateStats
 from narrowgauge.optim._update import Noise, update
-from narrowgauge.rules import ClipUpdates, HasSecondMoment, Rule
+from narrowgauge.rules import Rule, clipped
 from narrowgauge.storage import mark_states, marked_states
 
 if TYPE_CHECKING:
@@ -46,12 +48,13 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     rule: ClassVar[Rule]
     refusals: ClassVar[Mapping[str, str]] = {}  # what torch says of a hyperparameter here and nowhere else
+    identity: ClassVar[tuple[str, ...]] = ()  # options without which the name would lie: no checkpoint changes them
 
     def __init__(self, params: ParamsT, hyperparameters: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         self._reset()
         defaults = {**hyperparameters, **with_defaults(type(self).__name__, options), VERSION_KEY: VERSION}
         self.check(defaults)
-        defaults["rule"] = self.rule_for({**defaults, "clip_updates": False}).name
+        defaults["rule"] = self.base_rule(defaults).name
         super().__init__(params, defaults)
 
     def __init_subclass__(cls) -> None:
@@ -63,10 +66,12 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self.gauges = False
         self.last_stats: dict[str, UpdateStats] = {}
         self._plans: dict[Tensor, ParameterPlan] = {}
+        self._requests: list[Request] | None = []  # what each group asked for when it was planned
         self._warned: set[str] = set()
         self._in_backward: InBackward | None = None
 
     def __getstate__(self) -> dict[str, Any]:
+        self._follow()  # a copy has no plans: its words must be what its groups say
         marks = [[marked_states(p) for p in group["params"]] for group in self.param_groups]
         return {**super().__getstate__(), _MARKS: marks}
 
@@ -75,7 +80,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         # load_state_dict too, where there is something to keep, but groups may ask for another plan.
         if "_plans" not in self.__dict__:
             self._reset()
-        self._plans = {}
+        self._plans, self._requests = {}, None
         super().__setstate__({key: value for key, value in state.items() if key != _MARKS})
         # A copied parameter comes without the mark that its state was made for.
         for group, marks in zip(self.param_groups, state.get(_MARKS, ()), strict=False):
@@ -97,16 +102,24 @@ class NarrowOptimizer(torch.optim.Optimizer):
             self._in_backward.check_options(group)
 
     def rule_for(self, group: Mapping[str, Any]) -> Rule:
-        """The update rule under a group's options."""
+        """The update rule under a group's options, always the same object for the same ones."""
+        rule = self.base_rule(group)
         if not group.get("clip_updates"):
-            return self.rule
-        if not isinstance(self.rule, HasSecondMoment):
+            return rule
+        with_clipping = clipped(rule)  # type: ignore[arg-type]  # rules are values, and have hashes
+        if with_clipping is None:
             raise ValueError(
                 f"clip_updates: got True, {type(self).__name__} takes False only: its rule has no second moment"
             )
-        return ClipUpdates(self.rule)
+        return with_clipping
+
+    def base_rule(self, group: Mapping[str, Any]) -> Rule:
+        """The update rule without clipping."""
+        return self.rule
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._requests is None:
+            self._follow()
         super().add_param_group(param_group)
         try:
             self.check(self.param_groups[-1])
@@ -117,6 +130,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
             for p in self.param_groups.pop()["params"]:
                 self._plans.pop(p, None)
             raise
+        if self._requests is not None:
+            self._requests.append(request(self, self.param_groups[-1]))
         if self._in_backward is not None:
             self._in_backward.watch(len(self.param_groups) - 1)
 
@@ -130,11 +145,17 @@ class NarrowOptimizer(torch.optim.Optimizer):
             self._plans[p] = plan_parameter(self.rule_for(group), group, p, unique, len(self._plans))
 
     def _plan(self, p: Tensor) -> ParameterPlan:
-        if p not in self._plans:
-            self._plans = {}
-            for number in range(len(self.param_groups)):
-                self._plan_group(number)
+        plan = self._plans.get(p)
+        if plan is None or plan.kind != kind_of(p):
+            self._requests = None
+            self._follow()
         return self._plans[p]
+
+    def _follow(self) -> None:
+        """Act on what has changed in the groups since they were planned."""
+        requests = [request(self, group) for group in self.param_groups]
+        if requests != self._requests:
+            follow(self, requests)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -163,44 +184,17 @@ class NarrowOptimizer(torch.optim.Optimizer):
         return loss
 
     def _begin_step(self) -> None:
-        """Plan anew where a scheduler has switched momentum on or off, and with it a slot, since the last step."""
         self.last_stats = {}
-        stale = [
-            group
-            for group in self.param_groups
-            if any(self._plan(p).slots_asked != self.rule_for(group).slots(group) for p in group["params"][:1])
-        ]
-        if stale:
-            self._plans = {}
-        for group in stale:
-            for p in group["params"]:
-                if p in self.state:
-                    self.state[p].update(self._plan(p).init_missing(p, group, self.state[p]))
+        self._follow()
 
     def _refuse_gradient(self, group: dict[str, Any], p: Tensor, grad: Tensor) -> None:
-        """Raise for what must not be stepped with, before anything has moved."""
-        name = self._plan(p).name
-        if grad.layout is not torch.strided:
-            raise RuntimeError(
-                f"{type(self).__name__} does not support sparse gradients; {name} got one, takes dense ones"
-            )
-        waits = group["nonfinite"] == "raise" or group["arithmetic"] == "strict"
-        if waits and grad.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"step: nonfinite={group['nonfinite']!r}, arithmetic={group['arithmetic']!r} in a captured graph; "
-                "takes nonfinite='skip' or 'propagate' and arithmetic='fp32' there, which never wait for the device"
-            )
-        if group["nonfinite"] == "raise" and not torch.isfinite(grad).all():
-            raise FloatingPointError(
-                f"{name}: the gradient has inf or NaN (nonfinite='raise'); no parameter was changed"
-            )
+        refuse_gradient(type(self).__name__, self._plan(p).name, group, grad)
 
     def _step_parameter(self, group: dict[str, Any], p: Tensor, grad: Tensor) -> None:
-        plan = self._plan(p)
-        state = self.state[p]
+        plan, state = self._plans[p], self.state[p]
         if not state:
             state.update(plan.init(p, group))
-        keep = self._admit(group["nonfinite"], state, grad)
+        keep = admit(group["nonfinite"], state, grad)
         if keep is False:
             return
         # On a GPU the count stays there: reading it would make the host wait for the device at every parameter.
@@ -209,11 +203,9 @@ class NarrowOptimizer(torch.optim.Optimizer):
         if group["maximize"]:
             grad = -grad
         norms = {}
-        if "grad_norms" in state:
-            grad, norms["grad_norms"] = clip_to_percentile(
-                grad, state["grad_norms"], step, group["percentile_clipping"]
-            )
-        before = self._exact(plan, p, state) if self.gauges else None
+        if HISTORY in state:
+            grad, norms[HISTORY] = clip_to_percentile(grad, state[HISTORY], group["percentile_clipping"])
+        before = plan.exact(p, state) if self.gauges else None
         new_p, new_state, delta = update(
             plan, p, grad, state, group, step, Noise(group["seed"], plan.index, step, p)
         )
@@ -222,41 +214,16 @@ class NarrowOptimizer(torch.optim.Optimizer):
             target.copy_(value if keep is True else torch.where(keep, value, target))
         state["step"] += 1 if keep is True else keep
         if before is not None:
-            stats = UpdateStats.measure(delta, *_interleave(before, self._exact(plan, p, state)))
+            stats = UpdateStats.measure(delta, before, plan.exact(p, state))
             self.last_stats[plan.name] = stats if keep is True else stats.where(keep)
-
-    def _admit(self, nonfinite: str, state: dict[str, Tensor], grad: Tensor) -> bool | Tensor:
-        """Whether this gradient may be used: a bool, or on a GPU, where nobody waits, a 0-d tensor."""
-        if nonfinite != "skip":
-            return True
-        finite = torch.isfinite(grad).all()
-        state["skipped"] += ~finite
-        return finite if grad.device.type != "cpu" else bool(finite)
-
-    @staticmethod
-    def _exact(plan: ParameterPlan, p: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        low = state[plan.weight_key] if plan.weight_key is not None else None
-        return plan.weight.exact(p, low), p.to(torch.float64, copy=True)
 
     @property
     def skipped(self) -> dict[str, int]:
         """Steps refused because of a gradient that was not finite, by parameter; those with none left out."""
-        counts = {
-            plan.name: int(self.state[p]["skipped"])
-            for p, plan in self._all_plans()
-            if p in self.state and "skipped" in self.state[p]
-        }
-        skipped = {name: count for name, count in counts.items() if count}
-        for name in skipped.keys() - self._warned:
-            warnings.warn(
-                f"{name}: {skipped[name]} steps skipped, its gradient had inf or NaN; lower the learning rate "
-                "or the loss scale, or see which layer overflows",
-                stacklevel=2,
-            )
-            self._warned.add(name)
-        return skipped
+        return skipped_steps(self._all_plans(), self.state, self._warned)
 
     def _all_plans(self) -> list[tuple[Tensor, ParameterPlan]]:
+        self._follow()
         return [(p, self._plan(p)) for group in self.param_groups for p in group["params"]]
 
     def state_bytes(self) -> int:
@@ -303,9 +270,3 @@ class NarrowOptimizer(torch.optim.Optimizer):
         notes = load_checkpoint(self, names, super().load_state_dict, state_dict)
         if notes:
             warnings.warn(f"state_dict: {notes}", stacklevel=2)
-
-
-def _interleave(
-    before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return before[0], after[0], before[1], after[1]

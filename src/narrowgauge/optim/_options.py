@@ -9,12 +9,14 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any, Literal, TypedDict, get_type_hints
 
 from torch import Tensor
 
 from narrowgauge.optim._plan import slot_storages
 from narrowgauge.rules import Rule
+from narrowgauge.storage import weight_storage
 
 
 class Options(TypedDict, total=False):
@@ -79,6 +81,11 @@ _DEFAULTS: dict[str, Any] = {
     "differentiable": False,
 }
 
+# What is either on or off, in the optimizers that have it.
+_SWITCHES = (
+    "clip_updates", "maximize", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay", "nesterov",
+)  # fmt: skip
+
 # What torch says when it refuses each hyperparameter.
 _REFUSALS = {
     "lr": "Invalid learning rate",
@@ -106,6 +113,13 @@ def with_defaults(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return {**_DEFAULTS, **given}
 
 
+def option_values(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The shared options of a group, to be compared with what they will be later."""
+    states = group["states"]
+    others = (group[option] for option in _DEFAULTS if option != "states")
+    return tuple(states.items()) if isinstance(states, Mapping) else states, *others, group.get("amsgrad")
+
+
 def show_options(init: Callable[..., None]) -> None:
     """Let `help` and `inspect.signature` show the shared options where a signature says ``**options``."""
     signature = inspect.signature(init)
@@ -120,6 +134,16 @@ def show_options(init: Callable[..., None]) -> None:
         init.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
 
 
+def is_number(value: object) -> bool:
+    """Whether a value is a real number; True and False are none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is an integer; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def check_options(name: str, rule: Rule, group: Mapping[str, Any]) -> None:
     """Refuse options that no parameter could be served with.
 
@@ -131,18 +155,21 @@ def check_options(name: str, rule: Rule, group: Mapping[str, Any]) -> None:
         raise RuntimeError("`fused` does not support `differentiable`")
     if group["fused"] and group["foreach"]:
         raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
-    if not isinstance(group["weights"], str):
-        raise ValueError(f"weights: got {group['weights']!r}, takes the name of a weight storage")
-    if not isinstance(group["states"], str | Mapping):
-        raise ValueError(f"states: got {group['states']!r}, takes a name, or a mapping from slots to names")
+    weight_storage(group["weights"])
     slot_storages(rule, group)
     for option, choices in (("arithmetic", ("fp32", "strict")), ("nonfinite", ("skip", "propagate", "raise"))):
         if group[option] not in choices:
             raise ValueError(f"{option}: got {group[option]!r}, takes one of {', '.join(map(repr, choices))}")
     for option, least in (("block_size", 1), ("min_quantized_size", 0), ("seed", 0)):
-        if not isinstance(group[option], int) or isinstance(group[option], bool) or group[option] < least:
+        if not is_whole(group[option]) or group[option] < least:
             raise ValueError(f"{option}: got {group[option]!r}, takes an integer of at least {least}")
-    if not 1 <= group["percentile_clipping"] <= 100:
+    for option in _SWITCHES:
+        if not isinstance(group.get(option, False), bool):
+            raise ValueError(f"{option}: got {group[option]!r}, takes True or False")
+    for option in ("foreach", "fused"):
+        if not isinstance(group[option], bool | None):
+            raise ValueError(f"{option}: got {group[option]!r}, takes True, False or None")
+    if not is_number(group["percentile_clipping"]) or not 1 <= group["percentile_clipping"] <= 100:
         raise ValueError(f"percentile_clipping: got {group['percentile_clipping']!r}, takes a number from 1 to 100")
     if group["seed"] >= 2**32:
         raise ValueError(f"seed: got {group['seed']}, takes an integer below 2^32")
@@ -172,23 +199,24 @@ def check_hyperparameters(rule: Rule, group: Mapping[str, Any], refusals: Mappin
             value = group[option]
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise ValueError(f"Tensor {option} must be 1-element, got {value.numel()} elements")
-            if isinstance(value, str) or not 0.0 <= float(value) < math.inf:
+            real = not value.is_complex() if isinstance(value, Tensor) else is_number(value)
+            if not real or not 0.0 <= float(value) < math.inf:
                 raise ValueError(f"{words}: {value!r}, takes a finite number of at least 0")
     _check_betas(rule, group.get("betas", (0.0,) * rule.betas))
     schedule = group.get("beta2_schedule")
-    if schedule is not None and not 0.0 < schedule <= 1.0:
+    if schedule is not None and not (is_number(schedule) and 0.0 < schedule <= 1.0):
         raise ValueError(f"beta2_schedule: got {schedule!r}, takes a number in (0, 1], or None")
     if group.get("nesterov") and (group["momentum"] <= 0 or group.get("dampening")):
         raise ValueError("Nesterov momentum requires a momentum and zero dampening")
 
 
 def _check_betas(rule: Rule, betas: Any) -> None:
-    if isinstance(betas, str) or len(betas) != rule.betas:
+    if not isinstance(betas, tuple | list) or len(betas) != rule.betas:
         raise ValueError(f"Invalid betas: {betas!r}, takes {rule.betas} numbers in [0, 1)")
     for index, beta in enumerate(betas):
         if isinstance(beta, Tensor) and beta.numel() != 1:
             raise ValueError(f"Tensor betas[{index}] must be 1-element, got {beta.numel()} elements")
-        if not 0.0 <= beta < 1.0:
+        if not (isinstance(beta, Tensor) or is_number(beta)) or not 0.0 <= beta < 1.0:
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}, takes a number in [0, 1)")
     if len({isinstance(beta, Tensor) for beta in betas}) > 1:
         raise ValueError(f"betas must be either both floats or both Tensors, got {betas!r}")

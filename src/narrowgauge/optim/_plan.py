@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from narrowgauge.optim._clip_gradients import new_history
+from narrowgauge.optim._clip_gradients import HISTORY, new_history
 from narrowgauge.rules import Rule, Slot
 from narrowgauge.storage import StateStorage, WeightStorage, marked_states, state_storage, weight_storage
+
+# Dtype and mark.
+Kind = tuple[torch.dtype, str | None]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """A moment and how it is kept."""
+    """A moment and how it is kept.
+
+    Attributes:
+        beside: the moment in whose root's units it is kept, where it is.
+    """
 
     slot: Slot
     storage: StateStorage
     block_size: int
+    beside: SlotPlan | None = None
 
     def init(self, p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
         start = group[self.slot.start] if self.slot.start is not None else 0.0
@@ -40,10 +48,15 @@ class SlotPlan:
         }
 
     def decode(self, state: Mapping[str, Tensor], shape: torch.Size) -> Tensor:
-        return self.storage.decode(self.words(state), shape, self.slot.signed, self.block_size)
+        beside = self.beside.decode(state, shape) if self.beside is not None else None
+        return self.storage.decode(self.words(state), shape, self.slot.signed, self.block_size, beside)
 
-    def encode(self, moment: Tensor, random: Tensor | None = None) -> dict[str, Tensor]:
-        return self.keyed(self.storage.encode(moment, self.slot.signed, self.block_size, random))
+    def encode(
+        self, moment: Tensor, random: Tensor | None = None, state: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """The moment's entries of a state; `state` has those of the moment beside it."""
+        beside = self.beside.decode(state, moment.shape) if self.beside is not None and state is not None else None
+        return self.keyed(self.storage.encode(moment, self.slot.signed, self.block_size, random, beside))
 
     def keyed(self, words: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Words under the keys that the parameter's state has for them."""
@@ -60,8 +73,10 @@ class ParameterPlan:
         rule: the update rule.
         weight: the weight storage.
         slots: one plan a moment.
+        dormant: those of moments that the hyperparameters switch off; they may come back.
         strict: whether every operation is rounded to the storages' formats.
         why: what was decided otherwise than asked for, and why; empty if nothing was.
+        kind: what was found on the parameter; see `kind_of`.
     """
 
     name: str
@@ -69,13 +84,15 @@ class ParameterPlan:
     rule: Rule
     weight: WeightStorage
     slots: tuple[SlotPlan, ...]
+    dormant: tuple[SlotPlan, ...]
     strict: bool
     why: str
+    kind: Kind
 
     @property
-    def slots_asked(self) -> tuple[Slot, ...]:
-        """The rule's slots, under the hyperparameters for which this was planned."""
-        return tuple(plan.slot for plan in self.slots)
+    def dtype(self) -> torch.dtype:
+        """The parameter's."""
+        return self.kind[0]
 
     @property
     def weight_key(self) -> str | None:
@@ -89,13 +106,16 @@ class ParameterPlan:
             RuntimeError: inside a CUDA graph, whose every replay would make the state anew.
         """
         if p.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(f"step: the first step of {self.name} cannot be captured; take one before capturing")
+            raise RuntimeError(
+                f"step: the first step of {self.name} (or since its options changed) cannot be captured; "
+                "take one before capturing"
+            )
         state = {
             "step": torch.zeros((), dtype=torch.float32, device=p.device),
             "skipped": torch.zeros((), dtype=torch.int64, device=p.device),
         }
         if group.get("percentile_clipping", 100) < 100:
-            state["grad_norms"] = new_history(p.device)
+            state[HISTORY] = new_history(p.device)
         for slot in self.slots:
             state |= slot.init(p, group)
         low = self.weight.init(p)
@@ -103,15 +123,25 @@ class ParameterPlan:
             state[self.weight_key] = low
         return state
 
-    def init_missing(self, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """First values of the moments that a state has not got."""
-        missing = [slot.init(p, group) for slot in self.slots if not slot.words(state)]
-        return {key: value for words in missing for key, value in words.items()}
+    def holding(self, state: Mapping[str, Any]) -> ParameterPlan:
+        """This plan, with the moments awake that are dormant but in a state."""
+        kept = tuple(slot for slot in self.dormant if slot.words(state))
+        return replace(self, slots=(*self.slots, *kept)) if kept else self
+
+    def exact(self, p: Tensor, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """(all that is stored of the weight, what the model sees), in float64."""
+        low = state[self.weight_key] if self.weight_key is not None else None
+        return self.weight.exact(p, low), p.to(torch.float64, copy=True)
 
     def nbytes(self, p: Tensor) -> int:
         """Bytes the optimizer keeps for this parameter: moments and low word."""
         moments = sum(s.storage.nbytes(p.numel(), s.block_size) for s in self.slots)
         return p.numel() * self.weight.bytes_added(p.dtype) + moments
+
+
+def kind_of(p: Tensor) -> Kind:
+    """What of a parameter its plan depends on: its dtype, and the states that it is marked with."""
+    return p.dtype, marked_states(p)
 
 
 def plan_parameter(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index: int) -> ParameterPlan:
@@ -120,46 +150,65 @@ def plan_parameter(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, i
     Raises:
         ValueError: naming the argument, for a dtype or a combination that is not taken.
     """
-    if p.dtype not in _DTYPES:
-        raise ValueError(f"params: {name} is {p.dtype}, takes float32, bfloat16 and float16 parameters")
+    dtype, mark = kind = kind_of(p)
+    if dtype not in _DTYPES:
+        raise ValueError(f"params: {name} is {dtype}, takes float32, bfloat16 and float16 parameters")
     weight = weight_storage(group["weights"])
-    if p.dtype not in weight.dtypes:
+    if dtype not in weight.dtypes:
         taken = " and ".join(str(dtype).removeprefix("torch.") for dtype in weight.dtypes)
-        raise ValueError(f"weights: {weight.name!r} takes {taken} parameters, {name} is {p.dtype}")
+        raise ValueError(f"weights: {weight.name!r} takes {taken} parameters, {name} is {dtype}")
     strict = group["arithmetic"] == "strict"
     if strict and not weight.rounded:
         raise ValueError(f"arithmetic: 'strict' takes weights whose words are floats, got weights={weight.name!r}")
-    slots, why = [], []
-    asked, mark = slot_storages(rule, group), marked_states(p)
-    for slot in rule.slots(group):
-        storage = asked[slot.name]
+    asked, awake = slot_storages(rule, group), rule.slots(group)
+    why, plans = [], {}
+    for slot in dict.fromkeys((*awake, *rule.moments)):
+        if slot.name not in asked:
+            continue
+        storage, reasons = asked[slot.name], []
         if mark is not None and storage.name != mark:
-            why.append(f"{slot.name} in {mark}: the parameter is marked so")
-            storage = state_storage(mark)
+            reasons.append(f"{slot.name} in {mark}: the parameter is marked so")
+            storage = state_storage(mark).for_slot(slot.signed, slot.unit in asked)
         if storage.quantized and p.numel() < group["min_quantized_size"]:
-            why.append(f"{slot.name} in fp32: {p.numel()} elements < min_quantized_size")
+            reasons.append(f"{slot.name} in fp32: {p.numel()} elements < min_quantized_size")
             storage = state_storage("fp32")
-        if strict and not storage.rounded:
+        if strict and slot in awake and not storage.rounded:
             raise ValueError(
                 f"arithmetic: 'strict' takes states whose words are floats, got states={storage.name!r}"
             )
-        slots.append(SlotPlan(slot, storage, group["block_size"]))
-    return ParameterPlan(name, index, rule, weight, tuple(slots), strict, "; ".join(why))
+        plans[slot] = SlotPlan(slot, storage, group["block_size"])
+        why += reasons if slot in awake else []
+    plans = {slot: replace(s, beside=_unit(s, plans.values())) for slot, s in plans.items()}
+    slots = tuple(plans.pop(slot) for slot in awake)
+    return ParameterPlan(name, index, rule, weight, slots, tuple(plans.values()), strict, "; ".join(why), kind)
+
+
+def _unit(plan: SlotPlan, slots: Iterable[SlotPlan]) -> SlotPlan | None:
+    """The slot in whose root's units this one is kept."""
+    if not plan.storage.relative:
+        return None
+    return next((other for other in slots if other.slot.name == plan.slot.unit), None)
 
 
 def slot_storages(rule: Rule, group: Mapping[str, Any]) -> dict[str, StateStorage]:
-    """The storage asked for each slot.
+    """The storage asked for each slot, also for those that are off now.
 
     ``"expansion"``, as one name for all slots, is the preset of Collage-plus: each slot says what it means there.
 
     Raises:
         ValueError: for an unknown storage or slot, or a slot that a mapping leaves out.
     """
-    states, slots = group["states"], rule.slots(group)
-    names = [slot.name for slot in slots]
+    states, awake = group["states"], rule.slots(group)
+    if not isinstance(states, str | Mapping):
+        raise ValueError(f"states: got {states!r}, takes a name, or a mapping from slots to names")
+    slots = {slot.name: slot for slot in (*awake, *rule.moments)}
     if isinstance(states, str):
         state_storage(states)  # refused by name even where there is no slot to keep
-        return {s.name: state_storage(s.preset if states == "expansion" else states) for s in slots}
-    if set(states) != set(names):
+        states = {name: s.preset if states == "expansion" else states for name, s in slots.items()}
+    names = [slot.name for slot in awake]
+    if not set(names) <= set(states) <= set(slots):
         raise ValueError(f"states: got slots {sorted(states)}, takes a storage for each of {names} ({rule.name})")
-    return {name: state_storage(states[name]) for name in names}
+    return {
+        name: state_storage(storage).for_slot(slots[name].signed, slots[name].unit in states)
+        for name, storage in states.items()
+    }

@@ -29,12 +29,15 @@ class UpdateStats:
     sums: Tensor
 
     @classmethod
-    def measure(
-        cls, intended: Tensor, before: Tensor, after: Tensor, visible_before: Tensor, visible_after: Tensor
-    ) -> UpdateStats:
-        """The sums of one update; all tensors of one shape, values in float64."""
+    def measure(cls, intended: Tensor, before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> UpdateStats:
+        """The sums of one update.
+
+        Args:
+            intended: the update.
+            before, after: (all that is stored, what is visible) in its shape, float64.
+        """
         intended = intended.to(torch.float64)
-        stored, visible = after - before, visible_after - visible_before
+        stored, visible = after[0] - before[0], after[1] - before[1]
         nonzero = intended != 0
         sums = (
             intended.square().sum(),

@@ -141,9 +141,10 @@ def _with_sums(
 def _encode(plan: ParameterPlan, moments: Mapping[str, Tensor], noise: Noise) -> dict[str, Tensor]:
     """The moments' new words, by the state's keys."""
     state: dict[str, Tensor] = {}
-    for number, slot in enumerate(plan.slots, start=1):
+    # What gives another its unit comes before it.
+    for number, slot in sorted(enumerate(plan.slots, start=1), key=lambda pair: pair[1].beside is not None):
         random = noise.halves(number) if slot.storage.stochastic(slot.slot.signed) else None
-        state |= slot.encode(moments[slot.slot.name], random)
+        state |= slot.encode(moments[slot.slot.name], random, state)
     return state
 
 

@@ -25,11 +25,11 @@ class Adagrad(Rule):
     """AdaGrad; see the module."""
 
     name = "adagrad"
+    moments = (
+        Slot("m", signed=True, preset="bf16", option="momentum"),
+        Slot("v", signed=False, torch_key="sum", start="initial_accumulator_value"),
+    )
     averaging = ("momentum",)
-
-    def slots(self, group: Mapping[str, Any]) -> tuple[Slot, ...]:
-        v = Slot("v", signed=False, torch_key="sum", start="initial_accumulator_value")
-        return (Slot("m", signed=True, preset="bf16"), v) if group["momentum"] else (v,)
 
     def scalars(self, group: Mapping[str, Any], step: Scalar) -> dict[str, Scalar]:
         return {

@@ -31,16 +31,16 @@ from narrowgauge.rules._rule import Arithmetic, Rule, Scalar, Slot
 class Adam(Rule):
     """Adam with the decay in the gradient, or in the update; see the module."""
 
+    # Collage-plus doubles the second moment only: the first has no trouble following the gradient.
+    moments = (
+        Slot("m", signed=True, preset="bf16", torch_key="exp_avg", unit="v"),
+        Slot("v", signed=False, torch_key="exp_avg_sq"),
+    )
     averaging: tuple[str, ...] = ("beta1", "share1", "beta2", "share2")
 
     def __init__(self, name: str, decoupled: bool) -> None:
         self.name = name
         self._decoupled = decoupled
-
-    def slots(self, group: Mapping[str, Any]) -> tuple[Slot, ...]:
-        # Collage-plus doubles the second moment only: the first has no trouble following the gradient.
-        m = Slot("m", signed=True, preset="bf16", torch_key="exp_avg")
-        return m, Slot("v", signed=False, torch_key="exp_avg_sq")
 
     def scalars(self, group: Mapping[str, Any], step: Scalar) -> dict[str, Scalar]:
         beta1, beta2 = group["betas"]

@@ -16,13 +16,14 @@ Source: Shazeer and Stern 2018 (Adafactor), Section 5; Wortsman et al. 2023, Alg
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from narrowgauge.rules._rule import Arithmetic, Rule, Scalar, Slot
+from narrowgauge.rules._rule import Arithmetic, Rule, Scalar
 
 
 @runtime_checkable
@@ -36,17 +37,21 @@ class HasSecondMoment(Rule, Protocol):
         raise NotImplementedError
 
 
+@functools.cache
+def clipped(rule: Rule) -> ClipUpdates | None:
+    """A rule with update clipping, always the same one; None for a rule that has no second moment."""
+    return ClipUpdates(rule) if isinstance(rule, HasSecondMoment) else None
+
+
 class ClipUpdates(Rule):
     """Another rule with update clipping; see the module."""
 
     def __init__(self, rule: HasSecondMoment) -> None:
         self.name = f"{rule.name}, clipped"
+        self.moments = rule.moments
         self.averaging = rule.averaging
         self.betas = rule.betas
         self._rule = rule
-
-    def slots(self, group: Mapping[str, Any]) -> tuple[Slot, ...]:
-        return self._rule.slots(group)
 
     def scalars(self, group: Mapping[str, Any], step: Scalar) -> dict[str, Scalar]:
         return self._rule.scalars(group, step)

@@ -23,10 +23,8 @@ class Lion(Rule):
     """Lion; see the module."""
 
     name = "lion"
+    moments = (Slot("m", signed=True),)
     averaging = ("beta1", "share1", "beta2", "share2")
-
-    def slots(self, group: Mapping[str, Any]) -> tuple[Slot, ...]:
-        return (Slot("m", signed=True),)
 
     def scalars(self, group: Mapping[str, Any], step: Scalar) -> dict[str, Scalar]:
         beta1, beta2 = group["betas"]

@@ -44,10 +44,8 @@ class Muon(Rule):
     ratio: str
 
     name = "muon"
+    moments = (Slot("m", signed=True, torch_key="momentum_buffer"),)
     averaging = ("momentum", "share")
-
-    def slots(self, group: Mapping[str, Any]) -> tuple[Slot, ...]:
-        return (Slot("m", signed=True, torch_key="momentum_buffer"),)
 
     def scalars(self, group: Mapping[str, Any], step: Scalar) -> dict[str, Scalar]:
         share = 1 - group["momentum"]

@@ -34,6 +34,8 @@ class Slot:
         preset: what the storage name ``"expansion"``, given for all slots at once, means for this one.
         torch_key: what torch's namesake calls it in its state.
         start: the option that holds its first value; zero without one.
+        option: the option that has to be on for it to be kept; kept always without one.
+        unit: the slot whose root is this one's natural unit: the update divides by it.
     """
 
     name: str
@@ -41,6 +43,8 @@ class Slot:
     preset: str = "expansion"
     torch_key: str | None = None
     start: str | None = None
+    option: str | None = None
+    unit: str | None = None
 
 
 class Arithmetic(Protocol):
@@ -64,17 +68,20 @@ class Rule(Protocol):
 
     Attributes:
         name: the rule's name, as printed.
+        moments: all that it may keep, under any hyperparameters.
         averaging: names of the scalars that only decay or weigh averages: they are numbers of the moment's format,
             whatever that is, and not of the equation's.
         betas: how many decay rates the group's ``betas`` hold.
     """
 
     name: str
+    moments: tuple[Slot, ...] = ()
     averaging: tuple[str, ...] = ()
     betas: int = 2
 
     def slots(self, group: Mapping[str, Any]) -> tuple[Slot, ...]:
         """The moments it keeps under these hyperparameters."""
+        return tuple(slot for slot in self.moments if slot.option is None or group.get(slot.option))
 
     def scalars(self, group: Mapping[str, Any], step: Scalar) -> dict[str, Scalar]:
         """The equation's scalars from a parameter group's hyperparameters, in double precision on the host.

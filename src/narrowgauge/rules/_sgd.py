@@ -25,10 +25,8 @@ class SGD(Rule):
     """SGD with momentum; see the module."""
 
     name = "sgd"
+    moments = (Slot("m", signed=True, torch_key="momentum_buffer", option="momentum"),)
     averaging = ("momentum", "share")
-
-    def slots(self, group: Mapping[str, Any]) -> tuple[Slot, ...]:
-        return (Slot("m", signed=True, torch_key="momentum_buffer"),) if group["momentum"] else ()
 
     def scalars(self, group: Mapping[str, Any], step: Scalar) -> dict[str, Scalar]:
         share = 1 - group["dampening"]

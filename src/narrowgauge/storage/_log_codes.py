@@ -10,9 +10,8 @@ block's least element above zero to its largest, both exact. No element but zero
 to zero divides: where the block spans more than 48 binades, the smallest are taken for the lower end.
 
 **With sign** (first moments) the steps are those of |x| + c, from c, which is zero, to the largest |x| + c: equal
-in size up to c, roughly in ratio above. c is a power of two, 64 times the least magnitude above zero or the next
-below, though no less than 2^-24 of the largest: a block of one scale gets codes that are nearly linear, a block of
-many scales nearly logarithmic ones. In 4 bits, with 7 magnitudes, c is above the largest and all steps are equal.
+in size up to c, roughly in ratio above. c is a power of two, 8 times the least magnitude above zero or the next
+below, though no less than 2^-24 of the largest: the least elements get equal steps, the others logarithmic ones.
 
 What is fixed here is fixed for every kernel, bit for bit:
 
@@ -42,7 +41,7 @@ _SMALLEST = 2.0**-126
 _LARGEST = torch.finfo(torch.float32).max
 _BINADE = 1 << 23
 _EXPONENT = 0x7F800000
-_OFFSET = 64.0
+_OFFSET = 8.0
 _HALF = 1 << 15
 
 
@@ -53,7 +52,7 @@ class LogCodes:
     Attributes:
         signed: whether the highest bit of a code is a sign.
         bits: of a code; at most 8.
-        binades: how far below a block's largest element the lower end may lie at most; -1 for equal steps.
+        binades: how far below a block's largest element the lower end may lie at most.
     """
 
     signed: bool

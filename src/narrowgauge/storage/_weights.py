@@ -247,6 +247,6 @@ def weight_storage(name: str) -> WeightStorage:
     Raises:
         ValueError: for an unknown name; the message lists those that exist.
     """
-    if name not in _STORAGES:
+    if not isinstance(name, str) or name not in _STORAGES:
         raise ValueError(f"weights: got {name!r}, takes one of {', '.join(map(repr, _STORAGES))}")
     return _STORAGES[name]

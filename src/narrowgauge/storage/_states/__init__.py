@@ -48,6 +48,6 @@ def state_storage(name: str) -> StateStorage:
     Raises:
         ValueError: for an unknown name; the message lists those that exist.
     """
-    if name not in _STORAGES:
+    if not isinstance(name, str) or name not in _STORAGES:
         raise ValueError(f"states: got {name!r}, takes one of {', '.join(map(repr, _STORAGES))}")
     return _STORAGES[name]

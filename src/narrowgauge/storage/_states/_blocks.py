@@ -33,13 +33,28 @@ class BlockwiseState(StateStorage):
         scales = torch.zeros(block_count(p.numel(), block_size), dtype=torch.float32, device=p.device)
         return {"codes": zero.expand(p.shape).clone(memory_format=torch.contiguous_format), "scales": scales}
 
-    def decode(self, words: Words, shape: torch.Size, signed: bool, block_size: int) -> Tensor:
+    def decode(
+        self, words: Words, shape: torch.Size, signed: bool, block_size: int, beside: Tensor | None = None
+    ) -> Tensor:
         values = coder(self.codebook, signed, words["codes"].device).values
         return decode_blocks(words["codes"], words["scales"], values, block_size)
 
-    def encode(self, moment: Tensor, signed: bool, block_size: int, random: Tensor | None = None) -> Words:
+    def encode(
+        self,
+        moment: Tensor,
+        signed: bool,
+        block_size: int,
+        random: Tensor | None = None,
+        beside: Tensor | None = None,
+    ) -> Words:
         codes, scales = encode_blocks(moment, coder(self.codebook, signed, moment.device), block_size)
         return {"codes": codes, "scales": scales}
+
+    def flaw(self, words: Words, signed: bool) -> str | None:
+        scales = words["scales"]
+        if not torch.isfinite(scales).all():
+            return "a scale that is not finite"
+        return "a negative scale" if not signed and bool((scales < 0).any()) else None
 
     def accumulate(self, words: Words, x: Tensor, decay: float, share: float) -> Words:
         raise NotImplementedError(f"{self.name} states have no arithmetic of their own")
@@ -61,14 +76,31 @@ class Float8State(BlockwiseState):
         scales = torch.zeros(block_count(p.numel(), block_size), dtype=torch.float32, device=p.device)
         return {"codes": torch.zeros(p.shape, dtype=self.dtype, device=p.device), "scales": scales}
 
-    def decode(self, words: Words, shape: torch.Size, signed: bool, block_size: int) -> Tensor:
+    def decode(
+        self, words: Words, shape: torch.Size, signed: bool, block_size: int, beside: Tensor | None = None
+    ) -> Tensor:
         values = words["codes"].to(torch.float32)
         return scale_blocks(values, words["scales"], block_size)
 
-    def encode(self, moment: Tensor, signed: bool, block_size: int, random: Tensor | None = None) -> Words:
+    def encode(
+        self,
+        moment: Tensor,
+        signed: bool,
+        block_size: int,
+        random: Tensor | None = None,
+        beside: Tensor | None = None,
+    ) -> Words:
         normalised, extrema = normalise_blocks(moment, -1.0 if signed else 0.0, block_size)
         largest = FP8_E4M3.max
         return {"codes": round_to(normalised * largest, FP8_E4M3), "scales": extrema / largest}
+
+    def flaw(self, words: Words, signed: bool) -> str | None:
+        codes = words["codes"].view(torch.uint8)
+        if ((codes & 0x7F) == 0x7F).any():
+            return "codes that are NaN"
+        if not signed and (codes > 0x80).any():
+            return "negative codes"
+        return super().flaw(words, signed)
 
 
 @dataclass(frozen=True)
@@ -88,11 +120,20 @@ class FourBitState(BlockwiseState):
         zeros = torch.zeros(p.shape, dtype=torch.float32, device=p.device)
         return self.encode(zeros, signed, block_size)
 
-    def decode(self, words: Words, shape: torch.Size, signed: bool, block_size: int) -> Tensor:
+    def decode(
+        self, words: Words, shape: torch.Size, signed: bool, block_size: int, beside: Tensor | None = None
+    ) -> Tensor:
         codes = unpacked(words["codes"], shape)
         return decode_blocks(codes, words["scales"], _four_bits(signed, codes.device).values, block_size)
 
-    def encode(self, moment: Tensor, signed: bool, block_size: int, random: Tensor | None = None) -> Words:
+    def encode(
+        self,
+        moment: Tensor,
+        signed: bool,
+        block_size: int,
+        random: Tensor | None = None,
+        beside: Tensor | None = None,
+    ) -> Words:
         codes, scales = encode_blocks(moment, _four_bits(signed, moment.device), block_size)
         return {"codes": packed(codes), "scales": scales}
 

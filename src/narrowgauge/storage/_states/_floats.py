@@ -21,12 +21,18 @@ class StateStorage:
         dtype: the words' dtype.
         quantized: whether small tensors are better off in fp32 (see `min_quantized_size`).
         rounded: whether it has the arithmetic of `accumulate` and `value`.
+        relative: whether a moment is kept in units of another, which must be there to decode it.
     """
 
     name: str
     dtype: torch.dtype
     quantized: bool = False
     rounded: bool = True
+    relative: bool = False
+
+    def for_slot(self, signed: bool, beside: bool) -> StateStorage:
+        """What this name means for a slot, by whether it has a sign and whether its unit is another slot's root."""
+        return self
 
     def nbytes(self, numel: int, block_size: int) -> int:
         """Bytes that a moment of numel elements takes, scales included."""
@@ -44,19 +50,37 @@ class StateStorage:
         """The words of a moment that is zero, on p's device."""
         return {"": torch.zeros_like(p, dtype=self.dtype, memory_format=torch.preserve_format)}
 
-    def decode(self, words: Words, shape: torch.Size, signed: bool, block_size: int) -> Tensor:
-        """The moment in float32, in the parameter's shape."""
+    def decode(
+        self, words: Words, shape: torch.Size, signed: bool, block_size: int, beside: Tensor | None = None
+    ) -> Tensor:
+        """The moment in float32, in the parameter's shape; `beside` as `encode` had it."""
         return words[""].to(torch.float32)
 
-    def encode(self, moment: Tensor, signed: bool, block_size: int, random: Tensor | None = None) -> Words:
+    def encode(
+        self,
+        moment: Tensor,
+        signed: bool,
+        block_size: int,
+        random: Tensor | None = None,
+        beside: Tensor | None = None,
+    ) -> Words:
         """The words of a float32 moment.
 
         Args:
             moment: any shape.
             signed, block_size: as for `decode`.
             random: integers in [0, 2^16) in its shape where the storage is `stochastic`; to nearest without.
+            beside: where the storage is `relative`, the second moment that is kept beside it, decoded; None where
+                there is none.
         """
         return {"": moment.to(self.dtype)}
+
+    def flaw(self, words: Words, signed: bool) -> str | None:
+        """What no `encode` writes and is in these words all the same, such as a negative mean of squares; or None.
+
+        Infinities and NaN of a float are none: a gradient may have brought them.
+        """
+        return "negative numbers" if not signed and bool((self.value(words) < 0).any()) else None
 
     def accumulate(self, words: Words, x: Tensor, decay: float, share: float) -> Words:
         """decay * average + share * x, constants and every operation rounded to the words' format."""
@@ -80,10 +104,19 @@ class ExpansionState(StateStorage):
         word = torch.zeros_like(p, dtype=self.dtype, memory_format=torch.preserve_format)
         return {"hi": word, "lo": word.clone()}
 
-    def decode(self, words: Words, shape: torch.Size, signed: bool, block_size: int) -> Tensor:
+    def decode(
+        self, words: Words, shape: torch.Size, signed: bool, block_size: int, beside: Tensor | None = None
+    ) -> Tensor:
         return words["hi"].to(torch.float32) + words["lo"].to(torch.float32)
 
-    def encode(self, moment: Tensor, signed: bool, block_size: int, random: Tensor | None = None) -> Words:
+    def encode(
+        self,
+        moment: Tensor,
+        signed: bool,
+        block_size: int,
+        random: Tensor | None = None,
+        beside: Tensor | None = None,
+    ) -> Words:
         hi = moment.to(self.dtype)
         lo = moment - hi.to(torch.float32)
         return {"hi": hi, "lo": torch.where(torch.isfinite(hi), lo, 0.0).to(self.dtype)}

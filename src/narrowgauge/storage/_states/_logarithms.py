@@ -1,4 +1,4 @@
-"""Moments as logarithmic codes, rounded so that nothing is lost in the long run.
+"""Moments rounded so that nothing is lost in the long run.
 
 Two things go wrong with a moment in 8 bits that better maps only make smaller. Both have a remedy that costs no
 byte.
@@ -11,9 +11,12 @@ some steps earlier.
 
 **A second moment moves by a thousandth a step** (beta2 = 0.999), less than half a code: rounded to nearest it
 stands still. It is rounded *stochastically*, up or down by chance in proportion, and follows in the mean. A
-first moment must not be: a small element beside a large one might be rounded up to many times itself, and what
-is handed over is divided by the root of its small second moment. To nearest, an error is never larger than the
-element.
+first moment is rounded to nearest: an error is then never larger than the element, which is what is handed
+over.
+
+Second moments have logarithmic codes (`_log_codes`), first moments evenly spaced ones in units of the root of
+the second (`_relative_codes`). A first moment without a second has logarithmic codes in 8 bits; in 4 bits it is
+alone in its block's scale.
 """
 
 from __future__ import annotations
@@ -25,8 +28,9 @@ from torch import Tensor
 
 from narrowgauge.storage._blockwise import block_count
 from narrowgauge.storage._log_codes import LogCodes
+from narrowgauge.storage._relative_codes import RelativeCodes
 from narrowgauge.storage._states._blocks import BlockwiseState, packed, unpacked
-from narrowgauge.storage._states._floats import Words
+from narrowgauge.storage._states._floats import StateStorage, Words
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,12 @@ class LogState(BlockwiseState):
     """
 
     bits: int = 8
+
+    def for_slot(self, signed: bool, beside: bool) -> StateStorage:
+        # Seven magnitudes are too few for a logarithm.
+        if signed and (beside or self.bits == 4):
+            return RelativeState(self.name, self.dtype, self.quantized, self.rounded, bits=self.bits)
+        return self
 
     def hands_over(self, signed: bool) -> bool:
         return signed
@@ -51,15 +61,70 @@ class LogState(BlockwiseState):
     def init(self, p: Tensor, signed: bool, block_size: int) -> Words:
         return self.encode(torch.zeros(p.shape, dtype=torch.float32, device=p.device), signed, block_size)
 
-    def decode(self, words: Words, shape: torch.Size, signed: bool, block_size: int) -> Tensor:
+    def decode(
+        self, words: Words, shape: torch.Size, signed: bool, block_size: int, beside: Tensor | None = None
+    ) -> Tensor:
         codes = words["codes"] if self.bits == 8 else unpacked(words["codes"], shape)
         return self._codes(signed).decode(codes, words["ranges"], block_size)
 
-    def encode(self, moment: Tensor, signed: bool, block_size: int, random: Tensor | None = None) -> Words:
+    def encode(
+        self,
+        moment: Tensor,
+        signed: bool,
+        block_size: int,
+        random: Tensor | None = None,
+        beside: Tensor | None = None,
+    ) -> Words:
         codes, ranges = self._codes(signed).encode(moment, block_size, random)
         return {"codes": codes if self.bits == 8 else packed(codes), "ranges": ranges}
 
+    def flaw(self, words: Words, signed: bool) -> str | None:
+        ranges = words["ranges"]
+        return None if (torch.isfinite(ranges) & (ranges >= 0)).all() else "a range that is negative or not finite"
+
     def _codes(self, signed: bool) -> LogCodes:
-        # Seven magnitudes are too few for a logarithm.
-        binades = (24 if self.bits == 8 else -1) if signed else 48
-        return LogCodes(signed, self.bits, binades)
+        return LogCodes(signed, self.bits, 24 if signed else 48)
+
+
+@dataclass(frozen=True)
+class RelativeState(BlockwiseState):
+    """Evenly spaced codes in units of the root of a second moment, and one float32 number a block.
+
+    Attributes:
+        bits: of a code.
+    """
+
+    bits: int = 8
+    relative: bool = True
+
+    def hands_over(self, signed: bool) -> bool:
+        return True
+
+    def nbytes(self, numel: int, block_size: int) -> int:
+        return -(-numel * self.bits // 8) + 4 * block_count(numel, block_size)
+
+    def init(self, p: Tensor, signed: bool, block_size: int) -> Words:
+        return self.encode(torch.zeros(p.shape, dtype=torch.float32, device=p.device), signed, block_size)
+
+    def decode(
+        self, words: Words, shape: torch.Size, signed: bool, block_size: int, beside: Tensor | None = None
+    ) -> Tensor:
+        codes = words["codes"] if self.bits == 8 else unpacked(words["codes"], shape)
+        return RelativeCodes(self.bits).decode(codes, words["largest"], beside, block_size)
+
+    def encode(
+        self,
+        moment: Tensor,
+        signed: bool,
+        block_size: int,
+        random: Tensor | None = None,
+        beside: Tensor | None = None,
+    ) -> Words:
+        codes, largest = RelativeCodes(self.bits).encode(moment, beside, block_size)
+        return {"codes": codes if self.bits == 8 else packed(codes), "largest": largest}
+
+    def flaw(self, words: Words, signed: bool) -> str | None:
+        largest = words["largest"]
+        return (
+            None if (torch.isfinite(largest) & (largest >= 0)).all() else "a scale that is negative or not finite"
+        )

@@ -1,0 +1,67 @@
+"""Which gradients a parameter is stepped with: some are refused before anything moves, some skipped when it is."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.optim._plan import ParameterPlan
+
+
+def refuse_gradient(optimizer: str, name: str, group: Mapping[str, Any], grad: Tensor) -> None:
+    """Raise for what must not be stepped with.
+
+    Args:
+        optimizer, name: what to call the optimizer and the parameter.
+        group, grad: the parameter's.
+
+    Raises:
+        FloatingPointError: if `nonfinite` is ``"raise"`` and the gradient is not finite.
+        RuntimeError: for a sparse gradient, and in a captured graph for what would wait for the device.
+    """
+    if grad.layout is not torch.strided:
+        raise RuntimeError(f"{optimizer} does not support sparse gradients; {name} got one, takes dense ones")
+    waits = group["nonfinite"] == "raise" or group["arithmetic"] == "strict"
+    if waits and grad.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"step: nonfinite={group['nonfinite']!r}, arithmetic={group['arithmetic']!r} in a captured graph; "
+            "takes nonfinite='skip' or 'propagate' and arithmetic='fp32' there, which never wait for the device"
+        )
+    if group["nonfinite"] == "raise" and not torch.isfinite(grad).all():
+        raise FloatingPointError(
+            f"{name}: the gradient has inf or NaN (nonfinite='raise'); no parameter was changed"
+        )
+
+
+def admit(nonfinite: str, state: Mapping[str, Tensor], grad: Tensor) -> bool | Tensor:
+    """Whether this gradient may be used: a bool, or on a GPU, where nobody waits, a 0-d tensor. Counts refusals."""
+    if nonfinite != "skip":
+        return True
+    finite = torch.isfinite(grad).all()
+    state["skipped"].add_(~finite)
+    return finite if grad.device.type != "cpu" else bool(finite)
+
+
+def skipped_steps(
+    plans: Iterable[tuple[Tensor, ParameterPlan]], states: Mapping[Tensor, Mapping[str, Tensor]], told: set[str]
+) -> dict[str, int]:
+    """Steps that were skipped, by parameter, those with none left out; each parameter is warned of once.
+
+    Args:
+        plans, states: the parameters' plans and states.
+        told: names that have been warned of; grows.
+    """
+    counts = {plan.name: int(states[p]["skipped"]) for p, plan in plans if "skipped" in states.get(p, {})}
+    skipped = {name: count for name, count in counts.items() if count}
+    for name in skipped.keys() - told:
+        warnings.warn(
+            f"{name}: {skipped[name]} steps skipped, its gradient had inf or NaN; lower the learning rate "
+            "or the loss scale, or see which layer overflows",
+            stacklevel=3,
+        )
+        told.add(name)
+    return skipped

@@ -1,0 +1,251 @@
+"""Options changed in `param_groups` after construction: acted on or refused by name, at the next step."""
+
+import copy
+import itertools
+import pickle
+import warnings
+
+import pytest
+import torch
+
+from narrowgauge.optim import LAMB, SGD, Adagrad, AdamW, AdamW8bit, Muon, NarrowOptimizer
+from narrowgauge.storage import mark_states, state_storages, weight_storages
+
+SHAPE = (33, 40)
+
+
+def made(
+    cls: type = AdamW, dtype: torch.dtype = torch.bfloat16, **options
+) -> tuple[torch.nn.Parameter, NarrowOptimizer]:
+    p = torch.nn.Parameter(torch.linspace(-1, 1, 33 * 40).view(SHAPE).to(dtype))
+    return p, cls([("weight", p)], min_quantized_size=0, **options)
+
+
+def drive(p: torch.nn.Parameter, optimizer: NarrowOptimizer, steps: range) -> None:
+    for step in steps:
+        p.grad = torch.randn(SHAPE, generator=torch.Generator().manual_seed(step)).to(p.dtype)
+        optimizer.step()
+
+
+def words(optimizer: NarrowOptimizer) -> dict[str, torch.Tensor]:
+    (state,) = optimizer.state.values()
+    return {key: value.clone() for key, value in state.items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def as_loaded(p: torch.nn.Parameter, optimizer: NarrowOptimizer, **options) -> dict[str, torch.Tensor]:
+    """The words that a new optimizer with these options has after loading the state of this one."""
+    other = type(optimizer)([("weight", p)], min_quantized_size=0, **options)
+    other.load_state_dict(optimizer.state_dict())
+    return words(other)
+
+
+@pytest.mark.parametrize(("old", "new"), list(itertools.permutations(state_storages(), 2)), ids=str)
+def test_states_become_what_a_checkpoint_would_become(old: str, new: str) -> None:
+    p, optimizer = made(states=old, weights="split")
+    drive(p, optimizer, range(3))
+    wanted = as_loaded(p, optimizer, states=new, weights="split", block_size=64)
+    optimizer.param_groups[0].update(states=new, block_size=64)
+    assert optimizer.describe().rows[0].states.split(":")[-1] == new
+    assert same(words(optimizer), wanted)
+    drive(p, optimizer, range(3, 5))
+
+
+@pytest.mark.parametrize(("old", "new"), list(itertools.permutations(weight_storages(), 2)), ids=str)
+def test_low_words_become_what_a_checkpoints_would_become(old: str, new: str) -> None:
+    p, optimizer = made(states="bf16", weights=old)
+    drive(p, optimizer, range(3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wanted = as_loaded(p, optimizer, states="bf16", weights=new)
+    optimizer.param_groups[0]["weights"] = new
+    lossy = new in ("plain", "stochastic") and old not in ("plain", "stochastic")
+    if lossy:
+        with pytest.warns(UserWarning, match=f"param_groups: dropped 'weight.*' of '{old}', which '{new}' has no"):
+            optimizer.describe()
+    optimizer.describe()
+    assert same(words(optimizer), wanted)
+    drive(p, optimizer, range(3, 5))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"])
+def test_a_change_is_acted_on_before_copying_and_saving(copied) -> None:
+    p, optimizer = made(AdamW8bit)
+    drive(p, optimizer, range(2))
+    optimizer.param_groups[0].update(states="fp32", block_size=32)
+    twin = copied(optimizer)
+    assert twin.describe().rows[0].states == "m:fp32 v:fp32"
+    saved = optimizer.state_dict()
+    assert saved["state"][0]["m"].dtype == torch.float32
+    drive(p, optimizer, range(2, 4))
+    drive(twin.param_groups[0]["params"][0], twin, range(2, 4))
+    assert same(words(optimizer), words(twin))
+
+
+@pytest.mark.parametrize(
+    ("cls", "change", "rule"),
+    [
+        (AdamW, {"clip_updates": True}, "adamw, clipped"),
+        (LAMB, {"clip_updates": True}, "lamb, clipped"),
+        (Muon, {"ns_steps": 2}, "muon"),
+        (Muon, {"adjust_lr_fn": "match_rms_adamw"}, "muon"),
+        (Muon, {"ns_coefficients": (2.0, -1.5, 0.5)}, "muon"),
+        (AdamW, {"maximize": True}, "adamw"),
+        (AdamW, {"beta2_schedule": 0.8}, "adamw"),
+    ],
+    ids=str,
+)
+def test_what_only_the_rule_reads_takes_effect_at_the_next_step(cls: type, change: dict, rule: str) -> None:
+    p, optimizer = made(cls, torch.float32)
+    q, other = made(cls, torch.float32, **change)
+    drive(p, optimizer, range(1))
+    held = optimizer.state[p]["m"]
+    optimizer.param_groups[0].update(change)
+    other.load_state_dict(
+        {"state": optimizer.state_dict()["state"], "param_groups": other.state_dict()["param_groups"]}
+    )
+    with torch.no_grad():
+        q.copy_(p)
+    before = p.detach().clone()
+    drive(p, optimizer, range(1, 2))
+    drive(q, other, range(1, 2))
+    assert torch.equal(p, q)
+    assert not torch.equal(p, before)
+    assert optimizer.describe().rows[0].rule == rule
+    assert optimizer.state[p]["m"] is held  # nothing was converted
+
+
+@pytest.mark.parametrize(
+    ("cls", "change", "message"),
+    [
+        (AdamW, {"states": "fp3"}, "states: got 'fp3'"),
+        (AdamW, {"states": {"m": "8bit"}}, r"states: got slots \['m'\]"),
+        (AdamW, {"weights": "splitt"}, "weights: got 'splitt'"),
+        (AdamW, {"block_size": 0}, "block_size: got 0"),
+        (AdamW, {"arithmetic": "strict", "states": "8bit"}, "arithmetic: 'strict' takes states"),
+        (AdamW, {"nonfinite": "ignore"}, "nonfinite: got 'ignore'"),
+        (AdamW, {"percentile_clipping": "90"}, "percentile_clipping: got '90'"),
+        (AdamW, {"amsgrad": True}, "amsgrad: got True"),
+        (SGD, {"clip_updates": True}, "clip_updates: got True, SGD takes False only"),
+        (Muon, {"clip_updates": True}, "clip_updates: got True, Muon takes False only"),
+        (Muon, {"ns_steps": 100}, "ns_steps: got 100"),
+        (Muon, {"ns_coefficients": None}, "ns_coefficients: got None"),
+        (Muon, {"adjust_lr_fn": "none"}, "Adjust learning rate function none"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_by_name_until_it_is_put_right(cls: type, change: dict, message: str) -> None:
+    p, optimizer = made(cls)
+    drive(p, optimizer, range(2))
+    before, held, group = p.detach().clone(), words(optimizer), dict(optimizer.param_groups[0])
+    optimizer.param_groups[0].update(change)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            drive(p, optimizer, range(2, 3))
+    assert torch.equal(p, before)
+    (state,) = optimizer.state.values()
+    assert all(torch.equal(state[key], held[key]) for key in held)
+    optimizer.param_groups[0].update(group)
+    drive(p, optimizer, range(2, 3))
+    q, other = made(cls)
+    drive(q, other, range(3))
+    assert torch.equal(p, q)
+
+
+def test_a_mark_set_later_counts_from_the_next_step() -> None:
+    p, optimizer = made(AdamW8bit)
+    drive(p, optimizer, range(2))
+    mark_states(p, "fp32")
+    drive(p, optimizer, range(2, 3))
+    assert optimizer.describe().rows[0].states == "m:fp32 v:fp32"
+    assert optimizer.state[p]["m"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("weights", ["kahan", "expansion", "split", "split8", "stochastic", "master"])
+def test_a_model_cast_to_float32_is_refused_by_name(weights: str) -> None:
+    p, optimizer = made(weights=weights)
+    drive(p, optimizer, range(2))
+    p.data = p.data.float()
+    with pytest.raises(ValueError, match=f"weights: '{weights}' takes bfloat16.* weight is torch.float32"):
+        drive(p, optimizer, range(2, 3))
+    p.data = p.data.bfloat16()
+    drive(p, optimizer, range(2, 3))
+
+
+def test_plain_weights_follow_a_cast() -> None:
+    p, optimizer = made(AdamW8bit)
+    drive(p, optimizer, range(2))
+    p.data = p.data.float()
+    drive(p, optimizer, range(2, 4))
+    assert optimizer.describe().rows[0].dtype == "float32"
+    assert optimizer.state[p]["step"] == 4
+
+
+def test_percentile_clipping_may_come_and_go() -> None:
+    p = torch.nn.Parameter(torch.zeros(4))
+    optimizer = SGD([p], lr=1.0)
+    for step in range(30):
+        optimizer.param_groups[0]["percentile_clipping"] = 50 if 10 <= step < 20 else 100
+        p.grad = torch.full((4,), 100.0 if step in (5, 15, 25) else 1.0)
+        optimizer.step()
+        assert ("grad_norms" in optimizer.state[p]) == (10 <= step < 20)
+    assert torch.allclose(p, torch.full((4,), -(28.0 + 200.0)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("cls", [SGD, Adagrad])
+@pytest.mark.parametrize("states", ["8bit", "mapping"])
+def test_momentum_sleeps_and_wakes_with_what_it_was(cls: type, states: str) -> None:
+    given = {"m": "8bit", "v": "8bit"} if states == "mapping" else states
+    if cls is SGD and states == "mapping":
+        given = {"m": "8bit"}
+    p, optimizer = made(cls, momentum=0.9, states=given)
+    drive(p, optimizer, range(2))
+    codes = optimizer.state[p]["m.codes"].clone()
+    optimizer.param_groups[0]["momentum"] = 0
+    drive(p, optimizer, range(2, 4))
+    assert "m" not in optimizer.describe().rows[0].states.replace("m:", "") or cls is Adagrad
+    assert torch.equal(optimizer.state[p]["m.codes"], codes)
+    optimizer.param_groups[0]["block_size"] = 64  # converted in its sleep, too
+    drive(p, optimizer, range(4, 5))
+    assert optimizer.state[p]["m.scales"].shape == (21,)
+    optimizer.param_groups[0]["momentum"] = 0.9
+    drive(p, optimizer, range(5, 6))
+
+
+def test_a_sleeping_momentum_is_saved_and_loaded() -> None:
+    """The resumed run is the run that never stopped, also where the momentum is 0 when it is saved."""
+    p, optimizer = made(SGD, momentum=0.9, states="8bit", weights="split")
+    q, twin = made(SGD, momentum=0.9, states="8bit", weights="split")
+    drive(p, optimizer, range(3))
+    optimizer.param_groups[0]["momentum"] = 0
+    drive(p, optimizer, range(3, 4))
+    with torch.no_grad():
+        q.copy_(p)
+    twin.load_state_dict(optimizer.state_dict())
+    for each, its in ((p, optimizer), (q, twin)):
+        its.param_groups[0]["momentum"] = 0.9
+        drive(each, its, range(4, 6))
+    assert torch.equal(p, q)
+    assert same(words(optimizer), words(twin))
+
+
+def test_a_momentum_switched_on_just_before_saving_starts_anew() -> None:
+    p, optimizer = made(SGD)
+    drive(p, optimizer, range(2))
+    optimizer.param_groups[0]["momentum"] = 0.9
+    other = made(SGD)[1]
+    other.load_state_dict(optimizer.state_dict())
+    assert not other.state[other.param_groups[0]["params"][0]]["m"].any()
+
+
+def test_nothing_is_planned_again_without_a_change() -> None:
+    p, optimizer = made(clip_updates=True, states={"m": "8bit", "v": "fp32"})
+    drive(p, optimizer, range(1))
+    plan = optimizer._plans[p]
+    optimizer.param_groups[0]["lr"] = 1e-4
+    drive(p, optimizer, range(1, 3))
+    optimizer.describe()
+    assert optimizer._plans[p] is plan

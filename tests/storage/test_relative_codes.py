@@ -1,0 +1,142 @@
+"""Codes in units of a second moment's root, against their definition element by element, and what they promise."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from narrowgauge.storage._relative_codes import RelativeCodes, unit_of
+
+F = np.float32
+BITS = pytest.mark.parametrize("bits", [8, 4])
+MAGNITUDES = {8: [float(k) for k in range(128)], 4: [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]}
+
+
+def data(decades: float, shape=(32, 256), seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """First and second moments of some steps, each element with a scale of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = 10 ** (decades * (torch.rand(shape, generator=generator) - 0.5))
+    m, v = torch.zeros(shape), torch.zeros(shape)
+    for _ in range(30):
+        g = scale * torch.randn(shape, generator=generator)
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+    return m, v
+
+
+def test_the_unit_is_the_largest_power_of_two_not_above_the_root() -> None:
+    v = torch.cat([2.0 ** torch.arange(-126.0, 128.0), torch.rand(1000) * 10 ** (60 * torch.rand(1000) - 30)])
+    for x, unit in zip(v.tolist(), unit_of(v).tolist(), strict=True):
+        assert math.log2(unit) == math.floor(math.log2(math.sqrt(x)) + 1e-12)
+        assert unit * unit <= x < 4 * unit * unit
+    assert unit_of(torch.zeros(1)).item() == 2.0**-64
+
+
+@BITS
+@pytest.mark.parametrize("decades", [0, 6, 12])
+def test_codes_and_values_are_those_of_the_definition(bits: int, decades: float) -> None:
+    m, v = data(decades, (4, 60))
+    m[0, 3] = 0.0
+    m[1] = 0.0
+    codes = RelativeCodes(bits)
+    found, largest = codes.encode(m, v, 60)
+    values = codes.decode(found, largest, v, 60)
+    numbers = np.array(MAGNITUDES[bits], F)
+    for row in range(4):
+        exponent = [math.floor((math.frexp(x)[1] - 1) / 2) for x in v[row].tolist()]
+        q = np.array([F(x) * F(2.0**-e) for x, e in zip(m[row].tolist(), exponent, strict=True)], F)
+        top = np.abs(q).max()
+        assert largest[row].item() == top
+        for i in range(60):
+            scaled = F(abs(q[i])) * (numbers[-1] / top) if top else F(0)
+            # The nearest, ties to even and to the smaller; numpy's argmin takes the first of equals.
+            k = int(np.rint(scaled)) if bits == 8 else int(np.abs(numbers - scaled).argmin())
+            k = len(numbers) - 1 if top and abs(q[i]) == top else k
+            wanted = top if k == len(numbers) - 1 else numbers[k] * (top / numbers[-1])
+            assert found[row, i].item() == k + (codes.sign if q[i] < 0 and k else 0)
+            assert values[row, i].item() == F(math.copysign(wanted, q[i]) * F(2.0 ** exponent[i]))
+
+
+@BITS
+@pytest.mark.parametrize("decades", [0, 6, 12])
+def test_an_error_is_a_share_of_the_unit_and_never_more_than_the_element(bits: int, decades: float) -> None:
+    m, v = data(decades)
+    codes = RelativeCodes(bits)
+    found, largest = codes.encode(m, v, 256)
+    again = codes.decode(found, largest, v, 256)
+    error = (again.double() - m.double()).abs()
+    widest = 1 / 254 if bits == 8 else 1 / 6
+    assert (error <= unit_of(v).double() * largest[:, None].double() * widest * 1.000001).all()
+    assert (error <= m.abs()).all()
+    assert (torch.sign(again) == torch.sign(m))[again != 0].all()
+    quotient = (m / unit_of(v)).abs()
+    outermost = quotient == quotient.amax(dim=1, keepdim=True)
+    assert torch.equal(again[outermost], m[outermost])
+    twice = codes.decode(*codes.encode(again, v, 256), v, 256)
+    assert torch.allclose(twice, again, rtol=3e-7, atol=0)
+
+
+@BITS
+def test_symmetries(bits: int) -> None:
+    m, v = data(4)
+    codes = RelativeCodes(bits)
+    found, largest = codes.encode(m, v, 256)
+    scaled, other = codes.encode(m * 2.0**10, v * 2.0**20, 256)
+    assert torch.equal(scaled, found)
+    assert torch.equal(other, largest)
+    negated, _ = codes.encode(-m, v, 256)
+    assert torch.equal(negated ^ found, torch.where((found & (codes.sign - 1)) > 0, codes.sign, 0).byte())
+
+
+@BITS
+def test_without_a_second_moment_the_unit_is_one(bits: int) -> None:
+    m, _ = data(0)
+    codes = RelativeCodes(bits)
+    one = codes.encode(m, None, 256), codes.encode(m, torch.ones_like(m), 256)
+    assert torch.equal(one[0][0], one[1][0])
+    assert torch.equal(codes.decode(*one[0], None, 256), codes.decode(*one[1], torch.ones_like(m), 256))
+
+
+@BITS
+def test_what_is_no_number_stays_in_its_place(bits: int) -> None:
+    m, v = data(1, (3, 32))
+    m[0, 3], m[1, 4] = float("nan"), float("inf")
+    m[2], v[2] = 0.0, 0.0
+    m[2, 5] = 1e-20  # a gradient whose square is zero in float32
+    codes = RelativeCodes(bits)
+    again = codes.decode(*codes.encode(m, v, 32), v, 32)
+    assert again[0, 3] == 0
+    assert torch.isfinite(again[0]).all()
+    assert again[1, 4] > 0
+    others = torch.arange(32) != 4
+    alone = codes.decode(*codes.encode(m[1:2, others], v[1:2, others], 31), v[1:2, others], 31)
+    assert torch.equal(again[1, others], alone[0])
+    assert again[2, 5] == m[2, 5]
+    assert not again[2, :5].any()
+
+
+@BITS
+@pytest.mark.parametrize("block", [1, 7, 1000, 10**6])
+def test_blocks_of_any_size_and_a_short_last_one(bits: int, block: int) -> None:
+    m, v = data(3, (7, 101))
+    codes = RelativeCodes(bits)
+    found, largest = codes.encode(m, v, block)
+    again = codes.decode(found, largest, v, block).reshape(-1)
+    for first in range(0, m.numel(), block):
+        one, unit = m.reshape(-1)[first : first + block], v.reshape(-1)[first : first + block]
+        assert torch.equal(again[first : first + block], codes.decode(*codes.encode(one, unit, block), unit, block))
+    empty, none = codes.encode(torch.zeros(0, 4), torch.zeros(0, 4), block)
+    assert (empty.shape, none.shape) == ((0, 4), (0,))
+
+
+@pytest.mark.gpu
+@BITS
+@pytest.mark.parametrize("decades", [0, 6, 12])
+def test_a_gpu_gives_the_same_codes_and_values(bits: int, decades: float) -> None:
+    m, v = data(decades, (300, 1000))
+    codes = RelativeCodes(bits)
+    here, largest = codes.encode(m, v, 256)
+    there, other = codes.encode(m.cuda(), v.cuda(), 256)
+    assert torch.equal(there.cpu(), here)
+    assert torch.equal(other.cpu(), largest)
+    assert torch.equal(codes.decode(there, other, v.cuda(), 256).cpu(), codes.decode(here, largest, v, 256))
