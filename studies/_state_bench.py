@@ -21,6 +21,7 @@ from _state_gradients import Gradients
 from torch import Tensor
 
 import narrowgauge as ng
+from narrowgauge.storage._relative_codes import unit_of
 
 EXPLODED = 10.0  # times the largest displacement of any weight: a candidate's worst element
 # What each rule is run with; AdamW's are those of the usual simulation.
@@ -104,7 +105,8 @@ class Simulation:
     Attributes:
         m, v: codecs; AdaGrad has a v only.
         hand_over: m's rounding error is added to the step, times what it would have moved the weight by later.
-        relative: m's codec sees m over the root of the v that is kept.
+        unit: m's codec sees m over this of the v that is kept: its "root", the root rounded down to a power of two,
+            "shift", or nothing.
         block_size: of its own, instead of the run's.
         corrected: hand over with the bias correction of m: what not to do.
     """
@@ -112,7 +114,7 @@ class Simulation:
     m: Codec
     v: Codec
     hand_over: bool = False
-    relative: bool = False
+    unit: str = ""
     block_size: int | None = None
     corrected: bool = False
 
@@ -136,6 +138,14 @@ class SimulatedRun:
     def _kept(self, codec: Codec, x: Tensor, noise: Tensor) -> Tensor:
         return codec(x.view(-1, self.block), noise.view(-1, self.block)).view(-1)
 
+    def _first(self, m: Tensor, noise: Tensor) -> Tensor:
+        """A first moment as it is read back, beside a second that has been."""
+        if not self.how.unit:
+            return self._kept(self.how.m, m, noise)
+        unit = unit_of(self.v) if self.how.unit == "shift" else self.v.sqrt()
+        # Beside a root that was rounded to zero nothing is kept, and nothing else loses precision by it.
+        return self._kept(self.how.m, torch.where(unit > 0, m / unit, 0.0), noise) * unit
+
     def step(self, g: Tensor, t: int, noise: Tensor) -> None:
         s = self.s
         if self.rule == "adagrad":
@@ -148,11 +158,7 @@ class SimulatedRun:
         v = (beta2 * self.v).addcmul_(g, g, value=1 - beta2)
         root = (v / (1 - beta2**t)).sqrt_().add_(s["eps"])
         self.v = self._kept(self.how.v, v, noise[1])
-        if self.how.relative:
-            unit = self.v.sqrt()
-            self.m = self._kept(self.how.m, m / unit.clamp_min(2.0**-120), noise[0]) * unit
-        else:
-            self.m = self._kept(self.how.m, m, noise[0])
+        self.m = self._first(m, noise[0])
         correction = 1 - beta1**t
         u = m / correction
         if self.how.hand_over:

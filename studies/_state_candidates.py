@@ -11,6 +11,7 @@ from _state_codecs import (
     LinLog,
     Log,
     Map,
+    Relative,
     Stored,
     TrueLog,
     book,
@@ -39,37 +40,37 @@ class Kept:
 M = {
     "fp32": Kept(exact, 32, 0),
     "dropped": Kept(nothing, 0, 0),
-    "dynamic": Kept(book("dynamic", True), kernel="dynamic m"),
-    "linear": Kept(power(1, 127), kernel="linear m"),
-    "k^1.5": Kept(power(1.5, 127).by_value(), kernel="power 1.5 m"),
-    "k^2": Kept(power(2, 127).by_value(), kernel="power 2 m"),
-    "k^4": Kept(power(4, 127).by_value(), kernel="power 4 m"),
-    "softsign": Kept(softsign(127), kernel="softsign m"),
-    "softsign, fp16 scale": Kept(softsign(127, half_scales=True), block_bytes=2, kernel="softsign m"),
-    "e4m3": Kept(float8, kernel="e4m3 m"),
-    "e4m3, expanded": Kept(float8_expanded, block_bytes=8, kernel="e4m3 expanded m"),
-    "log2": Kept(TrueLog(127), block_bytes=8, kernel="log2 m"),
-    "log8": Kept(Stored("log8", True), block_bytes=8, kernel="log8 m"),
-    "log4": Kept(Stored("log4", True), 4, 8, kernel="log4 m"),
-    "4-bit dynamic": Kept(book("dynamic", True, 4), 4, kernel="4-bit dynamic m"),
-    "4-bit k^1.5": Kept(power(1.5, 7).by_value(), 4, kernel="power 1.5 m"),
-    "4-bit k^2": Kept(power(2, 7).by_value(), 4, kernel="power 2 m"),
-    "4-bit e2m1": Kept(listed([0, 0.5, 1, 1.5, 2, 3, 4, 6]), 4),
+    "dynamic": Kept(book("dynamic", True), kernel="dynamic"),
+    "linear": Kept(power(1, 127), kernel="power 1"),
+    "k^1.5": Kept(power(1.5, 127).by_value(), kernel="power 1.5"),
+    "k^2": Kept(power(2, 127).by_value(), kernel="power 2"),
+    "k^4": Kept(power(4, 127).by_value(), kernel="power 4"),
+    "softsign": Kept(softsign(127), kernel="softsign"),
+    "softsign, fp16 scale": Kept(softsign(127, half_scales=True), block_bytes=2, kernel="softsign"),
+    "e4m3": Kept(float8, kernel="e4m3"),
+    "e4m3, expanded": Kept(float8_expanded, block_bytes=8, kernel="e4m3 expanded"),
+    "log2": Kept(TrueLog(127), block_bytes=8, kernel="log2"),
+    "log": Kept(Stored("log8", True), block_bytes=8, kernel="log8"),
+    "relative": Kept(Relative(8), kernel="relative"),
+    "4-bit linear": Kept(power(1, 7), 4, kernel="power 1"),
+    "4-bit dynamic": Kept(book("dynamic", True, 4), 4, kernel="dynamic"),
+    "4-bit k^1.5": Kept(power(1.5, 7).by_value(), 4, kernel="power 1.5"),
+    "4-bit e2m1": Kept(listed([0, 0.5, 1, 1.5, 2, 3, 4, 6]), 4, kernel="e2m1"),
+    "4-bit relative": Kept(Relative(4), 4, kernel="e2m1"),
 }
 V = {
     "fp32": Kept(exact, 32, 0),
-    "dynamic": Kept(book("dynamic", False), kernel="dynamic v"),
-    "dynamic on the root": Kept(book("dynamic", False, root=True), kernel="dynamic root v"),
-    "linear on the root": Kept(power(2, 255), kernel="linear root v"),
-    "linear on the root, fp16 scale": Kept(power(2, 255, half_scales=True), block_bytes=2, kernel="linear root v"),
-    "log, 7 decades of the root": Kept(decades(14, 255, floor=True), kernel="log2 v"),
-    "e4m3": Kept(float8, kernel="e4m3 v"),
-    "e4m3, expanded": Kept(float8_expanded, block_bytes=8, kernel="e4m3 expanded v"),
-    "log2": Kept(TrueLog(255), block_bytes=8, kernel="log2 v"),
-    "log": Kept(Log(255, "nearest"), block_bytes=8, kernel="log8 v"),
-    "log8": Kept(Stored("log8", False), block_bytes=8, kernel="log8 v"),
-    "log4": Kept(Stored("log4", False), 4, 8, kernel="log4 v"),
-    "4-bit linear": Kept(formula(lambda y: y, 16, floor=True), 4, kernel="4-bit linear v"),
+    "dynamic": Kept(book("dynamic", False), kernel="dynamic"),
+    "dynamic on the root": Kept(book("dynamic", False, root=True), kernel="dynamic root"),
+    "linear on the root": Kept(power(2, 255), kernel="power 2"),
+    "linear on the root, fp16 scale": Kept(power(2, 255, half_scales=True), block_bytes=2, kernel="power 2"),
+    "log, 7 decades of the root": Kept(decades(14, 255, floor=True), kernel="log2"),
+    "e4m3": Kept(float8, kernel="e4m3"),
+    "e4m3, expanded": Kept(float8_expanded, block_bytes=8, kernel="e4m3 expanded"),
+    "log2": Kept(TrueLog(255), block_bytes=8, kernel="log2"),
+    "log8": Kept(Stored("log8", False), block_bytes=8, kernel="log8"),
+    "log4": Kept(Stored("log4", False), 4, 8, kernel="log4"),
+    "4-bit linear": Kept(formula(lambda y: y, 16, floor=True), 4, kernel="power 1"),
 }
 
 
@@ -87,7 +88,7 @@ class Pair:
     Attributes:
         m, v: of `M` and `V`.
         says: what it is, for a reader.
-        relative: m over the root of v.
+        unit: what m is kept in units of, as in `Simulation`.
         block_size: of its own.
         best: the variant that stands for it: hand-over, v stochastic.
     """
@@ -95,14 +96,14 @@ class Pair:
     m: str
     v: str
     says: str
-    relative: bool = False
+    unit: str = ""
     block_size: int | None = None
     best: tuple[bool, bool] = (False, False)
 
     def candidate(self, hand_over: bool = False, random_v: bool = False) -> Simulation | None:
         """One of its variants; None where there is no such one."""
         v = stochastic(V[self.v].codec) if random_v else V[self.v].codec
-        return v and Simulation(M[self.m].codec, v, hand_over, self.relative, self.block_size)
+        return v and Simulation(M[self.m].codec, v, hand_over, self.unit, self.block_size)
 
     def bytes(self, block_size: int = 256) -> float:
         """Bytes a parameter."""
@@ -127,27 +128,26 @@ PAIRS = {
     "fp8": Pair("e4m3", "e4m3", "float8 with block scales"),
     "root dynamic": Pair("dynamic", "dynamic on the root", "v kept as its root, dynamic"),
     "root linear": Pair("linear", "linear on the root", "v kept as its root, both linear"),
-    "relative 1.5": Pair("k^1.5", "dynamic on the root", "m over the root of v, power 1.5", True),
-    "relative 2": Pair("k^2", "dynamic on the root", "m over the root of v, power 2", True),
-    "relative log": Pair("k^1.5", "log, 7 decades of the root", "the same, v in 7 fixed decades", True),
-    "power 1.5": Pair("k^1.5", "log", "m in a power map, v logarithmic", best=BEST),
-    "power 2": Pair("k^2", "log", "m in a power map, v logarithmic", best=BEST),
-    "power 4": Pair("k^4", "log", "m in a power map, v logarithmic", best=BEST),
-    "float8 log": Pair("e4m3", "log", "m in float8, v logarithmic", best=BEST),
+    "relative 1.5": Pair("k^1.5", "dynamic on the root", "m over the root of v, power 1.5", "root"),
+    "relative 2": Pair("k^2", "dynamic on the root", "m over the root of v, power 2", "root"),
+    "relative log": Pair("k^1.5", "log, 7 decades of the root", "the same, v in 7 fixed decades", "root"),
+    "power 1.5": Pair("k^1.5", "log8", "m in a power map; v as log8", best=BEST),
+    "power 4": Pair("k^4", "log8", "m in a power map; v as log8", best=BEST),
+    "float8 log8": Pair("e4m3", "log8", "m in float8; v as log8", best=BEST),
     "both log2": Pair("log2", "log2", "both in levels of equal ratio, fitted to the block", best=BEST),
-    "log8": Pair("log8", "log8", "m linear near zero, then logarithmic; v logarithmic", best=BEST),
-    "relative log8": Pair("linear", "log8", "m over the root of v, linear; v as log8", True, best=BEST),
+    "linear log8": Pair("linear", "log8", "m linear; v as log8", best=BEST),
+    "log log8": Pair("log", "log8", "m linear near zero, then logarithmic; v as log8", best=BEST),
+    "root log8": Pair("relative", "log8", "m linear over the root of v; v as log8", "root", best=BEST),
+    "log8": Pair("relative", "log8", "m linear over the root's power of two; v logarithmic", "shift", best=BEST),
     "torchao 4-bit": Pair(
         "4-bit dynamic", "4-bit linear", "torchao's AdamW4bit: dynamic m, v linear without zero", block_size=128
     ),
     "4bit": Pair("4-bit dynamic", "4-bit linear", "the same in blocks"),
-    "relative 4-bit": Pair(
-        "4-bit k^1.5", "log8", "m over the root of v, k^1.5 in 4 bits; v as log8", True, best=BEST
-    ),
-    "e2m1 log8": Pair("4-bit e2m1", "log8", "m in float4 e2m1; v in 8 bits as log8", best=BEST),
-    "k^2 log8": Pair("4-bit k^2", "log8", "m in 4 bits, k²; v in 8 bits as log8", best=BEST),
-    "log4 log8": Pair("log4", "log8", "m in 4 bits, linear; v in 8 bits as log8", best=BEST),
-    "log4": Pair("log4", "log4", "m linear, v logarithmic, 4 bits each", best=BEST),
+    "e2m1 log8": Pair("4-bit e2m1", "log8", "m in float4 e2m1, 4 bits; v as log8", best=BEST),
+    "relative linear 4-bit": Pair("4-bit linear", "log8", "m as log8 in 4 bits; v as log8", "shift", best=BEST),
+    "relative k^1.5 4-bit": Pair("4-bit k^1.5", "log8", "the same, k^1.5", "shift", best=BEST),
+    "log4 log8": Pair("4-bit relative", "log8", "the same, e2m1; v as log8", "shift", best=BEST),
+    "log4": Pair("4-bit relative", "log4", "the same; v logarithmic in 4 bits", "shift", best=BEST),
 }
 LIBRARY: dict[str, Candidate] = {
     **{states: Library(states) for states in ("fp32", "bf16", "8bit", "fp8", "log8", "4bit", "log4")},
@@ -159,8 +159,10 @@ ALONE = {
     "m dynamic": Pair("dynamic", "fp32", ""),
     "m k^1.5": Pair("k^1.5", "fp32", ""),
     "m e4m3": Pair("e4m3", "fp32", ""),
-    "m log8": Pair("log8", "fp32", ""),
-    "m log4": Pair("log4", "fp32", ""),
+    "m log": Pair("log", "fp32", ""),
+    "m log8": Pair("relative", "fp32", "", "shift"),
+    "m e2m1": Pair("4-bit e2m1", "fp32", ""),
+    "m log4": Pair("4-bit relative", "fp32", "", "shift"),
     "m dropped": Pair("dropped", "fp32", ""),
     "v dynamic": Pair("fp32", "dynamic", ""),
     "v linear on the root": Pair("fp32", "linear on the root", ""),
@@ -169,13 +171,15 @@ ALONE = {
 }
 _V = Log(255)
 MISTAKES: dict[str, Candidate] = {
-    "m linear up to 64 times the smallest": Simulation(LinLog(knee=64), _V, hand_over=True),
-    "m linear up to 8 times the smallest": Simulation(LinLog(knee=8), _V, hand_over=True),
-    "m linear up to the smallest": Simulation(LinLog(knee=1), _V, hand_over=True),
-    "m truncated": Simulation(LinLog(rounding="down"), _V, hand_over=True),
-    "m stochastic": Simulation(LinLog(rounding="stochastic"), _V, hand_over=True),
-    "m in 4 bits stochastic": Simulation(power(1, 7, stochastic=True), _V, hand_over=True),
-    "handed over with the bias correction": Simulation(LinLog(), _V, hand_over=True, corrected=True),
+    "m log, linear up to 64 times the smallest": Simulation(LinLog(knee=64), _V, hand_over=True),
+    "m log, linear up to 8 times the smallest": Simulation(LinLog(knee=8), _V, hand_over=True),
+    "m log, linear up to the smallest": Simulation(LinLog(knee=1), _V, hand_over=True),
+    "m log, stochastic": Simulation(LinLog(rounding="stochastic"), _V, hand_over=True),
+    "m linear in 4 bits, stochastic": Simulation(power(1, 7, stochastic=True), _V, hand_over=True),
+    "m of log8, stochastic": Simulation(power(1, 127, stochastic=True), _V, hand_over=True, unit="shift"),
+    "log8, handed over with the bias correction": Simulation(
+        Relative(8), _V, hand_over=True, unit="shift", corrected=True
+    ),
 }
 
 
@@ -216,12 +220,11 @@ def finalists() -> dict[str, Candidate]:
         "FlashOptim",
         "COAT",
         "relative 1.5",
-        "power 4",
-        "torchao 4-bit",
-        "log4",
+        "log log8",
         "log8",
-        "relative log8",
-        "relative 4-bit",
+        "torchao 4-bit",
+        "log4 log8",
+        "log4",
     )
     parts = variants({"log8": PAIRS["log8"]})
     parts["log8 plain"] = parts.pop("log8")

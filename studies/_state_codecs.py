@@ -25,6 +25,7 @@ from torch import Tensor
 
 from narrowgauge.formats import codebook
 from narrowgauge.storage import state_storage
+from narrowgauge.storage._relative_codes import RelativeCodes
 
 Codec = Callable[[Tensor, Tensor], Tensor]
 
@@ -165,7 +166,7 @@ def _round(place: Tensor, noise: Tensor, rounding: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Stored:
-    """The library's own storage, written and read back."""
+    """The library's own storage of a moment by itself, written and read back."""
 
     states: str
     signed: bool
@@ -175,6 +176,17 @@ class Stored:
         random = (noise * 2.0**16).to(torch.int32) if self.rounding == "stochastic" else None
         storage, block_size = state_storage(self.states), x.shape[1]
         return storage.decode(storage.encode(x, self.signed, block_size, random), x.shape, self.signed, block_size)
+
+
+@dataclass(frozen=True)
+class Relative:
+    """The library's codes of a first moment that has been divided by its unit."""
+
+    bits: int
+
+    def __call__(self, x: Tensor, noise: Tensor) -> Tensor:
+        codes, block_size = RelativeCodes(self.bits), x.shape[1]
+        return codes.decode(*codes.encode(x, None, block_size), None, block_size)
 
 
 @dataclass(frozen=True)
@@ -201,7 +213,7 @@ class Log:
 
 @dataclass(frozen=True)
 class LinLog:
-    """A first moment as the library's `log8` has it, with other knees and roundings.
+    """A first moment as the library's `log8` has it where there is no second, with other knees and roundings.
 
     Linear near zero and logarithmic further out: equal steps of the pattern of |m| + c. c is a power of two, `knee`
     times the block's smallest non-zero magnitude or the next below, at least `binades` binades under its largest.

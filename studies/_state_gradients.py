@@ -20,7 +20,7 @@ _WIDTH = 64  # of the embedding of the case "rows": four rows a block of 256
 CASES = {
     "one scale": "(a) every element N(0, 0.01²)",
     "six decades": "(b) each element its own scale, log-uniform over six decades inside every block",
-    "sparse rows": "(c) rows of an embedding, 64 wide, hit as often as tokens of a text (Zipf)",
+    "sparse rows": "(c) rows of an embedding, 64 wide, hit as words of a text are (Zipf): 8 to 0.008 times a step",
     "sparse elements": "(c2) each element active with its own probability, log-uniform over three decades",
     "down 30": "(d) as (a), every other element 30 times smaller from half-way on",
     "up 30": "(d) as (a), every other element 30 times larger from half-way on",
@@ -92,9 +92,9 @@ def synthetic(cases: Sequence[str], numel: int, steps: int, seed: int = 0, devic
 
 
 def _zipf(rows: int, generator: torch.Generator) -> Tensor:
-    """Expected hits a step: 1 / rank, eight for the most frequent, ranks in any order."""
-    rank = torch.randperm(rows, generator=generator, device=generator.device) + 1
-    return 8.0 / rank
+    """Expected hits a step: 8 / rank, of so many ranks between 1 and 1000, evenly in logarithm and in any order."""
+    place = torch.randperm(rows, generator=generator, device=generator.device) / max(rows - 1, 1)
+    return 8.0 / 1000.0**place
 
 
 def recorded(steps: Iterator[Mapping[str, Tensor]], most: int, device: str = "cpu") -> Gradients:

@@ -132,7 +132,7 @@ def _merge(found: Found, more: Found) -> None:
 
 
 def _adagrad() -> dict[str, Candidate]:
-    log8 = candidates.V["log8"].codec
+    log8 = candidates.V["log8"].codec  # nearest
     return {name: candidates.LIBRARY[name] for name in ("fp32", "bf16", "8bit", "log8", "log4")} | {
         "log8, nearest": Simulation(log8, log8)
     }
@@ -203,21 +203,23 @@ def instructions() -> Found | None:
         return None
     import _state_kernels
 
-    return _state_kernels.measure()
+    pairs = {
+        name: (candidates.M[pair.m].kernel, candidates.V[pair.v].kernel, pair.unit, *pair.best)
+        for name, pair in candidates.PAIRS.items()
+    }
+    return _state_kernels.measure(pairs | _state_kernels.STEPS)
 
 
 def described() -> Found:
-    """What the candidates are: their bytes by block size, and which kernels count their instructions."""
+    """What the candidates are, and their bytes by block size."""
     found: Found = {}
     for name, pair in candidates.PAIRS.items():
-        kernels = [candidates.M[pair.m].kernel, candidates.V[pair.v].kernel]
         found[name] = {
             "m": pair.m,
             "v": pair.v,
             "says": pair.says,
             "bytes": {block: pair.bytes(block) for block in BLOCKS},
             "best": pair.best,
-            "kernels": kernels,
         }
     return found
 
