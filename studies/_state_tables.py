@@ -16,12 +16,25 @@ LABELS = {
     "down 30": "(d) down 30",
     "up 30": "(d) up 30",
 }
+SIMULATED = ("finalists", "blocks")
 THREE = ("one scale", "six decades", "sparse rows")
 FORMS = {
     "": "plain",
     " + hand-over": "hand-over",
     " + stochastic v": "stochastic v",
     " + hand-over + stochastic v": "both",
+}
+# Candidates that the page's sentences name.
+SHORT = {
+    "paper": "8bit",
+    "flash": "FlashOptim",
+    "root": "root log8",
+    "log": "log log8",
+    "linear": "linear log8",
+    "log8": "log8",
+    "half": "log4 log8",
+    "log4": "log4",
+    "fourbit": "torchao 4-bit",
 }
 RULES = {"sgd": "SGD with momentum", "lamb": "LAMB", "lion": "Lion"}
 Errors = Sequence[float | None]
@@ -47,17 +60,14 @@ def last(marks: Results) -> Errors:
     return marks[max(marks, key=int)]
 
 
-def _title(results: Results, name: str) -> str:
-    return f"`{name}`" + " †" * (name in results["library"])
+def _title(results: Results, part: str, name: str) -> str:
+    return f"`{name}`" + " †" * (part not in SIMULATED and name in results["library"])
 
 
 def _cost(results: Results, name: str) -> tuple[str, str]:
-    """Instructions and gathers of both moments, random bits included; blank where one was not counted."""
-    candidate, kernels = results["candidates"][name], results["kernels"] or {}
-    wanted = candidate["kernels"] + ["random bits"] * candidate["best"][1]
-    if not kernels.keys() >= set(wanted):
-        return "", ""
-    return tuple(f"{sum(kernels[kernel][key] for kernel in wanted):.0f}" for key in ("instructions", "gathers"))
+    """Instructions over those of fp32 moments, and gathers; blank where they were not counted."""
+    count = (results["kernels"] or {}).get(name)
+    return (f"{count['instructions']:.0f}", f"{count['gathers']:.0f}") if count else ("", "")
 
 
 def candidates(results: Results) -> str:
@@ -67,9 +77,8 @@ def candidates(results: Results) -> str:
         form = FORMS[" + hand-over" * candidate["best"][0] + " + stochastic v" * candidate["best"][1]]
         what = candidate["says"] + {"plain": "", "both": "; hand-over, stochastic v"}.get(form, f"; {form}")
         errors = [both(last(found[name][case])) for case in ("one scale", "six decades")]
-        rows.append(
-            (_title(results, name), what, f"{candidate['bytes']['256']:.3f}", *_cost(results, name), *errors)
-        )
+        title, size = _title(results, "reference", name), f"{candidate['bytes']['256']:.3f}"
+        rows.append((title, what, size, *_cost(results, name), *errors))
     head = ("", "m and v", "bytes", "instructions", "gathers", LABELS["one scale"], LABELS["six decades"])
     return markdown(head, rows, 2)
 
@@ -77,7 +86,7 @@ def candidates(results: Results) -> str:
 def _cases(part: str, results: Results) -> str:
     """All cases at the end of a part."""
     found = results["parts"][part]
-    rows = [(_title(results, name), *(both(last(found[name][case])) for case in LABELS)) for name in found]
+    rows = [(_title(results, part, name), *(both(last(found[name][case])) for case in LABELS)) for name in found]
     return markdown(("", *LABELS.values()), rows)
 
 
@@ -87,7 +96,7 @@ def _over_steps(part: str, cases: Sequence[str], results: Results) -> str:
     marks = list(next(iter(found.values()))[cases[0]])
     head = [f"{LABELS[case][:3]} {int(mark):,}" for case in cases for mark in marks]
     rows = [
-        (_title(results, name), *(cell(found[name][case][mark]) for case in cases for mark in marks))
+        (_title(results, part, name), *(cell(found[name][case][mark]) for case in cases for mark in marks))
         for name in found
     ]
     return markdown(("", *head), rows)
@@ -109,7 +118,7 @@ def blocks(results: Results) -> str:
     sizes = list(next(iter(results["candidates"].values()))["bytes"])
     rows = [
         (
-            _title(results, name),
+            _title(results, "blocks", name),
             *(cell(last(found[name][f"{case} {size}"])) for case in THREE[:2] for size in sizes),
         )
         for name in found
@@ -121,7 +130,7 @@ def _tensors(part: str, results: Results) -> str:
     """A training, by tensor."""
     found = results["parts"][part]
     tensors = list(next(iter(found.values())))
-    rows = [(_title(results, name), *(both(last(found[name][tensor])) for tensor in tensors)) for name in found]
+    rows = [(_title(results, part, name), *(both(last(each[t])) for t in tensors)) for name, each in found.items()]
     return markdown(("", *(f"`{tensor}`" for tensor in tensors)), rows)
 
 
@@ -137,10 +146,11 @@ def rules(results: Results) -> str:
 
 
 def instructions(results: Results) -> str:
-    """The cost of each codec alone."""
+    """What log8 costs, part by part: the kernels that are no candidates."""
     kernels = results["kernels"] or {}
-    rows = [(name, f"{count['instructions']:.1f}", f"{count['gathers']:.0f}") for name, count in kernels.items()]
-    return markdown(("decode and encode", "instructions an element", "gathers"), rows)
+    names = [name for name in kernels if name not in results["candidates"] and name not in ("fp32", "random bits")]
+    rows = [(name, *_cost(results, name)) for name in ["8bit", "FlashOptim", *names]]
+    return markdown(("step of AdamW", "instructions an element", "gathers"), rows)
 
 
 def origin(results: Results) -> str:
@@ -158,55 +168,57 @@ def state_facts(results: Results) -> dict[str, str]:
     """Numbers of the page's sentences."""
     parts, kernels = results["parts"], results["kernels"] or {}
 
-    def usual(name: str, case: str = "one scale", digits: int = 2) -> str:
-        return significant(last(parts["reference"][name][case])[0] or 0.0, digits)
+    def at(part: str, name: str, case: str = "one scale", digits: int = 2) -> str:
+        return significant(last(parts[part][name][case])[0] or float("inf"), digits)
 
-    def at(part: str, name: str, case: str) -> str:
-        return significant(last(parts[part][name][case])[0] or 0.0, 2)
+    def worst(name: str, case: str) -> str:
+        marks = parts["alone"][name][case]
+        return significant(max(errors[1] or float("inf") for errors in marks.values()), 2)
 
-    return {
-        "paper_one": usual("8bit", digits=3),
-        "paper_six": usual("8bit", "six decades"),
-        "flash_one": usual("FlashOptim", digits=3),
-        "flash_six": usual("FlashOptim", "six decades"),
-        "log8_one": usual("log8"),
-        "log8_six": usual("log8", "six decades"),
-        "log8_bytes": f"{results['candidates']['log8']['bytes']['256']:.3f}",
-        "fp32_one": f"{last(parts['reference']['fp32']['one scale'])[0]:.0e}",
-        "dropped": usual("m dropped + hand-over"),
-        "m_only": usual("m k^1.5"),
-        "m_only_handed": usual("m k^1.5 + hand-over"),
-        "m4_only": usual("m log4"),
-        "m4_only_handed": usual("m log4 + hand-over"),
-        "random_bits": f"{kernels['random bits']['instructions']:.0f}" if kernels else "?",
-        "up_nearest": at("finalists", "log8 + hand-over", "up 30"),
-        "up_stochastic": at("finalists", "log8", "up 30"),
-        "down_nearest": at("finalists", "log8 + hand-over", "down 30"),
-        "down_stochastic": at("finalists", "log8", "down 30"),
-        "six_nearest": at("finalists", "log8 + hand-over", "six decades"),
-        "six_stochastic": at("finalists", "log8", "six decades"),
+    def cost(name: str) -> str:
+        return f"{kernels[name]['instructions']:.0f}" if name in kernels else "?"
+
+    facts = {
+        "bytes": f"{results['candidates']['log8']['bytes']['256']:.3f}",
+        "fp32": f"{last(parts['reference']['fp32']['one scale'])[0]:.0e}",
         "steps": f"{results['size']['marks'][-1]:,}",
-        "most_steps": f"{results['size']['marks'][-2]:,}",
-        "stochastic_m_worst": _worst(parts["alone"]["m in 4 bits stochastic"]["six decades"]),
-        "corrected": at("alone", "handed over with the bias correction", "one scale"),
-        "coarse_worst": _worst(parts["alone"]["m linear up to 64 times the smallest"]["sparse rows"]),
-        "fine_worst": _worst(parts["alone"]["m linear up to 8 times the smallest"]["sparse rows"]),
+        "most_steps": f"{int(max(parts['all']['log8']['one scale'], key=int)):,}",
+        "adagrad_steps": f"{int(max(parts['adagrad']['log8']['one scale'], key=int)):,}",
+        "cost_fp32": cost("fp32"),
+        "cost_paper": cost("8bit"),
+        "cost_flash": cost("FlashOptim"),
+        "cost_log8": cost("log8"),
+        "cost_root": cost("root log8"),
+        "cost_random": cost("random bits"),
+        "plain": at("alone", "m log8 + hand-over"),
+        "corrected": at("alone", "log8, handed over with the bias correction"),
+        "right": at("all", "log8"),
+        "dropped": at("alone", "m dropped + hand-over"),
     }
-
-
-def _worst(marks: Results) -> str:
-    return significant(max(errors[1] or float("inf") for errors in marks.values()), 2)
+    for short, name in SHORT.items():
+        for case, key in (("one scale", "one"), ("six decades", "six"), ("sparse rows", "rows")):
+            if case in parts["reference"][name]:
+                facts[f"{short}_{key}"] = at("reference", name, case, 3 if key == "one" else 2)
+            facts[f"{short}_{key}_later"] = at("all", name, case)
+    for short, name in {"nearest": "log8 + hand-over", "stochastic": "log8"}.items():
+        for case in LABELS:
+            facts[f"{short}_{case.replace(' ', '_')}"] = at("finalists", name, case)
+    for short, name in {"m8": "m log8", "m4": "m log4"}.items():
+        facts |= {f"{short}_kept": at("alone", name), f"{short}_handed": at("alone", f"{name} + hand-over")}
+    facts["worst_stochastic"] = worst("m linear in 4 bits, stochastic", "six decades")
+    facts["worst_nearest"] = worst("m e2m1 + hand-over", "six decades")
+    facts["worst_64"] = worst("m log, linear up to 64 times the smallest", "sparse rows")
+    facts["worst_8"] = worst("m log, linear up to 8 times the smallest", "sparse rows")
+    return facts
 
 
 def findings(results: Results) -> dict[str, str]:
     """What one run found, in few numbers, to be compared with another's."""
     found = results["parts"]["finalists"]
-    shown = [name for name in ("8bit", "FlashOptim", "COAT", "relative 1.5", "log8", "log4") if name in found]
+    shown = [name for name in ("8bit", "FlashOptim", "COAT", "log8", "log4") if name in found]
     steps = f"{results['size']['marks'][-1]:,} steps"
     return {
-        f"{_title(results, name)}, {LABELS[case]}, {steps}": cell(last(found[name][case]))
-        for name in shown
-        for case in THREE[:2]
+        f"`{name}`, {LABELS[case]}, {steps}": cell(last(found[name][case])) for name in shown for case in THREE[:2]
     }
 
 

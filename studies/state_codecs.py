@@ -42,7 +42,7 @@ class Size:
     Attributes:
         reference: elements a case of the 200 steps that other work reports; 1024 x 256 there.
         numel: elements a case of all other runs.
-        marks: steps after which errors are taken, ascending; all candidates reach the last but one.
+        marks: steps after which errors are taken, ascending; few candidates reach the last.
         recorded: steps of the trainings.
         tensor: elements a tensor of the trainings, at most.
     """
@@ -51,7 +51,7 @@ class Size:
     numel: int = UNIT
     marks: tuple[int, ...] = (200, 1000, 3000, 10000)
     recorded: int = 200
-    tensor: int = 8 * UNIT
+    tensor: int = 4 * UNIT
 
     def until(self, last: int) -> list[int]:
         """The marks up to one."""
@@ -71,11 +71,11 @@ def reference(chosen: Mapping[str, Candidate], size: Size, training: Training) -
     return found
 
 
-def _cases(last: int | None) -> Callable[..., Found]:
-    """All cases, as far as some mark; the last but one without."""
+def _cases(last: int) -> Callable[..., Found]:
+    """All cases, as far as some mark."""
 
     def part(chosen: Mapping[str, Candidate], size: Size, training: Training) -> Found:
-        marks = size.until(last or size.marks[-2])
+        marks = size.until(last)
         found = run(chosen, _made((*STEADY, *SUDDEN), size, marks[-1], training), marks)
         for segments in found.values():
             for case in SUDDEN:
@@ -89,7 +89,7 @@ def _cases(last: int | None) -> Callable[..., Found]:
 def blocks(chosen: Mapping[str, Candidate], size: Size, training: Training) -> Found:
     """Block sizes, as further segments: "one scale 64", ..."""
     found: Found = {name: {} for name in chosen}
-    marks = size.until(1000)[-1:]
+    marks = size.marks[:1]
     for block in BLOCKS:
         gradients = _made(STEADY[:2], size, marks[-1], training)
         ran = run(chosen, gradients, marks, block_size=block)
@@ -146,14 +146,14 @@ def _first_moments() -> dict[str, Candidate]:
 # What is measured: how, and of which candidates.
 PARTS: dict[str, tuple[Callable[..., Found], Callable[[], dict[str, Candidate]]]] = {
     "finalists": (_cases(10000), candidates.finalists),
-    "all": (_cases(None), candidates.representatives),
+    "all": (_cases(1000), candidates.representatives),
     "variants": (_cases(1000), lambda: candidates.variants(candidates.PAIRS)),
     "alone": (_cases(1000), lambda: candidates.variants(candidates.ALONE) | candidates.MISTAKES),
     "reference": (reference, lambda: candidates.representatives() | candidates.variants(candidates.ALONE)),
     "blocks": (blocks, candidates.finalists),
     "gpt": (from_gpt, candidates.representatives),
     "clip": (from_clip, candidates.representatives),
-    "adagrad": (_rule("adagrad", 10000), _adagrad),
+    "adagrad": (_rule("adagrad", 3000), _adagrad),
     "sgd": (_rule("sgd", 1000), _first_moments),
     "lamb": (_rule("lamb", 1000), _first_moments),
     "lion": (_rule("lion", 1000), _first_moments),

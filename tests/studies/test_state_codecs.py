@@ -31,7 +31,7 @@ def blocks(decades: float = 6.0, rows: int = 16, width: int = 256) -> torch.Tens
     return x
 
 
-def errors(candidate, case: str, steps: int = 200, rows: int = 64, rule: str = "adamw") -> list[float]:
+def errors(candidate, case: str, steps: int = 200, rows: int = 32, rule: str = "adamw") -> list[float]:
     made = gradients.synthetic([case], rows * 256, steps)
     return run({"it": candidate}, made, [steps], rule)["it"][case][steps]
 
@@ -191,9 +191,9 @@ def test_stochastic_rounding_of_v_is_right_in_the_mean(name: str) -> None:
     """Logarithmic codes in their pattern, which is bent at powers of two; in 4 bits that shows."""
     v = candidates.V[candidates.PAIRS[name].v].codec
     x = (torch.rand(1, 256, generator=torch.Generator().manual_seed(1)) + 0.02).square()
-    generator = torch.Generator().manual_seed(2)
-    many = torch.stack([candidates.stochastic(v)(x, torch.rand(1, 256, generator=generator)) for _ in range(4000)])
-    mean, nearest = ((y - x).abs() / x for y in (many.mean(0), v(x, x)))
+    many = x.expand(4000, 256).contiguous()
+    rounded = candidates.stochastic(v)(many, noise_like(many))
+    mean, nearest = ((y - x).abs() / x for y in (rounded.mean(0), v(x, x)))
     assert float(mean.mean()) < (0.5 if name == "log4" else 0.1) * float(nearest.mean())
 
 
@@ -268,7 +268,7 @@ def test_the_study_runs(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
             for marks in segments.values():
                 assert all(len(errors) == 2 for errors in marks.values()), (part, name)
     assert set(found["all"]) >= set(candidates.PAIRS) | set(candidates.LIBRARY)
-    assert set(found["all"]["log8"]["one scale"]) == {2, 3}
+    assert set(found["all"]["log8"]["one scale"]) == {2, 3, 4}
     assert set(found["finalists"]["log8"]["up 30"]) == {4}
     assert "one scale 2048" in found["blocks"]["log8"]
 
