@@ -46,20 +46,18 @@ class Map:
         cuts: where the nearest level changes, one fewer; between two levels, not always in their middle.
         stochastic: instead of the nearest level, one of the two around, so that the mean is right.
         floor: what is not zero never becomes zero, but the least level.
-        half_scales: scales are kept as float16.
+        half_scales: scales are kept as float16 (1), or their roots are (2).
     """
 
     levels: Tensor
     cuts: Tensor
     stochastic: bool = False
     floor: bool = False
-    half_scales: bool = False
+    half_scales: int = 0
 
     def __call__(self, x: Tensor, noise: Tensor) -> Tensor:
         magnitude = x.abs()
         scale = magnitude.amax(1, keepdim=True)
-        if self.half_scales:
-            scale = scale.half().float()
         y = (magnitude / scale.clamp_min(_TINY)).clamp_max(1.0)
         levels, cuts, first = self._tables(x.device)
         # A key covers so little that at most one level lies inside: the level below is found or the one before it.
@@ -72,6 +70,8 @@ class Map:
             code = low + (y > _look_up(cuts, low))
         if self.floor:
             code = torch.maximum(code, (magnitude >= _TINY).to(torch.int32))
+        if self.half_scales:
+            scale = scale.half().float() if self.half_scales == 1 else scale.sqrt().half().float().square()
         return (_look_up(levels, code) * scale).copysign(x)
 
     def by_value(self) -> Map:
@@ -98,18 +98,18 @@ def _tables_of(map_: Map, device: torch.device) -> tuple[Tensor, Tensor, Tensor]
     return levels.to(device), cuts.to(device), first.to(device)
 
 
-def formula(value: Callable[[Tensor], Tensor], count: int, **options: bool) -> Map:
+def formula(value: Callable[[Tensor], Tensor], count: int, **options: int) -> Map:
     """A map whose k-th of count + 1 levels is value(k / count), rounded to the nearest k."""
     k = torch.arange(count + 1, dtype=torch.float64)
     return Map(value(k / count).float(), value((k[:-1] + 0.5) / count).float(), **options)
 
 
-def power(p: float, count: int, **options: bool) -> Map:
+def power(p: float, count: int, **options: int) -> Map:
     """Levels (k / count)^p: 1 is linear, and 2, for a second moment, linear on its root."""
     return formula(lambda y: y**p, count, **options)
 
 
-def softsign(count: int, **options: bool) -> Map:
+def softsign(count: int, **options: int) -> Map:
     """FlashOptim's companding: y = 2x / (1 + x) is kept linearly."""
     return formula(lambda y: y / (2 - y), count, **options)
 
@@ -120,7 +120,7 @@ def listed(values: Sequence[float]) -> Map:
     return Map(levels.float(), ((levels[1:] + levels[:-1]) / 2).float())
 
 
-def decades(range_: float, count: int, **options: bool) -> Map:
+def decades(range_: float, count: int, **options: int) -> Map:
     """Zero, and count levels of equal ratio over so many decades."""
     k = torch.arange(count, dtype=torch.float64)
     levels = 10 ** (range_ * (k / (count - 1) - 1))
@@ -128,7 +128,7 @@ def decades(range_: float, count: int, **options: bool) -> Map:
     return Map(torch.cat([torch.zeros(1, dtype=torch.float64), levels]).float(), cuts.float(), **options)
 
 
-def book(name: str, signed: bool, bits: int = 8, root: bool = False, **options: bool) -> Map:
+def book(name: str, signed: bool, bits: int = 8, root: bool = False, **options: int) -> Map:
     """The non-negative values of a codebook; with `root` they are for the root, and their squares the levels."""
     values = codebook(name, signed, bits).double()
     values = values[values >= 0]
