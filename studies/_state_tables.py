@@ -31,6 +31,8 @@ SHORT = {
     "root": "root log8",
     "log": "log log8",
     "linear": "linear log8",
+    "float8": "float8 log8",
+    "e2m1": "e2m1 log8",
     "log8": "log8",
     "half": "log4 log8",
     "log4": "log4",
@@ -171,6 +173,14 @@ def state_facts(results: Results) -> dict[str, str]:
     def at(part: str, name: str, case: str = "one scale", digits: int = 2) -> str:
         return significant(last(parts[part][name][case])[0] or float("inf"), digits)
 
+    def early(name: str) -> str:
+        found = parts["all" if name in parts["all"] else "alone"][name]["one scale"]
+        return significant(found[min(found, key=int)][0], 2)
+
+    def range_of(part: str, name: str) -> str:
+        errors = [last(marks)[0] or float("inf") for marks in parts[part][name].values()]
+        return f"{significant(min(errors), 2)} to {significant(max(errors), 2)}"
+
     def worst(name: str, case: str) -> str:
         marks = parts["alone"][name][case]
         return significant(max(errors[1] or float("inf") for errors in marks.values()), 2)
@@ -190,9 +200,10 @@ def state_facts(results: Results) -> dict[str, str]:
         "cost_log8": cost("log8"),
         "cost_root": cost("root log8"),
         "cost_random": cost("random bits"),
-        "plain": at("alone", "m log8 + hand-over"),
-        "corrected": at("alone", "log8, handed over with the bias correction"),
-        "right": at("all", "log8"),
+        "m_six": at("alone", "m log8 + hand-over", "six decades"),
+        "v_six": at("alone", "v log8 + stochastic v", "six decades"),
+        "corrected": early("log8, handed over with the bias correction"),
+        "right": early("log8"),
         "dropped": at("alone", "m dropped + hand-over"),
     }
     for short, name in SHORT.items():
@@ -200,6 +211,7 @@ def state_facts(results: Results) -> dict[str, str]:
             if case in parts["reference"][name]:
                 facts[f"{short}_{key}"] = at("reference", name, case, 3 if key == "one" else 2)
             facts[f"{short}_{key}_later"] = at("all", name, case)
+        facts |= {f"{part}_{short}": range_of(part, name) for part in ("gpt", "clip")}
     for short, name in {"nearest": "log8 + hand-over", "stochastic": "log8"}.items():
         for case in LABELS:
             facts[f"{short}_{case.replace(' ', '_')}"] = at("finalists", name, case)
