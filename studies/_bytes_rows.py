@@ -72,7 +72,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Ours(Row):
-    """A composition of this library's storages under AdamW.
+    """A composition of this library's storages, under AdamW unless the recipe names another optimizer.
 
     Attributes:
         recipe: format, weights and states.
@@ -92,7 +92,8 @@ class Ours(Row):
             for module in model.modules():
                 if isinstance(module, nn.Embedding):
                     mark_states(module.weight, self.embeddings)
-        return self.recipe.apply(model, block_size=self.block_size, seed=seed, **options)
+        known = self.recipe.known(options)
+        return self.recipe.apply(model, block_size=self.block_size, seed=seed, **known)
 
 
 @dataclass(frozen=True)

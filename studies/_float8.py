@@ -80,7 +80,12 @@ class Float8Pair(StateStorage):
         return self.encode(torch.zeros_like(p, dtype=torch.float32), signed, block_size)
 
     def encode(
-        self, moment: Tensor, signed: bool, block_size: int, random: Tensor | None = None
+        self,
+        moment: Tensor,
+        signed: bool,
+        block_size: int,
+        random: Tensor | None = None,
+        beside: Tensor | None = None,
     ) -> dict[str, Tensor]:
         one = state_storage("fp8")
         hi = one.encode(moment, signed, block_size)
@@ -88,7 +93,14 @@ class Float8Pair(StateStorage):
         lo = one.encode(moment - one.decode(hi, moment.shape, signed, block_size), True, block_size)
         return {f"hi_{k}": v for k, v in hi.items()} | {f"lo_{k}": v for k, v in lo.items()}
 
-    def decode(self, words: dict[str, Tensor], shape: torch.Size, signed: bool, block_size: int) -> Tensor:
+    def decode(
+        self,
+        words: dict[str, Tensor],
+        shape: torch.Size,
+        signed: bool,
+        block_size: int,
+        beside: Tensor | None = None,
+    ) -> Tensor:
         one = state_storage("fp8")
         parts = [
             one.decode({k[3:]: v for k, v in words.items() if k[:2] == part}, shape, signed, block_size)

@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from narrowgauge import recipes
+from narrowgauge.optim import AdamW, Lion, StableAdamW
+from narrowgauge.trainers import Settings, make_optimizer
 
 # Collage, Table 2, and the 8-bit paper's 2 bytes of state with a scale of 4 bytes for each 256 elements.
 BYTES = {
     "fp32": 16, "bf16": 8, "collage-light": 10, "collage-plus": 12, "master": 16, "fp32-states": 12, "kahan": 10,
     "stochastic": 8, "split": 14, "split8": 13, "adamw8bit": 10 + 1 / 32, "adamw8bit-expansion": 8 + 1 / 32,
-    "adamw8bit-split": 8 + 1 / 32, "adamw8bit-split8": 7 + 1 / 32,
+    "adamw8bit-split": 8 + 1 / 32, "adamw8bit-split8": 7 + 1 / 32, "stable-adamw": 16, "lion8bit": 9 + 1 / 64,
 }  # fmt: skip
 
 
@@ -43,6 +45,27 @@ def test_applying_one_keeps_what_it_says_and_trains(name: str) -> None:
     assert len(optimizer.describe().rows) == len(trained) == 3
     held = optimizer.state_bytes() - 12 * len(trained) + sum(2 * p.nbytes for p in trained)
     assert held / sum(p.numel() for p in trained) == pytest.approx(recipe.bytes_per_parameter(), rel=1e-3)
+
+
+def test_a_recipe_may_name_its_optimizer_which_has_its_own_learning_rate() -> None:
+    made = {name: recipes.get(name).apply(torch.nn.Linear(4, 4)) for name in recipes.names()}
+    kinds = {name: type(optimizer) for name, optimizer in made.items()}
+    assert {name: kind for name, kind in kinds.items() if kind is not AdamW} == {
+        "stable-adamw": StableAdamW,
+        "lion8bit": Lion,
+    }
+    assert made["stable-adamw"].describe().rows[0].rule == "adamw, clipped"
+    assert (made["stable-adamw"].defaults["eps"], made["stable-adamw"].defaults["lr"]) == (1e-6, 1e-3)
+    assert made["lion8bit"].defaults["lr"] == 1e-4
+    with pytest.raises(TypeError, match=r"Lion\(\) got an unexpected keyword argument 'eps'"):
+        recipes.get("lion8bit").apply(torch.nn.Linear(4, 4), eps=1e-8)
+
+
+def test_a_comparison_gives_each_optimizer_what_it_takes() -> None:
+    settings = Settings(steps=1, batch=1, sequence=2, lr=1e-3, warmup=0, eps=1e-7)
+    for name in recipes.names():
+        optimizer = make_optimizer(recipes.get(name), torch.nn.Linear(4, 4), settings, 0)
+        assert optimizer.defaults.get("eps") == (None if name == "lion8bit" else 1e-7)
 
 
 def test_bad_names_and_arguments_are_refused() -> None:

@@ -1,20 +1,22 @@
 """Recipes: named precision strategies.
 
-A recipe says in which format the model's weights and gradients are, and how the optimizer keeps weights and
-states. Applying one takes two lines: get it, apply it to the model.
+A recipe says in which format the model's weights and gradients are, which optimizer trains it (most often AdamW)
+and how that keeps weights and states. Applying one takes two lines: get it, apply it to the model.
 
 The letters A to D are the options of Collage's Table 2; `D-MW` keeps fp32 states but no master weights.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from narrowgauge.optim import AdamW
+from narrowgauge.optim import AdamW, Lion, NarrowOptimizer, StableAdamW
 from narrowgauge.optim._plan import slot_storages
 from narrowgauge.storage import weight_storage
 
@@ -29,6 +31,7 @@ class Recipe:
         dtype: format of the model's weights and gradients.
         weights, states: storages of the optimizer.
         letters: the paper's name for it, also accepted; None if it has none.
+        optimizer: the class of the optimizer.
     """
 
     name: str
@@ -37,11 +40,12 @@ class Recipe:
     weights: str = "plain"
     states: str = "fp32"
     letters: str | None = None
+    optimizer: type[NarrowOptimizer] = AdamW
 
     @property
     def has_strict_arithmetic(self) -> bool:
         """Whether `arithmetic="strict"` is taken: whether all that is stored is words of a float format."""
-        storages = slot_storages(AdamW.rule, {"states": self.states}).values()
+        storages = slot_storages(self.optimizer.rule, {"states": self.states}).values()
         return weight_storage(self.weights).rounded and all(storage.rounded for storage in storages)
 
     def byte_breakdown(self, block_size: int = 256) -> dict[str, float]:
@@ -50,7 +54,7 @@ class Recipe:
         Source: Collage, Table 2.
         """
         added = weight_storage(self.weights).bytes_added(self.dtype)
-        moments = slot_storages(AdamW.rule, {"states": self.states}).values()
+        moments = slot_storages(self.optimizer.rule, {"states": self.states}).values()
         return {
             "weights": float(self.dtype.itemsize),
             "gradients": float(self.dtype.itemsize),
@@ -61,7 +65,12 @@ class Recipe:
         """Bytes that training keeps for each parameter: weight, gradient, states, low word or master copy."""
         return sum(self.byte_breakdown(block_size).values())
 
-    def apply(self, model: nn.Module, lr: float = 1e-3, **optimizer_arguments: Any) -> AdamW:
+    def known(self, hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Of hyperparameters that recipes are to share, those that this one's optimizer has: Lion has no eps."""
+        taken = inspect.signature(self.optimizer).parameters
+        return {name: value for name, value in hyperparameters.items() if name in taken}
+
+    def apply(self, model: nn.Module, lr: float | None = None, **optimizer_arguments: Any) -> NarrowOptimizer:
         """Cast the model in place and make its optimizer.
 
         Parameters and the buffers that a checkpoint holds are cast; buffers that are not saved (tables of
@@ -69,18 +78,20 @@ class Recipe:
 
         Args:
             model: the model, with its parameters where they will be trained.
-            lr: learning rate.
-            **optimizer_arguments: what else AdamW takes; `weights` and `states` follow from the recipe.
+            lr: learning rate; the optimizer's default if None.
+            **optimizer_arguments: what else it takes; `weights` and `states` follow from the recipe.
 
         Raises:
-            ValueError: for `weights` or `states`, and whatever AdamW refuses.
+            ValueError: for `weights` or `states`, and whatever the optimizer refuses.
         """
         for name in ("weights", "states"):
             if name in optimizer_arguments:
                 raise ValueError(f"{name}: got {optimizer_arguments[name]!r}, follows from recipe {self.name!r}")
         cast(model, self.dtype)
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        return AdamW(trained, lr, weights=self.weights, states=self.states, **optimizer_arguments)
+        options = optimizer_arguments if lr is None else {"lr": lr, **optimizer_arguments}
+        make: Callable[..., NarrowOptimizer] = self.optimizer  # the named classes, which take more than their base
+        return make(trained, weights=self.weights, states=self.states, **options)
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
@@ -117,6 +128,8 @@ _RECIPES = (
     Recipe("adamw8bit-expansion", "bf16 weights as expansions, 8-bit states", _BF16, "expansion", "8bit"),
     Recipe("adamw8bit-split", "bf16 + int16 words (exact fp32 weights), 8-bit states", _BF16, "split", "8bit"),
     Recipe("adamw8bit-split8", "bf16 + int8 words (24-bit weights), 8-bit states", _BF16, "split8", "8bit"),
+    Recipe("stable-adamw", "everything in fp32, update clipping", torch.float32, optimizer=StableAdamW),
+    Recipe("lion8bit", "fp32 weights, Lion with 8-bit states", torch.float32, "plain", "8bit", optimizer=Lion),
 )  # fmt: skip
 
 

@@ -20,6 +20,23 @@ def parameter(dtype: torch.dtype = torch.float32, size: int = 8) -> torch.nn.Par
         ({"betas": (0.9, -0.1)}, "Invalid beta parameter at index 1: -0.1"),
         ({"eps": -1e-8}, "Invalid epsilon value: -1e-08"),
         ({"weight_decay": -0.1}, "Invalid weight_decay value: -0.1"),
+        ({"lr": None}, "Invalid learning rate: None, takes a finite number"),
+        ({"lr": [1e-3]}, r"Invalid learning rate: \[0.001\]"),
+        ({"lr": 1j}, "Invalid learning rate: 1j"),
+        ({"lr": True}, "Invalid learning rate: True"),
+        ({"eps": None}, "Invalid epsilon value: None"),
+        ({"betas": None}, "Invalid betas: None, takes 2 numbers"),
+        ({"betas": 0.9}, "Invalid betas: 0.9"),
+        ({"betas": ("a", "b")}, "Invalid beta parameter at index 0: a"),
+        ({"beta2_schedule": "x"}, "beta2_schedule: got 'x', takes a number in"),
+        ({"percentile_clipping": "90"}, "percentile_clipping: got '90', takes a number from 1 to 100"),
+        ({"percentile_clipping": None}, "percentile_clipping: got None"),
+        ({"clip_updates": "yes"}, "clip_updates: got 'yes', takes True or False"),
+        ({"maximize": "no"}, "maximize: got 'no', takes True or False"),
+        ({"capturable": "x"}, "capturable: got 'x', takes True or False"),
+        ({"foreach": "x"}, "foreach: got 'x', takes True, False or None"),
+        ({"states": {"m": [], "v": "fp32"}}, r"states: got \[\], takes one of"),
+        ({"weights": None}, "weights: got None, takes one of"),
         ({"amsgrad": True}, "amsgrad: got True, AdamW takes False only"),
         ({"differentiable": True}, "differentiable: got True"),
         ({"weights": "fp32"}, "weights: got 'fp32', takes one of 'plain'"),
@@ -39,6 +56,11 @@ def parameter(dtype: torch.dtype = torch.float32, size: int = 8) -> torch.nn.Par
 def test_options_are_refused_by_name(options: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         AdamW([parameter()], **options)
+
+
+def test_what_the_name_says_is_no_argument() -> None:
+    with pytest.raises(TypeError, match=r"^AdamW\(\) got an unexpected keyword argument 'decoupled_weight_decay'$"):
+        AdamW([parameter()], decoupled_weight_decay=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.float8_e4m3fn])

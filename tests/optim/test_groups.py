@@ -37,6 +37,18 @@ def test_every_parameter_that_learns_is_in_one_group() -> None:
     assert [group["weight_decay"] for group in (decayed, bare, embeddings)] == [0.1, 0.0, 0.1]
 
 
+def test_an_attentions_biases_do_not_decay() -> None:
+    attention = nn.MultiheadAttention(16, 2, add_bias_kv=True)
+    decayed, bare = split_decay(attention, 0.1)
+    assert {name for name, _ in decayed["params"]} == {"in_proj_weight", "out_proj.weight"}
+    assert {name for name, _ in bare["params"]} == {"in_proj_bias", "out_proj.bias", "bias_k", "bias_v"}
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"model: got list, takes a torch.nn.Module"):
+        split_decay([nn.Parameter(torch.ones(3))], 0.1)
+
+
 def test_an_optimizer_takes_the_groups_and_shows_them() -> None:
     model = nn.Sequential(nn.Embedding(500, 64), nn.Linear(64, 500))
     rows = {row.parameter: row.states for row in AdamW8bit(split_decay(model, 0.1)).describe().rows}

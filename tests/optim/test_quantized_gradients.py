@@ -209,6 +209,8 @@ def test_bad_arguments_are_named() -> None:
     for options, words in (
         ({"codebook": "dynamical"}, "name: got 'dynamical'"),
         ({"codebook": codebook("dynamic", signed=False)}, "codebook: got one without negative values"),
+        ({"codebook": None}, "codebook: got None, takes a name or a tensor"),
+        ({"codebook": torch.empty(0)}, r"codebook: got torch.float32 of shape \(0,\)"),
         ({"rounding": "up"}, "rounding: got 'up'"),
         ({"block_size": 0}, "block_size: got 0"),
     ):
@@ -220,3 +222,18 @@ def test_bad_arguments_are_named() -> None:
         QuantizedGradients(step_in_backward(torch.nn.Linear(2, 2), SGD))
     with pytest.raises(ValueError, match="state_dict: got keys"):
         QuantizedGradients(inner).load_state_dict(inner.state_dict())
+    saved = QuantizedGradients(inner).state_dict()
+    for changed, words in (
+        (None, "state_dict: got <class 'NoneType'>"),
+        (saved | {"step": "x"}, "state_dict: 'step' is 'x', takes a count"),
+        (saved | {"step": -1}, "state_dict: 'step' is -1"),
+        (saved | {"residuals": []}, "state_dict: 'residuals' is a list"),
+        (saved | {"residuals": {1: torch.zeros(2)}}, "state_dict: a residual is at 1, takes 0 to 0"),
+        (
+            saved | {"residuals": {0: torch.zeros(3)}},
+            r"residual at 0 is .*\[3\]\), takes .*\[2\]\)",
+        ),
+        (saved | {"residuals": {0: None}}, "residual at 0 is NoneType"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            QuantizedGradients(inner, error_feedback=True).load_state_dict(changed)

@@ -197,3 +197,40 @@ def test_update_clipping_wants_a_second_moment(name: str) -> None:
 def test_unknown_keywords_are_refused_as_python_does() -> None:
     with pytest.raises(TypeError, match=r"AdamW\(\) got an unexpected keyword argument 'weight'"):
         optim.AdamW([torch.nn.Parameter(torch.ones(2))], weight="plain")
+
+
+@pytest.mark.parametrize("power", [-120, -80, -40, 40, 64, 100])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_lars_does_not_see_the_scale_of_gradients(momentum: float, power: int) -> None:
+    """A property of the equation: ||w|| / ||g|| g is the same for all multiples of g, in float32's whole range."""
+    ends = []
+    for scale in (1.0, 2.0**power):
+        p = torch.nn.Parameter(torch.linspace(0.5, 1, 1000))
+        optimizer = optim.LARS([p], lr=1.0, eps=0.0, momentum=momentum)
+        for step in range(3):
+            p.grad = scale * torch.randn(1000, generator=torch.Generator().manual_seed(step))
+            optimizer.step()
+        ends.append(p.detach())
+    assert torch.equal(*ends)
+    assert not torch.equal(ends[0], torch.linspace(0.5, 1, 1000))
+
+
+@pytest.mark.parametrize("power", [-90, 70, 100])
+def test_lamb_moves_weights_of_any_size_by_their_share(power: int) -> None:
+    ends = []
+    for scale in (1.0, 2.0**power):
+        p = torch.nn.Parameter(scale * torch.linspace(0.5, 1, 1000))
+        optimizer = optim.LAMB([p], lr=0.1, weight_decay=0.0)
+        for step in range(3):
+            p.grad = torch.randn(1000, generator=torch.Generator().manual_seed(step))
+            optimizer.step()
+        ends.append(p.detach() / scale)
+    assert torch.equal(*ends)
+
+
+def test_lars_stays_finite_where_the_ratio_of_norms_does_not() -> None:
+    p = torch.nn.Parameter(torch.ones(100))
+    optimizer = optim.LARS([p], lr=1.0, eps=0.0)
+    p.grad = torch.full((100,), 1e-42)
+    optimizer.step()
+    assert torch.isfinite(p).all()

@@ -241,7 +241,7 @@ def test_a_copy_goes_on_as_the_original_does(name: str, how: str) -> None:
     ps = parameters()
     cls: Any = AdamW8bit if name == "AdamW8bit" else ours(name)
     optimizer = cls(ps, **({"min_quantized_size": 0} if cls is AdamW8bit else {}))
-    schedule.OneCycleLR(optimizer, 0.02, total_steps=25)
+    schedule.OneCycleLR(optimizer, 0.02, total_steps=25, cycle_momentum=name != "Adagrad")
     for step in range(3):
         optimizer.zero_grad()
         backward(ps, step)
@@ -257,3 +257,15 @@ def test_a_copy_goes_on_as_the_original_does(name: str, how: str) -> None:
     assert torch.equal(values(ps), values(others))
     for p, q in zip(ps, others, strict=True):
         assert all(torch.equal(value, twin.state[q][key]) for key, value in optimizer.state[p].items())
+
+
+@pytest.mark.parametrize("make", [schedule.OneCycleLR, lambda o, rate, **_: schedule.CyclicLR(o, 1e-3, rate)])
+def test_a_cycle_finds_a_momentum_in_adagrad_only_where_there_is_one(make) -> None:
+    with pytest.raises(ValueError, match="momentum"):
+        make(torchs("Adagrad")(parameters()), 0.02, total_steps=25)
+    with pytest.raises(ValueError, match="momentum"):
+        make(ours("Adagrad")(parameters()), 0.02, total_steps=25)
+    optimizer = ours("Adagrad")(parameters(), momentum=0.9)
+    make(optimizer, 0.02, total_steps=25)
+    assert optimizer.param_groups[0]["momentum"] > 0
+    schedule.OneCycleLR(ours("Adagrad")(parameters()), 0.02, total_steps=25, cycle_momentum=False)

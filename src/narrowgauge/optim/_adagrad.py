@@ -27,7 +27,7 @@ class Adagrad(NarrowOptimizer):
         initial_accumulator_value: what the sum of squares starts from.
         eps: added to the root of the sum of squares.
         foreach: accepted and moot; see `Options`.
-        momentum: decay rate of a momentum over the scaled gradients; 0 keeps none.
+        momentum: decay rate of a momentum over the scaled gradients; 0 keeps none, and schedulers find none.
         **options: those of every optimizer; see `Options`. Slots: ``"v"``, and ``"m"`` if there is momentum.
 
     Raises:
@@ -57,8 +57,11 @@ class Adagrad(NarrowOptimizer):
             "weight_decay": weight_decay,
             "initial_accumulator_value": initial_accumulator_value,
             "eps": eps,
-            "momentum": momentum,
         }
+        # Schedulers ask the defaults whether there is a momentum to cycle: OneCycleLR would switch it on
+        # unasked, as it does for SGD. torch's AdaGrad shows it none.
+        if momentum != 0:
+            hyperparameters["momentum"] = momentum
         super().__init__(params, hyperparameters, {**options, "foreach": foreach})
 
 

@@ -33,6 +33,14 @@ class Fp32Arithmetic:
     def accumulate_square(self, average: Tensor, x: Tensor, decay: Scalar, share: Scalar) -> Tensor:
         return decay * average + share * x * x
 
+    def square(self, x: Tensor) -> Tensor:
+        # A gradient of 1e20 is a float32 number, and so is one of 1e-24; their squares are not.
+        return x.to(torch.float64).square()
+
+    def total(self, term: Tensor) -> Tensor:
+        """The sum of all elements: a 0-d tensor, in float64."""
+        return term.to(torch.float64).sum()
+
     def value(self, average: Tensor) -> Tensor:
         return average
 
@@ -57,6 +65,14 @@ class StrictArithmetic:
     def accumulate_square(self, average: Moment, x: Tensor, decay: Scalar, share: Scalar) -> Moment:
         # The algorithm says (1 - beta) * x^2, and its overflow is part of it.
         return self.accumulate(average, x * x, decay, share)
+
+    def square(self, x: Tensor) -> Tensor:
+        return x * x
+
+    def total(self, term: Tensor) -> Tensor:
+        """The sum of all elements: a 0-d tensor of the format, rounded once."""
+        # In float64 the order of summation does not matter: its rounding is far below that of one term.
+        return term.to(torch.float64).sum().to(self.dtype)
 
     def value(self, average: Moment) -> Tensor:
         storage, words = average

@@ -55,8 +55,8 @@ def follow(optimizer: NarrowOptimizer, requests: list[Request]) -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p in old and optimizer.state.get(p):
-                words = _converted(type(optimizer).__name__, p, optimizer.state[p], old[p], new[p], group, notes)
-                optimizer.state[p] = words
+                name, state = type(optimizer).__name__, optimizer.state[p]
+                optimizer.state[p] = _converted(name, p, state, old[p], new[p], group, notes)
             # One by one, so that words and plans agree even if the memory for the next does not suffice.
             old[p] = new[p]
     optimizer._plans, optimizer._requests = new, requests
@@ -74,16 +74,20 @@ def _converted(
     notes: Notes,
 ) -> dict[str, Tensor]:
     """A parameter's state under another plan: the same tensors where nothing is kept otherwise."""
+    had = {slot.slot.name: slot for slot in (*old.slots, *old.dormant)}
+    found = tuple(slot for slot in (*new.slots, *new.dormant) if slot.words(state))
+    words_stay = (
+        old.weight is new.weight
+        and old.dtype == new.dtype
+        and all(had.get(slot.slot.name, slot) == slot for slot in found)
+    )
+    history_stays = (HISTORY in state) == (group["percentile_clipping"] < 100)
+    if words_stay and history_stays and set(new.slots) <= set(found):
+        return state
     fresh = new.init(p, group)
     # A history that is not asked for any more would be old when it is asked for again.
     entry = {key: value for key, value in state.items() if key in fresh or key != HISTORY}
-    had = {slot.slot.name: slot for slot in (*old.slots, *old.dormant)}
-    found = tuple(slot for slot in (*new.slots, *new.dormant) if slot.words(state))
-    if (
-        old.weight is not new.weight
-        or old.dtype != new.dtype
-        or any(had.get(slot.slot.name, slot) != slot for slot in found)
-    ):
+    if not words_stay:
         plan = replace(new, slots=found)
         declared = {slot.slot.name: had.get(slot.slot.name, slot).storage for slot in found}
         block_size = max((slot.block_size for slot in had.values()), default=1)

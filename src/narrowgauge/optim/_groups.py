@@ -13,8 +13,9 @@ def split_decay(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Parameter groups of a model: no decay on norms and biases, 32-bit states for embeddings.
 
     Matrices and embeddings decay. What has fewer than two dimensions does not (biases, the gains of norms, scales),
-    nor does anything that a module whose name ends in "norm" owns, nor anything called bias. Embedding tables get
-    ``states="fp32"``, as the 8-bit paper has it; a table that is tied to an output layer is one.
+    nor does anything that a module whose name ends in "norm" owns, nor anything with the word bias in its name (as
+    ``bias_k`` of an attention). Embedding tables get ``states="fp32"``, as the 8-bit paper has it; a table that is
+    tied to an output layer is one.
 
     Args:
         model: the model; parameters that do not require gradients are left out.
@@ -23,7 +24,12 @@ def split_decay(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     Returns:
         Up to three groups of named parameters, for any optimizer of this library:
         ``AdamW8bit(split_decay(model, 0.1))``.
+
+    Raises:
+        TypeError: if the model is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}, takes a torch.nn.Module")
     embeddings: set[int] = set()
     undecayed: set[int] = set()
     for module in model.modules():
@@ -31,7 +37,7 @@ def split_decay(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         if isinstance(module, _EMBEDDINGS):
             embeddings |= {id(p) for _, p in own}
         norm = type(module).__name__.lower().rstrip("0123456789d").endswith("norm")
-        undecayed |= {id(p) for name, p in own if norm or p.dim() < 2 or name.endswith("bias")}
+        undecayed |= {id(p) for name, p in own if norm or p.dim() < 2 or "bias" in name.split("_")}
     groups: list[dict[str, Any]] = [
         {"params": [], "weight_decay": weight_decay},
         {"params": [], "weight_decay": 0.0},

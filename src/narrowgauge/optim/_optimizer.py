@@ -44,6 +44,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         rule: the update equation.
         gauges: while True, every step measures what it did; read `last_stats`.
         last_stats: `UpdateStats` of the last step by parameter name; empty if `gauges` was off.
+        in_backward: the handle of `step_in_backward`, whose `remove()` ends it; None without.
     """
 
     rule: ClassVar[Rule]
@@ -68,7 +69,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self._plans: dict[Tensor, ParameterPlan] = {}
         self._requests: list[Request] | None = []  # what each group asked for when it was planned
         self._warned: set[str] = set()
-        self._in_backward: InBackward | None = None
+        self.in_backward: InBackward | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         self._follow()  # a copy has no plans: its words must be what its groups say
@@ -98,8 +99,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
         rule = self.rule_for(group)
         check_hyperparameters(rule, group, self.refusals)
         check_options(type(self).__name__, rule, group)
-        if self._in_backward is not None:
-            self._in_backward.check_options(group)
+        if self.in_backward is not None:
+            self.in_backward.check_options(group)
 
     def rule_for(self, group: Mapping[str, Any]) -> Rule:
         """The update rule under a group's options, always the same object for the same ones."""
@@ -124,16 +125,16 @@ class NarrowOptimizer(torch.optim.Optimizer):
         try:
             self.check(self.param_groups[-1])
             self._plan_group(len(self.param_groups) - 1)
-            if self._in_backward is not None:
-                self._in_backward.check(self.param_groups[-1])
+            if self.in_backward is not None:
+                self.in_backward.check(self.param_groups[-1])
         except Exception:
             for p in self.param_groups.pop()["params"]:
                 self._plans.pop(p, None)
             raise
         if self._requests is not None:
             self._requests.append(request(self, self.param_groups[-1]))
-        if self._in_backward is not None:
-            self._in_backward.watch(len(self.param_groups) - 1)
+        if self.in_backward is not None:
+            self.in_backward.watch(len(self.param_groups) - 1)
 
     def _plan_group(self, number: int) -> None:
         group = self.param_groups[number]
@@ -172,8 +173,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._in_backward is not None:
-            self._in_backward.end()
+        if self.in_backward is not None:
+            self.in_backward.end()
             return loss
         self._begin_step()
         ready = [(group, p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -232,7 +233,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     def describe(self) -> Description:
         """A table: parameter, rule, storages, bytes added, path taken, skipped steps, and why."""
-        when = "" if self._in_backward is None else ", in backward"
+        when = "" if self.in_backward is None else ", in backward"
         return describe(self._all_plans(), self.skipped, when)
 
     def torch_state_dict(self) -> dict[str, Any]:

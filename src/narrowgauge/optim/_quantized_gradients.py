@@ -17,7 +17,7 @@ al. 2019.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from narrowgauge.formats import Coder, codebook, random_bits
 from narrowgauge.formats._rounding import Rounding
+from narrowgauge.optim._options import is_whole
 from narrowgauge.storage._blockwise import decode_blocks, encode_blocks
 
 
@@ -61,7 +62,7 @@ class QuantizedGradients(torch.optim.Optimizer):
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ValueError(f"optimizer: got {type(optimizer).__name__}, takes a torch.optim.Optimizer")
-        if getattr(optimizer, "_in_backward", None) is not None:
+        if getattr(optimizer, "in_backward", None) is not None:
             raise ValueError("optimizer: got one by step_in_backward, takes one that moves weights in step()")
         if rounding not in ("nearest", "stochastic"):
             raise ValueError(f"rounding: got {rounding!r}, takes 'nearest' or 'stochastic'")
@@ -140,21 +141,29 @@ class QuantizedGradients(torch.optim.Optimizer):
         Raises:
             ValueError: for a state of something else.
         """
-        if not {"optimizer", "residuals", "step"} <= state_dict.keys():
-            raise ValueError(
-                f"state_dict: got keys {sorted(map(str, state_dict))}, takes one of QuantizedGradients"
-            )
+        if not isinstance(state_dict, Mapping) or not {"optimizer", "residuals", "step"} <= state_dict.keys():
+            got = f"keys {sorted(map(str, state_dict))}" if isinstance(state_dict, Mapping) else type(state_dict)
+            raise ValueError(f"state_dict: got {got}, takes one of QuantizedGradients")
+        parameters, saved, step = self._parameters(), state_dict["residuals"], state_dict["step"]
+        if not is_whole(step) or step < 0:
+            raise ValueError(f"state_dict: 'step' is {step!r}, takes a count of steps")
+        if not isinstance(saved, Mapping):
+            raise ValueError(f"state_dict: 'residuals' is a {type(saved).__name__}, takes a dict")
+        for place, residual in saved.items():
+            if not is_whole(place) or not 0 <= place < len(parameters):
+                raise ValueError(f"state_dict: a residual is at {place!r}, takes 0 to {len(parameters) - 1}")
+            shape, wanted = getattr(residual, "shape", type(residual).__name__), parameters[place].shape
+            if shape != wanted:
+                raise ValueError(f"state_dict: the residual at {place} is {shape}, takes {wanted}")
         self.optimizer.load_state_dict(state_dict["optimizer"])
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
-        parameters = self._parameters()
-        saved = state_dict["residuals"]
         if saved and not self.error_feedback:
             warnings.warn("state_dict: dropped residuals, of no use with error_feedback=False", stacklevel=2)
             saved = {}
         self._residuals = {
             parameters[place]: residual.to(parameters[place].device, copy=True) for place, residual in saved.items()
         }
-        self._step = state_dict["step"]
+        self._step = step
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -193,7 +202,9 @@ class QuantizedGradients(torch.optim.Optimizer):
 
 
 def _values(named: str | Tensor) -> Tensor:
+    if not isinstance(named, str | Tensor):
+        raise ValueError(f"codebook: got {named!r}, takes a name or a tensor of values")
     values = codebook(named) if isinstance(named, str) else named
-    if values[0] >= 0:
+    if values.dim() == 1 and len(values) and values[0] >= 0:
         raise ValueError("codebook: got one without negative values, takes one for gradients of both signs")
     return values

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from narrowgauge.optim._optimizer import NarrowOptimizer
 
@@ -30,7 +31,7 @@ def step_in_backward(model: torch.nn.Module, optimizer: Callable[..., Stepper], 
     What comes back is an ordinary optimizer: `describe()`, `skipped`, groups, schedulers, `state_dict()` and
     `load_state_dict()` work, and its state is that of one made the usual way. The loop still calls `step()` after
     each `backward()`: it runs step hooks and a closure, once, and ends the step. A copy, by pickle or deepcopy,
-    steps the usual way.
+    steps the usual way, and so does the optimizer itself after ``optimizer.in_backward.remove()``.
 
     Not to be had this way, since no two gradients exist at one time:
 
@@ -56,7 +57,8 @@ def step_in_backward(model: torch.nn.Module, optimizer: Callable[..., Stepper], 
 
     Raises:
         TypeError: if the model is no module or is DistributedDataParallel, or the optimizer is not one of these.
-        ValueError: for ``nonfinite="raise"``, or a parameter that another optimizer steps in backward already.
+        ValueError: for ``nonfinite="raise"``, or a parameter that another optimizer steps in backward already
+            (take that one off first: ``other.in_backward.remove()``).
     """
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise TypeError("model: got DistributedDataParallel, whose averaging comes after each step; takes a module")
@@ -66,17 +68,21 @@ def step_in_backward(model: torch.nn.Module, optimizer: Callable[..., Stepper], 
     if not isinstance(made, NarrowOptimizer):
         kind = type(made)  # type: ignore[unreachable]
         raise TypeError(f"optimizer: got {kind.__module__}.{kind.__qualname__}, takes an optimizer of narrowgauge")
-    made._in_backward = InBackward(made)
+    made.in_backward = InBackward(made)
     return made
 
 
 class InBackward:
-    """The hooks of one optimizer, and what they have stepped since its last `step()`."""
+    """The hooks of one optimizer, and what they have stepped since its last `step()`.
+
+    It is the handle of `step_in_backward`, found at the optimizer's `in_backward`.
+    """
 
     def __init__(self, optimizer: NarrowOptimizer) -> None:
         self._optimizer = optimizer
         self._numbers: dict[Tensor, int] = {}
         self._stepped: set[Tensor] = set()
+        self._handles: list[RemovableHandle] = []
         for group in optimizer.param_groups:
             self.check(group)
         for number in range(len(optimizer.param_groups)):
@@ -106,7 +112,10 @@ class InBackward:
             hooks = (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()
             if any(isinstance(getattr(hook, "__self__", None), InBackward) for hook in hooks):
                 name = self._optimizer._plan(p).name
-                raise ValueError(f"model: another optimizer steps {name} in backward; takes a model made anew")
+                raise ValueError(
+                    f"model: another optimizer steps {name} in backward; takes a model without, "
+                    "after that optimizer's in_backward.remove()"
+                )
 
     def watch(self, number: int) -> None:
         """Step the parameters of a group from now on."""
@@ -114,8 +123,21 @@ class InBackward:
             self._numbers[p] = number
             trained = p.requires_grad
             # torch takes no hook for a frozen parameter, but keeps one, so that it may be thawed later.
-            p.requires_grad_(True).register_post_accumulate_grad_hook(self._step)
+            self._handles.append(p.requires_grad_(True).register_post_accumulate_grad_hook(self._step))
             p.requires_grad_(trained)
+
+    def remove(self) -> None:
+        """Take the hooks off the model: from now on gradients stay, and `step()` moves the weights.
+
+        Between two steps, best: what `backward()` has moved since the last `step()` stays moved. The model then
+        takes another optimizer, and no longer keeps this one alive. Calling it again does nothing.
+        """
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._stepped.clear()
+        if self._optimizer.in_backward is self:
+            self._optimizer.in_backward = None
 
     @torch.no_grad()
     def _step(self, p: Tensor) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from narrowgauge.formats import random_bits, random_halves
 from narrowgauge.optim._arithmetic import Fp32Arithmetic, StrictArithmetic, narrow_scalars, widest
 from narrowgauge.optim._plan import ParameterPlan
-from narrowgauge.rules import Arithmetic, Scalar
+from narrowgauge.rules import Scalar
 
 _FP32 = Fp32Arithmetic()
 Updated = tuple[Tensor, dict[str, Tensor], Tensor]
@@ -123,7 +123,7 @@ def _numbers(group: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 def _with_sums(
     plan: ParameterPlan,
-    arithmetic: Arithmetic,
+    arithmetic: Fp32Arithmetic | StrictArithmetic,
     weight: Tensor,
     grad: Tensor,
     moments: Mapping[str, Any],
@@ -133,8 +133,7 @@ def _with_sums(
     terms = plan.rule.terms(arithmetic, weight, grad, moments, scalars)
     if not terms:
         return scalars
-    # Added in float64, whose rounding is far below that of one term: the order of summation does not matter.
-    sums = {name: term.to(torch.float64).sum().to(weight.dtype) for name, term in terms.items()}
+    sums = {name: arithmetic.total(term) for name, term in terms.items()}
     return {**scalars, **sums, "elements": float(weight.numel())}
 
 

@@ -36,7 +36,7 @@ class Adagrad(Rule):
             "lr": group["lr"] / (1 + (step - 1) * group["lr_decay"]),
             "eps": group["eps"],
             "weight_decay": group["weight_decay"],
-            "momentum": group["momentum"],
+            "momentum": group.get("momentum", 0.0),
         }
 
     def second_moment(

@@ -35,7 +35,7 @@ class Lamb(Adam):
         s: Mapping[str, Scalar],
     ) -> dict[str, Tensor]:
         u, _ = self.direction(arithmetic, weight, grad, moments, s)
-        return {"weight_squares": weight * weight, "update_squares": u * u}
+        return {"weight_squares": arithmetic.square(weight), "update_squares": arithmetic.square(u)}
 
     def update(
         self,
@@ -57,9 +57,11 @@ class Lamb(Adam):
 
 
 def trust_ratio(weight_squares: Scalar, other_squares: Scalar, decay: Scalar = 0.0, eps: Scalar = 0.0) -> Tensor:
-    """||w|| / (||x|| + decay ||w|| + eps) from sums of squares; 1 where either norm is 0."""
+    """||w|| / (||x|| + decay ||w|| + eps) from sums of squares; 1 where either norm is 0. Finite in float32."""
     w, x = torch.as_tensor(weight_squares).sqrt(), torch.as_tensor(other_squares).sqrt()
-    return torch.where((w > 0) & (x > 0), w / (x + decay * w + eps), 1.0)
+    ratio = w / (x + decay * w + eps)
+    largest = min(torch.finfo(dtype).max for dtype in (ratio.dtype, torch.float32))
+    return torch.where((w > 0) & (x > 0), ratio.clamp_max(largest), 1.0)
 
 
 LAMB = Lamb()

@@ -39,7 +39,7 @@ class Lars(SGD):
         moments: Mapping[str, Any],
         s: Mapping[str, Scalar],
     ) -> dict[str, Tensor]:
-        return {"weight_squares": weight * weight, "grad_squares": grad * grad}
+        return {"weight_squares": arithmetic.square(weight), "grad_squares": arithmetic.square(grad)}
 
     def update(
         self,

@@ -56,6 +56,9 @@ class Arithmetic(Protocol):
     def accumulate_square(self, average: Any, x: Tensor, decay: Scalar, share: Scalar) -> Any:
         """decay * average + share * x^2, without overflow where only the square of x would."""
 
+    def square(self, x: Tensor) -> Tensor:
+        """x^2 as a term of a sum, in more than float32 unless the algorithm is followed to the letter."""
+
     def value(self, average: Any) -> Tensor:
         """The number that the equation reads."""
 

@@ -43,12 +43,13 @@ class LossScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        if getattr(optimizer, "_in_backward", None) is not None:
+        if getattr(optimizer, "in_backward", None) is not None:
             raise RuntimeError(
                 f"optimizer: got {type(optimizer).__name__} by step_in_backward, which has moved weights by "
                 "scaled gradients already; takes one that moves them in step()"
             )
         slots = slots_of(optimizer)
+        self._per_optimizer_states[id(optimizer)]["unscaled"] = len(slots)
         if not allow_fp16:  # torch allows it when it only looks, for optimizers that unscale by themselves
             widen_float16(slots)
         values = [slot.values() for slot in slots]
@@ -64,6 +65,20 @@ class LossScaler(torch.amp.GradScaler):
         self._counts.add(optimizer, flags)
         self._per_optimizer_states[id(optimizer)]["flags"] = flags
         return {device: vector.any().float() for device, vector in flags.items()}
+
+    def _refuse_late(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse to step with gradients that came into the optimizer after they were to be unscaled.
+
+        Raises:
+            RuntimeError: naming the parameter.
+        """
+        unscaled = self._per_optimizer_states[id(optimizer)].get("unscaled", math.inf)
+        for number, slot in enumerate(slots_of(optimizer)):
+            if number >= unscaled and slot.parameter.grad is not None:
+                raise RuntimeError(
+                    f"{slot.name}: came into the optimizer after unscale_(), and its gradient is scaled still; add "
+                    "groups after update()"
+                )
 
     @staticmethod
     def _flags(optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
@@ -84,11 +99,14 @@ class LossScaler(torch.amp.GradScaler):
             What the optimizer returned; None if the step was skipped.
 
         Raises:
-            RuntimeError: if called twice since the last `update`, or with a closure, which would have to be scaled.
+            RuntimeError: if called twice since the last `update`, with a closure, which would have to be scaled,
+                or with a gradient that came into the optimizer after `unscale_`.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        result = super().step(optimizer, *args, **refuse_closure(args, kwargs))
+        kwargs = refuse_closure(args, kwargs)
+        self._refuse_late(optimizer)
+        result = super().step(optimizer, *args, **kwargs)
         device = self._checked_scale("step").device
         found = [flag.to(device, non_blocking=True) for flag in self._found_inf_per_device(optimizer).values()]
         self._skipped_steps = self._skipped_steps + (torch.stack(found).amax() > 0).to(torch.int64)
@@ -162,14 +180,17 @@ class LossScaler(torch.amp.GradScaler):
 
         Raises:
             RuntimeError: if it is empty, as that of a scaler which was not enabled.
-            ValueError: if it was written by a scaler of another kind; nothing is changed then.
+            ValueError: if it was written by a scaler of another kind, or is none; nothing is changed then.
         """
         if not self._enabled:
             return
+        if not isinstance(state_dict, Mapping):
+            raise ValueError(f"state_dict: got {type(state_dict).__name__}, takes the state of a loss scaler")
         if state_dict:
             for key in ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"):
                 if key not in state_dict:
                     raise ValueError(f"state_dict: got no {key!r}, takes the state of a loss scaler")
+                check_number(f"state_dict[{key!r}]", state_dict[key], "a finite number", -math.inf, math.inf)
             self._check_saved(state_dict)
         super().load_state_dict(dict(state_dict))
         self._counts.restart(state_dict.get("skipped", {}))

@@ -185,6 +185,7 @@ class TensorLossScaler(_FixedLossScaler):
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         kwargs = refuse_closure(args, kwargs)
+        self._refuse_late(optimizer)
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
@@ -193,7 +194,7 @@ class TensorLossScaler(_FixedLossScaler):
             self._drop(optimizer)
         else:
             with torch.no_grad():
-                mark(self._handled(optimizer), state["cleared"])
+                mark(self._handled(optimizer)[: state["unscaled"]], state["cleared"])
         if any(slot.handles_nonfinite for slot in slots_of(optimizer)):
             self._counts.counts_itself(optimizer)
         result = optimizer.step(*args, **kwargs)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.optim import AdamW, UpdateStats
+from narrowgauge.optim import NarrowOptimizer, UpdateStats
 from narrowgauge.recipes import Recipe
 from narrowgauge.trainers._memory import peak_memory
 from narrowgauge.trainers._models import next_token_loss
@@ -35,7 +35,7 @@ class Settings:
     Attributes:
         steps, batch, sequence: optimizer steps, windows a step, tokens a window.
         lr, warmup: learning rate and the steps of its linear rise; constant afterwards.
-        beta1, beta2, eps, weight_decay: AdamW's.
+        beta1, beta2, eps, weight_decay: of the optimizers that have them, AdamW in most recipes.
         arithmetic: ``"fp32"`` or ``"strict"``; storages without a strict arithmetic compute in fp32.
         block_size, min_quantized_size: of 8-bit states.
         gauge_every: steps between measurements of the update; 0 for none.
@@ -100,7 +100,7 @@ class Run:
         return 1e3 * statistics.median(self.step_seconds) if self.step_seconds else None
 
 
-def make_optimizer(recipe: Recipe, model: nn.Module, settings: Settings, seed: int) -> AdamW:
+def make_optimizer(recipe: Recipe, model: nn.Module, settings: Settings, seed: int) -> NarrowOptimizer:
     """Apply a recipe to a model under a comparison's settings."""
     options: dict[str, Any] = {
         "betas": (settings.beta1, settings.beta2),
@@ -110,7 +110,7 @@ def make_optimizer(recipe: Recipe, model: nn.Module, settings: Settings, seed: i
         "min_quantized_size": settings.min_quantized_size,
         "seed": seed,
     }
-    return recipe.apply(model, settings.lr, arithmetic=settings.arithmetic_of(recipe), **options)
+    return recipe.apply(model, settings.lr, arithmetic=settings.arithmetic_of(recipe), **recipe.known(options))
 
 
 def train(
@@ -169,7 +169,7 @@ def train(
     return run
 
 
-def _step(model: nn.Module, optimizer: AdamW, windows: Tensor) -> tuple[float, tuple[float, float]]:
+def _step(model: nn.Module, optimizer: NarrowOptimizer, windows: Tensor) -> tuple[float, tuple[float, float]]:
     """One step: its loss, and the seconds of the whole and of the optimizer."""
     optimizer.zero_grad()
     start = _now(windows.device)
@@ -202,7 +202,7 @@ def _held_bytes(model: nn.Module) -> int:
     return sum(t.nbytes for t in tensors.values())
 
 
-def _measured_bytes(model: nn.Module, optimizer: AdamW) -> dict[str, float]:
+def _measured_bytes(model: nn.Module, optimizer: NarrowOptimizer) -> dict[str, float]:
     """Bytes a trained parameter, counted in the tensors that exist after the last step."""
     trained = [p for p in model.parameters() if p.requires_grad]
     count = sum(p.numel() for p in trained)
