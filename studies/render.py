@@ -23,6 +23,7 @@ import _float8_tables
 import _noise_tables
 import _pictures
 import _quantization_tables
+import _state_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "studies" / "results"
@@ -33,12 +34,14 @@ TABLES = {
     "collage_float8": _float8_tables.TABLES,
     "bytes_and_loss": _bytes_tables.TABLES,
     "eight_bit_adam": _eight_bit_adam_tables.TABLES,
+    "state_codecs": _state_tables.TABLES,
 }
 FACTS = {
     "quantization_error": _quantization_tables.quantization_facts,
     "inner_product_noise": _noise_tables.noise_facts,
     "bytes_and_loss": _bytes_tables.facts,
     "eight_bit_adam": _eight_bit_adam_tables.facts,
+    "state_codecs": _state_tables.state_facts,
 }
 TABLE = re.compile(r"(<!-- table: (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 PICTURE = re.compile(r"\]\((\w+)\.png\)")

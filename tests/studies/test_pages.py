@@ -18,6 +18,7 @@ def test_there_is_a_page_for_each_study() -> None:
         "eight_bit_adam",
         "inner_product_noise",
         "quantization_error",
+        "state_codecs",
     ]
     assert {render.study_of(path.name) for path in RESULTS} == {page.stem for page in PAGES}
 
