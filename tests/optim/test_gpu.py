@@ -70,8 +70,9 @@ def test_strict_is_bit_for_bit_the_same_everywhere(states: str, arithmetic: str)
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
-def test_skipping_needs_no_synchronisation(bad: float) -> None:
-    p, optimizer = make("cuda", ("split8", "8bit", "fp32", torch.bfloat16))
+@pytest.mark.parametrize("states", ["8bit", "log8", "log4"])
+def test_skipping_needs_no_synchronisation(bad: float, states: str) -> None:
+    p, optimizer = make("cuda", ("split8", states, "fp32", torch.bfloat16))
     p.grad = gradient(p, 0)
     optimizer.step()
     before = {key: value.clone() for key, value in optimizer.state[p].items()} | {"p": p.detach().clone()}
@@ -88,8 +89,9 @@ def test_skipping_needs_no_synchronisation(bad: float) -> None:
         assert optimizer.skipped == {"p": 1}
 
 
-def test_a_step_can_be_captured_in_a_graph() -> None:
-    case = ("expansion", "8bit", "fp32", torch.bfloat16)
+@pytest.mark.parametrize("states", ["8bit", "log8", "log4"])
+def test_a_step_can_be_captured_in_a_graph(states: str) -> None:
+    case = ("expansion", states, "fp32", torch.bfloat16)
     p, optimizer = make("cuda", case, capturable=True)
     twin_p, twin = make("cuda", case)
     p.grad, twin_p.grad = torch.zeros_like(p), torch.zeros_like(p)

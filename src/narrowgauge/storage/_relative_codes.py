@@ -22,6 +22,7 @@ What is fixed here is fixed for every kernel, bit for bit:
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -125,5 +126,6 @@ class RelativeCodes:
         return torch.bucketize(scaled, (levels[1:] + levels[:-1]) / 2, out_int32=True)
 
 
+@functools.lru_cache(maxsize=16)  # made once: copying it to a GPU waits for the device, and cannot be captured
 def _levels(device: torch.device) -> Tensor:
     return torch.tensor(_E2M1, dtype=torch.float32, device=device)
