@@ -292,6 +292,8 @@ def test_ctrl_c_keeps_the_recipes_that_are_finished(text: Path, tmp_path: Path) 
     # The first recipe is short of work; the seeds after it never end within the test.
     process = subprocess.Popen(
         [*command, "--recipes", "A,D", "--seeds", "100000"],
+        # A test run in the background may have been told to ignore Ctrl-C, and its children with it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
