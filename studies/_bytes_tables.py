@@ -148,7 +148,8 @@ def _origin(results: Results) -> str:
         f"`{results['command']}`: {sizes}, {setting['steps']} steps of {setting['batch'] * setting['sequence']:,} "
         f"tokens on {results['data']['source']} ({results['data']['train_tokens']:,} tokens, vocabulary "
         f"{setting['vocabulary']:,}), learning rate {setting['lr']:g} after {setting['warmup']} steps, falling "
-        f"to {setting['final']:g} of it, weight decay {setting['weight_decay']:g}; {environment['device']}, "
+        f"to {setting['final']:g} of it, weight decay {setting['weight_decay']:g}, gradients' norm at most "
+        f"{setting['clip']:g}; {environment['device']}, "
         f"torch {environment['torch'].partition('+')[0]}{', ' + peers if peers else ''}. "
         f"{f'{left} runs were left out for want of time.' if left else 'All runs were made.'}\n"
     )

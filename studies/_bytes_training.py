@@ -51,6 +51,7 @@ class Setting:
         steps, batch: optimizer steps, windows a step.
         lr, warmup, final: learning rate, steps of its rise, share of it that is left at the last step.
         beta1, beta2, eps, weight_decay: AdamW's.
+        clip: the gradients' norm is brought down to this at most; 0 leaves them alone.
         device: where to train.
         graph: whether our own optimizers' steps are replayed from a CUDA graph. The eager step of a small model
             is bound by the launching of its kernels; a graph computes the same numbers.
@@ -69,6 +70,7 @@ class Setting:
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.1
+    clip: float = 1.0
     device: str = "cpu"
     graph: bool = True
 
@@ -150,6 +152,7 @@ def _loop(
     """The losses up to a look that finds one not finite, and how the optimizer was driven."""
     losses: list[float] = []
     waiting: list[Tensor] = []
+    trained = [p for p in model.parameters() if p.requires_grad]
     step: Callable[[], Any] = optimizer.step
     how = "eager"
     for number in range(1, setting.steps + 1):
@@ -159,6 +162,8 @@ def _loop(
         loss = next_token_loss(model, next(batches))
         torch.autograd.backward(loss)
         waiting.append(loss.detach())
+        if setting.clip:
+            nn.utils.clip_grad_norm_(trained, setting.clip)
         if graph and number == EAGER_STEPS + 1:
             step, how = _captured(optimizer)
         step()

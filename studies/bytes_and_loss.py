@@ -179,6 +179,7 @@ def main(
     lr: Annotated[list[float] | None, typer.Option(help="Learning rate; of several, D's best.")] = None,
     warmup: Annotated[int, typer.Option(help="Steps of the learning rate's rise.")] = Setting.warmup,
     beta2: Annotated[list[float] | None, typer.Option(help="The second moment's; the first for all rows.")] = None,
+    clip: Annotated[float, typer.Option(min=0, help="Largest norm of the gradients; 0: any.")] = Setting.clip,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each row: seeds 0, 1, …")] = 3,
     device: _gather.Device = Setting.device,
     graph: Annotated[bool, typer.Option(help="Replay our optimizers' steps from a CUDA graph.")] = Setting.graph,
@@ -191,7 +192,7 @@ def main(
     models, betas, rates = model or [Setting.model], beta2 or [Setting.beta2], lr or [Setting.lr]
     first = Setting(
         data, models[0], vocabulary, sequence, steps, batch, rates[0], warmup,
-        beta2=betas[0], device=device, graph=graph,
+        beta2=betas[0], clip=clip, device=device, graph=graph,
     )  # fmt: skip
     varied = [replace(first, beta2=b) for b in betas[1:]] + [replace(first, model=m) for m in models[1:]]
     rows = chosen(only or [], without or [])
