@@ -40,6 +40,11 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("SGD", {"momentum": 0.9, "dampening": 0.5}),
     ("Adagrad", {"lr_decay": 0.1}),
     ("Muon", {}),
+    ("AdamW", {"clip_updates": True}),
+    ("StableAdamW", {"states": "log8", "min_quantized_size": 0}),
+    ("Lion", {}),
+    ("LAMB", {"clip_updates": True}),
+    ("LARS", {"momentum": 0.9}),
 ]
 
 

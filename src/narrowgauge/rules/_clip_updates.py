@@ -65,8 +65,7 @@ class ClipUpdates(Rule):
         s: Mapping[str, Scalar],
     ) -> dict[str, Tensor]:
         _, v_hat = self._rule.second_moment(arithmetic, weight, grad, moments["v"], s)
-        floor = s["eps"] * s["eps"]
-        bounded = torch.maximum(v_hat, torch.as_tensor(floor, dtype=v_hat.dtype, device=v_hat.device))
+        bounded = v_hat.clamp(min=s["eps"] * s["eps"])  # a number stays one: no copy to the device
         # Divided before it is multiplied: the square alone could overflow.
         ratio = grad / bounded * grad
         # With an eps whose square is 0, a coordinate that never had a gradient is 0 / 0.
