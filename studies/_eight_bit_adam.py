@@ -103,7 +103,7 @@ class QuantizedAdam(Adam):
         zero: bool = True,
         **options: Any,
     ) -> None:
-        self._storage = BlockwiseState(codebook, torch.uint8, quantized=True, rounded=False, codebook=codebook)
+        self._storage = BlockwiseState(codebook, codebook=codebook)
         self._blocks, self._narrow, self._zero = blocks, narrow, zero
         super().__init__(params, *args, states="8bit", **options)
 

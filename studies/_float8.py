@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from narrowgauge.formats import FP8_E4M3, round_to
 from narrowgauge.optim import AdamW
 from narrowgauge.recipes import Recipe
-from narrowgauge.storage import StateStorage, WeightStorage, state_storage
+from narrowgauge.storage import StateContext, StateStorage, WeightStorage, state_storage
 
 SCALE = 2.0**-8
 LOW_SCALE = 2.0**-12
@@ -77,36 +77,21 @@ class Float8Pair(StateStorage):
         return 2 * state_storage("fp8").nbytes(numel, block_size)
 
     def init(self, p: Tensor, signed: bool, block_size: int) -> dict[str, Tensor]:
-        return self.encode(torch.zeros_like(p, dtype=torch.float32), signed, block_size)
+        return self.encode(torch.zeros_like(p, dtype=torch.float32), StateContext(p.shape, signed, block_size))
 
-    def encode(
-        self,
-        moment: Tensor,
-        signed: bool,
-        block_size: int,
-        random: Tensor | None = None,
-        beside: Tensor | None = None,
-    ) -> dict[str, Tensor]:
+    def encode(self, moment: Tensor, context: StateContext, random: Tensor | None = None) -> dict[str, Tensor]:
         one = state_storage("fp8")
-        hi = one.encode(moment, signed, block_size)
+        hi = one.encode(moment, context)
         # The remainder of a number that is never negative has both signs.
-        lo = one.encode(moment - one.decode(hi, moment.shape, signed, block_size), True, block_size)
+        lo = one.encode(moment - one.decode(hi, context), replace(context, signed=True))
         return {f"hi_{k}": v for k, v in hi.items()} | {f"lo_{k}": v for k, v in lo.items()}
 
-    def decode(
-        self,
-        words: dict[str, Tensor],
-        shape: torch.Size,
-        signed: bool,
-        block_size: int,
-        beside: Tensor | None = None,
-    ) -> Tensor:
+    def decode(self, words: dict[str, Tensor], context: StateContext) -> Tensor:
         one = state_storage("fp8")
-        parts = [
-            one.decode({k[3:]: v for k, v in words.items() if k[:2] == part}, shape, signed, block_size)
-            for part in ("hi", "lo")
-        ]
-        return (parts[0] + parts[1]).clamp_min(0.0) if not signed else parts[0] + parts[1]
+        hi, lo = (
+            one.decode({k[3:]: v for k, v in words.items() if k[:2] == part}, context) for part in ("hi", "lo")
+        )
+        return hi + lo if context.signed else (hi + lo).clamp_min(0.0)
 
 
 class Float8AdamW(AdamW):

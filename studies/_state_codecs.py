@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.formats import codebook
-from narrowgauge.storage import state_storage
+from narrowgauge.storage import StateContext, state_storage
 from narrowgauge.storage._relative_codes import RelativeCodes
 
 Codec = Callable[[Tensor, Tensor], Tensor]
@@ -174,8 +174,8 @@ class Stored:
 
     def __call__(self, x: Tensor, noise: Tensor) -> Tensor:
         random = (noise * 2.0**16).to(torch.int32) if self.rounding == "stochastic" else None
-        storage, block_size = state_storage(self.states), x.shape[1]
-        return storage.decode(storage.encode(x, self.signed, block_size, random), x.shape, self.signed, block_size)
+        storage, context = state_storage(self.states), StateContext(x.shape, self.signed, x.shape[1])
+        return storage.decode(storage.encode(x, context, random), context)
 
 
 @dataclass(frozen=True)

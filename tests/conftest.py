@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +11,6 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     # Kernels run in triton's interpreter, which has to be said before anything imports triton.
     os.environ.setdefault("TRITON_INTERPRET", "1")
-
-ROOT = Path(__file__).resolve().parents[1]
 
 # The same examples on every machine and at every run, and no clock in the verdict. A search for new examples is
 # one option away: --hypothesis-profile=explore.
@@ -42,12 +39,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             with_gpu = torch.cuda.is_available() if with_gpu is None else with_gpu
             if not with_gpu:
                 item.add_marker(no_gpu)
-
-
-@pytest.fixture(scope="session")
-def shared_data() -> Path:
-    """The folder shared/data beside the checkout, with texts too large to keep in it."""
-    folder = ROOT.parent / "shared" / "data"
-    if not folder.is_dir():
-        pytest.skip("needs the folder shared/data beside the checkout")
-    return folder

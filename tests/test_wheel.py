@@ -110,7 +110,6 @@ def test_it_imports_from_where_it_was_installed(environment: Path) -> None:
     assert seen["names"] == narrowgauge.__all__
 
 
-@pytest.mark.skipif(not (SOURCE / "cli" / "templates").is_dir(), reason="the report's template is not written yet")
 def test_it_brings_the_report_template(environment: Path) -> None:
     template = "importlib.resources.files('narrowgauge') / 'cli' / 'templates' / 'compare.html.j2'"
     code = f"import importlib.resources; print(({template}).read_text(encoding='utf-8'))"

@@ -153,14 +153,11 @@ def test_groups_added_later_take_part(name: str) -> None:
         for step in range(6):
             if step == 2:
                 optimizer.add_param_group({"params": [("second", ps[1])], "lr": 0.05})
+                if cls is torch.optim.Adagrad:  # up to torch 2.11 it makes no state here, and its step fails
+                    optimizer.state[ps[1]] |= {"step": torch.tensor(0.0), "sum": torch.zeros_like(ps[1])}
             optimizer.zero_grad()
             backward(ps, step)
-            try:
-                optimizer.step()
-            except KeyError:
-                if cls is ours(name):
-                    raise
-                pytest.skip("this torch's own optimizer has no state for a group that is added later")
+            optimizer.step()
         assert [group["lr"] for group in optimizer.param_groups][1] == 0.05
         ends.append(values(ps))
     assert distance(*ends) < NEAR[name]

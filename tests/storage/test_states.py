@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from narrowgauge.storage import state_storage, state_storages
+from narrowgauge.storage import StateContext, state_storage, state_storages
 
 NAMES = state_storages()
 # Relative to the element, and to the block's largest element: half the widest gap of 8bit, near 1, and of the 4-bit
@@ -19,8 +19,9 @@ def test_decoding_what_was_encoded(name: str, signed: bool, shape: tuple[int, ..
     storage = state_storage(name).for_slot(signed, False)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 1e-4
     x = x if signed else x.square()
-    words = storage.encode(x, signed, 64)
-    again = storage.decode(words, x.shape, signed, 64)
+    context = StateContext(x.shape, signed, 64)
+    words = storage.encode(x, context)
+    again = storage.decode(words, context)
     assert again.shape == x.shape
     assert again.dtype == torch.float32
     assert sum(word.nbytes for word in words.values()) == storage.nbytes(x.numel(), 64)
@@ -41,9 +42,10 @@ def test_decoding_what_was_encoded(name: str, signed: bool, shape: tuple[int, ..
 def test_a_new_moment_is_zero_and_matches_the_words_of_later_ones(name: str, signed: bool) -> None:
     storage = state_storage(name).for_slot(signed, False)
     p = torch.randn(30, 40).to(torch.bfloat16)
+    context = StateContext(p.shape, signed, 64)
     words = storage.init(p, signed, 64)
-    assert torch.equal(storage.decode(words, p.shape, signed, 64), torch.zeros(30, 40))
-    later = storage.encode(torch.rand(30, 40), signed, 64)
+    assert torch.equal(storage.decode(words, context), torch.zeros(30, 40))
+    later = storage.encode(torch.rand(30, 40), context)
     assert {k: (v.shape, v.dtype) for k, v in words.items()} == {k: (v.shape, v.dtype) for k, v in later.items()}
 
 
@@ -51,12 +53,13 @@ def test_an_average_in_one_bf16_word_cannot_shrink_where_an_expansion_does() -> 
     """beta2 = 0.999: the paper's reason for the second word (Collage, Section 4.2)."""
     one, two = state_storage("bf16"), state_storage("expansion")
     start, zero = torch.full((10,), 0.01), torch.zeros(10, dtype=torch.bfloat16)
-    stuck, moving = one.encode(start, False, 1), two.encode(start, False, 1)
+    context = StateContext(start.shape, False, 1)
+    stuck, moving = one.encode(start, context), two.encode(start, context)
     for _ in range(1000):
         stuck, moving = one.accumulate(stuck, zero, 0.999, 0.001), two.accumulate(moving, zero, 0.999, 0.001)
-    assert torch.equal(one.decode(stuck, start.shape, False, 1), start.bfloat16().float())
+    assert torch.equal(one.decode(stuck, context), start.bfloat16().float())
     wanted = 0.01 * 0.999**1000
-    assert ((two.decode(moving, start.shape, False, 1) / wanted - 1).abs() < 0.02).all()
+    assert ((two.decode(moving, context) / wanted - 1).abs() < 0.02).all()
 
 
 def test_codes_have_no_arithmetic_of_their_own_and_unknown_names_are_refused() -> None:
@@ -75,7 +78,8 @@ def test_the_largest_element_of_a_block_and_zeros_are_kept(name: str, signed: bo
     x = x if signed else x.square()
     x[2] = 0.0
     x[3, 5] = 0.0
-    again = storage.decode(storage.encode(x, signed, 64), x.shape, signed, 64)
+    context = StateContext(x.shape, signed, 64)
+    again = storage.decode(storage.encode(x, context), context)
     top = x.abs().argmax(dim=1, keepdim=True)
     exact = again.gather(1, top) / x.gather(1, top)
     assert torch.allclose(exact[[0, 1, 3, 4, 5]], torch.ones(5, 1), rtol=2e-7 if name == "fp8" else 0, atol=0)

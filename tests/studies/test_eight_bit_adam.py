@@ -260,7 +260,6 @@ def test_the_command_writes_results(training: Any, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("codebook", [None, "dynamic", "linear"])
 def test_a_graph_does_what_its_steps_do(training: Any, tensors: Any, codebook: str | None) -> None:
     there = dataclasses.replace(training, device="cuda")

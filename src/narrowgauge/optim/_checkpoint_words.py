@@ -15,6 +15,7 @@ from torch import Tensor
 
 from narrowgauge.optim._plan import ParameterPlan, SlotPlan
 from narrowgauge.storage import (
+    StateContext,
     StateStorage,
     WeightStorage,
     state_storage,
@@ -125,7 +126,8 @@ class WordReader:
         storage = self._recognise(slot, words)
         unit = next((s for s in self.plan.slots if s.slot.name == slot.slot.unit), None)
         beside = self._decoded(unit) if storage.relative and unit is not None else None
-        return storage.decode(self._here(words), self.p.shape, slot.slot.signed, self.block_size, beside)
+        context = StateContext(self.p.shape, slot.slot.signed, self.block_size, beside)
+        return storage.decode(self._here(words), context)
 
     def _here(self, words: Mapping[str, Any]) -> dict[str, Tensor]:
         return {key: word.detach().to(self.p.device) for key, word in words.items()}

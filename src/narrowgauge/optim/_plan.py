@@ -11,7 +11,14 @@ from torch import Tensor
 
 from narrowgauge.optim._clip_gradients import HISTORY, new_history
 from narrowgauge.rules import Rule, Slot
-from narrowgauge.storage import StateStorage, WeightStorage, marked_states, state_storage, weight_storage
+from narrowgauge.storage import (
+    StateContext,
+    StateStorage,
+    WeightStorage,
+    marked_states,
+    state_storage,
+    weight_storage,
+)
 
 # Dtype and mark.
 Kind = tuple[torch.dtype, str | None]
@@ -48,15 +55,17 @@ class SlotPlan:
         }
 
     def decode(self, state: Mapping[str, Tensor], shape: torch.Size) -> Tensor:
-        beside = self.beside.decode(state, shape) if self.beside is not None else None
-        return self.storage.decode(self.words(state), shape, self.slot.signed, self.block_size, beside)
+        return self.storage.decode(self.words(state), self._context(state, shape))
 
     def encode(
         self, moment: Tensor, random: Tensor | None = None, state: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
         """The moment's entries of a state; `state` has those of the moment beside it."""
-        beside = self.beside.decode(state, moment.shape) if self.beside is not None and state is not None else None
-        return self.keyed(self.storage.encode(moment, self.slot.signed, self.block_size, random, beside))
+        return self.keyed(self.storage.encode(moment, self._context(state, moment.shape), random))
+
+    def _context(self, state: Mapping[str, Tensor] | None, shape: torch.Size) -> StateContext:
+        beside = self.beside.decode(state, shape) if self.beside is not None and state is not None else None
+        return StateContext(shape, self.slot.signed, self.block_size, beside)
 
     def keyed(self, words: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Words under the keys that the parameter's state has for them."""

@@ -13,11 +13,12 @@ from narrowgauge.storage._expansion import (
 )
 from narrowgauge.storage._marks import mark_states, marked_states
 from narrowgauge.storage._quantiles import estimate_quantiles
-from narrowgauge.storage._states import StateStorage, state_storage, state_storages
+from narrowgauge.storage._states import StateContext, StateStorage, state_storage, state_storages
 from narrowgauge.storage._weights import WeightStorage, weight_storage, weight_storages
 
 __all__ = [
     "Quantized",
+    "StateContext",
     "StateStorage",
     "WeightStorage",
     "estimate_quantiles",

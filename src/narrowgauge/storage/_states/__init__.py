@@ -17,10 +17,10 @@ from __future__ import annotations
 import torch
 
 from narrowgauge.storage._states._blocks import BlockwiseState, Float8State, FourBitState
-from narrowgauge.storage._states._floats import ExpansionState, StateStorage
+from narrowgauge.storage._states._floats import ExpansionState, StateContext, StateStorage
 from narrowgauge.storage._states._logarithms import LogState
 
-__all__ = ["BlockwiseState", "StateStorage", "state_storage", "state_storages"]
+__all__ = ["BlockwiseState", "StateContext", "StateStorage", "state_storage", "state_storages"]
 
 _STORAGES: dict[str, StateStorage] = {
     storage.name: storage
@@ -28,11 +28,11 @@ _STORAGES: dict[str, StateStorage] = {
         StateStorage("fp32", torch.float32),
         StateStorage("bf16", torch.bfloat16),
         ExpansionState("expansion", torch.bfloat16),
-        BlockwiseState("8bit", torch.uint8, quantized=True, rounded=False),
-        Float8State("fp8", torch.float8_e4m3fn, quantized=True, rounded=False),
-        FourBitState("4bit", torch.uint8, quantized=True, rounded=False),
-        LogState("log8", torch.uint8, quantized=True, rounded=False, bits=8),
-        LogState("log4", torch.uint8, quantized=True, rounded=False, bits=4),
+        BlockwiseState("8bit"),
+        Float8State("fp8"),
+        FourBitState("4bit"),
+        LogState("log8"),
+        LogState("log4", bits=4),
     )
 }
 

@@ -16,39 +16,33 @@ from narrowgauge.storage._blockwise import (
     normalise_blocks,
     scale_blocks,
 )
-from narrowgauge.storage._states._floats import StateStorage, Words
+from narrowgauge.storage._states._floats import StateContext, StateStorage, Words
 
 
 @dataclass(frozen=True)
-class BlockwiseState(StateStorage):
-    """Codes of a codebook and one float32 scale a block."""
+class CodedState(StateStorage):
+    """The base of what keeps codes, and float32 numbers a block.
 
-    codebook: str = "dynamic"
+    Attributes:
+        bits: of a code; those of 4 bits are kept two a byte.
+    """
+
+    dtype: torch.dtype = torch.uint8
+    quantized: bool = True
+    rounded: bool = False
+    bits: int = 8
 
     def nbytes(self, numel: int, block_size: int) -> int:
-        return numel * self.dtype.itemsize + 4 * block_count(numel, block_size)
+        return -(-numel * self.bits // 8) + 4 * block_count(numel, block_size)
 
     def init(self, p: Tensor, signed: bool, block_size: int) -> Words:
-        zero = coder(self.codebook, signed, p.device).encode(p.new_zeros(()))
-        scales = torch.zeros(block_count(p.numel(), block_size), dtype=torch.float32, device=p.device)
-        return {"codes": zero.expand(p.shape).clone(memory_format=torch.contiguous_format), "scales": scales}
-
-    def decode(
-        self, words: Words, shape: torch.Size, signed: bool, block_size: int, beside: Tensor | None = None
-    ) -> Tensor:
-        values = coder(self.codebook, signed, words["codes"].device).values
-        return decode_blocks(words["codes"], words["scales"], values, block_size)
-
-    def encode(
-        self,
-        moment: Tensor,
-        signed: bool,
-        block_size: int,
-        random: Tensor | None = None,
-        beside: Tensor | None = None,
-    ) -> Words:
-        codes, scales = encode_blocks(moment, coder(self.codebook, signed, moment.device), block_size)
-        return {"codes": codes, "scales": scales}
+        # One element is encoded and repeated: loading a state asks for this more than once a moment.
+        zero = torch.zeros(1, dtype=torch.float32, device=p.device)
+        words = self.encode(zero, StateContext(zero.shape, signed, 1))
+        codes = _repeated(words.pop("codes")[0], p.shape)
+        count = block_count(p.numel(), block_size)
+        numbers = {name: _repeated(word, (count, *word.shape[1:])) for name, word in words.items()}
+        return {"codes": self._pack(codes)} | numbers
 
     def flaw(self, words: Words, signed: bool) -> str | None:
         scales = words["scales"]
@@ -62,45 +56,41 @@ class BlockwiseState(StateStorage):
     def value(self, words: Words) -> Tensor:
         raise NotImplementedError(f"{self.name} states have no arithmetic of their own")
 
+    def _pack(self, codes: Tensor) -> Tensor:
+        """Codes as they are kept: those of 4 bits two a byte, the first in its lower half."""
+        if self.bits == 8:
+            return codes
+        pairs = torch.nn.functional.pad(codes.reshape(-1), (0, codes.numel() % 2)).view(-1, 2)
+        return pairs[:, 0] | pairs[:, 1] << 4
+
+    def _unpack(self, codes: Tensor, shape: torch.Size) -> Tensor:
+        """What `_pack` was given, in this shape."""
+        if self.bits == 8:
+            return codes
+        return torch.stack([codes & 0xF, codes >> 4], dim=1).reshape(-1)[: shape.numel()].reshape(shape)
+
+
+def _repeated(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return x.expand(shape).clone(memory_format=torch.contiguous_format)
+
 
 @dataclass(frozen=True)
-class Float8State(BlockwiseState):
-    """Numbers of float8 e4m3 and one float32 scale a block: x is the number times the scale.
+class BlockwiseState(CodedState):
+    """Codes of a codebook and one float32 scale a block."""
 
-    The scale is the block's absolute maximum over 448, so that its largest element is the format's largest number
-    (and comes back but for a rounding of float32); what hardware converts, and what a float8 matrix multiply takes.
-    Normalised and bounded as blocks of codes are (see `quantize`).
-    """
+    codebook: str = "dynamic"
 
-    def init(self, p: Tensor, signed: bool, block_size: int) -> Words:
-        scales = torch.zeros(block_count(p.numel(), block_size), dtype=torch.float32, device=p.device)
-        return {"codes": torch.zeros(p.shape, dtype=self.dtype, device=p.device), "scales": scales}
+    def decode(self, words: Words, context: StateContext) -> Tensor:
+        codes = self._unpack(words["codes"], context.shape)
+        values = self._coder(context.signed, codes.device).values
+        return decode_blocks(codes, words["scales"], values, context.block_size)
 
-    def decode(
-        self, words: Words, shape: torch.Size, signed: bool, block_size: int, beside: Tensor | None = None
-    ) -> Tensor:
-        values = words["codes"].to(torch.float32)
-        return scale_blocks(values, words["scales"], block_size)
+    def encode(self, moment: Tensor, context: StateContext, random: Tensor | None = None) -> Words:
+        codes, scales = encode_blocks(moment, self._coder(context.signed, moment.device), context.block_size)
+        return {"codes": self._pack(codes), "scales": scales}
 
-    def encode(
-        self,
-        moment: Tensor,
-        signed: bool,
-        block_size: int,
-        random: Tensor | None = None,
-        beside: Tensor | None = None,
-    ) -> Words:
-        normalised, extrema = normalise_blocks(moment, -1.0 if signed else 0.0, block_size)
-        largest = FP8_E4M3.max
-        return {"codes": round_to(normalised * largest, FP8_E4M3), "scales": extrema / largest}
-
-    def flaw(self, words: Words, signed: bool) -> str | None:
-        codes = words["codes"].view(torch.uint8)
-        if ((codes & 0x7F) == 0x7F).any():
-            return "codes that are NaN"
-        if not signed and (codes > 0x80).any():
-            return "negative codes"
-        return super().flaw(words, signed)
+    def _coder(self, signed: bool, device: torch.device) -> Coder:
+        return coder(self.codebook, signed, device, self.bits)
 
 
 @dataclass(frozen=True)
@@ -113,44 +103,41 @@ class FourBitState(BlockwiseState):
     Source: Li et al. 2023, Memory Efficient Optimizers with 4-bit States (the zero-point problem).
     """
 
-    def nbytes(self, numel: int, block_size: int) -> int:
-        return (numel + 1) // 2 + 4 * block_count(numel, block_size)
+    bits: int = 4
 
-    def init(self, p: Tensor, signed: bool, block_size: int) -> Words:
-        zeros = torch.zeros(p.shape, dtype=torch.float32, device=p.device)
-        return self.encode(zeros, signed, block_size)
-
-    def decode(
-        self, words: Words, shape: torch.Size, signed: bool, block_size: int, beside: Tensor | None = None
-    ) -> Tensor:
-        codes = unpacked(words["codes"], shape)
-        return decode_blocks(codes, words["scales"], _four_bits(signed, codes.device).values, block_size)
-
-    def encode(
-        self,
-        moment: Tensor,
-        signed: bool,
-        block_size: int,
-        random: Tensor | None = None,
-        beside: Tensor | None = None,
-    ) -> Words:
-        codes, scales = encode_blocks(moment, _four_bits(signed, moment.device), block_size)
-        return {"codes": packed(codes), "scales": scales}
-
-
-def packed(codes: Tensor) -> Tensor:
-    """4-bit codes of any shape, two a byte, the first in its lower half."""
-    pairs = torch.nn.functional.pad(codes.reshape(-1), (0, codes.numel() % 2)).view(-1, 2)
-    return pairs[:, 0] | pairs[:, 1] << 4
-
-
-def unpacked(codes: Tensor, shape: torch.Size) -> Tensor:
-    """What `packed` made of codes of this shape."""
-    return torch.stack([codes & 0xF, codes >> 4], dim=1).reshape(-1)[: shape.numel()].reshape(shape)
+    def _coder(self, signed: bool, device: torch.device) -> Coder:
+        return super()._coder(signed, device) if signed else _sixteenths(device)
 
 
 @functools.lru_cache(maxsize=16)
-def _four_bits(signed: bool, device: torch.device) -> Coder:
-    if signed:
-        return coder("dynamic", True, device, 4)
+def _sixteenths(device: torch.device) -> Coder:
     return Coder.positive((torch.arange(1, 17, dtype=torch.float32, device="cpu") / 16).to(device))
+
+
+@dataclass(frozen=True)
+class Float8State(CodedState):
+    """Numbers of float8 e4m3 and one float32 scale a block: x is the number times the scale.
+
+    The scale is the block's absolute maximum over 448, so that its largest element is the format's largest number
+    (and comes back but for a rounding of float32); what hardware converts, and what a float8 matrix multiply takes.
+    Normalised and bounded as blocks of codes are (see `quantize`).
+    """
+
+    dtype: torch.dtype = torch.float8_e4m3fn
+
+    def decode(self, words: Words, context: StateContext) -> Tensor:
+        return scale_blocks(words["codes"].to(torch.float32), words["scales"], context.block_size)
+
+    def encode(self, moment: Tensor, context: StateContext, random: Tensor | None = None) -> Words:
+        lowest = -1.0 if context.signed else 0.0
+        normalised, extrema = normalise_blocks(moment, lowest, context.block_size)
+        largest = FP8_E4M3.max
+        return {"codes": round_to(normalised * largest, FP8_E4M3), "scales": extrema / largest}
+
+    def flaw(self, words: Words, signed: bool) -> str | None:
+        codes = words["codes"].view(torch.uint8)
+        if ((codes & 0x7F) == 0x7F).any():
+            return "codes that are NaN"
+        if not signed and (codes > 0x80).any():
+            return "negative codes"
+        return super().flaw(words, signed)

@@ -12,6 +12,24 @@ from narrowgauge.storage._expansion import Expansion, grow, mul
 Words = dict[str, Tensor]
 
 
+@dataclass(frozen=True, eq=False)
+class StateContext:
+    """What words do not say of the moment that they stand for.
+
+    Attributes:
+        shape: the moment's, which is the parameter's.
+        signed: whether it has a sign.
+        block_size: elements a block, along the flattened tensor.
+        beside: where the storage is `relative`, the second moment that is kept beside it, decoded; None where
+            there is none.
+    """
+
+    shape: torch.Size
+    signed: bool
+    block_size: int
+    beside: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class StateStorage:
     """One float tensor of the parameter's shape. Also the base that the other storages extend.
@@ -50,28 +68,17 @@ class StateStorage:
         """The words of a moment that is zero, on p's device."""
         return {"": torch.zeros_like(p, dtype=self.dtype, memory_format=torch.preserve_format)}
 
-    def decode(
-        self, words: Words, shape: torch.Size, signed: bool, block_size: int, beside: Tensor | None = None
-    ) -> Tensor:
-        """The moment in float32, in the parameter's shape; `beside` as `encode` had it."""
+    def decode(self, words: Words, context: StateContext) -> Tensor:
+        """The moment in float32, in its shape."""
         return words[""].to(torch.float32)
 
-    def encode(
-        self,
-        moment: Tensor,
-        signed: bool,
-        block_size: int,
-        random: Tensor | None = None,
-        beside: Tensor | None = None,
-    ) -> Words:
+    def encode(self, moment: Tensor, context: StateContext, random: Tensor | None = None) -> Words:
         """The words of a float32 moment.
 
         Args:
             moment: any shape.
-            signed, block_size: as for `decode`.
+            context: the same for `decode`.
             random: integers in [0, 2^16) in its shape where the storage is `stochastic`; to nearest without.
-            beside: where the storage is `relative`, the second moment that is kept beside it, decoded; None where
-                there is none.
         """
         return {"": moment.to(self.dtype)}
 
@@ -104,19 +111,10 @@ class ExpansionState(StateStorage):
         word = torch.zeros_like(p, dtype=self.dtype, memory_format=torch.preserve_format)
         return {"hi": word, "lo": word.clone()}
 
-    def decode(
-        self, words: Words, shape: torch.Size, signed: bool, block_size: int, beside: Tensor | None = None
-    ) -> Tensor:
+    def decode(self, words: Words, context: StateContext) -> Tensor:
         return words["hi"].to(torch.float32) + words["lo"].to(torch.float32)
 
-    def encode(
-        self,
-        moment: Tensor,
-        signed: bool,
-        block_size: int,
-        random: Tensor | None = None,
-        beside: Tensor | None = None,
-    ) -> Words:
+    def encode(self, moment: Tensor, context: StateContext, random: Tensor | None = None) -> Words:
         hi = moment.to(self.dtype)
         lo = moment - hi.to(torch.float32)
         return {"hi": hi, "lo": torch.where(torch.isfinite(hi), lo, 0.0).to(self.dtype)}

@@ -29,25 +29,17 @@ from torch import Tensor
 from narrowgauge.storage._blockwise import block_count
 from narrowgauge.storage._log_codes import LogCodes
 from narrowgauge.storage._relative_codes import RelativeCodes
-from narrowgauge.storage._states._blocks import BlockwiseState, packed, unpacked
-from narrowgauge.storage._states._floats import StateStorage, Words
+from narrowgauge.storage._states._blocks import CodedState
+from narrowgauge.storage._states._floats import StateContext, StateStorage, Words
 
 
 @dataclass(frozen=True)
-class LogState(BlockwiseState):
-    """Logarithmic codes and two float32 numbers a block: its range.
-
-    Attributes:
-        bits: of a code.
-    """
-
-    bits: int = 8
+class LogState(CodedState):
+    """Logarithmic codes and two float32 numbers a block: its range."""
 
     def for_slot(self, signed: bool, beside: bool) -> StateStorage:
         # Seven magnitudes are too few for a logarithm.
-        if signed and (beside or self.bits == 4):
-            return RelativeState(self.name, self.dtype, self.quantized, self.rounded, bits=self.bits)
-        return self
+        return RelativeState(self.name, bits=self.bits) if signed and (beside or self.bits == 4) else self
 
     def hands_over(self, signed: bool) -> bool:
         return signed
@@ -56,27 +48,15 @@ class LogState(BlockwiseState):
         return not signed
 
     def nbytes(self, numel: int, block_size: int) -> int:
-        return -(-numel * self.bits // 8) + 8 * block_count(numel, block_size)
+        return super().nbytes(numel, block_size) + 4 * block_count(numel, block_size)
 
-    def init(self, p: Tensor, signed: bool, block_size: int) -> Words:
-        return self.encode(torch.zeros(p.shape, dtype=torch.float32, device=p.device), signed, block_size)
+    def decode(self, words: Words, context: StateContext) -> Tensor:
+        codes = self._unpack(words["codes"], context.shape)
+        return self._codes(context.signed).decode(codes, words["ranges"], context.block_size)
 
-    def decode(
-        self, words: Words, shape: torch.Size, signed: bool, block_size: int, beside: Tensor | None = None
-    ) -> Tensor:
-        codes = words["codes"] if self.bits == 8 else unpacked(words["codes"], shape)
-        return self._codes(signed).decode(codes, words["ranges"], block_size)
-
-    def encode(
-        self,
-        moment: Tensor,
-        signed: bool,
-        block_size: int,
-        random: Tensor | None = None,
-        beside: Tensor | None = None,
-    ) -> Words:
-        codes, ranges = self._codes(signed).encode(moment, block_size, random)
-        return {"codes": codes if self.bits == 8 else packed(codes), "ranges": ranges}
+    def encode(self, moment: Tensor, context: StateContext, random: Tensor | None = None) -> Words:
+        codes, ranges = self._codes(context.signed).encode(moment, context.block_size, random)
+        return {"codes": self._pack(codes), "ranges": ranges}
 
     def flaw(self, words: Words, signed: bool) -> str | None:
         ranges = words["ranges"]
@@ -87,44 +67,23 @@ class LogState(BlockwiseState):
 
 
 @dataclass(frozen=True)
-class RelativeState(BlockwiseState):
-    """Evenly spaced codes in units of the root of a second moment, and one float32 number a block.
+class RelativeState(CodedState):
+    """Evenly spaced codes in units of the root of a second moment, and one float32 number a block."""
 
-    Attributes:
-        bits: of a code.
-    """
-
-    bits: int = 8
     relative: bool = True
 
     def hands_over(self, signed: bool) -> bool:
         return True
 
-    def nbytes(self, numel: int, block_size: int) -> int:
-        return -(-numel * self.bits // 8) + 4 * block_count(numel, block_size)
+    def decode(self, words: Words, context: StateContext) -> Tensor:
+        codes = self._unpack(words["codes"], context.shape)
+        return RelativeCodes(self.bits).decode(codes, words["largest"], context.beside, context.block_size)
 
-    def init(self, p: Tensor, signed: bool, block_size: int) -> Words:
-        return self.encode(torch.zeros(p.shape, dtype=torch.float32, device=p.device), signed, block_size)
-
-    def decode(
-        self, words: Words, shape: torch.Size, signed: bool, block_size: int, beside: Tensor | None = None
-    ) -> Tensor:
-        codes = words["codes"] if self.bits == 8 else unpacked(words["codes"], shape)
-        return RelativeCodes(self.bits).decode(codes, words["largest"], beside, block_size)
-
-    def encode(
-        self,
-        moment: Tensor,
-        signed: bool,
-        block_size: int,
-        random: Tensor | None = None,
-        beside: Tensor | None = None,
-    ) -> Words:
-        codes, largest = RelativeCodes(self.bits).encode(moment, beside, block_size)
-        return {"codes": codes if self.bits == 8 else packed(codes), "largest": largest}
+    def encode(self, moment: Tensor, context: StateContext, random: Tensor | None = None) -> Words:
+        codes, largest = RelativeCodes(self.bits).encode(moment, context.beside, context.block_size)
+        return {"codes": self._pack(codes), "largest": largest}
 
     def flaw(self, words: Words, signed: bool) -> str | None:
         largest = words["largest"]
-        return (
-            None if (torch.isfinite(largest) & (largest >= 0)).all() else "a scale that is negative or not finite"
-        )
+        sound = torch.isfinite(largest) & (largest >= 0)
+        return None if sound.all() else "a scale that is negative or not finite"
