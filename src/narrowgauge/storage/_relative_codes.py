@@ -11,13 +11,12 @@ integers, and dividing by it is exact, so that codes are the same on every devic
 What is fixed here is fixed for every kernel, bit for bit:
 
 - The unit of an element of v with biased exponent E is 2^(floor((E + 127) / 2) - 127); of a zero, 2^-64.
-- q is the element over its unit, and zero for NaN. The block's largest finite |q| is kept in float32; where it is
-  below 2^-126 the block is zeros. Infinities count as the largest; where there is no other, as float32's largest.
-- 8 bits: |code| = round(|q| * (127 / largest)), ties to even, quotient and product rounded to float32. 4 bits: the
-  nearest of the magnitudes 0, 1/2, 1, 3/2, 2, 3, 4, 6 to |q| * (6 / largest), ties to the smaller. The elements
-  with the largest |q| have the outermost codes. The code's highest bit is the sign.
-- A code is its number times (largest / 127) or (largest / 6), rounded to float32, times the unit; an outermost
-  code is the largest itself times the unit.
+- q is the element over its unit, and zero for what is not finite. A block keeps its scale, the largest |q| over
+  127 (8 bits) or over 6 (4 bits), rounded to float32; a scale below 2^-126 is zero, and so is the block.
+- q is divided by the scale as a multiplication with 1 / scale, quotient and product rounded to float32. 8 bits:
+  the code is the nearest integer, ties to even, in two's complement. 4 bits: the nearest of the magnitudes 0,
+  1/2, 1, 3/2, 2, 3, 4, 6, ties to the smaller, and the highest bit is the sign.
+- A code is its number times the scale, rounded to float32, times the unit.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from torch import Tensor
 from narrowgauge.storage._blockwise import chunks, from_blocks, to_blocks
 
 _SMALLEST = 2.0**-126
-_LARGEST = torch.finfo(torch.float32).max
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_SIGN = 8  # of a 4-bit code
 
 
 def unit_of(v: Tensor) -> Tensor:
@@ -60,17 +59,12 @@ class RelativeCodes:
     bits: int
 
     @property
-    def sign(self) -> int:
-        """The bit of a code that is its sign, and the number of magnitudes."""
-        return 1 << (self.bits - 1)
-
-    @property
     def outermost(self) -> float:
-        """The number that the outermost code stands for."""
+        """The number that the largest quotient of a block comes to."""
         return 127.0 if self.bits == 8 else _E2M1[-1]
 
     def encode(self, m: Tensor, v: Tensor | None, block_size: int) -> tuple[Tensor, Tensor]:
-        """Codes and the largest quotient of each block.
+        """Codes and scales.
 
         Args:
             m: float32, any shape; blocks are runs of its elements in row-major order.
@@ -78,52 +72,42 @@ class RelativeCodes:
             block_size: elements a block.
 
         Returns:
-            (codes, largest): uint8 in m's shape; float32 (blocks,).
+            (codes, scales): uint8 in m's shape; float32 (blocks,).
         """
         blocks = to_blocks(m if v is None else m * _over_unit(v), block_size)
         codes = torch.empty_like(blocks, dtype=torch.uint8)
-        largest = torch.zeros(blocks.shape[0], dtype=torch.float32, device=m.device)
+        scales = torch.zeros(blocks.shape[0], dtype=torch.float32, device=m.device)
         for chunk in chunks(blocks):
-            codes[chunk], largest[chunk] = self._encode(blocks[chunk])
-        return from_blocks(codes, m.shape, block_size), largest
+            codes[chunk], scales[chunk] = self._encode(blocks[chunk])
+        return from_blocks(codes, m.shape, block_size), scales
 
-    def decode(self, codes: Tensor, largest: Tensor, v: Tensor | None, block_size: int) -> Tensor:
+    def decode(self, codes: Tensor, scales: Tensor, v: Tensor | None, block_size: int) -> Tensor:
         """The float32 tensor that codes stand for, in their shape."""
         blocks = to_blocks(codes, block_size)
         values = torch.empty_like(blocks, dtype=torch.float32)
         for chunk in chunks(blocks):
-            values[chunk] = self._decode(blocks[chunk], largest[chunk, None])
+            values[chunk] = self._numbers(blocks[chunk]) * scales[chunk, None]
         quotients = from_blocks(values, codes.shape, block_size)
         return quotients if v is None else quotients * unit_of(v)
 
     def _encode(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        magnitude = q.abs().nan_to_num(nan=0.0, posinf=torch.inf)
-        infinite = torch.isinf(magnitude)
-        top = torch.where(infinite, 0.0, magnitude).amax(dim=1, keepdim=True)
-        top = torch.where((top < _SMALLEST) & infinite.any(dim=1, keepdim=True), _LARGEST, top)
-        magnitude = torch.where(infinite, top, magnitude)
-        empty = top < _SMALLEST
-        top = torch.where(empty, 0.0, top)
+        q = torch.where(torch.isfinite(q), q, 0.0)
+        top = q.abs().amax(dim=1, keepdim=True)
         # Tensor by tensor: torch multiplies by a rounded reciprocal where either is a number of the host.
-        rate = torch.where(empty, 0.0, torch.full_like(top, self.outermost) / top)
-        code = self._nearest(magnitude * rate)
-        code = torch.where((magnitude == top) & ~empty, self.sign - 1, code)
-        code = torch.where((q < 0) & (code > 0), code + self.sign, code)
-        return code.to(torch.uint8), top.squeeze(1)
-
-    def _decode(self, codes: Tensor, largest: Tensor) -> Tensor:
-        code = codes.to(torch.int32)
-        index = code & (self.sign - 1)
-        number = index.to(torch.float32) if self.bits == 8 else _levels(codes.device)[index]
-        value = number * (largest / torch.full_like(largest, self.outermost))
-        value = torch.where(index == self.sign - 1, largest, value)
-        return torch.where(code >= self.sign, -value, value)
-
-    def _nearest(self, scaled: Tensor) -> Tensor:
+        scale = top / torch.full_like(top, self.outermost)
+        scale = torch.where(scale >= _SMALLEST, scale, 0.0)
+        scaled = q * torch.where(scale > 0, torch.ones_like(scale) / scale, 0.0)
         if self.bits == 8:
-            return scaled.round().clamp_max(127.0).to(torch.int32)
-        levels = _levels(scaled.device)
-        return torch.bucketize(scaled, (levels[1:] + levels[:-1]) / 2, out_int32=True)
+            return scaled.round().to(torch.int8).view(torch.uint8), scale.squeeze(1)
+        levels = _levels(q.device)
+        code = torch.bucketize(scaled.abs(), (levels[1:] + levels[:-1]) / 2, out_int32=True)
+        return torch.where((scaled < 0) & (code > 0), code + _SIGN, code).to(torch.uint8), scale.squeeze(1)
+
+    def _numbers(self, codes: Tensor) -> Tensor:
+        if self.bits == 8:
+            return codes.view(torch.int8).to(torch.float32)
+        number = _levels(codes.device)[(codes & (_SIGN - 1)).to(torch.int32)]
+        return torch.where(codes >= _SIGN, -number, number)
 
 
 @functools.lru_cache(maxsize=16)  # made once: copying it to a GPU waits for the device, and cannot be captured

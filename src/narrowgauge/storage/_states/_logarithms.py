@@ -14,9 +14,9 @@ stands still. It is rounded *stochastically*, up or down by chance in proportion
 first moment is rounded to nearest: an error is then never larger than the element, which is what is handed
 over.
 
-Second moments have logarithmic codes (`_log_codes`), first moments evenly spaced ones in units of the root of
-the second (`_relative_codes`). A first moment without a second has logarithmic codes in 8 bits; in 4 bits it is
-alone in its block's scale.
+Second moments are kept in equal steps of the bit pattern (`_pattern_codes`), first moments in evenly spaced
+codes in units of the root of the second (`_relative_codes`). A first moment without a second has logarithmic
+codes in 8 bits (`_log_codes`); in 4 bits it is alone in its block's scale.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge.storage._blockwise import block_count
-from narrowgauge.storage._log_codes import LogCodes
+from narrowgauge.storage._log_codes import decode_logarithms, encode_logarithms
+from narrowgauge.storage._pattern_codes import PatternCodes
 from narrowgauge.storage._relative_codes import RelativeCodes
 from narrowgauge.storage._states._blocks import CodedState
 from narrowgauge.storage._states._floats import StateContext, StateStorage, Words
@@ -35,40 +36,39 @@ from narrowgauge.storage._states._floats import StateContext, StateStorage, Word
 
 @dataclass(frozen=True)
 class LogState(CodedState):
-    """Logarithmic codes and two float32 numbers a block: its range."""
+    """Steps of the bit pattern, rounded stochastically, and one 32-bit word a block: where they begin, how wide.
+
+    It is what a second moment is kept in; other moments have storages of their own.
+    """
 
     def for_slot(self, signed: bool, beside: bool) -> StateStorage:
+        if not signed:
+            return self
         # Seven magnitudes are too few for a logarithm.
-        return RelativeState(self.name, bits=self.bits) if signed and (beside or self.bits == 4) else self
-
-    def hands_over(self, signed: bool) -> bool:
-        return signed
+        return (RelativeState if beside or self.bits == 4 else SignedLogState)(self.name, bits=self.bits)
 
     def stochastic(self, signed: bool) -> bool:
-        return not signed
-
-    def nbytes(self, numel: int, block_size: int) -> int:
-        return super().nbytes(numel, block_size) + 4 * block_count(numel, block_size)
+        return True
 
     def decode(self, words: Words, context: StateContext) -> Tensor:
         codes = self._unpack(words["codes"], context.shape)
-        return self._codes(context.signed).decode(codes, words["ranges"], context.block_size)
+        return self._codes.decode(codes, words["ranges"], context.block_size)
 
     def encode(self, moment: Tensor, context: StateContext, random: Tensor | None = None) -> Words:
-        codes, ranges = self._codes(context.signed).encode(moment, context.block_size, random)
+        codes, ranges = self._codes.encode(moment, context.block_size, random)
         return {"codes": self._pack(codes), "ranges": ranges}
 
     def flaw(self, words: Words, signed: bool) -> str | None:
-        ranges = words["ranges"]
-        return None if (torch.isfinite(ranges) & (ranges >= 0)).all() else "a range that is negative or not finite"
+        return None if self._codes.sound(words["ranges"]).all() else "a range that is none"
 
-    def _codes(self, signed: bool) -> LogCodes:
-        return LogCodes(signed, self.bits, 24 if signed else 48)
+    @property
+    def _codes(self) -> PatternCodes:
+        return PatternCodes(self.bits)
 
 
 @dataclass(frozen=True)
 class RelativeState(CodedState):
-    """Evenly spaced codes in units of the root of a second moment, and one float32 number a block."""
+    """Evenly spaced codes in units of the root of a second moment, and one float32 scale a block."""
 
     relative: bool = True
 
@@ -77,13 +77,33 @@ class RelativeState(CodedState):
 
     def decode(self, words: Words, context: StateContext) -> Tensor:
         codes = self._unpack(words["codes"], context.shape)
-        return RelativeCodes(self.bits).decode(codes, words["largest"], context.beside, context.block_size)
+        return RelativeCodes(self.bits).decode(codes, words["scales"], context.beside, context.block_size)
 
     def encode(self, moment: Tensor, context: StateContext, random: Tensor | None = None) -> Words:
-        codes, largest = RelativeCodes(self.bits).encode(moment, context.beside, context.block_size)
-        return {"codes": self._pack(codes), "largest": largest}
+        codes, scales = RelativeCodes(self.bits).encode(moment, context.beside, context.block_size)
+        return {"codes": self._pack(codes), "scales": scales}
 
     def flaw(self, words: Words, signed: bool) -> str | None:
-        largest = words["largest"]
-        sound = torch.isfinite(largest) & (largest >= 0)
-        return None if sound.all() else "a scale that is negative or not finite"
+        return super().flaw(words, signed=False)  # its scales have no sign, though its codes do
+
+
+@dataclass(frozen=True)
+class SignedLogState(CodedState):
+    """Logarithmic codes with a sign, linear near zero, and two float32 numbers a block: its range."""
+
+    def hands_over(self, signed: bool) -> bool:
+        return True
+
+    def nbytes(self, numel: int, block_size: int) -> int:
+        return super().nbytes(numel, block_size) + 4 * block_count(numel, block_size)
+
+    def decode(self, words: Words, context: StateContext) -> Tensor:
+        return decode_logarithms(words["codes"], words["ranges"], context.block_size)
+
+    def encode(self, moment: Tensor, context: StateContext, random: Tensor | None = None) -> Words:
+        codes, ranges = encode_logarithms(moment, context.block_size)
+        return {"codes": codes, "ranges": ranges}
+
+    def flaw(self, words: Words, signed: bool) -> str | None:
+        ranges = words["ranges"]
+        return None if (torch.isfinite(ranges) & (ranges >= 0)).all() else "a range that is negative or not finite"
