@@ -1,9 +1,9 @@
 """Trainings in processes of their own, several at once, each result handed over as it comes.
 
 A process does one training after another and keeps what is dear to make: imports, tokens, compiled kernels. It
-ends after an exception, since an error of the device stays with its process, and a fresh one takes its place. A
-process that dies takes one training with it, which is reported as failed. When the time is up, what still runs is
-ended.
+ends after an exception, since an error of the device stays with its process, and a fresh one takes its place; and
+before and after a peer's optimizer, so that libraries do not meet what others left. A process that dies takes one
+training with it, which is reported as failed. When the time is up, what still runs is ended.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+import _bytes_rows
 import _bytes_training
 import torch
 from _bytes_training import Setting
@@ -99,6 +100,9 @@ class _Worker:
         self._connection: Connection | None = None
 
     def do(self, task: Task) -> dict[str, Any]:
+        peer = any(row.name == task.row and row.family != "ours" for row in _bytes_rows.rows())
+        if peer:
+            self.end()
         connection = self._connection or self._begin()
         try:
             connection.send(task)
@@ -106,7 +110,7 @@ class _Worker:
         except (EOFError, OSError):
             self._process.join(5)
             result = {"failed": f"its process ended with code {self._process.exitcode}"}
-        if "failed" in result:
+        if peer or "failed" in result:
             self.end()
         return result
 

@@ -193,6 +193,7 @@ def rows() -> tuple[Row, ...]:
         _ours(LOW, "split", "8bit", "the paper's, in blocks of 2048", block_size=2048, suffix=", 2048"),
         _ours(LOW, "split", "log8", "logarithmic, in blocks of 2048", block_size=2048, suffix=", 2048"),
         _ours(REST, "split", "8bit", "the paper's, embeddings in fp32", embeddings="fp32", suffix=", wte fp32"),
+        _ours(REST, "expansion", "8bit", "bf16 weights as expansions, the paper's 8-bit states"),
         _ours(REST, "plain", "log8", "bf16 alone, logarithmic 8-bit states"),
         _ours(REST, "stochastic", "log8", "bf16 rounded stochastically, logarithmic 8-bit states"),
         _ours(REST, "stochastic", "log4", "bf16 rounded stochastically, logarithmic 4-bit states"),

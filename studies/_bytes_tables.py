@@ -108,6 +108,33 @@ def rows(results: Results) -> str:
     return markdown(head, lines, words=2)
 
 
+# Of the front page: a row's name there, and why it is there.
+SHORT = {
+    "D": "`master`",
+    "split8 + log8": "`adamw8bit-split8`",
+    "split8 + log4/log8": "`adamw6bit-split8`",
+    "split8 + log4": "`adamw4bit-split8`",
+    "split8 + 8bit": "`adamw8bit-dynamic-split8`",
+    "FlashAdamW": "FlashOptim's FlashAdamW",
+    "bitsandbytes AdamW8bit": "bitsandbytes' AdamW8bit",
+    "torchao AdamW8bit, stochastic": "torchao's AdamW8bit, stochastic rounding",
+    "torchao AdamW4bit, stochastic": "torchao's AdamW4bit, stochastic rounding",
+}
+
+
+def short(results: Results) -> str:
+    """Few rows, fewer columns: for the front page."""
+    by_name = {row.name: row for row in found(results)}
+    lines = []
+    for name, shown in SHORT.items():
+        row = by_name[name]
+        if row.bytes is None or row.mean is None:
+            raise ValueError(f"{name}: has no result to show")
+        ends = f"{row.mean:+.4f} ({min(row.differences):+.4f} … {max(row.differences):+.4f})"
+        lines.append([shown, row.title, f"{row.bytes:.2f}", "–" if name == REFERENCE else ends])
+    return markdown(("optimizer", "what is kept", "bytes", "loss − that of `master`"), lines, words=2)
+
+
 def anchors(*runs: Results) -> str:
     """The three anchors under every setting of every file."""
     lines = []
@@ -177,4 +204,4 @@ def facts(results: Results) -> dict[str, str]:
     return named
 
 
-TABLES = {"rows": rows, "anchors": anchors, "origins": origins}
+TABLES = {"rows": rows, "short": short, "anchors": anchors, "origins": origins}

@@ -260,7 +260,7 @@ def main(
     training = Training(data, model, vocabulary, steps, batch, sequence, lr, seed=seed, device=device)
     trained = _gather.run(training, SNAPSHOTS)
     print(f"trained: loss {trained.about['loss']['last']:.3f}", flush=True)
-    other = _gather.run(training, SNAPSHOTS[:2], recipe="adamw8bit")
+    other = _gather.run(training, SNAPSHOTS[:2], recipe="adamw8bit-dynamic")
     with torch.no_grad():
         results, arrays = study(trained, on_map=functools.partial(print, flush=True))
         results["two_runs"] = _gather.rounded(two_runs(trained.moments, other.moments))

@@ -1,6 +1,6 @@
 """Draw the studies' tables and pictures from their committed results.
 
-    python studies/render.py            # rewrites docs/studies/*.md between their markers, and the pictures there
+    python studies/render.py            # rewrites docs/studies/*.md, README.md and pictures
     python studies/render.py --check    # only says whether the pages are what the results say
 
 Two kinds of markers name what stands between them: `<!-- table: FILE.json NAME -->` ... `<!-- end -->` a table of
@@ -73,12 +73,12 @@ def rendered(text: str) -> str:
 
 
 def main() -> int:
-    pages = {path: path.read_text() for path in sorted(PAGES.glob("*.md"))}
+    pages = {path: path.read_text() for path in (*sorted(PAGES.glob("*.md")), ROOT / "README.md")}
     if "--check" in sys.argv:
         return 0 if all(rendered(text) == text for text in pages.values()) else 1
     for path, text in pages.items():
         path.write_text(rendered(text))
-        for name in PICTURE.findall(text):
+        for name in PICTURE.findall(text) if path.parent == PAGES else ():
             _pictures.draw(RESULTS, PAGES / f"{name}.png")
     return 0
 

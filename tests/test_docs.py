@@ -63,7 +63,9 @@ def test_the_recipe_table_is_the_programs() -> None:
     for name, cells in table.items():
         recipe = recipes.get(name)
         assert cells[1] == (recipe.letters or "")
-        assert [cell.strip("`") for cell in cells[3:5]] == [recipe.weights, recipe.states]
+        states = recipe.states
+        told = states if isinstance(states, str) else ", ".join(map(" ".join, states.items()))
+        assert [cell.replace("`", "") for cell in cells[3:5]] == [recipe.weights, told]
         assert cells[5] == f"{recipe.bytes_per_parameter():.2f}".removesuffix(".00")
 
 

@@ -38,7 +38,7 @@ class Recipe:
     title: str
     dtype: torch.dtype
     weights: str = "plain"
-    states: str = "fp32"
+    states: str | Mapping[str, str] = "fp32"
     letters: str | None = None
     optimizer: type[NarrowOptimizer] = AdamW
 
@@ -113,6 +113,7 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 _BF16 = torch.bfloat16
+_MIXED = {"m": "log4", "v": "log8"}
 _RECIPES = (
     Recipe("fp32", "everything in fp32", torch.float32),
     Recipe("bf16", "bf16 weights and states, nothing else", _BF16, "plain", "bf16", "A"),
@@ -124,10 +125,14 @@ _RECIPES = (
     Recipe("stochastic", "bf16, weights rounded stochastically, bf16 states", _BF16, "stochastic", "bf16"),
     Recipe("split", "bf16 + int16 words (exact fp32 weights), fp32 states", _BF16, "split", "fp32"),
     Recipe("split8", "bf16 + int8 words (24-bit weights), fp32 states", _BF16, "split8", "fp32"),
-    Recipe("adamw8bit", "fp32 weights, block-wise dynamic 8-bit states", torch.float32, "plain", "8bit"),
-    Recipe("adamw8bit-expansion", "bf16 weights as expansions, 8-bit states", _BF16, "expansion", "8bit"),
-    Recipe("adamw8bit-split", "bf16 + int16 words (exact fp32 weights), 8-bit states", _BF16, "split", "8bit"),
-    Recipe("adamw8bit-split8", "bf16 + int8 words (24-bit weights), 8-bit states", _BF16, "split8", "8bit"),
+    Recipe("adamw8bit", "fp32 weights, 8-bit states", torch.float32, "plain", "log8"),
+    Recipe("adamw8bit-expansion", "bf16 weights as expansions, 8-bit states", _BF16, "expansion", "log8"),
+    Recipe("adamw8bit-split", "bf16 + int16 words (exact fp32 weights), 8-bit states", _BF16, "split", "log8"),
+    Recipe("adamw8bit-split8", "bf16 + int8 words (24-bit weights), 8-bit states", _BF16, "split8", "log8"),
+    Recipe("adamw6bit-split8", "bf16 + int8 words, m in 4 bits, v in 8", _BF16, "split8", _MIXED),
+    Recipe("adamw4bit-split8", "bf16 + int8 words, 4-bit states", _BF16, "split8", "log4"),
+    Recipe("adamw8bit-dynamic", "fp32 weights, the paper's 8-bit states", torch.float32, "plain", "8bit"),
+    Recipe("adamw8bit-dynamic-split8", "bf16 + int8 words, the paper's 8-bit states", _BF16, "split8", "8bit"),
     Recipe("stable-adamw", "everything in fp32, update clipping", torch.float32, optimizer=StableAdamW),
     Recipe("lion8bit", "fp32 weights, Lion with 8-bit states", torch.float32, "plain", "8bit", optimizer=Lion),
 )  # fmt: skip

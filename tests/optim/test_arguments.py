@@ -96,7 +96,7 @@ def test_describe_shows_every_decision() -> None:
     optimizer = AdamW8bit([("block.weight", big), ("block.bias", small)], weights="split8")
     text = str(optimizer.describe())
     rows = {row.parameter: row for row in optimizer.describe().rows}
-    assert rows["block.weight"].states == "m:8bit v:8bit"
+    assert rows["block.weight"].states == "m:log8 v:log8"
     assert rows["block.weight"].bytes == 6400 * 3 + 2 * 4 * 25
     assert rows["block.bias"].states == "m:fp32 v:fp32"
     assert "10 elements < min_quantized_size" in rows["block.bias"].why

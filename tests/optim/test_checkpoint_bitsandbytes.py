@@ -69,7 +69,7 @@ def decoded(state: dict, number: int) -> torch.Tensor:
 @pytest.mark.parametrize("wrap", [wrapped, lambda state: state], ids=["0.50", "before"])
 def test_public_8bit_states_are_taken_bit_for_bit(wrap: Callable[[dict], dict]) -> None:
     state = bnb_state(True, False)
-    ours = AdamW8bit(pair())
+    ours = AdamW8bit(pair(), states="8bit")
     ours.load_state_dict(bnb_checkpoint(wrap(copy.deepcopy(state))))
     large, small = ours.state.values()
     for number, slot in enumerate("mv", start=1):
@@ -111,7 +111,7 @@ def test_the_other_public_8bit_optimizers_map_alike(kind, signs, group: dict, wa
     state = bnb_state(*signs)
     if kind is optim.Adagrad8bit:
         state[0]["state1"] = state[0]["state1"].clamp_min(127)  # codes from 127 on mean 0 and above
-    ours = kind(pair())
+    ours = kind(pair(), states="8bit")
     checkpoint = bnb_checkpoint(wrapped(state), **group)
     if kind is optim.LARS8bit:
         with pytest.warns(UserWarning, match="took moments of 'sgd' for those of 'lars'"):

@@ -52,7 +52,7 @@ def test_what_is_no_model_is_refused() -> None:
 def test_an_optimizer_takes_the_groups_and_shows_them() -> None:
     model = nn.Sequential(nn.Embedding(500, 64), nn.Linear(64, 500))
     rows = {row.parameter: row.states for row in AdamW8bit(split_decay(model, 0.1)).describe().rows}
-    assert rows == {"0.weight": "m:fp32 v:fp32", "1.weight": "m:8bit v:8bit", "1.bias": "m:fp32 v:fp32"}
+    assert rows == {"0.weight": "m:fp32 v:fp32", "1.weight": "m:log8 v:log8", "1.bias": "m:fp32 v:fp32"}
 
 
 def test_what_is_not_there_makes_no_group() -> None:

@@ -14,6 +14,7 @@ RESULTS = sorted((STUDIES / "results").glob("*.json"))
 
 def test_there_is_a_page_for_each_study() -> None:
     assert [page.stem for page in PAGES] == [
+        "bytes_and_loss",
         "collage_float8",
         "eight_bit_adam",
         "inner_product_noise",
@@ -31,6 +32,12 @@ def test_a_page_is_what_its_results_say(page: Path) -> None:
     assert len(render.TABLE.findall(text)) == text.count("<!-- table:")
     for picture in render.PICTURE.findall(text):
         assert (page.parent / f"{picture}.png").is_file()
+
+
+def test_the_readme_says_what_the_results_say() -> None:
+    text = (STUDIES.parent / "README.md").read_text()
+    assert render.TABLE.search(text)
+    assert render.rendered(text) == text, "run: python studies/render.py"
 
 
 def test_rendering_puts_a_number_right() -> None:

@@ -66,4 +66,4 @@ class Adagrad(NarrowOptimizer):
 
 
 class Adagrad8bit(EightBit, Adagrad):
-    """AdaGrad with its sum of squares in block-wise dynamic codes. Takes all of Adagrad's arguments."""
+    """AdaGrad with its sum of squares in `log8`. Takes all of Adagrad's arguments."""

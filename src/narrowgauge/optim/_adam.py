@@ -148,11 +148,11 @@ class StableAdamW(AdamW):
 
 
 class Adam8bit(EightBit, Adam):
-    """Adam with 8-bit states: both moments as block-wise dynamic codes. Takes all of Adam's arguments."""
+    """Adam with 8-bit states: both moments in `log8`. Takes all of Adam's arguments."""
 
 
 class AdamW8bit(EightBit, AdamW):
-    """AdamW with 8-bit states: both moments as block-wise dynamic codes. Takes all of AdamW's arguments."""
+    """AdamW with 8-bit states: both moments in `log8`. Takes all of AdamW's arguments."""
 
 
 class CollageAdamW(AdamW):

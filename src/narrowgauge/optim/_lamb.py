@@ -56,4 +56,4 @@ class LAMB(NarrowOptimizer):
 
 
 class LAMB8bit(EightBit, LAMB):
-    """LAMB with both moments in block-wise dynamic codes. Takes all of LAMB's arguments."""
+    """LAMB with both moments in `log8`. Takes all of LAMB's arguments."""

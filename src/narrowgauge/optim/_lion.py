@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from collections.abc import Mapping
+from typing import Any, Unpack
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
@@ -45,4 +46,13 @@ class Lion(NarrowOptimizer):
 
 
 class Lion8bit(EightBit, Lion):
-    """Lion with its moment in block-wise dynamic codes. Takes all of Lion's arguments."""
+    """Lion with its moment in block-wise dynamic codes. Takes all of Lion's arguments.
+
+    `log8`, which the other 8-bit optimizers keep, has no advantage here: a direction of signs is not linear in the
+    moment, so nothing can be handed over (docs/studies/state_codecs.md).
+    """
+
+    def __init__(
+        self, params: ParamsT, *args: Any, states: str | Mapping[str, str] = "8bit", **options: Any
+    ) -> None:
+        super().__init__(params, *args, states=states, **options)

@@ -59,7 +59,7 @@ class SGD(NarrowOptimizer):
 
 
 class SGD8bit(EightBit, SGD):
-    """SGD with its momentum in block-wise dynamic codes. Takes all of SGD's arguments."""
+    """SGD with its momentum in `log8`. Takes all of SGD's arguments."""
 
 
 class LARS(NarrowOptimizer):
@@ -105,4 +105,4 @@ class LARS(NarrowOptimizer):
 
 
 class LARS8bit(EightBit, LARS):
-    """LARS with its momentum in block-wise dynamic codes. Takes all of LARS's arguments."""
+    """LARS with its momentum in `log8`. Takes all of LARS's arguments."""
