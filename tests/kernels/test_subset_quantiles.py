@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed: kernels cannot run, not even interpreted")
 
 from narrowgauge.kernels import _quantiles as kernel
-from narrowgauge.kernels import mean_subset_quantiles
+from narrowgauge.kernels._quantiles import mean_subset_quantiles
 from narrowgauge.storage import _quantiles as specification
 
 

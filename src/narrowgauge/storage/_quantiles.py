@@ -90,14 +90,14 @@ def estimate_quantiles(x: Tensor, count: int = 256) -> Tensor:
     rows = min(subsets, _ROWS)
     if flat.is_cuda and find_spec("triton") is not None:
         # Here and not above: `import narrowgauge` brings no triton.
-        from narrowgauge.kernels import mean_subset_quantiles
+        from narrowgauge.kernels._quantiles import mean_subset_quantiles
 
         return mean_subset_quantiles(flat, count, subsets=subsets, rows=rows)
     return _mean_subset_quantiles(flat, count, subsets=subsets, rows=rows)
 
 
 def _mean_subset_quantiles(flat: Tensor, count: int, *, subsets: int, rows: int) -> Tensor:
-    """The specification of `narrowgauge.kernels.mean_subset_quantiles`, on any device."""
+    """The specification of `narrowgauge.kernels._quantiles`, on any device."""
     sums = torch.zeros(rows, count, dtype=torch.float64, device=flat.device)
     first = 0
     while first < subsets:

@@ -1,0 +1,76 @@
+"""A rule's equation as a graph of operations, for kernels.
+
+Rules are Python on torch tensors, and that is their only form: no rule is written twice, and one that somebody adds
+is as fast as ours. The scalars of a rule, the sums of its terms among them, are the numbers of the graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from narrowgauge.kernels._graph import Node, Recorder, shared
+from narrowgauge.optim._arithmetic import Fp32Arithmetic
+from narrowgauge.rules import Rule
+
+
+@dataclass(frozen=True)
+class Equation:
+    """What a rule computes for one element.
+
+    Attributes:
+        slots: names of the moments.
+        terms: what to sum before the rest can be computed, by name; empty for most rules.
+        delta: the update.
+        moments: the new moments.
+        reach: what a unit of each moment will still add to the weight; for those that have it.
+    """
+
+    slots: tuple[str, ...]
+    terms: Mapping[str, Node]
+    delta: Node
+    moments: Mapping[str, Node]
+    reach: Mapping[str, Node]
+
+    def roots(self) -> tuple[Node, ...]:
+        """Everything that the step itself computes."""
+        return (self.delta, *self.moments.values(), *self.reach.values())
+
+
+@functools.lru_cache(maxsize=256)
+def equation(rule: Rule, slots: tuple[str, ...], numbers: tuple[str, ...]) -> Equation:
+    """The equation of a rule.
+
+    Args:
+        rule: the rule.
+        slots: names of the moments that it keeps.
+        numbers: names of the scalars that it is given.
+
+    Raises:
+        NotImplementedError: if it does something that is not elementwise, or that is not known here.
+    """
+    record = Recorder()
+    weight, grad = record.element("weight"), record.element("grad")
+    moments = {name: record.element(name) for name in slots}
+    s = {name: record.number(name) for name in numbers}
+    arithmetic = Fp32Arithmetic()
+    with torch.no_grad(), record:
+        terms = rule.terms(arithmetic, weight, grad, moments, s)
+        s |= {name: record.number(name) for name in (*terms, *(("elements",) if terms else ()))}
+        delta, new = rule.update(arithmetic, weight, grad, moments, s)
+        reach = rule.reach(arithmetic, weight, new, s)
+    made: dict[tuple[str, str], Any] = {("", "delta"): delta}
+    made |= {("moments", name): value for name, value in new.items()}
+    made |= {("reach", name): value for name, value in reach.items()}
+    step = shared({key: record.node(value) for key, value in made.items()})
+    return Equation(
+        slots,
+        shared({name: record.node(value) for name, value in terms.items()}),
+        step["", "delta"],
+        {name: node for (kind, name), node in step.items() if kind == "moments"},
+        {name: node for (kind, name), node in step.items() if kind == "reach"},
+    )

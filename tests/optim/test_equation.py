@@ -1,0 +1,159 @@
+"""Recorded equations: evaluated again they are the rule, on every rule, and what has no kernel says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from narrowgauge import optim
+from narrowgauge.kernels._graph import Node, evaluate, uniforms, walk
+from narrowgauge.optim._arithmetic import Fp32Arithmetic
+from narrowgauge.optim._equation import Equation, equation
+from narrowgauge.rules import Rule, Slot
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("Adam", {"weight_decay": 0.1}),
+    ("AdamW", {}),
+    ("AdamW", {"clip_updates": True}),
+    ("AdamW", {"beta2_schedule": 0.8}),
+    ("StableAdamW", {}),
+    ("SGD", {"weight_decay": 0.1}),
+    ("SGD", {"momentum": 0.9, "dampening": 0.5}),
+    ("SGD", {"momentum": 0.9, "nesterov": True}),
+    ("LAMB", {}),
+    ("LAMB", {"clip_updates": True}),
+    ("LARS", {"momentum": 0.9, "weight_decay": 0.1}),
+    ("Adagrad", {"lr_decay": 0.1, "weight_decay": 0.1}),
+    ("Adagrad", {"momentum": 0.9}),
+    ("Lion", {"weight_decay": 0.1}),
+]
+ELEMENT = {
+    "mul": torch.mul, "add": torch.add, "sub": torch.sub, "div": torch.div, "neg": torch.neg, "sqrt": torch.sqrt,
+    "abs": torch.abs, "sign": torch.sign, "max": torch.maximum, "min": torch.minimum, "lt": torch.lt,
+    "gt": torch.gt, "le": torch.le, "ge": torch.ge, "and": torch.logical_and, "where": torch.where,
+    "wide": torch.Tensor.double, "narrow": torch.Tensor.float,
+}  # fmt: skip
+
+
+def given(name: str, options: dict[str, Any]) -> tuple[Rule, dict[str, Any]]:
+    p = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = getattr(optim, name)([p], **options)
+    (group,) = optimizer.param_groups
+    return optimizer.rule_for(group), group
+
+
+def computed(nodes: list[Node], inputs: dict[str, torch.Tensor], numbers: dict[str, float]) -> list[torch.Tensor]:
+    """An equation's nodes on tensors, in torch."""
+    known: dict[Node, torch.Tensor] = {}
+    met = uniforms(nodes)
+    for node, value in zip(met, evaluate(met, numbers), strict=True):
+        known[node] = torch.tensor(value, dtype=torch.float64)
+    for node in walk(nodes):
+        if node in known or node.scalar:
+            continue
+        if node.op == "input":
+            known[node] = inputs[node.args[0]]
+        else:
+            kind = torch.float64 if node.double else torch.float32
+            known[node] = ELEMENT[node.op](
+                *(known[arg].to(kind) if arg.scalar and node.op != "and" else known[arg] for arg in node.args)
+            )
+    return [known[node].expand(inputs["weight"].shape) for node in nodes]
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
+@pytest.mark.parametrize("step", [1.0, 2.0, 1000.0])
+def test_an_equation_computes_what_its_rule_does(name: str, options: dict[str, Any], step: float) -> None:
+    rule, group = given(name, options)
+    slots = [slot.name for slot in rule.slots(group)]
+    generator = torch.Generator().manual_seed(0)
+    shape = (64, 32)
+    weight, grad = (torch.randn(shape, generator=generator) for _ in range(2))
+    grad[0, :4] = 0.0
+    moments = {
+        name: torch.randn(shape, generator=generator) if name != "v" else torch.rand(shape, generator=generator)
+        for name in slots
+    }
+    s: dict[str, Any] = dict(rule.scalars({k: v for k, v in group.items() if k != "params"}, step))
+    found = equation(rule, tuple(slots), tuple(s))
+    inputs = {"weight": weight, "grad": grad, **moments}
+    arithmetic = Fp32Arithmetic()
+    terms = rule.terms(arithmetic, weight, grad, moments, s)
+    for term, value in zip(terms, computed(list(found.terms.values()), inputs, s), strict=True):
+        assert value.dtype == terms[term].dtype
+        exact = terms[term]
+        torch.testing.assert_close(value, exact, rtol=1e-6, atol=3e-7 * float(exact.max()))
+    s |= {term: float(value.double().sum()) for term, value in terms.items()}
+    if terms:
+        s["elements"] = float(weight.numel())
+    delta, new = rule.update(arithmetic, weight, grad, moments, s)
+    reach = rule.reach(arithmetic, weight, new, s)
+    assert (found.moments.keys(), found.reach.keys()) == (new.keys(), reach.keys())
+    wanted = [delta, *new.values(), *(torch.as_tensor(value).float().expand(shape) for value in reach.values())]
+    for value, exact in zip(computed(list(found.roots()), inputs, s), wanted, strict=True):
+        # Reciprocals in place of quotients: an ulp or two, of the largest part where parts cancel.
+        torch.testing.assert_close(value.float(), exact, rtol=5e-7, atol=3e-7 * float(exact.abs().max()))
+
+
+def test_numbers_are_worked_out_once_and_elements_share_what_they_can() -> None:
+    rule, group = given("AdamW", {})
+    numbers = tuple(rule.scalars(group, 1.0))
+    found = equation(rule, ("m", "v"), numbers)
+    assert found is equation(rule, ("m", "v"), numbers)
+    elements = [node for node in walk(found.roots()) if not node.scalar and node.op != "input"]
+    # m: 3, v: 4, corrections: 2, root: 2, one division, update: 4, hand-over: 1.
+    assert len(elements) == 17
+    assert [node.op for node in elements].count("div") == 1
+    assert {node.op for node in walk(uniforms(found.roots()))} <= {
+        "number", "constant", "div", "neg", "mul", "sub", "lt", "where",
+    }  # fmt: skip
+
+
+def test_arithmetic_on_the_host_is_torchs() -> None:
+    ends = [0.0, -0.0, 1.0, -2.0, float("inf"), float("-inf"), float("nan")]
+    for op in ("div", "max", "min"):
+        for a in ends:
+            for b in ends:
+                node = Node(op, (Node("number", ("a",), True), Node("number", ("b",), True)), True)
+                wanted = ELEMENT[op](torch.tensor(a).double(), torch.tensor(b).double())
+                found = torch.tensor(evaluate([node], {"a": a, "b": b})[0]).double()
+                torch.testing.assert_close(found, wanted, equal_nan=True, rtol=0, atol=0)
+
+
+class Sorting(Rule):
+    name = "sorting"
+    moments = (Slot("m", signed=True),)
+
+    def update(self, arithmetic: Any, weight: Any, grad: Any, moments: Any, s: Any) -> Any:
+        return grad.cumsum(0), moments
+
+
+class Reducing(Sorting):
+    def update(self, arithmetic: Any, weight: Any, grad: Any, moments: Any, s: Any) -> Any:
+        return grad - grad.mean(dim=0, keepdim=True), moments
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"), [(Sorting(), "cumsum has no kernel"), (Reducing(), "mean is not elementwise")]
+)
+def test_what_is_not_elementwise_has_no_kernel(rule: Rule, message: str) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        equation(rule, ("m",), ())
+
+
+def test_muon_has_none() -> None:
+    optimizer = optim.Muon([torch.nn.Parameter(torch.ones(4, 4))])
+    (group,) = optimizer.param_groups
+    rule = optimizer.rule_for(group)
+    numbers = tuple(rule.scalars(group, 1.0))
+    with pytest.raises(NotImplementedError):
+        equation(rule, tuple(slot.name for slot in rule.slots(group)), numbers)
+
+
+def test_the_fields_of_an_equation() -> None:
+    rule, group = given("Lion", {})
+    found = equation(rule, ("m",), tuple(rule.scalars(group, 1.0)))
+    assert isinstance(found, Equation)
+    assert (found.slots, dict(found.terms), found.moments.keys(), dict(found.reach)) == (("m",), {}, {"m"}, {})
