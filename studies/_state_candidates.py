@@ -73,7 +73,7 @@ V = {
     "log8": Kept(Stored("log8", False), kernel="log8"),
     "log4": Kept(Stored("log4", False), 4, kernel="log4"),
     "4-bit exact ends": Kept(Log(15), 4, 8, kernel="4-bit exact ends"),
-    "4-bit powers of two": Kept(Pattern(4), 4),
+    "4-bit powers of two": Kept(Pattern(4), 4, kernel="4-bit powers of two"),
     "4-bit linear": Kept(formula(lambda y: y, 16, floor=True), 4, kernel="power 1"),
 }
 
@@ -154,7 +154,13 @@ PAIRS = {
     "relative linear 4-bit": Pair("4-bit linear", "log8", "m as log8 in 4 bits; v as log8", "shift", best=BEST),
     "relative k^1.5 4-bit": Pair("4-bit k^1.5", "log8", "the same, k^1.5", "shift", best=BEST),
     "log4 log8": Pair("4-bit relative", "log8", "the same, e2m1; v as log8", "shift", best=BEST),
-    "log4": Pair("4-bit relative", "log4", "the same; v as log8 in 4 bits", "shift", best=BEST),
+    "log4": Pair("4-bit relative", "log4", "the same; v as log4", "shift", best=BEST),
+    "log4 powers of two": Pair(
+        "4-bit relative", "4-bit powers of two", "the same; v as log8 in 4 bits", "shift", best=BEST
+    ),
+    "log4 exact ends": Pair(
+        "4-bit relative", "4-bit exact ends", "the same; v in any steps between two exact ends", "shift", best=BEST
+    ),
 }
 LIBRARY: dict[str, Candidate] = {
     **{states: Library(states) for states in ("fp32", "bf16", "8bit", "fp8", "log8", "4bit", "log4")},
@@ -235,6 +241,8 @@ def finalists() -> dict[str, Candidate]:
         "torchao 4-bit",
         "log4 log8",
         "log4",
+        "log4 powers of two",
+        "log4 exact ends",
     )
     found: dict[str, Candidate] = {}
     for name in shown:

@@ -215,15 +215,19 @@ class Pattern:
         steps = [(self.parts + part << s) // self.parts for s in range(12, 28) for part in range(self.parts)]
         step = torch.full_like(lo, steps[-1])
         for each in reversed(steps):
-            base = lo // (each if self.parts == 1 else 4096) * (each if self.parts == 1 else 4096)
+            base = self._base(lo, torch.full_like(lo, each))
             step = torch.where((hi - base + each - 1) // each <= 2**self.bits - 2, each, step)
-        base = lo // step * step if self.parts == 1 else lo // 4096 * 4096
+        base = self._base(lo, step)
         if self.rounding == "nearest":
             more = step // 2
         else:
             more = ((noise * 2.0**16).long() * step >> 16).int()
         value = base + (torch.maximum(_pattern(x), lo) - base + more) // step * step
         return value.view(torch.float32) * kept
+
+    def _base(self, lo: Tensor, step: Tensor) -> Tensor:
+        """Of a grid that stays where it is, or one that begins close below the least element."""
+        return (lo // step * step if self.parts == 1 else lo // 4096 * 4096).clamp_min(BINADE)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Codecs as Triton functions, to be compiled and their instructions counted (see `_state_kernels`).
 
-`a` and `b` are two numbers of the block, `table` the codebook and its inverse; P is the power, or the form; `bits`
-are 16 random bits an element, None to round to nearest. Signs and ends are treated as in the codecs that they stand
-for, NaN and infinities are not.
+`a` and `b` are two numbers of the block, `table` the codebook and its inverse; P is the power, or the form: of second
+moments 8 and 4 are those of `log8` and `log4`, 2 that of `log8` in 4 bits. `bits` are 16 random bits an element, None
+to round to nearest. Signs and ends are treated as in the codecs that they stand for, NaN and infinities are not.
 
 Those of the library's second and relative first moments find a block's numbers themselves, and give with the code
 what it stands for: a kernel that hands over decodes nothing twice. They are the library's to the bit.
@@ -166,18 +166,17 @@ def pattern_encode(x, bits, P: tl.constexpr):
     base, step = _base_and_step(word)
     shift = (word >> 7) & 31
     clamped = tl.maximum(pattern, lo)
-    if P == 8:
-        high = None if bits is None else bits.to(tl.uint32) << 16
-        more = step >> 1 if bits is None else (high >> (32 - shift).to(tl.uint32)).to(tl.int32)
-        k = tl.minimum((clamped + (step - base) + more) >> shift, ((_INFINITY - 1 - base) >> shift) + 1)
-    else:
-        high = None if bits is None else bits.to(tl.uint32) << 16
+    high = None if bits is None else bits.to(tl.uint32) << 16
+    if P == 4:
         more = step >> 1 if bits is None else tl.umulhi(high, step.to(tl.uint32)).to(tl.int32)
         # In 128ths of the step's power of two: twelve bits, whose quotient a product of 20 more gives exactly.
         parts = 128 + (word & 127)
         over = ((1 << 20) + parts - 1) // parts
         k = ((clamped + (step - base) + more) >> (shift - 7)) * over >> 20
         k = tl.minimum(k, (_INFINITY - 1 - base) // tl.maximum(step, 1) + 1)
+    else:
+        more = step >> 1 if bits is None else (high >> (32 - shift).to(tl.uint32)).to(tl.int32)
+        k = tl.minimum((clamped + (step - base) + more) >> shift, ((_INFINITY - 1 - base) >> shift) + 1)
     value = tl.where(there, k * step + (base - step), 0).to(tl.float32, bitcast=True)
     return tl.where(there, k, 0).to(tl.uint8), value, word.to(tl.float32, bitcast=True)
 
@@ -189,10 +188,11 @@ def _base_and_step(word):
 
 @triton.jit
 def _range(lo, hi, P: tl.constexpr):
-    if P == 8:
-        s = tl.maximum(_bit_length((hi - lo) >> 8), 12)
-        s += (((hi + (1 << s) - 1) >> s) - (lo >> s) > 254).to(tl.int32)
-        return ((lo >> s) << s) + 128 * s
+    if P != 4:
+        steps: tl.constexpr = 254 if P == 8 else 14
+        s = tl.maximum(_bit_length((hi - lo) // (steps + 2)), 12)
+        s += (((hi + (1 << s) - 1) >> s) - (lo >> s) > steps).to(tl.int32)
+        return tl.maximum((lo >> s) << s, _SMALLEST) + 128 * s
     base = lo & ~0xFFF
     least = (hi - base + 13) // 14
     s = tl.maximum(_bit_length(least >> 8), 5) + 7

@@ -9,8 +9,8 @@ on their own.
 Division by the scale is a multiplication by its reciprocal, a block's scales are one number or two, and codes are
 bytes (4-bit codes are not packed here; what packing costs comes on top). The gather encodes by a packed table: an
 entry a key of the leading bits, holding the code at its start and the one cut inside. What is handed over, and a
-unit made of a second moment, are of what was written. Elements are loaded by fours. Random bits have two costs, and
-both are counted: what a generator takes to make them, and what a codec does with 16 of them, which the kernel loads.
+unit made of a second moment, are of what was written. Elements are loaded by fours. Random bits cost what a generator
+takes to make them and what a codec does with 16 of them, which the kernel loads: both are counted.
 """
 
 from __future__ import annotations
@@ -136,6 +136,7 @@ KERNELS: dict[str | None, tuple[Any, Any, int, str]] = {
     "4-bit exact ends": (codecs.log_decode, codecs.log_encode, 4, "least"),
     "log8": (codecs.pattern_decode, codecs.pattern_encode, 8, "own"),
     "log4": (codecs.pattern_decode, codecs.pattern_encode, 4, "own"),
+    "4-bit powers of two": (codecs.pattern_decode, codecs.pattern_encode, 2, "own"),
     "relative": (codecs.relative_decode, codecs.relative_encode, 8, "own"),
     "e2m1": (codecs.e2m1_decode, codecs.e2m1_encode, 4, "own"),
 }
