@@ -1,8 +1,9 @@
 """Codecs as Triton functions, to be compiled and their instructions counted (see `_state_kernels`).
 
-`a` and `b` are two numbers of the block, `table` the codebook and its inverse; P is the power, or the form: of second
-moments 8 and 4 are those of `log8` and `log4`, 2 that of `log8` in 4 bits. `bits` are 16 random bits an element, None
-to round to nearest. Signs and ends are treated as in the codecs that they stand for, NaN and infinities are not.
+`a` and `b` are two numbers of the block, `table` the codebook and its inverse; P is the power, or the form: of
+second moments 8 and 4 are those of `log8` and `log4`, 2 that of `log8` in 4 bits. `bits` are 16 random bits an
+element, None to round to nearest. Signs and ends are treated as in the codecs that they stand for, NaN and
+infinities are not.
 
 Those of the library's second and relative first moments find a block's numbers themselves, and give with the code
 what it stands for: a kernel that hands over decodes nothing twice. They are the library's to the bit.

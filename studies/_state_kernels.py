@@ -9,8 +9,8 @@ on their own.
 Division by the scale is a multiplication by its reciprocal, a block's scales are one number or two, and codes are
 bytes (4-bit codes are not packed here; what packing costs comes on top). The gather encodes by a packed table: an
 entry a key of the leading bits, holding the code at its start and the one cut inside. What is handed over, and a
-unit made of a second moment, are of what was written. Elements are loaded by fours. Random bits cost what a generator
-takes to make them and what a codec does with 16 of them, which the kernel loads: both are counted.
+unit made of a second moment, are of what was written. Elements are loaded by fours. Random bits cost what a
+generator takes to make them and what a codec does with 16 of them, which the kernel loads: both are counted.
 """
 
 from __future__ import annotations
