@@ -11,6 +11,7 @@ from _state_codecs import (
     LinLog,
     Log,
     Map,
+    Pattern,
     Relative,
     Stored,
     TrueLog,
@@ -50,7 +51,7 @@ M = {
     "e4m3": Kept(float8, kernel="e4m3"),
     "e4m3, expanded": Kept(float8_expanded, block_bytes=8, kernel="e4m3 expanded"),
     "log2": Kept(TrueLog(127), block_bytes=8, kernel="log2"),
-    "log": Kept(Stored("log8", True), block_bytes=8, kernel="log8"),
+    "log": Kept(Stored("log8", True), block_bytes=8, kernel="exact ends"),
     "relative": Kept(Relative(8), kernel="relative"),
     "4-bit linear": Kept(power(1, 7), 4, kernel="power 1"),
     "4-bit dynamic": Kept(book("dynamic", True, 4), 4, kernel="dynamic"),
@@ -68,8 +69,11 @@ V = {
     "e4m3": Kept(float8, kernel="e4m3"),
     "e4m3, expanded": Kept(float8_expanded, block_bytes=8, kernel="e4m3 expanded"),
     "log2": Kept(TrueLog(255), block_bytes=8, kernel="log2"),
-    "log8": Kept(Stored("log8", False), block_bytes=8, kernel="log8"),
-    "log4": Kept(Stored("log4", False), 4, 8, kernel="log4"),
+    "exact ends": Kept(Log(255), block_bytes=8, kernel="exact ends"),
+    "log8": Kept(Stored("log8", False), kernel="log8"),
+    "log4": Kept(Stored("log4", False), 4, kernel="log4"),
+    "4-bit exact ends": Kept(Log(15), 4, 8, kernel="4-bit exact ends"),
+    "4-bit powers of two": Kept(Pattern(4), 4, kernel="4-bit powers of two"),
     "4-bit linear": Kept(formula(lambda y: y, 16, floor=True), 4, kernel="power 1"),
 }
 
@@ -78,7 +82,7 @@ def stochastic(codec: Codec) -> Codec | None:
     """The codec rounding stochastically; None if it has no such form."""
     if isinstance(codec, Map):
         return replace(codec, stochastic=True)
-    return replace(codec, rounding="stochastic") if isinstance(codec, Log | TrueLog | Stored) else None
+    return replace(codec, rounding="stochastic") if isinstance(codec, Log | Pattern | TrueLog | Stored) else None
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,10 @@ PAIRS = {
     "linear log8": Pair("linear", "log8", "m linear; v as log8", best=BEST),
     "log log8": Pair("log", "log8", "m linear near zero, then logarithmic; v as log8", best=BEST),
     "root log8": Pair("relative", "log8", "m linear over the root of v; v as log8", "root", best=BEST),
-    "log8": Pair("relative", "log8", "m linear over the root's power of two; v logarithmic", "shift", best=BEST),
+    "exact ends": Pair(
+        "relative", "exact ends", "m as log8; v in any steps between two exact ends", "shift", best=BEST
+    ),
+    "log8": Pair("relative", "log8", "m linear over the root's power of two; v as log8", "shift", best=BEST),
     "torchao 4-bit": Pair(
         "4-bit dynamic", "4-bit linear", "torchao's AdamW4bit: dynamic m, v linear without zero", block_size=128
     ),
@@ -147,7 +154,13 @@ PAIRS = {
     "relative linear 4-bit": Pair("4-bit linear", "log8", "m as log8 in 4 bits; v as log8", "shift", best=BEST),
     "relative k^1.5 4-bit": Pair("4-bit k^1.5", "log8", "the same, k^1.5", "shift", best=BEST),
     "log4 log8": Pair("4-bit relative", "log8", "the same, e2m1; v as log8", "shift", best=BEST),
-    "log4": Pair("4-bit relative", "log4", "the same; v logarithmic in 4 bits", "shift", best=BEST),
+    "log4": Pair("4-bit relative", "log4", "the same; v as log4", "shift", best=BEST),
+    "log4 powers of two": Pair(
+        "4-bit relative", "4-bit powers of two", "the same; v as log8 in 4 bits", "shift", best=BEST
+    ),
+    "log4 exact ends": Pair(
+        "4-bit relative", "4-bit exact ends", "the same; v in any steps between two exact ends", "shift", best=BEST
+    ),
 }
 LIBRARY: dict[str, Candidate] = {
     **{states: Library(states) for states in ("fp32", "bf16", "8bit", "fp8", "log8", "4bit", "log4")},
@@ -166,10 +179,13 @@ ALONE = {
     "m dropped": Pair("dropped", "fp32", ""),
     "v dynamic": Pair("fp32", "dynamic", ""),
     "v linear on the root": Pair("fp32", "linear on the root", ""),
+    "v exact ends": Pair("fp32", "exact ends", ""),
     "v log8": Pair("fp32", "log8", ""),
     "v log4": Pair("fp32", "log4", ""),
+    "v 4-bit exact ends": Pair("fp32", "4-bit exact ends", ""),
+    "v 4-bit powers of two": Pair("fp32", "4-bit powers of two", ""),
 }
-_V = Log(255)
+_V = Pattern(rounding="stochastic")
 MISTAKES: dict[str, Candidate] = {
     "m log, linear up to 64 times the smallest": Simulation(LinLog(knee=64), _V, hand_over=True),
     "m log, linear up to 8 times the smallest": Simulation(LinLog(knee=8), _V, hand_over=True),
@@ -220,10 +236,13 @@ def finalists() -> dict[str, Candidate]:
         "COAT",
         "relative 1.5",
         "log log8",
+        "exact ends",
         "log8",
         "torchao 4-bit",
         "log4 log8",
         "log4",
+        "log4 powers of two",
+        "log4 exact ends",
     )
     found: dict[str, Candidate] = {}
     for name in shown:

@@ -174,7 +174,8 @@ class Stored:
 
     def __call__(self, x: Tensor, noise: Tensor) -> Tensor:
         random = (noise * 2.0**16).to(torch.int32) if self.rounding == "stochastic" else None
-        storage, context = state_storage(self.states), StateContext(x.shape, self.signed, x.shape[1])
+        storage = state_storage(self.states).for_slot(self.signed, beside=False)
+        context = StateContext(x.shape, self.signed, x.shape[1])
         return storage.decode(storage.encode(x, context, random), context)
 
 
@@ -190,15 +191,54 @@ class Relative:
 
 
 @dataclass(frozen=True)
-class Log:
-    """A second moment as the library's `log8` has it: equal steps of its bit pattern, from the block's smallest on.
+class Pattern:
+    """A second moment as the library's `log8` and `log4` have it, from the definition and not from their code.
 
-    Code 0 is zero and stays zero; the others are never zero: what lies below `binades` binades under the largest is
-    raised to that floor. That can only make a step too small, where rounding to zero makes it explode.
+    Code 0 is zero and stays zero; the others are never zero: what lies too far below the largest is raised to a
+    floor. That can only make a step too small, where rounding to zero makes it explode.
+
+    Attributes:
+        bits: of a code.
+        parts: steps of the pattern to choose from between one power of two and the next; 1 is that power alone.
+        rounding: "nearest" or "stochastic".
+    """
+
+    bits: int = 8
+    parts: int = 1
+    rounding: str = "nearest"
+
+    def __call__(self, x: Tensor, noise: Tensor) -> Tensor:
+        kept, smallest, largest = _extremes(x)
+        hi = _pattern(largest)
+        lo = torch.maximum(_pattern(smallest), hi - (63 if self.bits == 8 else 48) * BINADE)
+        # Ascending, and so are the numbers of steps that a block takes: the first that is few enough is looked for.
+        steps = [(self.parts + part << s) // self.parts for s in range(12, 28) for part in range(self.parts)]
+        step = torch.full_like(lo, steps[-1])
+        for each in reversed(steps):
+            base = self._base(lo, torch.full_like(lo, each))
+            step = torch.where((hi - base + each - 1) // each <= 2**self.bits - 2, each, step)
+        base = self._base(lo, step)
+        if self.rounding == "nearest":
+            more = step // 2
+        else:
+            more = ((noise * 2.0**16).long() * step >> 16).int()
+        value = base + (torch.maximum(_pattern(x), lo) - base + more) // step * step
+        return value.view(torch.float32) * kept
+
+    def _base(self, lo: Tensor, step: Tensor) -> Tensor:
+        """Of a grid that stays where it is, or one that begins close below the least element."""
+        return (lo // step * step if self.parts == 1 else lo // 4096 * 4096).clamp_min(BINADE)
+
+
+@dataclass(frozen=True)
+class Log:
+    """A second moment in equal steps of its bit pattern between two exact ends, the block's smallest and largest.
+
+    What the library's codes are made from: finer by up to twice, in more instructions and two numbers a block.
     """
 
     codes: int
-    rounding: str = "stochastic"
+    rounding: str = "nearest"
     binades: int = 48
 
     def __call__(self, x: Tensor, noise: Tensor) -> Tensor:

@@ -1,11 +1,25 @@
 """Codecs as Triton functions, to be compiled and their instructions counted (see `_state_kernels`).
 
-`a` and `b` are two numbers of the block, `table` the codebook and its inverse; P is the power, or the form. Signs
-and ends are treated as in the codecs that they stand for, NaN and infinities are not.
+`a` and `b` are two numbers of the block, `table` the codebook and its inverse; P is the power, or the form: of
+second moments 8 and 4 are those of `log8` and `log4`, 2 that of `log8` in 4 bits. `bits` are 16 random bits an
+element, None to round to nearest. Signs and ends are treated as in the codecs that they stand for, NaN and
+infinities are not.
+
+Those of the library's second and relative first moments find a block's numbers themselves, and give with the code
+what it stands for: a kernel that hands over decodes nothing twice. They are the library's to the bit.
 """
 
 import triton
 import triton.language as tl
+from triton import knobs
+from triton.language.extra import libdevice
+
+_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+_ROUNDER = tl.constexpr(
+    1.5 * 2.0**23
+)  # with it a number is rounded to an integer, ties to even, in its lowest bits
+_SMALLEST = tl.constexpr(1 << 23)  # the pattern of the smallest normal number
+_INFINITY = tl.constexpr(0x7F800000)
 
 
 @triton.jit
@@ -20,7 +34,7 @@ def table_decode(code, a, b, table, SIGNED: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def table_encode(x, a, b, table, SIGNED: tl.constexpr, P: tl.constexpr):
+def table_encode(x, a, b, bits, table, SIGNED: tl.constexpr, P: tl.constexpr):
     y = tl.sqrt_rn(x) * a if P == 2 else x * a
     bits = tl.abs(y).to(tl.int32, bitcast=True)
     entry = tl.load(table.to(tl.pointer_type(tl.int32)) + 256 + tl.maximum((bits >> 16) - 12416, 0))
@@ -45,7 +59,7 @@ def power_decode(code, a, b, table, SIGNED: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def power_encode(x, a, b, table, SIGNED: tl.constexpr, P: tl.constexpr):
+def power_encode(x, a, b, bits, table, SIGNED: tl.constexpr, P: tl.constexpr):
     y = tl.abs(x) * a
     if P == 2:
         y = tl.sqrt_rn(y)
@@ -64,7 +78,7 @@ def softsign_decode(code, a, b, table, SIGNED: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def softsign_encode(x, a, b, table, SIGNED: tl.constexpr, P: tl.constexpr):
+def softsign_encode(x, a, b, bits, table, SIGNED: tl.constexpr, P: tl.constexpr):
     y = x * a
     y = 2.0 * y / (1.0 + tl.abs(y)) * 127.0
     return (_sign(tl.abs(y) + 0.5, y)).to(tl.int32).to(tl.uint8)
@@ -79,7 +93,7 @@ def e4m3_decode(code, a, b, table, SIGNED: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def e4m3_encode(x, a, b, table, SIGNED: tl.constexpr, P: tl.constexpr):
+def e4m3_encode(x, a, b, bits, table, SIGNED: tl.constexpr, P: tl.constexpr):
     y = x * a
     if P == 0:
         y = _sign(tl.exp2(tl.log2(tl.abs(y)) * b), y)
@@ -94,8 +108,9 @@ def log2_decode(code, a, b, table, SIGNED: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def log2_encode(x, a, b, table, SIGNED: tl.constexpr, P: tl.constexpr):
-    k = tl.maximum((tl.log2(tl.abs(x)) - a) * b + 1.5, 1.0).to(tl.int32)
+def log2_encode(x, a, b, bits, table, SIGNED: tl.constexpr, P: tl.constexpr):
+    half = 0.5 if bits is None else bits.to(tl.float32) * 2.0**-16
+    k = tl.maximum((tl.log2(tl.abs(x)) - a) * b + (1.0 + half), 1.0).to(tl.int32)
     k = tl.where(x == 0, 0, k)
     return (_sign(k, x) if SIGNED else k).to(tl.uint8)
 
@@ -114,13 +129,13 @@ def log_decode(code, a, b, table, SIGNED: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def log_encode(x, a, b, table, SIGNED: tl.constexpr, P: tl.constexpr):
+def log_encode(x, a, b, bits, table, SIGNED: tl.constexpr, P: tl.constexpr):
     low, high, n = _ends(a, b, SIGNED, P)
     magnitude = tl.abs(x)
     pattern = (magnitude + a if SIGNED else x).to(tl.int32, bitcast=True)
     fine = (tl.maximum(pattern - low, 0).to(tl.float32) * (65536.0 * n / (high - low).to(tl.float32))).to(tl.int32)
-    # Half a code for the nearest; 16 random bits in its place to round stochastically.
-    k = tl.where(magnitude == b, n, tl.minimum((fine + 32768) >> 16, n))
+    half = 32768 if bits is None else bits.to(tl.int32)
+    k = tl.where(magnitude == b, n, tl.minimum((fine + half) >> 16, n))
     k = tl.where((x < 0) & (k > 0), k + n + 1, k) if SIGNED else k + 1
     return tl.where(magnitude > 0, k, 0).to(tl.uint8)
 
@@ -133,31 +148,104 @@ def _ends(a, b, SIGNED: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def relative_decode(code, a, b, table, SIGNED: tl.constexpr, P: tl.constexpr):
-    k = (code & 127).to(tl.float32)
-    value = tl.where(k == 127.0, b, k * a)
-    return tl.where(code > 127, -value, value)
+def pattern_decode(code, a, b, table, SIGNED: tl.constexpr, P: tl.constexpr):
+    base, step = _base_and_step(a.to(tl.int32, bitcast=True))
+    k = code.to(tl.int32)
+    return tl.where(k > 0, k * step + (base - step), 0).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def relative_encode(x, a, b, table, SIGNED: tl.constexpr, P: tl.constexpr):
-    y = tl.abs(x)
-    k = tl.where(y == b, 127, tl.minimum(y * a + 0.5, 127.0).to(tl.int32))
-    return tl.where((x < 0) & (k > 0), k + 128, k).to(tl.uint8)
+def pattern_encode(x, bits, P: tl.constexpr):
+    pattern = x.to(tl.int32, bitcast=True)
+    there = pattern >= _SMALLEST
+    hi = tl.max(pattern, axis=0)
+    # Unsigned, what is below the smallest normal number is the largest of all.
+    least = tl.min((pattern - _SMALLEST).to(tl.uint32, bitcast=True), axis=0)
+    lo = tl.minimum(least, _INFINITY - 1 - _SMALLEST).to(tl.int32) + _SMALLEST
+    lo = tl.maximum(tl.minimum(lo, hi), tl.maximum(hi - ((63 if P == 8 else 48) << 23), _SMALLEST))
+    word = tl.where(hi >= _SMALLEST, _range(lo, hi, P), 0)
+    base, step = _base_and_step(word)
+    shift = (word >> 7) & 31
+    clamped = tl.maximum(pattern, lo)
+    high = None if bits is None else bits.to(tl.uint32) << 16
+    if P == 4:
+        more = step >> 1 if bits is None else tl.umulhi(high, step.to(tl.uint32)).to(tl.int32)
+        # In 128ths of the step's power of two: twelve bits, whose quotient a product of 20 more gives exactly.
+        parts = 128 + (word & 127)
+        over = ((1 << 20) + parts - 1) // parts
+        k = ((clamped + (step - base) + more) >> (shift - 7)) * over >> 20
+        k = tl.minimum(k, (_INFINITY - 1 - base) // tl.maximum(step, 1) + 1)
+    else:
+        more = step >> 1 if bits is None else (high >> (32 - shift).to(tl.uint32)).to(tl.int32)
+        k = tl.minimum((clamped + (step - base) + more) >> shift, ((_INFINITY - 1 - base) >> shift) + 1)
+    value = tl.where(there, k * step + (base - step), 0).to(tl.float32, bitcast=True)
+    return tl.where(there, k, 0).to(tl.uint8), value, word.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _base_and_step(word):
+    return word & ~0xFFF, (128 + (word & 127)) << tl.maximum(((word >> 7) & 31) - 7, 0)
+
+
+@triton.jit
+def _range(lo, hi, P: tl.constexpr):
+    if P != 4:
+        steps: tl.constexpr = 254 if P == 8 else 14
+        s = tl.maximum(_bit_length((hi - lo) // (steps + 2)), 12)
+        s += (((hi + (1 << s) - 1) >> s) - (lo >> s) > steps).to(tl.int32)
+        return tl.maximum((lo >> s) << s, _SMALLEST) + 128 * s
+    base = lo & ~0xFFF
+    least = (hi - base + 13) // 14
+    s = tl.maximum(_bit_length(least >> 8), 5) + 7
+    parts = (least + (1 << (s - 7)) - 1) >> (s - 7)
+    s, parts = tl.where(parts == 256, s + 1, s), tl.where(parts == 256, 128, tl.maximum(parts, 128))
+    return base + 128 * s + parts - 128
+
+
+@triton.jit
+def _bit_length(x):
+    return tl.maximum((x.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126, 0)
+
+
+@triton.jit
+def relative_decode(code, a, b, table, SIGNED: tl.constexpr, P: tl.constexpr):
+    return code.to(tl.int8, bitcast=True).to(tl.float32) * a
+
+
+@triton.jit
+def relative_encode(x, bits, P: tl.constexpr):
+    scale, over = _scale(x, 127.0)
+    rounded = _product(x, over) + _ROUNDER
+    return rounded.to(tl.int32, bitcast=True).to(tl.uint8), (rounded - _ROUNDER) * scale, scale
+
+
+@triton.jit
+def _scale(x, outermost):
+    """A block's scale, and one over it; zero both where it is zero."""
+    scale = tl.div_rn(tl.max(tl.abs(x), axis=0), outermost)
+    scale = tl.where(scale >= 2.0**-126, scale, 0.0)
+    return scale, tl.where(scale > 0, tl.div_rn(1.0, scale), 0.0)
+
+
+@triton.jit
+def _product(x, y):
+    """Rounded before anything is added to it."""
+    return x * y if _INTERPRETED else libdevice.mul_rn(x, y)
 
 
 @triton.jit
 def e2m1_decode(code, a, b, table, SIGNED: tl.constexpr, P: tl.constexpr):
-    # Its numbers lie on three lines, of which the steepest that is reached is the largest.
-    k = (code & 7).to(tl.float32)
-    value = tl.maximum(tl.maximum(0.5 * k, k - 2.0), 2.0 * k - 8.0) * a
-    value = tl.where(k == 7.0, b, value)
-    return tl.where(code > 7, -value, value)
+    # Exponent and fraction where a float has them; its own exponent is 126 larger.
+    k = code.to(tl.int32)
+    bits = ((k & 7) << 22) | ((k & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 2.0**126 * a
 
 
 @triton.jit
-def e2m1_encode(x, a, b, table, SIGNED: tl.constexpr, P: tl.constexpr):
-    y = tl.abs(x) * a
-    k = tl.minimum(tl.minimum(2.0 * y + 0.5, y + 2.5), 0.5 * y + 4.5).to(tl.int32)
-    k = tl.where(tl.abs(x) == b, 7, k)
-    return tl.where((x < 0) & (k > 0), k + 8, k).to(tl.uint8)
+def e2m1_encode(x, bits, P: tl.constexpr):
+    scale, over = _scale(x, 6.0)
+    y = tl.abs(_product(x, over))
+    # The numbers lie on three lines, of which the flattest that is reached is the smallest.
+    k = tl.ceil(tl.minimum(tl.minimum(2.0 * y - 0.5, y + 1.5), 0.5 * y + 3.5)).to(tl.int32)
+    code = tl.where((x < 0) & (k > 0), k + 8, k)
+    return code.to(tl.uint8), e2m1_decode(code, scale, 0.0, 0, True, 4), scale

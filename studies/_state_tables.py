@@ -34,8 +34,11 @@ SHORT = {
     "float8": "float8 log8",
     "e2m1": "e2m1 log8",
     "log8": "log8",
+    "exact": "exact ends",
     "half": "log4 log8",
     "log4": "log4",
+    "two4": "log4 powers of two",
+    "exact4": "log4 exact ends",
     "fourbit": "torchao 4-bit",
 }
 RULES = {"sgd": "SGD with momentum", "lamb": "LAMB", "lion": "Lion"}
@@ -199,6 +202,16 @@ def state_facts(results: Results) -> dict[str, str]:
         "cost_flash": cost("FlashOptim"),
         "cost_log8": cost("log8"),
         "cost_root": cost("root log8"),
+        "cost_float8": cost("float8 log8"),
+        "cost_exact": cost("exact ends"),
+        "saved": f"{kernels['exact ends']['instructions'] - kernels['log8']['instructions']:.0f}"
+        if kernels
+        else "?",
+        "cost_v": cost("v as log8, stochastic; m fp32"),
+        "cost_v_exact": cost("v between exact ends, stochastic; m fp32"),
+        "bytes_exact": f"{results['candidates']['exact ends']['bytes']['256']:.3f}",
+        "nearest_exact": at("variants", "exact ends + hand-over", "six decades"),
+        "nearest_log8": at("variants", "log8 + hand-over", "six decades"),
         "cost_random": cost("random bits"),
         "m_six": at("alone", "m log8 + hand-over", "six decades"),
         "v_six": at("alone", "v log8 + stochastic v", "six decades"),
@@ -211,6 +224,8 @@ def state_facts(results: Results) -> dict[str, str]:
             if case in parts["reference"][name]:
                 facts[f"{short}_{key}"] = at("reference", name, case, 3 if key == "one" else 2)
             facts[f"{short}_{key}_later"] = at("all", name, case)
+            if name in parts["finalists"]:
+                facts[f"{short}_{key}_last"] = at("finalists", name, case)
         facts |= {f"{part}_{short}": range_of(part, name) for part in ("gpt", "clip")}
     for short, name in {"nearest": "log8 + hand-over", "stochastic": "log8"}.items():
         for case in LABELS:

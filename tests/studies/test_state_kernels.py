@@ -1,0 +1,84 @@
+"""The kernels whose instructions are counted do what the library does: a step of AdamW, in Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+STUDIES = Path(__file__).resolve().parents[2] / "studies"
+# A process of its own: Triton decides between compiler and interpreter when a function is defined.
+STEPS = """
+import itertools
+import sys
+
+import torch
+
+sys.path.append(sys.argv[1])
+import _state_kernels as kernels
+
+from narrowgauge.storage._pattern_codes import PatternCodes
+from narrowgauge.storage._relative_codes import RelativeCodes
+
+BITS = {"log8": 8, "log4": 4, "relative": 8, "e2m1": 4}
+
+
+def check(m_kernel, v_kernel, random, decades):
+    m_codes, v_codes = RelativeCodes(BITS[m_kernel]), PatternCodes(BITS[v_kernel])
+    blocks, width = 8, 256
+    generator = torch.Generator().manual_seed(0)
+    scale = 10 ** (-decades * torch.rand(blocks, width, generator=generator)) / 100
+    m, g = (scale * torch.randn(blocks, width, generator=generator) for _ in range(2))
+    v = (scale * torch.randn(blocks, width, generator=generator)).square()
+    for x in (m, v, g):
+        x[0], x[1, 1:], x[2, ::3] = 0, 0, 0
+    g[3] = 0
+    bits = torch.randint(0, 1 << 16, (blocks, width), generator=generator, dtype=torch.int32)
+    weight = torch.randn(blocks, width, generator=generator)
+    v_code, words = v_codes.encode(v, width)
+    v = v_codes.decode(v_code, words, width)
+    m_code, scales = m_codes.encode(m, v, width)
+    m = m_codes.decode(m_code, scales, v, width)
+
+    def step(weight, m, v, numbers, how):
+        kernels._step[(blocks,)](
+            weight, g, m, v, numbers, bits.to(torch.uint16), numbers, 1e-3, 0.9, 0.999, 1e-8, 9.0, N=width,
+            **kernels.constants_of(how),
+        )
+
+    # What the library does, but for the averages, which any order of rounding may make.
+    first, second = m.clone(), v.clone()
+    step(weight.clone(), first, second, torch.zeros(blocks, 4), (None, None, "", False, False))
+    torch.testing.assert_close(first, 0.9 * m + 0.1 * g)
+    torch.testing.assert_close(second, 0.999 * v + 0.001 * g * g)
+    v_new, words_new = v_codes.encode(second, width, bits if random else None)
+    kept = v_codes.decode(v_new, words_new, width)
+    m_new, scales_new = m_codes.encode(first, kept, width)
+    handed = first - m_codes.decode(m_new, scales_new, kept, width)
+    expected = weight - 1e-3 * (first + 9 * handed) / (second.sqrt() + 1e-8)
+
+    numbers = torch.zeros(blocks, 4)
+    numbers[:, 0], numbers[:, 2] = scales, words.view(torch.float32)
+    step(weight, m_code, v_code, numbers, (m_kernel, v_kernel, "shift", True, random))
+    assert torch.equal(numbers[:, 2].view(torch.int32), words_new)
+    assert torch.equal(v_code, v_new)
+    assert torch.equal(numbers[:, 0], scales_new)
+    assert torch.equal(m_code, m_new)
+    torch.testing.assert_close(weight, expected, rtol=1e-6, atol=1e-6)
+
+
+for how in itertools.product(("relative", "e2m1"), ("log8", "log4"), (False, True), (0.0, 6.0)):
+    print(*how, flush=True)
+    check(*how)
+"""
+
+
+def test_a_step_is_the_librarys() -> None:
+    """Codes and their blocks' numbers to the bit, in 8 and 4 bits, to nearest and by chance, narrow and wide."""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", STEPS, str(STUDIES)]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
