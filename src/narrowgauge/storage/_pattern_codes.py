@@ -9,21 +9,21 @@ are the codes.
 In 8 bits a step is a power of two: a code is the pattern without its lowest bits, counted from the block's
 least. So it is a float with as many mantissa bits as the block's range leaves room for (7 in one binade, 2 in
 forty), and a number that was kept once is kept again unchanged. To decode is to multiply and add two integers,
-to encode is to add and to shift. In 4 bits a step has seven more bits, since half of fifteen codes is too many
-to lose.
+to encode is to add and to shift. In 4 bits half of fifteen codes is too many to lose, and a range that is wider
+than it must be widens with every step: steps are whole patterns from the least element itself.
 
 What is fixed here is fixed for every kernel, bit for bit:
 
-- Code 0 is zero. Code k from 1 on is the float with pattern base + (k - 1) * step. A block keeps both in one
-  32-bit word: base, whose lowest twelve bits are zero, + 128 s + f, where step = (128 + f) 2^(s - 7). A block of
-  zeros has 0.
+- Code 0 is zero. Code k from 1 on is the float with pattern base + (k - 1) * step. In 8 bits step is 2^s and base
+  a multiple of it; a block keeps base + s, in one 32-bit word. In 4 bits it keeps base and step. A block of zeros
+  has zeros.
 - Magnitudes below 2^-126 and negative numbers count as zero; infinities and NaN as the block's largest finite
   element, and as float32's largest number where there is none. No other element becomes zero, because what
   rounds to zero divides: where the block spans more than 63 binades (48 in 4 bits), what is less than that
   below the largest counts as that.
-- With lo and hi the least and the largest pattern above zero: in 8 bits f = 0, s from 12 on is the smallest for
-  which ceil(hi / 2^s) - floor(lo / 2^s) <= 254, base = floor(lo / 2^s) 2^s. In 4 bits base is lo without its
-  lowest twelve bits, and step the smallest with s from 12 on for which ceil((hi - base) / step) <= 14.
+- With lo and hi the least and the largest pattern above zero: in 8 bits s from 12 on is the smallest for which
+  ceil(hi / 2^s) - floor(lo / 2^s) <= 254, base = floor(lo / 2^s) 2^s. In 4 bits base = lo, step is
+  ceil((hi - lo) / 14), and 1 at least.
 - Pattern b has the code floor((b - base + d) / step) + 1. d is half a step to round to nearest, or floor(r step
   / 2^16) with 16 random bits r to round stochastically. What would be more than float32's largest number has
   the code below.
@@ -40,6 +40,7 @@ from narrowgauge.storage._blockwise import chunks, from_blocks, to_blocks
 
 _SMALLEST = 1 << 23  # the pattern of the smallest normal number
 _INFINITY = 0x7F800000
+_SHIFT = 0xFFF  # the bits of a word that hold s
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,14 @@ class PatternCodes:
             random: integers in [0, 2^16) in x's shape, for stochastic rounding; to nearest without.
 
         Returns:
-            (codes, ranges): uint8 in x's shape; int32 (blocks,), base and step of each block.
+            (codes, ranges): uint8 in x's shape; int32, (blocks,) in 8 bits and (blocks, 2) in 4, where the codes of
+            each block begin and how wide a step is.
         """
         blocks = to_blocks(x, block_size)
         bits = None if random is None else to_blocks(random, block_size)
         codes = torch.empty_like(blocks, dtype=torch.uint8)
-        ranges = torch.zeros(blocks.shape[0], dtype=torch.int32, device=x.device)
+        shape = (blocks.shape[0],) if self.bits == 8 else (blocks.shape[0], 2)
+        ranges = torch.zeros(shape, dtype=torch.int32, device=x.device)
         for chunk in chunks(blocks):
             codes[chunk], ranges[chunk] = self._encode(blocks[chunk], None if bits is None else bits[chunk])
         return from_blocks(codes, x.shape, block_size), ranges
@@ -86,15 +89,24 @@ class PatternCodes:
         blocks = to_blocks(codes, block_size)
         values = torch.empty_like(blocks, dtype=torch.float32)
         for chunk in chunks(blocks):
-            base, step = base_and_step(ranges[chunk, None])
+            base, step = self.base_and_step(ranges[chunk])
             code = blocks[chunk].to(torch.int32)
             values[chunk] = torch.where(code > 0, base + (code - 1) * step, 0).view(torch.float32)
         return from_blocks(values, codes.shape, block_size)
 
     def sound(self, ranges: Tensor) -> Tensor:
         """Which ranges `encode` could have made."""
-        base, s = ranges & ~0xFFF, (ranges >> 7) & 31
-        return (ranges == 0) | (base >= _SMALLEST) & (base < _INFINITY) & (s >= 12) & (s <= 26)
+        words = ranges[:, None] if self.bits == 8 else ranges
+        base, step = self.base_and_step(ranges)
+        narrowest, widest = (1 << 12, 1 << 23) if self.bits == 8 else (1, 1 << 28)
+        sound = (base >= _SMALLEST) & (base < _INFINITY) & (step >= narrowest) & (step <= widest)
+        return sound.squeeze(1) | (words == 0).all(dim=1)
+
+    def base_and_step(self, ranges: Tensor) -> tuple[Tensor, Tensor]:
+        """The pattern of the lowest code above zero, and that from one code to the next: int32 (blocks, 1)."""
+        if self.bits == 4:
+            return ranges[:, :1], ranges[:, 1:]
+        return (ranges & ~_SHIFT)[:, None], (1 << (ranges & _SHIFT).clamp_max(30))[:, None]
 
     def _encode(self, x: Tensor, random: Tensor | None) -> tuple[Tensor, Tensor]:
         pattern = x.contiguous().view(torch.int32)
@@ -105,33 +117,22 @@ class PatternCodes:
         hi = torch.where((hi == 0) & wild.any(dim=1, keepdim=True), _INFINITY - 1, hi)
         lo = torch.where(there, pattern, _INFINITY - 1).amin(dim=1, keepdim=True)
         lo = torch.maximum(torch.minimum(lo, hi), (hi - (self.binades << 23)).clamp_min(_SMALLEST))
-        ranges = torch.where(hi > 0, self._range(lo, hi), 0)
-        base, step = base_and_step(ranges)
+        ranges = torch.where(hi > 0, self._range(lo, hi), 0).squeeze(1)
+        base, step = self.base_and_step(ranges)
         pattern = torch.where(wild, hi, torch.where(there, torch.maximum(pattern, lo), 0))
         d = step >> 1 if random is None else ((random.to(torch.int64) * step) >> 16).to(torch.int32)
         code = torch.div(pattern - base + d, step.clamp_min(1), rounding_mode="floor")
         highest = torch.div(_INFINITY - 1 - base, step.clamp_min(1), rounding_mode="floor")
         code = torch.where(pattern > 0, torch.minimum(code, highest) + 1, 0)
-        return code.to(torch.uint8), ranges.squeeze(1)
+        return code.to(torch.uint8), ranges
 
     def _range(self, lo: Tensor, hi: Tensor) -> Tensor:
-        """The words of blocks between two patterns."""
-        if self.bits == 8:
-            s = _bit_length((hi - lo) >> 8).clamp_min(12)
-            s = s + (((hi + (1 << s) - 1) >> s) - (lo >> s) > self.steps).to(torch.int32)
-            return ((lo >> s) << s) + 128 * s
-        base = lo & ~0xFFF
-        least = (hi - base + self.steps - 1) // self.steps  # whole patterns, rounded up
-        s = _bit_length(least >> 8).clamp_min(5) + 7
-        parts = -((-least) >> (s - 7))  # of which 128 are 2^s
-        over = parts == 256  # rounded up to the next power of two
-        s, parts = s + over.to(torch.int32), torch.where(over, 128, parts.clamp_min(128))
-        return base + 128 * s + (parts - 128)
-
-
-def base_and_step(ranges: Tensor) -> tuple[Tensor, Tensor]:
-    """The pattern of the lowest code above zero, and that between one code and the next; int32 as the words are."""
-    return ranges & ~0xFFF, ((128 + (ranges & 127)) << (((ranges >> 7) & 31) - 7).clamp_min(0))
+        """What blocks between two patterns keep; (blocks, 1), or (blocks, 2) in 4 bits."""
+        if self.bits == 4:
+            return torch.cat([lo, ((hi - lo + self.steps - 1) // self.steps).clamp_min(1)], dim=1)
+        s = _bit_length((hi - lo) >> 8).clamp_min(12)
+        s = s + (((hi + (1 << s) - 1) >> s) - (lo >> s) > self.steps).to(torch.int32)
+        return ((lo >> s) << s) + s
 
 
 def _bit_length(x: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from narrowgauge.storage._states._floats import StateContext, StateStorage, Word
 
 @dataclass(frozen=True)
 class LogState(CodedState):
-    """Steps of the bit pattern, rounded stochastically, and one 32-bit word a block: where they begin, how wide.
+    """Steps of the bit pattern, rounded stochastically; where they begin, how wide: 4 bytes a block, 8 with 4 bits.
 
     It is what a second moment is kept in; other moments have storages of their own.
     """
@@ -49,6 +49,9 @@ class LogState(CodedState):
 
     def stochastic(self, signed: bool) -> bool:
         return True
+
+    def nbytes(self, numel: int, block_size: int) -> int:
+        return super().nbytes(numel, block_size) + (4 * block_count(numel, block_size) if self.bits == 4 else 0)
 
     def decode(self, words: Words, context: StateContext) -> Tensor:
         codes = self._unpack(words["codes"], context.shape)
