@@ -113,7 +113,6 @@ SHORT = {
     "D": "`master`",
     "split8 + log8": "`adamw8bit-split8`",
     "split8 + log4/log8": "`adamw6bit-split8`",
-    "split8 + log4": "`adamw4bit-split8`",
     "split8 + 8bit": "`adamw8bit-dynamic-split8`",
     "FlashAdamW": "FlashOptim's FlashAdamW",
     "bitsandbytes AdamW8bit": "bitsandbytes' AdamW8bit",
