@@ -140,6 +140,13 @@ def test_the_options_of_formats_are_listed() -> None:
     assert {option for options in told for option in options} == known
 
 
+def test_the_options_of_the_benchmark_are_listed() -> None:
+    bench = typer.main.get_command(app).commands["bench"]  # type: ignore[attr-defined]
+    known = {p.opts[0] for p in bench.commands["optimizers"].params if p.name != "help"}
+    told = {option for cells in rows("bench.md") for option in re.findall(r"`(--[\w-]+)", cells[0])}
+    assert told == known
+
+
 def test_the_readmes_tables_are_those_of_the_committed_results() -> None:
     ran = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "render.py"), "--check"], check=False)
     assert ran.returncode == 0, "run: python benchmarks/render.py"

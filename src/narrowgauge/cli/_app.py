@@ -139,3 +139,30 @@ def _formats(
     from narrowgauge.cli._formats import FormatsOptions, formats
 
     return formats(FormatsOptions(**options))
+
+
+_bench = typer.Typer(add_completion=False, help="Measure what things cost on this machine.", no_args_is_help=True)
+app.add_typer(_bench, name="bench")
+
+
+@_bench.command(name="optimizers")
+def _optimizers(
+    context: typer.Context,
+    lists: Annotated[
+        str | None,
+        _option(
+            "Comma-separated: big, matrix, gpt2, gpt2-medium, vit-huge, or a shape such as 4096x4096.",
+            show_default="big,gpt2-medium,vit-huge on a GPU, else matrix",
+        ),
+    ] = None,
+    only: Annotated[str | None, _option("Comma-separated parts of names of rows.", show_default="all")] = None,
+    peers: Annotated[bool, _option("Other libraries' optimizers too, where installed.", "--peers")] = False,
+    device: Annotated[str, _option("'cpu', 'cuda', 'cuda:1', or 'auto': a GPU if there is one.")] = "auto",
+    seconds: Annotated[float, _option("How long to time each row.")] = 1.0,
+    json: Annotated[Path | None, _option("Results file.")] = None,
+) -> int:
+    """Milliseconds of an optimizer's step, beside what the speed of memory allows."""
+    options = {name: value for name, value in locals().items() if name != "context"}
+    from narrowgauge.cli._bench import BenchOptions, bench_optimizers
+
+    return bench_optimizers(BenchOptions(**options), shlex.join(["narrowgauge", *context.obj]))

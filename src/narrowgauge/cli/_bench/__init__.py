@@ -1,0 +1,110 @@
+"""`narrowgauge bench optimizers`: what a step costs, beside what memory allows and beside the peers.
+
+An optimizer's step does so little arithmetic that moving the numbers should be all it costs. So every time is set
+against a limit measured in the same run: the bytes that the step has to move, at the speed at which the device
+copies. Times are medians; the first step is apart, since some compile for minutes in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from narrowgauge.cli._bench._lists import ParameterList, default_lists, parameter_list
+from narrowgauge.cli._bench._measure import copy_speed, measure
+from narrowgauge.cli._bench._report import Table
+from narrowgauge.cli._bench._rows import Row, rows
+from narrowgauge.cli._environment import describe_environment
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """The command's arguments under their names on the command line."""
+
+    lists: str | None = None
+    only: str | None = None
+    peers: bool = False
+    device: str = "auto"
+    seconds: float = 1.0
+    json: Path | None = None
+
+
+def bench_optimizers(options: BenchOptions, command: str) -> int:
+    """Measure, print, and write a results file if one is asked for.
+
+    Returns:
+        The exit status: 0, or 1 if any row failed.
+
+    Raises:
+        ValueError: for input that makes no sense, in one line that names the argument.
+    """
+    device = _chosen_device(options.device)
+    lists = _chosen_lists(options.lists, device)
+    chosen = _chosen_rows(options.only, options.peers, device)
+    if not options.seconds > 0:
+        raise ValueError(f"--seconds: got {options.seconds}, takes a number above 0")
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        _write(options.json, {})  # before an hour of measuring, not after it
+    speed = copy_speed(device)
+    results: dict[str, Any] = {
+        "command": command,
+        "environment": describe_environment(device),
+        "copy_bytes_per_second": speed,
+        "lists": {},
+    }
+    failed = False
+    with Table(results) as table:
+        for of in lists:
+            found: dict[str, Any] = {"title": of.title, **of.counts(), "rows": {}}
+            results["lists"][of.name] = found
+            table.begin(of)
+            for row in chosen:
+                figures = measure(row, of, device, speed, options.seconds)
+                failed |= "failed" in figures
+                found["rows"][row.name] = {"what": row.what, "of": row.family, **figures}
+                table.add(row, figures)
+                if options.json is not None:
+                    _write(options.json, results)
+    return int(failed)
+
+
+def _chosen_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device: got {name!r}, takes auto, cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise ValueError(f"--device: got {name!r}, which torch does not see here")
+    return device
+
+
+def _chosen_lists(names: str | None, device: torch.device) -> list[ParameterList]:
+    if names is None:
+        return default_lists(device)
+    return [parameter_list(name.strip()) for name in names.split(",") if name.strip()]
+
+
+def _chosen_rows(only: str | None, peers: bool, device: torch.device) -> list[Row]:
+    known = [row for row in rows(device) if peers or row.family in ("narrowgauge", "torch")]
+    if only is None:
+        return known
+    wanted = [part.strip().lower() for part in only.split(",") if part.strip()]
+    chosen = [row for row in known if any(part in row.name.lower() for part in wanted)]
+    if not chosen:
+        raise ValueError(f"--only: got {only!r}, takes parts of {', '.join(row.name for row in known)}")
+    return chosen
+
+
+def _write(path: Path, results: dict[str, Any]) -> None:
+    """Written aside, then renamed: who is ended in the middle leaves the last whole file."""
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text(json.dumps(results, indent=1) + "\n")
+    os.replace(aside, path)
