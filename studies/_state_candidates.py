@@ -30,7 +30,7 @@ from _state_codecs import (
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """How one moment is kept: its codec, bits an element, bytes a block, and the kernel that counts its cost."""
+    """How one moment is kept: its codec, bits an element, bytes a block, and the kernel to count, if any."""
 
     codec: Codec
     bits: float = 8
@@ -71,8 +71,8 @@ V = {
     "log2": Kept(TrueLog(255), block_bytes=8, kernel="log2"),
     "exact ends": Kept(Log(255), block_bytes=8, kernel="exact ends"),
     "log8": Kept(Stored("log8", False), kernel="log8"),
-    "log4": Kept(Stored("log4", False), 4, kernel="log4"),
-    "4-bit exact ends": Kept(Log(15), 4, 8, kernel="4-bit exact ends"),
+    "log4": Kept(Stored("log4", False), 4, 8, kernel="log4"),
+    "4-bit 128ths": Kept(Pattern(4, "128ths"), 4),
     "4-bit powers of two": Kept(Pattern(4), 4, kernel="4-bit powers of two"),
     "4-bit linear": Kept(formula(lambda y: y, 16, floor=True), 4, kernel="power 1"),
 }
@@ -158,8 +158,8 @@ PAIRS = {
     "log4 powers of two": Pair(
         "4-bit relative", "4-bit powers of two", "the same; v as log8 in 4 bits", "shift", best=BEST
     ),
-    "log4 exact ends": Pair(
-        "4-bit relative", "4-bit exact ends", "the same; v in any steps between two exact ends", "shift", best=BEST
+    "log4 128ths": Pair(
+        "4-bit relative", "4-bit 128ths", "the same; v in steps of 128ths of a power of two", "shift", best=BEST
     ),
 }
 LIBRARY: dict[str, Candidate] = {
@@ -182,8 +182,8 @@ ALONE = {
     "v exact ends": Pair("fp32", "exact ends", ""),
     "v log8": Pair("fp32", "log8", ""),
     "v log4": Pair("fp32", "log4", ""),
-    "v 4-bit exact ends": Pair("fp32", "4-bit exact ends", ""),
     "v 4-bit powers of two": Pair("fp32", "4-bit powers of two", ""),
+    "v 4-bit 128ths": Pair("fp32", "4-bit 128ths", ""),
 }
 _V = Pattern(rounding="stochastic")
 MISTAKES: dict[str, Candidate] = {
@@ -242,7 +242,7 @@ def finalists() -> dict[str, Candidate]:
         "log4 log8",
         "log4",
         "log4 powers of two",
-        "log4 exact ends",
+        "log4 128ths",
     )
     found: dict[str, Candidate] = {}
     for name in shown:

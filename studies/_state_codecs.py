@@ -199,25 +199,20 @@ class Pattern:
 
     Attributes:
         bits: of a code.
-        parts: steps of the pattern to choose from between one power of two and the next; 1 is that power alone.
+        steps: which steps a block may have: "powers" of two, on a grid that stays where it is (`log8`); "whole"
+            patterns, from the least element itself (`log4`); or "128ths" of a power, from close below it.
         rounding: "nearest" or "stochastic".
     """
 
     bits: int = 8
-    parts: int = 1
+    steps: str = "powers"
     rounding: str = "nearest"
 
     def __call__(self, x: Tensor, noise: Tensor) -> Tensor:
         kept, smallest, largest = _extremes(x)
         hi = _pattern(largest)
         lo = torch.maximum(_pattern(smallest), hi - (63 if self.bits == 8 else 48) * BINADE)
-        # Ascending, and so are the numbers of steps that a block takes: the first that is few enough is looked for.
-        steps = [(self.parts + part << s) // self.parts for s in range(12, 28) for part in range(self.parts)]
-        step = torch.full_like(lo, steps[-1])
-        for each in reversed(steps):
-            base = self._base(lo, torch.full_like(lo, each))
-            step = torch.where((hi - base + each - 1) // each <= 2**self.bits - 2, each, step)
-        base = self._base(lo, step)
+        base, step = self._range(lo, hi)
         if self.rounding == "nearest":
             more = step // 2
         else:
@@ -225,16 +220,30 @@ class Pattern:
         value = base + (torch.maximum(_pattern(x), lo) - base + more) // step * step
         return value.view(torch.float32) * kept
 
-    def _base(self, lo: Tensor, step: Tensor) -> Tensor:
-        """Of a grid that stays where it is, or one that begins close below the least element."""
-        return (lo // step * step if self.parts == 1 else lo // 4096 * 4096).clamp_min(BINADE)
+    def _range(self, lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the codes of a block begin, and how wide a step is."""
+        most = 2**self.bits - 2
+        if self.steps == "whole":
+            return lo, ((hi - lo + most - 1) // most).clamp_min(1)
+        if self.steps == "128ths":
+            base = lo // 4096 * 4096
+            least = ((hi - base + most - 1) // most).clamp_min(4096)
+            part = 1 << ((_pattern(least.float()) >> 23) - 127 - 7)
+            return base, (least + part - 1) // part * part
+        # Each takes more steps than the next: the first that is few enough is looked for.
+        base, step = torch.full_like(lo, BINADE), torch.full_like(lo, 1 << 27)
+        for each in reversed([1 << s for s in range(12, 27)]):
+            begin = (lo // each * each).clamp_min(BINADE)
+            enough = (hi - begin + each - 1) // each <= most
+            base, step = torch.where(enough, begin, base), torch.where(enough, each, step)
+        return base, step
 
 
 @dataclass(frozen=True)
 class Log:
     """A second moment in equal steps of its bit pattern between two exact ends, the block's smallest and largest.
 
-    What the library's codes are made from: finer by up to twice, in more instructions and two numbers a block.
+    Finer than the library's in 8 bits by up to twice, in more instructions and two numbers a block.
     """
 
     codes: int

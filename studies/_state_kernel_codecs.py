@@ -1,9 +1,8 @@
 """Codecs as Triton functions, to be compiled and their instructions counted (see `_state_kernels`).
 
-`a` and `b` are two numbers of the block, `table` the codebook and its inverse; P is the power, or the form: of
-second moments 8 and 4 are those of `log8` and `log4`, 2 that of `log8` in 4 bits. `bits` are 16 random bits an
-element, None to round to nearest. Signs and ends are treated as in the codecs that they stand for, NaN and
-infinities are not.
+`a` and `b` are two numbers of the block, `table` the codebook and its inverse; P is the power, or the bits of a
+code. `bits` are 16 random bits an element, None to round to nearest. Signs and ends are treated as in the
+codecs that they stand for, NaN and infinities are not.
 
 Those of the library's second and relative first moments find a block's numbers themselves, and give with the code
 what it stands for: a kernel that hands over decodes nothing twice. They are the library's to the bit.
@@ -149,57 +148,69 @@ def _ends(a, b, SIGNED: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def pattern_decode(code, a, b, table, SIGNED: tl.constexpr, P: tl.constexpr):
-    base, step = _base_and_step(a.to(tl.int32, bitcast=True))
+    word = a.to(tl.int32, bitcast=True)
+    base, step = word & ~0xFFF, _power(word & 0xFFF)
     k = code.to(tl.int32)
     return tl.where(k > 0, k * step + (base - step), 0).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def pattern_encode(x, bits, P: tl.constexpr):
-    pattern = x.to(tl.int32, bitcast=True)
+    pattern, lo, hi = _ends_of(x, 63 if P == 8 else 48)
+    steps: tl.constexpr = 254 if P == 8 else 14
+    s = tl.maximum(_bit_length((hi - lo) // (steps + 2)), 12)
+    s += (((hi + (1 << s) - 1) >> s) - (lo >> s) > steps).to(tl.int32)
+    word = tl.where(hi >= _SMALLEST, tl.maximum((lo >> s) << s, _SMALLEST) + s, 0)
+    s, base = word & 0xFFF, word & ~0xFFF
+    step = _power(s)
+    more = step >> 1 if bits is None else ((bits.to(tl.uint32) << 16) >> (32 - s).to(tl.uint32)).to(tl.int32)
+    k = tl.minimum((tl.maximum(pattern, lo) + (step - base) + more) >> s, ((_INFINITY - 1 - base) >> s) + 1)
     there = pattern >= _SMALLEST
-    hi = tl.max(pattern, axis=0)
-    # Unsigned, what is below the smallest normal number is the largest of all.
-    least = tl.min((pattern - _SMALLEST).to(tl.uint32, bitcast=True), axis=0)
-    lo = tl.minimum(least, _INFINITY - 1 - _SMALLEST).to(tl.int32) + _SMALLEST
-    lo = tl.maximum(tl.minimum(lo, hi), tl.maximum(hi - ((63 if P == 8 else 48) << 23), _SMALLEST))
-    word = tl.where(hi >= _SMALLEST, _range(lo, hi, P), 0)
-    base, step = _base_and_step(word)
-    shift = (word >> 7) & 31
-    clamped = tl.maximum(pattern, lo)
-    high = None if bits is None else bits.to(tl.uint32) << 16
-    if P == 4:
-        more = step >> 1 if bits is None else tl.umulhi(high, step.to(tl.uint32)).to(tl.int32)
-        # In 128ths of the step's power of two: twelve bits, whose quotient a product of 20 more gives exactly.
-        parts = 128 + (word & 127)
-        over = ((1 << 20) + parts - 1) // parts
-        k = ((clamped + (step - base) + more) >> (shift - 7)) * over >> 20
-        k = tl.minimum(k, (_INFINITY - 1 - base) // tl.maximum(step, 1) + 1)
-    else:
-        more = step >> 1 if bits is None else (high >> (32 - shift).to(tl.uint32)).to(tl.int32)
-        k = tl.minimum((clamped + (step - base) + more) >> shift, ((_INFINITY - 1 - base) >> shift) + 1)
     value = tl.where(there, k * step + (base - step), 0).to(tl.float32, bitcast=True)
     return tl.where(there, k, 0).to(tl.uint8), value, word.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _base_and_step(word):
-    return word & ~0xFFF, (128 + (word & 127)) << tl.maximum(((word >> 7) & 31) - 7, 0)
+def _power(s):
+    """2^s for s from 12 on. By 1 << s compilers do not multiply and add at once: they shift, and add after."""
+    return 128 << tl.maximum(s - 7, 0)
 
 
 @triton.jit
-def _range(lo, hi, P: tl.constexpr):
-    if P != 4:
-        steps: tl.constexpr = 254 if P == 8 else 14
-        s = tl.maximum(_bit_length((hi - lo) // (steps + 2)), 12)
-        s += (((hi + (1 << s) - 1) >> s) - (lo >> s) > steps).to(tl.int32)
-        return tl.maximum((lo >> s) << s, _SMALLEST) + 128 * s
-    base = lo & ~0xFFF
-    least = (hi - base + 13) // 14
-    s = tl.maximum(_bit_length(least >> 8), 5) + 7
-    parts = (least + (1 << (s - 7)) - 1) >> (s - 7)
-    s, parts = tl.where(parts == 256, s + 1, s), tl.where(parts == 256, 128, tl.maximum(parts, 128))
-    return base + 128 * s + parts - 128
+def whole_decode(code, a, b, table, SIGNED: tl.constexpr, P: tl.constexpr):
+    base, step = a.to(tl.int32, bitcast=True), b.to(tl.int32, bitcast=True)
+    k = code.to(tl.int32)
+    return tl.where(k > 0, k * step + (base - step), 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def whole_encode(x, bits, P: tl.constexpr):
+    pattern, lo, hi = _ends_of(x, 48)
+    base = tl.where(hi >= _SMALLEST, lo, 0)
+    step = tl.where(hi >= _SMALLEST, tl.maximum((hi - lo + 13) // 14, 1), 0)
+    positive = tl.maximum(step, 1).to(tl.uint32)
+    more = step >> 1 if bits is None else tl.umulhi(bits.to(tl.uint32) << 16, positive).to(tl.int32)
+    over = (tl.zeros_like(positive) - 1) // positive
+    n = tl.maximum(pattern, lo) + (step - base) + more
+    # n / step is 16 at most: with one over step rounded down the quotient is right, or one too small.
+    k = tl.umulhi(n.to(tl.uint32), over).to(tl.int32)
+    k += (n - k * step >= step).to(tl.int32)
+    k = tl.minimum(k, (_INFINITY - 1 - base) // positive.to(tl.int32) + 1)
+    there = pattern >= _SMALLEST
+    value = tl.where(there, k * step + (base - step), 0).to(tl.float32, bitcast=True)
+    code = tl.where(there, k, 0).to(tl.uint8)
+    return code, value, base.to(tl.float32, bitcast=True), step.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _ends_of(x, BINADES: tl.constexpr):
+    """Patterns, and the least and the largest of a block that are kept apart."""
+    pattern = x.to(tl.int32, bitcast=True)
+    hi = tl.max(pattern, axis=0)
+    # Unsigned, what is below the smallest normal number is the largest of all.
+    least = tl.min((pattern - _SMALLEST).to(tl.uint32, bitcast=True), axis=0)
+    lo = tl.minimum(least, _INFINITY - 1 - _SMALLEST).to(tl.int32) + _SMALLEST
+    return pattern, tl.maximum(tl.minimum(lo, hi), tl.maximum(hi - (BINADES << 23), _SMALLEST)), hi
 
 
 @triton.jit

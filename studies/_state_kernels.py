@@ -53,6 +53,12 @@ def _keep(
         tl.store(scales, number)
         tl.store(state + at, code)
         return value
+    elif RANGE == "own two":
+        code, value, base, step = ENCODE(x, bits, P)
+        tl.store(scales, base)
+        tl.store(scales + 1, step)
+        tl.store(state + at, code)
+        return value
     else:
         magnitude = tl.abs(x)
         largest = tl.max(magnitude, axis=0)
@@ -118,8 +124,8 @@ def _random(out, seed, step, N: tl.constexpr):
     tl.store(out + at, a ^ b ^ c ^ d)
 
 
-# Decode and encode, the power or form, and how a block's numbers are found: by its largest element, by its least as
-# well, or by the codec itself.
+# Decode and encode, the power or bits, and how a block's numbers are found: by its largest element, by its
+# least as well, or by the codec itself, which keeps one or two.
 KERNELS: dict[str | None, tuple[Any, Any, int, str]] = {
     None: (None, None, 1, ""),
     "dynamic": (codecs.table_decode, codecs.table_encode, 1, ""),
@@ -133,10 +139,9 @@ KERNELS: dict[str | None, tuple[Any, Any, int, str]] = {
     "e4m3 expanded": (codecs.e4m3_decode, codecs.e4m3_encode, 0, "least"),
     "log2": (codecs.log2_decode, codecs.log2_encode, 1, "least"),
     "exact ends": (codecs.log_decode, codecs.log_encode, 8, "least"),
-    "4-bit exact ends": (codecs.log_decode, codecs.log_encode, 4, "least"),
     "log8": (codecs.pattern_decode, codecs.pattern_encode, 8, "own"),
-    "log4": (codecs.pattern_decode, codecs.pattern_encode, 4, "own"),
-    "4-bit powers of two": (codecs.pattern_decode, codecs.pattern_encode, 2, "own"),
+    "log4": (codecs.whole_decode, codecs.whole_encode, 4, "own two"),
+    "4-bit powers of two": (codecs.pattern_decode, codecs.pattern_encode, 4, "own"),
     "relative": (codecs.relative_decode, codecs.relative_encode, 8, "own"),
     "e2m1": (codecs.e2m1_decode, codecs.e2m1_encode, 4, "own"),
 }

@@ -38,7 +38,7 @@ SHORT = {
     "half": "log4 log8",
     "log4": "log4",
     "two4": "log4 powers of two",
-    "exact4": "log4 exact ends",
+    "parts4": "log4 128ths",
     "fourbit": "torchao 4-bit",
 }
 RULES = {"sgd": "SGD with momentum", "lamb": "LAMB", "lion": "Lion"}

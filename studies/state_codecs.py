@@ -203,10 +203,11 @@ def instructions() -> Found | None:
         return None
     import _state_kernels
 
-    pairs = {
-        name: (candidates.M[pair.m].kernel, candidates.V[pair.v].kernel, pair.unit, *pair.best)
-        for name, pair in candidates.PAIRS.items()
-    }
+    pairs = {}
+    for name, pair in candidates.PAIRS.items():
+        m, v = candidates.M[pair.m].kernel, candidates.V[pair.v].kernel
+        if m and v:
+            pairs[name] = (m, v, pair.unit, *pair.best)
     return _state_kernels.measure(pairs | _state_kernels.STEPS)
 
 

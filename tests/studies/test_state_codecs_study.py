@@ -72,6 +72,7 @@ def test_bytes_are_counted() -> None:
     assert candidates.PAIRS["FlashOptim"].bytes(256) == 2.125
     assert candidates.PAIRS["log8"].bytes(256) == 2 + 8 / 256
     assert candidates.PAIRS["exact ends"].bytes(256) == 2 + 12 / 256
+    assert candidates.PAIRS["log4"].bytes(256) == 1 + 12 / 256
     for states in candidates.PAIRS.keys() & candidates.LIBRARY.keys():
         p = torch.zeros(4096, requires_grad=True)
         p.grad = torch.ones(4096)

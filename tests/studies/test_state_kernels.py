@@ -61,9 +61,10 @@ def check(m_kernel, v_kernel, random, decades):
     expected = weight - 1e-3 * (first + 9 * handed) / (second.sqrt() + 1e-8)
 
     numbers = torch.zeros(blocks, 4)
-    numbers[:, 0], numbers[:, 2] = scales, words.view(torch.float32)
+    numbers[:, 0], ranges = scales, numbers[:, 2 : 2 + words[0].numel()].view(torch.int32)
+    ranges.copy_(words.view(blocks, -1))
     step(weight, m_code, v_code, numbers, (m_kernel, v_kernel, "shift", True, random))
-    assert torch.equal(numbers[:, 2].view(torch.int32), words_new)
+    assert torch.equal(ranges, words_new.view(blocks, -1))
     assert torch.equal(v_code, v_new)
     assert torch.equal(numbers[:, 0], scales_new)
     assert torch.equal(m_code, m_new)
