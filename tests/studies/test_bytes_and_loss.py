@@ -73,11 +73,13 @@ def test_one_seed_is_one_training(setting: Setting) -> None:
 
 def test_exact_weights_in_two_ways_train_alike(setting: Setting) -> None:
     """`split` holds D's fp32 weight in other words: they differ in ties of the visible word alone."""
+    small = replace(setting, steps=30, lr=1e-4)  # most updates are below half a unit of bf16
     master, split, plain = (
-        _bytes_training.train(name, setting, 0)["validation_loss"] for name in ("D", "split", "D-MW")
+        _bytes_training.train(name, small, 0)["validation_loss"] for name in ("D", "split", "D-MW")
     )
+    # Measured: 1e-5 to 2e-4, and 0.05.
     assert abs(split - master) < 1e-3
-    assert abs(split - master) < abs(plain - master)
+    assert plain - master > 0.01
 
 
 def test_embeddings_are_marked_where_the_row_says_so() -> None:
