@@ -1,0 +1,290 @@
+"""A step as one C function, written from a graph and the storages of its operands.
+
+Memory is read once and written once. A block of elements (those that share a scale, or a thousand) is decoded into
+arrays on the stack, which stay in the nearest cache; one loop evaluates the graph; the results are encoded. Blocks
+are independent of each other, so threads take them as they come and the result does not depend on how many there
+are. Every loop runs over a whole block, whose length is a constant: a last block that is shorter is copied to
+memory that is long enough, and what lies beyond it counts as zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from narrowgauge.kernels._c_codecs import Codec, Word, source
+from narrowgauge.kernels._graph import Node, uniforms, walk
+
+_FLOATS = {
+    torch.float32: ("float", "float32"),
+    torch.bfloat16: ("u16", "bfloat16"),
+    torch.float16: ("_Float16", "float16"),
+}
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A moment of the step.
+
+    Attributes:
+        name: the graph's name for it.
+        codec: how it is kept.
+        beside: the moment in whose root's units it is kept, if it is.
+        hands_over: whether the weight is given what it loses.
+        purpose: of its random bits, from 1.
+    """
+
+    name: str
+    codec: Codec
+    beside: str | None
+    hands_over: bool
+    purpose: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step function is made for.
+
+    Attributes:
+        delta: the update's graph.
+        moments: the new moments' graphs, by name.
+        reach: what a unit that a moment loses is worth to the weight; for those that hand over.
+        terms: what to sum over the parameter, by name.
+        kept: the moments, how they are kept.
+        weight: the weight storage's name in `c/weights.h`.
+        low: its low word, if it has one.
+        dtype, grad_dtype: the parameter's and its gradient's.
+        block: elements a block; a multiple of 16.
+    """
+
+    delta: Node
+    moments: Mapping[str, Node]
+    reach: Mapping[str, Node]
+    terms: Mapping[str, Node]
+    kept: tuple[Moment, ...]
+    weight: str
+    low: Word | None
+    dtype: torch.dtype
+    grad_dtype: torch.dtype
+    block: int
+
+    @property
+    def words(self) -> tuple[Word, ...]:
+        """The tensors that it is given, in order: parameter, gradient, low word, and those of the moments."""
+        p, grad = (Word(name, _FLOATS[dtype][0], 8 * dtype.itemsize) for name, dtype in
+                   (("p", self.dtype), ("grad", self.grad_dtype)))  # fmt: skip
+        low = (self.low,) if self.low is not None else ()
+        return (p, grad, *low, *(word for moment in self.kept for word in moment.codec.words))
+
+    @property
+    def roots(self) -> tuple[Node, ...]:
+        """What is computed for each element once the sums are known."""
+        return (self.delta, *self.moments.values(), *self.reach.values())
+
+
+def step_source(step: Step) -> str:
+    """A C file with the functions ``step``, ``finite`` and, if there are terms, ``sums``."""
+    return "\n".join([_prelude(step), _tile(step), _DRIVER, _FINITE])
+
+
+def _prelude(step: Step) -> str:
+    c_type, name = _FLOATS[step.dtype]
+    info = torch.finfo(step.dtype)
+    mantissa = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}[step.dtype]
+    tail = max([word.nbytes(step.block) for word in step.words], default=0)
+    files = dict.fromkeys(file for moment in step.kept for file in moment.codec.sources)
+    return "\n".join(
+        [
+            f"#define BLOCK {step.block}",
+            f"#define WORD {c_type}",
+            f"#define FROM from_{name}",
+            f"#define TO to_{name}",
+            f"#define WORD_IS_{name.upper()}",
+            f"#define LEAST_NORMAL {info.smallest_normal!r}f",
+            f"#define MANTISSA_BITS {mantissa}",
+            f"#define GRAD {_FLOATS[step.grad_dtype][0]}",
+            f"#define FROM_GRAD from_{_FLOATS[step.grad_dtype][1]}",
+            f"#define WORDS {len(step.words)}",
+            f"#define WORD_BYTES {tail}",
+            source("words.h"),
+            source("weights.h"),
+            *map(source, files),
+            "static const long whole[WORDS] = {"
+            + ", ".join(str(w.nbytes(step.block)) for w in step.words)
+            + "};",
+            "static const long bits[WORDS] = {" + ", ".join(str(w.bits) for w in step.words) + "};",
+        ]
+    )
+
+
+def _tile(step: Step) -> str:
+    """The function that does one block."""
+    lines = [
+        "static void tile(long index, long n, unsigned char *const *at, const void *const *tables,",
+        "                 const double *uniforms, const u32 *key, float sign) {",
+        "    float w[BLOCK], g[BLOCK], delta[BLOCK];",
+        "    (void)index, (void)tables, (void)uniforms, (void)key;",
+    ]
+    low = "0" if step.low is None else "at[2]"
+    numbers = {node: f"c{k}" for k, node in enumerate(uniforms(step.roots))}
+    lines += [f"    const float {name} = (float)uniforms[{k}];" for k, name in enumerate(numbers.values())]
+    lines += [f"    float x_{m.name}[BLOCK], reach_{m.name}[BLOCK];" for m in step.kept]
+    lines += [f"    float kept_{m.name}[BLOCK];" for m in step.kept]
+    lines += ["    const GRAD *grad = (const GRAD *)at[1];", "    EACH g[i] = sign * FROM_GRAD(grad[i]);"]
+    lines.append(f"    read_{step.weight}((void *)at[0], (void *){low}, w);")
+    ordered = sorted(step.kept, key=lambda moment: moment.beside is not None)
+    lines += [f"    {_decode(step, m, 'x_')}" for m in ordered]
+    lines += ["    EACH {", *_equation(step, numbers), "    }"]
+    if step.kept:
+        zeros = " ".join(f"x_{m.name}[i] = 0.0f;" for m in step.kept)
+        lines.append(f"    for (long i = n; i < BLOCK; i++) {{ {zeros} }}")
+    beside = {m.beside for m in step.kept}
+    for moment in ordered:
+        lines.append(f"    {_encode(step, moment)}")
+        if moment.hands_over or moment.name in beside:
+            lines.append(f"    {_decode(step, moment, 'kept_')}")
+    handed = [moment.name for moment in step.kept if moment.hands_over and moment.name in step.reach]
+    lines.append("    EACH {")
+    lines.append("        float handed = 0.0f;")
+    for name in handed:
+        lines.append(f"        const float lost_{name} = x_{name}[i] - kept_{name}[i];")
+        lines.append(f"        handed += reach_{name}[i] * (is_finite(lost_{name}) ? lost_{name} : 0.0f);")
+    lines += ["        delta[i] += handed;", "    }"]
+    lines += [f"    add_{step.weight}((void *)at[0], (void *){low}, w, delta);", "}"]
+    return "\n".join(lines)
+
+
+def _pointers(step: Step, moment: Moment) -> str:
+    place = 2 + (step.low is not None)
+    for other in step.kept:
+        if other is moment:
+            break
+        place += len(other.codec.words)
+    return ", ".join(f"(void *)at[{place + k}]" for k in range(len(moment.codec.words)))
+
+
+def _further(step: Step, moment: Moment, prefix: str) -> list[str]:
+    """A codec's arguments after the block, its words and random numbers."""
+    codec = moment.codec
+    beside = [f"{prefix}{moment.beside}" if moment.beside else "(const float *)0"] if codec.relative else []
+    tables = [other for other in step.kept if other.codec.table is not None]
+    places = [f"tables[{2 * tables.index(moment) + k}]" for k in range(2)] if codec.table is not None else []
+    return [*beside, *places, *codec.constants]
+
+
+def _decode(step: Step, moment: Moment, prefix: str) -> str:
+    arguments = [_pointers(step, moment), prefix + moment.name, *_further(step, moment, prefix)]
+    return f"{moment.codec.name}_decode({', '.join(arguments)});"
+
+
+def _encode(step: Step, moment: Moment) -> str:
+    halves = [f"random_{moment.name}"] if moment.codec.random else []
+    arguments = [f"x_{moment.name}", _pointers(step, moment), *halves, *_further(step, moment, "kept_")]
+    call = f"{moment.codec.name}_encode({', '.join(arguments)});"
+    if not halves:
+        return call
+    return f"u16 {halves[0]}[BLOCK]; random_halves({halves[0]}, index, key, {moment.purpose}); {call}"
+
+
+def _equation(step: Step, numbers: Mapping[Node, str]) -> list[str]:
+    """The loop's body: every node once, then the results to their arrays."""
+    names = dict(numbers)
+    lines = [f"        {line}" for line in statements(step.roots, names)]
+    lines += [f"        x_{name}[i] = {names[node]};" for name, node in step.moments.items()]
+    handing = [moment.name for moment in step.kept if moment.hands_over]
+    lines += [
+        f"        reach_{name}[i] = {names[node]};" for name, node in step.reach.items() if name in handing
+    ]
+    return [*lines, f"        delta[i] = {names[step.delta]};"]
+
+
+_INPUTS = {"weight": "w[i]", "grad": "g[i]"}
+_EXPRESSIONS = {
+    "mul": "{0} * {1}", "add": "{0} + {1}", "sub": "{0} - {1}", "div": "{0} / {1}", "neg": "-{0}",
+    "abs": "{fabs}({0})", "sqrt": "{sqrt}({0})", "reciprocal": "1 / {0}",
+    "sign": "({c})(({0} > 0) - ({0} < 0))",
+    # As torch has them: NaN where either is.
+    "max": "{1} > {0} || {1} != {1} ? {1} : {0}", "min": "{1} < {0} || {1} != {1} ? {1} : {0}",
+    "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}", "eq": "{0} == {1}",
+    "ne": "{0} != {1}", "and": "({0} != 0) & ({1} != 0)", "or": "({0} != 0) | ({1} != 0)", "not": "!{0}",
+    "where": "{0} ? {1} : {2}", "wide": "(double){0}", "narrow": "(float){0}",
+}  # fmt: skip
+_TESTS = ("lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not")
+
+
+def statements(roots: Iterable[Node], names: dict[Node, str]) -> list[str]:
+    """C statements that compute the nodes of graphs for element i.
+
+    Args:
+        roots: the graphs.
+        names: what is known already, scalars among it; grows by the rest.
+    """
+    lines = []
+    for node in walk(roots):
+        if node.scalar or node in names:
+            continue
+        if node.op == "input":
+            names[node] = _INPUTS.get(node.args[0], f"x_{node.args[0]}[i]")
+            continue
+        c = "int" if node.op in _TESTS else "double" if node.double else "float"
+        math = {"sqrt": "sqrt" if node.double else "sqrtf", "fabs": "fabs" if node.double else "fabsf", "c": c}
+        expression = _EXPRESSIONS[node.op].format(*(names[arg] for arg in node.args), **math)
+        names[node] = f"t{len(names)}"
+        lines.append(f"const {c} {names[node]} = {expression};")
+    return lines
+
+
+_DRIVER = """
+/* Blocks first to last of a parameter of n elements. */
+void take_step(long first, long last, long n, unsigned char *const *words, const void *const *tables,
+          const double *uniforms, const uint32_t *key, float sign, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 65536 / BLOCK + 1) if (threads > 1)
+    for (long block = first; block < last; block++) {
+        unsigned char *at[WORDS];
+        const long left = n - block * BLOCK;
+        for (int k = 0; k < WORDS; k++) at[k] = words[k] + block * whole[k];
+        if (left >= BLOCK) {
+            tile(block, BLOCK, at, tables, uniforms, key, sign);
+            continue;
+        }
+        _Alignas(64) unsigned char copy[WORDS][WORD_BYTES];
+        unsigned char *copies[WORDS];
+        memset(copy, 0, sizeof copy);
+        for (int k = 0; k < WORDS; k++) {
+            copies[k] = copy[k];
+            memcpy(copy[k], at[k], bits[k] ? (left * bits[k] + 7) / 8 : whole[k]);
+        }
+        tile(block, left, copies, tables, uniforms, key, sign);
+        for (int k = 0; k < WORDS; k++) {
+            if (k == 1) continue; /* the gradient */
+            /* The other half of a byte whose first half is the last code is zero. */
+            if (bits[k] == 4 && left % 2) copy[k][left / 2] &= 0xF;
+            memcpy(at[k], copy[k], bits[k] ? (left * bits[k] + 7) / 8 : whole[k]);
+        }
+    }
+}
+
+#ifdef _OPENMP
+const int threaded = 1;
+#else
+const int threaded = 0;
+#endif
+"""
+
+_FINITE = """
+/* Whether all of n numbers of the gradient are finite. */
+int all_finite(long n, const GRAD *grad, int threads) {
+    int bad = 0;
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 16) reduction(| : bad) if (threads > 1)
+    for (long part = 0; part < n / 4096; part++) {
+        const GRAD *x = grad + part * 4096;
+        int found = 0;
+        for (int i = 0; i < 4096; i++) found |= !is_finite(FROM_GRAD(x[i]));
+        bad |= found;
+    }
+    for (long i = n / 4096 * 4096; i < n; i++) bad |= !is_finite(FROM_GRAD(grad[i]));
+    return !bad;
+}
+"""
