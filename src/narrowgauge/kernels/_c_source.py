@@ -86,7 +86,12 @@ class Step:
 
 def step_source(step: Step) -> str:
     """A C file with the functions ``step``, ``finite`` and, if there are terms, ``sums``."""
-    return "\n".join([_prelude(step), _tile(step), _DRIVER, _FINITE])
+    parts = [_prelude(step), _FINITE, _driver("take_step", "tile", _tile(step), "", "")]
+    if step.terms:
+        parts.append(
+            _driver("sum_terms", "partial", _partial(step), ", double *sums", ", sums + block * TERMS")
+        )
+    return "\n".join(parts)
 
 
 def _prelude(step: Step) -> str:
@@ -119,29 +124,41 @@ def _prelude(step: Step) -> str:
     )
 
 
+def _load(step: Step, roots: Iterable[Node]) -> tuple[list[str], dict[Node, str]]:
+    """A function's first lines, which decode a block, and what the numbers of these graphs are called then."""
+    numbers = {node: f"c{k}" for k, node in enumerate(uniforms(roots))}
+    lines = [
+        "    float w[BLOCK], g[BLOCK];",
+        "    (void)index, (void)n, (void)tables, (void)uniforms, (void)key;",
+        *(f"    const float {name} = (float)uniforms[{k}];" for k, name in enumerate(numbers.values())),
+        *(f"    float x_{m.name}[BLOCK];" for m in step.kept),
+        "    const GRAD *grad = (const GRAD *)at[1];",
+        "    EACH g[i] = sign * FROM_GRAD(grad[i]);",
+        f"    read_{step.weight}((void *)at[0], (void *){_low(step)}, w);",
+    ]
+    return [*lines, *(f"    {_decode(step, moment, 'x_')}" for moment in _ordered(step))], numbers
+
+
+def _low(step: Step) -> str:
+    return "0" if step.low is None else "at[2]"
+
+
+def _ordered(step: Step) -> list[Moment]:
+    """The moments, what gives another its unit before it."""
+    return sorted(step.kept, key=lambda moment: moment.beside is not None)
+
+
 def _tile(step: Step) -> str:
     """The function that does one block."""
-    lines = [
-        "static void tile(long index, long n, unsigned char *const *at, const void *const *tables,",
-        "                 const double *uniforms, const u32 *key, float sign) {",
-        "    float w[BLOCK], g[BLOCK], delta[BLOCK];",
-        "    (void)index, (void)tables, (void)uniforms, (void)key;",
-    ]
-    low = "0" if step.low is None else "at[2]"
-    numbers = {node: f"c{k}" for k, node in enumerate(uniforms(step.roots))}
-    lines += [f"    const float {name} = (float)uniforms[{k}];" for k, name in enumerate(numbers.values())]
-    lines += [f"    float x_{m.name}[BLOCK], reach_{m.name}[BLOCK];" for m in step.kept]
-    lines += [f"    float kept_{m.name}[BLOCK];" for m in step.kept]
-    lines += ["    const GRAD *grad = (const GRAD *)at[1];", "    EACH g[i] = sign * FROM_GRAD(grad[i]);"]
-    lines.append(f"    read_{step.weight}((void *)at[0], (void *){low}, w);")
-    ordered = sorted(step.kept, key=lambda moment: moment.beside is not None)
-    lines += [f"    {_decode(step, m, 'x_')}" for m in ordered]
+    loading, numbers = _load(step, step.roots)
+    lines = [f"static void tile({_ARGUMENTS}) {{", *loading, "    float delta[BLOCK];"]
+    lines += [f"    float kept_{m.name}[BLOCK], reach_{m.name}[BLOCK];" for m in step.kept]
     lines += ["    EACH {", *_equation(step, numbers), "    }"]
     if step.kept:
         zeros = " ".join(f"x_{m.name}[i] = 0.0f;" for m in step.kept)
         lines.append(f"    for (long i = n; i < BLOCK; i++) {{ {zeros} }}")
     beside = {m.beside for m in step.kept}
-    for moment in ordered:
+    for moment in _ordered(step):
         lines.append(f"    {_encode(step, moment)}")
         if moment.hands_over or moment.name in beside:
             lines.append(f"    {_decode(step, moment, 'kept_')}")
@@ -152,8 +169,23 @@ def _tile(step: Step) -> str:
         lines.append(f"        const float lost_{name} = x_{name}[i] - kept_{name}[i];")
         lines.append(f"        handed += reach_{name}[i] * (is_finite(lost_{name}) ? lost_{name} : 0.0f);")
     lines += ["        delta[i] += handed;", "    }"]
-    lines += [f"    add_{step.weight}((void *)at[0], (void *){low}, w, delta);", "}"]
+    lines += [f"    add_{step.weight}((void *)at[0], (void *){_low(step)}, w, delta);", "}"]
     return "\n".join(lines)
+
+
+def _partial(step: Step) -> str:
+    """The function that sums the terms of one block."""
+    terms = tuple(step.terms.values())
+    loading, names = _load(step, terms)
+    lines = [f"static void partial({_ARGUMENTS}, double *sums) {{", *loading]
+    lines += [f"    double term_{k}[BLOCK];" for k in range(len(terms))]
+    lines += ["    EACH {", *(f"        {line}" for line in statements(terms, names))]
+    lines += [f"        term_{k}[i] = {names[node]};" for k, node in enumerate(terms)]
+    # What lies beyond the parameter is no term.
+    zeros = " ".join(f"term_{k}[i] = 0.0;" for k in range(len(terms)))
+    lines += ["    }", f"    for (long i = n; i < BLOCK; i++) {{ {zeros} }}"]
+    lines += [*(f"    sums[{k}] = total(term_{k});" for k in range(len(terms))), "}"]
+    return "\n".join([f"#define TERMS {len(terms)}", _TOTAL, *lines])
 
 
 def _pointers(step: Step, moment: Moment) -> str:
@@ -236,17 +268,50 @@ def statements(roots: Iterable[Node], names: dict[Node, str]) -> list[str]:
     return lines
 
 
-_DRIVER = """
-/* Blocks first to last of a parameter of n elements. */
-void take_step(long first, long last, long n, unsigned char *const *words, const void *const *tables,
-          const double *uniforms, const uint32_t *key, float sign, int threads) {
+def codec_source(codec: Codec, block: int) -> str:
+    """A C file with a codec's two functions alone, on many blocks: for tests.
+
+    ``encode`` and ``decode`` take (blocks, x, words, tables, second moment, key).
+    """
+    files = [source(name) for name in ("words.h", *codec.sources)]
+    pointers = [
+        f"(void *)((char *)words[{k}] + b * {word.nbytes(block)})" for k, word in enumerate(codec.words)
+    ]
+    beside = ["v ? v + b * BLOCK : 0"] if codec.relative else []
+    tables = ["tables[0]", "tables[1]"] if codec.table is not None else []
+    more = [*beside, *tables, *codec.constants]
+    random = "u16 random[BLOCK]; random_halves(random, b, key, 1);" if codec.random else ""
+    encode = ["x", *pointers, *(["random"] if codec.random else []), *more]
+    signature = "(long blocks, float *x, void **words, const void **tables, const float *v, const u32 *key) {"
+    loop = "for (long b = 0; b < blocks; b++, x += BLOCK) {"
+    functions = [
+        f"void encode{signature} {loop} {random} {codec.name}_encode({', '.join(encode)}); }} }}",
+        f"void decode{signature} {loop} {codec.name}_decode({', '.join([*pointers, 'x', *more])}); }} }}",
+    ]
+    return "\n".join([f"#define BLOCK {block}", *files, *functions])
+
+
+_ARGUMENTS = (
+    "const long index, const long n, unsigned char *const *at, const void *const *tables, "
+    "const double *uniforms, const u32 *key, const float sign"
+)
+
+
+def _driver(name: str, each: str, definition: str, more: str, further: str) -> str:
+    """A function that does blocks of a parameter, and that which does one."""
+    head = f"{definition}\n\n/* Blocks first to last of a parameter of n elements. */\nvoid {name}("
+    return head + _DRIVER.replace("MORE", more).replace("EACH_BLOCK", each).replace("FURTHER", further)
+
+
+_DRIVER = """long first, long last, long n, unsigned char *const *words, const void *const *tables,
+          const double *uniforms, const u32 *key, float sign, int threadsMORE) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 65536 / BLOCK + 1) if (threads > 1)
     for (long block = first; block < last; block++) {
         unsigned char *at[WORDS];
         const long left = n - block * BLOCK;
         for (int k = 0; k < WORDS; k++) at[k] = words[k] + block * whole[k];
         if (left >= BLOCK) {
-            tile(block, BLOCK, at, tables, uniforms, key, sign);
+            EACH_BLOCK(block, BLOCK, at, tables, uniforms, key, signFURTHER);
             continue;
         }
         _Alignas(64) unsigned char copy[WORDS][WORD_BYTES];
@@ -256,7 +321,7 @@ void take_step(long first, long last, long n, unsigned char *const *words, const
             copies[k] = copy[k];
             memcpy(copy[k], at[k], bits[k] ? (left * bits[k] + 7) / 8 : whole[k]);
         }
-        tile(block, left, copies, tables, uniforms, key, sign);
+        EACH_BLOCK(block, left, copies, tables, uniforms, key, signFURTHER);
         for (int k = 0; k < WORDS; k++) {
             if (k == 1) continue; /* the gradient */
             /* The other half of a byte whose first half is the last code is zero. */
@@ -265,12 +330,16 @@ void take_step(long first, long last, long n, unsigned char *const *words, const
         }
     }
 }
+"""
 
-#ifdef _OPENMP
-const int threaded = 1;
-#else
-const int threaded = 0;
-#endif
+_TOTAL = """
+/* In eight sums, which a vector holds: the order is the same everywhere. */
+INLINE double total(const double *restrict term) {
+    double sums[8] = {0};
+    for (int i = 0; i < BLOCK; i += 8)
+        for (int j = 0; j < 8; j++) sums[j] += term[i + j];
+    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+}
 """
 
 _FINITE = """
@@ -287,4 +356,10 @@ int all_finite(long n, const GRAD *grad, int threads) {
     for (long i = n / 4096 * 4096; i < n; i++) bad |= !is_finite(FROM_GRAD(grad[i]));
     return !bad;
 }
+
+#ifdef _OPENMP
+const int threaded = 1;
+#else
+const int threaded = 0;
+#endif
 """

@@ -10,8 +10,10 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Hashable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,8 +35,8 @@ from narrowgauge.kernels._graph import evaluate, uniforms
 from narrowgauge.optim._equation import equation
 from narrowgauge.optim._plan import ParameterPlan, SlotPlan
 from narrowgauge.optim._update import numbers
-from narrowgauge.rules import Rule, Scalar
-from narrowgauge.storage import WeightStorage
+from narrowgauge.rules import Rule
+from narrowgauge.storage import StateStorage, WeightStorage
 from narrowgauge.storage._states._blocks import BlockwiseState, Float8State
 from narrowgauge.storage._states._logarithms import LogState, RelativeState, SignedLogState
 
@@ -62,16 +64,21 @@ class Kernel:
 
     def __init__(self, step: Step) -> None:
         self.step = step
-        self._library = load(step_source(step))
-        self._uniforms = uniforms(step.roots)
+        library = load(step_source(step))
+        self._roots = uniforms(step.roots)
+        self._term_roots = uniforms(step.terms.values())
         tables = [m.codec.table for m in step.kept if m.codec.table is not None]
         self._arrays = [array for table in tables for array in (table.values, table.cells)]
         self._tables = (ctypes.c_void_p * (len(self._arrays) or 1))(*(a.ctypes.data for a in self._arrays))
         pointer, long = ctypes.c_void_p, ctypes.c_long
-        self._step, self._finite = self._library.take_step, self._library.all_finite
-        self._step.argtypes = [long, long, long, *[pointer] * 4, ctypes.c_float, ctypes.c_int]
-        self._step.restype = None
+        arguments: list[Any] = [long, long, long, *[pointer] * 4, ctypes.c_float, ctypes.c_int]
+        self._step, self._finite = library.take_step, library.all_finite
+        self._step.argtypes, self._step.restype = arguments, None
         self._finite.argtypes, self._finite.restype = [long, pointer, ctypes.c_int], ctypes.c_int
+        if step.terms:
+            self._sum = library.sum_terms
+            self._sum.argtypes, self._sum.restype = [*arguments, pointer], None
+        self._threaded = bool(ctypes.c_int.in_dll(library, "threaded"))
 
     def finite(self, grad: Tensor) -> bool:
         """Whether all of a gradient is."""
@@ -89,30 +96,48 @@ class Kernel:
         """Take a step: parameter and state are written over.
 
         Args:
-            plan, p, grad, state, group: as for `update`, all that it writes contiguous; the gradient's sign is not
-                changed yet.
+            plan, p, grad, state, group: as for `update`, all contiguous; the gradient's sign is not changed yet.
             count: the number of this step.
         """
         words = _words(plan, p, grad, state)
-        scalars: Mapping[str, Scalar] = plan.rule.scalars(numbers(group, _CPU), count)
-        values = evaluate(self._uniforms, {name: float(value) for name, value in scalars.items()})
+        given = plan.rule.scalars(numbers(group, _CPU), count)
+        scalars = {name: float(value) for name, value in given.items()}
         mask = 0xFFFFFFFF
-        key = (ctypes.c_uint32 * 4)(group["seed"] & mask, plan.index & mask, count & mask, count >> 32 & mask)
-        n = p.numel()
-        self._step(
-            0,
-            -(-n // self.step.block),
-            n,
+        place = (group["seed"] & mask, plan.index & mask, count & mask, count >> 32 & mask)
+        common = (
             (ctypes.c_void_p * len(words))(*(word.data_ptr() for word in words)),
             self._tables,
-            (ctypes.c_double * (len(values) or 1))(*values),
-            key,
+            (ctypes.c_uint32 * 4)(*place),
             -1.0 if group["maximize"] else 1.0,
-            _threads(n),
         )
+        n = p.numel()
+        if self.step.terms:
+            sums = np.zeros((-(-n // self.step.block), len(self.step.terms)))
+            self._over(self._sum, n, common, evaluate(self._term_roots, scalars), sums.ctypes.data)
+            scalars |= dict(zip(self.step.terms, map(float, sums.sum(axis=0)), strict=True))
+            scalars["elements"] = float(n)
+        self._over(self._step, n, common, evaluate(self._roots, scalars))
         for word in words[:1] + words[2:]:
             # What autograd has saved of it is not what it was: it looks at the version.
             torch.autograd.graph.increment_version(word)
+
+    def _over(self, function: Any, n: int, common: tuple[Any, ...], values: list[float], *more: Any) -> None:
+        """Call a function of the library on all blocks of n elements."""
+        words, tables, key, sign = common
+        blocks, threads = -(-n // self.step.block), _threads(n)
+        inner = threads if self._threaded else 1
+        uniform = (ctypes.c_double * (len(values) or 1))(*values)
+
+        def part(first: int, last: int) -> None:
+            function(first, last, n, words, tables, uniform, key, sign, inner, *more)
+
+        if inner == threads:
+            part(0, blocks)
+            return
+        # A compiler without OpenMP: Python's threads, which leave the interpreter while they are in C.
+        ends = [blocks * k // threads for k in range(threads + 1)]
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(part, ends, ends[1:]))
 
 
 def kernel_of(plan: ParameterPlan, p: Tensor, group: Mapping[str, Any]) -> Kernel | str:
@@ -143,7 +168,7 @@ def _words(plan: ParameterPlan, p: Tensor, grad: Tensor, state: Mapping[str, Ten
     moments = []
     for slot in plan.slots:
         words = slot.words(state)
-        moments += [words[word.name] for word in _codec(slot).words]
+        moments += [words[word.name] for word in codec_of(slot.storage, slot.slot.signed).words]
     return [p, grad, *low, *moments]
 
 
@@ -179,7 +204,7 @@ def _step(
     kept = tuple(
         Moment(
             slot.slot.name,
-            _codec(slot),
+            codec_of(slot.storage, slot.slot.signed),
             slot.beside.slot.name if slot.beside is not None else None,
             slot.storage.hands_over(slot.slot.signed),
             number,
@@ -192,8 +217,6 @@ def _step(
     block = blocks.pop() if blocks else _BLOCK
     if block % 16 or block > _LARGEST_BLOCK:
         raise NotImplementedError(f"block_size {block} ; takes multiples of 16 up to {_LARGEST_BLOCK}")
-    if graph.terms:
-        raise NotImplementedError(f"{rule.name} needs sums")
     if weight.name not in ("plain", "kahan", "expansion", "split", "split8", "master"):
         raise NotImplementedError(f"weights={weight.name!r}")
     low_dtype = weight.low_dtype(dtype)
@@ -203,18 +226,13 @@ def _step(
     )
 
 
-@functools.lru_cache(maxsize=256)
-def _codec(slot: SlotPlan) -> Codec:
+@functools.lru_cache(maxsize=64)
+def codec_of(storage: StateStorage, signed: bool) -> Codec:
     """How C keeps a moment.
 
     Raises:
         NotImplementedError: if it does not.
     """
-    storage, signed = slot.storage, slot.slot.signed
-    if storage.name in ("fp32", "bf16"):
-        return FLOAT32 if storage.name == "fp32" else BFLOAT16
-    if storage.name == "expansion":
-        return EXPANSION
     if isinstance(storage, BlockwiseState):
         return table_codec(storage.coder(signed, _CPU), storage.bits)
     if isinstance(storage, LogState):
@@ -225,7 +243,10 @@ def _codec(slot: SlotPlan) -> Codec:
         return LOGARITHMS
     if isinstance(storage, Float8State):
         return FLOAT8[signed]
-    raise NotImplementedError(f"{storage.name} states")
+    floats = {"fp32": FLOAT32, "bf16": BFLOAT16, "expansion": EXPANSION}
+    if storage.name not in floats:
+        raise NotImplementedError(f"{storage.name} states")
+    return floats[storage.name]
 
 
 def _threads(elements: int) -> int:
