@@ -33,7 +33,7 @@ RULES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 STATES = ["fp32", "bf16", "expansion", "8bit", "log8", "fp8", "4bit", "log4"]
 WEIGHTS = {
-    torch.bfloat16: ["plain", "split8", "split", "expansion", "kahan", "master"],
+    torch.bfloat16: ["plain", "split8", "split", "expansion", "kahan", "master", "stochastic"],
     torch.float16: ["plain", "expansion", "kahan", "master"],
     torch.float32: ["plain"],
 }

@@ -140,3 +140,26 @@ def table_codec(coder: Coder, bits: int) -> Codec:
     constants = (kind, str(table.zero), str(table.first), str(len(table.cells) - 1))
     name = "table" if bits == 8 else "packed_table"
     return _coded(name, bits, _SCALES, "table.h", constants=constants, table=table)
+
+
+def codec_source(codec: Codec, block: int) -> str:
+    """A C file with a codec's two functions alone, on many blocks: for tests.
+
+    ``encode`` and ``decode`` take (blocks, x, words, tables, second moment, key).
+    """
+    files = [source(name) for name in ("words.h", *codec.sources)]
+    pointers = [
+        f"(void *)((char *)words[{k}] + b * {word.nbytes(block)})" for k, word in enumerate(codec.words)
+    ]
+    beside = ["v ? v + b * BLOCK : 0"] if codec.relative else []
+    tables = ["tables[0]", "tables[1]"] if codec.table is not None else []
+    more = [*beside, *tables, *codec.constants]
+    random = "u16 random[BLOCK]; random_halves(random, b, key, 1);" if codec.random else ""
+    encode = ["x", *pointers, *(["random"] if codec.random else []), *more]
+    signature = "(long blocks, float *x, void **words, const void **tables, const float *v, const u32 *key) {"
+    loop = "for (long b = 0; b < blocks; b++, x += BLOCK) {"
+    functions = [
+        f"void encode{signature} {loop} {random} {codec.name}_encode({', '.join(encode)}); }} }}",
+        f"void decode{signature} {loop} {codec.name}_decode({', '.join([*pointers, 'x', *more])}); }} }}",
+    ]
+    return "\n".join([f"#define BLOCK {block}", *files, *functions])

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from narrowgauge.kernels._c_codecs import Codec, Word, source
-from narrowgauge.kernels._graph import Node, uniforms, walk
+from narrowgauge.kernels._c_statements import statements
+from narrowgauge.kernels._graph import Node, uniforms
 
 _FLOATS = {
     torch.float32: ("float", "float32"),
@@ -86,7 +87,7 @@ class Step:
 
 def step_source(step: Step) -> str:
     """A C file with the functions ``step``, ``finite`` and, if there are terms, ``sums``."""
-    parts = [_prelude(step), _FINITE, _driver("take_step", "tile", _tile(step), "", "")]
+    parts = [_prelude(step), source("finite.h"), _driver("take_step", "tile", _tile(step), "", "")]
     if step.terms:
         parts.append(
             _driver("sum_terms", "partial", _partial(step), ", double *sums", ", sums + block * TERMS")
@@ -99,7 +100,7 @@ def _prelude(step: Step) -> str:
     info = torch.finfo(step.dtype)
     mantissa = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}[step.dtype]
     tail = max([word.nbytes(step.block) for word in step.words], default=0)
-    files = dict.fromkeys(file for moment in step.kept for file in moment.codec.sources)
+    files = dict.fromkeys(["random.h", *(file for moment in step.kept for file in moment.codec.sources)])
     return "\n".join(
         [
             f"#define BLOCK {step.block}",
@@ -169,7 +170,11 @@ def _tile(step: Step) -> str:
         lines.append(f"        const float lost_{name} = x_{name}[i] - kept_{name}[i];")
         lines.append(f"        handed += reach_{name}[i] * (is_finite(lost_{name}) ? lost_{name} : 0.0f);")
     lines += ["        delta[i] += handed;", "    }"]
-    lines += [f"    add_{step.weight}((void *)at[0], (void *){_low(step)}, w, delta);", "}"]
+    random = ""
+    if step.weight == "stochastic":
+        random = ", random"
+        lines.append("    u32 random[BLOCK]; random_words(random, index, key);")
+    lines += [f"    add_{step.weight}((void *)at[0], (void *){_low(step)}, w, delta{random});", "}"]
     return "\n".join(lines)
 
 
@@ -185,7 +190,7 @@ def _partial(step: Step) -> str:
     zeros = " ".join(f"term_{k}[i] = 0.0;" for k in range(len(terms)))
     lines += ["    }", f"    for (long i = n; i < BLOCK; i++) {{ {zeros} }}"]
     lines += [*(f"    sums[{k}] = total(term_{k});" for k in range(len(terms))), "}"]
-    return "\n".join([f"#define TERMS {len(terms)}", _TOTAL, *lines])
+    return "\n".join([f"#define TERMS {len(terms)}", source("total.h"), *lines])
 
 
 def _pointers(step: Step, moment: Moment) -> str:
@@ -232,65 +237,6 @@ def _equation(step: Step, numbers: Mapping[Node, str]) -> list[str]:
     return [*lines, f"        delta[i] = {names[step.delta]};"]
 
 
-_INPUTS = {"weight": "w[i]", "grad": "g[i]"}
-_EXPRESSIONS = {
-    "mul": "{0} * {1}", "add": "{0} + {1}", "sub": "{0} - {1}", "div": "{0} / {1}", "neg": "-{0}",
-    "abs": "{fabs}({0})", "sqrt": "{sqrt}({0})", "reciprocal": "1 / {0}",
-    "sign": "({c})(({0} > 0) - ({0} < 0))",
-    # As torch has them: NaN where either is.
-    "max": "{1} > {0} || {1} != {1} ? {1} : {0}", "min": "{1} < {0} || {1} != {1} ? {1} : {0}",
-    "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}", "eq": "{0} == {1}",
-    "ne": "{0} != {1}", "and": "({0} != 0) & ({1} != 0)", "or": "({0} != 0) | ({1} != 0)", "not": "!{0}",
-    "where": "{0} ? {1} : {2}", "wide": "(double){0}", "narrow": "(float){0}",
-}  # fmt: skip
-_TESTS = ("lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not")
-
-
-def statements(roots: Iterable[Node], names: dict[Node, str]) -> list[str]:
-    """C statements that compute the nodes of graphs for element i.
-
-    Args:
-        roots: the graphs.
-        names: what is known already, scalars among it; grows by the rest.
-    """
-    lines = []
-    for node in walk(roots):
-        if node.scalar or node in names:
-            continue
-        if node.op == "input":
-            names[node] = _INPUTS.get(node.args[0], f"x_{node.args[0]}[i]")
-            continue
-        c = "int" if node.op in _TESTS else "double" if node.double else "float"
-        math = {"sqrt": "sqrt" if node.double else "sqrtf", "fabs": "fabs" if node.double else "fabsf", "c": c}
-        expression = _EXPRESSIONS[node.op].format(*(names[arg] for arg in node.args), **math)
-        names[node] = f"t{len(names)}"
-        lines.append(f"const {c} {names[node]} = {expression};")
-    return lines
-
-
-def codec_source(codec: Codec, block: int) -> str:
-    """A C file with a codec's two functions alone, on many blocks: for tests.
-
-    ``encode`` and ``decode`` take (blocks, x, words, tables, second moment, key).
-    """
-    files = [source(name) for name in ("words.h", *codec.sources)]
-    pointers = [
-        f"(void *)((char *)words[{k}] + b * {word.nbytes(block)})" for k, word in enumerate(codec.words)
-    ]
-    beside = ["v ? v + b * BLOCK : 0"] if codec.relative else []
-    tables = ["tables[0]", "tables[1]"] if codec.table is not None else []
-    more = [*beside, *tables, *codec.constants]
-    random = "u16 random[BLOCK]; random_halves(random, b, key, 1);" if codec.random else ""
-    encode = ["x", *pointers, *(["random"] if codec.random else []), *more]
-    signature = "(long blocks, float *x, void **words, const void **tables, const float *v, const u32 *key) {"
-    loop = "for (long b = 0; b < blocks; b++, x += BLOCK) {"
-    functions = [
-        f"void encode{signature} {loop} {random} {codec.name}_encode({', '.join(encode)}); }} }}",
-        f"void decode{signature} {loop} {codec.name}_decode({', '.join([*pointers, 'x', *more])}); }} }}",
-    ]
-    return "\n".join([f"#define BLOCK {block}", *files, *functions])
-
-
 _ARGUMENTS = (
     "const long index, const long n, unsigned char *const *at, const void *const *tables, "
     "const double *uniforms, const u32 *key, const float sign"
@@ -330,36 +276,4 @@ _DRIVER = """long first, long last, long n, unsigned char *const *words, const v
         }
     }
 }
-"""
-
-_TOTAL = """
-/* In eight sums, which a vector holds: the order is the same everywhere. */
-INLINE double total(const double *restrict term) {
-    double sums[8] = {0};
-    for (int i = 0; i < BLOCK; i += 8)
-        for (int j = 0; j < 8; j++) sums[j] += term[i + j];
-    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
-}
-"""
-
-_FINITE = """
-/* Whether all of n numbers of the gradient are finite. */
-int all_finite(long n, const GRAD *grad, int threads) {
-    int bad = 0;
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 16) reduction(| : bad) if (threads > 1)
-    for (long part = 0; part < n / 4096; part++) {
-        const GRAD *x = grad + part * 4096;
-        int found = 0;
-        for (int i = 0; i < 4096; i++) found |= !is_finite(FROM_GRAD(x[i]));
-        bad |= found;
-    }
-    for (long i = n / 4096 * 4096; i < n; i++) bad |= !is_finite(FROM_GRAD(grad[i]));
-    return !bad;
-}
-
-#ifdef _OPENMP
-const int threaded = 1;
-#else
-const int threaded = 0;
-#endif
 """

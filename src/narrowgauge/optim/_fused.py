@@ -40,6 +40,7 @@ from narrowgauge.storage import StateStorage, WeightStorage
 from narrowgauge.storage._states._blocks import BlockwiseState, Float8State
 from narrowgauge.storage._states._logarithms import LogState, RelativeState, SignedLogState
 
+_WEIGHTS = ("plain", "kahan", "expansion", "split", "split8", "master", "stochastic")
 _CPU = torch.device("cpu")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Elements a block where no storage asks for blocks; and the most that a stack takes.
@@ -216,9 +217,10 @@ def _step(
     }
     block = blocks.pop() if blocks else _BLOCK
     if block % 16 or block > _LARGEST_BLOCK:
-        raise NotImplementedError(f"block_size {block} ; takes multiples of 16 up to {_LARGEST_BLOCK}")
-    if weight.name not in ("plain", "kahan", "expansion", "split", "split8", "master"):
-        raise NotImplementedError(f"weights={weight.name!r}")
+        raise NotImplementedError(f"block_size {block}; takes multiples of 16 up to {_LARGEST_BLOCK}")
+    narrow = weight.name == "stochastic" and dtype != torch.bfloat16
+    if narrow or weight.name not in _WEIGHTS:
+        raise NotImplementedError(f"weights={weight.name!r} of {dtype}")
     low_dtype = weight.low_dtype(dtype)
     low = Word("low", _C_TYPES[low_dtype], 8 * low_dtype.itemsize) if low_dtype is not None else None
     return Step(

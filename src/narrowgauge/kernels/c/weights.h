@@ -82,3 +82,18 @@ INLINE float join(u16 hi, i32 offset) {
 SPLIT(split, int16_t, 0)
 SPLIT(split8, int8_t, 8)
 #endif
+
+#ifdef WORD_IS_BFLOAT16
+/* Rounded up where a random number falls below what would be cut off: 16 of a pattern's bits. Infinity and NaN stay. */
+READ(stochastic, void) { EACH w[i] = FROM(p[i]); }
+INLINE void add_stochastic(
+    u16 *restrict p, void *low, const float *restrict w, const float *restrict delta, const u32 *restrict random
+) {
+    (void)low;
+    EACH {
+        const float updated = w[i] + delta[i];
+        const u32 b = (u32)pattern(updated), up = (random[i] >> 16) < (b & 0xFFFF) ? 1 : 0;
+        p[i] = (u16)(is_finite(updated) ? (b >> 16) + up : to_bfloat16(updated));
+    }
+}
+#endif
