@@ -68,9 +68,7 @@ def functions(codec: Codec, size: int) -> ctypes.CDLL:
     return load(codec_source(codec, size))
 
 
-def called(
-    function: str, codec: Codec, x: Tensor, words: dict[str, Tensor], v: Tensor | None, size: int
-) -> None:
+def called(function: str, codec: Codec, x: Tensor, words: dict[str, Tensor], v: Tensor | None, size: int) -> None:
     """A codec's C function on every block of a tensor."""
     key = (ctypes.c_uint32 * 4)(SEED, STREAM, STEP & 0xFFFFFFFF, STEP >> 32)
     table = [codec.table.values, codec.table.cells] if codec.table is not None else []

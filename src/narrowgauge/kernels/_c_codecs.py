@@ -114,15 +114,11 @@ def _coded(name: str, bits: int, numbers: Word, *sources: str, **more: Any) -> C
 
 
 _RANGES, _SCALES = Word("ranges", "i32", 0), Word("scales", "float", 0)
-PATTERNS = {
-    bits: _coded(f"pattern{bits}", bits, _RANGES, "random.h", "patterns.h", random=True) for bits in (4, 8)
-}
+PATTERNS = {bits: _coded(f"pattern{bits}", bits, _RANGES, "random.h", "patterns.h", random=True) for bits in (4, 8)}
 RELATIVE = {bits: _coded(f"relative{bits}", bits, _SCALES, "relative.h", relative=True) for bits in (4, 8)}
 LOGARITHMS = _coded("logarithm", 8, Word("ranges", "float", 0, count=2), "logarithms.h")
 FLOAT8 = {
-    signed: _coded(
-        "float8", 8, _SCALES, "table.h", "float8.h", constants=("ABSOLUTE" if signed else "UNSIGNED",)
-    )
+    signed: _coded("float8", 8, _SCALES, "table.h", "float8.h", constants=("ABSOLUTE" if signed else "UNSIGNED",))
     for signed in (False, True)
 }
 
@@ -148,9 +144,7 @@ def codec_source(codec: Codec, block: int) -> str:
     ``encode`` and ``decode`` take (blocks, x, words, tables, second moment, key).
     """
     files = [source(name) for name in ("words.h", *codec.sources)]
-    pointers = [
-        f"(void *)((char *)words[{k}] + b * {word.nbytes(block)})" for k, word in enumerate(codec.words)
-    ]
+    pointers = [f"(void *)((char *)words[{k}] + b * {word.nbytes(block)})" for k, word in enumerate(codec.words)]
     beside = ["v ? v + b * BLOCK : 0"] if codec.relative else []
     tables = ["tables[0]", "tables[1]"] if codec.table is not None else []
     more = [*beside, *tables, *codec.constants]

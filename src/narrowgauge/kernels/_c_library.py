@@ -108,13 +108,9 @@ def _compiler() -> tuple[tuple[str, ...], str]:
 def _processor() -> str:
     """What tells processors with different instructions apart."""
     try:
-        lines = (
-            Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
-        )
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
         kept = [
-            line
-            for line in lines
-            if line.split("\t")[0].strip() in ("model name", "flags", "Features", "CPU part")
+            line for line in lines if line.split("\t")[0].strip() in ("model name", "flags", "Features", "CPU part")
         ]
         return "\n".join([platform.machine(), *kept])
     except OSError:

@@ -89,9 +89,7 @@ def step_source(step: Step) -> str:
     """A C file with the functions ``step``, ``finite`` and, if there are terms, ``sums``."""
     parts = [_prelude(step), source("finite.h"), _driver("take_step", "tile", _tile(step), "", "")]
     if step.terms:
-        parts.append(
-            _driver("sum_terms", "partial", _partial(step), ", double *sums", ", sums + block * TERMS")
-        )
+        parts.append(_driver("sum_terms", "partial", _partial(step), ", double *sums", ", sums + block * TERMS"))
     return "\n".join(parts)
 
 
@@ -117,9 +115,7 @@ def _prelude(step: Step) -> str:
             source("words.h"),
             source("weights.h"),
             *map(source, files),
-            "static const long whole[WORDS] = {"
-            + ", ".join(str(w.nbytes(step.block)) for w in step.words)
-            + "};",
+            "static const long whole[WORDS] = {" + ", ".join(str(w.nbytes(step.block)) for w in step.words) + "};",
             "static const long bits[WORDS] = {" + ", ".join(str(w.bits) for w in step.words) + "};",
         ]
     )
@@ -231,9 +227,7 @@ def _equation(step: Step, numbers: Mapping[Node, str]) -> list[str]:
     lines = [f"        {line}" for line in statements(step.roots, names)]
     lines += [f"        x_{name}[i] = {names[node]};" for name, node in step.moments.items()]
     handing = [moment.name for moment in step.kept if moment.hands_over]
-    lines += [
-        f"        reach_{name}[i] = {names[node]};" for name, node in step.reach.items() if name in handing
-    ]
+    lines += [f"        reach_{name}[i] = {names[node]};" for name, node in step.reach.items() if name in handing]
     return [*lines, f"        delta[i] = {names[step.delta]};"]
 
 

@@ -223,9 +223,7 @@ def _step(
         raise NotImplementedError(f"weights={weight.name!r} of {dtype}")
     low_dtype = weight.low_dtype(dtype)
     low = Word("low", _C_TYPES[low_dtype], 8 * low_dtype.itemsize) if low_dtype is not None else None
-    return Step(
-        graph.delta, graph.moments, graph.reach, graph.terms, kept, weight.name, low, dtype, grad, block
-    )
+    return Step(graph.delta, graph.moments, graph.reach, graph.terms, kept, weight.name, low, dtype, grad, block)
 
 
 @functools.lru_cache(maxsize=64)
