@@ -37,12 +37,18 @@ from narrowgauge.optim._plan import ParameterPlan, SlotPlan
 from narrowgauge.optim._update import numbers
 from narrowgauge.rules import Rule
 from narrowgauge.storage import StateStorage, WeightStorage
-from narrowgauge.storage._states._blocks import BlockwiseState, Float8State
+from narrowgauge.storage._states._blocks import BlockwiseState, Float8State, FourBitState
+from narrowgauge.storage._states._floats import ExpansionState
 from narrowgauge.storage._states._logarithms import LogState, RelativeState, SignedLogState
 
 _WEIGHTS = ("plain", "kahan", "expansion", "split", "split8", "master", "stochastic")
 _CPU = torch.device("cpu")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Exactly these: a class derived from one may keep its words otherwise.
+_STATES = (
+    StateStorage, ExpansionState, BlockwiseState, FourBitState, Float8State,
+    LogState, RelativeState, SignedLogState,
+)  # fmt: skip
 # Elements a block where no storage asks for blocks; and the most that a stack takes.
 _BLOCK, _LARGEST_BLOCK = 1024, 8192
 # Below, a thread costs more to wake than it saves.
@@ -120,7 +126,8 @@ class Kernel:
         self._over(self._step, n, common, evaluate(self._roots, scalars))
         for word in words[:1] + words[2:]:
             # What autograd has saved of it is not what it was: it looks at the version.
-            torch.autograd.graph.increment_version(word)
+            if not word.is_inference():
+                torch.autograd.graph.increment_version(word)
 
     def _over(self, function: Any, n: int, common: tuple[Any, ...], values: list[float], *more: Any) -> None:
         """Call a function of the library on all blocks of n elements."""
@@ -233,6 +240,8 @@ def codec_of(storage: StateStorage, signed: bool) -> Codec:
     Raises:
         NotImplementedError: if it does not.
     """
+    if type(storage) not in _STATES:
+        raise NotImplementedError(f"{storage.name} states")
     if isinstance(storage, BlockwiseState):
         return table_codec(storage.coder(signed, _CPU), storage.bits)
     if isinstance(storage, LogState):
@@ -243,10 +252,9 @@ def codec_of(storage: StateStorage, signed: bool) -> Codec:
         return LOGARITHMS
     if isinstance(storage, Float8State):
         return FLOAT8[signed]
-    floats = {"fp32": FLOAT32, "bf16": BFLOAT16, "expansion": EXPANSION}
-    if storage.name not in floats:
-        raise NotImplementedError(f"{storage.name} states")
-    return floats[storage.name]
+    if isinstance(storage, ExpansionState):
+        return EXPANSION
+    return {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}[storage.dtype]
 
 
 def _threads(elements: int) -> int:
