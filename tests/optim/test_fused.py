@@ -14,7 +14,7 @@ import torch
 
 from narrowgauge import optim
 from narrowgauge.kernels import _c_library
-from narrowgauge.optim._fused import _made
+from narrowgauge.optim._fused import Kernel, _made, kernel_of
 from narrowgauge.optim._optimizer import NarrowOptimizer
 
 RULES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -230,3 +230,23 @@ def test_a_cache_that_cannot_be_written_to(monkeypatch: pytest.MonkeyPatch, tmp_
     _made.cache_clear()
     _, optimizer = trained("AdamW", {}, fused=True)
     assert optimizer.describe().rows[0].path == "fused C, fp32"
+
+
+def test_without_openmp_pythons_threads_do_the_same() -> None:
+    before = torch.get_num_threads()
+    found = []
+    try:
+        torch.set_num_threads(3)
+        for threaded in (True, False):
+            p, optimizer = trained("LAMB", {"states": "log8"}, fused=True, shape=(3, 70_001))
+            kernel = kernel_of(optimizer._plans[p], p, optimizer.param_groups[0])
+            assert isinstance(kernel, Kernel)
+            was, kernel._threaded = kernel._threaded, threaded and kernel._threaded
+            try:
+                optimizer.step()
+            finally:
+                kernel._threaded = was
+            found.append([p.detach(), *optimizer.state[p].values()])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
