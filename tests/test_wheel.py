@@ -95,7 +95,8 @@ def test_it_holds_the_package_and_nothing_else(wheel: Path) -> None:
         names = set(archive.namelist())
         licence = archive.read(next(name for name in names if name.endswith("/LICENSE")))
     about = f"narrowgauge-{narrowgauge.__version__}.dist-info"
-    modules = {f"narrowgauge/{path.relative_to(SOURCE).as_posix()}" for path in SOURCE.rglob("*.py")}
+    sources = [*SOURCE.rglob("*.py"), *(SOURCE / "kernels" / "c").glob("*.h")]
+    modules = {f"narrowgauge/{path.relative_to(SOURCE).as_posix()}" for path in sources}
     extras = {f"{about}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")}
     assert names == modules | DATA | extras
     assert licence == (ROOT / "LICENSE").read_bytes()

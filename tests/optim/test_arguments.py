@@ -100,7 +100,7 @@ def test_describe_shows_every_decision() -> None:
     assert rows["block.weight"].bytes == 6400 * 3 + 2 * 4 * 25
     assert rows["block.bias"].states == "m:fp32 v:fp32"
     assert "10 elements < min_quantized_size" in rows["block.bias"].why
-    for word in ("block.weight", "64x100", "bfloat16", "adamw", "split8", "19,400", "eager torch, fp32"):
+    for word in ("block.weight", "64x100", "bfloat16", "adamw", "split8", "19,400", "fused C, fp32"):
         assert word in text
     assert AdamW([big], states="8bit").describe().rows[0].parameter == "0.0"
 

@@ -8,7 +8,7 @@ import torch
 
 from narrowgauge.optim import LAMB, LARS, SGD, Adagrad, Adam, AdamW, Lion, Muon, NarrowOptimizer, StableAdamW
 from narrowgauge.optim._arithmetic import Fp32Arithmetic
-from narrowgauge.optim._update import _numbers, _with_sums
+from narrowgauge.optim._update import _with_sums, numbers
 
 SHAPE = torch.Size((8, 256))
 ROUNDED = ["log8", "log4"]
@@ -136,7 +136,7 @@ def asked(optimizer: NarrowOptimizer, p: torch.nn.Parameter) -> float:
     (plan,) = (plan for _, plan in optimizer._all_plans())
     state = optimizer.state[p]
     moments = {slot.slot.name: slot.decode(state, SHAPE) for slot in plan.slots}
-    scalars = plan.rule.scalars(_numbers(group, p.device), float(state["step"]))
+    scalars = plan.rule.scalars(numbers(group, p.device), float(state["step"]))
     weight, grad = p.detach(), torch.full(SHAPE, 0.1)
     scalars = _with_sums(plan, Fp32Arithmetic(), weight, grad, moments, scalars)
     found = plan.rule.reach(Fp32Arithmetic(), weight, moments, scalars)

@@ -155,7 +155,7 @@ def test_what_an_optimizer_shows_it_shows() -> None:
     optimizer = step_in_backward(model, optim.AdamW8bit, **BF16)
     assert type(optimizer) is optim.AdamW8bit
     assert {row.parameter for row in optimizer.describe().rows} == dict(model.named_parameters()).keys()
-    assert all(row.path == "eager torch, fp32, in backward" for row in optimizer.describe().rows)
+    assert all(row.path == "fused C, fp32, in backward" for row in optimizer.describe().rows)
     optimizer.gauges = True
     told: list[str] = []
     optimizer.register_step_post_hook(lambda *_: told.append("stepped"))

@@ -54,13 +54,17 @@ class Description:
 
 
 def describe(
-    plans: Iterable[tuple[Tensor, ParameterPlan]], skipped: Mapping[str, int], when: str = ""
+    plans: Iterable[tuple[Tensor, ParameterPlan]],
+    skipped: Mapping[str, int],
+    eager: Mapping[Tensor, str | None],
+    when: str = "",
 ) -> Description:
     """The table of parameters and their plans.
 
     Args:
         plans: parameters and their plans.
         skipped: refused steps by name.
+        eager: by parameter, None where its step is fused, or why it is not; empty where nobody would ask.
         when: what to say after the path of when it is taken.
     """
     rows = [
@@ -72,9 +76,9 @@ def describe(
             weights=plan.weight.name,
             states=" ".join(f"{s.slot.name}:{s.storage.name}" for s in plan.slots),
             bytes=plan.nbytes(p),
-            path=f"eager torch, {'strict' if plan.strict else 'fp32'}{when}",
+            path=f"{'fused C' if eager[p] is None else 'eager torch'}, {'strict' if plan.strict else 'fp32'}{when}",
             skipped=skipped.get(plan.name, 0),
-            why=plan.why,
+            why="; ".join(filter(None, (plan.why, eager[p]))),
         )
         for p, plan in plans
     ]

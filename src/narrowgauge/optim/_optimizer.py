@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from narrowgauge.optim._admission import admit, refuse_gradient, skipped_steps
+from narrowgauge.optim._admission import admit, all_finite, refuse_gradient, skipped_steps
 from narrowgauge.optim._checkpoint import load_checkpoint
 from narrowgauge.optim._checkpoint_export import export_to_torch
 from narrowgauge.optim._checkpoint_layouts import VERSION, VERSION_KEY
 from narrowgauge.optim._clip_gradients import HISTORY, clip_to_percentile
 from narrowgauge.optim._describe import Description, describe
 from narrowgauge.optim._follow import Request, follow, request
+from narrowgauge.optim._fused import Kernel, kernel_of, takes
 from narrowgauge.optim._options import check_hyperparameters, check_options, show_options, with_defaults
 from narrowgauge.optim._plan import ParameterPlan, kind_of, plan_parameter
 from narrowgauge.optim._stats import UpdateStats
@@ -195,8 +196,13 @@ class NarrowOptimizer(torch.optim.Optimizer):
         plan, state = self._plans[p], self.state[p]
         if not state:
             state.update(plan.init(p, group))
-        keep = admit(group["nonfinite"], state, grad)
+        kernel = self._kernel(plan, p, grad, state, group)
+        keep = admit(group["nonfinite"], state, grad, kernel.finite if kernel is not None else all_finite)
         if keep is False:
+            return
+        if kernel is not None:
+            kernel.take(plan, p, grad, state, group, int(state["step"].item()) + 1)
+            state["step"] += 1
             return
         # On a GPU the count stays there: reading it would make the host wait for the device at every parameter.
         on_device = p.device.type != "cpu" and not plan.strict
@@ -218,6 +224,15 @@ class NarrowOptimizer(torch.optim.Optimizer):
             stats = UpdateStats.measure(delta, before, plan.exact(p, state))
             self.last_stats[plan.name] = stats if keep is True else stats.where(keep)
 
+    def _kernel(
+        self, plan: ParameterPlan, p: Tensor, grad: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]
+    ) -> Kernel | None:
+        """What steps this parameter in one pass; None where the eager step has to."""
+        if self.gauges:
+            return None
+        kernel = kernel_of(plan, p, group)
+        return kernel if isinstance(kernel, Kernel) and takes(kernel, plan, p, grad, state) else None
+
     @property
     def skipped(self) -> dict[str, int]:
         """Steps refused because of a gradient that was not finite, by parameter; those with none left out."""
@@ -234,7 +249,11 @@ class NarrowOptimizer(torch.optim.Optimizer):
     def describe(self) -> Description:
         """A table: parameter, rule, storages, bytes added, path taken, skipped steps, and why."""
         when = "" if self.in_backward is None else ", in backward"
-        return describe(self._all_plans(), self.skipped, when)
+        plans = self._all_plans()
+        groups = {p: group for group in self.param_groups for p in group["params"]}
+        kernels = {p: "gauges are on" if self.gauges else kernel_of(plan, p, groups[p]) for p, plan in plans}
+        eager = {p: kernel if isinstance(kernel, str) else None for p, kernel in kernels.items()}
+        return describe(plans, self.skipped, eager, when)
 
     def torch_state_dict(self) -> dict[str, Any]:
         """The state as torch's optimizer of the same name would save it: its `load_state_dict` goes on from there.

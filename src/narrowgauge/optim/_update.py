@@ -74,7 +74,7 @@ def update(
         (p, state, delta): the new parameter, its new state entries, and the intended update.
     """
     low = state[plan.weight_key] if plan.weight_key is not None else None
-    scalars: Mapping[str, Scalar] = plan.rule.scalars(_numbers(group, p.device), step)
+    scalars: Mapping[str, Scalar] = plan.rule.scalars(numbers(group, p.device), step)
     if plan.strict:
         moments: dict[str, Any] = {s.slot.name: (s.storage, s.words(state)) for s in plan.slots}
         weight = plan.weight.operand(p, low)
@@ -100,7 +100,7 @@ def update(
     return new_p, new_state, delta
 
 
-def _numbers(group: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def numbers(group: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """A group's hyperparameters, those that are tensors as scalars of the device.
 
     A tensor of one element and any shape serves as a number. On a GPU it is read by the device, as the step count

@@ -82,14 +82,14 @@ class BlockwiseState(CodedState):
 
     def decode(self, words: Words, context: StateContext) -> Tensor:
         codes = self._unpack(words["codes"], context.shape)
-        values = self._coder(context.signed, codes.device).values
+        values = self.coder(context.signed, codes.device).values
         return decode_blocks(codes, words["scales"], values, context.block_size)
 
     def encode(self, moment: Tensor, context: StateContext, random: Tensor | None = None) -> Words:
-        codes, scales = encode_blocks(moment, self._coder(context.signed, moment.device), context.block_size)
+        codes, scales = encode_blocks(moment, self.coder(context.signed, moment.device), context.block_size)
         return {"codes": self._pack(codes), "scales": scales}
 
-    def _coder(self, signed: bool, device: torch.device) -> Coder:
+    def coder(self, signed: bool, device: torch.device) -> Coder:
         return coder(self.codebook, signed, device, self.bits)
 
 
@@ -105,8 +105,8 @@ class FourBitState(BlockwiseState):
 
     bits: int = 4
 
-    def _coder(self, signed: bool, device: torch.device) -> Coder:
-        return super()._coder(signed, device) if signed else _sixteenths(device)
+    def coder(self, signed: bool, device: torch.device) -> Coder:
+        return super().coder(signed, device) if signed else _sixteenths(device)
 
 
 @functools.lru_cache(maxsize=16)

@@ -1,0 +1,159 @@
+"""How moments are kept, as C functions: which words each takes in memory, and how it is called.
+
+The functions are in `c/`. Each decodes or encodes one block, whose length is a constant of the compilation. A codec
+here is a value that says what their arguments are; that is all an emitter, or a test, needs to call them.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from narrowgauge.formats import Coder
+
+_SOURCES = Path(__file__).parent / "c"
+
+
+@dataclass(frozen=True)
+class Word:
+    """A tensor that a block has a part of.
+
+    Attributes:
+        name: its key among the moment's words.
+        c_type: what its elements are in C.
+        bits: of an element of the block; 0 for a tensor that has `count` numbers a block.
+        count: see `bits`.
+    """
+
+    name: str
+    c_type: str
+    bits: int
+    count: int = 1
+
+    def nbytes(self, elements: int) -> int:
+        """Bytes that a block of so many elements takes of it."""
+        return (elements * self.bits + 7) // 8 if self.bits else 4 * self.count
+
+
+@dataclass(frozen=True)
+class Table:
+    """A codebook made ready for look-ups; see `c/table.h`.
+
+    Attributes:
+        values: float32, what codes mean.
+        cells: uint32, a code and half a boundary each.
+        zero: the code of zero.
+        first: the upper half of the pattern that the first cell stands for.
+    """
+
+    values: NDArray[np.float32]
+    cells: NDArray[np.uint32]
+    zero: int
+    first: int
+
+    @classmethod
+    def of(cls, coder: Coder) -> Table:
+        """The table of a coder.
+
+        Raises:
+            ValueError: if two boundaries fall into one cell.
+        """
+        values, boundaries = coder.values.cpu().numpy(), coder.boundaries.cpu().numpy()
+        positive = boundaries[boundaries > 0]
+        patterns = positive.view(np.uint32)
+        upper = patterns >> 16
+        if len(np.unique(upper)) < len(upper):
+            raise ValueError("a cell of the table would hold two boundaries")
+        first, last = int(upper[0]) - 1, int(upper[-1]) + 1
+        low = np.full(last - first + 1, 0xFFFF, dtype=np.uint32)
+        low[upper - first] = patterns & 0xFFFF
+        below = np.searchsorted(upper, np.arange(first, last + 1), side="left").astype(np.uint32)
+        return cls(values, (below << 16 | low).astype(np.uint32), len(boundaries) - len(positive), first)
+
+
+@dataclass(frozen=True, eq=False)
+class Codec:
+    """A way to keep a moment.
+
+    Attributes:
+        name: of the functions, before ``_decode`` and ``_encode``.
+        words: its tensors.
+        sources: files of `c/` that they are in.
+        constants: further arguments in C.
+        table: whose two arrays are arguments before the constants; see `Table`.
+        relative: whether the second moment beside it is an argument.
+        random: whether `encode` takes 16 random bits an element.
+    """
+
+    name: str
+    words: tuple[Word, ...]
+    sources: tuple[str, ...] = ()
+    constants: tuple[str, ...] = ()
+    table: Table | None = None
+    relative: bool = False
+    random: bool = False
+
+
+def source(name: str) -> str:
+    """A file of `c/`."""
+    return (_SOURCES / name).read_text(encoding="utf-8")
+
+
+FLOAT32 = Codec("float32", (Word("", "float", 32),))
+BFLOAT16 = Codec("bfloat16", (Word("", "u16", 16),))
+EXPANSION = Codec("expansion", (Word("hi", "u16", 16), Word("lo", "u16", 16)))
+
+
+def _coded(name: str, bits: int, numbers: Word, *sources: str, **more: Any) -> Codec:
+    return Codec(name, (Word("codes", "u8", bits), numbers), ("pairs.h", *sources), **more)
+
+
+_RANGES, _SCALES = Word("ranges", "i32", 0), Word("scales", "float", 0)
+PATTERNS = {bits: _coded(f"pattern{bits}", bits, _RANGES, "random.h", "patterns.h", random=True) for bits in (4, 8)}
+RELATIVE = {bits: _coded(f"relative{bits}", bits, _SCALES, "relative.h", relative=True) for bits in (4, 8)}
+LOGARITHMS = _coded("logarithm", 8, Word("ranges", "float", 0, count=2), "logarithms.h")
+FLOAT8 = {
+    signed: _coded("float8", 8, _SCALES, "table.h", "float8.h", constants=("ABSOLUTE" if signed else "UNSIGNED",))
+    for signed in (False, True)
+}
+
+
+@functools.lru_cache(maxsize=16)
+def table_codec(coder: Coder, bits: int) -> Codec:
+    """Codes of a codebook with one scale a block.
+
+    Args:
+        coder: of the codebook, on the host. Its negative values, if any, are the negatives of positive ones.
+        bits: of a code.
+    """
+    table = Table.of(coder)
+    kind = "UNSIGNED" if coder.lowest >= 0 else "ABSOLUTE" if coder.lowest == -1 else "SIGNED"
+    constants = (kind, str(table.zero), str(table.first), str(len(table.cells) - 1))
+    name = "table" if bits == 8 else "packed_table"
+    return _coded(name, bits, _SCALES, "table.h", constants=constants, table=table)
+
+
+def codec_source(codec: Codec, block: int) -> str:
+    """A C file with a codec's two functions alone, on many blocks: for tests.
+
+    ``encode`` and ``decode`` take (blocks, x, words, tables, second moment, key).
+    """
+    files = [source(name) for name in ("words.h", *codec.sources)]
+    pointers = [f"(void *)((char *)words[{k}] + b * {word.nbytes(block)})" for k, word in enumerate(codec.words)]
+    beside = ["v ? v + b * BLOCK : 0"] if codec.relative else []
+    tables = ["tables[0]", "tables[1]"] if codec.table is not None else []
+    more = [*beside, *tables, *codec.constants]
+    random = "u16 random[BLOCK]; random_halves(random, b, key, 1);" if codec.random else ""
+    encode = ["x", *pointers, *(["random"] if codec.random else []), *more]
+    signature = "(long blocks, float *x, void **words, const void **tables, const float *v, const u32 *key) {"
+    loop = "for (long b = 0; b < blocks; b++, x += BLOCK) {"
+    functions = [
+        f"void encode{signature} {loop} {random} {codec.name}_encode({', '.join(encode)}); }} }}",
+        f"void decode{signature} {loop} {codec.name}_decode({', '.join([*pointers, 'x', *more])}); }} }}",
+    ]
+    return "\n".join([f"#define BLOCK {block}", *files, *functions])

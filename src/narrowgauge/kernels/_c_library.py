@@ -1,0 +1,130 @@
+"""C source to functions: the machine's own compiler, and a folder that remembers what it has made.
+
+A step is compiled for the processor it runs on, when it is first needed, which takes about a second; afterwards it
+is found by the hash of its source, of the compiler, its flags and the processor. Where there is no compiler, or it
+refuses, `Unavailable` says why, and whoever asked does without.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+# Contracting a * b + c would round once where torch rounds twice. The others change no result: no errno for a
+# square root of a negative number, no flags for an exception that nobody reads.
+_FLAGS = (
+    "-O3",
+    "-shared",
+    "-fPIC",
+    "-std=gnu11",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-w",
+)
+_PATIENCE = 120  # seconds
+
+
+class Unavailable(Exception):
+    """There is no compiled function; the message says why."""
+
+
+def load(source: str) -> ctypes.CDLL:
+    """The library of a C file, compiled or found.
+
+    Raises:
+        Unavailable: if it cannot be had.
+    """
+    if sys.byteorder != "little":
+        raise Unavailable("the processor is big-endian")
+    compiler, version = _compiler()
+    name = hashlib.sha256("\0".join([source, version, _processor()]).encode()).hexdigest()[:32] + ".so"
+    kept = _cache() / name
+    if kept.exists():
+        return _open(kept)
+    try:
+        kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+            # Whoever compiles the same at the same time replaces it by the same.
+            os.replace(_compile(compiler, source, Path(folder)), kept)
+    except OSError:
+        # Nothing can be kept: the library lives as long as the process.
+        try:
+            with tempfile.TemporaryDirectory(prefix="narrowgauge-") as folder:
+                return _open(_compile(compiler, source, Path(folder)))
+        except OSError as error:
+            raise Unavailable(f"no folder can be written to: {error}") from None
+    return _open(kept)
+
+
+def _compile(compiler: tuple[str, ...], source: str, folder: Path) -> Path:
+    """A shared library in a folder."""
+    written, made = folder / "step.c", folder / "step.so"
+    written.write_text(source, encoding="utf-8")
+    said = ""
+    for flags in _processor_flags():
+        command = [*compiler, *_FLAGS, *flags, str(written), "-o", str(made), "-lm"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=False)
+        except subprocess.TimeoutExpired:
+            raise Unavailable(f"{compiler[0]} took more than {_PATIENCE} s") from None
+        if done.returncode == 0 and made.exists():
+            return made
+        said = said or next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
+        said = said.replace(str(written), written.name)
+    raise Unavailable(f"{compiler[0]} refused: {said.strip()}")
+
+
+def _processor_flags() -> list[tuple[str, ...]]:
+    """Sets of flags, the best first: threads and all that the processor has, then without."""
+    wide = ("-mprefer-vector-width=512",) if platform.machine().lower() in ("x86_64", "amd64") else ()
+    native = ("-mcpu=native",) if sys.platform == "darwin" else ("-march=native", *wide)
+    return [("-fopenmp", *native), native, ("-fopenmp",), ()]
+
+
+@functools.lru_cache(maxsize=1)
+def _compiler() -> tuple[tuple[str, ...], str]:
+    """The compiler's command and what it says of itself."""
+    command = tuple(shlex.split(os.environ.get("CC", ""))) or ("cc",)
+    if shutil.which(command[0]) is None:
+        raise Unavailable(f"no C compiler: {command[0]} is not there")
+    try:
+        said = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise Unavailable(f"no C compiler: {error}") from None
+    return command, "\n".join([*command, said.stdout, *_FLAGS, str(_processor_flags())])
+
+
+@functools.lru_cache(maxsize=1)
+def _processor() -> str:
+    """What tells processors with different instructions apart."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
+        kept = [
+            line for line in lines if line.split("\t")[0].strip() in ("model name", "flags", "Features", "CPU part")
+        ]
+        return "\n".join([platform.machine(), *kept])
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+
+
+def _cache() -> Path:
+    """The user's folder of libraries."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(cache) if os.path.isabs(cache) else Path(os.path.expanduser("~")) / ".cache") / "narrowgauge"
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise Unavailable(f"{path.name} cannot be loaded: {error}") from None

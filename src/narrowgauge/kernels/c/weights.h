@@ -1,0 +1,99 @@
+/* Weight storages: see storage/_weights.py, which these follow bit for bit. WORD is what a parameter's elements are
+ * in memory, FROM and TO convert it, LEAST_NORMAL and MANTISSA_BITS are its format's. */
+
+#define READ(name, LOW) INLINE void read_##name(const WORD *restrict p, const LOW *restrict low, float *restrict w)
+#define ADD(name, LOW) \
+    INLINE void add_##name(WORD *restrict p, LOW *restrict low, const float *restrict w, const float *restrict delta)
+
+READ(plain, void) { EACH w[i] = FROM(p[i]); }
+ADD(plain, void) { EACH p[i] = TO(w[i] + delta[i]); }
+
+/* The low word, cut to half a unit in the parameter's last place. */
+INLINE float bounded(float p, float low) {
+    const float power = number(pattern(p) & INFINITY_PATTERN);
+    const float ulp = (power < LEAST_NORMAL ? LEAST_NORMAL : power) * (1.0f / (1 << MANTISSA_BITS));
+    const float half = is_finite(p) ? FROM(TO(ulp / 2)) : 0.0f;
+    low = low < -half ? -half : low;
+    return low > half ? half : low;
+}
+
+READ(kahan, WORD) { EACH w[i] = FROM(p[i]); }
+ADD(kahan, WORD) {
+    EACH {
+        const float owed = delta[i] + bounded(w[i], FROM(low[i]));
+        const WORD hi = TO(w[i] + owed);
+        const float lost = owed - (FROM(hi) - w[i]);
+        p[i] = hi;
+        low[i] = TO(is_finite(FROM(hi)) ? lost : 0.0f);
+    }
+}
+
+READ(expansion, WORD) { EACH w[i] = FROM(p[i]) + bounded(FROM(p[i]), FROM(low[i])); }
+ADD(expansion, WORD) {
+    EACH {
+        const float updated = w[i] + delta[i];
+        const WORD hi = TO(updated);
+        const float lost = updated - FROM(hi);
+        p[i] = hi;
+        low[i] = TO(is_finite(FROM(hi)) ? lost : 0.0f);
+    }
+}
+
+READ(master, float) {
+    EACH {
+        const float p_i = FROM(p[i]);
+        w[i] = FROM(TO(low[i])) == p_i ? low[i] : p_i;
+    }
+}
+ADD(master, float) {
+    EACH {
+        const float updated = w[i] + delta[i];
+        p[i] = TO(updated);
+        low[i] = updated;
+    }
+}
+
+/* A bf16 word and an integer low word: see storage/_words.py. */
+INLINE float join(u16 hi, i32 offset) {
+    const i32 magnitude = hi & 0x7FFF;
+    offset = magnitude == 0 && offset < 0 ? 0 : offset;
+    offset = magnitude == 0x7F80 && offset > 0 ? 0 : offset;
+    offset = magnitude > 0x7F80 ? 0 : offset;
+    return number((i32)(((u32)hi << 16) + (u32)offset));
+}
+
+#define SPLIT(name, LOW, SHIFT)                                                        \
+    READ(name, LOW) { EACH w[i] = join(p[i], (i32)((u32)(i32)low[i] << SHIFT)); }      \
+    ADD(name, LOW) {                                                                   \
+        EACH {                                                                         \
+            const float updated = w[i] + delta[i];                                     \
+            const u32 b = (u32)pattern(updated);                                       \
+            u32 magnitude = b & 0x7FFFFFFF;                                            \
+            if (SHIFT) magnitude = (magnitude + 0x80) >> 8 << 8;                       \
+            const u32 rounded = (magnitude + 0x8000) >> 16;                            \
+            const i32 lo = (i32)(magnitude - (rounded << 16)) >> SHIFT;                \
+            const int finite = is_finite(updated);                                     \
+            const u32 hi = (b >> 16 & 0x8000) | rounded;                               \
+            p[i] = (u16)(finite ? hi : to_bfloat16(updated));                          \
+            low[i] = (LOW)(finite ? lo : 0);                                           \
+        }                                                                              \
+    }
+#ifdef WORD_IS_BFLOAT16
+SPLIT(split, int16_t, 0)
+SPLIT(split8, int8_t, 8)
+#endif
+
+#ifdef WORD_IS_BFLOAT16
+/* Rounded up where a random number falls below what would be cut off: 16 of a pattern's bits. Infinity and NaN stay. */
+READ(stochastic, void) { EACH w[i] = FROM(p[i]); }
+INLINE void add_stochastic(
+    u16 *restrict p, void *low, const float *restrict w, const float *restrict delta, const u32 *restrict random
+) {
+    (void)low;
+    EACH {
+        const float updated = w[i] + delta[i];
+        const u32 b = (u32)pattern(updated), up = (random[i] >> 16) < (b & 0xFFFF) ? 1 : 0;
+        p[i] = (u16)(is_finite(updated) ? (b >> 16) + up : to_bfloat16(updated));
+    }
+}
+#endif

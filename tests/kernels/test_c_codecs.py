@@ -1,0 +1,141 @@
+"""The C codecs alone, bit for bit what the storages make of the same float32 blocks, and read back."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+from narrowgauge.formats import Coder, coder, random_bits, random_halves
+from narrowgauge.kernels._c_codecs import Codec, codec_source, source, table_codec
+from narrowgauge.kernels._c_library import load
+from narrowgauge.optim._fused import codec_of
+from narrowgauge.storage import StateContext, StateStorage, state_storage
+
+CPU = torch.device("cpu")
+SEED, STREAM, STEP = 5, 7, (3 << 32) + 11
+NAMES = ["fp32", "bf16", "expansion", "8bit", "fp8", "4bit", "log8", "log4"]
+# Name, sign, whether a second moment is beside it.
+CASES = [(name, signed, False) for name in NAMES for signed in (False, True)]
+CASES += [("log8", True, True), ("log4", True, True)]
+
+
+@functools.cache
+def blocks(size: int) -> Tensor:
+    """Rows of all kinds: ordinary, of mixed scales, zero, tiny, huge, with infinities and NaN, and with ties."""
+    generator = torch.Generator().manual_seed(size)
+
+    def normal(count: int = 1) -> Tensor:
+        return torch.randn(count, size, generator=generator)
+
+    def spread(low: float, high: float, count: int) -> Tensor:
+        return normal(count) * 10.0 ** torch.empty(count, size).uniform_(low, high, generator=generator)
+
+    rows = [normal(8), spread(-8, 2, 8), spread(-37, -30, 4), spread(30, 38, 4).clamp(-3e38, 3e38)]
+    rows += [torch.zeros(1, size), -torch.zeros(1, size), normal() * 1e-41, spread(-45, -36, 4)]
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        row = spread(-4, 4, 3)
+        row[0, size // 2], row[1, 0], row[2, ::3] = bad, bad, bad
+        rows += [
+            row,
+            torch.full((1, size), bad),
+            torch.where(normal() > 0, bad, 0.0),
+            (normal() * 1e-41).index_fill(1, torch.tensor([3]), bad),
+        ]
+    row = normal().clamp(-1, 1)
+    row[0, 2], row[0, 5], row[0, 7] = -2.0, 2.0, torch.inf  # two extrema of both signs beside an infinity
+    rows += [row, row.flip(1), normal().sign() * torch.finfo(torch.float32).max, normal().sign() * 2.0**126]
+    # Values and boundaries of the codebook, and their neighbours.
+    for signed in (False, True):
+        made = coder("dynamic", signed, CPU)
+        near = torch.cat([made.values, made.boundaries])
+        near = torch.cat([near, near.nextafter(torch.tensor(9.0)), near.nextafter(torch.tensor(-9.0))])
+        near = torch.nn.functional.pad(near, (0, -len(near) % (size - 1))).view(-1, size - 1)
+        for unit in (1.0, -3.0, 2.0**-120, 2.0**127):
+            rows.append(torch.cat([torch.ones(len(near), 1), near.clamp(-1, 1)], dim=1) * unit)
+    return torch.cat(rows)
+
+
+def storage_of(name: str, signed: bool, beside: bool) -> StateStorage:
+    return state_storage(name).for_slot(signed, beside)
+
+
+@functools.cache
+def functions(codec: Codec, size: int) -> ctypes.CDLL:
+    return load(codec_source(codec, size))
+
+
+def called(function: str, codec: Codec, x: Tensor, words: dict[str, Tensor], v: Tensor | None, size: int) -> None:
+    """A codec's C function on every block of a tensor."""
+    key = (ctypes.c_uint32 * 4)(SEED, STREAM, STEP & 0xFFFFFFFF, STEP >> 32)
+    table = [codec.table.values, codec.table.cells] if codec.table is not None else []
+    getattr(functions(codec, size), function)(
+        ctypes.c_long(x.numel() // size),
+        ctypes.c_void_p(x.data_ptr()),
+        (ctypes.c_void_p * 4)(*(words[word.name].data_ptr() for word in codec.words)),
+        (ctypes.c_void_p * 2)(*(array.ctypes.data for array in table)),
+        ctypes.c_void_p(v.data_ptr() if v is not None else None),
+        key,
+    )
+
+
+def bits(x: Tensor) -> Tensor:
+    """A tensor's bits, those of every NaN the same."""
+    if x.is_floating_point() and x.dtype.itemsize > 1:
+        x = torch.where(x.isnan(), torch.full_like(x, torch.nan), x)
+    return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.dtype.itemsize])
+
+
+@pytest.mark.parametrize("size", [16, 64, 256, 4096])
+@pytest.mark.parametrize(("name", "signed", "beside"), CASES)
+def test_codes_and_values_are_the_storages(name: str, signed: bool, beside: bool, size: int) -> None:
+    storage = storage_of(name, signed, beside)
+    codec = codec_of(storage, signed)
+    x = blocks(size).reshape(-1).clone()
+    v = None
+    if beside:
+        v = state_storage(name).decode(
+            state_storage(name).encode(x.square().roll(1), StateContext(x.shape, False, size)),
+            StateContext(x.shape, False, size),
+        )
+    context = StateContext(x.shape, signed, size, v)
+    random = None
+    if storage.stochastic(signed):
+        random = random_halves(x.numel(), seed=SEED, stream=STREAM, step=STEP, purpose=1, device=CPU)
+    expected = storage.encode(x, context, random)
+    words = {key: torch.full_like(word, 77) for key, word in expected.items()}
+    called("encode", codec, x, words, v, size)
+    for key, word in expected.items():
+        wrong = (bits(words[key]) != bits(word)).nonzero()
+        assert not len(wrong), (
+            key,
+            wrong[:4],
+            words[key].flatten()[wrong[:4, 0]],
+            word.flatten()[wrong[:4, 0]],
+        )
+    values = torch.full_like(x, 77)
+    called("decode", codec, values, expected, v, size)
+    right = storage.decode(expected, context)
+    assert torch.equal(bits(values), bits(right))
+
+
+def test_random_words_are_philox() -> None:
+    """One word an element, as weights are rounded with, from blocks in any order."""
+    size, count = 64, 50
+    text = "\n".join([f"#define BLOCK {size}", source("words.h"), source("random.h")])
+    text += "\nvoid words(long block, u32 *out, const u32 *key) { random_words(out, block, key); }"
+    library = load(text)
+    expected = random_bits(size * count, seed=SEED, stream=STREAM, step=STEP, device="cpu").view(count, size)
+    key = (ctypes.c_uint32 * 4)(SEED, STREAM, STEP & 0xFFFFFFFF, STEP >> 32)
+    for block in (0, 1, 49):
+        out = torch.zeros(size, dtype=torch.int32)
+        library.words(ctypes.c_long(block), ctypes.c_void_p(out.data_ptr()), key)
+        assert torch.equal(out.to(torch.int64) & 0xFFFFFFFF, expected[block])
+
+
+def test_a_cell_holds_one_boundary() -> None:
+    with pytest.raises(ValueError, match="two boundaries"):
+        table_codec(Coder.of(torch.tensor([0.0, 0.5, 0.5001, 0.5002, 1.0])), 8)
