@@ -113,8 +113,12 @@ def _coded(name: str, bits: int, numbers: Word, *sources: str, **more: Any) -> C
     return Codec(name, (Word("codes", "u8", bits), numbers), ("pairs.h", *sources), **more)
 
 
-_RANGES, _SCALES = Word("ranges", "i32", 0), Word("scales", "float", 0)
-PATTERNS = {bits: _coded(f"pattern{bits}", bits, _RANGES, "random.h", "patterns.h", random=True) for bits in (4, 8)}
+_SCALES = Word("scales", "float", 0)
+_RANGES = {8: Word("ranges", "i32", 0), 4: Word("ranges", "i32", 0, count=2)}
+PATTERNS = {
+    bits: _coded(f"pattern{bits}", bits, ranges, "random.h", "patterns.h", random=True)
+    for bits, ranges in _RANGES.items()
+}
 RELATIVE = {bits: _coded(f"relative{bits}", bits, _SCALES, "relative.h", relative=True) for bits in (4, 8)}
 LOGARITHMS = _coded("logarithm", 8, Word("ranges", "float", 0, count=2), "logarithms.h")
 FLOAT8 = {
