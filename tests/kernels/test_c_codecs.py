@@ -12,7 +12,7 @@ from torch import Tensor
 from narrowgauge.formats import Coder, coder, random_bits, random_halves
 from narrowgauge.kernels._c_codecs import Codec, codec_source, source, table_codec
 from narrowgauge.kernels._c_library import load
-from narrowgauge.optim._fused import codec_of
+from narrowgauge.optim._fused_cpu import codec_of
 from narrowgauge.storage import StateContext, StateStorage, state_storage
 
 CPU = torch.device("cpu")

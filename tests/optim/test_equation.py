@@ -135,12 +135,34 @@ class Reducing(Sorting):
         return grad - grad.mean(dim=0, keepdim=True), moments
 
 
-@pytest.mark.parametrize(
-    ("rule", "message"), [(Sorting(), "cumsum has no kernel"), (Reducing(), "mean is not elementwise")]
-)
+class Counting(Sorting):
+    def update(self, arithmetic: Any, weight: Any, grad: Any, moments: Any, s: Any) -> Any:
+        return grad / grad.numel(), moments
+
+
+class Choosing(Sorting):
+    def update(self, arithmetic: Any, weight: Any, grad: Any, moments: Any, s: Any) -> Any:
+        return (grad if s["lr"] > 1 else -grad), moments
+
+
+class Failing(Sorting):
+    def update(self, arithmetic: Any, weight: Any, grad: Any, moments: Any, s: Any) -> Any:
+        return grad.view(1000), moments
+
+
+WITHOUT = [
+    (Sorting(), "cumsum has no kernel"),
+    (Reducing(), "mean is not elementwise"),
+    (Counting(), "depends on the shape"),
+    (Choosing(), "_local_scalar_dense is not elementwise"),
+    (Failing(), "recording it failed"),
+]
+
+
+@pytest.mark.parametrize(("rule", "message"), WITHOUT, ids=lambda case: type(case).__name__)
 def test_what_is_not_elementwise_has_no_kernel(rule: Rule, message: str) -> None:
     with pytest.raises(NotImplementedError, match=message):
-        equation(rule, ("m",), ())
+        equation(rule, ("m",), ("lr",))
 
 
 def test_muon_has_none() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from narrowgauge import optim
 from narrowgauge.kernels import _c_library
-from narrowgauge.optim._fused import Kernel, _made, kernel_of
+from narrowgauge.optim._fused_cpu import Kernel, _made, kernel_of
 from narrowgauge.optim._optimizer import NarrowOptimizer
 
 RULES: dict[str, tuple[str, dict[str, Any]]] = {

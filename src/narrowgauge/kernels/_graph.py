@@ -21,8 +21,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_SHAPE = (2, 3)
-
 # What torch calls an operation, and what it is called here.
 _NAMES = {
     "mul": "mul", "add": "add", "sub": "sub", "div": "div", "neg": "neg", "sqrt": "sqrt", "abs": "abs",
@@ -61,18 +59,22 @@ class Node:
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down what torch dispatches while it is entered, as nodes of the tensors that come out.
 
+    Args:
+        shape: of the tensors that stand for inputs.
+
     Raises:
         NotImplementedError: for what is not elementwise, or not known here.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._shape = shape
         self._nodes: dict[int, Node] = {}
         self._alive: list[Tensor] = []  # an identity is that of one tensor only as long as it lives
 
     def element(self, name: str) -> Tensor:
         """A float32 tensor that stands for an input of that name."""
-        return self._keep(torch.full(_SHAPE, 0.5), Node("input", (name,)))
+        return self._keep(torch.full(self._shape, 0.5), Node("input", (name,)))
 
     def number(self, name: str) -> Tensor:
         """A tensor that stands for a number of that name."""
@@ -99,7 +101,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         if name in ("scalar_tensor", "detach", "alias", "lift_fresh"):
             return out if name == "scalar_tensor" else self._keep(out, self.node(args[0]))
-        if not isinstance(out, Tensor) or out.shape not in ((), _SHAPE):
+        if not isinstance(out, Tensor) or out.shape not in ((), self._shape):
             raise NotImplementedError(f"{name} is not elementwise: it has no kernel")
         return self._keep(out, self._made(name, out, args, kwargs))
 

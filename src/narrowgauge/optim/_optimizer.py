@@ -24,7 +24,7 @@ from narrowgauge.optim._checkpoint_layouts import VERSION, VERSION_KEY
 from narrowgauge.optim._clip_gradients import HISTORY, clip_to_percentile
 from narrowgauge.optim._describe import Description, describe
 from narrowgauge.optim._follow import Request, follow, request
-from narrowgauge.optim._fused import Kernel, kernel_of, takes
+from narrowgauge.optim._fused_cpu import Kernel, kernel_of, takes
 from narrowgauge.optim._options import check_hyperparameters, check_options, show_options, with_defaults
 from narrowgauge.optim._plan import ParameterPlan, kind_of, plan_parameter
 from narrowgauge.optim._stats import UpdateStats
