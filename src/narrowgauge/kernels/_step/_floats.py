@@ -1,0 +1,128 @@
+# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
+"""Float32 numbers as bits, and roundings that are the same compiled and in triton's interpreter.
+
+A compiler may fuse a product with the sum that follows, which rounds once instead of twice. Where the result of a
+codec depends on it, the product is one that is never fused. The interpreter rounds to bf16 and fp8 in its own way:
+those two casts are written in integers for it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.language.extra import libdevice
+
+INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+
+INFINITY = tl.constexpr(0x7F800000)  # bits of float32's
+SMALLEST = tl.constexpr(1 << 23)  # bits of the smallest normal float32
+TINY = tl.constexpr(2.0**-126)
+LARGEST = tl.constexpr(3.4028234663852886e38)
+# Added to a number below 2^22, it rounds it to an integer, ties to even, in the sum's lowest bits.
+ROUNDER = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def bits_of(x):
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def float_of(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def product(x, y):
+    """Rounded before anything is added to it."""
+    if INTERPRETED:
+        return x * y
+    else:
+        return libdevice.mul_rn(x, y)
+
+
+@triton.jit
+def root(x):
+    """The square root, to an ulp; zero for numbers below 2^-126."""
+    if INTERPRETED:
+        return tl.sqrt(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x to an ulp, for magnitudes from 2^-126 to 2^126; infinite below, zero above."""
+    if INTERPRETED:
+        return 1.0 / x
+    else:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def widen(word, KIND: tl.constexpr):
+    """The float32 number of a word as it was loaded: bits of bf16 and fp16, or float32 itself."""
+    if KIND == "bf16":
+        return float_of(word.to(tl.int32) << 16)
+    elif KIND == "fp16":
+        return word.to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        return word
+
+
+@triton.jit
+def narrow(x, KIND: tl.constexpr):
+    """The word nearest to a float32 number, ties to even."""
+    if KIND == "bf16":
+        if INTERPRETED:
+            bits = x.to(tl.uint32, bitcast=True)
+            rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+            return tl.where(x != x, 0x7FC0, rounded).to(tl.int16)
+        else:
+            return x.to(tl.bfloat16).to(tl.int16, bitcast=True)
+    elif KIND == "fp16":
+        return x.to(tl.float16).to(tl.int16, bitcast=True)
+    else:
+        return x
+
+
+@triton.jit
+def to_e4m3(x):
+    """Bits of the nearest float8 e4m3, ties to even; 448 at the most. x is a number."""
+    if INTERPRETED:
+        y = tl.minimum(tl.abs(x), 448.0)
+        # Below 2^-6 codes are multiples of 2^-9; above, the bit pattern is rounded to three bits of fraction.
+        small = bits_of(y * 512.0 + ROUNDER) & 0xFF
+        bits = bits_of(y)
+        large = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+        code = tl.where(y < 2.0**-6, small, large)
+        return (code | ((bits_of(x) >> 24) & 0x80)).to(tl.uint8)
+    else:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def from_e4m3(code):
+    """The number of a float8 e4m3 that is one."""
+    if INTERPRETED:
+        # Exponent and fraction where a float has them; its own exponent is 120 larger.
+        bits = code.to(tl.int32)
+        return float_of(((bits & 0x7F) << 20) | ((bits & 0x80) << 24)) * 2.0**120
+    else:
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
+def any_of(test):
+    """Whether a test holds anywhere in a tile: one number for the whole program, to branch on."""
+    return tl.max(tl.max(test.to(tl.int32), 1), 0) > 0

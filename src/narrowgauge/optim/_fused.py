@@ -1,0 +1,289 @@
+"""Many parameters' steps by kernels: what `update` computes for one, for a whole list at once.
+
+Parameters that are kept in the same way make one launch. What differs between them is in a table on the device,
+which is written anew only when something in it has changed; hyperparameters that change at every step are a few
+numbers of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.formats import Coder, coder
+from narrowgauge.kernels._step._launch import Step, Tables
+from narrowgauge.kernels._step._layout import AT, WIDTH, Layout, Moment
+from narrowgauge.optim._equation import equation, scalar_graph
+from narrowgauge.optim._plan import ParameterPlan, SlotPlan
+from narrowgauge.rules import Rule
+from narrowgauge.storage._states._blocks import BlockwiseState
+from narrowgauge.storage._states._logarithms import LogState, RelativeState
+
+_KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+# Elements a program, in whole blocks: more were slower on an H200, with one warp.
+_TILE = 512
+_BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)
+_FIRST_CELL = 97 << 7  # of a codebook's table: bits of 2^-30, below which all is zero in every codebook of ours
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """One parameter's step: as `update` takes it.
+
+    Attributes:
+        plan: what to compute and how things are kept.
+        p, grad: the parameter and its gradient.
+        state: the parameter's state, the step's count among it; written in place.
+        group: its hyperparameters.
+    """
+
+    plan: ParameterPlan
+    p: Tensor
+    grad: Tensor
+    state: Mapping[str, Tensor]
+    group: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What entries of one launch have in common."""
+
+    rule: Rule
+    layout: Layout
+    codebooks: tuple[tuple[str, bool, int], ...]
+    numbers: tuple[str, ...]
+    others: tuple[tuple[str, Any], ...]
+    skip: bool
+
+
+class FusedSteps:
+    """Steps of lists of parameters; remembers what it has told the device."""
+
+    def __init__(self) -> None:
+        self._known: dict[_Kind, tuple[Any, Any, Tables]] = {}
+
+    def __call__(self, entries: Sequence[Entry]) -> None:
+        """Take one step with every parameter; states and parameters are written in place.
+
+        Raises:
+            NotImplementedError: for what has no kernel (see `why_not`); nothing is changed then.
+        """
+        kinds: dict[_Kind, list[Entry]] = {}
+        for entry in entries:
+            kinds.setdefault(_kind(entry), []).append(entry)
+        launches = [(_step(kind), self._tables(kind, same)) for kind, same in kinds.items()]
+        for step, tables in launches:
+            step(tables)
+
+    def _tables(self, kind: _Kind, entries: Sequence[Entry]) -> Tables:
+        device = entries[0].p.device
+        groups: dict[int, int] = {}
+        for entry in entries:
+            groups.setdefault(id(entry.group), len(groups))
+        hyper = [_numbers(next(e.group for e in entries if id(e.group) == key), kind.numbers) for key in groups]
+        rows, first = [], 0
+        for entry in entries:
+            rows.append(_row(kind.layout, entry, first, groups[id(entry.group)]))
+            first += -(-entry.p.numel() // kind.layout.tile)
+        rows_before, hyper_before, tables = self._known.get(kind, (None, None, None))
+        if rows != rows_before or tables is None:
+            counts = torch.tensor([-(-entry.p.numel() // kind.layout.tile) for entry in entries])
+            programs = torch.repeat_interleave(torch.arange(len(entries), dtype=torch.int32), counts)
+            books = [_codebook(*book, device) for book in kind.codebooks]
+            tables = Tables(
+                _sent(torch.tensor(rows, dtype=torch.int64), device),
+                _sent(programs, device),
+                torch.zeros(len(hyper), max(1, len(kind.numbers)), dtype=torch.float64, device=device),
+                books,
+            )
+            hyper_before = None
+        if hyper != hyper_before:
+            _send_numbers(tables.hyper, hyper)
+        # A number of the device may have changed without a sign.
+        moved = any(isinstance(number, Tensor) for row in hyper for number in row)
+        self._known[kind] = rows, None if moved else hyper, tables
+        return tables
+
+
+def why_not(entry: Entry) -> str | None:
+    """Why a parameter has no kernel, or None if it has."""
+    plan, group = entry.plan, entry.group
+    size = group["block_size"]
+    tensors = [entry.p, entry.grad, *entry.state.values()]
+    if plan.strict:
+        return "arithmetic='strict' rounds every operation"
+    if group.get("percentile_clipping", 100) < 100:
+        return "percentile_clipping needs the norm of each gradient before it"
+    if entry.grad.dtype not in _KINDS:
+        return f"the gradient is {entry.grad.dtype}"
+    if size not in _BLOCKS and any(slot.storage.quantized for slot in plan.slots):
+        return f"block_size {size} is none of {', '.join(map(str, _BLOCKS))}"
+    if any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors):
+        return "a tensor is of a class of its own"
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        return "a tensor is not contiguous"
+    if any(_storage(slot) is None for slot in plan.slots):
+        return "a moment's storage has no kernel"
+    return None
+
+
+def _kind(entry: Entry) -> _Kind:
+    reason = why_not(entry)
+    if reason is not None:
+        raise NotImplementedError(f"{entry.plan.name}: no kernel, {reason}")
+    plan, group = entry.plan, entry.group
+    moments, books = [], []
+    for number, slot in enumerate(plan.slots, start=1):
+        table = None
+        if isinstance(slot.storage, BlockwiseState):
+            book = (slot.storage.codebook, slot.slot.signed, slot.storage.bits)
+            books += [book] if book not in books else []
+            table = books.index(book)
+        beside = slot.beside.slot.name if slot.beside is not None else None
+        storage = _storage(slot)
+        assert storage is not None
+        moments.append(Moment(slot.slot.name, storage, slot.slot.signed, beside, number, table))
+    quantized = any(slot.storage.quantized for slot in plan.slots)
+    block = group["block_size"] if quantized else _TILE
+    layout = Layout(
+        plan.weight.name,
+        _KINDS[plan.dtype],
+        _KINDS[entry.grad.dtype],
+        tuple(moments),
+        block,
+        max(1, _TILE // block),
+        all(tensor.data_ptr() % 16 == 0 for tensor in _words(entry)),
+        bool(group["maximize"]),
+        tuple((_FIRST_CELL, _mirror(*book)) for book in books),
+    )
+    numbers, others = [], []
+    for name, value in group.items():
+        if isinstance(value, tuple | list) and name != "params":
+            numbers += [f"{name}.{i}" for i in range(len(value))] if all(map(_is_number, value)) else []
+        elif _is_number(value):
+            numbers.append(name)
+        elif isinstance(value, bool | str | None):
+            others.append((name, value))
+    return _Kind(
+        plan.rule, layout, tuple(books), tuple(numbers), tuple(others), group["nonfinite"] == "skip"
+    )
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _storage(slot: SlotPlan) -> str | None:
+    """What kernels call a slot's storage."""
+    storage = slot.storage
+    if isinstance(storage, RelativeState):
+        return f"relative{storage.bits}"
+    if isinstance(storage, LogState):
+        return f"pattern{storage.bits}"
+    return storage.name if storage.name in ("fp32", "bf16", "expansion", "8bit", "4bit", "fp8") else None
+
+
+def _words(entry: Entry) -> list[Tensor]:
+    """The tensors of elements."""
+    plan = entry.plan
+    low = [entry.state[plan.weight_key]] if plan.weight_key is not None else []
+    return [entry.p, entry.grad, *low, *(word for slot in plan.slots for word in slot.words(entry.state).values())]
+
+
+@functools.lru_cache(maxsize=256)
+def _step(kind: _Kind) -> Step:
+    scalars = scalar_graph(kind.rule, kind.numbers, kind.others)
+    found = equation(kind.rule, tuple(moment.name for moment in kind.layout.moments), tuple(scalars))
+    return Step(
+        kind.layout, found.delta, found.moments, found.reach, found.terms, scalars, kind.numbers, kind.skip
+    )
+
+
+def _row(layout: Layout, entry: Entry, first: int, group: int) -> list[int]:
+    plan, state = entry.plan, entry.state
+    row = [0] * WIDTH
+    given = {
+        "p": entry.p.data_ptr(),
+        "grad": entry.grad.data_ptr(),
+        "low": state[plan.weight_key].data_ptr() if plan.weight_key is not None else 0,
+        "first": first,
+        "numel": entry.p.numel(),
+        "seed": _signed(entry.group["seed"]),
+        "stream": _signed(plan.index),
+        "count": state["step"].data_ptr(),
+        "skipped": state["skipped"].data_ptr(),
+        "hyper": group,
+    }
+    for name, value in given.items():
+        row[AT[name]] = value
+    slots = {slot.slot.name: slot for slot in plan.slots}
+    for (slot, word), column in layout.columns().items():
+        row[column] = slots[slot].words(state)[word].data_ptr()
+    return row
+
+
+def _signed(number: int) -> int:
+    return number & 0xFFFFFFFF
+
+
+def _numbers(group: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
+    found = []
+    for name in names:
+        key, dot, place = name.partition(".")
+        value = group[key][int(place)] if dot else group[key]
+        on_host = isinstance(value, Tensor) and value.device.type == "cpu"
+        found.append(value.item() if on_host else value if isinstance(value, Tensor) else float(value))
+    return found
+
+
+def _send_numbers(target: Tensor, rows: Sequence[Sequence[Any]]) -> None:
+    host = [[0.0 if isinstance(x, Tensor) else x for x in row] or [0.0] for row in rows]
+    target.copy_(_sent(torch.tensor(host, dtype=torch.float64), target.device))
+    for i, row in enumerate(rows):
+        for j, number in enumerate(row):
+            if isinstance(number, Tensor):
+                target[i, j].copy_(number.detach().reshape(()))
+
+
+def _sent(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on the device, without waiting for it."""
+    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
+
+
+def _coder(name: str, signed: bool, bits: int, device: torch.device) -> Coder:
+    from narrowgauge.storage._states._blocks import _sixteenths
+
+    return _sixteenths(device) if bits == 4 and not signed else coder(name, signed, device, bits)
+
+
+def _mirror(name: str, signed: bool, bits: int) -> int:
+    """Twice the code of zero: a negative number has that less the code of the positive one."""
+    if not signed:
+        return 0
+    values = _coder(name, signed, bits, torch.device("cpu")).values
+    return 2 * int((values < 0).sum())
+
+
+@functools.lru_cache(maxsize=64)
+def _codebook(name: str, signed: bool, bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(values, cells) of a codebook; a cell holds what encodes to it, see `table_encode`."""
+    made = _coder(name, signed, bits, device)
+    boundaries = made.boundaries.cpu().view(torch.int32)
+    positive = boundaries[made.boundaries.cpu() >= 0]
+    below = len(boundaries) - len(positive)
+    keys = torch.arange(_FIRST_CELL, (0x3F80) + 1, dtype=torch.int32)
+    start = torch.bucketize(keys << 16, positive)
+    # A boundary b has the code that counts boundaries below x: x > b goes up, x = b does not.
+    inside = torch.bucketize((keys << 16) | 0xFFFF, positive, right=True) - start
+    if int(inside.max()) > 1 or int(positive.min()) < (_FIRST_CELL << 16):
+        raise NotImplementedError(f"codebook {name!r}: two boundaries in one cell")
+    cut = torch.where(inside > 0, positive[start.clamp_max(len(positive) - 1)] & 0xFFFF, 0xFFFF)
+    cells = ((start + below) << 16 | cut).to(torch.int32)
+    return made.values, cells.to(device)
