@@ -11,7 +11,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from triton import knobs
-from triton.language.extra import libdevice
 
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 
@@ -39,7 +38,35 @@ def product(x, y):
     if INTERPRETED:
         return x * y
     else:
-        return libdevice.mul_rn(x, y)
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def exact_reciprocal(x):
+    """1 / x, rounded to nearest."""
+    if INTERPRETED:
+        return tl.div_rn(1.0, x)
+    else:
+        return tl.inline_asm_elementwise(
+            "rcp.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def exact_quotient(x, by: tl.constexpr):
+    """x / by for 6, 127 and 448, rounded to nearest; x is from 2^-120 on.
+
+    A product with the rounded reciprocal, and what is left over of it once more: right for every float32, which has
+    been tried.
+    """
+    if INTERPRETED:
+        return tl.div_rn(x, by)
+    else:
+        inverse: tl.constexpr = 1.0 / by
+        quotient = x * inverse
+        return tl.fma(tl.fma(quotient, -by, x), inverse, quotient)
 
 
 @triton.jit
@@ -68,11 +95,24 @@ def reciprocal(x):
 def widen(word, KIND: tl.constexpr):
     """The float32 number of a word as it was loaded: bits of bf16 and fp16, or float32 itself."""
     if KIND == "bf16":
-        return float_of(word.to(tl.int32) << 16)
+        return float_of(upper(word))
     elif KIND == "fp16":
         return word.to(tl.float16, bitcast=True).to(tl.float32)
     else:
         return word
+
+
+@triton.jit
+def upper(word):
+    """16 bits as the upper half of 32."""
+    if INTERPRETED:
+        return word.to(tl.int32) << 16
+    else:
+        # One instruction each of a pair, where the compiler takes three.
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=r,=r,r", [word], dtype=tl.int32, is_pure=True, pack=2,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -118,11 +158,12 @@ def from_e4m3(code):
 
 
 @triton.jit
-def _either(a, b):
-    return a | b
+def largest(x):
+    """The largest integer of a tile: one number for the whole program, to branch on."""
+    return tl.max(tl.max(x, 1), 0)
 
 
 @triton.jit
 def any_of(test):
-    """Whether a test holds anywhere in a tile: one number for the whole program, to branch on."""
-    return tl.max(tl.max(test.to(tl.int32), 1), 0) > 0
+    """Whether a test of each block holds anywhere in a tile."""
+    return largest(test.to(tl.int32)) > 0

@@ -59,7 +59,7 @@ def finite_source(layout: Layout) -> str:
     body = [
         *_pointer("grad", AT["grad"], layout.grad, layout, "start"),
         f"grad = widen(load(grad_at + at, here, MASKED), {layout.grad!r})",
-        "if any_of((bits_of(grad) & INFINITY) == INFINITY):",
+        "if largest(bits_of(grad) & 0x7FFFFFFF) >= INFINITY:",
         "    tl.store(flags + tensor, 1)",
     ]
     return _kernel("finite", layout, 0, body)

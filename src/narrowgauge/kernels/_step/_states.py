@@ -23,6 +23,8 @@ from narrowgauge.kernels._step._floats import (
     TINY,
     any_of,
     bits_of,
+    exact_quotient,
+    exact_reciprocal,
     float_of,
     from_e4m3,
     product,
@@ -182,8 +184,8 @@ def relative_encode(m, v, BITS: tl.constexpr):
         lost = m - (kept if v is None else kept * float_of(unit))
         lost = tl.where((bits_of(lost) & INFINITY) == INFINITY, 0.0, lost)
     else:
-        scales = tl.div_rn(float_of(top), outermost)
-        codes, kept = _relative_codes(q, scales, tl.div_rn(1.0, scales), BITS)
+        scales = exact_quotient(float_of(top), outermost)
+        codes, kept = _relative_codes(q, scales, exact_reciprocal(scales), BITS)
         lost = m - (kept if v is None else kept * float_of(unit))
     return codes, scales, lost
 
@@ -197,8 +199,9 @@ def _relative_codes(q, scales, inverse, BITS: tl.constexpr):
     else:
         y = product(q, inverse)
         z = tl.abs(y)
-        # The numbers lie on three lines, of which the flattest that is reached is the smallest.
-        k = tl.ceil(tl.minimum(tl.minimum(2.0 * z - 0.5, z + 1.5), 0.5 * z + 3.5)).to(tl.int32)
+        # From 1 on these are the floats with one bit of fraction; less than half of its unit never carries.
+        k = tl.where(z > 0.75, 2, tl.where(z > 0.25, 1, 0))
+        k = tl.where(z > 1.0, ((bits_of(z) + 0x1FFFFF) >> 22) - 252, k)
         codes = tl.where((y < 0) & (k > 0), k + 8, k).to(tl.uint8)
         return codes, product(_number(codes, BITS), scales)
 
@@ -273,7 +276,7 @@ def _normalise(x, SIGNED: tl.constexpr, POSITIVE: tl.constexpr):
     if any_of(unusual):
         y, extremum = _normalise_with_care(x, SIGNED, POSITIVE)
     else:
-        y = product(x, tl.div_rn(1.0, extremum))
+        y = product(x, exact_reciprocal(extremum))
     return y, extremum
 
 

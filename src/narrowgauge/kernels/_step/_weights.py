@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from narrowgauge.kernels._step._floats import INFINITY, any_of, bits_of, float_of, narrow, widen
+from narrowgauge.kernels._step._floats import INFINITY, bits_of, float_of, largest, narrow, upper, widen
 
 
 @triton.jit
@@ -58,13 +58,14 @@ def write_weight(p, low, weight, delta, random, STORAGE: tl.constexpr, KIND: tl.
 
 @triton.jit
 def _join(p, low, SHIFT: tl.constexpr):
-    bits = p.to(tl.int32) << 16
+    bits = upper(p)
     joined = bits + (low.to(tl.int32) << SHIFT)
-    # A borrow below zero changes the sign; infinity and NaN keep their exponent. Either is rare.
-    odd = ((joined ^ bits) < 0) | ((joined & INFINITY) == INFINITY)
-    if any_of(odd):
+    # Rare: a borrow below zero, which changes the sign; and infinity and NaN, which keep their exponent. Without
+    # the sign that it should have, either is no less than infinity as an unsigned number.
+    odd = (joined ^ (bits & -0x80000000)).to(tl.uint32, bitcast=True)
+    if largest(odd) >= INFINITY:
         magnitude = bits & 0x7FFFFFFF
-        offset = low.to(tl.int32) << SHIFT
+        offset = joined - bits
         offset = tl.where(magnitude == 0, tl.maximum(offset, 0), offset)
         offset = tl.where(magnitude == INFINITY, tl.minimum(offset, 0), offset)
         joined = bits + tl.where(magnitude > INFINITY, 0, offset)
@@ -76,11 +77,11 @@ def _cut(weight, SHIFT: tl.constexpr):
     # Of a number in sign and magnitude the lowest bits do not know the sign: no need to take it off.
     bits = bits_of(weight)
     rounded = bits + 0x80 if SHIFT == 8 else bits
-    # Logical: arithmetic shifts of what overflows into the sign would say the same.
     hi = ((rounded + 0x8000) >> 16).to(tl.int16)
     low = (rounded >> 8).to(tl.int8) if SHIFT == 8 else rounded.to(tl.int16)
-    odd = (bits & INFINITY) == INFINITY
-    if any_of(odd):
+    magnitude = bits & 0x7FFFFFFF
+    if largest(magnitude) >= INFINITY:
+        odd = magnitude >= INFINITY
         hi = tl.where(odd, narrow(weight, "bf16"), hi)
         low = tl.where(odd, 0, low).to(low.dtype)
     return hi, low
