@@ -24,7 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from narrowgauge import optim
-from narrowgauge.optim._fused import Entry, _kind, _step
+from narrowgauge.optim._fused import Entry, _kind, _Options, _step
 
 _TARGET = GPUTarget("cuda", 90, 32)
 _TYPES = {
@@ -40,7 +40,8 @@ def step_of(weights: str, states: str, dtype: torch.dtype = torch.bfloat16, name
     optimizer = getattr(optim, name)([p], weights=weights, states=states)
     (group,) = optimizer.param_groups
     plan = optimizer._plan(p)
-    return _step(_kind(Entry(plan, p, torch.zeros_like(p), plan.init(p, group), group)))
+    entry = Entry(plan, p, torch.zeros_like(p), plan.init(p, group), group)
+    return _step(_kind(entry, _Options.of(group)))
 
 
 def compile_step(step: Any) -> Any:
@@ -50,7 +51,9 @@ def compile_step(step: Any) -> Any:
     signature = {name: _TYPES.get(name, "constexpr") for name in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in _TYPES}
     source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    return triton.compile(source, target=_TARGET, options={"num_warps": step.layout.warps, "enable_fp_fusion": True})
+    return triton.compile(
+        source, target=_TARGET, options={"num_warps": step.layout.warps, "enable_fp_fusion": True}
+    )
 
 
 def sass(cubin: bytes) -> list[tuple[int, str]]:
@@ -73,7 +76,7 @@ def ordinary(lines: list[tuple[int, str]]) -> list[str]:
     place = {address: i for i, (address, _) in enumerate(lines)}
     least: dict[int, tuple[int, ...]] = {}
     for i in range(len(lines) - 1, -1, -1):
-        address, line = lines[i]
+        _, line = lines[i]
         jump = re.search(r"BRA\b.* 0x([0-9a-f]+)\s*$", line)
         target = place.get(int(jump.group(1), 16)) if jump else None
         guarded = line.startswith("@")

@@ -59,13 +59,70 @@ class _Kind:
     numbers: tuple[str, ...]
     others: tuple[tuple[str, Any], ...]
     skip: bool
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class _Options:
+    """A group's hyperparameters: names and values of the numbers, and all that decides what to compute."""
+
+    names: tuple[str, ...]
+    numbers: tuple[Any, ...]
+    others: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> _Options:
+        numbers, others = {}, []
+        for name, value in group.items():
+            if isinstance(value, tuple) or (isinstance(value, list) and name != "params"):
+                if all(map(_is_number, value)):
+                    numbers |= {f"{name}.{i}": _number(x) for i, x in enumerate(value)}
+            elif isinstance(value, bool | str | None):
+                others.append((name, value))
+            elif _is_number(value):
+                numbers[name] = _number(value)
+        return cls(tuple(numbers), tuple(numbers.values()), tuple(others))
+
+
+@dataclass
+class _Launch:
+    """One launch: its kernels, its tables, and which entries it steps."""
+
+    step: Step
+    tables: Tables
+    rows: list[list[int]]
+    members: dict[int, int]  # the row of each entry
+    groups: tuple[int, ...]
+    hyper: list[tuple[Any, ...]] | None = None
+
+    def send_numbers(self, options: Mapping[int, _Options]) -> None:
+        hyper = [options[group].numbers for group in self.groups]
+        # A number of the device may have changed without a sign.
+        on_device = any(isinstance(number, Tensor) for row in hyper for number in row)
+        if on_device or hyper != self.hyper:
+            _send_numbers(self.tables.hyper, hyper)
+            self.hyper = None if on_device else hyper
+
+    def send_gradients(self, moved: Mapping[int, int]) -> None:
+        mine = {self.members[entry]: address for entry, address in moved.items() if entry in self.members}
+        for row, address in mine.items():
+            self.rows[row][AT["grad"]] = address
+        if mine:
+            self.tables.rows.copy_(_sent(torch.tensor(self.rows, dtype=torch.int64), self.tables.rows.device))
 
 
 class FusedSteps:
-    """Steps of lists of parameters; remembers what it has told the device."""
+    """Steps of lists of parameters; remembers what it has told the device.
+
+    The usual step finds everything where it was: that is looked at, a few comparisons a parameter, and a gradient
+    that lies elsewhere now is told. Anything else has the tables made anew.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[_Kind, tuple[Any, Any, Tables]] = {}
+        self._seen: list[tuple[Any, ...]] = []
+        self._tensors: list[list[Tensor]] = []
+        self._kinds: dict[int, tuple[Any, ...]] = {}
+        self._launches: list[_Launch] = []
 
     def __call__(self, entries: Sequence[Entry]) -> None:
         """Take one step with every parameter; states and parameters are written in place.
@@ -73,41 +130,74 @@ class FusedSteps:
         Raises:
             NotImplementedError: for what has no kernel (see `why_not`); nothing is changed then.
         """
-        kinds: dict[_Kind, list[Entry]] = {}
-        for entry in entries:
-            kinds.setdefault(_kind(entry), []).append(entry)
-        launches = [(_step(kind), self._tables(kind, same)) for kind, same in kinds.items()]
-        for step, tables in launches:
-            step(tables)
+        options = {key: _Options.of(group) for key, group in {id(e.group): e.group for e in entries}.items()}
+        moved = self._moved(entries, options)
+        if moved is None:
+            self._look(entries, options)
+        for launch in self._launches:
+            if moved:
+                launch.send_gradients(moved)
+            launch.send_numbers(options)
+        for launch in self._launches:
+            launch.step(launch.tables)
 
-    def _tables(self, kind: _Kind, entries: Sequence[Entry]) -> Tables:
-        device = entries[0].p.device
-        groups: dict[int, int] = {}
-        for entry in entries:
-            groups.setdefault(id(entry.group), len(groups))
-        hyper = [_numbers(next(e.group for e in entries if id(e.group) == key), kind.numbers) for key in groups]
-        rows, first = [], 0
-        for entry in entries:
-            rows.append(_row(kind.layout, entry, first, groups[id(entry.group)]))
-            first += -(-entry.p.numel() // kind.layout.tile)
-        rows_before, hyper_before, tables = self._known.get(kind, (None, None, None))
-        if rows != rows_before or tables is None:
-            counts = torch.tensor([-(-entry.p.numel() // kind.layout.tile) for entry in entries])
-            programs = torch.repeat_interleave(torch.arange(len(entries), dtype=torch.int32), counts)
-            books = [_codebook(*book, device) for book in kind.codebooks]
-            tables = Tables(
-                _sent(torch.tensor(rows, dtype=torch.int64), device),
-                _sent(programs, device),
-                torch.zeros(len(hyper), max(1, len(kind.numbers)), dtype=torch.float64, device=device),
-                books,
-            )
-            hyper_before = None
-        if hyper != hyper_before:
-            _send_numbers(tables.hyper, hyper)
-        # A number of the device may have changed without a sign.
-        moved = any(isinstance(number, Tensor) for row in hyper for number in row)
-        self._known[kind] = rows, None if moved else hyper, tables
-        return tables
+    def _moved(self, entries: Sequence[Entry], options: Mapping[int, _Options]) -> dict[int, int] | None:
+        """Gradients that lie elsewhere now, by entry; None if more has changed than that."""
+        if len(entries) != len(self._seen) or self._kinds != {k: (o.names, o.others) for k, o in options.items()}:
+            return None
+        moved = {}
+        for i, (entry, seen) in enumerate(zip(entries, self._seen, strict=True)):
+            plan, group, p, dtype, before = seen
+            grad, state, tensors = entry.grad, entry.state, self._tensors[i]
+            address = grad.data_ptr()
+            if (
+                entry.plan is not plan
+                or id(entry.group) != group
+                or entry.p.data_ptr() != p
+                or grad.dtype is not dtype
+                or not grad.is_contiguous()
+                or (address ^ before) % 16
+                or len(state) != len(tensors)
+                or any(a is not b for a, b in zip(state.values(), tensors, strict=True))
+            ):
+                return None
+            if address != before:
+                moved[i] = address
+                self._seen[i] = (plan, group, p, dtype, address)
+        return moved
+
+    def _look(self, entries: Sequence[Entry], options: Mapping[int, _Options]) -> None:
+        """Make all launches anew."""
+        kinds: dict[_Kind, dict[int, Entry]] = {}
+        for number, entry in enumerate(entries):
+            kinds.setdefault(_kind(entry, options[id(entry.group)]), {})[number] = entry
+        self._launches = [_launch(kind, same) for kind, same in kinds.items()]
+        self._kinds = {key: (option.names, option.others) for key, option in options.items()}
+        self._tensors = [list(entry.state.values()) for entry in entries]
+        self._seen = [
+            (entry.plan, id(entry.group), entry.p.data_ptr(), entry.grad.dtype, entry.grad.data_ptr())
+            for entry in entries
+        ]
+
+
+def _launch(kind: _Kind, entries: Mapping[int, Entry]) -> _Launch:
+    tile, rows, first = kind.layout.tile, [], 0
+    device = next(iter(entries.values())).p.device
+    places = {id(entry.group): 0 for entry in entries.values()}
+    places = {group: place for place, group in enumerate(places)}
+    for entry in entries.values():
+        rows.append(_row(kind.layout, entry, first, places[id(entry.group)]))
+        first += -(-entry.p.numel() // tile)
+    counts = torch.tensor([-(-entry.p.numel() // tile) for entry in entries.values()])
+    programs = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), counts)
+    hyper = torch.zeros(len(places), max(1, len(kind.numbers)), dtype=torch.float64, device=device)
+    tables = Tables(
+        _sent(torch.tensor(rows, dtype=torch.int64), device).clone(),
+        _sent(programs, device),
+        hyper,
+        [_codebook(*book, device) for book in kind.codebooks],
+    )
+    return _Launch(_step(kind), tables, rows, {entry: row for row, entry in enumerate(entries)}, tuple(places))
 
 
 def why_not(entry: Entry) -> str | None:
@@ -132,7 +222,7 @@ def why_not(entry: Entry) -> str | None:
     return None
 
 
-def _kind(entry: Entry) -> _Kind:
+def _kind(entry: Entry, options: _Options) -> _Kind:
     reason = why_not(entry)
     if reason is not None:
         raise NotImplementedError(f"{entry.plan.name}: no kernel, {reason}")
@@ -161,16 +251,8 @@ def _kind(entry: Entry) -> _Kind:
         bool(group["maximize"]),
         tuple((_FIRST_CELL, _mirror(*book)) for book in books),
     )
-    numbers, others = [], []
-    for name, value in group.items():
-        if isinstance(value, tuple | list) and name != "params":
-            numbers += [f"{name}.{i}" for i in range(len(value))] if all(map(_is_number, value)) else []
-        elif _is_number(value):
-            numbers.append(name)
-        elif isinstance(value, bool | str | None):
-            others.append((name, value))
     return _Kind(
-        plan.rule, layout, tuple(books), tuple(numbers), tuple(others), group["nonfinite"] == "skip"
+        plan.rule, layout, tuple(books), options.names, options.others, group["nonfinite"] == "skip", entry.p.device
     )
 
 
@@ -199,11 +281,10 @@ def _words(entry: Entry) -> list[Tensor]:
 
 @functools.lru_cache(maxsize=256)
 def _step(kind: _Kind) -> Step:
-    scalars = scalar_graph(kind.rule, kind.numbers, kind.others)
-    found = equation(kind.rule, tuple(moment.name for moment in kind.layout.moments), tuple(scalars))
-    return Step(
-        kind.layout, found.delta, found.moments, found.reach, found.terms, scalars, kind.numbers, kind.skip
-    )
+    # Rules are values, and have hashes.
+    scalars = scalar_graph(kind.rule, kind.numbers, kind.others)  # type: ignore[arg-type]
+    found = equation(kind.rule, tuple(moment.name for moment in kind.layout.moments), tuple(scalars))  # type: ignore[arg-type]
+    return Step(kind.layout, found.delta, found.moments, found.reach, found.terms, scalars, kind.numbers, kind.skip)
 
 
 def _row(layout: Layout, entry: Entry, first: int, group: int) -> list[int]:
@@ -233,14 +314,11 @@ def _signed(number: int) -> int:
     return number & 0xFFFFFFFF
 
 
-def _numbers(group: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
-    found = []
-    for name in names:
-        key, dot, place = name.partition(".")
-        value = group[key][int(place)] if dot else group[key]
-        on_host = isinstance(value, Tensor) and value.device.type == "cpu"
-        found.append(value.item() if on_host else value if isinstance(value, Tensor) else float(value))
-    return found
+def _number(value: Any) -> Any:
+    """A number of the host, or the tensor that holds it on the device."""
+    if not isinstance(value, Tensor):
+        return float(value)
+    return value.item() if value.device.type == "cpu" else value
 
 
 def _send_numbers(target: Tensor, rows: Sequence[Sequence[Any]]) -> None:

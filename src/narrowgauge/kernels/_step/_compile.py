@@ -40,7 +40,13 @@ def compiled(source: str, name: str) -> Any:
     """The kernel of that name in a text; the same one for the same text."""
     file = f"<narrowgauge {name} {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    space: dict[str, Any] = {"__name__": f"{__name__}.{name}", "triton": triton, "tl": tl, "load": load, "store": store}
+    space: dict[str, Any] = {
+        "__name__": f"{__name__}.{name}",
+        "triton": triton,
+        "tl": tl,
+        "load": load,
+        "store": store,
+    }
     for module in (_floats, _random, _weights, _states):
         space |= {key: value for key, value in vars(module).items() if not key.startswith("__")}
     exec(compile(source, file, "exec"), space)

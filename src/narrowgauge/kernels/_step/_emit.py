@@ -35,7 +35,8 @@ def lines(
         prefix: of the names that are made.
         double: whether these are numbers, all in double precision.
     """
-    names, made = dict(known), []
+    names = dict(known)
+    made: list[str] = []
     for node in _needed(roots, known):
         if node in names:
             continue

@@ -49,9 +49,7 @@ def exact_reciprocal(x):
     if INTERPRETED:
         return tl.div_rn(1.0, x)
     else:
-        return tl.inline_asm_elementwise(
-            "rcp.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit

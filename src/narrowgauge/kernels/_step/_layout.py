@@ -12,7 +12,15 @@ WIDTH = 18
 AT = {name: number for number, name in enumerate(COLUMNS)}
 
 # Bytes and Triton's name of a word as kernels load it: narrow floats as their bits.
-WORDS = {"bf16": "int16", "fp16": "int16", "fp32": "float32", "int16": "int16", "int8": "int8", "uint8": "uint8", "int32": "int32"}
+WORDS = {
+    "bf16": "int16",
+    "fp16": "int16",
+    "fp32": "float32",
+    "int16": "int16",
+    "int8": "int8",
+    "uint8": "uint8",
+    "int32": "int32",
+}
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "int16": 2, "int8": 1, "uint8": 1, "int32": 4}
 LOW = {"split": "int16", "split8": "int8", "master": "fp32", "kahan": "", "expansion": ""}  # empty: the parameter's
 

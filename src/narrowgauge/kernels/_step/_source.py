@@ -28,9 +28,7 @@ def step_source(
     """
     known = _inputs(layout) | {node: f"u{i}" for i, node in enumerate(met)}
     handing = [moment for moment in layout.moments if moment.hands_over and moment.name in reach]
-    update, names = lines(
-        [delta, *moments.values(), *(reach[moment.name] for moment in handing)], known, "x"
-    )
+    update, names = lines([delta, *moments.values(), *(reach[moment.name] for moment in handing)], known, "x")
     body = [f"delta = {names[delta]}"]
     first_units = sorted(layout.moments, key=lambda moment: moment.beside is not None)
     for moment in first_units:
@@ -90,7 +88,9 @@ def numbers_source(
     ]
     return f"""
 @triton.jit
-def numbers(table, hyper, uniforms, steps, flags, partials, TILE: tl.constexpr, ADVANCE: tl.constexpr, SKIP: tl.constexpr):
+def numbers(
+    table, hyper, uniforms, steps, flags, partials, TILE: tl.constexpr, ADVANCE: tl.constexpr, SKIP: tl.constexpr
+):
     tensor = tl.program_id(0)
     row = table + tensor * {WIDTH}
     counter = tl.load(row + {AT["count"]}).to(tl.pointer_type(tl.float32))
@@ -262,12 +262,12 @@ def _encode(layout: Layout, moment: Moment, value: str) -> list[str]:
     else:
         made += [f"{name}_ = narrow({name}_new, {storage!r})"]
     for word in moment.words:
-        _, at, here = _offset(layout, word)
-        value = f"{name}_{word.name}"
+        _, place, here = _offset(layout, word)
+        kept = f"{name}_{word.name}"
         if word.per == "pair":
-            made += ["if MASKED:", f"    {value} = tl.where(here, {value}, 0).to(tl.uint8)"]
-            made += [f"{value} = pack({value}, {layout.rows}, {layout.block})"]
-        made.append(f"store({name}_{word.name}_at + {at}, {value}, {here}, MASKED)")
+            made += ["if MASKED:", f"    {kept} = tl.where(here, {kept}, 0).to(tl.uint8)"]
+            made += [f"{kept} = pack({kept}, {layout.rows}, {layout.block})"]
+        made.append(f"store({name}_{word.name}_at + {place}, {kept}, {here}, MASKED)")
     return made
 
 

@@ -173,8 +173,8 @@ def relative_encode(m, v, BITS: tl.constexpr):
         q = m * float_of((254 << 23) - unit)
     outermost: tl.constexpr = 127.0 if BITS == 8 else 6.0
     top = column_max(bits_of(q) & 0x7FFFFFFF)
-    # 127 times the smallest scale lies below 2^-119.
-    unusual = (top < (8 << 23)) | (top >= INFINITY)
+    # 127 times the smallest scale lies below 2^-119. Units are at most 2^64: below 2^60 nothing overflows.
+    unusual = (top < (8 << 23)) | (top >= (187 << 23))
     if any_of(unusual):
         q = tl.where((bits_of(q) & INFINITY) == INFINITY, 0.0, q)
         scales = tl.div_rn(float_of(column_max(bits_of(q) & 0x7FFFFFFF)), outermost)
@@ -256,8 +256,8 @@ def e4m3_encode(x, SIGNED: tl.constexpr):
 def _normalise(x, SIGNED: tl.constexpr, POSITIVE: tl.constexpr):
     """x over its block's extremum, and the extremum; its magnitude if scales are POSITIVE.
 
-    The product of a number and its rounded reciprocal may miss 1 by a unit in the last place, in the blocks that are
-    ordinary. No code is so narrow that it would notice.
+    In ordinary blocks the product of a number and its rounded reciprocal may miss 1 by a unit in the last place. No
+    code is so narrow that it would notice.
     """
     bits = bits_of(x)
     if SIGNED:
