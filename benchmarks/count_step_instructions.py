@@ -31,13 +31,28 @@ _TYPES = {
     "table": "*i64", "programs": "*i32", "uniforms": "*fp32", "steps": "*i32", "flags": "*i32", "partials": "*fp64",
     "hyper": "*fp64", "values0": "*fp32", "values1": "*fp32", "cells0": "*i32", "cells1": "*i32",
 }  # fmt: skip
+# Weights, states, dtype, optimizer, options: every codec, every rule, sums, blocks of other sizes.
+EVERY: list[tuple[str, str, torch.dtype, str, dict[str, Any]]] = [
+    ("split", "8bit", torch.bfloat16, "AdamW", {"nonfinite": "skip"}),
+    ("split8", "log8", torch.bfloat16, "LAMB", {"block_size": 64}),
+    ("expansion", "fp8", torch.bfloat16, "AdamW", {"clip_updates": True}),
+    ("kahan", "log4", torch.float16, "Adam", {"block_size": 2048}),
+    ("master", "4bit", torch.bfloat16, "AdamW", {"beta2_schedule": 0.8}),
+    ("stochastic", "expansion", torch.bfloat16, "AdamW", {"maximize": True}),
+    ("stochastic", "bf16", torch.float16, "Lion", {}),
+    ("plain", "fp32", torch.float32, "LARS", {"momentum": 0.9}),
+    ("plain", "8bit", torch.float32, "SGD", {"momentum": 0.9, "nesterov": True, "block_size": 4096}),
+    ("plain", "log8", torch.float32, "Adagrad", {}),
+]
 VARIANTS = [(weights, states) for weights in ("plain", "split8") for states in ("fp32", "8bit", "log8", "fp8")]
 
 
-def step_of(weights: str, states: str, dtype: torch.dtype = torch.bfloat16, name: str = "AdamW") -> Any:
+def step_of(
+    weights: str, states: str, dtype: torch.dtype = torch.bfloat16, name: str = "AdamW", **options: Any
+) -> Any:
     """The kernels of an optimizer and its storages."""
     p = torch.nn.Parameter(torch.ones(8192, dtype=dtype))
-    optimizer = getattr(optim, name)([p], weights=weights, states=states)
+    optimizer = getattr(optim, name)([p], weights=weights, states=states, **options)
     (group,) = optimizer.param_groups
     plan = optimizer._plan(p)
     entry = Entry(plan, p, torch.zeros_like(p), plan.init(p, group), group)
@@ -46,14 +61,26 @@ def step_of(weights: str, states: str, dtype: torch.dtype = torch.bfloat16, name
 
 def compile_step(step: Any) -> Any:
     """The step kernel for whole tiles."""
-    kernel = step.step
-    constants = {"TAIL": False, "COUNTED": True}
+    return compile_kernel(step.step, step.layout.warps, {"TAIL": False, "COUNTED": True})
+
+
+def compile_kernel(kernel: Any, warps: int, constants: dict[str, Any]) -> Any:
+    """A kernel, compiled without a GPU."""
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {name: _TYPES.get(name, "constexpr") for name in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in _TYPES}
     source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    return triton.compile(
-        source, target=_TARGET, options={"num_warps": step.layout.warps, "enable_fp_fusion": True}
-    )
+    return triton.compile(source, target=_TARGET, options={"num_warps": warps, "enable_fp_fusion": True})
+
+
+def compile_every(step: Any) -> None:
+    """All kernels of a step as they are launched: what the interpreter lets pass the compiler may refuse."""
+    for name in ("step", "numbers", "sums", "numbers_before", "finite"):
+        for advance in (True, False) if name.startswith("numbers") and hasattr(step, name) else (True,):
+            if hasattr(step, name):
+                constants = {"TAIL": True, "COUNTED": name != "finite", "TILE": step.layout.tile}
+                constants |= {"ADVANCE": advance, "SKIP": advance and step.skip}
+                compile_kernel(getattr(step, name), step.layout.warps, constants)
 
 
 def sass(cubin: bytes) -> list[tuple[int, str]]:
@@ -127,7 +154,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sass", type=Path, help="a folder for the machine code")
     parser.add_argument("--only", nargs="*", help="variants, as weights:states")
+    parser.add_argument("--every", action="store_true", help="compile kernels of all kinds, count nothing")
     args = parser.parse_args()
+    if args.every:
+        for weights, states, dtype, name, options in EVERY:
+            compile_every(step_of(weights, states, dtype, name, **options))
+            print("compiled", name, weights, states, options, flush=True)
+        return
     for weights, states in [tuple(v.split(":")) for v in args.only] if args.only else VARIANTS:
         step = step_of(weights, states)
         found = measure(step)

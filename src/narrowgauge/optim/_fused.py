@@ -72,7 +72,8 @@ class _Options:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> _Options:
-        numbers, others = {}, []
+        numbers: dict[str, Any] = {}
+        others: list[tuple[str, Any]] = []
         for name, value in group.items():
             if isinstance(value, tuple) or (isinstance(value, list) and name != "params"):
                 if all(map(_is_number, value)):

@@ -81,6 +81,11 @@ class Step:
 
     def __call__(self, tables: Tables) -> None:
         """Take a step with every tensor of the tables."""
+        # Triton launches on the current device.
+        with torch.cuda.device_of(tables.rows):
+            self._launch(tables)
+
+    def _launch(self, tables: Tables) -> None:
         count, programs = tables.rows.shape[0], tables.programs.numel()
         flags = tables.buffer("flags", torch.int32, count)
         steps = tables.buffer("steps", torch.int32, count)
