@@ -22,7 +22,7 @@ from narrowgauge.optim._equation import equation, scalar_graph
 from narrowgauge.optim._plan import ParameterPlan, SlotPlan
 from narrowgauge.rules import Rule
 from narrowgauge.storage._states._blocks import BlockwiseState
-from narrowgauge.storage._states._logarithms import LogState, RelativeState
+from narrowgauge.storage._states._logarithms import LogState, RelativeState, SignedLogState
 
 _KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Elements a program, in whole blocks: more were slower on an H200, with one warp.
@@ -268,6 +268,8 @@ def _storage(slot: SlotPlan) -> str | None:
     storage = slot.storage
     if isinstance(storage, RelativeState):
         return f"relative{storage.bits}"
+    if isinstance(storage, SignedLogState):
+        return "signed8"
     if isinstance(storage, LogState):
         return f"pattern{storage.bits}"
     return storage.name if storage.name in ("fp32", "bf16", "expansion", "8bit", "4bit", "fp8") else None

@@ -33,11 +33,18 @@ class Word:
         name: as the storage calls it; empty for the only one.
         kind: what it holds.
         per: ``"element"``, ``"pair"`` (two codes a byte) or ``"block"``.
+        part: which of the numbers that a block has here, of how many.
     """
 
     name: str
     kind: str
     per: str = "element"
+    part: tuple[int, int] = (0, 1)
+
+    @property
+    def label(self) -> str:
+        """A name of its own for a part."""
+        return self.name if self.part[1] == 1 else f"{self.name}{self.part[0]}"
 
 
 STATES: dict[str, tuple[Word, ...]] = {
@@ -49,6 +56,11 @@ STATES: dict[str, tuple[Word, ...]] = {
     "4bit": (Word("codes", "uint8", "pair"), Word("scales", "fp32", "block")),
     "pattern8": (Word("codes", "uint8"), Word("ranges", "int32", "block")),
     "pattern4": (Word("codes", "uint8", "pair"), Word("ranges", "int32", "block")),
+    "signed8": (
+        Word("codes", "uint8"),
+        Word("ranges", "fp32", "block", (0, 2)),
+        Word("ranges", "fp32", "block", (1, 2)),
+    ),
     "relative8": (Word("codes", "uint8"), Word("scales", "fp32", "block")),
     "relative4": (Word("codes", "uint8", "pair"), Word("scales", "fp32", "block")),
 }
@@ -80,7 +92,7 @@ class Moment:
 
     @property
     def hands_over(self) -> bool:
-        return self.storage.startswith("relative")
+        return self.storage.startswith(("relative", "signed"))
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,8 @@ def _pointer(name: str, column: int, kind: str, layout: Layout, offset: str, per
 def _offset(layout: Layout, word: Word) -> tuple[str, str, str]:
     """Where a tile begins among words, the words' places in it, and which are there."""
     if word.per == "block":
-        return f"start // {layout.block}", "rows", f"rows * {layout.block} < left"
+        part, parts = word.part
+        return f"start // {layout.block} * {parts} + {part}", f"rows * {parts}", f"rows * {layout.block} < left"
     if word.per == "pair":
         half = layout.block // 2
         at = f"rows * {half} + tl.arange(0, {half})[None, :]"
@@ -199,7 +200,7 @@ def _read(layout: Layout) -> list[str]:
     for moment in layout.moments:
         for word in moment.words:
             offset, at, here = _offset(layout, word)
-            name = f"{moment.name}_{word.name}"
+            name = f"{moment.name}_{word.label}"
             made += _pointer(name, columns[moment.name, word.name], word.kind, layout, offset, word.per)
             made.append(f"{name} = load({name}_at + {at}, {here}, MASKED)")
     made += [f"weight_in = read_weight(p, low, {layout.weight!r}, {layout.kind!r})"]
@@ -221,6 +222,8 @@ def _decode(layout: Layout, moment: Moment) -> str:
         return f"pattern_decode({codes}, {name}_ranges)"
     if storage.startswith("relative"):
         return f"relative_decode({codes}, {name}_scales, {beside}, {storage[-1]})"
+    if storage == "signed8":
+        return f"signed_decode({codes}, {name}_ranges0, {name}_ranges1)"
     if storage in ("8bit", "4bit"):
         return f"table_decode({codes}, {name}_scales, values{moment.table})"
     if storage == "fp8":
@@ -250,6 +253,9 @@ def _encode(layout: Layout, moment: Moment, value: str) -> list[str]:
     elif storage.startswith("relative"):
         beside = "None" if moment.beside is None else f"{moment.beside}_kept"
         made += [f"{name}_codes, {name}_scales, {name}_lost = relative_encode({name}_new, {beside}, {storage[-1]})"]
+    elif storage == "signed8":
+        words = f"{name}_codes, {name}_ranges0, {name}_ranges1"
+        made += [f"{words}, {name}_lost = signed_encode({name}_new)"]
     elif storage in ("8bit", "4bit"):
         assert moment.table is not None
         at, mirror = layout.cells[moment.table]
@@ -263,11 +269,11 @@ def _encode(layout: Layout, moment: Moment, value: str) -> list[str]:
         made += [f"{name}_ = narrow({name}_new, {storage!r})"]
     for word in moment.words:
         _, place, here = _offset(layout, word)
-        kept = f"{name}_{word.name}"
+        kept = f"{name}_{word.label}"
         if word.per == "pair":
             made += ["if MASKED:", f"    {kept} = tl.where(here, {kept}, 0).to(tl.uint8)"]
             made += [f"{kept} = pack({kept}, {layout.rows}, {layout.block})"]
-        made.append(f"store({name}_{word.name}_at + {place}, {kept}, {here}, MASKED)")
+        made.append(f"store({kept}_at + {place}, {kept}, {here}, MASKED)")
     return made
 
 
