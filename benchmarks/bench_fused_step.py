@@ -66,6 +66,7 @@ def entries(optimizer: Any) -> list[Entry]:
     return found
 
 
+@torch.no_grad()
 def check(name: str, options: dict[str, Any]) -> dict[str, float]:
     """How far three steps by kernels are from three eager ones."""
     options = {**options, "min_quantized_size": 0}

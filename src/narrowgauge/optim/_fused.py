@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from narrowgauge.formats import Coder, coder
 from narrowgauge.kernels._step._launch import Step, Tables
@@ -141,6 +142,7 @@ class FusedSteps:
             launch.send_numbers(options)
         for launch in self._launches:
             launch.step(launch.tables)
+        increment_version([entry.p for entry in entries])  # autograd cannot see what kernels write
 
     def _moved(self, entries: Sequence[Entry], options: Mapping[int, _Options]) -> dict[int, int] | None:
         """Gradients that lie elsewhere now, by entry; None if more has changed than that."""

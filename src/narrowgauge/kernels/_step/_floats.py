@@ -14,6 +14,10 @@ from triton import knobs
 
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 
+# Where bytes are moved about, the compiler takes two or three instructions for one: those places are in assembly,
+# beside the same in integers, which the interpreter runs.
+ASSEMBLY = tl.constexpr(not INTERPRETED.value)
+
 INFINITY = tl.constexpr(0x7F800000)  # bits of float32's
 SMALLEST = tl.constexpr(1 << 23)  # bits of the smallest normal float32
 TINY = tl.constexpr(2.0**-126)
@@ -101,12 +105,28 @@ def widen(word, KIND: tl.constexpr):
 
 
 @triton.jit
+def byte_number(codes):
+    """The number of a byte in two's complement. No conversion, which would be four times slower: it is the lowest
+    bits of 2^23 and something.
+    """
+    if ASSEMBLY:
+        bits = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; xor.b32 t, $4, 0x80808080; prmt.b32 $0, t, 0x4B000000, 0x7650; "
+            "prmt.b32 $1, t, 0x4B000000, 0x7651; prmt.b32 $2, t, 0x4B000000, 0x7652; "
+            "prmt.b32 $3, t, 0x4B000000, 0x7653; }",
+            "=r,=r,=r,=r,r", [codes], dtype=tl.int32, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        bits = (codes ^ 0x80).to(tl.int32) | 0x4B000000
+    return float_of(bits) - 8388736.0
+
+
+@triton.jit
 def upper(word):
     """16 bits as the upper half of 32."""
-    if INTERPRETED:
+    if not ASSEMBLY:
         return word.to(tl.int32) << 16
     else:
-        # One instruction each of a pair, where the compiler takes three.
         return tl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
             "=r,=r,r", [word], dtype=tl.int32, is_pure=True, pack=2,

@@ -22,6 +22,7 @@ from narrowgauge.kernels._step._floats import (
     TINY,
     any_of,
     bits_of,
+    byte_number,
     exact_quotient,
     exact_reciprocal,
     float_of,
@@ -206,8 +207,7 @@ def _relative_codes(q, scales, inverse, BITS: tl.constexpr):
 @triton.jit
 def _number(codes, BITS: tl.constexpr):
     if BITS == 8:
-        # A byte in the lowest bits of 2^23: no conversion, which would be four times slower.
-        return float_of((codes ^ 0x80).to(tl.int32) | 0x4B000000) - 8388736.0
+        return byte_number(codes)
     else:
         # Exponent and fraction where a float has them; its own exponent is 126 larger.
         k = codes.to(tl.int32)

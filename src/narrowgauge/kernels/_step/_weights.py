@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from narrowgauge.kernels._step._floats import INFINITY, bits_of, float_of, largest, narrow, upper, widen
+from narrowgauge.kernels._step._floats import ASSEMBLY, INFINITY, bits_of, float_of, largest, narrow, upper, widen
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def write_weight(p, low, weight, delta, random, STORAGE: tl.constexpr, KIND: tl.
 @triton.jit
 def _join(p, low, SHIFT: tl.constexpr):
     bits = upper(p)
-    joined = bits + (low.to(tl.int32) << SHIFT)
+    joined = bits + _offset(low, SHIFT)
     # Rare: a borrow below zero, which changes the sign; and infinity and NaN, which keep their exponent. Without
     # the sign that it should have, either is no less than infinity as an unsigned number.
     odd = (joined ^ (bits & -0x80000000)).to(tl.uint32, bitcast=True)
@@ -73,12 +73,46 @@ def _join(p, low, SHIFT: tl.constexpr):
 
 
 @triton.jit
+def _offset(low, SHIFT: tl.constexpr):
+    """A low word as a number of units in a float32's last place."""
+    if ASSEMBLY and SHIFT == 8:
+        # The byte second, its sign in the two above.
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $4, 0, 0x8804; prmt.b32 $1, $4, 0, 0x9914; prmt.b32 $2, $4, 0, 0xAA24; "
+            "prmt.b32 $3, $4, 0, 0xBB34;",
+            "=r,=r,=r,=r,r", [low], dtype=tl.int32, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        return low.to(tl.int32) << SHIFT
+
+
+@triton.jit
+def _cut_bytes(bits):
+    """(bf16 word, int8 low word) of a finite float32's bits: rounded at 2^7 and again at 2^15.
+
+    With both halves added, the upper two bytes are the one, and the next is the other but for its highest bit.
+    """
+    if ASSEMBLY:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 a, b, c, d, u, v; add.s32 a, $3, 0x8080; add.s32 b, $4, 0x8080; add.s32 c, $5, 0x8080; "
+            "add.s32 d, $6, 0x8080; prmt.b32 $0, a, b, 0x7632; prmt.b32 $1, c, d, 0x7632; "
+            "prmt.b32 u, a, b, 0x0051; prmt.b32 v, c, d, 0x0051; prmt.b32 u, u, v, 0x5410; "
+            "xor.b32 $2, u, 0x80808080; }",
+            "=r,=r,=r,r,r,r,r", [bits], dtype=(tl.int16, tl.int8), is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        both = bits + 0x8080
+        return (both >> 16).to(tl.int16), (both >> 8).to(tl.int8) ^ -128
+
+
+@triton.jit
 def _cut(weight, SHIFT: tl.constexpr):
     # Of a number in sign and magnitude the lowest bits do not know the sign: no need to take it off.
     bits = bits_of(weight)
-    rounded = bits + 0x80 if SHIFT == 8 else bits
-    hi = ((rounded + 0x8000) >> 16).to(tl.int16)
-    low = (rounded >> 8).to(tl.int8) if SHIFT == 8 else rounded.to(tl.int16)
+    if SHIFT == 8:
+        hi, low = _cut_bytes(bits)
+    else:
+        hi, low = ((bits + 0x8000) >> 16).to(tl.int16), bits.to(tl.int16)
     magnitude = bits & 0x7FFFFFFF
     if largest(magnitude) >= INFINITY:
         odd = magnitude >= INFINITY
