@@ -24,6 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from narrowgauge import optim
+from narrowgauge.optim import _fused
 from narrowgauge.optim._fused import Entry, _kind, _Options, _step
 
 _TARGET = GPUTarget("cuda", 90, 32)
@@ -154,8 +155,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sass", type=Path, help="a folder for the machine code")
     parser.add_argument("--only", nargs="*", help="variants, as weights:states")
+    parser.add_argument("--tile", type=int, default=_fused._TILE, help="elements a program")
     parser.add_argument("--every", action="store_true", help="compile kernels of all kinds, count nothing")
     args = parser.parse_args()
+    _fused._TILE = args.tile
     if args.every:
         for weights, states, dtype, name, options in EVERY:
             compile_every(step_of(weights, states, dtype, name, **options))

@@ -18,6 +18,13 @@ INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 # beside the same in integers, which the interpreter runs.
 ASSEMBLY = tl.constexpr(not INTERPRETED.value)
 
+BYTE_NUMBER = tl.constexpr(
+    "{ .reg .b32 t; xor.b32 t, $4, 0x80808080; prmt.b32 $0, t, 0x4B000000, 0x7650; "
+    "prmt.b32 $1, t, 0x4B000000, 0x7651; prmt.b32 $2, t, 0x4B000000, 0x7652; "
+    "prmt.b32 $3, t, 0x4B000000, 0x7653; }"
+)
+UPPER = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
+
 INFINITY = tl.constexpr(0x7F800000)  # bits of float32's
 SMALLEST = tl.constexpr(1 << 23)  # bits of the smallest normal float32
 TINY = tl.constexpr(2.0**-126)
@@ -111,9 +118,7 @@ def byte_number(codes):
     """
     if ASSEMBLY:
         bits = tl.inline_asm_elementwise(
-            "{ .reg .b32 t; xor.b32 t, $4, 0x80808080; prmt.b32 $0, t, 0x4B000000, 0x7650; "
-            "prmt.b32 $1, t, 0x4B000000, 0x7651; prmt.b32 $2, t, 0x4B000000, 0x7652; "
-            "prmt.b32 $3, t, 0x4B000000, 0x7653; }",
+            BYTE_NUMBER,
             "=r,=r,=r,=r,r", [codes], dtype=tl.int32, is_pure=True, pack=4,
         )  # fmt: skip
     else:
@@ -128,7 +133,7 @@ def upper(word):
         return word.to(tl.int32) << 16
     else:
         return tl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            UPPER,
             "=r,=r,r", [word], dtype=tl.int32, is_pure=True, pack=2,
         )  # fmt: skip
 

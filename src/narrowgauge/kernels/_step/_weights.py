@@ -12,6 +12,17 @@ import triton.language as tl
 
 from narrowgauge.kernels._step._floats import ASSEMBLY, INFINITY, bits_of, float_of, largest, narrow, upper, widen
 
+OFFSET = tl.constexpr(
+    "prmt.b32 $0, $4, 0, 0x8804; prmt.b32 $1, $4, 0, 0x9914; prmt.b32 $2, $4, 0, 0xAA24; "
+    "prmt.b32 $3, $4, 0, 0xBB34;"
+)
+CUT = tl.constexpr(
+    "{ .reg .b32 a, b, c, d, u, v; add.s32 a, $3, 0x8080; add.s32 b, $4, 0x8080; add.s32 c, $5, 0x8080; "
+    "add.s32 d, $6, 0x8080; prmt.b32 $0, a, b, 0x7632; prmt.b32 $1, c, d, 0x7632; "
+    "prmt.b32 u, a, b, 0x0051; prmt.b32 v, c, d, 0x0051; prmt.b32 u, u, v, 0x5410; "
+    "xor.b32 $2, u, 0x80808080; }"
+)
+
 
 @triton.jit
 def read_weight(p, low, STORAGE: tl.constexpr, KIND: tl.constexpr):
@@ -78,8 +89,7 @@ def _offset(low, SHIFT: tl.constexpr):
     if ASSEMBLY and SHIFT == 8:
         # The byte second, its sign in the two above.
         return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $4, 0, 0x8804; prmt.b32 $1, $4, 0, 0x9914; prmt.b32 $2, $4, 0, 0xAA24; "
-            "prmt.b32 $3, $4, 0, 0xBB34;",
+            OFFSET,
             "=r,=r,=r,=r,r", [low], dtype=tl.int32, is_pure=True, pack=4,
         )  # fmt: skip
     else:
@@ -94,10 +104,7 @@ def _cut_bytes(bits):
     """
     if ASSEMBLY:
         return tl.inline_asm_elementwise(
-            "{ .reg .b32 a, b, c, d, u, v; add.s32 a, $3, 0x8080; add.s32 b, $4, 0x8080; add.s32 c, $5, 0x8080; "
-            "add.s32 d, $6, 0x8080; prmt.b32 $0, a, b, 0x7632; prmt.b32 $1, c, d, 0x7632; "
-            "prmt.b32 u, a, b, 0x0051; prmt.b32 v, c, d, 0x0051; prmt.b32 u, u, v, 0x5410; "
-            "xor.b32 $2, u, 0x80808080; }",
+            CUT,
             "=r,=r,=r,r,r,r,r", [bits], dtype=(tl.int16, tl.int8), is_pure=True, pack=4,
         )  # fmt: skip
     else:
