@@ -77,7 +77,7 @@ def kept(
     rule: Rule,
     states: Mapping[str, str],
     block: int,
-    weights: Sequence[Tensor],
+    values: Sequence[Tensor],
     grads: Sequence[Tensor],
     **options: Any,
 ) -> tuple[list[tuple[Tensor, State]], list[tuple[Tensor, State]]]:
@@ -86,7 +86,7 @@ def kept(
     group = {**optimizer.param_groups[0], "states": dict(states), "block_size": block, "min_quantized_size": 0}
     group |= {"nonfinite": "propagate", **options}
     eager, fused = [], []
-    for i, (weight, grad) in enumerate(zip(weights, grads, strict=True)):
+    for i, (weight, grad) in enumerate(zip(values, grads, strict=True)):
         plan = plan_parameter(rule, group, weight, str(i), i)
         for results in (eager, fused):
             p = weight.detach().clone()

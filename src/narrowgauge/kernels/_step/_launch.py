@@ -92,9 +92,10 @@ class Step:
         row = tables.buffer("uniforms", torch.float32, count * max(self.met, 1))
         partials = tables.buffer("partials", torch.float64, len(self.terms) * programs)
         books = [tensor for pair in tables.codebooks for tensor in pair]
-        warps = {"num_warps": self.layout.warps}
+        # Fused multiply-adds are meant; where a codec must round twice, it says so.
+        warps = {"num_warps": self.layout.warps, "enable_fp_fusion": True}
         every = {"TAIL": True, "COUNTED": True}
-        shape = {"TILE": self.layout.tile, "num_warps": 4}
+        shape = {"TILE": self.layout.tile, "num_warps": 1}
         if self.skip and programs:
             self.finite[(programs,)](
                 tables.rows, tables.programs, row, steps, flags, partials, *books, TAIL=True, COUNTED=False, **warps
