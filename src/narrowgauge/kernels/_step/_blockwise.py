@@ -18,6 +18,7 @@ from narrowgauge.kernels._step._floats import (
     exact_reciprocal,
     float_of,
     from_e4m3,
+    gather,
     product,
     to_e4m3,
 )
@@ -28,7 +29,7 @@ _HUGE = tl.constexpr(0x7E800000)  # bits of 2^126
 
 @triton.jit
 def table_decode(codes, scales, values):
-    return tl.load(values + codes.to(tl.int32)) * scales
+    return float_of(gather(values, codes.to(tl.int32))) * scales
 
 
 @triton.jit
@@ -40,7 +41,7 @@ def table_encode(x, cells, AT: tl.constexpr, SIGNED: tl.constexpr, MIRROR: tl.co
     """
     y, scales = _normalise(x, SIGNED, False)
     bits = bits_of(y) & 0x7FFFFFFF
-    entry = tl.load(cells + tl.maximum((bits >> 16) - AT, 0))
+    entry = gather(cells, tl.maximum((bits >> 16) - AT, 0))
     codes = (entry >> 16) + ((bits & 0xFFFF) > (entry & 0xFFFF)).to(tl.int32)
     if SIGNED:
         codes = tl.where(y < 0, tl.maximum(MIRROR - codes, 0), codes)

@@ -155,6 +155,22 @@ def narrow(x, KIND: tl.constexpr):
 
 
 @triton.jit
+def gather(table, index):
+    """32 bits of a constant table for each index; none is negative.
+
+    A load of triton's would be dealt out to threads in its own way, and the tile would go there and back.
+    """
+    if ASSEMBLY:
+        bits = tl.inline_asm_elementwise(
+            "{ .reg .b64 at; mad.wide.u32 at, $1, 4, $2; ld.global.nc.b32 $0, [at]; }",
+            "=r,r,l", [index, table.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        bits = tl.load(table + index).to(tl.int32, bitcast=True)
+    return bits
+
+
+@triton.jit
 def to_e4m3(x):
     """Bits of the nearest float8 e4m3, ties to even; 448 at the most. x is a number."""
     if INTERPRETED:
