@@ -163,5 +163,13 @@ def test_what_has_no_kernel_says_why(device: str) -> None:
         give_gradients(pairs, 0)
         (entry,) = entries(a)
         assert why in str(why_not(entry))
-        with pytest.raises(NotImplementedError, match=why):
-            FusedSteps()([entry])
+        before = entry.p.clone()
+        assert FusedSteps()([entry]) == [entry]
+        assert torch.equal(entry.p, before)
+
+
+def test_a_rule_that_is_not_elementwise_is_left_to_the_eager_path(device: str) -> None:
+    pairs, a, _ = twins("Muon", {"states": "fp32"}, parameters(((8, 4),), torch.float32, device))
+    give_gradients(pairs, 0)
+    what = entries(a)
+    assert FusedSteps()(what) == what

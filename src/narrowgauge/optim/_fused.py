@@ -125,12 +125,13 @@ class FusedSteps:
         self._tensors: list[list[Tensor]] = []
         self._kinds: dict[int, tuple[Any, ...]] = {}
         self._launches: list[_Launch] = []
+        self._left: dict[int, None] = {}
 
-    def __call__(self, entries: Sequence[Entry]) -> None:
-        """Take one step with every parameter; states and parameters are written in place.
+    def __call__(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Take one step with every parameter that has a kernel; states and parameters are written in place.
 
-        Raises:
-            NotImplementedError: for what has no kernel (see `why_not`); nothing is changed then.
+        Returns:
+            Those that have none (see `why_not`), untouched.
         """
         options = {key: _Options.of(group) for key, group in {id(e.group): e.group for e in entries}.items()}
         moved = self._moved(entries, options)
@@ -142,7 +143,9 @@ class FusedSteps:
             launch.send_numbers(options)
         for launch in self._launches:
             launch.step(launch.tables)
-        increment_version([entry.p for entry in entries])  # autograd cannot see what kernels write
+        # Autograd cannot see what kernels write.
+        increment_version([entry.p for number, entry in enumerate(entries) if number not in self._left])
+        return [entries[number] for number in self._left]
 
     def _moved(self, entries: Sequence[Entry], options: Mapping[int, _Options]) -> dict[int, int] | None:
         """Gradients that lie elsewhere now, by entry; None if more has changed than that."""
@@ -172,9 +175,17 @@ class FusedSteps:
     def _look(self, entries: Sequence[Entry], options: Mapping[int, _Options]) -> None:
         """Make all launches anew."""
         kinds: dict[_Kind, dict[int, Entry]] = {}
+        self._launches, self._left = [], {}
         for number, entry in enumerate(entries):
-            kinds.setdefault(_kind(entry, options[id(entry.group)]), {})[number] = entry
-        self._launches = [_launch(kind, same) for kind, same in kinds.items()]
+            if why_not(entry) is None:
+                kinds.setdefault(_kind(entry, options[id(entry.group)]), {})[number] = entry
+            else:
+                self._left[number] = None
+        for kind, same in kinds.items():
+            try:
+                self._launches.append(_launch(kind, same))
+            except NotImplementedError:  # the rule is not elementwise, or does what has no kernel
+                self._left |= dict.fromkeys(same)
         self._kinds = {key: (option.names, option.others) for key, option in options.items()}
         self._tensors = [list(entry.state.values()) for entry in entries]
         self._seen = [
@@ -226,9 +237,6 @@ def why_not(entry: Entry) -> str | None:
 
 
 def _kind(entry: Entry, options: _Options) -> _Kind:
-    reason = why_not(entry)
-    if reason is not None:
-        raise NotImplementedError(f"{entry.plan.name}: no kernel, {reason}")
     plan, group = entry.plan, entry.group
     moments, books = [], []
     for number, slot in enumerate(plan.slots, start=1):
