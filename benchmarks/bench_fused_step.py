@@ -26,6 +26,7 @@ import triton
 from torch import Tensor
 
 from narrowgauge import optim
+from narrowgauge.kernels._step import _launch
 from narrowgauge.optim import _fused
 from narrowgauge.optim._fused import Entry, FusedSteps
 
@@ -160,10 +161,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="variants, as weights:states")
     parser.add_argument("--lists", nargs="*", default=list(LISTS))
     parser.add_argument("--tiles", nargs="*", type=int, default=[_fused._TILE])
+    parser.add_argument("--registers", type=int, default=_launch.REGISTERS, help="at most, a thread")
     parser.add_argument("--optimizer", default="AdamW")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--check", action="store_true", help="check only")
     args = parser.parse_args()
+    _launch.REGISTERS = args.registers
     speed = copy_speed(args.repeats)
     results: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),

@@ -24,6 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from narrowgauge import optim
+from narrowgauge.kernels._step import _launch
 from narrowgauge.optim import _fused
 from narrowgauge.optim._fused import Entry, _kind, _Options, _step
 
@@ -61,8 +62,8 @@ def step_of(
 
 
 def compile_step(step: Any) -> Any:
-    """The step kernel for whole tiles."""
-    return compile_kernel(step.step, step.layout.warps, {"TAIL": False, "COUNTED": True})
+    """The step kernel as it is launched."""
+    return compile_kernel(step.step, step.layout.warps, {"TAIL": True, "COUNTED": True})
 
 
 def compile_kernel(kernel: Any, warps: int, constants: dict[str, Any]) -> Any:
@@ -71,7 +72,9 @@ def compile_kernel(kernel: Any, warps: int, constants: dict[str, Any]) -> Any:
     signature = {name: _TYPES.get(name, "constexpr") for name in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in _TYPES}
     source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    return triton.compile(source, target=_TARGET, options={"num_warps": warps, "enable_fp_fusion": True})
+    return triton.compile(
+        source, target=_TARGET, options={"num_warps": warps, "enable_fp_fusion": True, "maxnreg": _launch.REGISTERS}
+    )
 
 
 def compile_every(step: Any) -> None:
