@@ -26,7 +26,8 @@ from triton.backends.compiler import GPUTarget
 from narrowgauge import optim
 from narrowgauge.kernels._step import _launch
 from narrowgauge.optim import _fused
-from narrowgauge.optim._fused import Entry, _kind, _Options, _step
+from narrowgauge.optim._fused import Entry, _kind, _step
+from narrowgauge.optim._fused_numbers import Options
 
 _TARGET = GPUTarget("cuda", 90, 32)
 _TYPES = {
@@ -58,7 +59,7 @@ def step_of(
     (group,) = optimizer.param_groups
     plan = optimizer._plan(p)
     entry = Entry(plan, p, torch.zeros_like(p), plan.init(p, group), group)
-    return _step(_kind(entry, _Options.of(group)))
+    return _step(_kind(entry, Options.of(group)))
 
 
 def compile_step(step: Any) -> Any:

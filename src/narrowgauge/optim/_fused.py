@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from narrowgauge.formats import Coder, coder
 from narrowgauge.kernels._step._launch import Step, Tables
 from narrowgauge.kernels._step._layout import AT, WIDTH, Layout, Moment
 from narrowgauge.optim._equation import equation, scalar_graph
+from narrowgauge.optim._fused_codebooks import FIRST_CELL, codebook_cells, mirror
+from narrowgauge.optim._fused_numbers import Options, send_numbers, sent
 from narrowgauge.optim._plan import ParameterPlan, SlotPlan
 from narrowgauge.rules import Rule
 from narrowgauge.storage._states._blocks import BlockwiseState
@@ -29,7 +30,6 @@ _KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Elements a program, in whole blocks: more were slower on an H200, with one warp.
 _TILE = 512
 _BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)
-_FIRST_CELL = 97 << 7  # of a codebook's table: bits of 2^-30, below which all is zero in every codebook of ours
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,29 +63,6 @@ class _Kind:
     device: torch.device
 
 
-@dataclass(frozen=True)
-class _Options:
-    """A group's hyperparameters: names and values of the numbers, and all that decides what to compute."""
-
-    names: tuple[str, ...]
-    numbers: tuple[Any, ...]
-    others: tuple[tuple[str, Any], ...]
-
-    @classmethod
-    def of(cls, group: Mapping[str, Any]) -> _Options:
-        numbers: dict[str, Any] = {}
-        others: list[tuple[str, Any]] = []
-        for name, value in group.items():
-            if isinstance(value, tuple) or (isinstance(value, list) and name != "params"):
-                if all(map(_is_number, value)):
-                    numbers |= {f"{name}.{i}": _number(x) for i, x in enumerate(value)}
-            elif isinstance(value, bool | str | None):
-                others.append((name, value))
-            elif _is_number(value):
-                numbers[name] = _number(value)
-        return cls(tuple(numbers), tuple(numbers.values()), tuple(others))
-
-
 @dataclass
 class _Launch:
     """One launch: its kernels, its tables, and which entries it steps."""
@@ -97,12 +74,12 @@ class _Launch:
     groups: tuple[int, ...]
     hyper: list[tuple[Any, ...]] | None = None
 
-    def send_numbers(self, options: Mapping[int, _Options]) -> None:
+    def send_numbers(self, options: Mapping[int, Options]) -> None:
         hyper = [options[group].numbers for group in self.groups]
         # A number of the device may have changed without a sign.
         on_device = any(isinstance(number, Tensor) for row in hyper for number in row)
         if on_device or hyper != self.hyper:
-            _send_numbers(self.tables.hyper, hyper)
+            send_numbers(self.tables.hyper, hyper)
             self.hyper = None if on_device else hyper
 
     def send_gradients(self, moved: Mapping[int, int]) -> None:
@@ -110,7 +87,7 @@ class _Launch:
         for row, address in mine.items():
             self.rows[row][AT["grad"]] = address
         if mine:
-            self.tables.rows.copy_(_sent(torch.tensor(self.rows, dtype=torch.int64), self.tables.rows.device))
+            self.tables.rows.copy_(sent(torch.tensor(self.rows, dtype=torch.int64), self.tables.rows.device))
 
 
 class FusedSteps:
@@ -133,7 +110,7 @@ class FusedSteps:
         Returns:
             Those that have none (see `why_not`), untouched.
         """
-        options = {key: _Options.of(group) for key, group in {id(e.group): e.group for e in entries}.items()}
+        options = {key: Options.of(group) for key, group in {id(e.group): e.group for e in entries}.items()}
         moved = self._moved(entries, options)
         if moved is None:
             self._look(entries, options)
@@ -147,7 +124,7 @@ class FusedSteps:
         increment_version([entry.p for number, entry in enumerate(entries) if number not in self._left])
         return [entries[number] for number in self._left]
 
-    def _moved(self, entries: Sequence[Entry], options: Mapping[int, _Options]) -> dict[int, int] | None:
+    def _moved(self, entries: Sequence[Entry], options: Mapping[int, Options]) -> dict[int, int] | None:
         """Gradients that lie elsewhere now, by entry; None if more has changed than that."""
         if len(entries) != len(self._seen) or self._kinds != {k: (o.names, o.others) for k, o in options.items()}:
             return None
@@ -172,7 +149,7 @@ class FusedSteps:
                 self._seen[i] = (plan, group, p, dtype, address)
         return moved
 
-    def _look(self, entries: Sequence[Entry], options: Mapping[int, _Options]) -> None:
+    def _look(self, entries: Sequence[Entry], options: Mapping[int, Options]) -> None:
         """Make all launches anew."""
         kinds: dict[_Kind, dict[int, Entry]] = {}
         self._launches, self._left = [], {}
@@ -206,10 +183,10 @@ def _launch(kind: _Kind, entries: Mapping[int, Entry]) -> _Launch:
     programs = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), counts)
     hyper = torch.zeros(len(places), max(1, len(kind.numbers)), dtype=torch.float64, device=device)
     tables = Tables(
-        _sent(torch.tensor(rows, dtype=torch.int64), device).clone(),
-        _sent(programs, device),
+        sent(torch.tensor(rows, dtype=torch.int64), device).clone(),
+        sent(programs, device),
         hyper,
-        [_codebook(*book, device) for book in kind.codebooks],
+        [codebook_cells(*book, device) for book in kind.codebooks],
     )
     return _Launch(_step(kind), tables, rows, {entry: row for row, entry in enumerate(entries)}, tuple(places))
 
@@ -236,7 +213,7 @@ def why_not(entry: Entry) -> str | None:
     return None
 
 
-def _kind(entry: Entry, options: _Options) -> _Kind:
+def _kind(entry: Entry, options: Options) -> _Kind:
     plan, group = entry.plan, entry.group
     moments, books = [], []
     for number, slot in enumerate(plan.slots, start=1):
@@ -260,17 +237,11 @@ def _kind(entry: Entry, options: _Options) -> _Kind:
         max(1, _TILE // block),
         all(tensor.data_ptr() % 16 == 0 for tensor in _words(entry)),
         bool(group["maximize"]),
-        tuple((_FIRST_CELL, _mirror(*book)) for book in books),
+        tuple((FIRST_CELL, mirror(*book)) for book in books),
     )
     return _Kind(
         plan.rule, layout, tuple(books), options.names, options.others, group["nonfinite"] == "skip", entry.p.device
     )
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _storage(slot: SlotPlan) -> str | None:
@@ -325,56 +296,3 @@ def _row(layout: Layout, entry: Entry, first: int, group: int) -> list[int]:
 
 def _signed(number: int) -> int:
     return number & 0xFFFFFFFF
-
-
-def _number(value: Any) -> Any:
-    """A number of the host, or the tensor that holds it on the device."""
-    if not isinstance(value, Tensor):
-        return float(value)
-    return value.item() if value.device.type == "cpu" else value
-
-
-def _send_numbers(target: Tensor, rows: Sequence[Sequence[Any]]) -> None:
-    host = [[0.0 if isinstance(x, Tensor) else x for x in row] or [0.0] for row in rows]
-    target.copy_(_sent(torch.tensor(host, dtype=torch.float64), target.device))
-    for i, row in enumerate(rows):
-        for j, number in enumerate(row):
-            if isinstance(number, Tensor):
-                target[i, j].copy_(number.detach().reshape(()))
-
-
-def _sent(x: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on the device, without waiting for it."""
-    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
-
-
-def _coder(name: str, signed: bool, bits: int, device: torch.device) -> Coder:
-    from narrowgauge.storage._states._blocks import _sixteenths
-
-    return _sixteenths(device) if bits == 4 and not signed else coder(name, signed, device, bits)
-
-
-def _mirror(name: str, signed: bool, bits: int) -> int:
-    """Twice the code of zero: a negative number has that less the code of the positive one."""
-    if not signed:
-        return 0
-    values = _coder(name, signed, bits, torch.device("cpu")).values
-    return 2 * int((values < 0).sum())
-
-
-@functools.lru_cache(maxsize=64)
-def _codebook(name: str, signed: bool, bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(values, cells) of a codebook; a cell holds what encodes to it, see `table_encode`."""
-    made = _coder(name, signed, bits, device)
-    boundaries = made.boundaries.cpu().view(torch.int32)
-    positive = boundaries[made.boundaries.cpu() >= 0]
-    below = len(boundaries) - len(positive)
-    keys = torch.arange(_FIRST_CELL, (0x3F80) + 1, dtype=torch.int32)
-    start = torch.bucketize(keys << 16, positive)
-    # A boundary b has the code that counts boundaries below x: x > b goes up, x = b does not.
-    inside = torch.bucketize((keys << 16) | 0xFFFF, positive, right=True) - start
-    if int(inside.max()) > 1 or int(positive.min()) < (_FIRST_CELL << 16):
-        raise NotImplementedError(f"codebook {name!r}: two boundaries in one cell")
-    cut = torch.where(inside > 0, positive[start.clamp_max(len(positive) - 1)] & 0xFFFF, 0xFFFF)
-    cells = ((start + below) << 16 | cut).to(torch.int32)
-    return made.values, cells.to(device)

@@ -15,8 +15,8 @@ from narrowgauge.kernels._step import _source
 from narrowgauge.kernels._step._compile import compiled
 from narrowgauge.kernels._step._layout import Layout
 
-# The code of short tiles and rare blocks would take 200 registers a thread, and leave a multiprocessor 8 warps. What
-# does not fit is kept in memory where it is rare: 14 of 1300 instructions of an ordinary tile.
+# The code of short tiles and rare blocks would take 200 registers a thread, and leave a multiprocessor 8 warps.
+# What does not fit is kept in memory where it is rare: 14 of 1300 instructions of an ordinary tile.
 REGISTERS = 128
 
 
