@@ -27,8 +27,8 @@ from torch import Tensor
 
 from narrowgauge import optim
 from narrowgauge.kernels._step import _launch
-from narrowgauge.optim import _fused
-from narrowgauge.optim._fused import Entry, FusedSteps
+from narrowgauge.optim import _fused_gpu as _fused
+from narrowgauge.optim._fused_gpu import Entry, FusedSteps
 
 VARIANTS = [(w, s) for w in ("plain", "split8") for s in ("fp32", "bf16", "8bit", "log8", "fp8")]
 VARIANTS += [

@@ -25,8 +25,8 @@ from triton.backends.compiler import GPUTarget
 
 from narrowgauge import optim
 from narrowgauge.kernels._step import _launch
-from narrowgauge.optim import _fused
-from narrowgauge.optim._fused import Entry, _kind, _step
+from narrowgauge.optim import _fused_gpu as _fused
+from narrowgauge.optim._fused_gpu import Entry, _kind, _step
 from narrowgauge.optim._fused_numbers import Options
 
 _TARGET = GPUTarget("cuda", 90, 32)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge import optim
-from narrowgauge.optim._fused import Entry, FusedSteps
+from narrowgauge.optim._fused_gpu import Entry, FusedSteps
 from narrowgauge.optim._optimizer import NarrowOptimizer
 from narrowgauge.optim._plan import plan_parameter
 from narrowgauge.optim._update import Noise, update
