@@ -26,7 +26,7 @@ _NAMES = {
     "mul": "mul", "add": "add", "sub": "sub", "div": "div", "neg": "neg", "sqrt": "sqrt", "abs": "abs",
     "sign": "sign", "maximum": "max", "minimum": "min", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge", "eq": "eq",
     "ne": "ne", "bitwise_and": "and", "logical_and": "and", "bitwise_or": "or", "logical_or": "or",
-    "bitwise_not": "not", "logical_not": "not", "where": "where", "reciprocal": "reciprocal",
+    "bitwise_not": "not", "logical_not": "not", "where": "where", "reciprocal": "reciprocal", "pow": "pow",
 }  # fmt: skip
 
 
@@ -123,7 +123,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             most = args[1] if name == "clamp_max" else kwargs.get("max", most)
             node = args[0] if least is None else make("max", args[0], least)
             return node if most is None else make("min", node, most)
-        if name == "square" or (name == "pow" and args[1] == 2):
+        if name == "square" or (name == "pow" and not isinstance(args[1], Tensor) and args[1] == 2):
             return make("mul", args[0], args[0])
         if name == "rsub":
             return make("sub", args[1], args[0])
@@ -224,4 +224,5 @@ _HOST: dict[str, Any] = {
     "not": lambda a: float(not a),
     "where": lambda test, a, b: a if test else b,
     "reciprocal": lambda a: _divide(1.0, a),
+    "pow": lambda a, b: a**b,
 }

@@ -85,3 +85,26 @@ def _recorded(record: Recorder, rule: Rule, slots: tuple[str, ...], numbers: tup
         {name: node for (kind, name), node in step.items() if kind == "moments"},
         {name: node for (kind, name), node in step.items() if kind == "reach"},
     )
+
+
+@functools.lru_cache(maxsize=256)
+def scalar_graph(rule: Rule, numbers: tuple[str, ...], others: tuple[tuple[str, Any], ...]) -> dict[str, Node]:
+    """A rule's scalars as graphs of its hyperparameters and of ``"step"``.
+
+    Args:
+        rule: the rule.
+        numbers: names of the hyperparameters that are numbers; the parts of a tuple are ``name.0`` and so on.
+        others: the hyperparameters that are none, and what they are.
+
+    Raises:
+        NotImplementedError: if it decides by a number what to compute.
+    """
+    record = Recorder()
+    group: dict[str, Any] = dict(others)
+    for name in numbers:
+        key, dot, _ = name.partition(".")
+        group[key] = (*group.get(key, ()), record.number(name)) if dot else record.number(name)
+    step = record.number("step")
+    with torch.no_grad(), record:
+        scalars = rule.scalars(group, step)
+    return {name: record.node(value) for name, value in scalars.items()}

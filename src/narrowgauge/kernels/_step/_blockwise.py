@@ -1,0 +1,112 @@
+# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
+"""Moments over a scale: codes of a codebook, and float8 numbers, on a tile (blocks, elements of a block).
+
+The specification is `narrowgauge.storage._blockwise`, bit for bit. See `_states` for what an ordinary block is.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from narrowgauge.kernels._step._floats import (
+    LARGEST,
+    SMALLEST,
+    TINY,
+    any_of,
+    bits_of,
+    exact_reciprocal,
+    float_of,
+    from_e4m3,
+    gather,
+    product,
+    to_e4m3,
+)
+from narrowgauge.kernels._step._states import column_max, column_min
+
+_HUGE = tl.constexpr(0x7E800000)  # bits of 2^126
+
+
+@triton.jit
+def table_decode(codes, scales, values):
+    return float_of(gather(values, codes.to(tl.int32))) * scales
+
+
+@triton.jit
+def table_encode(x, cells, AT: tl.constexpr, SIGNED: tl.constexpr, MIRROR: tl.constexpr):
+    """(codes, scales) by a table with one entry a cell of the leading 16 bits, from AT on.
+
+    An entry is the code at the cell's start, and below it the lower 16 bits of the one boundary inside. Negative
+    numbers mirror the positive ones around code MIRROR / 2.
+    """
+    y, scales = _normalise(x, SIGNED, False)
+    bits = bits_of(y) & 0x7FFFFFFF
+    entry = gather(cells, tl.maximum((bits >> 16) - AT, 0))
+    codes = (entry >> 16) + ((bits & 0xFFFF) > (entry & 0xFFFF)).to(tl.int32)
+    if SIGNED:
+        codes = tl.where(y < 0, tl.maximum(MIRROR - codes, 0), codes)
+    return codes.to(tl.uint8), scales
+
+
+@triton.jit
+def e4m3_decode(codes, scales):
+    return from_e4m3(codes) * scales
+
+
+@triton.jit
+def e4m3_encode(x, SIGNED: tl.constexpr):
+    y, scales = _normalise(x, SIGNED, True)
+    return to_e4m3(y * 448.0), tl.div_rn(scales, 448.0)
+
+
+@triton.jit
+def _normalise(x, SIGNED: tl.constexpr, POSITIVE: tl.constexpr):
+    """x over its block's extremum, and the extremum; its magnitude if scales are POSITIVE.
+
+    In ordinary blocks the product of a number and its rounded reciprocal may miss 1 by a unit in the last place. No
+    code is so narrow that it would notice.
+    """
+    bits = bits_of(x)
+    if SIGNED:
+        positive = column_max(bits)
+        negative = column_max(bits.to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True)
+        other = tl.where(negative < 0, negative & 0x7FFFFFFF, 0)
+        top = tl.maximum(positive, other)
+        unusual = (top < SMALLEST) | (top >= _HUGE) | ((positive == other) & (not POSITIVE))
+        extremum = float_of(top)
+        if not POSITIVE:
+            extremum = tl.where(other > positive, -extremum, extremum)
+    else:
+        top = column_max(bits.to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True)
+        unusual = (top < SMALLEST) | (top >= _HUGE)
+        extremum = float_of(top)
+    if any_of(unusual):
+        y, extremum = _normalise_with_care(x, SIGNED, POSITIVE)
+    else:
+        y = product(x, exact_reciprocal(extremum))
+    return y, extremum
+
+
+@triton.jit
+def _normalise_with_care(x, SIGNED: tl.constexpr, POSITIVE: tl.constexpr):
+    if not SIGNED:
+        x = tl.where(x == x, tl.maximum(x, 0.0), x)
+    magnitude = tl.abs(x)
+    infinite = magnitude == float("inf")
+    bounded = tl.where(x == x, tl.minimum(tl.maximum(x, -LARGEST), LARGEST), 0.0)
+    # Infinities come before what counts as zero and after all else.
+    key = bits_of(tl.where(infinite, TINY / 2, tl.where(magnitude >= TINY, magnitude, 0.0)))
+    place = tl.broadcast_to(tl.arange(0, x.shape[1])[None, :], x.shape)
+    first = column_min(tl.where(key == column_max(key), place, x.shape[1]))
+    extremum = float_of(column_max(tl.where(place == first, bits_of(tl.abs(bounded)), 0)))
+    sign = column_max(tl.where((place == first) & (bounded < 0), 1, 0))
+    empty = extremum < TINY
+    signed = extremum if POSITIVE or not SIGNED else tl.where(sign > 0, -extremum, extremum)
+    extremum = tl.where(empty, 0.0, extremum)
+    signed = tl.where(empty, 0.0, signed)
+    quarter = tl.where(extremum >= 2.0**126, 0.25, 1.0)
+    inverse = tl.where(empty, 0.0, tl.div_rn(1.0, tl.where(empty, 1.0, signed * quarter)))
+    y = product(bounded * quarter, inverse)
+    one = tl.where(bounded > 0, 1.0, tl.where(bounded < 0, -1.0, 0.0))
+    one = tl.where(signed < 0, -one, tl.where(signed > 0, one, 0.0))
+    return tl.where(tl.abs(bounded) == extremum, one, y), signed

@@ -1,0 +1,208 @@
+# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
+"""Float32 numbers as bits, and roundings that are the same compiled and in triton's interpreter.
+
+A compiler may fuse a product with the sum that follows, which rounds once instead of twice. Where the result of a
+codec depends on it, the product is one that is never fused. The interpreter rounds to bf16 and fp8 in its own way:
+those two casts are written in integers for it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton import knobs
+
+INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+
+# Where bytes are moved about, the compiler takes two or three instructions for one: those places are in assembly,
+# beside the same in integers, which the interpreter runs.
+ASSEMBLY = tl.constexpr(not INTERPRETED.value)
+
+BYTE_NUMBER = tl.constexpr(
+    "{ .reg .b32 t; xor.b32 t, $4, 0x80808080; prmt.b32 $0, t, 0x4B000000, 0x7650; "
+    "prmt.b32 $1, t, 0x4B000000, 0x7651; prmt.b32 $2, t, 0x4B000000, 0x7652; "
+    "prmt.b32 $3, t, 0x4B000000, 0x7653; }"
+)
+UPPER = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
+
+INFINITY = tl.constexpr(0x7F800000)  # bits of float32's
+SMALLEST = tl.constexpr(1 << 23)  # bits of the smallest normal float32
+TINY = tl.constexpr(2.0**-126)
+LARGEST = tl.constexpr(3.4028234663852886e38)
+# Added to a number below 2^22, it rounds it to an integer, ties to even, in the sum's lowest bits.
+ROUNDER = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def bits_of(x):
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def float_of(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def product(x, y):
+    """Rounded before anything is added to it."""
+    if INTERPRETED:
+        return x * y
+    else:
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def exact_reciprocal(x):
+    """1 / x, rounded to nearest."""
+    if INTERPRETED:
+        return tl.div_rn(1.0, x)
+    else:
+        return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def exact_quotient(x, by: tl.constexpr):
+    """x / by for 6, 127 and 448, rounded to nearest; x is from 2^-120 on.
+
+    A product with the rounded reciprocal, and what is left over of it once more: right for every float32, which has
+    been tried.
+    """
+    if INTERPRETED:
+        return tl.div_rn(x, by)
+    else:
+        inverse: tl.constexpr = 1.0 / by
+        quotient = x * inverse
+        return tl.fma(tl.fma(quotient, -by, x), inverse, quotient)
+
+
+@triton.jit
+def root(x):
+    """The square root, to an ulp; zero for numbers below 2^-126."""
+    if INTERPRETED:
+        return tl.sqrt(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x to an ulp, for magnitudes from 2^-126 to 2^126; infinite below, zero above."""
+    if INTERPRETED:
+        return 1.0 / x
+    else:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def widen(word, KIND: tl.constexpr):
+    """The float32 number of a word as it was loaded: bits of bf16 and fp16, or float32 itself."""
+    if KIND == "bf16":
+        return float_of(upper(word))
+    elif KIND == "fp16":
+        return word.to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        return word
+
+
+@triton.jit
+def byte_number(codes):
+    """The number of a byte in two's complement. No conversion, which would be four times slower: it is the lowest
+    bits of 2^23 and something.
+    """
+    if ASSEMBLY:
+        bits = tl.inline_asm_elementwise(
+            BYTE_NUMBER,
+            "=r,=r,=r,=r,r", [codes], dtype=tl.int32, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        bits = (codes ^ 0x80).to(tl.int32) | 0x4B000000
+    return float_of(bits) - 8388736.0
+
+
+@triton.jit
+def upper(word):
+    """16 bits as the upper half of 32."""
+    if not ASSEMBLY:
+        return word.to(tl.int32) << 16
+    else:
+        return tl.inline_asm_elementwise(
+            UPPER,
+            "=r,=r,r", [word], dtype=tl.int32, is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
+def narrow(x, KIND: tl.constexpr):
+    """The word nearest to a float32 number, ties to even."""
+    if KIND == "bf16":
+        if INTERPRETED:
+            bits = x.to(tl.uint32, bitcast=True)
+            rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+            return tl.where(x != x, 0x7FC0, rounded).to(tl.int16)
+        else:
+            return x.to(tl.bfloat16).to(tl.int16, bitcast=True)
+    elif KIND == "fp16":
+        return x.to(tl.float16).to(tl.int16, bitcast=True)
+    else:
+        return x
+
+
+@triton.jit
+def gather(table, index):
+    """32 bits of a constant table for each index; none is negative.
+
+    A load of triton's would be dealt out to threads in its own way, and the tile would go there and back.
+    """
+    if ASSEMBLY:
+        bits = tl.inline_asm_elementwise(
+            "{ .reg .b64 at; mad.wide.u32 at, $1, 4, $2; ld.global.nc.b32 $0, [at]; }",
+            "=r,r,l", [index, table.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        bits = tl.load(table + index).to(tl.int32, bitcast=True)
+    return bits
+
+
+@triton.jit
+def to_e4m3(x):
+    """Bits of the nearest float8 e4m3, ties to even; 448 at the most. x is a number."""
+    if INTERPRETED:
+        y = tl.minimum(tl.abs(x), 448.0)
+        # Below 2^-6 codes are multiples of 2^-9; above, the bit pattern is rounded to three bits of fraction.
+        small = bits_of(y * 512.0 + ROUNDER) & 0xFF
+        bits = bits_of(y)
+        large = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+        code = tl.where(y < 2.0**-6, small, large)
+        return (code | ((bits_of(x) >> 24) & 0x80)).to(tl.uint8)
+    else:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def from_e4m3(code):
+    """The number of a float8 e4m3 that is one."""
+    if INTERPRETED:
+        # Exponent and fraction where a float has them; its own exponent is 120 larger.
+        bits = code.to(tl.int32)
+        return float_of(((bits & 0x7F) << 20) | ((bits & 0x80) << 24)) * 2.0**120
+    else:
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def largest(x):
+    """The largest integer of a tile: one number for the whole program, to branch on."""
+    return tl.max(tl.max(x, 1), 0)
+
+
+@triton.jit
+def any_of(test):
+    """Whether a test of each block holds anywhere in a tile."""
+    return largest(test.to(tl.int32)) > 0

@@ -1,0 +1,127 @@
+# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,no-untyped-call"
+"""Launching a step: which kernels there are for a layout and an equation, and in what order they run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.kernels._graph import Node, uniforms
+from narrowgauge.kernels._step import _source
+from narrowgauge.kernels._step._compile import compiled
+from narrowgauge.kernels._step._layout import Layout
+
+# The code of short tiles and rare blocks would take 200 registers a thread, and leave a multiprocessor 8 warps.
+# What does not fit is kept in memory where it is rare: 14 of 1300 instructions of an ordinary tile.
+REGISTERS = 128
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What a launch reads and writes beside the tensors themselves.
+
+    Attributes:
+        rows: int64 (tensors, WIDTH); see `_layout`.
+        programs: int32 (programs,): the tensor that each program works on.
+        hyper: float64 (groups, hyperparameters).
+        codebooks: for each codebook its values, float32, and the cells that encode to it, int32.
+        scratch: made on first use and kept.
+    """
+
+    rows: Tensor
+    programs: Tensor
+    hyper: Tensor
+    codebooks: Sequence[tuple[Tensor, Tensor]] = ()
+    scratch: dict[str, Tensor] = field(default_factory=dict)
+
+    def buffer(self, name: str, dtype: torch.dtype, size: int) -> Tensor:
+        if name not in self.scratch or self.scratch[name].numel() < size:
+            self.scratch[name] = torch.zeros(max(1, size), dtype=dtype, device=self.rows.device)
+        return self.scratch[name]
+
+
+class Step:
+    """The kernels of one layout and one equation.
+
+    Args:
+        layout: how things are kept.
+        delta, moments, reach, terms: the equation.
+        scalars: the rule's scalars as graphs of hyperparameters and step.
+        hyper: names of the hyperparameters, in the order of their row.
+        skip: whether tensors with a gradient that is not finite are left alone.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        delta: Node,
+        moments: Mapping[str, Node],
+        reach: Mapping[str, Node],
+        terms: Mapping[str, Node],
+        scalars: Mapping[str, Node],
+        hyper: Sequence[str],
+        skip: bool,
+    ) -> None:
+        self.layout = layout
+        self.skip = skip
+        self.terms = tuple(terms)
+        handed = [reach[moment.name] for moment in layout.moments if moment.hands_over and moment.name in reach]
+        met = _met([delta, *moments.values(), *handed])
+        source = _source.step_source(layout, delta, moments, reach, met)
+        self.met = len(met)
+        self.step: Any = compiled(source, "step")
+        self.numbers: Any = compiled(_source.numbers_source(scalars, hyper, self.terms, met), "numbers")
+        if terms:
+            met = _met(terms.values())
+            self.met_before = len(met)
+            self.sums: Any = compiled(_source.sums_source(layout, terms, met), "sums")
+            self.numbers_before: Any = compiled(_source.numbers_source(scalars, hyper, (), met), "numbers")
+        if skip:
+            self.finite: Any = compiled(_source.finite_source(layout), "finite")
+
+    def __call__(self, tables: Tables) -> None:
+        """Take a step with every tensor of the tables."""
+        # Triton launches on the current device.
+        with torch.cuda.device_of(tables.rows):
+            self._launch(tables)
+
+    def _launch(self, tables: Tables) -> None:
+        count, programs = tables.rows.shape[0], tables.programs.numel()
+        flags = tables.buffer("flags", torch.int32, count)
+        steps = tables.buffer("steps", torch.int32, count)
+        row = tables.buffer("uniforms", torch.float32, count * max(self.met, 1))
+        partials = tables.buffer("partials", torch.float64, len(self.terms) * programs)
+        books = [tensor for pair in tables.codebooks for tensor in pair]
+        # Fused multiply-adds are meant; where a codec must round twice, it says so.
+        warps = {"num_warps": self.layout.warps, "enable_fp_fusion": True, "maxnreg": REGISTERS}
+        every = {"TAIL": True, "COUNTED": True}
+        shape = {"TILE": self.layout.tile, "num_warps": 1}
+        if self.skip and programs:
+            self.finite[(programs,)](
+                tables.rows, tables.programs, row, steps, flags, partials, *books, TAIL=True, COUNTED=False, **warps
+            )
+        advance = {"ADVANCE": True, "SKIP": self.skip}
+        if self.terms:
+            before = tables.buffer("uniforms before", torch.float32, count * max(self.met_before, 1))
+            self.numbers_before[(count,)](
+                tables.rows, tables.hyper, before, steps, flags, partials, **advance, **shape
+            )
+            if programs:
+                self.sums[(programs,)](
+                    tables.rows, tables.programs, before, steps, flags, partials, *books, **every, **warps
+                )
+            advance = {"ADVANCE": False, "SKIP": False}
+        self.numbers[(count,)](tables.rows, tables.hyper, row, steps, flags, partials, **advance, **shape)
+        if programs:
+            self.step[(programs,)](
+                tables.rows, tables.programs, row, steps, flags, partials, *books, **every, **warps
+            )
+
+
+def _met(roots: Any) -> list[Node]:
+    """The numbers that a tensor's row holds; constants are written into the code."""
+    return [node for node in uniforms(roots) if node.op != "constant"]

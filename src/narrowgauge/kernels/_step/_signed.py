@@ -1,0 +1,61 @@
+# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
+"""First moments that are alone, in logarithmic codes with a sign: `narrowgauge.storage._log_codes`, bit for bit."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from narrowgauge.kernels._step._floats import INFINITY, LARGEST, TINY, bits_of, float_of, product
+from narrowgauge.kernels._step._states import column_max, column_min
+
+
+@triton.jit
+def signed_decode(codes, foot, top):
+    lo, span = _ends(foot, top)
+    k = codes.to(tl.int32)
+    return _value(k & 127, k >= 128, lo, span, foot, top)
+
+
+@triton.jit
+def signed_encode(x):
+    """(codes, c, the largest magnitude, what is lost of x)."""
+    magnitude = tl.abs(x)
+    infinite = magnitude == float("inf")
+    magnitude = tl.where(magnitude >= TINY, magnitude, 0.0)
+    finite = tl.where(infinite, 0.0, magnitude)
+    top = float_of(column_max(bits_of(finite)))
+    top = tl.where((top == 0) & (column_max(infinite.to(tl.int32)) > 0), LARGEST, top)
+    magnitude = tl.where(infinite, top, magnitude)
+    least = float_of(column_min(bits_of(tl.where(finite > 0, finite, LARGEST))))
+    foot = tl.minimum(tl.maximum(least * 8.0, top * 2.0**-24), top * 2.0)
+    foot = tl.minimum(tl.maximum(foot, TINY), LARGEST)
+    foot = tl.where(top > 0, float_of(bits_of(foot) & INFINITY), 0.0)
+    lo, span = _ends(foot, top)
+    rate = tl.where(span > 0, tl.div_rn(127.0 * 65536, tl.where(span > 0, span, 1.0)), 0.0)
+    above = tl.maximum(bits_of(magnitude + foot) - lo, 0).to(tl.float32)
+    k = tl.minimum((product(above, rate).to(tl.int32) + 32768) >> 16, 127)
+    k = tl.where(magnitude > 0, tl.where(magnitude == top, 127, k), 0)
+    negative = (x < 0) & (k > 0)
+    lost = x - _value(k, negative, lo, span, foot, top)
+    lost = tl.where((bits_of(lost) & INFINITY) == INFINITY, 0.0, lost)
+    return tl.where(negative, k + 128, k).to(tl.uint8), foot, top, lost
+
+
+@triton.jit
+def _ends(foot, top):
+    """The pattern of c, and how far that of the largest element lies above it."""
+    lo = bits_of(foot)
+    return lo, (bits_of(top + foot) - lo).to(tl.float32)
+
+
+@triton.jit
+def _value(k, negative, lo, span, foot, top):
+    steps = product(k.to(tl.float32), tl.div_rn(span, 127.0))
+    # To the nearest integer, ties to even; more than 2^22 of them leave no room for the sum with 1.5 2^23.
+    whole = tl.floor(steps)
+    part = steps - whole
+    index = whole.to(tl.int32)
+    index += ((part > 0.5) | ((part == 0.5) & ((index & 1) == 1))).to(tl.int32)
+    value = tl.where(k == 127, top, float_of(lo + index) - foot)
+    return tl.where(negative, -value, value)

@@ -1,0 +1,105 @@
+"""The same steps by kernels and by the eager specification, and where they differ."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from narrowgauge import optim
+from narrowgauge.optim._fused_gpu import Entry, FusedSteps
+from narrowgauge.optim._optimizer import NarrowOptimizer
+from narrowgauge.optim._plan import plan_parameter
+from narrowgauge.optim._update import Noise, update
+from narrowgauge.rules import Rule, Slot
+
+State = dict[str, Tensor]
+
+
+def entries(optimizer: NarrowOptimizer) -> list[Entry]:
+    """What the optimizer would step with now."""
+    optimizer._follow()
+    found = []
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            plan, state = optimizer._plan(p), optimizer.state[p]
+            if not state:
+                state.update(plan.init(p, group))
+            found.append(Entry(plan, p, p.grad, state, group))
+    return found
+
+
+def parameters(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: str, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype).to(device)) for s in shapes]
+
+
+def twins(
+    name: str, options: Mapping[str, Any], ps: list[Tensor]
+) -> tuple[list[tuple[Tensor, Tensor]], NarrowOptimizer, NarrowOptimizer]:
+    """Pairs of parameters, an optimizer for the first of each and one for the second."""
+    qs = [torch.nn.Parameter(p.detach().clone()) for p in ps]
+    options = {"min_quantized_size": 0, **options}
+    made = [getattr(optim, name)(some, **copy.deepcopy(options)) for some in (ps, qs)]
+    return list(zip(ps, qs, strict=True)), made[0], made[1]
+
+
+class Keep(Rule):
+    """Keeps the gradient as m and the weight as v; the weight moves by what was kept before."""
+
+    name = "keep"
+    moments = (Slot("m", signed=True, unit="v"), Slot("v", signed=False))
+
+    def __init__(self, slots: str, shown: str) -> None:
+        self._slots, self._shown = slots, shown
+
+    def slots(self, group: Mapping[str, Any]) -> tuple[Slot, ...]:
+        return tuple(slot for slot in self.moments if slot.name in self._slots)
+
+    def scalars(self, group: Mapping[str, Any], step: Any) -> dict[str, Any]:
+        return {"lr": group["lr"]}
+
+    def update(self, arithmetic: Any, weight: Tensor, grad: Tensor, moments: Any, s: Any) -> Any:
+        new = {"m": grad * 1.0, "v": weight * 1.0 if "m" in self._slots else grad * 1.0}
+        return moments[self._shown] * 1.0, {name: new[name] for name in moments}
+
+    def reach(self, arithmetic: Any, weight: Tensor, moments: Any, s: Any) -> dict[str, Any]:
+        return {"m": s["lr"]} if "m" in moments else {}
+
+
+def kept(
+    rule: Rule,
+    states: Mapping[str, str],
+    block: int,
+    values: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    **options: Any,
+) -> tuple[list[tuple[Tensor, State]], list[tuple[Tensor, State]]]:
+    """(parameter, state) of each tensor after two steps with the same gradient: eager, and by kernels."""
+    optimizer = optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    group = {**optimizer.param_groups[0], "states": dict(states), "block_size": block, "min_quantized_size": 0}
+    group |= {"nonfinite": "propagate", **options}
+    eager, fused = [], []
+    for i, (weight, grad) in enumerate(zip(values, grads, strict=True)):
+        plan = plan_parameter(rule, group, weight, str(i), i)
+        for results in (eager, fused):
+            p = weight.detach().clone()
+            results.append(Entry(plan, p, grad.clone(), plan.init(p, group), group))
+    run = FusedSteps()
+    for step in (1, 2):
+        for e in eager:
+            new_p, new_state, _ = update(
+                e.plan, e.p, e.grad, e.state, e.group, step, Noise(group["seed"], e.plan.index, step, e.p)
+            )
+            e.p.copy_(new_p)
+            for key, value in new_state.items():
+                e.state[key].copy_(value)
+        with np.errstate(all="ignore"):  # the interpreter's numpy warns where floats do what they do
+            run(fused)
+    return [(e.p, dict(e.state)) for e in eager], [(e.p, dict(e.state)) for e in fused]
