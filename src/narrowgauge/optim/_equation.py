@@ -99,7 +99,7 @@ def scalar_graph(rule: Rule, numbers: tuple[str, ...], others: tuple[tuple[str, 
     Raises:
         NotImplementedError: if it decides by a number what to compute.
     """
-    record = Recorder()
+    record = Recorder(())
     group: dict[str, Any] = dict(others)
     for name in numbers:
         key, dot, _ = name.partition(".")

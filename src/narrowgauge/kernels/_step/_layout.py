@@ -55,7 +55,11 @@ STATES: dict[str, tuple[Word, ...]] = {
     "fp8": (Word("codes", "uint8"), Word("scales", "fp32", "block")),
     "4bit": (Word("codes", "uint8", "pair"), Word("scales", "fp32", "block")),
     "pattern8": (Word("codes", "uint8"), Word("ranges", "int32", "block")),
-    "pattern4": (Word("codes", "uint8", "pair"), Word("ranges", "int32", "block")),
+    "pattern4": (
+        Word("codes", "uint8", "pair"),
+        Word("ranges", "int32", "block", (0, 2)),
+        Word("ranges", "int32", "block", (1, 2)),
+    ),
     "signed8": (
         Word("codes", "uint8"),
         Word("ranges", "fp32", "block", (0, 2)),

@@ -219,7 +219,7 @@ def _decode(layout: Layout, moment: Moment) -> str:
     if storage == "expansion":
         return f"widen({name}_hi, 'bf16') + widen({name}_lo, 'bf16')"
     if storage.startswith("pattern"):
-        return f"pattern_decode({codes}, {name}_ranges)"
+        return f"{storage}_decode({codes}, {_ranges(moment)})"
     if storage.startswith("relative"):
         return f"relative_decode({codes}, {name}_scales, {beside}, {storage[-1]})"
     if storage == "signed8":
@@ -229,6 +229,11 @@ def _decode(layout: Layout, moment: Moment) -> str:
     if storage == "fp8":
         return f"e4m3_decode({codes}, {name}_scales)"
     return f"widen({name}_, {storage!r})"
+
+
+def _ranges(moment: Moment) -> str:
+    """What a block of patterns keeps beside its codes, in the kernel's names."""
+    return ", ".join(f"{moment.name}_{word.label}" for word in moment.words if word.name == "ranges")
 
 
 def _encode(layout: Layout, moment: Moment, value: str) -> list[str]:
@@ -248,7 +253,7 @@ def _encode(layout: Layout, moment: Moment, value: str) -> list[str]:
         made += [
             f"{name}_bits = random_halves(start, number, tl.load(row + {AT['seed']}), "
             f"tl.load(row + {AT['stream']}), {moment.purpose}, {layout.rows}, {layout.block})",
-            f"{name}_codes, {name}_ranges, {name}_kept = pattern_encode({name}_new, {name}_bits, {storage[-1]})",
+            f"{name}_codes, {_ranges(moment)}, {name}_kept = {storage}_encode({name}_new, {name}_bits)",
         ]
     elif storage.startswith("relative"):
         beside = "None" if moment.beside is None else f"{moment.beside}_kept"

@@ -60,46 +60,67 @@ def pack(codes, ROWS: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def pattern_decode(codes, ranges):
-    base, step = _base_and_step(ranges)
+def pattern8_decode(codes, ranges):
+    return _pattern_value(codes, ranges & ~0xFFF, 1 << tl.minimum(ranges & 0xFFF, 30))
+
+
+@triton.jit
+def pattern4_decode(codes, base, step):
+    return _pattern_value(codes, base, step)
+
+
+@triton.jit
+def pattern8_encode(x, random):
+    """(codes, ranges, what they stand for), rounded by random bits in the upper halves of 32."""
+    codes, base, step, kept = _pattern_encode(bits_of(x), random, 8)
+    # A step is 2^s: the exponent of the float that it is. A block of zeros keeps zero.
+    s = (bits_of(step.to(tl.float32)) >> 23) - 127
+    return codes, tl.where(base > 0, base + s, 0), kept
+
+
+@triton.jit
+def pattern4_encode(x, random):
+    """(codes, base, step, what they stand for), likewise."""
+    return _pattern_encode(bits_of(x), random, 4)
+
+
+@triton.jit
+def _pattern_value(codes, base, step):
     k = codes.to(tl.int32)
     return float_of(tl.where(k > 0, k * step + (base - step), 0))
 
 
 @triton.jit
-def pattern_encode(x, random, BITS: tl.constexpr):
-    """(codes, ranges, what they stand for), rounded by random bits in the upper halves of 32."""
-    bits = bits_of(x)
+def _pattern_encode(bits, random, BITS: tl.constexpr):
     hi, lo = column_max(bits), column_min(bits)
     span: tl.constexpr = (63 if BITS == 8 else 48) << 23
     # In the topmost binades a code might stand for more than float32's largest number.
     unusual = (lo < SMALLEST) | (hi >= _HIGH) | (hi - lo > span)
     if any_of(unusual):
-        codes, ranges, kept = _pattern_encode(bits, random, BITS)
+        codes, base, step, kept = _any_pattern_encode(bits, random, BITS)
     else:
-        ranges = _range(lo, hi, BITS)
-        base, step = _base_and_step(ranges)
-        codes, kept = _pattern_codes(bits, base, step, ranges, random, BITS)
-    return codes.to(tl.uint8), ranges, float_of(kept)
+        base, step, s = _range(lo, hi, BITS)
+        codes, kept = _pattern_codes(bits, base, step, s, random, BITS)
+    return codes.to(tl.uint8), base, step, float_of(kept)
 
 
 @triton.jit
-def _pattern_codes(bits, base, step, ranges, random, BITS: tl.constexpr):
-    shift = (ranges >> 7) & 31
+def _pattern_codes(bits, base, step, s, random, BITS: tl.constexpr):
     if BITS == 8:
-        more = (random >> (32 - shift).to(tl.uint32)).to(tl.int32)
-        codes = (bits + (step - base) + more) >> shift
+        more = (random >> (32 - s).to(tl.uint32)).to(tl.int32)
+        codes = (bits + (step - base) + more) >> s
     else:
         more = ((random >> 16).to(tl.uint64) * step.to(tl.uint64) >> 16).to(tl.int32)
-        # In 128ths of the step's power of two: twelve bits, whose quotient a product of 20 more gives exactly.
-        parts = 128 + (ranges & 127)
-        over = ((1 << 20) + parts - 1) // parts
-        codes = ((bits + (step - base) + more) >> (shift - 7)) * over >> 20
+        # A quotient of 16 at most: a float's is off by one where it is next to a whole one, and nowhere else.
+        far = bits + (step - base) + more
+        codes = (far.to(tl.float32) * tl.div_rn(1.0, step.to(tl.float32))).to(tl.int32)
+        codes -= (codes * step > far).to(tl.int32)
+        codes += ((codes + 1) * step <= far).to(tl.int32)
     return codes, codes * step + (base - step)
 
 
 @triton.jit
-def _pattern_encode(bits, random, BITS: tl.constexpr):
+def _any_pattern_encode(bits, random, BITS: tl.constexpr):
     magnitude = bits & 0x7FFFFFFF
     wild = magnitude >= INFINITY
     there = (bits >= SMALLEST) & (wild == 0)
@@ -109,35 +130,26 @@ def _pattern_encode(bits, random, BITS: tl.constexpr):
     lo = column_min(tl.where(there, bits, INFINITY - 1))
     span: tl.constexpr = (63 if BITS == 8 else 48) << 23
     lo = tl.maximum(tl.minimum(lo, hi), tl.maximum(hi - span, SMALLEST))
-    ranges = tl.where(hi > 0, _range(lo, hi, BITS), 0)
-    base, step = _base_and_step(ranges)
-    # A block of zeros has a step of 2^7 / 2^7: its codes are masked, whatever they are.
-    safe = tl.where(hi > 0, ranges, 12 * 128)
+    # A block of zeros has codes that are masked, whatever they are.
+    base, step, s = _range(lo, tl.maximum(hi, lo), BITS)
     clamped = tl.where(wild, hi, tl.maximum(bits, lo))
-    codes, _ = _pattern_codes(clamped, base, step, safe, random, BITS)
-    codes = tl.minimum(codes, (INFINITY - 1 - base) // tl.maximum(step, 1) + 1)
+    codes, _ = _pattern_codes(clamped, base, step, s, random, BITS)
+    codes = tl.minimum(codes, (INFINITY - 1 - base) // step + 1)
     codes = tl.where((there | wild) & (hi > 0), codes, 0)
-    return codes, ranges, tl.where(codes > 0, codes * step + (base - step), 0)
-
-
-@triton.jit
-def _base_and_step(ranges):
-    return ranges & ~0xFFF, (128 + (ranges & 127)) << tl.maximum(((ranges >> 7) & 31) - 7, 0)
+    kept = tl.where(codes > 0, codes * step + (base - step), 0)
+    return codes, tl.where(hi > 0, base, 0), tl.where(hi > 0, step, 0), kept
 
 
 @triton.jit
 def _range(lo, hi, BITS: tl.constexpr):
+    """(base, step, s): a step is 2^s in 8 bits; in 4 bits s means nothing."""
     if BITS == 8:
         s = tl.maximum(_bit_length((hi - lo) >> 8), 12)
         s += (((hi + (1 << s) - 1) >> s) - (lo >> s) > 254).to(tl.int32)
-        return ((lo >> s) << s) + 128 * s
+        return (lo >> s) << s, 1 << s, s
     else:
-        base = lo & ~0xFFF
-        least = (hi - base + 13) // 14
-        s = tl.maximum(_bit_length(least >> 8), 5) + 7
-        parts = (least + (1 << (s - 7)) - 1) >> (s - 7)
-        over = parts == 256
-        return base + 128 * tl.where(over, s + 1, s) + tl.where(over, 128, tl.maximum(parts, 128)) - 128
+        step = tl.maximum((hi - lo + 13) // 14, 1)
+        return lo, step, step
 
 
 @triton.jit
