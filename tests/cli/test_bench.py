@@ -36,7 +36,8 @@ def test_a_table_and_a_results_file(tmp_path: Path, capsys: pytest.CaptureFixtur
     results = json.loads(out.read_text())
     assert results["command"].startswith("narrowgauge bench optimizers --device cpu")
     assert results["copy_bytes_per_second"] > 1e8
-    assert results["environment"]["torch"] == torch.__version__
+    assert results["environment"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
+    assert row("bitsandbytes AdamW8bit").version() is None or "bitsandbytes" not in results["environment"]
     assert results["lists"].keys() == {"64x64", "3"}
     square = results["lists"]["64x64"]
     assert (square["tensors"], square["parameters"]) == (1, 4096)

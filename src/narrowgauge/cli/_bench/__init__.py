@@ -54,7 +54,7 @@ def bench_optimizers(options: BenchOptions, command: str) -> int:
     speed = copy_speed(device)
     results: dict[str, Any] = {
         "command": command,
-        "environment": describe_environment(device),
+        "environment": describe_environment(device) | {row.family: v for row in chosen if (v := row.version())},
         "copy_bytes_per_second": speed,
         "lists": {},
     }

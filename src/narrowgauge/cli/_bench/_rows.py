@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -46,6 +47,13 @@ class Row:
     def family(self) -> str:
         """The package."""
         return self.module.partition(".")[0]
+
+    def version(self) -> str | None:
+        """Of the package; None where it is not installed."""
+        try:
+            return metadata.version({"optimi": "torch-optimi"}.get(self.family, self.family))
+        except metadata.PackageNotFoundError:
+            return None
 
     def refusal(self) -> str | None:
         """Why it cannot be measured; None if it can."""
