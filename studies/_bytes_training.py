@@ -24,6 +24,7 @@ import _bytes_rows
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.cli._bench._measure import tensors_in
 from narrowgauge.trainers import (
     Batches,
     TokenizedCorpus,
@@ -206,7 +207,7 @@ def measured_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     """Bytes a trained parameter: weights, gradients, and whatever hangs in the optimizer's state."""
     trained = [p for p in model.parameters() if p.requires_grad]
     count = sum(p.numel() for p in trained)
-    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(dict(optimizer.state))}
+    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_in(dict(optimizer.state))}
     parts = {
         "weights": sum(p.nbytes for p in trained),
         "gradients": sum(p.grad.nbytes for p in trained if p.grad is not None),
@@ -214,21 +215,3 @@ def measured_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     }
     weighed = {name: size / count for name, size in parts.items()}
     return weighed | {"total": sum(weighed.values())}
-
-
-def _tensors(kept: Any) -> Iterator[Tensor]:
-    """The plain tensors inside: of subclasses made of others, of containers, of objects that peers keep."""
-    if isinstance(kept, Tensor):
-        if hasattr(kept, "__tensor_flatten__"):
-            for name in kept.__tensor_flatten__()[0]:
-                yield from _tensors(getattr(kept, name))
-        else:
-            yield kept
-    elif isinstance(kept, dict):
-        for value in kept.values():
-            yield from _tensors(value)
-    elif isinstance(kept, list | tuple):
-        for value in kept:
-            yield from _tensors(value)
-    elif hasattr(kept, "__dict__") and not isinstance(kept, type) and not callable(kept):
-        yield from _tensors(vars(kept))

@@ -1,5 +1,6 @@
 """The documentation is true where a machine can tell: its code runs, its tables are those of the program."""
 
+import json
 import math
 import re
 import shlex
@@ -145,6 +146,18 @@ def test_the_options_of_the_benchmark_are_listed() -> None:
     known = {p.opts[0] for p in bench.commands["optimizers"].params if p.name != "help"}
     told = {option for cells in rows("bench.md") for option in re.findall(r"`(--[\w-]+)", cells[0])}
     assert told == known
+
+
+def test_the_readmes_times_are_those_of_the_committed_results() -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "optimizers_cpu.json").read_text())
+    ms = {name: row["ms"] for name, row in results["lists"]["matrix"]["rows"].items() if "ms" in row}
+    fused = ms["torch AdamW fused, fp32"]
+    ours, bitsandbytes, torchao = (
+        ms[name] / fused for name in ("AdamW 8bit", "bitsandbytes AdamW8bit", "torchao AdamW8bit")
+    )
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"takes {ours:.1f} times as long as torch's fused fp32 step there" in text
+    assert f"bitsandbytes' {bitsandbytes:.0f} times, torchao's {torchao:.0f} times" in text
 
 
 def test_the_readmes_tables_are_those_of_the_committed_results() -> None:

@@ -97,7 +97,7 @@ def test_the_lists_are_the_models() -> None:
         (["--lists", "huge"], "--lists: got 'huge', takes big, matrix, gpt2, gpt2-medium, vit-huge, or a shape"),
         (["--only", "nothing"], "--only: got 'nothing', takes parts of AdamW 8bit,"),
         (["--device", "tpu"], "--device: got 'tpu'"),
-        (["--device", "mps"], "--device: got 'mps', which torch does not see here"),
+        (["--device", "mps"], "--device: got 'mps', takes 'auto', 'cpu', 'cuda' or 'cuda:N'"),
         (["--seconds", "0"], "--seconds: got 0.0, takes a number above 0"),
     ],
 )

@@ -16,7 +16,7 @@ import torch
 from narrowgauge import recipes as recipe_book
 from narrowgauge import trainers
 from narrowgauge.cli._display import Display
-from narrowgauge.cli._environment import describe_environment
+from narrowgauge.cli._environment import describe_environment, find_device
 from narrowgauge.cli._report import write_report
 from narrowgauge.cli._results import assemble, set_aside, write_results
 from narrowgauge.trainers import Run, Settings, TokenizedCorpus
@@ -148,7 +148,7 @@ def _check(options: CompareOptions) -> torch.device:
         trainers.make_optimizer(recipe_book.get(name), probe, options.settings(), options.seed)
         probe.to(torch.float32)
     _check_out(options.out)
-    return _device(options.device)
+    return find_device(options.device)
 
 
 def _check_out(out: Path) -> None:
@@ -158,20 +158,6 @@ def _check_out(out: Path) -> None:
         raise ValueError(f"--out: cannot make the folder {out}: {error.strerror}") from None
     if not os.access(out, os.W_OK | os.X_OK):
         raise ValueError(f"--out: cannot write into {out}: takes a folder with write permission")
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"--device: got {name!r}, takes 'auto', 'cpu', 'cuda' or 'cuda:N'") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device: got {name!r}, takes 'auto', 'cpu', 'cuda' or 'cuda:N'")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"--device: got {name!r}, this machine has {torch.cuda.device_count()} CUDA devices")
-    return device
 
 
 def _reference(names: tuple[str, ...]) -> str:

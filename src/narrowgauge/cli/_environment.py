@@ -43,3 +43,22 @@ def _cpu_model() -> str:
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     capability = torch.backends.cpu.get_cpu_capability()
     return f"{names[0] if names else platform.processor() or 'unknown'}, {capability}"
+
+
+def find_device(name: str) -> torch.device:
+    """The device of a `--device`; ``"auto"`` is a GPU if there is one.
+
+    Raises:
+        ValueError: for one that torch does not know or see.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device: got {name!r}, takes 'auto', 'cpu', 'cuda' or 'cuda:N'") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device: got {name!r}, takes 'auto', 'cpu', 'cuda' or 'cuda:N'")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device: got {name!r}, this machine has {torch.cuda.device_count()} CUDA devices")
+    return device

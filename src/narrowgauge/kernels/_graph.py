@@ -13,7 +13,7 @@ share its reciprocal.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,7 +136,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def shared(roots: Mapping[Any, Node]) -> dict[Any, Node]:
     """The same graphs with fewer divisions: by numbers, and of several elements by one."""
-    every = list(walk(roots.values()))
+    every = walk(roots.values())
     dividers = [node.args[1] for node in every if node.op == "div" and not node.args[1].scalar]
     often = {node for node in dividers if dividers.count(node) > 1}
     new: dict[Node, Node] = {}
@@ -151,13 +151,13 @@ def shared(roots: Mapping[Any, Node]) -> dict[Any, Node]:
     return {key: new[node] for key, node in roots.items()}
 
 
-def walk(roots: Iterable[Node]) -> Iterable[Node]:
-    """Every node once, what it is made of before it."""
+def walk(roots: Iterable[Node], known: Container[Node] = ()) -> list[Node]:
+    """Every node once, what it is made of before it; what known nodes are made of is left out."""
     seen: dict[Node, None] = {}
 
     def visit(node: Node) -> None:
         if node not in seen:
-            for arg in node.args:
+            for arg in () if node in known else node.args:
                 if isinstance(arg, Node):
                     visit(arg)
             seen[node] = None

@@ -247,7 +247,10 @@ class NarrowOptimizer(torch.optim.Optimizer):
         return sum(value.nbytes for state in self.state.values() for value in state.values())
 
     def describe(self) -> Description:
-        """A table: parameter, rule, storages, bytes added, path taken, skipped steps, and why."""
+        """A table: parameter, rule, storages, bytes added, path taken, skipped steps, and why.
+
+        A gradient that is not contiguous, or not of its parameter's dtype, takes the eager path whatever stands here.
+        """
         when = "" if self.in_backward is None else ", in backward"
         plans = self._all_plans()
         groups = {p: group for group in self.param_groups for p in group["params"]}

@@ -19,7 +19,7 @@ from narrowgauge.cli._bench._lists import ParameterList, default_lists, paramete
 from narrowgauge.cli._bench._measure import copy_speed, measure
 from narrowgauge.cli._bench._report import Table
 from narrowgauge.cli._bench._rows import Row, rows
-from narrowgauge.cli._environment import describe_environment
+from narrowgauge.cli._environment import describe_environment, find_device
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def bench_optimizers(options: BenchOptions, command: str) -> int:
     Raises:
         ValueError: for input that makes no sense, in one line that names the argument.
     """
-    device = _chosen_device(options.device)
+    device = find_device(options.device)
     lists = _chosen_lists(options.lists, device)
     chosen = _chosen_rows(options.only, options.peers, device)
     if not options.seconds > 0:
@@ -72,18 +72,6 @@ def bench_optimizers(options: BenchOptions, command: str) -> int:
                 if options.json is not None:
                     _write(options.json, results)
     return int(failed)
-
-
-def _chosen_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"--device: got {name!r}, takes auto, cpu, cuda or cuda:N") from None
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
-        raise ValueError(f"--device: got {name!r}, which torch does not see here")
-    return device
 
 
 def _chosen_lists(names: str | None, device: torch.device) -> list[ParameterList]:

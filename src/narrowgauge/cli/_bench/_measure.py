@@ -98,23 +98,25 @@ def _timed(run: Callable[[], Any], device: torch.device) -> float:
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of the tensors that a step reads and writes, each piece of memory once."""
-    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(dict(optimizer.state))}
+    found = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_in(dict(optimizer.state))
+    }
     return sum(found.values())
 
 
-def _tensors(kept: Any) -> Iterator[Tensor]:
+def tensors_in(kept: Any) -> Iterator[Tensor]:
     """The plain tensors inside: of subclasses made of others, of containers, of objects."""
     if isinstance(kept, Tensor):
         if hasattr(kept, "__tensor_flatten__"):
             for name in kept.__tensor_flatten__()[0]:
-                yield from _tensors(getattr(kept, name))
+                yield from tensors_in(getattr(kept, name))
         else:
             yield kept
     elif isinstance(kept, dict):
         for value in kept.values():
-            yield from _tensors(value)
+            yield from tensors_in(value)
     elif isinstance(kept, list | tuple):
         for value in kept:
-            yield from _tensors(value)
+            yield from tensors_in(value)
     elif hasattr(kept, "__dict__") and not isinstance(kept, type) and not callable(kept):
-        yield from _tensors(vars(kept))
+        yield from tensors_in(vars(kept))

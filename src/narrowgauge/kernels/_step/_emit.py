@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from narrowgauge.kernels._graph import Node
+from narrowgauge.kernels._graph import Node, walk
 
 _ELEMENT = {
     "mul": "{0} * {1}", "add": "{0} + {1}", "sub": "{0} - {1}", "neg": "-{0}", "abs": "tl.abs({0})",
@@ -37,7 +37,7 @@ def lines(
     """
     names = dict(known)
     made: list[str] = []
-    for node in _needed(roots, known):
+    for node in walk(roots, known):
         if node in names:
             continue
         if node.op == "constant":
@@ -54,23 +54,6 @@ def lines(
         names[node] = f"{prefix}{len(made)}"
         made.append(f"{names[node]} = " + template.format(*_operands(node, names, double)))
     return made, names
-
-
-def _needed(roots: Iterable[Node], known: Mapping[Node, str]) -> list[Node]:
-    """Roots and what they are made of, but not what known nodes are made of."""
-    seen: dict[Node, None] = {}
-
-    def visit(node: Node) -> None:
-        if node not in seen:
-            if node not in known:
-                for arg in node.args:
-                    if isinstance(arg, Node):
-                        visit(arg)
-            seen[node] = None
-
-    for root in roots:
-        visit(root)
-    return list(seen)
 
 
 def _operands(node: Node, names: Mapping[Node, str], double: bool) -> list[str]:
