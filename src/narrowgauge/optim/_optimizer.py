@@ -249,7 +249,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
     def describe(self) -> Description:
         """A table: parameter, rule, storages, bytes added, path taken, skipped steps, and why.
 
-        A gradient that is not contiguous, or not of its parameter's dtype, takes the eager path whatever stands here.
+        A gradient that is not contiguous, or not of its parameter's dtype, takes the eager path
+        whatever stands here.
         """
         when = "" if self.in_backward is None else ", in backward"
         plans = self._all_plans()
