@@ -27,8 +27,8 @@ from narrowgauge.storage._states._blocks import BlockwiseState
 from narrowgauge.storage._states._logarithms import LogState, RelativeState, SignedLogState
 
 _KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-# Elements a program, in whole blocks: more were slower on an H200, with one warp.
-_TILE = 512
+# Units a program, each some whole blocks.
+_UNITS = 4
 _BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -227,14 +227,14 @@ def _kind(entry: Entry, options: Options) -> _Kind:
         assert storage is not None
         moments.append(Moment(slot.slot.name, storage, slot.slot.signed, beside, number, table))
     quantized = any(slot.storage.quantized for slot in plan.slots)
-    block = group["block_size"] if quantized else _TILE
+    block = group["block_size"] if quantized else 256
     layout = Layout(
         plan.weight.name,
         _KINDS[plan.dtype],
         _KINDS[entry.grad.dtype],
         tuple(moments),
         block,
-        max(1, _TILE // block),
+        _UNITS,
         all(tensor.data_ptr() % 16 == 0 for tensor in _words(entry)),
         bool(group["maximize"]),
         tuple((FIRST_CELL, mirror(*book)) for book in books),
