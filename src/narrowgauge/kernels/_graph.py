@@ -5,9 +5,7 @@ dispatches is written down, it shows what it does to an element, and which numbe
 language is a walk over that graph.
 
 Numbers are apart from elements. What depends on them alone is worked out once, in double precision, and rounded to
-float32 where it meets an element. Two things are done otherwise than torch did them, and make float32 results
-differ by an ulp or two: dividing by a number is multiplying by its reciprocal, and several divisions by one element
-share its reciprocal.
+float32 where it meets an element.
 """
 
 from __future__ import annotations
@@ -132,23 +130,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name not in _NAMES:
             raise NotImplementedError(f"{name} has no kernel: it is not known here")
         return make(_NAMES[name], *args)
-
-
-def shared(roots: Mapping[Any, Node]) -> dict[Any, Node]:
-    """The same graphs with fewer divisions: by numbers, and of several elements by one."""
-    every = walk(roots.values())
-    dividers = [node.args[1] for node in every if node.op == "div" and not node.args[1].scalar]
-    often = {node for node in dividers if dividers.count(node) > 1}
-    new: dict[Node, Node] = {}
-    for node in every:
-        args = tuple(new.get(arg, arg) if isinstance(arg, Node) else arg for arg in node.args)
-        if node.op == "div" and not node.scalar and (args[1].scalar or node.args[1] in often):
-            by = args[1]
-            inverse = Node("div", (Node("constant", (1.0,), True), by), by.scalar, by.double)
-            new[node] = Node("mul", (args[0], inverse), node.scalar, node.double)
-        else:
-            new[node] = Node(node.op, args, node.scalar, node.double)
-    return {key: new[node] for key, node in roots.items()}
 
 
 def walk(roots: Iterable[Node], known: Container[Node] = ()) -> list[Node]:

@@ -44,8 +44,9 @@ class Fp32Arithmetic:
     def value(self, average: Tensor) -> Tensor:
         return average
 
-    def sqrt(self, x: Tensor) -> Tensor:
-        return x.sqrt()
+    def root(self, x: Tensor, by: Scalar) -> Tensor:
+        # The number's root is one for all elements, and dividing by it later spares x an overflow.
+        return x.sqrt() / by**0.5
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,8 @@ class StrictArithmetic:
         storage, words = average
         return storage.value(words).to(self.dtype)
 
-    def sqrt(self, x: Tensor) -> Tensor:
-        return x.sqrt()
+    def root(self, x: Tensor, by: Scalar) -> Tensor:
+        return (x / by).sqrt()
 
 
 def widest(operands: list[Tensor]) -> torch.dtype:

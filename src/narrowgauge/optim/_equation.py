@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from narrowgauge.kernels._graph import Node, Recorder, shared
+from narrowgauge.kernels._algebra import simplified
+from narrowgauge.kernels._graph import Node, Recorder
 from narrowgauge.optim._arithmetic import Fp32Arithmetic
 from narrowgauge.rules import Rule
 
@@ -77,10 +78,10 @@ def _recorded(record: Recorder, rule: Rule, slots: tuple[str, ...], numbers: tup
     made: dict[tuple[str, str], Any] = {("", "delta"): delta}
     made |= {("moments", name): value for name, value in new.items()}
     made |= {("reach", name): value for name, value in reach.items()}
-    step = shared({key: record.node(value) for key, value in made.items()})
+    step = simplified({key: record.node(value) for key, value in made.items()})
     return Equation(
         slots,
-        shared({name: record.node(value) for name, value in terms.items()}),
+        simplified({name: record.node(value) for name, value in terms.items()}),
         step["", "delta"],
         {name: node for (kind, name), node in step.items() if kind == "moments"},
         {name: node for (kind, name), node in step.items() if kind == "reach"},

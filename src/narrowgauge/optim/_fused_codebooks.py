@@ -39,5 +39,8 @@ def codebook_cells(name: str, signed: bool, bits: int, device: torch.device) -> 
     if int(inside.max()) > 1 or int(positive.min()) < (FIRST_CELL << 16):
         raise NotImplementedError(f"codebook {name!r}: two boundaries in one cell")
     cut = torch.where(inside > 0, positive[start.clamp_max(len(positive) - 1)] & 0xFFFF, 0xFFFF)
-    cells = ((start + below) << 16 | cut).to(torch.int32)
-    return made.values, cells.to(device)
+    # A sum with the lower 16 bits of x carries into the code just where they are above the boundary's.
+    cells = ((start + below) << 16 | (0xFFFF - cut)).to(torch.int32)
+    # A step that is not going to be taken may ask for what lies beyond one.
+    beyond = cells[-1:].expand((1 << 15) - FIRST_CELL - len(cells))
+    return made.values, torch.cat([cells, beyond]).to(device)

@@ -55,7 +55,7 @@ class Adagrad(Rule):
         s: Mapping[str, Scalar],
     ) -> tuple[Tensor, dict[str, Any]]:
         v, total = self.second_moment(arithmetic, weight, grad, moments["v"], s)
-        u = (grad + s["weight_decay"] * weight) / (arithmetic.sqrt(total) + s["eps"])
+        u = (grad + s["weight_decay"] * weight) / (arithmetic.root(total, 1.0) + s["eps"])
         if "m" not in moments:
             return -s["lr"] * u, {"v": v}
         m = arithmetic.accumulate(moments["m"], u, s["momentum"], 1.0)

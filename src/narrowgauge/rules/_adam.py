@@ -61,7 +61,7 @@ class Adam(Rule):
     def second_moment(
         self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, v: Any, s: Mapping[str, Scalar]
     ) -> tuple[Any, Tensor]:
-        """The new v, and what the equation divides by the root of."""
+        """The new v, and what the equation divides by the root of, v corrected."""
         v = arithmetic.accumulate_square(v, self._gradient(weight, grad, s), s["beta2"], s["share2"])
         return v, arithmetic.value(v) / s["correction2"]
 
@@ -76,8 +76,9 @@ class Adam(Rule):
         """The update over -lr, and the new moments."""
         g = self._gradient(weight, grad, s)
         m = arithmetic.accumulate(moments["m"], g, s["beta1"], s["share1"])
-        v, v_hat = self.second_moment(arithmetic, weight, grad, moments["v"], s)
-        u = arithmetic.value(m) / s["correction1"] / (arithmetic.sqrt(v_hat) + s["eps"])
+        v, _ = self.second_moment(arithmetic, weight, grad, moments["v"], s)
+        root = arithmetic.root(arithmetic.value(v), s["correction2"])
+        u = arithmetic.value(m) / s["correction1"] / (root + s["eps"])
         if self._decoupled:
             u = u + s["weight_decay"] * weight
         return u, {"m": m, "v": v}
@@ -97,8 +98,8 @@ class Adam(Rule):
         self, arithmetic: Arithmetic, weight: Tensor, moments: Mapping[str, Any], s: Mapping[str, Scalar]
     ) -> dict[str, Tensor | Scalar]:
         # The bias correction of m is left out: it is 1 at most of the later steps.
-        root = arithmetic.sqrt(arithmetic.value(moments["v"]) / s["correction2"]) + s["eps"]
-        return {"m": -s["lr"] * later(s["beta1"]) / root}
+        root = arithmetic.root(arithmetic.value(moments["v"]), s["correction2"])
+        return {"m": -s["lr"] * later(s["beta1"]) / (root + s["eps"])}
 
     def _gradient(self, weight: Tensor, grad: Tensor, s: Mapping[str, Scalar]) -> Tensor:
         return grad if self._decoupled else grad + s["weight_decay"] * weight

@@ -62,8 +62,8 @@ class Arithmetic(Protocol):
     def value(self, average: Any) -> Tensor:
         """The number that the equation reads."""
 
-    def sqrt(self, x: Tensor) -> Tensor:
-        """The square root."""
+    def root(self, x: Tensor, by: Scalar) -> Tensor:
+        """The square root of x / by."""
 
 
 class Rule(Protocol):

@@ -14,9 +14,9 @@ from narrowgauge.kernels._step._floats import (
     SMALLEST,
     TINY,
     bits_of,
+    exact_quotient,
     exact_reciprocal,
     float_of,
-    from_e4m3,
     gather,
     product,
     to_e4m3,
@@ -35,33 +35,30 @@ def table_decode(codes, scales, values):
 def table_encode(x, cells, AT: tl.constexpr, SIGNED: tl.constexpr, MIRROR: tl.constexpr):
     """(codes, scales)."""
     y, scales = _normalise(x, SIGNED, False)
-    return _table_codes(y, cells, AT, SIGNED, MIRROR), scales
+    return _table_sums(y, cells, AT, SIGNED, MIRROR) >> 16, scales
 
 
 @triton.jit
 def usual_table_encode(x, cells, AT: tl.constexpr, SIGNED: tl.constexpr, MIRROR: tl.constexpr):
+    """(codes in the upper halves of 32 bits, scales, whether a block is unusual)."""
     y, scales, unusual = _usual_normalise(x, SIGNED, False)
-    return _table_codes(y, cells, AT, SIGNED, MIRROR), scales, unusual
+    return _table_sums(y, cells, AT, SIGNED, MIRROR), scales, unusual
 
 
 @triton.jit
-def _table_codes(y, cells, AT: tl.constexpr, SIGNED: tl.constexpr, MIRROR: tl.constexpr):
-    """Codes by a table with one entry a cell of the leading 16 bits, from AT on.
+def _table_sums(y, cells, AT: tl.constexpr, SIGNED: tl.constexpr, MIRROR: tl.constexpr):
+    """Codes, in the upper halves, by a table with one entry a cell of the leading 16 bits, from AT on.
 
-    An entry is the code at the cell's start, and below it the lower 16 bits of the one boundary inside. Negative
-    numbers mirror the positive ones around code MIRROR / 2.
+    An entry is the code at the cell's start, and below it what the lower 16 bits have to add up with to carry where
+    they are above the one boundary inside. Negative numbers mirror the positive ones around code MIRROR / 2.
     """
-    bits = bits_of(y) & 0x7FFFFFFF
-    entry = gather(cells, tl.maximum((bits >> 16) - AT, 0))
-    codes = (entry >> 16) + ((bits & 0xFFFF) > (entry & 0xFFFF)).to(tl.int32)
+    # Below the first cell all is zero; what is no number, or far from one, is dealt with elsewhere.
+    bits = bits_of(tl.maximum(tl.abs(y), float_of(tl.full([], AT << 16, tl.int32))))
+    sums = gather(cells - AT, (bits >> 16) & 0x7FFF) + (bits & 0xFFFF)
     if SIGNED:
-        codes = tl.where(y < 0, tl.maximum(MIRROR - codes, 0), codes)
-    return codes.to(tl.uint8)
-
-
-@triton.jit
-def e4m3_decode(codes, scales):
-    return from_e4m3(codes) * scales
+        mirrored = tl.maximum((MIRROR << 16 | 0xFFFF) - sums, 0)
+        sums = tl.where(y < 0, mirrored, sums)
+    return sums
 
 
 @triton.jit
@@ -72,8 +69,10 @@ def e4m3_encode(x, SIGNED: tl.constexpr):
 
 @triton.jit
 def usual_e4m3_encode(x, SIGNED: tl.constexpr):
+    """(numbers to be rounded, scales, whether a block is unusual)."""
     y, scales, unusual = _usual_normalise(x, SIGNED, True)
-    return to_e4m3(y * 448.0), tl.div_rn(scales, 448.0), unusual
+    # Below, the quotient would not be the nearest.
+    return y * 448.0, exact_quotient(scales, 448.0), unusual | (scales < 2.0**-119)
 
 
 @triton.jit

@@ -18,11 +18,6 @@ INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 # beside the same in integers, which the interpreter runs.
 ASSEMBLY = tl.constexpr(not INTERPRETED.value)
 
-BYTE_NUMBER = tl.constexpr(
-    "{ .reg .b32 t; xor.b32 t, $4, 0x80808080; prmt.b32 $0, t, 0x4B000000, 0x7650; "
-    "prmt.b32 $1, t, 0x4B000000, 0x7651; prmt.b32 $2, t, 0x4B000000, 0x7652; "
-    "prmt.b32 $3, t, 0x4B000000, 0x7653; }"
-)
 UPPER = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
 
 INFINITY = tl.constexpr(0x7F800000)  # bits of float32's
@@ -56,11 +51,18 @@ def product(x, y):
 
 @triton.jit
 def exact_reciprocal(x):
-    """1 / x, rounded to nearest."""
+    """1 / x, rounded to nearest, for magnitudes from 2^-126 to 2^126.
+
+    What the compiler makes of a division is the same, and a branch to what other numbers need.
+    """
     if INTERPRETED:
         return tl.div_rn(1.0, x)
     else:
-        return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 r, e, n; rcp.approx.ftz.f32 r, $1; neg.f32 n, $1; fma.rn.f32 e, n, r, 0f3F800000; "
+            "fma.rn.f32 $0, r, e, r; }",
+            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -109,21 +111,6 @@ def widen(word, KIND: tl.constexpr):
         return word.to(tl.float16, bitcast=True).to(tl.float32)
     else:
         return word
-
-
-@triton.jit
-def byte_number(codes):
-    """The number of a byte in two's complement. No conversion, which would be four times slower: it is the lowest
-    bits of 2^23 and something.
-    """
-    if ASSEMBLY:
-        bits = tl.inline_asm_elementwise(
-            BYTE_NUMBER,
-            "=r,=r,=r,=r,r", [codes], dtype=tl.int32, is_pure=True, pack=4,
-        )  # fmt: skip
-    else:
-        bits = (codes ^ 0x80).to(tl.int32) | 0x4B000000
-    return float_of(bits) - 8388736.0
 
 
 @triton.jit
@@ -206,3 +193,21 @@ def largest(x):
 def any_of(test):
     """Whether a test of each block holds anywhere in a tile."""
     return largest(test.to(tl.int32)) > 0
+
+
+@triton.jit
+def not_finite(x):
+    """Whether a tile has an infinity or NaN: one number for the whole program."""
+    # A product of the float pipe, where comparing would be the integers', which have more to do.
+    return any_bits(bits_of(x * 0.0) & 0x7FFFFFFF)
+
+
+@triton.jit
+def any_bits(x):
+    """Whether an integer of a tile is not zero: one number for the whole program."""
+    return tl.reduce(tl.reduce(x, 1, _either), 0, _either) != 0
+
+
+@triton.jit
+def _either(a, b):
+    return a | b

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from narrowgauge.kernels._step._floats import ASSEMBLY
+
 _M0 = tl.constexpr(0xD2511F53)
 _M1 = tl.constexpr(0xCD9E8D57)
 _W0 = tl.constexpr(0x9E3779B9)
@@ -19,8 +21,14 @@ _W1 = tl.constexpr(0xBB67AE85)
 @triton.jit
 def _wide(a, b: tl.constexpr):
     """Both halves of a product, by one instruction."""
-    both = a.to(tl.uint64) * tl.full([], b, tl.uint64)
-    return (both >> 32).to(tl.uint32), both.to(tl.uint32)
+    if ASSEMBLY:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b64 t; mul.wide.u32 t, $2, $3; mov.b64 {$1, $0}, t; }",
+            "=r,=r,r,r", [a, tl.full([], b, tl.uint32)], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        both = a.to(tl.uint64) * tl.full([], b, tl.uint64)
+        return (both >> 32).to(tl.uint32), both.to(tl.uint32)
 
 
 @triton.jit

@@ -39,7 +39,7 @@ def signed_encode(x):
     negative = (x < 0) & (k > 0)
     lost = x - _value(k, negative, lo, span, foot, top)
     lost = tl.where((bits_of(lost) & INFINITY) == INFINITY, 0.0, lost)
-    return tl.where(negative, k + 128, k).to(tl.uint8), foot, top, lost
+    return tl.where(negative, k + 128, k), foot, top, lost
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from narrowgauge.kernels._step._emit import lines
 from narrowgauge.kernels._step._layout import AT, COLUMNS, WIDTH, Layout
 from narrowgauge.kernels._step._numbers import indented
 from narrowgauge.kernels._step._unit import Rare, decode, encode, in_order, write
-from narrowgauge.kernels._step._words import loads, places, pointers, read_words, stores, written_words
+from narrowgauge.kernels._step._words import Kept, elements, kept_words, loads, pointers, rows, stores
 
 
 def step_source(
@@ -48,7 +48,7 @@ def sums_source(layout: Layout, terms: Mapping[str, Node], met: Sequence[Node]) 
     known = _inputs(layout) | {node: f"u{i}" for i, node in enumerate(met)}
     made, names = lines(terms.values(), known, "x")
     sums = [f"sum{number}" for number in range(len(terms))]
-    body = [*loads(layout), *decode(layout, None), *made]
+    body = [*loads(layout, kept_words(layout, False)), *decode(layout, None), *made]
     for total, node in zip(sums, terms.values(), strict=True):
         body += [f"term = ({names[node]}).to(tl.float64)", "if MASKED:", "    term = tl.where(here, term, 0.0)"]
         body.append(f"{total} += term")
@@ -62,7 +62,7 @@ def sums_source(layout: Layout, terms: Mapping[str, Node], met: Sequence[Node]) 
 def finite_source(layout: Layout) -> str:
     """The kernel `finite`: flags tensors whose gradient has an infinity or NaN."""
     body = [
-        "grad = load(grad_at + unit + at, here, MASKED)",
+        *loads(layout, [kept for kept in kept_words(layout, False) if kept.name == "grad"]),
         f"peak = tl.maximum(peak, bits_of(widen(grad, {layout.grad!r})) & 0x7FFFFFFF)",
     ]
     end = ["if largest(peak) >= INFINITY:", "    tl.store(flags + tensor, 1)"]
@@ -80,11 +80,11 @@ def _begin(layout: Layout, uniforms: int) -> list[str]:
         "program = tl.program_id(0)",
         "tensor = tl.load(programs + program)",
         f"row = table + tensor * {WIDTH}",
-        f"start = (program - tl.load(row + {AT['first']})) * {layout.tile}",
+        f"place = program - tl.load(row + {AT['first']})",
+        f"start = place * {layout.tile}",
         f"left = tl.minimum(tl.load(row + {AT['numel']}) - start, {layout.tile}).to(tl.int32)",
         f"whole = left // {layout.unit}",
         *(f"u{i} = tl.load(uniforms + {uniforms} * tensor + {i})" for i in range(uniforms)),
-        *pointers(layout),
     ]
 
 
@@ -102,31 +102,24 @@ def _step_kernels(layout: Layout, uniforms: int, usual: list[str], unusual: str,
     What has been read of a unit waits in registers as it lay in memory. A unit that is not ordinary, or not whole,
     is not written but noted, and in the end done from the start with care.
     """
-    read, written = read_words(layout), written_words(layout)
+    packed, single = (kept_words(layout, yes) for yes in (True, False))
+    read, written = [kept.name for kept in single], [kept.name for kept in single if kept.name != "grad"]
     at, words = ", ".join(f"{name}_at" for name in read), ", ".join(read)
     made, after = ", ".join(f"{name}_new" for name in written), ", ".join(f"{name}_after" for name in read)
-    given = ", ".join(["row", "number", *_given(layout, uniforms)])
+    given = ", ".join(["number", "seed", "stream", *_given(layout, uniforms)])
     return f"""
-@triton.jit
-def step_load({at}, unit, left, MASKED: tl.constexpr):
-{indented([*places(layout), *loads(layout)], 4)}
-    return {words}
-
+{_traffic("usual", layout, packed, at, words, made)}
+{_traffic("careful", layout, single, at, words, made)}
 
 @triton.jit
-def step_store({at}, {made}, unit, left, MASKED: tl.constexpr):
-{indented([*places(layout), *stores(layout)], 4)}
-
-
-@triton.jit
-def step_usual({words}, start, {given}):
+def usual_unit({words}, start, {given}):
 {indented(usual, 4)}
     return {made}, {unusual}
 
 
 @triton.jit
-def step_careful({words}, start, left, {given}):
-{indented([*places(layout), *careful], 4)}
+def careful_unit({words}, start, left, {given}):
+{indented([rows(layout), elements(layout), *careful], 4)}
     return {made}
 
 
@@ -135,27 +128,44 @@ def step(table, programs, uniforms, steps, flags, partials{"".join(f", {name}" f
 {indented(_begin(layout, uniforms), 4)}
     number = tl.load(steps + tensor)
     if number > 0:
+        seed, stream = tl.load(row + {AT["seed"]}).to(tl.uint32), tl.load(row + {AT["stream"]}).to(tl.uint32)
         again = tl.where(whole * {layout.unit} < left, 1 << whole, 0)
         if whole > 0:
-            {words} = step_load({at}, 0, left, False)
-            for i in range(whole):
-                unit = i * {layout.unit}
-                next = tl.minimum(i + 1, whole - 1) * {layout.unit}
-                {after} = step_load({at}, next, left, False)
-                {made}, unusual = step_usual({words}, start + unit, {given})
+{indented(pointers(layout, packed), 12)}
+            {words} = usual_load({at}, 0, left, False)
+            for unit in range(whole):
+                {after} = usual_load({at}, tl.minimum(unit + 1, whole - 1), left, False)
+                {made}, unusual = usual_unit({words}, start + unit * {layout.unit}, {given})
                 if unusual:
-                    again = again | (1 << i)
+                    again = again | (1 << unit)
                 else:
-                    step_store({at}, {made}, unit, left, False)
+                    usual_store({at}, {made}, unit, left, False)
                 {words} = {after}
         unit = 0
         while again != 0:
             if (again & 1) != 0:
-                {words} = step_load({at}, unit, left - unit, True)
-                {made} = step_careful({words}, start + unit, left - unit, {given})
-                step_store({at}, {made}, unit, left - unit, True)
+                rest = left - unit * {layout.unit}
+{indented(pointers(layout, single), 16)}
+                {words} = careful_load({at}, unit, rest, True)
+                {made} = careful_unit({words}, start + unit * {layout.unit}, rest, {given})
+                careful_store({at}, {made}, unit, rest, True)
             again = again >> 1
-            unit += {layout.unit}
+            unit += 1
+"""
+
+
+def _traffic(name: str, layout: Layout, words: Sequence[Kept], at: str, read: str, made: str) -> str:
+    """Functions that load a unit's words and store them."""
+    return f"""
+@triton.jit
+def {name}_load({at}, unit, left, MASKED: tl.constexpr):
+{indented([rows(layout), *loads(layout, words)], 4)}
+    return {read}
+
+
+@triton.jit
+def {name}_store({at}, {made}, unit, left, MASKED: tl.constexpr):
+{indented([rows(layout), *stores(layout, words)], 4)}
 """
 
 
@@ -163,26 +173,27 @@ def _pass_kernel(
     name: str, layout: Layout, uniforms: int, totals: Mapping[str, str], body: list[str], end: list[str]
 ) -> str:
     """A kernel that reads every unit once: totals start from zero, `body` goes on with them, `end` keeps them."""
-    at = [line.split(" = ")[0] for line in pointers(layout)]
+    words = kept_words(layout, False)
+    at = [f"{kept.name}_at" for kept in words]
     given = ", ".join([*at, *totals, *_given(layout, uniforms), "unit"])
     made = ", ".join(totals)
     zeros = [f"{total} = tl.zeros([{layout.rows}, {layout.block}], {kind})" for total, kind in totals.items()]
     return f"""
 @triton.jit
 def {name}_unit({given}, left, MASKED: tl.constexpr):
-{indented([*places(layout), *body], 4)}
+{indented([rows(layout), elements(layout), *body], 4)}
     return {made}
 
 
 @triton.jit
 def {name}(table, programs, uniforms, steps, flags, partials{"".join(f", {name}" for name in _books(layout))}):
-{indented([*_begin(layout, uniforms), *zeros], 4)}
+{indented([*_begin(layout, uniforms), *pointers(layout, words), *zeros], 4)}
     unit = 0
     for _ in range(whole):
         {made} = {name}_unit({given}, left, False)
-        unit += {layout.unit}
-    if unit < left:
-        {made} = {name}_unit({given}, left - unit, True)
+        unit += 1
+    if unit * {layout.unit} < left:
+        {made} = {name}_unit({given}, left - unit * {layout.unit}, True)
 {indented(end, 4)}
 """
 

@@ -22,7 +22,6 @@ from narrowgauge.kernels._step._floats import (
     SMALLEST,
     TINY,
     bits_of,
-    byte_number,
     exact_quotient,
     exact_reciprocal,
     float_of,
@@ -45,9 +44,26 @@ def column_min(x):
 
 
 @triton.jit
+def column_peak(x):
+    """The bits of the largest magnitude; of something above infinity if one is no number."""
+    if x.shape[1] < 256:
+        return column_max(bits_of(x) & 0x7FFFFFFF)
+    else:
+        # Among eight neighbours, which a thread has, as floats: that takes the sign off on the way.
+        some = tl.reduce(tl.abs(x).reshape([x.shape[0], x.shape[1] // 8, 8]), 2, _larger)
+        return column_max(bits_of(some))
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def unpack(codes, ROWS: tl.constexpr, SIZE: tl.constexpr):
     """Codes of 4 bits, two a byte, the first in its lower half."""
-    return tl.join(codes & 0xF, codes >> 4).reshape([ROWS, SIZE])
+    k = codes.to(tl.int32)
+    return tl.join(k & 0xF, k >> 4).reshape([ROWS, SIZE])
 
 
 @triton.jit
@@ -62,6 +78,13 @@ def pack(codes, ROWS: tl.constexpr, SIZE: tl.constexpr):
 @triton.jit
 def pattern8_decode(codes, ranges):
     return _pattern_value(codes, ranges & ~0xFFF, 1 << tl.minimum(ranges & 0xFFF, 30))
+
+
+@triton.jit
+def usual_pattern8_decode(codes, ranges):
+    """The same where no code is 0."""
+    step = 1 << tl.minimum(ranges & 0xFFF, 30)
+    return float_of(codes * step + ((ranges & ~0xFFF) - step))
 
 
 @triton.jit
@@ -84,7 +107,7 @@ def usual_pattern8_encode(x, random):
     lo, hi, unusual = _bounds(bits, 8)
     base, step, s = _range(lo, hi, 8)
     codes, kept = _pattern_codes(bits, base, step, s, random, 8)
-    return codes.to(tl.uint8), base + s, float_of(kept), unusual
+    return codes, base + s, float_of(kept), unusual
 
 
 @triton.jit
@@ -99,7 +122,7 @@ def usual_pattern4_encode(x, random):
     lo, hi, unusual = _bounds(bits, 4)
     base, step, s = _range(lo, hi, 4)
     codes, kept = _pattern_codes(bits, base, step, s, random, 4)
-    return codes.to(tl.uint8), base, step, float_of(kept), unusual
+    return codes, base, step, float_of(kept), unusual
 
 
 @triton.jit
@@ -150,7 +173,7 @@ def _pattern_encode(bits, random, BITS: tl.constexpr):
     codes = tl.minimum(codes, (INFINITY - 1 - base) // step + 1)
     codes = tl.where((there | wild) & (hi > 0), codes, 0)
     kept = tl.where(codes > 0, codes * step + (base - step), 0)
-    return codes.to(tl.uint8), tl.where(hi > 0, base, 0), tl.where(hi > 0, step, 0), float_of(kept)
+    return codes, tl.where(hi > 0, base, 0), tl.where(hi > 0, step, 0), float_of(kept)
 
 
 @triton.jit
@@ -180,9 +203,9 @@ def unit_bits(v):
 
 
 @triton.jit
-def relative_decode(codes, scales, v, BITS: tl.constexpr):
+def relative_decode(numbers, scales, v):
     """The moment; v is the second moment as it was kept beside it, or None."""
-    quotient = _number(codes, BITS) * scales
+    quotient = numbers * scales
     return quotient if v is None else quotient * float_of(unit_bits(v))
 
 
@@ -191,7 +214,7 @@ def usual_relative_encode(m, v, BITS: tl.constexpr):
     """(codes, scales, what is lost of m); v is the second moment as it is kept now, or None."""
     outermost: tl.constexpr = 127.0 if BITS == 8 else 6.0
     q, unit = _quotient(m, v)
-    top = column_max(bits_of(q) & 0x7FFFFFFF)
+    top = column_peak(q)
     scales = exact_quotient(float_of(top), outermost)
     codes, kept = _relative_codes(q, scales, exact_reciprocal(scales), BITS)
     lost = m - (kept if v is None else kept * unit)
@@ -227,22 +250,22 @@ def _relative_codes(q, scales, inverse, BITS: tl.constexpr):
     """Codes, and what they stand for before the unit."""
     if BITS == 8:
         rounded = product(q, inverse) + ROUNDER
-        return bits_of(rounded).to(tl.uint8), product(rounded - ROUNDER, scales)
+        return bits_of(rounded), product(rounded - ROUNDER, scales)
     else:
         y = product(q, inverse)
         z = tl.abs(y)
         # From 1 on these are the floats with one bit of fraction; less than half of its unit never carries.
         k = tl.where(z > 0.75, 2, tl.where(z > 0.25, 1, 0))
         k = tl.where(z > 1.0, ((bits_of(z) + 0x1FFFFF) >> 22) - 252, k)
-        codes = tl.where((y < 0) & (k > 0), k + 8, k).to(tl.uint8)
-        return codes, product(_number(codes, BITS), scales)
+        codes = tl.where((y < 0) & (k > 0), k + 8, k)
+        return codes, product(relative_number(codes, 4), scales)
 
 
 @triton.jit
-def _number(codes, BITS: tl.constexpr):
+def relative_number(codes, BITS: tl.constexpr):
+    k = codes.to(tl.int32)
     if BITS == 8:
-        return byte_number(codes)
+        return float_of((k ^ 0x80) & 0xFF | 0x4B000000) - 8388736.0
     else:
         # Exponent and fraction where a float has them; its own exponent is 126 larger.
-        k = codes.to(tl.int32)
         return float_of(((k & 7) << 22) | ((k & 8) << 28)) * 2.0**126

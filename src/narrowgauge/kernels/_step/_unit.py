@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from narrowgauge.kernels._step._layout import AT, Layout, Moment
+from narrowgauge.kernels._step._layout import Layout, Moment
 from narrowgauge.kernels._step._words import word_names
 
 
@@ -19,20 +19,19 @@ class Rare:
 
     Attributes:
         blocks: names of tests a block.
-        peaks: names of unsigned numbers an element, of which none is as large as the bits of infinity.
+        numbers: names of numbers an element that must be finite.
+        bits: integers that must be zero.
     """
 
     blocks: list[str] = field(default_factory=list)
-    peaks: list[str] = field(default_factory=list)
+    numbers: list[str] = field(default_factory=list)
+    bits: list[str] = field(default_factory=list)
 
     def test(self) -> str:
         """Whether it is not ordinary: one number for the whole program, to branch on."""
         tests = [f"any_of({' | '.join(self.blocks)})"] if self.blocks else []
-        if self.peaks:
-            peak = self.peaks[0]
-            for other in self.peaks[1:]:
-                peak = f"tl.maximum({peak}, {other})"
-            tests.append(f"(largest({peak}) >= INFINITY)")
+        tests += [f"not_finite({name})" for name in self.numbers]
+        tests += [f"any_bits({name})" for name in self.bits]
         return " | ".join(tests) or "False"
 
 
@@ -43,39 +42,50 @@ def in_order(moments: Sequence[Moment]) -> list[Moment]:
 
 def decode(layout: Layout, rare: Rare | None) -> list[str]:
     """Weight, gradient and moments in float32, called `NAME_in`; carefully without `rare`."""
+    careful = rare is None
+    packed = rare is not None and layout.aligned
     low = "low" if layout.low is not None else "p"
     made = [f"weight_in = read_weight(p, {low}, {layout.weight!r}, {layout.kind!r})"]
-    if rare is not None and layout.weight in ("split", "split8"):
-        made = [f"weight_in, joined = usual_join(p, low, {_shift(layout)})"]
-        rare.peaks.append("joined")
+    if layout.weight == "split" and not careful:
+        made = ["weight_in = usual_join(upper(p), low.to(tl.int32))"]
+    elif layout.weight == "split8" and not careful:
+        bits = f"uppers(p, {layout.rows}), offsets_of(low, {layout.rows})"
+        made = [f"weight_in = usual_join({bits if packed else 'upper(p), low.to(tl.int32) << 8'})"]
     made.append(f"grad_in = {'-' if layout.negate else ''}widen(grad, {layout.grad!r})")
-    return made + [f"{moment.name}_in = {_decode(layout, moment)}" for moment in in_order(layout.moments)]
+    for moment in in_order(layout.moments):
+        if rare is not None and packed and moment.storage == "pattern8":
+            rare.bits.append(f"zeros_in({moment.name}_codes)")
+        made.append(f"{moment.name}_in = {_decode(layout, moment, packed)}")
+    return made
 
 
-def _shift(layout: Layout) -> int:
-    return 8 if layout.weight == "split8" else 0
-
-
-def _decode(layout: Layout, moment: Moment) -> str:
-    name, storage = moment.name, moment.storage
-    words = word_names(moment)
-    beside = "None" if moment.beside is None else f"{moment.beside}_in"
+def _decode(layout: Layout, moment: Moment, packed: bool) -> str:
+    name, storage, words = moment.name, moment.storage, word_names(moment)
     codes = words[0]
-    if any(word.per == "pair" for word in moment.words):
-        codes = f"unpack({codes}, {layout.rows}, {layout.block})"
     if storage == "expansion":
         return f"widen({name}_hi, 'bf16') + widen({name}_lo, 'bf16')"
+    if storage in ("fp32", "bf16"):
+        return f"widen({name}_, {storage!r})"
+    beside = "None" if moment.beside is None else f"{moment.beside}_in"
+    if storage == "relative8" and packed:
+        return f"relative_decode(numbers_of({codes}, {layout.rows}), {name}_scales, {beside})"
+    if storage == "fp8" and packed:
+        return f"float8_of({codes}, {layout.rows}) * {name}_scales"
+    if packed:
+        codes = f"codes_of({codes}, {layout.rows})"
+    if any(word.per == "pair" for word in moment.words):
+        codes = f"unpack({codes}, {layout.rows}, {layout.block})"
+    if storage == "pattern8" and packed:
+        return f"usual_pattern8_decode({codes}, {words[1]})"
     if storage.startswith("pattern"):
         return f"{storage}_decode({', '.join([codes, *words[1:]])})"
     if storage.startswith("relative"):
-        return f"relative_decode({codes}, {name}_scales, {beside}, {storage[-1]})"
+        return f"relative_decode(relative_number({codes}, {storage[-1]}), {name}_scales, {beside})"
     if storage == "signed8":
-        return f"signed_decode({', '.join(words)})"
-    if storage in ("8bit", "4bit"):
-        return f"table_decode({codes}, {name}_scales, values{moment.table})"
+        return f"signed_decode({', '.join([codes, *words[1:]])})"
     if storage == "fp8":
-        return f"e4m3_decode({codes}, {name}_scales)"
-    return f"widen({name}_, {storage!r})"
+        return f"from_e4m3({codes}) * {name}_scales"
+    return f"table_decode({codes}, {name}_scales, values{moment.table})"
 
 
 def encode(layout: Layout, moment: Moment, value: str, rare: Rare | None) -> list[str]:
@@ -83,17 +93,26 @@ def encode(layout: Layout, moment: Moment, value: str, rare: Rare | None) -> lis
 
     Some moments leave besides `NAME_kept`, what the words stand for, or `NAME_lost`, what is lost of the moment.
     """
-    name, storage = moment.name, moment.storage
+    name = moment.name
     made = [f"{name}_out = {value}"]
     if rare is None and any(word.per == "block" for word in moment.words):
         made.append(f"{name}_out = tl.where(here, {name}_out, 0.0)")
     words = [f"{word}_new" for word in word_names(moment)]
     made += _encode(layout, moment, words, rare)
+    if words[0] != f"{name}_codes_new":
+        return made
+    codes, packed = words[0], rare is not None and layout.aligned
+    if moment.storage == "8bit" and packed:
+        return [*made, f"{codes} = from_upper_codes({codes}, {layout.rows})"]
+    if moment.storage in ("8bit", "4bit") and rare is not None:
+        made.append(f"{codes} = {codes} >> 16")
     if any(word.per == "pair" for word in moment.words):
         if rare is None:
-            made.append(f"{words[0]} = tl.where(here, {words[0]}, 0).to(tl.uint8)")
-        made.append(f"{words[0]} = pack({words[0]}, {layout.rows}, {layout.block})")
-    return made
+            made.append(f"{codes} = tl.where(here, {codes}, 0)")
+        made.append(f"{codes} = pack({codes}, {layout.rows}, {layout.block})")
+    if moment.storage == "fp8" and rare is not None:
+        return [*made, f"{codes} = " + (f"to_float8({codes}, {layout.rows})" if packed else f"to_e4m3({codes})")]
+    return [*made, f"{codes} = " + (f"from_codes({codes}, {layout.rows})" if packed else f"{codes}.to(tl.uint8)")]
 
 
 def _encode(layout: Layout, moment: Moment, words: list[str], rare: Rare | None) -> list[str]:
@@ -113,8 +132,8 @@ def _encode(layout: Layout, moment: Moment, words: list[str], rare: Rare | None)
     made = []
     if storage.startswith("pattern"):
         made.append(
-            f"{name}_bits = random_halves(start, number, tl.load(row + {AT['seed']}), tl.load(row + {AT['stream']}), "
-            f"{moment.purpose}, {layout.rows}, {layout.block})"
+            f"{name}_bits = random_halves("
+            f"start, number, seed, stream, {moment.purpose}, {layout.rows}, {layout.block})"
         )
         call, found = f"{storage}_encode({name}_out, {name}_bits)", [*words, f"{name}_kept"]
     elif storage.startswith("relative"):
@@ -136,15 +155,17 @@ def _encode(layout: Layout, moment: Moment, words: list[str], rare: Rare | None)
 def write(layout: Layout, rare: Rare | None) -> list[str]:
     """The weight's words after the update `delta`; carefully without `rare`."""
     if layout.weight in ("split", "split8") and rare is not None:
-        rare.peaks.append("magnitude")
-        return [f"p_new, low_new, magnitude = usual_cut(weight_in + delta, {_shift(layout)})"]
+        rare.numbers.append("updated")
+        made = ["updated = weight_in + delta"]
+        if layout.weight == "split":
+            return [*made, "p_new, low_new = halves_cut(bits_of(updated))"]
+        if layout.aligned:
+            return [*made, f"p_new, low_new = cut_words(bits_of(updated), {layout.rows})"]
+        return [*made, "p_new, low_new = bytes_cut(bits_of(updated))"]
     random, made = "None", []
     if layout.weight == "stochastic":
         random = "random"
-        made.append(
-            f"random = random_words(start, number, tl.load(row + {AT['seed']}), tl.load(row + {AT['stream']}), "
-            f"{layout.rows}, {layout.block})"
-        )
+        made.append(f"random = random_words(start, number, seed, stream, {layout.rows}, {layout.block})")
     low = "low" if layout.low is not None else "p"
     call = f"write_weight(p, {low}, weight_in, delta, {random}, {layout.weight!r}, {layout.kind!r})"
     return [*made, f"p_new, low_new = {call}"]

@@ -10,18 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from narrowgauge.kernels._step._floats import ASSEMBLY, INFINITY, bits_of, float_of, narrow, upper, widen
-
-OFFSET = tl.constexpr(
-    "prmt.b32 $0, $4, 0, 0x8804; prmt.b32 $1, $4, 0, 0x9914; prmt.b32 $2, $4, 0, 0xAA24; "
-    "prmt.b32 $3, $4, 0, 0xBB34;"
-)
-CUT = tl.constexpr(
-    "{ .reg .b32 a, b, c, d, u, v; add.s32 a, $3, 0x8080; add.s32 b, $4, 0x8080; add.s32 c, $5, 0x8080; "
-    "add.s32 d, $6, 0x8080; prmt.b32 $0, a, b, 0x7632; prmt.b32 $1, c, d, 0x7632; "
-    "prmt.b32 u, a, b, 0x0051; prmt.b32 v, c, d, 0x0051; prmt.b32 u, u, v, 0x5410; "
-    "xor.b32 $2, u, 0x80808080; }"
-)
+from narrowgauge.kernels._step._floats import INFINITY, bits_of, float_of, narrow, upper, widen
 
 
 @triton.jit
@@ -68,21 +57,19 @@ def write_weight(p, low, weight, delta, random, STORAGE: tl.constexpr, KIND: tl.
 
 
 @triton.jit
-def usual_join(p, low, SHIFT: tl.constexpr):
-    """The weight of a split one, and a number that is no less than infinity's bits where `_join` is needed.
+def usual_join(bits, offset):
+    """The weight of a split one, from the parameter as the upper half of 32 bits and units in a float32's last place.
 
-    Rare: a borrow below zero, which changes the sign; and infinity and NaN, which keep their exponent. Without the
-    sign that it should have, either is no less than infinity as an unsigned number.
+    Rare: a borrow from a zero, or a carry into infinity's neighbours. Both make it no number, which whoever adds to
+    it will notice.
     """
-    bits = upper(p)
-    joined = bits + _offset(low, SHIFT)
-    return float_of(joined), (joined ^ (bits & -0x80000000)).to(tl.uint32, bitcast=True)
+    return float_of(bits + offset)
 
 
 @triton.jit
 def _join(p, low, SHIFT: tl.constexpr):
     bits = upper(p)
-    offset = _offset(low, SHIFT)
+    offset = low.to(tl.int32) << SHIFT
     magnitude = bits & 0x7FFFFFFF
     offset = tl.where(magnitude == 0, tl.maximum(offset, 0), offset)
     offset = tl.where(magnitude == INFINITY, tl.minimum(offset, 0), offset)
@@ -90,51 +77,28 @@ def _join(p, low, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def _offset(low, SHIFT: tl.constexpr):
-    """A low word as a number of units in a float32's last place."""
-    if ASSEMBLY and SHIFT == 8:
-        # The byte second, its sign in the two above.
-        return tl.inline_asm_elementwise(
-            OFFSET,
-            "=r,=r,=r,=r,r", [low], dtype=tl.int32, is_pure=True, pack=4,
-        )  # fmt: skip
-    else:
-        return low.to(tl.int32) << SHIFT
-
-
-@triton.jit
-def _cut_bytes(bits):
-    """(bf16 word, int8 low word) of a finite float32's bits: rounded at 2^7 and again at 2^15.
-
-    With both halves added, the upper two bytes are the one, and the next is the other but for its highest bit.
-    """
-    if ASSEMBLY:
-        return tl.inline_asm_elementwise(
-            CUT,
-            "=r,=r,=r,r,r,r,r", [bits], dtype=(tl.int16, tl.int8), is_pure=True, pack=4,
-        )  # fmt: skip
-    else:
-        both = bits + 0x8080
-        return (both >> 16).to(tl.int16), (both >> 8).to(tl.int8) ^ -128
-
-
-@triton.jit
-def usual_cut(weight, SHIFT: tl.constexpr):
-    """(parameter, low word) of a split weight, and a number as that of `usual_join` where `_cut` is needed."""
+def _cut(weight, SHIFT: tl.constexpr):
     # Of a number in sign and magnitude the lowest bits do not know the sign: no need to take it off.
     bits = bits_of(weight)
     if SHIFT == 8:
-        hi, low = _cut_bytes(bits)
+        hi, low = bytes_cut(bits)
     else:
-        hi, low = ((bits + 0x8000) >> 16).to(tl.int16), bits.to(tl.int16)
-    return hi, low, (bits & 0x7FFFFFFF).to(tl.uint32, bitcast=True)
+        hi, low = halves_cut(bits)
+    odd = (bits & 0x7FFFFFFF) >= INFINITY
+    return tl.where(odd, narrow(weight, "bf16"), hi), tl.where(odd, 0, low).to(low.dtype)
 
 
 @triton.jit
-def _cut(weight, SHIFT: tl.constexpr):
-    hi, low, magnitude = usual_cut(weight, SHIFT)
-    odd = magnitude >= INFINITY
-    return tl.where(odd, narrow(weight, "bf16"), hi), tl.where(odd, 0, low).to(low.dtype)
+def bytes_cut(bits):
+    """(bf16 word, int8 low word), likewise: see `cut_words`."""
+    both = bits + 0x8080
+    return (both >> 16).to(tl.int16), (both >> 8).to(tl.int8) ^ -128
+
+
+@triton.jit
+def halves_cut(bits):
+    """(bf16 word, int16 low word) of a finite float32's bits."""
+    return ((bits + 0x8000) >> 16).to(tl.int16), bits.to(tl.int16)
 
 
 @triton.jit

@@ -1,66 +1,86 @@
 """Lines that bring a unit's words from memory and back, for the kernels of `_source`.
 
 A unit is some whole blocks, `Layout.unit` elements: what a program works on at a time. Of every word a kernel has the
-address where its tile begins, `NAME_at`; `unit` is how many elements beyond a unit starts, and `left` how many the
-tensor has from there on.
+address where tile number `place` of the tensor begins, `NAME_at`; `unit` counts the units of the tile, and `left`
+says how many elements there are from the unit on.
+
+Words narrower than 16 bits are `packed` in integers of 32 where a unit is whole (see `_packing`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from narrowgauge.kernels._step._layout import AT, BYTES, WORDS, Layout, Moment, Word
 
 
-def read_words(layout: Layout) -> list[str]:
-    """Names of what a step reads of a unit."""
-    return ["p", "grad", *(["low"] if layout.low is not None else []), *(name for name, _, _ in _moments(layout))]
+@dataclass(frozen=True)
+class Kept:
+    """Words of one kind of a tensor.
+
+    Attributes:
+        name: in the kernel.
+        column: of their address in the table.
+        kind: what they hold.
+        per, part: as of `Word`.
+        packed: how many of them an integer holds; 1 where they go by themselves.
+    """
+
+    name: str
+    column: int
+    kind: str
+    per: str = "element"
+    part: tuple[int, int] = (0, 1)
+    packed: int = 1
+
+    def items(self, layout: Layout, elements: int) -> int:
+        """What is loaded for so many elements, one after the other."""
+        if self.per == "block":
+            return elements // layout.block * self.part[1]
+        return elements // self.packed // (2 if self.per == "pair" else 1)
+
+    def places(self, layout: Layout) -> str:
+        """Places of a unit's items."""
+        if self.per == "block":
+            return f"rows * {self.part[1]}"
+        count = self.items(layout, layout.block)
+        return f"rows * {count} + tl.arange(0, {count})[None, :]"
+
+    def here(self, layout: Layout) -> str:
+        """Which of them there are."""
+        if self.per == "block":
+            return f"rows * {layout.block} < left"
+        return f"{2 if self.per == 'pair' else 1} * ({self.places(layout)}) < left"
+
+    def address(self, layout: Layout) -> str:
+        kind = "int32" if self.packed > 1 else WORDS[self.kind]
+        address = f"tl.load(row + {self.column}).to(tl.pointer_type(tl.{kind}))"
+        if layout.aligned and self.per != "block":
+            align = max(1, layout.vector * BYTES[self.kind] // (2 if self.per == "pair" else 1))
+            address = f"tl.multiple_of({address}, {align})"
+        return f"{address} + (place * {self.items(layout, layout.tile)} + {self.part[0]})"
 
 
-def written_words(layout: Layout) -> list[str]:
-    """Names of what it writes, without their suffix `_new`."""
-    return [name for name in read_words(layout) if name != "grad"]
-
-
-def pointers(layout: Layout) -> list[str]:
-    """Addresses of the tile."""
-    made = [_pointer("p", AT["p"], layout.kind, layout), _pointer("grad", AT["grad"], layout.grad, layout)]
+def kept_words(layout: Layout, packed: bool) -> list[Kept]:
+    """What a step reads of a tensor, in order; packed as far as that goes, or not at all."""
+    found = [Kept("p", AT["p"], layout.kind), Kept("grad", AT["grad"], layout.grad)]
     if layout.low is not None:
-        made.append(_pointer("low", AT["low"], layout.low, layout))
+        found.append(Kept("low", AT["low"], layout.low))
     columns = layout.columns()
-    for name, moment, word in _moments(layout):
-        made.append(_pointer(name, columns[moment.name, word.name], word.kind, layout, word))
-    return made
+    for moment in layout.moments:
+        for name, word in zip(word_names(moment), moment.words, strict=True):
+            found.append(Kept(name, columns[moment.name, word.name], word.kind, word.per, word.part))
+    if not (packed and layout.aligned):
+        return found
+    # A weight of split8 leaves by words of two.
+    return [_packed(kept, kept.name == "p" and layout.weight == "split8") for kept in found]
 
 
-def places(layout: Layout) -> list[str]:
-    """Places of a unit's elements."""
-    return [
-        f"rows = tl.arange(0, {layout.rows})[:, None]",
-        f"at = rows * {layout.block} + tl.arange(0, {layout.block})[None, :]",
-        "here = at < left",
-    ]
-
-
-def loads(layout: Layout) -> list[str]:
-    """Every word as it lies in memory; pairs of codes are not unpacked."""
-    made = ["p = load(p_at + unit + at, here, MASKED)", "grad = load(grad_at + unit + at, here, MASKED)"]
-    if layout.low is not None:
-        made.append("low = load(low_at + unit + at, here, MASKED)")
-    for name, _, word in _moments(layout):
-        at, here = _place(layout, word)
-        made.append(f"{name} = load({name}_at + {at}, {here}, MASKED)")
-    return made
-
-
-def stores(layout: Layout) -> list[str]:
-    """The way back, of what is called `NAME_new`."""
-    per = {name: word for name, _, word in _moments(layout)}
-    made = []
-    for name in written_words(layout):
-        at, here = _place(layout, per[name]) if name in per else ("unit + at", "here")
-        made.append(f"store({name}_at + {at}, {name}_new, {here}, MASKED)")
-    return made
+def _packed(kept: Kept, pairs: bool) -> Kept:
+    narrow = kept.per != "block" and BYTES[kept.kind] == 1
+    count = 4 if narrow else 2 if pairs else 1
+    return Kept(kept.name, kept.column, kept.kind, kept.per, kept.part, count)
 
 
 def word_names(moment: Moment) -> list[str]:
@@ -68,31 +88,33 @@ def word_names(moment: Moment) -> list[str]:
     return [f"{moment.name}_{word.label}" for word in moment.words]
 
 
-def _moments(layout: Layout) -> Iterator[tuple[str, Moment, Word]]:
-    for moment in layout.moments:
-        for name, word in zip(word_names(moment), moment.words, strict=True):
-            yield name, moment, word
+def pointers(layout: Layout, words: Sequence[Kept]) -> list[str]:
+    """Addresses of the tile."""
+    return [f"{kept.name}_at = {kept.address(layout)}" for kept in words]
 
 
-def _pointer(name: str, column: int, kind: str, layout: Layout, word: Word | None = None) -> str:
-    per = word.per if word is not None else "element"
-    address = f"tl.load(row + {column}).to(tl.pointer_type(tl.{WORDS[kind]}))"
-    if layout.aligned and per != "block":
-        align = max(1, layout.vector * BYTES[kind] // (2 if per == "pair" else 1))
-        address = f"tl.multiple_of({address}, {align})"
-    if word is not None and per == "block":
-        part, parts = word.part
-        return f"{name}_at = {address} + (start // {layout.block} * {parts} + {part})"
-    return f"{name}_at = {address} + start" + (" // 2" if per == "pair" else "")
+def loads(layout: Layout, words: Sequence[Kept]) -> list[str]:
+    """Words as they lie in memory, called by their names."""
+    return [f"{kept.name} = load({_where(layout, kept)}, MASKED)" for kept in words]
 
 
-def _place(layout: Layout, word: Word) -> tuple[str, str]:
-    """Where a unit's words are from the tile's address on, and which are there."""
-    if word.per == "block":
-        parts = word.part[1]
-        return f"unit // {layout.block} * {parts} + rows * {parts}", f"rows * {layout.block} < left"
-    if word.per == "pair":
-        half = layout.block // 2
-        at = f"rows * {half} + tl.arange(0, {half})[None, :]"
-        return f"unit // 2 + {at}", f"2 * ({at}) < left"
-    return "unit + at", "here"
+def stores(layout: Layout, words: Sequence[Kept]) -> list[str]:
+    """The way back, of what is called `NAME_new`."""
+    return [
+        f"store({_where(layout, kept, f'{kept.name}_new, ')}, MASKED)" for kept in words if kept.name != "grad"
+    ]
+
+
+def _where(layout: Layout, kept: Kept, value: str = "") -> str:
+    at = f"{kept.name}_at + unit * {kept.items(layout, layout.unit)} + {kept.places(layout)}"
+    return f"{at}, {value}{kept.here(layout)}"
+
+
+def rows(layout: Layout) -> str:
+    """The blocks of a unit."""
+    return f"rows = tl.arange(0, {layout.rows})[:, None]"
+
+
+def elements(layout: Layout) -> str:
+    """Which elements of a unit are there."""
+    return f"here = rows * {layout.block} + tl.arange(0, {layout.block})[None, :] < left"

@@ -1,0 +1,203 @@
+# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
+"""Narrow words as they travel: two or four in one of 32 bits.
+
+Kept one by one, bytes that wait in registers take a register each, and are packed and unpacked at every turn. So
+whole tiles go by words of 32 bits, (rows, elements / 2) or (rows, elements / 4), and elements come out of them beside
+one another in the same thread. Where the compiler would take two instructions for one the code is assembly, beside
+the same in integers, which the interpreter runs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from narrowgauge.kernels._step._floats import ASSEMBLY, float_of, from_e4m3, to_e4m3
+
+HALVES = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
+BYTES = tl.constexpr(
+    "prmt.b32 $0, $4, 0, 0x4440; prmt.b32 $1, $4, 0, 0x4441; prmt.b32 $2, $4, 0, 0x4442; prmt.b32 $3, $4, 0, 0x4443;"
+)
+OFFSETS = tl.constexpr(
+    "prmt.b32 $0, $4, 0, 0x8804; prmt.b32 $1, $4, 0, 0x9914; prmt.b32 $2, $4, 0, 0xAA24; "
+    "prmt.b32 $3, $4, 0, 0xBB34;"
+)
+NUMBERS = tl.constexpr(
+    "{ .reg .b32 t; xor.b32 t, $4, 0x80808080; prmt.b32 $0, t, 0x4B000000, 0x7650; "
+    "prmt.b32 $1, t, 0x4B000000, 0x7651; prmt.b32 $2, t, 0x4B000000, 0x7652; "
+    "prmt.b32 $3, t, 0x4B000000, 0x7653; }"
+)
+PACK = tl.constexpr(
+    "{ .reg .b32 t, u; prmt.b32 t, $1, $2, 0x0040; prmt.b32 u, $3, $4, 0x0040; prmt.b32 $0, t, u, 0x5410; }"
+)
+PACK_UPPER = tl.constexpr(
+    "{ .reg .b32 t, u; prmt.b32 t, $1, $2, 0x0062; prmt.b32 u, $3, $4, 0x0062; prmt.b32 $0, t, u, 0x5410; }"
+)
+CUT = tl.constexpr(
+    "{ .reg .b32 a, b, c, d, u, v; add.s32 a, $3, 0x8080; add.s32 b, $4, 0x8080; add.s32 c, $5, 0x8080; "
+    "add.s32 d, $6, 0x8080; prmt.b32 $0, a, b, 0x7632; prmt.b32 $1, c, d, 0x7632; "
+    "prmt.b32 u, a, b, 0x0051; prmt.b32 v, c, d, 0x0051; prmt.b32 u, u, v, 0x5410; "
+    "xor.b32 $2, u, 0x80808080; }"
+)
+_FROM_FLOAT8 = tl.constexpr(
+    "{ .reg .b16 l, h; .reg .b32 t, u; mov.b32 {l, h}, $4; cvt.rn.f16x2.e4m3x2 t, l; cvt.rn.f16x2.e4m3x2 u, h; "
+    "mov.b32 {l, h}, t; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h; "
+    "mov.b32 {l, h}, u; cvt.f32.f16 $2, l; cvt.f32.f16 $3, h; }"
+)
+_TO_FLOAT8 = tl.constexpr(
+    "{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, $2, $1; cvt.rn.satfinite.e4m3x2.f32 h, $4, $3; "
+    "mov.b32 $0, {l, h}; }"
+)
+
+
+@triton.jit
+def beside2(a, b, ROWS: tl.constexpr):
+    """Elements a, b, a, b, ... of words that hold two."""
+    return tl.join(a, b).reshape([ROWS, 2 * a.shape[1]])
+
+
+@triton.jit
+def beside4(a, b, c, d, ROWS: tl.constexpr):
+    """Elements a, b, c, d, a, ... of words that hold four."""
+    return tl.join(tl.join(a, c), tl.join(b, d)).reshape([ROWS, 4 * a.shape[1]])
+
+
+@triton.jit
+def apart2(x, ROWS: tl.constexpr):
+    return tl.split(x.reshape([ROWS, x.shape[1] // 2, 2]))
+
+
+@triton.jit
+def apart4(x, ROWS: tl.constexpr):
+    first, second = tl.split(x.reshape([ROWS, x.shape[1] // 4, 2, 2]))
+    a, c = tl.split(first)
+    b, d = tl.split(second)
+    return a, b, c, d
+
+
+@triton.jit
+def uppers(words, ROWS: tl.constexpr):
+    """The halves of words, each as the upper half of 32 bits."""
+    if ASSEMBLY:
+        a, b = tl.inline_asm_elementwise(
+            HALVES, "=r,=r,r", [words], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
+    else:
+        a, b = words << 16, words & -0x10000
+    return beside2(a, b, ROWS)
+
+
+@triton.jit
+def from_uppers(x, ROWS: tl.constexpr):
+    """Words of the upper halves of 32 bits."""
+    a, b = apart2(x, ROWS)
+    return ((a >> 16) & 0xFFFF) | (b & -0x10000)
+
+
+@triton.jit
+def codes_of(words, ROWS: tl.constexpr):
+    """The bytes of words as numbers from 0 to 255."""
+    if ASSEMBLY:
+        a, b, c, d = tl.inline_asm_elementwise(
+            BYTES, "=r,=r,=r,=r,r", [words], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
+        )
+    else:
+        a, b, c, d = words & 0xFF, (words >> 8) & 0xFF, (words >> 16) & 0xFF, (words >> 24) & 0xFF
+    return beside4(a, b, c, d, ROWS)
+
+
+@triton.jit
+def from_codes(codes, ROWS: tl.constexpr):
+    """Words of the lowest bytes of codes."""
+    a, b, c, d = apart4(codes, ROWS)
+    if ASSEMBLY:
+        return tl.inline_asm_elementwise(
+            PACK, "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return (a & 0xFF) | ((b & 0xFF) << 8) | ((c & 0xFF) << 16) | (d << 24)
+
+
+@triton.jit
+def from_upper_codes(codes, ROWS: tl.constexpr):
+    """The same of codes 2^16 times."""
+    if ASSEMBLY:
+        a, b, c, d = apart4(codes, ROWS)
+        return tl.inline_asm_elementwise(
+            PACK_UPPER, "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return from_codes(codes >> 16, ROWS)
+
+
+@triton.jit
+def zeros_in(words):
+    """A number other than zero where a byte of a word is zero: where taking one off borrows."""
+    return (words - 0x01010101) & ~words & -0x7F7F7F80
+
+
+@triton.jit
+def offsets_of(words, ROWS: tl.constexpr):
+    """The bytes of words in two's complement, 256 times."""
+    if ASSEMBLY:
+        # The byte second, its sign in the two above.
+        a, b, c, d = tl.inline_asm_elementwise(
+            OFFSETS, "=r,=r,=r,=r,r", [words], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
+        )
+    else:
+        a, b, c, d = (words << 24) >> 16, (words << 16) >> 24 << 8, (words << 8) >> 24 << 8, words >> 24 << 8
+    return beside4(a, b, c, d, ROWS)
+
+
+@triton.jit
+def numbers_of(words, ROWS: tl.constexpr):
+    """The bytes of words in two's complement as floats. No conversion, which would be four times slower: they are
+    the lowest bits of 2^23 and something.
+    """
+    if ASSEMBLY:
+        a, b, c, d = tl.inline_asm_elementwise(
+            NUMBERS, "=r,=r,=r,=r,r", [words], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
+        )
+        return float_of(beside4(a, b, c, d, ROWS)) - 8388736.0
+    else:
+        return float_of((codes_of(words, ROWS) ^ 0x80) | 0x4B000000) - 8388736.0
+
+
+@triton.jit
+def cut_words(bits, ROWS: tl.constexpr):
+    """Words of bf16 and of int8 low words of finite float32s' bits: rounded at 2^7 and again at 2^15.
+
+    With both halves added, the upper two bytes are the one, and the next is the other but for its highest bit.
+    """
+    if ASSEMBLY:
+        a, b, c, d = apart4(bits, ROWS)
+        hi, more, low = tl.inline_asm_elementwise(
+            CUT, "=r,=r,=r,r,r,r,r", [a, b, c, d], dtype=(tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
+        )
+        return beside2(hi, more, ROWS), low
+    else:
+        both = bits + 0x8080
+        return from_uppers(both, ROWS), from_codes((both >> 8) ^ 0x80, ROWS)
+
+
+@triton.jit
+def float8_of(words, ROWS: tl.constexpr):
+    """The numbers of float8 e4m3, four a word."""
+    if not ASSEMBLY:
+        return from_e4m3(codes_of(words, ROWS))
+    a, b, c, d = tl.inline_asm_elementwise(
+        _FROM_FLOAT8,
+        "=f,=f,=f,=f,r", [words], dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
+    return beside4(a, b, c, d, ROWS)
+
+
+@triton.jit
+def to_float8(x, ROWS: tl.constexpr):
+    """Words of the nearest float8 e4m3, ties to even, 448 at the most."""
+    if not ASSEMBLY:
+        return from_codes(to_e4m3(x).to(tl.int32), ROWS)
+    a, b, c, d = apart4(x, ROWS)
+    return tl.inline_asm_elementwise(
+        _TO_FLOAT8, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1
+    )
