@@ -82,8 +82,7 @@ def compile_every(step: Any) -> None:
     for name in ("step", "numbers", "sums", "numbers_before", "finite"):
         for advance in (True, False) if name.startswith("numbers") and hasattr(step, name) else (True,):
             if hasattr(step, name):
-                constants = {"TILE": step.layout.tile}
-                constants |= {"ADVANCE": advance, "SKIP": advance and step.skip}
+                constants = {"ADVANCE": advance, "SKIP": advance and step.skip}
                 compile_kernel(getattr(step, name), step.layout.warps, constants)
 
 

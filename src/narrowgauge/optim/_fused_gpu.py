@@ -27,8 +27,8 @@ from narrowgauge.storage._states._blocks import BlockwiseState
 from narrowgauge.storage._states._logarithms import LogState, RelativeState, SignedLogState
 
 _KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-# Units a program, each some whole blocks.
-_UNITS = 4
+# Units a program, at most 30.
+_UNITS = 8
 _BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -172,15 +172,15 @@ class FusedSteps:
 
 
 def _launch(kind: _Kind, entries: Mapping[int, Entry]) -> _Launch:
-    tile, rows, first = kind.layout.tile, [], 0
+    rows, counts, first = [], [], 0
     device = next(iter(entries.values())).p.device
     places = {id(entry.group): 0 for entry in entries.values()}
     places = {group: place for place, group in enumerate(places)}
     for entry in entries.values():
-        rows.append(_row(kind.layout, entry, first, places[id(entry.group)]))
-        first += -(-entry.p.numel() // tile)
-    counts = torch.tensor([-(-entry.p.numel() // tile) for entry in entries.values()])
-    programs = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), counts)
+        counts.append(-(-entry.p.numel() // (_UNITS * kind.layout.unit)))
+        rows.append(_row(kind.layout, entry, first, counts[-1], places[id(entry.group)]))
+        first += counts[-1]
+    programs = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), torch.tensor(counts))
     hyper = torch.zeros(len(places), max(1, len(kind.numbers)), dtype=torch.float64, device=device)
     tables = Tables(
         sent(torch.tensor(rows, dtype=torch.int64), device).clone(),
@@ -234,7 +234,6 @@ def _kind(entry: Entry, options: Options) -> _Kind:
         _KINDS[entry.grad.dtype],
         tuple(moments),
         block,
-        _UNITS,
         all(tensor.data_ptr() % 16 == 0 for tensor in _words(entry)),
         bool(group["maximize"]),
         tuple((FIRST_CELL, mirror(*book)) for book in books),
@@ -271,7 +270,7 @@ def _step(kind: _Kind) -> Step:
     return Step(kind.layout, found.delta, found.moments, found.reach, found.terms, scalars, kind.numbers, kind.skip)
 
 
-def _row(layout: Layout, entry: Entry, first: int, group: int) -> list[int]:
+def _row(layout: Layout, entry: Entry, first: int, programs: int, group: int) -> list[int]:
     plan, state = entry.plan, entry.state
     row = [0] * WIDTH
     given = {
@@ -279,6 +278,8 @@ def _row(layout: Layout, entry: Entry, first: int, group: int) -> list[int]:
         "grad": entry.grad.data_ptr(),
         "low": state[plan.weight_key].data_ptr() if plan.weight_key is not None else 0,
         "first": first,
+        "programs": programs,
+        "programs": programs,
         "numel": entry.p.numel(),
         "seed": _signed(entry.group["seed"]),
         "stream": _signed(plan.index),

@@ -81,6 +81,21 @@ def exact_quotient(x, by: tl.constexpr):
 
 
 @triton.jit
+def nearest(x):
+    """The nearest integer to a number of at least 0, ties to even."""
+    if ASSEMBLY:
+        return tl.inline_asm_elementwise(
+            "cvt.rni.s32.f32 $0, $1;", "=r,f", [x], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        # More than 2^22 leave no room for the sum with 1.5 2^23.
+        whole = tl.floor(x)
+        part = x - whole
+        index = whole.to(tl.int32)
+        return index + ((part > 0.5) | ((part == 0.5) & ((index & 1) == 1))).to(tl.int32)
+
+
+@triton.jit
 def root(x):
     """The square root, to an ulp; zero for numbers below 2^-126."""
     if INTERPRETED:

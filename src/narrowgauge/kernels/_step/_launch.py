@@ -99,7 +99,7 @@ class Step:
         books = [tensor for pair in tables.codebooks for tensor in pair]
         # Fused multiply-adds are meant; where a codec must round twice, it says so.
         warps = {"num_warps": self.layout.warps, "enable_fp_fusion": True, "maxnreg": REGISTERS}
-        shape = {"TILE": self.layout.tile, "num_warps": 1}
+        shape = {"num_warps": 1}
         if self.skip and programs:
             self.finite[(programs,)](
                 tables.rows, tables.programs, row, steps, flags, partials, *books, **warps

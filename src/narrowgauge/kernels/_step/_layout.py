@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-COLUMNS = ("p", "grad", "low", "first", "numel", "seed", "stream", "count", "skipped", "hyper")
+COLUMNS = (
+    "p", "grad", "low", "first", "programs", "numel", "seed", "stream", "count", "skipped", "hyper",
+)  # fmt: skip
 WIDTH = 18
 _UNIT = 256  # elements a warp, or a block where that is more
 AT = {name: number for number, name in enumerate(COLUMNS)}
@@ -109,7 +111,6 @@ class Layout:
         kind, grad: what the parameter and its gradient hold: ``"bf16"``, ``"fp16"`` or ``"fp32"``.
         moments: in the order of the rule.
         block: elements a block, a power of two of at least 64.
-        units: how many units a program works on, 30 at most.
         aligned: whether every address is a multiple of 16 bytes.
         negate: whether the gradient counts with its other sign.
         cells: (first key, the code that mirrors 0) of each codebook's table.
@@ -120,7 +121,6 @@ class Layout:
     grad: str
     moments: tuple[Moment, ...]
     block: int
-    units: int
     aligned: bool
     negate: bool = False
     cells: tuple[tuple[int, int], ...] = ()
@@ -134,11 +134,6 @@ class Layout:
     def unit(self) -> int:
         """Elements that a program works on at a time."""
         return self.block * self.rows
-
-    @property
-    def tile(self) -> int:
-        """Elements a program."""
-        return self.unit * self.units
 
     @property
     def low(self) -> str | None:

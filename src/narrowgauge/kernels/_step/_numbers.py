@@ -41,7 +41,7 @@ def numbers_source(
     return f"""
 @triton.jit
 def numbers(
-    table, hyper, uniforms, steps, flags, partials, TILE: tl.constexpr, ADVANCE: tl.constexpr, SKIP: tl.constexpr
+    table, hyper, uniforms, steps, flags, partials, ADVANCE: tl.constexpr, SKIP: tl.constexpr
 ):
     tensor = tl.program_id(0)
     row = table + tensor * {WIDTH}
@@ -70,7 +70,7 @@ def _added_up(terms: Sequence[str]) -> list[str]:
         return []
     made = [
         f"first = tl.load(row + {AT['first']})",
-        "count = (numel + TILE - 1) // TILE",
+        f"count = tl.load(row + {AT['programs']})",
         f"place = tl.arange(0, {_PAGE})",
         *(f"total{i} = tl.zeros([{_PAGE}], tl.float64)" for i in range(len(terms))),
         "done = count * 0",

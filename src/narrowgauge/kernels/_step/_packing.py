@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from narrowgauge.kernels._step._floats import ASSEMBLY, float_of, from_e4m3, to_e4m3
+from narrowgauge.kernels._step._floats import ASSEMBLY, float_of, from_e4m3, narrow, to_e4m3
 
 HALVES = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
 BYTES = tl.constexpr(
@@ -88,10 +88,28 @@ def uppers(words, ROWS: tl.constexpr):
 
 
 @triton.jit
+def halves_of(words, ROWS: tl.constexpr):
+    """The halves of words."""
+    return (uppers(words, ROWS) >> 16).to(tl.int16)
+
+
+@triton.jit
 def from_uppers(x, ROWS: tl.constexpr):
     """Words of the upper halves of 32 bits."""
     a, b = apart2(x, ROWS)
     return ((a >> 16) & 0xFFFF) | (b & -0x10000)
+
+
+@triton.jit
+def pairs_of(x, ROWS: tl.constexpr):
+    """Words of the nearest bf16, ties to even."""
+    if ASSEMBLY:
+        a, b = apart2(x, ROWS)
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return from_uppers(narrow(x, "bf16").to(tl.int32) << 16, ROWS)
 
 
 @triton.jit
@@ -128,6 +146,16 @@ def from_upper_codes(codes, ROWS: tl.constexpr):
         )
     else:
         return from_codes(codes >> 16, ROWS)
+
+
+@triton.jit
+def beyond_half(p, low):
+    """A number other than zero where a bf16 low word is more than half a unit in the last place of its bf16.
+
+    Without sign and fraction, and eight powers of two less, it is that half. Of both numbers in a word, what is less
+    than zero shows in the highest bit.
+    """
+    return ((p & 0x7F807F80) - 0x04000400 - (low & 0x7FFF7FFF)) & -0x7FFF8000
 
 
 @triton.jit

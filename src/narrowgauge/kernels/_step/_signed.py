@@ -6,8 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from narrowgauge.kernels._step._floats import INFINITY, LARGEST, TINY, bits_of, float_of, product
-from narrowgauge.kernels._step._states import column_max, column_min
+from narrowgauge.kernels._step._floats import INFINITY, LARGEST, SMALLEST, TINY, bits_of, float_of, nearest, product
+from narrowgauge.kernels._step._states import column_max, column_min, column_peak
 
 
 @triton.jit
@@ -43,6 +43,25 @@ def signed_encode(x):
 
 
 @triton.jit
+def usual_signed_encode(x):
+    """The same, and whether a block has what is infinite, none at all, or too small."""
+    magnitude = tl.abs(x)
+    peak = column_peak(x)
+    # Zeros aside, which as unsigned numbers are the largest when one is taken off.
+    least = column_min((bits_of(magnitude) - 1).to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True) + 1
+    top = float_of(peak)
+    foot = tl.minimum(tl.maximum(float_of(least) * 8.0, top * 2.0**-24), top * 2.0)
+    foot = float_of(bits_of(tl.minimum(tl.maximum(foot, TINY), LARGEST)) & INFINITY)
+    lo, span = _ends(foot, top)
+    above = (bits_of(magnitude + foot) - lo).to(tl.float32)
+    k = (product(above, tl.div_rn(127.0 * 65536, span)).to(tl.int32) + 32768) >> 16
+    negative = (x < 0) & (k > 0)
+    lost = x - _value(k, negative, lo, span, foot, top)
+    unusual = (peak >= INFINITY) | (peak < SMALLEST) | (least < SMALLEST)
+    return tl.where(negative, k + 128, k), foot, top, lost, unusual
+
+
+@triton.jit
 def _ends(foot, top):
     """The pattern of c, and how far that of the largest element lies above it."""
     lo = bits_of(foot)
@@ -52,10 +71,5 @@ def _ends(foot, top):
 @triton.jit
 def _value(k, negative, lo, span, foot, top):
     steps = product(k.to(tl.float32), tl.div_rn(span, 127.0))
-    # To the nearest integer, ties to even; more than 2^22 of them leave no room for the sum with 1.5 2^23.
-    whole = tl.floor(steps)
-    part = steps - whole
-    index = whole.to(tl.int32)
-    index += ((part > 0.5) | ((part == 0.5) & ((index & 1) == 1))).to(tl.int32)
-    value = tl.where(k == 127, top, float_of(lo + index) - foot)
+    value = tl.where(k == 127, top, float_of(lo + nearest(steps)) - foot)
     return tl.where(negative, -value, value)

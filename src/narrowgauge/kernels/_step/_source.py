@@ -1,6 +1,6 @@
 """The text of a step's kernels: `step`, and before it `finite` and `sums` where they are needed.
 
-A program works on one tile of a tensor, unit by unit. `_words` has the lines that bring words from memory and back,
+A program works on some units of a tensor, one after the other. `_words` has the lines that bring words from memory and back,
 `_unit` those that decode and encode them, `_emit` the equation's.
 """
 
@@ -12,7 +12,7 @@ from narrowgauge.kernels._graph import Node
 from narrowgauge.kernels._step._emit import lines
 from narrowgauge.kernels._step._layout import AT, COLUMNS, WIDTH, Layout
 from narrowgauge.kernels._step._numbers import indented
-from narrowgauge.kernels._step._unit import Rare, decode, encode, in_order, write
+from narrowgauge.kernels._step._unit import Rare, decode, encode, gradient, in_order, write
 from narrowgauge.kernels._step._words import Kept, elements, kept_words, loads, pointers, rows, stores
 
 
@@ -32,7 +32,7 @@ def step_source(
     update.append(f"delta = {names[delta]}")
 
     def unit(rare: Rare | None) -> list[str]:
-        body = [*decode(layout, rare), *update]
+        body = [*decode(layout, rare, rare is not None), *update]
         for moment in in_order(layout.moments):
             body += encode(layout, moment, names[moments[moment.name]], rare)
         body += [f"delta = delta + ({names[reach[moment.name]]}) * {moment.name}_lost" for moment in handing]
@@ -44,29 +44,37 @@ def step_source(
 
 
 def sums_source(layout: Layout, terms: Mapping[str, Node], met: Sequence[Node]) -> str:
-    """The kernel `sums`: each program's sums of the terms, in float64."""
+    """The kernel `sums`: each program's sums of the terms, in float64, of eight neighbours first in their precision."""
     known = _inputs(layout) | {node: f"u{i}" for i, node in enumerate(met)}
     made, names = lines(terms.values(), known, "x")
     sums = [f"sum{number}" for number in range(len(terms))]
-    body = [*loads(layout, kept_words(layout, False)), *decode(layout, None), *made]
+    body = [*made]
     for total, node in zip(sums, terms.values(), strict=True):
-        body += [f"term = ({names[node]}).to(tl.float64)", "if MASKED:", "    term = tl.where(here, term, 0.0)"]
-        body.append(f"{total} += term")
+        body += [f"term = {names[node]}", "if MASKED:", "    term = tl.where(here, term, 0.0)"]
+        body.append(f"{total} += tl.sum(term.reshape([{layout.rows}, {layout.block // 8}, 8]), 2).to(tl.float64)")
     end = [
         f"tl.store(partials + {len(terms)} * program + {number}, tl.sum(tl.sum({total}, 1), 0))"
         for number, total in enumerate(sums)
     ]
-    return _pass_kernel("sums", layout, len(met), dict.fromkeys(sums, "tl.float64"), body, end)
+    zeros = f"tl.zeros([{layout.rows}, {layout.block // 8}], tl.float64)"
+    bodies = [
+        [*loads(layout, kept_words(layout, packed)), *decode(layout, None, packed), *body] for packed in (True, False)
+    ]
+    return _pass_kernel("sums", layout, len(met), dict.fromkeys(sums, zeros), bodies, end)
 
 
 def finite_source(layout: Layout) -> str:
     """The kernel `finite`: flags tensors whose gradient has an infinity or NaN."""
-    body = [
-        *loads(layout, [kept for kept in kept_words(layout, False) if kept.name == "grad"]),
-        f"peak = tl.maximum(peak, bits_of(widen(grad, {layout.grad!r})) & 0x7FFFFFFF)",
+    bodies = [
+        [
+            *loads(layout, [kept for kept in kept_words(layout, packed) if kept.name == "grad"]),
+            f"peak = tl.maximum(peak, bits_of({gradient(layout, packed)}) & 0x7FFFFFFF)",
+        ]
+        for packed in (True, False)
     ]
+    zeros = f"tl.zeros([{layout.rows}, {layout.block}], tl.int32)"
     end = ["if largest(peak) >= INFINITY:", "    tl.store(flags + tensor, 1)"]
-    return _pass_kernel("finite", layout, 0, {"peak": "tl.int32"}, body, end)
+    return _pass_kernel("finite", layout, 0, {"peak": zeros}, bodies, end)
 
 
 def _inputs(layout: Layout) -> dict[Node, str]:
@@ -75,15 +83,20 @@ def _inputs(layout: Layout) -> dict[Node, str]:
 
 
 def _begin(layout: Layout, uniforms: int) -> list[str]:
-    """Which tensor a program works on, where its tile begins, and the tensor's numbers and addresses."""
+    """Which tensor a program works on and which of its units, and the tensor's numbers.
+
+    The programs of a tensor take its units in turns: those that run at one time are then close together in memory.
+    """
     return [
         "program = tl.program_id(0)",
         "tensor = tl.load(programs + program)",
         f"row = table + tensor * {WIDTH}",
-        f"place = program - tl.load(row + {AT['first']})",
-        f"start = place * {layout.tile}",
-        f"left = tl.minimum(tl.load(row + {AT['numel']}) - start, {layout.tile}).to(tl.int32)",
-        f"whole = left // {layout.unit}",
+        f"place = program - tl.load(row + {AT['first']}).to(tl.int32)",
+        f"stride = tl.load(row + {AT['programs']}).to(tl.int32)",
+        f"numel = tl.load(row + {AT['numel']})",
+        f"units = (numel // {layout.unit}).to(tl.int32)",
+        "whole = (units - place + stride - 1) // stride if units > place else 0",
+        f"partly = (place + whole * stride == units) & (units.to(tl.int64) * {layout.unit} < numel)",
         *(f"u{i} = tl.load(uniforms + {uniforms} * tensor + {i})" for i in range(uniforms)),
     ]
 
@@ -129,28 +142,31 @@ def step(table, programs, uniforms, steps, flags, partials{"".join(f", {name}" f
     number = tl.load(steps + tensor)
     if number > 0:
         seed, stream = tl.load(row + {AT["seed"]}).to(tl.uint32), tl.load(row + {AT["stream"]}).to(tl.uint32)
-        again = tl.where(whole * {layout.unit} < left, 1 << whole, 0)
+        again = tl.where(partly, 1 << whole, 0)
         if whole > 0:
 {indented(pointers(layout, packed), 12)}
-            {words} = usual_load({at}, 0, left, False)
-            for unit in range(whole):
-                {after} = usual_load({at}, tl.minimum(unit + 1, whole - 1), left, False)
-                {made}, unusual = usual_unit({words}, start + unit * {layout.unit}, {given})
+            unit = place.to(tl.int64)
+            last = unit + (whole - 1) * stride.to(tl.int64)
+            {words} = usual_load({at}, unit, {layout.unit}, False)
+            for turn in range(whole):
+                {after} = usual_load({at}, tl.minimum(unit + stride, last), {layout.unit}, False)
+                {made}, unusual = usual_unit({words}, unit * {layout.unit}, {given})
                 if unusual:
-                    again = again | (1 << unit)
+                    again = again | (1 << turn)
                 else:
-                    usual_store({at}, {made}, unit, left, False)
+                    usual_store({at}, {made}, unit, {layout.unit}, False)
                 {words} = {after}
-        unit = 0
+                unit += stride
+        unit = place.to(tl.int64)
         while again != 0:
             if (again & 1) != 0:
-                rest = left - unit * {layout.unit}
+                left = tl.minimum(numel - unit * {layout.unit}, {layout.unit}).to(tl.int32)
 {indented(pointers(layout, single), 16)}
-                {words} = careful_load({at}, unit, rest, True)
-                {made} = careful_unit({words}, start + unit * {layout.unit}, rest, {given})
-                careful_store({at}, {made}, unit, rest, True)
+                {words} = careful_load({at}, unit, left, True)
+                {made} = careful_unit({words}, unit * {layout.unit}, left, {given})
+                careful_store({at}, {made}, unit, left, True)
             again = again >> 1
-            unit += 1
+            unit += stride
 """
 
 
@@ -170,30 +186,43 @@ def {name}_store({at}, {made}, unit, left, MASKED: tl.constexpr):
 
 
 def _pass_kernel(
-    name: str, layout: Layout, uniforms: int, totals: Mapping[str, str], body: list[str], end: list[str]
+    name: str, layout: Layout, uniforms: int, totals: Mapping[str, str], bodies: Sequence[list[str]], end: list[str]
 ) -> str:
-    """A kernel that reads every unit once: totals start from zero, `body` goes on with them, `end` keeps them."""
-    words = kept_words(layout, False)
-    at = [f"{kept.name}_at" for kept in words]
-    given = ", ".join([*at, *totals, *_given(layout, uniforms), "unit"])
-    made = ", ".join(totals)
-    zeros = [f"{total} = tl.zeros([{layout.rows}, {layout.block}], {kind})" for total, kind in totals.items()]
-    return f"""
+    """A kernel that reads every unit once: totals begin, a body goes on with them, `end` keeps them.
+
+    Args:
+        name: of the kernel.
+        layout, uniforms: as for the others.
+        totals: what they are and begin with.
+        bodies: for a whole unit, whose words come packed, and for one that is not whole.
+        end: what to do with the totals.
+    """
+    both = [kept_words(layout, packed) for packed in (True, False)]
+    at = [f"{kept.name}_at" for kept in both[0]]
+    given, made = ", ".join([*at, *totals, *_given(layout, uniforms), "unit"]), ", ".join(totals)
+    units = "".join(
+        f"""
 @triton.jit
-def {name}_unit({given}, left, MASKED: tl.constexpr):
+def {kind}_unit({given}, left, MASKED: tl.constexpr):
 {indented([rows(layout), elements(layout), *body], 4)}
     return {made}
 
-
+"""
+        for kind, body in zip(("usual", "careful"), bodies, strict=True)
+    )
+    return f"""{units}
 @triton.jit
 def {name}(table, programs, uniforms, steps, flags, partials{"".join(f", {name}" for name in _books(layout))}):
-{indented([*_begin(layout, uniforms), *pointers(layout, words), *zeros], 4)}
-    unit = 0
-    for _ in range(whole):
-        {made} = {name}_unit({given}, left, False)
-        unit += 1
-    if unit * {layout.unit} < left:
-        {made} = {name}_unit({given}, left - unit * {layout.unit}, True)
+{indented([*_begin(layout, uniforms), *(f"{total} = {value}" for total, value in totals.items())], 4)}
+    unit = place.to(tl.int64)
+    if whole > 0:
+{indented(pointers(layout, both[0]), 8)}
+        for _ in range(whole):
+            {made} = usual_unit({given}, {layout.unit}, False)
+            unit += stride
+    if partly:
+{indented(pointers(layout, both[1]), 8)}
+        {made} = careful_unit({given}, (numel - unit * {layout.unit}).to(tl.int32), True)
 {indented(end, 4)}
 """
 

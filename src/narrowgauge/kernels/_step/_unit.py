@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from narrowgauge.kernels._step._layout import Layout, Moment
-from narrowgauge.kernels._step._words import word_names
+from narrowgauge.kernels._step._words import kept_words, word_names
 
 
 @dataclass
@@ -40,30 +40,48 @@ def in_order(moments: Sequence[Moment]) -> list[Moment]:
     return sorted(moments, key=lambda moment: moment.beside is not None)
 
 
-def decode(layout: Layout, rare: Rare | None) -> list[str]:
+def decode(layout: Layout, rare: Rare | None, packed: bool) -> list[str]:
     """Weight, gradient and moments in float32, called `NAME_in`; carefully without `rare`."""
-    careful = rare is None
-    packed = rare is not None and layout.aligned
+    packed = packed and layout.aligned
+    pairs = {kept.name for kept in kept_words(layout, packed) if kept.packed == 2}
     low = "low" if layout.low is not None else "p"
     made = [f"weight_in = read_weight(p, {low}, {layout.weight!r}, {layout.kind!r})"]
-    if layout.weight == "split" and not careful:
-        made = ["weight_in = usual_join(upper(p), low.to(tl.int32))"]
-    elif layout.weight == "split8" and not careful:
-        bits = f"uppers(p, {layout.rows}), offsets_of(low, {layout.rows})"
-        made = [f"weight_in = usual_join({bits if packed else 'upper(p), low.to(tl.int32) << 8'})"]
-    made.append(f"grad_in = {'-' if layout.negate else ''}widen(grad, {layout.grad!r})")
+    if layout.weight in ("split", "split8"):
+        words = ["upper(p)", "low.to(tl.int32)" + (" << 8" if layout.weight == "split8" else "")]
+        if packed and layout.weight == "split8":
+            words = [f"uppers(p, {layout.rows})", f"offsets_of(low, {layout.rows})"]
+        made = [f"weight_in = {'join' if rare is None else 'usual_join'}({', '.join(words)})"]
+    elif "low" in pairs and rare is None:
+        halves = ", ".join(f"halves_of({name}, {layout.rows})" for name in ("p", "low"))
+        made = [f"weight_in = read_weight({halves}, {layout.weight!r}, {layout.kind!r})"]
+    elif "low" in pairs and rare is not None:
+        # A low word may be left over from another parameter.
+        rare.bits.append("beyond_half(p, low)")
+        made = [f"{name}_in = float_of(uppers({name}, {layout.rows}))" for name in ("p", "low")]
+        made.append("weight_in = " + ("p_in + low_in" if layout.weight == "expansion" else "p_in"))
+    elif "p" in pairs:
+        made = [f"weight_in = float_of(uppers(p, {layout.rows}))"]
+    made.append(f"grad_in = {'-' if layout.negate else ''}{gradient(layout, packed)}")
     for moment in in_order(layout.moments):
         if rare is not None and packed and moment.storage == "pattern8":
             rare.bits.append(f"zeros_in({moment.name}_codes)")
-        made.append(f"{moment.name}_in = {_decode(layout, moment, packed)}")
+        made.append(f"{moment.name}_in = {_decode(layout, moment, packed, rare is None)}")
     return made
 
 
-def _decode(layout: Layout, moment: Moment, packed: bool) -> str:
+def gradient(layout: Layout, packed: bool) -> str:
+    """The gradient in float32, with the sign that it came with."""
+    together = any(kept.name == "grad" and kept.packed == 2 for kept in kept_words(layout, packed))
+    return f"float_of(uppers(grad, {layout.rows}))" if together else f"widen(grad, {layout.grad!r})"
+
+
+def _decode(layout: Layout, moment: Moment, packed: bool, careful: bool) -> str:
     name, storage, words = moment.name, moment.storage, word_names(moment)
     codes = words[0]
     if storage == "expansion":
         return f"widen({name}_hi, 'bf16') + widen({name}_lo, 'bf16')"
+    if storage == "bf16" and packed:
+        return f"float_of(uppers({name}_, {layout.rows}))"
     if storage in ("fp32", "bf16"):
         return f"widen({name}_, {storage!r})"
     beside = "None" if moment.beside is None else f"{moment.beside}_in"
@@ -75,7 +93,7 @@ def _decode(layout: Layout, moment: Moment, packed: bool) -> str:
         codes = f"codes_of({codes}, {layout.rows})"
     if any(word.per == "pair" for word in moment.words):
         codes = f"unpack({codes}, {layout.rows}, {layout.block})"
-    if storage == "pattern8" and packed:
+    if storage == "pattern8" and packed and not careful:
         return f"usual_pattern8_decode({codes}, {words[1]})"
     if storage.startswith("pattern"):
         return f"{storage}_decode({', '.join([codes, *words[1:]])})"
@@ -125,10 +143,10 @@ def _encode(layout: Layout, moment: Moment, words: list[str], rare: Rare | None)
             f"{lo} = tl.where(({hi}.to(tl.int32) & 0x7F80) == 0x7F80, 0.0, {lo})",
             f"{lo} = narrow({lo}, 'bf16')",
         ]
+    if storage == "bf16" and rare is not None and layout.aligned:
+        return [f"{words[0]} = pairs_of({name}_out, {layout.rows})"]
     if storage in ("fp32", "bf16"):
         return [f"{words[0]} = narrow({name}_out, {storage!r})"]
-    if storage == "signed8":
-        return [f"{', '.join([*words, f'{name}_lost'])} = signed_encode({name}_out)"]
     made = []
     if storage.startswith("pattern"):
         made.append(
@@ -139,6 +157,8 @@ def _encode(layout: Layout, moment: Moment, words: list[str], rare: Rare | None)
     elif storage.startswith("relative"):
         beside = "None" if moment.beside is None else f"{moment.beside}_kept"
         call, found = f"relative_encode({name}_out, {beside}, {storage[-1]})", [*words, f"{name}_lost"]
+    elif storage == "signed8":
+        call, found = f"signed_encode({name}_out)", [*words, f"{name}_lost"]
     elif storage == "fp8":
         call, found = f"e4m3_encode({name}_out, {moment.signed})", words
     else:
@@ -154,14 +174,17 @@ def _encode(layout: Layout, moment: Moment, words: list[str], rare: Rare | None)
 
 def write(layout: Layout, rare: Rare | None) -> list[str]:
     """The weight's words after the update `delta`; carefully without `rare`."""
-    if layout.weight in ("split", "split8") and rare is not None:
+    if rare is not None and layout.weight in ("split", "split8"):
         rare.numbers.append("updated")
-        made = ["updated = weight_in + delta"]
-        if layout.weight == "split":
-            return [*made, "p_new, low_new = halves_cut(bits_of(updated))"]
-        if layout.aligned:
-            return [*made, f"p_new, low_new = cut_words(bits_of(updated), {layout.rows})"]
-        return [*made, "p_new, low_new = bytes_cut(bits_of(updated))"]
+        cut = "halves_cut(bits_of(updated))" if layout.weight == "split" else "bytes_cut(bits_of(updated))"
+        if layout.weight == "split8" and layout.aligned:
+            cut = f"cut_words(bits_of(updated), {layout.rows})"
+        return ["updated = weight_in + delta", f"p_new, low_new = {cut}"]
+    if rare is not None and layout.aligned and layout.kind == "bf16":
+        if layout.weight == "plain":
+            return [f"p_new = pairs_of(weight_in + delta, {layout.rows})"]
+        if layout.weight in ("expansion", "kahan"):
+            return _write_pairs(layout, rare)
     random, made = "None", []
     if layout.weight == "stochastic":
         random = "random"
@@ -169,3 +192,17 @@ def write(layout: Layout, rare: Rare | None) -> list[str]:
     low = "low" if layout.low is not None else "p"
     call = f"write_weight(p, {low}, weight_in, delta, {random}, {layout.weight!r}, {layout.kind!r})"
     return [*made, f"p_new, low_new = {call}"]
+
+
+def _write_pairs(layout: Layout, rare: Rare) -> list[str]:
+    """Two bf16 words: what the first does not hold, the second does."""
+    rare.numbers.append("rest")
+    kahan = layout.weight == "kahan"
+    return [
+        f"owed = {'delta + low_in' if kahan else 'delta'}",
+        "updated = weight_in + owed",
+        f"p_new = pairs_of(updated, {layout.rows})",
+        f"seen = float_of(uppers(p_new, {layout.rows}))",
+        f"rest = {'owed - (seen - weight_in)' if kahan else 'updated - seen'}",
+        f"low_new = pairs_of(rest, {layout.rows})",
+    ]

@@ -10,17 +10,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from narrowgauge.kernels._step._floats import INFINITY, bits_of, float_of, narrow, upper, widen
+from narrowgauge.kernels._step._floats import INFINITY, bits_of, float_of, narrow, widen
 
 
 @triton.jit
 def read_weight(p, low, STORAGE: tl.constexpr, KIND: tl.constexpr):
-    """The float32 weight."""
-    if STORAGE == "split":
-        return _join(p, low, 0)
-    elif STORAGE == "split8":
-        return _join(p, low, 8)
-    elif STORAGE == "expansion":
+    """The float32 weight of what is not split."""
+    if STORAGE == "expansion":
         return widen(p, KIND) + _bounded(p, low, KIND)
     elif STORAGE == "master":
         # A master copy that is no longer what the parameter rounds from was left behind: the parameter counts.
@@ -67,9 +63,8 @@ def usual_join(bits, offset):
 
 
 @triton.jit
-def _join(p, low, SHIFT: tl.constexpr):
-    bits = upper(p)
-    offset = low.to(tl.int32) << SHIFT
+def join(bits, offset):
+    """The same for every weight: what is no number stays none, nothing passes zero or infinity."""
     magnitude = bits & 0x7FFFFFFF
     offset = tl.where(magnitude == 0, tl.maximum(offset, 0), offset)
     offset = tl.where(magnitude == INFINITY, tl.minimum(offset, 0), offset)

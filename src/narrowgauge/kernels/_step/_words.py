@@ -1,18 +1,21 @@
 """Lines that bring a unit's words from memory and back, for the kernels of `_source`.
 
 A unit is some whole blocks, `Layout.unit` elements: what a program works on at a time. Of every word a kernel has the
-address where tile number `place` of the tensor begins, `NAME_at`; `unit` counts the units of the tile, and `left`
-says how many elements there are from the unit on.
+address of the tensor's first, `NAME_at`; `unit` is the number of a unit, and `left` says how many elements there are
+from it on.
 
-Words narrower than 16 bits are `packed` in integers of 32 where a unit is whole (see `_packing`).
+Narrow words are `packed` in integers of 32 bits where a unit is whole (see `_packing`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from narrowgauge.kernels._step._layout import AT, BYTES, WORDS, Layout, Moment, Word
+
+
+_TOGETHER = ("plain", "split8", "expansion", "kahan")
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Kept:
         if layout.aligned and self.per != "block":
             align = max(1, layout.vector * BYTES[self.kind] // (2 if self.per == "pair" else 1))
             address = f"tl.multiple_of({address}, {align})"
-        return f"{address} + (place * {self.items(layout, layout.tile)} + {self.part[0]})"
+        return f"{address} + {self.part[0]}" if self.part[0] else address
 
 
 def kept_words(layout: Layout, packed: bool) -> list[Kept]:
@@ -73,14 +76,15 @@ def kept_words(layout: Layout, packed: bool) -> list[Kept]:
             found.append(Kept(name, columns[moment.name, word.name], word.kind, word.per, word.part))
     if not (packed and layout.aligned):
         return found
-    # A weight of split8 leaves by words of two.
-    return [_packed(kept, kept.name == "p" and layout.weight == "split8") for kept in found]
+    return [replace(kept, packed=_packing(layout, kept)) for kept in found]
 
 
-def _packed(kept: Kept, pairs: bool) -> Kept:
-    narrow = kept.per != "block" and BYTES[kept.kind] == 1
-    count = 4 if narrow else 2 if pairs else 1
-    return Kept(kept.name, kept.column, kept.kind, kept.per, kept.part, count)
+def _packing(layout: Layout, kept: Kept) -> int:
+    """How many words go together: what else is made of a weight's two words, is made one by one."""
+    if kept.per != "block" and BYTES[kept.kind] == 1:
+        return 4
+    together = kept.name == "grad" or layout.weight in _TOGETHER or kept.name not in ("p", "low")
+    return 2 if kept.kind == "bf16" and together and not kept.name.endswith(("_hi", "_lo")) else 1
 
 
 def word_names(moment: Moment) -> list[str]:
@@ -89,7 +93,7 @@ def word_names(moment: Moment) -> list[str]:
 
 
 def pointers(layout: Layout, words: Sequence[Kept]) -> list[str]:
-    """Addresses of the tile."""
+    """Addresses of the tensor's words."""
     return [f"{kept.name}_at = {kept.address(layout)}" for kept in words]
 
 
