@@ -6,7 +6,7 @@ bytes that a step must move at the speed of the copy. Every variant is checked f
 sizes, eager and fused; reported are the share of codes that differ and the largest difference of weights, in units
 of 2^-23 of the largest weight.
 
-    python benchmarks/bench_fused_step.py [--json benchmarks/results/fused_step_h200.json] [--units 4 8 16]
+    python benchmarks/bench_fused_step.py [--json benchmarks/results/fused_step_h200.json]
         [--only split8:log8 ...] [--lists GPT2M] [--check]
 """
 
@@ -26,8 +26,6 @@ import triton
 from torch import Tensor
 
 from narrowgauge import optim
-from narrowgauge.kernels._step import _launch
-from narrowgauge.optim import _fused_gpu as _fused
 from narrowgauge.optim._fused_gpu import Entry, FusedSteps
 
 VARIANTS = [(w, s) for w in ("plain", "split8") for s in ("fp32", "bf16", "8bit", "log8", "fp8")]
@@ -131,8 +129,7 @@ def bytes_moved(what: Sequence[Entry]) -> int:
     return total
 
 
-def timed(name: str, shapes: Any, options: dict[str, Any], units: int, repeats: int, speed: float) -> dict[str, Any]:
-    _fused._UNITS = units
+def timed(name: str, shapes: Any, options: dict[str, Any], repeats: int, speed: float) -> dict[str, Any]:
     optimizer = made(name, shapes, options)
     what, run = entries(optimizer), FusedSteps()
     count = sum(entry.p.numel() for entry in what)
@@ -160,13 +157,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", nargs="*", help="variants, as weights:states")
     parser.add_argument("--lists", nargs="*", default=list(LISTS))
-    parser.add_argument("--units", nargs="*", type=int, default=[_fused._UNITS])
-    parser.add_argument("--registers", type=int, default=_launch.REGISTERS, help="at most, a thread")
     parser.add_argument("--optimizer", default="AdamW")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--check", action="store_true", help="check only")
     args = parser.parse_args()
-    _launch.REGISTERS = args.registers
     speed = copy_speed(args.repeats)
     results: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),
@@ -188,17 +182,11 @@ def main() -> None:
         results["checks"][label] = found
         print(label, found, flush=True)
         for name in () if args.check or "error" in found else args.lists:
-            for units in args.units:
-                row = timed(args.optimizer, LISTS[name], options, units, args.repeats, speed)
-                results["times"][f"{label}, {name}, units {units}"] = row
-                print(
-                    "  ",
-                    name,
-                    units,
-                    {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()},
-                    flush=True,
-                )
-                torch.cuda.empty_cache()
+            row = timed(args.optimizer, LISTS[name], options, args.repeats, speed)
+            results["times"][f"{label}, {name}"] = row
+            shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}
+            print("  ", name, shown, flush=True)
+            torch.cuda.empty_cache()
     for name in () if args.check else args.lists:
         ps = made("AdamW", LISTS[name], {}).param_groups[0]["params"]
         peer = torch.optim.AdamW(ps, fused=True)

@@ -23,8 +23,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from narrowgauge import optim
-from narrowgauge.kernels._step import _launch
-from narrowgauge.optim import _fused_gpu as _fused
 from narrowgauge.optim._fused_gpu import Entry, _kind, _step
 from narrowgauge.optim._fused_numbers import Options
 
@@ -63,18 +61,17 @@ def step_of(
 
 def compile_step(step: Any) -> Any:
     """The step kernel as it is launched."""
-    return compile_kernel(step.step, step.layout.warps, {})
+    return compile_kernel(step.step, step.layout, {})
 
 
-def compile_kernel(kernel: Any, warps: int, constants: dict[str, Any]) -> Any:
+def compile_kernel(kernel: Any, layout: Any, constants: dict[str, Any]) -> Any:
     """A kernel, compiled without a GPU."""
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {name: _TYPES.get(name, "constexpr") for name in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in _TYPES}
     source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    return triton.compile(
-        source, target=_TARGET, options={"num_warps": warps, "enable_fp_fusion": True, "maxnreg": _launch.REGISTERS}
-    )
+    options = {"num_warps": layout.warps, "enable_fp_fusion": True, "maxnreg": layout.registers}
+    return triton.compile(source, target=_TARGET, options=options)
 
 
 def compile_every(step: Any) -> None:
@@ -83,7 +80,7 @@ def compile_every(step: Any) -> None:
         for advance in (True, False) if name.startswith("numbers") and hasattr(step, name) else (True,):
             if hasattr(step, name):
                 constants = {"ADVANCE": advance, "SKIP": advance and step.skip}
-                compile_kernel(getattr(step, name), step.layout.warps, constants)
+                compile_kernel(getattr(step, name), step.layout, constants)
 
 
 def sass(cubin: bytes) -> list[tuple[int, str]]:
@@ -156,10 +153,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sass", type=Path, help="a folder for the machine code")
     parser.add_argument("--only", nargs="*", help="variants, as weights:states")
-    parser.add_argument("--units", type=int, default=_fused._UNITS, help="units a program")
     parser.add_argument("--every", action="store_true", help="compile kernels of all kinds, count nothing")
     args = parser.parse_args()
-    _fused._UNITS = args.units
     if args.every:
         for weights, states, dtype, name, options in EVERY:
             compile_every(step_of(weights, states, dtype, name, **options))

@@ -27,8 +27,6 @@ from narrowgauge.storage._states._blocks import BlockwiseState
 from narrowgauge.storage._states._logarithms import LogState, RelativeState, SignedLogState
 
 _KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-# Units a program, at most 30.
-_UNITS = 8
 _BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -177,7 +175,7 @@ def _launch(kind: _Kind, entries: Mapping[int, Entry]) -> _Launch:
     places = {id(entry.group): 0 for entry in entries.values()}
     places = {group: place for place, group in enumerate(places)}
     for entry in entries.values():
-        counts.append(-(-entry.p.numel() // (_UNITS * kind.layout.unit)))
+        counts.append(-(-entry.p.numel() // kind.layout.tile))
         rows.append(_row(kind.layout, entry, first, counts[-1], places[id(entry.group)]))
         first += counts[-1]
     programs = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), torch.tensor(counts))
@@ -227,7 +225,7 @@ def _kind(entry: Entry, options: Options) -> _Kind:
         assert storage is not None
         moments.append(Moment(slot.slot.name, storage, slot.slot.signed, beside, number, table))
     quantized = any(slot.storage.quantized for slot in plan.slots)
-    block = group["block_size"] if quantized else 256
+    block = group["block_size"] if quantized else 512
     layout = Layout(
         plan.weight.name,
         _KINDS[plan.dtype],

@@ -16,11 +16,6 @@ from narrowgauge.kernels._step._compile import compiled
 from narrowgauge.kernels._step._layout import Layout
 from narrowgauge.kernels._step._numbers import numbers_source
 
-# The code of short tiles and rare blocks would take 200 registers a thread, and leave a multiprocessor 8 warps.
-# What does not fit is kept in memory where it is rare: 14 of 1300 instructions of an ordinary tile.
-REGISTERS = 128
-
-
 @dataclass(frozen=True)
 class Tables:
     """What a launch reads and writes beside the tensors themselves.
@@ -98,7 +93,7 @@ class Step:
         partials = tables.buffer("partials", torch.float64, len(self.terms) * programs)
         books = [tensor for pair in tables.codebooks for tensor in pair]
         # Fused multiply-adds are meant; where a codec must round twice, it says so.
-        warps = {"num_warps": self.layout.warps, "enable_fp_fusion": True, "maxnreg": REGISTERS}
+        warps = {"num_warps": self.layout.warps, "enable_fp_fusion": True, "maxnreg": self.layout.registers}
         shape = {"num_warps": 1}
         if self.skip and programs:
             self.finite[(programs,)](

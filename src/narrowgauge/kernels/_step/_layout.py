@@ -11,7 +11,6 @@ COLUMNS = (
     "p", "grad", "low", "first", "programs", "numel", "seed", "stream", "count", "skipped", "hyper",
 )  # fmt: skip
 WIDTH = 18
-_UNIT = 256  # elements a warp, or a block where that is more
 AT = {name: number for number, name in enumerate(COLUMNS)}
 
 # Bytes and Triton's name of a word as kernels load it: narrow floats as their bits.
@@ -126,14 +125,43 @@ class Layout:
     cells: tuple[tuple[int, int], ...] = ()
 
     @property
+    def blockwise(self) -> bool:
+        """Whether anything is kept in blocks."""
+        return any(word.per == "block" for moment in self.moments for word in moment.words)
+
+    @property
+    def each(self) -> int:
+        """Elements a warp. Eight a thread, which bf16 has in 16 bytes, leave codecs the registers they need."""
+        return 256 if self.blockwise else 512
+
+    @property
     def rows(self) -> int:
         """Blocks a unit."""
-        return max(1, _UNIT // self.block)
+        return max(1, self.each // self.block)
 
     @property
     def unit(self) -> int:
         """Elements that a program works on at a time."""
         return self.block * self.rows
+
+    @property
+    def units(self) -> int:
+        """Units a program, 30 at most. Where there is little to compute, as many programs as can be do best."""
+        if not self.blockwise:
+            return 1
+        return 8 if all(moment.storage == "fp8" for moment in self.moments) else 16
+
+    @property
+    def tile(self) -> int:
+        """Elements a program."""
+        return self.unit * self.units
+
+    @property
+    def registers(self) -> int:
+        """The most a thread may have: as many programs as possible, with nothing of the ordinary way in memory."""
+        if not self.blockwise:
+            return 128
+        return 80 if any(moment.storage.startswith(("pattern", "signed")) for moment in self.moments) else 64
 
     @property
     def low(self) -> str | None:
@@ -149,8 +177,8 @@ class Layout:
 
     @property
     def warps(self) -> int:
-        """Warps a program: eight elements a thread, which bf16 has in 16 bytes."""
-        return self.unit // _UNIT
+        """Warps a program."""
+        return max(1, self.unit // self.each)
 
     def columns(self) -> dict[tuple[str, str], int]:
         """Columns of the moments' words."""

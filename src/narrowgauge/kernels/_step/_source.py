@@ -83,20 +83,15 @@ def _inputs(layout: Layout) -> dict[Node, str]:
 
 
 def _begin(layout: Layout, uniforms: int) -> list[str]:
-    """Which tensor a program works on and which of its units, and the tensor's numbers.
-
-    The programs of a tensor take its units in turns: those that run at one time are then close together in memory.
-    """
+    """Which tensor a program works on, which of its units, and the tensor's numbers."""
     return [
         "program = tl.program_id(0)",
         "tensor = tl.load(programs + program)",
         f"row = table + tensor * {WIDTH}",
-        f"place = program - tl.load(row + {AT['first']}).to(tl.int32)",
-        f"stride = tl.load(row + {AT['programs']}).to(tl.int32)",
-        f"numel = tl.load(row + {AT['numel']})",
-        f"units = (numel // {layout.unit}).to(tl.int32)",
-        "whole = (units - place + stride - 1) // stride if units > place else 0",
-        f"partly = (place + whole * stride == units) & (units.to(tl.int64) * {layout.unit} < numel)",
+        f"unit = (program - tl.load(row + {AT['first']})) * {layout.units}",
+        f"start = unit * {layout.unit}",
+        f"left = tl.minimum(tl.load(row + {AT['numel']}) - start, {layout.tile}).to(tl.int32)",
+        f"whole = left // {layout.unit}",
         *(f"u{i} = tl.load(uniforms + {uniforms} * tensor + {i})" for i in range(uniforms)),
     ]
 
@@ -120,6 +115,10 @@ def _step_kernels(layout: Layout, uniforms: int, usual: list[str], unusual: str,
     at, words = ", ".join(f"{name}_at" for name in read), ", ".join(read)
     made, after = ", ".join(f"{name}_new" for name in written), ", ".join(f"{name}_after" for name in read)
     given = ", ".join(["number", "seed", "stream", *_given(layout, uniforms)])
+    ahead = [f"{after} = usual_load({at}, unit + tl.minimum(turn + 1, whole - 1), {layout.unit}, False)"]
+    on = [f"{words} = {after}"]
+    if layout.units == 1:
+        ahead = on = []
     return f"""
 {_traffic("usual", layout, packed, at, words, made)}
 {_traffic("careful", layout, single, at, words, made)}
@@ -142,31 +141,28 @@ def step(table, programs, uniforms, steps, flags, partials{"".join(f", {name}" f
     number = tl.load(steps + tensor)
     if number > 0:
         seed, stream = tl.load(row + {AT["seed"]}).to(tl.uint32), tl.load(row + {AT["stream"]}).to(tl.uint32)
-        again = tl.where(partly, 1 << whole, 0)
+        again = tl.where(whole * {layout.unit} < left, 1 << whole, 0)
         if whole > 0:
 {indented(pointers(layout, packed), 12)}
-            unit = place.to(tl.int64)
-            last = unit + (whole - 1) * stride.to(tl.int64)
             {words} = usual_load({at}, unit, {layout.unit}, False)
             for turn in range(whole):
-                {after} = usual_load({at}, tl.minimum(unit + stride, last), {layout.unit}, False)
-                {made}, unusual = usual_unit({words}, unit * {layout.unit}, {given})
+{indented(ahead, 16)}
+                {made}, unusual = usual_unit({words}, start + turn * {layout.unit}, {given})
                 if unusual:
                     again = again | (1 << turn)
                 else:
-                    usual_store({at}, {made}, unit, {layout.unit}, False)
-                {words} = {after}
-                unit += stride
-        unit = place.to(tl.int64)
+                    usual_store({at}, {made}, unit + turn, {layout.unit}, False)
+{indented(on, 16)}
+        turn = 0
         while again != 0:
             if (again & 1) != 0:
-                left = tl.minimum(numel - unit * {layout.unit}, {layout.unit}).to(tl.int32)
+                rest = left - turn * {layout.unit}
 {indented(pointers(layout, single), 16)}
-                {words} = careful_load({at}, unit, left, True)
-                {made} = careful_unit({words}, unit * {layout.unit}, left, {given})
-                careful_store({at}, {made}, unit, left, True)
+                {words} = careful_load({at}, unit + turn, rest, True)
+                {made} = careful_unit({words}, start + turn * {layout.unit}, rest, {given})
+                careful_store({at}, {made}, unit + turn, rest, True)
             again = again >> 1
-            unit += stride
+            turn += 1
 """
 
 
@@ -214,15 +210,14 @@ def {kind}_unit({given}, left, MASKED: tl.constexpr):
 @triton.jit
 def {name}(table, programs, uniforms, steps, flags, partials{"".join(f", {name}" for name in _books(layout))}):
 {indented([*_begin(layout, uniforms), *(f"{total} = {value}" for total, value in totals.items())], 4)}
-    unit = place.to(tl.int64)
     if whole > 0:
 {indented(pointers(layout, both[0]), 8)}
         for _ in range(whole):
             {made} = usual_unit({given}, {layout.unit}, False)
-            unit += stride
-    if partly:
+            unit += 1
+    if whole * {layout.unit} < left:
 {indented(pointers(layout, both[1]), 8)}
-        {made} = careful_unit({given}, (numel - unit * {layout.unit}).to(tl.int32), True)
+        {made} = careful_unit({given}, left - whole * {layout.unit}, True)
 {indented(end, 4)}
 """
 
