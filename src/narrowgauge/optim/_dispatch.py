@@ -6,9 +6,9 @@ parameters. Otherwise each is asked: whether its gradient is refused, whether it
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,14 +72,13 @@ class Dispatch:
             return False
         alone = [(group, ps[place], grads[place]) for place, group in known.alone]
         _refuse(optimizer, alone)
-        mine = [ps[place] for place in known.together]
-        given = [grads[place] for place in known.together]
+        mine, given = known.mine, known.pick(grads)
         if known.raising:
-            if any(grad.layout is not torch.strided for grad in given):
-                return False
+            if _captured(given) or any(grad.layout is not torch.strided for grad in given):
+                return False  # refused in words of its own
             refuse_nonfinite(given, lambda place: optimizer._plan(mine[place]).name)
         assert self._together is not None
-        if not self._together.again(mine, given, [optimizer.state[p] for p in mine]):
+        if not self._together.again(mine, given, known.states(optimizer)):
             return False
         for turn in alone:
             optimizer._step_parameter(*turn)
@@ -152,7 +151,9 @@ class _Known:
     def __init__(
         self, optimizer: NarrowOptimizer, ps: list[Tensor], alone: list[tuple[int, Group]], together: list[int]
     ) -> None:
-        self.alone, self.together = alone, together
+        self.alone = alone
+        self.pick = _picker(together)
+        self.mine = self.pick(ps)
         self._ps, self._kinds = ps, [type(p.grad) for p in ps]
         self._groups = list(optimizer.param_groups)
         self._sizes = [len(group["params"]) for group in self._groups]
@@ -160,6 +161,17 @@ class _Known:
         self._plans = optimizer._plans
         # An option: where it changes, plans do.
         self.raising = any(group["nonfinite"] == "raise" for group in self._groups)
+        # Tensors have slow hashes: their states are found by their places.
+        self._keys = list(optimizer.state)
+        places = {id(key): place for place, key in enumerate(self._keys)}
+        self._pick_states = _picker([places[id(p)] for p in self.mine])
+
+    def states(self, optimizer: NarrowOptimizer) -> Sequence[dict[str, Tensor]]:
+        """The states of the parameters that are stepped together."""
+        state = optimizer.state
+        if identical(list(state), self._keys):
+            return self._pick_states(list(state.values()))
+        return [state[p] for p in self.mine]
 
     def holds(self, optimizer: NarrowOptimizer, ps: list[Tensor], grads: list[Tensor]) -> bool:
         """Whether parameters, groups and plans are the same, and the same ones have gradients."""
@@ -171,6 +183,17 @@ class _Known:
             and identical(groups, self._groups)
             and [len(group["params"]) for group in groups] == self._sizes
         )
+
+
+def _captured(grads: Sequence[Tensor]) -> bool:
+    return any(grad.is_cuda for grad in grads) and torch.cuda.is_current_stream_capturing()
+
+
+def _picker(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """What gives some items of a sequence."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda items: tuple(items[place] for place in places)
 
 
 def _refuse(optimizer: NarrowOptimizer, turns: Collection[Turn]) -> None:

@@ -90,8 +90,9 @@ class Board:
         for mine, launch in zip(self._rows, launches, strict=True):
             mine[:] = launch.rows
         self._fresh = True
-        self._addresses: list[int] = []
+        self._gradients: npt.NDArray[np.int64] | None = None
         self._options: list[Options] = []
+        self._numbers: list[list[list[float]]] = []
         self._on_device: list[tuple[Tensor, Tensor]] = []
         self._spare: list[Tensor] = []
 
@@ -107,21 +108,20 @@ class Board:
             )
         return Board(self.device, self.launches, self._spare.pop())
 
-    def write(self, gradients: list[int], options: list[Options]) -> None:
+    def write(self, gradients: npt.NDArray[np.int64], options: list[Options]) -> None:
         """Have the device know what it is to do now.
 
         Args:
-            gradients: their addresses, for the whole list of entries.
-            options: the groups'.
+            gradients: their addresses, for the whole list of entries; another array where one has changed.
+            options: the groups'; other objects where something may have changed.
         """
         changed, self._fresh = self._fresh, False
         if self._staged is None and not self._spare:
             self._spare = list(self._memory(_GRAPHS).unbind())
-        if gradients != self._addresses:
-            places = np.array(gradients, dtype=np.int64)
+        if gradients is not self._gradients:
             for launch, rows in zip(self.launches, self._rows, strict=True):
-                rows[:, AT["grad"]] = places[launch.members]
-            self._addresses, changed = gradients, True
+                rows[:, AT["grad"]] = gradients[launch.members]
+            self._gradients, changed = gradients, True
         if not identical(options, self._options):
             changed |= self._write_numbers(options)
         if changed:
@@ -132,21 +132,22 @@ class Board:
 
     def _write_numbers(self, options: list[Options]) -> bool:
         """Write the host's numbers down, and remember which are the device's; whether any of the former changed."""
-        changed, self._on_device, self._options = False, [], options
-        for launch, hyper, tables in zip(self.launches, self._hyper, self.tables, strict=True):
-            if not launch.numbers:
-                continue
-            given = [options[group].numbers for group in launch.groups]
-            new = np.array([[0.0 if isinstance(x, Tensor) else x for x in row] for row in given])
-            if not np.array_equal(new, hyper):
-                hyper[:], changed = new, True
-            self._on_device += [
-                (tables.hyper[i, j], number)
-                for i, row in enumerate(given)
-                for j, number in enumerate(row)
-                if isinstance(number, Tensor)
-            ]
-        return changed
+        given = [[options[group].numbers for group in launch.groups] for launch in self.launches]
+        host = [[[0.0 if isinstance(x, Tensor) else x for x in row or (0.0,)] for row in rows] for rows in given]
+        self._options = options
+        self._on_device = [
+            (tables.hyper[i, j], number)
+            for tables, rows in zip(self.tables, given, strict=True)
+            for i, row in enumerate(rows)
+            for j, number in enumerate(row)
+            if isinstance(number, Tensor)
+        ]
+        if host == self._numbers:
+            return False
+        for hyper, rows in zip(self._hyper, host, strict=True):
+            hyper[:] = rows
+        self._numbers = host
+        return True
 
     def _send(self) -> None:
         staged = self._staged if self._staged is not None else self._memory(1)[0]

@@ -25,7 +25,7 @@ from narrowgauge.optim._fused_codebooks import FIRST_CELL, codebook_cells, mirro
 from narrowgauge.optim._fused_entry import KINDS, Entry, storage_name, why_not, words_of
 from narrowgauge.optim._fused_numbers import Group, Options, sent
 from narrowgauge.optim._plan import ParameterPlan
-from narrowgauge.optim._unchanged import Seen, addresses, identical
+from narrowgauge.optim._unchanged import Seen, identical
 from narrowgauge.rules import Rule
 from narrowgauge.storage._states._blocks import BlockwiseState
 
@@ -63,7 +63,6 @@ class FusedSteps:
         self._owners: list[Mapping[str, Any]] = []
         self._groups: list[Group] = []
         self._kinds: list[tuple[Any, ...]] = []
-        self._gradients: list[int] | None = None
         self._moving: list[Tensor] = []
         self._boards: list[Board] = []
         self._captured: list[Board] = []
@@ -93,13 +92,9 @@ class FusedSteps:
         """
         if self._seen is None or not self._seen.holds(ps, grads, states):
             return False
-        gradients = addresses(grads)
-        if gradients != self._gradients and (gradients is None or _offsets(gradients) != _offsets(self._gradients)):
-            return False
         options = [group.options() for group in self._groups]
         if [(option.names, option.others) for option in options] != self._kinds:
             return False
-        self._gradients = gradients
         self._take(options)
         return True
 
@@ -110,7 +105,9 @@ class FusedSteps:
             boards = [board.of_a_graph() for board in boards]
             self._captured += boards
         for board in boards:
-            board.write(self._gradients or [], options)
+            assert self._seen is not None
+            assert self._seen.gradients is not None
+            board.write(self._seen.gradients, options)
         for board in boards:
             board.launch()
         # Autograd cannot see what kernels write.
@@ -141,15 +138,7 @@ class FusedSteps:
         self._boards = [Board(device, some) for device, some in launches.items()]
         moving = [entry.p for number, entry in enumerate(entries) if number not in self.left]
         self._moving = [p for p in moving if not p.is_inference()]
-        grads = [entry.grad for entry in entries]
-        self._gradients = addresses(grads)
-        self._seen = Seen([entry.p for entry in entries], grads, [entry.state for entry in entries])
-
-
-def _offsets(gradients: list[int] | None) -> list[int]:
-    """How far addresses are from those that loads of 16 bytes take."""
-    found: list[int] = (np.array(gradients or (), dtype=np.int64) & 15).tolist()
-    return found
+        self._seen = Seen([e.p for e in entries], [e.grad for e in entries], [e.state for e in entries])
 
 
 def _capturing(device: torch.device) -> bool:
@@ -179,8 +168,8 @@ def _launch(kind: _Kind, entries: Mapping[int, Entry], groups: list[int]) -> Lau
     for entry in entries.values():
         rows.append(_row(kind.layout, entry, first, mine.index(id(entry.group))))
         first += -(-entry.p.numel() // tile)
-    counts = torch.tensor([-(-entry.p.numel() // tile) for entry in entries.values()])
-    programs = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), counts)
+    counts = [-(-entry.p.numel() // tile) for entry in entries.values()]
+    programs = torch.from_numpy(np.repeat(np.arange(len(rows), dtype=np.int32), counts))
     return Launch(
         step,
         np.array(rows, dtype=np.int64),
@@ -248,9 +237,9 @@ def _row(layout: Layout, entry: Entry, first: int, group: int) -> list[int]:
     }
     for name, value in given.items():
         row[AT[name]] = value
-    slots = {slot.slot.name: slot for slot in plan.slots}
+    words = {slot.slot.name: slot.words(state) for slot in plan.slots}
     for (slot, word), column in layout.columns().items():
-        row[column] = slots[slot].words(state)[word].data_ptr()
+        row[column] = words[slot][word].data_ptr()
     return row
 
 

@@ -4,8 +4,8 @@ A step of three hundred parameters takes a GPU a millisecond, and Python as long
 that is asked first, column by column, in loops that the interpreter runs by itself: some twenty looks a parameter.
 
 Noticed are: other parameters, gradients or groups, tensors that lie elsewhere (replaced, moved, `.data` swapped),
-other dtypes, sizes and layouts of parameters and gradients, and every option. Not noticed is a state's tensor that
-somebody replaced by hand with one of another dtype or size at the very same address.
+other dtypes and layouts of parameters and gradients, and every option. Not noticed is what somebody puts by hand at
+the very same address: another dtype or size of a state's tensor, another size of a parameter whose gradient stays.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from operator import attrgetter, is_
 from types import NoneType
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from narrowgauge.storage._marks import MARK
@@ -51,17 +52,34 @@ class Settled:
 
 
 class Seen:
-    """Where a list of parameters, their gradients and their states lie, and as what; keeps none of them alive."""
+    """Where a list of parameters, their gradients and their states lie, and as what; keeps none of them alive.
+
+    Attributes:
+        gradients: their addresses; None if one has none.
+    """
 
     def __init__(
         self, ps: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]
     ) -> None:
-        self._found = _weights(ps), _gradients(grads), _words(states)
+        self._weights, self._forms, self._words = _weights(ps), _forms(grads), _words(states)
+        self._sizes = list(map(Tensor.numel, ps))
+        found = addresses(grads)
+        self.gradients = np.array(found, dtype=np.int64) if found is not None else None
+        self._found, self._offsets = found, self.gradients & 15 if self.gradients is not None else None
 
     def holds(self, ps: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]) -> bool:
-        """Whether all of it is still so; gradients may lie elsewhere."""
-        weights, gradients, words = self._found
-        return _gradients(grads) == gradients and _weights(ps) == weights and _words(states) == words
+        """Whether all of it is still so. Gradients may have moved by whole 16 bytes, and are noted then."""
+        found = addresses(grads)
+        if found is None or self._offsets is None:
+            return False
+        if _forms(grads) != self._forms or _weights(ps) != self._weights or _words(states) != self._words:
+            return False
+        if found != self._found:
+            moved = np.array(found, dtype=np.int64)
+            if list(map(Tensor.numel, ps)) != self._sizes or (moved & 15 != self._offsets).any():
+                return False
+            self._found, self.gradients = found, moved
+        return True
 
 
 def addresses(tensors: Iterable[Tensor]) -> list[int] | None:
@@ -74,18 +92,19 @@ def addresses(tensors: Iterable[Tensor]) -> list[int] | None:
 
 def _weights(ps: Sequence[Tensor]) -> tuple[Any, ...]:
     marks = [getattr(p, MARK, None) for p in ps]
-    whole = list(map(Tensor.is_contiguous, ps))
-    return list(map(Tensor.data_ptr, ps)), list(map(_DTYPE, ps)), whole, list(map(Tensor.numel, ps)), marks
+    return addresses(ps), list(map(_DTYPE, ps)), list(map(Tensor.is_contiguous, ps)), marks
 
 
-def _gradients(grads: Sequence[Tensor]) -> Any:
+def _forms(grads: Sequence[Tensor]) -> Any:
     try:
-        return list(map(type, grads)), list(map(_DTYPE, grads)), list(map(Tensor.is_contiguous, grads))
+        return list(map(_DTYPE, grads)), list(map(Tensor.is_contiguous, grads))
     except RuntimeError:  # some sparse ones
-        return object()
+        return object()  # equals no other
 
 
 def _words(states: Sequence[Mapping[str, Tensor]]) -> Any:
-    found = addresses(chain.from_iterable([state.values() for state in states]))
-    # An object that equals no other: what lies nowhere is looked at anew each time.
-    return (found, list(map(len, states))) if found is not None else object()
+    try:
+        found = list(map(Tensor.data_ptr, chain.from_iterable(map(dict.values, states))))  # type: ignore[arg-type]
+    except (RuntimeError, TypeError):
+        return object()
+    return found, list(map(len, states))
