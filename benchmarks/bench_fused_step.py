@@ -6,7 +6,7 @@ bytes that a step must move at the speed of the copy. Every variant is checked f
 sizes, eager and fused; reported are the share of codes that differ and the largest difference of weights, in units
 of 2^-23 of the largest weight.
 
-    python benchmarks/bench_fused_step.py [--json benchmarks/results/fused_step_h200.json] [--tiles 256 512 1024]
+    python benchmarks/bench_fused_step.py [--json benchmarks/results/fused_step_h200.json] [--units 4 8 16]
         [--only split8:log8 ...] [--lists GPT2M] [--check]
 """
 
@@ -132,8 +132,8 @@ def bytes_moved(what: Sequence[Entry]) -> int:
     return total
 
 
-def timed(name: str, shapes: Any, options: dict[str, Any], tile: int, repeats: int, speed: float) -> dict[str, Any]:
-    _fused._TILE = tile
+def timed(name: str, shapes: Any, options: dict[str, Any], units: int, repeats: int, speed: float) -> dict[str, Any]:
+    _fused._UNITS = units
     optimizer = made(name, shapes, options)
     what, run = entries(optimizer), FusedSteps()
     count = sum(entry.p.numel() for entry in what)
@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", nargs="*", help="variants, as weights:states")
     parser.add_argument("--lists", nargs="*", default=list(LISTS))
-    parser.add_argument("--tiles", nargs="*", type=int, default=[_fused._TILE])
+    parser.add_argument("--units", nargs="*", type=int, default=[_fused._UNITS])
     parser.add_argument("--registers", type=int, default=_launch.REGISTERS, help="at most, a thread")
     parser.add_argument("--optimizer", default="AdamW")
     parser.add_argument("--repeats", type=int, default=5)
@@ -189,13 +189,13 @@ def main() -> None:
         results["checks"][label] = found
         print(label, found, flush=True)
         for name in () if args.check or "error" in found else args.lists:
-            for tile in args.tiles:
-                row = timed(args.optimizer, LISTS[name], options, tile, args.repeats, speed)
-                results["times"][f"{label}, {name}, tile {tile}"] = row
+            for units in args.units:
+                row = timed(args.optimizer, LISTS[name], options, units, args.repeats, speed)
+                results["times"][f"{label}, {name}, units {units}"] = row
                 print(
                     "  ",
                     name,
-                    tile,
+                    units,
                     {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()},
                     flush=True,
                 )

@@ -1,9 +1,8 @@
 """What a step kernel costs: machine instructions an element, registers and widths of loads, for an H100 or H200.
 
-The kernels are compiled without a GPU. Counted is the way of a whole tile whose blocks are all ordinary: branches
-that hold what is rare are left out, which is what their place in the machine code tells (behind the kernel's first
-EXIT, or jumped over). `all` counts every line there is. An H200 has about 69 instructions an element to spend where
-10 bytes move and 83 where 12 do.
+The kernels are compiled without a GPU. Counted is one turn of the loop over units, all of whose blocks are ordinary;
+`all` counts every line of the kernel. An H200 has about 69 instructions an element to spend where 10 bytes move and
+83 where 12 do.
 
     python benchmarks/count_step_instructions.py [--sass FOLDER]
 """
@@ -64,7 +63,7 @@ def step_of(
 
 def compile_step(step: Any) -> Any:
     """The step kernel as it is launched."""
-    return compile_kernel(step.step, step.layout.warps, {"TAIL": True, "COUNTED": True})
+    return compile_kernel(step.step, step.layout.warps, {})
 
 
 def compile_kernel(kernel: Any, warps: int, constants: dict[str, Any]) -> Any:
@@ -83,7 +82,7 @@ def compile_every(step: Any) -> None:
     for name in ("step", "numbers", "sums", "numbers_before", "finite"):
         for advance in (True, False) if name.startswith("numbers") and hasattr(step, name) else (True,):
             if hasattr(step, name):
-                constants = {"TAIL": True, "COUNTED": name != "finite", "TILE": step.layout.tile}
+                constants = {"TILE": step.layout.tile}
                 constants |= {"ADVANCE": advance, "SKIP": advance and step.skip}
                 compile_kernel(getattr(step, name), step.layout.warps, constants)
 
@@ -100,31 +99,30 @@ def sass(cubin: bytes) -> list[tuple[int, str]]:
 
 
 def ordinary(lines: list[tuple[int, str]]) -> list[str]:
-    """The instructions of a run in which nothing is rare.
-
-    A branch that is taken by a test is one around what is rare, or to it: the way with fewer instructions is the
-    ordinary one. Followed from the entry to the exit, backward branches not taken.
-    """
+    """The instructions of one turn of the loop that stores, by the shortest way."""
     place = {address: i for i, (address, _) in enumerate(lines)}
-    least: dict[int, tuple[int, ...]] = {}
-    for i in range(len(lines) - 1, -1, -1):
-        _, line = lines[i]
-        jump = re.search(r"BRA\b.* 0x([0-9a-f]+)\s*$", line)
-        target = place.get(int(jump.group(1), 16)) if jump else None
-        guarded = line.startswith("@")
-        after = least.get(i + 1, ())
-        if "EXIT" in line and not guarded:
-            least[i] = (i,)
-        elif target is not None and target > i and target in least:
-            there = least[target]
-            least[i] = (i, *(there if not guarded or len(there) < len(after) else after))
-        elif target is not None and target <= i and not guarded:
-            least[i] = (i,) * 100000  # a loop, or the way back from what is rare
-        elif "EXIT" in line and guarded:
-            least[i] = (i, *after)
-        else:
-            least[i] = (i, *after)
-    return [lines[i][1] for i in least[0]]
+    jumps = {}
+    for i, (_, line) in enumerate(lines):
+        if jump := re.search(r"BRA\b.* 0x([0-9a-f]+)\s*$", line):
+            jumps[i] = place[int(jump.group(1), 16)]
+    turns = []
+    for end, start in jumps.items():
+        if start < end and any("STG" in line for _, line in lines[start:end]):
+            turns.append(_shortest(lines, jumps, start, end))
+    return min((turn for turn in turns if any("STG" in line for line in turn)), key=len)
+
+
+def _shortest(lines: list[tuple[int, str]], jumps: dict[int, int], start: int, end: int) -> list[str]:
+    """From start to end over forward jumps, past at least one store."""
+    best: dict[int, tuple[int, ...]] = {end: (end,)}
+    for i in range(end - 1, start - 1, -1):
+        ways = [best[i + 1]] if i + 1 in best and not (i in jumps and not lines[i][1].startswith("@")) else []
+        if i in jumps and i < jumps[i] <= end and jumps[i] in best:
+            ways.append(best[jumps[i]])
+        stored = [way for way in ways if any("STG" in lines[j][1] for j in way)]
+        if ways:
+            best[i] = (i, *min(stored or ways, key=len))
+    return [lines[i][1] for i in best.get(start, ())]
 
 
 def measure(step: Any) -> dict[str, Any]:
@@ -132,7 +130,7 @@ def measure(step: Any) -> dict[str, Any]:
     lines = sass(compiled.asm["cubin"])
     every = [line for _, line in lines if not re.match(r"(@\S+ )?(NOP|BRA)", line)]
     way = [line for line in ordinary(lines) if not line.startswith("NOP")]
-    each = step.layout.tile // (32 * step.layout.warps)
+    each = step.layout.unit // (32 * step.layout.warps)
     ops = [re.sub(r"^@!?U?P\w+ ", "", line).split()[0] for line in way]
     memory = Counter(op for op in ops if op.startswith(("LDG", "STG", "LDS", "STS", "LDL", "STL", "SHFL")))
     info = re.search(r"REG:(\d+) STACK:(\d+)", usage(compiled.asm["cubin"]))
@@ -159,10 +157,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sass", type=Path, help="a folder for the machine code")
     parser.add_argument("--only", nargs="*", help="variants, as weights:states")
-    parser.add_argument("--tile", type=int, default=_fused._TILE, help="elements a program")
+    parser.add_argument("--units", type=int, default=_fused._UNITS, help="units a program")
     parser.add_argument("--every", action="store_true", help="compile kernels of all kinds, count nothing")
     args = parser.parse_args()
-    _fused._TILE = args.tile
+    _fused._UNITS = args.units
     if args.every:
         for weights, states, dtype, name, options in EVERY:
             compile_every(step_of(weights, states, dtype, name, **options))

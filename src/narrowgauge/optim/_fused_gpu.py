@@ -29,8 +29,8 @@ from narrowgauge.optim._unchanged import Seen, identical
 from narrowgauge.rules import Rule
 from narrowgauge.storage._states._blocks import BlockwiseState
 
-# Elements a program, in whole blocks: more were slower on an H200, with one warp.
-_TILE = 512
+# Units a program, each some whole blocks.
+_UNITS = 4
 
 
 @dataclass(frozen=True)
@@ -195,14 +195,14 @@ def _kind(entry: Entry, options: Options) -> _Kind:
         assert storage is not None
         moments.append(Moment(slot.slot.name, storage, slot.slot.signed, beside, number, table))
     quantized = any(slot.storage.quantized for slot in plan.slots)
-    block = group["block_size"] if quantized else _TILE
+    block = group["block_size"] if quantized else 256
     layout = Layout(
         plan.weight.name,
         KINDS[plan.dtype],
         KINDS[entry.grad.dtype],
         tuple(moments),
         block,
-        max(1, _TILE // block),
+        _UNITS,
         all(tensor.data_ptr() % 16 == 0 for tensor in words_of(entry)),
         bool(group["maximize"]),
         tuple((FIRST_CELL, mirror(*book)) for book in books),

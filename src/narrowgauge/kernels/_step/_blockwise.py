@@ -13,7 +13,6 @@ from narrowgauge.kernels._step._floats import (
     LARGEST,
     SMALLEST,
     TINY,
-    any_of,
     bits_of,
     exact_reciprocal,
     float_of,
@@ -34,18 +33,30 @@ def table_decode(codes, scales, values):
 
 @triton.jit
 def table_encode(x, cells, AT: tl.constexpr, SIGNED: tl.constexpr, MIRROR: tl.constexpr):
-    """(codes, scales) by a table with one entry a cell of the leading 16 bits, from AT on.
+    """(codes, scales)."""
+    y, scales = _normalise(x, SIGNED, False)
+    return _table_codes(y, cells, AT, SIGNED, MIRROR), scales
+
+
+@triton.jit
+def usual_table_encode(x, cells, AT: tl.constexpr, SIGNED: tl.constexpr, MIRROR: tl.constexpr):
+    y, scales, unusual = _usual_normalise(x, SIGNED, False)
+    return _table_codes(y, cells, AT, SIGNED, MIRROR), scales, unusual
+
+
+@triton.jit
+def _table_codes(y, cells, AT: tl.constexpr, SIGNED: tl.constexpr, MIRROR: tl.constexpr):
+    """Codes by a table with one entry a cell of the leading 16 bits, from AT on.
 
     An entry is the code at the cell's start, and below it the lower 16 bits of the one boundary inside. Negative
     numbers mirror the positive ones around code MIRROR / 2.
     """
-    y, scales = _normalise(x, SIGNED, False)
     bits = bits_of(y) & 0x7FFFFFFF
     entry = gather(cells, tl.maximum((bits >> 16) - AT, 0))
     codes = (entry >> 16) + ((bits & 0xFFFF) > (entry & 0xFFFF)).to(tl.int32)
     if SIGNED:
         codes = tl.where(y < 0, tl.maximum(MIRROR - codes, 0), codes)
-    return codes.to(tl.uint8), scales
+    return codes.to(tl.uint8)
 
 
 @triton.jit
@@ -60,8 +71,14 @@ def e4m3_encode(x, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def _normalise(x, SIGNED: tl.constexpr, POSITIVE: tl.constexpr):
-    """x over its block's extremum, and the extremum; its magnitude if scales are POSITIVE.
+def usual_e4m3_encode(x, SIGNED: tl.constexpr):
+    y, scales, unusual = _usual_normalise(x, SIGNED, True)
+    return to_e4m3(y * 448.0), tl.div_rn(scales, 448.0), unusual
+
+
+@triton.jit
+def _usual_normalise(x, SIGNED: tl.constexpr, POSITIVE: tl.constexpr):
+    """x over its block's extremum, the extremum, its magnitude if scales are POSITIVE, and whether it is unusual.
 
     In ordinary blocks the product of a number and its rounded reciprocal may miss 1 by a unit in the last place. No
     code is so narrow that it would notice.
@@ -80,15 +97,11 @@ def _normalise(x, SIGNED: tl.constexpr, POSITIVE: tl.constexpr):
         top = column_max(bits.to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True)
         unusual = (top < SMALLEST) | (top >= _HUGE)
         extremum = float_of(top)
-    if any_of(unusual):
-        y, extremum = _normalise_with_care(x, SIGNED, POSITIVE)
-    else:
-        y = product(x, exact_reciprocal(extremum))
-    return y, extremum
+    return product(x, exact_reciprocal(extremum)), extremum, unusual
 
 
 @triton.jit
-def _normalise_with_care(x, SIGNED: tl.constexpr, POSITIVE: tl.constexpr):
+def _normalise(x, SIGNED: tl.constexpr, POSITIVE: tl.constexpr):
     if not SIGNED:
         x = tl.where(x == x, tl.maximum(x, 0.0), x)
     magnitude = tl.abs(x)

@@ -14,6 +14,7 @@ from narrowgauge.kernels._graph import Node, uniforms
 from narrowgauge.kernels._step import _source
 from narrowgauge.kernels._step._compile import compiled
 from narrowgauge.kernels._step._layout import Layout
+from narrowgauge.kernels._step._numbers import numbers_source
 
 # The code of short tiles and rare blocks would take 200 registers a thread, and leave a multiprocessor 8 warps.
 # What does not fit is kept in memory where it is rare: 14 of 1300 instructions of an ordinary tile.
@@ -74,12 +75,12 @@ class Step:
         source = _source.step_source(layout, delta, moments, reach, met)
         self.met = len(met)
         self.step: Any = compiled(source, "step")
-        self.numbers: Any = compiled(_source.numbers_source(scalars, hyper, self.terms, met), "numbers")
+        self.numbers: Any = compiled(numbers_source(scalars, hyper, self.terms, met), "numbers")
         if terms:
             met = _met(terms.values())
             self.met_before = len(met)
             self.sums: Any = compiled(_source.sums_source(layout, terms, met), "sums")
-            self.numbers_before: Any = compiled(_source.numbers_source(scalars, hyper, (), met), "numbers")
+            self.numbers_before: Any = compiled(numbers_source(scalars, hyper, (), met), "numbers")
         if skip:
             self.finite: Any = compiled(_source.finite_source(layout), "finite")
 
@@ -98,11 +99,10 @@ class Step:
         books = [tensor for pair in tables.codebooks for tensor in pair]
         # Fused multiply-adds are meant; where a codec must round twice, it says so.
         warps = {"num_warps": self.layout.warps, "enable_fp_fusion": True, "maxnreg": REGISTERS}
-        every = {"TAIL": True, "COUNTED": True}
         shape = {"TILE": self.layout.tile, "num_warps": 1}
         if self.skip and programs:
             self.finite[(programs,)](
-                tables.rows, tables.programs, row, steps, flags, partials, *books, TAIL=True, COUNTED=False, **warps
+                tables.rows, tables.programs, row, steps, flags, partials, *books, **warps
             )
         advance = {"ADVANCE": True, "SKIP": self.skip}
         if self.terms:
@@ -112,13 +112,13 @@ class Step:
             )
             if programs:
                 self.sums[(programs,)](
-                    tables.rows, tables.programs, before, steps, flags, partials, *books, **every, **warps
+                    tables.rows, tables.programs, before, steps, flags, partials, *books, **warps
                 )
             advance = {"ADVANCE": False, "SKIP": False}
         self.numbers[(count,)](tables.rows, tables.hyper, row, steps, flags, partials, **advance, **shape)
         if programs:
             self.step[(programs,)](
-                tables.rows, tables.programs, row, steps, flags, partials, *books, **every, **warps
+                tables.rows, tables.programs, row, steps, flags, partials, *books, **warps
             )
 
 

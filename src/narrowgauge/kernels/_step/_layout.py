@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 COLUMNS = ("p", "grad", "low", "first", "numel", "seed", "stream", "count", "skipped", "hyper")
 WIDTH = 18
+_UNIT = 256  # elements a warp, or a block where that is more
 AT = {name: number for number, name in enumerate(COLUMNS)}
 
 # Bytes and Triton's name of a word as kernels load it: narrow floats as their bits.
@@ -108,7 +109,7 @@ class Layout:
         kind, grad: what the parameter and its gradient hold: ``"bf16"``, ``"fp16"`` or ``"fp32"``.
         moments: in the order of the rule.
         block: elements a block, a power of two of at least 64.
-        rows: blocks a program.
+        units: how many units a program works on, 30 at most.
         aligned: whether every address is a multiple of 16 bytes.
         negate: whether the gradient counts with its other sign.
         cells: (first key, the code that mirrors 0) of each codebook's table.
@@ -119,15 +120,25 @@ class Layout:
     grad: str
     moments: tuple[Moment, ...]
     block: int
-    rows: int
+    units: int
     aligned: bool
     negate: bool = False
     cells: tuple[tuple[int, int], ...] = ()
 
     @property
+    def rows(self) -> int:
+        """Blocks a unit."""
+        return max(1, _UNIT // self.block)
+
+    @property
+    def unit(self) -> int:
+        """Elements that a program works on at a time."""
+        return self.block * self.rows
+
+    @property
     def tile(self) -> int:
         """Elements a program."""
-        return self.block * self.rows
+        return self.unit * self.units
 
     @property
     def low(self) -> str | None:
@@ -143,8 +154,8 @@ class Layout:
 
     @property
     def warps(self) -> int:
-        """Warps a program: up to 32 elements a thread."""
-        return min(max(1, self.tile // 1024), 16)
+        """Warps a program: eight elements a thread, which bf16 has in 16 bytes."""
+        return self.unit // _UNIT
 
     def columns(self) -> dict[tuple[str, str], int]:
         """Columns of the moments' words."""

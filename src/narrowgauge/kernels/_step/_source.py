@@ -1,8 +1,7 @@
-"""The text of a step's kernels.
+"""The text of a step's kernels: `step`, and before it `finite` and `sums` where they are needed.
 
-`step_source` is one tile of the fused step, `sums_source` the partial sums that some rules need first: the same
-reading of words, and terms in place of the update. `numbers_source` is the small kernel of the scalars. What they
-have in common is in `_common`: finding the tensor, and what is read of it.
+A program works on one tile of a tensor, unit by unit. `_words` has the lines that bring words from memory and back,
+`_unit` those that decode and encode them, `_emit` the equation's.
 """
 
 from __future__ import annotations
@@ -11,9 +10,10 @@ from collections.abc import Mapping, Sequence
 
 from narrowgauge.kernels._graph import Node
 from narrowgauge.kernels._step._emit import lines
-from narrowgauge.kernels._step._layout import AT, BYTES, COLUMNS, WIDTH, WORDS, Layout, Moment, Word
-
-_PAGE = 1024  # partial sums that the scalars' kernel adds up at a time
+from narrowgauge.kernels._step._layout import AT, COLUMNS, WIDTH, Layout
+from narrowgauge.kernels._step._numbers import indented
+from narrowgauge.kernels._step._unit import Rare, decode, encode, in_order, write
+from narrowgauge.kernels._step._words import loads, places, pointers, read_words, stores, written_words
 
 
 def step_source(
@@ -29,105 +29,44 @@ def step_source(
     known = _inputs(layout) | {node: f"u{i}" for i, node in enumerate(met)}
     handing = [moment for moment in layout.moments if moment.hands_over and moment.name in reach]
     update, names = lines([delta, *moments.values(), *(reach[moment.name] for moment in handing)], known, "x")
-    body = [f"delta = {names[delta]}"]
-    first_units = sorted(layout.moments, key=lambda moment: moment.beside is not None)
-    for moment in first_units:
-        body += _encode(layout, moment, names[moments[moment.name]])
-    body += [f"delta = delta + ({names[reach[moment.name]]}) * {moment.name}_lost" for moment in handing]
-    body += _write(layout)
-    return _kernel("step", layout, len(met), [*_read(layout), *update, *body])
+    update.append(f"delta = {names[delta]}")
+
+    def unit(rare: Rare | None) -> list[str]:
+        body = [*decode(layout, rare), *update]
+        for moment in in_order(layout.moments):
+            body += encode(layout, moment, names[moments[moment.name]], rare)
+        body += [f"delta = delta + ({names[reach[moment.name]]}) * {moment.name}_lost" for moment in handing]
+        return body + write(layout, rare)
+
+    rare = Rare()
+    usual = unit(rare)
+    return _step_kernels(layout, len(met), usual, rare.test(), unit(None))
 
 
 def sums_source(layout: Layout, terms: Mapping[str, Node], met: Sequence[Node]) -> str:
     """The kernel `sums`: each program's sums of the terms, in float64."""
     known = _inputs(layout) | {node: f"u{i}" for i, node in enumerate(met)}
     made, names = lines(terms.values(), known, "x")
-    for number, node in enumerate(terms.values()):
-        made += [
-            f"term = ({names[node]}).to(tl.float64)",
-            "if MASKED:",
-            "    term = tl.where(here, term, 0.0)",
-            f"tl.store(partials + {len(terms)} * program + {number}, tl.sum(tl.sum(term, 1), 0))",
-        ]
-    return _kernel("sums", layout, len(met), [*_read(layout), *made])
+    sums = [f"sum{number}" for number in range(len(terms))]
+    body = [*loads(layout), *decode(layout, None), *made]
+    for total, node in zip(sums, terms.values(), strict=True):
+        body += [f"term = ({names[node]}).to(tl.float64)", "if MASKED:", "    term = tl.where(here, term, 0.0)"]
+        body.append(f"{total} += term")
+    end = [
+        f"tl.store(partials + {len(terms)} * program + {number}, tl.sum(tl.sum({total}, 1), 0))"
+        for number, total in enumerate(sums)
+    ]
+    return _pass_kernel("sums", layout, len(met), dict.fromkeys(sums, "tl.float64"), body, end)
 
 
 def finite_source(layout: Layout) -> str:
     """The kernel `finite`: flags tensors whose gradient has an infinity or NaN."""
     body = [
-        *_pointer("grad", AT["grad"], layout.grad, layout, "start"),
-        f"grad = widen(load(grad_at + at, here, MASKED), {layout.grad!r})",
-        "if largest(bits_of(grad) & 0x7FFFFFFF) >= INFINITY:",
-        "    tl.store(flags + tensor, 1)",
+        "grad = load(grad_at + unit + at, here, MASKED)",
+        f"peak = tl.maximum(peak, bits_of(widen(grad, {layout.grad!r})) & 0x7FFFFFFF)",
     ]
-    return _kernel("finite", layout, 0, body)
-
-
-def numbers_source(
-    scalars: Mapping[str, Node], hyper: Sequence[str], terms: Sequence[str], met: Sequence[Node]
-) -> str:
-    """The kernel `numbers`: counts a step, and works out the numbers that elements meet.
-
-    Args:
-        scalars: the rule's, as graphs of hyperparameters and the step.
-        hyper: names of the hyperparameters, in the order of their row.
-        terms: names of the sums.
-        met: what to work out.
-    """
-    known = {Node("number", (name,), True): f"h{i}" for i, name in enumerate(hyper)}
-    known[Node("number", ("step",), True)] = "step"
-    first, names = lines(scalars.values(), known, "s", double=True)
-    inner = {Node("number", (name,), True): names[node] for name, node in scalars.items()}
-    inner |= {Node("number", (name,), True): f"sum{i}" for i, name in enumerate(terms)}
-    inner[Node("number", ("elements",), True)] = "elements"
-    second, names = lines(met, inner, "t", double=True)
-    read = [f"h{i} = tl.load(hyper + tl.load(row + {AT['hyper']}) * {len(hyper)} + {i})" for i in range(len(hyper))]
-    written = [
-        f"tl.store(uniforms + {len(met)} * tensor + {i}, ({names[node]}).to(tl.float32))"
-        for i, node in enumerate(met)
-    ]
-    return f"""
-@triton.jit
-def numbers(
-    table, hyper, uniforms, steps, flags, partials, TILE: tl.constexpr, ADVANCE: tl.constexpr, SKIP: tl.constexpr
-):
-    tensor = tl.program_id(0)
-    row = table + tensor * {WIDTH}
-    counter = tl.load(row + {AT["count"]}).to(tl.pointer_type(tl.float32))
-    count = tl.load(counter)
-    if ADVANCE:
-        taken = tl.full([], 1, tl.int32)
-        if SKIP:
-            taken = 1 - tl.load(flags + tensor)
-            tl.store(flags + tensor, 0)
-            refused = tl.load(row + {AT["skipped"]}).to(tl.pointer_type(tl.int64))
-            tl.store(refused, tl.load(refused) + (1 - taken).to(tl.int64))
-        tl.store(counter, count + taken.to(tl.float32))
-        count = count + 1.0
-        tl.store(steps + tensor, count.to(tl.int32) * taken)
-    step = count.to(tl.float64)
-    numel = tl.load(row + {AT["numel"]})
-    elements = numel.to(tl.float64)
-{_indented([*_added_up(terms), *read, *first, *second, *written], 4)}
-"""
-
-
-def _added_up(terms: Sequence[str]) -> list[str]:
-    """Partial sums of a tensor's programs, always in the same order."""
-    if not terms:
-        return []
-    made = [
-        f"first = tl.load(row + {AT['first']})",
-        "count = (numel + TILE - 1) // TILE",
-        f"place = tl.arange(0, {_PAGE})",
-        *(f"total{i} = tl.zeros([{_PAGE}], tl.float64)" for i in range(len(terms))),
-        "done = count * 0",
-        "while done < count:",
-    ]
-    for i in range(len(terms)):
-        at = f"partials + (first + done + place) * {len(terms)} + {i}"
-        made.append(f"    total{i} += tl.load({at}, mask=done + place < count, other=0.0)")
-    return [*made, f"    done += {_PAGE}", *(f"sum{i} = tl.sum(total{i}, 0)" for i in range(len(terms)))]
+    end = ["if largest(peak) >= INFINITY:", "    tl.store(flags + tensor, 1)"]
+    return _pass_kernel("finite", layout, 0, {"peak": "tl.int32"}, body, end)
 
 
 def _inputs(layout: Layout) -> dict[Node, str]:
@@ -135,172 +74,117 @@ def _inputs(layout: Layout) -> dict[Node, str]:
     return {Node("input", (name,)): f"{name}_in" for name in names}
 
 
-def _kernel(name: str, layout: Layout, uniforms: int, body: Sequence[str]) -> str:
-    """A kernel whose programs each do `body` on one tile."""
-    tables = "".join(f", values{i}, cells{i}" for i in range(len(layout.cells)))
-    us = "".join(f", u{i}" for i in range(uniforms))
-    loads = [f"u{i} = tl.load(uniforms + {uniforms} * tensor + {i})" for i in range(uniforms)]
-    given = f"row, tensor, program, start, left, number, flags, partials{tables}{us}"
+def _begin(layout: Layout, uniforms: int) -> list[str]:
+    """Which tensor a program works on, where its tile begins, and the tensor's numbers and addresses."""
+    return [
+        "program = tl.program_id(0)",
+        "tensor = tl.load(programs + program)",
+        f"row = table + tensor * {WIDTH}",
+        f"start = (program - tl.load(row + {AT['first']})) * {layout.tile}",
+        f"left = tl.minimum(tl.load(row + {AT['numel']}) - start, {layout.tile}).to(tl.int32)",
+        f"whole = left // {layout.unit}",
+        *(f"u{i} = tl.load(uniforms + {uniforms} * tensor + {i})" for i in range(uniforms)),
+        *pointers(layout),
+    ]
+
+
+def _given(layout: Layout, uniforms: int) -> list[str]:
+    return [*_books(layout), *(f"u{i}" for i in range(uniforms))]
+
+
+def _books(layout: Layout) -> list[str]:
+    return [f"{kind}{i}" for i in range(len(layout.cells)) for kind in ("values", "cells")]
+
+
+def _step_kernels(layout: Layout, uniforms: int, usual: list[str], unusual: str, careful: list[str]) -> str:
+    """The kernel `step`: one unit after the other, each loaded while the one before it is worked on.
+
+    What has been read of a unit waits in registers as it lay in memory. A unit that is not ordinary, or not whole,
+    is not written but noted, and in the end done from the start with care.
+    """
+    read, written = read_words(layout), written_words(layout)
+    at, words = ", ".join(f"{name}_at" for name in read), ", ".join(read)
+    made, after = ", ".join(f"{name}_new" for name in written), ", ".join(f"{name}_after" for name in read)
+    given = ", ".join(["row", "number", *_given(layout, uniforms)])
     return f"""
 @triton.jit
-def {name}_tile({given}, MASKED: tl.constexpr):
-    rows = tl.arange(0, {layout.rows})[:, None]
-    at = rows * {layout.block} + tl.arange(0, {layout.block})[None, :]
-    here = at < left
-{_indented(body, 4)}
+def step_load({at}, unit, left, MASKED: tl.constexpr):
+{indented([*places(layout), *loads(layout)], 4)}
+    return {words}
 
 
 @triton.jit
-def {name}(table, programs, uniforms, steps, flags, partials{tables}, TAIL: tl.constexpr, COUNTED: tl.constexpr):
-    program = tl.program_id(0)
-    tensor = tl.load(programs + program)
-    number = tl.load(steps + tensor) if COUNTED else 1
-    row = table + tensor * {WIDTH}
-    start = (program - tl.load(row + {AT["first"]})) * {layout.tile}
-    left = tl.load(row + {AT["numel"]}) - start
-{_indented(loads, 4)}
+def step_store({at}, {made}, unit, left, MASKED: tl.constexpr):
+{indented([*places(layout), *stores(layout)], 4)}
+
+
+@triton.jit
+def step_usual({words}, start, {given}):
+{indented(usual, 4)}
+    return {made}, {unusual}
+
+
+@triton.jit
+def step_careful({words}, start, left, {given}):
+{indented([*places(layout), *careful], 4)}
+    return {made}
+
+
+@triton.jit
+def step(table, programs, uniforms, steps, flags, partials{"".join(f", {name}" for name in _books(layout))}):
+{indented(_begin(layout, uniforms), 4)}
+    number = tl.load(steps + tensor)
     if number > 0:
-        if left >= {layout.tile}:
-            {name}_tile({given}, False)
-        elif TAIL:
-            {name}_tile({given}, True)
+        again = tl.where(whole * {layout.unit} < left, 1 << whole, 0)
+        if whole > 0:
+            {words} = step_load({at}, 0, left, False)
+            for i in range(whole):
+                unit = i * {layout.unit}
+                next = tl.minimum(i + 1, whole - 1) * {layout.unit}
+                {after} = step_load({at}, next, left, False)
+                {made}, unusual = step_usual({words}, start + unit, {given})
+                if unusual:
+                    again = again | (1 << i)
+                else:
+                    step_store({at}, {made}, unit, left, False)
+                {words} = {after}
+        unit = 0
+        while again != 0:
+            if (again & 1) != 0:
+                {words} = step_load({at}, unit, left - unit, True)
+                {made} = step_careful({words}, start + unit, left - unit, {given})
+                step_store({at}, {made}, unit, left - unit, True)
+            again = again >> 1
+            unit += {layout.unit}
 """
 
 
-def _pointer(name: str, column: int, kind: str, layout: Layout, offset: str, per: str = "element") -> list[str]:
-    """A word's address in this tile."""
-    word = f"tl.load(row + {column}).to(tl.pointer_type(tl.{WORDS[kind]}))"
-    if layout.aligned and per != "block":
-        align = max(1, layout.vector * BYTES[kind] // (2 if per == "pair" else 1))
-        word = f"tl.multiple_of({word}, {align})"
-    return [f"{name}_at = {word} + {offset}"]
+def _pass_kernel(
+    name: str, layout: Layout, uniforms: int, totals: Mapping[str, str], body: list[str], end: list[str]
+) -> str:
+    """A kernel that reads every unit once: totals start from zero, `body` goes on with them, `end` keeps them."""
+    at = [line.split(" = ")[0] for line in pointers(layout)]
+    given = ", ".join([*at, *totals, *_given(layout, uniforms), "unit"])
+    made = ", ".join(totals)
+    zeros = [f"{total} = tl.zeros([{layout.rows}, {layout.block}], {kind})" for total, kind in totals.items()]
+    return f"""
+@triton.jit
+def {name}_unit({given}, left, MASKED: tl.constexpr):
+{indented([*places(layout), *body], 4)}
+    return {made}
 
 
-def _offset(layout: Layout, word: Word) -> tuple[str, str, str]:
-    """Where a tile begins among words, the words' places in it, and which are there."""
-    if word.per == "block":
-        part, parts = word.part
-        return f"start // {layout.block} * {parts} + {part}", f"rows * {parts}", f"rows * {layout.block} < left"
-    if word.per == "pair":
-        half = layout.block // 2
-        at = f"rows * {half} + tl.arange(0, {half})[None, :]"
-        return "start // 2", at, f"2 * ({at}) < left"
-    return "start", "at", "here"
-
-
-def _read(layout: Layout) -> list[str]:
-    """Weight, gradient and moments in float32."""
-    made = _pointer("p", AT["p"], layout.kind, layout, "start")
-    made += ["p = load(p_at + at, here, MASKED)", *_pointer("grad", AT["grad"], layout.grad, layout, "start")]
-    made += ["grad_word = load(grad_at + at, here, MASKED)", "low = p"]
-    if layout.low is not None:
-        made += _pointer("low", AT["low"], layout.low, layout, "start")
-        made += ["low = load(low_at + at, here, MASKED)"]
-    columns = layout.columns()
-    for moment in layout.moments:
-        for word in moment.words:
-            offset, at, here = _offset(layout, word)
-            name = f"{moment.name}_{word.label}"
-            made += _pointer(name, columns[moment.name, word.name], word.kind, layout, offset, word.per)
-            made.append(f"{name} = load({name}_at + {at}, {here}, MASKED)")
-    made += [f"weight_in = read_weight(p, low, {layout.weight!r}, {layout.kind!r})"]
-    made += [f"grad_in = {'-' if layout.negate else ''}widen(grad_word, {layout.grad!r})"]
-    for moment in sorted(layout.moments, key=lambda moment: moment.beside is not None):
-        made.append(f"{moment.name}_in = {_decode(layout, moment)}")
-    return made
-
-
-def _decode(layout: Layout, moment: Moment) -> str:
-    name, storage = moment.name, moment.storage
-    beside = "None" if moment.beside is None else f"{moment.beside}_in"
-    codes = f"{name}_codes"
-    if any(word.per == "pair" for word in moment.words):
-        codes = f"unpack({codes}, {layout.rows}, {layout.block})"
-    if storage == "expansion":
-        return f"widen({name}_hi, 'bf16') + widen({name}_lo, 'bf16')"
-    if storage.startswith("pattern"):
-        return f"{storage}_decode({codes}, {_ranges(moment)})"
-    if storage.startswith("relative"):
-        return f"relative_decode({codes}, {name}_scales, {beside}, {storage[-1]})"
-    if storage == "signed8":
-        return f"signed_decode({codes}, {name}_ranges0, {name}_ranges1)"
-    if storage in ("8bit", "4bit"):
-        return f"table_decode({codes}, {name}_scales, values{moment.table})"
-    if storage == "fp8":
-        return f"e4m3_decode({codes}, {name}_scales)"
-    return f"widen({name}_, {storage!r})"
-
-
-def _ranges(moment: Moment) -> str:
-    """What a block of patterns keeps beside its codes, in the kernel's names."""
-    return ", ".join(f"{moment.name}_{word.label}" for word in moment.words if word.name == "ranges")
-
-
-def _encode(layout: Layout, moment: Moment, value: str) -> list[str]:
-    """A new moment's words, and their way to memory."""
-    name, storage = moment.name, moment.storage
-    made = [f"{name}_new = {value}"]
-    if any(word.per == "block" for word in moment.words):
-        made += ["if MASKED:", f"    {name}_new = tl.where(here, {name}_new, 0.0)"]
-    if storage == "expansion":
-        made += [
-            f"{name}_hi = narrow({name}_new, 'bf16')",
-            f"{name}_lo = {name}_new - widen({name}_hi, 'bf16')",
-            f"{name}_lo = tl.where(({name}_hi.to(tl.int32) & 0x7F80) == 0x7F80, 0.0, {name}_lo)",
-            f"{name}_lo = narrow({name}_lo, 'bf16')",
-        ]
-    elif storage.startswith("pattern"):
-        made += [
-            f"{name}_bits = random_halves(start, number, tl.load(row + {AT['seed']}), "
-            f"tl.load(row + {AT['stream']}), {moment.purpose}, {layout.rows}, {layout.block})",
-            f"{name}_codes, {_ranges(moment)}, {name}_kept = {storage}_encode({name}_new, {name}_bits)",
-        ]
-    elif storage.startswith("relative"):
-        beside = "None" if moment.beside is None else f"{moment.beside}_kept"
-        made += [f"{name}_codes, {name}_scales, {name}_lost = relative_encode({name}_new, {beside}, {storage[-1]})"]
-    elif storage == "signed8":
-        words = f"{name}_codes, {name}_ranges0, {name}_ranges1"
-        made += [f"{words}, {name}_lost = signed_encode({name}_new)"]
-    elif storage in ("8bit", "4bit"):
-        assert moment.table is not None
-        at, mirror = layout.cells[moment.table]
-        made += [
-            f"{name}_codes, {name}_scales = table_encode("
-            f"{name}_new, cells{moment.table}, {at}, {moment.signed}, {mirror})"
-        ]
-    elif storage == "fp8":
-        made += [f"{name}_codes, {name}_scales = e4m3_encode({name}_new, {moment.signed})"]
-    else:
-        made += [f"{name}_ = narrow({name}_new, {storage!r})"]
-    for word in moment.words:
-        _, place, here = _offset(layout, word)
-        kept = f"{name}_{word.label}"
-        if word.per == "pair":
-            made += ["if MASKED:", f"    {kept} = tl.where(here, {kept}, 0).to(tl.uint8)"]
-            made += [f"{kept} = pack({kept}, {layout.rows}, {layout.block})"]
-        made.append(f"store({kept}_at + {place}, {kept}, {here}, MASKED)")
-    return made
-
-
-def _write(layout: Layout) -> list[str]:
-    """The weight's words."""
-    random = "None"
-    made = []
-    if layout.weight == "stochastic":
-        random = "random"
-        made.append(
-            f"random = random_words(start, number, tl.load(row + {AT['seed']}), tl.load(row + {AT['stream']}), "
-            f"{layout.rows}, {layout.block})"
-        )
-    made += [
-        f"p, low = write_weight(p, low, weight_in, delta, {random}, {layout.weight!r}, {layout.kind!r})",
-        "store(p_at + at, p, here, MASKED)",
-    ]
-    return [*made, "store(low_at + at, low, here, MASKED)"] if layout.low is not None else made
-
-
-def _indented(text: Sequence[str], by: int) -> str:
-    return "\n".join(" " * by + line for line in text)
+@triton.jit
+def {name}(table, programs, uniforms, steps, flags, partials{"".join(f", {name}" for name in _books(layout))}):
+{indented([*_begin(layout, uniforms), *zeros], 4)}
+    unit = 0
+    for _ in range(whole):
+        {made} = {name}_unit({given}, left, False)
+        unit += {layout.unit}
+    if unit < left:
+        {made} = {name}_unit({given}, left - unit, True)
+{indented(end, 4)}
+"""
 
 
 assert len(COLUMNS) <= WIDTH

@@ -5,9 +5,10 @@ The specification is `narrowgauge.storage._states`, bit for bit. Codes are bytes
 and unpacked by `pack` and `unpack`. What a block keeps besides is a column (blocks, 1).
 
 Almost every block is an ordinary one: its elements are finite, and far enough from float32's ends that nothing
-under- or overflows. What the others need is behind a branch that a whole program takes or not. The largest element
-is found among integers, which a warp reduces by one instruction; as unsigned numbers, bits of what is negative,
-infinite or no number lie above those of all that is ordinary.
+under- or overflows. `usual_*_encode` are for those, and also say, a block, whether it is none; then everything is
+done again with care, by what has no such prefix. The largest element is found among integers, which a warp reduces
+by one instruction; as unsigned numbers, bits of what is negative, infinite or no number lie above those of all that
+is ordinary.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from narrowgauge.kernels._step._floats import (
     ROUNDER,
     SMALLEST,
     TINY,
-    any_of,
     bits_of,
     byte_number,
     exact_quotient,
@@ -79,9 +79,27 @@ def pattern8_encode(x, random):
 
 
 @triton.jit
+def usual_pattern8_encode(x, random):
+    bits = bits_of(x)
+    lo, hi, unusual = _bounds(bits, 8)
+    base, step, s = _range(lo, hi, 8)
+    codes, kept = _pattern_codes(bits, base, step, s, random, 8)
+    return codes.to(tl.uint8), base + s, float_of(kept), unusual
+
+
+@triton.jit
 def pattern4_encode(x, random):
     """(codes, base, step, what they stand for), likewise."""
     return _pattern_encode(bits_of(x), random, 4)
+
+
+@triton.jit
+def usual_pattern4_encode(x, random):
+    bits = bits_of(x)
+    lo, hi, unusual = _bounds(bits, 4)
+    base, step, s = _range(lo, hi, 4)
+    codes, kept = _pattern_codes(bits, base, step, s, random, 4)
+    return codes.to(tl.uint8), base, step, float_of(kept), unusual
 
 
 @triton.jit
@@ -91,17 +109,12 @@ def _pattern_value(codes, base, step):
 
 
 @triton.jit
-def _pattern_encode(bits, random, BITS: tl.constexpr):
+def _bounds(bits, BITS: tl.constexpr):
+    """Least and largest of a block, and whether it is unusual."""
     hi, lo = column_max(bits), column_min(bits)
     span: tl.constexpr = (63 if BITS == 8 else 48) << 23
     # In the topmost binades a code might stand for more than float32's largest number.
-    unusual = (lo < SMALLEST) | (hi >= _HIGH) | (hi - lo > span)
-    if any_of(unusual):
-        codes, base, step, kept = _any_pattern_encode(bits, random, BITS)
-    else:
-        base, step, s = _range(lo, hi, BITS)
-        codes, kept = _pattern_codes(bits, base, step, s, random, BITS)
-    return codes.to(tl.uint8), base, step, float_of(kept)
+    return lo, hi, (lo < SMALLEST) | (hi >= _HIGH) | (hi - lo > span)
 
 
 @triton.jit
@@ -120,7 +133,7 @@ def _pattern_codes(bits, base, step, s, random, BITS: tl.constexpr):
 
 
 @triton.jit
-def _any_pattern_encode(bits, random, BITS: tl.constexpr):
+def _pattern_encode(bits, random, BITS: tl.constexpr):
     magnitude = bits & 0x7FFFFFFF
     wild = magnitude >= INFINITY
     there = (bits >= SMALLEST) & (wild == 0)
@@ -137,7 +150,7 @@ def _any_pattern_encode(bits, random, BITS: tl.constexpr):
     codes = tl.minimum(codes, (INFINITY - 1 - base) // step + 1)
     codes = tl.where((there | wild) & (hi > 0), codes, 0)
     kept = tl.where(codes > 0, codes * step + (base - step), 0)
-    return codes, tl.where(hi > 0, base, 0), tl.where(hi > 0, step, 0), kept
+    return codes.to(tl.uint8), tl.where(hi > 0, base, 0), tl.where(hi > 0, step, 0), float_of(kept)
 
 
 @triton.jit
@@ -174,30 +187,39 @@ def relative_decode(codes, scales, v, BITS: tl.constexpr):
 
 
 @triton.jit
-def relative_encode(m, v, BITS: tl.constexpr):
+def usual_relative_encode(m, v, BITS: tl.constexpr):
     """(codes, scales, what is lost of m); v is the second moment as it is kept now, or None."""
+    outermost: tl.constexpr = 127.0 if BITS == 8 else 6.0
+    q, unit = _quotient(m, v)
+    top = column_max(bits_of(q) & 0x7FFFFFFF)
+    scales = exact_quotient(float_of(top), outermost)
+    codes, kept = _relative_codes(q, scales, exact_reciprocal(scales), BITS)
+    lost = m - (kept if v is None else kept * unit)
+    # 127 times the smallest scale lies below 2^-119. Units are at most 2^64: below 2^60 nothing overflows.
+    return codes, scales, lost, (top < (8 << 23)) | (top >= (187 << 23))
+
+
+@triton.jit
+def relative_encode(m, v, BITS: tl.constexpr):
+    outermost: tl.constexpr = 127.0 if BITS == 8 else 6.0
+    q, unit = _quotient(m, v)
+    q = tl.where((bits_of(q) & INFINITY) == INFINITY, 0.0, q)
+    scales = tl.div_rn(float_of(column_max(bits_of(q) & 0x7FFFFFFF)), outermost)
+    scales = tl.where(scales >= TINY, scales, 0.0)
+    inverse = tl.where(scales > 0, tl.div_rn(1.0, tl.where(scales > 0, scales, 1.0)), 0.0)
+    codes, kept = _relative_codes(q, scales, inverse, BITS)
+    lost = m - (kept if v is None else kept * unit)
+    return codes, scales, tl.where((bits_of(lost) & INFINITY) == INFINITY, 0.0, lost)
+
+
+@triton.jit
+def _quotient(m, v):
+    """m in its units, and the units, which are powers of two."""
     if v is None:
-        q = m
+        return m, m
     else:
         unit = unit_bits(v)
-        q = m * float_of((254 << 23) - unit)
-    outermost: tl.constexpr = 127.0 if BITS == 8 else 6.0
-    top = column_max(bits_of(q) & 0x7FFFFFFF)
-    # 127 times the smallest scale lies below 2^-119. Units are at most 2^64: below 2^60 nothing overflows.
-    unusual = (top < (8 << 23)) | (top >= (187 << 23))
-    if any_of(unusual):
-        q = tl.where((bits_of(q) & INFINITY) == INFINITY, 0.0, q)
-        scales = tl.div_rn(float_of(column_max(bits_of(q) & 0x7FFFFFFF)), outermost)
-        scales = tl.where(scales >= TINY, scales, 0.0)
-        inverse = tl.where(scales > 0, tl.div_rn(1.0, tl.where(scales > 0, scales, 1.0)), 0.0)
-        codes, kept = _relative_codes(q, scales, inverse, BITS)
-        lost = m - (kept if v is None else kept * float_of(unit))
-        lost = tl.where((bits_of(lost) & INFINITY) == INFINITY, 0.0, lost)
-    else:
-        scales = exact_quotient(float_of(top), outermost)
-        codes, kept = _relative_codes(q, scales, exact_reciprocal(scales), BITS)
-        lost = m - (kept if v is None else kept * float_of(unit))
-    return codes, scales, lost
+        return m * float_of((254 << 23) - unit), float_of(unit)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from narrowgauge.kernels._step._floats import ASSEMBLY, INFINITY, bits_of, float_of, largest, narrow, upper, widen
+from narrowgauge.kernels._step._floats import ASSEMBLY, INFINITY, bits_of, float_of, narrow, upper, widen
 
 OFFSET = tl.constexpr(
     "prmt.b32 $0, $4, 0, 0x8804; prmt.b32 $1, $4, 0, 0x9914; prmt.b32 $2, $4, 0, 0xAA24; "
@@ -68,19 +68,25 @@ def write_weight(p, low, weight, delta, random, STORAGE: tl.constexpr, KIND: tl.
 
 
 @triton.jit
-def _join(p, low, SHIFT: tl.constexpr):
+def usual_join(p, low, SHIFT: tl.constexpr):
+    """The weight of a split one, and a number that is no less than infinity's bits where `_join` is needed.
+
+    Rare: a borrow below zero, which changes the sign; and infinity and NaN, which keep their exponent. Without the
+    sign that it should have, either is no less than infinity as an unsigned number.
+    """
     bits = upper(p)
     joined = bits + _offset(low, SHIFT)
-    # Rare: a borrow below zero, which changes the sign; and infinity and NaN, which keep their exponent. Without
-    # the sign that it should have, either is no less than infinity as an unsigned number.
-    odd = (joined ^ (bits & -0x80000000)).to(tl.uint32, bitcast=True)
-    if largest(odd) >= INFINITY:
-        magnitude = bits & 0x7FFFFFFF
-        offset = joined - bits
-        offset = tl.where(magnitude == 0, tl.maximum(offset, 0), offset)
-        offset = tl.where(magnitude == INFINITY, tl.minimum(offset, 0), offset)
-        joined = bits + tl.where(magnitude > INFINITY, 0, offset)
-    return float_of(joined)
+    return float_of(joined), (joined ^ (bits & -0x80000000)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _join(p, low, SHIFT: tl.constexpr):
+    bits = upper(p)
+    offset = _offset(low, SHIFT)
+    magnitude = bits & 0x7FFFFFFF
+    offset = tl.where(magnitude == 0, tl.maximum(offset, 0), offset)
+    offset = tl.where(magnitude == INFINITY, tl.minimum(offset, 0), offset)
+    return float_of(bits + tl.where(magnitude > INFINITY, 0, offset))
 
 
 @triton.jit
@@ -113,19 +119,22 @@ def _cut_bytes(bits):
 
 
 @triton.jit
-def _cut(weight, SHIFT: tl.constexpr):
+def usual_cut(weight, SHIFT: tl.constexpr):
+    """(parameter, low word) of a split weight, and a number as that of `usual_join` where `_cut` is needed."""
     # Of a number in sign and magnitude the lowest bits do not know the sign: no need to take it off.
     bits = bits_of(weight)
     if SHIFT == 8:
         hi, low = _cut_bytes(bits)
     else:
         hi, low = ((bits + 0x8000) >> 16).to(tl.int16), bits.to(tl.int16)
-    magnitude = bits & 0x7FFFFFFF
-    if largest(magnitude) >= INFINITY:
-        odd = magnitude >= INFINITY
-        hi = tl.where(odd, narrow(weight, "bf16"), hi)
-        low = tl.where(odd, 0, low).to(low.dtype)
-    return hi, low
+    return hi, low, (bits & 0x7FFFFFFF).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _cut(weight, SHIFT: tl.constexpr):
+    hi, low, magnitude = usual_cut(weight, SHIFT)
+    odd = magnitude >= INFINITY
+    return tl.where(odd, narrow(weight, "bf16"), hi), tl.where(odd, 0, low).to(low.dtype)
 
 
 @triton.jit

@@ -1,0 +1,86 @@
+"""The text of the small kernel of the scalars, one program a tensor.
+
+How many steps a parameter has taken is known to the device only, where a step may have been skipped. So the rule's
+scalars are worked out there, in double precision, from its hyperparameters and the count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from narrowgauge.kernels._graph import Node
+from narrowgauge.kernels._step._emit import lines
+from narrowgauge.kernels._step._layout import AT, WIDTH
+
+_PAGE = 1024  # partial sums that are added up at a time
+
+
+def numbers_source(
+    scalars: Mapping[str, Node], hyper: Sequence[str], terms: Sequence[str], met: Sequence[Node]
+) -> str:
+    """The kernel `numbers`: counts a step, and works out the numbers that elements meet.
+
+    Args:
+        scalars: the rule's, as graphs of hyperparameters and the step.
+        hyper: names of the hyperparameters, in the order of their row.
+        terms: names of the sums.
+        met: what to work out.
+    """
+    known = {Node("number", (name,), True): f"h{i}" for i, name in enumerate(hyper)}
+    known[Node("number", ("step",), True)] = "step"
+    first, names = lines(scalars.values(), known, "s", double=True)
+    inner = {Node("number", (name,), True): names[node] for name, node in scalars.items()}
+    inner |= {Node("number", (name,), True): f"sum{i}" for i, name in enumerate(terms)}
+    inner[Node("number", ("elements",), True)] = "elements"
+    second, names = lines(met, inner, "t", double=True)
+    read = [f"h{i} = tl.load(hyper + tl.load(row + {AT['hyper']}) * {len(hyper)} + {i})" for i in range(len(hyper))]
+    written = [
+        f"tl.store(uniforms + {len(met)} * tensor + {i}, ({names[node]}).to(tl.float32))"
+        for i, node in enumerate(met)
+    ]
+    return f"""
+@triton.jit
+def numbers(
+    table, hyper, uniforms, steps, flags, partials, TILE: tl.constexpr, ADVANCE: tl.constexpr, SKIP: tl.constexpr
+):
+    tensor = tl.program_id(0)
+    row = table + tensor * {WIDTH}
+    counter = tl.load(row + {AT["count"]}).to(tl.pointer_type(tl.float32))
+    count = tl.load(counter)
+    if ADVANCE:
+        taken = tl.full([], 1, tl.int32)
+        if SKIP:
+            taken = 1 - tl.load(flags + tensor)
+            tl.store(flags + tensor, 0)
+            refused = tl.load(row + {AT["skipped"]}).to(tl.pointer_type(tl.int64))
+            tl.store(refused, tl.load(refused) + (1 - taken).to(tl.int64))
+        tl.store(counter, count + taken.to(tl.float32))
+        count = count + 1.0
+        tl.store(steps + tensor, count.to(tl.int32) * taken)
+    step = count.to(tl.float64)
+    numel = tl.load(row + {AT["numel"]})
+    elements = numel.to(tl.float64)
+{indented([*_added_up(terms), *read, *first, *second, *written], 4)}
+"""
+
+
+def _added_up(terms: Sequence[str]) -> list[str]:
+    """Partial sums of a tensor's programs, always in the same order."""
+    if not terms:
+        return []
+    made = [
+        f"first = tl.load(row + {AT['first']})",
+        "count = (numel + TILE - 1) // TILE",
+        f"place = tl.arange(0, {_PAGE})",
+        *(f"total{i} = tl.zeros([{_PAGE}], tl.float64)" for i in range(len(terms))),
+        "done = count * 0",
+        "while done < count:",
+    ]
+    for i in range(len(terms)):
+        at = f"partials + (first + done + place) * {len(terms)} + {i}"
+        made.append(f"    total{i} += tl.load({at}, mask=done + place < count, other=0.0)")
+    return [*made, f"    done += {_PAGE}", *(f"sum{i} = tl.sum(total{i}, 0)" for i in range(len(terms)))]
+
+
+def indented(text: Sequence[str], by: int) -> str:
+    return "\n".join(" " * by + line for line in text)
