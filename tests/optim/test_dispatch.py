@@ -324,6 +324,27 @@ def test_a_bad_gradient_is_skipped_or_raised_or_let_through(device: str) -> None
         assert pair.fused.state[pair.ps[0]]["step"] == pair.eager.state[pair.qs[0]]["step"]
 
 
+def test_each_group_has_its_own_way_with_bad_gradients(device: str) -> None:
+    pair = Pair(device, shapes=((300,), (16, 40)), **SPLIT8)
+    for ps, optimizer in ((pair.ps, pair.fused), (pair.qs, pair.eager)):
+        ps.append(torch.nn.Parameter(torch.ones(700, dtype=torch.bfloat16, device=device)))
+        optimizer.add_param_group({"params": [ps[-1]], "nonfinite": "raise"})
+    pair.step(2)
+    for bad in (0, 2):
+        pair.gradients()
+        for p in (pair.ps[bad], pair.qs[bad]):
+            p.grad[3] = torch.nan
+        for optimizer in (pair.fused, pair.eager):
+            if bad == 0:
+                optimizer.step()
+            else:
+                with pytest.raises(FloatingPointError, match=r"^1\.0: the gradient"):
+                    optimizer.step()
+    pair.check()
+    with pytest.warns(UserWarning, match="1 steps skipped"):
+        assert pair.fused.skipped == {"0.0": 1}
+
+
 def test_a_sparse_gradient_is_refused_before_anything_moves(device: str) -> None:
     pair = Pair(device, **SPLIT8)
     pair.step()
@@ -379,6 +400,17 @@ def test_autograd_notices(device: str) -> None:
     optim.AdamW([p]).step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_parameters_made_in_inference_mode(device: str) -> None:
+    with torch.inference_mode():
+        p = torch.nn.Parameter(torch.ones(300, device=device))
+        p.grad = torch.ones(300, device=device)
+        optimizer = optim.AdamW([p])
+        optimizer.step()
+        optimizer.step()
+        assert optimizer.describe().rows[0].path == "fused Triton, fp32"
+        assert optimizer.state[p]["step"] == 2
 
 
 def test_stepping_in_backward_is_ordinary_stepping(device: str) -> None:

@@ -76,7 +76,8 @@ class Dispatch:
         if known.raising:
             if _captured(given) or any(grad.layout is not torch.strided for grad in given):
                 return False  # refused in words of its own
-            refuse_nonfinite(given, lambda place: optimizer._plan(mine[place]).name)
+            checked = [given[number] for number in known.raising]
+            refuse_nonfinite(checked, lambda number: optimizer._plan(mine[known.raising[number]]).name)
         assert self._together is not None
         if not self._together.again(mine, given, known.states(optimizer)):
             return False
@@ -109,6 +110,7 @@ class Dispatch:
 
             run = self._alone.setdefault(p, FusedSteps())
             if not run([_entry(optimizer, turn)]):
+                self._left.pop(p, None)
                 return
             self._left[p] = optimizer._plans[p], run.left[0]
         optimizer._step_parameter(*turn)
@@ -159,8 +161,9 @@ class _Known:
         self._sizes = [len(group["params"]) for group in self._groups]
         # Another dict where one parameter is planned otherwise.
         self._plans = optimizer._plans
-        # An option: where it changes, plans do.
-        self.raising = any(group["nonfinite"] == "raise" for group in self._groups)
+        # Those of `mine` whose bad gradients raise. An option: where it changes, plans do.
+        raises = [group["nonfinite"] == "raise" for group in self._groups for _ in group["params"]]
+        self.raising = [number for number, place in enumerate(together) if raises[place]]
         # Tensors have slow hashes: their states are found by their places.
         self._keys = list(optimizer.state)
         places = {id(key): place for place, key in enumerate(self._keys)}
