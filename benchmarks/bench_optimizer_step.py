@@ -1,7 +1,7 @@
 """Milliseconds of an optimizer step, ours beside torch's, in one run.
 
 The parameters are one large tensor, or the list of GPT-2 small's tensors. On a CPU the step is one compiled pass
-over memory, and the eager step, its specification, is timed beside it; elsewhere the eager step is all there is.
+over memory, and the eager step, its specification, is timed beside it; on a GPU it is the Triton kernels' only.
 Ratios to torch's fused AdamW are of this run; absolute times are of this device.
 
     python benchmarks/bench_optimizer_step.py [--device cuda] [--json benchmarks/results/optimizer_step_cpu.json]

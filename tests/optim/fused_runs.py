@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge import optim
-from narrowgauge.optim._fused_gpu import Entry, FusedSteps
+from narrowgauge.optim._fused_entry import Entry
+from narrowgauge.optim._fused_gpu import FusedSteps
 from narrowgauge.optim._optimizer import NarrowOptimizer
 from narrowgauge.optim._plan import plan_parameter
 from narrowgauge.optim._update import Noise, update
@@ -43,10 +44,12 @@ def parameters(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: st
 def twins(
     name: str, options: Mapping[str, Any], ps: list[Tensor]
 ) -> tuple[list[tuple[Tensor, Tensor]], NarrowOptimizer, NarrowOptimizer]:
-    """Pairs of parameters, an optimizer for the first of each and one for the second."""
+    """Pairs of parameters, an optimizer for the first of each and one for the second; both step eagerly."""
     qs = [torch.nn.Parameter(p.detach().clone()) for p in ps]
     options = {"min_quantized_size": 0, **options}
     made = [getattr(optim, name)(some, **copy.deepcopy(options)) for some in (ps, qs)]
+    for optimizer in made:
+        optimizer._dispatch.eager = "kernels are compared with it"
     return list(zip(ps, qs, strict=True)), made[0], made[1]
 
 

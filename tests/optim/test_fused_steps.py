@@ -14,7 +14,8 @@ pytest.importorskip("triton", reason="triton is not installed: kernels cannot ru
 
 from fused_runs import entries, parameters, twins
 
-from narrowgauge.optim._fused_gpu import Entry, FusedSteps, why_not
+from narrowgauge.optim._fused_entry import Entry, why_not
+from narrowgauge.optim._fused_gpu import FusedSteps
 from narrowgauge.optim._optimizer import NarrowOptimizer
 
 SHAPES = ((1,), (0,), (300,), (16, 64), (513,))

@@ -1,4 +1,4 @@
-"""On a GPU the eager path gives the CPU's numbers, never waits for the device, and can be captured in a graph."""
+"""On a GPU a step gives the CPU's numbers, never waits for the device, and can be captured in a graph."""
 
 import itertools
 

@@ -144,6 +144,64 @@ def test_a_state_goes_from_one_device_to_another(name: str, there: str) -> None:
     torch.testing.assert_close(values(old), values(new), rtol=1e-4, atol=1e-5)
 
 
+def test_a_whole_training_step_is_captured() -> None:
+    """Its gradients are made inside the graph, and ordinary steps between replays make others elsewhere."""
+    runs = []
+    for graphed in (True, False):
+        ps = parameters("cuda")
+        optimizer = ours("AdamW")(
+            ps, lr=torch.tensor(0.01, device="cuda"), weights="plain", states="8bit", min_quantized_size=0
+        )
+        noise = [torch.zeros_like(p) for p in ps]
+
+        def work(ps=ps, optimizer=optimizer, noise=noise) -> None:
+            optimizer.zero_grad(set_to_none=True)
+            sum(((p - n) ** 2).sum() for p, n in zip(ps, noise, strict=True)).backward()
+            optimizer.step()
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            work()
+            work()
+        torch.cuda.current_stream().wait_stream(side)
+        step = work
+        if graphed:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                work()
+            step = graph.replay
+        for number in range(6):
+            for n in noise:
+                n.copy_(torch.randn(n.shape, generator=torch.Generator().manual_seed(number)))
+            optimizer.param_groups[0]["lr"].mul_(0.8)
+            (work if number == 2 else step)()
+        runs.append(values(ps))
+        assert all(optimizer.state[p]["step"] == 8 for p in ps)
+    assert torch.equal(*runs)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_raising_waits_once_for_all() -> None:
+    ps = parameters("cuda")
+    optimizer = ours("AdamW")(ps, nonfinite="raise")
+    backward(ps, 0)
+    optimizer.step()
+    assert all(row.path == "fused Triton, fp32" for row in optimizer.describe().rows)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with pytest.warns(UserWarning, match="called a synchronizing") as waits:
+            optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert sum("called a synchronizing" in str(wait.message) for wait in waits) == 1
+    ps[1].grad[0, 0] = torch.nan
+    before = values(ps)
+    with pytest.raises(FloatingPointError, match=r"^0\.1: the gradient has inf or NaN"):
+        optimizer.step()
+    assert torch.equal(values(ps), before)
+
+
 def test_stepping_in_backward_frees_gradients_on_the_device() -> None:
     """Twelve square layers of 32 MiB gradients: the same bits, at a peak lower by most of them."""
     ends, peaks = [], []

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ def refuse_gradient(optimizer: str, name: str, group: Mapping[str, Any], grad: T
         group, grad: the parameter's.
 
     Raises:
-        FloatingPointError: if `nonfinite` is ``"raise"`` and the gradient is not finite.
         RuntimeError: for a sparse gradient, and in a captured graph for what would wait for the device.
     """
     if grad.layout is not torch.strided:
@@ -31,9 +31,33 @@ def refuse_gradient(optimizer: str, name: str, group: Mapping[str, Any], grad: T
             f"step: nonfinite={group['nonfinite']!r}, arithmetic={group['arithmetic']!r} in a captured graph; "
             "takes nonfinite='skip' or 'propagate' and arithmetic='fp32' there, which never wait for the device"
         )
-    if group["nonfinite"] == "raise" and not torch.isfinite(grad).all():
+
+
+def refuse_nonfinite(grads: Sequence[Tensor], name: Callable[[int], str]) -> None:
+    """Raise for an inf or NaN; waits for each device once.
+
+    Args:
+        grads: gradients of parameters whose `nonfinite` is ``"raise"``.
+        name: gives the name of a parameter, by its place.
+
+    Raises:
+        FloatingPointError: naming the first bad one.
+    """
+    devices: dict[torch.device, list[int]] = {}
+    bad = []
+    for place, grad in enumerate(grads):
+        if type(grad) is Tensor and grad.device.type != "cpu" and grad.numel():
+            devices.setdefault(grad.device, []).append(place)
+        elif not torch.isfinite(grad).all():
+            bad.append(place)
+    for places in devices.values():
+        # The largest magnitude: exact in any format, inf or NaN if one is there.
+        largest = torch._foreach_norm([grads[place] for place in places], math.inf)
+        finite = torch.isfinite(torch.stack([value.to(torch.float32) for value in largest])).tolist()
+        bad += [place for place, whole in zip(places, finite, strict=True) if not whole]
+    if bad:
         raise FloatingPointError(
-            f"{name}: the gradient has inf or NaN (nonfinite='raise'); no parameter was changed"
+            f"{name(min(bad))}: the gradient has inf or NaN (nonfinite='raise'); no parameter was changed"
         )
 
 

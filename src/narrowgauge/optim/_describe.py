@@ -56,7 +56,7 @@ class Description:
 def describe(
     plans: Iterable[tuple[Tensor, ParameterPlan]],
     skipped: Mapping[str, int],
-    eager: Mapping[Tensor, str | None],
+    paths: Mapping[Tensor, tuple[str, str]],
     when: str = "",
 ) -> Description:
     """The table of parameters and their plans.
@@ -64,7 +64,7 @@ def describe(
     Args:
         plans: parameters and their plans.
         skipped: refused steps by name.
-        eager: by parameter, None where its step is fused, or why it is not; empty where nobody would ask.
+        paths: by parameter, what steps it and why nothing faster does; empty where nobody would ask.
         when: what to say after the path of when it is taken.
     """
     rows = [
@@ -76,9 +76,9 @@ def describe(
             weights=plan.weight.name,
             states=" ".join(f"{s.slot.name}:{s.storage.name}" for s in plan.slots),
             bytes=plan.nbytes(p),
-            path=f"{'fused C' if eager[p] is None else 'eager torch'}, {'strict' if plan.strict else 'fp32'}{when}",
+            path=f"{paths[p][0]}, {'strict' if plan.strict else 'fp32'}{when}",
             skipped=skipped.get(plan.name, 0),
-            why="; ".join(filter(None, (plan.why, eager[p]))),
+            why="; ".join(filter(None, (plan.why, paths[p][1]))),
         )
         for p, plan in plans
     ]

@@ -12,40 +12,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from narrowgauge.kernels._step._launch import Step, Tables
+from narrowgauge.kernels._step._launch import Step
 from narrowgauge.kernels._step._layout import AT, WIDTH, Layout, Moment
 from narrowgauge.optim._equation import equation, scalar_graph
+from narrowgauge.optim._fused_board import Board, Launch
 from narrowgauge.optim._fused_codebooks import FIRST_CELL, codebook_cells, mirror
-from narrowgauge.optim._fused_numbers import Options, send_numbers, sent
-from narrowgauge.optim._plan import ParameterPlan, SlotPlan
+from narrowgauge.optim._fused_entry import KINDS, Entry, storage_name, why_not, words_of
+from narrowgauge.optim._fused_numbers import Group, Options, sent
+from narrowgauge.optim._plan import ParameterPlan
+from narrowgauge.optim._unchanged import Seen, identical
 from narrowgauge.rules import Rule
 from narrowgauge.storage._states._blocks import BlockwiseState
-from narrowgauge.storage._states._logarithms import LogState, RelativeState, SignedLogState
-
-_KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)
-
-
-@dataclass(frozen=True, eq=False)
-class Entry:
-    """One parameter's step: as `update` takes it.
-
-    Attributes:
-        plan: what to compute and how things are kept.
-        p, grad: the parameter and its gradient.
-        state: the parameter's state, the step's count among it; written in place.
-        group: its hyperparameters.
-    """
-
-    plan: ParameterPlan
-    p: Tensor
-    grad: Tensor
-    state: Mapping[str, Tensor]
-    group: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -61,154 +43,139 @@ class _Kind:
     device: torch.device
 
 
-@dataclass
-class _Launch:
-    """One launch: its kernels, its tables, and which entries it steps."""
-
-    step: Step
-    tables: Tables
-    rows: list[list[int]]
-    members: dict[int, int]  # the row of each entry
-    groups: tuple[int, ...]
-    hyper: list[tuple[Any, ...]] | None = None
-
-    def send_numbers(self, options: Mapping[int, Options]) -> None:
-        hyper = [options[group].numbers for group in self.groups]
-        # A number of the device may have changed without a sign.
-        on_device = any(isinstance(number, Tensor) for row in hyper for number in row)
-        if on_device or hyper != self.hyper:
-            send_numbers(self.tables.hyper, hyper)
-            self.hyper = None if on_device else hyper
-
-    def send_gradients(self, moved: Mapping[int, int]) -> None:
-        mine = {self.members[entry]: address for entry, address in moved.items() if entry in self.members}
-        for row, address in mine.items():
-            self.rows[row][AT["grad"]] = address
-        if mine:
-            self.tables.rows.copy_(sent(torch.tensor(self.rows, dtype=torch.int64), self.tables.rows.device))
-
-
 class FusedSteps:
     """Steps of lists of parameters; remembers what it has told the device.
 
-    The usual step finds everything where it was: that is looked at, a few comparisons a parameter, and a gradient
-    that lies elsewhere now is told. Anything else has the tables made anew.
+    The usual step finds everything where it was. That is looked at; numbers that changed are told, and gradients
+    that lie elsewhere now. Anything else has the tables made anew.
+
+    Attributes:
+        left: why, by its place in the last list, what has no kernel has none.
     """
 
     def __init__(self) -> None:
-        self._seen: list[tuple[Any, ...]] = []
-        self._tensors: list[list[Tensor]] = []
-        self._kinds: dict[int, tuple[Any, ...]] = {}
-        self._launches: list[_Launch] = []
-        self._left: dict[int, None] = {}
+        self.left: dict[int, str] = {}
+        self._seen: Seen | None = None
+        self._plans: list[ParameterPlan] = []
+        self._owners: list[Mapping[str, Any]] = []
+        self._groups: list[Group] = []
+        self._kinds: list[tuple[Any, ...]] = []
+        self._moving: list[Tensor] = []
+        self._boards: list[Board] = []
+        self._captured: list[Board] = []
 
     def __call__(self, entries: Sequence[Entry]) -> list[Entry]:
         """Take one step with every parameter that has a kernel; states and parameters are written in place.
 
         Returns:
             Those that have none (see `why_not`), untouched.
+
+        Raises:
+            RuntimeError: inside a CUDA graph, if it is not the step before it over again.
         """
-        options = {key: Options.of(group) for key, group in {id(e.group): e.group for e in entries}.items()}
-        moved = self._moved(entries, options)
-        if moved is None:
-            self._look(entries, options)
-        for launch in self._launches:
-            if moved:
-                launch.send_gradients(moved)
-            launch.send_numbers(options)
-        for launch in self._launches:
-            launch.step(launch.tables)
+        same = identical([e.plan for e in entries], self._plans)
+        same = same and identical([e.group for e in entries], self._owners)
+        columns = [e.p for e in entries], [e.grad for e in entries], [e.state for e in entries]
+        if not (same and self.again(*columns)):
+            self._look(entries)
+            self._take([group.options() for group in self._groups])
+        return [entries[number] for number in self.left]
+
+    def again(self, ps: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]) -> bool:
+        """Take a step with the same parameters, plans and groups as the last one, if all else is as it was then.
+
+        Returns:
+            False, with nothing done, if more has changed than numbers and the places of gradients.
+        """
+        if self._seen is None or not self._seen.holds(ps, grads, states):
+            return False
+        options = [group.options() for group in self._groups]
+        if [(option.names, option.others) for option in options] != self._kinds:
+            return False
+        self._take(options)
+        return True
+
+    def _take(self, options: list[Options]) -> None:
+        boards = self._boards
+        if any(_capturing(board.device) for board in boards):
+            # Replayed with these addresses whatever comes after; kept, since a graph keeps nothing alive.
+            boards = [board.of_a_graph() for board in boards]
+            self._captured += boards
+        for board in boards:
+            assert self._seen is not None
+            assert self._seen.gradients is not None
+            board.write(self._seen.gradients, options)
+        for board in boards:
+            board.launch()
         # Autograd cannot see what kernels write.
-        increment_version([entry.p for number, entry in enumerate(entries) if number not in self._left])
-        return [entries[number] for number in self._left]
+        increment_version(self._moving)
 
-    def _moved(self, entries: Sequence[Entry], options: Mapping[int, Options]) -> dict[int, int] | None:
-        """Gradients that lie elsewhere now, by entry; None if more has changed than that."""
-        if len(entries) != len(self._seen) or self._kinds != {k: (o.names, o.others) for k, o in options.items()}:
-            return None
-        moved = {}
-        for i, (entry, seen) in enumerate(zip(entries, self._seen, strict=True)):
-            plan, group, p, dtype, before = seen
-            grad, state, tensors = entry.grad, entry.state, self._tensors[i]
-            address = grad.data_ptr()
-            if (
-                entry.plan is not plan
-                or id(entry.group) != group
-                or entry.p.data_ptr() != p
-                or grad.dtype is not dtype
-                or not grad.is_contiguous()
-                or (address ^ before) % 16
-                or len(state) != len(tensors)
-                or any(a is not b for a, b in zip(state.values(), tensors, strict=True))
-            ):
-                return None
-            if address != before:
-                moved[i] = address
-                self._seen[i] = (plan, group, p, dtype, address)
-        return moved
-
-    def _look(self, entries: Sequence[Entry], options: Mapping[int, Options]) -> None:
+    def _look(self, entries: Sequence[Entry]) -> None:
         """Make all launches anew."""
+        self._seen, self.left = None, {}
+        self._plans, self._owners = [e.plan for e in entries], [e.group for e in entries]
+        self._groups = [Group(group) for group in {id(group): group for group in self._owners}.values()]
+        options = {id(group.group): group.options() for group in self._groups}
+        self._kinds = [(option.names, option.others) for option in options.values()]
         kinds: dict[_Kind, dict[int, Entry]] = {}
-        self._launches, self._left = [], {}
         for number, entry in enumerate(entries):
-            if why_not(entry) is None:
+            why = why_not(entry)
+            if why is None:
                 kinds.setdefault(_kind(entry, options[id(entry.group)]), {})[number] = entry
             else:
-                self._left[number] = None
+                self.left[number] = why
+        launches: dict[torch.device, list[Launch]] = {}
         for kind, same in kinds.items():
             try:
-                self._launches.append(_launch(kind, same))
-            except NotImplementedError:  # the rule is not elementwise, or does what has no kernel
-                self._left |= dict.fromkeys(same)
-        self._kinds = {key: (option.names, option.others) for key, option in options.items()}
-        self._tensors = [list(entry.state.values()) for entry in entries]
-        self._seen = [
-            (entry.plan, id(entry.group), entry.p.data_ptr(), entry.grad.dtype, entry.grad.data_ptr())
-            for entry in entries
-        ]
+                made = _launch(kind, same, list(options))
+            except NotImplementedError as error:  # the rule is not elementwise, or does what has no kernel
+                self.left |= dict.fromkeys(same, str(error))
+            else:
+                launches.setdefault(kind.device, []).append(made)
+        self._boards = [Board(device, some) for device, some in launches.items()]
+        moving = [entry.p for number, entry in enumerate(entries) if number not in self.left]
+        self._moving = [p for p in moving if not p.is_inference()]
+        self._seen = Seen([e.p for e in entries], [e.grad for e in entries], [e.state for e in entries])
 
 
-def _launch(kind: _Kind, entries: Mapping[int, Entry]) -> _Launch:
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _launch(kind: _Kind, entries: Mapping[int, Entry], groups: list[int]) -> Launch:
+    """What steps entries of one kind.
+
+    Args:
+        kind: theirs.
+        entries: by their place in the list.
+        groups: the ids of all groups, in the order of their numbers.
+
+    Raises:
+        NotImplementedError: if there is no kernel for them.
+        RuntimeError: inside a CUDA graph: the tables have to be on the device before it.
+    """
+    step, device = _step(kind), kind.device
+    if _capturing(device):
+        raise RuntimeError(
+            "step: what is captured must be the step before it over again; take one with these parameters, options "
+            "and gradients before capturing"
+        )
+    mine = list(dict.fromkeys(id(entry.group) for entry in entries.values()))
     rows, counts, first = [], [], 0
-    device = next(iter(entries.values())).p.device
-    places = {id(entry.group): 0 for entry in entries.values()}
-    places = {group: place for place, group in enumerate(places)}
     for entry in entries.values():
         counts.append(-(-entry.p.numel() // kind.layout.tile))
-        rows.append(_row(kind.layout, entry, first, counts[-1], places[id(entry.group)]))
+        rows.append(_row(kind.layout, entry, first, counts[-1], mine.index(id(entry.group))))
         first += counts[-1]
-    programs = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), torch.tensor(counts))
-    hyper = torch.zeros(len(places), max(1, len(kind.numbers)), dtype=torch.float64, device=device)
-    tables = Tables(
-        sent(torch.tensor(rows, dtype=torch.int64), device).clone(),
+    programs = torch.from_numpy(np.repeat(np.arange(len(rows), dtype=np.int32), counts))
+    return Launch(
+        step,
+        np.array(rows, dtype=np.int64),
         sent(programs, device),
-        hyper,
         [codebook_cells(*book, device) for book in kind.codebooks],
+        np.array(list(entries), dtype=np.int64),
+        tuple(groups.index(group) for group in mine),
+        len(kind.numbers),
     )
-    return _Launch(_step(kind), tables, rows, {entry: row for row, entry in enumerate(entries)}, tuple(places))
-
-
-def why_not(entry: Entry) -> str | None:
-    """Why a parameter has no kernel, or None if it has."""
-    plan, group = entry.plan, entry.group
-    size = group["block_size"]
-    tensors = [entry.p, entry.grad, *entry.state.values()]
-    if plan.strict:
-        return "arithmetic='strict' rounds every operation"
-    if group.get("percentile_clipping", 100) < 100:
-        return "percentile_clipping needs the norm of each gradient before it"
-    if entry.grad.dtype not in _KINDS:
-        return f"the gradient is {entry.grad.dtype}"
-    if size not in _BLOCKS and any(slot.storage.quantized for slot in plan.slots):
-        return f"block_size {size} is none of {', '.join(map(str, _BLOCKS))}"
-    if any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors):
-        return "a tensor is of a class of its own"
-    if not all(tensor.is_contiguous() for tensor in tensors):
-        return "a tensor is not contiguous"
-    if any(_storage(slot) is None for slot in plan.slots):
-        return "a moment's storage has no kernel"
-    return None
 
 
 def _kind(entry: Entry, options: Options) -> _Kind:
@@ -221,43 +188,24 @@ def _kind(entry: Entry, options: Options) -> _Kind:
             books += [book] if book not in books else []
             table = books.index(book)
         beside = slot.beside.slot.name if slot.beside is not None else None
-        storage = _storage(slot)
+        storage = storage_name(slot)
         assert storage is not None
         moments.append(Moment(slot.slot.name, storage, slot.slot.signed, beside, number, table))
     quantized = any(slot.storage.quantized for slot in plan.slots)
     block = group["block_size"] if quantized else 512
     layout = Layout(
         plan.weight.name,
-        _KINDS[plan.dtype],
-        _KINDS[entry.grad.dtype],
+        KINDS[plan.dtype],
+        KINDS[entry.grad.dtype],
         tuple(moments),
         block,
-        all(tensor.data_ptr() % 16 == 0 for tensor in _words(entry)),
+        all(tensor.data_ptr() % 16 == 0 for tensor in words_of(entry)),
         bool(group["maximize"]),
         tuple((FIRST_CELL, mirror(*book)) for book in books),
     )
     return _Kind(
         plan.rule, layout, tuple(books), options.names, options.others, group["nonfinite"] == "skip", entry.p.device
     )
-
-
-def _storage(slot: SlotPlan) -> str | None:
-    """What kernels call a slot's storage."""
-    storage = slot.storage
-    if isinstance(storage, RelativeState):
-        return f"relative{storage.bits}"
-    if isinstance(storage, SignedLogState):
-        return "signed8"
-    if isinstance(storage, LogState):
-        return f"pattern{storage.bits}"
-    return storage.name if storage.name in ("fp32", "bf16", "expansion", "8bit", "4bit", "fp8") else None
-
-
-def _words(entry: Entry) -> list[Tensor]:
-    """The tensors of elements."""
-    plan = entry.plan
-    low = [entry.state[plan.weight_key]] if plan.weight_key is not None else []
-    return [entry.p, entry.grad, *low, *(word for slot in plan.slots for word in slot.words(entry.state).values())]
 
 
 @functools.lru_cache(maxsize=256)
@@ -287,9 +235,9 @@ def _row(layout: Layout, entry: Entry, first: int, programs: int, group: int) ->
     }
     for name, value in given.items():
         row[AT[name]] = value
-    slots = {slot.slot.name: slot for slot in plan.slots}
+    words = {slot.slot.name: slot.words(state) for slot in plan.slots}
     for (slot, word), column in layout.columns().items():
-        row[column] = slots[slot].words(state)[word].data_ptr()
+        row[column] = words[slot][word].data_ptr()
     return row
 
 

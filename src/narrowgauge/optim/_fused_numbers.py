@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from narrowgauge.optim._unchanged import Settled
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,20 @@ class Options:
         return cls(tuple(numbers), tuple(numbers.values()), tuple(others))
 
 
+class Group:
+    """A group's hyperparameters, worked out anew where one of them may have changed."""
+
+    def __init__(self, group: Mapping[str, Any]) -> None:
+        self.group = group
+        self._settled = Settled(group)
+        self._options = Options.of(group)
+
+    def options(self) -> Options:
+        if not self._settled.holds(self.group):
+            self._settled, self._options = Settled(self.group), Options.of(self.group)
+        return self._options
+
+
 def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1
@@ -44,15 +60,6 @@ def _number(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return float(value)
     return value.item() if value.device.type == "cpu" else value
-
-
-def send_numbers(target: Tensor, rows: Sequence[Sequence[Any]]) -> None:
-    host = [[0.0 if isinstance(x, Tensor) else x for x in row] or [0.0] for row in rows]
-    target.copy_(sent(torch.tensor(host, dtype=torch.float64), target.device))
-    for i, row in enumerate(rows):
-        for j, number in enumerate(row):
-            if isinstance(number, Tensor):
-                target[i, j].copy_(number.detach().reshape(()))
 
 
 def sent(x: Tensor, device: torch.device) -> Tensor:

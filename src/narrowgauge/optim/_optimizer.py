@@ -23,11 +23,13 @@ from narrowgauge.optim._checkpoint_export import export_to_torch
 from narrowgauge.optim._checkpoint_layouts import VERSION, VERSION_KEY
 from narrowgauge.optim._clip_gradients import HISTORY, clip_to_percentile
 from narrowgauge.optim._describe import Description, describe
+from narrowgauge.optim._dispatch import Dispatch
 from narrowgauge.optim._follow import Request, follow, request
 from narrowgauge.optim._fused_cpu import Kernel, kernel_of, takes
 from narrowgauge.optim._options import check_hyperparameters, check_options, show_options, with_defaults
 from narrowgauge.optim._plan import ParameterPlan, kind_of, plan_parameter
 from narrowgauge.optim._stats import UpdateStats
+from narrowgauge.optim._unchanged import Settled
 from narrowgauge.optim._update import Noise, update
 from narrowgauge.rules import Rule, clipped
 from narrowgauge.storage import mark_states, marked_states
@@ -69,8 +71,10 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self.last_stats: dict[str, UpdateStats] = {}
         self._plans: dict[Tensor, ParameterPlan] = {}
         self._requests: list[Request] | None = []  # what each group asked for when it was planned
+        self._settled: list[Settled] = []
         self._warned: set[str] = set()
         self.in_backward: InBackward | None = None
+        self._dispatch = Dispatch()
 
     def __getstate__(self) -> dict[str, Any]:
         self._follow()  # a copy has no plans: its words must be what its groups say
@@ -155,9 +159,13 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     def _follow(self) -> None:
         """Act on what has changed in the groups since they were planned."""
+        settled = self._settled if self._requests is not None else []
+        if len(settled) == len(self.param_groups) and all(map(Settled.holds, settled, self.param_groups)):
+            return
         requests = [request(self, group) for group in self.param_groups]
         if requests != self._requests:
             follow(self, requests)
+        self._settled = list(map(Settled, self.param_groups))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -178,11 +186,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
             self.in_backward.end()
             return loss
         self._begin_step()
-        ready = [(group, p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        for group, p, grad in ready:
-            self._refuse_gradient(group, p, grad)
-        for group, p, grad in ready:
-            self._step_parameter(group, p, grad)
+        self._dispatch.step(self)
         return loss
 
     def _begin_step(self) -> None:
@@ -249,15 +253,14 @@ class NarrowOptimizer(torch.optim.Optimizer):
     def describe(self) -> Description:
         """A table: parameter, rule, storages, bytes added, path taken, skipped steps, and why.
 
-        A gradient that is not contiguous, or not of its parameter's dtype, takes the eager path
-        whatever stands here.
+        A gradient that is not contiguous, or on a CPU not of its parameter's dtype, takes the eager path whatever
+        stands here; after a step on a GPU it stands here.
         """
         when = "" if self.in_backward is None else ", in backward"
         plans = self._all_plans()
         groups = {p: group for group in self.param_groups for p in group["params"]}
-        kernels = {p: "gauges are on" if self.gauges else kernel_of(plan, p, groups[p]) for p, plan in plans}
-        eager = {p: kernel if isinstance(kernel, str) else None for p, kernel in kernels.items()}
-        return describe(plans, self.skipped, eager, when)
+        paths = {p: self._dispatch.path(self, plan, p, groups[p]) for p, plan in plans}
+        return describe(plans, self.skipped, paths, when)
 
     def torch_state_dict(self) -> dict[str, Any]:
         """The state as torch's optimizer of the same name would save it: its `load_state_dict` goes on from there.

@@ -154,7 +154,7 @@ class InBackward:
             raise RuntimeError(f"{name} has no gradient when its turn comes: another hook has taken it")
         group = optimizer.param_groups[self._numbers[p]]
         optimizer._refuse_gradient(group, p, p.grad)
-        optimizer._step_parameter(group, p, p.grad)
+        optimizer._dispatch.step_one(optimizer, (group, p, p.grad))
         p.grad = None
         self._stepped.add(p)
 

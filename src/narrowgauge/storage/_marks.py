@@ -10,7 +10,8 @@ from torch import Tensor
 
 from narrowgauge.storage._states import state_storage
 
-_MARK = "narrowgauge_states"
+# The attribute of a parameter that holds it.
+MARK = "narrowgauge_states"
 
 
 def mark_states(p: Tensor, states: str) -> None:
@@ -23,9 +24,9 @@ def mark_states(p: Tensor, states: str) -> None:
     Raises:
         ValueError: for an unknown storage.
     """
-    setattr(p, _MARK, state_storage(states).name)
+    setattr(p, MARK, state_storage(states).name)
 
 
 def marked_states(p: Tensor) -> str | None:
     """The state storage that a parameter is marked with, or None."""
-    return getattr(p, _MARK, None)
+    return getattr(p, MARK, None)

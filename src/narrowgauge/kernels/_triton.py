@@ -1,0 +1,33 @@
+# mypy: disable-error-code="import-not-found,import-untyped"
+"""Whether Triton's kernels run on a device, asked before anything depends on it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+
+_CAPABILITY = (7, 0)  # the oldest that Triton compiles for
+
+
+@functools.lru_cache(maxsize=64)
+def unavailable(device: torch.device) -> str | None:
+    """Why kernels do not run on a device, or None if they do; looked into once."""
+    if device.type != "cuda":
+        return f"no kernels for {device.type}"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < _CAPABILITY:
+        return f"Triton takes compute capability {_CAPABILITY[0]}.{_CAPABILITY[1]} and up"
+    try:
+        import triton
+
+        if triton.knobs.runtime.interpret:
+            return "TRITON_INTERPRET is set"
+        # Its driver is C that is compiled on first use: without compiler or Python's headers this fails, as every
+        # launch would.
+        _ = triton.runtime.driver.active.utils
+    except Exception as error:
+        return f"Triton does not start: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    return None

@@ -1,0 +1,214 @@
+"""What `step` does with its parameters: those on a GPU are stepped together by kernels, the rest one by one.
+
+Where everything is as it was at the last step, which is nearly always, that is found out by a few loops over all
+parameters. Otherwise each is asked: whether its gradient is refused, whether it has a kernel, whether it is new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.kernels import _triton
+from narrowgauge.optim._admission import refuse_nonfinite
+from narrowgauge.optim._fused_cpu import Kernel, kernel_of
+from narrowgauge.optim._fused_entry import Entry, no_equation, no_kernel
+from narrowgauge.optim._plan import ParameterPlan
+from narrowgauge.optim._unchanged import identical
+
+if TYPE_CHECKING:
+    from narrowgauge.optim._fused_gpu import FusedSteps
+    from narrowgauge.optim._optimizer import NarrowOptimizer
+
+Group = dict[str, Any]
+Turn = tuple[Group, Tensor, Tensor]  # a parameter's: its group, itself, its gradient
+
+_GRAD = attrgetter("grad")
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Why Triton's kernels do not step what is on a device, or None if they do."""
+    return _triton.unavailable(device)
+
+
+class Dispatch:
+    """One optimizer's steps.
+
+    Attributes:
+        eager: why no kernel on a GPU is used; empty for where there are some.
+    """
+
+    def __init__(self) -> None:
+        self.eager = ""
+        self._known: _Known | None = None
+        self._together: FusedSteps | None = None
+        self._alone: dict[Tensor, FusedSteps] = {}
+        self._left: dict[Tensor, tuple[ParameterPlan, str]] = {}
+
+    def step(self, optimizer: NarrowOptimizer) -> None:
+        """Step every parameter that has a gradient, each exactly once.
+
+        Raises:
+            FloatingPointError, RuntimeError: as `NarrowOptimizer.step` says; nothing has moved then.
+        """
+        groups = optimizer.param_groups
+        ps = list(chain.from_iterable([group["params"] for group in groups]))
+        grads = list(map(_GRAD, ps))
+        if not self._step_again(optimizer, ps, grads):
+            owners = chain.from_iterable([[group] * len(group["params"]) for group in groups])
+            triples = enumerate(zip(owners, ps, grads, strict=True))
+            self._look(optimizer, ps, {place: turn for place, turn in triples if turn[2] is not None})
+
+    def _step_again(self, optimizer: NarrowOptimizer, ps: list[Tensor], grads: list[Tensor]) -> bool:
+        """Take a step if it is like the last one; False, with nothing done, if not."""
+        known = self._known
+        if known is None or not self._by_kernels(optimizer) or not known.holds(optimizer, ps, grads):
+            return False
+        alone = [(group, ps[place], grads[place]) for place, group in known.alone]
+        _refuse(optimizer, alone)
+        mine, given = known.mine, known.pick(grads)
+        if known.raising:
+            if _captured(given) or any(grad.layout is not torch.strided for grad in given):
+                return False  # refused in words of its own
+            checked = [given[number] for number in known.raising]
+            refuse_nonfinite(checked, lambda number: optimizer._plan(mine[known.raising[number]]).name)
+        assert self._together is not None
+        if not self._together.again(mine, given, known.states(optimizer)):
+            return False
+        for turn in alone:
+            optimizer._step_parameter(*turn)
+        return True
+
+    def _look(self, optimizer: NarrowOptimizer, ps: list[Tensor], turns: Mapping[int, Turn]) -> None:
+        """Take a step of which nothing is known; `turns` by place."""
+        _refuse(optimizer, turns.values())
+        together = [place for place, (_, p, grad) in turns.items() if self._takes(optimizer, p, grad)]
+        alone = set(turns) - set(together)
+        if together:
+            from narrowgauge.optim._fused_gpu import FusedSteps
+
+            self._known, self._together = None, self._together or FusedSteps()
+            self._together([_entry(optimizer, turns[place]) for place in together])
+            left = {together[number]: why for number, why in self._together.left.items()}
+            self._left = {turns[place][1]: (optimizer._plans[turns[place][1]], why) for place, why in left.items()}
+            alone |= set(left)
+            self._known = _Known(optimizer, ps, [(place, turns[place][0]) for place in sorted(alone)], together)
+        for place in sorted(alone):
+            optimizer._step_parameter(*turns[place])
+
+    def step_one(self, optimizer: NarrowOptimizer, turn: Turn) -> None:
+        """Step one parameter."""
+        _, p, grad = turn
+        if self._takes(optimizer, p, grad):
+            from narrowgauge.optim._fused_gpu import FusedSteps
+
+            run = self._alone.setdefault(p, FusedSteps())
+            if not run([_entry(optimizer, turn)]):
+                self._left.pop(p, None)
+                return
+            self._left[p] = optimizer._plans[p], run.left[0]
+        optimizer._step_parameter(*turn)
+
+    def path(self, optimizer: NarrowOptimizer, plan: ParameterPlan, p: Tensor, group: Group) -> tuple[str, str]:
+        """What steps a parameter, and why nothing faster does; empty where nobody would ask."""
+        if optimizer.gauges or plan.strict:
+            return "eager torch", "gauges are on" if optimizer.gauges else ""
+        why = self.eager or unavailable(p.device)
+        if why is None:
+            seen, why = self._left.get(p, (None, None))
+            why = why if seen is plan else no_kernel(plan, p, group) or no_equation(plan, group)
+            return ("fused Triton", "") if why is None else ("eager torch", f"not fused: {why}")
+        if p.device.type != "cpu":
+            return "eager torch", f"not fused: {why}"
+        kernel = kernel_of(plan, p, group)
+        return ("fused C", "") if isinstance(kernel, Kernel) else ("eager torch", kernel)
+
+    def _by_kernels(self, optimizer: NarrowOptimizer) -> bool:
+        """Whether kernels on a GPU may be used now."""
+        # The gauges' sums are not among what kernels work out.
+        return not (self.eager or optimizer.gauges or torch.compiler.is_compiling())
+
+    def _takes(self, optimizer: NarrowOptimizer, p: Tensor, grad: Tensor) -> bool:
+        """Whether a parameter is given to kernels on a GPU, which may leave it still."""
+        plain = type(p) in _PLAIN and type(grad) in _PLAIN
+        return plain and unavailable(p.device) is None and self._by_kernels(optimizer)
+
+
+class _Known:
+    """A list of parameters that has been stepped.
+
+    Args:
+        optimizer: whose they are.
+        ps: all of them, those without a gradient too.
+        alone: places and groups of those that no kernel on a GPU steps.
+        together: places of those that were given to kernels, what these left among them.
+    """
+
+    def __init__(
+        self, optimizer: NarrowOptimizer, ps: list[Tensor], alone: list[tuple[int, Group]], together: list[int]
+    ) -> None:
+        self.alone = alone
+        self.pick = _picker(together)
+        self.mine = self.pick(ps)
+        self._ps, self._kinds = ps, [type(p.grad) for p in ps]
+        self._groups = list(optimizer.param_groups)
+        self._sizes = [len(group["params"]) for group in self._groups]
+        # Another dict where one parameter is planned otherwise.
+        self._plans = optimizer._plans
+        # Those of `mine` whose bad gradients raise. An option: where it changes, plans do.
+        raises = [group["nonfinite"] == "raise" for group in self._groups for _ in group["params"]]
+        self.raising = [number for number, place in enumerate(together) if raises[place]]
+        # Tensors have slow hashes: their states are found by their places.
+        self._keys = list(optimizer.state)
+        places = {id(key): place for place, key in enumerate(self._keys)}
+        self._pick_states = _picker([places[id(p)] for p in self.mine])
+
+    def states(self, optimizer: NarrowOptimizer) -> Sequence[dict[str, Tensor]]:
+        """The states of the parameters that are stepped together."""
+        state = optimizer.state
+        if identical(list(state), self._keys):
+            return self._pick_states(list(state.values()))
+        return [state[p] for p in self.mine]
+
+    def holds(self, optimizer: NarrowOptimizer, ps: list[Tensor], grads: list[Tensor]) -> bool:
+        """Whether parameters, groups and plans are the same, and the same ones have gradients."""
+        groups = optimizer.param_groups
+        return (
+            optimizer._plans is self._plans
+            and identical(ps, self._ps)
+            and list(map(type, grads)) == self._kinds
+            and identical(groups, self._groups)
+            and [len(group["params"]) for group in groups] == self._sizes
+        )
+
+
+def _captured(grads: Sequence[Tensor]) -> bool:
+    return any(grad.is_cuda for grad in grads) and torch.cuda.is_current_stream_capturing()
+
+
+def _picker(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """What gives some items of a sequence."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda items: tuple(items[place] for place in places)
+
+
+def _refuse(optimizer: NarrowOptimizer, turns: Collection[Turn]) -> None:
+    for turn in turns:
+        optimizer._refuse_gradient(*turn)
+    raising = [(p, grad) for group, p, grad in turns if group["nonfinite"] == "raise"]
+    refuse_nonfinite([grad for _, grad in raising], lambda place: optimizer._plan(raising[place][0]).name)
+
+
+def _entry(optimizer: NarrowOptimizer, turn: Turn) -> Entry:
+    group, p, grad = turn
+    plan, state = optimizer._plans[p], optimizer.state[p]
+    if not state:
+        state.update(plan.init(p, group))
+    return Entry(plan, p, grad, state, group)

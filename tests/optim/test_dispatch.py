@@ -1,0 +1,498 @@
+"""`step()` by kernels for a GPU: the same weights and states as by the eager path, whatever happens between steps.
+
+Without a GPU the parameters lie on the CPU, and the kernels run in triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is not installed: kernels cannot run, not even interpreted")
+
+from fused_runs import parameters
+from test_fused_steps import agree
+
+from narrowgauge import optim
+from narrowgauge.optim import _dispatch, _fused_gpu, step_in_backward
+from narrowgauge.optim._fused_gpu import FusedSteps
+from narrowgauge.optim._optimizer import NarrowOptimizer
+from narrowgauge.scaling import DynamicLossScaler, TensorLossScaler
+
+SHAPES = ((300,), (16, 40), (1,), (0,), (513,))
+SPLIT8 = {"weights": "split8", "states": "log8", "min_quantized_size": 500}
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch, device: str) -> Iterator[None]:
+    """Kernels for whatever device there is; the interpreter's numpy warns where floats do what they do."""
+    if device == "cpu":
+        monkeypatch.setattr(_dispatch, "unavailable", lambda device: None)
+    with np.errstate(all="ignore"):
+        yield
+
+
+def eager(optimizer: NarrowOptimizer) -> NarrowOptimizer:
+    optimizer._dispatch.eager = "kernels are compared with it"
+    optimizer._kernel = lambda *_: None  # type: ignore[method-assign]
+    return optimizer
+
+
+class Pair:
+    """An optimizer that steps by kernels, and its twin that steps eagerly, over the same gradients."""
+
+    def __init__(
+        self, device: str, name: str = "AdamW", shapes: Any = SHAPES, dtype: Any = torch.bfloat16, **options: Any
+    ) -> None:
+        self.ps, self.qs = parameters(shapes, dtype, device), parameters(shapes, dtype, device)
+        self.fused = getattr(optim, name)(self.ps, **copy.deepcopy(options))
+        self.eager = eager(getattr(optim, name)(self.qs, **copy.deepcopy(options)))
+        self.taken = 0
+
+    def both(self, act: Callable[[NarrowOptimizer], Any]) -> list[Any]:
+        return [act(optimizer) for optimizer in (self.fused, self.eager)]
+
+    def gradients(self, without: tuple[int, ...] = ()) -> None:
+        """New gradients, at other addresses than those before."""
+        generator = torch.Generator().manual_seed(100 + self.taken)
+        self.taken += 1
+        for number, (p, q) in enumerate(zip(self.ps, self.qs, strict=True)):
+            grad = (torch.randn(p.shape, generator=generator) * 0.1).to(p.dtype).to(p.device)
+            p.grad, q.grad = (None, None) if number in without else (grad, grad.clone())
+
+    def step(self, times: int = 1, without: tuple[int, ...] = ()) -> None:
+        for _ in range(times):
+            self.gradients(without)
+            self.both(lambda optimizer: optimizer.step())
+
+    def check(self) -> None:
+        stepped = [(q, p) for p, q in zip(self.ps, self.qs, strict=True) if self.eager.state[q]]
+        agree(stepped, self.eager, self.fused)
+        for q, p in stepped:
+            assert self.fused.state[p].keys() == self.eager.state[q].keys()
+            assert torch.equal(self.fused.state[p]["step"], self.eager.state[q]["step"])
+
+    @property
+    def paths(self) -> list[str]:
+        return [row.path for row in self.fused.describe().rows]
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many entries were looked at each time that tables were made."""
+    seen: list[int] = []
+    look = FusedSteps._look
+    monkeypatch.setattr(FusedSteps, "_look", lambda self, what: (seen.append(len(what)), look(self, what))[1])
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "dtype"),
+    [
+        ("AdamW", SPLIT8, torch.bfloat16),
+        ("StableAdamW", {"weights": "expansion", "states": "expansion"}, torch.bfloat16),
+        ("SGD", {"momentum": 0.9}, torch.float32),
+        ("LAMB", {"states": "8bit", "min_quantized_size": 500, "nonfinite": "propagate"}, torch.float16),
+    ],
+    ids=str,
+)
+def test_steps_are_those_of_the_eager_path(
+    name: str, options: dict[str, Any], dtype: torch.dtype, device: str, looks: list[int]
+) -> None:
+    pair = Pair(device, name, dtype=dtype, **options)
+    pair.step(4)
+    pair.check()
+    assert pair.paths == ["fused Triton, fp32"] * len(SHAPES)
+    assert looks == [len(SHAPES)]  # gradients lay elsewhere each time, and nothing was made anew
+
+
+def test_numbers_that_change(device: str, looks: list[int]) -> None:
+    pair = Pair(device, lr=torch.tensor(0.01, device=device), **SPLIT8)
+    schedules = pair.both(lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.02, total_steps=8))
+    pair.step(2)
+    for schedule in schedules:
+        schedule.step()
+    pair.step()
+    pair.both(lambda optimizer: optimizer.param_groups[0].update(weight_decay=0.3, lr=0.02))
+    pair.step(2)
+    pair.both(lambda optimizer: optimizer.param_groups[0].update(lr=torch.tensor(0.03)))
+    pair.step()
+    pair.both(lambda optimizer: optimizer.param_groups[0]["lr"].mul_(0.5))
+    pair.step()
+    pair.check()
+    assert looks == [len(SHAPES)]
+
+
+def test_options_that_change(device: str) -> None:
+    pair = Pair(device, **SPLIT8)
+    pair.step()
+    for change in ({"seed": 5}, {"maximize": True}, {"states": "8bit"}, {"clip_updates": True}):
+        pair.both(lambda optimizer, change=change: optimizer.param_groups[0].update(change))
+        pair.step()
+    pair.check()
+
+
+def test_gradients_that_come_and_go(device: str, looks: list[int]) -> None:
+    pair = Pair(device, **SPLIT8)
+    pair.step(without=(0, 1, 2, 3, 4))
+    assert looks == []
+    pair.step(without=(1,))
+    assert not pair.fused.state[pair.ps[1]]
+    pair.step(2)
+    pair.step(without=(0, 4))
+    pair.step()
+    pair.check()
+    assert pair.fused.state[pair.ps[1]]["step"] == 4
+    pair.ps[0].requires_grad_(False)
+    pair.step()
+    pair.check()
+    assert looks == [4, 5, 3, 5]
+
+
+def test_no_parameters() -> None:
+    optimizer = optim.AdamW([{"params": []}])
+    optimizer.step()
+    optimizer.step()
+
+
+def test_groups(device: str) -> None:
+    """Each with its own numbers; one is added between steps."""
+    pair = Pair(device, **SPLIT8)
+    pair.step(2)
+    for ps, optimizer in ((pair.ps, pair.fused), (pair.qs, pair.eager)):
+        extra = torch.nn.Parameter(torch.ones(30, 20, dtype=torch.bfloat16, device=device))
+        ps.append(extra)
+        optimizer.add_param_group({"params": [extra], "lr": 0.1, "weight_decay": 0.5})
+    pair.step(2)
+    pair.check()
+    assert pair.paths == ["fused Triton, fp32"] * 6
+
+
+def test_what_has_no_kernel_is_stepped_once_too(device: str) -> None:
+    """Beside others in one list: strict arithmetic, a gradient that is not contiguous, clipping to a percentile."""
+    pair = Pair(device, shapes=((300,), (12, 20)), weights="expansion", states="bf16")
+    for ps, optimizer in ((pair.ps, pair.fused), (pair.qs, pair.eager)):
+        for option in ({"arithmetic": "strict"}, {"percentile_clipping": 50}):
+            extra = torch.nn.Parameter(torch.ones(30, dtype=torch.bfloat16, device=device))
+            ps.append(extra)
+            optimizer.add_param_group({"params": [extra], **option})
+    for contiguous in (True, False, False, True):
+        pair.gradients()
+        if not contiguous:
+            for p in (pair.ps[1], pair.qs[1]):
+                p.grad = p.grad.T.contiguous().T
+        pair.both(lambda optimizer: optimizer.step())
+        fused = "fused Triton, fp32"
+        assert pair.paths == [
+            fused,
+            fused if contiguous else "eager torch, fp32",
+            "eager torch, strict",
+            pair.paths[3],
+        ]
+        rows = pair.fused.describe().rows
+        assert contiguous or "not fused: a tensor is not contiguous" in rows[1].why
+        assert "percentile_clipping" in rows[3].why
+    *pair.ps, clipped = pair.ps
+    *pair.qs, twin = pair.qs
+    pair.check()
+    assert torch.equal(clipped, twin)
+    assert all(pair.fused.state[p]["step"] == 4 for p in (*pair.ps, clipped))
+
+
+def test_a_rule_without_a_kernel_says_so(device: str) -> None:
+    pair = Pair(device, "Muon", shapes=((8, 4), (6, 6)))
+    assert pair.paths == ["eager torch, fp32"] * 2
+    pair.step(2)
+    assert pair.paths == ["eager torch, fp32"] * 2
+    assert all("not fused: " in row.why for row in pair.fused.describe().rows)
+    pair.check()
+
+
+def test_why_there_are_no_kernels_is_said(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_dispatch, "unavailable", lambda device: "triton is not installed")
+    pair = Pair(device, **SPLIT8)
+    pair.step()
+    pair.check()
+    if device != "cpu":
+        assert pair.paths == ["eager torch, fp32"] * len(SHAPES)
+        assert all("not fused: triton is not installed" in row.why for row in pair.fused.describe().rows)
+
+
+def test_tensors_that_are_moved_or_replaced(device: str, looks: list[int]) -> None:
+    pair = Pair(device, **SPLIT8)
+    pair.step()
+    changes: list[Callable[[NarrowOptimizer, Tensor, dict[str, Tensor]], Any]] = [
+        lambda o, p, state: setattr(p, "data", p.data.clone()),
+        lambda o, p, state: state.update({"v.codes": state["v.codes"].clone()}),
+        lambda o, p, state: setattr(state["m.codes"], "data", state["m.codes"].data.clone()),
+        lambda o, p, state: state.update(step=torch.full_like(state["step"], 7)),
+        lambda o, p, state: o.state.pop(p),
+        lambda o, p, state: o.state.update({p: copy.deepcopy(state)}),
+    ]
+    for change in changes:
+        for ps, optimizer in ((pair.ps, pair.fused), (pair.qs, pair.eager)):
+            kept = [t.data for t in (ps[1], *optimizer.state[ps[1]].values())]  # or it may lie where it lay
+            change(optimizer, ps[1], optimizer.state[ps[1]])
+        pair.step()
+        pair.check()
+        del kept
+    assert len(looks) == 1 + len(changes)
+
+
+def test_a_gradient_at_an_odd_address(device: str, looks: list[int]) -> None:
+    pair = Pair(device, shapes=((300,),), states="fp32")
+    pair.step()
+    pair.gradients()
+    pool = torch.zeros(301, dtype=torch.bfloat16, device=device)
+    pool[1:] = pair.ps[0].grad
+    pair.ps[0].grad = pool[1:]
+    pair.both(lambda optimizer: optimizer.step())
+    pair.step()
+    pair.check()
+    assert len(looks) == 3
+
+
+def test_states_that_are_loaded_between_steps(device: str) -> None:
+    pair = Pair(device, **SPLIT8)
+    pair.step(2)
+    saved = pair.both(lambda optimizer: copy.deepcopy(optimizer.state_dict()))
+    pair.step()
+    pair.fused.load_state_dict(saved[0])
+    pair.eager.load_state_dict(saved[1])
+    pair.step(2)
+    pair.check()
+    with pytest.warns(UserWarning, match="torch_state_dict: dropped"):
+        assert len(pair.fused.torch_state_dict()["state"]) == len(SHAPES)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_go_on_alone(how: str, device: str) -> None:
+    pair = Pair(device, **SPLIT8)
+    pair.step(2)
+    twin = Pair(device, **SPLIT8)
+    given = (pair.ps, pair.fused, pair.qs, pair.eager)
+    if how == "deepcopy":
+        twin.ps, twin.fused, twin.qs, twin.eager = copy.deepcopy(given)
+    else:
+        buffer = io.BytesIO()
+        pair.eager.__dict__.pop("_kernel")
+        pickle.dump(given, buffer)
+        buffer.seek(0)
+        twin.ps, twin.fused, twin.qs, twin.eager = pickle.load(buffer)
+        eager(pair.eager)
+    eager(twin.eager)
+    assert twin.fused._dispatch._together is None
+    twin.taken = 50
+    pair.step(2)
+    twin.step(2)
+    pair.check()
+    twin.check()
+    assert not torch.equal(pair.ps[0], twin.ps[0])
+
+
+def test_a_bad_gradient_is_skipped_or_raised_or_let_through(device: str) -> None:
+    pair = Pair(device, **SPLIT8)
+    pair.step()
+    for nonfinite in ("skip", "propagate", "raise"):
+        pair.both(lambda optimizer, n=nonfinite: optimizer.param_groups[0].update(nonfinite=n))
+        pair.step()
+        pair.gradients()
+        for p in (pair.ps[4], pair.qs[4], pair.ps[1], pair.qs[1]):
+            p.grad.view(-1)[-1] = torch.inf
+        if nonfinite != "raise":
+            pair.both(lambda optimizer: optimizer.step())
+            with pytest.warns(UserWarning, match=r"0\.[14]: 1 steps skipped"):
+                assert pair.fused.skipped == {"0.1": 1, "0.4": 1}
+            with pytest.warns(UserWarning, match=r"0\.[14]: 1 steps skipped"):
+                assert pair.eager.skipped == {"0.1": 1, "0.4": 1}
+            pair.fused._warned.clear()
+            pair.eager._warned.clear()
+            continue
+        before = [p.detach().clone() for p in pair.ps]
+        with pytest.raises(FloatingPointError, match=r"^0\.1: the gradient has inf or NaN"):
+            pair.fused.step()
+        assert all(torch.equal(p.nan_to_num(), b.nan_to_num()) for p, b in zip(pair.ps, before, strict=True))
+        assert pair.fused.state[pair.ps[0]]["step"] == pair.eager.state[pair.qs[0]]["step"]
+
+
+def test_each_group_has_its_own_way_with_bad_gradients(device: str) -> None:
+    pair = Pair(device, shapes=((300,), (16, 40)), **SPLIT8)
+    for ps, optimizer in ((pair.ps, pair.fused), (pair.qs, pair.eager)):
+        ps.append(torch.nn.Parameter(torch.ones(700, dtype=torch.bfloat16, device=device)))
+        optimizer.add_param_group({"params": [ps[-1]], "nonfinite": "raise"})
+    pair.step(2)
+    for bad in (0, 2):
+        pair.gradients()
+        for p in (pair.ps[bad], pair.qs[bad]):
+            p.grad[3] = torch.nan
+        for optimizer in (pair.fused, pair.eager):
+            if bad == 0:
+                optimizer.step()
+            else:
+                with pytest.raises(FloatingPointError, match=r"^1\.0: the gradient"):
+                    optimizer.step()
+    pair.check()
+    with pytest.warns(UserWarning, match="1 steps skipped"):
+        assert pair.fused.skipped == {"0.0": 1}
+
+
+def test_a_sparse_gradient_is_refused_before_anything_moves(device: str) -> None:
+    pair = Pair(device, **SPLIT8)
+    pair.step()
+    pair.gradients()
+    before = [p.detach().clone() for p in pair.ps]
+    pair.ps[1].grad = pair.ps[1].grad.to_sparse()
+    with pytest.raises(RuntimeError, match=r"does not support sparse gradients; 0\.1 got one"):
+        pair.fused.step()
+    assert all(torch.equal(p, b) for p, b in zip(pair.ps, before, strict=True))
+
+
+def test_gauges_between_steps(device: str, looks: list[int]) -> None:
+    pair = Pair(device, **SPLIT8)
+    for gauges in (False, True, False, True):
+        pair.fused.gauges = gauges
+        pair.step()
+        assert bool(pair.fused.last_stats) == gauges
+        assert pair.paths[0] == ("eager torch, fp32" if gauges else "fused Triton, fp32")
+    pair.check()
+    assert len(looks) == 1
+
+
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, DynamicLossScaler, TensorLossScaler])
+def test_loss_scalers(kind: Any, device: str) -> None:
+    pair = Pair(device, shapes=((300,), (16, 40)), dtype=torch.float32, states="fp32")
+    scalers = [kind(device, init_scale=8.0) for _ in range(2)]
+    for step in range(3):
+        pair.both(lambda optimizer: optimizer.zero_grad())
+        for scaler, ps, optimizer in zip(scalers, (pair.ps, pair.qs), (pair.fused, pair.eager), strict=True):
+            loss = sum((p.float() ** 2).sum() for p in ps) * (torch.inf if step == 1 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    pair.check()
+    assert pair.fused.state[pair.ps[0]]["step"] == 2
+
+
+def test_neither_gradients_nor_states_are_kept_alive(device: str) -> None:
+    pair = Pair(device, **SPLIT8)
+    pair.step(2)
+    grad, word = pair.ps[1].grad, pair.fused.state[pair.ps[1]]["m.codes"]
+    watched = [weakref.ref(grad), weakref.ref(word)]
+    del grad, word
+    pair.fused.zero_grad()
+    pair.fused.state[pair.ps[1]].clear()
+    assert [ref() for ref in watched] == [None, None]
+
+
+def test_autograd_notices(device: str) -> None:
+    p = torch.nn.Parameter(torch.ones(300, device=device))
+    loss = (p * p).sum()
+    p.grad = torch.ones(300, device=device)
+    optim.AdamW([p]).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_parameters_made_in_inference_mode(device: str) -> None:
+    with torch.inference_mode():
+        p = torch.nn.Parameter(torch.ones(300, device=device))
+        p.grad = torch.ones(300, device=device)
+        optimizer = optim.AdamW([p])
+        optimizer.step()
+        optimizer.step()
+        assert optimizer.describe().rows[0].path == "fused Triton, fp32"
+        assert optimizer.state[p]["step"] == 2
+
+
+def test_stepping_in_backward_is_ordinary_stepping(device: str) -> None:
+    def model() -> torch.nn.Module:
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 9))
+        return net.to(device, torch.bfloat16)
+
+    one, two = model(), model()
+    within = step_in_backward(one, optim.AdamW, lr=0.01, **SPLIT8)
+    usual = optim.AdamW(two.named_parameters(), lr=0.01, **SPLIT8)
+    for step in range(3):
+        for net, optimizer in ((one, within), (two, usual)):
+            x = torch.randn(4, 20, generator=torch.Generator().manual_seed(step)).to(device, torch.bfloat16)
+            net(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.param_groups[0]["lr"] *= 0.9
+    assert {row.path for row in within.describe().rows} == {"fused Triton, fp32, in backward"}
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert all(torch.equal(value, usual.state[q][key]) for key, value in within.state[p].items())
+
+
+class TestGraphs:
+    """Captures are only said to be ones: what they would replay is repeated by hand."""
+
+    @pytest.fixture
+    def capture(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[NarrowOptimizer], None]:
+        def take(optimizer: NarrowOptimizer) -> None:
+            with monkeypatch.context() as inside:
+                inside.setattr(_fused_gpu, "_capturing", lambda device: True)
+                optimizer.step()
+
+        return take
+
+    def test_a_graph_keeps_its_addresses_and_follows_the_devices_numbers(self, device: str, capture: Any) -> None:
+        rates = [torch.tensor(0.01, device=device) for _ in range(2)]
+        pair = Pair(device, states="fp32", weights="split")
+        for rate, optimizer in zip(rates, (pair.fused, pair.eager), strict=True):
+            optimizer.param_groups[0]["lr"] = rate
+        pair.step()
+        pair.gradients()  # at new addresses, as a capture has them
+        captured = [(p.grad, q.grad) for p, q in zip(pair.ps, pair.qs, strict=True)]
+        capture(pair.fused)
+        pair.eager.step()
+        pair.step(2)  # an ordinary one with gradients elsewhere
+        for mine, theirs in captured:
+            mine.mul_(0.5)
+            theirs.mul_(0.5)
+        for p, q, (mine, theirs) in zip(pair.ps, pair.qs, captured, strict=True):
+            p.grad, q.grad = mine.clone(), theirs
+        (board,) = pair.fused._dispatch._together._captured
+        for _ in range(2):
+            for rate in rates if device != "cpu" else ():  # one on the host is fixed
+                rate.mul_(0.5)
+            board._there.copy_(board._staged)
+            for target, number in board._on_device:
+                target.copy_(number)
+            board.launch()
+            pair.eager.step()
+        pair.check()
+
+    def test_what_was_not_stepped_before_is_refused(self, device: str, capture: Any) -> None:
+        pair = Pair(device, **SPLIT8)
+        pair.step()
+        saved = copy.deepcopy(pair.fused.state_dict())
+        fresh = optim.AdamW(pair.ps, **SPLIT8)
+        fresh.load_state_dict(saved)
+        before = pair.ps[0].detach().clone()
+        with pytest.raises(RuntimeError, match="step: what is captured must be the step before it over again"):
+            capture(fresh)
+        assert torch.equal(pair.ps[0], before)
+        fresh.step()
+        capture(fresh)
+
+    def test_graphs_one_after_the_other(self, device: str, capture: Any) -> None:
+        pair = Pair(device, **SPLIT8)
+        pair.step()
+        for _ in range(4):
+            capture(pair.fused)
+        with pytest.raises(RuntimeError, match="step: got captured 4 times since the last one; take one before"):
+            capture(pair.fused)
+        pair.step()
+        capture(pair.fused)
