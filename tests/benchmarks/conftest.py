@@ -1,5 +1,5 @@
-"""The benchmarks are scripts beside one another. Their folder is searched for these modules only: it has a `render`,
-and so have the studies.
+"""The benchmarks are scripts beside one another. Their folder is searched for these modules only: it has a module
+`render`, and so have the studies.
 """
 
 from __future__ import annotations
