@@ -1,7 +1,7 @@
 """What a step kernel costs: machine instructions an element, registers and widths of loads, for an H100 or H200.
 
-The kernels are compiled without a GPU. Counted is one turn of the loop over units, all of whose blocks are ordinary;
-`all` counts every line of the kernel. An H200 has about 69 instructions an element to spend where 10 bytes move and
+The kernels are compiled without a GPU. Counted is one turn of the loop over units, with all blocks ordinary;
+`all` counts every line of the kernel. An H200 has about 69 instructions an element to spend where 10 bytes move, and
 83 where 12 do.
 
     python benchmarks/count_step_instructions.py [--sass FOLDER]

@@ -1,9 +1,10 @@
-"""Draw the README's table and picture from the committed results of `narrowgauge compare`.
+"""Draw tables and pictures from the committed results of `narrowgauge compare` and `narrowgauge bench optimizers`.
 
-    python benchmarks/render.py            # rewrites README.md between its markers, and docs/*.png
-    python benchmarks/render.py --check    # only says whether README.md is what the results say
+    python benchmarks/render.py            # rewrites README.md, docs/speed.md and docs/*.png
+    python benchmarks/render.py --check    # only says whether the pages are what the results say
 
-Each marker in README.md names the results file it is drawn from: `<!-- table: benchmarks/results/NAME.json -->`.
+What is drawn stands between markers. In README.md each names its results file, `<!-- table:
+benchmarks/results/NAME.json -->`; for docs/speed.md see `_steps.py`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import _steps
+import _steps_picture
+
 from narrowgauge.cli._plots import save_picture
 
 ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -66,13 +71,18 @@ def rendered(text: str) -> str:
 
 
 def main() -> int:
-    readme = ROOT / "README.md"
-    text = readme.read_text()
+    readme, page = ROOT / "README.md", DOCS / "speed.md"
+    steps = _steps.found(ROOT / "benchmarks" / "results")
+    was = {readme: readme.read_text(), page: page.read_text()}
+    now = {readme: rendered(was[readme]), page: _steps.rendered(was[page], steps)}
     if "--check" in sys.argv:
-        return 0 if rendered(text) == text else 1
-    readme.write_text(rendered(text))
-    for _, name, _ in MARKED.findall(text):
-        save_picture(json.loads((ROOT / name).read_text()), ROOT / "docs" / Path(name).with_suffix(".png").name)
+        return 0 if now == was and all((DOCS / picture).is_file() for picture in steps) else 1
+    for path, text in now.items():
+        path.write_text(text)
+    for _, name, _ in MARKED.findall(was[readme]):
+        save_picture(json.loads((ROOT / name).read_text()), DOCS / Path(name).with_suffix(".png").name)
+    for picture, results in steps.items():
+        _steps_picture.draw(results, DOCS / picture)
     return 0
 
 

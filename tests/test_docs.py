@@ -148,22 +148,34 @@ def test_the_options_of_the_benchmark_are_listed() -> None:
     assert told == known
 
 
+def test_the_keys_of_the_benchmarks_results_are_listed() -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "optimizers_cpu.json").read_text())
+    known = {key for row in results["lists"]["matrix"]["rows"].values() for key in row}
+    table = [cells for cells in rows("bench.md") if len(cells) == 2]
+    told = [key for cells in table for key in re.findall(r"`(\w+)`", cells[0])]
+    assert len(told) == len(set(told))
+    assert set(told) == known | {"host_ms", "peak_extra_bytes", "failed"}
+
+
 def test_the_readmes_times_are_those_of_the_committed_results() -> None:
     results = json.loads((ROOT / "benchmarks" / "results" / "optimizers_cpu.json").read_text())
     ms = {name: row["ms"] for name, row in results["lists"]["matrix"]["rows"].items() if "ms" in row}
     fused = ms["torch AdamW fused, fp32"]
     ours, bitsandbytes, torchao = (
-        ms[name] / fused for name in ("AdamW 8bit", "bitsandbytes AdamW8bit", "torchao AdamW8bit")
+        ms[name] / fused for name in ("AdamW8bit, defaults", "bitsandbytes AdamW8bit", "torchao AdamW8bit")
     )
     text = " ".join((ROOT / "README.md").read_text().split())
     assert f"takes {ours:.1f} times as long as torch's fused fp32 step there" in text
     assert f"bitsandbytes' {bitsandbytes:.0f} times, torchao's {torchao:.0f} times" in text
 
 
-def test_the_readmes_tables_are_those_of_the_committed_results() -> None:
+def test_the_tables_of_readme_and_speed_are_those_of_the_committed_results() -> None:
     ran = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "render.py"), "--check"], check=False)
     assert ran.returncode == 0, "run: python benchmarks/render.py"
     text = (ROOT / "README.md").read_text()
     assert "<!-- table: benchmarks/results/" in text
     for picture in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text):
         assert (ROOT / picture).is_file(), picture
+    speed = (ROOT / "docs" / "speed.md").read_text()
+    files = sorted((ROOT / "benchmarks" / "results").glob("optimizers_*.json"))
+    assert sorted(re.findall(r"\]\(speed_(\w+)\.png\)", speed)) == [path.stem.split("_")[1] for path in files]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from narrowgauge.cli import main
-from narrowgauge.cli._bench import _lists, _measure, _rows
+from narrowgauge.cli._bench import _lists, _measure, _rows, _times
 from narrowgauge.cli._bench._lists import ParameterList, parameter_list
 from narrowgauge.cli._bench._rows import Row
 
@@ -46,14 +49,22 @@ def test_a_table_and_a_results_file(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert figures["ms_per_1e9"] == pytest.approx(figures["ms"] * 1e9 / 4096)
         assert figures["share"] == pytest.approx(figures["limit_ms"] / figures["ms"])
         assert figures["first_step_seconds"] > 0
+        assert figures["group"]
+        assert "host_ms" not in figures  # on a CPU it would be `ms` again
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-# What a step has to move, bytes a parameter: by hand.
+# What a step has to move, bytes a parameter, by hand: parameter and state twice, the gradient once. Read again is
+# the gradient where it must be finite, the gradient and v for update clipping, and everything for LAMB's norms.
 MOVED = {
     "AdamW 8bit": 10.0625, "AdamW 8bit, skip": 12.0625, "AdamW 8bit, split8": 12.0625, "AdamW 8bit, split": 14.0625,
-    "AdamW 8bit, expansion": 14.0625, "AdamW log8": 10.0625, "AdamW log8, split8": 12.0625, "AdamW fp8": 10.0625,
-    "Collage-light": 18, "Collage-plus": 22, "AdamW fp32": 28, "torch AdamW fused, fp32": 28, "Lion 8bit": 8.03125,
+    "AdamW 8bit, split8, skip": 14.0625, "AdamW 8bit, split, skip": 16.0625, "AdamW 8bit, expansion": 14.0625,
+    "AdamW8bit, defaults": 12.0625, "AdamW log8": 10.0625, "AdamW log8, split8": 12.0625, "AdamW fp8": 10.0625,
+    "recipe adamw8bit-split8": 14.0625, "Collage-light": 18, "Collage-plus": 22, "AdamW bf16": 14,
+    "AdamW fp32 states": 22, "AdamW fp32": 28, "torch AdamW fused, fp32": 28, "torch AdamW fused, bf16": 14,
+    "StableAdamW 8bit": 10.0625 + 2 + 1.015625, "StableAdamW bf16": 14 + 2 + 2, "StableAdamW fp32": 28 + 4 + 4,
+    "LAMB log8": 10.0625 + 2 + 2 + 2.03125, "SGD 8bit": 8.03125, "SGD log8": 8.0625, "Lion 8bit": 8.03125,
+    "Lion log8": 8.0625,
 }  # fmt: skip
 
 
@@ -64,12 +75,70 @@ def test_the_bytes_that_a_step_moves(name: str) -> None:
     assert figures["limit_ms"] == pytest.approx(1e3 * MOVED[name] * 65536 / 1e9, rel=1e-3)
 
 
-@pytest.mark.parametrize("found", _rows.rows(torch.device("cuda")), ids=lambda found: found.name)
-def test_every_row_steps_or_says_why_not(found: Row) -> None:
-    if "cpu" not in found.devices or found.family in ("torchao", "heavyball"):
-        pytest.skip(f"{found.name} runs on GPUs only, or compiles for minutes")
+def test_a_row_is_known_by_its_name() -> None:
+    names = [found.name for found in _rows.rows(torch.device("cuda"))]
+    assert len(set(names)) == len(names)
+    assert {found.name for found in _rows.rows(CPU)} <= set(names)
+    assert all(found.group for found in _rows.rows(torch.device("cuda")))
+
+
+@pytest.mark.filterwarnings("ignore")  # of the peers
+@pytest.mark.parametrize("found", _rows.rows(CPU), ids=lambda found: found.name)
+def test_every_row_steps(found: Row) -> None:
+    if not found.installed():
+        pytest.skip(f"{found.family} is not installed")
+    if found.family == "torchao":
+        pytest.skip(f"{found.name} compiles for minutes")
     figures = _measure.measure(found, parameter_list("64x70"), CPU, 1e9, 1e-3)
-    assert figures.get("ms", 0) > 0 or figures["failed"] == f"{found.family} is not installed"
+    assert figures.get("ms", 0) > 0, figures
+
+
+class Machine:
+    """A host and a device, and the seconds that a step keeps each, in place of torch's and Python's clocks.
+
+    Args:
+        host, device: seconds of a step.
+        launched: how far into the host's seconds the launch is, as a share.
+    """
+
+    def __init__(self, host: float, device: float, launched: float) -> None:
+        self.now = self.free = 0.0
+        self.host, self.device, self.launched, self.steps = host, device, launched, 0
+
+    def step(self) -> None:
+        self.now += self.launched * self.host
+        self.free = max(self.free, self.now) + self.device
+        self.now += (1 - self.launched) * self.host
+        self.steps += 1
+
+    def synchronize(self, device: object = None) -> None:
+        self.now = max(self.now, self.free)
+
+    def event(self, enable_timing: bool) -> Any:
+        event = SimpleNamespace(at=0.0)
+
+        def record(stream: object) -> None:
+            event.at = max(self.free, self.now)
+
+        event.record, event.elapsed_time = record, lambda later: 1e3 * (later.at - event.at)
+        return event
+
+
+@given(st.floats(1e-5, 2e-3), st.floats(1e-5, 2e-3), st.floats(0, 1))
+def test_a_step_on_a_gpu_costs_what_the_slower_of_host_and_device_takes(
+    host: float, device: float, launched: float
+) -> None:
+    machine = Machine(host, device, launched)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_times, "time", SimpleNamespace(perf_counter=lambda: machine.now))
+        patch.setattr(torch.cuda, "Event", machine.event)
+        patch.setattr(torch.cuda, "synchronize", machine.synchronize)
+        patch.setattr(torch.cuda, "current_stream", lambda device: None)
+        times = _times.time_steps(machine.step, torch.device("cuda"), seconds=0.3)
+    assert times.seconds == pytest.approx(max(host, device), rel=1e-9)
+    assert times.host_seconds == pytest.approx(host, rel=1e-9)
+    assert 50 <= times.steps <= machine.steps
+    assert times.steps * max(host, device) >= min(0.25, 5000 * max(host, device))  # long runs
 
 
 def test_what_fails_is_a_result_of_its_own(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
@@ -95,7 +164,11 @@ def test_the_lists_are_the_models() -> None:
     ("arguments", "message"),
     [
         (["--lists", "huge"], "--lists: got 'huge', takes big, matrix, gpt2, gpt2-medium, vit-huge, or a shape"),
-        (["--only", "nothing"], "--only: got 'nothing', takes parts of AdamW 8bit,"),
+        (["--lists", ","], "--lists: got ',', takes big, matrix, gpt2, gpt2-medium, vit-huge, or a shape"),
+        (["--lists", "8x8,8xe"], "--lists: got '8xe', takes big, matrix"),
+        (["--only", "nothing"], "--only: got 'nothing', takes parts of AdamW 8bit; AdamW 8bit, skip;"),
+        (["--only", " , "], "--only: got ' , ', takes parts of AdamW 8bit;"),
+        (["--only", "bitsandbytes"], "--only: got 'bitsandbytes', which takes --peers"),
         (["--device", "tpu"], "--device: got 'tpu'"),
         (["--device", "mps"], "--device: got 'mps', takes 'auto', 'cpu', 'cuda' or 'cuda:N'"),
         (["--seconds", "0"], "--seconds: got 0.0, takes a number above 0"),
@@ -109,12 +182,67 @@ def test_what_makes_no_sense_is_refused_in_a_line(
     assert line.startswith(f"narrowgauge: {message}")
 
 
+def without(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
+    """Packages that are not installed, and peers that all others are."""
+    monkeypatch.setattr(Row, "installed", lambda self: self.family not in missing)
+
+
+def test_peers_that_are_not_installed_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    without(monkeypatch, "bitsandbytes", "torchao")
+    arguments = ["--lists", "8x8", "--peers", "--only", "adamw fp32,adamw8bit", "--json", tmp_path / "b.json"]
+    assert bench(*arguments) == 0
+    assert "Not installed: bitsandbytes, torchao." in capsys.readouterr().out.splitlines()
+    rows = json.loads((tmp_path / "b.json").read_text())["lists"]["8x8"]["rows"]
+    assert rows.keys() >= {"AdamW8bit, defaults", "recipe adamw8bit-split8", "AdamW fp32"}
+    assert not [name for name, found in rows.items() if found["of"] in ("bitsandbytes", "torchao")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--peers: none is installed of bitsandbytes, torchao, optimi"),
+        (["--only", "torchao"], "--peers: none is installed of bitsandbytes, torchao, optimi"),
+    ],
+)
+def test_no_peer_at_all_is_refused_in_a_line(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without(monkeypatch, "bitsandbytes", "torchao", "optimi", "flashoptim", "heavyball")
+    assert bench("--peers", "--lists", "8x8", *arguments) == 2
+    assert capsys.readouterr().err == f"narrowgauge: {message}\n"
+
+
+def test_a_row_of_a_peer_that_is_not_installed_is_refused_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without(monkeypatch, "torchao")
+    assert bench("--peers", "--only", "torchao") == 2
+    assert capsys.readouterr().err == "narrowgauge: --only: got 'torchao', torchao is not installed\n"
+
+
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
     device = torch.device("cuda")
-    speed = _measure.copy_speed(device)
+    speed = _times.copy_speed(device)
     figures = _measure.measure(
         row("torch AdamW fused, fp32", "cuda"), parameter_list("4096x4096"), device, speed, 0.1
     )
     assert speed > 1e11
     assert 0.01 < figures["share"] < 1.5
+    assert 0 < figures["host_ms"] < 1e3 * figures["first_step_seconds"]
+    assert figures["steps"] >= 50
+    assert 0 <= figures["peak_extra_bytes"] < 8
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("found", _rows.rows(torch.device("cuda")), ids=lambda found: found.name)
+def test_every_row_steps_on_a_gpu(found: Row) -> None:
+    if not found.installed():
+        pytest.skip(f"{found.family} is not installed")
+    if found.family in ("torchao", "heavyball"):
+        pytest.skip(f"{found.name} compiles for minutes")
+    figures = _measure.measure(found, parameter_list("64x70"), torch.device("cuda"), 1e12, 1e-3)
+    assert figures.get("ms", 0) > 0, figures

@@ -1,9 +1,9 @@
 """The same graph with less to do for an element: numbers are gathered, divisions shared.
 
-An equation as people write it multiplies and divides an element by several numbers on its way. Each node is taken for
-a number times what is left of it, c x. Products and quotients pass their numbers on, a sum multiplies them into its
-terms, where a fused multiply-add has them for nothing, and where an element is needed at last they are one factor,
-worked out once, in double precision. Quotients of one divisor share its reciprocal.
+An equation as people write it multiplies and divides an element by several numbers on its way. Each node is taken
+for a number times what is left of it, c x. Products and quotients pass their numbers on, a sum multiplies them into
+its terms, where a fused multiply-add has them for nothing, and where an element is needed at last they are one
+factor, worked out once, in double precision. Quotients of one divisor share its reciprocal.
 
 Results in float32 differ by an ulp or two for it.
 """
@@ -33,10 +33,12 @@ class _Work:
         self._uses = Counter(arg for node in every for arg in node.args if isinstance(arg, Node))
         self._uses.update(roots.values())
         self._scaled: dict[Node, _Scaled] = {}
-        self._terms: dict[Node, list[tuple[Node, Node | None]]] = {}  # of sums that a number may be spread into
+        # Of sums that a number may be spread into.
+        self._terms: dict[Node, list[tuple[Node, Node | None]]] = {}
         self._often: set[Node] = set()
         # A divisor is shared if what is left of it is: those numbers aside.
-        divisors = [self.scaled(n.args[1])[1] for n in every if n.op == "div" and not (n.scalar or n.args[1].scalar)]
+        quotients = [node for node in every if node.op == "div" and not (node.scalar or node.args[1].scalar)]
+        divisors = [self.scaled(node.args[1])[1] for node in quotients]
         self._often = {divisor for divisor, count in Counter(divisors).items() if count > 1}
         self._scaled, self._terms = {}, {}
 

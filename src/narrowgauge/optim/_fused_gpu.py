@@ -225,7 +225,6 @@ def _row(layout: Layout, entry: Entry, first: int, programs: int, group: int) ->
         "low": state[plan.weight_key].data_ptr() if plan.weight_key is not None else 0,
         "first": first,
         "programs": programs,
-        "programs": programs,
         "numel": entry.p.numel(),
         "seed": _signed(entry.group["seed"]),
         "stream": _signed(plan.index),

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from narrowgauge.cli._bench._lists import ParameterList, default_lists, parameter_list
-from narrowgauge.cli._bench._measure import copy_speed, measure
+from narrowgauge.cli._bench._measure import measure
 from narrowgauge.cli._bench._report import Table
 from narrowgauge.cli._bench._rows import Row, rows
+from narrowgauge.cli._bench._times import copy_speed
 from narrowgauge.cli._environment import describe_environment, find_device
 
 
@@ -45,7 +46,8 @@ def bench_optimizers(options: BenchOptions, command: str) -> int:
     """
     device = find_device(options.device)
     lists = _chosen_lists(options.lists, device)
-    chosen = _chosen_rows(options.only, options.peers, device)
+    known, missing = _known_rows(options.peers, device)
+    chosen = known if options.only is None else _chosen_rows(options.only, known, missing, device)
     if not options.seconds > 0:
         raise ValueError(f"--seconds: got {options.seconds}, takes a number above 0")
     if options.json is not None:
@@ -59,7 +61,8 @@ def bench_optimizers(options: BenchOptions, command: str) -> int:
         "lists": {},
     }
     failed = False
-    with Table(results) as table:
+    with Table(results, device) as table:
+        table.not_installed(missing)
         for of in lists:
             found: dict[str, Any] = {"title": of.title, **of.counts(), "rows": {}}
             results["lists"][of.name] = found
@@ -67,7 +70,7 @@ def bench_optimizers(options: BenchOptions, command: str) -> int:
             for row in chosen:
                 figures = measure(row, of, device, speed, options.seconds)
                 failed |= "failed" in figures
-                found["rows"][row.name] = {"what": row.what, "of": row.family, **figures}
+                found["rows"][row.name] = {"what": row.what, "of": row.family, "group": row.group, **figures}
                 table.add(row, figures)
                 if options.json is not None:
                     _write(options.json, results)
@@ -77,18 +80,33 @@ def bench_optimizers(options: BenchOptions, command: str) -> int:
 def _chosen_lists(names: str | None, device: torch.device) -> list[ParameterList]:
     if names is None:
         return default_lists(device)
-    return [parameter_list(name.strip()) for name in names.split(",") if name.strip()]
+    return [parameter_list(name) for name in _parts(names) or [names]]
 
 
-def _chosen_rows(only: str | None, peers: bool, device: torch.device) -> list[Row]:
-    known = [row for row in rows(device) if peers or row.family in ("narrowgauge", "torch")]
-    if only is None:
-        return known
-    wanted = [part.strip().lower() for part in only.split(",") if part.strip()]
+def _known_rows(peers: bool, device: torch.device) -> tuple[list[Row], list[str]]:
+    """Rows that can be measured, and the packages that others would need."""
+    wanted = [row for row in rows(device) if peers or not row.peer]
+    known = [row for row in wanted if row.installed()]
+    missing = list(dict.fromkeys(row.family for row in wanted if not row.installed()))
+    if peers and not any(row.peer for row in known):
+        raise ValueError(f"--peers: none is installed of {', '.join(missing)}")
+    return known, missing
+
+
+def _chosen_rows(only: str, known: list[Row], missing: list[str], device: torch.device) -> list[Row]:
+    wanted = _parts(only.lower())
     chosen = [row for row in known if any(part in row.name.lower() for part in wanted)]
-    if not chosen:
-        raise ValueError(f"--only: got {only!r}, takes parts of {', '.join(row.name for row in known)}")
-    return chosen
+    if chosen:
+        return chosen
+    for row in rows(device):
+        if any(part in row.name.lower() for part in wanted):
+            why = f"{row.family} is not installed" if row.family in missing else "which takes --peers"
+            raise ValueError(f"--only: got {only!r}, {why}")
+    raise ValueError(f"--only: got {only!r}, takes parts of {'; '.join(row.name for row in known)}")
+
+
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def _write(path: Path, results: dict[str, Any]) -> None:

@@ -1,11 +1,9 @@
-"""Times: of a copy, and of an optimizer's step."""
+"""A row's figures: times of its step, and the bytes that it keeps and moves."""
 
 from __future__ import annotations
 
 import gc
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,18 +11,9 @@ from torch import Tensor, nn
 
 from narrowgauge.cli._bench._lists import ParameterList
 from narrowgauge.cli._bench._rows import Row
+from narrowgauge.cli._bench._times import time_steps, timed
 
 _WARM = 2  # steps after the first that are not counted
-_LEAST, _MOST = 5, 200  # steps that are
-_CPU_COPY, _CUDA_COPY = 1 << 28, 1 << 32  # bytes
-
-
-def copy_speed(device: torch.device) -> float:
-    """Bytes a second, read and written ones together, of the fastest of a few copies of a large tensor."""
-    source = torch.zeros(_CUDA_COPY if device.type == "cuda" else _CPU_COPY, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    target.copy_(source)
-    return 2 * source.nbytes / min(_timed(lambda: target.copy_(source), device) for _ in range(_LEAST))
 
 
 def measure(row: Row, of: ParameterList, device: torch.device, speed: float, seconds: float) -> dict[str, Any]:
@@ -33,15 +22,15 @@ def measure(row: Row, of: ParameterList, device: torch.device, speed: float, sec
     Args:
         row, of, device: what, on what, where.
         speed: `copy_speed`.
-        seconds: how long to go on, at least five steps.
+        seconds: how long to go on, at least five steps, on a GPU five runs of ten and more.
 
     Returns:
-        `ms` (median), `steps` (how many were timed), `ms_per_1e9` (for as many parameters), `state_bytes` a
-        parameter, `moved_bytes` a parameter that a step has to read and write, `limit_ms`: the time of a copy of
-        those, `share`: that over `ms`, `first_step_seconds`; or `failed`: why there are none.
+        `ms` (median of steps, on a GPU of runs), `steps` (how many were timed), `ms_per_1e9` (for as many
+        parameters), `state_bytes` a parameter, `moved_bytes` a parameter that a step has to read and write,
+        `limit_ms`: the time of a copy of those, `share`: that over `ms`, `first_step_seconds`; on a GPU also
+        `host_ms`: how long a step keeps the host, and `peak_extra_bytes` a parameter: memory that a step takes
+        and gives back. Or `failed`: why there are none.
     """
-    if (refusal := row.refusal()) is not None:
-        return {"failed": refusal}
     try:
         return _measure(row, of, device, speed, seconds)
     except Exception as error:  # whatever a peer raises is its result
@@ -60,48 +49,58 @@ def _measure(row: Row, of: ParameterList, device: torch.device, speed: float, se
         p.grad = torch.randn(shape, device=device, generator=generator).mul_(0.01).to(row.dtype)
         parameters.append(p)
     optimizer = row.make(parameters)
-    first = _timed(optimizer.step, device)
+    first = timed(optimizer.step, device)
     for _ in range(_WARM):
         optimizer.step()
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times) < _LEAST or (time.perf_counter() < end and len(times) < _MOST):
-        times.append(_timed(optimizer.step, device))
     count = sum(p.numel() for p in parameters)
-    state = _state_bytes(optimizer) / count
-    moved = 2 * row.dtype.itemsize + row.gradient_passes * row.dtype.itemsize + 2 * state
-    median, limit = statistics.median(times), moved * count / speed
-    return {
-        "ms": 1e3 * median,
-        "steps": len(times),
-        "ms_per_1e9": 1e12 * median / count,
-        "state_bytes": state,
+    extra = _peak_extra_bytes(optimizer, device) / count if device.type == "cuda" else 0.0
+    times = time_steps(optimizer.step, device, seconds)
+    moved = _moved_bytes(row, optimizer, count)
+    limit = moved * count / speed
+    figures = {
+        "ms": 1e3 * times.seconds,
+        "steps": times.steps,
+        "ms_per_1e9": 1e12 * times.seconds / count,
+        "state_bytes": _state_bytes(optimizer) / count,
         "moved_bytes": moved,
         "limit_ms": 1e3 * limit,
-        "share": limit / median,
+        "share": limit / times.seconds,
         "first_step_seconds": first,
     }
+    if times.host_seconds is not None:
+        figures |= {"host_ms": 1e3 * times.host_seconds, "peak_extra_bytes": extra}
+    return figures
 
 
-def _timed(run: Callable[[], Any], device: torch.device) -> float:
-    """Seconds from an idle device to an idle device."""
-    if device.type != "cuda":
-        begun = time.perf_counter()
-        run()
-        return time.perf_counter() - begun
-    torch.cuda.synchronize(device)
-    begun = time.perf_counter()
-    run()
-    torch.cuda.synchronize(device)
-    return time.perf_counter() - begun
+def _moved_bytes(row: Row, optimizer: torch.optim.Optimizer, count: int) -> float:
+    """Bytes a parameter that a step has to read and write, however it is written.
+
+    That is parameter and state, read and written, and the gradient, read, and once more what has to be known
+    before anything may be written.
+    """
+    word = row.dtype.itemsize
+    words = {"grad": float(word), "weight": float(word)}
+    again = sum(words[name] if name in words else _state_bytes(optimizer, name) / count for name in row.before)
+    return 3 * word + 2 * _state_bytes(optimizer) / count + again
 
 
-def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the tensors that a step reads and writes, each piece of memory once."""
-    found = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_in(dict(optimizer.state))
-    }
+def _state_bytes(optimizer: torch.optim.Optimizer, moment: str = "state") -> int:
+    """Bytes of the tensors that a step reads and writes, or of one moment's; each piece of memory once."""
+    kept: Any = dict(optimizer.state)
+    if moment != "state":
+        kept = [[state[key] for key in state if key.partition(".")[0] == moment] for state in kept.values()]
+    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_in(kept)}
     return sum(found.values())
+
+
+def _peak_extra_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
+    """Memory that a step takes and gives back."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    optimizer.step()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def tensors_in(kept: Any) -> Iterator[Tensor]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
+import torch
 from rich import box
 from rich.console import Console
 from rich.live import Live
@@ -18,14 +20,18 @@ _EXPLAINED = """\
 B: bytes a parameter, kept in the optimizer's state, and moved: what a step has to read and write.
 limit: the time of a copy of what is moved; a small list stays in a cache and may pass it.
 """
+_EXPLAINED_GPU = """\
+host ms: how long a step keeps the host; extra B: memory that a step takes and gives back.
+"""
 
 
 class Table:
     """Prints a table for each list of tensors; a row appears when it has been measured."""
 
-    def __init__(self, results: dict[str, Any]) -> None:
+    def __init__(self, results: dict[str, Any], device: torch.device) -> None:
         self._console = Console()
         self._wide = self._console.width >= _WIDE
+        self._gpu = device.type == "cuda"
         self._live: Live | None = None
         self._table = RichTable()
         self._failed: list[str] = []
@@ -41,18 +47,26 @@ class Table:
     ) -> None:
         self._end()
         if kind is None:
-            self._console.print(_EXPLAINED, end="")
+            self._console.print(_EXPLAINED + self._gpu * _EXPLAINED_GPU, end="")
+
+    def not_installed(self, packages: Sequence[str]) -> None:
+        """Say which packages' rows are missing."""
+        if packages:
+            self._console.print(f"Not installed: {', '.join(packages)}.")
 
     def begin(self, of: ParameterList) -> None:
         """Start the table of a list."""
         self._end()
         counts = of.counts()
         title = f"{of.title}: {counts['tensors']:,} tensors, {counts['parameters']:,} parameters"
-        self._table = RichTable(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+        self._table = RichTable(
+            title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False
+        )
+        self._group: str | None = None
         self._table.add_column("optimizer", no_wrap=True)
         if self._wide:
             self._table.add_column("what is kept")
-        for column in ("state B", *(["moved B"] if self._wide else []), "ms", "ms / 10⁹", "of limit", "first"):
+        for column in self._columns():
             self._table.add_column(column, justify="right", no_wrap=True)
         self._live = Live(self._table, console=self._console, refresh_per_second=2)
         self._live.start()
@@ -62,11 +76,30 @@ class Table:
         if "failed" in figures:
             self._failed.append(f"{row.name}: {figures['failed']}")
             return
-        moved = [row.what, f"{figures['state_bytes']:.2f}", f"{figures['moved_bytes']:.2f}"]
-        self._table.add_row(
-            row.name, *(moved if self._wide else moved[1:2]), _short(figures["ms"]), _short(figures["ms_per_1e9"]),
-            f"{100 * figures['share']:.1f} %", f"{figures['first_step_seconds']:.2f} s",
-        )  # fmt: skip
+        if self._group not in (None, row.group):
+            self._table.add_section()
+        self._group = row.group
+        self._table.add_row(row.name, *([row.what] if self._wide else []), *self._columns(figures).values())
+
+    def _columns(self, figures: dict[str, Any] | None = None) -> dict[str, str]:
+        """What a row shows behind its name, under the columns' titles."""
+        known = figures or {}
+        bytes_of = {name: f"{known.get(f'{name}_bytes') or 0:.2f}" for name in ("state", "moved", "peak_extra")}
+        first = known.get("first_step_seconds", 0.0)
+        columns = {
+            "state B": bytes_of["state"],
+            "moved B": bytes_of["moved"],
+            "extra B": bytes_of["peak_extra"],
+            "ms": _short(known.get("ms", 0.0)),
+            "ms / 10⁹": _short(known.get("ms_per_1e9", 0.0)),
+            "of limit": f"{100 * known.get('share', 0.0):.1f} %",
+            "host ms": _short(known.get("host_ms", 0.0)),
+            "first": f"{first:.2f} s",
+        }
+        left_out = set() if self._gpu else {"extra B", "host ms"}
+        if not self._wide:
+            left_out |= {"moved B", "extra B", "ms"} if self._gpu else {"moved B"}
+        return {title: text for title, text in columns.items() if title not in left_out}
 
     def _end(self) -> None:
         if self._live is not None:

@@ -1,6 +1,6 @@
 """What is measured: our compositions, torch's own optimizers, and the peers' where they are installed.
 
-Peers are named, not imported: the library knows none of them.
+Peers are named, not imported: the library knows none of them. Rows stand beside those that keep about as much.
 """
 
 from __future__ import annotations
@@ -8,16 +8,19 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import Any
 
 import torch
 from torch import nn
 
-from narrowgauge import optim
+from narrowgauge import optim, recipes
 
 _FP32, _BF16 = torch.float32, torch.bfloat16
+_OPTIM, _BITSANDBYTES = optim.__name__, "bitsandbytes.optim"
+# What is read before anything is written: to know that all is finite, for update clipping, for LAMB's norms.
+_GRAD, _GRAD_AND_V, _ALL = ("grad",), ("grad", "v"), ("grad", "weight", "state")
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,10 @@ class Row:
         dtype: of parameters and gradients.
         module, optimizer: where its class is.
         options: what it is made with.
-        gradient_passes: how often a step has to read the gradient.
+        before: what a step has to read before it can write anything, and so reads once more: ``"grad"``,
+            ``"weight"``, ``"state"``, or one moment by its name in the optimizer's state.
         devices: where it runs.
+        group: the rows that it is compared with.
     """
 
     name: str
@@ -40,13 +45,23 @@ class Row:
     module: str
     optimizer: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    gradient_passes: int = 1
+    before: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu", "cuda")
+    group: str = ""
 
     @property
     def family(self) -> str:
         """The package."""
         return self.module.partition(".")[0]
+
+    @property
+    def peer(self) -> bool:
+        """Whether it is another library's."""
+        return self.family not in ("narrowgauge", "torch")
+
+    def installed(self) -> bool:
+        """Whether the package is there."""
+        return importlib.util.find_spec(self.family) is not None
 
     def version(self) -> str | None:
         """Of the package; None where it is not installed."""
@@ -54,10 +69,6 @@ class Row:
             return metadata.version({"optimi": "torch-optimi"}.get(self.family, self.family))
         except metadata.PackageNotFoundError:
             return None
-
-    def refusal(self) -> str | None:
-        """Why it cannot be measured; None if it can."""
-        return None if importlib.util.find_spec(self.family) else f"{self.family} is not installed"
 
     def make(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer."""
@@ -67,56 +78,119 @@ class Row:
         return made
 
 
+def apply_recipe(parameters: list[nn.Parameter], name: str) -> torch.optim.Optimizer:
+    """The optimizer of a recipe, as two lines of a training script make it."""
+    return recipes.get(name).apply(nn.ParameterList(parameters))
+
+
 def _ours(
-    name: str, what: str, optimizer: str = "AdamW", dtype: torch.dtype = _BF16, passes: int = 1, **options: Any
+    name: str,
+    what: str,
+    optimizer: str = "AdamW",
+    dtype: torch.dtype = _BF16,
+    before: tuple[str, ...] = (),
+    **options: Any,
 ) -> Row:
     options = {"lr": 1e-3, "nonfinite": "propagate"} | options
-    # To skip a gradient that is not finite means to have read all of it before anything is written.
-    passes += options["nonfinite"] == "skip"
-    return Row(name, what, dtype, optim.__name__, optimizer, options, passes)
+    return Row(name, what, dtype, _OPTIM, optimizer, options, before)
 
 
-_OURS = (
-    _ours("AdamW 8bit", "bf16, the paper's 8-bit states", states="8bit"),
-    _ours("AdamW 8bit, skip", "the same, nonfinite='skip' (the default)", states="8bit", nonfinite="skip"),
+def _skipping(row: Row) -> Row:
+    """The row with `nonfinite="skip"`: all of a gradient is read before it is known to be finite."""
+    name, options = f"{row.name}, skip", {**row.options, "nonfinite": "skip"}
+    return replace(row, name=name, what="the same, nonfinite='skip'", options=options, before=_GRAD)
+
+
+def _group(group: str, *rows: Row) -> tuple[Row, ...]:
+    return tuple(replace(row, group=group) for row in rows)
+
+
+_CPU, _CUDA = ("cpu",), ("cuda",)
+_STABLE, _FUSED, _FOREACH, _LR = "StableAdamW", {"fused": True}, {"foreach": True}, {"lr": 1e-3}
+_ECC = {"lr": 1e-3, "ecc": "bf16+8", "param_ecc": "bf16+8"}
+_PLAIN = _ours("AdamW 8bit", "bf16, the paper's 8-bit states", states="8bit")
+_WIDER = (
     _ours("AdamW 8bit, split8", "24-bit weights, the paper's states", states="8bit", weights="split8"),
     _ours("AdamW 8bit, split", "exact fp32 weights in two words", states="8bit", weights="split"),
     _ours("AdamW 8bit, expansion", "weights as expansions", states="8bit", weights="expansion"),
-    _ours("AdamW log8", "bf16, logarithmic 8-bit states", states="log8"),
-    _ours("AdamW log8, split8", "24-bit weights, logarithmic states", states="log8", weights="split8"),
-    _ours(
-        "AdamW log8, split8, skip", "the same, nonfinite='skip'", states="log8", weights="split8", nonfinite="skip"
+)
+_ROWS = (
+    *_group(
+        "AdamW, narrow states",
+        _PLAIN,
+        _skipping(_PLAIN),
+        _ours("AdamW log8", "bf16, logarithmic 8-bit states", states="log8"),
+        Row("AdamW8bit, defaults", "bf16, log8, nonfinite='skip'", _BF16, _OPTIM, "AdamW8bit", before=_GRAD),
+        _ours("AdamW fp8", "bf16, float8 states", states="fp8"),
+        Row("bitsandbytes AdamW8bit", "bf16, 8-bit states", _BF16, _BITSANDBYTES, "AdamW8bit"),
+        Row("torchao AdamW8bit", "bf16, 8-bit states", _BF16, "torchao.optim", "AdamW8bit"),
+        Row("torchao AdamW4bit", "bf16, 4-bit states", _BF16, "torchao.optim", "AdamW4bit"),
+        Row("torchao AdamWFp8", "bf16, float8 states", _BF16, "torchao.optim", "AdamWFp8"),
     ),
-    _ours("AdamW fp8", "bf16, float8 states", states="fp8"),
-    _ours("Collage-light", "expansions, bf16 states", states="bf16", weights="expansion"),
-    _ours("Collage-plus", "expansions, v too", states="expansion", weights="expansion"),
-    _ours("AdamW bf16", "bf16, bf16 states", states="bf16"),
-    _ours("AdamW fp32 states", "bf16, fp32 states"),
-    _ours("AdamW fp32", "everything in fp32", dtype=_FP32),
-    _ours("StableAdamW 8bit", "update clipping: gradients are read twice", "StableAdamW", passes=2, states="8bit"),
-    _ours("SGD 8bit", "momentum in 8 bits", "SGD", states="8bit", momentum=0.9),
-    _ours("Lion 8bit", "momentum in 8 bits", "Lion", states="8bit"),
-)
-_TORCH = (
-    Row("torch AdamW fused, fp32", "everything in fp32", _FP32, "torch.optim", "AdamW", {"fused": True}),
-    Row("torch AdamW fused, bf16", "everything in bf16", _BF16, "torch.optim", "AdamW", {"fused": True}),
-    Row("torch AdamW foreach, fp32", "everything in fp32", _FP32, "torch.optim", "AdamW", {"foreach": True}),
-)
-_CUDA = ("cuda",)
-_PEERS = (
-    Row("bitsandbytes AdamW8bit", "bf16, 8-bit states", _BF16, "bitsandbytes.optim", "AdamW8bit"),
-    Row("bitsandbytes Lion8bit", "bf16, 8-bit momentum", _BF16, "bitsandbytes.optim", "Lion8bit", {"lr": 1e-4}),
-    Row("torchao AdamW8bit", "bf16, 8-bit states", _BF16, "torchao.optim", "AdamW8bit"),
-    Row("torchao AdamW4bit", "bf16, 4-bit states", _BF16, "torchao.optim", "AdamW4bit"),
-    Row("torchao AdamWFp8", "bf16, float8 states", _BF16, "torchao.optim", "AdamWFp8"),
-    Row("FlashAdamW", "24-bit weights, 8-bit states", _BF16, "flashoptim", "FlashAdamW", {"lr": 1e-3}, 1, _CUDA),
-    Row("FlashLion", "24-bit weights, 8-bit momentum", _BF16, "flashoptim", "FlashLion", {"lr": 1e-4}, 1, _CUDA),
-    Row("optimi AdamW", "Kahan-summed bf16", _BF16, "optimi", "AdamW", {"lr": 1e-3}),
-    Row("optimi StableAdamW", "Kahan-summed bf16", _BF16, "optimi", "StableAdamW", {"lr": 1e-3}),
-    Row("HeavyBall AdamW", "bf16, compiled", _BF16, "heavyball", "ForeachAdamW", {"lr": 1e-3}),
-)
+    *_group(
+        "AdamW, narrow states, wider weights",
+        *(each for row in _WIDER for each in (row, _skipping(row))),
+        _ours("AdamW log8, split8", "24-bit weights, logarithmic states", states="log8", weights="split8"),
+        Row(
+            "recipe adamw8bit-split8", "24-bit weights, log8, nonfinite='skip'", _BF16, __name__,
+            apply_recipe.__name__, {"name": "adamw8bit-split8"}, _GRAD,
+        ),
+        Row("FlashAdamW", "24-bit weights, 8-bit states", _BF16, "flashoptim", "FlashAdamW", _LR, (), _CUDA),
+        Row(
+            "FlashAdamW, 32 bits", "32-bit weights, 8-bit states", _BF16, "flashoptim", "FlashAdamW",
+            {**_LR, "master_weight_bits": 32}, (), _CUDA,
+        ),
+        Row("HeavyBall AdamW, bf16+8", "24-bit words", _BF16, "heavyball", "AdamW", _ECC, (), _CUDA),
+    ),
+    *_group(
+        "AdamW, states of 16 and 32 bits",
+        _ours("Collage-light", "expansions, bf16 states", states="bf16", weights="expansion"),
+        _ours("Collage-plus", "expansions, v too", states="expansion", weights="expansion"),
+        _ours("AdamW bf16", "bf16, bf16 states", states="bf16"),
+        _ours("AdamW fp32 states", "bf16, fp32 states"),
+        _ours("AdamW fp32", "everything in fp32", dtype=_FP32),
+        Row("torch AdamW fused, bf16", "everything in bf16", _BF16, "torch.optim", "AdamW", _FUSED),
+        Row("torch AdamW fused, fp32", "everything in fp32", _FP32, "torch.optim", "AdamW", _FUSED),
+        Row("torch AdamW foreach, fp32", "everything in fp32", _FP32, "torch.optim", "AdamW", _FOREACH),
+        Row("optimi AdamW", "Kahan-summed bf16", _BF16, "optimi", "AdamW", _LR),
+        Row("HeavyBall AdamW", "bf16, fp32 states, compiled", _BF16, "heavyball", "AdamW", _LR, (), _CUDA),
+    ),
+    *_group(
+        "Sums over a tensor first",
+        _ours("StableAdamW 8bit", "8-bit states, update clipping", _STABLE, before=_GRAD_AND_V, states="8bit"),
+        _ours("StableAdamW bf16", "all bf16, update clipping", _STABLE, before=_GRAD_AND_V, states="bf16"),
+        _ours("StableAdamW fp32", "all fp32, update clipping", _STABLE, _FP32, _GRAD_AND_V),
+        _ours("LAMB log8", "bf16, logarithmic 8-bit states", "LAMB", before=_ALL, states="log8"),
+        Row(
+            "optimi StableAdamW", "Kahan-summed bf16, update clipping", _BF16, "optimi", _STABLE,
+            _LR, ("grad", "exp_avg_sq"), _CUDA,
+        ),
+        Row(  # where triton is installed, it would be asked for kernels on a CPU
+            "optimi StableAdamW", "Kahan-summed bf16, update clipping", _BF16, "optimi", _STABLE,
+            {**_LR, "triton": False}, ("grad", "exp_avg_sq"), _CPU,
+        ),
+    ),
+    *_group(
+        "One moment, or three",
+        _ours("SGD 8bit", "bf16, the paper's 8-bit momentum", "SGD", states="8bit", momentum=0.9),
+        _ours("SGD log8", "bf16, logarithmic momentum", "SGD", states="log8", momentum=0.9),
+        _ours("Lion 8bit", "bf16, the paper's 8-bit momentum", "Lion", states="8bit"),
+        _ours("Lion log8", "bf16, logarithmic momentum", "Lion", states="log8"),
+        Row(
+            "bitsandbytes SGD8bit", "bf16, 8-bit momentum", _BF16, _BITSANDBYTES, "SGD8bit",
+            {**_LR, "momentum": 0.9},
+        ),
+        Row("bitsandbytes Lion8bit", "bf16, 8-bit momentum", _BF16, _BITSANDBYTES, "Lion8bit", _LR),
+        Row("bitsandbytes AdEMAMix8bit", "bf16, three 8-bit moments", _BF16, _BITSANDBYTES, "AdEMAMix8bit"),
+        Row(
+            "FlashSGD", "24-bit weights, 8-bit momentum", _BF16, "flashoptim", "FlashSGD",
+            {**_LR, "momentum": 0.9}, (), _CUDA,
+        ),
+        Row("FlashLion", "24-bit weights, 8-bit momentum", _BF16, "flashoptim", "FlashLion", _LR, (), _CUDA),
+    ),
+)  # fmt: skip
 
 
 def rows(device: torch.device) -> tuple[Row, ...]:
-    """All rows for a device, ours first."""
-    return tuple(row for row in (*_OURS, *_TORCH, *_PEERS) if device.type in row.devices)
+    """All rows for a device; of each group ours first."""
+    return tuple(row for row in _ROWS if device.type in row.devices)

@@ -16,6 +16,7 @@ from narrowgauge.kernels._step._compile import compiled
 from narrowgauge.kernels._step._layout import Layout
 from narrowgauge.kernels._step._numbers import numbers_source
 
+
 @dataclass(frozen=True)
 class Tables:
     """What a launch reads and writes beside the tensors themselves.

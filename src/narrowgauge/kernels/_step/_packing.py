@@ -2,9 +2,9 @@
 """Narrow words as they travel: two or four in one of 32 bits.
 
 Kept one by one, bytes that wait in registers take a register each, and are packed and unpacked at every turn. So
-whole tiles go by words of 32 bits, (rows, elements / 2) or (rows, elements / 4), and elements come out of them beside
-one another in the same thread. Where the compiler would take two instructions for one the code is assembly, beside
-the same in integers, which the interpreter runs.
+whole tiles go by words of 32 bits, (rows, elements / 2) or (rows, elements / 4), and elements come out of them
+beside one another in the same thread. Where the compiler would take two instructions for one the code is assembly,
+beside the same in integers, which the interpreter runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from narrowgauge.kernels._step._floats import ASSEMBLY, float_of, from_e4m3, nar
 
 HALVES = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
 BYTES = tl.constexpr(
-    "prmt.b32 $0, $4, 0, 0x4440; prmt.b32 $1, $4, 0, 0x4441; prmt.b32 $2, $4, 0, 0x4442; prmt.b32 $3, $4, 0, 0x4443;"
+    "prmt.b32 $0, $4, 0, 0x4440; prmt.b32 $1, $4, 0, 0x4441; prmt.b32 $2, $4, 0, 0x4442; "
+    "prmt.b32 $3, $4, 0, 0x4443;"
 )
 OFFSETS = tl.constexpr(
     "prmt.b32 $0, $4, 0, 0x8804; prmt.b32 $1, $4, 0, 0x9914; prmt.b32 $2, $4, 0, 0xAA24; "
@@ -152,8 +153,8 @@ def from_upper_codes(codes, ROWS: tl.constexpr):
 def beyond_half(p, low):
     """A number other than zero where a bf16 low word is more than half a unit in the last place of its bf16.
 
-    Without sign and fraction, and eight powers of two less, it is that half. Of both numbers in a word, what is less
-    than zero shows in the highest bit.
+    Without sign and fraction, and eight powers of two less, it is that half. Of both numbers in a word, what is
+    less than zero shows in the highest bit.
     """
     return ((p & 0x7F807F80) - 0x04000400 - (low & 0x7FFF7FFF)) & -0x7FFF8000
 
@@ -170,8 +171,9 @@ def offsets_of(words, ROWS: tl.constexpr):
     if ASSEMBLY:
         # The byte second, its sign in the two above.
         a, b, c, d = tl.inline_asm_elementwise(
-            OFFSETS, "=r,=r,=r,=r,r", [words], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
-        )
+            OFFSETS,
+            "=r,=r,=r,=r,r", [words], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
     else:
         a, b, c, d = (words << 24) >> 16, (words << 16) >> 24 << 8, (words << 8) >> 24 << 8, words >> 24 << 8
     return beside4(a, b, c, d, ROWS)
@@ -179,8 +181,9 @@ def offsets_of(words, ROWS: tl.constexpr):
 
 @triton.jit
 def numbers_of(words, ROWS: tl.constexpr):
-    """The bytes of words in two's complement as floats. No conversion, which would be four times slower: they are
-    the lowest bits of 2^23 and something.
+    """The bytes of words in two's complement as floats.
+
+    No conversion, which would be four times slower: they are the lowest bits of 2^23 and something.
     """
     if ASSEMBLY:
         a, b, c, d = tl.inline_asm_elementwise(

@@ -1,7 +1,7 @@
 """The text of a step's kernels: `step`, and before it `finite` and `sums` where they are needed.
 
-A program works on some units of a tensor, one after the other. `_words` has the lines that bring words from memory and back,
-`_unit` those that decode and encode them, `_emit` the equation's.
+A program works on some units of a tensor, one after the other. `_words` has the lines that bring words from memory
+and back, `_unit` those that decode and encode them, `_emit` the equation's.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def step_source(
 
 
 def sums_source(layout: Layout, terms: Mapping[str, Node], met: Sequence[Node]) -> str:
-    """The kernel `sums`: each program's sums of the terms, in float64, of eight neighbours first in their precision."""
+    """The kernel `sums`: sums of a program's terms in float64, of eight neighbours in their own precision."""
     known = _inputs(layout) | {node: f"u{i}" for i, node in enumerate(met)}
     made, names = lines(terms.values(), known, "x")
     sums = [f"sum{number}" for number in range(len(terms))]
@@ -58,7 +58,8 @@ def sums_source(layout: Layout, terms: Mapping[str, Node], met: Sequence[Node]) 
     ]
     zeros = f"tl.zeros([{layout.rows}, {layout.block // 8}], tl.float64)"
     bodies = [
-        [*loads(layout, kept_words(layout, packed)), *decode(layout, None, packed), *body] for packed in (True, False)
+        [*loads(layout, kept_words(layout, packed)), *decode(layout, None, packed), *body]
+        for packed in (True, False)
     ]
     return _pass_kernel("sums", layout, len(met), dict.fromkeys(sums, zeros), bodies, end)
 

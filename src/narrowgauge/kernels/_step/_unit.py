@@ -1,7 +1,7 @@
 """Lines that decode a unit's words, and encode and write them, for the kernels of `_source`.
 
-Everything comes in two forms. The usual one is for units all of whose elements are there and ordinary, and notes what
-would tell that they are not (`Rare`); the careful one is right for all.
+Everything comes in two forms. The usual one is for units all of whose elements are there and ordinary, and notes
+what would tell that they are not (`Rare`); the careful one is right for all.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def write_weight(p, low, weight, delta, random, STORAGE: tl.constexpr, KIND: tl.
 
 @triton.jit
 def usual_join(bits, offset):
-    """The weight of a split one, from the parameter as the upper half of 32 bits and units in a float32's last place.
+    """The weight of a split one, of the parameter as the upper half of 32 bits and units in a float32's last place.
 
     Rare: a borrow from a zero, or a carry into infinity's neighbours. Both make it no number, which whoever adds to
     it will notice.

@@ -1,8 +1,8 @@
 """Lines that bring a unit's words from memory and back, for the kernels of `_source`.
 
-A unit is some whole blocks, `Layout.unit` elements: what a program works on at a time. Of every word a kernel has the
-address of the tensor's first, `NAME_at`; `unit` is the number of a unit, and `left` says how many elements there are
-from it on.
+A unit is some whole blocks, `Layout.unit` elements: what a program works on at a time. Of every word a kernel has
+the address of the tensor's first, `NAME_at`; `unit` is a unit's number, `left` how many elements there are from it
+on.
 
 Narrow words are `packed` in integers of 32 bits where a unit is whole (see `_packing`).
 """
@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from narrowgauge.kernels._step._layout import AT, BYTES, WORDS, Layout, Moment, Word
-
+from narrowgauge.kernels._step._layout import AT, BYTES, WORDS, Layout, Moment
 
 _TOGETHER = ("plain", "split8", "expansion", "kahan")
 

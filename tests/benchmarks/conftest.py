@@ -1,0 +1,15 @@
+"""The benchmarks are scripts beside one another. Their folder is searched for these modules only: it has a module
+`render`, and so have the studies.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
+sys.path.append(BENCHMARKS)
+for module in ("_steps", "_steps_picture"):
+    importlib.import_module(module)
+sys.path.remove(BENCHMARKS)
