@@ -42,7 +42,6 @@ class _Work:
         self._often = {divisor for divisor, count in Counter(divisors).items() if count > 1}
         self._scaled, self._terms = {}, {}
 
-
     def scaled(self, node: Node) -> _Scaled:
         """A node that is no number as c x; nothing is done to what is in double precision."""
         if node not in self._scaled:
@@ -86,13 +85,16 @@ class _Work:
         return _over(c, d), Node("div", (x, y))
 
     def _sum(self, node: Node) -> _Scaled:
-        terms = [(arg, None) if arg.scalar else self.scaled(arg) for arg in node.args]
+        terms = [self._scaled_term(arg) for arg in node.args]
         made = Node(node.op, tuple(self._term(term) for term in terms))
         # To multiply both terms by one number more costs nothing where they have one already.
         alone = self._uses[node] == 1 and all(arg.scalar or self._uses[arg] == 1 for arg in node.args)
         if alone and all(x is None or c != _ONE for c, x in terms):
             self._terms[made] = terms
         return _ONE, made
+
+    def _scaled_term(self, arg: Node) -> tuple[Node, Node | None]:
+        return (arg, None) if arg.scalar else self.scaled(arg)
 
     def _term(self, term: tuple[Node, Node | None]) -> Node:
         c, x = term

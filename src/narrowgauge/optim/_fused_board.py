@@ -37,7 +37,8 @@ class Launch:
     Attributes:
         step: the kernels.
         rows: int64 (tensors, WIDTH); see `_layout`.
-        programs: int32 (programs,): the tensor that each program works on; on the device.
+        programs, passes: int32: the tensor that each program works on, of the step and of passes that only read; on
+            the device.
         codebooks: values and cells of each; on the device.
         members: the place of each row's entry in the list of entries.
         groups: the place of each row of hyperparameters in the list of groups.
@@ -47,6 +48,7 @@ class Launch:
     step: Step
     rows: npt.NDArray[np.int64]
     programs: Tensor
+    passes: Tensor
     codebooks: Sequence[tuple[Tensor, Tensor]]
     members: npt.NDArray[np.int64]
     groups: tuple[int, ...]
@@ -82,6 +84,7 @@ class Board:
             Tables(
                 self._there[rows].view(launch.rows.shape),
                 launch.programs,
+                launch.passes,
                 self._there[hyper].view(torch.float64).view(len(launch.groups), -1),
                 launch.codebooks,
             )

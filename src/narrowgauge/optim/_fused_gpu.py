@@ -161,16 +161,19 @@ def _launch(kind: _Kind, entries: Mapping[int, Entry], groups: list[int]) -> Lau
             "and gradients before capturing"
         )
     mine = list(dict.fromkeys(id(entry.group) for entry in entries.values()))
-    rows, counts, first = [], [], 0
-    for entry in entries.values():
-        counts.append(-(-entry.p.numel() // kind.layout.tile))
-        rows.append(_row(kind.layout, entry, first, counts[-1], mine.index(id(entry.group))))
-        first += counts[-1]
-    programs = torch.from_numpy(np.repeat(np.arange(len(rows), dtype=np.int32), counts))
+    sizes = np.array([entry.p.numel() for entry in entries.values()])
+    counts = [-(-sizes // (units * kind.layout.unit)) for units in (kind.layout.units, kind.layout.pass_units)]
+    tensors = np.arange(len(sizes), dtype=np.int32)
+    rows = np.array([_row(kind.layout, entry, mine.index(id(entry.group))) for entry in entries.values()], np.int64)
+    for column, count in zip(("first", "pass_first"), counts, strict=True):
+        rows[:, AT[column]] = np.cumsum(count) - count
+    rows[:, AT["passes"]] = counts[1]
+    programs, passes = (sent(torch.from_numpy(np.repeat(tensors, count)), device) for count in counts)
     return Launch(
         step,
-        np.array(rows, dtype=np.int64),
-        sent(programs, device),
+        rows,
+        programs,
+        passes,
         [codebook_cells(*book, device) for book in kind.codebooks],
         np.array(list(entries), dtype=np.int64),
         tuple(groups.index(group) for group in mine),
@@ -216,15 +219,13 @@ def _step(kind: _Kind) -> Step:
     return Step(kind.layout, found.delta, found.moments, found.reach, found.terms, scalars, kind.numbers, kind.skip)
 
 
-def _row(layout: Layout, entry: Entry, first: int, programs: int, group: int) -> list[int]:
+def _row(layout: Layout, entry: Entry, group: int) -> list[int]:
     plan, state = entry.plan, entry.state
     row = [0] * WIDTH
     given = {
         "p": entry.p.data_ptr(),
         "grad": entry.grad.data_ptr(),
         "low": state[plan.weight_key].data_ptr() if plan.weight_key is not None else 0,
-        "first": first,
-        "programs": programs,
         "numel": entry.p.numel(),
         "seed": _signed(entry.group["seed"]),
         "stream": _signed(plan.index),

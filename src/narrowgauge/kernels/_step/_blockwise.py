@@ -28,7 +28,7 @@ _HUGE = tl.constexpr(0x7E800000)  # bits of 2^126
 
 @triton.jit
 def table_decode(codes, scales, values):
-    return float_of(gather(values, codes.to(tl.int32))) * scales
+    return product(float_of(gather(values, codes.to(tl.int32))), scales)
 
 
 @triton.jit

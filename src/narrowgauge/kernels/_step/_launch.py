@@ -23,7 +23,8 @@ class Tables:
 
     Attributes:
         rows: int64 (tensors, WIDTH); see `_layout`.
-        programs: int32 (programs,): the tensor that each program works on.
+        programs: int32 (programs,): the tensor that each program of the step works on.
+        passes: int32, the same of programs that only read.
         hyper: float64 (groups, hyperparameters).
         codebooks: for each codebook its values, float32, and the cells that encode to it, int32.
         scratch: made on first use and kept.
@@ -31,6 +32,7 @@ class Tables:
 
     rows: Tensor
     programs: Tensor
+    passes: Tensor
     hyper: Tensor
     codebooks: Sequence[tuple[Tensor, Tensor]] = ()
     scratch: dict[str, Tensor] = field(default_factory=dict)
@@ -87,35 +89,29 @@ class Step:
             self._launch(tables)
 
     def _launch(self, tables: Tables) -> None:
-        count, programs = tables.rows.shape[0], tables.programs.numel()
+        count, programs, passes = tables.rows.shape[0], tables.programs.numel(), tables.passes.numel()
         flags = tables.buffer("flags", torch.int32, count)
         steps = tables.buffer("steps", torch.int32, count)
         row = tables.buffer("uniforms", torch.float32, count * max(self.met, 1))
-        partials = tables.buffer("partials", torch.float64, len(self.terms) * programs)
+        partials = tables.buffer("partials", torch.float64, len(self.terms) * passes)
         books = [tensor for pair in tables.codebooks for tensor in pair]
         # Fused multiply-adds are meant; where a codec must round twice, it says so.
         warps = {"num_warps": self.layout.warps, "enable_fp_fusion": True, "maxnreg": self.layout.registers}
         shape = {"num_warps": 1}
-        if self.skip and programs:
-            self.finite[(programs,)](
-                tables.rows, tables.programs, row, steps, flags, partials, *books, **warps
-            )
+        if self.skip and passes:
+            self.finite[(passes,)](tables.rows, tables.passes, row, steps, flags, partials, *books, **warps)
         advance = {"ADVANCE": True, "SKIP": self.skip}
         if self.terms:
             before = tables.buffer("uniforms before", torch.float32, count * max(self.met_before, 1))
             self.numbers_before[(count,)](
                 tables.rows, tables.hyper, before, steps, flags, partials, **advance, **shape
             )
-            if programs:
-                self.sums[(programs,)](
-                    tables.rows, tables.programs, before, steps, flags, partials, *books, **warps
-                )
+            if passes:
+                self.sums[(passes,)](tables.rows, tables.passes, before, steps, flags, partials, *books, **warps)
             advance = {"ADVANCE": False, "SKIP": False}
         self.numbers[(count,)](tables.rows, tables.hyper, row, steps, flags, partials, **advance, **shape)
         if programs:
-            self.step[(programs,)](
-                tables.rows, tables.programs, row, steps, flags, partials, *books, **warps
-            )
+            self.step[(programs,)](tables.rows, tables.programs, row, steps, flags, partials, *books, **warps)
 
 
 def _met(roots: Any) -> list[Node]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 COLUMNS = (
-    "p", "grad", "low", "first", "programs", "numel", "seed", "stream", "count", "skipped", "hyper",
+    "p", "grad", "low", "first", "pass_first", "passes", "numel", "seed", "stream", "count", "skipped", "hyper",
 )  # fmt: skip
-WIDTH = 18
+WIDTH = 20
 AT = {name: number for number, name in enumerate(COLUMNS)}
 
 # Bytes and Triton's name of a word as kernels load it: narrow floats as their bits.
@@ -152,9 +152,9 @@ class Layout:
         return 8 if all(moment.storage == "fp8" for moment in self.moments) else 16
 
     @property
-    def tile(self) -> int:
-        """Elements a program."""
-        return self.unit * self.units
+    def pass_units(self) -> int:
+        """Units a program of a pass that only reads: it ends with a sum over the program, which takes time."""
+        return max(1, 4096 // self.unit)
 
     @property
     def registers(self) -> int:

@@ -69,8 +69,8 @@ def _added_up(terms: Sequence[str]) -> list[str]:
     if not terms:
         return []
     made = [
-        f"first = tl.load(row + {AT['first']})",
-        f"count = tl.load(row + {AT['programs']})",
+        f"first = tl.load(row + {AT['pass_first']})",
+        f"count = tl.load(row + {AT['passes']})",
         f"place = tl.arange(0, {_PAGE})",
         *(f"total{i} = tl.zeros([{_PAGE}], tl.float64)" for i in range(len(terms))),
         "done = count * 0",

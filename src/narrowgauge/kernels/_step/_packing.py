@@ -130,9 +130,7 @@ def from_codes(codes, ROWS: tl.constexpr):
     """Words of the lowest bytes of codes."""
     a, b, c, d = apart4(codes, ROWS)
     if ASSEMBLY:
-        return tl.inline_asm_elementwise(
-            PACK, "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1
-        )
+        return tl.inline_asm_elementwise(PACK, "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
     else:
         return (a & 0xFF) | ((b & 0xFF) << 8) | ((c & 0xFF) << 16) | (d << 24)
 
@@ -229,6 +227,4 @@ def to_float8(x, ROWS: tl.constexpr):
     if not ASSEMBLY:
         return from_codes(to_e4m3(x).to(tl.int32), ROWS)
     a, b, c, d = apart4(x, ROWS)
-    return tl.inline_asm_elementwise(
-        _TO_FLOAT8, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1
-    )
+    return tl.inline_asm_elementwise(_TO_FLOAT8, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)

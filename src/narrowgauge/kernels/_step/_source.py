@@ -12,7 +12,7 @@ from narrowgauge.kernels._graph import Node
 from narrowgauge.kernels._step._emit import lines
 from narrowgauge.kernels._step._layout import AT, COLUMNS, WIDTH, Layout
 from narrowgauge.kernels._step._numbers import indented
-from narrowgauge.kernels._step._unit import Rare, decode, encode, gradient, in_order, write
+from narrowgauge.kernels._step._unit import Rare, decode, encode, in_order, write
 from narrowgauge.kernels._step._words import Kept, elements, kept_words, loads, pointers, rows, stores
 
 
@@ -66,16 +66,13 @@ def sums_source(layout: Layout, terms: Mapping[str, Node], met: Sequence[Node]) 
 
 def finite_source(layout: Layout) -> str:
     """The kernel `finite`: flags tensors whose gradient has an infinity or NaN."""
-    bodies = [
-        [
-            *loads(layout, [kept for kept in kept_words(layout, packed) if kept.name == "grad"]),
-            f"peak = tl.maximum(peak, bits_of({gradient(layout, packed)}) & 0x7FFFFFFF)",
-        ]
-        for packed in (True, False)
+    body = [
+        *loads(layout, [kept for kept in kept_words(layout, False) if kept.name == "grad"]),
+        f"peak = tl.maximum(peak, bits_of(widen(grad, {layout.grad!r})) & 0x7FFFFFFF)",
     ]
     zeros = f"tl.zeros([{layout.rows}, {layout.block}], tl.int32)"
     end = ["if largest(peak) >= INFINITY:", "    tl.store(flags + tensor, 1)"]
-    return _pass_kernel("finite", layout, 0, {"peak": zeros}, bodies, end)
+    return _pass_kernel("finite", layout, 0, {"peak": zeros}, [body, body], end)
 
 
 def _inputs(layout: Layout) -> dict[Node, str]:
@@ -83,15 +80,22 @@ def _inputs(layout: Layout) -> dict[Node, str]:
     return {Node("input", (name,)): f"{name}_in" for name in names}
 
 
-def _begin(layout: Layout, uniforms: int) -> list[str]:
-    """Which tensor a program works on, which of its units, and the tensor's numbers."""
+def _begin(layout: Layout, uniforms: int, first: str, units: int) -> list[str]:
+    """Which tensor a program works on, which units of it, and the tensor's numbers.
+
+    Args:
+        layout: what it works on.
+        uniforms: how many numbers there are.
+        first: the column with the number of the tensor's first program.
+        units: how many units a program has.
+    """
     return [
         "program = tl.program_id(0)",
         "tensor = tl.load(programs + program)",
         f"row = table + tensor * {WIDTH}",
-        f"unit = (program - tl.load(row + {AT['first']})) * {layout.units}",
-        f"start = unit * {layout.unit}",
-        f"left = tl.minimum(tl.load(row + {AT['numel']}) - start, {layout.tile}).to(tl.int32)",
+        f"place = (program - tl.load(row + {AT[first]})) * {units}",
+        f"start = place * {layout.unit}",
+        f"left = tl.minimum(tl.load(row + {AT['numel']}) - start, {units * layout.unit}).to(tl.int32)",
         f"whole = left // {layout.unit}",
         *(f"u{i} = tl.load(uniforms + {uniforms} * tensor + {i})" for i in range(uniforms)),
     ]
@@ -116,7 +120,7 @@ def _step_kernels(layout: Layout, uniforms: int, usual: list[str], unusual: str,
     at, words = ", ".join(f"{name}_at" for name in read), ", ".join(read)
     made, after = ", ".join(f"{name}_new" for name in written), ", ".join(f"{name}_after" for name in read)
     given = ", ".join(["number", "seed", "stream", *_given(layout, uniforms)])
-    ahead = [f"{after} = usual_load({at}, unit + tl.minimum(turn + 1, whole - 1), {layout.unit}, False)"]
+    ahead = [f"{after} = usual_load({at}, tl.minimum(turn + 1, whole - 1), {layout.unit}, False)"]
     on = [f"{words} = {after}"]
     if layout.units == 1:
         ahead = on = []
@@ -138,30 +142,30 @@ def careful_unit({words}, start, left, {given}):
 
 @triton.jit
 def step(table, programs, uniforms, steps, flags, partials{"".join(f", {name}" for name in _books(layout))}):
-{indented(_begin(layout, uniforms), 4)}
+{indented(_begin(layout, uniforms, "first", layout.units), 4)}
     number = tl.load(steps + tensor)
     if number > 0:
         seed, stream = tl.load(row + {AT["seed"]}).to(tl.uint32), tl.load(row + {AT["stream"]}).to(tl.uint32)
         again = tl.where(whole * {layout.unit} < left, 1 << whole, 0)
         if whole > 0:
 {indented(pointers(layout, packed), 12)}
-            {words} = usual_load({at}, unit, {layout.unit}, False)
+            {words} = usual_load({at}, 0, {layout.unit}, False)
             for turn in range(whole):
 {indented(ahead, 16)}
                 {made}, unusual = usual_unit({words}, start + turn * {layout.unit}, {given})
                 if unusual:
                     again = again | (1 << turn)
                 else:
-                    usual_store({at}, {made}, unit + turn, {layout.unit}, False)
+                    usual_store({at}, {made}, turn, {layout.unit}, False)
 {indented(on, 16)}
         turn = 0
         while again != 0:
             if (again & 1) != 0:
                 rest = left - turn * {layout.unit}
 {indented(pointers(layout, single), 16)}
-                {words} = careful_load({at}, unit + turn, rest, True)
+                {words} = careful_load({at}, turn, rest, True)
                 {made} = careful_unit({words}, start + turn * {layout.unit}, rest, {given})
-                careful_store({at}, {made}, unit + turn, rest, True)
+                careful_store({at}, {made}, turn, rest, True)
             again = again >> 1
             turn += 1
 """
@@ -197,6 +201,7 @@ def _pass_kernel(
     both = [kept_words(layout, packed) for packed in (True, False)]
     at = [f"{kept.name}_at" for kept in both[0]]
     given, made = ", ".join([*at, *totals, *_given(layout, uniforms), "unit"]), ", ".join(totals)
+    begin = _begin(layout, uniforms, "pass_first", layout.pass_units)
     units = "".join(
         f"""
 @triton.jit
@@ -210,7 +215,8 @@ def {kind}_unit({given}, left, MASKED: tl.constexpr):
     return f"""{units}
 @triton.jit
 def {name}(table, programs, uniforms, steps, flags, partials{"".join(f", {name}" for name in _books(layout))}):
-{indented([*_begin(layout, uniforms), *(f"{total} = {value}" for total, value in totals.items())], 4)}
+{indented([*begin, *(f"{total} = {value}" for total, value in totals.items())], 4)}
+    unit = 0
     if whole > 0:
 {indented(pointers(layout, both[0]), 8)}
         for _ in range(whole):

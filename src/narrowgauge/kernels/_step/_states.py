@@ -205,7 +205,7 @@ def unit_bits(v):
 @triton.jit
 def relative_decode(numbers, scales, v):
     """The moment; v is the second moment as it was kept beside it, or None."""
-    quotient = numbers * scales
+    quotient = product(numbers, scales)
     return quotient if v is None else quotient * float_of(unit_bits(v))
 
 

@@ -59,9 +59,7 @@ def decode(layout: Layout, rare: Rare | None, packed: bool) -> list[str]:
         rare.bits.append("beyond_half(p, low)")
         made = [f"{name}_in = float_of(uppers({name}, {layout.rows}))" for name in ("p", "low")]
         made.append("weight_in = " + ("p_in + low_in" if layout.weight == "expansion" else "p_in"))
-    elif "p" in pairs:
-        made = [f"weight_in = float_of(uppers(p, {layout.rows}))"]
-    made.append(f"grad_in = {'-' if layout.negate else ''}{gradient(layout, packed)}")
+    made.append(f"grad_in = {'-' if layout.negate else ''}widen(grad, {layout.grad!r})")
     for moment in in_order(layout.moments):
         if rare is not None and packed and moment.storage == "pattern8":
             rare.bits.append(f"zeros_in({moment.name}_codes)")
@@ -69,26 +67,18 @@ def decode(layout: Layout, rare: Rare | None, packed: bool) -> list[str]:
     return made
 
 
-def gradient(layout: Layout, packed: bool) -> str:
-    """The gradient in float32, with the sign that it came with."""
-    together = any(kept.name == "grad" and kept.packed == 2 for kept in kept_words(layout, packed))
-    return f"float_of(uppers(grad, {layout.rows}))" if together else f"widen(grad, {layout.grad!r})"
-
-
 def _decode(layout: Layout, moment: Moment, packed: bool, careful: bool) -> str:
     name, storage, words = moment.name, moment.storage, word_names(moment)
     codes = words[0]
     if storage == "expansion":
         return f"widen({name}_hi, 'bf16') + widen({name}_lo, 'bf16')"
-    if storage == "bf16" and packed:
-        return f"float_of(uppers({name}_, {layout.rows}))"
     if storage in ("fp32", "bf16"):
         return f"widen({name}_, {storage!r})"
     beside = "None" if moment.beside is None else f"{moment.beside}_in"
     if storage == "relative8" and packed:
         return f"relative_decode(numbers_of({codes}, {layout.rows}), {name}_scales, {beside})"
     if storage == "fp8" and packed:
-        return f"float8_of({codes}, {layout.rows}) * {name}_scales"
+        return f"product(float8_of({codes}, {layout.rows}), {name}_scales)"
     if packed:
         codes = f"codes_of({codes}, {layout.rows})"
     if any(word.per == "pair" for word in moment.words):
@@ -102,7 +92,7 @@ def _decode(layout: Layout, moment: Moment, packed: bool, careful: bool) -> str:
     if storage == "signed8":
         return f"signed_decode({', '.join([codes, *words[1:]])})"
     if storage == "fp8":
-        return f"from_e4m3({codes}) * {name}_scales"
+        return f"product(from_e4m3({codes}), {name}_scales)"
     return f"table_decode({codes}, {name}_scales, values{moment.table})"
 
 
@@ -143,8 +133,6 @@ def _encode(layout: Layout, moment: Moment, words: list[str], rare: Rare | None)
             f"{lo} = tl.where(({hi}.to(tl.int32) & 0x7F80) == 0x7F80, 0.0, {lo})",
             f"{lo} = narrow({lo}, 'bf16')",
         ]
-    if storage == "bf16" and rare is not None and layout.aligned:
-        return [f"{words[0]} = pairs_of({name}_out, {layout.rows})"]
     if storage in ("fp32", "bf16"):
         return [f"{words[0]} = narrow({name}_out, {storage!r})"]
     made = []
@@ -180,11 +168,8 @@ def write(layout: Layout, rare: Rare | None) -> list[str]:
         if layout.weight == "split8" and layout.aligned:
             cut = f"cut_words(bits_of(updated), {layout.rows})"
         return ["updated = weight_in + delta", f"p_new, low_new = {cut}"]
-    if rare is not None and layout.aligned and layout.kind == "bf16":
-        if layout.weight == "plain":
-            return [f"p_new = pairs_of(weight_in + delta, {layout.rows})"]
-        if layout.weight in ("expansion", "kahan"):
-            return _write_pairs(layout, rare)
+    if rare is not None and layout.aligned and layout.kind == "bf16" and layout.weight in ("expansion", "kahan"):
+        return _write_pairs(layout, rare)
     random, made = "None", []
     if layout.weight == "stochastic":
         random = "random"

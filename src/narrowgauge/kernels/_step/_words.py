@@ -1,8 +1,8 @@
 """Lines that bring a unit's words from memory and back, for the kernels of `_source`.
 
 A unit is some whole blocks, `Layout.unit` elements: what a program works on at a time. Of every word a kernel has
-the address of the tensor's first, `NAME_at`; `unit` is a unit's number, `left` how many elements there are from it
-on.
+the address where the program's unit number `place` begins, `NAME_at`; `unit` is a unit's number from there on,
+`left` how many elements the tensor has from it on.
 
 Narrow words are `packed` in integers of 32 bits where a unit is whole (see `_packing`).
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from narrowgauge.kernels._step._layout import AT, BYTES, WORDS, Layout, Moment
 
-_TOGETHER = ("plain", "split8", "expansion", "kahan")
+_TOGETHER = ("split8", "expansion", "kahan")
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Kept:
         if layout.aligned and self.per != "block":
             align = max(1, layout.vector * BYTES[self.kind] // (2 if self.per == "pair" else 1))
             address = f"tl.multiple_of({address}, {align})"
-        return f"{address} + {self.part[0]}" if self.part[0] else address
+        return f"{address} + (place * {self.items(layout, layout.unit)} + {self.part[0]})"
 
 
 def kept_words(layout: Layout, packed: bool) -> list[Kept]:
@@ -79,11 +79,10 @@ def kept_words(layout: Layout, packed: bool) -> list[Kept]:
 
 
 def _packing(layout: Layout, kept: Kept) -> int:
-    """How many words go together: what else is made of a weight's two words, is made one by one."""
+    """How many words go together. Halves are no trouble by themselves: they do where a weight has two words."""
     if kept.per != "block" and BYTES[kept.kind] == 1:
         return 4
-    together = kept.name == "grad" or layout.weight in _TOGETHER or kept.name not in ("p", "low")
-    return 2 if kept.kind == "bf16" and together and not kept.name.endswith(("_hi", "_lo")) else 1
+    return 2 if kept.name in ("p", "low") and kept.kind == "bf16" and layout.weight in _TOGETHER else 1
 
 
 def word_names(moment: Moment) -> list[str]:
@@ -92,7 +91,7 @@ def word_names(moment: Moment) -> list[str]:
 
 
 def pointers(layout: Layout, words: Sequence[Kept]) -> list[str]:
-    """Addresses of the tensor's words."""
+    """Addresses of the program's first unit."""
     return [f"{kept.name}_at = {kept.address(layout)}" for kept in words]
 
 
@@ -103,9 +102,7 @@ def loads(layout: Layout, words: Sequence[Kept]) -> list[str]:
 
 def stores(layout: Layout, words: Sequence[Kept]) -> list[str]:
     """The way back, of what is called `NAME_new`."""
-    return [
-        f"store({_where(layout, kept, f'{kept.name}_new, ')}, MASKED)" for kept in words if kept.name != "grad"
-    ]
+    return [f"store({_where(layout, kept, f'{kept.name}_new, ')}, MASKED)" for kept in words if kept.name != "grad"]
 
 
 def _where(layout: Layout, kept: Kept, value: str = "") -> str:

@@ -132,7 +132,9 @@ class Float8State(CodedState):
         lowest = -1.0 if context.signed else 0.0
         normalised, extrema = normalise_blocks(moment, lowest, context.block_size)
         largest = FP8_E4M3.max
-        return {"codes": round_to(normalised * largest, FP8_E4M3), "scales": extrema / largest}
+        # By a tensor: a GPU divides by a number as a product with its reciprocal, which is rounded twice.
+        scales = extrema / torch.full_like(extrema, largest)
+        return {"codes": round_to(normalised * largest, FP8_E4M3), "scales": scales}
 
     def flaw(self, words: Words, signed: bool) -> str | None:
         codes = words["codes"].view(torch.uint8)
