@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from narrowgauge.kernels._step._floats import BYTE_NUMBER, UPPER
-from narrowgauge.kernels._step._weights import CUT, OFFSET
+from narrowgauge.kernels._step._floats import UPPER
+from narrowgauge.kernels._step._packing import BYTES, CUT, HALVES, NUMBERS, OFFSETS, PACK, PACK_UPPER
 
 MASK = 0xFFFFFFFF
 
@@ -61,10 +61,14 @@ def test_assembly_is_what_the_integers_say() -> None:
     for _ in range(2000):
         word = [generator.randrange(256) for _ in range(4)]
         packed = int.from_bytes(bytes(word), "little")
-        assert run(UPPER.value, [packed], 2) == [(packed & 0xFFFF) << 16, packed & 0xFFFF0000]
-        assert run(BYTE_NUMBER.value, [packed], 4) == [(b ^ 0x80) | 0x4B000000 for b in word]
-        assert run(OFFSET.value, [packed], 4) == [signed(b) << 8 & MASK for b in word]
+        for halves in (UPPER, HALVES):
+            assert run(halves.value, [packed], 2) == [(packed & 0xFFFF) << 16, packed & 0xFFFF0000]
+        assert run(BYTES.value, [packed], 4) == word
+        assert run(NUMBERS.value, [packed], 4) == [(b ^ 0x80) | 0x4B000000 for b in word]
+        assert run(OFFSETS.value, [packed], 4) == [signed(b) << 8 & MASK for b in word]
         bits = [generator.randrange(1 << 32) for _ in range(4)]
+        assert run(PACK.value, bits, 1) == [int.from_bytes(bytes(b & 0xFF for b in bits), "little")]
+        assert run(PACK_UPPER.value, bits, 1) == [int.from_bytes(bytes(b >> 16 & 0xFF for b in bits), "little")]
         both = [b + 0x8080 & MASK for b in bits]
         first, second, low = run(CUT.value, bits, 3)
         assert [first & 0xFFFF, first >> 16, second & 0xFFFF, second >> 16] == [b >> 16 for b in both]
