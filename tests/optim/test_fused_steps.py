@@ -58,24 +58,27 @@ def give_gradients(pairs: list[tuple[Tensor, Tensor]], step: int, odd: bool = Fa
 def agree(pairs: list[tuple[Tensor, Tensor]], a: NarrowOptimizer, b: NarrowOptimizer) -> None:
     """Codes are equal, and all else to some 2^-21 of the largest: the kernels divide by numbers as products.
 
-    Where an element lies at the edge between two codes, those few ulps decide: one in a thousand may differ, and
-    then what is stored or handed over with it.
+    Where an element lies at the edge between two codes, those few ulps decide: one in five hundred may differ, and
+    then what is stored or handed over with it. A GPU fuses products with sums: where the parts of a first moment
+    cancel, they are off by ulps of the parts, and one more element may be at an edge.
     """
     for p, q in pairs:
         words = {**a.state[p], "weight": a._plan(p).exact(p, a.state[p])[0]}
         others = {**b.state[q], "weight": b._plan(q).exact(q, b.state[q])[0]}
         for name, wanted in words.items():
             found = others[name]
+            few = wanted.numel() // 500 + (1 if wanted.is_cuda else 0)
+            parts = 0.01 if wanted.is_cuda and name.startswith("m") else 0.0
             if name.startswith("weight."):
                 continue  # what it means is in the exact weight
             if not wanted.is_floating_point() or wanted.element_size() == 1:
                 if wanted.is_floating_point():
                     wanted, found = wanted.view(torch.uint8), found.view(torch.uint8)
-                assert int((found != wanted).sum()) <= wanted.numel() // 500, name
+                assert int((found != wanted).sum()) <= few, name
                 continue
-            wanted, found = wanted.double(), found.double()
-            close = (found - wanted).abs() <= 2.0**-21 * wanted.abs().max() if wanted.numel() else wanted == 0
-            assert int((~close).sum()) <= wanted.numel() // 500, name
+            wanted, found = wanted.detach().double(), found.detach().double()
+            largest = max(float(wanted.abs().max()), parts) if wanted.numel() else 0.0
+            assert int(((found - wanted).abs() > 2.0**-21 * largest).sum()) <= few, name
 
 
 def compare(name: str, dtype: torch.dtype, device: str, odd: bool = False, steps: int = 3, **options: Any) -> None:

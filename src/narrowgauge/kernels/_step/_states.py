@@ -206,7 +206,7 @@ def unit_bits(v):
 def relative_decode(numbers, scales, v):
     """The moment; v is the second moment as it was kept beside it, or None."""
     quotient = product(numbers, scales)
-    return quotient if v is None else quotient * float_of(unit_bits(v))
+    return quotient if v is None else product(quotient, float_of(unit_bits(v)))
 
 
 @triton.jit
@@ -231,7 +231,7 @@ def relative_encode(m, v, BITS: tl.constexpr):
     scales = tl.where(scales >= TINY, scales, 0.0)
     inverse = tl.where(scales > 0, tl.div_rn(1.0, tl.where(scales > 0, scales, 1.0)), 0.0)
     codes, kept = _relative_codes(q, scales, inverse, BITS)
-    lost = m - (kept if v is None else kept * unit)
+    lost = m - (kept if v is None else product(kept, unit))
     return codes, scales, tl.where((bits_of(lost) & INFINITY) == INFINITY, 0.0, lost)
 
 
