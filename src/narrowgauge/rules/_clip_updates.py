@@ -25,6 +25,8 @@ from torch import Tensor
 
 from narrowgauge.rules._rule import Arithmetic, Rule, Scalar
 
+_TINY = torch.finfo(torch.float32).tiny
+
 
 @runtime_checkable
 class HasSecondMoment(Rule, Protocol):
@@ -68,8 +70,9 @@ class ClipUpdates(Rule):
         bounded = v_hat.clamp(min=s["eps"] * s["eps"])  # a number stays one: no copy to the device
         # Divided before it is multiplied: the square alone could overflow.
         ratio = grad / bounded * grad
-        # With an eps whose square is 0, a coordinate that never had a gradient is 0 / 0.
-        ratio = torch.where(bounded > 0, ratio, 0.0)
+        # With an eps whose square is 0, a coordinate that never had a gradient is 0 / 0; below float32's normal
+        # numbers there is no telling a gradient from none.
+        ratio = torch.where(bounded >= _TINY, ratio, 0.0)
         return {**self._rule.terms(arithmetic, weight, grad, moments, s), "clip_squares": ratio}
 
     def update(

@@ -16,7 +16,7 @@ _ELEMENT = {
     "sign": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, 0.0))", "where": "tl.where({0}, {1}, {2})",
     "wide": "{0}.to(tl.float64)", "narrow": "{0}.to(tl.float32)",
 }  # fmt: skip
-_FLOAT = {"div": "{0} / {1}", "sqrt": "root({0})", "reciprocal": "reciprocal({0})"}
+_FLOAT = {"div": "{0} * reciprocal({1})", "sqrt": "root({0})", "reciprocal": "reciprocal({0})"}
 _DOUBLE = {
     "div": "{0} / {1}", "sqrt": "tl.sqrt({0})", "reciprocal": "1.0 / {0}",
     # Negative bases have no logarithm, and no rule raises one.
