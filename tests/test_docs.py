@@ -169,6 +169,16 @@ def test_the_readmes_times_are_those_of_the_committed_results() -> None:
     assert f"bitsandbytes' {bitsandbytes:.0f} times, torchao's {torchao:.0f} times" in text
 
 
+def test_the_readmes_times_on_a_gpu_are_those_of_the_committed_results() -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "optimizers_h200.json").read_text())
+    found = results["lists"]["big"]["rows"]
+    ms = {name: f"{row['ms_per_1e9']:.2f} ms" for name, row in found.items() if "ms_per_1e9" in row}
+    text = " ".join((ROOT / "README.md").read_text().split())
+    share = 100 * found["AdamW8bit, defaults"]["share"]
+    assert f"as it comes takes {ms['AdamW8bit, defaults']} for 10⁹ parameters, {share:.0f} % of what a copy" in text
+    assert f"{ms['torch AdamW fused, bf16']} in bf16 and {ms['torch AdamW fused, fp32']} in fp32" in text
+
+
 def test_the_tables_of_readme_and_speed_are_those_of_the_committed_results() -> None:
     ran = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "render.py"), "--check"], check=False)
     assert ran.returncode == 0, "run: python benchmarks/render.py"
