@@ -66,6 +66,17 @@ def exact_reciprocal(x):
 
 
 @triton.jit
+def exact_ratio(x, y):
+    """x / y, rounded to nearest, of numbers and quotients from 2^-60 to 2^60."""
+    if INTERPRETED:
+        return tl.div_rn(x, y)
+    else:
+        inverse = exact_reciprocal(y)
+        quotient = x * inverse
+        return tl.fma(tl.fma(quotient, -y, x), inverse, quotient)
+
+
+@triton.jit
 def exact_quotient(x, by: tl.constexpr):
     """x / by for 6, 127 and 448, rounded to nearest; x is from 2^-120 on.
 

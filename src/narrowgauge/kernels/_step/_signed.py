@@ -6,7 +6,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from narrowgauge.kernels._step._floats import INFINITY, LARGEST, SMALLEST, TINY, bits_of, float_of, nearest, product
+from narrowgauge.kernels._step._floats import (
+    INFINITY,
+    LARGEST,
+    SMALLEST,
+    TINY,
+    bits_of,
+    exact_quotient,
+    exact_ratio,
+    float_of,
+    nearest,
+    product,
+)
 from narrowgauge.kernels._step._states import column_max, column_min, column_peak
 
 
@@ -14,7 +25,8 @@ from narrowgauge.kernels._step._states import column_max, column_min, column_pea
 def signed_decode(codes, foot, top):
     lo, span = _ends(foot, top)
     k = codes.to(tl.int32)
-    return _value(k & 127, k >= 128, lo, span, foot, top)
+    step = exact_quotient(tl.maximum(span, 1.0), 127.0)
+    return _value(k & 127, k << 24, lo, tl.where(span > 0, step, 0.0), foot, top)
 
 
 @triton.jit
@@ -37,7 +49,7 @@ def signed_encode(x):
     k = tl.minimum((product(above, rate).to(tl.int32) + 32768) >> 16, 127)
     k = tl.where(magnitude > 0, tl.where(magnitude == top, 127, k), 0)
     negative = (x < 0) & (k > 0)
-    lost = x - _value(k, negative, lo, span, foot, top)
+    lost = x - _value(k, bits_of(x), lo, tl.div_rn(span, 127.0), foot, top)
     lost = tl.where((bits_of(lost) & INFINITY) == INFINITY, 0.0, lost)
     return tl.where(negative, k + 128, k), foot, top, lost
 
@@ -54,11 +66,11 @@ def usual_signed_encode(x):
     foot = float_of(bits_of(tl.minimum(tl.maximum(foot, TINY), LARGEST)) & INFINITY)
     lo, span = _ends(foot, top)
     above = (bits_of(magnitude + foot) - lo).to(tl.float32)
-    k = (product(above, tl.div_rn(127.0 * 65536, span)).to(tl.int32) + 32768) >> 16
-    negative = (x < 0) & (k > 0)
-    lost = x - _value(k, negative, lo, span, foot, top)
+    k = (product(above, exact_ratio(127.0 * 65536, span)).to(tl.int32) + 32768) >> 16
+    lost = x - _value(k, bits_of(x), lo, exact_quotient(span, 127.0), foot, top)
     unusual = (peak >= INFINITY) | (peak < SMALLEST) | (least < SMALLEST)
-    return tl.where(negative, k + 128, k), foot, top, lost, unusual
+    # -k is negative where k is not zero.
+    return k | (((bits_of(x) & -k) >> 24) & 128), foot, top, lost, unusual
 
 
 @triton.jit
@@ -69,7 +81,8 @@ def _ends(foot, top):
 
 
 @triton.jit
-def _value(k, negative, lo, span, foot, top):
-    steps = product(k.to(tl.float32), tl.div_rn(span, 127.0))
-    value = tl.where(k == 127, top, float_of(lo + nearest(steps)) - foot)
-    return tl.where(negative, -value, value)
+def _value(k, sign, lo, step, foot, top):
+    """What k stands for, with the sign bit of `sign`."""
+    index = nearest(product(k.to(tl.float32), step))
+    value = tl.where(k == 127, top, float_of(lo + index) - foot)
+    return float_of(bits_of(value) | (sign & -0x80000000))
