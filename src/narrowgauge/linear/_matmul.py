@@ -66,14 +66,24 @@ def _simulated(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _int8(left: Tensor, right: Tensor, multiply: Engine = torch._int_mm) -> Tensor:
+    left, right = _with_own_strides(left), _with_own_strides(right)
     inner = left.shape[1]
     if inner <= _LONGEST_INT32_SUM:
         return multiply(left, right)
     total = torch.zeros((left.shape[0], right.shape[1]), dtype=torch.int64, device=left.device)
     for start in range(0, inner, _LONGEST_INT32_SUM):
         part = slice(start, start + _LONGEST_INT32_SUM)
-        total += multiply(left[:, part], right[part])
+        total += multiply(_with_own_strides(left[:, part]), _with_own_strides(right[part]))
     return total
+
+
+def _with_own_strides(x: Tensor) -> Tensor:
+    """A single row or column as torch would lay it out.
+
+    The stride of a side of length 1 may be anything, and torch._int_mm on a CPU (2.13) takes it at its word: for a
+    row that is the view of a column it reads past the end.
+    """
+    return x.reshape(-1).view(x.shape) if 1 in x.shape else x
 
 
 def _int8_on_cuda(left: Tensor, right: Tensor) -> Tensor:

@@ -108,8 +108,10 @@ def quantize(x: Tensor, scaling: Scaling, format: Format = "int8", absmax: Tenso
     # Two comparisons that NaN fails: int8 finds the non-finite in its own absmax, whatever was chosen.
     usable = (chosen >= SMALLEST_ABSMAX) & (own < torch.inf)
     target = FORMATS[format]
-    inverse = torch.where(usable, target.largest / chosen, 0.0)
-    scale = torch.where(usable, chosen / target.largest, 0.0)
+    # A tensor, because torch divides a number by a tensor, and on a GPU a tensor by a number, in two roundings.
+    largest = torch.full_like(chosen, target.largest)
+    inverse = torch.where(usable, largest / chosen, 0.0)
+    scale = torch.where(usable, chosen / largest, 0.0)
     if target.floats is None:
         scale = torch.where(own < torch.inf, scale, torch.nan)
         codes = (x * inverse).nan_to_num(nan=0.0).round().clamp(-target.largest, target.largest).to(torch.int8)
