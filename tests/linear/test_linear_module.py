@@ -26,6 +26,9 @@ PLANS = {
 }
 plans = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 
+# Torch's own, while it traces an autograd function.
+traced = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
 
 def grads(layer: nn.Module, x: Tensor, run=None) -> list[Tensor]:
     """Output and all gradients of a weighted sum of it."""
@@ -146,6 +149,7 @@ def test_gradient_checkpointing_changes_nothing(plan: LinearPlan, reentrant: boo
         assert same(grads(model, x), again)
 
 
+@traced
 @plans
 def test_compiled_as_one_graph_it_is_the_same(plan: LinearPlan) -> None:
     torch.compiler.reset()
@@ -160,6 +164,7 @@ def test_compiled_as_one_graph_it_is_the_same(plan: LinearPlan) -> None:
 
 
 @pytest.mark.slow
+@traced
 @plans
 def test_inductor_gives_the_same_too(plan: LinearPlan) -> None:
     torch.compiler.reset()
