@@ -34,7 +34,7 @@ def grads(layer: nn.Module, x: Tensor, run=None) -> list[Tensor]:
     """Output and all gradients of a weighted sum of it."""
     x = x.clone().requires_grad_()
     layer.zero_grad()
-    y = (run or layer)(x)
+    y = (layer if run is None else run)(x)
     (y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum().backward()
     return [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters() if p.grad is not None)]
 

@@ -4,8 +4,8 @@ Between forward and backward a plan keeps either the operands (`saved="input"`, 
 alone (`saved="codes"`, Algorithm 3). In both cases an operand is the same codes wherever it is used in the same
 scaling and format, and it is quantized once in a pass.
 
-Moving averages of the absmax are read in the forward pass and moved in the backward pass, so a layer that is run
-again for gradient checkpointing finds the averages it had, and evaluation leaves them alone.
+Moving averages of the absmax are read in the forward pass and moved in the backward pass, so a layer that is
+run again for gradient checkpointing finds the averages it had, and evaluation leaves them alone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def linear(
         RuntimeError: when its gradient is differentiated: rounding has no derivative.
     """
     device = input.device.type
-    if torch.is_autocast_enabled(device):
+    if torch.is_autocast_enabled(device) and input.dtype != torch.float64:  # which autocast leaves alone
         dtype = torch.get_autocast_dtype(device)
         input, weight = input.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)

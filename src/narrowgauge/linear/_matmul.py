@@ -5,12 +5,13 @@
     Y = round(scale_left · scale_right * (codes_left codes_right) + bias)
 
 (Wortsman et al. 2023, Equations 2 and 4.) The product of codes is exact in int8 (sums in 32-bit integers); of
-float8 values it is accumulated in float32. The product of the scales, its product with the sum, and the addition of
-the bias are float32 operations in this order; the last step is the only rounding to the dtype of the result.
+float8 values it is accumulated in float32. The product of the scales, its product with the sum, and the
+addition of the bias are float32 operations in this order; the last step is the only rounding to the dtype of
+the result.
 
-`_engine` says which function multiplies which formats on which device, and this is where a kernel goes. What runs
-for real today: int8, on CPUs and CUDA devices, through `torch._int_mm`. Float8 is simulated everywhere: its values
-are multiplied in float32, in which each product is exact.
+`_engine` says which function multiplies which formats on which device, and this is where a kernel goes. What
+runs for real today: int8, on CPUs and CUDA devices, through `torch._int_mm`. Float8 is simulated everywhere:
+its values are multiplied in float32, in which each product is exact.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def _int8(left: Tensor, right: Tensor, multiply: Engine = torch._int_mm) -> Tens
 def _with_own_strides(x: Tensor) -> Tensor:
     """A single row or column as torch would lay it out.
 
-    The stride of a side of length 1 may be anything, and torch._int_mm on a CPU (2.13) takes it at its word: for a
-    row that is the view of a column it reads past the end.
+    The stride of a side of length 1 may be anything, and torch._int_mm on a CPU (2.13) takes it at its word:
+    for a row that is the view of a column it reads past the end.
     """
     return x.reshape(-1).view(x.shape) if 1 in x.shape else x
 

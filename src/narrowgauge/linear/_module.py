@@ -52,8 +52,8 @@ class _Planned(nn.Module):
 class LowPrecisionLinear(_Planned, nn.Linear):
     """`nn.Linear` whose matrix multiplies follow a plan.
 
-    Parameters, their initialization and the state_dict are those of `nn.Linear`. Moving averages of a plan that has
-    them are buffers that are not saved.
+    Parameters, their initialization and the state_dict are those of `nn.Linear`. Moving averages of a plan that
+    has them are buffers that are not saved.
 
     Args:
         in_features, out_features, bias, device, dtype: as `nn.Linear` takes them.

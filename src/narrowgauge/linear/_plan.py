@@ -1,15 +1,15 @@
 """A linear layer's arithmetic as a value.
 
-A linear layer is three matrix multiplies. With inputs X (b, n), weights W (m, n) and the gradient G (b, m) of the
-loss with respect to the output,
+A linear layer is three matrix multiplies. With inputs X (b, n), weights W (m, n) and the gradient G (b, m) of
+the loss with respect to the output,
 
     output       Y  = X Wᵀ      sums over n, the input features
     grad_input   Ẋ  = G W       sums over m, the output features
     grad_weight  Ẇ  = Gᵀ X      sums over b, the tokens of the batch
 
-Each is done in high precision (the dtype of the layer, or autocast's) or in eight bits. In eight bits each operand
-has a scaling and a format. A scale must be constant along what is summed over, or it could not be taken out of the
-sum, so each multiply takes two of the three scalings for each operand:
+Each is done in high precision (the dtype of the layer, or autocast's) or in eight bits. In eight bits each
+operand has a scaling and a format. A scale must be constant along what is summed over, or it could not be taken
+out of the sum, so each multiply takes two of the three scalings for each operand:
 
                  left        right
     output       X: row      W: row
@@ -18,8 +18,8 @@ sum, so each multiply takes two of the three scalings for each operand:
 
 Rows and columns are those of X, W and G as they are written above, whichever way the multiply reads them.
 
-The noise of eight bits grows with the length of the sum (Appendix D), and b, batch times sequence, is by far the
-longest: SwitchBack therefore leaves `grad_weight` in high precision.
+The noise of eight bits grows with the length of the sum (Appendix D), and b, batch times sequence, is by far
+the longest: SwitchBack therefore leaves `grad_weight` in high precision.
 
 Source: Wortsman et al. 2023, Section 2.2.1 (Algorithm 1, Equations 1 and 2), Appendix C (Algorithms 3 to 5,
 Equation 4), Section 2.3 (tensor-wise float8, moving averages of the absmax).
@@ -58,8 +58,8 @@ class EightBit:
         left, right: scaling of its operands, in the order of the module's table: ``"row"``, ``"column"`` or
             ``"tensor"``.
         left_format: ``"int8"``, ``"e4m3"`` or ``"e5m2"``.
-        right_format: the same; that of the left operand if None. Two float8 formats may be mixed, int8 goes with
-            int8 only.
+        right_format: the same; that of the left operand if None. Two float8 formats may be mixed, int8 goes
+            with int8 only.
 
     Raises:
         ValueError: for what no multiply could do.
@@ -108,15 +108,15 @@ class LinearPlan:
 
     Args:
         output, grad_input, grad_weight: the three multiplies; None is high precision.
-        saved: ``"input"`` keeps input and weight for the backward pass and quantizes them there anew; ``"codes"``
-            keeps nothing but codes and scales: those that the backward multiply wants if that is in eight bits,
-            else those of `output`, which it dequantizes.
+        saved: ``"input"`` keeps input and weight for the backward pass and quantizes them there anew;
+            ``"codes"`` keeps nothing but codes and scales: those that the backward multiply wants if that is in
+            eight bits, else those of `output`, which it dequantizes.
         arithmetic: ``"real"`` multiplies in eight bits where the device can and simulates elsewhere
-            (`LowPrecisionLinear.path` says which); ``"simulated"`` multiplies the same codes in float32 on every
-            device.
-        tensor_absmax: where tensor-wise scales come from: ``"step"``, the tensor's own absmax, or ``"average"``, a
-            moving average over the backward passes before this one (in the first, the own). What lies beyond
-            saturates.
+            (`LowPrecisionLinear.path` says which); ``"simulated"`` multiplies the same codes in float32 on
+            every device.
+        tensor_absmax: where tensor-wise scales come from: ``"step"``, the tensor's own absmax, or
+            ``"average"``, a moving average over the backward passes before this one (in the first, the own).
+            What lies beyond saturates.
         decay: of the moving average.
         name: for printing.
 
@@ -146,8 +146,8 @@ class LinearPlan:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, takes {' or '.join(map(repr, taken))}")
         if self.saved == "codes" and self.output is None and None in (self.grad_input, self.grad_weight):
             raise ValueError(
-                "saved: got 'codes', takes 'input' where neither output nor both of grad_input and grad_weight are "
-                "in eight bits: there would be no codes of what the backward pass needs"
+                "saved: got 'codes', takes 'input' where neither output nor both of grad_input and grad_weight "
+                "are in eight bits: there would be no codes of what the backward pass needs"
             )
         if self.tensor_absmax == "average" and not self.tensor_scaled:
             raise ValueError("tensor_absmax: got 'average', takes 'step' in a plan without tensor-wise scaling")

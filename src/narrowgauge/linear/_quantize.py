@@ -1,27 +1,27 @@
 """Tensors in eight bits with one scale a row, a column, or in all.
 
-A matrix multiply in eight bits can undo its scales after the sum only if they are constant along it: a scale a row
-of the left operand, a column of the right one, or one for the whole tensor. So there are three scalings. Each
-divides by the largest magnitude it covers, its *absmax*, so that this element takes the largest code Q: 127 in
-int8, 448 in e4m3, 57344 in e5m2.
+A matrix multiply in eight bits can undo its scales after the sum only if they are constant along it: a scale a
+row of the left operand, a column of the right one, or one for the whole tensor. So there are three scalings.
+Each divides by the largest magnitude it covers, its *absmax*, so that this element takes the largest code Q:
+127 in int8, 448 in e4m3, 57344 in e5m2.
 
     codes = round(Q / absmax · x)          scale = absmax / Q          x ≈ scale · codes
 
 What is fixed here is fixed for every kernel, bit for bit:
 
 - Everything is computed in float32, from x rounded to float32: the two divisions and the product above are each
-  rounded once. Int8 is rounded to nearest, ties to even, into [-127, 127]; -128 is not used. Float8 is rounded to
-  nearest, ties to even, subnormals included.
-- An absmax below 2^-110 counts as zero: codes and scale are 0. Above it neither Q / absmax nor absmax / Q leaves
-  the normal numbers of float32, on devices that flush subnormals too.
+  rounded once. Int8 is rounded to nearest, ties to even, into [-127, 127]; -128 is not used. Float8 is rounded
+  to nearest, ties to even, subnormals included.
+- An absmax below 2^-110 counts as zero: codes and scale are 0. Above it neither Q / absmax nor absmax / Q
+  leaves the normal numbers of float32, on devices that flush subnormals too.
 - What lies beyond a given absmax (one that was not taken from x itself) saturates.
 - **Inf and NaN come out as NaN.** Int8 has no code for them, so the scale of the row, column or tensor is NaN:
   with a scale a row of the input those rows of the output are lost that nn.Linear loses too, with one for the
   tensor all of it. In float8 the element itself becomes NaN, and absmax is that of the finite ones: no scale is
   touched.
 
-Source: Wortsman et al. 2023, Equation 1 and "float8" of Section 2.2.1 (whose simulation divides by the absmax and
-casts to float8 values between -1 and 1; here the whole range of the format is used, as hardware wants it).
+Source: Wortsman et al. 2023, Equation 1 and "float8" of Section 2.2.1 (whose simulation divides by the absmax
+and casts to float8 values between -1 and 1; here the whole range of the format is used, as hardware wants it).
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ def quantize(x: Tensor, scaling: Scaling, format: Format = "int8", absmax: Tenso
         x: float matrix (rows, columns).
         scaling: ``"row"``, ``"column"`` or ``"tensor"``: what shares a scale.
         format: ``"int8"``, ``"e4m3"`` or ``"e5m2"``.
-        absmax: what to take for the largest magnitude instead of x's own, such as an average of past ones: float32,
-            of the scale's shape. Elements beyond it saturate.
+        absmax: what to take for the largest magnitude instead of x's own, such as an average of past ones:
+            float32, of the scale's shape. Elements beyond it saturate.
 
     Returns:
-        Codes and scales. Zeros stay zeros, and x times a power of two has the same codes and that multiple of the
-        scale (as long as no absmax falls below 2^-110 and nothing leaves float32).
+        Codes and scales. Zeros stay zeros, and x times a power of two has the same codes and that multiple of
+        the scale (as long as no absmax falls below 2^-110 and nothing leaves float32).
 
     Raises:
         ValueError: for what is no float matrix, or an unknown scaling or format.
@@ -123,7 +123,8 @@ def quantize(x: Tensor, scaling: Scaling, format: Format = "int8", absmax: Tenso
 def largest_magnitude(x: Tensor, scaling: Scaling, format: Format) -> Tensor:
     """The absmax of a matrix's rows, columns or all of it, float32, of the scale's shape.
 
-    In int8 it is inf or NaN where there are such elements, in float8 that of the finite ones. Of nothing it is 0.
+    In int8 it is inf or NaN where there are such elements, in float8 that of the finite ones. It is 0
+    where there are none.
     """
     magnitude = x.to(torch.float32).abs()
     if format != "int8":

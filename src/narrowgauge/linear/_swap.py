@@ -1,8 +1,8 @@
 """Linear layers of a model, swapped in place for those with a plan.
 
-A layer that is swapped stays the same object with the same parameters and becomes of another class. So everything
-that holds on to it goes on working: optimizers, tied weights, modules that stand in two places, hooks. Undoing
-gives the class back.
+A layer that is swapped stays the same object with the same parameters and becomes of another class. So
+everything that holds on to it goes on working: optimizers, tied weights, modules that stand in two places,
+hooks. Undoing gives the class back.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def swap_linears(
 ) -> SwapReport:
     """Let the linear layers of a model compute by a plan, in place.
 
-    Layers are `nn.Linear` and transformers' `Conv1D`. Parameters, their names and shapes stay, so checkpoints go
-    both ways.
+    Layers are `nn.Linear` and transformers' `Conv1D`. Parameters, their names and shapes stay, so checkpoints
+    go both ways.
 
     Args:
         model: the model, or a part of it.
