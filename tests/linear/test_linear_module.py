@@ -165,6 +165,7 @@ def test_compiled_as_one_graph_it_is_the_same(plan: LinearPlan) -> None:
 
 @pytest.mark.slow
 @traced
+@pytest.mark.filterwarnings("ignore:.*script_method. is deprecated:DeprecationWarning")  # inductor's own
 @plans
 def test_inductor_gives_the_same_too(plan: LinearPlan) -> None:
     torch.compiler.reset()
