@@ -1,0 +1,34 @@
+"""Linear layers by a plan: which of their three multiplies run in eight bits, how scaled, and what is saved."""
+
+from narrowgauge.linear._function import linear
+from narrowgauge.linear._module import LowPrecisionConv1D, LowPrecisionLinear
+from narrowgauge.linear._plan import (
+    HIGH_PRECISION,
+    LLM_INT8,
+    SWITCHBACK,
+    SWITCHBACK_M,
+    SWITCHBACK_Q,
+    TENSORWISE_FP8,
+    EightBit,
+    LinearPlan,
+)
+from narrowgauge.linear._quantize import ScaledCodes, quantize
+from narrowgauge.linear._swap import SwapReport, swap_linears
+
+__all__ = [
+    "HIGH_PRECISION",
+    "LLM_INT8",
+    "SWITCHBACK",
+    "SWITCHBACK_M",
+    "SWITCHBACK_Q",
+    "TENSORWISE_FP8",
+    "EightBit",
+    "LinearPlan",
+    "LowPrecisionConv1D",
+    "LowPrecisionLinear",
+    "ScaledCodes",
+    "SwapReport",
+    "linear",
+    "quantize",
+    "swap_linears",
+]

@@ -1,0 +1,88 @@
+"""The autograd function that executes any plan.
+
+Between forward and backward a plan keeps either the operands (`saved="input"`, Algorithm 1) or codes and scales
+alone (`saved="codes"`, Algorithm 3). In both cases an operand is the same codes wherever it is used in the same
+scaling and format, and it is quantized once in a pass.
+
+Moving averages of the absmax are read in the forward pass and moved in the backward pass, so a layer that is
+run again for gradient checkpointing finds the averages it had, and evaluation leaves them alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.linear._multiplies import Multiplies
+from narrowgauge.linear._plan import LinearPlan
+
+
+def linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, averages: Tensor | None = None
+) -> Tensor:
+    """What `torch.nn.functional.linear` computes, by a plan.
+
+    Args:
+        input: (..., in_features).
+        weight: (out_features, in_features), of input's dtype unless autocast is on.
+        bias: (out_features,) or None.
+        plan: what is done in eight bits.
+        averages: float tensor (3,), moved in the backward pass: averages of the absmax of input, weight and the
+            gradient of the output, zero before the first. Only for a plan with `tensor_absmax="average"`.
+
+    Returns:
+        (..., out_features), of input's dtype or autocast's.
+
+    Raises:
+        ValueError: for shapes or dtypes that do not go together, or missing averages.
+        RuntimeError: when its gradient is differentiated: rounding has no derivative.
+    """
+    device = input.device.type
+    if torch.is_autocast_enabled(device) and input.dtype != torch.float64:  # which autocast leaves alone
+        dtype = torch.get_autocast_dtype(device)
+        input, weight = input.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    if input.dtype != weight.dtype:
+        raise ValueError(f"input: got {input.dtype}, takes the weight's {weight.dtype} where autocast is off")
+    out_features, in_features = weight.shape
+    if input.dim() == 0 or input.shape[-1] != in_features:
+        raise ValueError(f"input: got shape {tuple(input.shape)}, takes (..., {in_features})")
+    if plan.tensor_absmax == "average" and averages is None:
+        raise ValueError("averages: got None, takes a tensor of 3 floats for a plan with averages")
+    rows = 1
+    for size in input.shape[:-1]:
+        rows = rows * size
+    flat = input.reshape(rows, in_features)
+    graded = torch.is_grad_enabled()
+    wants = (graded and input.requires_grad, graded and weight.requires_grad)
+    result: Tensor = _Linear.apply(flat, weight, bias, plan, averages, wants)  # type: ignore[no-untyped-call]
+    return result.reshape(*input.shape[:-1], out_features)
+
+
+class _Linear(torch.autograd.Function):
+    """X (b, n), W (m, n) -> Y (b, m)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, plan: LinearPlan, averages: Tensor | None,
+        wants: tuple[bool, bool],
+    ) -> Tensor:  # fmt: skip
+        ctx.plan, ctx.averages, ctx.wants = plan, averages, wants
+        with torch.autocast(x.device.type, enabled=False):
+            multiplies = Multiplies(plan, averages, x.dtype, {"input": x, "weight": w})
+            y = multiplies.output(bias)
+            ctx.save_for_backward(*multiplies.save(*wants))
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.autocast(g.device.type, enabled=False):
+            multiplies = Multiplies(ctx.plan, ctx.averages, g.dtype, {"grad_output": g})
+            multiplies.restore(ctx.saved_tensors, *ctx.wants)
+            grad_x = multiplies.grad_input() if ctx.wants[0] else None
+            grad_w = multiplies.grad_weight() if ctx.wants[1] else None
+            multiplies.move_averages()
+        return grad_x, grad_w, g.sum(0) if ctx.needs_input_grad[2] else None, None, None, None

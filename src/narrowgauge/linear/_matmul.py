@@ -1,0 +1,106 @@
+"""Multiplying codes: the one place where a plan meets the device.
+
+`scaled_matmul` multiplies two matrices of codes, undoes their scales, adds a bias and rounds once:
+
+    Y = round(scale_left · scale_right * (codes_left codes_right) + bias)
+
+(Wortsman et al. 2023, Equations 2 and 4.) The product of codes is exact in int8 (sums in 32-bit integers); of
+float8 values it is accumulated in float32. The product of the scales, its product with the sum, and the
+addition of the bias are float32 operations in this order; the last step is the only rounding to the dtype of
+the result.
+
+`_engine` says which function multiplies which formats on which device, and this is where a kernel goes. What
+runs for real today: int8, on CPUs and CUDA devices, through `torch._int_mm`. Float8 is simulated everywhere:
+its values are multiplied in float32, in which each product is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from narrowgauge.linear._quantize import ScaledCodes
+
+# 127² times this is below 2^31, so that no sum of so many products overflows.
+_LONGEST_INT32_SUM = 1 << 17
+# What torch._int_mm asks for on CUDA: more than 16 rows, the other sides multiples of 8.
+_CUDA_ROWS, _CUDA_MULTIPLE = 32, 8
+
+Engine = Callable[[Tensor, Tensor], Tensor]
+
+
+def scaled_matmul(
+    left: ScaledCodes, right: ScaledCodes, bias: Tensor | None, dtype: torch.dtype, arithmetic: str
+) -> Tensor:
+    """The product of two matrices in eight bits.
+
+    Args:
+        left: (M, K) with a scale a row or one in all.
+        right: (K, N) with a scale a column or one in all.
+        bias: (N,) or None.
+        dtype: of the result.
+        arithmetic: ``"real"`` or ``"simulated"``.
+
+    Returns:
+        (M, N) of dtype.
+    """
+    product = _engine(left.codes.dtype, left.codes.device.type, arithmetic)(left.codes, right.codes)
+    result = product.to(torch.float32) * (left.scale * right.scale)
+    return (result if bias is None else result + bias.to(torch.float32)).to(dtype)
+
+
+def is_real(dtype: torch.dtype, device: str) -> bool:
+    """Whether codes of a dtype are multiplied in eight bits on a type of device."""
+    return dtype == torch.int8 and device in ("cpu", "cuda")
+
+
+def _engine(dtype: torch.dtype, device: str, arithmetic: str) -> Engine:
+    if arithmetic == "simulated" or not is_real(dtype, device):
+        return _simulated
+    return _int8_on_cuda if device == "cuda" else _int8
+
+
+def _simulated(left: Tensor, right: Tensor) -> Tensor:
+    return left.to(torch.float32) @ right.to(torch.float32)
+
+
+def _int8(left: Tensor, right: Tensor, multiply: Engine = torch._int_mm) -> Tensor:
+    left, right = _with_own_strides(left), _with_own_strides(right)
+    inner = left.shape[1]
+    if inner <= _LONGEST_INT32_SUM:
+        return multiply(left, right)
+    total = torch.zeros((left.shape[0], right.shape[1]), dtype=torch.int64, device=left.device)
+    for start in range(0, inner, _LONGEST_INT32_SUM):
+        part = slice(start, start + _LONGEST_INT32_SUM)
+        total += multiply(_with_own_strides(left[:, part]), _with_own_strides(right[part]))
+    return total
+
+
+def _with_own_strides(x: Tensor) -> Tensor:
+    """A single row or column as torch would lay it out.
+
+    The stride of a side of length 1 may be anything, and torch._int_mm on a CPU (2.13) takes it at its word:
+    for a row that is the view of a column it reads past the end.
+    """
+    return x.reshape(-1).view(x.shape) if 1 in x.shape else x
+
+
+def _int8_on_cuda(left: Tensor, right: Tensor) -> Tensor:
+    return _int8(left, right, _padded_int_mm)
+
+
+def _padded_int_mm(left: Tensor, right: Tensor) -> Tensor:
+    (rows, inner), columns = left.shape, right.shape[1]
+    more_rows = max(_CUDA_ROWS - rows, 0)
+    more_inner, more_columns = -inner % _CUDA_MULTIPLE, -columns % _CUDA_MULTIPLE
+    if not rows or not inner or not columns:
+        return torch.zeros((rows, columns), dtype=torch.int32, device=left.device)
+    if more_rows or more_inner:
+        left = torch.nn.functional.pad(left, (0, more_inner, 0, more_rows))
+    # The second operand is read along the inner dimension: its transpose is what should lie in rows.
+    transposed = right.t()
+    if more_inner or more_columns:
+        transposed = torch.nn.functional.pad(transposed, (0, more_inner, 0, more_columns))
+    return torch._int_mm(left.contiguous(), transposed.contiguous().t())[:rows, :columns]

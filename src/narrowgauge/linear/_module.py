@@ -1,0 +1,125 @@
+"""`nn.Linear` by a plan, and the same for the transposed layer of GPT-2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.linear._function import linear
+from narrowgauge.linear._matmul import is_real
+from narrowgauge.linear._plan import SWITCHBACK, LinearPlan
+from narrowgauge.linear._quantize import FORMATS
+
+_AVERAGES = "absmax_averages"
+
+
+class _Planned(nn.Module):
+    """What layers with a plan share."""
+
+    plan: LinearPlan
+
+    def set_plan(self, plan: LinearPlan) -> None:
+        """Compute by a plan from now on.
+
+        Raises:
+            ValueError: for what is no plan.
+        """
+        if not isinstance(plan, LinearPlan):
+            raise ValueError(f"plan: got {plan!r}, takes a LinearPlan such as narrowgauge.linear.SWITCHBACK")
+        self.plan = plan
+        self._buffers.pop(_AVERAGES, None)
+        self._non_persistent_buffers_set.discard(_AVERAGES)
+        if plan.tensor_absmax == "average":
+            device = self.get_parameter("weight").device
+            self.register_buffer(_AVERAGES, torch.zeros(3, device=device), persistent=False)
+
+    @property
+    def path(self) -> str:
+        """How eight bits are multiplied where the weight is: formats, each real or simulated."""
+        device = self.get_parameter("weight").device.type
+        parts = []
+        for name in self.plan.formats:
+            real = self.plan.arithmetic == "real" and is_real(FORMATS[name].dtype, device)
+            parts.append(f"{name} {'real' if real else 'simulated'}")
+        return ", ".join(parts) or "high precision"
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return linear(input, weight, bias, self.plan, self._buffers.get(_AVERAGES))
+
+
+class LowPrecisionLinear(_Planned, nn.Linear):
+    """`nn.Linear` whose matrix multiplies follow a plan.
+
+    Parameters, their initialization and the state_dict are those of `nn.Linear`. Moving averages of a plan that
+    has them are buffers that are not saved.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as `nn.Linear` takes them.
+        plan: a `LinearPlan`.
+
+    Shapes: (..., in_features) to (..., out_features).
+
+    Raises:
+        ValueError: for what is no plan.
+
+    Source: Wortsman et al. 2023, Algorithms 1 and 3 to 5.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        plan: LinearPlan = SWITCHBACK,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.set_plan(plan)
+
+    @classmethod
+    def from_linear(cls, layer: nn.Linear, plan: LinearPlan = SWITCHBACK) -> LowPrecisionLinear:
+        """A layer with a plan that has the parameters of another: the same tensors, not copies."""
+        made = cls(layer.in_features, layer.out_features, layer.bias is not None, plan, device="meta")
+        made.weight, made.bias = layer.weight, layer.bias
+        made.set_plan(plan)
+        return made.train(layer.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._linear(input, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, plan={self.plan.title!r}"
+
+
+class LowPrecisionConv1D(_Planned):
+    """transformers' `Conv1D`, the linear layer of GPT-2 whose weight is (in_features, out_features), by a plan.
+
+    Made by `swap_linears` out of a `Conv1D`, whose attributes it has.
+
+    Shapes: (..., in_features) to (..., out_features).
+    """
+
+    weight: Tensor
+    bias: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._linear(input, self.weight.t(), self.bias)
+
+    def extra_repr(self) -> str:
+        rows, columns = self.weight.shape
+        return f"nf={columns}, nx={rows}, plan={self.plan.title!r}"
+
+
+def planned(module: nn.Module) -> bool:
+    """Whether a module computes by a plan."""
+    return isinstance(module, _Planned)
+
+
+def forget_plan(module: Any) -> None:
+    """Take from a module what `set_plan` gave it."""
+    del module.plan
+    module._buffers.pop(_AVERAGES, None)
+    module._non_persistent_buffers_set.discard(_AVERAGES)

@@ -1,0 +1,253 @@
+"""A linear layer's arithmetic as a value.
+
+A linear layer is three matrix multiplies. With inputs X (b, n), weights W (m, n) and the gradient G (b, m) of
+the loss with respect to the output,
+
+    output       Y  = X Wᵀ      sums over n, the input features
+    grad_input   Ẋ  = G W       sums over m, the output features
+    grad_weight  Ẇ  = Gᵀ X      sums over b, the tokens of the batch
+
+Each is done in high precision (the dtype of the layer, or autocast's) or in eight bits. In eight bits each
+operand has a scaling and a format. A scale must be constant along what is summed over, or it could not be taken
+out of the sum, so each multiply takes two of the three scalings for each operand:
+
+                 left        right
+    output       X: row      W: row
+    grad_input   G: row      W: column      and "tensor" everywhere
+    grad_weight  G: column   X: column
+
+Rows and columns are those of X, W and G as they are written above, whichever way the multiply reads them.
+
+The noise of eight bits grows with the length of the sum (Appendix D), and b, batch times sequence, is by far
+the longest: SwitchBack therefore leaves `grad_weight` in high precision.
+
+Source: Wortsman et al. 2023, Section 2.2.1 (Algorithm 1, Equations 1 and 2), Appendix C (Algorithms 3 to 5,
+Equation 4), Section 2.3 (tensor-wise float8, moving averages of the absmax).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+from narrowgauge.linear._quantize import FORMATS, Format, Scaling
+
+Quantity = Literal["input", "weight", "grad_output"]
+Multiply = Literal["output", "grad_input", "grad_weight"]
+
+MULTIPLIES: tuple[Multiply, ...] = ("output", "grad_input", "grad_weight")
+OPERANDS: dict[str, tuple[Quantity, Quantity]] = {
+    "output": ("input", "weight"),
+    "grad_input": ("grad_output", "weight"),
+    "grad_weight": ("grad_output", "input"),
+}
+_VECTORS: dict[str, tuple[Scaling, Scaling]] = {
+    "output": ("row", "row"),
+    "grad_input": ("row", "column"),
+    "grad_weight": ("column", "column"),
+}
+_SUMMED = {"output": "input features", "grad_input": "output features", "grad_weight": "tokens"}
+_LETTERS = {"input": "X", "weight": "W", "grad_output": "G"}
+
+
+@dataclass(frozen=True)
+class EightBit:
+    """How a multiply is done in eight bits.
+
+    Args:
+        left, right: scaling of its operands, in the order of the module's table: ``"row"``, ``"column"`` or
+            ``"tensor"``.
+        left_format: ``"int8"``, ``"e4m3"`` or ``"e5m2"``.
+        right_format: the same; that of the left operand if None. Two float8 formats may be mixed, int8 goes
+            with int8 only.
+
+    Raises:
+        ValueError: for what no multiply could do.
+    """
+
+    left: Scaling
+    right: Scaling
+    left_format: Format = "int8"
+    right_format: Format | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("left", "right"):
+            if getattr(self, name) not in ("row", "column", "tensor"):
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, takes 'row', 'column' or 'tensor'")
+        if self.right_format is None:
+            object.__setattr__(self, "right_format", self.left_format)
+        for name in ("left_format", "right_format"):
+            if getattr(self, name) not in FORMATS:
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, takes 'int8', 'e4m3' or 'e5m2'")
+        if "int8" in self.formats and self.left_format != self.right_format:
+            raise ValueError(
+                f"right_format: got {self.right_format!r} beside {self.left_format!r} on the left, "
+                "takes int8 beside int8, or a float8 format beside a float8 format"
+            )
+
+    @property
+    def formats(self) -> tuple[Format, Format]:
+        """The formats of the left and the right operand."""
+        return self.left_format, self.right_format or self.left_format
+
+
+class Operand(NamedTuple):
+    """One side of a multiply in eight bits: which tensor, in which scaling and format."""
+
+    quantity: Quantity
+    scaling: Scaling
+    format: Format
+
+    def __str__(self) -> str:
+        return f"{_LETTERS[self.quantity]} {self.format} by {self.scaling}"
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """What a linear layer computes in eight bits, and what it keeps for the backward pass.
+
+    Args:
+        output, grad_input, grad_weight: the three multiplies; None is high precision.
+        saved: ``"input"`` keeps input and weight for the backward pass and quantizes them there anew;
+            ``"codes"`` keeps nothing but codes and scales: those that the backward multiply wants if that is in
+            eight bits, else those of `output`, which it dequantizes.
+        arithmetic: ``"real"`` multiplies in eight bits where the device can and simulates elsewhere
+            (`LowPrecisionLinear.path` says which); ``"simulated"`` multiplies the same codes in float32 on
+            every device.
+        tensor_absmax: where tensor-wise scales come from: ``"step"``, the tensor's own absmax, or
+            ``"average"``, a moving average over the backward passes before this one (in the first, the own).
+            What lies beyond saturates.
+        decay: of the moving average.
+        name: for printing.
+
+    Raises:
+        ValueError: for a combination that cannot be computed; the message names the argument.
+
+    Example:
+        >>> LinearPlan(output=EightBit("row", "row", "e4m3"), name="FORWARD_ONLY")
+
+    Source: Wortsman et al. 2023, Section 2 and Appendix C.
+    """
+
+    output: EightBit | None = None
+    grad_input: EightBit | None = None
+    grad_weight: EightBit | None = None
+    saved: Literal["input", "codes"] = "input"
+    arithmetic: Literal["real", "simulated"] = "real"
+    tensor_absmax: Literal["step", "average"] = "step"
+    decay: float = 0.9
+    name: str = field(default="LinearPlan", compare=False)
+
+    def __post_init__(self) -> None:
+        for multiply in MULTIPLIES:
+            _check_multiply(multiply, getattr(self, multiply))
+        for name, taken in _CHOICES.items():
+            if getattr(self, name) not in taken:
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, takes {' or '.join(map(repr, taken))}")
+        if self.saved == "codes" and self.output is None and None in (self.grad_input, self.grad_weight):
+            raise ValueError(
+                "saved: got 'codes', takes 'input' where neither output nor both of grad_input and grad_weight "
+                "are in eight bits: there would be no codes of what the backward pass needs"
+            )
+        if self.tensor_absmax == "average" and not self.tensor_scaled:
+            raise ValueError("tensor_absmax: got 'average', takes 'step' in a plan without tensor-wise scaling")
+        if isinstance(self.decay, bool) or not isinstance(self.decay, int | float) or not 0 <= self.decay < 1:
+            raise ValueError(f"decay: got {self.decay!r}, takes a number from 0 to below 1")
+
+    def operands(self, multiply: Multiply) -> tuple[Operand, Operand] | None:
+        """Left and right operand of a multiply in eight bits, or None if it is in high precision."""
+        how: EightBit | None = getattr(self, multiply)
+        if how is None:
+            return None
+        left, right = OPERANDS[multiply]
+        return Operand(left, how.left, how.formats[0]), Operand(right, how.right, how.formats[1])
+
+    @property
+    def tensor_scaled(self) -> tuple[Quantity, ...]:
+        """The quantities that some multiply scales tensor-wise."""
+        found = {o.quantity for name in MULTIPLIES for o in self.operands(name) or () if o.scaling == "tensor"}
+        return tuple(q for q in _LETTERS if q in found)
+
+    @property
+    def formats(self) -> tuple[Format, ...]:
+        """The formats in use, each once, in the order of the multiplies."""
+        return tuple(dict.fromkeys(o.format for name in MULTIPLIES for o in self.operands(name) or ()))
+
+    def with_format(self, format: Format, gradient: Format | None = None) -> LinearPlan:
+        """The same plan in another format.
+
+        Args:
+            format: of inputs and weights: ``"int8"``, ``"e4m3"`` or ``"e5m2"``.
+            gradient: of the gradients with respect to the output; the same if None.
+
+        Raises:
+            ValueError: for an unknown format, or int8 beside float8 in one multiply.
+        """
+        for name, value in (("format", format), ("gradient", gradient or format)):
+            if value not in FORMATS:
+                raise ValueError(f"{name}: got {value!r}, takes 'int8', 'e4m3' or 'e5m2'")
+        changed = {
+            name: replace(how, left_format=gradient or format if name != "output" else format, right_format=format)
+            for name in MULTIPLIES
+            if (how := getattr(self, name)) is not None
+        }
+        return replace(self, **changed)
+
+    def simulated(self) -> LinearPlan:
+        """The same plan, its codes multiplied in float32 on every device."""
+        return replace(self, arithmetic="simulated")
+
+    def with_moving_average(self, decay: float = 0.9) -> LinearPlan:
+        """The same plan with tensor-wise scales from a moving average of the absmax.
+
+        Source: Wortsman et al. 2023, Section 2.3.
+        """
+        return replace(self, tensor_absmax="average", decay=decay)
+
+    @property
+    def title(self) -> str:
+        """Name and formats in a line."""
+        parts = ["/".join(self.formats) or "high precision"]
+        if self.arithmetic == "simulated":
+            parts.append("simulated")
+        if self.saved == "codes":
+            parts.append("saves codes")
+        if self.tensor_absmax == "average":
+            parts.append(f"averages absmax ({self.decay})")
+        return f"{self.name}: {', '.join(parts)}"
+
+    def __str__(self) -> str:
+        lines = [self.title]
+        for name in MULTIPLIES:
+            operands = self.operands(name)
+            how = "high precision" if operands is None else " × ".join(map(str, operands))
+            lines.append(f"  {name:<11}  {how}")
+        return "\n".join(lines)
+
+
+_CHOICES = {
+    "saved": ("input", "codes"), "arithmetic": ("real", "simulated"), "tensor_absmax": ("step", "average"),
+}  # fmt: skip
+
+
+def _check_multiply(name: Multiply, how: EightBit | None) -> None:
+    if how is None:
+        return
+    if not isinstance(how, EightBit):
+        raise ValueError(f"{name}: got {how!r}, takes an EightBit, or None for high precision")
+    for side, vector, quantity in zip(("left", "right"), _VECTORS[name], OPERANDS[name], strict=True):
+        scaling = getattr(how, side)
+        if scaling not in (vector, "tensor"):
+            raise ValueError(
+                f"{name}.{side}: got {scaling!r}, takes {vector!r} or 'tensor' (a scale of {_LETTERS[quantity]} "
+                f"must be constant along the {_SUMMED[name]}, over which this multiply sums)"
+            )
+
+
+SWITCHBACK = LinearPlan(EightBit("row", "tensor"), EightBit("row", "tensor"), name="SWITCHBACK")
+SWITCHBACK_M = replace(SWITCHBACK, saved="codes", name="SWITCHBACK_M")
+SWITCHBACK_Q = LinearPlan(EightBit("row", "row"), EightBit("row", "column"), name="SWITCHBACK_Q")
+LLM_INT8 = replace(SWITCHBACK_Q, grad_weight=EightBit("column", "column"), name="LLM_INT8")
+_TENSORS = EightBit("tensor", "tensor", "e4m3")
+TENSORWISE_FP8 = LinearPlan(_TENSORS, _TENSORS, _TENSORS, name="TENSORWISE_FP8")
+HIGH_PRECISION = LinearPlan(name="HIGH_PRECISION")

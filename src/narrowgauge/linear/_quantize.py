@@ -1,0 +1,137 @@
+"""Tensors in eight bits with one scale a row, a column, or in all.
+
+A matrix multiply in eight bits can undo its scales after the sum only if they are constant along it: a scale a
+row of the left operand, a column of the right one, or one for the whole tensor. So there are three scalings.
+Each divides by the largest magnitude it covers, its *absmax*, so that this element takes the largest code Q:
+127 in int8, 448 in e4m3, 57344 in e5m2.
+
+    codes = round(Q / absmax · x)          scale = absmax / Q          x ≈ scale · codes
+
+What is fixed here is fixed for every kernel, bit for bit:
+
+- Everything is computed in float32, from x rounded to float32: the two divisions and the product above are each
+  rounded once. Int8 is rounded to nearest, ties to even, into [-127, 127]; -128 is not used. Float8 is rounded
+  to nearest, ties to even, subnormals included.
+- An absmax below 2^-110 counts as zero: codes and scale are 0. Above it neither Q / absmax nor absmax / Q
+  leaves the normal numbers of float32, on devices that flush subnormals too.
+- What lies beyond a given absmax (one that was not taken from x itself) saturates.
+- **Inf and NaN come out as NaN.** Int8 has no code for them, so the scale of the row, column or tensor is NaN:
+  with a scale a row of the input those rows of the output are lost that nn.Linear loses too, with one for the
+  tensor all of it. In float8 the element itself becomes NaN, and absmax is that of the finite ones: no scale is
+  touched.
+
+Source: Wortsman et al. 2023, Equation 1 and "float8" of Section 2.2.1 (whose simulation divides by the absmax
+and casts to float8 values between -1 and 1; here the whole range of the format is used, as hardware wants it).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from narrowgauge.formats import FP8_E4M3, FP8_E5M2, FloatFormat, round_to
+
+Scaling = Literal["row", "column", "tensor"]
+Format = Literal["int8", "e4m3", "e5m2"]
+
+SCALINGS: tuple[Scaling, ...] = ("row", "column", "tensor")
+SMALLEST_ABSMAX = 2.0**-110
+
+
+@dataclass(frozen=True)
+class CodeFormat:
+    """What eight bits mean: torch's dtype, the largest code, and the float format if it is one."""
+
+    dtype: torch.dtype
+    largest: float
+    floats: FloatFormat | None = None
+
+
+FORMATS: dict[str, CodeFormat] = {
+    "int8": CodeFormat(torch.int8, 127.0),
+    "e4m3": CodeFormat(torch.float8_e4m3fn, FP8_E4M3.max, FP8_E4M3),
+    "e5m2": CodeFormat(torch.float8_e5m2, FP8_E5M2.max, FP8_E5M2),
+}
+
+
+class ScaledCodes(NamedTuple):
+    """A matrix in eight bits.
+
+    Attributes:
+        codes: (rows, columns) of int8, float8_e4m3fn or float8_e5m2.
+        scale: float32, what the code 1 stands for: (rows, 1), (1, columns) or (1, 1).
+    """
+
+    codes: Tensor
+    scale: Tensor
+
+    def t(self) -> ScaledCodes:
+        """The transposed matrix, without a copy."""
+        return ScaledCodes(self.codes.t(), self.scale.t())
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The matrix that codes and scale stand for: their float32 product, rounded to a dtype."""
+        return (self.codes.to(torch.float32) * self.scale).to(dtype)
+
+
+def quantize(x: Tensor, scaling: Scaling, format: Format = "int8", absmax: Tensor | None = None) -> ScaledCodes:
+    """A matrix in eight bits.
+
+    Args:
+        x: float matrix (rows, columns).
+        scaling: ``"row"``, ``"column"`` or ``"tensor"``: what shares a scale.
+        format: ``"int8"``, ``"e4m3"`` or ``"e5m2"``.
+        absmax: what to take for the largest magnitude instead of x's own, such as an average of past ones:
+            float32, of the scale's shape. Elements beyond it saturate.
+
+    Returns:
+        Codes and scales. Zeros stay zeros, and x times a power of two has the same codes and that multiple of
+        the scale (as long as no absmax falls below 2^-110 and nothing leaves float32).
+
+    Raises:
+        ValueError: for what is no float matrix, or an unknown scaling or format.
+
+    Source: Wortsman et al. 2023, Equation 1.
+    """
+    if x.dim() != 2 or not x.is_floating_point():
+        raise ValueError(f"x: got {x.dtype} of shape {tuple(x.shape)}, takes a matrix of floats")
+    if scaling not in SCALINGS:
+        raise ValueError(f"scaling: got {scaling!r}, takes one of {', '.join(map(repr, SCALINGS))}")
+    if format not in FORMATS:
+        raise ValueError(f"format: got {format!r}, takes one of {', '.join(map(repr, FORMATS))}")
+    x = x.to(torch.float32)
+    own = largest_magnitude(x, scaling, format)
+    chosen = own if absmax is None else absmax
+    # Two comparisons that NaN fails: int8 finds the non-finite in its own absmax, whatever was chosen.
+    usable = (chosen >= SMALLEST_ABSMAX) & (own < torch.inf)
+    target = FORMATS[format]
+    # A tensor, because torch divides a number by a tensor, and on a GPU a tensor by a number, in two roundings.
+    largest = torch.full_like(chosen, target.largest)
+    inverse = torch.where(usable, largest / chosen, 0.0)
+    scale = torch.where(usable, chosen / largest, 0.0)
+    if target.floats is None:
+        scale = torch.where(own < torch.inf, scale, torch.nan)
+        codes = (x * inverse).nan_to_num(nan=0.0).round().clamp(-target.largest, target.largest).to(torch.int8)
+        return ScaledCodes(codes, scale)
+    scaled = torch.where(x.isfinite(), (x * inverse).clamp(-target.largest, target.largest), torch.nan)
+    return ScaledCodes(round_to(scaled, target.floats), scale)
+
+
+def largest_magnitude(x: Tensor, scaling: Scaling, format: Format) -> Tensor:
+    """The absmax of a matrix's rows, columns or all of it, float32, of the scale's shape.
+
+    In int8 it is inf or NaN where there are such elements, in float8 that of the finite ones. It is 0
+    where there are none.
+    """
+    magnitude = x.to(torch.float32).abs()
+    if format != "int8":
+        magnitude = torch.where(magnitude < torch.inf, magnitude, 0.0)
+    rows, columns = x.shape
+    shape = {"row": (rows, 1), "column": (1, columns), "tensor": (1, 1)}[scaling]
+    if x.numel() == 0:
+        return magnitude.new_zeros(shape)
+    dims = {"row": (1,), "column": (0,), "tensor": (0, 1)}[scaling]
+    return magnitude.amax(dims, keepdim=True)

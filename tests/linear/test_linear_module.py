@@ -1,0 +1,256 @@
+"""`LowPrecisionLinear` in nn.Linear's place."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import narrowgauge as ng
+from narrowgauge.linear import LinearPlan, LowPrecisionLinear, linear
+
+AVERAGED = ng.linear.TENSORWISE_FP8.with_moving_average()
+PLANS = {
+    "SWITCHBACK": ng.linear.SWITCHBACK,
+    "SWITCHBACK_M e4m3": ng.linear.SWITCHBACK_M.with_format("e4m3"),
+    "SWITCHBACK_Q": ng.linear.SWITCHBACK_Q,
+    "LLM_INT8": ng.linear.LLM_INT8,
+    "averaged": AVERAGED,
+    "HIGH_PRECISION": ng.linear.HIGH_PRECISION,
+}
+plans = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+
+# Torch's own, while it traces an autograd function.
+traced = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+
+def grads(layer: nn.Module, x: Tensor, run=None) -> list[Tensor]:
+    """Output and all gradients of a weighted sum of it."""
+    x = x.clone().requires_grad_()
+    layer.zero_grad()
+    y = (layer if run is None else run)(x)
+    (y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum().backward()
+    return [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters() if p.grad is not None)]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def test_it_is_an_nn_linear_to_whoever_asks() -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(20, 12, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    layer = LowPrecisionLinear(20, 12, dtype=torch.bfloat16, plan=AVERAGED)
+    assert isinstance(layer, nn.Linear)
+    assert layer.state_dict().keys() == plain.state_dict().keys()
+    assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), plain.parameters(), strict=True))
+    plain.load_state_dict(layer.state_dict())
+    layer.load_state_dict(plain.state_dict())
+    made = LowPrecisionLinear.from_linear(plain, ng.linear.HIGH_PRECISION)
+    assert made.weight is plain.weight
+    assert made.bias is plain.bias
+    assert LowPrecisionLinear.from_linear(nn.Linear(3, 4, bias=False)).bias is None
+    assert repr(made) == (
+        "LowPrecisionLinear(in_features=20, out_features=12, bias=True, plan='HIGH_PRECISION: high precision')"
+    )
+    assert (layer.path, made.path) == ("e4m3 simulated", "high precision")
+    assert LowPrecisionLinear(3, 4).path == "int8 real"
+    assert LowPrecisionLinear(3, 4, plan=ng.linear.SWITCHBACK.simulated()).path == "int8 simulated"
+    with pytest.raises(ValueError, match="plan: got 'int8', takes a LinearPlan"):
+        LowPrecisionLinear(3, 4, plan="int8")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_high_precision_plan_is_nn_linear_bit_for_bit(dtype: torch.dtype) -> None:
+    layer = LowPrecisionLinear(33, 17, plan=ng.linear.HIGH_PRECISION, dtype=dtype)
+    plain = nn.Linear(33, 17, dtype=dtype)
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(5, 3, 33).to(dtype)
+    assert same(grads(layer, x), grads(plain, x))
+
+
+@plans
+@pytest.mark.parametrize("leading", [(), (1,), (0,), (2, 0, 3), (2, 3, 4)], ids=str)
+def test_any_leading_dimensions(plan: LinearPlan, leading: tuple[int, ...]) -> None:
+    layer = LowPrecisionLinear(19, 7, plan=plan)
+    x = torch.randn(*leading, 19)
+    y, grad_x, grad_w, grad_b = grads(layer, x)
+    assert y.shape == (*leading, 7)
+    if plan.tensor_absmax == "average":
+        layer.set_plan(plan)  # forgets the averages
+    flat = grads(layer, x.reshape(-1, 19))
+    for one, other in zip((y, grad_x, grad_w, grad_b), flat, strict=True):
+        assert torch.equal(one.reshape(other.shape), other)
+    if 0 in leading:
+        assert not grad_w.any()
+        assert not grad_b.any()
+
+
+@plans
+def test_the_bias_gradient_is_the_sum_of_the_outputs(plan: LinearPlan) -> None:
+    layer = LowPrecisionLinear(16, 24, plan=plan)
+    y, *_, grad_b = grads(layer, torch.randn(50, 16))
+    assert torch.allclose(grad_b, torch.linspace(-1, 1, y.numel()).view(y.shape).sum(0), atol=1e-5)
+
+
+@plans
+def test_under_autocast_it_computes_in_autocasts_dtype(plan: LinearPlan) -> None:
+    layer = LowPrecisionLinear(16, 24, plan=plan)
+    x = torch.randn(8, 16, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+        y.float().square().sum().backward()
+    assert y.dtype == torch.bfloat16
+    assert {x.grad.dtype, layer.weight.grad.dtype, layer.bias.grad.dtype} == {torch.float32}
+    narrow = copy.deepcopy(layer).bfloat16()
+    narrow.set_plan(plan)
+    z = narrow(x.detach().bfloat16())
+    assert torch.equal(y, z)
+    z.float().square().sum().backward()
+    assert torch.equal(layer.weight.grad, narrow.weight.grad.float())
+
+
+@plans
+def test_frozen_weights_and_what_is_put_on_top(plan: LinearPlan) -> None:
+    """As LoRA does: the layer's own parameters frozen, two small ones beside it."""
+
+    class Beside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = LowPrecisionLinear(16, 24, plan=plan).requires_grad_(False)
+            self.down, self.up = nn.Linear(16, 2, bias=False), nn.Linear(2, 24, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.base(x) + self.up(self.down(x))
+
+    model = Beside()
+    grads(model, torch.randn(5, 16))
+    assert model.base.weight.grad is None
+    assert model.base.bias.grad is None
+    assert model.down.weight.grad.any()
+
+
+@plans
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_changes_nothing(plan: LinearPlan, reentrant: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(LowPrecisionLinear(16, 32, plan=plan), nn.GELU(), LowPrecisionLinear(32, 16, plan=plan))
+    twin = copy.deepcopy(model)
+    for _ in range(3):
+        x = torch.randn(6, 16)
+        again = grads(twin, x, lambda x: checkpoint(twin, x, use_reentrant=reentrant))
+        assert same(grads(model, x), again)
+
+
+@traced
+@plans
+def test_compiled_as_one_graph_it_is_the_same(plan: LinearPlan) -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(LowPrecisionLinear(16, 24, plan=plan), nn.ReLU(), LowPrecisionLinear(24, 9, plan=plan))
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    for _ in range(3):
+        x = torch.randn(6, 16)
+        assert same(grads(model, x), grads(twin, x, compiled))
+        assert [b.tolist() for b in model.buffers()] == [b.tolist() for b in twin.buffers()]
+
+
+@pytest.mark.slow
+@traced
+@pytest.mark.filterwarnings("ignore:.*script_method. is deprecated:DeprecationWarning")  # inductor's own
+@plans
+def test_inductor_gives_the_same_too(plan: LinearPlan) -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    layer = LowPrecisionLinear(32, 24, plan=plan)
+    twin = copy.deepcopy(layer)
+    x = torch.randn(6, 32)
+    for one, other in zip(grads(layer, x), grads(twin, x, torch.compile(twin, fullgraph=True)), strict=True):
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@plans
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_copies_go_on_as_the_layer_does(plan: LinearPlan, copied) -> None:
+    layer = LowPrecisionLinear(16, 24, plan=plan)
+    grads(layer, torch.randn(5, 16))
+    twin, x = copied(layer), torch.randn(5, 16) * 3
+    assert twin.plan == plan
+    assert same(grads(layer, x), grads(twin, x))
+
+
+def test_averages_are_the_modules_and_move_with_its_backward_passes() -> None:
+    layer = LowPrecisionLinear(16, 24, plan=AVERAGED)
+    (averages,) = layer.buffers()
+    layer(torch.ones(3, 16)).sum()
+    assert not averages.any()
+    grads(layer, torch.full((3, 16), 4.0))
+    assert averages[0] == 4
+    layer.eval()
+    with torch.no_grad():
+        layer(torch.full((3, 16), 100.0))
+    assert averages[0] == 4
+    assert "absmax_averages" not in layer.state_dict()
+    layer.set_plan(ng.linear.SWITCHBACK)
+    assert not list(layer.buffers())
+
+
+def in_two(rank: int, world: int, store: str, out: str, plan: LinearPlan) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    torch.manual_seed(0)
+    model = nn.Sequential(LowPrecisionLinear(16, 24, plan=plan), nn.ReLU(), LowPrecisionLinear(24, 4, plan=plan))
+    parallel = nn.parallel.DistributedDataParallel(model)
+    x = torch.randn(8, 16)
+    parallel(x[rank::world]).square().mean().backward()
+    if rank == 0:
+        torch.save([p.grad for p in model.parameters()], out)
+    dist.destroy_process_group()
+
+
+def test_data_parallel_on_two_processes_averages_their_gradients(tmp_path: Path) -> None:
+    plan = ng.linear.SWITCHBACK
+    torch.multiprocessing.spawn(in_two, (2, str(tmp_path / "store"), str(tmp_path / "out"), plan), nprocs=2)
+    torch.manual_seed(0)
+    model = nn.Sequential(LowPrecisionLinear(16, 24, plan=plan), nn.ReLU(), LowPrecisionLinear(24, 4, plan=plan))
+    x = torch.randn(8, 16)
+    for rank in range(2):
+        (model(x[rank::2]).square().mean() / 2).backward()
+    for got, wanted in zip(torch.load(tmp_path / "out"), (p.grad for p in model.parameters()), strict=True):
+        assert torch.allclose(got, wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_a_small_model_learns_with_every_plan() -> None:
+    """Losses after 60 steps beside those of nn.Linear."""
+    losses = {}
+    for name, plan in PLANS.items():
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            LowPrecisionLinear(16, 64, plan=plan), nn.GELU(), LowPrecisionLinear(64, 4, plan=plan)
+        )
+        x = torch.randn(128, 16)
+        target = x[:, :4] * x[:, 4:8]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(60):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(x), target)
+            loss.backward()
+            optimizer.step()
+        losses[name] = float(loss.detach())
+    assert losses["HIGH_PRECISION"] < 0.1
+    assert all(abs(loss - losses["HIGH_PRECISION"]) < 0.02 for loss in losses.values()), losses
+
+
+def test_the_function_takes_views() -> None:
+    x, w = torch.randn(6, 4, 10).transpose(0, 1)[..., ::2], torch.randn(5, 8).t()
+    assert torch.equal(
+        linear(x, w, None, ng.linear.SWITCHBACK), linear(x.contiguous(), w.contiguous(), None, ng.linear.SWITCHBACK)
+    )

@@ -1,0 +1,261 @@
+"""Swapping the linear layers of models: which, what stays the same, and back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import narrowgauge as ng
+from narrowgauge.linear import SWITCHBACK, LowPrecisionConv1D, LowPrecisionLinear, swap_linears
+
+transformers = pytest.importorskip("transformers")
+
+TOKENS = torch.arange(12).view(2, 6)
+PIXELS = torch.linspace(-1, 1, 2 * 3 * 16 * 16).view(2, 3, 16, 16)
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=50, n_positions=16)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=50,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def bert() -> nn.Module:
+    config = transformers.BertConfig(
+        num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=2, vocab_size=50
+    )
+    return transformers.BertModel(config)
+
+
+def vit() -> nn.Module:
+    config = transformers.ViTConfig(
+        num_hidden_layers=2,
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=2,
+        image_size=16,
+        patch_size=8,
+    )
+    return transformers.ViTModel(config)
+
+
+def clip() -> nn.Module:
+    tower = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    config = transformers.CLIPConfig(
+        text_config={**tower, "vocab_size": 50, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2},
+        vision_config={**tower, "image_size": 16, "patch_size": 8},
+        projection_dim=32,
+    )  # fmt: skip
+    return transformers.CLIPModel(config)
+
+
+def run(model: nn.Module) -> Tensor:
+    """What the model says, as one tensor."""
+    if isinstance(model, transformers.CLIPModel):
+        return model(input_ids=TOKENS, pixel_values=PIXELS).logits_per_image
+    out = model(PIXELS) if isinstance(model, transformers.ViTModel) else model(TOKENS)
+    return out.logits if hasattr(out, "logits") else out.last_hidden_state
+
+
+# Linear layers of a block, linear layers outside.
+MODELS = {
+    "gpt2": (gpt2, 4, 0),
+    "llama": (llama, 7, 0),
+    "bert": (bert, 6, 1),
+    "vit": (vit, 6, 1),
+    "clip": (clip, 12, 2),
+}
+
+
+@pytest.mark.parametrize(("make", "in_block", "outside"), MODELS.values(), ids=MODELS)
+def test_the_models_of_transformers(make: Callable[[], nn.Module], in_block: int, outside: int) -> None:
+    torch.manual_seed(0)
+    model = make().eval()
+    state = copy.deepcopy(model.state_dict())
+    parameters = list(model.parameters())
+    before = run(model).detach()
+    report = swap_linears(model, SWITCHBACK)
+    assert len(report.swapped) == 2 * in_block + outside
+    assert all(isinstance(model.get_submodule(n), LowPrecisionLinear | LowPrecisionConv1D) for n in report.swapped)
+    assert set(report.kept) == ({"lm_head"} if hasattr(model, "lm_head") else set())
+    # The same parameters under the same names.
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    assert model.state_dict().keys() == state.keys()
+    model.load_state_dict(state)
+    after = run(model)
+    assert not torch.equal(after, before)
+    assert float((after.detach() - before).norm() / before.norm()) < 0.05
+    after.square().mean().backward()
+    used = [name for name in report.swapped if "pooler" not in name]
+    assert all(model.get_submodule(name).weight.grad.any() for name in used)
+    report.undo()
+    assert torch.equal(run(model), before)
+    assert not any(isinstance(m, LowPrecisionLinear | LowPrecisionConv1D) for m in model.modules())
+
+
+@pytest.mark.parametrize(("make", "in_block", "outside"), MODELS.values(), ids=MODELS)
+def test_in_high_precision_a_swapped_model_is_the_model(make: Callable, in_block: int, outside: int) -> None:
+    model = make().eval()
+    before = run(model).detach()
+    swap_linears(model, ng.linear.HIGH_PRECISION, keep=())
+    assert torch.allclose(run(model), before, atol=1e-5)
+
+
+def test_a_conv1d_is_the_linear_layer_of_the_transposed_weight() -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    layer = Conv1D(24, 16)
+    linear = nn.Linear(16, 24)
+    linear.load_state_dict({"weight": layer.weight.detach().t(), "bias": layer.bias.detach()})
+    model = nn.Sequential(layer)
+    for plan in (SWITCHBACK, ng.linear.LLM_INT8, ng.linear.SWITCHBACK_M.with_format("e4m3")):
+        report = swap_linears(model, plan)
+        assert isinstance(layer, LowPrecisionConv1D)
+        assert layer.weight.shape == (16, 24)
+        wanted = LowPrecisionLinear.from_linear(linear, plan)
+        for one in (layer, wanted):
+            one.zero_grad()
+            one(torch.linspace(-1, 1, 80).view(5, 16)).square().sum().backward()
+        assert torch.equal(layer.weight.grad, wanted.weight.grad.t())
+        assert torch.equal(layer.bias.grad, wanted.bias.grad)
+        assert "nf=24, nx=16, plan=" in repr(layer)
+        report.undo()
+        assert type(layer) is Conv1D
+
+
+def test_tied_weights_stay_tied_and_shared_modules_are_swapped_once() -> None:
+    model = gpt2()
+    assert swap_linears(model, SWITCHBACK, keep=()).swapped[-1] == "lm_head"
+    assert model.lm_head.weight is model.transformer.wte.weight
+    shared = nn.Linear(16, 16)
+    twice = nn.Sequential(shared, nn.ReLU(), shared)
+    report = swap_linears(twice, SWITCHBACK)
+    assert report.swapped == ["0"]
+    assert twice[0] is twice[2]
+    assert isinstance(shared, LowPrecisionLinear)
+    report.undo()
+    assert type(shared) is nn.Linear
+
+
+def test_what_is_kept_has_a_reason() -> None:
+    class Odd(nn.Linear):
+        pass
+
+    model = nn.ModuleDict({
+        "plain": nn.Linear(16, 16),
+        "small": nn.Linear(16, 15),
+        "odd": Odd(16, 16),
+        "parametrized": nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)),
+        "planned": LowPrecisionLinear(16, 16, plan=ng.linear.LLM_INT8),
+        "attention": nn.MultiheadAttention(16, 2),
+        "patched": nn.Linear(16, 16),
+        "head": nn.Sequential(nn.Linear(16, 16)),
+        "other": nn.ModuleDict({"skip": nn.Linear(16, 16), "up_1": nn.Linear(16, 16)}),
+    })  # fmt: skip
+    model["patched"].forward = lambda x: x
+    report = swap_linears(model, SWITCHBACK, keep=("head", "skip", "*.up_?"))
+    assert report.swapped == ["plain"]
+    assert report.kept == {
+        "small": "15 features, fewer than 16",
+        "odd": "is a Odd",
+        "parametrized": "is parametrized: its weight is computed anew",
+        "planned": "has a plan already: LLM_INT8: int8",
+        "attention.out_proj": "nn.MultiheadAttention reads its weight, not its output",
+        "patched": "has a forward of its own",
+        "head.0": "named in keep: 'head'",
+        "other.skip": "named in keep: 'skip'",
+        "other.up_1": "named in keep: '*.up_?'",
+    }
+    text = str(report)
+    assert "swapped: 1 (int8 real)\n  plain\n" in text
+    assert "kept: 9\n  small               15 features, fewer than 16\n" in text
+    report.undo()
+    report.undo()
+    assert model["planned"].plan == ng.linear.LLM_INT8
+    assert swap_linears(model, SWITCHBACK, min_features=15).swapped[:2] == ["plain", "small"]
+
+
+def test_swapping_a_layer_that_is_the_model() -> None:
+    layer = nn.Linear(16, 16)
+    assert swap_linears(layer, SWITCHBACK).swapped == [""]
+    assert isinstance(layer, LowPrecisionLinear)
+
+
+def test_what_it_does_not_take() -> None:
+    model = nn.Sequential(nn.Linear(16, 16))
+    with pytest.raises(ValueError, match="plan: got 'int8', takes a LinearPlan"):
+        swap_linears(model, "int8")
+    with pytest.raises(ValueError, match="keep: got 'head', takes a list of names"):
+        swap_linears(model, SWITCHBACK, keep="head")
+    with pytest.raises(ValueError, match="min_features: got 0, takes an integer of at least 1"):
+        swap_linears(model, SWITCHBACK, min_features=0)
+
+
+def test_hooks_optimizers_and_copies_go_on_working() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    optimizer = ng.optim.AdamW(model.named_parameters(), lr=1e-2)
+    seen: list[torch.Size] = []
+    model[0].register_forward_hook(lambda module, arguments, output: seen.append(output.shape))
+    swap_linears(model, ng.linear.TENSORWISE_FP8.with_moving_average())
+    twin = copy.deepcopy(model)
+    x = torch.randn(4, 16)
+    before = model[0].weight.detach().clone()
+    model(x).square().sum().backward()
+    optimizer.step()
+    assert seen == [(4, 16)]
+    assert not torch.equal(before, model[0].weight)
+    assert torch.equal(twin[0].weight, before)
+
+
+@pytest.mark.parametrize(("make", "in_block", "outside"), MODELS.values(), ids=MODELS)
+def test_layer_scale_from_zero_takes_every_branch_away(make: Callable, in_block: int, outside: int) -> None:
+    """Equation 3: with zeros a block adds nothing, with ones it is the block that it was."""
+    torch.manual_seed(0)
+    model = make().eval()
+    keys = set(model.state_dict())
+    before = run(model).detach()
+    added = ng.nn.add_layer_scale(model)
+    assert len(added.scales) == (8 if make is clip else 4)
+    assert set(model.state_dict()) - keys == {f"{name}.layer_scale.gamma" for name in added.scales}
+    swap_linears(model, ng.linear.TENSORWISE_FP8)
+    assert not torch.equal(run(model), before)
+    branches = []
+    for name in added.scales:
+        model.get_submodule(name).register_forward_hook(lambda module, arguments, output: branches.append(output))
+    run(model)
+    assert len(branches) == len(added.scales)
+    assert not any(branch.any() for branch in branches)
+    run(copy.deepcopy(model)).square().mean().backward()
+    run(model).square().mean().backward()
+    assert all(scale.gamma.grad.any() for scale in added.scales.values())
+    swap_linears(model, SWITCHBACK)
+    with pytest.raises(ValueError, match="has a layer_scale, takes one without"):
+        ng.nn.add_layer_scale(model)
+    added.remove()
+    assert set(model.state_dict()) == keys
+
+
+def test_layer_scale_of_ones_is_the_model_itself() -> None:
+    for make, *_ in MODELS.values():
+        model = make().eval()
+        before = run(model).detach()
+        added = ng.nn.add_layer_scale(model, init=1.0)
+        assert torch.equal(run(model), before)
+        added.remove()
+        assert torch.equal(run(model), before)
+    with pytest.raises(
+        ValueError, match="model: got Linear, takes one with blocks of GPT2Block, LlamaDecoderLayer"
+    ):
+        ng.nn.add_layer_scale(nn.Linear(3, 3))
+    assert str(added).startswith("layer scale: 8\n  text_model.")
