@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from narrowgauge.formats import Coder
 
 _SOURCES = Path(__file__).parent / "c"
+_ONE = 0x3F80  # the upper half of the pattern of 1
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class Table:
     """A codebook made ready for look-ups; see `c/table.h`.
 
     Attributes:
-        values: float32, what codes mean.
-        cells: uint32, a code and half a boundary each.
+        values: float32, what 256 codes mean, and as much again for the bytes of these, the lowest ones first.
+        cells: uint32, a code and what carries into it beyond the boundary.
         zero: the code of zero.
         first: the upper half of the pattern that the first cell stands for.
     """
@@ -61,7 +62,7 @@ class Table:
         """The table of a coder.
 
         Raises:
-            ValueError: if two boundaries fall into one cell.
+            ValueError: if two boundaries fall into one cell, or one lies so near to 1 that rounding passes it.
         """
         values, boundaries = coder.values.cpu().numpy(), coder.boundaries.cpu().numpy()
         positive = boundaries[boundaries > 0]
@@ -69,11 +70,16 @@ class Table:
         upper = patterns >> 16
         if len(np.unique(upper)) < len(upper):
             raise ValueError("a cell of the table would hold two boundaries")
-        first, last = int(upper[0]) - 1, int(upper[-1]) + 1
-        low = np.full(last - first + 1, 0xFFFF, dtype=np.uint32)
-        low[upper - first] = patterns & 0xFFFF
+        if positive[-1] > 1 - 2.0**-20:
+            raise ValueError(f"the outermost boundary would be {positive[-1]}, takes at most 1 - 2^-20")
+        first, last = int(upper[0]) - 1, _ONE
+        carry = np.zeros(last - first + 1, dtype=np.uint32)
+        carry[upper - first] = 0xFFFF - (patterns & 0xFFFF)
         below = np.searchsorted(upper, np.arange(first, last + 1), side="left").astype(np.uint32)
-        return cls(values, (below << 16 | low).astype(np.uint32), len(boundaries) - len(positive), first)
+        padded = np.pad(values, (0, 256 - len(values)))
+        planes = np.ascontiguousarray(padded.view(np.uint8).reshape(256, 4).T).view(np.float32)
+        both = np.concatenate([padded, planes.reshape(-1)])
+        return cls(both, (below << 16 | carry).astype(np.uint32), len(boundaries) - len(positive), first)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +128,9 @@ PATTERNS = {
 RELATIVE = {bits: _coded(f"relative{bits}", bits, _SCALES, "relative.h", relative=True) for bits in (4, 8)}
 LOGARITHMS = _coded("logarithm", 8, Word("ranges", "float", 0, count=2), "logarithms.h")
 FLOAT8 = {
-    signed: _coded("float8", 8, _SCALES, "table.h", "float8.h", constants=("ABSOLUTE" if signed else "UNSIGNED",))
+    signed: _coded(
+        "float8", 8, _SCALES, "lookup.h", "table.h", "float8.h", constants=("ABSOLUTE" if signed else "UNSIGNED",)
+    )
     for signed in (False, True)
 }
 
@@ -137,9 +145,9 @@ def table_codec(coder: Coder, bits: int) -> Codec:
     """
     table = Table.of(coder)
     kind = "UNSIGNED" if coder.lowest >= 0 else "ABSOLUTE" if coder.lowest == -1 else "SIGNED"
-    constants = (kind, str(table.zero), str(table.first), str(len(table.cells) - 1))
+    constants = (kind, str(table.zero), str(table.first))
     name = "table" if bits == 8 else "packed_table"
-    return _coded(name, bits, _SCALES, "table.h", constants=constants, table=table)
+    return _coded(name, bits, _SCALES, "lookup.h", "table.h", constants=constants, table=table)
 
 
 def codec_source(codec: Codec, block: int) -> str:

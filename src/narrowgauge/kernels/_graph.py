@@ -10,6 +10,7 @@ float32 where it meets an element.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -167,7 +168,7 @@ def evaluate(nodes: Iterable[Node], numbers: Mapping[str, float]) -> list[float]
     """
     nodes = tuple(nodes)
     known: dict[Node, float] = {}
-    for node in walk(nodes):
+    for node in _order(nodes):
         if node.op == "number":
             known[node] = float(numbers[node.args[0]])
         elif node.op == "constant":
@@ -175,6 +176,11 @@ def evaluate(nodes: Iterable[Node], numbers: Mapping[str, float]) -> list[float]
         else:
             known[node] = _HOST[node.op](*(known[arg] for arg in node.args))
     return [known[node] for node in nodes]
+
+
+@functools.lru_cache(maxsize=256)
+def _order(nodes: tuple[Node, ...]) -> list[Node]:
+    return walk(nodes)
 
 
 def _divide(a: float, b: float) -> float:

@@ -80,6 +80,8 @@ def admit(
     if nonfinite != "skip":
         return True
     admitted = finite(grad)
+    if admitted is True:
+        return True
     state["skipped"] += ~admitted if isinstance(admitted, Tensor) else not admitted
     return admitted
 

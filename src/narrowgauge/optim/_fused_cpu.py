@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from narrowgauge.kernels._c_codecs import (
     BFLOAT16,
@@ -31,7 +32,7 @@ from narrowgauge.kernels._c_codecs import (
 )
 from narrowgauge.kernels._c_library import Unavailable, load
 from narrowgauge.kernels._c_source import Moment, Step, step_source
-from narrowgauge.kernels._graph import evaluate, uniforms
+from narrowgauge.kernels._graph import Node, evaluate, uniforms
 from narrowgauge.optim._equation import equation
 from narrowgauge.optim._plan import ParameterPlan, SlotPlan
 from narrowgauge.optim._update import numbers
@@ -43,6 +44,7 @@ from narrowgauge.storage._states._logarithms import LogState, RelativeState, Sig
 
 _WEIGHTS = ("plain", "kahan", "expansion", "split", "split8", "master", "stochastic")
 _CPU = torch.device("cpu")
+_KEY, _MASK = ctypes.c_uint32 * 4, 0xFFFFFFFF
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Exactly these: a class derived from one may keep its words otherwise.
 _STATES = (
@@ -85,6 +87,10 @@ class Kernel:
         if step.terms:
             self._sum = library.sum_terms
             self._sum.argtypes, self._sum.restype = [*arguments, pointer], None
+        self._addresses: Any = ctypes.c_void_p * len(step.words)
+        self._given: Mapping[str, Any] | None = None
+        self._scalars: dict[str, float] = {}
+        self._values: Any = None
         self._threaded = bool(ctypes.c_int.in_dll(library, "threaded"))
 
     def finite(self, grad: Tensor) -> bool:
@@ -92,56 +98,54 @@ class Kernel:
         return bool(self._finite(grad.numel(), grad.data_ptr(), _threads(grad.numel())))
 
     def take(
-        self,
-        plan: ParameterPlan,
-        p: Tensor,
-        grad: Tensor,
-        state: Mapping[str, Tensor],
-        group: Mapping[str, Any],
-        count: int,
+        self, words: Sequence[Tensor], given: Mapping[str, Any], place: tuple[int, int, int], maximize: bool
     ) -> None:
         """Take a step: parameter and state are written over.
 
         Args:
-            plan, p, grad, state, group: as for `update`, all contiguous; the gradient's sign is not changed yet.
-            count: the number of this step.
+            words: as `Step.words`, all contiguous; the gradient's sign is not changed yet.
+            given: the rule's scalars. They are worked on once as long as the same object comes.
+            place: seed, stream and step of its random numbers.
+            maximize: whether to go along the gradient.
         """
-        words = _words(plan, p, grad, state)
-        given = plan.rule.scalars(numbers(group, _CPU), count)
-        scalars = {name: float(value) for name, value in given.items()}
-        mask = 0xFFFFFFFF
-        place = (group["seed"] & mask, plan.index & mask, count & mask, count >> 32 & mask)
+        if given is not self._given:
+            self._scalars = {name: float(value) for name, value in given.items()}
+            self._values = self._uniforms(self._roots, self._scalars) if not self.step.terms else None
+            self._given = given
+        seed, stream, count = place
         common = (
-            (ctypes.c_void_p * len(words))(*(word.data_ptr() for word in words)),
+            self._addresses(*[word.data_ptr() for word in words]),
             self._tables,
-            (ctypes.c_uint32 * 4)(*place),
-            -1.0 if group["maximize"] else 1.0,
+            _KEY(seed & _MASK, stream & _MASK, count & _MASK, count >> 32 & _MASK),
+            -1.0 if maximize else 1.0,
         )
-        n = p.numel()
-        if self.step.terms:
+        n, values = words[0].numel(), self._values
+        if values is None:
             sums = np.zeros((-(-n // self.step.block), len(self.step.terms)))
-            self._over(self._sum, n, common, evaluate(self._term_roots, scalars), sums.ctypes.data)
-            scalars |= dict(zip(self.step.terms, map(float, sums.sum(axis=0)), strict=True))
-            scalars["elements"] = float(n)
-        self._over(self._step, n, common, evaluate(self._roots, scalars))
-        for word in words[:1] + words[2:]:
-            # What autograd has saved of it is not what it was: it looks at the version.
-            if not word.is_inference():
-                torch.autograd.graph.increment_version(word)
+            self._over(self._sum, n, common, self._uniforms(self._term_roots, self._scalars), sums.ctypes.data)
+            summed = dict(zip(self.step.terms, map(float, sums.sum(axis=0)), strict=True))
+            values = self._uniforms(self._roots, {**self._scalars, **summed, "elements": float(n)})
+        self._over(self._step, n, common, values)
+        # What autograd has saved of them is not what it was: it looks at the version.
+        increment_version([word for word in (words[0], *words[2:]) if not word.is_inference()])
 
-    def _over(self, function: Any, n: int, common: tuple[Any, ...], values: list[float], *more: Any) -> None:
+    @staticmethod
+    def _uniforms(roots: tuple[Node, ...], scalars: Mapping[str, float]) -> Any:
+        values = evaluate(roots, scalars)
+        return (ctypes.c_double * (len(values) or 1))(*values)
+
+    def _over(self, function: Any, n: int, common: tuple[Any, ...], uniform: Any, *more: Any) -> None:
         """Call a function of the library on all blocks of n elements."""
         words, tables, key, sign = common
         blocks, threads = -(-n // self.step.block), _threads(n)
         inner = threads if self._threaded else 1
-        uniform = (ctypes.c_double * (len(values) or 1))(*values)
+        if inner == threads:
+            function(0, blocks, n, words, tables, uniform, key, sign, inner, *more)
+            return
 
         def part(first: int, last: int) -> None:
             function(first, last, n, words, tables, uniform, key, sign, inner, *more)
 
-        if inner == threads:
-            part(0, blocks)
-            return
         # A compiler without OpenMP: Python's threads, which leave the interpreter while they are in C.
         ends = [blocks * k // threads for k in range(threads + 1)]
         with ThreadPoolExecutor(threads) as pool:
@@ -150,7 +154,12 @@ class Kernel:
 
 def kernel_of(plan: ParameterPlan, p: Tensor, group: Mapping[str, Any]) -> Kernel | str:
     """The kernel for a parameter, or why there is none; an empty string where the eager step was asked for."""
-    if plan.strict or p.device.type != "cpu":
+    return kernel_for(plan, p, group, plan.rule.scalars(numbers(group, _CPU), 1))
+
+
+def kernel_for(plan: ParameterPlan, p: Tensor, group: Mapping[str, Any], given: Mapping[str, Any]) -> Kernel | str:
+    """As `kernel_of`, with the rule's scalars known."""
+    if plan.strict or not p.is_cpu:
         return ""
     if type(p) not in (Tensor, torch.nn.Parameter):
         return f"not fused: a {type(p).__name__}"
@@ -158,26 +167,37 @@ def kernel_of(plan: ParameterPlan, p: Tensor, group: Mapping[str, Any]) -> Kerne
         return "not fused: not contiguous"
     if group.get("percentile_clipping", 100) < 100:
         return "not fused: percentile_clipping"
-    names = tuple(plan.rule.scalars(numbers(group, _CPU), 1))
-    return _made(cast(Hashable, plan.rule), plan.weight, plan.slots, plan.dtype, p.dtype, names)
+    wanted = p.dtype, tuple(given)
+    if wanted not in plan.kernels:
+        rule = cast(Hashable, plan.rule)
+        plan.kernels[wanted] = _made(rule, plan.weight, plan.slots, plan.dtype, *wanted)
+    found: Kernel | str = plan.kernels[wanted]
+    return found
 
 
-def takes(kernel: Kernel, plan: ParameterPlan, p: Tensor, grad: Tensor, state: Mapping[str, Tensor]) -> bool:
-    """Whether these tensors are as the kernel expects them."""
+def words_for(
+    kernel: Kernel, plan: ParameterPlan, p: Tensor, grad: Tensor, state: Mapping[str, Tensor]
+) -> list[Tensor] | None:
+    """The tensors of a step, in the order of `Step.words`; None if they are not as the kernel expects them."""
     if type(grad) is not Tensor or grad.dtype != kernel.step.grad_dtype or torch.compiler.is_compiling():
-        return False
-    tensors = _words(plan, p, grad, state)
-    return all(x.is_contiguous() and x.device == _CPU and not x.is_neg() for x in tensors)
+        return None
+    if "words" not in plan.kernels:
+        plan.kernels["words"] = _keys(plan)
+    words = [p, grad, *[state[key] for key in plan.kernels["words"]]]
+    for word in words:
+        if not (word.is_contiguous() and word.is_cpu) or word.is_neg():
+            return None
+    return words
 
 
-def _words(plan: ParameterPlan, p: Tensor, grad: Tensor, state: Mapping[str, Tensor]) -> list[Tensor]:
-    """The tensors of a step, in the order of `Step.words`."""
-    low = [state[plan.weight_key]] if plan.weight_key is not None else []
-    moments = []
-    for slot in plan.slots:
-        words = slot.words(state)
-        moments += [words[word.name] for word in codec_of(slot.storage, slot.slot.signed).words]
-    return [p, grad, *low, *moments]
+def _keys(plan: ParameterPlan) -> list[str]:
+    """Under which a parameter's state has what a step needs of it."""
+    moments = [
+        f"{slot.slot.name}.{word.name}" if word.name else slot.slot.name
+        for slot in plan.slots
+        for word in codec_of(slot.storage, slot.slot.signed).words
+    ]
+    return [plan.weight_key, *moments] if plan.weight_key is not None else moments
 
 
 @functools.lru_cache(maxsize=256)
@@ -189,6 +209,7 @@ def _made(
     grad: torch.dtype,
     names: tuple[str, ...],
 ) -> Kernel | str:
+    # Kept by its plan as well, where it is found without the hash of a rule and of storages.
     try:
         return Kernel(_step(cast(Rule, rule), weight, slots, dtype, grad, names))
     except (NotImplementedError, Unavailable) as error:

@@ -25,7 +25,7 @@ from narrowgauge.optim._clip_gradients import HISTORY, clip_to_percentile
 from narrowgauge.optim._describe import Description, describe
 from narrowgauge.optim._dispatch import Dispatch
 from narrowgauge.optim._follow import Request, follow, request
-from narrowgauge.optim._fused_cpu import Kernel, kernel_of, takes
+from narrowgauge.optim._fused_calls import Call, Calls
 from narrowgauge.optim._options import check_hyperparameters, check_options, show_options, with_defaults
 from narrowgauge.optim._plan import ParameterPlan, kind_of, plan_parameter
 from narrowgauge.optim._stats import UpdateStats
@@ -75,6 +75,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self._warned: set[str] = set()
         self.in_backward: InBackward | None = None
         self._dispatch = Dispatch()
+        self._calls = Calls()
 
     def __getstate__(self) -> dict[str, Any]:
         self._follow()  # a copy has no plans: its words must be what its groups say
@@ -205,7 +206,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         if keep is False:
             return
         if kernel is not None:
-            kernel.take(plan, p, grad, state, group, int(state["step"].item()) + 1)
+            kernel.take()
             state["step"] += 1
             return
         # On a GPU the count stays there: reading it would make the host wait for the device at every parameter.
@@ -230,12 +231,9 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     def _kernel(
         self, plan: ParameterPlan, p: Tensor, grad: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]
-    ) -> Kernel | None:
+    ) -> Call | None:
         """What steps this parameter in one pass; None where the eager step has to."""
-        if self.gauges:
-            return None
-        kernel = kernel_of(plan, p, group)
-        return kernel if isinstance(kernel, Kernel) and takes(kernel, plan, p, grad, state) else None
+        return None if self.gauges else self._calls.of(plan, p, grad, state, group)
 
     @property
     def skipped(self) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -86,6 +86,7 @@ class ParameterPlan:
         strict: whether every operation is rounded to the storages' formats.
         why: what was decided otherwise than asked for, and why; empty if nothing was.
         kind: what was found on the parameter; see `kind_of`.
+        kernels: what has been made to step it, by what it was made for; a changed plan starts with none.
     """
 
     name: str
@@ -97,6 +98,7 @@ class ParameterPlan:
     strict: bool
     why: str
     kind: Kind
+    kernels: dict[Any, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     @property
     def dtype(self) -> torch.dtype:

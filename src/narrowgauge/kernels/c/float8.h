@@ -16,13 +16,12 @@ INLINE float from_e4m3(u8 code) {
 }
 
 INLINE void float8_encode(const float *restrict x, u8 *restrict codes, float *restrict scale, const int kind) {
-    float y[BLOCK];
-    int tame;
-    const float top = scale_of(x, kind, &tame);
-    normalise(x, top, kind, tame, y);
+    float room[BLOCK], top, inverse;
+    const float *y = over_scale(x, kind, room, &top, &inverse);
     *scale = top / 448.0f;
     EACH {
-        float scaled = y[i] * 448.0f;
+        float scaled = y[i] * inverse * 448.0f;
+        if (kind == UNSIGNED) scaled = scaled < 0 ? 0.0f : scaled;
         scaled = scaled > 448.0f ? 448.0f : scaled;
         scaled = scaled < -448.0f ? -448.0f : scaled;
         codes[i] = to_e4m3(scaled);

@@ -1,13 +1,17 @@
 /* Codes of a codebook and one scale a block: see storage/_blockwise.py, which these follow bit for bit.
  *
  * The nearest value is found with one look-up. The upper half of |x| as an integer names a cell, in which at most
- * one decision boundary lies; an entry holds the code below it and, in its lower half, the lower half of the
- * boundary. `zero` is the code of zero: negative numbers count down from it. */
+ * one decision boundary lies. Its entry has the code below in its upper half and, in its lower half, what the lower
+ * half of |x| has to be added to, to carry into the code beyond the boundary. `zero` is the code of zero: negative
+ * numbers count down from it.
+ *
+ * Nearly all blocks are tame: nothing in them is infinite or NaN or so large that it needs care, and their scale is
+ * not zero. Those have a way of their own. */
 
 enum { UNSIGNED, SIGNED, ABSOLUTE }; /* of a scale: no negative numbers, the extremum itself, its magnitude */
 
 /* The scale of a block in which no finite number is large enough to be one. */
-static __attribute__((noinline)) float wild_scale(const float *x, int kind) {
+INLINE float wild_scale(const float *x, int kind) {
     for (int i = 0; i < BLOCK; i++)
         if (x[i] > LARGEST || (x[i] < -LARGEST && kind != UNSIGNED))
             return x[i] > 0 || kind == ABSOLUTE ? LARGEST : -LARGEST;
@@ -21,18 +25,15 @@ static __attribute__((noinline)) float first_of(const float *x, float top) {
     return x[i];
 }
 
-/* The scale of a block. `tame` says that nothing in it is infinite or NaN or so large that it needs care. */
-INLINE float scale_of(const float *restrict x, const int kind, int *restrict tame) {
-    i32 up = 0, down = 0, most = 0;
+static __attribute__((noinline)) float careful_scale(const float *x, const int kind) {
+    i32 up = 0, down = 0;
     EACH {
         const i32 b = pattern(x[i]), m = b & 0x7FFFFFFF;
         const i32 sound = (u32)(m - SMALLEST_PATTERN) < INFINITY_PATTERN - SMALLEST_PATTERN ? m : 0;
         const i32 with_sign = b < 0 ? -sound : sound;
         up = larger(up, with_sign);
         down = smaller(down, with_sign);
-        most = larger(most, m);
     }
-    *tame = most < 0x7E800000; /* 2^126 */
     down = kind == UNSIGNED ? 0 : -down;
     if (kind == ABSOLUTE) up = larger(up, down), down = 0;
     if (!(up | down)) return wild_scale(x, kind);
@@ -40,77 +41,97 @@ INLINE float scale_of(const float *restrict x, const int kind, int *restrict tam
     return up > down ? number(up) : -number(down);
 }
 
-INLINE float over_scale(float b, float inverse, float top, float one) {
-    const float quotient = b * inverse, unit = b < 0 ? -one : one;
-    return fabsf(b) == top ? unit : quotient;
-}
-
-/* Over a scale of zero: zeros, which keep the sign of what was not zero. */
-static __attribute__((noinline)) void over_zero(const float *x, const int kind, float *out) {
-    EACH out[i] = x[i] < 0 && kind != UNSIGNED ? -0.0f : 0.0f;
-}
-
-/* Blocks over their scale. */
-INLINE void normalise(const float *restrict x, const float scale, const int kind, const int tame, float *restrict out) {
-    const float top = fabsf(scale), one = scale < 0 ? -1.0f : 1.0f;
-    if (top == 0) return over_zero(x, kind, out);
-    if (tame) {
-        const float inverse = 1.0f / scale;
-        EACH out[i] = over_scale(kind == UNSIGNED && x[i] < 0 ? 0.0f : x[i], inverse, top, one);
+/* Blocks over their scale, at most 1; over a scale of zero, zeros, which keep the sign of what was not zero. */
+static __attribute__((noinline)) void careful_quotients(
+    const float *restrict x, const float scale, const int kind, float *restrict out
+) {
+    const float top = fabsf(scale), quarter = top >= 0x1p126f ? 0.25f : 1.0f, inverse = 1.0f / (scale * quarter);
+    if (top == 0) {
+        EACH out[i] = x[i] < 0 && kind != UNSIGNED ? -0.0f : 0.0f;
         return;
     }
-    const float quarter = top >= 0x1p126f ? 0.25f : 1.0f, inverse = 1.0f / (scale * quarter);
     EACH {
         float b = x[i];
         if (kind == UNSIGNED) b = b < 0 ? 0.0f : b;
         b = b != b ? 0.0f : b;
         b = b > LARGEST ? LARGEST : b;
         b = b < -LARGEST ? -LARGEST : b;
-        out[i] = over_scale(b * quarter, inverse, top * quarter, one);
+        float quotient = b * quarter * inverse;
+        quotient = quotient > 1.0f ? 1.0f : quotient;
+        out[i] = quotient < -1.0f ? -1.0f : quotient;
     }
+}
+
+/* What is to be encoded, as numbers that times `inverse` are the quotients by the scale, to an ulp if they are 1:
+ * the nearest code does not depend on it. They are those given or, with what needs care taken out, in `room`. */
+INLINE const float *over_scale(
+    const float *restrict x, const int kind, float *restrict room, float *restrict scale, float *restrict inverse
+) {
+    i32 up = 0;
+    u32 down = 0; /* as integers without a sign, negative numbers are the largest */
+    EACH {
+        const i32 b = pattern(x[i]);
+        up = larger(up, b);
+        down = (u32)b > down ? (u32)b : down;
+    }
+    const i32 below = down >> 31 ? (i32)(down & 0x7FFFFFFF) : 0, most = larger(up, below);
+    const i32 top = kind == UNSIGNED ? up : most;
+    if (top < SMALLEST_PATTERN || most >= 0x7E800000) { /* 2^126 */
+        *scale = careful_scale(x, kind);
+        *inverse = 1.0f;
+        careful_quotients(x, *scale, kind, room);
+        return room;
+    }
+    *scale = number(top);
+    if (kind == SIGNED && up == below) *scale = first_of(x, number(up));
+    if (kind == SIGNED && up < below) *scale = -number(below);
+    *inverse = 1.0f / *scale;
+    return x;
 }
 
 INLINE void table_encode(
     const float *restrict x, u8 *restrict codes, float *restrict scale, const float *restrict values,
-    const u32 *restrict cells, const int kind, const i32 zero, const i32 first, const i32 last
+    const u32 *restrict cells, const int kind, const i32 zero, const i32 first
 ) {
-    float y[BLOCK];
+    float room[BLOCK], inverse;
+    i32 keys[BLOCK];
+    u32 entries[BLOCK];
+    const float *y = over_scale(x, kind, room, scale, &inverse);
     (void)values;
-    int tame;
-    *scale = scale_of(x, kind, &tame);
-    normalise(x, *scale, kind, tame, y);
     EACH {
-        const i32 b = pattern(y[i]), m = b & 0x7FFFFFFF, key = smaller(larger((m >> 16) - first, 0), last);
-        const u32 entry = cells[key];
-        i32 code = (i32)(entry >> 16);
-        code += (m & 0xFFFF) > (i32)(entry & 0xFFFF) ? 1 : 0;
-        codes[i] = (u8)(b < 0 ? zero - smaller(code, zero) : zero + code);
+        const i32 b = pattern(y[i] * inverse), m = kind == UNSIGNED ? larger(b, 0) : b & 0x7FFFFFFF;
+        keys[i] = larger((m >> 16) - first, 0);
+    }
+    look_up(keys, cells, entries);
+    EACH {
+        const i32 b = pattern(y[i] * inverse), m = kind == UNSIGNED ? larger(b, 0) : b;
+        const i32 code = (i32)((entries[i] + ((u32)m & 0xFFFF)) >> 16), minus = m >> 31;
+        codes[i] = (u8)larger(zero + ((code ^ minus) - minus), 0);
     }
 }
 
 INLINE void table_decode(
     const u8 *restrict codes, const float *restrict scale, float *restrict x, const float *restrict values,
-    const u32 *restrict cells, const int kind, const i32 zero, const i32 first, const i32 last
+    const u32 *restrict cells, const int kind, const i32 zero, const i32 first
 ) {
-    const float unit = *scale;
-    (void)cells, (void)kind, (void)zero, (void)first, (void)last;
-    EACH x[i] = values[codes[i]] * unit;
+    (void)cells, (void)kind, (void)zero, (void)first;
+    values_of(codes, values, *scale, x);
 }
 
 INLINE void packed_table_encode(
     const float *restrict x, u8 *restrict pairs, float *restrict scale, const float *restrict values,
-    const u32 *restrict cells, const int kind, const i32 zero, const i32 first, const i32 last
+    const u32 *restrict cells, const int kind, const i32 zero, const i32 first
 ) {
     u8 codes[BLOCK];
-    table_encode(x, codes, scale, values, cells, kind, zero, first, last);
+    table_encode(x, codes, scale, values, cells, kind, zero, first);
     pack(codes, pairs);
 }
 
 INLINE void packed_table_decode(
     const u8 *restrict pairs, const float *restrict scale, float *restrict x, const float *restrict values,
-    const u32 *restrict cells, const int kind, const i32 zero, const i32 first, const i32 last
+    const u32 *restrict cells, const int kind, const i32 zero, const i32 first
 ) {
     u8 codes[BLOCK];
     unpack(pairs, codes);
-    table_decode(codes, scale, x, values, cells, kind, zero, first, last);
+    table_decode(codes, scale, x, values, cells, kind, zero, first);
 }

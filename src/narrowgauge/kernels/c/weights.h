@@ -8,14 +8,18 @@
 READ(plain, void) { EACH w[i] = FROM(p[i]); }
 ADD(plain, void) { EACH p[i] = TO(w[i] + delta[i]); }
 
-/* The low word, cut to half a unit in the parameter's last place. */
+/* The low word, cut to half a unit in the parameter's last place. Masks, since compilers make branches of conditions
+ * that follow from each other, and of branches many instructions. */
 INLINE float bounded(float p, float low) {
-    const float power = number(pattern(p) & INFINITY_PATTERN);
-    const float ulp = (power < LEAST_NORMAL ? LEAST_NORMAL : power) * (1.0f / (1 << MANTISSA_BITS));
-    const float half = is_finite(p) ? FROM(TO(ulp / 2)) : 0.0f;
-    low = low < -half ? -half : low;
-    return low > half ? half : low;
+    const i32 exponent = pattern(p) & INFINITY_PATTERN, least = pattern(LEAST_NORMAL) + (1 << 23);
+    const i32 normal = -(i32)((u32)(exponent - least) < (u32)(INFINITY_PATTERN - least));
+    /* Rounded to the parameter's format it is a tie for the smallest normal numbers, which goes to zero. */
+    const i32 half = pattern(number(exponent) * (0.5f / (1 << MANTISSA_BITS))) & normal;
+    const i32 b = pattern(low), size = b & 0x7FFFFFFF, kept = smaller(size, half);
+    return number((b ^ size) | kept | (INFINITY_PATTERN + 1) & -(i32)(size > INFINITY_PATTERN));
 }
+
+INLINE float if_finite(float x, float lost) { return number(pattern(lost) & -(i32)is_finite(x)); }
 
 READ(kahan, WORD) { EACH w[i] = FROM(p[i]); }
 ADD(kahan, WORD) {
@@ -24,7 +28,7 @@ ADD(kahan, WORD) {
         const WORD hi = TO(w[i] + owed);
         const float lost = owed - (FROM(hi) - w[i]);
         p[i] = hi;
-        low[i] = TO(is_finite(FROM(hi)) ? lost : 0.0f);
+        low[i] = TO(if_finite(FROM(hi), lost));
     }
 }
 
@@ -35,7 +39,7 @@ ADD(expansion, WORD) {
         const WORD hi = TO(updated);
         const float lost = updated - FROM(hi);
         p[i] = hi;
-        low[i] = TO(is_finite(FROM(hi)) ? lost : 0.0f);
+        low[i] = TO(if_finite(FROM(hi), lost));
     }
 }
 
@@ -55,11 +59,9 @@ ADD(master, float) {
 
 /* A bf16 word and an integer low word: see storage/_words.py. */
 INLINE float join(u16 hi, i32 offset) {
-    const i32 magnitude = hi & 0x7FFF;
-    offset = magnitude == 0 && offset < 0 ? 0 : offset;
-    offset = magnitude == 0x7F80 && offset > 0 ? 0 : offset;
-    offset = magnitude > 0x7F80 ? 0 : offset;
-    return number((i32)(((u32)hi << 16) + (u32)offset));
+    const i32 magnitude = (i32)(hi & 0x7FFF) << 16, sum = larger(magnitude + offset, 0);
+    const i32 joined = magnitude > INFINITY_PATTERN ? magnitude : smaller(sum, INFINITY_PATTERN);
+    return number(joined | (i32)((u32)(hi & 0x8000) << 16));
 }
 
 #define SPLIT(name, LOW, SHIFT)                                                        \
@@ -72,10 +74,9 @@ INLINE float join(u16 hi, i32 offset) {
             if (SHIFT) magnitude = (magnitude + 0x80) >> 8 << 8;                       \
             const u32 rounded = (magnitude + 0x8000) >> 16;                            \
             const i32 lo = (i32)(magnitude - (rounded << 16)) >> SHIFT;                \
-            const int finite = is_finite(updated);                                     \
             const u32 hi = (b >> 16 & 0x8000) | rounded;                               \
-            p[i] = (u16)(finite ? hi : to_bfloat16(updated));                          \
-            low[i] = (LOW)(finite ? lo : 0);                                           \
+            p[i] = (u16)(updated != updated ? 0x7FC0 : hi);                            \
+            low[i] = (LOW)(updated != updated ? 0 : lo);                               \
         }                                                                              \
     }
 #ifdef WORD_IS_BFLOAT16

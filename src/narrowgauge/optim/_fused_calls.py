@@ -1,0 +1,91 @@
+"""Calls of the compiled steps of one optimizer, with what its parameters have in common worked out once.
+
+A model has hundreds of small parameters, whose steps take the processor a microsecond each. So the numbers of a
+group are worked out once a step for all of its parameters, and what belongs to a parameter's plan stays with it.
+Everything that may change in between is looked at: options, tensors, their dtypes and where they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.optim._fused_cpu import Kernel, kernel_for, words_for
+from narrowgauge.optim._plan import ParameterPlan
+from narrowgauge.optim._unchanged import Settled
+from narrowgauge.optim._update import numbers
+from narrowgauge.rules import Rule
+
+_CPU = torch.device("cpu")
+# Numbers of steps that parameters of one group are at.
+_COUNTS = 8
+
+
+@dataclass(slots=True)
+class Call:
+    """One parameter's step, not taken yet."""
+
+    kernel: Kernel
+    words: list[Tensor]
+    given: Mapping[str, Any]
+    place: tuple[int, int, int]
+    maximize: bool
+
+    def finite(self, grad: Tensor) -> bool:
+        """Whether all of a gradient is."""
+        return self.kernel.finite(grad)
+
+    def take(self) -> None:
+        """Take it: parameter and state are written over."""
+        self.kernel.take(self.words, self.given, self.place, self.maximize)
+
+
+class Calls:
+    """One optimizer's."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, _Group] = {}
+
+    def of(
+        self, plan: ParameterPlan, p: Tensor, grad: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]
+    ) -> Call | None:
+        """What steps a parameter in one pass; None where the eager step has to."""
+        if not p.is_cpu:
+            return None
+        count = int(state["step"].item()) + 1
+        known = self._groups.get(id(group))
+        if known is None or not known.holds(group):
+            known = self._groups[id(group)] = _Group(group)
+        given = known.scalars(plan.rule, count)
+        kernel = kernel_for(plan, p, group, given)
+        if not isinstance(kernel, Kernel):
+            return None
+        words = words_for(kernel, plan, p, grad, state)
+        place = group["seed"], plan.index, count
+        return Call(kernel, words, given, place, group["maximize"]) if words is not None else None
+
+
+class _Group:
+    """A group's numbers, as they were when this was made."""
+
+    def __init__(self, group: Mapping[str, Any]) -> None:
+        self._group, self._settled = group, Settled(group)
+        self._scalars: dict[tuple[int, int], tuple[Rule, Mapping[str, Any]]] = {}
+
+    def holds(self, group: Mapping[str, Any]) -> bool:
+        """Whether they are this group's still."""
+        return self._group is group and self._settled.holds(group)
+
+    def scalars(self, rule: Rule, count: int) -> Mapping[str, Any]:
+        """A rule's scalars at a step: always the same object for the same ones."""
+        known = self._scalars.get((id(rule), count))
+        if known is None:
+            if len(self._scalars) >= _COUNTS:
+                self._scalars.clear()
+            # With the rule, whose identity is of no use once it is gone.
+            known = self._scalars[id(rule), count] = rule, rule.scalars(numbers(self._group, _CPU), count)
+        return known[1]
