@@ -16,7 +16,7 @@ INLINE float bounded(float p, float low) {
     /* Rounded to the parameter's format it is a tie for the smallest normal numbers, which goes to zero. */
     const i32 half = pattern(number(exponent) * (0.5f / (1 << MANTISSA_BITS))) & normal;
     const i32 b = pattern(low), size = b & 0x7FFFFFFF, kept = smaller(size, half);
-    return number((b ^ size) | kept | (INFINITY_PATTERN + 1) & -(i32)(size > INFINITY_PATTERN));
+    return number(((b ^ size) & normal) | kept | (INFINITY_PATTERN + 1) & -(i32)(size > INFINITY_PATTERN));
 }
 
 INLINE float if_finite(float x, float lost) { return number(pattern(lost) & -(i32)is_finite(x)); }

@@ -1,0 +1,90 @@
+"""The C weight storages alone, bit for bit what eager torch makes of the same words, whatever these are."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+from narrowgauge.kernels._c_codecs import source
+from narrowgauge.kernels._c_library import load
+from narrowgauge.storage import weight_storage
+
+BLOCK = 64
+C_TYPES = {
+    torch.bfloat16: ("u16", "bfloat16"),
+    torch.float16: ("_Float16", "float16"),
+    torch.float32: ("float", "float32"),
+}
+MANTISSAS = {torch.bfloat16: 7, torch.float16: 10, torch.float32: 23}
+CASES = [(torch.bfloat16, name) for name in ("plain", "kahan", "expansion", "split", "split8", "master")]
+CASES += [(torch.float16, name) for name in ("plain", "kahan", "expansion", "master")]
+
+
+@functools.cache
+def functions(name: str, dtype: torch.dtype) -> ctypes.CDLL:
+    c_type, suffix = C_TYPES[dtype]
+    low = {"plain": "u8", "split": "int16_t", "split8": "int8_t", "master": "float"}.get(name, c_type)
+    text = [
+        f"#define BLOCK {BLOCK}",
+        f"#define WORD {c_type}",
+        f"#define FROM from_{suffix}",
+        f"#define TO to_{suffix}",
+        f"#define WORD_IS_{suffix.upper()}",
+        f"#define LEAST_NORMAL {torch.finfo(dtype).smallest_normal!r}f",
+        f"#define MANTISSA_BITS {MANTISSAS[dtype]}",
+        source("words.h"),
+        source("weights.h"),
+        f"void step(long blocks, WORD *p, {low} *low, float *w, float *delta) {{",
+        "    for (long b = 0; b < blocks; b++, p += BLOCK, low += BLOCK, w += BLOCK, delta += BLOCK) {",
+        f"        read_{name}(p, (void *)low, w);",
+        f"        add_{name}(p, (void *)low, w, delta);",
+        "    }",
+        "}",
+    ]
+    return load("\n".join(text))
+
+
+def wild(dtype: torch.dtype, count: int, seed: int) -> Tensor:
+    """Random bits, so that all exponents are there, infinities and NaN among them."""
+    generator = torch.Generator().manual_seed(seed)
+    size = dtype.itemsize
+    bits = torch.randint(-(1 << (8 * size - 1)), 1 << (8 * size - 1), (count,), generator=generator)
+    return bits.to({1: torch.int8, 2: torch.int16, 4: torch.int32}[size]).view(dtype)
+
+
+def bits(x: Tensor) -> Tensor:
+    """A tensor's bits, those of every NaN the same."""
+    if x.is_floating_point():
+        x = torch.where(x.isnan(), torch.full_like(x, torch.nan), x)
+    return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[x.dtype.itemsize])
+
+
+@pytest.mark.parametrize("lows", ["fitting", "wild"])
+@pytest.mark.parametrize(("dtype", "name"), CASES)
+def test_words_are_eager_torchs(dtype: torch.dtype, name: str, lows: str) -> None:
+    storage = weight_storage(name)
+    low_dtype = storage.low_dtype(dtype)
+    p = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype).repeat(4)
+    count = len(p)
+    low = None
+    if low_dtype is not None:
+        low = wild(low_dtype, count, 1)
+        if lows == "fitting" and low_dtype.is_floating_point:
+            low = p.to(torch.float32).mul(2.0 ** -MANTISSAS[dtype] / 2).to(low_dtype) * (low > 0)
+    # Updates of all sizes beside the weight, and some of any size.
+    delta = p.to(torch.float32) * 2.0 ** torch.linspace(-30, 4, count)
+    delta = torch.where(torch.arange(count) % 5 == 0, wild(torch.float32, count, 2), delta)
+
+    w = storage.read(p, low)
+    expected_p, expected_low = storage.add(p, low, w, delta, lambda: p)
+    made, kept, read = p.clone(), low.clone() if low is not None else torch.zeros(count), torch.empty(count)
+    pointers = [ctypes.c_void_p(x.data_ptr()) for x in (made, kept, read, delta)]
+    functions(name, dtype).step(ctypes.c_long(count // BLOCK), *pointers)
+    assert torch.equal(bits(read), bits(w))
+    assert torch.equal(bits(made), bits(expected_p))
+    if expected_low is not None:
+        assert torch.equal(bits(kept), bits(expected_low))

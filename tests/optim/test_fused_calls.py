@@ -1,0 +1,110 @@
+"""What compiled steps have in common is worked out once: whatever changes in between must be noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from narrowgauge import optim
+from narrowgauge.optim._optimizer import NarrowOptimizer
+
+SIZES = (700, 300, 1000)
+
+
+def made(fused: bool, lr: Any = 1e-2) -> NarrowOptimizer:
+    generator = torch.Generator().manual_seed(1)
+    ps = [torch.nn.Parameter(torch.randn(size, generator=generator).bfloat16()) for size in SIZES]
+    optimizer = optim.AdamW(
+        [{"params": ps[:2]}, {"params": ps[2:], "weight_decay": 0.3}],
+        lr=lr,
+        states="8bit",
+        weights="split",
+        min_quantized_size=0,
+    )
+    if not fused:
+        optimizer._kernel = lambda *_: None  # type: ignore[method-assign]
+    return optimizer
+
+
+def stepped(optimizer: NarrowOptimizer, seed: int, bad: bool = False) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+    if bad:
+        optimizer.param_groups[0]["params"][0].grad[5] = torch.inf
+    optimizer.step()
+
+
+def assign(name: str, value: Any) -> Callable[[NarrowOptimizer], None]:
+    return lambda optimizer: optimizer.param_groups[0].update({name: value})
+
+
+def in_place(optimizer: NarrowOptimizer) -> None:
+    optimizer.param_groups[0]["lr"].fill_(0.5)
+
+
+def elsewhere(optimizer: NarrowOptimizer) -> None:
+    """Parameters and states in other memory, and one of them not contiguous."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.data = p.data.clone()
+            for key, value in optimizer.state[p].items():
+                optimizer.state[p][key] = value.clone()
+    p = optimizer.param_groups[0]["params"][1]
+    p.data = p.data.repeat_interleave(2)[::2]
+
+
+def reloaded(optimizer: NarrowOptimizer) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def other_storages(optimizer: NarrowOptimizer) -> None:
+    for group in optimizer.param_groups:
+        group["block_size"] = 64
+
+
+def another_count(optimizer: NarrowOptimizer) -> None:
+    """One parameter of a group is behind the other."""
+    stepped(optimizer, 50, bad=True)
+
+
+CHANGES: dict[str, Callable[[NarrowOptimizer], None]] = {
+    "lr": assign("lr", 0.5),
+    "betas": assign("betas", (0.5, 0.6)),
+    "weight_decay": assign("weight_decay", 0.9),
+    "eps": assign("eps", 1.0),
+    "maximize": assign("maximize", True),
+    "nonfinite": assign("nonfinite", "propagate"),
+    "elsewhere": elsewhere,
+    "reloaded": reloaded,
+    "other storages": other_storages,
+    "another count": another_count,
+}
+
+
+def compare(change: Callable[[NarrowOptimizer], None], lr: Callable[[], Any]) -> None:
+    found = []
+    for fused in (True, False):
+        optimizer = made(fused, lr())
+        for seed in (1, 2):
+            stepped(optimizer, seed)
+        change(optimizer)
+        for seed in (3, 4):
+            stepped(optimizer, seed)
+        found.append([p.detach().float() for group in optimizer.param_groups for p in group["params"]])
+    for p, twin in zip(*found, strict=True):
+        assert (p != twin).double().mean() <= 0.02
+        torch.testing.assert_close(p, twin, rtol=2.0**-7, atol=1e-4)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_is_noticed(change: str) -> None:
+    compare(CHANGES[change], lambda: 1e-2)
+
+
+def test_a_tensor_that_changes_in_place_is_noticed() -> None:
+    compare(in_place, lambda: torch.tensor(1e-2))
