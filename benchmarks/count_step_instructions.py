@@ -23,6 +23,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from narrowgauge import optim
+from narrowgauge.kernels._step import _gauges
+from narrowgauge.kernels._step._layout import AT, WIDTH
 from narrowgauge.optim._fused_gpu import Entry, _kind, _step
 from narrowgauge.optim._fused_numbers import Options
 
@@ -30,7 +32,7 @@ _TARGET = GPUTarget("cuda", 90, 32)
 _TYPES = {
     "table": "*i64", "programs": "*i32", "uniforms": "*fp32", "steps": "*i32", "flags": "*i32", "partials": "*fp64",
     "hyper": "*fp64", "values0": "*fp32", "values1": "*fp32", "cells0": "*i32", "cells1": "*i32",
-    "gauges": "*fp32",
+    "gauges": "*fp32", "sums": "*fp32", "ends": "*i32", "slices": "*fp64", "stats": "*fp64",
 }  # fmt: skip
 # Weights, states, dtype, optimizer, options: every codec, every rule, sums, blocks of other sizes.
 EVERY: list[tuple[str, str, torch.dtype, str, dict[str, Any]]] = [
@@ -87,6 +89,10 @@ def compile_every(step: Any) -> None:
             if hasattr(step, name):
                 constants = {"ADVANCE": advance, "SKIP": advance and step.skip}
                 compile_kernel(getattr(step, name), step.layout, constants)
+    if step.layout.gauges:
+        compile_kernel(_gauges.add_slices, step.layout, {})
+        constants = {"WIDTH": WIDTH, "NUMEL": AT["numel"], "RATIO": step.ratio}
+        compile_kernel(_gauges.add_tensors, step.layout, constants)
 
 
 def sass(cubin: bytes) -> list[tuple[int, str]]:

@@ -203,6 +203,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
         kernel = self._kernel(plan, p, grad, state, group)
         keep = admit(group["nonfinite"], state, grad, kernel.finite if kernel is not None else all_finite)
         if keep is False:
+            if self.gauges:
+                self.last_stats.add(plan.name, UpdateStats.none(p.device))
             return
         if kernel is not None:
             kernel.take(plan, p, grad, state, group, int(state["step"].item()) + 1)
@@ -227,7 +229,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         state["step"] += 1 if keep is True else keep
         if before is not None:
             stats = UpdateStats.measure(delta, before, plan.exact(p, state), ratio)
-            self.last_stats.add(plan.name, stats if keep is True else stats.where(keep))
+            self.last_stats.add(plan.name, stats.where(keep))
 
     def _kernel(
         self, plan: ParameterPlan, p: Tensor, grad: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]

@@ -72,9 +72,14 @@ class UpdateStats:
             sums += [ratio.to(torch.float64).sum(), torch.full_like(sums[0], ratio.numel())]
         return cls(torch.stack([value.to(torch.float64) for value in sums]))
 
-    def where(self, taken: Tensor) -> UpdateStats:
-        """These sums if `taken`, a 0-d bool tensor, is true; zeros otherwise."""
-        return UpdateStats(torch.where(taken, self.sums, 0.0))
+    @classmethod
+    def none(cls, device: torch.device) -> UpdateStats:
+        """The sums of a step that was not taken: zeros."""
+        return cls(torch.zeros(len(_FIELDS), dtype=torch.float64, device=device))
+
+    def where(self, taken: Tensor | bool) -> UpdateStats:
+        """These sums if `taken`, a 0-d bool tensor perhaps, is true; zeros otherwise."""
+        return self if taken is True else UpdateStats(torch.where(torch.as_tensor(taken), self.sums, 0.0))
 
     @classmethod
     def total(cls, stats: list[UpdateStats]) -> UpdateStats:
