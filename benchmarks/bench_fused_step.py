@@ -6,7 +6,9 @@ bytes that a step must move at the speed of the copy. Every variant is checked f
 sizes, eager and fused; reported are the share of codes that differ and the largest difference of weights, in units
 of 2^-23 of the largest weight.
 
-    python benchmarks/bench_fused_step.py [--json benchmarks/results/fused_step_h200.json]
+With --gauges each variant is timed with gauges off, on and off again, in one run; what they cost is the ratio.
+
+    python benchmarks/bench_fused_step.py [--gauges] [--json benchmarks/results/fused_step_h200.json]
         [--only split8:log8 ...] [--lists GPT2M] [--check]
 """
 
@@ -130,9 +132,11 @@ def bytes_moved(what: Sequence[Entry]) -> int:
     return total
 
 
-def timed(name: str, shapes: Any, options: dict[str, Any], repeats: int, speed: float) -> dict[str, Any]:
+def timed(
+    name: str, shapes: Any, options: dict[str, Any], repeats: int, speed: float, gauges: bool = False
+) -> dict[str, Any]:
     optimizer = made(name, shapes, options)
-    what, run = entries(optimizer), FusedSteps()
+    what, run = entries(optimizer), FusedSteps(gauges)
     count = sum(entry.p.numel() for entry in what)
     ms, host = gpu_ms(lambda: run(what), repeats)
     limit = bytes_moved(what) / speed * 1e3
@@ -144,6 +148,22 @@ def timed(name: str, shapes: Any, options: dict[str, Any], repeats: int, speed: 
         "of the limit": limit / ms,
         "registers": [k.n_regs for k in compiled],
         "spills": [k.n_spills for k in compiled],
+    }
+
+
+def gauged(name: str, shapes: Any, options: dict[str, Any], repeats: int, speed: float) -> dict[str, Any]:
+    """A row with gauges on, and how much longer it takes than without: before and after, in the same run."""
+    rows = []
+    for gauges in (False, True, False):
+        rows.append(timed(name, shapes, options, repeats, speed, gauges))
+        torch.cuda.empty_cache()
+    without = [row["ms for 1e9"] for row in (rows[0], rows[2])]
+    hosts = [row["host ms"] for row in (rows[0], rows[2])]
+    return {
+        **rows[1],
+        "ms without": without,
+        "host ms without": hosts,
+        "ratio": rows[1]["ms for 1e9"] / statistics.mean(without),
     }
 
 
@@ -161,6 +181,7 @@ def main() -> None:
     parser.add_argument("--optimizer", default="AdamW")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--check", action="store_true", help="check only")
+    parser.add_argument("--gauges", action="store_true", help="with gauges on, beside the same without")
     args = parser.parse_args()
     speed = copy_speed(args.repeats)
     results: dict[str, Any] = {
@@ -183,12 +204,12 @@ def main() -> None:
         results["checks"][label] = found
         print(label, found, flush=True)
         for name in () if args.check or "error" in found else args.lists:
-            row = timed(args.optimizer, LISTS[name], options, args.repeats, speed)
+            row = (gauged if args.gauges else timed)(args.optimizer, LISTS[name], options, args.repeats, speed)
             results["times"][f"{label}, {name}"] = row
             shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}
             print("  ", name, shown, flush=True)
             torch.cuda.empty_cache()
-    for name in () if args.check else args.lists:
+    for name in () if args.check or args.gauges else args.lists:
         ps = made("AdamW", LISTS[name], {}).param_groups[0]["params"]
         peer = torch.optim.AdamW(ps, fused=True)
         count = sum(p.numel() for p in ps)

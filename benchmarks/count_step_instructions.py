@@ -4,7 +4,7 @@ The kernels are compiled without a GPU. Counted is one turn of the loop over uni
 `all` counts every line of the kernel. An H200 has about 69 instructions an element to spend where 10 bytes move,
 and 83 where 12 do. Kernels without a loop, whose states have no blocks, are counted in full only.
 
-    python benchmarks/count_step_instructions.py [--sass FOLDER]
+    python benchmarks/count_step_instructions.py [--gauges] [--sass FOLDER]
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from narrowgauge import optim
+from narrowgauge.kernels._step import _gauges
+from narrowgauge.kernels._step._layout import AT, WIDTH
 from narrowgauge.optim._fused_gpu import Entry, _kind, _step
 from narrowgauge.optim._fused_numbers import Options
 
@@ -30,6 +32,7 @@ _TARGET = GPUTarget("cuda", 90, 32)
 _TYPES = {
     "table": "*i64", "programs": "*i32", "uniforms": "*fp32", "steps": "*i32", "flags": "*i32", "partials": "*fp64",
     "hyper": "*fp64", "values0": "*fp32", "values1": "*fp32", "cells0": "*i32", "cells1": "*i32",
+    "gauges": "*fp32", "sums": "*fp32", "ends": "*i32", "slices": "*fp64", "stats": "*fp64",
 }  # fmt: skip
 # Weights, states, dtype, optimizer, options: every codec, every rule, sums, blocks of other sizes.
 EVERY: list[tuple[str, str, torch.dtype, str, dict[str, Any]]] = [
@@ -48,7 +51,12 @@ VARIANTS = [(weights, states) for weights in ("plain", "split8") for states in (
 
 
 def step_of(
-    weights: str, states: str, dtype: torch.dtype = torch.bfloat16, name: str = "AdamW", **options: Any
+    weights: str,
+    states: str,
+    dtype: torch.dtype = torch.bfloat16,
+    name: str = "AdamW",
+    gauges: bool = False,
+    **options: Any,
 ) -> Any:
     """The kernels of an optimizer and its storages."""
     p = torch.nn.Parameter(torch.ones(8192, dtype=dtype))
@@ -56,7 +64,7 @@ def step_of(
     (group,) = optimizer.param_groups
     plan = optimizer._plan(p)
     entry = Entry(plan, p, torch.zeros_like(p), plan.init(p, group), group)
-    return _step(_kind(entry, Options.of(group)))
+    return _step(_kind(entry, Options.of(group), gauges))
 
 
 def compile_step(step: Any) -> Any:
@@ -81,6 +89,10 @@ def compile_every(step: Any) -> None:
             if hasattr(step, name):
                 constants = {"ADVANCE": advance, "SKIP": advance and step.skip}
                 compile_kernel(getattr(step, name), step.layout, constants)
+    if step.layout.gauges:
+        compile_kernel(_gauges.add_slices, step.layout, {})
+        constants = {"WIDTH": WIDTH, "NUMEL": AT["numel"], "RATIO": step.ratio}
+        compile_kernel(_gauges.add_tensors, step.layout, constants)
 
 
 def sass(cubin: bytes) -> list[tuple[int, str]]:
@@ -156,14 +168,15 @@ def main() -> None:
     parser.add_argument("--sass", type=Path, help="a folder for the machine code")
     parser.add_argument("--only", nargs="*", help="variants, as weights:states")
     parser.add_argument("--every", action="store_true", help="compile kernels of all kinds, count nothing")
+    parser.add_argument("--gauges", action="store_true", help="with the sums of the gauges")
     args = parser.parse_args()
     if args.every:
         for weights, states, dtype, name, options in EVERY:
-            compile_every(step_of(weights, states, dtype, name, **options))
+            compile_every(step_of(weights, states, dtype, name, args.gauges, **options))
             print("compiled", name, weights, states, options, flush=True)
         return
     for weights, states in [tuple(v.split(":")) for v in args.only] if args.only else VARIANTS:
-        step = step_of(weights, states)
+        step = step_of(weights, states, gauges=args.gauges)
         found = measure(step)
         ops = found.pop("ops")
         print(weights, states, {k: round(v, 1) if isinstance(v, float) else v for k, v in found.items()})

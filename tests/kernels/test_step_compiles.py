@@ -15,10 +15,11 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "count_step_instru
 
 
 @pytest.mark.slow
-def test_steps_of_all_kinds_compile_for_hopper() -> None:
+@pytest.mark.parametrize("options", [[], ["--gauges"]], ids=["", "gauges"])
+def test_steps_of_all_kinds_compile_for_hopper(options: list[str]) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, SCRIPT, "--every"], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, SCRIPT, "--every", *options], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("compiled") == 10

@@ -290,7 +290,7 @@ def test_copies_go_on_alone(how: str, device: str) -> None:
         twin.ps, twin.fused, twin.qs, twin.eager = pickle.load(buffer)
         eager(pair.eager)
     eager(twin.eager)
-    assert twin.fused._dispatch._together is None
+    assert not twin.fused._dispatch._together
     twin.taken = 50
     pair.step(2)
     twin.step(2)
@@ -362,9 +362,9 @@ def test_gauges_between_steps(device: str, looks: list[int]) -> None:
         pair.fused.gauges = gauges
         pair.step()
         assert bool(pair.fused.last_stats) == gauges
-        assert pair.paths[0] == ("eager torch, fp32" if gauges else "fused Triton, fp32")
+        assert pair.paths[0] == "fused Triton, fp32"
     pair.check()
-    assert len(looks) == 1
+    assert len(looks) == 2  # one for each of the two kernels
 
 
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, DynamicLossScaler, TensorLossScaler])
@@ -463,7 +463,7 @@ class TestGraphs:
             theirs.mul_(0.5)
         for p, q, (mine, theirs) in zip(pair.ps, pair.qs, captured, strict=True):
             p.grad, q.grad = mine.clone(), theirs
-        (board,) = pair.fused._dispatch._together._captured
+        (board,) = pair.fused._dispatch._together[False]._captured
         for _ in range(2):
             for rate in rates if device != "cpu" else ():  # one on the host is fixed
                 rate.mul_(0.5)

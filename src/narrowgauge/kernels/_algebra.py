@@ -21,10 +21,16 @@ _ONE = Node("constant", (1.0,), True)
 _Scaled = tuple[Node, Node]
 
 
-def simplified(roots: Mapping[Any, Node]) -> dict[Any, Node]:
-    """Graphs that compute the same with fewer operations an element."""
+def simplified(roots: Mapping[Any, Node], besides: Mapping[Any, Node] | None = None) -> dict[Any, Node]:
+    """Graphs that compute the same with fewer operations an element.
+
+    Args:
+        roots: the graphs.
+        besides: more of them, which share what they can and change nothing of the others.
+    """
     work = _Work(roots)
-    return {key: root if root.scalar else work.whole(work.scaled(root)) for key, root in roots.items()}
+    every = {**roots, **(besides or {})}
+    return {key: root if root.scalar else work.whole(work.scaled(root)) for key, root in every.items()}
 
 
 class _Work:

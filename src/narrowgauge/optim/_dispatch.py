@@ -47,8 +47,9 @@ class Dispatch:
     def __init__(self) -> None:
         self.eager = ""
         self._known: _Known | None = None
-        self._together: FusedSteps | None = None
-        self._alone: dict[Tensor, FusedSteps] = {}
+        # With gauges and without there are different kernels, and tables for them.
+        self._together: dict[bool, FusedSteps] = {}
+        self._alone: dict[bool, dict[Tensor, FusedSteps]] = {False: {}, True: {}}
         self._left: dict[Tensor, tuple[ParameterPlan, str]] = {}
 
     def step(self, optimizer: NarrowOptimizer) -> None:
@@ -67,8 +68,8 @@ class Dispatch:
 
     def _step_again(self, optimizer: NarrowOptimizer, ps: list[Tensor], grads: list[Tensor]) -> bool:
         """Take a step if it is like the last one; False, with nothing done, if not."""
-        known = self._known
-        if known is None or not self._by_kernels(optimizer) or not known.holds(optimizer, ps, grads):
+        known, run = self._known, self._together.get(optimizer.gauges)
+        if known is None or run is None or not self._by_kernels() or not known.holds(optimizer, ps, grads):
             return False
         alone = [(group, ps[place], grads[place]) for place, group in known.alone]
         _refuse(optimizer, alone)
@@ -78,9 +79,9 @@ class Dispatch:
                 return False  # refused in words of its own
             checked = [given[number] for number in known.raising]
             refuse_nonfinite(checked, lambda number: optimizer._plan(mine[known.raising[number]]).name)
-        assert self._together is not None
-        if not self._together.again(mine, given, known.states(optimizer)):
+        if not run.again(mine, given, known.states(optimizer)):
             return False
+        _report(optimizer, run)
         for turn in alone:
             optimizer._step_parameter(*turn)
         return True
@@ -88,14 +89,16 @@ class Dispatch:
     def _look(self, optimizer: NarrowOptimizer, ps: list[Tensor], turns: Mapping[int, Turn]) -> None:
         """Take a step of which nothing is known; `turns` by place."""
         _refuse(optimizer, turns.values())
-        together = [place for place, (_, p, grad) in turns.items() if self._takes(optimizer, p, grad)]
+        together = [place for place, (_, p, grad) in turns.items() if self._takes(p, grad)]
         alone = set(turns) - set(together)
         if together:
             from narrowgauge.optim._fused_gpu import FusedSteps
 
-            self._known, self._together = None, self._together or FusedSteps()
-            self._together([_entry(optimizer, turns[place]) for place in together])
-            left = {together[number]: why for number, why in self._together.left.items()}
+            self._known = None
+            run = self._together.setdefault(optimizer.gauges, FusedSteps(optimizer.gauges))
+            run([_entry(optimizer, turns[place]) for place in together])
+            _report(optimizer, run)
+            left = {together[number]: why for number, why in run.left.items()}
             self._left = {turns[place][1]: (optimizer._plans[turns[place][1]], why) for place, why in left.items()}
             alone |= set(left)
             self._known = _Known(optimizer, ps, [(place, turns[place][0]) for place in sorted(alone)], together)
@@ -105,11 +108,12 @@ class Dispatch:
     def step_one(self, optimizer: NarrowOptimizer, turn: Turn) -> None:
         """Step one parameter."""
         _, p, grad = turn
-        if self._takes(optimizer, p, grad):
+        if self._takes(p, grad):
             from narrowgauge.optim._fused_gpu import FusedSteps
 
-            run = self._alone.setdefault(p, FusedSteps())
+            run = self._alone[optimizer.gauges].setdefault(p, FusedSteps(optimizer.gauges))
             if not run([_entry(optimizer, turn)]):
+                _report(optimizer, run)
                 self._left.pop(p, None)
                 return
             self._left[p] = optimizer._plans[p], run.left[0]
@@ -117,8 +121,8 @@ class Dispatch:
 
     def path(self, optimizer: NarrowOptimizer, plan: ParameterPlan, p: Tensor, group: Group) -> tuple[str, str]:
         """What steps a parameter, and why nothing faster does; empty where nobody would ask."""
-        if optimizer.gauges or plan.strict:
-            return "eager torch", "gauges are on" if optimizer.gauges else ""
+        if plan.strict:
+            return "eager torch", ""
         why = self.eager or unavailable(p.device)
         if why is None:
             seen, why = self._left.get(p, (None, None))
@@ -126,18 +130,17 @@ class Dispatch:
             return ("fused Triton", "") if why is None else ("eager torch", f"not fused: {why}")
         if p.device.type != "cpu":
             return "eager torch", f"not fused: {why}"
-        kernel = kernel_of(plan, p, group)
+        kernel = "gauges are on" if optimizer.gauges else kernel_of(plan, p, group)
         return ("fused C", "") if isinstance(kernel, Kernel) else ("eager torch", kernel)
 
-    def _by_kernels(self, optimizer: NarrowOptimizer) -> bool:
+    def _by_kernels(self) -> bool:
         """Whether kernels on a GPU may be used now."""
-        # The gauges' sums are not among what kernels work out.
-        return not (self.eager or optimizer.gauges or torch.compiler.is_compiling())
+        return not (self.eager or torch.compiler.is_compiling())
 
-    def _takes(self, optimizer: NarrowOptimizer, p: Tensor, grad: Tensor) -> bool:
+    def _takes(self, p: Tensor, grad: Tensor) -> bool:
         """Whether a parameter is given to kernels on a GPU, which may leave it still."""
         plain = type(p) in _PLAIN and type(grad) in _PLAIN
-        return plain and unavailable(p.device) is None and self._by_kernels(optimizer)
+        return plain and unavailable(p.device) is None and self._by_kernels()
 
 
 class _Known:
@@ -186,6 +189,11 @@ class _Known:
             and identical(groups, self._groups)
             and [len(group["params"]) for group in groups] == self._sizes
         )
+
+
+def _report(optimizer: NarrowOptimizer, run: FusedSteps) -> None:
+    for names, rows in run.stats:
+        optimizer.last_stats.add_table(names, rows)
 
 
 def _captured(grads: Sequence[Tensor]) -> bool:

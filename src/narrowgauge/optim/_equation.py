@@ -16,7 +16,7 @@ import torch
 from narrowgauge.kernels._algebra import simplified
 from narrowgauge.kernels._graph import Node, Recorder
 from narrowgauge.optim._arithmetic import Fp32Arithmetic
-from narrowgauge.rules import Rule
+from narrowgauge.rules import Rule, squared_ratio
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Equation:
         delta: the update.
         moments: the new moments.
         reach: what a unit of each moment will still add to the weight; for those that have it.
+        ratio: the gradient's square over the second moment (`squared_ratio`), for gauges; None without one.
     """
 
     slots: tuple[str, ...]
@@ -36,6 +37,7 @@ class Equation:
     delta: Node
     moments: Mapping[str, Node]
     reach: Mapping[str, Node]
+    ratio: Node | None
 
     def roots(self) -> tuple[Node, ...]:
         """Everything that the step itself computes."""
@@ -75,16 +77,19 @@ def _recorded(record: Recorder, rule: Rule, slots: tuple[str, ...], numbers: tup
         s |= {name: record.number(name) for name in (*terms, *(("elements",) if terms else ()))}
         delta, new = rule.update(arithmetic, weight, grad, moments, s)
         reach = rule.reach(arithmetic, weight, new, s)
-    made: dict[tuple[str, str], Any] = {("", "delta"): delta}
+        ratio = squared_ratio(rule, arithmetic, weight, grad, moments, s)
+    made: dict[Any, Any] = {("", "delta"): delta}
     made |= {("moments", name): value for name, value in new.items()}
     made |= {("reach", name): value for name, value in reach.items()}
-    step = simplified({key: record.node(value) for key, value in made.items()})
+    gauged = {"ratio": record.node(ratio)} if ratio is not None else {}
+    step = simplified({key: record.node(value) for key, value in made.items()}, gauged)
     return Equation(
         slots,
         simplified({name: record.node(value) for name, value in terms.items()}),
         step["", "delta"],
-        {name: node for (kind, name), node in step.items() if kind == "moments"},
-        {name: node for (kind, name), node in step.items() if kind == "reach"},
+        {name: step["moments", name] for name in new},
+        {name: step["reach", name] for name in reach},
+        step.get("ratio"),
     )
 
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from narrowgauge.kernels._step._launch import Step, Tables
+from narrowgauge.kernels._step._launch import COLUMNS, Step, Tables
 from narrowgauge.kernels._step._layout import AT
 from narrowgauge.optim._fused_numbers import Options
 from narrowgauge.optim._unchanged import identical
@@ -43,6 +43,7 @@ class Launch:
         members: the place of each row's entry in the list of entries.
         groups: the place of each row of hyperparameters in the list of groups.
         numbers: how many hyperparameters a group has.
+        slices, ends: where programs are added up for gauges; on the device, None without.
     """
 
     step: Step
@@ -53,6 +54,8 @@ class Launch:
     members: npt.NDArray[np.int64]
     groups: tuple[int, ...]
     numbers: int
+    slices: Tensor | None = None
+    ends: Tensor | None = None
 
 
 class Board:
@@ -87,6 +90,8 @@ class Board:
                 launch.passes,
                 self._there[hyper].view(torch.float64).view(len(launch.groups), -1),
                 launch.codebooks,
+                launch.slices,
+                launch.ends,
             )
             for launch, rows, hyper in zip(launches, parts[::2], parts[1::2], strict=True)
         ]
@@ -161,7 +166,22 @@ class Board:
         """Memory of the host to send from, so many times as long as what is sent."""
         return torch.empty(count, len(self._host), dtype=torch.int64, pin_memory=self.device.type != "cpu")
 
-    def launch(self) -> None:
-        """Take the step."""
+    def launch(self) -> list[Tensor | None]:
+        """Take the step.
+
+        Returns:
+            What the gauges of each launch say: float64 (tensors, 8), in the order of `UpdateStats`. A graph leaves
+            it at the same place every time.
+        """
+        found: list[Tensor | None] = []
         for launch, tables in zip(self.launches, self.tables, strict=True):
-            launch.step(tables)
+            stats = None
+            if launch.step.layout.gauges:
+                shape = (len(launch.rows), COLUMNS)
+                if self._staged is not None:
+                    stats = tables.buffer("stats", torch.float64, shape[0] * shape[1]).view(shape)
+                else:
+                    stats = torch.empty(shape, dtype=torch.float64, device=self.device)
+            launch.step(tables, stats)
+            found.append(stats)
+        return found

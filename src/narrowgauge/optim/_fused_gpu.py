@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from narrowgauge.kernels._step._launch import Step
+from narrowgauge.kernels._step._launch import Step, cut_for_sums
 from narrowgauge.kernels._step._layout import AT, WIDTH, Layout, Moment
 from narrowgauge.optim._equation import equation, scalar_graph
 from narrowgauge.optim._fused_board import Board, Launch
@@ -49,12 +49,19 @@ class FusedSteps:
     The usual step finds everything where it was. That is looked at; numbers that changed are told, and gradients
     that lie elsewhere now. Anything else has the tables made anew.
 
+    Args:
+        gauges: whether steps are measured.
+
     Attributes:
         left: why, by its place in the last list, what has no kernel has none.
+        stats: what the last step measured: names of parameters, and rows for `StepStats`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, gauges: bool = False) -> None:
         self.left: dict[int, str] = {}
+        self.stats: list[tuple[list[str], Tensor]] = []
+        self._gauges = gauges
+        self._names: list[list[str]] = []
         self._seen: Seen | None = None
         self._plans: list[ParameterPlan] = []
         self._owners: list[Mapping[str, Any]] = []
@@ -105,8 +112,8 @@ class FusedSteps:
             assert self._seen is not None
             assert self._seen.gradients is not None
             board.write(self._seen.gradients, options)
-        for board in boards:
-            board.launch()
+        found = [stats for board in boards for stats in board.launch()]
+        self.stats = [(names, rows) for names, rows in zip(self._names, found, strict=True) if rows is not None]
         # Autograd cannot see what kernels write.
         increment_version(self._moving)
 
@@ -121,7 +128,7 @@ class FusedSteps:
         for number, entry in enumerate(entries):
             why = why_not(entry)
             if why is None:
-                kinds.setdefault(_kind(entry, options[id(entry.group)]), {})[number] = entry
+                kinds.setdefault(_kind(entry, options[id(entry.group)], self._gauges), {})[number] = entry
             else:
                 self.left[number] = why
         launches: dict[torch.device, list[Launch]] = {}
@@ -133,6 +140,8 @@ class FusedSteps:
             else:
                 launches.setdefault(kind.device, []).append(made)
         self._boards = [Board(device, some) for device, some in launches.items()]
+        every = [launch for board in self._boards for launch in board.launches]
+        self._names = [[self._plans[place].name for place in launch.members] for launch in every]
         moving = [entry.p for number, entry in enumerate(entries) if number not in self.left]
         self._moving = [p for p in moving if not p.is_inference()]
         self._seen = Seen([e.p for e in entries], [e.grad for e in entries], [e.state for e in entries])
@@ -168,6 +177,9 @@ def _launch(kind: _Kind, entries: Mapping[int, Entry], groups: list[int]) -> Lau
     for column, count in zip(("first", "pass_first"), counts, strict=True):
         rows[:, AT[column]] = np.cumsum(count) - count
     rows[:, AT["passes"]] = counts[1]
+    cuts: list[Tensor] = []
+    if kind.layout.gauges:
+        cuts = [sent(torch.from_numpy(part), device) for part in cut_for_sums(counts[0])]
     programs, passes = (sent(torch.from_numpy(np.repeat(tensors, count)), device) for count in counts)
     return Launch(
         step,
@@ -178,10 +190,11 @@ def _launch(kind: _Kind, entries: Mapping[int, Entry], groups: list[int]) -> Lau
         np.array(list(entries), dtype=np.int64),
         tuple(groups.index(group) for group in mine),
         len(kind.numbers),
+        *cuts,
     )
 
 
-def _kind(entry: Entry, options: Options) -> _Kind:
+def _kind(entry: Entry, options: Options, gauges: bool = False) -> _Kind:
     plan, group = entry.plan, entry.group
     moments, books = [], []
     for number, slot in enumerate(plan.slots, start=1):
@@ -205,6 +218,7 @@ def _kind(entry: Entry, options: Options) -> _Kind:
         all(tensor.data_ptr() % 16 == 0 for tensor in words_of(entry)),
         bool(group["maximize"]),
         tuple((FIRST_CELL, mirror(*book)) for book in books),
+        gauges,
     )
     return _Kind(
         plan.rule, layout, tuple(books), options.names, options.others, group["nonfinite"] == "skip", entry.p.device
@@ -216,7 +230,8 @@ def _step(kind: _Kind) -> Step:
     # Rules are values, and have hashes.
     scalars = scalar_graph(kind.rule, kind.numbers, kind.others)  # type: ignore[arg-type]
     found = equation(kind.rule, tuple(moment.name for moment in kind.layout.moments), tuple(scalars))  # type: ignore[arg-type]
-    return Step(kind.layout, found.delta, found.moments, found.reach, found.terms, scalars, kind.numbers, kind.skip)
+    equations = found.delta, found.moments, found.reach, found.terms
+    return Step(kind.layout, *equations, scalars, kind.numbers, kind.skip, found.ratio)
 
 
 def _row(layout: Layout, entry: Entry, group: int) -> list[int]:

@@ -28,9 +28,9 @@ from narrowgauge.optim._follow import Request, follow, request
 from narrowgauge.optim._fused_calls import Call, Calls
 from narrowgauge.optim._options import check_hyperparameters, check_options, show_options, with_defaults
 from narrowgauge.optim._plan import ParameterPlan, kind_of, plan_parameter
-from narrowgauge.optim._stats import UpdateStats
+from narrowgauge.optim._stats import StepStats, UpdateStats
 from narrowgauge.optim._unchanged import Settled
-from narrowgauge.optim._update import Noise, update
+from narrowgauge.optim._update import Noise, squared_ratios, update
 from narrowgauge.rules import Rule, clipped
 from narrowgauge.storage import mark_states, marked_states
 
@@ -46,7 +46,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
     Attributes:
         rule: the update equation.
         gauges: while True, every step measures what it did; read `last_stats`.
-        last_stats: `UpdateStats` of the last step by parameter name; empty if `gauges` was off.
+        last_stats: `UpdateStats` of the last step, or replay, by parameter name; empty if `gauges` was off.
         in_backward: the handle of `step_in_backward`, whose `remove()` ends it; None without.
     """
 
@@ -68,7 +68,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     def _reset(self) -> None:
         self.gauges = False
-        self.last_stats: dict[str, UpdateStats] = {}
+        self.last_stats = StepStats()
         self._plans: dict[Tensor, ParameterPlan] = {}
         self._requests: list[Request] | None = []  # what each group asked for when it was planned
         self._settled: list[Settled] = []
@@ -191,7 +191,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         return loss
 
     def _begin_step(self) -> None:
-        self.last_stats = {}
+        self.last_stats = StepStats()
         self._follow()
 
     def _refuse_gradient(self, group: dict[str, Any], p: Tensor, grad: Tensor) -> None:
@@ -204,6 +204,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
         kernel = self._kernel(plan, p, grad, state, group)
         keep = admit(group["nonfinite"], state, grad, kernel.finite if kernel is not None else all_finite)
         if keep is False:
+            if self.gauges:
+                self.last_stats.add(plan.name, UpdateStats.none(p.device))
             return
         if kernel is not None:
             kernel.take()
@@ -218,6 +220,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         if HISTORY in state:
             grad, norms[HISTORY] = clip_to_percentile(grad, state[HISTORY], group["percentile_clipping"])
         before = plan.exact(p, state) if self.gauges else None
+        ratio = squared_ratios(plan, p, grad, state, group, step) if self.gauges else None
         new_p, new_state, delta = update(
             plan, p, grad, state, group, step, Noise(group["seed"], plan.index, step, p)
         )
@@ -226,8 +229,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
             target.copy_(value if keep is True else torch.where(keep, value, target))
         state["step"] += 1 if keep is True else keep
         if before is not None:
-            stats = UpdateStats.measure(delta, before, plan.exact(p, state))
-            self.last_stats[plan.name] = stats if keep is True else stats.where(keep)
+            stats = UpdateStats.measure(delta, before, plan.exact(p, state), ratio)
+            self.last_stats.add(plan.name, stats.where(keep))
 
     def _kernel(
         self, plan: ParameterPlan, p: Tensor, grad: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]

@@ -8,12 +8,17 @@ alone: what the model's next forward pass sees, and what Collage's Equation 2 de
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-_FIELDS = ("intended_squared", "stored_dot", "visible_dot", "intended_nonzero", "stored_lost", "visible_lost")
+_FIELDS = (
+    "intended_squared", "stored_dot", "visible_dot", "intended_nonzero", "stored_lost", "visible_lost",
+    "ratio_squares", "ratio_elements",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -21,37 +26,60 @@ class UpdateStats:
     """Sums over the elements of one parameter, or of many.
 
     Attributes:
-        sums: float64 tensor (6,): the squared norm of the intended update; its dot products with the stored and
+        sums: float64 tensor (8,): the squared norm of the intended update; its dot products with the stored and
             with the visible effective update; how many intended updates are not zero; how many of those
-            changed nothing that is stored; how many changed nothing that the model sees.
+            changed nothing that is stored; how many changed nothing that the model sees; the sum of
+            g^2 / max(v_hat, eps^2), and of how many elements, none where the rule has no second moment. Given
+            without the last two, they are none.
     """
 
     sums: Tensor
 
+    def __post_init__(self) -> None:
+        missing = len(_FIELDS) - self.sums.numel()
+        if missing:
+            object.__setattr__(self, "sums", torch.nn.functional.pad(self.sums, (0, missing)))
+
     @classmethod
-    def measure(cls, intended: Tensor, before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> UpdateStats:
+    def measure(
+        cls,
+        intended: Tensor,
+        before: tuple[Tensor, Tensor],
+        after: tuple[Tensor, Tensor],
+        ratio: Tensor | None = None,
+    ) -> UpdateStats:
         """The sums of one update.
+
+        Among the counts an update that is no number is none, and a weight that is or becomes none is unchanged.
 
         Args:
             intended: the update.
             before, after: (all that is stored, what is visible) in its shape, float64.
+            ratio: g^2 / max(v_hat, eps^2) in its shape, if the rule has a second moment.
         """
         intended = intended.to(torch.float64)
         stored, visible = after[0] - before[0], after[1] - before[1]
-        nonzero = intended != 0
-        sums = (
+        nonzero = intended.abs() > 0
+        sums = [
             intended.square().sum(),
             (intended * stored).sum(),
             (intended * visible).sum(),
             nonzero.sum(),
-            (nonzero & (stored == 0)).sum(),
-            (nonzero & (visible == 0)).sum(),
-        )
+            (nonzero & ~(stored.abs() > 0)).sum(),
+            (nonzero & ~(visible.abs() > 0)).sum(),
+        ]
+        if ratio is not None:
+            sums += [ratio.to(torch.float64).sum(), torch.full_like(sums[0], ratio.numel())]
         return cls(torch.stack([value.to(torch.float64) for value in sums]))
 
-    def where(self, taken: Tensor) -> UpdateStats:
-        """These sums if `taken`, a 0-d bool tensor, is true; zeros otherwise."""
-        return UpdateStats(torch.where(taken, self.sums, 0.0))
+    @classmethod
+    def none(cls, device: torch.device) -> UpdateStats:
+        """The sums of a step that was not taken: zeros."""
+        return cls(torch.zeros(len(_FIELDS), dtype=torch.float64, device=device))
+
+    def where(self, taken: Tensor | bool) -> UpdateStats:
+        """These sums if `taken`, a 0-d bool tensor perhaps, is true; zeros otherwise."""
+        return self if taken is True else UpdateStats(torch.where(torch.as_tensor(taken), self.sums, 0.0))
 
     @classmethod
     def total(cls, stats: list[UpdateStats]) -> UpdateStats:
@@ -93,6 +121,48 @@ class UpdateStats:
         """Share of the intended updates other than zero that left the parameter as it was."""
         return self._ratio(self.visible_lost, self.intended_nonzero)
 
+    @property
+    def rms(self) -> float:
+        """RMS_t, the root of the mean of g^2 / max(v_hat, eps^2): about 1 while v_hat is an honest average of g^2.
+
+        Source: Wortsman et al. 2023, Section 3.4. NaN for rules without a second moment.
+        """
+        return math.sqrt(self._ratio(self.ratio_squares, self.ratio_elements))
+
     @staticmethod
     def _ratio(part: float, whole: float) -> float:
         return part / whole if whole else float("nan")
+
+
+class StepStats(Mapping[str, UpdateStats]):
+    """What one step did, by the name of the parameter.
+
+    Rows of a kernel's table become `UpdateStats` when somebody looks: a step would wait for three hundred of them.
+    """
+
+    def __init__(self) -> None:
+        self._stats: dict[str, UpdateStats] = {}
+        self._tables: list[tuple[Sequence[str], Tensor]] = []
+
+    def add(self, name: str, stats: UpdateStats) -> None:
+        """Remember the sums of one parameter."""
+        self._stats[name] = stats
+
+    def add_table(self, names: Sequence[str], rows: Tensor) -> None:
+        """Remember the sums of some parameters: float64 (parameters, 8)."""
+        self._tables.append((names, rows))
+
+    def _all(self) -> dict[str, UpdateStats]:
+        for names, rows in self._tables:
+            self._stats |= zip(names, map(UpdateStats, rows.unbind()), strict=True)
+        self._tables.clear()
+        return self._stats
+
+    def __getitem__(self, name: str) -> UpdateStats:
+        return self._all()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._stats) + sum(len(names) for names, _ in self._tables)

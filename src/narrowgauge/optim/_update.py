@@ -16,7 +16,7 @@ from torch import Tensor
 from narrowgauge.formats import random_bits, random_halves
 from narrowgauge.optim._arithmetic import Fp32Arithmetic, StrictArithmetic, narrow_scalars, widest
 from narrowgauge.optim._plan import ParameterPlan
-from narrowgauge.rules import Scalar
+from narrowgauge.rules import Scalar, squared_ratio
 
 _FP32 = Fp32Arithmetic()
 Updated = tuple[Tensor, dict[str, Tensor], Tensor]
@@ -74,27 +74,17 @@ def update(
         (p, state, delta): the new parameter, its new state entries, and the intended update.
     """
     low = state[plan.weight_key] if plan.weight_key is not None else None
-    scalars: Mapping[str, Scalar] = plan.rule.scalars(numbers(group, p.device), step)
+    read = _read(plan, p, grad, state, group, step)
+    scalars = _with_sums(plan, read)
+    delta, moments = plan.rule.update(read.arithmetic, read.weight, read.grad, read.moments, scalars)
     if plan.strict:
-        moments: dict[str, Any] = {s.slot.name: (s.storage, s.words(state)) for s in plan.slots}
-        weight = plan.weight.operand(p, low)
-        dtype = widest([weight, *(word for _, words in moments.values() for word in words.values())])
-        scalars = narrow_scalars(scalars, plan.rule.averaging, dtype, p.device)
-        operands = weight.to(dtype), grad.to(dtype)
-        scalars = _with_sums(plan, StrictArithmetic(dtype), *operands, moments, scalars)
-        delta, moments = plan.rule.update(StrictArithmetic(dtype), *operands, moments, scalars)
-        delta = delta.to(weight.dtype)
+        delta = delta.to(read.kept)
         new_p, new_low = plan.weight.add_rounded(p, low, delta, noise.words)
         new_state = {k: v for s in plan.slots for k, v in s.keyed(moments[s.slot.name][1]).items()}
     else:
-        decoded = {s.slot.name: s.decode(state, p.shape) for s in plan.slots}
-        weight = plan.weight.read(p, low)
-        gradient = grad.to(torch.float32)
-        scalars = _with_sums(plan, _FP32, weight, gradient, decoded, scalars)
-        delta, moments = plan.rule.update(_FP32, weight, gradient, decoded, scalars)
         new_state = _encode(plan, moments, noise)
-        delta = delta + _handed_over(plan, weight, moments, new_state, scalars)
-        new_p, new_low = plan.weight.add(p, low, weight, delta, noise.words)
+        delta = delta + _handed_over(plan, read.weight, moments, new_state, scalars)
+        new_p, new_low = plan.weight.add(p, low, read.weight, delta, noise.words)
     if plan.weight_key is not None and new_low is not None:
         new_state[plan.weight_key] = new_low
     return new_p, new_state, delta
@@ -121,20 +111,61 @@ def numbers(group: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     }
 
 
-def _with_sums(
+@dataclass(frozen=True)
+class _Read:
+    """What a rule is given: `kept` is the dtype of the weight as it was read."""
+
+    arithmetic: Fp32Arithmetic | StrictArithmetic
+    weight: Tensor
+    kept: torch.dtype
+    grad: Tensor
+    moments: Mapping[str, Any]
+    scalars: Mapping[str, Scalar]
+
+
+def _read(
     plan: ParameterPlan,
-    arithmetic: Fp32Arithmetic | StrictArithmetic,
-    weight: Tensor,
+    p: Tensor,
     grad: Tensor,
-    moments: Mapping[str, Any],
-    scalars: Mapping[str, Scalar],
-) -> Mapping[str, Scalar]:
+    state: Mapping[str, Tensor],
+    group: Mapping[str, Any],
+    step: Scalar,
+) -> _Read:
+    low = state[plan.weight_key] if plan.weight_key is not None else None
+    scalars: Mapping[str, Scalar] = plan.rule.scalars(numbers(group, p.device), step)
+    if not plan.strict:
+        decoded = {s.slot.name: s.decode(state, p.shape) for s in plan.slots}
+        return _Read(_FP32, plan.weight.read(p, low), torch.float32, grad.to(torch.float32), decoded, scalars)
+    moments: dict[str, Any] = {s.slot.name: (s.storage, s.words(state)) for s in plan.slots}
+    weight = plan.weight.operand(p, low)
+    dtype = widest([weight, *(word for _, words in moments.values() for word in words.values())])
+    scalars = narrow_scalars(scalars, plan.rule.averaging, dtype, p.device)
+    return _Read(StrictArithmetic(dtype), weight.to(dtype), weight.dtype, grad.to(dtype), moments, scalars)
+
+
+def squared_ratios(
+    plan: ParameterPlan,
+    p: Tensor,
+    grad: Tensor,
+    state: Mapping[str, Tensor],
+    group: Mapping[str, Any],
+    step: Scalar,
+) -> Tensor | None:
+    """The squares of the gradient over the second moment that a step divides by; None for rules without one.
+
+    Args: as of `update`, before it.
+    """
+    read = _read(plan, p, grad, state, group, step)
+    return squared_ratio(plan.rule, read.arithmetic, read.weight, read.grad, read.moments, read.scalars)
+
+
+def _with_sums(plan: ParameterPlan, read: _Read) -> Mapping[str, Scalar]:
     """The scalars, and the sums over the parameter that the rule asks for."""
-    terms = plan.rule.terms(arithmetic, weight, grad, moments, scalars)
+    terms = plan.rule.terms(read.arithmetic, read.weight, read.grad, read.moments, read.scalars)
     if not terms:
-        return scalars
-    sums = {name: arithmetic.total(term) for name, term in terms.items()}
-    return {**scalars, **sums, "elements": float(weight.numel())}
+        return read.scalars
+    sums = {name: read.arithmetic.total(term) for name, term in terms.items()}
+    return {**read.scalars, **sums, "elements": float(read.weight.numel())}
 
 
 def _encode(plan: ParameterPlan, moments: Mapping[str, Tensor], noise: Noise) -> dict[str, Tensor]:

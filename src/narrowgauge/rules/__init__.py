@@ -2,7 +2,7 @@
 
 from narrowgauge.rules._adagrad import ADAGRAD
 from narrowgauge.rules._adam import ADAM, ADAMW
-from narrowgauge.rules._clip_updates import ClipUpdates, HasSecondMoment, clipped
+from narrowgauge.rules._clip_updates import ClipUpdates, HasSecondMoment, clipped, squared_ratio
 from narrowgauge.rules._lamb import LAMB
 from narrowgauge.rules._lars import LARS
 from narrowgauge.rules._lion import LION
@@ -26,4 +26,5 @@ __all__ = [
     "Scalar",
     "Slot",
     "clipped",
+    "squared_ratio",
 ]

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from narrowgauge.rules._rule import Arithmetic, Rule, Scalar
 
-_TINY = torch.finfo(torch.float32).tiny
+_TINY = 2.0**-126
 
 
 @runtime_checkable
@@ -45,6 +45,27 @@ def clipped(rule: Rule) -> ClipUpdates | None:
     return ClipUpdates(rule) if isinstance(rule, HasSecondMoment) else None
 
 
+def squared_ratio(
+    rule: Rule,
+    arithmetic: Arithmetic,
+    weight: Tensor,
+    grad: Tensor,
+    moments: Mapping[str, Any],
+    s: Mapping[str, Scalar],
+) -> Tensor | None:
+    """g^2 / max(v_hat, eps^2), whose mean is RMS^2, in the gradient's shape; None for rules without second moment.
+
+    Below float32's smallest normal number v_hat counts as that: nothing is divided by zero, whatever eps is.
+    """
+    inner = rule.rule if isinstance(rule, ClipUpdates) else rule
+    if not isinstance(inner, HasSecondMoment):
+        return None
+    _, v_hat = inner.second_moment(arithmetic, weight, grad, moments["v"], s)
+    least = s["eps"] * s["eps"]
+    least = least.clamp_min(_TINY) if isinstance(least, Tensor) else max(least, _TINY)
+    return grad * v_hat.clamp(min=least).reciprocal() * grad
+
+
 class ClipUpdates(Rule):
     """Another rule with update clipping; see the module."""
 
@@ -53,10 +74,10 @@ class ClipUpdates(Rule):
         self.moments = rule.moments
         self.averaging = rule.averaging
         self.betas = rule.betas
-        self._rule = rule
+        self.rule = rule
 
     def scalars(self, group: Mapping[str, Any], step: Scalar) -> dict[str, Scalar]:
-        return self._rule.scalars(group, step)
+        return self.rule.scalars(group, step)
 
     def terms(
         self,
@@ -66,14 +87,14 @@ class ClipUpdates(Rule):
         moments: Mapping[str, Any],
         s: Mapping[str, Scalar],
     ) -> dict[str, Tensor]:
-        _, v_hat = self._rule.second_moment(arithmetic, weight, grad, moments["v"], s)
+        _, v_hat = self.rule.second_moment(arithmetic, weight, grad, moments["v"], s)
         bounded = v_hat.clamp(min=s["eps"] * s["eps"])  # a number stays one: no copy to the device
         # Divided before it is multiplied: the square alone could overflow.
         ratio = grad / bounded * grad
         # With an eps whose square is 0, a coordinate that never had a gradient is 0 / 0; below float32's normal
         # numbers there is no telling a gradient from none.
         ratio = torch.where(bounded >= _TINY, ratio, 0.0)
-        return {**self._rule.terms(arithmetic, weight, grad, moments, s), "clip_squares": ratio}
+        return {**self.rule.terms(arithmetic, weight, grad, moments, s), "clip_squares": ratio}
 
     def update(
         self,
@@ -83,12 +104,12 @@ class ClipUpdates(Rule):
         moments: Mapping[str, Any],
         s: Mapping[str, Scalar],
     ) -> tuple[Tensor, dict[str, Any]]:
-        return self._rule.update(arithmetic, weight, grad, moments, self._clipped(s))
+        return self.rule.update(arithmetic, weight, grad, moments, self._clipped(s))
 
     def reach(
         self, arithmetic: Arithmetic, weight: Tensor, moments: Mapping[str, Any], s: Mapping[str, Scalar]
     ) -> dict[str, Tensor | Scalar]:
-        return self._rule.reach(arithmetic, weight, moments, self._clipped(s))
+        return self.rule.reach(arithmetic, weight, moments, self._clipped(s))
 
     @staticmethod
     def _clipped(s: Mapping[str, Scalar]) -> dict[str, Scalar]:

@@ -7,14 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from narrowgauge.kernels._graph import Node, uniforms
-from narrowgauge.kernels._step import _source
+from narrowgauge.kernels._step import _gauges, _source
 from narrowgauge.kernels._step._compile import compiled
-from narrowgauge.kernels._step._layout import Layout
+from narrowgauge.kernels._step._layout import AT, WIDTH, Layout
 from narrowgauge.kernels._step._numbers import numbers_source
+
+COLUMNS: int = _gauges.COLUMNS.value
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,7 @@ class Tables:
         passes: int32, the same of programs that only read.
         hyper: float64 (groups, hyperparameters).
         codebooks: for each codebook its values, float32, and the cells that encode to it, int32.
+        slices, ends: int32, where programs of the step are added up for gauges; see `cut_for_sums`.
         scratch: made on first use and kept.
     """
 
@@ -35,6 +40,8 @@ class Tables:
     passes: Tensor
     hyper: Tensor
     codebooks: Sequence[tuple[Tensor, Tensor]] = ()
+    slices: Tensor | None = None
+    ends: Tensor | None = None
     scratch: dict[str, Tensor] = field(default_factory=dict)
 
     def buffer(self, name: str, dtype: torch.dtype, size: int) -> Tensor:
@@ -52,6 +59,7 @@ class Step:
         scalars: the rule's scalars as graphs of hyperparameters and step.
         hyper: names of the hyperparameters, in the order of their row.
         skip: whether tensors with a gradient that is not finite are left alone.
+        ratio: what the gauges sum over elements beside what is done to the weight, if the layout has any.
     """
 
     def __init__(
@@ -64,13 +72,16 @@ class Step:
         scalars: Mapping[str, Node],
         hyper: Sequence[str],
         skip: bool,
+        ratio: Node | None = None,
     ) -> None:
         self.layout = layout
         self.skip = skip
         self.terms = tuple(terms)
         handed = [reach[moment.name] for moment in layout.moments if moment.hands_over and moment.name in reach]
-        met = _met([delta, *moments.values(), *handed])
-        source = _source.step_source(layout, delta, moments, reach, met)
+        ratio = ratio if layout.gauges else None
+        self.ratio = ratio is not None
+        met = _met([delta, *moments.values(), *handed, *([ratio] if ratio is not None else [])])
+        source = _source.step_source(layout, delta, moments, reach, met, ratio)
         self.met = len(met)
         self.step: Any = compiled(source, "step")
         self.numbers: Any = compiled(numbers_source(scalars, hyper, self.terms, met), "numbers")
@@ -82,11 +93,31 @@ class Step:
         if skip:
             self.finite: Any = compiled(_source.finite_source(layout), "finite")
 
-    def __call__(self, tables: Tables) -> None:
-        """Take a step with every tensor of the tables."""
+    def __call__(self, tables: Tables, stats: Tensor | None = None) -> None:
+        """Take a step with every tensor of the tables.
+
+        Args:
+            tables: the tensors.
+            stats: float64 (tensors, 8), where gauges leave their sums, in the order of `UpdateStats`.
+        """
         # Triton launches on the current device.
         with torch.cuda.device_of(tables.rows):
             self._launch(tables)
+            if stats is not None:
+                self._measure(tables, stats)
+
+    def _measure(self, tables: Tables, stats: Tensor) -> None:
+        """Add up what the step's programs have left."""
+        assert tables.slices is not None
+        assert tables.ends is not None
+        sums, steps = tables.buffer("gauges", torch.float32, 0), tables.buffer("steps", torch.int32, 0)
+        count = tables.slices.numel() - 1
+        slices = tables.buffer("slices", torch.float64, count * COLUMNS)
+        if count:
+            _gauges.add_slices[(count,)](sums, tables.slices, slices, num_warps=4)
+        _gauges.add_tensors[(stats.shape[0],)](
+            tables.rows, steps, tables.ends, slices, stats, WIDTH, AT["numel"], self.ratio, num_warps=1
+        )
 
     def _launch(self, tables: Tables) -> None:
         count, programs, passes = tables.rows.shape[0], tables.programs.numel(), tables.passes.numel()
@@ -110,8 +141,26 @@ class Step:
                 self.sums[(passes,)](tables.rows, tables.passes, before, steps, flags, partials, *books, **warps)
             advance = {"ADVANCE": False, "SKIP": False}
         self.numbers[(count,)](tables.rows, tables.hyper, row, steps, flags, partials, **advance, **shape)
+        if self.layout.gauges:
+            partials = tables.buffer("gauges", torch.float32, programs * COLUMNS)
         if programs:
             self.step[(programs,)](tables.rows, tables.programs, row, steps, flags, partials, *books, **warps)
+
+
+def cut_for_sums(programs: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """(slices, ends): where slices of a step's programs begin, and where tensors begin among slices; ends behind.
+
+    Args:
+        programs: how many each tensor has.
+    """
+    counts = -(-programs // _gauges.SLICE)
+    first, firsts = np.cumsum(programs) - programs, np.cumsum(counts) - counts
+    within = np.arange(counts.sum()) - np.repeat(firsts, counts)
+    begins = np.repeat(first, counts) + within * _gauges.SLICE
+    return (
+        np.append(begins, programs.sum()).astype(np.int32),
+        np.append(firsts, counts.sum()).astype(np.int32),
+    )
 
 
 def _met(roots: Any) -> list[Node]:

@@ -113,6 +113,7 @@ class Layout:
         aligned: whether every address is a multiple of 16 bytes.
         negate: whether the gradient counts with its other sign.
         cells: (first key, the code that mirrors 0) of each codebook's table.
+        gauges: whether sums of what the step does to the weight are worked out too; see `_gauges`.
     """
 
     weight: str
@@ -123,6 +124,7 @@ class Layout:
     aligned: bool
     negate: bool = False
     cells: tuple[tuple[int, int], ...] = ()
+    gauges: bool = False
 
     @property
     def blockwise(self) -> bool:
@@ -161,7 +163,10 @@ class Layout:
         """The most a thread may have: as many programs as possible, with nothing of the ordinary way in memory."""
         if not self.blockwise:
             return 128
-        return 80 if any(moment.storage.startswith(("pattern", "signed")) for moment in self.moments) else 64
+        many = any(moment.storage.startswith(("pattern", "signed")) for moment in self.moments)
+        if self.gauges:  # a few more live at once: with as many as without, some 8 instructions an element more
+            return 88 if many else 80
+        return 80 if many else 64
 
     @property
     def low(self) -> str | None:

@@ -11,24 +11,34 @@ from collections.abc import Mapping, Sequence
 from narrowgauge.kernels._graph import Node
 from narrowgauge.kernels._step._emit import lines
 from narrowgauge.kernels._step._layout import AT, COLUMNS, WIDTH, Layout
+from narrowgauge.kernels._step._measure import Measure
 from narrowgauge.kernels._step._numbers import indented
 from narrowgauge.kernels._step._unit import Rare, decode, encode, in_order, write
 from narrowgauge.kernels._step._words import Kept, elements, kept_words, loads, pointers, rows, stores
 
 
 def step_source(
-    layout: Layout, delta: Node, moments: Mapping[str, Node], reach: Mapping[str, Node], met: Sequence[Node]
+    layout: Layout,
+    delta: Node,
+    moments: Mapping[str, Node],
+    reach: Mapping[str, Node],
+    met: Sequence[Node],
+    ratio: Node | None = None,
 ) -> str:
     """The kernel `step`.
 
     Args:
         layout: what it works on.
         delta, moments, reach: the equation.
+        ratio: what is summed for the gauges beside what was done to the weight.
         met: the numbers among them that a tensor's row of numbers holds, in order.
     """
     known = _inputs(layout) | {node: f"u{i}" for i, node in enumerate(met)}
     handing = [moment for moment in layout.moments if moment.hands_over and moment.name in reach]
-    update, names = lines([delta, *moments.values(), *(reach[moment.name] for moment in handing)], known, "x")
+    measure = Measure(layout, ratio is not None)
+    roots = [delta, *moments.values(), *(reach[moment.name] for moment in handing)]
+    factors = list(ratio.args) if ratio is not None else []
+    update, names = lines([*roots, *factors], known, "x")
     update.append(f"delta = {names[delta]}")
 
     def unit(rare: Rare | None) -> list[str]:
@@ -36,11 +46,12 @@ def step_source(
         for moment in in_order(layout.moments):
             body += encode(layout, moment, names[moments[moment.name]], rare)
         body += [f"delta = delta + ({names[reach[moment.name]]}) * {moment.name}_lost" for moment in handing]
-        return body + write(layout, rare)
+        body += write(layout, rare)
+        return body + measure.unit(rare is not None, tuple(names[factor] for factor in factors))
 
     rare = Rare()
     usual = unit(rare)
-    return _step_kernels(layout, len(met), usual, rare.test(), unit(None))
+    return _step_kernels(layout, len(met), usual, rare.test(), unit(None), measure)
 
 
 def sums_source(layout: Layout, terms: Mapping[str, Node], met: Sequence[Node]) -> str:
@@ -109,7 +120,9 @@ def _books(layout: Layout) -> list[str]:
     return [f"{kind}{i}" for i in range(len(layout.cells)) for kind in ("values", "cells")]
 
 
-def _step_kernels(layout: Layout, uniforms: int, usual: list[str], unusual: str, careful: list[str]) -> str:
+def _step_kernels(
+    layout: Layout, uniforms: int, usual: list[str], unusual: str, careful: list[str], measure: Measure
+) -> str:
     """The kernel `step`: one unit after the other, each loaded while the one before it is worked on.
 
     What has been read of a unit waits in registers as it lay in memory. A unit that is not ordinary, or not whole,
@@ -119,6 +132,12 @@ def _step_kernels(layout: Layout, uniforms: int, usual: list[str], unusual: str,
     read, written = [kept.name for kept in single], [kept.name for kept in single if kept.name != "grad"]
     at, words = ", ".join(f"{name}_at" for name in read), ", ".join(read)
     made, after = ", ".join(f"{name}_new" for name in written), ", ".join(f"{name}_after" for name in read)
+    found, sums = ", ".join([made, *measure.names]), "gauges" if measure.names else "partials"
+    begin, add, end = (
+        "".join(f"\n{' ' * by}{line}" for line in some)
+        for by, some in ((8, measure.begin()), (20, measure.add()), (8, measure.end()))
+    )
+    again = add.replace("\n    ", "\n")
     given = ", ".join(["number", "seed", "stream", *_given(layout, uniforms)])
     ahead = [f"{after} = usual_load({at}, tl.minimum(turn + 1, whole - 1), {layout.unit}, False)"]
     on = [f"{words} = {after}"]
@@ -131,32 +150,32 @@ def _step_kernels(layout: Layout, uniforms: int, usual: list[str], unusual: str,
 @triton.jit
 def usual_unit({words}, start, {given}):
 {indented(usual, 4)}
-    return {made}, {unusual}
+    return {found}, {unusual}
 
 
 @triton.jit
 def careful_unit({words}, start, left, {given}):
 {indented([rows(layout), elements(layout), *careful], 4)}
-    return {made}
+    return {found}
 
 
 @triton.jit
-def step(table, programs, uniforms, steps, flags, partials{"".join(f", {name}" for name in _books(layout))}):
+def step(table, programs, uniforms, steps, flags, {sums}{"".join(f", {name}" for name in _books(layout))}):
 {indented(_begin(layout, uniforms, "first", layout.units), 4)}
     number = tl.load(steps + tensor)
     if number > 0:
         seed, stream = tl.load(row + {AT["seed"]}).to(tl.uint32), tl.load(row + {AT["stream"]}).to(tl.uint32)
-        again = tl.where(whole * {layout.unit} < left, 1 << whole, 0)
+        again = tl.where(whole * {layout.unit} < left, 1 << whole, 0){begin}
         if whole > 0:
 {indented(pointers(layout, packed), 12)}
             {words} = usual_load({at}, 0, {layout.unit}, False)
             for turn in range(whole):
 {indented(ahead, 16)}
-                {made}, unusual = usual_unit({words}, start + turn * {layout.unit}, {given})
+                {found}, unusual = usual_unit({words}, start + turn * {layout.unit}, {given})
                 if unusual:
                     again = again | (1 << turn)
                 else:
-                    usual_store({at}, {made}, turn, {layout.unit}, False)
+                    usual_store({at}, {made}, turn, {layout.unit}, False){add}
 {indented(on, 16)}
         turn = 0
         while again != 0:
@@ -164,10 +183,10 @@ def step(table, programs, uniforms, steps, flags, partials{"".join(f", {name}" f
                 rest = left - turn * {layout.unit}
 {indented(pointers(layout, single), 16)}
                 {words} = careful_load({at}, turn, rest, True)
-                {made} = careful_unit({words}, start + turn * {layout.unit}, rest, {given})
-                careful_store({at}, {made}, turn, rest, True)
+                {found} = careful_unit({words}, start + turn * {layout.unit}, rest, {given})
+                careful_store({at}, {made}, turn, rest, True){again}
             again = again >> 1
-            turn += 1
+            turn += 1{end}
 """
 
 

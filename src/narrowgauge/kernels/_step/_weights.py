@@ -17,7 +17,7 @@ from narrowgauge.kernels._step._floats import INFINITY, bits_of, float_of, narro
 def read_weight(p, low, STORAGE: tl.constexpr, KIND: tl.constexpr):
     """The float32 weight of what is not split."""
     if STORAGE == "expansion":
-        return widen(p, KIND) + _bounded(p, low, KIND)
+        return widen(p, KIND) + bounded_low(p, low, KIND)
     elif STORAGE == "master":
         # A master copy that is no longer what the parameter rounds from was left behind: the parameter counts.
         seen = widen(p, KIND)
@@ -37,7 +37,7 @@ def write_weight(p, low, weight, delta, random, STORAGE: tl.constexpr, KIND: tl.
         hi = _stochastic(weight + delta, random, KIND)
         return hi, hi
     elif STORAGE == "kahan":
-        owed = delta + _bounded(p, low, KIND)
+        owed = delta + bounded_low(p, low, KIND)
         hi = narrow(weight + owed, KIND)
         return hi, _remainder(owed - (widen(hi, KIND) - weight), hi, KIND)
     elif STORAGE == "expansion":
@@ -114,7 +114,8 @@ def _half_ulp(p, KIND: tl.constexpr):
 
 
 @triton.jit
-def _bounded(p, low, KIND: tl.constexpr):
+def bounded_low(p, low, KIND: tl.constexpr):
+    """A low word that is a float, half a unit in the last place of the parameter at most."""
     half = _half_ulp(p, KIND)
     x = widen(low, KIND)
     bounded = tl.minimum(tl.maximum(x, -half), half)
