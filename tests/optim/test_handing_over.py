@@ -8,7 +8,7 @@ import torch
 
 from narrowgauge.optim import LAMB, LARS, SGD, Adagrad, Adam, AdamW, Lion, Muon, NarrowOptimizer, StableAdamW
 from narrowgauge.optim._arithmetic import Fp32Arithmetic
-from narrowgauge.optim._update import _with_sums, numbers
+from narrowgauge.optim._update import _Read, _with_sums, numbers
 
 SHAPE = torch.Size((8, 256))
 ROUNDED = ["log8", "log4"]
@@ -138,7 +138,7 @@ def asked(optimizer: NarrowOptimizer, p: torch.nn.Parameter) -> float:
     moments = {slot.slot.name: slot.decode(state, SHAPE) for slot in plan.slots}
     scalars = plan.rule.scalars(numbers(group, p.device), float(state["step"]))
     weight, grad = p.detach(), torch.full(SHAPE, 0.1)
-    scalars = _with_sums(plan, Fp32Arithmetic(), weight, grad, moments, scalars)
+    scalars = _with_sums(plan, _Read(Fp32Arithmetic(), weight, torch.float32, grad, moments, scalars))
     found = plan.rule.reach(Fp32Arithmetic(), weight, moments, scalars)
     assert set(found) == {"m"}
     return float(torch.as_tensor(found["m"]).expand(SHAPE)[3, 5])
