@@ -32,17 +32,26 @@ _THERE = tl.constexpr("{ .reg .f32 t; abs.f32 t, $1; mul.sat.f32 $0, t, 0f7F8000
 @triton.jit
 def moved(p, low, p_new, low_new, weight, STORAGE: tl.constexpr, KIND: tl.constexpr):
     """(all that is stored, the parameter) after a step less before it, of any words as they lie in memory."""
-    seen = widen(p_new, KIND) - widen(p, KIND)
+    seen = noted(widen(p_new, KIND)) - noted(widen(p, KIND))
     if STORAGE == "split":
         return join(upper(p_new), low_new.to(tl.int32)) - weight, seen
     elif STORAGE == "split8":
         return join(upper(p_new), low_new.to(tl.int32) << 8) - weight, seen
     elif STORAGE == "master":
-        return low_new - weight, seen
+        return noted(low_new) - weight, seen
     elif STORAGE == "kahan" or STORAGE == "expansion":
-        return seen + (bounded_low(p_new, low_new, KIND) - bounded_low(p, low, KIND)), seen
+        return seen + (noted(bounded_low(p_new, low_new, KIND)) - noted(bounded_low(p, low, KIND))), seen
     else:
         return seen, seen
+
+
+@triton.jit
+def noted(x):
+    """x for the gauges: a copy, so that the compiler fuses and rounds the step itself as it does without them."""
+    if ASSEMBLY:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return x
 
 
 @triton.jit

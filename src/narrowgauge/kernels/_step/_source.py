@@ -38,8 +38,10 @@ def step_source(
     measure = Measure(layout, ratio is not None)
     roots = [delta, *moments.values(), *(reach[moment.name] for moment in handing)]
     factors = list(ratio.args) if ratio is not None else []
-    update, names = lines([*roots, *factors], known, "x")
+    update, names = lines(roots, known, "x")
     update.append(f"delta = {names[delta]}")
+    copies = {node: name if node.scalar else f"noted({name})" for node, name in names.items()}
+    measured, noted = lines(factors, copies, "y")
 
     def unit(rare: Rare | None) -> list[str]:
         body = [*decode(layout, rare, rare is not None), *update]
@@ -47,7 +49,7 @@ def step_source(
             body += encode(layout, moment, names[moments[moment.name]], rare)
         body += [f"delta = delta + ({names[reach[moment.name]]}) * {moment.name}_lost" for moment in handing]
         body += write(layout, rare)
-        return body + measure.unit(rare is not None, tuple(names[factor] for factor in factors))
+        return body + measured + measure.unit(rare is not None, tuple(noted[factor] for factor in factors))
 
     rare = Rare()
     usual = unit(rare)
