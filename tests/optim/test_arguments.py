@@ -133,7 +133,7 @@ def test_groups_that_share_names_are_told_apart() -> None:
         layer(torch.ones(1, 3)).sum().backward()
     layers[0].weight.grad[0, 0] = torch.nan
     optimizer.step()
-    assert set(optimizer.last_stats) == {"bias", "1.weight", "1.bias"}
+    assert set(optimizer.last_stats) == {"weight", "bias", "1.weight", "1.bias"}
     with pytest.warns(UserWarning, match="weight: 1 steps skipped"):
         assert optimizer.skipped == {"weight": 1}
 
