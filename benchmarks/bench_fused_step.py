@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -183,7 +184,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="check only")
     parser.add_argument("--gauges", action="store_true", help="with gauges on, beside the same without")
     args = parser.parse_args()
-    speed = copy_speed(args.repeats)
+    speed = math.nan if args.check else copy_speed(args.repeats)
     results: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),
         "torch": torch.__version__,

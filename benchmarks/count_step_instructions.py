@@ -78,7 +78,7 @@ def compile_kernel(kernel: Any, layout: Any, constants: dict[str, Any]) -> Any:
     signature = {name: _TYPES.get(name, "constexpr") for name in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in _TYPES}
     source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    options = {"num_warps": layout.warps, "enable_fp_fusion": True, "maxnreg": layout.registers}
+    options = {"num_warps": layout.warps, "enable_fp_fusion": False, "maxnreg": layout.registers}
     return triton.compile(source, target=_TARGET, options=options)
 
 

@@ -43,11 +43,13 @@ def test_the_gpu_gives_the_cpus_numbers(case) -> None:
         exact, _ = optimizer._plan(p).exact(p, optimizer.state[p])
         words = optimizer.state[p] | {"p": p.detach(), "exact weight": exact.float()}
         ends[device] = {key: value.cpu() for key, value in words.items()}
+    # A moment that is rounded by itself tips now and then, and its update with it.
+    few = 0.03 if case[1] in ("bf16", "expansion") else 0.005
     for key, wanted in ends["cpu"].items():
         found = ends["cuda"][key]
         assert found.dtype == wanted.dtype
         if key.endswith(("lo", "compensation")):
-            continue  # the last bits of what is in the exact weight, or in the sum of both words
+            continue  # what it means is in the exact weight, or in the sum of both words
         if key.endswith("ranges") and wanted.dtype == torch.int32:
             # The least element's bits, or a step: in blocks of log4 they follow every ulp.
             found, wanted = (words.to(torch.float64) / 16 for words in (found, wanted))
@@ -55,12 +57,16 @@ def test_the_gpu_gives_the_cpus_numbers(case) -> None:
             continue
         # Compilers contract and divide differently by an ulp of float32, which may tip a rounding here and there.
         differing = (found != wanted).double().mean().item() if wanted.dtype != torch.float32 else 0.0
-        assert differing < 0.02, key
+        assert differing < max(few, 0.02), key
         if wanted.is_floating_point():
-            # A rounding that tipped is a step of the format: an eighth in float8. What it led to is elsewhere, too.
-            rtol = 2.0**-3 if wanted.dtype.itemsize == 1 else 2.0**-7
-            apart = (found.double() - wanted.double()).abs() > rtol * wanted.double().abs() + 1e-6
-            assert apart.double().mean() < 0.01, key
+            # A rounding that tipped is a step of the format, an eighth in float8; what is kept whole has none.
+            ulp = {1: 2.0**-3, 2: 2.0**-7, 4: 2.0**-20}[wanted.dtype.itemsize]
+            wanted, found = wanted.double(), found.double()
+            apart = (found - wanted).abs() > ulp * wanted.abs() + 2.0**-22 * wanted.abs().max()
+            assert apart.double().mean() < (few if key in ("exact weight", "weight.master") else 0.01), key
+    # Of no weight more than the visible word's last bits: what has tipped is an update, or its code.
+    wanted, found = ends["cpu"]["exact weight"].double(), ends["cuda"]["exact weight"].double()
+    assert ((found - wanted).abs() <= 2.0**-6 * wanted.abs() + 1e-6).all()
 
 
 @pytest.mark.parametrize("arithmetic", ["strict"])

@@ -18,7 +18,6 @@ from narrowgauge.kernels._step._floats import (
     exact_reciprocal,
     float_of,
     gather,
-    product,
     to_e4m3,
 )
 from narrowgauge.kernels._step._states import column_max, column_min
@@ -28,7 +27,7 @@ _HUGE = tl.constexpr(0x7E800000)  # bits of 2^126
 
 @triton.jit
 def table_decode(codes, scales, values):
-    return product(float_of(gather(values, codes.to(tl.int32))), scales)
+    return float_of(gather(values, codes.to(tl.int32))) * scales
 
 
 @triton.jit
@@ -96,7 +95,7 @@ def _usual_normalise(x, SIGNED: tl.constexpr, POSITIVE: tl.constexpr):
         top = column_max(bits.to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True)
         unusual = (top < SMALLEST) | (top >= _HUGE)
         extremum = float_of(top)
-    return product(x, exact_reciprocal(extremum)), extremum, unusual
+    return x * exact_reciprocal(extremum), extremum, unusual
 
 
 @triton.jit
@@ -118,7 +117,7 @@ def _normalise(x, SIGNED: tl.constexpr, POSITIVE: tl.constexpr):
     signed = tl.where(empty, 0.0, signed)
     quarter = tl.where(extremum >= 2.0**126, 0.25, 1.0)
     inverse = tl.where(empty, 0.0, tl.div_rn(1.0, tl.where(empty, 1.0, signed * quarter)))
-    y = product(bounded * quarter, inverse)
+    y = bounded * quarter * inverse
     one = tl.where(bounded > 0, 1.0, tl.where(bounded < 0, -1.0, 0.0))
     one = tl.where(signed < 0, -one, tl.where(signed > 0, one, 0.0))
     return tl.where(tl.abs(bounded) == extremum, one, y), signed

@@ -17,6 +17,11 @@ _ELEMENT = {
     "wide": "{0}.to(tl.float64)", "narrow": "{0}.to(tl.float32)",
 }  # fmt: skip
 _FLOAT = {"div": "{0} * reciprocal({1})", "sqrt": "root({0})", "reciprocal": "reciprocal({0})"}
+# A sum with a product, of elements, is rounded once: the first one if both terms are products.
+_FUSED = {
+    "add": ("tl.fma({0}, {1}, {2})", "tl.fma({0}, {1}, {2})"),
+    "sub": ("tl.fma({0}, {1}, -{2})", "tl.fma(-{0}, {1}, {2})"),
+}
 _DOUBLE = {
     "div": "{0} / {1}", "sqrt": "tl.sqrt({0})", "reciprocal": "1.0 / {0}",
     # Negative bases have no logarithm, and no rule raises one.
@@ -36,32 +41,50 @@ def lines(
         double: whether these are numbers, all in double precision.
     """
     names = dict(known)
+    written = {node: _written(node, known) for node in walk(roots, known) if node not in known}
+    # A product is not worked out for sums that it is fused into.
+    wanted = set(roots)
+    for node, (_, args) in reversed(written.items()):
+        wanted.update(args if node in wanted else ())
     made: list[str] = []
-    for node in walk(roots, known):
-        if node in names:
+    for node, (template, args) in written.items():
+        if node not in wanted:
             continue
         if node.op == "constant":
             names[node] = _literal(node.args[0], double)
             continue
-        if node.op in ("input", "number"):
-            raise KeyError(f"{node.args[0]} is not among {sorted(known.values())}")
-        wide = node.scalar or node.double
-        template = {**_ELEMENT, **(_DOUBLE if wide else _FLOAT)}.get(node.op)
-        if template is None:
-            raise NotImplementedError(f"{node.op} has no kernel")
-        if node.op == "div" and not wide and node.args[0] == Node("constant", (1.0,), True):
-            template = "reciprocal({1})"
         names[node] = f"{prefix}{len(made)}"
-        made.append(f"{names[node]} = " + template.format(*_operands(node, names, double)))
+        made.append(f"{names[node]} = " + template.format(*_operands(node, args, names, double)))
     return made, names
 
 
-def _operands(node: Node, names: Mapping[Node, str], double: bool) -> list[str]:
-    """A node's operands; numbers that are tests came as 0 or 1."""
+def _written(node: Node, known: Mapping[Node, str]) -> tuple[str, tuple[Node, ...]]:
+    """How a node is written, and the nodes that this takes."""
+    if node.op == "constant":
+        return "", ()
+    if node.op in ("input", "number"):
+        raise KeyError(f"{node.args[0]} is not among {sorted(known.values())}")
+    wide = node.scalar or node.double
+    template = {**_ELEMENT, **(_DOUBLE if wide else _FLOAT)}.get(node.op)
+    if template is None:
+        raise NotImplementedError(f"{node.op} has no kernel")
+    if wide:
+        return template, node.args
+    if node.op == "div" and node.args[0] == Node("constant", (1.0,), True):
+        return "reciprocal({0})", node.args[1:]
+    if node.op in _FUSED:
+        for place, (arg, template_fused) in enumerate(zip(node.args, _FUSED[node.op], strict=True)):
+            if arg.op == "mul" and arg not in known and not arg.scalar:
+                return template_fused, (*arg.args, node.args[1 - place])
+    return template, node.args
+
+
+def _operands(node: Node, args: Iterable[Node], names: Mapping[Node, str], double: bool) -> list[str]:
+    """Names of operands; numbers that are tests came as 0 or 1."""
     tests = {"where": 1, "and": 2, "or": 2, "not": 1}.get(node.op, 0)
     return [
         f"({names[arg]} != 0)" if i < tests and arg.scalar and not double else f"({names[arg]})"
-        for i, arg in enumerate(node.args)
+        for i, arg in enumerate(args)
     ]
 
 

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
 """Float32 numbers as bits, and roundings that are the same compiled and in triton's interpreter.
 
-A compiler may fuse a product with the sum that follows, which rounds once instead of twice. Where the result of a
-codec depends on it, the product is one that is never fused. The interpreter rounds to bf16 and fp8 in its own way:
-those two casts are written in integers for it.
+Nothing is fused but what says so (`tl.fma`), and kernels are compiled that way: a product and the sum that follows
+are one rounding or two in every kernel alike, whatever else it does. The interpreter rounds to bf16 and fp8 in its
+own way: those two casts are written in integers for it.
 """
 
 from __future__ import annotations
@@ -36,17 +36,6 @@ def bits_of(x):
 @triton.jit
 def float_of(bits):
     return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def product(x, y):
-    """Rounded before anything is added to it."""
-    if INTERPRETED:
-        return x * y
-    else:
-        return tl.inline_asm_elementwise(
-            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
-        )
 
 
 @triton.jit

@@ -32,26 +32,17 @@ _THERE = tl.constexpr("{ .reg .f32 t; abs.f32 t, $1; mul.sat.f32 $0, t, 0f7F8000
 @triton.jit
 def moved(p, low, p_new, low_new, weight, STORAGE: tl.constexpr, KIND: tl.constexpr):
     """(all that is stored, the parameter) after a step less before it, of any words as they lie in memory."""
-    seen = noted(widen(p_new, KIND)) - noted(widen(p, KIND))
+    seen = widen(p_new, KIND) - widen(p, KIND)
     if STORAGE == "split":
         return join(upper(p_new), low_new.to(tl.int32)) - weight, seen
     elif STORAGE == "split8":
         return join(upper(p_new), low_new.to(tl.int32) << 8) - weight, seen
     elif STORAGE == "master":
-        return noted(low_new) - weight, seen
+        return low_new - weight, seen
     elif STORAGE == "kahan" or STORAGE == "expansion":
-        return seen + (noted(bounded_low(p_new, low_new, KIND)) - noted(bounded_low(p, low, KIND))), seen
+        return seen + (bounded_low(p_new, low_new, KIND) - bounded_low(p, low, KIND)), seen
     else:
         return seen, seen
-
-
-@triton.jit
-def noted(x):
-    """x for the gauges: a copy, so that the compiler fuses and rounds the step itself as it does without them."""
-    if ASSEMBLY:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        return x
 
 
 @triton.jit
@@ -68,7 +59,7 @@ def dots(x, y, ROWS: tl.constexpr, TOGETHER: tl.constexpr):
     """Sums of products of some neighbours, which a thread has: one fused multiply-add after the other."""
     a, b, c, d = apart4(x, ROWS)
     e, f, g, h = apart4(y, ROWS)
-    return _all(a * e + b * f + c * g + d * h, ROWS, TOGETHER)
+    return _all(tl.fma(d, h, tl.fma(c, g, tl.fma(b, f, a * e))), ROWS, TOGETHER)
 
 
 @triton.jit
@@ -78,12 +69,16 @@ def counts(x, y, z, ROWS: tl.constexpr, TOGETHER: tl.constexpr):
     a, b, c, d = apart4(x, ROWS)
     some = a + b + c + d
     a, b, c, d = apart4(y, ROWS)
-    some = some + a * field + b * field + c * field + d * field
+    some = _more(some, a, b, c, d, field)
     if z is not None:
-        square: tl.constexpr = field * field
         a, b, c, d = apart4(z, ROWS)
-        some = some + a * square + b * square + c * square + d * square
+        some = _more(some, a, b, c, d, field * field)
     return _all(some, ROWS, TOGETHER)
+
+
+@triton.jit
+def _more(some, a, b, c, d, times: tl.constexpr):
+    return tl.fma(d, times, tl.fma(c, times, tl.fma(b, times, tl.fma(a, times, some))))
 
 
 @triton.jit

@@ -126,9 +126,10 @@ class Step:
         row = tables.buffer("uniforms", torch.float32, count * max(self.met, 1))
         partials = tables.buffer("partials", torch.float64, len(self.terms) * passes)
         books = [tensor for pair in tables.codebooks for tensor in pair]
-        # Fused multiply-adds are meant; where a codec must round twice, it says so.
-        warps = {"num_warps": self.layout.warps, "enable_fp_fusion": True, "maxnreg": self.layout.registers}
-        shape = {"num_warps": 1}
+        # What is to be fused says so: then no kernel, whatever else it does, rounds otherwise than another.
+        unfused = {"enable_fp_fusion": False}
+        warps = {"num_warps": self.layout.warps, "maxnreg": self.layout.registers, **unfused}
+        shape = {"num_warps": 1, **unfused}
         if self.skip and passes:
             self.finite[(passes,)](tables.rows, tables.passes, row, steps, flags, partials, *books, **warps)
         advance = {"ADVANCE": True, "SKIP": self.skip}

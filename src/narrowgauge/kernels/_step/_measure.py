@@ -43,7 +43,7 @@ class Measure:
         """The sums of a unit after the lines that write its weight; `ratio` is what its ratio is the product of."""
         if not self.layout.gauges:
             return []
-        made = [*_moved(self.layout, usual), "intended = noted(delta)", *(f"ratio = {x}" for x in ratio[:1])]
+        made = [*_moved(self.layout, usual), "intended = delta", *(f"ratio = {x}" for x in ratio[:1])]
         if not usual:
             names = ["intended", "stored", "visible", *(["ratio"] if self.ratio else [])]
             made += [f"{name} = tl.where(here, {name}, 0.0)" for name in names]
@@ -89,20 +89,19 @@ class Measure:
 def _moved(layout: Layout, usual: bool) -> list[str]:
     """`stored` and `visible`: how far the weight moved."""
     if usual and layout.weight == "split":
-        seen = "float_of((bits_of(after) + 0x8000) & -0x10000)"
+        seen = "float_of((bits_of(updated) + 0x8000) & -0x10000)"
         return [
-            "after = noted(updated)",
-            "stored = after - noted(weight_in)",
-            f"visible = {seen} - noted(widen(p, 'bf16'))",
+            "stored = updated - weight_in",
+            f"visible = {seen} - widen(p, 'bf16')",
         ]
     if usual and layout.weight == "split8" and layout.aligned:
         rows = layout.rows
         return [
-            "stored = float_of((bits_of(noted(updated)) + 0x80) & -0x100) - noted(weight_in)",
-            f"visible = noted(float_of(uppers(p_new, {rows}))) - noted(float_of(uppers(p, {rows})))",
+            "stored = float_of((bits_of(updated) + 0x80) & -0x100) - weight_in",
+            f"visible = float_of(uppers(p_new, {rows})) - float_of(uppers(p, {rows}))",
         ]
     if usual and layout.aligned and layout.kind == "bf16" and layout.weight in ("expansion", "kahan"):
-        low = f"noted(float_of(uppers(low_new, {layout.rows})))"
-        return ["visible = noted(seen) - noted(p_in)", f"stored = visible + ({low} - noted(low_in))"]
+        low = f"float_of(uppers(low_new, {layout.rows}))"
+        return ["visible = seen - p_in", f"stored = visible + ({low} - low_in)"]
     words = "p, low, p_new, low_new" if layout.low is not None else "p, p, p_new, p_new"
-    return [f"stored, visible = moved({words}, noted(weight_in), {layout.weight!r}, {layout.kind!r})"]
+    return [f"stored, visible = moved({words}, weight_in, {layout.weight!r}, {layout.kind!r})"]

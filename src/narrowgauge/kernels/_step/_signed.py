@@ -16,7 +16,6 @@ from narrowgauge.kernels._step._floats import (
     exact_ratio,
     float_of,
     nearest,
-    product,
 )
 from narrowgauge.kernels._step._states import column_max, column_min, column_peak
 
@@ -46,7 +45,7 @@ def signed_encode(x):
     lo, span = _ends(foot, top)
     rate = tl.where(span > 0, tl.div_rn(127.0 * 65536, tl.where(span > 0, span, 1.0)), 0.0)
     above = tl.maximum(bits_of(magnitude + foot) - lo, 0).to(tl.float32)
-    k = tl.minimum((product(above, rate).to(tl.int32) + 32768) >> 16, 127)
+    k = tl.minimum(((above * rate).to(tl.int32) + 32768) >> 16, 127)
     k = tl.where(magnitude > 0, tl.where(magnitude == top, 127, k), 0)
     negative = (x < 0) & (k > 0)
     lost = x - _value(k, bits_of(x), lo, tl.div_rn(span, 127.0), foot, top)
@@ -66,7 +65,7 @@ def usual_signed_encode(x):
     foot = float_of(bits_of(tl.minimum(tl.maximum(foot, TINY), LARGEST)) & INFINITY)
     lo, span = _ends(foot, top)
     above = (bits_of(magnitude + foot) - lo).to(tl.float32)
-    k = (product(above, exact_ratio(127.0 * 65536, span)).to(tl.int32) + 32768) >> 16
+    k = ((above * exact_ratio(127.0 * 65536, span)).to(tl.int32) + 32768) >> 16
     lost = x - _value(k, bits_of(x), lo, exact_quotient(span, 127.0), foot, top)
     unusual = (peak >= INFINITY) | (peak < SMALLEST) | (least < SMALLEST)
     # -k is negative where k is not zero.
@@ -83,6 +82,6 @@ def _ends(foot, top):
 @triton.jit
 def _value(k, sign, lo, step, foot, top):
     """What k stands for, with the sign bit of `sign`."""
-    index = nearest(product(k.to(tl.float32), step))
+    index = nearest(k.to(tl.float32) * step)
     value = tl.where(k == 127, top, float_of(lo + index) - foot)
     return float_of(bits_of(value) | (sign & -0x80000000))

@@ -40,16 +40,15 @@ def step_source(
     factors = list(ratio.args) if ratio is not None else []
     update, names = lines(roots, known, "x")
     update.append(f"delta = {names[delta]}")
-    copies = {node: name if node.scalar else f"noted({name})" for node, name in names.items()}
-    measured, noted = lines(factors, copies, "y")
+    measured, names_too = lines(factors, names, "y")
 
     def unit(rare: Rare | None) -> list[str]:
         body = [*decode(layout, rare, rare is not None), *update]
         for moment in in_order(layout.moments):
             body += encode(layout, moment, names[moments[moment.name]], rare)
-        body += [f"delta = delta + ({names[reach[moment.name]]}) * {moment.name}_lost" for moment in handing]
+        body += [f"delta = tl.fma({names[reach[moment.name]]}, {moment.name}_lost, delta)" for moment in handing]
         body += write(layout, rare)
-        return body + measured + measure.unit(rare is not None, tuple(noted[factor] for factor in factors))
+        return body + measured + measure.unit(rare is not None, tuple(names_too[factor] for factor in factors))
 
     rare = Rare()
     usual = unit(rare)

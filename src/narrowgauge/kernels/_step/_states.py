@@ -25,7 +25,6 @@ from narrowgauge.kernels._step._floats import (
     exact_quotient,
     exact_reciprocal,
     float_of,
-    product,
 )
 
 _HUGE = tl.constexpr(0x7E800000)  # bits of 2^126
@@ -205,8 +204,8 @@ def unit_bits(v):
 @triton.jit
 def relative_decode(numbers, scales, v):
     """The moment; v is the second moment as it was kept beside it, or None."""
-    quotient = product(numbers, scales)
-    return quotient if v is None else product(quotient, float_of(unit_bits(v)))
+    quotient = numbers * scales
+    return quotient if v is None else quotient * float_of(unit_bits(v))
 
 
 @triton.jit
@@ -217,7 +216,7 @@ def usual_relative_encode(m, v, BITS: tl.constexpr):
     top = column_peak(q)
     scales = exact_quotient(float_of(top), outermost)
     codes, kept = _relative_codes(q, scales, exact_reciprocal(scales), BITS)
-    lost = m - (kept if v is None else kept * unit)
+    lost = m - kept if v is None else tl.fma(-kept, unit, m)
     # 127 times the smallest scale lies below 2^-119. Units are at most 2^64: below 2^60 nothing overflows.
     return codes, scales, lost, (top < (8 << 23)) | (top >= (187 << 23))
 
@@ -231,7 +230,7 @@ def relative_encode(m, v, BITS: tl.constexpr):
     scales = tl.where(scales >= TINY, scales, 0.0)
     inverse = tl.where(scales > 0, tl.div_rn(1.0, tl.where(scales > 0, scales, 1.0)), 0.0)
     codes, kept = _relative_codes(q, scales, inverse, BITS)
-    lost = m - (kept if v is None else product(kept, unit))
+    lost = m - (kept if v is None else kept * unit)
     return codes, scales, tl.where((bits_of(lost) & INFINITY) == INFINITY, 0.0, lost)
 
 
@@ -249,16 +248,16 @@ def _quotient(m, v):
 def _relative_codes(q, scales, inverse, BITS: tl.constexpr):
     """Codes, and what they stand for before the unit."""
     if BITS == 8:
-        rounded = product(q, inverse) + ROUNDER
-        return bits_of(rounded), product(rounded - ROUNDER, scales)
+        rounded = q * inverse + ROUNDER
+        return bits_of(rounded), (rounded - ROUNDER) * scales
     else:
-        y = product(q, inverse)
+        y = q * inverse
         z = tl.abs(y)
         # From 1 on these are the floats with one bit of fraction; less than half of its unit never carries.
         k = tl.where(z > 0.75, 2, tl.where(z > 0.25, 1, 0))
         k = tl.where(z > 1.0, ((bits_of(z) + 0x1FFFFF) >> 22) - 252, k)
         codes = tl.where((y < 0) & (k > 0), k + 8, k)
-        return codes, product(relative_number(codes, 4), scales)
+        return codes, relative_number(codes, 4) * scales
 
 
 @triton.jit

@@ -78,7 +78,7 @@ def _decode(layout: Layout, moment: Moment, packed: bool, careful: bool) -> str:
     if storage == "relative8" and packed:
         return f"relative_decode(numbers_of({codes}, {layout.rows}), {name}_scales, {beside})"
     if storage == "fp8" and packed:
-        return f"product(float8_of({codes}, {layout.rows}), {name}_scales)"
+        return f"float8_of({codes}, {layout.rows}) * {name}_scales"
     if packed:
         codes = f"codes_of({codes}, {layout.rows})"
     if any(word.per == "pair" for word in moment.words):
@@ -92,7 +92,7 @@ def _decode(layout: Layout, moment: Moment, packed: bool, careful: bool) -> str:
     if storage == "signed8":
         return f"signed_decode({', '.join([codes, *words[1:]])})"
     if storage == "fp8":
-        return f"product(from_e4m3({codes}), {name}_scales)"
+        return f"from_e4m3({codes}) * {name}_scales"
     return f"table_decode({codes}, {name}_scales, values{moment.table})"
 
 
