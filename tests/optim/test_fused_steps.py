@@ -59,8 +59,8 @@ def agree(pairs: list[tuple[Tensor, Tensor]], a: NarrowOptimizer, b: NarrowOptim
     """Codes are equal, and all else to some 2^-21 of the largest.
 
     The kernels divide by numbers as products, and round a sum with a product once: where the parts of a first
-    moment cancel, they are off by ulps of the parts. Where an element lies at the edge between two codes or words, that
-    decides: one in a hundred may differ, by a step of its format, and then what is stored or handed over with it.
+    moment cancel, they are off by ulps of the parts. Where an element lies at the edge between two codes or words,
+    that decides: one in a hundred may differ, by a step of its format, and then what is stored or handed over.
     """
     for p, q in pairs:
         words, others = meanings(p, a), meanings(q, b)
