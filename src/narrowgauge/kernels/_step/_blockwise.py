@@ -11,13 +11,13 @@ import triton.language as tl
 
 from narrowgauge.kernels._step._floats import (
     LARGEST,
-    SMALLEST,
     TINY,
     bits_of,
     exact_quotient,
     exact_reciprocal,
     float_of,
     gather,
+    tiny,
     to_e4m3,
 )
 from narrowgauge.kernels._step._states import column_max, column_min
@@ -71,7 +71,7 @@ def usual_e4m3_encode(x, SIGNED: tl.constexpr):
     """(numbers to be rounded, scales, whether a block is unusual)."""
     y, scales, unusual = _usual_normalise(x, SIGNED, True)
     # Below, the quotient would not be the nearest.
-    return y * 448.0, exact_quotient(scales, 448.0), unusual | (scales < 2.0**-119)
+    return y * 448.0, exact_quotient(scales, 448.0), unusual | ((scales < 2.0**-119) & (scales > 0))
 
 
 @triton.jit
@@ -79,23 +79,30 @@ def _usual_normalise(x, SIGNED: tl.constexpr, POSITIVE: tl.constexpr):
     """x over its block's extremum, the extremum, its magnitude if scales are POSITIVE, and whether it is unusual.
 
     In ordinary blocks the product of a number and its rounded reciprocal may miss 1 by a unit in the last place. No
-    code is so narrow that it would notice.
+    code is so narrow that it would notice. Zeros are an ordinary block, as there are many where an embedding's rows
+    have not been seen; their quotients are no numbers, unless scales are POSITIVE, and a table takes those for 0.
     """
     bits = bits_of(x)
     if SIGNED:
         positive = column_max(bits)
         negative = column_max(bits.to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True)
-        other = tl.where(negative < 0, negative & 0x7FFFFFFF, 0)
+        other = tl.where(negative < 0, negative & 0x7FFFFFFF, -1)
         top = tl.maximum(positive, other)
-        unusual = (top < SMALLEST) | (top >= _HUGE) | ((positive == other) & (not POSITIVE))
+        unusual = tiny(top, 1) | (top >= _HUGE)
+        if POSITIVE:
+            # Zeros with a sign come without it.
+            unusual = unusual | ((top == 0) & (negative < 0))
+        else:
+            unusual = unusual | (positive == other)
         extremum = float_of(top)
         if not POSITIVE:
             extremum = tl.where(other > positive, -extremum, extremum)
     else:
         top = column_max(bits.to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True)
-        unusual = (top < SMALLEST) | (top >= _HUGE)
+        unusual = tiny(top, 1) | (top >= _HUGE)
         extremum = float_of(top)
-    return x * exact_reciprocal(extremum), extremum, unusual
+    divisor = tl.maximum(extremum, TINY) if POSITIVE else extremum
+    return x * exact_reciprocal(divisor), extremum, unusual
 
 
 @triton.jit

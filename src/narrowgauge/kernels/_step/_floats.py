@@ -211,6 +211,12 @@ def any_of(test):
 
 
 @triton.jit
+def tiny(bits, EXPONENT: tl.constexpr):
+    """Whether a magnitude's bits are those of a number below 2^(EXPONENT - 127) other than zero."""
+    return (bits - 1).to(tl.uint32, bitcast=True) < (EXPONENT << 23) - 1
+
+
+@triton.jit
 def not_finite(x):
     """Whether a tile has an infinity or NaN: one number for the whole program."""
     # A product of the float pipe, where comparing would be the integers', which have more to do.

@@ -55,7 +55,7 @@ def signed_encode(x):
 
 @triton.jit
 def usual_signed_encode(x):
-    """The same, and whether a block has what is infinite, none at all, or too small."""
+    """The same, and whether a block has what is infinite, or too small."""
     magnitude = tl.abs(x)
     peak = column_peak(x)
     # Zeros aside, which as unsigned numbers are the largest when one is taken off.
@@ -63,11 +63,12 @@ def usual_signed_encode(x):
     top = float_of(peak)
     foot = tl.minimum(tl.maximum(float_of(least) * 8.0, top * 2.0**-24), top * 2.0)
     foot = float_of(bits_of(tl.minimum(tl.maximum(foot, TINY), LARGEST)) & INFINITY)
+    foot = tl.where(peak == 0, 0.0, foot)
     lo, span = _ends(foot, top)
     above = (bits_of(magnitude + foot) - lo).to(tl.float32)
-    k = ((above * exact_ratio(127.0 * 65536, span)).to(tl.int32) + 32768) >> 16
+    k = ((above * exact_ratio(127.0 * 65536, tl.where(peak == 0, 1.0, span))).to(tl.int32) + 32768) >> 16
     lost = x - _value(k, bits_of(x), lo, exact_quotient(span, 127.0), foot, top)
-    unusual = (peak >= INFINITY) | (peak < SMALLEST) | (least < SMALLEST)
+    unusual = (peak >= INFINITY) | ((peak > 0) & ((peak < SMALLEST) | (least < SMALLEST)))
     # -k is negative where k is not zero.
     return k | (((bits_of(x) & -k) >> 24) & 128), foot, top, lost, unusual
 

@@ -183,9 +183,16 @@ def step(table, programs, uniforms, steps, flags, {sums}{"".join(f", {name}" for
             if (again & 1) != 0:
                 rest = left - turn * {layout.unit}
 {indented(pointers(layout, single), 16)}
-                {words} = careful_load({at}, turn, rest, True)
+                # With a mask, loads and stores go element by element.
+                if rest >= {layout.unit}:
+                    {words} = careful_load({at}, turn, rest, False)
+                else:
+                    {words} = careful_load({at}, turn, rest, True)
                 {found} = careful_unit({words}, start + turn * {layout.unit}, rest, {given})
-                careful_store({at}, {made}, turn, rest, True){again}
+                if rest >= {layout.unit}:
+                    careful_store({at}, {made}, turn, rest, False)
+                else:
+                    careful_store({at}, {made}, turn, rest, True){again}
             again = again >> 1
             turn += 1{end}
 """

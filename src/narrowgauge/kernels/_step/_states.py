@@ -25,6 +25,7 @@ from narrowgauge.kernels._step._floats import (
     exact_quotient,
     exact_reciprocal,
     float_of,
+    tiny,
 )
 
 _HUGE = tl.constexpr(0x7E800000)  # bits of 2^126
@@ -81,9 +82,9 @@ def pattern8_decode(codes, ranges):
 
 @triton.jit
 def usual_pattern8_decode(codes, ranges):
-    """The same where no code is 0."""
+    """The same where no code is 0, or all of a block are."""
     step = 1 << tl.minimum(ranges & 0xFFF, 30)
-    return float_of(codes * step + ((ranges & ~0xFFF) - step))
+    return float_of(codes * step + tl.where(ranges != 0, (ranges & ~0xFFF) - step, 0))
 
 
 @triton.jit
@@ -105,8 +106,8 @@ def usual_pattern8_encode(x, random):
     bits = bits_of(x)
     lo, hi, unusual = _bounds(bits, 8)
     base, step, s = _range(lo, hi, 8)
-    codes, kept = _pattern_codes(bits, base, step, s, random, 8)
-    return codes, base + s, float_of(kept), unusual
+    codes, kept = _pattern_codes(bits, _offset(base, step, hi), step, s, random, 8)
+    return codes, tl.where(hi > 0, base + s, 0), float_of(kept), unusual
 
 
 @triton.jit
@@ -120,8 +121,8 @@ def usual_pattern4_encode(x, random):
     bits = bits_of(x)
     lo, hi, unusual = _bounds(bits, 4)
     base, step, s = _range(lo, hi, 4)
-    codes, kept = _pattern_codes(bits, base, step, s, random, 4)
-    return codes, base, step, float_of(kept), unusual
+    codes, kept = _pattern_codes(bits, _offset(base, step, hi), step, s, random, 4)
+    return codes, base, tl.where(hi > 0, step, 0), float_of(kept), unusual
 
 
 @triton.jit
@@ -132,26 +133,32 @@ def _pattern_value(codes, base, step):
 
 @triton.jit
 def _bounds(bits, BITS: tl.constexpr):
-    """Least and largest of a block, and whether it is unusual."""
+    """Least and largest of a block, and whether it is unusual, which all zeros are not."""
     hi, lo = column_max(bits), column_min(bits)
     span: tl.constexpr = (63 if BITS == 8 else 48) << 23
     # In the topmost binades a code might stand for more than float32's largest number.
-    return lo, hi, (lo < SMALLEST) | (hi >= _HIGH) | (hi - lo > span)
+    return lo, hi, ((lo < SMALLEST) & ((lo | hi) != 0)) | (hi >= _HIGH) | (hi - lo > span)
 
 
 @triton.jit
-def _pattern_codes(bits, base, step, s, random, BITS: tl.constexpr):
+def _offset(base, step, hi):
+    """What is added to patterns before they are divided by the step: code 1 is the base's, zeros alone have 0."""
+    return tl.where(hi > 0, step - base, 0)
+
+
+@triton.jit
+def _pattern_codes(bits, offset, step, s, random, BITS: tl.constexpr):
     if BITS == 8:
         more = (random >> (32 - s).to(tl.uint32)).to(tl.int32)
-        codes = (bits + (step - base) + more) >> s
+        codes = (bits + offset + more) >> s
     else:
         more = ((random >> 16).to(tl.uint64) * step.to(tl.uint64) >> 16).to(tl.int32)
         # A quotient of 16 at most: a float's is off by one where it is next to a whole one, and nowhere else.
-        far = bits + (step - base) + more
+        far = bits + offset + more
         codes = (far.to(tl.float32) * tl.div_rn(1.0, step.to(tl.float32))).to(tl.int32)
         codes -= (codes * step > far).to(tl.int32)
         codes += ((codes + 1) * step <= far).to(tl.int32)
-    return codes, codes * step + (base - step)
+    return codes, codes * step - offset
 
 
 @triton.jit
@@ -168,7 +175,7 @@ def _pattern_encode(bits, random, BITS: tl.constexpr):
     # A block of zeros has codes that are masked, whatever they are.
     base, step, s = _range(lo, tl.maximum(hi, lo), BITS)
     clamped = tl.where(wild, hi, tl.maximum(bits, lo))
-    codes, _ = _pattern_codes(clamped, base, step, s, random, BITS)
+    codes, _ = _pattern_codes(clamped, step - base, step, s, random, BITS)
     codes = tl.minimum(codes, (INFINITY - 1 - base) // step + 1)
     codes = tl.where((there | wild) & (hi > 0), codes, 0)
     kept = tl.where(codes > 0, codes * step + (base - step), 0)
@@ -215,10 +222,10 @@ def usual_relative_encode(m, v, BITS: tl.constexpr):
     q, unit = _quotient(m, v)
     top = column_peak(q)
     scales = exact_quotient(float_of(top), outermost)
-    codes, kept = _relative_codes(q, scales, exact_reciprocal(scales), BITS)
+    codes, kept = _relative_codes(q, scales, exact_reciprocal(tl.maximum(scales, TINY)), BITS)
     lost = m - kept if v is None else tl.fma(-kept, unit, m)
     # 127 times the smallest scale lies below 2^-119. Units are at most 2^64: below 2^60 nothing overflows.
-    return codes, scales, lost, (top < (8 << 23)) | (top >= (187 << 23))
+    return codes, scales, lost, tiny(top, 8) | (top >= (187 << 23))
 
 
 @triton.jit

@@ -62,7 +62,8 @@ def decode(layout: Layout, rare: Rare | None, packed: bool) -> list[str]:
     made.append(f"grad_in = {'-' if layout.negate else ''}widen(grad, {layout.grad!r})")
     for moment in in_order(layout.moments):
         if rare is not None and packed and moment.storage == "pattern8":
-            rare.bits.append(f"zeros_in({moment.name}_codes)")
+            # Code 0 is rare among others; where all of a block's are 0, it has no range.
+            rare.bits.append(f"zeros_in({moment.name}_codes) & tl.where({moment.name}_ranges != 0, -1, 0)")
         made.append(f"{moment.name}_in = {_decode(layout, moment, packed, rare is None)}")
     return made
 
