@@ -33,6 +33,7 @@ _TYPES = {
     "table": "*i64", "programs": "*i32", "uniforms": "*fp32", "steps": "*i32", "flags": "*i32", "partials": "*fp64",
     "hyper": "*fp64", "values0": "*fp32", "values1": "*fp32", "cells0": "*i32", "cells1": "*i32",
     "gauges": "*fp32", "sums": "*fp32", "ends": "*i32", "slices": "*fp64", "stats": "*fp64",
+    "turns": "*i32",
 }  # fmt: skip
 # Weights, states, dtype, optimizer, options: every codec, every rule, sums, blocks of other sizes.
 EVERY: list[tuple[str, str, torch.dtype, str, dict[str, Any]]] = [
@@ -55,7 +56,7 @@ def step_of(
     states: str,
     dtype: torch.dtype = torch.bfloat16,
     name: str = "AdamW",
-    gauges: bool = False,
+    gauges: Any = False,
     **options: Any,
 ) -> Any:
     """The kernels of an optimizer and its storages."""
@@ -75,8 +76,9 @@ def compile_step(step: Any) -> Any:
 def compile_kernel(kernel: Any, layout: Any, constants: dict[str, Any]) -> Any:
     """A kernel, compiled without a GPU."""
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    signature = {name: _TYPES.get(name, "constexpr") for name in kernel.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in _TYPES}
+    types = {name: kind for name, kind in _TYPES.items() if name not in constants}
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in types}
     source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": layout.warps, "enable_fp_fusion": False, "maxnreg": layout.registers}
     return triton.compile(source, target=_TARGET, options=options)
@@ -90,8 +92,13 @@ def compile_every(step: Any) -> None:
                 constants = {"ADVANCE": advance, "SKIP": advance and step.skip}
                 compile_kernel(getattr(step, name), step.layout, constants)
     if step.layout.gauges:
-        compile_kernel(_gauges.add_slices, step.layout, {})
-        constants = {"WIDTH": WIDTH, "NUMEL": AT["numel"], "RATIO": step.ratio}
+        places = {"WIDTH": WIDTH, "FIRST": AT["first"], "NUMEL": AT["numel"]}
+        constants = {**places, "EACH": step.layout.units * step.layout.unit, "RATIO": step.ratio}
+        if step.layout.turns:
+            compile_kernel(step.rest, step.others, {})
+        else:
+            constants["turns"] = None
+        compile_kernel(_gauges.add_slices, step.layout, constants)
         compile_kernel(_gauges.add_tensors, step.layout, constants)
 
 
@@ -168,7 +175,9 @@ def main() -> None:
     parser.add_argument("--sass", type=Path, help="a folder for the machine code")
     parser.add_argument("--only", nargs="*", help="variants, as weights:states")
     parser.add_argument("--every", action="store_true", help="compile kernels of all kinds, count nothing")
-    parser.add_argument("--gauges", action="store_true", help="with the sums of the gauges")
+    parser.add_argument(
+        "--gauges", nargs="?", const=True, default=False, help="with the sums of the gauges, or sampled"
+    )
     args = parser.parse_args()
     if args.every:
         for weights, states, dtype, name, options in EVERY:

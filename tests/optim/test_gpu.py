@@ -44,7 +44,7 @@ def test_the_gpu_gives_the_cpus_numbers(case) -> None:
         words = optimizer.state[p] | {"p": p.detach(), "exact weight": exact.float()}
         ends[device] = {key: value.cpu() for key, value in words.items()}
     # A moment that is rounded by itself tips now and then, and its update with it.
-    few = 0.03 if case[1] in ("bf16", "expansion") else 0.005
+    few = 0.06 if case[1] in ("bf16", "expansion") else 0.005
     for key, wanted in ends["cpu"].items():
         found = ends["cuda"][key]
         assert found.dtype == wanted.dtype

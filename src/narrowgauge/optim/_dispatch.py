@@ -6,6 +6,7 @@ parameters. Otherwise each is asked: whether its gradient is refused, whether it
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, itemgetter
@@ -48,8 +49,8 @@ class Dispatch:
         self.eager = ""
         self._known: _Known | None = None
         # With gauges and without there are different kernels, and tables for them.
-        self._together: dict[bool, FusedSteps] = {}
-        self._alone: dict[bool, dict[Tensor, FusedSteps]] = {False: {}, True: {}}
+        self._together: dict[bool | str, FusedSteps] = {}
+        self._alone: dict[bool | str, dict[Tensor, FusedSteps]] = defaultdict(dict)
         self._left: dict[Tensor, tuple[ParameterPlan, str]] = {}
 
     def step(self, optimizer: NarrowOptimizer) -> None:

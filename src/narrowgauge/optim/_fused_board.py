@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from narrowgauge.kernels._step._launch import COLUMNS, Step, Tables
+from narrowgauge.kernels._step._launch import COLUMNS, Cut, Step, Tables
 from narrowgauge.kernels._step._layout import AT
 from narrowgauge.optim._fused_numbers import Options
 from narrowgauge.optim._unchanged import identical
@@ -43,7 +43,7 @@ class Launch:
         members: the place of each row's entry in the list of entries.
         groups: the place of each row of hyperparameters in the list of groups.
         numbers: how many hyperparameters a group has.
-        slices, ends: where programs are added up for gauges; on the device, None without.
+        cut: where programs are added up for gauges; None without.
     """
 
     step: Step
@@ -54,8 +54,7 @@ class Launch:
     members: npt.NDArray[np.int64]
     groups: tuple[int, ...]
     numbers: int
-    slices: Tensor | None = None
-    ends: Tensor | None = None
+    cut: Cut | None = None
 
 
 class Board:
@@ -90,8 +89,7 @@ class Board:
                 launch.passes,
                 self._there[hyper].view(torch.float64).view(len(launch.groups), -1),
                 launch.codebooks,
-                launch.slices,
-                launch.ends,
+                launch.cut,
             )
             for launch, rows, hyper in zip(launches, parts[::2], parts[1::2], strict=True)
         ]

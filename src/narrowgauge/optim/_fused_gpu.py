@@ -10,14 +10,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from narrowgauge.kernels._step._launch import Step, cut_for_sums
+from narrowgauge.kernels._step import _sampling
+from narrowgauge.kernels._step._launch import Cut, Step, cut_for_sums
 from narrowgauge.kernels._step._layout import AT, WIDTH, Layout, Moment
 from narrowgauge.optim._equation import equation, scalar_graph
 from narrowgauge.optim._fused_board import Board, Launch
@@ -28,6 +30,8 @@ from narrowgauge.optim._plan import ParameterPlan
 from narrowgauge.optim._unchanged import Seen, identical
 from narrowgauge.rules import Rule
 from narrowgauge.storage._states._blocks import BlockwiseState
+
+_Counts: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -50,14 +54,14 @@ class FusedSteps:
     that lie elsewhere now. Anything else has the tables made anew.
 
     Args:
-        gauges: whether steps are measured.
+        gauges: whether steps are measured: all that they do, or a sample.
 
     Attributes:
         left: why, by its place in the last list, what has no kernel has none.
         stats: what the last step measured: names of parameters, and rows for `StepStats`.
     """
 
-    def __init__(self, gauges: bool = False) -> None:
+    def __init__(self, gauges: bool | Literal["sampled"] = False) -> None:
         self.left: dict[int, str] = {}
         self.stats: list[tuple[list[str], Tensor]] = []
         self._gauges = gauges
@@ -169,17 +173,18 @@ def _launch(kind: _Kind, entries: Mapping[int, Entry], groups: list[int]) -> Lau
             "step: what is captured must be the step before it over again; take one with these parameters, options "
             "and gradients before capturing"
         )
+    each = kind.layout.units * kind.layout.unit
+    if kind.layout.turns:  # short tensors first
+        entries = dict(sorted(entries.items(), key=lambda item: _sampling.long(item[1].p.numel(), each)))
     mine = list(dict.fromkeys(id(entry.group) for entry in entries.values()))
     sizes = np.array([entry.p.numel() for entry in entries.values()])
-    counts = [-(-sizes // (units * kind.layout.unit)) for units in (kind.layout.units, kind.layout.pass_units)]
+    counts = [-(-sizes // size) for size in (each, kind.layout.pass_units * kind.layout.unit)]
     tensors = np.arange(len(sizes), dtype=np.int32)
     rows = np.array([_row(kind.layout, entry, mine.index(id(entry.group))) for entry in entries.values()], np.int64)
     for column, count in zip(("first", "pass_first"), counts, strict=True):
         rows[:, AT[column]] = np.cumsum(count) - count
     rows[:, AT["passes"]] = counts[1]
-    cuts: list[Tensor] = []
-    if kind.layout.gauges:
-        cuts = [sent(torch.from_numpy(part), device) for part in cut_for_sums(counts[0])]
+    cut = _cut(sizes, counts[0], each, bool(kind.layout.turns), device) if kind.layout.gauges else None
     programs, passes = (sent(torch.from_numpy(np.repeat(tensors, count)), device) for count in counts)
     return Launch(
         step,
@@ -190,11 +195,26 @@ def _launch(kind: _Kind, entries: Mapping[int, Entry], groups: list[int]) -> Lau
         np.array(list(entries), dtype=np.int64),
         tuple(groups.index(group) for group in mine),
         len(kind.numbers),
-        *cuts,
+        cut,
     )
 
 
-def _kind(entry: Entry, options: Options, gauges: bool = False) -> _Kind:
+def _cut(sizes: _Counts, programs: _Counts, each: int, sampled: bool, device: torch.device) -> Cut:
+    """Where gauges are added up.
+
+    Args:
+        sizes, programs: elements and programs of each tensor.
+        each: elements of a program.
+        sampled: whether not all of them measure.
+        device: where it is to be.
+    """
+    short = int(sum(programs[i] for i, size in enumerate(sizes) if not _sampling.long(size, each)))
+    slices, ends = (sent(torch.from_numpy(part), device) for part in cut_for_sums(programs))
+    turns = torch.tensor([short, int(programs.sum())], dtype=torch.int32)
+    return Cut(slices, ends, short, sent(turns, device) if sampled else None)
+
+
+def _kind(entry: Entry, options: Options, gauges: bool | Literal["sampled"] = False) -> _Kind:
     plan, group = entry.plan, entry.group
     moments, books = [], []
     for number, slot in enumerate(plan.slots, start=1):
@@ -218,7 +238,8 @@ def _kind(entry: Entry, options: Options, gauges: bool = False) -> _Kind:
         all(tensor.data_ptr() % 16 == 0 for tensor in words_of(entry)),
         bool(group["maximize"]),
         tuple((FIRST_CELL, mirror(*book)) for book in books),
-        gauges,
+        bool(gauges),
+        "sample" if gauges == "sampled" else "",
     )
     return _Kind(
         plan.rule, layout, tuple(books), options.names, options.others, group["nonfinite"] == "skip", entry.p.device

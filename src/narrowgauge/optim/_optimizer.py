@@ -28,7 +28,7 @@ from narrowgauge.optim._follow import Request, follow, request
 from narrowgauge.optim._fused_calls import Call, Calls
 from narrowgauge.optim._options import check_hyperparameters, check_options, show_options, with_defaults
 from narrowgauge.optim._plan import ParameterPlan, kind_of, plan_parameter
-from narrowgauge.optim._stats import StepStats, UpdateStats
+from narrowgauge.optim._stats import Gauges, StepStats, UpdateStats
 from narrowgauge.optim._unchanged import Settled
 from narrowgauge.optim._update import Noise, squared_ratios, update
 from narrowgauge.rules import Rule, clipped
@@ -45,11 +45,13 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     Attributes:
         rule: the update equation.
-        gauges: while True, every step measures what it did; read `last_stats`.
+        gauges: while True, every step measures what it did; read `last_stats`. While "sampled", kernels on a GPU
+            measure a sixteenth of each long tensor, in turns, and scale its sums up; all else is measured in full.
         last_stats: `UpdateStats` of the last step, or replay, by parameter name; empty if `gauges` was off.
         in_backward: the handle of `step_in_backward`, whose `remove()` ends it; None without.
     """
 
+    gauges = Gauges()
     rule: ClassVar[Rule]
     refusals: ClassVar[Mapping[str, str]] = {}  # what torch says of a hyperparameter here and nowhere else
     identity: ClassVar[tuple[str, ...]] = ()  # options without which the name would lie: no checkpoint changes them

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +20,19 @@ _FIELDS = (
     "intended_squared", "stored_dot", "visible_dot", "intended_nonzero", "stored_lost", "visible_lost",
     "ratio_squares", "ratio_elements",
 )  # fmt: skip
+
+
+class Gauges:
+    """The attribute that switches an optimizer's gauges: off, on, or on for a sample of what kernels do."""
+
+    def __get__(self, optimizer: object, owner: type | None = None) -> bool | Literal["sampled"]:
+        value: bool | Literal["sampled"] = vars(optimizer).get("_gauges", False)
+        return value
+
+    def __set__(self, optimizer: object, value: bool | Literal["sampled"]) -> None:
+        if not (isinstance(value, bool) or (isinstance(value, str) and value == "sampled")):
+            raise ValueError(f"gauges: got {value!r}; takes True, False or 'sampled'")
+        vars(optimizer)["_gauges"] = value
 
 
 @dataclass(frozen=True)

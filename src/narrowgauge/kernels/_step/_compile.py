@@ -15,7 +15,17 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from narrowgauge.kernels._step import _blockwise, _floats, _gauges, _packing, _random, _signed, _states, _weights
+from narrowgauge.kernels._step import (
+    _blockwise,
+    _floats,
+    _gauges,
+    _packing,
+    _random,
+    _sampling,
+    _signed,
+    _states,
+    _weights,
+)
 
 
 @triton.jit
@@ -47,7 +57,7 @@ def compiled(source: str, name: str) -> Any:
         "load": load,
         "store": store,
     }
-    for module in (_floats, _packing, _random, _weights, _states, _blockwise, _signed, _gauges):
+    for module in (_floats, _packing, _random, _weights, _states, _blockwise, _signed, _gauges, _sampling):
         space |= {key: value for key, value in vars(module).items() if not key.startswith("__")}
     exec(compile(source, file, "exec"), space)
     return space[name]

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from narrowgauge.kernels._step._floats import ASSEMBLY, upper, widen
 from narrowgauge.kernels._step._packing import apart4
+from narrowgauge.kernels._step._sampling import is_sampled, scale
 from narrowgauge.kernels._step._weights import bounded_low, join
 
 # What is kept of a tensor, in the order of `UpdateStats`. A program leaves counts of updates that changed something
@@ -90,21 +91,32 @@ def _all(four, ROWS: tl.constexpr, TOGETHER: tl.constexpr):
 
 
 @triton.jit
-def add_slices(sums, ends, slices):
-    """Sums of programs `ends[i]` to `ends[i + 1]` of the step, one slice a program."""
+def add_slices(sums, ends, slices, turns, steps):
+    """Sums of programs `ends[i]` to `ends[i + 1]` of the step, one slice a program; of those that measured.
+
+    Args:
+        sums, ends, slices: what is added up, and where to.
+        turns, steps: of `_sampling`; `turns` is None if all of them did.
+    """
     number = tl.program_id(0)
     column = tl.arange(0, COLUMNS)[None, :]
     place, end = tl.load(ends + number), tl.load(ends + number + 1)
     total = tl.zeros([_PAGE, COLUMNS], tl.float64)
     while place < end:
         here = place + tl.arange(0, _PAGE)[:, None]
-        total += tl.load(sums + here.to(tl.int64) * COLUMNS + column, mask=here < end, other=0.0).to(tl.float64)
+        there = here < end
+        if turns is not None:
+            there = there & is_sampled(here, turns, steps)
+        total += tl.load(sums + here.to(tl.int64) * COLUMNS + column, mask=there, other=0.0).to(tl.float64)
         place += _PAGE
     tl.store(slices + number * COLUMNS + tl.arange(0, COLUMNS), tl.sum(total, 0))
 
 
 @triton.jit
-def add_tensors(table, steps, ends, slices, stats, WIDTH: tl.constexpr, NUMEL: tl.constexpr, RATIO: tl.constexpr):
+def add_tensors(
+    table, steps, ends, slices, stats, turns,
+    WIDTH: tl.constexpr, FIRST: tl.constexpr, NUMEL: tl.constexpr, EACH: tl.constexpr, RATIO: tl.constexpr,
+):  # fmt: skip
     """Rows of `stats`: the sums of slices `ends[i]` to `ends[i + 1]`; zeros for a tensor that was left alone."""
     tensor = tl.program_id(0)
     column = tl.arange(0, COLUMNS)
@@ -120,7 +132,9 @@ def add_tensors(table, steps, ends, slices, stats, WIDTH: tl.constexpr, NUMEL: t
     # Of all that were meant those that changed nothing.
     meant = tl.sum(tl.where(column == 3, row, 0.0), 0)
     row = tl.where((column == 4) | (column == 5), meant - row, row)
+    elements = tl.load(table + tensor * WIDTH + NUMEL)
+    if turns is not None:
+        row *= scale(tl.load(table + tensor * WIDTH + FIRST).to(tl.int32), elements, turns, steps, EACH)
     if RATIO:
-        elements = tl.load(table + tensor * WIDTH + NUMEL).to(tl.float64)
-        row = tl.where(column == 7, tl.where(taken, elements, 0.0), row)
+        row = tl.where(column == 7, tl.where(taken, elements.to(tl.float64), 0.0), row)
     tl.store(stats + tensor * COLUMNS + column, row)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,12 +13,31 @@ import torch
 from torch import Tensor
 
 from narrowgauge.kernels._graph import Node, uniforms
-from narrowgauge.kernels._step import _gauges, _source
+from narrowgauge.kernels._step import _gauges, _sampling, _source
 from narrowgauge.kernels._step._compile import compiled
 from narrowgauge.kernels._step._layout import AT, WIDTH, Layout
 from narrowgauge.kernels._step._numbers import numbers_source
 
 COLUMNS: int = _gauges.COLUMNS.value
+# What is to be fused says so: then no kernel, whatever else it does, rounds otherwise than another.
+UNFUSED = {"enable_fp_fusion": False}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where programs of the step are added up for gauges.
+
+    Attributes:
+        slices, ends: int32, on the device: where slices of the programs begin, and where tensors begin among the
+            slices, with ends behind.
+        short: programs of short tensors.
+        turns: int32 (2,), on the device: these and all programs, if some do not measure; see `_sampling`.
+    """
+
+    slices: Tensor
+    ends: Tensor
+    short: int
+    turns: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -31,7 +50,7 @@ class Tables:
         passes: int32, the same of programs that only read.
         hyper: float64 (groups, hyperparameters).
         codebooks: for each codebook its values, float32, and the cells that encode to it, int32.
-        slices, ends: int32, where programs of the step are added up for gauges; see `cut_for_sums`.
+        cut: where programs of the step are added up for gauges, if there are any.
         scratch: made on first use and kept.
     """
 
@@ -40,8 +59,7 @@ class Tables:
     passes: Tensor
     hyper: Tensor
     codebooks: Sequence[tuple[Tensor, Tensor]] = ()
-    slices: Tensor | None = None
-    ends: Tensor | None = None
+    cut: Cut | None = None
     scratch: dict[str, Tensor] = field(default_factory=dict)
 
     def buffer(self, name: str, dtype: torch.dtype, size: int) -> Tensor:
@@ -81,9 +99,11 @@ class Step:
         ratio = ratio if layout.gauges else None
         self.ratio = ratio is not None
         met = _met([delta, *moments.values(), *handed, *([ratio] if ratio is not None else [])])
-        source = _source.step_source(layout, delta, moments, reach, met, ratio)
         self.met = len(met)
-        self.step: Any = compiled(source, "step")
+        self.step: Any = compiled(_source.step_source(layout, delta, moments, reach, met, ratio), "step")
+        self.others = replace(layout, gauges=False, turns="rest") if layout.turns else layout
+        if layout.turns:
+            self.rest: Any = compiled(_source.step_source(self.others, delta, moments, reach, met), "step")
         self.numbers: Any = compiled(numbers_source(scalars, hyper, self.terms, met), "numbers")
         if terms:
             met = _met(terms.values())
@@ -108,15 +128,16 @@ class Step:
 
     def _measure(self, tables: Tables, stats: Tensor) -> None:
         """Add up what the step's programs have left."""
-        assert tables.slices is not None
-        assert tables.ends is not None
+        cut = tables.cut
+        assert cut is not None
         sums, steps = tables.buffer("gauges", torch.float32, 0), tables.buffer("steps", torch.int32, 0)
-        count = tables.slices.numel() - 1
+        count = cut.slices.numel() - 1
         slices = tables.buffer("slices", torch.float64, count * COLUMNS)
         if count:
-            _gauges.add_slices[(count,)](sums, tables.slices, slices, num_warps=4)
+            _gauges.add_slices[(count,)](sums, cut.slices, slices, cut.turns, steps, num_warps=4)
+        places = WIDTH, AT["first"], AT["numel"], self.layout.units * self.layout.unit
         _gauges.add_tensors[(stats.shape[0],)](
-            tables.rows, steps, tables.ends, slices, stats, WIDTH, AT["numel"], self.ratio, num_warps=1
+            tables.rows, steps, cut.ends, slices, stats, cut.turns, *places, self.ratio, num_warps=1
         )
 
     def _launch(self, tables: Tables) -> None:
@@ -126,10 +147,7 @@ class Step:
         row = tables.buffer("uniforms", torch.float32, count * max(self.met, 1))
         partials = tables.buffer("partials", torch.float64, len(self.terms) * passes)
         books = [tensor for pair in tables.codebooks for tensor in pair]
-        # What is to be fused says so: then no kernel, whatever else it does, rounds otherwise than another.
-        unfused = {"enable_fp_fusion": False}
-        warps = {"num_warps": self.layout.warps, "maxnreg": self.layout.registers, **unfused}
-        shape = {"num_warps": 1, **unfused}
+        warps, shape = _options(self.layout), {"num_warps": 1, **UNFUSED}
         if self.skip and passes:
             self.finite[(passes,)](tables.rows, tables.passes, row, steps, flags, partials, *books, **warps)
         advance = {"ADVANCE": True, "SKIP": self.skip}
@@ -144,8 +162,19 @@ class Step:
         self.numbers[(count,)](tables.rows, tables.hyper, row, steps, flags, partials, **advance, **shape)
         if self.layout.gauges:
             partials = tables.buffer("gauges", torch.float32, programs * COLUMNS)
-        if programs:
-            self.step[(programs,)](tables.rows, tables.programs, row, steps, flags, partials, *books, **warps)
+        given = tables.rows, tables.programs, row, steps, flags, partials
+        if programs and tables.cut is not None and tables.cut.turns is not None:
+            sampled, others = _sampling.grids(tables.cut.short, programs)
+            books = [tables.cut.turns, *books]
+            if others:
+                self.rest[(others,)](*given, *books, **_options(self.others))
+            self.step[(sampled,)](*given, *books, **warps)
+        elif programs:
+            self.step[(programs,)](*given, *books, **warps)
+
+
+def _options(layout: Layout) -> dict[str, Any]:
+    return {"num_warps": layout.warps, "maxnreg": layout.registers, **UNFUSED}
 
 
 def cut_for_sums(programs: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:

@@ -114,6 +114,8 @@ class Layout:
         negate: whether the gradient counts with its other sign.
         cells: (first key, the code that mirrors 0) of each codebook's table.
         gauges: whether sums of what the step does to the weight are worked out too; see `_gauges`.
+        turns: ``"sample"`` for the programs that measure while others do not, ``"rest"`` for these, or empty for
+            all programs; see `_sampling`.
     """
 
     weight: str
@@ -125,6 +127,7 @@ class Layout:
     negate: bool = False
     cells: tuple[tuple[int, int], ...] = ()
     gauges: bool = False
+    turns: str = ""
 
     @property
     def blockwise(self) -> bool:
@@ -133,8 +136,8 @@ class Layout:
 
     @property
     def each(self) -> int:
-        """Elements a warp. Eight a thread, which bf16 has in 16 bytes, leave codecs the registers they need."""
-        return 256 if self.blockwise else 512
+        """Elements a warp. Eight a thread, which bf16 has in 16 bytes, leave codecs and gauges enough registers."""
+        return 256 if self.blockwise or self.gauges else 512
 
     @property
     def rows(self) -> int:
@@ -161,12 +164,14 @@ class Layout:
     @property
     def registers(self) -> int:
         """The most a thread may have: as many programs as possible, with nothing of the ordinary way in memory."""
+        wide = self.low is not None
         if not self.blockwise:
-            return 128
-        many = any(moment.storage.startswith(("pattern", "signed")) for moment in self.moments)
-        if self.gauges:  # a few more live at once: with as many as without, some 8 instructions an element more
-            return 88 if many else 80
-        return 80 if many else 64
+            return (96 if wide else 64) if self.gauges else 128
+        if self.gauges:
+            return 128 if wide else 96
+        if any(moment.storage.startswith(("pattern", "signed")) for moment in self.moments):
+            return 96 if wide else 88
+        return 80 if wide else 72
 
     @property
     def low(self) -> str | None:

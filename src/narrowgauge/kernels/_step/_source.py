@@ -95,15 +95,21 @@ def _inputs(layout: Layout) -> dict[Node, str]:
 def _begin(layout: Layout, uniforms: int, first: str, units: int) -> list[str]:
     """Which tensor a program works on, which units of it, and the tensor's numbers.
 
+    A program that has nothing to do is given no step: see `_sampling`.
+
     Args:
         layout: what it works on.
         uniforms: how many numbers there are.
         first: the column with the number of the tensor's first program.
         units: how many units a program has.
     """
+    mine = ["program = tl.program_id(0)", "tensor = tl.load(programs + program)"]
+    if first == "first" and layout.turns:
+        which = "sampled_program" if layout.turns == "sample" else "other_program"
+        mine = [f"program, end = {which}(turns, steps), tl.load(turns + 1)"]
+        mine.append("tensor = tl.load(programs + tl.minimum(program, end - 1))")
     return [
-        "program = tl.program_id(0)",
-        "tensor = tl.load(programs + program)",
+        *mine,
         f"row = table + tensor * {WIDTH}",
         f"place = (program - tl.load(row + {AT[first]})) * {units}",
         f"start = place * {layout.unit}",
@@ -111,6 +117,10 @@ def _begin(layout: Layout, uniforms: int, first: str, units: int) -> list[str]:
         f"whole = left // {layout.unit}",
         *(f"u{i} = tl.load(uniforms + {uniforms} * tensor + {i})" for i in range(uniforms)),
     ]
+
+
+def _sums(layout: Layout) -> list[str]:
+    return ["gauges" if layout.gauges else "partials", *(["turns"] if layout.turns else [])]
 
 
 def _given(layout: Layout, uniforms: int) -> list[str]:
@@ -133,7 +143,7 @@ def _step_kernels(
     read, written = [kept.name for kept in single], [kept.name for kept in single if kept.name != "grad"]
     at, words = ", ".join(f"{name}_at" for name in read), ", ".join(read)
     made, after = ", ".join(f"{name}_new" for name in written), ", ".join(f"{name}_after" for name in read)
-    found, sums = ", ".join([made, *measure.names]), "gauges" if measure.names else "partials"
+    found, sums = ", ".join([made, *measure.names]), ", ".join(_sums(layout))
     begin, add, end = (
         "".join(f"\n{' ' * by}{line}" for line in some)
         for by, some in ((8, measure.begin()), (20, measure.add()), (8, measure.end()))
@@ -161,9 +171,9 @@ def careful_unit({words}, start, left, {given}):
 
 
 @triton.jit
-def step(table, programs, uniforms, steps, flags, {sums}{"".join(f", {name}" for name in _books(layout))}):
+def step(table, programs, uniforms, steps, flags, {", ".join([sums, *_books(layout)])}):
 {indented(_begin(layout, uniforms, "first", layout.units), 4)}
-    number = tl.load(steps + tensor)
+    number = tl.load(steps + tensor){" * (program < end).to(tl.int32)" if layout.turns else ""}
     if number > 0:
         seed, stream = tl.load(row + {AT["seed"]}).to(tl.uint32), tl.load(row + {AT["stream"]}).to(tl.uint32)
         again = tl.where(whole * {layout.unit} < left, 1 << whole, 0){begin}
@@ -183,16 +193,9 @@ def step(table, programs, uniforms, steps, flags, {sums}{"".join(f", {name}" for
             if (again & 1) != 0:
                 rest = left - turn * {layout.unit}
 {indented(pointers(layout, single), 16)}
-                # With a mask, loads and stores go element by element.
-                if rest >= {layout.unit}:
-                    {words} = careful_load({at}, turn, rest, False)
-                else:
-                    {words} = careful_load({at}, turn, rest, True)
+                {words} = careful_load({at}, turn, rest, True)
                 {found} = careful_unit({words}, start + turn * {layout.unit}, rest, {given})
-                if rest >= {layout.unit}:
-                    careful_store({at}, {made}, turn, rest, False)
-                else:
-                    careful_store({at}, {made}, turn, rest, True){again}
+                careful_store({at}, {made}, turn, rest, True){again}
             again = again >> 1
             turn += 1{end}
 """
