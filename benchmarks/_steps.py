@@ -78,9 +78,19 @@ def origin(results: Results) -> str:
 
 def alternative(results: Results) -> str:
     """The picture in words."""
-    return (
-        f"Steps as shares of the memory limit on {results['environment']['device']}, ours, torch's and the peers'"
-    )
+    whose = [
+        {"narrowgauge": "ours", "torch": "torch's"}.get(name, "other libraries'") for name in families(results)
+    ]
+    *some, last = whose
+    device = results["environment"]["device"]
+    return f"Steps as shares of the memory limit on {device}: {', '.join(some)}{' and ' if some else ''}{last}"
+
+
+def families(results: Results) -> list[str]:
+    """Whose optimizers there are: ours, torch's, and all that are other libraries'."""
+    of = {row["of"] for rows in results["lists"].values() for row in rows["rows"].values()}
+    known = [name for name in ("narrowgauge", "torch") if name in of]
+    return known + (["other libraries"] if of - set(known) else [])
 
 
 def table(rows: Mapping[str, Figures]) -> str:

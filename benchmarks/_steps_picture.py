@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from _steps import short
+from _steps import families, short
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MultipleLocator
@@ -45,7 +45,8 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
             "share of the memory limit; in numbers: ms per 10⁹ parameters", ha="center", color=MUTED,
             fontsize=_TYPE,
         )  # fmt: skip
-        handles = [Patch(color=colour, label=name) for name, colour in _COLOURS.items()]
+        present = families(results)
+        handles = [Patch(color=colour, label=name) for name, colour in _COLOURS.items() if name in present]
         figure.legend(
             handles=handles, loc="lower center", ncols=3, frameon=False, fontsize=_TYPE,
             bbox_to_anchor=((_NAMES + (_WIDTH - _NAMES) / 2) / _WIDTH, 0.0),

@@ -74,6 +74,16 @@ def test_a_section_of_a_gpu() -> None:
     assert (found["extra B"], found["ms"], found["host ms"]) == ("4.00", "1.21", "0.123")
 
 
+def test_a_picture_is_described_by_what_is_in_it() -> None:
+    results = made_up("a GPU", ("big",))
+    assert _steps.alternative(results).endswith("a GPU: ours, torch's and other libraries'")
+    rows = results["lists"]["big"]["rows"]
+    del rows["torchao AdamW4bit"], rows["FlashAdamW"]
+    assert _steps.alternative(results).endswith("a GPU: ours and torch's")
+    del rows["torch AdamW fused, fp32"]
+    assert _steps.alternative(results).endswith("a GPU: ours")
+
+
 def test_the_page_has_a_section_for_each_file_that_there_is(tmp_path: Path) -> None:
     page = "before\n<!-- steps -->\nstale\n<!-- end -->\nafter\n"
     assert _steps.rendered(page, _steps.found(tmp_path)) == "before\n<!-- steps -->\n\n\n<!-- end -->\nafter\n"

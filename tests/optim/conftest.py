@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import numpy as np
 import pytest
 import torch
+
+from narrowgauge.optim import _dispatch
 
 
 @pytest.fixture(scope="session")
 def device() -> str:
     """Where a kernel's tensors live."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch, device: str) -> Iterator[None]:
+    """Optimizers step by kernels on any device; the interpreter's numpy warns where floats do what they do."""
+    if device == "cpu":
+        monkeypatch.setattr(_dispatch, "unavailable", lambda device: None)
+    with np.errstate(all="ignore"):
+        yield

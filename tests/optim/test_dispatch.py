@@ -9,10 +9,9 @@ import copy
 import io
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -32,13 +31,7 @@ SHAPES = ((300,), (16, 40), (1,), (0,), (513,))
 SPLIT8 = {"weights": "split8", "states": "log8", "min_quantized_size": 500}
 
 
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch: pytest.MonkeyPatch, device: str) -> Iterator[None]:
-    """Kernels for whatever device there is; the interpreter's numpy warns where floats do what they do."""
-    if device == "cpu":
-        monkeypatch.setattr(_dispatch, "unavailable", lambda device: None)
-    with np.errstate(all="ignore"):
-        yield
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def eager(optimizer: NarrowOptimizer) -> NarrowOptimizer:

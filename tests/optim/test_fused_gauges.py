@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from narrowgauge import optim
 from narrowgauge.kernels._step import _gauges, _launch
 from narrowgauge.kernels._step._layout import Layout
 from narrowgauge.kernels._step._sampling import grids, other_program, sampled_program
-from narrowgauge.optim import UpdateStats, _dispatch, _fused_gpu, step_in_backward
+from narrowgauge.optim import UpdateStats, _fused_gpu, step_in_backward
 from narrowgauge.storage import weight_storage, weight_storages
 
 SHAPES = ((1,), (0,), (300,), (16, 64), (1301,))
@@ -51,12 +50,7 @@ CASES += [
 ]
 
 
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch: pytest.MonkeyPatch, device: str) -> Iterator[None]:
-    if device == "cpu":
-        monkeypatch.setattr(_dispatch, "unavailable", lambda device: None)
-    with np.errstate(all="ignore"):
-        yield
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def gauged(device: str, name: str, shapes: Any = SHAPES, dtype: Any = torch.bfloat16, **options: Any) -> Pair:
