@@ -38,7 +38,7 @@ WEIGHTS = {
     torch.float32: ["plain"],
 }
 SHAPES: list[tuple[int, ...]] = [(), (1,), (0,), (256,), (257,), (1023,), (33, 100)]
-# Of float32: an update of some seven operations in either of two orders, each within 2^-24; 4.7 2^-24 have been seen.
+# Of float32: some seven operations in either of two orders, each within 2^-24; 4.7 2^-24 have been seen.
 ULPS = {torch.float32: 2.0**-21, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
 

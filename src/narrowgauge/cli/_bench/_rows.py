@@ -10,7 +10,7 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import metadata
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ _FP32, _BF16 = torch.float32, torch.bfloat16
 _OPTIM, _BITSANDBYTES = optim.__name__, "bitsandbytes.optim"
 # What is read before anything is written: to know that all is finite, for update clipping, for LAMB's norms.
 _GRAD, _GRAD_AND_V, _ALL = ("grad",), ("grad", "v"), ("grad", "weight", "state")
+_CPU, _CUDA = ("cpu",), ("cuda",)
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Row:
             ``"weight"``, ``"state"``, or one moment by its name in the optimizer's state.
         devices: where it runs.
         group: the rows that it is compared with.
+        gauges: how ours are switched.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Row:
     before: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu", "cuda")
     group: str = ""
+    gauges: bool | Literal["sampled"] = False
 
     @property
     def family(self) -> str:
@@ -75,6 +78,8 @@ class Row:
         made: torch.optim.Optimizer = getattr(importlib.import_module(self.module), self.optimizer)(
             parameters, **self.options
         )
+        if self.gauges:
+            made.gauges = self.gauges  # type: ignore[attr-defined]
         return made
 
 
@@ -101,11 +106,17 @@ def _skipping(row: Row) -> Row:
     return replace(row, name=name, what="the same, nonfinite='skip'", options=options, before=_GRAD)
 
 
+def _gauged(row: Row) -> tuple[Row, Row]:
+    """The row with gauges in turns, and on."""
+    some = replace(row, name=f"{row.name}, gauges sampled", what="the same, one element in sixteen measured")
+    every = replace(row, name=f"{row.name}, gauges on", what="the same, every element measured")
+    return replace(some, gauges="sampled", devices=_CUDA), replace(every, gauges=True, devices=_CUDA)
+
+
 def _group(group: str, *rows: Row) -> tuple[Row, ...]:
     return tuple(replace(row, group=group) for row in rows)
 
 
-_CPU, _CUDA = ("cpu",), ("cuda",)
 _STABLE, _FUSED, _FOREACH, _LR = "StableAdamW", {"fused": True}, {"foreach": True}, {"lr": 1e-3}
 _ECC = {"lr": 1e-3, "ecc": "bf16+8", "param_ecc": "bf16+8"}
 _PLAIN = _ours("AdamW 8bit", "bf16, the paper's 8-bit states", states="8bit")
@@ -119,6 +130,7 @@ _ROWS = (
         "AdamW, narrow states",
         _PLAIN,
         _skipping(_PLAIN),
+        *_gauged(_PLAIN),
         _ours("AdamW log8", "bf16, logarithmic 8-bit states", states="log8"),
         Row("AdamW8bit, defaults", "bf16, log8, nonfinite='skip'", _BF16, _OPTIM, "AdamW8bit", before=_GRAD),
         _ours("AdamW fp8", "bf16, float8 states", states="fp8"),
@@ -130,6 +142,7 @@ _ROWS = (
     *_group(
         "AdamW, narrow states, wider weights",
         *(each for row in _WIDER for each in (row, _skipping(row))),
+        *_gauged(_WIDER[1]),
         _ours("AdamW log8, split8", "24-bit weights, logarithmic states", states="log8", weights="split8"),
         Row(
             "recipe adamw8bit-split8", "24-bit weights, log8, nonfinite='skip'", _BF16, __name__,
