@@ -73,7 +73,7 @@ def compile_step(step: Any) -> Any:
     return compile_kernel(step.step, step.layout, {})
 
 
-def compile_kernel(kernel: Any, layout: Any, constants: dict[str, Any]) -> Any:
+def compile_kernel(kernel: Any, layout: Any, constants: dict[str, Any], target: GPUTarget = _TARGET) -> Any:
     """A kernel, compiled without a GPU."""
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     types = {name: kind for name, kind in _TYPES.items() if name not in constants}
@@ -81,25 +81,27 @@ def compile_kernel(kernel: Any, layout: Any, constants: dict[str, Any]) -> Any:
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in types}
     source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": layout.warps, "enable_fp_fusion": False, "maxnreg": layout.registers}
-    return triton.compile(source, target=_TARGET, options=options)
+    if target.backend != "cuda":
+        del options["maxnreg"]
+    return triton.compile(source, target=target, options=options)
 
 
-def compile_every(step: Any) -> None:
+def compile_every(step: Any, target: GPUTarget = _TARGET) -> None:
     """All kernels of a step as they are launched: what the interpreter lets pass the compiler may refuse."""
     for name in ("step", "numbers", "sums", "numbers_before", "finite"):
         for advance in (True, False) if name.startswith("numbers") and hasattr(step, name) else (True,):
             if hasattr(step, name):
                 constants = {"ADVANCE": advance, "SKIP": advance and step.skip}
-                compile_kernel(getattr(step, name), step.layout, constants)
+                compile_kernel(getattr(step, name), step.layout, constants, target)
     if step.layout.gauges:
         places = {"WIDTH": WIDTH, "FIRST": AT["first"], "NUMEL": AT["numel"]}
         constants = {**places, "EACH": step.layout.units * step.layout.unit, "RATIO": step.ratio}
         if step.layout.turns:
-            compile_kernel(step.rest, step.others, {})
+            compile_kernel(step.rest, step.others, {}, target)
         else:
             constants["turns"] = None
-        compile_kernel(_gauges.add_slices, step.layout, constants)
-        compile_kernel(_gauges.add_tensors, step.layout, constants)
+        compile_kernel(_gauges.add_slices, step.layout, constants, target)
+        compile_kernel(_gauges.add_tensors, step.layout, constants, target)
 
 
 def sass(cubin: bytes) -> list[tuple[int, str]]:

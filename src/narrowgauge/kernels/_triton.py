@@ -9,6 +9,22 @@ import importlib.util
 import torch
 
 _CAPABILITY = (7, 0)  # the oldest that Triton compiles for
+# The oldest that have the instructions which kernels name: conversions to bf16, and to float8.
+_NAMED, _FLOAT8 = (8, 0), (8, 9)
+
+
+@functools.lru_cache(maxsize=1)
+def instructions() -> tuple[bool, bool]:
+    """Whether kernels may name NVIDIA's instructions: at all, and those for float8.
+
+    They may if all GPUs that torch sees have them, or if it sees none, and kernels are compiled for elsewhere.
+    Without, as on AMD's and Intel's, the same is done in a few operations more.
+    """
+    if torch.version.hip is not None or getattr(torch.version, "xpu", None) is not None:
+        return False, False
+    devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    oldest = min((torch.cuda.get_device_capability(device) for device in devices), default=_FLOAT8)
+    return oldest >= _NAMED, oldest >= _FLOAT8
 
 
 @functools.lru_cache(maxsize=64)

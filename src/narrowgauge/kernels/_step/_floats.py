@@ -12,11 +12,14 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from narrowgauge.kernels._triton import instructions
+
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 
 # Where bytes are moved about, the compiler takes two or three instructions for one: those places are in assembly,
-# beside the same in integers, which the interpreter runs.
-ASSEMBLY = tl.constexpr(not INTERPRETED.value)
+# beside the same in integers, which the interpreter runs, and GPUs that have no such instructions.
+ASSEMBLY = tl.constexpr(not INTERPRETED.value and instructions()[0])
+FLOAT8 = tl.constexpr(not INTERPRETED.value and instructions()[1])
 
 UPPER = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
 
@@ -44,7 +47,7 @@ def exact_reciprocal(x):
 
     What the compiler makes of a division is the same, and a branch to what other numbers need.
     """
-    if INTERPRETED:
+    if not ASSEMBLY:
         return tl.div_rn(1.0, x)
     else:
         return tl.inline_asm_elementwise(
@@ -57,7 +60,7 @@ def exact_reciprocal(x):
 @triton.jit
 def exact_ratio(x, y):
     """x / y, rounded to nearest, of numbers and quotients from 2^-60 to 2^60."""
-    if INTERPRETED:
+    if not ASSEMBLY:
         return tl.div_rn(x, y)
     else:
         inverse = exact_reciprocal(y)
@@ -72,7 +75,7 @@ def exact_quotient(x, by: tl.constexpr):
     A product with the rounded reciprocal, and what is left over of it once more: right for every float32, which has
     been tried.
     """
-    if INTERPRETED:
+    if not ASSEMBLY:
         return tl.div_rn(x, by)
     else:
         inverse: tl.constexpr = 1.0 / by
@@ -98,7 +101,7 @@ def nearest(x):
 @triton.jit
 def root(x):
     """The square root, to an ulp; zero for numbers below 2^-126."""
-    if INTERPRETED:
+    if not ASSEMBLY:
         return tl.sqrt(x)
     else:
         return tl.inline_asm_elementwise(
@@ -109,7 +112,7 @@ def root(x):
 @triton.jit
 def reciprocal(x):
     """1 / x to an ulp, for magnitudes from 2^-126 to 2^126; infinite below, zero above."""
-    if INTERPRETED:
+    if not ASSEMBLY:
         return 1.0 / x
     else:
         return tl.inline_asm_elementwise(
@@ -175,7 +178,7 @@ def gather(table, index):
 @triton.jit
 def to_e4m3(x):
     """Bits of the nearest float8 e4m3, ties to even; 448 at the most. x is a number."""
-    if INTERPRETED:
+    if not FLOAT8:
         y = tl.minimum(tl.abs(x), 448.0)
         # Below 2^-6 codes are multiples of 2^-9; above, the bit pattern is rounded to three bits of fraction.
         small = bits_of(y * 512.0 + ROUNDER) & 0xFF
@@ -190,7 +193,7 @@ def to_e4m3(x):
 @triton.jit
 def from_e4m3(code):
     """The number of a float8 e4m3 that is one."""
-    if INTERPRETED:
+    if not FLOAT8:
         # Exponent and fraction where a float has them; its own exponent is 120 larger.
         bits = code.to(tl.int32)
         return float_of(((bits & 0x7F) << 20) | ((bits & 0x80) << 24)) * 2.0**120

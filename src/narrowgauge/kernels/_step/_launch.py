@@ -17,6 +17,7 @@ from narrowgauge.kernels._step import _gauges, _sampling, _source
 from narrowgauge.kernels._step._compile import compiled
 from narrowgauge.kernels._step._layout import AT, WIDTH, Layout
 from narrowgauge.kernels._step._numbers import numbers_source
+from narrowgauge.kernels._triton import instructions
 
 COLUMNS: int = _gauges.COLUMNS.value
 # What is to be fused says so: then no kernel, whatever else it does, rounds otherwise than another.
@@ -174,7 +175,8 @@ class Step:
 
 
 def _options(layout: Layout) -> dict[str, Any]:
-    return {"num_warps": layout.warps, "maxnreg": layout.registers, **UNFUSED}
+    most = {"maxnreg": layout.registers} if instructions()[0] else {}  # other compilers know no such option
+    return {"num_warps": layout.warps, **most, **UNFUSED}
 
 
 def cut_for_sums(programs: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from narrowgauge.kernels._step._floats import ASSEMBLY, float_of, from_e4m3, narrow, to_e4m3
+from narrowgauge.kernels._step._floats import ASSEMBLY, FLOAT8, float_of, from_e4m3, narrow, to_e4m3
 
 HALVES = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
 BYTES = tl.constexpr(
@@ -212,7 +212,7 @@ def cut_words(bits, ROWS: tl.constexpr):
 @triton.jit
 def float8_of(words, ROWS: tl.constexpr):
     """The numbers of float8 e4m3, four a word."""
-    if not ASSEMBLY:
+    if not FLOAT8:
         return from_e4m3(codes_of(words, ROWS))
     a, b, c, d = tl.inline_asm_elementwise(
         _FROM_FLOAT8,
@@ -224,7 +224,7 @@ def float8_of(words, ROWS: tl.constexpr):
 @triton.jit
 def to_float8(x, ROWS: tl.constexpr):
     """Words of the nearest float8 e4m3, ties to even, 448 at the most."""
-    if not ASSEMBLY:
+    if not FLOAT8:
         return from_codes(to_e4m3(x).to(tl.int32), ROWS)
     a, b, c, d = apart4(x, ROWS)
     return tl.inline_asm_elementwise(_TO_FLOAT8, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
