@@ -4,7 +4,7 @@ The kernels are compiled without a GPU. Counted is one turn of the loop over uni
 `all` counts every line of the kernel. An H200 has about 69 instructions an element to spend where 10 bytes move,
 and 83 where 12 do. Kernels without a loop, whose states have no blocks, are counted in full only.
 
-    python benchmarks/count_step_instructions.py [--gauges] [--sass FOLDER]
+    python benchmarks/count_step_instructions.py [--gauges] [--factor norm] [--sass FOLDER]
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from narrowgauge import optim
-from narrowgauge.kernels._step import _gauges
+from narrowgauge.kernels._step import _gauges, _squares
 from narrowgauge.kernels._step._layout import AT, WIDTH
 from narrowgauge.optim._fused_gpu import Entry, _kind, _step
 from narrowgauge.optim._fused_numbers import Options
@@ -32,7 +32,7 @@ _TARGET = GPUTarget("cuda", 90, 32)
 _TYPES = {
     "table": "*i64", "programs": "*i32", "uniforms": "*fp32", "steps": "*i32", "flags": "*i32", "partials": "*fp64",
     "hyper": "*fp64", "values0": "*fp32", "values1": "*fp32", "cells0": "*i32", "cells1": "*i32",
-    "gauges": "*fp32", "sums": "*fp32", "ends": "*i32", "slices": "*fp64", "stats": "*fp64",
+    "verdict": "*fp32", "squares": "*fp64", "gauges": "*fp32", "sums": "*fp32", "ends": "*i32", "slices": "*fp64", "stats": "*fp64",
 }  # fmt: skip
 # Weights, states, dtype, optimizer, options: every codec, every rule, sums, blocks of other sizes.
 EVERY: list[tuple[str, str, torch.dtype, str, dict[str, Any]]] = [
@@ -56,6 +56,7 @@ def step_of(
     dtype: torch.dtype = torch.bfloat16,
     name: str = "AdamW",
     gauges: bool = False,
+    factor: Any = "",
     **options: Any,
 ) -> Any:
     """The kernels of an optimizer and its storages."""
@@ -64,7 +65,7 @@ def step_of(
     (group,) = optimizer.param_groups
     plan = optimizer._plan(p)
     entry = Entry(plan, p, torch.zeros_like(p), plan.init(p, group), group)
-    return _step(_kind(entry, Options.of(group), gauges))
+    return _step(_kind(entry, Options.of(group), gauges, factor))
 
 
 def compile_step(step: Any) -> Any:
@@ -84,11 +85,14 @@ def compile_kernel(kernel: Any, layout: Any, constants: dict[str, Any]) -> Any:
 
 def compile_every(step: Any) -> None:
     """All kernels of a step as they are launched: what the interpreter lets pass the compiler may refuse."""
-    for name in ("step", "numbers", "sums", "numbers_before", "finite"):
+    for name in ("step", "numbers", "sums", "numbers_before", "finite", "pass_before"):
         for advance in (True, False) if name.startswith("numbers") and hasattr(step, name) else (True,):
             if hasattr(step, name):
                 constants = {"ADVANCE": advance, "SKIP": advance and step.skip}
                 compile_kernel(getattr(step, name), step.layout, constants)
+    if step.squares:
+        constants = {"WIDTH": WIDTH, "FIRST": AT["pass_first"], "PASSES": AT["passes"]}
+        compile_kernel(_squares.add_squares, step.layout, constants)
     if step.layout.gauges:
         compile_kernel(_gauges.add_slices, step.layout, {})
         constants = {"WIDTH": WIDTH, "NUMEL": AT["numel"], "RATIO": step.ratio}
@@ -169,14 +173,17 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="variants, as weights:states")
     parser.add_argument("--every", action="store_true", help="compile kernels of all kinds, count nothing")
     parser.add_argument("--gauges", action="store_true", help="with the sums of the gauges")
+    parser.add_argument(
+        "--factor", choices=("", "given", "norm"), default="", help="what gradients are multiplied by"
+    )
     args = parser.parse_args()
     if args.every:
         for weights, states, dtype, name, options in EVERY:
-            compile_every(step_of(weights, states, dtype, name, args.gauges, **options))
+            compile_every(step_of(weights, states, dtype, name, args.gauges, args.factor, **options))
             print("compiled", name, weights, states, options, flush=True)
         return
     for weights, states in [tuple(v.split(":")) for v in args.only] if args.only else VARIANTS:
-        step = step_of(weights, states, gauges=args.gauges)
+        step = step_of(weights, states, gauges=args.gauges, factor=args.factor)
         found = measure(step)
         ops = found.pop("ops")
         print(weights, states, {k: round(v, 1) if isinstance(v, float) else v for k, v in found.items()})

@@ -15,7 +15,9 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "count_step_instru
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [[], ["--gauges"]], ids=["", "gauges"])
+@pytest.mark.parametrize(
+    "options", [[], ["--gauges"], ["--factor", "given"], ["--factor", "norm", "--gauges"]], ids=" ".join
+)
 def test_steps_of_all_kinds_compile_for_hopper(options: list[str]) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(

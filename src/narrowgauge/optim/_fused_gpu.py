@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -19,8 +19,8 @@ from torch.autograd.graph import increment_version
 
 from narrowgauge.kernels._step._launch import Step, cut_for_sums
 from narrowgauge.kernels._step._layout import AT, WIDTH, Layout, Moment
-from narrowgauge.optim._equation import equation, scalar_graph
-from narrowgauge.optim._fused_board import Board, Launch
+from narrowgauge.optim._equation import FACTOR, equation, scalar_graph
+from narrowgauge.optim._fused_board import Board, Found, Launch
 from narrowgauge.optim._fused_codebooks import FIRST_CELL, codebook_cells, mirror
 from narrowgauge.optim._fused_entry import KINDS, Entry, storage_name, why_not, words_of
 from narrowgauge.optim._fused_numbers import Group, Options, sent
@@ -41,6 +41,20 @@ class _Kind:
     others: tuple[tuple[str, Any], ...]
     skip: bool
     device: torch.device
+    factor: Literal["", "given", "norm"] = ""
+
+
+class Judge(Protocol):
+    """What decides, between two halves of a step, what gradients are multiplied by."""
+
+    def inverse_on(self, device: torch.device) -> Tensor:
+        """What gradients are multiplied by in any case: float32, 0-d."""
+
+    def __call__(self, found: list[Found]) -> None:
+        """Decide, all gradients having been looked at."""
+
+    def on(self, device: torch.device) -> Tensor:
+        """float32 (2,): the factor, and whether the step is held; once it is decided."""
 
 
 class FusedSteps:
@@ -51,13 +65,16 @@ class FusedSteps:
 
     Args:
         gauges: whether steps are measured.
+        factor: what gradients are multiplied by: ``""`` for nothing, ``"given"`` for a number that is known,
+            ``"norm"`` for one that depends on the norm of all.
 
     Attributes:
         left: why, by its place in the last list, what has no kernel has none.
         stats: what the last step measured: names of parameters, and rows for `StepStats`.
     """
 
-    def __init__(self, gauges: bool = False) -> None:
+    def __init__(self, gauges: bool = False, factor: Literal["", "given", "norm"] = "") -> None:
+        self._factor: Literal["", "given", "norm"] = factor
         self.left: dict[int, str] = {}
         self.stats: list[tuple[list[str], Tensor]] = []
         self._gauges = gauges
@@ -71,8 +88,12 @@ class FusedSteps:
         self._boards: list[Board] = []
         self._captured: list[Board] = []
 
-    def __call__(self, entries: Sequence[Entry]) -> list[Entry]:
+    def __call__(self, entries: Sequence[Entry], judge: Judge | None = None) -> list[Entry]:
         """Take one step with every parameter that has a kernel; states and parameters are written in place.
+
+        Args:
+            entries: the parameters.
+            judge: where gradients have a factor.
 
         Returns:
             Those that have none (see `why_not`), untouched.
@@ -83,12 +104,18 @@ class FusedSteps:
         same = identical([e.plan for e in entries], self._plans)
         same = same and identical([e.group for e in entries], self._owners)
         columns = [e.p for e in entries], [e.grad for e in entries], [e.state for e in entries]
-        if not (same and self.again(*columns)):
+        if not (same and self.again(*columns, judge)):
             self._look(entries)
-            self._take([group.options() for group in self._groups])
+            self._take([group.options() for group in self._groups], judge)
         return [entries[number] for number in self.left]
 
-    def again(self, ps: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]) -> bool:
+    def again(
+        self,
+        ps: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[Mapping[str, Tensor]],
+        judge: Judge | None = None,
+    ) -> bool:
         """Take a step with the same parameters, plans and groups as the last one, if all else is as it was then.
 
         Returns:
@@ -99,10 +126,10 @@ class FusedSteps:
         options = [group.options() for group in self._groups]
         if [(option.names, option.others) for option in options] != self._kinds:
             return False
-        self._take(options)
+        self._take(options, judge)
         return True
 
-    def _take(self, options: list[Options]) -> None:
+    def _take(self, options: list[Options], judge: Judge | None) -> None:
         boards = self._boards
         if any(_capturing(board.device) for board in boards):
             # Replayed with these addresses whatever comes after; kept, since a graph keeps nothing alive.
@@ -112,7 +139,11 @@ class FusedSteps:
             assert self._seen is not None
             assert self._seen.gradients is not None
             board.write(self._seen.gradients, options)
-        found = [stats for board in boards for stats in board.launch()]
+        found: list[Tensor | None] = []
+        if judge is not None:
+            judge([seen for board in boards for seen in board.look(judge.inverse_on(board.device))])
+        for board in boards:
+            found += board.launch(judge.on(board.device) if judge is not None else None)
         self.stats = [(names, rows) for names, rows in zip(self._names, found, strict=True) if rows is not None]
         # Autograd cannot see what kernels write.
         increment_version(self._moving)
@@ -128,7 +159,9 @@ class FusedSteps:
         for number, entry in enumerate(entries):
             why = why_not(entry)
             if why is None:
-                kinds.setdefault(_kind(entry, options[id(entry.group)], self._gauges), {})[number] = entry
+                kinds.setdefault(_kind(entry, options[id(entry.group)], self._gauges, self._factor), {})[number] = (
+                    entry
+                )
             else:
                 self.left[number] = why
         launches: dict[torch.device, list[Launch]] = {}
@@ -194,7 +227,7 @@ def _launch(kind: _Kind, entries: Mapping[int, Entry], groups: list[int]) -> Lau
     )
 
 
-def _kind(entry: Entry, options: Options, gauges: bool = False) -> _Kind:
+def _kind(entry: Entry, options: Options, gauges: bool = False, factor: Literal["", "given", "norm"] = "") -> _Kind:
     plan, group = entry.plan, entry.group
     moments, books = [], []
     for number, slot in enumerate(plan.slots, start=1):
@@ -220,18 +253,20 @@ def _kind(entry: Entry, options: Options, gauges: bool = False) -> _Kind:
         tuple((FIRST_CELL, mirror(*book)) for book in books),
         gauges,
     )
-    return _Kind(
-        plan.rule, layout, tuple(books), options.names, options.others, group["nonfinite"] == "skip", entry.p.device
-    )
+    skip = group["nonfinite"] == "skip"
+    return _Kind(plan.rule, layout, tuple(books), options.names, options.others, skip, entry.p.device, factor)
 
 
 @functools.lru_cache(maxsize=256)
 def _step(kind: _Kind) -> Step:
     # Rules are values, and have hashes.
     scalars = scalar_graph(kind.rule, kind.numbers, kind.others)  # type: ignore[arg-type]
-    found = equation(kind.rule, tuple(moment.name for moment in kind.layout.moments), tuple(scalars))  # type: ignore[arg-type]
+    given = (*scalars, FACTOR) if kind.factor else tuple(scalars)
+    found = equation(kind.rule, tuple(moment.name for moment in kind.layout.moments), given)  # type: ignore[arg-type]
     equations = found.delta, found.moments, found.reach, found.terms
-    return Step(kind.layout, *equations, scalars, kind.numbers, kind.skip, found.ratio)
+    factor = FACTOR if kind.factor else None
+    squares = kind.factor == "norm"
+    return Step(kind.layout, *equations, scalars, kind.numbers, kind.skip, found.ratio, factor, squares)
 
 
 def _row(layout: Layout, entry: Entry, group: int) -> list[int]:
