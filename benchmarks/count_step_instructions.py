@@ -32,7 +32,8 @@ _TARGET = GPUTarget("cuda", 90, 32)
 _TYPES = {
     "table": "*i64", "programs": "*i32", "uniforms": "*fp32", "steps": "*i32", "flags": "*i32", "partials": "*fp64",
     "hyper": "*fp64", "values0": "*fp32", "values1": "*fp32", "cells0": "*i32", "cells1": "*i32",
-    "verdict": "*fp32", "squares": "*fp64", "gauges": "*fp32", "sums": "*fp32", "ends": "*i32", "slices": "*fp64", "stats": "*fp64",
+    "gauges": "*fp32", "sums": "*fp32", "ends": "*i32", "slices": "*fp64", "stats": "*fp64",
+    "verdict": "*fp32", "squares": "*fp64",
 }  # fmt: skip
 # Weights, states, dtype, optimizer, options: every codec, every rule, sums, blocks of other sizes.
 EVERY: list[tuple[str, str, torch.dtype, str, dict[str, Any]]] = [

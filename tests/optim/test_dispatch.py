@@ -463,7 +463,7 @@ class TestGraphs:
             theirs.mul_(0.5)
         for p, q, (mine, theirs) in zip(pair.ps, pair.qs, captured, strict=True):
             p.grad, q.grad = mine.clone(), theirs
-        (board,) = pair.fused._dispatch._together[False]._captured
+        (board,) = pair.fused._dispatch._together[False, ""]._captured
         for _ in range(2):
             for rate in rates if device != "cpu" else ():  # one on the host is fixed
                 rate.mul_(0.5)
