@@ -115,8 +115,8 @@ class StaticLossScaler(_FixedLossScaler):
         if not self._warned:
             self._warned.add("skip")
             warnings.warn(
-                f"a step was skipped: {names} had inf or NaN under the loss scale {scale:g}; lower init_scale if this "
-                "goes on (skipped_steps, skipped), or use DynamicLossScaler or TensorLossScaler",
+                f"a step was skipped: {names} had inf or NaN under the loss scale {scale:g}; lower init_scale if "
+                "this goes on (skipped_steps, skipped), or use DynamicLossScaler or TensorLossScaler",
                 stacklevel=5,
             )
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 
 def unscales_in_step(optimizer: torch.optim.Optimizer) -> bool:
@@ -21,9 +22,7 @@ def unscales_in_step(optimizer: torch.optim.Optimizer) -> bool:
     Those of narrowgauge can. Not where hooks run before the step: they may look at gradients.
     """
     # The method of narrowgauge's optimizers, which nothing here may import.
-    hooks = (
-        getattr(optimizer, "_optimizer_step_pre_hooks", None) or torch.optim.optimizer._global_optimizer_pre_hooks
-    )
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None) or _global_optimizer_pre_hooks
     return hasattr(type(optimizer), "unscaling") and not hooks
 
 
