@@ -245,7 +245,7 @@ def test_a_graph_tells_of_its_last_replay(device: str, monkeypatch: pytest.Monke
         pair.fused.step()
     pair.eager.step()
     stats: dict[str, UpdateStats] = dict(pair.fused.last_stats)
-    (board,) = pair.fused._dispatch._together[True]._captured
+    (board,) = pair.fused._dispatch._together[True, ""]._captured
     before = stats["0.2"].sums.clone()
     for p, q in zip(pair.ps, pair.qs, strict=True):
         p.grad.mul_(0.5)

@@ -17,6 +17,7 @@ The formula is that of `torch.nn.utils.clip_grad_norm_`, with norm 2 over all pa
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from narrowgauge.kernels._c_squares import squares as squares_by_c
 from narrowgauge.optim._fused_numbers import sent
+from narrowgauge.optim._options import LIMIT, check_limits
 
 if TYPE_CHECKING:
     from narrowgauge.optim._fused_board import Found
@@ -70,6 +72,7 @@ class GradientFactor:
         self.norm: Tensor | None = None
         self._inverse, self._found, self._asked = inverse, found, asked
         self._whole = asked is not None and asked.whole
+        self._inverses: dict[torch.device, Tensor] = {}
         self._there: dict[torch.device, Tensor] = {}
         self._alone: dict[torch.device, tuple[list[int], Tensor]] = {}
         self._bad: dict[int, bool | Tensor] = {}
@@ -77,7 +80,10 @@ class GradientFactor:
     @classmethod
     def of(cls, optimizer: NarrowOptimizer) -> GradientFactor | None:
         """That of the step which begins; None if gradients are taken as they are."""
-        limit, asked = optimizer.param_groups[0].get("max_grad_norm"), optimizer._unscaling
+        groups, asked = optimizer.param_groups, optimizer._unscaling
+        limit = groups[0][LIMIT]
+        if limit is not None:
+            check_limits(groups)
         if asked is not None:
             return cls(limit, asked.inverse, None, asked)
         # torch's GradScaler leaves these for the time of a step.
@@ -98,9 +104,10 @@ class GradientFactor:
 
     def inverse_on(self, device: torch.device) -> Tensor:
         """What gradients are multiplied by, whatever their norm: float32, 0-d."""
-        if self._inverse is None:
-            return torch.ones((), dtype=torch.float32, device=device)
-        return _sent(self._inverse, device)
+        if device not in self._inverses:
+            given = self._inverse
+            self._inverses[device] = torch.ones((), device=device) if given is None else _sent(given, device)
+        return self._inverses[device]
 
     def look(self, grads: Mapping[int, Tensor]) -> None:
         """Look at gradients of parameters that are stepped one by one, by their places."""
@@ -143,12 +150,12 @@ class GradientFactor:
             count: of all parameters.
         """
         flags = {device: (some, table[:, 1] > 0) for device, (some, table) in self._alone.items()}
-        bad = [flag.any() for _, flag in flags.values()] + [one.flags.any() for one in found]
         squares = [
             torch.where(flags[device][1], 0.0, table[:, 0]).sum() for device, (_, table) in self._alone.items()
         ]
         squares += [one.squares.sum() for one in found if one.squares is not None]
-        home = next((flag.device for flag in bad if flag.device.type != "cpu"), _CPU)
+        devices = [*flags, *(one.flags.device for one in found)]
+        home = next((device for device in devices if device.type != "cpu"), _CPU)
         factor = self.inverse_on(home).to(torch.float64)
         if self.limit is not None:
             total = torch.stack([x.to(home) for x in squares]).sum() if squares else torch.zeros_like(factor)
@@ -156,7 +163,8 @@ class GradientFactor:
             self.norm = norm.to(torch.float32)
             factor = factor * (self.limit / (norm + _LEAST)).clamp_max(1.0)
         held = torch.zeros((), dtype=torch.bool, device=home)
-        if self._whole and bad:
+        if self._whole and devices:
+            bad = [flag.any() for _, flag in flags.values()] + [one.flags.any() for one in found]
             held = torch.stack([flag.to(home) for flag in bad]).any()
         if self._found is not None:
             held = held | (_sent(self._found, home).reshape(()) > 0)
@@ -172,9 +180,14 @@ class GradientFactor:
             self._there[device] = _sent(next(iter(self._there.values())), device)
         return self._there[device]
 
+    @functools.cached_property
+    def _host(self) -> tuple[float, bool]:
+        factor, held = self.on(_CPU).tolist()
+        return factor, held > 0
+
     def number(self) -> float:
         """The factor, on the host."""
-        return float(self.on(_CPU)[0])
+        return self._host[0]
 
     def times(self, grad: Tensor) -> Tensor:
         """A gradient times the factor, in float32."""
@@ -184,7 +197,7 @@ class GradientFactor:
         """Whether a parameter takes the step: a bool, or on a GPU a 0-d tensor. Counts refusals."""
         bad = self._bad[place] if nonfinite == "skip" else False
         if device.type == "cpu":
-            if self.held_by_others and bool(self.on(_CPU)[1]):
+            if self._host[1]:
                 return False
             if bad:
                 state["skipped"].add_(1)

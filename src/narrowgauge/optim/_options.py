@@ -126,8 +126,10 @@ def with_defaults(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 def option_values(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """The shared options of a group, to be compared with what they will be later."""
     states = group["states"]
-    others = (group[option] for option in _DEFAULTS if option != "states")
-    return tuple(states.items()) if isinstance(states, Mapping) else states, *others, group.get("amsgrad")
+    others = (group[option] for option in _DEFAULTS if option not in ("states", LIMIT))
+    # Whether there is a limit; what it is may change at every step.
+    limited = group[LIMIT] is not None
+    return tuple(states.items()) if isinstance(states, Mapping) else states, *others, limited, group.get("amsgrad")
 
 
 def show_options(init: Callable[..., None]) -> None:
@@ -181,9 +183,7 @@ def check_options(name: str, rule: Rule, group: Mapping[str, Any]) -> None:
             raise ValueError(f"{option}: got {group[option]!r}, takes True, False or None")
     if not is_number(group["percentile_clipping"]) or not 1 <= group["percentile_clipping"] <= 100:
         raise ValueError(f"percentile_clipping: got {group['percentile_clipping']!r}, takes a number from 1 to 100")
-    limit = group[LIMIT]
-    if limit is not None and (not is_number(limit) or not limit > 0):
-        raise ValueError(f"{LIMIT}: got {limit!r}, takes a number above 0, inf too, or None")
+    check_limits([group])
     if group["seed"] >= 2**32:
         raise ValueError(f"seed: got {group['seed']}, takes an integer below 2^32")
     for option in ("amsgrad", "differentiable"):
@@ -198,14 +198,18 @@ def check_options(name: str, rule: Rule, group: Mapping[str, Any]) -> None:
 
 
 def check_limits(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse groups that do not agree on `max_grad_norm`.
+    """Refuse a `max_grad_norm` that is none, and groups that do not agree on it.
 
     Raises:
         ValueError: naming the argument, what it got, what it takes.
     """
-    limits = list(dict.fromkeys(group[LIMIT] for group in groups))
-    if len(limits) > 1:
-        raise ValueError(f"{LIMIT}: got {', '.join(map(repr, limits))} in groups, takes one number for all of them")
+    limits = [group[LIMIT] for group in groups]
+    for limit in limits:
+        if limit is not None and (not is_number(limit) or not limit > 0):
+            raise ValueError(f"{LIMIT}: got {limit!r}, takes a number above 0, inf too, or None")
+    if any(limit != limits[0] for limit in limits):
+        each = ", ".join(map(repr, dict.fromkeys(limits)))
+        raise ValueError(f"{LIMIT}: got {each} in groups, takes one number for all of them")
 
 
 def check_hyperparameters(rule: Rule, group: Mapping[str, Any], refusals: Mapping[str, str]) -> None:
