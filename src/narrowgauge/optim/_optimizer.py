@@ -60,6 +60,7 @@ class NarrowOptimizer(TakesFactor):
 
     rule: ClassVar[Rule]
     refusals: ClassVar[Mapping[str, str]] = {}  # what torch says of a hyperparameter here and nowhere else
+    _made = True  # so are copies, without __init__
     identity: ClassVar[tuple[str, ...]] = ()  # options without which the name would lie: no checkpoint changes them
 
     def __init__(self, params: ParamsT, hyperparameters: Mapping[str, Any], options: Mapping[str, Any]) -> None:
@@ -67,7 +68,9 @@ class NarrowOptimizer(TakesFactor):
         defaults = {**hyperparameters, **with_defaults(type(self).__name__, options), VERSION_KEY: VERSION}
         self.check(defaults)
         defaults["rule"] = self.base_rule(defaults).name
+        self._made = False
         super().__init__(params, defaults)
+        self._made = True
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -135,7 +138,7 @@ class NarrowOptimizer(TakesFactor):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._requests is None:
             self._follow()
-        if self.param_groups and isinstance(param_group, dict):
+        if self._made and isinstance(param_group, dict):  # the number that the others have now
             param_group.setdefault(LIMIT, self.param_groups[0][LIMIT])
         super().add_param_group(param_group)
         try:
