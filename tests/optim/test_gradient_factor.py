@@ -268,3 +268,38 @@ def test_gauges_measure_the_step_that_is_taken(make: Maker, device: str) -> None
     assert found.keys() == wanted.keys() == {f"0.{i}" for i in range(len(SHAPES))}
     for name in found:  # float32 gradients are summed in another order
         assert torch.allclose(found[name].sums, wanted[name].sums, rtol=1e-5), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("nonfinite", ["skip", "propagate"])
+def test_a_graphs_replays_clip_by_the_norm_of_their_gradients(nonfinite: str) -> None:
+    options = {
+        "states": "8bit",
+        "weights": "split",
+        "max_grad_norm": 5.0,
+        "min_quantized_size": 0,
+        "nonfinite": nonfinite,
+    }
+    ps, qs = parameters(SHAPES, torch.bfloat16, "cuda"), parameters(SHAPES, torch.bfloat16, "cuda")
+    mine, theirs = optim.AdamW(ps, **options), optim.AdamW(qs, **options)
+    give(ps, gradients(ps, 0))
+    give(qs, gradients(qs, 0))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        mine.step()
+    torch.cuda.current_stream().wait_stream(side)
+    theirs.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        mine.step()
+    for step in range(1, 5):
+        for p, q, grad in zip(ps, qs, gradients(ps, step), strict=True):
+            p.grad.copy_(grad)
+            q.grad = grad.clone()
+        if step == 3 and nonfinite == "skip":
+            ps[1].grad[0, 0] = qs[1].grad[0, 0] = math.inf
+        graph.replay()
+        theirs.step()
+        assert torch.equal(mine.grad_norm, theirs.grad_norm)
+    same(mine, ps, theirs, qs)

@@ -1,4 +1,4 @@
-"""Unscaling left to the optimizer's step: the training that an explicit `unscale_` makes, and gradients untouched."""
+"""Unscaling left to the optimizer's step: the training of an explicit `unscale_`, and gradients untouched."""
 
 from __future__ import annotations
 
