@@ -1,7 +1,7 @@
 """Unscaling and clipping in the passes of a step, beside passes of their own: milliseconds of a GPU and a host.
 
 GPT-2 medium's tensors (355M parameters), bf16, AdamW. Each line is one way to take a step: the bare step, torch's
-functions before it, and what the step does by itself. A norm that is clipped and one that is not take the same time.
+functions before it, and what the step does by itself. Whether a norm is clipped or not takes the same time.
 
     python benchmarks/bench_gradient_factor.py [--json FILE] [--repeats 20]
 """

@@ -24,7 +24,7 @@ from narrowgauge import optim
 from narrowgauge.optim import _dispatch
 from narrowgauge.optim._optimizer import NarrowOptimizer
 
-SHAPES = ((300,), (16, 40), (), (0,), (513,), (1100,))
+SHAPES = ((70,), (16, 40), (), (0,), (513,))
 PATHS = {"Triton": "fused Triton", "C": "fused C", "eager": "eager torch"}
 
 RULES: list[tuple[str, dict[str, Any], Any]] = [
@@ -104,12 +104,12 @@ def test_a_step_is_that_of_gradients_clipped_before(
     make: Maker, name: str, options: dict[str, Any], dtype: torch.dtype, device: str
 ) -> None:
     ps, qs = parameters(SHAPES, dtype, device), parameters(SHAPES, dtype, device)
-    mine, theirs = make(name, ps, {"max_grad_norm": 40.0, **options}), make(name, qs, options)
+    mine, theirs = make(name, ps, {"max_grad_norm": 30.0, **options}), make(name, qs, options)
     for step in range(2):
         grads = gradients(ps, step)
-        assert (norm_of(grads) > 40) == (step > 0)
+        assert (norm_of(grads) > 30) == (step > 0)
         give(ps, grads)
-        give(qs, clipped(grads, 40.0))
+        give(qs, clipped(grads, 30.0))
         before = [grad.clone() for grad in grads]
         mine.step()
         theirs.step()
@@ -117,8 +117,8 @@ def test_a_step_is_that_of_gradients_clipped_before(
         assert float(mine.grad_norm) == pytest.approx(norm_of(grads), rel=1e-7)
         # And that is what torch says and does, which sums in float32.
         give(qs, [grad.float() for grad in grads])
-        assert torch.allclose(torch.nn.utils.clip_grad_norm_(qs, 40.0), mine.grad_norm, rtol=1e-5)
-        for q, wanted in zip(qs, clipped(grads, 40.0), strict=True):
+        assert torch.allclose(torch.nn.utils.clip_grad_norm_(qs, 30.0), mine.grad_norm, rtol=1e-5)
+        for q, wanted in zip(qs, clipped(grads, 30.0), strict=True):
             assert torch.allclose(q.grad, wanted, rtol=1e-5)
     same(mine, ps, theirs, qs)
 
@@ -158,7 +158,7 @@ def test_unscaling_comes_before_clipping(make: Maker, device: str) -> None:
     same(mine, ps, theirs, qs)
 
 
-@pytest.mark.parametrize("size", [1e-30, 1e-22, 1e22, 1e36])
+@pytest.mark.parametrize("size", [1e-30, 1e22, 1e36])
 def test_gradients_whose_squares_no_float32_holds(make: Maker, size: float, device: str) -> None:
     """A factor that went into the numbers of v would be squared there: v would stay 0, and m would not."""
     ps, qs = parameters(SHAPES, torch.float32, device), parameters(SHAPES, torch.float32, device)
@@ -230,19 +230,23 @@ def test_a_step_that_is_whole_is_taken_by_all_or_none(make: Maker, nonfinite: st
         with mine.unscaling(inverse, whole=True) as told:
             mine.step()
         (flags,) = told.flags.values()
-        assert flags.tolist() == [False] * 4 + [step in (1, 2), False]
+        assert flags.tolist() == [False] * 4 + [step in (1, 2)]
         if step not in (1, 2):
             theirs.step()
     same(mine, ps, theirs, qs)  # the counts of skips among the rest: it was not the optimizer that skipped
 
 
-def test_it_is_the_same_every_time_and_by_any_number_of_threads(make: Maker, device: str) -> None:
-    ends = []
+def test_it_is_the_same_every_time_and_by_any_number_of_threads(
+    make: Maker, device: str, request: pytest.FixtureRequest
+) -> None:
+    # The interpreter takes a second for what takes a thread a microsecond, and has none.
+    interpreted = device == "cpu" and request.node.callspec.params["make"] == "Triton"
+    shapes, ends = ((30, 70) if interpreted else (300, 700), (5,)), []
     threads = torch.get_num_threads()
     try:
         for number in (1, 2, 2):
             torch.set_num_threads(number)
-            ps = parameters(((300, 700), (5,)), torch.float32, device)
+            ps = parameters(shapes, torch.float32, device)
             optimizer = make("AdamW", ps, {"max_grad_norm": 0.5})
             give(ps, gradients(ps, 0))
             optimizer.step()
