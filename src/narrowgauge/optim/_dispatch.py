@@ -85,8 +85,11 @@ class Dispatch:
             if _captured(given) or any(grad.layout is not torch.strided for grad in given):
                 return False  # refused in words of its own
             checked = [given[number] for number in known.raising]
-            name = lambda number: optimizer._plan(mine[known.raising[number]]).name  # noqa: E731
-            refuse_nonfinite(checked, name, factor.inverse_on if factor is not None else None)
+            refuse_nonfinite(
+                checked,
+                lambda number: optimizer._plan(mine[known.raising[number]]).name,
+                factor.inverse_on if factor is not None else None,
+            )
         judge = None
         if factor is not None:
             apart = [place for place, _ in known.alone]
