@@ -29,7 +29,8 @@ import triton
 from torch import Tensor
 
 from narrowgauge import optim
-from narrowgauge.optim._fused_gpu import Entry, FusedSteps
+from narrowgauge.optim._fused_entry import Entry
+from narrowgauge.optim._fused_gpu import FusedSteps
 
 VARIANTS = [(w, s) for w in ("plain", "split8") for s in ("fp32", "bf16", "8bit", "log8", "fp8")]
 VARIANTS += [

@@ -4,7 +4,7 @@ The kernels are compiled without a GPU. Counted is one turn of the loop over uni
 `all` counts every line of the kernel. An H200 has about 69 instructions an element to spend where 10 bytes move,
 and 83 where 12 do. Kernels without a loop, whose states have no blocks, are counted in full only.
 
-    python benchmarks/count_step_instructions.py [--gauges] [--sass FOLDER]
+    python benchmarks/count_step_instructions.py [--gauges] [--factor norm] [--sass FOLDER]
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from narrowgauge import optim
-from narrowgauge.kernels._step import _gauges
+from narrowgauge.kernels._step import _gauges, _squares
 from narrowgauge.kernels._step._layout import AT, WIDTH
-from narrowgauge.optim._fused_gpu import Entry, _kind, _step
+from narrowgauge.optim._fused_entry import Entry
+from narrowgauge.optim._fused_kinds import kernels_of, kind_of
 from narrowgauge.optim._fused_numbers import Options
 
 _TARGET = GPUTarget("cuda", 90, 32)
@@ -34,6 +35,7 @@ _TYPES = {
     "hyper": "*fp64", "values0": "*fp32", "values1": "*fp32", "cells0": "*i32", "cells1": "*i32",
     "gauges": "*fp32", "sums": "*fp32", "ends": "*i32", "slices": "*fp64", "stats": "*fp64",
     "turns": "*i32",
+    "verdict": "*fp32", "squares": "*fp64",
 }  # fmt: skip
 # Weights, states, dtype, optimizer, options: every codec, every rule, sums, blocks of other sizes.
 EVERY: list[tuple[str, str, torch.dtype, str, dict[str, Any]]] = [
@@ -57,6 +59,7 @@ def step_of(
     dtype: torch.dtype = torch.bfloat16,
     name: str = "AdamW",
     gauges: Any = False,
+    factor: Any = "",
     **options: Any,
 ) -> Any:
     """The kernels of an optimizer and its storages."""
@@ -65,7 +68,7 @@ def step_of(
     (group,) = optimizer.param_groups
     plan = optimizer._plan(p)
     entry = Entry(plan, p, torch.zeros_like(p), plan.init(p, group), group)
-    return _step(_kind(entry, Options.of(group), gauges))
+    return kernels_of(kind_of(entry, Options.of(group), gauges, factor))
 
 
 def compile_step(step: Any) -> Any:
@@ -88,11 +91,14 @@ def compile_kernel(kernel: Any, layout: Any, constants: dict[str, Any], target: 
 
 def compile_every(step: Any, target: GPUTarget = _TARGET) -> None:
     """All kernels of a step as they are launched: what the interpreter lets pass the compiler may refuse."""
-    for name in ("step", "numbers", "sums", "numbers_before", "finite"):
+    for name in ("step", "numbers", "sums", "numbers_before", "finite", "pass_before"):
         for advance in (True, False) if name.startswith("numbers") and hasattr(step, name) else (True,):
             if hasattr(step, name):
                 constants = {"ADVANCE": advance, "SKIP": advance and step.skip}
                 compile_kernel(getattr(step, name), step.layout, constants, target)
+    if step.squares:
+        constants = {"WIDTH": WIDTH, "FIRST": AT["pass_first"], "PASSES": AT["passes"]}
+        compile_kernel(_squares.add_squares, step.layout, constants, target)
     if step.layout.gauges:
         places = {"WIDTH": WIDTH, "FIRST": AT["first"], "NUMEL": AT["numel"]}
         constants = {**places, "EACH": step.layout.units * step.layout.unit, "RATIO": step.ratio}
@@ -180,14 +186,17 @@ def main() -> None:
     parser.add_argument(
         "--gauges", nargs="?", const=True, default=False, help="with the sums of the gauges, or sampled"
     )
+    parser.add_argument(
+        "--factor", choices=("", "given", "norm"), default="", help="what gradients are multiplied by"
+    )
     args = parser.parse_args()
     if args.every:
         for weights, states, dtype, name, options in EVERY:
-            compile_every(step_of(weights, states, dtype, name, args.gauges, **options))
+            compile_every(step_of(weights, states, dtype, name, args.gauges, args.factor, **options))
             print("compiled", name, weights, states, options, flush=True)
         return
     for weights, states in [tuple(v.split(":")) for v in args.only] if args.only else VARIANTS:
-        step = step_of(weights, states, gauges=args.gauges)
+        step = step_of(weights, states, gauges=args.gauges, factor=args.factor)
         found = measure(step)
         ops = found.pop("ops")
         print(weights, states, {k: round(v, 1) if isinstance(v, float) else v for k, v in found.items()})

@@ -22,7 +22,7 @@ from fused_runs import parameters
 from test_fused_steps import agree
 
 from narrowgauge import optim
-from narrowgauge.optim import _dispatch, _fused_gpu, step_in_backward
+from narrowgauge.optim import _dispatch, _fused_gpu, _fused_kinds, step_in_backward
 from narrowgauge.optim._fused_gpu import FusedSteps
 from narrowgauge.optim._optimizer import NarrowOptimizer
 from narrowgauge.scaling import DynamicLossScaler, TensorLossScaler
@@ -435,7 +435,8 @@ class TestGraphs:
     def capture(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[NarrowOptimizer], None]:
         def take(optimizer: NarrowOptimizer) -> None:
             with monkeypatch.context() as inside:
-                inside.setattr(_fused_gpu, "_capturing", lambda device: True)
+                inside.setattr(_fused_gpu, "capturing", lambda device: True)
+                inside.setattr(_fused_kinds, "capturing", lambda device: True)
                 optimizer.step()
 
         return take
@@ -456,7 +457,7 @@ class TestGraphs:
             theirs.mul_(0.5)
         for p, q, (mine, theirs) in zip(pair.ps, pair.qs, captured, strict=True):
             p.grad, q.grad = mine.clone(), theirs
-        (board,) = pair.fused._dispatch._together[False]._captured
+        (board,) = pair.fused._dispatch._together[False, ""]._captured
         for _ in range(2):
             for rate in rates if device != "cpu" else ():  # one on the host is fixed
                 rate.mul_(0.5)

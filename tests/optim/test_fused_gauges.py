@@ -22,7 +22,7 @@ from narrowgauge import optim
 from narrowgauge.kernels._step import _gauges, _launch
 from narrowgauge.kernels._step._layout import Layout
 from narrowgauge.kernels._step._sampling import grids, other_program, sampled_program
-from narrowgauge.optim import UpdateStats, _fused_gpu, step_in_backward
+from narrowgauge.optim import UpdateStats, _fused_gpu, _fused_kinds, step_in_backward
 from narrowgauge.storage import weight_storage, weight_storages
 
 SHAPES = ((1,), (0,), (300,), (16, 64), (1301,))
@@ -157,7 +157,7 @@ def test_two_kernels_share_the_programs(short: int, programs: int, device: str) 
 def test_a_sample_is_scaled_up(weights: str, states: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Short tensors are measured in full; long ones' sums are nearly those of the whole, and no bit differs."""
     monkeypatch.setattr(Layout, "units", 1)
-    monkeypatch.setattr(_fused_gpu, "_step", _fused_gpu._step.__wrapped__)
+    monkeypatch.setattr(_fused_kinds, "kernels_of", _fused_kinds.kernels_of.__wrapped__)
     shapes = ((24 * (256 if states == "log8" else 512) + 7,), (3,), (0,))
     ps, qs = (parameters(shapes, torch.bfloat16, device) for _ in range(2))
     options: dict[str, Any] = {"weights": weights, "states": states, "min_quantized_size": 0, "lr": 3e-3}
@@ -311,11 +311,12 @@ def test_a_graph_tells_of_its_last_replay(device: str, monkeypatch: pytest.Monke
     pair.step()
     pair.gradients()
     with monkeypatch.context() as inside:
-        inside.setattr(_fused_gpu, "_capturing", lambda device: True)
+        inside.setattr(_fused_gpu, "capturing", lambda device: True)
+        inside.setattr(_fused_kinds, "capturing", lambda device: True)
         pair.fused.step()
     pair.eager.step()
     stats: dict[str, UpdateStats] = dict(pair.fused.last_stats)
-    (board,) = pair.fused._dispatch._together[True]._captured
+    (board,) = pair.fused._dispatch._together[True, ""]._captured
     before = stats["0.2"].sums.clone()
     for p, q in zip(pair.ps, pair.qs, strict=True):
         p.grad.mul_(0.5)

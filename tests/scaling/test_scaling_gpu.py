@@ -80,6 +80,52 @@ def test_with_our_optimizer_nothing_is_copied_to_the_host(clip: bool, dtype: tor
         assert scaler.skipped == {"0": 1}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [DynamicLossScaler, StaticLossScaler, TensorLossScaler])
+def test_a_step_that_unscales_and_clips_waits_for_nothing(kind, dtype: torch.dtype) -> None:
+    params, twins = parameters(dtype), parameters(dtype)
+    options = {"lr": 0.1, "weights": "plain" if dtype is torch.float32 else "master", "max_grad_norm": 0.5}
+    optimizer, twin = AdamW(params, **options), AdamW(twins, **options)
+    scaler = kind(init_scale=1024.0)
+    scaler.scale(torch.ones((), device="cuda"))
+    whole = kind is not TensorLossScaler
+    for step in range(5):
+        give(params, step, bad=2 if step == 3 else None)
+        for (_, p), (_, q) in zip(params, twins, strict=True):
+            q.grad_dtype = None
+            q.grad = p.grad.float() / 1024.0
+        if step == 0:
+            scaler.step(optimizer)  # states are made
+            scaler.update()
+        else:
+            if step == 4 and kind is DynamicLossScaler:
+                scaler.update(1024.0)
+            torch.cuda.synchronize()
+            with waiting_for_the_device(allowed=0):
+                scaler.step(optimizer)
+                scaler.update()
+        if not (whole and step == 3):
+            twin.step()
+    assert all(torch.equal(p, q) for (_, p), (_, q) in zip(params, twins, strict=True))
+    assert torch.equal(optimizer.grad_norm, twin.grad_norm)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert (scaler.skipped, scaler.skipped_steps) == ({"2": 1}, int(whole))
+
+
+def test_a_skip_is_told_of_when_its_flags_have_arrived() -> None:
+    params, scaler = parameters(), StaticLossScaler(init_scale=1024.0)
+    optimizer = AdamW(params)
+    scaler.scale(torch.ones((), device="cuda"))
+    give(params, 0, bad=1)
+    scaler.step(optimizer)
+    scaler.update()
+    torch.cuda.synchronize()
+    give(params, 1)
+    with pytest.warns(UserWarning, match="a step was skipped: 1 had inf or NaN under the loss scale 1024;"):
+        scaler.step(optimizer)
+
+
 @pytest.mark.parametrize("kind", [DynamicLossScaler, StaticLossScaler, TensorLossScaler])
 def test_with_torchs_optimizer_the_host_waits_once_a_step(kind) -> None:
     params = parameters()

@@ -117,6 +117,7 @@ def test_float16_gradients_accumulate_and_go_on_after_having_been_widened() -> N
     for keep_tensor in (True, False):
         for _ in range(2):  # two micro-batches
             scaler.scale(p.float().sum() * 2.0**-12).backward()
+        scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
         assert torch.equal(p.grad, torch.full((3,), 2.0**-11))

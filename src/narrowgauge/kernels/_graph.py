@@ -35,7 +35,7 @@ class Node:
 
     Attributes:
         op: ``"input"`` and ``"number"`` have a name, ``"constant"`` a value, ``"wide"`` and ``"narrow"`` change the
-            precision; all else is arithmetic.
+            precision, ``"scaled"`` is a product that is rounded by itself; all else is arithmetic.
         args: nodes, or the name or value.
         scalar: one number a parameter, in double precision; otherwise one an element.
         double: an element in double precision, as terms of sums are.
@@ -74,6 +74,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def element(self, name: str) -> Tensor:
         """A float32 tensor that stands for an input of that name."""
         return self._keep(torch.full(self._shape, 0.5), Node("input", (name,)))
+
+    def scaled(self, name: str, number: str) -> Tensor:
+        """One that stands for an input times a number, rounded to float32 before anything else is done with it.
+
+        Nothing takes the number elsewhere: what is worked out is, bit for bit, what it is of the product.
+        """
+        args = Node("input", (name,)), Node("number", (number,), scalar=True)
+        return self._keep(torch.full(self._shape, 0.5), Node("scaled", args))
 
     def number(self, name: str) -> Tensor:
         """A tensor that stands for a number of that name."""

@@ -33,12 +33,17 @@ def refuse_gradient(optimizer: str, name: str, group: Mapping[str, Any], grad: T
         )
 
 
-def refuse_nonfinite(grads: Sequence[Tensor], name: Callable[[int], str]) -> None:
+def refuse_nonfinite(
+    grads: Sequence[Tensor],
+    name: Callable[[int], str],
+    inverse: Callable[[torch.device], Tensor] | None = None,
+) -> None:
     """Raise for an inf or NaN; waits for each device once.
 
     Args:
         grads: gradients of parameters whose `nonfinite` is ``"raise"``.
         name: gives the name of a parameter, by its place.
+        inverse: gives, for a device, what gradients will be multiplied by before they are to be finite.
 
     Raises:
         FloatingPointError: naming the first bad one.
@@ -48,12 +53,13 @@ def refuse_nonfinite(grads: Sequence[Tensor], name: Callable[[int], str]) -> Non
     for place, grad in enumerate(grads):
         if type(grad) is Tensor and grad.device.type != "cpu" and grad.numel():
             devices.setdefault(grad.device, []).append(place)
-        elif not torch.isfinite(grad).all():
+        elif not torch.isfinite(grad if inverse is None else grad.to(torch.float32) * inverse(grad.device)).all():
             bad.append(place)
     for places in devices.values():
         # The largest magnitude: exact in any format, inf or NaN if one is there.
         largest = torch._foreach_norm([grads[place] for place in places], math.inf)
-        finite = torch.isfinite(torch.stack([value.to(torch.float32) for value in largest])).tolist()
+        sizes = torch.stack([value.to(torch.float32) for value in largest])
+        finite = torch.isfinite(sizes if inverse is None else sizes * inverse(sizes.device)).tolist()
         bad += [place for place, whole in zip(places, finite, strict=True) if not whole]
     if bad:
         raise FloatingPointError(

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from narrowgauge.optim._checkpoint_layouts import VERSION_KEY, layout_of
 from narrowgauge.optim._checkpoint_words import Notes, WordReader
+from narrowgauge.optim._options import LIMIT, check_limits
 from narrowgauge.optim._plan import plan_parameter, slot_storages
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ _STAYS = (
     "foreach", "fused", "capturable", "differentiable", "rule", VERSION_KEY,
 )  # fmt: skip
 # Options that limit steps: what the checkpoint says holds, as for every hyperparameter, but not in silence.
-_LIMITS = ("clip_updates", "percentile_clipping")
+_LIMITS = ("clip_updates", LIMIT, "percentile_clipping")
 # Rules whose moments are the same averages.
 _ALIKE = {"adam", "adamw", "lamb"}
 
@@ -143,6 +144,10 @@ def read_checkpoint(
     translated = [layout.group(name, number, *pair) for number, pair in enumerate(zip(live, saved, strict=True))]
     stays = (*_STAYS, *optimizer.identity)
     groups = [_merge(*pair, stays) for pair in zip(live, translated, strict=True)]
+    try:
+        check_limits(groups)
+    except ValueError as error:
+        raise ValueError(f"state_dict: {error}") from error
     checkpoint = Checkpoint(groups, dict(given["state"]))
     for number, (group, old) in enumerate(zip(groups, translated, strict=True)):
         members = live[number]["params"]

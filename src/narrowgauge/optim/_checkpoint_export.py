@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # Options that change the equation and that torch may not have, at the value that changes nothing.
 _OFF = {
     "clip_updates": False,
+    "max_grad_norm": None,
     "percentile_clipping": 100,
     "beta2_schedule": None,
     "momentum": 0.0,

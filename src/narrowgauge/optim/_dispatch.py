@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,10 +19,12 @@ from narrowgauge.kernels import _triton
 from narrowgauge.optim._admission import refuse_nonfinite
 from narrowgauge.optim._fused_cpu import Kernel, kernel_of
 from narrowgauge.optim._fused_entry import Entry, no_equation, no_kernel
+from narrowgauge.optim._gradient_factor import GradientFactor
 from narrowgauge.optim._plan import ParameterPlan
 from narrowgauge.optim._unchanged import identical
 
 if TYPE_CHECKING:
+    from narrowgauge.optim._fused_board import Found
     from narrowgauge.optim._fused_gpu import FusedSteps
     from narrowgauge.optim._optimizer import NarrowOptimizer
 
@@ -48,8 +50,8 @@ class Dispatch:
     def __init__(self) -> None:
         self.eager = ""
         self._known: _Known | None = None
-        # With gauges and without there are different kernels, and tables for them.
-        self._together: dict[bool | str, FusedSteps] = {}
+        # With gauges and without, with a factor and without there are different kernels, and tables for them.
+        self._together: dict[tuple[bool | str, str], FusedSteps] = {}
         self._alone: dict[bool | str, dict[Tensor, FusedSteps]] = defaultdict(dict)
         self._left: dict[Tensor, tuple[ParameterPlan, str]] = {}
 
@@ -62,49 +64,79 @@ class Dispatch:
         groups = optimizer.param_groups
         ps = list(chain.from_iterable([group["params"] for group in groups]))
         grads = list(map(_GRAD, ps))
-        if not self._step_again(optimizer, ps, grads):
+        factor = GradientFactor.of(optimizer)
+        if not self._step_again(optimizer, ps, grads, factor):
             owners = chain.from_iterable([[group] * len(group["params"]) for group in groups])
             triples = enumerate(zip(owners, ps, grads, strict=True))
-            self._look(optimizer, ps, {place: turn for place, turn in triples if turn[2] is not None})
+            self._look(optimizer, ps, {place: turn for place, turn in triples if turn[2] is not None}, factor)
+        if factor is not None and factor.norm is not None:
+            optimizer._keep_norm(factor.norm)
 
-    def _step_again(self, optimizer: NarrowOptimizer, ps: list[Tensor], grads: list[Tensor]) -> bool:
+    def _step_again(
+        self, optimizer: NarrowOptimizer, ps: list[Tensor], grads: list[Tensor], factor: GradientFactor | None
+    ) -> bool:
         """Take a step if it is like the last one; False, with nothing done, if not."""
-        known, run = self._known, self._together.get(optimizer.gauges)
+        known, run = self._known, self._together.get((optimizer.gauges, _kind(factor)))
         if known is None or run is None or not self._by_kernels() or not known.holds(optimizer, ps, grads):
             return False
         alone = [(group, ps[place], grads[place]) for place, group in known.alone]
-        _refuse(optimizer, alone)
+        _refuse(optimizer, alone, factor)
         mine, given = known.mine, known.pick(grads)
-        if known.raising:
+        if known.raising and not (factor is not None and factor.held_by_others):
             if _captured(given) or any(grad.layout is not torch.strided for grad in given):
                 return False  # refused in words of its own
             checked = [given[number] for number in known.raising]
-            refuse_nonfinite(checked, lambda number: optimizer._plan(mine[known.raising[number]]).name)
-        if not run.again(mine, given, known.states(optimizer)):
+            refuse_nonfinite(
+                checked,
+                lambda number: optimizer._plan(mine[known.raising[number]]).name,
+                factor.inverse_on if factor is not None else None,
+            )
+        judge = None
+        if factor is not None:
+            apart = [place for place, _ in known.alone]
+            judge = _Judge(factor, lambda: {place: grads[place] for place in apart}, known.together, len(ps))
+        if not run.again(mine, given, known.states(optimizer), judge):
             return False
         _report(optimizer, run)
-        for turn in alone:
-            optimizer._step_parameter(*turn)
+        for (place, _), turn in zip(known.alone, alone, strict=True):
+            optimizer._step_parameter(*turn, factor, place)
         return True
 
-    def _look(self, optimizer: NarrowOptimizer, ps: list[Tensor], turns: Mapping[int, Turn]) -> None:
+    def _look(
+        self,
+        optimizer: NarrowOptimizer,
+        ps: list[Tensor],
+        turns: Mapping[int, Turn],
+        factor: GradientFactor | None,
+    ) -> None:
         """Take a step of which nothing is known; `turns` by place."""
-        _refuse(optimizer, turns.values())
+        _refuse(optimizer, turns.values(), factor)
         together = [place for place, (_, p, grad) in turns.items() if self._takes(p, grad)]
         alone = set(turns) - set(together)
+        run: FusedSteps | None = None
+
+        def apart() -> dict[int, Tensor]:
+            # What kernels leave is known only once they have been asked.
+            left = {together[number] for number in run.left} if run is not None else set()
+            return {place: turns[place][2] for place in sorted(alone | left)}
+
+        judge = _Judge(factor, apart, together, len(ps)) if factor is not None else None
         if together:
             from narrowgauge.optim._fused_gpu import FusedSteps
 
             self._known = None
-            run = self._together.setdefault(optimizer.gauges, FusedSteps(optimizer.gauges))
-            run([_entry(optimizer, turns[place]) for place in together])
+            key = optimizer.gauges, _kind(factor)
+            run = self._together.setdefault(key, FusedSteps(*key))
+            run([_entry(optimizer, turns[place]) for place in together], judge)
             _report(optimizer, run)
             left = {together[number]: why for number, why in run.left.items()}
             self._left = {turns[place][1]: (optimizer._plans[turns[place][1]], why) for place, why in left.items()}
             alone |= set(left)
             self._known = _Known(optimizer, ps, [(place, turns[place][0]) for place in sorted(alone)], together)
+        elif judge is not None:
+            judge([])
         for place in sorted(alone):
-            optimizer._step_parameter(*turns[place])
+            optimizer._step_parameter(*turns[place], factor, place)
 
     def step_one(self, optimizer: NarrowOptimizer, turn: Turn) -> None:
         """Step one parameter."""
@@ -157,7 +189,7 @@ class _Known:
     def __init__(
         self, optimizer: NarrowOptimizer, ps: list[Tensor], alone: list[tuple[int, Group]], together: list[int]
     ) -> None:
-        self.alone = alone
+        self.alone, self.together = alone, together
         self.pick = _picker(together)
         self.mine = self.pick(ps)
         self._ps, self._kinds = ps, [type(p.grad) for p in ps]
@@ -208,11 +240,42 @@ def _picker(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     return lambda items: tuple(items[place] for place in places)
 
 
-def _refuse(optimizer: NarrowOptimizer, turns: Collection[Turn]) -> None:
+def _kind(factor: GradientFactor | None) -> Literal["", "given", "norm"]:
+    return "" if factor is None else "norm" if factor.squares else "given"
+
+
+class _Judge:
+    """A step's factor, as kernels for lists ask for it.
+
+    Args:
+        factor: the factor.
+        apart: gives, by place, the gradients that no kernel for lists takes.
+        places: of the parameters that these kernels are given.
+        count: of all parameters.
+    """
+
+    def __init__(
+        self, factor: GradientFactor, apart: Callable[[], Mapping[int, Tensor]], places: Sequence[int], count: int
+    ) -> None:
+        self._factor, self._apart, self._places, self._count = factor, apart, places, count
+        self.inverse_on, self.on = factor.inverse_on, factor.on
+
+    def __call__(self, found: list[Found]) -> None:
+        self._factor.look(self._apart())
+        self._factor.judge(found, self._places, self._count)
+
+
+def _refuse(optimizer: NarrowOptimizer, turns: Collection[Turn], factor: GradientFactor | None) -> None:
     for turn in turns:
         optimizer._refuse_gradient(*turn)
+    if factor is not None and factor.held_by_others:
+        return
     raising = [(p, grad) for group, p, grad in turns if group["nonfinite"] == "raise"]
-    refuse_nonfinite([grad for _, grad in raising], lambda place: optimizer._plan(raising[place][0]).name)
+    refuse_nonfinite(
+        [grad for _, grad in raising],
+        lambda place: optimizer._plan(raising[place][0]).name,
+        factor.inverse_on if factor is not None else None,
+    )
 
 
 def _entry(optimizer: NarrowOptimizer, turn: Turn) -> Entry:

@@ -18,6 +18,9 @@ from narrowgauge.kernels._graph import Node, Recorder
 from narrowgauge.optim._arithmetic import Fp32Arithmetic
 from narrowgauge.rules import Rule, squared_ratio
 
+# The number that every gradient of a step is multiplied by, where there is one: a rule does not know of it.
+FACTOR = "grad_factor"
+
 
 @dataclass(frozen=True)
 class Equation:
@@ -51,7 +54,7 @@ def equation(rule: Rule, slots: tuple[str, ...], numbers: tuple[str, ...]) -> Eq
     Args:
         rule: the rule.
         slots: names of the moments that it keeps.
-        numbers: names of the scalars that it is given.
+        numbers: names of the scalars that it is given; where `FACTOR` is one, the gradient times it too.
 
     Raises:
         NotImplementedError: if it does something that is not elementwise, or that is not known here.
@@ -68,7 +71,10 @@ def equation(rule: Rule, slots: tuple[str, ...], numbers: tuple[str, ...]) -> Eq
 
 
 def _recorded(record: Recorder, rule: Rule, slots: tuple[str, ...], numbers: tuple[str, ...]) -> Equation:
-    weight, grad = record.element("weight"), record.element("grad")
+    weight = record.element("weight")
+    # A product of its own. Taken into the numbers of a square it would be squared there, and a factor of 1e-20, for
+    # gradients that explode, is none any more: v would stay 0, and m over its root would not.
+    grad = record.scaled("grad", FACTOR) if FACTOR in numbers else record.element("grad")
     moments = {name: record.element(name) for name in slots}
     s = {name: record.number(name) for name in numbers}
     arithmetic = Fp32Arithmetic()

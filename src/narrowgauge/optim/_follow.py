@@ -20,7 +20,7 @@ from torch import Tensor
 
 from narrowgauge.optim._checkpoint_words import Notes, WordReader
 from narrowgauge.optim._clip_gradients import HISTORY
-from narrowgauge.optim._options import option_values
+from narrowgauge.optim._options import check_limits, option_values
 from narrowgauge.optim._plan import ParameterPlan
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def follow(optimizer: NarrowOptimizer, requests: list[Request]) -> None:
         for number, group in enumerate(optimizer.param_groups):
             optimizer.check(group)
             optimizer._plan_group(number)
+        check_limits(optimizer.param_groups)
     finally:
         new, optimizer._plans = optimizer._plans, old
     notes = Notes()

@@ -57,6 +57,21 @@ class Launch:
     cut: Cut | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What a launch's look at its gradients has found.
+
+    Attributes:
+        members: the place of each in the list of entries.
+        flags: int32, 1 for those with inf or NaN; the step takes them down.
+        squares: float64, sums of the squares of the others; None if not asked for.
+    """
+
+    members: npt.NDArray[np.int64]
+    flags: Tensor
+    squares: Tensor | None
+
+
 class Board:
     """The launches on one device, and the memory that they read.
 
@@ -164,8 +179,18 @@ class Board:
         """Memory of the host to send from, so many times as long as what is sent."""
         return torch.empty(count, len(self._host), dtype=torch.int64, pin_memory=self.device.type != "cpu")
 
-    def launch(self) -> list[Tensor | None]:
+    def look(self, inverse: Tensor) -> list[Found]:
+        """Look at all gradients, which are going to be multiplied by `inverse`."""
+        return [
+            Found(launch.members, *launch.step.look(tables, inverse))
+            for launch, tables in zip(self.launches, self.tables, strict=True)
+        ]
+
+    def launch(self, verdict: Tensor | None = None) -> list[Tensor | None]:
         """Take the step.
+
+        Args:
+            verdict: float32 (2,), where gradients have a factor: that, and whether no tensor takes the step.
 
         Returns:
             What the gauges of each launch say: float64 (tensors, 8), in the order of `UpdateStats`. A graph leaves
@@ -180,6 +205,6 @@ class Board:
                     stats = tables.buffer("stats", torch.float64, shape[0] * shape[1]).view(shape)
                 else:
                     stats = torch.empty(shape, dtype=torch.float64, device=self.device)
-            launch.step(tables, stats)
+            launch.step(tables, stats, verdict)
             found.append(stats)
         return found

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.optim._equation import FACTOR
 from narrowgauge.optim._fused_cpu import Kernel, kernel_for, words_for
 from narrowgauge.optim._plan import ParameterPlan
 from narrowgauge.optim._unchanged import Settled
@@ -51,16 +52,27 @@ class Calls:
         self._groups: dict[int, _Group] = {}
 
     def of(
-        self, plan: ParameterPlan, p: Tensor, grad: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]
+        self,
+        plan: ParameterPlan,
+        p: Tensor,
+        grad: Tensor,
+        state: Mapping[str, Tensor],
+        group: Mapping[str, Any],
+        factor: float | None = None,
     ) -> Call | None:
-        """What steps a parameter in one pass; None where the eager step has to."""
+        """What steps a parameter in one pass; None where the eager step has to.
+
+        Args:
+            plan, p, grad, state, group: as of `update`.
+            factor: what the gradient is multiplied by, if anything.
+        """
         if not p.is_cpu:
             return None
         count = int(state["step"].item()) + 1
         known = self._groups.get(id(group))
         if known is None or not known.holds(group):
             known = self._groups[id(group)] = _Group(group)
-        given = known.scalars(plan.rule, count)
+        given = known.scalars(plan.rule, count, factor)
         kernel = kernel_for(plan, p, group, given)
         if not isinstance(kernel, Kernel):
             return None
@@ -74,18 +86,20 @@ class _Group:
 
     def __init__(self, group: Mapping[str, Any]) -> None:
         self._group, self._settled = group, Settled(group)
-        self._scalars: dict[tuple[int, int], tuple[Rule, Mapping[str, Any]]] = {}
+        self._scalars: dict[tuple[int, int, float | None], tuple[Rule, Mapping[str, Any]]] = {}
 
     def holds(self, group: Mapping[str, Any]) -> bool:
         """Whether they are this group's still."""
         return self._group is group and self._settled.holds(group)
 
-    def scalars(self, rule: Rule, count: int) -> Mapping[str, Any]:
-        """A rule's scalars at a step: always the same object for the same ones."""
-        known = self._scalars.get((id(rule), count))
+    def scalars(self, rule: Rule, count: int, factor: float | None) -> Mapping[str, Any]:
+        """A rule's scalars at a step, the factor among them: always the same object for the same ones."""
+        known = self._scalars.get((id(rule), count, factor))
         if known is None:
             if len(self._scalars) >= _COUNTS:
                 self._scalars.clear()
             # With the rule, whose identity is of no use once it is gone.
-            known = self._scalars[id(rule), count] = rule, rule.scalars(numbers(self._group, _CPU), count)
+            given = rule.scalars(numbers(self._group, _CPU), count)
+            given = given if factor is None else {**given, FACTOR: factor}
+            known = self._scalars[id(rule), count, factor] = rule, given
         return known[1]

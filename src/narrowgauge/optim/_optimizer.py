@@ -17,20 +17,28 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from narrowgauge.optim._admission import admit, all_finite, refuse_gradient, skipped_steps
+from narrowgauge.optim._admission import refuse_gradient, skipped_steps
 from narrowgauge.optim._checkpoint import load_checkpoint
 from narrowgauge.optim._checkpoint_export import export_to_torch
 from narrowgauge.optim._checkpoint_layouts import VERSION, VERSION_KEY
-from narrowgauge.optim._clip_gradients import HISTORY, clip_to_percentile
 from narrowgauge.optim._describe import Description, describe
 from narrowgauge.optim._dispatch import Dispatch
 from narrowgauge.optim._follow import Request, follow, request
 from narrowgauge.optim._fused_calls import Call, Calls
-from narrowgauge.optim._options import check_hyperparameters, check_options, show_options, with_defaults
+from narrowgauge.optim._gradient_factor import GradientFactor
+from narrowgauge.optim._options import (
+    LIMIT,
+    check_hyperparameters,
+    check_limits,
+    check_options,
+    show_options,
+    with_defaults,
+)
 from narrowgauge.optim._plan import ParameterPlan, kind_of, plan_parameter
-from narrowgauge.optim._stats import Gauges, StepStats, UpdateStats
+from narrowgauge.optim._stats import Gauges, StepStats
+from narrowgauge.optim._step_one import step_parameter
+from narrowgauge.optim._takes_factor import TakesFactor
 from narrowgauge.optim._unchanged import Settled
-from narrowgauge.optim._update import Noise, squared_ratios, update
 from narrowgauge.rules import Rule, clipped
 from narrowgauge.storage import mark_states, marked_states
 
@@ -40,7 +48,7 @@ if TYPE_CHECKING:
 _MARKS = "marks"
 
 
-class NarrowOptimizer(torch.optim.Optimizer):
+class NarrowOptimizer(TakesFactor):
     """Base of the named optimizers; not made by users.
 
     Attributes:
@@ -54,6 +62,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
     gauges = Gauges()
     rule: ClassVar[Rule]
     refusals: ClassVar[Mapping[str, str]] = {}  # what torch says of a hyperparameter here and nowhere else
+    _made = True  # so are copies, without __init__
     identity: ClassVar[tuple[str, ...]] = ()  # options without which the name would lie: no checkpoint changes them
 
     def __init__(self, params: ParamsT, hyperparameters: Mapping[str, Any], options: Mapping[str, Any]) -> None:
@@ -61,7 +70,9 @@ class NarrowOptimizer(torch.optim.Optimizer):
         defaults = {**hyperparameters, **with_defaults(type(self).__name__, options), VERSION_KEY: VERSION}
         self.check(defaults)
         defaults["rule"] = self.base_rule(defaults).name
+        self._made = False
         super().__init__(params, defaults)
+        self._made = True
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -129,9 +140,12 @@ class NarrowOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._requests is None:
             self._follow()
+        if self._made and isinstance(param_group, dict):  # the number that the others have now
+            param_group.setdefault(LIMIT, self.param_groups[0][LIMIT])
         super().add_param_group(param_group)
         try:
             self.check(self.param_groups[-1])
+            check_limits(self.param_groups)
             self._plan_group(len(self.param_groups) - 1)
             if self.in_backward is not None:
                 self.in_backward.check(self.param_groups[-1])
@@ -199,46 +213,22 @@ class NarrowOptimizer(torch.optim.Optimizer):
     def _refuse_gradient(self, group: dict[str, Any], p: Tensor, grad: Tensor) -> None:
         refuse_gradient(type(self).__name__, self._plan(p).name, group, grad)
 
-    def _step_parameter(self, group: dict[str, Any], p: Tensor, grad: Tensor) -> None:
-        plan, state = self._plans[p], self.state[p]
-        if not state:
-            state.update(plan.init(p, group))
-        kernel = self._kernel(plan, p, grad, state, group)
-        keep = admit(group["nonfinite"], state, grad, kernel.finite if kernel is not None else all_finite)
-        if keep is False:
-            if self.gauges:
-                self.last_stats.add(plan.name, UpdateStats.none(p.device))
-            return
-        if kernel is not None:
-            kernel.take()
-            state["step"] += 1
-            return
-        # On a GPU the count stays there: reading it would make the host wait for the device at every parameter.
-        on_device = p.device.type != "cpu" and not plan.strict
-        step = state["step"].to(torch.float64) + 1 if on_device else int(state["step"].item()) + 1
-        if group["maximize"]:
-            grad = -grad
-        norms = {}
-        if HISTORY in state:
-            grad, norms[HISTORY] = clip_to_percentile(grad, state[HISTORY], group["percentile_clipping"])
-        before = plan.exact(p, state) if self.gauges else None
-        ratio = squared_ratios(plan, p, grad, state, group, step) if self.gauges else None
-        new_p, new_state, delta = update(
-            plan, p, grad, state, group, step, Noise(group["seed"], plan.index, step, p)
-        )
-        new_state |= norms
-        for target, value in [(p, new_p), *((state[key], value) for key, value in new_state.items())]:
-            target.copy_(value if keep is True else torch.where(keep, value, target))
-        state["step"] += 1 if keep is True else keep
-        if before is not None:
-            stats = UpdateStats.measure(delta, before, plan.exact(p, state), ratio)
-            self.last_stats.add(plan.name, stats.where(keep))
+    def _step_parameter(
+        self, group: dict[str, Any], p: Tensor, grad: Tensor, factor: GradientFactor | None = None, place: int = 0
+    ) -> None:
+        step_parameter(self, group, p, grad, factor, place)
 
     def _kernel(
-        self, plan: ParameterPlan, p: Tensor, grad: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]
+        self,
+        plan: ParameterPlan,
+        p: Tensor,
+        grad: Tensor,
+        state: Mapping[str, Tensor],
+        group: Mapping[str, Any],
+        factor: float | None,
     ) -> Call | None:
         """What steps this parameter in one pass; None where the eager step has to."""
-        return None if self.gauges else self._calls.of(plan, p, grad, state, group)
+        return None if self.gauges else self._calls.of(plan, p, grad, state, group, factor)
 
     @property
     def skipped(self) -> dict[str, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, Literal, TypedDict, get_type_hints
 
@@ -29,8 +29,12 @@ class Options(TypedDict, total=False):
         block_size: elements that share a scale in block-wise states.
         clip_updates: shorten a parameter's step where its second moment has fallen behind its gradient (Adafactor's
             update clipping, d = 1); for rules with a second moment.
+        max_grad_norm: make all gradients together no longer than this in the Euclidean norm, as
+            `torch.nn.utils.clip_grad_norm_` over all parameters of the optimizer would, in the passes of the step
+            and without writing to them; None for not at all, inf to measure only (`grad_norm`). One number for all
+            groups. Gradients with inf or NaN do not count in the norm.
         percentile_clipping: make a parameter's gradient no longer than this percentile of its last hundred norms;
-            100 for not at all.
+            100 for not at all. After `max_grad_norm`, if both are given.
         arithmetic: ``"fp32"`` computes in float32 and rounds each storage once, on write; ``"strict"`` rounds every
             operation to the storages' formats, as Collage's Algorithm 2 is written.
         nonfinite: what a gradient with inf or NaN does: ``"skip"`` leaves that parameter, its state, decay and step
@@ -40,8 +44,9 @@ class Options(TypedDict, total=False):
         seed: key of the random bits for stochastic rounding, which depend on it, the parameter's place, the element
             and the step alone.
         maximize: ascend instead.
-        foreach, fused: accepted for compatibility and moot: there is one implementation per device. What torch
-            refuses of them is refused.
+        foreach, fused: accepted for compatibility: there is one implementation per device. What torch refuses of
+            them is refused. With ``fused=True`` torch's GradScaler leaves unscaling to the step, as it does for
+            torch's own.
         capturable: accepted and always so: on a GPU the step count lives on the device, `lr` and `betas` too if
             they are tensors there, and the step does not synchronise (``arithmetic="strict"`` and
             ``nonfinite="raise"`` do, and cannot be captured).
@@ -52,6 +57,7 @@ class Options(TypedDict, total=False):
     states: str | Mapping[str, str]
     block_size: int
     clip_updates: bool
+    max_grad_norm: float | None
     percentile_clipping: float
     arithmetic: Literal["fp32", "strict"]
     nonfinite: Literal["skip", "propagate", "raise"]
@@ -69,6 +75,7 @@ _DEFAULTS: dict[str, Any] = {
     "states": "fp32",
     "block_size": 256,
     "clip_updates": False,
+    "max_grad_norm": None,
     "percentile_clipping": 100,
     "arithmetic": "fp32",
     "nonfinite": "skip",
@@ -80,6 +87,9 @@ _DEFAULTS: dict[str, Any] = {
     "capturable": False,
     "differentiable": False,
 }
+
+# The option that is one number for all groups.
+LIMIT = "max_grad_norm"
 
 # What is either on or off, in the optimizers that have it.
 _SWITCHES = (
@@ -116,8 +126,10 @@ def with_defaults(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 def option_values(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """The shared options of a group, to be compared with what they will be later."""
     states = group["states"]
-    others = (group[option] for option in _DEFAULTS if option != "states")
-    return tuple(states.items()) if isinstance(states, Mapping) else states, *others, group.get("amsgrad")
+    others = (group[option] for option in _DEFAULTS if option not in ("states", LIMIT))
+    # Whether there is a limit; what it is may change at every step.
+    limited = group[LIMIT] is not None
+    return tuple(states.items()) if isinstance(states, Mapping) else states, *others, limited, group.get("amsgrad")
 
 
 def show_options(init: Callable[..., None]) -> None:
@@ -171,6 +183,7 @@ def check_options(name: str, rule: Rule, group: Mapping[str, Any]) -> None:
             raise ValueError(f"{option}: got {group[option]!r}, takes True, False or None")
     if not is_number(group["percentile_clipping"]) or not 1 <= group["percentile_clipping"] <= 100:
         raise ValueError(f"percentile_clipping: got {group['percentile_clipping']!r}, takes a number from 1 to 100")
+    check_limits([group])
     if group["seed"] >= 2**32:
         raise ValueError(f"seed: got {group['seed']}, takes an integer below 2^32")
     for option in ("amsgrad", "differentiable"):
@@ -182,6 +195,21 @@ def check_options(name: str, rule: Rule, group: Mapping[str, Any]) -> None:
             f"capturable: got True with arithmetic={arithmetic!r}, nonfinite={nonfinite!r}; "
             "takes arithmetic='fp32' and nonfinite='skip' or 'propagate'"
         )
+
+
+def check_limits(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse a `max_grad_norm` that is none, and groups that do not agree on it.
+
+    Raises:
+        ValueError: naming the argument, what it got, what it takes.
+    """
+    limits = [group[LIMIT] for group in groups]
+    for limit in limits:
+        if limit is not None and (not is_number(limit) or not limit > 0):
+            raise ValueError(f"{LIMIT}: got {limit!r}, takes a number above 0, inf too, or None")
+    if any(limit != limits[0] for limit in limits):
+        each = ", ".join(map(repr, dict.fromkeys(limits)))
+        raise ValueError(f"{LIMIT}: got {each} in groups, takes one number for all of them")
 
 
 def check_hyperparameters(rule: Rule, group: Mapping[str, Any], refusals: Mapping[str, str]) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from narrowgauge.optim._optimizer import NarrowOptimizer
+from narrowgauge.optim._options import LIMIT
 
 Stepper = TypeVar("Stepper", bound=NarrowOptimizer)
 
@@ -36,8 +37,8 @@ def step_in_backward(model: torch.nn.Module, optimizer: Callable[..., Stepper], 
     Not to be had this way, since no two gradients exist at one time:
 
     - gradient accumulation, and more than one `backward()` before a `step()`: raises RuntimeError in the second;
-    - clipping by the norm of all gradients: torch's functions find no gradient and do nothing. `clip_updates=True`
-      limits each parameter's own step;
+    - clipping by the norm of all gradients: `max_grad_norm` raises ValueError; torch's functions find no gradient
+      and do nothing. `clip_updates=True` limits each parameter's own step;
     - loss scalers: the weights have moved before a scaler could unscale; `torch.amp.GradScaler.step` then raises
       AssertionError, having found no gradients, and those of `narrowgauge.scaling` RuntimeError;
     - `nonfinite="raise"`: parameters before the bad one would have moved; raises ValueError;
@@ -57,8 +58,8 @@ def step_in_backward(model: torch.nn.Module, optimizer: Callable[..., Stepper], 
 
     Raises:
         TypeError: if the model is no module or is DistributedDataParallel, or the optimizer is not one of these.
-        ValueError: for ``nonfinite="raise"``, or a parameter that another optimizer steps in backward already
-            (take that one off first: ``other.in_backward.remove()``).
+        ValueError: for ``nonfinite="raise"`` or a `max_grad_norm`, or a parameter that another optimizer steps in
+            backward already (take that one off first: ``other.in_backward.remove()``).
     """
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise TypeError("model: got DistributedDataParallel, whose averaging comes after each step; takes a module")
@@ -99,6 +100,10 @@ class InBackward:
             raise ValueError(
                 "nonfinite: got 'raise', step_in_backward takes 'skip' and 'propagate': "
                 "parameters before the bad one would have moved"
+            )
+        if group[LIMIT] is not None:
+            raise ValueError(
+                f"{LIMIT}: got {group[LIMIT]!r}, step_in_backward takes None: no two gradients exist at one time"
             )
 
     def check(self, group: dict[str, Any]) -> None:

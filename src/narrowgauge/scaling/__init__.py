@@ -22,10 +22,15 @@ rounds elsewhere, as it would for another loss, and unscaling rounds twice, 1/c 
 relative error of up to 2^-23, beside the rounding of bfloat16 gradients to their own format. Unscaling in float16
 would put the underflow back, so float16 gradients become float32 ones there.
 
-**Waiting for a GPU.** Per-tensor flags come out of one fused norm, the counters of skips live beside the gradients,
-and nothing is read tensor by tensor. `DynamicLossScaler` and `StaticLossScaler` read one number per device and
-step, as torch does, to decide about the step. `TensorLossScaler` reads one vector of flags, and nothing at all with
-an optimizer of this library under ``nonfinite="skip"``, which skips on the device.
+**In the step.** The optimizers of this library unscale while they move their parameters, and see for themselves
+what is not finite: `step` leaves all of it to them, unless `unscale_` was called, makes no pass over the gradients,
+and leaves those as they are. Under such an optimizer float16 gradients stay float16.
+
+**Waiting for a GPU.** Then nothing waits: steps are skipped, whole or tensor by tensor, on the device. With other
+optimizers, and after `unscale_`, per-tensor flags come out of one fused norm, the counters of skips live beside the
+gradients, and nothing is read tensor by tensor. `DynamicLossScaler` and `StaticLossScaler` read one number per
+device and step, as torch does, to decide about the step. `TensorLossScaler` reads one vector of flags, and nothing
+at all with an optimizer of this library under ``nonfinite="skip"``.
 
 The scalers are subclasses of `torch.amp.GradScaler`. The frameworks ask for its methods only; but torch's fused
 optimizers, sharding code and some trainers reach for its private attributes, which a look-alike would have to copy.

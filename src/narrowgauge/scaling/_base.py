@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from narrowgauge.scaling._counts import SkipCounts
 from narrowgauge.scaling._gradients import join_over_ranks, nonfinite, slots_of, unscale, widen_float16
+from narrowgauge.scaling._in_step import Notices, listed, unscales_in_step
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -39,15 +41,12 @@ class LossScaler(torch.amp.GradScaler):
         self._counts = SkipCounts()
         self._skipped_steps: int | Tensor = 0
         self._warned: set[str] = set()
+        self._notices = Notices()
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        if getattr(optimizer, "in_backward", None) is not None:
-            raise RuntimeError(
-                f"optimizer: got {type(optimizer).__name__} by step_in_backward, which has moved weights by "
-                "scaled gradients already; takes one that moves them in step()"
-            )
+        refuse_in_backward(optimizer)
         slots = slots_of(optimizer)
         self._per_optimizer_states[id(optimizer)]["unscaled"] = len(slots)
         if not allow_fp16:  # torch allows it when it only looks, for optimizers that unscale by themselves
@@ -89,8 +88,7 @@ class LossScaler(torch.amp.GradScaler):
         """The names of what was found in this step, for a message; waits for the device."""
         flags = self._per_optimizer_states[id(optimizer)]["flags"]
         bad = {i for vector in flags.values() for i in vector.nonzero().flatten().tolist()}
-        names = [slot.name for i, slot in enumerate(slots_of(optimizer)) if i in bad]
-        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        return listed([slot.name for i, slot in enumerate(slots_of(optimizer)) if i in bad])
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale if that has not been done, then `optimizer.step(*args, **kwargs)`, or skip it.
@@ -106,10 +104,37 @@ class LossScaler(torch.amp.GradScaler):
             return optimizer.step(*args, **kwargs)
         kwargs = refuse_closure(args, kwargs)
         self._refuse_late(optimizer)
-        result = super().step(optimizer, *args, **kwargs)
+        self._notices.arrived(self._tell)
+        if self._goes_into_step(optimizer):
+            result = self._step_unscaling(optimizer, *args, **kwargs)
+        else:
+            result = super().step(optimizer, *args, **kwargs)
         device = self._checked_scale("step").device
         found = [flag.to(device, non_blocking=True) for flag in self._found_inf_per_device(optimizer).values()]
         self._skipped_steps = self._skipped_steps + (torch.stack(found).amax() > 0).to(torch.int64)
+        return result
+
+    def _goes_into_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether unscaling is left to the optimizer's step; what was unscaled explicitly is not."""
+        refuse_in_backward(optimizer)
+        ready = self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
+        return ready and unscales_in_step(optimizer)
+
+    def _step_unscaling(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """A step that unscales, looks and decides by itself, on the device."""
+        scale = self._checked_scale("step")
+        with optimizer.unscaling(inverse_of(scale), whole=True) as told:
+            result = optimizer.step(*args, **kwargs)
+        self._counts.add(optimizer, told.flags)
+        state = self._per_optimizer_states[id(optimizer)]
+        found = {device: vector.any().float() for device, vector in told.flags.items()}
+        # Without gradients there is nothing to find, and nothing wrong either.
+        state["found_inf_per_device"] = found or {scale.device: torch.zeros_like(scale)}
+        state["stage"] = OptState.STEPPED
+        if not self._warned:
+            self._notices.send(told.flags, scale, [slot.name for slot in slots_of(optimizer)])
+            if all(device.type != "cuda" for device in told.flags):
+                self._notices.arrived(self._tell)
         return result
 
     def _checked_scale(self, method: str) -> Tensor:
@@ -119,12 +144,12 @@ class LossScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         if any(found.item() for found in optimizer_state["found_inf_per_device"].values()):
-            self._tell(optimizer)
+            self._tell(self._flagged(optimizer), self.get_scale())
             return None
         return optimizer.step(*args, **kwargs)
 
-    def _tell(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called when the host knows that a step is skipped."""
+    def _tell(self, names: str, scale: float) -> None:
+        """Called when the host knows that a step is, or was, skipped: whose gradients, under which scale."""
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Finish the iteration, after `step` of every optimizer used in it.
@@ -166,7 +191,9 @@ class LossScaler(torch.amp.GradScaler):
     @property
     def skipped_steps(self) -> int:
         """Optimizer steps that were skipped whole. Reading it waits for the device."""
-        return int(self._skipped_steps)
+        steps = int(self._skipped_steps)
+        self._notices.arrived(self._tell)
+        return steps
 
     def state_dict(self) -> dict[str, Any]:
         """Torch's five entries, and the counts: a `torch.amp.GradScaler` can load it. Empty if not enabled."""
@@ -203,6 +230,7 @@ class LossScaler(torch.amp.GradScaler):
         state = super().__getstate__()
         state["_counts"] = self._counts.read(with_optimizers=False)
         state["_skipped_steps"] = self.skipped_steps
+        state["_notices"] = Notices()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -229,6 +257,24 @@ def check_number(name: str, value: object, takes: str, low: float, high: float) 
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number or not low < value < high:  # type: ignore[operator]
         raise ValueError(f"{name}: got {value!r}, takes {takes}")
+
+
+def inverse_of(scale: Tensor) -> Tensor:
+    """What gradients are multiplied by: 1 / scale, rounded once, in float32."""
+    return scale.double().reciprocal().float()
+
+
+def refuse_in_backward(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that has stepped already.
+
+    Raises:
+        RuntimeError: naming the argument, what it got, what it takes.
+    """
+    if getattr(optimizer, "in_backward", None) is not None:
+        raise RuntimeError(
+            f"optimizer: got {type(optimizer).__name__} by step_in_backward, which has moved weights by "
+            "scaled gradients already; takes one that moves them in step()"
+        )
 
 
 def refuse_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -7,8 +7,6 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from narrowgauge.scaling._base import LossScaler, check_number
 
 
@@ -81,12 +79,12 @@ class DynamicLossScaler(LossScaler):
                 "takes that of a DynamicLossScaler or torch.amp.GradScaler"
             )
 
-    def _tell(self, optimizer: torch.optim.Optimizer) -> None:
-        scale = self.get_scale() * self._backoff_factor
+    def _tell(self, names: str, scale: float) -> None:
+        scale *= self._backoff_factor
         if scale < 1.0 and not self._warned:
             self._warned.add("scale")
             warnings.warn(
-                f"the loss scale falls to {scale:g}, and {self._flagged(optimizer)} still had inf or NaN: scaling "
+                f"the loss scale falls to {scale:g}, and {names} still had inf or NaN: scaling "
                 "is not the cause; look at the loss, lower the learning rate, or train in bfloat16",
                 stacklevel=5,
             )

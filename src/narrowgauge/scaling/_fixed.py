@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from narrowgauge.scaling._base import LossScaler, refuse_closure
+from narrowgauge.scaling._base import LossScaler, inverse_of, refuse_closure
 from narrowgauge.scaling._gradients import clear, join_over_ranks, mark, nonfinite, slots_of
 
 
@@ -111,13 +111,12 @@ class StaticLossScaler(_FixedLossScaler):
     def __init__(self, device: str | None = None, init_scale: float = 8.0, enabled: bool = True) -> None:
         super().__init__(device, init_scale, enabled)
 
-    def _tell(self, optimizer: torch.optim.Optimizer) -> None:
+    def _tell(self, names: str, scale: float) -> None:
         if not self._warned:
             self._warned.add("skip")
             warnings.warn(
-                f"a step was skipped: {self._flagged(optimizer)} had inf or NaN under the loss scale "
-                f"{self.get_scale():g}; lower init_scale if this goes on (skipped_steps, skipped), or use "
-                "DynamicLossScaler or TensorLossScaler",
+                f"a step was skipped: {names} had inf or NaN under the loss scale {scale:g}; lower init_scale if "
+                "this goes on (skipped_steps, skipped), or use DynamicLossScaler or TensorLossScaler",
                 stacklevel=5,
             )
 
@@ -173,7 +172,7 @@ class TensorLossScaler(_FixedLossScaler):
             clear(values, flags)
         self._per_optimizer_states[id(optimizer)]["cleared"] = flags
 
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Unscale if that has not been done, then `optimizer.step(*args, **kwargs)` for all finite tensors.
 
         Returns:
@@ -189,14 +188,21 @@ class TensorLossScaler(_FixedLossScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
+        slots = slots_of(optimizer)
+        itself = all(slot.handles_nonfinite for slot in slots)
+        if any(slot.handles_nonfinite for slot in slots):
+            self._counts.counts_itself(optimizer)
+        if itself and self._goes_into_step(optimizer):
+            with optimizer.unscaling(inverse_of(self._checked_scale("step")), whole=False):
+                result = optimizer.step(*args, **kwargs)
+            state["stage"] = OptState.STEPPED
+            return result
         if state["stage"] is OptState.READY:
             super().unscale_(optimizer)
             self._drop(optimizer)
         else:
             with torch.no_grad():
                 mark(self._handled(optimizer)[: state["unscaled"]], state["cleared"])
-        if any(slot.handles_nonfinite for slot in slots_of(optimizer)):
-            self._counts.counts_itself(optimizer)
         result = optimizer.step(*args, **kwargs)
         state["stage"] = OptState.STEPPED
         return result

@@ -14,7 +14,7 @@ _ELEMENT = {
     "max": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
     "min": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
     "sign": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, 0.0))", "where": "tl.where({0}, {1}, {2})",
-    "wide": "{0}.to(tl.float64)", "narrow": "{0}.to(tl.float32)",
+    "scaled": "{0} * {1}", "wide": "{0}.to(tl.float64)", "narrow": "{0}.to(tl.float32)",
 }  # fmt: skip
 _FLOAT = {"div": "{0} * reciprocal({1})", "sqrt": "root({0})", "reciprocal": "reciprocal({0})"}
 # A sum with a product, of elements, is rounded once: the first one if both terms are products.

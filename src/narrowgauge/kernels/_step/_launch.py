@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.kernels._graph import Node, uniforms
-from narrowgauge.kernels._step import _gauges, _sampling, _source
+from narrowgauge.kernels._step import _gauges, _sampling, _source, _squares
 from narrowgauge.kernels._step._compile import compiled
 from narrowgauge.kernels._step._layout import AT, WIDTH, Layout
 from narrowgauge.kernels._step._numbers import numbers_source
@@ -79,6 +79,9 @@ class Step:
         hyper: names of the hyperparameters, in the order of their row.
         skip: whether tensors with a gradient that is not finite are left alone.
         ratio: what the gauges sum over elements beside what is done to the weight, if the layout has any.
+        factor: name of the number of the equation that the gradient is multiplied by; None without one. With one, a
+            step begins with `look`.
+        squares: whether `look` sums squares.
     """
 
     def __init__(
@@ -92,9 +95,13 @@ class Step:
         hyper: Sequence[str],
         skip: bool,
         ratio: Node | None = None,
+        factor: str | None = None,
+        squares: bool = False,
     ) -> None:
         self.layout = layout
         self.skip = skip
+        self.factor = factor
+        self.squares = squares
         self.terms = tuple(terms)
         handed = [reach[moment.name] for moment in layout.moments if moment.hands_over and moment.name in reach]
         ratio = ratio if layout.gauges else None
@@ -105,25 +112,56 @@ class Step:
         self.others = replace(layout, gauges=False, turns="rest") if layout.turns else layout
         if layout.turns:
             self.rest: Any = compiled(_source.step_source(self.others, delta, moments, reach, met), "step")
-        self.numbers: Any = compiled(numbers_source(scalars, hyper, self.terms, met), "numbers")
+        self.numbers: Any = compiled(numbers_source(scalars, hyper, self.terms, met, factor), "numbers")
         if terms:
             met = _met(terms.values())
             self.met_before = len(met)
             self.sums: Any = compiled(_source.sums_source(layout, terms, met), "sums")
-            self.numbers_before: Any = compiled(numbers_source(scalars, hyper, (), met), "numbers")
-        if skip:
+            self.numbers_before: Any = compiled(numbers_source(scalars, hyper, (), met, factor), "numbers")
+        if factor is not None:
+            self.pass_before: Any = compiled(_source.look_source(layout, squares), "look")
+        elif skip:
             self.finite: Any = compiled(_source.finite_source(layout), "finite")
 
-    def __call__(self, tables: Tables, stats: Tensor | None = None) -> None:
+    def look(self, tables: Tables, inverse: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Look at all gradients, before a step whose factor they decide.
+
+        Args:
+            tables: the tensors.
+            inverse: float32, 0-d, on their device: what gradients will be multiplied by, whatever is decided.
+
+        Returns:
+            (flags, squares): int32, 1 for a tensor that has inf or NaN then; float64, for each other one the sum of
+            the squares of its gradient as it lies in memory, 0 for those, or None if squares are not asked for.
+        """
+        count, passes = tables.rows.shape[0], tables.passes.numel()
+        flags = tables.buffer("flags", torch.int32, count)
+        partials = tables.buffer("partial squares", torch.float64, passes if self.squares else 0)
+        books = [tensor for pair in tables.codebooks for tensor in pair]
+        options = _options(self.layout)
+        with torch.cuda.device_of(tables.rows):
+            if passes:
+                self.pass_before[(passes,)](
+                    tables.rows, tables.passes, inverse, flags, flags, partials, *books, **options
+                )
+            if not self.squares:
+                return flags[:count], None
+            squares = tables.buffer("squares", torch.float64, count)
+            columns = AT["pass_first"], AT["passes"]
+            _squares.add_squares[(count,)](tables.rows, flags, partials, squares, WIDTH, *columns, num_warps=4)
+        return flags[:count], squares[:count]
+
+    def __call__(self, tables: Tables, stats: Tensor | None = None, verdict: Tensor | None = None) -> None:
         """Take a step with every tensor of the tables.
 
         Args:
             tables: the tensors.
             stats: float64 (tensors, 8), where gauges leave their sums, in the order of `UpdateStats`.
+            verdict: float32 (2,), where gradients have a factor: that, and whether no tensor takes the step.
         """
         # Triton launches on the current device.
         with torch.cuda.device_of(tables.rows):
-            self._launch(tables)
+            self._launch(tables, [] if verdict is None else [verdict])
             if stats is not None:
                 self._measure(tables, stats)
 
@@ -141,7 +179,7 @@ class Step:
             tables.rows, steps, cut.ends, slices, stats, cut.turns, *places, self.ratio, num_warps=1
         )
 
-    def _launch(self, tables: Tables) -> None:
+    def _launch(self, tables: Tables, verdict: list[Tensor]) -> None:
         count, programs, passes = tables.rows.shape[0], tables.programs.numel(), tables.passes.numel()
         flags = tables.buffer("flags", torch.int32, count)
         steps = tables.buffer("steps", torch.int32, count)
@@ -149,18 +187,18 @@ class Step:
         partials = tables.buffer("partials", torch.float64, len(self.terms) * passes)
         books = [tensor for pair in tables.codebooks for tensor in pair]
         warps, shape = _options(self.layout), {"num_warps": 1, **UNFUSED}
-        if self.skip and passes:
+        if self.skip and passes and self.factor is None:
             self.finite[(passes,)](tables.rows, tables.passes, row, steps, flags, partials, *books, **warps)
         advance = {"ADVANCE": True, "SKIP": self.skip}
         if self.terms:
             before = tables.buffer("uniforms before", torch.float32, count * max(self.met_before, 1))
             self.numbers_before[(count,)](
-                tables.rows, tables.hyper, before, steps, flags, partials, **advance, **shape
+                tables.rows, tables.hyper, before, steps, flags, partials, *verdict, **advance, **shape
             )
             if passes:
                 self.sums[(passes,)](tables.rows, tables.passes, before, steps, flags, partials, *books, **warps)
             advance = {"ADVANCE": False, "SKIP": False}
-        self.numbers[(count,)](tables.rows, tables.hyper, row, steps, flags, partials, **advance, **shape)
+        self.numbers[(count,)](tables.rows, tables.hyper, row, steps, flags, partials, *verdict, **advance, **shape)
         if self.layout.gauges:
             partials = tables.buffer("gauges", torch.float32, programs * COLUMNS)
         given = tables.rows, tables.programs, row, steps, flags, partials

@@ -16,7 +16,11 @@ _PAGE = 1024  # partial sums that are added up at a time
 
 
 def numbers_source(
-    scalars: Mapping[str, Node], hyper: Sequence[str], terms: Sequence[str], met: Sequence[Node]
+    scalars: Mapping[str, Node],
+    hyper: Sequence[str],
+    terms: Sequence[str],
+    met: Sequence[Node],
+    factor: str | None = None,
 ) -> str:
     """The kernel `numbers`: counts a step, and works out the numbers that elements meet.
 
@@ -25,6 +29,8 @@ def numbers_source(
         hyper: names of the hyperparameters, in the order of their row.
         terms: names of the sums.
         met: what to work out.
+        factor: name of the number that gradients are multiplied by, which `verdict` holds, float32 (2,); behind it,
+            whether no tensor takes this step. None where there is no such thing.
     """
     known = {Node("number", (name,), True): f"h{i}" for i, name in enumerate(hyper)}
     known[Node("number", ("step",), True)] = "step"
@@ -32,6 +38,8 @@ def numbers_source(
     inner = {Node("number", (name,), True): names[node] for name, node in scalars.items()}
     inner |= {Node("number", (name,), True): f"sum{i}" for i, name in enumerate(terms)}
     inner[Node("number", ("elements",), True)] = "elements"
+    if factor is not None:
+        inner[Node("number", (factor,), True)] = "tl.load(verdict).to(tl.float64)"
     second, names = lines(met, inner, "t", double=True)
     read = [f"h{i} = tl.load(hyper + tl.load(row + {AT['hyper']}) * {len(hyper)} + {i})" for i in range(len(hyper))]
     written = [
@@ -41,19 +49,15 @@ def numbers_source(
     return f"""
 @triton.jit
 def numbers(
-    table, hyper, uniforms, steps, flags, partials, ADVANCE: tl.constexpr, SKIP: tl.constexpr
+    table, hyper, uniforms, steps, flags, partials, {"verdict, " if factor else ""}
+    ADVANCE: tl.constexpr, SKIP: tl.constexpr
 ):
     tensor = tl.program_id(0)
     row = table + tensor * {WIDTH}
     counter = tl.load(row + {AT["count"]}).to(tl.pointer_type(tl.float32))
     count = tl.load(counter)
     if ADVANCE:
-        taken = tl.full([], 1, tl.int32)
-        if SKIP:
-            taken = 1 - tl.load(flags + tensor)
-            tl.store(flags + tensor, 0)
-            refused = tl.load(row + {AT["skipped"]}).to(tl.pointer_type(tl.int64))
-            tl.store(refused, tl.load(refused) + (1 - taken).to(tl.int64))
+{indented(_held() if factor else _flagged(), 8)}
         tl.store(counter, count + taken.to(tl.float32))
         count = count + 1.0
         tl.store(steps + tensor, count.to(tl.int32) * taken)
@@ -62,6 +66,36 @@ def numbers(
     elements = numel.to(tl.float64)
 {indented([*_added_up(terms), *read, *first, *second, *written], 4)}
 """
+
+
+def _flagged() -> list[str]:
+    """Whether a tensor takes the step, if it does not where it is flagged. Flags are taken down."""
+    return [
+        "taken = tl.full([], 1, tl.int32)",
+        "if SKIP:",
+        "    taken = 1 - tl.load(flags + tensor)",
+        "    tl.store(flags + tensor, 0)",
+        *_refused("1 - taken"),
+    ]
+
+
+def _held() -> list[str]:
+    """The same, if nothing may take it either: then nothing is counted as refused."""
+    return [
+        "taken = (tl.load(verdict + 1) == 0).to(tl.int32)",
+        "bad = tl.load(flags + tensor)",
+        "tl.store(flags + tensor, 0)",
+        "if SKIP:",
+        *_refused("bad * taken"),
+        "    taken = taken * (1 - bad)",
+    ]
+
+
+def _refused(count: str) -> list[str]:
+    return [
+        f"    refused = tl.load(row + {AT['skipped']}).to(tl.pointer_type(tl.int64))",
+        f"    tl.store(refused, tl.load(refused) + ({count}).to(tl.int64))",
+    ]
 
 
 def _added_up(terms: Sequence[str]) -> list[str]:

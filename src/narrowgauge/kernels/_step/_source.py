@@ -78,13 +78,43 @@ def sums_source(layout: Layout, terms: Mapping[str, Node], met: Sequence[Node]) 
 
 def finite_source(layout: Layout) -> str:
     """The kernel `finite`: flags tensors whose gradient has an infinity or NaN."""
+    end = ["if largest(peak) >= INFINITY:", "    tl.store(flags + tensor, 1)"]
+    return _gradient_pass("finite", layout, {}, [], end)
+
+
+def look_source(layout: Layout, squares: bool) -> str:
+    """The kernel `look`: flags tensors whose gradient has an infinity or NaN once it is multiplied.
+
+    In the place of `uniforms` it is given the number that it is multiplied by, 1 or the inverse of a loss scale.
+
+    Args:
+        layout: what it works on.
+        squares: whether to leave each program's sum of squares, of the gradient as it lies in memory; in float64,
+            so that no gradient is too large or too small to count, and every product is exact.
+    """
+    end = [
+        "largest_one = float_of(largest(peak)) * tl.load(uniforms)",
+        "if (bits_of(largest_one) & 0x7FFFFFFF) >= INFINITY:",
+        "    tl.store(flags + tensor, 1)",
+    ]
+    if not squares:
+        return _gradient_pass("look", layout, {}, [], end)
+    zeros = f"tl.zeros([{layout.rows}, {layout.block}], tl.float64)"
+    add = ["wide_one = one.to(tl.float64)", "squares = tl.fma(wide_one, wide_one, squares)"]
+    end.append("tl.store(partials + program, tl.sum(tl.sum(squares, 1), 0))")
+    return _gradient_pass("look", layout, {"squares": zeros}, add, end)
+
+
+def _gradient_pass(name: str, layout: Layout, totals: Mapping[str, str], add: list[str], end: list[str]) -> str:
+    """A kernel that reads gradients, one element `one`, and has the largest magnitude's bits in `peak`."""
     body = [
         *loads(layout, [kept for kept in kept_words(layout, False) if kept.name == "grad"]),
-        f"peak = tl.maximum(peak, bits_of(widen(grad, {layout.grad!r})) & 0x7FFFFFFF)",
+        f"one = widen(grad, {layout.grad!r})",
+        "peak = tl.maximum(peak, bits_of(one) & 0x7FFFFFFF)",
+        *add,
     ]
     zeros = f"tl.zeros([{layout.rows}, {layout.block}], tl.int32)"
-    end = ["if largest(peak) >= INFINITY:", "    tl.store(flags + tensor, 1)"]
-    return _pass_kernel("finite", layout, 0, {"peak": zeros}, [body, body], end)
+    return _pass_kernel(name, layout, 0, {"peak": zeros, **totals}, [body, body], end)
 
 
 def _inputs(layout: Layout) -> dict[Node, str]:

@@ -1,0 +1,254 @@
+"""The one number that a step multiplies its gradients by: a loss scale's inverse, and clipping by the norm of all.
+
+    norm   = inverse * sqrt(sum of g^2 over all gradients)
+    factor = inverse * min(1, max_grad_norm / (norm + 1e-6))
+    g      <- g * factor, in float32, rounded once; then the rule
+
+What is in memory stays as it is. The squares are summed, in float64, in the pass that looks for inf and NaN, and
+the product is part of the step: beside torch's three passes (unscale, norm, multiply) that is one that only reads.
+So a step has two halves. Every gradient is looked at first, on all devices; what is found is put together in a few
+numbers on the device, for which nobody waits; then the parameters move, or a loss scaler's verdict holds them all.
+
+A gradient counts as not finite if it is so after unscaling: a scale below 1 makes it larger. It does not count in
+the norm, whatever `nonfinite` makes of it: one inf would stop all others.
+
+The formula is that of `torch.nn.utils.clip_grad_norm_`, with norm 2 over all parameters that have a gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from narrowgauge.kernels._c_squares import squares as squares_by_c
+from narrowgauge.optim._fused_numbers import sent
+from narrowgauge.optim._options import LIMIT, check_limits
+
+if TYPE_CHECKING:
+    from narrowgauge.optim._fused_board import Found
+    from narrowgauge.optim._optimizer import NarrowOptimizer
+
+_CPU = torch.device("cpu")
+_LEAST = 1e-6  # torch's, so that no gradients at all are not divided by 0
+
+
+@dataclass
+class Unscaling:
+    """What a loss scaler asks of one step, and what it is told.
+
+    Attributes:
+        inverse: what gradients are multiplied by: float32, 0-d, on any device.
+        whole: whether no parameter moves if any gradient is not finite.
+        flags: after a step that is whole, for each device a bool vector, one for each parameter of the optimizer:
+            whose gradients are not finite. Those on other devices and without one are not flagged.
+    """
+
+    inverse: Tensor
+    whole: bool
+    flags: dict[torch.device, Tensor] = field(default_factory=dict)
+
+
+class GradientFactor:
+    """The factor of one step.
+
+    Args:
+        limit: `max_grad_norm`.
+        inverse: float32, 0-d; None where nothing is unscaled.
+        found: 0-d; the step is held where it is above 0: what torch's GradScaler has found.
+        asked: by a loss scaler.
+    """
+
+    def __init__(
+        self, limit: float | None, inverse: Tensor | None, found: Tensor | None, asked: Unscaling | None
+    ) -> None:
+        self.limit = limit
+        self.norm: Tensor | None = None
+        self._inverse, self._found, self._asked = inverse, found, asked
+        self._whole = asked is not None and asked.whole
+        self._inverses: dict[torch.device, Tensor] = {}
+        self._there: dict[torch.device, Tensor] = {}
+        self._alone: dict[torch.device, tuple[list[int], Tensor]] = {}
+        self._bad: dict[int, bool | Tensor] = {}
+
+    @classmethod
+    def of(cls, optimizer: NarrowOptimizer) -> GradientFactor | None:
+        """That of the step which begins; None if gradients are taken as they are."""
+        groups, asked = optimizer.param_groups, optimizer._unscaling
+        limit = groups[0][LIMIT]
+        if limit is not None:
+            check_limits(groups)
+        if asked is not None:
+            return cls(limit, asked.inverse, None, asked)
+        # torch's GradScaler leaves these for the time of a step.
+        scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        if limit is None and scale is None and found is None:
+            return None
+        return cls(limit, scale.double().reciprocal().float() if scale is not None else None, found, None)
+
+    @property
+    def squares(self) -> bool:
+        """Whether squares are summed."""
+        return self.limit is not None
+
+    @property
+    def held_by_others(self) -> bool:
+        """Whether somebody else sees to what is not finite."""
+        return self._whole or self._found is not None
+
+    def inverse_on(self, device: torch.device) -> Tensor:
+        """What gradients are multiplied by, whatever their norm: float32, 0-d."""
+        if device not in self._inverses:
+            given = self._inverse
+            self._inverses[device] = torch.ones((), device=device) if given is None else _sent(given, device)
+        return self._inverses[device]
+
+    def look(self, grads: Mapping[int, Tensor]) -> None:
+        """Look at gradients of parameters that are stepped one by one, by their places."""
+        inverse = np.float32(1.0)
+        if self._inverse is not None and any(grad.is_cpu for grad in grads.values()):
+            inverse = np.float32(self._inverse.item())
+        host: dict[int, tuple[float, float]] = {}
+        rows: dict[torch.device, dict[int, tuple[Tensor, Tensor]]] = {}
+        for place, grad in grads.items():
+            seen = squares_by_c(grad)
+            if seen is None:
+                rows.setdefault(grad.device, {})[place] = self._seen(grad)
+                continue
+            with np.errstate(over="ignore", invalid="ignore"):
+                largest = np.float32(seen[1]) * inverse
+            host[place] = seen[0], float(not (math.isfinite(seen[0]) and np.isfinite(largest)))
+        self._alone = {device: (list(some), _joined(list(some.values()))) for device, some in rows.items()}
+        if host:
+            places, table = self._alone.get(_CPU, ([], torch.empty(0, 2, dtype=torch.float64)))
+            more = torch.tensor(list(host.values()), dtype=torch.float64)
+            self._alone[_CPU] = [*places, *host], torch.cat([table, more])
+
+    def _seen(self, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """(the sum of its squares, how many elements are not finite): 0-d, float64."""
+        unscaled = grad if self._inverse is None else grad.to(torch.float32) * self.inverse_on(grad.device)
+        bad = (~torch.isfinite(unscaled)).sum(dtype=torch.float64)
+        if not self.squares:
+            return torch.zeros_like(bad), bad
+        if hasattr(grad, "to_local"):  # what shards have is added up, and norms cannot be
+            return grad.to(torch.float64).square().sum(), bad
+        norm = torch.linalg.vector_norm(grad, dtype=torch.float64)
+        return norm * norm, bad
+
+    def judge(self, found: Sequence[Found], places: Sequence[int], count: int) -> None:
+        """Put together what has been seen everywhere.
+
+        Args:
+            found: by kernels for lists.
+            places: of the parameters that they were given.
+            count: of all parameters.
+        """
+        flags = {device: (some, table[:, 1] > 0) for device, (some, table) in self._alone.items()}
+        squares = [
+            torch.where(flags[device][1], 0.0, table[:, 0]).sum() for device, (_, table) in self._alone.items()
+        ]
+        squares += [one.squares.sum() for one in found if one.squares is not None]
+        devices = [*flags, *(one.flags.device for one in found)]
+        home = next((device for device in devices if device.type != "cpu"), _CPU)
+        factor = self.inverse_on(home).to(torch.float64)
+        if self.limit is not None:
+            total = torch.stack([x.to(home) for x in squares]).sum() if squares else torch.zeros_like(factor)
+            norm = total.sqrt() * factor
+            self.norm = norm.to(torch.float32)
+            factor = factor * (self.limit / (norm + _LEAST)).clamp_max(1.0)
+        held = torch.zeros((), dtype=torch.bool, device=home)
+        if self._whole and devices:
+            bad = [flag.any() for _, flag in flags.values()] + [one.flags.any() for one in found]
+            held = torch.stack([flag.to(home) for flag in bad]).any()
+        if self._found is not None:
+            held = held | (_sent(self._found, home).reshape(()) > 0)
+        self._there = {home: torch.stack([factor.to(torch.float32), held.to(torch.float32)])}
+        for device, (some, flag) in flags.items():
+            self._bad |= zip(some, flag.tolist() if device == _CPU else flag.unbind(), strict=True)
+        if self._whole and self._asked is not None:
+            self._asked.flags = _vectors(flags, found, places, count)
+
+    def on(self, device: torch.device) -> Tensor:
+        """float32 (2,): the factor, and whether the step is held."""
+        if device not in self._there:
+            self._there[device] = _sent(next(iter(self._there.values())), device)
+        return self._there[device]
+
+    @functools.cached_property
+    def _host(self) -> tuple[float, bool]:
+        factor, held = self.on(_CPU).tolist()
+        return factor, held > 0
+
+    def number(self) -> float:
+        """The factor, on the host."""
+        return self._host[0]
+
+    def times(self, grad: Tensor) -> Tensor:
+        """A gradient times the factor, in float32."""
+        return grad.to(torch.float32) * (self.number() if grad.is_cpu else self.on(grad.device)[0])
+
+    def admit(self, place: int, nonfinite: str, state: Mapping[str, Tensor], device: torch.device) -> bool | Tensor:
+        """Whether a parameter takes the step: a bool, or on a GPU a 0-d tensor. Counts refusals."""
+        bad = self._bad[place] if nonfinite == "skip" else False
+        if device.type == "cpu":
+            if self._host[1]:
+                return False
+            if bad:
+                state["skipped"].add_(1)
+            return not bad
+        keep = self.on(device)[1] == 0
+        if nonfinite == "skip":
+            state["skipped"].add_(keep & bad)
+            keep = keep & ~torch.as_tensor(bad)
+        return keep
+
+
+def _sent(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device; the host waits only for what it is to read."""
+    return x.to(device, non_blocking=device.type != "cpu")
+
+
+def _joined(rows: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Rows of one device as a table (rows, 2); what ranks have of them added up, one collective for all alike."""
+    whole: dict[int, Tensor] = {}
+    alike: dict[Any, list[int]] = {}
+    for number, row in enumerate(rows):
+        first: Any = row[0]
+        if hasattr(first, "to_local"):
+            alike.setdefault((first.device_mesh, first.placements), []).append(number)
+        else:
+            whole[number] = torch.stack(row)
+    for (mesh, placements), numbers in alike.items():
+        locals_: list[Any] = [[part.to_local() for part in rows[number]] for number in numbers]  # type: ignore[attr-defined]
+        table = torch.stack([torch.stack(row) for row in locals_])
+        kind: Any = type(rows[numbers[0]][0])
+        whole |= zip(numbers, kind.from_local(table, mesh, placements, run_check=False).full_tensor(), strict=True)
+    return torch.stack([whole[number] for number in range(len(rows))])
+
+
+def _vectors(
+    alone: Mapping[torch.device, tuple[list[int], Tensor]],
+    found: Iterable[Found],
+    places: Sequence[int],
+    count: int,
+) -> dict[torch.device, Tensor]:
+    """Flags by device, in the order of all parameters."""
+    parts: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
+    for device, (some, flag) in alone.items():
+        parts[device] = list(some), [flag]
+    for one in found:
+        there, flags = parts.setdefault(one.flags.device, ([], []))
+        there += [places[member] for member in one.members.tolist()]
+        flags.append(one.flags > 0)
+    return {
+        device: torch.zeros(count, dtype=torch.bool, device=device).scatter_(
+            0, sent(torch.tensor(there, dtype=torch.int64), device), torch.cat(flags)
+        )
+        for device, (there, flags) in parts.items()
+    }
