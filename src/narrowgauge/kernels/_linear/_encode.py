@@ -4,7 +4,7 @@
 Magnitudes are compared as integers: the bits of a float32 without its sign order as the number does, with infinity
 above all numbers and NaN above infinity. So one maximum finds the absmax and what is not finite.
 
-Kernels that call this are compiled without fusing products into sums: a product is rounded before it becomes a code.
+Kernels that call this are compiled without fusing products into sums: a product is rounded before it is a code.
 """
 
 from __future__ import annotations
@@ -93,4 +93,3 @@ def _to_e5m2(x):
 def tile_maximum(bits):
     """The largest of a tile, one number."""
     return tl.max(tl.max(bits, 1), 0)
-

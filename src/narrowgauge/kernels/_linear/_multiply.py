@@ -100,7 +100,7 @@ def _by_pointers(
         total = tl.zeros([ROWS, COLUMNS], tl.int32)
     else:
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for k in range(0, tl.cdiv(inner, INNER)):
+    for k in range(tl.cdiv(inner, INNER)):
         if DEEP:
             a, b = tl.load(left_at), tl.load(right_at)
         else:
@@ -134,7 +134,7 @@ def _by_descriptors(
             total = tl.zeros([ROWS, COLUMNS], tl.int32)
         else:
             total = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for k in range(0, tl.cdiv(inner, INNER)):
+        for k in range(tl.cdiv(inner, INNER)):
             a = left.load([tile_row * ROWS, k * INNER])
             b = right.load([tile_column * COLUMNS, k * INNER])
             total = _dot(a, b.T, total, IMPRECISE)
@@ -199,9 +199,7 @@ def multiply(
     tiles = triton.cdiv(rows, way.rows) * triton.cdiv(columns, way.columns)
     with torch.cuda.device_of(left):  # Triton launches on the current device
         if way.kernel == "pointers":
-            _by_pointers[(tiles,)](
-                left, right, words, *scales, **constants, DEEP=inner % way.inner == 0, **options
-            )
+            _by_pointers[(tiles,)](left, right, words, *scales, **constants, DEEP=inner % way.inner == 0, **options)
             return result
         programs = min(tiles, way.resident * _multiprocessors(left.device))
         described = (

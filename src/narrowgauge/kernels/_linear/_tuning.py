@@ -46,9 +46,12 @@ def keep(device: torch.device, found: dict[Kind, tuple[Way, float]]) -> Path | N
         with _locked(path.with_suffix(".lock")):
             contents = _read(path)
             contents.setdefault(name, {}).update(records)
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False) as file:
-                json.dump({"version": _VERSION, "devices": contents}, file, indent=1)
-            os.replace(file.name, path)
+            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+                written = Path(folder) / path.name
+                written.write_text(
+                    json.dumps({"version": _VERSION, "devices": contents}, indent=1), encoding="utf-8"
+                )
+                os.replace(written, path)
     except OSError:
         return None
     return path
@@ -79,7 +82,7 @@ def fastest(
 
 def _time(run: Callable[[], Any], rounds: int = 3, budget_ms: float = 20.0) -> float:
     """Milliseconds a run, the best of some rounds of runs in a row."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     best, runs = float("inf"), 2
     for _ in range(rounds + 1):  # the first warms up and says how many runs fill the budget
         start.record()
@@ -118,8 +121,9 @@ def _way(record: Any) -> Way:
     Raises:
         TypeError, ValueError: if it is none.
     """
-    record = {name: value for name, value in record.items() if name != "ms"}
-    way = Way(**record)
+    if not isinstance(record, dict):
+        raise ValueError(f"no way: {record}")
+    way = Way(**{name: value for name, value in record.items() if name != "ms"})
     sides = (way.rows, way.columns, way.inner, way.warps, way.stages, way.group, way.resident)
     known = way.kernel in ("pointers", "descriptors", "cublas") and isinstance(way.halves, bool)
     if not known or not all(isinstance(side, int) and 0 < side <= 1024 for side in sides):

@@ -1,8 +1,8 @@
 """Which way a multiply goes: a kernel and its tile, or cuBLAS; a table of what is right without measuring.
 
-A `Way` is chosen for a *kind*: the format, how the operands are scaled, what the result is kept in, and the three
-sides. What has been measured on this GPU (`_tuning`) comes first, then the table. No choice changes which numbers are
-multiplied; with int8 every way gives the same bits.
+A `Way` is chosen for a *kind*: the format, how the operands are scaled, what the result is kept in, the three
+sides. What has been measured on this GPU (`_tuning`) comes first, then the table. No choice changes which numbers
+are multiplied; with int8 every way gives the same bits.
 
 The defaults are for Hopper. Measured there (H200, TFLOP/s, plain kernels): int8 983 to 1209 with tiles of
 128 x 128 x 128, float8 the same within 3% with 128 x 256 x 128; cuBLAS in float8 1153 to 1297.
