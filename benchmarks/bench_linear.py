@@ -2,8 +2,8 @@
 
 Layers: forward and backward of `nn.Linear` and of each plan, bf16, with bias and all gradients, launched one by one
 as in a training step. Operations: quantizers in GB/s beside a copy, multiplies in TOP/s for every way. With
-`multiplies` among the sections, or `--tune`, that comes first, the fastest ways are kept in the user's cache, and the
-layers take them; without, they take what is there already or the defaults.
+`multiplies` among the sections, or `--tune`, that comes first, the fastest ways are kept in the user's cache, and
+the layers take them; without, they take what is there already or the defaults.
 
     python benchmarks/bench_linear.py [--tune] [--sections check layers quantizers multiplies] [--json FILE]
 """
@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,18 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.kernels._linear import _choose, _rows, _tiles, _ways
-from narrowgauge.linear import HIGH_PRECISION, LLM_INT8, SWITCHBACK, SWITCHBACK_M, SWITCHBACK_Q, TENSORWISE_FP8
-from narrowgauge.linear import LinearPlan, LowPrecisionLinear, linear, quantize
+from narrowgauge.linear import (
+    HIGH_PRECISION,
+    LLM_INT8,
+    SWITCHBACK,
+    SWITCHBACK_M,
+    SWITCHBACK_Q,
+    TENSORWISE_FP8,
+    LinearPlan,
+    LowPrecisionLinear,
+    linear,
+    quantize,
+)
 
 # Tokens, input features, output features, and the speed-ups to reach: SWITCHBACK's, TENSORWISE_FP8's.
 SHAPES: dict[tuple[int, int, int], tuple[float, float]] = {
@@ -49,6 +60,11 @@ PLANS: dict[str, LinearPlan] = {
     "TENSORWISE_FP8 e4m3/e5m2": TENSORWISE_FP8.with_format("e4m3", gradient="e5m2"),
     "HIGH_PRECISION": HIGH_PRECISION,
 }
+CHECKED = (
+    ((512, 256, 384), torch.bfloat16),
+    ((333, 200, 119), torch.float16),
+    ((70, 48, 33), torch.float32),
+)
 SECTIONS = ("check", "layers", "quantizers", "multiplies")
 
 
@@ -151,7 +167,7 @@ def check_plan(plan: LinearPlan, shape: tuple[int, int, int], dtype: torch.dtype
         # Int8: the products are exact, four roundings to float32 remain. Float8: 13 bits of the largest addend.
         unit = 2.0**-22 if integer else 2.0**-20 if name == "grad_bias" else 2.0**-12
         bound = size * unit + exact.abs() * torch.finfo(dtype).eps + 1e-30
-        found[name] = float(((value.cpu().double() - exact).abs() / bound).max())
+        found[name] = float(((value.detach().cpu().double() - exact).abs() / bound).max())
     found["right"] = all(share <= 1 for share in found.values())
     return found
 
@@ -159,12 +175,8 @@ def check_plan(plan: LinearPlan, shape: tuple[int, int, int], dtype: torch.dtype
 def check(results: dict[str, Any]) -> None:
     """Every plan at a shape that divides into tiles and one that does not."""
     for name, plan in PLANS.items():
-        for shape, dtype in (
-            ((512, 256, 384), torch.bfloat16),
-            ((333, 200, 119), torch.float16),
-            ((70, 48, 33), torch.float32),
-        ):
-            attempt(f"{name} {shape} {dtype}", lambda p=plan, s=shape, d=dtype: check_plan(p, s, d), results)
+        for shape, dtype in CHECKED:
+            attempt(f"{name} {shape} {dtype}", partial(check_plan, plan, shape, dtype), results)
     bad = {name: found for name, found in results.items() if not found.get("right")}
     print(f"check: {len(results) - len(bad)} of {len(results)} right", flush=True)
     for name, found in bad.items():
@@ -191,34 +203,36 @@ def layers(results: dict[str, Any], shapes: list[tuple[int, int, int]], plans: l
         x = torch.randn(b, n, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         g = torch.randn(b, m, device="cuda", dtype=torch.bfloat16)
         plain = nn.Linear(n, m, device="cuda", dtype=torch.bfloat16)
-        attempt("nn.Linear", lambda: {"ms": milliseconds(pass_of(plain, x, g))}, rows)
-        base = rows["nn.Linear"].get("ms", float("nan"))
-        parts = [f"nn.Linear {base:.3f} ms"]
+        attempt("nn.Linear", partial(_plain_layer, plain, x, g), rows)
+        parts = [f"nn.Linear {rows['nn.Linear'].get('ms', float('nan')):.3f} ms"]
         for name in plans:
-
-            def measure(name: str = name) -> dict[str, Any]:
-                layer = LowPrecisionLinear.from_linear(plain, PLANS[name])
-                began = time.perf_counter()
-                run = pass_of(layer, x, g)
-                run()
-                torch.cuda.synchronize()
-                first = time.perf_counter() - began
-                # Its neighbour in time, so that a GPU that slows down slows both.
-                beside = milliseconds(pass_of(plain, x, g))
-                ms = milliseconds(run)
-                return {
-                    "ms": ms, "beside_ms": beside, "speedup": beside / ms, "first_step_seconds": first,
-                    "host_us": host_microseconds(run), "path": layer.path,
-                }  # fmt: skip
-
-            attempt(name, measure, rows)
+            attempt(name, partial(_planned_layer, plain, PLANS[name], x, g), rows)
             if "ms" in rows[name]:
                 row = rows[name]
                 parts.append(f"{name} {row['speedup']:.2f}x ({row['ms']:.3f}, host {row['host_us']:.0f} us)")
-        wanted = SHAPES.get((b, n, m))
-        print(f"{key} to reach {wanted}: {'; '.join(parts)}", flush=True)
+        print(f"{key} to reach {SHAPES[b, n, m]}: {'; '.join(parts)}", flush=True)
         del x, g, plain
         torch.cuda.empty_cache()
+
+
+def _plain_layer(layer: nn.Linear, x: Tensor, g: Tensor) -> dict[str, Any]:
+    return {"ms": milliseconds(pass_of(layer, x, g))}
+
+
+def _planned_layer(plain: nn.Linear, plan: LinearPlan, x: Tensor, g: Tensor) -> dict[str, Any]:
+    layer = LowPrecisionLinear.from_linear(plain, plan)
+    run = pass_of(layer, x, g)
+    began = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    first = time.perf_counter() - began
+    # Its neighbour in time, so that a GPU that slows down slows both.
+    beside = milliseconds(pass_of(plain, x, g))
+    ms = milliseconds(run)
+    return {
+        "ms": ms, "beside_ms": beside, "speedup": beside / ms, "first_step_seconds": first,
+        "host_us": host_microseconds(run), "path": layer.path,
+    }  # fmt: skip
 
 
 def quantizers(results: dict[str, Any], shapes: list[tuple[int, int, int]]) -> None:
@@ -228,26 +242,29 @@ def quantizers(results: dict[str, Any], shapes: list[tuple[int, int, int]]) -> N
         key = f"{rows}, {columns}"
         found = results.setdefault(key, {})
         x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
-        other = torch.empty_like(x)
-        attempt("copy", lambda: _speed(lambda: other.copy_(x), 4 * x.numel()), found)
+        attempt("copy", partial(_speed, partial(torch.empty_like(x).copy_, x), 4 * x.numel()), found)
         for form in ("int8", "e4m3"):
-            codes = torch.empty(rows, columns, dtype=torch.int8 if form == "int8" else torch.uint8, device="cuda")
-            turned = torch.empty(columns, rows, dtype=codes.dtype, device="cuda")
-            maxima, _ = _tiles._looked(x, form, False, False)
-            runs: dict[str, tuple[Callable[[], Any], int]] = {
-                "rows": (lambda: _rows.quantize_rows(x, form, codes, False), 3),
-                "rows + sums": (lambda: _rows.quantize_rows(x, form, codes, True), 3),
-                "absmax": (lambda: _tiles._looked(x, form, False, False), 2),
-                "absmax + sums": (lambda: _tiles._looked(x, form, False, True), 2),
-                "tensor, given": (lambda: _tiles._quantized(x, form, maxima, None, codes, None), 3),
-                "tensor, given, both": (lambda: _tiles._quantized(x, form, maxima, None, codes, turned), 4),
-                "tensor, both": (lambda: _tiles.quantize_tensor(x, form, None, codes, turned, False), 6),
-                "columns": (lambda: _tiles.quantize_columns(x, form, turned, False), 5),
-            }
-            for name, (run, bytes_each) in runs.items():
-                attempt(f"{form} {name}", lambda r=run, e=bytes_each: _speed(r, e * x.numel()), found)
+            for name, (run, bytes_each) in _quantizers_of(x, form).items():
+                attempt(f"{form} {name}", partial(_speed, run, bytes_each * x.numel()), found)
         shown = (f"{name} {of['gb_s']:.0f} ({of['us']:.0f} us)" for name, of in found.items() if "gb_s" in of)
         print(f"{key} GB/s: {'; '.join(shown)}", flush=True)
+
+
+def _quantizers_of(x: Tensor, form: str) -> dict[str, tuple[Callable[[], Any], int]]:
+    """Quantizers, and the bytes an element that they read and write."""
+    codes = torch.empty(x.shape, dtype=torch.int8 if form == "int8" else torch.uint8, device=x.device)
+    turned = torch.empty(x.t().shape, dtype=codes.dtype, device=x.device)
+    maxima, _ = _tiles._looked(x, form, False, False)
+    return {
+        "rows": (partial(_rows.quantize_rows, x, form, codes, False), 3),
+        "rows + sums": (partial(_rows.quantize_rows, x, form, codes, True), 3),
+        "absmax": (partial(_tiles._looked, x, form, False, False), 2),
+        "absmax + sums": (partial(_tiles._looked, x, form, False, True), 2),
+        "tensor, given": (partial(_tiles._quantized, x, form, maxima, None, codes, None), 3),
+        "tensor, given, both": (partial(_tiles._quantized, x, form, maxima, None, codes, turned), 4),
+        "tensor, both": (partial(_tiles.quantize_tensor, x, form, None, codes, turned, False), 6),
+        "columns": (partial(_tiles.quantize_columns, x, form, turned, False), 5),
+    }
 
 
 def _speed(run: Callable[[], Any], size: int) -> dict[str, Any]:
@@ -270,11 +287,7 @@ def multiplies(results: dict[str, Any], shapes: list[tuple[int, int, int]], budg
                 if time.perf_counter() - began > budget:
                     results[key] = {"failed": "no time left"}
                     continue
-                attempt(
-                    key,
-                    lambda r=rows, i=inner, c=columns, s=biased, f=form, h=scaling: _ways_of(r, i, c, s, f, h),
-                    results,
-                )
+                attempt(key, partial(_ways_of, rows, inner, columns, biased, form, scaling), results)
                 if "ways" in results[key]:
                     best = list(results[key]["ways"].items())[:4]
                     shown = "; ".join(f"{way} {of['tops']:.0f} ({1000 * of['ms']:.0f} us)" for way, of in best)
@@ -332,7 +345,7 @@ def main() -> None:
         found = results.setdefault(name, {})
         match name:
             case "check":
-                attempt("check", lambda f=found: check(f) or {}, {})
+                check(found)
             case "layers":
                 layers(found, shapes, list(PLANS) if args.all_plans else args.plans)
             case "quantizers":

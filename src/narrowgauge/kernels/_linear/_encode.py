@@ -12,21 +12,32 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from narrowgauge.kernels._step._floats import INFINITY, INTERPRETED, ROUNDER, bits_of, to_e4m3
+from narrowgauge.kernels._step._floats import INTERPRETED, ROUNDER, bits_of, to_e4m3
 
 LARGEST = {"int8": 127.0, "e4m3": 448.0, "e5m2": 57344.0}
+_EXPONENT = tl.constexpr(1 << 23)
 SMALLEST = tl.constexpr(2.0**-110)  # the smallest absmax that does not count as zero
-_NAN = tl.constexpr(float("nan"))
 
 
 @triton.jit
 def magnitude(x, FORMAT: tl.constexpr):
-    """Bits of |x|; in float8 zero for what is not finite."""
+    """An integer that orders as |x| does; in float8 with what is not finite below all else. See `absmax_of`."""
     bits = bits_of(x) & 0x7FFFFFFF
     if FORMAT == "int8":
         return bits
     else:
-        return tl.where(bits < INFINITY, bits, 0)
+        # One exponent more: infinity and NaN overflow into negative numbers. Adding and taking the larger are one
+        # instruction.
+        return bits + _EXPONENT
+
+
+@triton.jit
+def absmax_of(largest, FORMAT: tl.constexpr):
+    """The bits of the absmax, from the largest of the integers of `magnitude`, or 0 where there are none."""
+    if FORMAT == "int8":
+        return largest
+    else:
+        return tl.maximum(largest, _EXPONENT) - _EXPONENT
 
 
 @triton.jit
@@ -41,7 +52,7 @@ def scales(own, absmax, FORMAT: tl.constexpr, LARGEST: tl.constexpr):
     inverse = tl.where(usable, tl.div_rn(largest, divisor), 0.0)
     scale = tl.where(usable, tl.div_rn(divisor, largest), 0.0)
     if FORMAT == "int8":
-        scale = tl.where(own < float("inf"), scale, _NAN)
+        scale = tl.where(own < float("inf"), scale, float("nan"))
     return inverse, scale
 
 

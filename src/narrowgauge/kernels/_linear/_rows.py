@@ -16,29 +16,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.kernels._linear._encode import LARGEST, encode, magnitude, scales
+from narrowgauge.kernels._linear._encode import LARGEST, absmax_of, encode, magnitude, scales
 from narrowgauge.kernels._step._floats import float_of
 
-# Programs that sum columns: four for each multiprocessor of an H200. Their partial sums are read and written once,
-# with 32768 rows of bf16 that is 6% of the bytes that the pass has to move anyway.
-_SUMMING = 528
-# Elements of a tile, and how many of them a thread has.
+# Warps of programs that sum columns, which stay: three times eight for each multiprocessor of an H200. Their
+# partial sums are written and read once.
+_SUMMING = 132 * 24
+# Elements of a tile, and how many of them a thread has; with sums, which take registers too, half of that.
 _TILE, _EACH = 4096, 32
 
 
 @triton.jit
 def _fetch(x, row, rows, columns, FROM: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
            TALL: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """A tile of float32; zeros where the matrix ends. TALL and WIDE say whether tiles end with it."""
+    """A tile; zeros where the matrix ends. TALL and WIDE say whether tiles end with it."""
     across = FROM + tl.arange(0, WIDTH)[None, :]
     down = tl.arange(0, HEIGHT)[:, None]
     pointers = x + row.to(tl.int64) * columns + (down * columns + across)
     if TALL and WIDE:
-        return tl.load(pointers).to(tl.float32)
+        return tl.load(pointers)
     elif TALL:
-        return tl.load(pointers, mask=across < columns, other=0).to(tl.float32)
+        return tl.load(pointers, mask=across < columns, other=0)
     else:
-        return tl.load(pointers, mask=(row + down < rows) & (across < columns), other=0).to(tl.float32)
+        return tl.load(pointers, mask=(row + down < rows) & (across < columns), other=0)
 
 
 @triton.jit
@@ -75,26 +75,33 @@ def _quantize_rows(
         total = tl.zeros([HEIGHT, FIRST], tl.float32)
         if SECOND > 0:
             more = tl.zeros([HEIGHT, SECOND], tl.float32)
+    # The next tile is on its way while one is worked on. The last one's next is itself.
+    a = _fetch(x, tile * HEIGHT, rows, columns, 0, HEIGHT, FIRST, TALL, WHOLE)
+    if SECOND > 0:
+        b = _fetch(x, tile * HEIGHT, rows, columns, FIRST, HEIGHT, SECOND, TALL, WIDE)
     while tile < end:
         row = tile * HEIGHT
-        a = _fetch(x, row, rows, columns, 0, HEIGHT, FIRST, TALL, WHOLE)
-        own = tl.max(magnitude(a, FORMAT), 1)
+        left = a.to(tl.float32)
+        own = tl.max(magnitude(left, FORMAT), 1)
         if SECOND > 0:
-            b = _fetch(x, row, rows, columns, FIRST, HEIGHT, SECOND, TALL, WIDE)
-            own = tl.maximum(own, tl.max(magnitude(b, FORMAT), 1))
-        absmax = float_of(own)
+            right = b.to(tl.float32)
+            own = tl.maximum(own, tl.max(magnitude(right, FORMAT), 1))
+        if SUMS:
+            following = tl.minimum(tile + 1, end - 1) * HEIGHT
+            a = _fetch(x, following, rows, columns, 0, HEIGHT, FIRST, TALL, WHOLE)
+            total += left
+            if SECOND > 0:
+                b = _fetch(x, following, rows, columns, FIRST, HEIGHT, SECOND, TALL, WIDE)
+                more += right
+        absmax = float_of(absmax_of(own, FORMAT))
         inverse, unit = scales(absmax, absmax, FORMAT, LARGEST)
-        _put(codes, encode(a, inverse[:, None], FORMAT, LARGEST, False), row, rows, columns,
+        _put(codes, encode(left, inverse[:, None], FORMAT, LARGEST, False), row, rows, columns,
              0, HEIGHT, FIRST, TALL, WHOLE)  # fmt: skip
         if SECOND > 0:
-            _put(codes, encode(b, inverse[:, None], FORMAT, LARGEST, False), row, rows, columns,
+            _put(codes, encode(right, inverse[:, None], FORMAT, LARGEST, False), row, rows, columns,
                  FIRST, HEIGHT, SECOND, TALL, WIDE)  # fmt: skip
         down = row + tl.arange(0, HEIGHT)
         tl.store(scale + down, unit, mask=down < rows)
-        if SUMS:
-            total += a
-            if SECOND > 0:
-                more += b
         tile += 1
     if SUMS:
         _put_sums(sums, total, columns, 0, FIRST)
@@ -112,6 +119,15 @@ def pieces(columns: int) -> tuple[int, int]:
     return (first, second) if second < first else (2 * first, 0)
 
 
+def layout(rows: int, columns: int, sums: bool) -> tuple[int, int, int, int]:
+    """Rows of a tile, the two pieces of each, and warps."""
+    first, second = pieces(columns)
+    elements, each = (_TILE // 2, _EACH // 2) if sums else (_TILE, _EACH)
+    height = min(triton.next_power_of_2(max(1, elements // (first + second))), triton.next_power_of_2(rows))
+    warps = min(16, 1 << (max(1, height * (first + second) // (32 * each)).bit_length() - 1))
+    return height, first, second, warps
+
+
 def quantize_rows(x: Tensor, format: str, codes: Tensor, sums: bool) -> tuple[Tensor, Tensor | None]:
     """Quantize a contiguous matrix with a scale a row.
 
@@ -125,11 +141,9 @@ def quantize_rows(x: Tensor, format: str, codes: Tensor, sums: bool) -> tuple[Te
         Scales (rows, 1) and the column sums (columns,), float32.
     """
     rows, columns = x.shape
-    first, second = pieces(columns)
-    height = min(triton.next_power_of_2(max(1, _TILE // (first + second))), triton.next_power_of_2(rows))
-    warps = min(16, 1 << (max(1, height * (first + second) // (32 * _EACH)).bit_length() - 1))
+    height, first, second, warps = layout(rows, columns, sums)
     count = triton.cdiv(rows, height)
-    tiles = triton.cdiv(count, _SUMMING) if sums else 1
+    tiles = triton.cdiv(count, _SUMMING // warps) if sums else 1
     programs = triton.cdiv(count, tiles)
     scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     partial = torch.empty((programs if sums else 0, columns), dtype=torch.float32, device=x.device)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.kernels._linear._encode import LARGEST, encode, magnitude, scales, tile_maximum
+from narrowgauge.kernels._linear._encode import LARGEST, absmax_of, encode, magnitude, scales, tile_maximum
 from narrowgauge.kernels._step._floats import float_of
 
 # Programs that look for the absmax, about four for each multiprocessor of an H200, and the tile that they move down
@@ -52,9 +52,13 @@ def _look(
             total += values
         tile += 1
     if TENSOR:
-        tl.store(tensor + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tile_maximum(largest))
+        tl.store(
+            tensor + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0),
+            absmax_of(tile_maximum(largest), FORMAT),
+        )
     if COLUMN:
-        tl.store(column + tl.program_id(1) * columns + across, tl.max(largest, 0), mask=across < columns)
+        found = absmax_of(tl.max(largest, 0), FORMAT)
+        tl.store(column + tl.program_id(1) * columns + across, found, mask=across < columns)
     if SUMS:
         tl.store(sums + tl.program_id(1) * columns + across, tl.sum(total, 0), mask=across < columns)
 
