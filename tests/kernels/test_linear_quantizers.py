@@ -34,7 +34,7 @@ def matrix(shape: tuple[int, int], dtype: torch.dtype, device: str, nonfinite: b
     x = torch.randn(shape, generator=random) * torch.exp(2 * torch.randn(shape, generator=random))
     if shape[0] > 3:
         x[1] = 0
-        x[3] *= 2.0**-120  # below what counts, in float32 and bfloat16
+        x[3] *= 2.0**-111 / x[3].abs().max()  # less than counts
     if nonfinite:
         x[-1, shape[1] // 2], x[0, 0] = float("nan"), float("-inf")
     return x.to(device, dtype)
@@ -70,6 +70,17 @@ def test_rows(shape: tuple[int, int], form: str, dtype: torch.dtype, nonfinite: 
         assert same(codes, wanted.codes)
         assert same(scale, wanted.scale)
         assert summed(total, x) if sums else total is None
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_that_are_longer_than_registers(form: str, device: str) -> None:
+    x = matrix((5, 2**14 + 300), torch.bfloat16, device, nonfinite=True)
+    codes = words(form, tuple(x.shape), device)
+    scale, total = _rows.quantize_rows(x, form, codes, True)
+    wanted = quantize(x, "row", form)
+    assert same(codes, wanted.codes)
+    assert same(scale, wanted.scale)
+    assert summed(total, x)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
