@@ -1,4 +1,4 @@
-"""The linear layers' kernels for Hopper: what the interpreter lets pass the compiler may refuse; it needs no GPU."""
+"""The linear layers' kernels for Hopper: what the interpreter lets pass the compiler may refuse. Needs no GPU."""
 
 from __future__ import annotations
 

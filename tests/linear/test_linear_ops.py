@@ -238,3 +238,31 @@ def test_averages_on_kernels(kernels: str) -> None:
         y.backward(torch.full_like(y, gradient))
         assert torch.allclose(y, torch.tensor(16.0, device=kernels), rtol=1e-6)  # 8 saturates at 4
     assert averages.tolist() == [5, 0.5, 3]
+
+
+def test_tuning_takes_sizes_a_plan_and_a_gpu() -> None:
+    with pytest.raises(ValueError, match="tokens: got 0, takes an integer of at least 1"):
+        ng.linear.tune(0, 16, 16, ng.linear.SWITCHBACK)
+    with pytest.raises(ValueError, match="plan: got 'SWITCHBACK', takes a LinearPlan"):
+        ng.linear.tune(16, 16, 16, "SWITCHBACK")
+    with pytest.raises(RuntimeError, match="no kernels to tune for int8: no kernels for cpu"):
+        ng.linear.tune(16, 16, 16, ng.linear.SWITCHBACK, device="cpu")
+
+
+def test_tuning_times_the_multiplies_in_eight_bits(kernels: str, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    pytest.importorskip("triton")
+    from narrowgauge.kernels._linear import _choose, _tuning
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    _tuning._kept.cache_clear()
+    if kernels == "cpu":
+        from narrowgauge.linear import _tune
+
+        monkeypatch.setattr(_tune, "no_kernels", lambda device, dtype: None)
+        monkeypatch.setattr(_tuning, "_time", lambda run: run() is None or 1.0)
+        monkeypatch.setattr(_tuning, "_name", lambda device: "the interpreter")
+        monkeypatch.setattr(_choose.torch.cuda, "device", lambda device: torch.cuda.device_of(torch.empty(0)))
+    for name, multiplies in (("SWITCHBACK", 2), ("TENSORWISE_FP8", 3), ("HIGH_PRECISION", 0)):
+        times = ng.linear.tune(32, 48, 64, PLANS[name], device=kernels)
+        assert list(times) == ["output", "grad_input", "grad_weight"][:multiplies]
+        assert all(len(found) >= 2 for found in times.values())

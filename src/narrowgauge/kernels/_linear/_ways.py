@@ -114,7 +114,7 @@ CANDIDATES: tuple[Way, ...] = (
 _DEFAULTS = {
     ("int8", "full"): _MIDDLE,
     ("float8", "fast"): Way("pointers", 128, 256, 128, warps=8, stages=3),
-    ("float8", "full"): Way("pointers", 256, 128, 128, warps=8, stages=3),
+    ("float8", "full"): _MIDDLE,
 }
 
 
@@ -124,8 +124,9 @@ def fits(way: Way, kind: Kind, cublas: bool, descriptors: bool) -> bool:
         return cublas
     if way.kernel == "descriptors" and not descriptors:
         return False
-    # Two accumulators of 128 x 256 do not fit into the registers of eight warps.
-    return not (kind.format == "float8" and kind.accumulation == "full" and way.columns == 256)
+    # Full accumulation keeps two accumulators: 64 numbers of each are what a thread's registers hold.
+    full = kind.format == "float8" and kind.accumulation == "full"
+    return not full or way.rows * way.columns <= 64 * 32 * way.warps
 
 
 def default(kind: Kind, cublas: bool, hopper: bool) -> Way:
