@@ -268,8 +268,21 @@ def test_switchback_m_keeps_nothing_but_codes_and_scales(form: str) -> None:
     matrices = [t for t in saved if t.numel() > 64]
     assert {t.element_size() for t in matrices} == {1}
     assert sum(t.nbytes for t in saved) == 64 * 48 + 4 * 64 + 32 * 48 + 4
-    kept = saved_by(ng.linear.SWITCHBACK, x, w)
-    assert {t.data_ptr() for t in kept} == {x.data_ptr(), w.data_ptr()}  # no copies
+    # Without saving codes: the input itself, for the multiply in high precision, and the weight's transposed codes.
+    kept, codes, scale = saved_by(ng.linear.SWITCHBACK.with_format(form), x, w)
+    assert kept.data_ptr() == x.data_ptr()
+    assert (codes.element_size(), codes.shape, codes.stride(), scale.numel()) == (1, w.shape, (1, 32), 1)
+
+
+@pytest.mark.parametrize("name", ["SWITCHBACK_Q", "LLM_INT8"])
+def test_what_the_backward_pass_wants_in_other_codes_is_kept_as_it_is(name: str) -> None:
+    x, w = torch.randn(64, 48, requires_grad=True), torch.randn(32, 48, requires_grad=True)
+    assert {t.data_ptr() for t in saved_by(PLANS[name], x, w)} == {x.data_ptr(), w.data_ptr()}  # no copies
+
+
+def test_tensorwise_float8_keeps_codes_alone() -> None:
+    x, w = torch.randn(64, 48, requires_grad=True), torch.randn(32, 48, requires_grad=True)
+    assert sum(t.nbytes for t in saved_by(ng.linear.TENSORWISE_FP8, x, w)) == 64 * 48 + 32 * 48 + 2 * 4
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -19,6 +19,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from narrowgauge.kernels import _cache
+
 # Contracting a * b + c would round once where torch rounds twice. The others change no result: no errno for a
 # square root of a negative number, no flags for an exception that nobody reads.
 _FLAGS = (
@@ -48,7 +50,7 @@ def load(source: str) -> ctypes.CDLL:
         raise Unavailable("the processor is big-endian")
     compiler, version = _compiler()
     name = hashlib.sha256("\0".join([source, version, _processor()]).encode()).hexdigest()[:32] + ".so"
-    kept = _cache() / name
+    kept = _cache.folder() / name
     if kept.exists():
         return _open(kept)
     try:
@@ -115,12 +117,6 @@ def _processor() -> str:
         return "\n".join([platform.machine(), *kept])
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
-
-
-def _cache() -> Path:
-    """The user's folder of libraries."""
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(cache) if os.path.isabs(cache) else Path(os.path.expanduser("~")) / ".cache") / "narrowgauge"
 
 
 def _open(path: Path) -> ctypes.CDLL:

@@ -14,6 +14,7 @@ from narrowgauge.linear._plan import (
 )
 from narrowgauge.linear._quantize import ScaledCodes, quantize
 from narrowgauge.linear._swap import SwapReport, swap_linears
+from narrowgauge.linear._tune import tune
 
 __all__ = [
     "HIGH_PRECISION",
@@ -31,4 +32,5 @@ __all__ = [
     "linear",
     "quantize",
     "swap_linears",
+    "tune",
 ]

@@ -1,8 +1,8 @@
 """The autograd function that executes any plan.
 
-Between forward and backward a plan keeps either the operands (`saved="input"`, Algorithm 1) or codes and scales
-alone (`saved="codes"`, Algorithm 3). In both cases an operand is the same codes wherever it is used in the same
-scaling and format, and it is quantized once in a pass.
+Between forward and backward a plan keeps either what the backward pass reads, operands or codes of theirs that are
+there (`saved="input"`, Algorithm 1), or codes and scales alone (`saved="codes"`, Algorithm 3). In both cases an
+operand is the same codes wherever it is used in the same scaling and format, and it is quantized once.
 
 Moving averages of the absmax are read in the forward pass and moved in the backward pass, so a layer that is
 run again for gradient checkpointing finds the averages it had, and evaluation leaves them alone.
@@ -56,7 +56,11 @@ def linear(
         rows = rows * size
     flat = input.reshape(rows, in_features)
     graded = torch.is_grad_enabled()
-    wants = (graded and input.requires_grad, graded and weight.requires_grad)
+    wants = (
+        graded and input.requires_grad,
+        graded and weight.requires_grad,
+        graded and bias is not None and bias.requires_grad,
+    )
     result: Tensor = _Linear.apply(flat, weight, bias, plan, averages, wants)  # type: ignore[no-untyped-call]
     return result.reshape(*input.shape[:-1], out_features)
 
@@ -67,22 +71,23 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, plan: LinearPlan, averages: Tensor | None,
-        wants: tuple[bool, bool],
+        wants: tuple[bool, bool, bool],
     ) -> Tensor:  # fmt: skip
         ctx.plan, ctx.averages, ctx.wants = plan, averages, wants
         with torch.autocast(x.device.type, enabled=False):
-            multiplies = Multiplies(plan, averages, x.dtype, {"input": x, "weight": w})
+            multiplies = Multiplies(plan, averages, x.dtype, {"input": x, "weight": w}, wants)
             y = multiplies.output(bias)
-            ctx.save_for_backward(*multiplies.save(*wants))
+            ctx.save_for_backward(*multiplies.save())
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         with torch.autocast(g.device.type, enabled=False):
-            multiplies = Multiplies(ctx.plan, ctx.averages, g.dtype, {"grad_output": g})
-            multiplies.restore(ctx.saved_tensors, *ctx.wants)
+            multiplies = Multiplies(ctx.plan, ctx.averages, g.dtype, {"grad_output": g}, ctx.wants)
+            multiplies.restore(ctx.saved_tensors)
             grad_x = multiplies.grad_input() if ctx.wants[0] else None
             grad_w = multiplies.grad_weight() if ctx.wants[1] else None
+            grad_bias = multiplies.grad_bias() if ctx.wants[2] else None
             multiplies.move_averages()
-        return grad_x, grad_w, g.sum(0) if ctx.needs_input_grad[2] else None, None, None, None
+        return grad_x, grad_w, grad_bias, None, None, None

@@ -1,4 +1,4 @@
-"""Multiplying codes: the one place where a plan meets the device.
+"""Multiplying codes in eager torch: the specification, and what runs where there is no kernel.
 
 `scaled_matmul` multiplies two matrices of codes, undoes their scales, adds a bias and rounds once:
 
@@ -9,9 +9,9 @@ float8 values it is accumulated in float32. The product of the scales, its produ
 addition of the bias are float32 operations in this order; the last step is the only rounding to the dtype of
 the result.
 
-`_engine` says which function multiplies which formats on which device, and this is where a kernel goes. What
-runs for real today: int8, on CPUs and CUDA devices, through `torch._int_mm`. Float8 is simulated everywhere:
-its values are multiplied in float32, in which each product is exact.
+`_engine` says which function multiplies which formats on which device. Int8 runs for real, on CPUs and CUDA
+devices, through `torch._int_mm`. Float8 is simulated: its values are multiplied in float32, in which each product
+is exact. Kernels that do both for real on CUDA devices stand behind `_ops.multiply_codes`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def scaled_matmul(
 
 
 def is_real(dtype: torch.dtype, device: str) -> bool:
-    """Whether codes of a dtype are multiplied in eight bits on a type of device."""
+    """Whether codes of a dtype are multiplied in eight bits on a type of device, without kernels."""
     return dtype == torch.int8 and device in ("cpu", "cuda")
 
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.linear._function import linear
-from narrowgauge.linear._matmul import is_real
+from narrowgauge.linear._ops import path
 from narrowgauge.linear._plan import SWITCHBACK, LinearPlan
-from narrowgauge.linear._quantize import FORMATS
 
 _AVERAGES = "absmax_averages"
 
@@ -37,12 +36,9 @@ class _Planned(nn.Module):
 
     @property
     def path(self) -> str:
-        """How eight bits are multiplied where the weight is: formats, each real or simulated."""
-        device = self.get_parameter("weight").device.type
-        parts = []
-        for name in self.plan.formats:
-            real = self.plan.arithmetic == "real" and is_real(FORMATS[name].dtype, device)
-            parts.append(f"{name} {'real' if real else 'simulated'}")
+        """How eight bits are multiplied where the weight is: formats, each real or simulated, and by what."""
+        device = self.get_parameter("weight").device
+        parts = [path(name, device, self.plan.arithmetic) for name in self.plan.formats]
         return ", ".join(parts) or "high precision"
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -108,7 +108,8 @@ class LinearPlan:
 
     Args:
         output, grad_input, grad_weight: the three multiplies; None is high precision.
-        saved: ``"input"`` keeps input and weight for the backward pass and quantizes them there anew;
+        saved: ``"input"`` keeps input and weight for the backward pass, as they are or, where it wants the
+            same codes as `output`, as these;
             ``"codes"`` keeps nothing but codes and scales: those that the backward multiply wants if that is in
             eight bits, else those of `output`, which it dequantizes.
         arithmetic: ``"real"`` multiplies in eight bits where the device can and simulates elsewhere
@@ -118,6 +119,8 @@ class LinearPlan:
             ``"average"``, a moving average over the backward passes before this one (in the first, the own).
             What lies beyond saturates.
         decay: of the moving average.
+        accumulation: how float8 is summed where it is real: ``"fast"`` in the tensor cores, which keep some 14
+            bits of each addend, or ``"full"`` in float32 after every 128 products. Int8 is exact in both.
         name: for printing.
 
     Raises:
@@ -136,6 +139,7 @@ class LinearPlan:
     arithmetic: Literal["real", "simulated"] = "real"
     tensor_absmax: Literal["step", "average"] = "step"
     decay: float = 0.9
+    accumulation: Literal["fast", "full"] = "fast"
     name: str = field(default="LinearPlan", compare=False)
 
     def __post_init__(self) -> None:
@@ -210,6 +214,8 @@ class LinearPlan:
         parts = ["/".join(self.formats) or "high precision"]
         if self.arithmetic == "simulated":
             parts.append("simulated")
+        if self.accumulation == "full":
+            parts.append("full accumulation")
         if self.saved == "codes":
             parts.append("saves codes")
         if self.tensor_absmax == "average":
@@ -226,7 +232,8 @@ class LinearPlan:
 
 
 _CHOICES = {
-    "saved": ("input", "codes"), "arithmetic": ("real", "simulated"), "tensor_absmax": ("step", "average"),
+    "saved": ("input", "codes"), "arithmetic": ("real", "simulated"),
+    "accumulation": ("fast", "full"), "tensor_absmax": ("step", "average"),
 }  # fmt: skip
 
 

@@ -102,16 +102,20 @@ def quantize(x: Tensor, scaling: Scaling, format: Format = "int8", absmax: Tenso
         raise ValueError(f"scaling: got {scaling!r}, takes one of {', '.join(map(repr, SCALINGS))}")
     if format not in FORMATS:
         raise ValueError(f"format: got {format!r}, takes one of {', '.join(map(repr, FORMATS))}")
-    x = x.to(torch.float32)
     own = largest_magnitude(x, scaling, format)
-    chosen = own if absmax is None else absmax
+    return quantize_by(x, own, own if absmax is None else absmax, format)
+
+
+def quantize_by(x: Tensor, own: Tensor, absmax: Tensor, format: Format) -> ScaledCodes:
+    """A matrix in eight bits by an absmax; `own` is what `largest_magnitude` says of it, of the same shape."""
+    x = x.to(torch.float32)
     # Two comparisons that NaN fails: int8 finds the non-finite in its own absmax, whatever was chosen.
-    usable = (chosen >= SMALLEST_ABSMAX) & (own < torch.inf)
+    usable = (absmax >= SMALLEST_ABSMAX) & (own < torch.inf)
     target = FORMATS[format]
     # A tensor, because torch divides a number by a tensor, and on a GPU a tensor by a number, in two roundings.
-    largest = torch.full_like(chosen, target.largest)
-    inverse = torch.where(usable, largest / chosen, 0.0)
-    scale = torch.where(usable, chosen / largest, 0.0)
+    largest = torch.full_like(absmax, target.largest)
+    inverse = torch.where(usable, largest / absmax, 0.0)
+    scale = torch.where(usable, absmax / largest, 0.0)
     if target.floats is None:
         scale = torch.where(own < torch.inf, scale, torch.nan)
         codes = (x * inverse).nan_to_num(nan=0.0).round().clamp(-target.largest, target.largest).to(torch.int8)

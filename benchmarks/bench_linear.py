@@ -1,0 +1,362 @@
+"""Linear layers in eight bits on a GPU: checked against float64, then timed beside `nn.Linear`, in one run.
+
+Layers: forward and backward of `nn.Linear` and of each plan, bf16, with bias and all gradients, launched one by one
+as in a training step. Operations: quantizers in GB/s beside a copy, multiplies in TOP/s for every way. With
+`multiplies` among the sections, or `--tune`, that comes first, the fastest ways are kept in the user's cache, and
+the layers take them; without, they take what is there already or the defaults.
+
+    python benchmarks/bench_linear.py [--tune] [--sections check layers quantizers multiplies] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.kernels._linear import _choose, _rows, _tiles, _ways
+from narrowgauge.linear import (
+    HIGH_PRECISION,
+    LLM_INT8,
+    SWITCHBACK,
+    SWITCHBACK_M,
+    SWITCHBACK_Q,
+    TENSORWISE_FP8,
+    LinearPlan,
+    LowPrecisionLinear,
+    linear,
+    quantize,
+)
+
+# Tokens, input features, output features, and the speed-ups to reach: SWITCHBACK's, TENSORWISE_FP8's.
+SHAPES: dict[tuple[int, int, int], tuple[float, float]] = {
+    (32768, 1280, 5120): (1.30, 1.50),
+    (65536, 1280, 5120): (1.32, 1.50),
+    (32768, 1280, 1280): (1.12, 1.20),
+    (16384, 2048, 8192): (1.33, 1.55),
+    (16384, 4096, 16384): (1.40, 1.75),
+    (8192, 8192, 8192): (1.38, 1.75),
+}
+PLANS: dict[str, LinearPlan] = {
+    "SWITCHBACK int8": SWITCHBACK,
+    "SWITCHBACK e4m3": SWITCHBACK.with_format("e4m3"),
+    "SWITCHBACK_M int8": SWITCHBACK_M,
+    "SWITCHBACK_M e4m3": SWITCHBACK_M.with_format("e4m3"),
+    "SWITCHBACK_Q int8": SWITCHBACK_Q,
+    "SWITCHBACK_Q e4m3": SWITCHBACK_Q.with_format("e4m3"),
+    "LLM_INT8 int8": LLM_INT8,
+    "TENSORWISE_FP8 e4m3": TENSORWISE_FP8,
+    "TENSORWISE_FP8 e4m3/e5m2": TENSORWISE_FP8.with_format("e4m3", gradient="e5m2"),
+    "HIGH_PRECISION": HIGH_PRECISION,
+}
+CHECKED = (
+    ((512, 256, 384), torch.bfloat16),
+    ((333, 200, 119), torch.float16),
+    ((70, 48, 33), torch.float32),
+)
+SECTIONS = ("check", "layers", "quantizers", "multiplies")
+
+
+def environment() -> dict[str, str]:
+    """Versions, and the device."""
+    found = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
+    for name in ("triton", "narrowgauge"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def milliseconds(run: Callable[[], Any], seconds: float = 0.06, rounds: int = 5) -> float:
+    """Of one run: the median of rounds of runs in a row, after two that warm up."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    run()
+    run()
+    torch.cuda.synchronize()
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    runs = max(3, min(200, int(1000 * seconds / rounds / max(start.elapsed_time(end), 0.01))))
+    times = []
+    for _ in range(rounds):
+        start.record()
+        for _ in range(runs):
+            run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / runs)
+    return statistics.median(times)
+
+
+def host_microseconds(run: Callable[[], Any], runs: int = 20) -> float:
+    """What the host needs to launch one run."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(runs):
+        run()
+    spent = time.perf_counter() - began
+    torch.cuda.synchronize()
+    return 1e6 * spent / runs
+
+
+def attempt(name: str, run: Callable[[], dict[str, Any]], into: dict[str, Any]) -> None:
+    """Keep what a measurement gives, or what it failed with; nothing hides the rest."""
+    try:
+        into[name] = run()
+    except Exception as error:
+        into[name] = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+        print(f"FAILED {name}: {traceback.format_exc(limit=-3)}", flush=True)
+    torch.cuda.empty_cache()
+
+
+def check_plan(plan: LinearPlan, shape: tuple[int, int, int], dtype: torch.dtype) -> dict[str, Any]:
+    """Distance from the exact product of the codes, as a share of the bound; int8 must keep to its own rounding.
+
+    The oracle quantizes in eager torch on the CPU, multiplies codes in float64, undoes scales in float64.
+    """
+    b, n, m = shape
+    random = torch.Generator().manual_seed(b + n + m)
+    x, w, g = (torch.randn(s, generator=random).to(dtype) for s in ((b, n), (m, n), (b, m)))
+    bias = torch.randn(m, generator=random).to(dtype)
+    x[b // 2] = 0
+    got: list[Tensor | None] = []
+    leaves = [t.cuda().requires_grad_() for t in (x, w, bias)]
+    y = linear(leaves[0], leaves[1], leaves[2], plan)
+    y.backward(g.cuda())
+    got = [y.detach(), *(leaf.grad for leaf in leaves)]
+    wanted: list[tuple[Tensor, Tensor, bool]] = []
+    for name, (left, right), transposes in (
+        ("output", (x, w), (False, True)), ("grad_input", (g, w), (False, False)),
+        ("grad_weight", (g, x), (True, False)),
+    ):  # fmt: skip
+        operands = plan.operands(name)  # type: ignore[arg-type]
+        sides, sizes = [], []
+        for matrix, operand, turn in zip((left, right), operands or (None, None), transposes, strict=True):
+            if operand is None:
+                value = matrix.double()
+                if name == "grad_weight" and matrix is x and plan.saved == "codes" and plan.operands("output"):
+                    kept = plan.operands("output")[0]  # type: ignore[index]
+                    value = quantize(x, kept.scaling, kept.format).dequantize(dtype).double()
+            else:
+                codes, scale = quantize(matrix, operand.scaling, operand.format)
+                value = codes.double() * scale.double()
+            sides.append(value.t() if turn else value)
+            sizes.append(sides[-1].abs())
+        value, size = sides[0] @ sides[1], sizes[0] @ sizes[1]
+        if name == "output":
+            value, size = value + bias.double(), size + bias.double().abs()
+        wanted.append((value, size, operands is not None and "int8" in plan.formats))
+    wanted.append((g.double().sum(0), g.double().abs().sum(0), False))
+    found = {}
+    for name, value, (exact, size, integer) in zip(
+        ("output", "grad_input", "grad_weight", "grad_bias"), got, wanted, strict=True
+    ):
+        # Int8: the products are exact, four roundings to float32 remain. Float8: 13 bits of the largest addend.
+        unit = 2.0**-22 if integer else 2.0**-20 if name == "grad_bias" else 2.0**-12
+        bound = size * unit + exact.abs() * torch.finfo(dtype).eps + 1e-30
+        found[name] = float(((value.detach().cpu().double() - exact).abs() / bound).max())
+    found["right"] = all(share <= 1 for share in found.values())
+    return found
+
+
+def check(results: dict[str, Any]) -> None:
+    """Every plan at a shape that divides into tiles and one that does not."""
+    for name, plan in PLANS.items():
+        for shape, dtype in CHECKED:
+            attempt(f"{name} {shape} {dtype}", partial(check_plan, plan, shape, dtype), results)
+    bad = {name: found for name, found in results.items() if not found.get("right")}
+    print(f"check: {len(results) - len(bad)} of {len(results)} right", flush=True)
+    for name, found in bad.items():
+        print("  WRONG", name, found, flush=True)
+
+
+def pass_of(layer: nn.Module, x: Tensor, g: Tensor) -> Callable[[], None]:
+    """Forward and backward with all gradients, as in a step."""
+
+    def run() -> None:
+        x.grad = None
+        for parameter in layer.parameters():
+            parameter.grad = None
+        layer(x).backward(g)
+
+    return run
+
+
+def layers(results: dict[str, Any], shapes: list[tuple[int, int, int]], plans: list[str]) -> None:
+    """Forward and backward of `nn.Linear` and of every plan."""
+    for b, n, m in shapes:
+        key = f"{b}, {n}, {m}"
+        rows = results.setdefault(key, {})
+        x = torch.randn(b, n, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        g = torch.randn(b, m, device="cuda", dtype=torch.bfloat16)
+        plain = nn.Linear(n, m, device="cuda", dtype=torch.bfloat16)
+        attempt("nn.Linear", partial(_plain_layer, plain, x, g), rows)
+        parts = [f"nn.Linear {rows['nn.Linear'].get('ms', float('nan')):.3f} ms"]
+        for name in plans:
+            attempt(name, partial(_planned_layer, plain, PLANS[name], x, g), rows)
+            if "ms" in rows[name]:
+                row = rows[name]
+                parts.append(f"{name} {row['speedup']:.2f}x ({row['ms']:.3f}, host {row['host_us']:.0f} us)")
+        print(f"{key} to reach {SHAPES[b, n, m]}: {'; '.join(parts)}", flush=True)
+        del x, g, plain
+        torch.cuda.empty_cache()
+
+
+def _plain_layer(layer: nn.Linear, x: Tensor, g: Tensor) -> dict[str, Any]:
+    return {"ms": milliseconds(pass_of(layer, x, g))}
+
+
+def _planned_layer(plain: nn.Linear, plan: LinearPlan, x: Tensor, g: Tensor) -> dict[str, Any]:
+    layer = LowPrecisionLinear.from_linear(plain, plan)
+    run = pass_of(layer, x, g)
+    began = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    first = time.perf_counter() - began
+    # Its neighbour in time, so that a GPU that slows down slows both.
+    beside = milliseconds(pass_of(plain, x, g))
+    ms = milliseconds(run)
+    return {
+        "ms": ms, "beside_ms": beside, "speedup": beside / ms, "first_step_seconds": first,
+        "host_us": host_microseconds(run), "path": layer.path,
+    }  # fmt: skip
+
+
+def quantizers(results: dict[str, Any], shapes: list[tuple[int, int, int]]) -> None:
+    """Each quantizer alone, in GB/s of what it must read and write once."""
+    sides = sorted({side for b, n, m in shapes for side in ((b, n), (b, m), (m, n))}, reverse=True)
+    for rows, columns in sides:
+        key = f"{rows}, {columns}"
+        found = results.setdefault(key, {})
+        x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+        attempt("copy", partial(_speed, partial(torch.empty_like(x).copy_, x), 4 * x.numel()), found)
+        for form in ("int8", "e4m3"):
+            for name, (run, bytes_each) in _quantizers_of(x, form).items():
+                attempt(f"{form} {name}", partial(_speed, run, bytes_each * x.numel()), found)
+        shown = (f"{name} {of['gb_s']:.0f} ({of['us']:.0f} us)" for name, of in found.items() if "gb_s" in of)
+        print(f"{key} GB/s: {'; '.join(shown)}", flush=True)
+
+
+def _quantizers_of(x: Tensor, form: str) -> dict[str, tuple[Callable[[], Any], int]]:
+    """Quantizers, and the bytes an element that they read and write."""
+    codes = torch.empty(x.shape, dtype=torch.int8 if form == "int8" else torch.uint8, device=x.device)
+    turned = torch.empty(x.t().shape, dtype=codes.dtype, device=x.device)
+    maxima, _ = _tiles._looked(x, form, False, False)
+    return {
+        "rows": (partial(_rows.quantize_rows, x, form, codes, False), 3),
+        "rows + sums": (partial(_rows.quantize_rows, x, form, codes, True), 3),
+        "absmax": (partial(_tiles._looked, x, form, False, False), 2),
+        "absmax + sums": (partial(_tiles._looked, x, form, False, True), 2),
+        "tensor, given": (partial(_tiles._quantized, x, form, maxima, None, codes, None), 3),
+        "tensor, given, both": (partial(_tiles._quantized, x, form, maxima, None, codes, turned), 4),
+        "tensor, both": (partial(_tiles.quantize_tensor, x, form, None, codes, turned, False), 6),
+        "columns": (partial(_tiles.quantize_columns, x, form, turned, False), 5),
+    }
+
+
+def _speed(run: Callable[[], Any], size: int) -> dict[str, Any]:
+    ms = milliseconds(run)
+    return {"us": 1000 * ms, "gb_s": size / ms / 1e6}
+
+
+def multiplies(results: dict[str, Any], shapes: list[tuple[int, int, int]], budget: float) -> None:
+    """Every way of every multiply that SWITCHBACK and TENSORWISE_FP8 have; the fastest are kept."""
+    began = time.perf_counter()
+    for b, n, m in shapes:
+        jobs = {
+            "output": (b, n, m, True), "grad_input": (b, m, n, False), "grad_weight": (m, b, n, False),
+        }  # fmt: skip
+        for name, (rows, inner, columns, biased) in jobs.items():
+            for form, scaling in (("int8", "row"), ("e4m3", "row"), ("e4m3", "tensor")):
+                if name == "grad_weight" and scaling == "row":
+                    continue
+                key = f"{name} {rows}, {inner}, {columns} {form} {scaling}"
+                if time.perf_counter() - began > budget:
+                    results[key] = {"failed": "no time left"}
+                    continue
+                attempt(key, partial(_ways_of, rows, inner, columns, biased, form, scaling), results)
+                if "ways" in results[key]:
+                    best = list(results[key]["ways"].items())[:4]
+                    shown = "; ".join(f"{way} {of['tops']:.0f} ({1000 * of['ms']:.0f} us)" for way, of in best)
+                    print(f"{key}: {shown} | default {results[key]['default']}", flush=True)
+                    if results[key]["failures"]:
+                        print("   failed:", results[key]["failures"], flush=True)
+
+
+def _ways_of(rows: int, inner: int, columns: int, biased: bool, form: str, scaling: str) -> dict[str, Any]:
+    left = quantize(torch.randn(rows, inner, device="cuda"), scaling, form)  # type: ignore[arg-type]
+    right = quantize(torch.randn(columns, inner, device="cuda"), "tensor", form)  # type: ignore[arg-type]
+    bias = torch.randn(columns, device="cuda", dtype=torch.bfloat16) if biased else None
+    operands = (left.codes, right.codes, left.scale, right.scale, bias, torch.bfloat16, False)
+    kind, times, failed = _choose.tune(*operands)
+    allowed = _choose._allowed(left.codes, right.codes, bias, torch.bfloat16, kind)
+    work = 2.0 * rows * inner * columns
+    return {
+        "ways": {str(way): {"ms": ms, "tops": work / ms / 1e9} for way, ms in times.items()},
+        "failures": {str(way): why for way, why in failed.items()},
+        "default": str(_ways.default(kind, allowed[0], True)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sections", nargs="*", choices=SECTIONS, default=["check", "layers", "quantizers"])
+    parser.add_argument(
+        "--tune", action="store_true", help="time every way first and keep the fastest: 'multiplies'"
+    )
+    parser.add_argument(
+        "--plans",
+        nargs="*",
+        choices=list(PLANS),
+        default=["SWITCHBACK int8", "SWITCHBACK e4m3", "TENSORWISE_FP8 e4m3"],
+    )
+    parser.add_argument("--all-plans", action="store_true")
+    parser.add_argument("--shapes", nargs="*", type=int, help="which of the shapes, counted from 0")
+    parser.add_argument("--budget", type=float, default=120, help="seconds for timing ways")
+    parser.add_argument("--json", type=Path, help="a file for the results")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("bench_linear: no CUDA device")
+    shapes = [shape for i, shape in enumerate(SHAPES) if args.shapes is None or i in args.shapes]
+    sections = [name for name in SECTIONS if name in args.sections]
+    if args.tune or "multiplies" in sections:
+        # First: the layers then go the fastest ways.
+        sections = ["multiplies", *(name for name in sections if name != "multiplies")]
+    results: dict[str, Any] = {
+        "environment": environment(),
+        "command": " ".join(["python", "benchmarks/bench_linear.py", *sys.argv[1:]]),
+    }
+    print(results["environment"], flush=True)
+    for name in sections:
+        began = time.perf_counter()
+        found = results.setdefault(name, {})
+        match name:
+            case "check":
+                check(found)
+            case "layers":
+                layers(found, shapes, list(PLANS) if args.all_plans else args.plans)
+            case "quantizers":
+                quantizers(found, shapes)
+            case "multiplies":
+                multiplies(found, shapes, args.budget)
+        print(f"[{name}: {time.perf_counter() - began:.0f} s]", flush=True)
+        if args.json:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

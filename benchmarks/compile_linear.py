@@ -1,0 +1,154 @@
+"""The linear layers' kernels, compiled for an H100 or H200 without a GPU: registers, spills, shared memory, wgmma.
+
+A kernel fails here that spills, takes more shared memory than a multiprocessor has, or, if it is a multiply, does
+not run on Hopper's tensor core instructions for eight bits. Quantizers are counted in machine instructions an
+element, once through from beginning to end: at the speed of a copy an H200 has some 22 to spend on 3 bytes.
+
+    python benchmarks/compile_linear.py [--only multiplies | quantizers]
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+from count_step_instructions import sass, usage
+from triton.backends.compiler import GPUTarget
+
+from narrowgauge.kernels._linear import _multiply, _rows, _tiles, _ways
+from narrowgauge.kernels._linear._encode import LARGEST
+from narrowgauge.kernels._linear._ways import Kind, Way
+
+_TARGET = GPUTarget("cuda", 90, 32)
+_SHARED = 227 * 1024
+# Left and right operand, accumulation.
+_OPERANDS = (("i8", "i8", "full"), ("fp8e4nv", "fp8e4nv", "fast"), ("fp8e5", "fp8e4nv", "fast"),
+             ("fp8e4nv", "fp8e4nv", "full"))  # fmt: skip
+_COLUMNS = (768, 1280, 5120, 4096, 8192, 16384)
+
+
+def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, Any]) -> Any:
+    """A kernel, compiled without a GPU; what has no type is a constant."""
+    constants = {name: constants.get(name) for name in kernel.arg_names if name not in types}
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    attrs = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if name in types and not types[name].startswith("tensordesc") and name != "tiles"
+    }
+    source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
+    return triton.compile(source, target=_TARGET, options={"enable_fp_fusion": False, **options})
+
+
+def multiply_of(way: Way, left: str, right: str, accumulation: str, even: bool) -> Any:
+    """The kernel of a way, bf16 out, a scale a row times a scale for the tensor, with bias."""
+    kernel = _multiply._by_pointers if way.kernel == "pointers" else _multiply._by_descriptors
+    types = {"left": f"*{left}", "right": f"*{right}", "result": "*i16"}
+    if way.kernel == "descriptors":
+        wide = way.columns // (2 if way.halves else 1)
+        types = {
+            "left": f"tensordesc<{left}[{way.rows},{way.inner}]>",
+            "right": f"tensordesc<{right}[{way.columns},{way.inner}]>",
+            "result": f"tensordesc<i16[{way.rows},{wide}]>",
+        }
+    types |= {"left_scale": "*fp32", "right_scale": "*fp32", "bias": "*bf16"}
+    types |= dict.fromkeys(("rows", "columns", "inner"), "i32")
+    constants = {
+        "KIND": "bf16", "INTEGER": left == "i8", "LEFT": True, "RIGHT": False, "BIAS": True, "ROWS": way.rows,
+        "COLUMNS": way.columns, "INNER": way.inner, "GROUP": way.group,
+        "IMPRECISE": way.inner if accumulation == "full" else None, "TALL": even, "WIDE": even, "DEEP": even,
+        "HALVES": way.halves, "PROGRAMS": 132 * way.resident,
+    }  # fmt: skip
+    return compile_kernel(kernel, types, constants, {"num_warps": way.warps, "num_stages": way.stages})
+
+
+def multiplies() -> Iterator[tuple[str, Any, Way]]:
+    """Every shipped way of every pair of formats that it fits."""
+    ways = dict.fromkeys([*_ways.CANDIDATES, *_ways._DEFAULTS.values(), _ways._ELSEWHERE])
+    for way in ways:
+        if way.kernel == "cublas":
+            continue
+        for left, right, accumulation in _OPERANDS:
+            form = "int8" if left == "i8" else "float8"
+            kind = Kind(form, "vector", "tensor", "bfloat16", accumulation, 1, 1, 1)
+            if not _ways.fits(way, kind, False, True):
+                continue
+            for even in (True, False):
+                name = f"{way} {left} x {right} {accumulation}{'' if even else ', ends within tiles'}"
+                yield name, multiply_of(way, left, right, accumulation, even), way
+
+
+def quantizers() -> Iterator[tuple[str, Any, float]]:
+    """Every quantizer of bf16 for rows of usual lengths, and the elements a thread has of a tile."""
+    numbers = dict.fromkeys(("rows", "columns", "tiles", "count"), "i32")
+    for form in LARGEST:
+        byte = "*i8" if form == "int8" else "*u8"
+        pointers = {"x": "*bf16", "codes": byte, "transposed": byte, "scale": "*fp32", "sums": "*fp32",
+                    "maxima": "*i32", "tensor": "*i32", "column": "*i32", "own": "*fp32"}  # fmt: skip
+        common = {"FORMAT": form, "LARGEST": LARGEST[form], "TALL": True, "WIDE": True}
+        for columns in _COLUMNS:
+            for sums in (False, True):
+                height, first, second, warps = _rows.layout(2**15, columns, sums)
+                constants = common | {"HEIGHT": height, "FIRST": first, "SECOND": second, "SUMS": sums}
+                types = {k: v for k, v in (pointers | numbers).items() if k in _rows._quantize_rows.arg_names}
+                made = compile_kernel(_rows._quantize_rows, types, constants, {"num_warps": warps})
+                each = height * (first + second) / (32 * warps)
+                yield f"rows of {columns} {form}{' + sums' if sums else ''}", made, each
+        constants = common | {"HEIGHT": _tiles._DOWN, "WIDTH": _tiles._ACROSS, "TENSOR": True, "COLUMN": False}
+        types = {k: v for k, v in (pointers | numbers).items() if k in _tiles._look.arg_names}
+        for sums in (False, True):
+            made = compile_kernel(_tiles._look, types, constants | {"SUMS": sums}, {"num_warps": 4})
+            yield f"absmax {form}{' + sums' if sums else ''}", made, _tiles._DOWN * _tiles._ACROSS / 128
+        constants = common | {
+            "SIDE": _tiles._SIDE,
+            "COUNT": 512,
+            "AVERAGE": False,
+            "STRAIGHT": True,
+            "TURNED": True,
+        }
+        types = {k: v for k, v in (pointers | numbers).items() if k in _tiles._quantize_tiles.arg_names}
+        for tensor in (True, False):
+            made = compile_kernel(
+                _tiles._quantize_tiles, types, constants | {"TENSOR": tensor}, {"num_warps": _tiles._WARPS}
+            )
+            yield f"{'tensor' if tensor else 'columns'} {form}, both", made, _tiles._SIDE**2 / (32 * _tiles._WARPS)
+
+
+def registers(made: Any) -> tuple[int, int]:
+    """Registers and bytes of stack, which are spills, a thread."""
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage(made.asm["cubin"]))
+    assert found is not None
+    return int(found[1]), int(found[2])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("multiplies", "quantizers"))
+    args = parser.parse_args()
+    bad = 0
+    if args.only != "quantizers":
+        for name, made, way in multiplies():
+            used, spilled = registers(made)
+            shared = made.metadata.shared
+            tensor_core = set(re.findall(r"wgmma\.mma_async\.\S*\.(m64n\d+k32\.\S+)", made.asm["ptx"]))
+            right = bool(tensor_core) and not spilled and shared * way.resident <= _SHARED + 1024
+            bad += not right
+            units = ", ".join(sorted(tensor_core)) or "no wgmma"
+            shown = f"{used} registers, {spilled} spilled, {shared} shared, {units}"
+            print(f"{'compiled' if right else 'BAD'} {name}: {shown}", flush=True)
+    if args.only != "multiplies":
+        for name, made, each in quantizers():
+            used, spilled = registers(made)
+            count = len([line for _, line in sass(made.asm["cubin"]) if not line.startswith(("NOP", "BRA"))])
+            bad += spilled > 0
+            shown = f"{used} registers, {spilled} spilled, {count / each:.1f} instructions an element"
+            print(f"{'BAD' if spilled else 'compiled'} {name}: {shown}", flush=True)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
+"""A scale a row: one read of the matrix, one write of its codes, and the sums of its columns if they are wanted.
+
+A row stays in registers between its absmax and its codes. Tiles have sides that are powers of two and rows of
+1280 or 5120 elements do not, so a row is held in two pieces: the largest power of two that it has, and the
+smallest that takes the rest.
+
+Column sums are kept in float32 by each program for the rows it has, in their order, and written once; the few
+rows of these partial sums are added afterwards. Nothing depends on which program is first.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from narrowgauge.kernels._linear._encode import LARGEST, absmax_of, encode, magnitude, scales
+from narrowgauge.kernels._linear._tiles import sum_columns
+from narrowgauge.kernels._step._floats import float_of
+
+# Warps of programs that sum columns, which stay: three times eight for each multiprocessor of an H200. Their
+# partial sums are written and read once.
+_SUMMING = 132 * 24
+# Longer rows are not held in registers.
+_LONGEST = 1 << 14
+# Elements of a tile, and how many of them a thread has; with sums, which take registers too, half of that.
+_TILE, _EACH = 4096, 32
+
+
+@triton.jit
+def _fetch(x, row, rows, columns, FROM: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+           TALL: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """A tile; zeros where the matrix ends. TALL and WIDE say whether tiles end with it."""
+    across = FROM + tl.arange(0, WIDTH)[None, :]
+    down = tl.arange(0, HEIGHT)[:, None]
+    pointers = x + row.to(tl.int64) * columns + (down * columns + across)
+    if TALL and WIDE:
+        return tl.load(pointers)
+    elif TALL:
+        return tl.load(pointers, mask=across < columns, other=0)
+    else:
+        return tl.load(pointers, mask=(row + down < rows) & (across < columns), other=0)
+
+
+@triton.jit
+def _put(codes, values, row, rows, columns, FROM: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+         TALL: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    across = FROM + tl.arange(0, WIDTH)[None, :]
+    down = tl.arange(0, HEIGHT)[:, None]
+    pointers = codes + row.to(tl.int64) * columns + (down * columns + across)
+    if TALL and WIDE:
+        tl.store(pointers, values)
+    elif TALL:
+        tl.store(pointers, values, mask=across < columns)
+    else:
+        tl.store(pointers, values, mask=(row + down < rows) & (across < columns))
+
+
+@triton.jit
+def _put_sums(sums, total, columns, FROM: tl.constexpr, WIDTH: tl.constexpr):
+    across = FROM + tl.arange(0, WIDTH)
+    tl.store(sums + tl.program_id(0) * columns + across, tl.sum(total, 0), mask=across < columns)
+
+
+@triton.jit
+def _code(
+    a, b, codes, scale, row, rows, columns,
+    FORMAT: tl.constexpr, LARGEST: tl.constexpr, HEIGHT: tl.constexpr, FIRST: tl.constexpr,
+    SECOND: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Codes and scales of a tile of whole rows in two pieces, the second of which is `a` again if there is none."""
+    own = tl.max(magnitude(a, FORMAT), 1)
+    if SECOND > 0:
+        own = tl.maximum(own, tl.max(magnitude(b, FORMAT), 1))
+    absmax = float_of(absmax_of(own, FORMAT))
+    inverse, unit = scales(absmax, absmax, FORMAT, LARGEST)
+    _put(codes, encode(a, inverse[:, None], FORMAT, LARGEST, False), row, rows, columns,
+         0, HEIGHT, FIRST, TALL, WIDE or SECOND > 0)  # fmt: skip
+    if SECOND > 0:
+        _put(codes, encode(b, inverse[:, None], FORMAT, LARGEST, False), row, rows, columns,
+             FIRST, HEIGHT, SECOND, TALL, WIDE)  # fmt: skip
+    down = row + tl.arange(0, HEIGHT)
+    if TALL:
+        tl.store(scale + down, unit)
+    else:
+        tl.store(scale + down, unit, mask=down < rows)
+
+
+@triton.jit
+def _quantize_rows(
+    x, codes, scale, sums, rows, columns, tiles,
+    FORMAT: tl.constexpr, LARGEST: tl.constexpr, HEIGHT: tl.constexpr, FIRST: tl.constexpr,
+    SECOND: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    """Program p has one tile of HEIGHT rows, or with sums `tiles` of them, one after the other."""
+    WHOLE: tl.constexpr = WIDE or SECOND > 0  # the first piece never passes the row's end if there is a second
+    tile = tl.program_id(0)
+    if SUMS:
+        tile *= tiles
+    a = _fetch(x, tile * HEIGHT, rows, columns, 0, HEIGHT, FIRST, TALL, WHOLE)
+    b = a
+    if SECOND > 0:
+        b = _fetch(x, tile * HEIGHT, rows, columns, FIRST, HEIGHT, SECOND, TALL, WIDE)
+    if not SUMS:
+        _code(a.to(tl.float32), b.to(tl.float32), codes, scale, tile * HEIGHT, rows, columns,
+              FORMAT, LARGEST, HEIGHT, FIRST, SECOND, TALL, WIDE)  # fmt: skip
+    else:
+        end = tl.minimum(tile + tiles, tl.cdiv(rows, HEIGHT))
+        total = tl.zeros([HEIGHT, FIRST], tl.float32)
+        if SECOND > 0:
+            more = tl.zeros([HEIGHT, SECOND], tl.float32)
+        while tile < end:
+            left, right = a.to(tl.float32), b.to(tl.float32)
+            # The next tile is on its way while one is worked on. The last one's next is itself.
+            following = tl.minimum(tile + 1, end - 1) * HEIGHT
+            a = _fetch(x, following, rows, columns, 0, HEIGHT, FIRST, TALL, WHOLE)
+            total += left
+            if SECOND > 0:
+                b = _fetch(x, following, rows, columns, FIRST, HEIGHT, SECOND, TALL, WIDE)
+                more += right
+            else:
+                b = a
+            _code(left, right, codes, scale, tile * HEIGHT, rows, columns,
+                  FORMAT, LARGEST, HEIGHT, FIRST, SECOND, TALL, WIDE)  # fmt: skip
+            tile += 1
+        _put_sums(sums, total, columns, 0, FIRST)
+        if SECOND > 0:
+            _put_sums(sums, more, columns, FIRST, SECOND)
+
+
+@triton.jit
+def _quantize_long_rows(
+    x, codes, scale, rows, columns, FORMAT: tl.constexpr, LARGEST: tl.constexpr, WIDTH: tl.constexpr
+):
+    """A row a program, read twice: what is longer than registers are many comes from the cache again."""
+    row = tl.program_id(0)
+    largest = tl.zeros([1, WIDTH], tl.int32)
+    start = row.to(tl.int64) * columns
+    across = tl.arange(0, WIDTH)[None, :]
+    at = 0
+    while at < columns:
+        values = tl.load(x + start + at + across, mask=at + across < columns, other=0).to(tl.float32)
+        largest = tl.maximum(largest, magnitude(values, FORMAT))
+        at += WIDTH
+    absmax = float_of(absmax_of(tl.max(largest, 1), FORMAT))
+    inverse, unit = scales(absmax, absmax, FORMAT, LARGEST)
+    tl.store(scale + row + tl.arange(0, 1), unit)
+    at = 0
+    while at < columns:
+        here = at + across < columns
+        values = tl.load(x + start + at + across, mask=here, other=0).to(tl.float32)
+        tl.store(codes + start + at + across, encode(values, inverse[:, None], FORMAT, LARGEST, False), mask=here)
+        at += WIDTH
+
+
+def pieces(columns: int) -> tuple[int, int]:
+    """Two powers of two, or one and 0, that together take a row."""
+    first = 1 << (columns.bit_length() - 1)
+    rest = columns - first
+    if not rest:
+        return first, 0
+    second = max(triton.next_power_of_2(rest), min(16, first))
+    return (first, second) if second < first else (2 * first, 0)
+
+
+def layout(rows: int, columns: int, sums: bool) -> tuple[int, int, int, int]:
+    """Rows of a tile, the two pieces of each, and warps."""
+    first, second = pieces(columns)
+    elements, each = (_TILE // 2, _EACH // 2) if sums else (_TILE, _EACH)
+    height = min(triton.next_power_of_2(max(1, elements // (first + second))), triton.next_power_of_2(rows))
+    warps = min(16, 1 << (max(1, height * (first + second) // (32 * each)).bit_length() - 1))
+    return height, first, second, warps
+
+
+def quantize_rows(x: Tensor, format: str, codes: Tensor, sums: bool) -> tuple[Tensor, Tensor | None]:
+    """Quantize a contiguous matrix with a scale a row.
+
+    Args:
+        x: contiguous (rows, columns), neither of them 0.
+        format: ``"int8"``, ``"e4m3"`` or ``"e5m2"``.
+        codes: contiguous, of x's shape, int8 or (for float8) uint8; is written.
+        sums: whether to sum the columns.
+
+    Returns:
+        Scales (rows, 1) and the column sums (columns,), float32.
+    """
+    rows, columns = x.shape
+    scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+    if columns > _LONGEST:
+        with torch.cuda.device_of(x):
+            _quantize_long_rows[(rows,)](
+                x, codes, scale, rows, columns,
+                FORMAT=format, LARGEST=LARGEST[format], WIDTH=_TILE, num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip
+        return scale, sum_columns(x) if sums else None
+    height, first, second, warps = layout(rows, columns, sums)
+    count = triton.cdiv(rows, height)
+    tiles = triton.cdiv(count, _SUMMING // warps) if sums else 1
+    programs = triton.cdiv(count, tiles)
+    partial = torch.empty((programs if sums else 0, columns), dtype=torch.float32, device=x.device)
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        _quantize_rows[(programs,)](
+            x, codes, scale, partial, rows, columns, tiles,
+            FORMAT=format, LARGEST=LARGEST[format], HEIGHT=height, FIRST=first, SECOND=second,
+            TALL=rows % height == 0, WIDE=columns == first + second, SUMS=sums,
+            num_warps=warps, enable_fp_fusion=False,
+        )  # fmt: skip
+    return scale, partial.sum(0) if sums else None

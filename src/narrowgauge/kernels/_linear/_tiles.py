@@ -1,0 +1,194 @@
+# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
+"""A scale for the tensor or a scale a column: a pass for the absmax, and one that writes codes in either order.
+
+The absmax of a tensor is left as one number a program; whoever quantizes reads them all, some hundreds, and takes
+the largest, which saves a launch. Maxima are the same in any order.
+
+Codes are wanted in the order of the matrix, or transposed, or both: the second pass turns tiles around on the chip
+and writes what is asked for, from one read.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from narrowgauge.kernels._linear._encode import LARGEST, absmax_of, encode, magnitude, scales, tile_maximum
+from narrowgauge.kernels._step._floats import float_of
+
+# Programs that look for the absmax, about four for each multiprocessor of an H200, and the tile that they move down
+# the rows with.
+_LOOKING, _DOWN, _ACROSS = 512, 8, 512
+# The tile that is quantized, and warps for it.
+_SIDE, _WARPS = 128, 8
+
+
+@triton.jit
+def _look(
+    x, tensor, column, sums, rows, columns, tiles,
+    FORMAT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
+    TENSOR: tl.constexpr, COLUMN: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    """Partial maxima, as bits: one number a program, or a row a row of programs; and partial sums of columns."""
+    across = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    down = tl.arange(0, HEIGHT)[:, None]
+    tile = tl.program_id(1) * tiles
+    end = tl.minimum(tile + tiles, tl.cdiv(rows, HEIGHT))
+    largest = tl.zeros([HEIGHT, WIDTH], tl.int32)
+    if SUMS:
+        total = tl.zeros([HEIGHT, WIDTH], tl.float32)
+    while tile < end:
+        row = tile * HEIGHT
+        pointers = x + row.to(tl.int64) * columns + (down * columns + across[None, :])
+        if TALL and WIDE:
+            values = tl.load(pointers).to(tl.float32)
+        else:
+            here = (row + down < rows) & (across < columns)[None, :]
+            values = tl.load(pointers, mask=here, other=0).to(tl.float32)
+        largest = tl.maximum(largest, magnitude(values, FORMAT))
+        if SUMS:
+            total += values
+        tile += 1
+    if TENSOR:
+        tl.store(
+            tensor + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0),
+            absmax_of(tile_maximum(largest), FORMAT),
+        )
+    if COLUMN:
+        found = absmax_of(tl.max(largest, 0), FORMAT)
+        tl.store(column + tl.program_id(1) * columns + across, found, mask=across < columns)
+    if SUMS:
+        tl.store(sums + tl.program_id(1) * columns + across, tl.sum(total, 0), mask=across < columns)
+
+
+@triton.jit
+def _quantize_tiles(
+    x, maxima, average, codes, transposed, scale, own, rows, columns, count,
+    FORMAT: tl.constexpr, LARGEST: tl.constexpr, SIDE: tl.constexpr, COUNT: tl.constexpr, TALL: tl.constexpr,
+    WIDE: tl.constexpr, TENSOR: tl.constexpr, AVERAGE: tl.constexpr, STRAIGHT: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """One tile a program. `maxima` are bits: `count` of the tensor, or one a column."""
+    column = tl.program_id(0) * SIDE
+    # Rows of tiles are counted along the second side of the grid, which takes 65535: 8 million rows.
+    row = tl.program_id(1) * SIDE
+    across = column + tl.arange(0, SIDE)
+    down = row + tl.arange(0, SIDE)
+    if TENSOR:
+        each = tl.arange(0, COUNT)
+        found = float_of(tl.max(tl.load(maxima + each, mask=each < count, other=0), 0))
+        absmax = found
+        if AVERAGE:
+            known = tl.load(average).to(tl.float32)
+            absmax = tl.where(known > 0.0, known, found)
+        inverse, unit = scales(found, absmax, FORMAT, LARGEST)
+        if (row == 0) & (column == 0):
+            tl.store(scale, unit)
+            tl.store(own, found)
+    else:
+        found = float_of(tl.load(maxima + across, mask=across < columns, other=0))
+        inverse, unit = scales(found, found, FORMAT, LARGEST)
+        if row == 0:
+            tl.store(scale + across, unit, mask=across < columns)
+        inverse = inverse[None, :]
+    inside = (tl.arange(0, SIDE)[:, None] * columns) + tl.arange(0, SIDE)[None, :]
+    start = row.to(tl.int64) * columns + column
+    here = (down < rows)[:, None] & (across < columns)[None, :]
+    if TALL and WIDE:
+        values = tl.load(x + start + inside).to(tl.float32)
+    else:
+        values = tl.load(x + start + inside, mask=here, other=0).to(tl.float32)
+    coded = encode(values, inverse, FORMAT, LARGEST, AVERAGE)
+    if STRAIGHT:
+        if TALL and WIDE:
+            tl.store(codes + start + inside, coded)
+        else:
+            tl.store(codes + start + inside, coded, mask=here)
+    if TURNED:
+        around = (tl.arange(0, SIDE)[:, None] * rows) + tl.arange(0, SIDE)[None, :]
+        start = column.to(tl.int64) * rows + row
+        if TALL and WIDE:
+            tl.store(transposed + start + around, tl.trans(coded))
+        else:
+            tl.store(transposed + start + around, tl.trans(coded), mask=tl.trans(here))
+
+
+def _looked(x: Tensor, format: str, column: bool, sums: bool) -> tuple[Tensor, Tensor | None]:
+    """Bits of partial maxima, (programs,) or (1, columns), and the sums of the columns."""
+    rows, columns = x.shape
+    width = min(_ACROSS, triton.next_power_of_2(columns))
+    height = min(_DOWN * _ACROSS // width, triton.next_power_of_2(rows))
+    wide, tall = triton.cdiv(columns, width), triton.cdiv(rows, height)
+    tiles = triton.cdiv(tall, max(1, min(tall, _LOOKING // wide)))
+    high = triton.cdiv(tall, tiles)
+    maxima = torch.empty((high, columns) if column else (high * wide,), dtype=torch.int32, device=x.device)
+    partial = torch.empty((high if sums else 0, columns), dtype=torch.float32, device=x.device)
+    with torch.cuda.device_of(x):
+        _look[(wide, high)](
+            x, maxima, maxima, partial, rows, columns, tiles,
+            FORMAT=format, HEIGHT=height, WIDTH=width, TALL=rows % height == 0, WIDE=columns % width == 0,
+            TENSOR=not column, COLUMN=column, SUMS=sums, num_warps=4,
+        )  # fmt: skip
+    return maxima.amax(0, keepdim=True) if column else maxima, partial.sum(0) if sums else None
+
+
+def sum_columns(x: Tensor) -> Tensor:
+    """The sums of the columns of a contiguous matrix, float32."""
+    total = _looked(x, "int8", False, True)[1]
+    assert total is not None
+    return total
+
+
+def _quantized(
+    x: Tensor, format: str, maxima: Tensor, average: Tensor | None, codes: Tensor | None, transposed: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    rows, columns = x.shape
+    tensor = maxima.dim() == 1
+    scale = torch.empty((1, 1 if tensor else columns), dtype=torch.float32, device=x.device)
+    own = torch.empty((1, 1), dtype=torch.float32, device=x.device)
+    count = maxima.numel() if tensor else 1
+    with torch.cuda.device_of(x):
+        _quantize_tiles[(triton.cdiv(columns, _SIDE), triton.cdiv(rows, _SIDE))](
+            x, maxima, average, codes, transposed, scale, own, rows, columns, count,
+            FORMAT=format, LARGEST=LARGEST[format], SIDE=_SIDE, COUNT=triton.next_power_of_2(count),
+            TALL=rows % _SIDE == 0, WIDE=columns % _SIDE == 0, TENSOR=tensor, AVERAGE=average is not None,
+            STRAIGHT=codes is not None, TURNED=transposed is not None, num_warps=_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+    return scale, own
+
+
+def quantize_tensor(
+    x: Tensor, format: str, average: Tensor | None, codes: Tensor | None, transposed: Tensor | None, sums: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Quantize a contiguous matrix with one scale.
+
+    Args:
+        x: contiguous (rows, columns), neither of them 0.
+        format: ``"int8"``, ``"e4m3"`` or ``"e5m2"``.
+        average: an absmax to use in place of x's own where it is above 0, one number.
+        codes: contiguous, of x's shape, int8 or (for float8) uint8; is written if it is there.
+        transposed: the same, (columns, rows).
+        sums: whether to sum the columns.
+
+    Returns:
+        The scale (1, 1), x's own absmax (1, 1), the column sums (columns,), all float32.
+    """
+    maxima, total = _looked(x, format, False, sums)
+    return *_quantized(x, format, maxima, average, codes, transposed), total
+
+
+def quantize_columns(x: Tensor, format: str, transposed: Tensor, sums: bool) -> tuple[Tensor, Tensor | None]:
+    """Quantize a contiguous matrix with a scale a column, into its transpose.
+
+    Args:
+        x: contiguous (rows, columns), neither of them 0.
+        format: ``"int8"``, ``"e4m3"`` or ``"e5m2"``.
+        transposed: contiguous (columns, rows), int8 or (for float8) uint8; is written.
+        sums: whether to sum the columns.
+
+    Returns:
+        Scales (1, columns) and the column sums (columns,), float32.
+    """
+    maxima, total = _looked(x, format, True, sums)
+    return _quantized(x, format, maxima, None, None, transposed)[0], total

@@ -1,0 +1,158 @@
+"""What was measured on this GPU: the fastest way of each kind of multiply, kept in the user's cache folder.
+
+Nothing is measured unasked: a first step takes the table's defaults. Whoever tunes times every candidate once per
+kind, and the winners are found by all later processes, by GPU, Triton's version and kind. The file may be lost,
+damaged or written by several processes at once: it is read as far as it can be, merged under a lock and replaced
+as a whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from narrowgauge.kernels import _cache
+from narrowgauge.kernels._linear._ways import Kind, Way
+
+_VERSION = 1
+
+
+def measured(device: torch.device, kind: Kind) -> Way | None:
+    """The fastest way that was measured for a kind on a device, if any."""
+    return _kept(_name(device)).get(kind.key)
+
+
+def keep(device: torch.device, found: dict[Kind, tuple[Way, float]]) -> Path | None:
+    """Remember the ways of kinds and their times in ms, here and for later processes.
+
+    Returns:
+        The file, or None where nothing can be written: then they are remembered by this process only.
+    """
+    name = _name(device)
+    _kept(name).update({kind.key: way for kind, (way, _) in found.items()})
+    records = {kind.key: {**way.as_record(), "ms": ms} for kind, (way, ms) in found.items()}
+    path = _path()
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _locked(path.with_suffix(".lock")):
+            contents = _read(path)
+            contents.setdefault(name, {}).update(records)
+            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+                written = Path(folder) / path.name
+                written.write_text(
+                    json.dumps({"version": _VERSION, "devices": contents}, indent=1), encoding="utf-8"
+                )
+                os.replace(written, path)
+    except OSError:
+        return None
+    return path
+
+
+def fastest(
+    ways: list[Way], run: Callable[[Way], Any], agrees: Callable[[Any], bool]
+) -> tuple[dict[Way, float], dict[Way, str]]:
+    """Times in ms of ways, the fastest first, and why each of the others has none.
+
+    Args:
+        ways: to be tried.
+        run: runs a multiply by a way on the current CUDA device and returns its result.
+        agrees: whether a result is right; a way that is not is no candidate.
+    """
+    times: dict[Way, float] = {}
+    failed: dict[Way, str] = {}
+    for way in ways:
+        try:
+            if not agrees(run(way)):
+                failed[way] = "its result differs"
+                continue
+            times[way] = _time(functools.partial(run, way))
+        except Exception as error:  # a tile that does not fit, a compiler that refuses
+            failed[way] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    return dict(sorted(times.items(), key=lambda item: item[1])), failed
+
+
+def _time(run: Callable[[], Any], rounds: int = 3, budget_ms: float = 20.0) -> float:
+    """Milliseconds a run, the best of some rounds of runs in a row."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    best, runs = float("inf"), 2
+    for _ in range(rounds + 1):  # the first warms up and says how many runs fill the budget
+        start.record()
+        for _ in range(runs):
+            run()
+        end.record()
+        end.synchronize()
+        each = start.elapsed_time(end) / runs
+        if runs > 2:
+            best = min(best, each)
+        runs = max(3, min(100, int(budget_ms / max(each, 1e-3))))
+    return best
+
+
+def _path() -> Path:
+    return _cache.folder() / "multiplies.json"
+
+
+def _name(device: torch.device) -> str:
+    return f"{torch.cuda.get_device_name(device)}, triton {metadata.version('triton')}"
+
+
+@functools.lru_cache(maxsize=16)
+def _kept(name: str) -> dict[str, Way]:
+    """Ways by kind, as the file had them when they were first asked for."""
+    ways = {}
+    for key, record in _read(_path()).get(name, {}).items():
+        with contextlib.suppress(TypeError, ValueError):
+            ways[key] = _way(record)
+    return ways
+
+
+def _way(record: Any) -> Way:
+    """A way as the file has it.
+
+    Raises:
+        TypeError, ValueError: if it is none.
+    """
+    if not isinstance(record, dict):
+        raise ValueError(f"no way: {record}")
+    way = Way(**{name: value for name, value in record.items() if name != "ms"})
+    sides = (way.rows, way.columns, way.inner, way.warps, way.stages, way.group, way.resident)
+    known = way.kernel in ("pointers", "descriptors", "cublas") and isinstance(way.halves, bool)
+    if not known or not all(isinstance(side, int) and 0 < side <= 1024 for side in sides):
+        raise ValueError(f"no way: {record}")
+    return way
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    """The devices of a file; nothing where it is not there or damaged."""
+    try:
+        contents = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(contents, dict) or contents.get("version") != _VERSION:
+        return {}
+    devices = contents.get("devices")
+    if not isinstance(devices, dict):
+        return {}
+    return {name: ways for name, ways in devices.items() if isinstance(ways, dict)}
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process at a time, where the system has locks."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

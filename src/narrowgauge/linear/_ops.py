@@ -1,0 +1,244 @@
+"""The heavy operations of a linear layer as operators of torch, so that `torch.compile` sees them as they are.
+
+`narrowgauge::quantize_rows`, `quantize_columns`, `quantize_tensor` and `multiply_codes`. On CUDA they are Triton's
+kernels where those run; everywhere else, eager torch, which is the specification. The kernels give its codes and
+scales bit for bit, its products of int8 as well, and those of float8 but for the order and width of sums.
+
+Codes come out in the order in which a multiply reads them: *straight*, (rows, columns), or *transposed*, (columns,
+rows), contiguous both. What was not asked for is an empty tensor. Column sums are float32: they are what the bias
+gradient needs, and cost nothing where G is read anyway.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.kernels._triton import unavailable
+from narrowgauge.linear._matmul import is_real, scaled_matmul
+from narrowgauge.linear._quantize import FORMATS, Format, ScaledCodes, largest_magnitude, quantize, quantize_by
+
+_LIBRARY: Any = torch.library.Library("narrowgauge", "FRAGMENT")  # type: ignore[no-untyped-call]
+_FLOAT8 = (8, 9)  # the compute capability from which tensor cores take it
+_INT8 = (8, 0)
+# 127² times this is below 2^31: longer sums of int8 do not fit into 32 bits.
+_LONGEST = 1 << 17
+
+
+def no_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why codes of a dtype have no kernels on a device, or None if they have."""
+    why = unavailable(device)
+    if why is None and torch.version.hip is None:
+        needed = _INT8 if dtype == torch.int8 else _FLOAT8
+        if torch.cuda.get_device_capability(device) < needed:
+            why = f"takes compute capability {needed[0]}.{needed[1]} and up"
+    return why
+
+
+def path(format: Format, device: torch.device, arithmetic: str) -> str:
+    """How codes of a format are multiplied on a device, in words."""
+    dtype = FORMATS[format].dtype
+    if arithmetic == "simulated":
+        return f"{format} simulated"
+    why = no_kernels(device, dtype)
+    if why is None:
+        return f"{format} real ({'Triton' if dtype == torch.int8 else 'Triton, cuBLAS'})"
+    real = "real" if is_real(dtype, device.type) else "simulated"
+    return f"{format} {real}" + (f" ({why})" if device.type == "cuda" else "")
+
+
+def _kernels(x: Tensor, dtype: torch.dtype) -> bool:
+    return x.numel() > 0 and no_kernels(x.device, dtype) is None
+
+
+def _sums(x: Tensor, sums: bool) -> Tensor:
+    return x.sum(0, dtype=torch.float32) if sums else _nothing(x)
+
+
+def _nothing(x: Tensor) -> Tensor:
+    return x.new_empty(0, dtype=torch.float32)
+
+
+def _empty(x: Tensor, format: str, *shape: int) -> tuple[Tensor, Tensor]:
+    """Codes to be written, as themselves and as the bytes that kernels write."""
+    codes = x.new_empty(shape, dtype=FORMATS[format].dtype)
+    return codes, codes if format == "int8" else codes.view(torch.uint8)
+
+
+# Rows
+
+
+def _eager_rows(x: Tensor, format: Format, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
+    codes, scale = quantize(x, "row", format)
+    return codes.contiguous(), scale.contiguous(), _sums(x, sums)
+
+
+def _cuda_rows(x: Tensor, format: Format, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
+    if not _kernels(x, FORMATS[format].dtype):
+        return _eager_rows(x, format, sums)
+    if _is_turned(x) and not sums:
+        # Its rows are the columns of a contiguous matrix.
+        codes, scale, total = _cuda_columns(x.t(), format, False)
+        return codes, scale.reshape(-1, 1), total
+    from narrowgauge.kernels._linear._rows import quantize_rows
+
+    codes, words = _empty(x, format, *x.shape)
+    scale, found = quantize_rows(x.contiguous(), format, words, sums)
+    return codes, scale, _nothing(x) if found is None else found
+
+
+def _fake_rows(x: Tensor, format: Format, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
+    rows, columns = x.shape
+    codes = x.new_empty((rows, columns), dtype=FORMATS[format].dtype)
+    return codes, _floats(x, rows, 1), _floats(x, columns if sums else 0)
+
+
+# Columns
+
+
+def _eager_columns(x: Tensor, format: Format, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
+    codes, scale = quantize(x, "column", format)
+    return _transposed(codes), scale.contiguous(), _sums(x, sums)
+
+
+def _cuda_columns(x: Tensor, format: Format, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
+    if not _kernels(x, FORMATS[format].dtype):
+        return _eager_columns(x, format, sums)
+    if _is_turned(x) and not sums:
+        codes, scale, total = _cuda_rows(x.t(), format, False)
+        return codes, scale.reshape(1, -1), total
+    from narrowgauge.kernels._linear._tiles import quantize_columns
+
+    transposed, words = _empty(x, format, x.shape[1], x.shape[0])
+    scale, found = quantize_columns(x.contiguous(), format, words, sums)
+    return transposed, scale, _nothing(x) if found is None else found
+
+
+def _fake_columns(x: Tensor, format: Format, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
+    rows, columns = x.shape
+    codes = x.new_empty((columns, rows), dtype=FORMATS[format].dtype)
+    return codes, _floats(x, 1, columns), _floats(x, columns if sums else 0)
+
+
+# Tensor
+
+
+def _eager_tensor(
+    x: Tensor, average: Tensor | None, format: Format, straight: bool, transposed: bool, sums: bool
+) -> tuple[Tensor, ...]:
+    own = largest_magnitude(x, "tensor", format)
+    absmax = own
+    if average is not None:
+        known = average.to(torch.float32).reshape(1, 1)
+        absmax = torch.where(known > 0, known, own)
+    codes, scale = quantize_by(x, own, absmax, format)
+    none = codes.new_empty((0, 0))
+    turned = _transposed(codes) if transposed else none
+    return codes.contiguous() if straight else none.clone(), turned, scale, own.clone(), _sums(x, sums)
+
+
+def _cuda_tensor(
+    x: Tensor, average: Tensor | None, format: Format, straight: bool, transposed: bool, sums: bool
+) -> tuple[Tensor, ...]:
+    if not _kernels(x, FORMATS[format].dtype):
+        return _eager_tensor(x, average, format, straight, transposed, sums)
+    if _is_turned(x) and not sums:
+        turned, codes, *rest = _cuda_tensor(x.t(), average, format, transposed, straight, False)
+        return codes, turned, *rest
+    from narrowgauge.kernels._linear._tiles import quantize_tensor
+
+    rows, columns = x.shape
+    codes, words = _empty(x, format, *((rows, columns) if straight else (0, 0)))
+    turned, around = _empty(x, format, *((columns, rows) if transposed else (0, 0)))
+    scale, own, total = quantize_tensor(
+        x.contiguous(), format, average, words if straight else None, around if transposed else None, sums
+    )
+    return codes, turned, scale, own, _nothing(x) if total is None else total
+
+
+def _fake_tensor(
+    x: Tensor, average: Tensor | None, format: Format, straight: bool, transposed: bool, sums: bool
+) -> tuple[Tensor, ...]:
+    rows, columns = x.shape
+    dtype = FORMATS[format].dtype
+    codes = x.new_empty((rows, columns) if straight else (0, 0), dtype=dtype)
+    turned = x.new_empty((columns, rows) if transposed else (0, 0), dtype=dtype)
+    return codes, turned, _floats(x, 1, 1), _floats(x, 1, 1), _floats(x, columns if sums else 0)
+
+
+# Multiply
+
+
+def _eager_multiply(
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
+    dtype: torch.dtype, accumulation: str,
+) -> Tensor:  # fmt: skip
+    return scaled_matmul(ScaledCodes(left, left_scale), ScaledCodes(right, right_scale), bias, dtype, "real")
+
+
+def _cuda_multiply(
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
+    dtype: torch.dtype, accumulation: str,
+) -> Tensor:  # fmt: skip
+    inner = left.shape[1]
+    integer = left.dtype == torch.int8
+    empty = not (left.numel() and right.numel())
+    if empty or (integer and inner > _LONGEST) or no_kernels(left.device, left.dtype) is not None:
+        return _eager_multiply(left, right, left_scale, right_scale, bias, dtype, accumulation)
+    from narrowgauge.kernels._linear._choose import multiply_codes
+
+    bias = None if bias is None else bias.contiguous()
+    result = torch.float32 if dtype == torch.float64 else dtype
+    product = multiply_codes(
+        left.contiguous(), right.t().contiguous(), left_scale.contiguous(), right_scale.contiguous(), bias,
+        result, accumulation == "full",
+    )  # fmt: skip
+    return product.to(dtype)
+
+
+def _fake_multiply(
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
+    dtype: torch.dtype, accumulation: str,
+) -> Tensor:  # fmt: skip
+    return left.new_empty((left.shape[0], right.shape[1]), dtype=dtype)
+
+
+def _floats(x: Tensor, *shape: int) -> Tensor:
+    return x.new_empty(shape, dtype=torch.float32)
+
+
+def _transposed(codes: Tensor) -> Tensor:
+    # Not `.contiguous()`, which hands on a single row or column as it is: an operator returns no view of another.
+    return codes.t().clone(memory_format=torch.contiguous_format)
+
+
+def _is_turned(x: Tensor) -> bool:
+    """Whether a matrix is the transpose of a contiguous one, and not itself contiguous."""
+    return not x.is_contiguous() and x.t().is_contiguous()
+
+
+_SCHEMAS: dict[str, tuple[str, Any, Any, Any]] = {
+    "quantize_rows": ("(Tensor x, str format, bool sums) -> (Tensor, Tensor, Tensor)",
+                      _eager_rows, _cuda_rows, _fake_rows),
+    "quantize_columns": ("(Tensor x, str format, bool sums) -> (Tensor, Tensor, Tensor)",
+                         _eager_columns, _cuda_columns, _fake_columns),
+    "quantize_tensor": ("(Tensor x, Tensor? average, str format, bool straight, bool transposed, bool sums) "
+                        "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+                        _eager_tensor, _cuda_tensor, _fake_tensor),
+    "multiply_codes": ("(Tensor left, Tensor right, Tensor left_scale, Tensor right_scale, Tensor? bias, "
+                       "ScalarType dtype, str accumulation) -> Tensor",
+                       _eager_multiply, _cuda_multiply, _fake_multiply),
+}  # fmt: skip
+
+for _name, (_schema, _eager, _cuda, _fake) in _SCHEMAS.items():
+    _LIBRARY.define(_name + _schema)
+    _LIBRARY.impl(_name, _eager, "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, _cuda, "CUDA")
+    torch.library.register_fake(f"narrowgauge::{_name}", _fake, lib=_LIBRARY)
+
+quantize_rows = torch.ops.narrowgauge.quantize_rows.default
+quantize_columns = torch.ops.narrowgauge.quantize_columns.default
+quantize_tensor = torch.ops.narrowgauge.quantize_tensor.default
+multiply_codes = torch.ops.narrowgauge.multiply_codes.default

@@ -1,0 +1,227 @@
+"""The multiplies' kernels against the specification: int8 bit for bit, float8 within float32's sums."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is not installed: there are no kernels")
+
+from narrowgauge.kernels._linear import _choose, _tuning, _ways
+from narrowgauge.kernels._linear._multiply import fits_descriptors, multiply
+from narrowgauge.kernels._linear._ways import CUBLAS, Kind, Way
+from narrowgauge.linear import quantize
+from narrowgauge.linear._matmul import scaled_matmul
+from narrowgauge.linear._quantize import ScaledCodes
+
+FORMS = {"int8": ("int8", "int8"), "e4m3": ("e4m3", "e4m3"), "e5m2 and e4m3": ("e5m2", "e4m3")}
+WAYS = (
+    Way("pointers", 32, 32, 32, group=2),
+    Way("descriptors", 32, 32, 32),
+    Way("descriptors", 16, 64, 32, halves=True),
+)
+SHAPES = ((64, 64, 48), (33, 80, 48), (70, 48, 64), (5, 7, 3), (1, 33, 1))
+
+
+def operands(m: int, k: int, n: int, forms: tuple, scalings: tuple, device: str) -> tuple[ScaledCodes, ScaledCodes]:
+    """X (m, k) and W (n, k)."""
+    random = torch.Generator().manual_seed(m + k + n)
+    x, w = (torch.randn(shape, generator=random).to(device) for shape in ((m, k), (n, k)))
+    return quantize(x, scalings[0], forms[0]), quantize(w, scalings[1], forms[1])
+
+
+def right(got: Tensor, left: ScaledCodes, right: ScaledCodes, bias: Tensor | None, fast: bool = False) -> bool:
+    """Whether a product is what the specification says: int8 to the bit, float8 but for the width of its sums."""
+    wanted = scaled_matmul(left, right.t(), bias, got.dtype, "simulated" if left.codes.is_cuda else "real")
+    if left.codes.dtype == torch.int8:
+        return torch.equal(got, wanted)
+    exact = (left.codes.double() @ right.codes.double().t()) * (left.scale.double() * right.scale.double().t())
+    size = (left.codes.double().abs() @ right.codes.double().abs().t()) * (left.scale * right.scale.t()).double()
+    if bias is not None:
+        exact, size = exact + bias.double(), size + bias.double().abs()
+    # Tensor cores keep 13 bits below the largest of the products that they add at once.
+    unit = 2.0**-12 if fast else 2.0**-20
+    return bool(((got.double() - exact).abs() <= size * unit + exact.abs() * torch.finfo(got.dtype).eps).all())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("scalings", [("row", "tensor"), ("row", "row"), ("tensor", "tensor"), ("tensor", "row")])
+def test_a_product_is_the_specifications(
+    shape: tuple[int, int, int], way: Way, forms: tuple, scalings: tuple, device: str
+) -> None:
+    one, other = operands(*shape, forms, scalings, device)
+    for dtype, biased, full in (
+        (torch.bfloat16, True, False),
+        (torch.float16, False, True),
+        (torch.float32, True, True),
+    ):
+        if way.kernel == "descriptors" and not fits_descriptors(one.codes, other.codes, dtype):
+            continue
+        bias = torch.randn(shape[2], device=device).to(dtype) if biased else None
+        got = multiply(one.codes, other.codes, one.scale, other.scale.t(), bias, dtype, full, way)
+        assert (got.shape, got.dtype) == ((shape[0], shape[2]), dtype)
+        assert right(got, one, other, bias, fast=device == "cuda")
+
+
+def test_the_order_of_tiles_takes_each_once(device: str) -> None:
+    """13 x 7 tiles in groups of 4 rows: every element is written once, by the right program."""
+    one, other = operands(16 * 13 - 3, 16, 16 * 7 - 5, ("int8", "int8"), ("row", "row"), device)
+    way = Way("pointers", 16, 16, 16, group=4)
+    got = multiply(one.codes, other.codes, one.scale, other.scale.t(), None, torch.float32, False, way)
+    assert right(got, one, other, None)
+
+
+def test_nan_scales_lose_their_rows_and_no_others(device: str) -> None:
+    one, other = operands(40, 32, 24, ("int8", "int8"), ("row", "tensor"), device)
+    one.scale[7] = torch.nan
+    got = multiply(one.codes, other.codes, one.scale, other.scale, None, torch.bfloat16, False, WAYS[0])
+    lost = torch.zeros(40, dtype=torch.bool, device=device)
+    lost[7] = True
+    assert torch.equal(got.isnan().all(1), lost)
+    assert torch.equal(got.isnan().any(1), lost)
+
+
+@pytest.mark.gpu  # the interpreter reads NaN as 480
+def test_nan_codes_of_float8_lose_their_rows_and_no_others() -> None:
+    device = "cuda"
+    x, w = torch.randn(40, 32, device=device), torch.randn(24, 32, device=device)
+    x[7, 3] = torch.nan
+    one, other = quantize(x, "row", "e4m3"), quantize(w, "tensor", "e4m3")
+    got = multiply(one.codes, other.codes, one.scale, other.scale, None, torch.bfloat16, False, WAYS[0])
+    assert got[7].isnan().all()
+    assert int(got.isnan().sum()) == 24
+
+
+# Choosing
+
+
+def kind(**other: object) -> Kind:
+    return replace(Kind("float8", "vector", "tensor", "bfloat16", "fast", 32768, 5120, 1280), **other)
+
+
+def test_defaults_are_ways_for_their_kinds() -> None:
+    for form, accumulation in (("int8", "full"), ("float8", "fast"), ("float8", "full")):
+        for rows, columns in ((32768, 5120), (2048, 1024), (100, 100), (1, 1)):
+            of = kind(format=form, accumulation=accumulation, rows=rows, columns=columns)
+            for hopper in (False, True):
+                way = _ways.default(of, False, hopper)
+                assert _ways.fits(way, of, False, hopper)
+                assert way.kernel == "pointers"
+                assert hopper or way.inner * (way.rows + way.columns) * way.stages <= 96 * 1024
+    assert _ways.default(kind(), True, True) is CUBLAS
+    assert _ways.default(kind(rows=100), True, True) is not CUBLAS
+    assert len(set(_ways.CANDIDATES)) == len(_ways.CANDIDATES)
+
+
+def test_what_fits() -> None:
+    wide = Way("descriptors", 128, 256)
+    assert _ways.fits(wide, kind(), False, True)
+    assert not _ways.fits(wide, kind(), False, False)
+    assert not _ways.fits(wide, kind(accumulation="full"), False, True)
+    assert _ways.fits(wide, kind(format="int8", accumulation="full"), False, True)
+    assert not _ways.fits(CUBLAS, kind(), False, True)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(_tuning, "_name", lambda device: f"GPU {device.index or 0}")
+    _tuning._kept.cache_clear()
+    return tmp_path / "narrowgauge" / "multiplies.json"
+
+
+CUDA = torch.device("cuda", 0)
+
+
+def test_what_was_measured_is_found_by_the_next_process(cache: Path) -> None:
+    way = Way("descriptors", 256, 128, stages=4, halves=True)
+    assert _tuning.measured(CUDA, kind()) is None
+    assert _tuning.keep(CUDA, {kind(): (way, 0.25)}) == cache
+    assert _tuning.measured(CUDA, kind()) == way
+    _tuning._kept.cache_clear()  # as a new process has it
+    assert _tuning.measured(CUDA, kind()) == way
+    assert _tuning.measured(CUDA, kind(rows=1)) is None
+    assert _tuning.measured(torch.device("cuda", 1), kind()) is None
+    _tuning.keep(torch.device("cuda", 1), {kind(): (CUBLAS, 0.2)})
+    _tuning.keep(CUDA, {kind(rows=1): (CUBLAS, 0.1)})
+    _tuning._kept.cache_clear()
+    assert _tuning.measured(CUDA, kind()) == way
+    assert _tuning.measured(torch.device("cuda", 1), kind()) == CUBLAS
+    assert json.loads(cache.read_text())["devices"]["GPU 0"][kind().key]["ms"] == 0.25
+    assert [path.name for path in cache.parent.iterdir()].count("multiplies.json") == 1
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["", "{", "[]", "null", '{"version": 0, "devices": {}}', '{"version": 1, "devices": []}',
+     '{"version": 1, "devices": {"GPU 0": 3}}', '{"version": 1, "devices": {"GPU 0": {"KEY": 3}}}',
+     '{"version": 1, "devices": {"GPU 0": {"KEY": {"kernel": "magic"}}}}',
+     '{"version": 1, "devices": {"GPU 0": {"KEY": {"kernel": "pointers", "rows": "many"}}}}',
+     '{"version": 1, "devices": {"GPU 0": {"KEY": {"kernel": "pointers", "rows": -16, "new": 1}}}}'],
+)  # fmt: skip
+def test_a_damaged_file_is_as_none_and_is_replaced(cache: Path, damage: str) -> None:
+    cache.parent.mkdir(parents=True)
+    cache.write_text(damage.replace("KEY", kind().key))
+    assert _tuning.measured(CUDA, kind()) is None
+    assert _tuning.keep(CUDA, {kind(): (CUBLAS, 1.0)}) == cache
+    _tuning._kept.cache_clear()
+    assert _tuning.measured(CUDA, kind()) == CUBLAS
+
+
+def test_without_a_folder_it_is_remembered_here(cache: Path) -> None:
+    cache.parent.parent.joinpath("narrowgauge").write_text("a file")
+    assert _tuning.keep(CUDA, {kind(): (CUBLAS, 1.0)}) is None
+    assert _tuning.measured(CUDA, kind()) == CUBLAS
+
+
+def _write(start: int) -> None:
+    for rows in range(start, start + 25):
+        _tuning.keep(CUDA, {kind(rows=rows): (CUBLAS, 1.0)})
+
+
+def test_processes_that_write_at_once_lose_nothing(cache: Path) -> None:
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        pool.map(_write, range(0, 100, 25))
+    assert len(json.loads(cache.read_text())["devices"]["GPU 0"]) == 100
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("way", _ways.CANDIDATES, ids=str)
+def test_every_shipped_way_is_right(way: Way, forms: tuple) -> None:
+    for shape in ((1024, 1280, 768), (520, 336, 272)):
+        for scalings in (("row", "tensor"), ("row", "row"), ("tensor", "tensor")):
+            one, other = operands(*shape, forms, scalings, "cuda")
+            for full in (False, True):
+                bias = torch.randn(shape[2], device="cuda").bfloat16()
+                of = _choose.kind_of(one.codes, other.codes, one.scale, other.scale.t(), torch.bfloat16, full)
+                allowed = _choose._allowed(one.codes, other.codes, bias, torch.bfloat16, of)
+                if not _ways.fits(way, of, *allowed):
+                    continue
+                got = _choose.multiply_codes(
+                    one.codes, other.codes, one.scale, other.scale.t(), bias, torch.bfloat16, full, way
+                )
+                assert right(got, one, other, bias, fast=True), (shape, scalings, full)
+
+
+@pytest.mark.gpu
+def test_tuning_finds_a_way_and_the_next_call_takes_it(cache: Path) -> None:
+    one, other = operands(512, 256, 512, ("int8", "int8"), ("row", "tensor"), "cuda")
+    arguments = (one.codes, other.codes, one.scale, other.scale.t(), None, torch.bfloat16, False)
+    of, times, failed = _choose.tune(*arguments)
+    assert times
+    assert not failed, failed
+    best = next(iter(times))
+    assert (
+        _choose._chosen(of, one.codes.device, *_choose._allowed(one.codes, other.codes, None, torch.bfloat16, of))
+        == best
+    )
+    assert right(_choose.multiply_codes(*arguments), one, other, None)

@@ -1,0 +1,193 @@
+"""The quantizers' kernels against eager torch: codes and scales bit for bit, in every dtype, format and shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is not installed: there are no kernels")
+
+from narrowgauge.formats import FP8_E4M3, FP8_E5M2
+from narrowgauge.kernels._linear import _rows, _tiles
+from narrowgauge.linear import quantize
+
+FORMS = ("int8", "e4m3", "e5m2")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PAIRS = list(zip(DTYPES, FORMS, strict=True))
+# Less than a tile, whole tiles, what ends within one, a row in two pieces, one element, longer than the rest.
+SHAPES = ((5, 7), (128, 128), (33, 130), (129, 257), (2, 1280), (1, 1), (1, 300), (300, 1), (1100, 24))
+
+
+@pytest.fixture(autouse=True)
+def _numpys_warnings() -> Iterator[None]:
+    """The interpreter's numpy warns of infinity times zero, which kernels do on purpose."""
+    with np.errstate(all="ignore"):
+        yield
+
+
+def matrix(shape: tuple[int, int], dtype: torch.dtype, device: str, nonfinite: bool = False) -> Tensor:
+    random = torch.Generator().manual_seed(shape[0] * 1000 + shape[1])
+    x = torch.randn(shape, generator=random) * torch.exp(2 * torch.randn(shape, generator=random))
+    if shape[0] > 3:
+        x[1] = 0
+        x[3] *= 2.0**-111 / x[3].abs().max()  # less than counts
+    if nonfinite:
+        x[-1, shape[1] // 2], x[0, 0] = float("nan"), float("-inf")
+    return x.to(device, dtype)
+
+
+def words(form: str, shape: tuple[int, ...], device: str) -> Tensor:
+    return torch.full(shape, 99, dtype=torch.int8 if form == "int8" else torch.uint8, device=device)
+
+
+def same(got: Tensor, wanted: Tensor) -> bool:
+    """The same bits, whatever they are taken for; NaN are all one."""
+    if got.dtype == torch.float32:
+        got, wanted = got.nan_to_num(nan=-1.0), wanted.nan_to_num(nan=-1.0)
+        return got.shape == wanted.shape and torch.equal(got.view(torch.int32), wanted.view(torch.int32))
+    return torch.equal(got.view(torch.uint8), wanted.contiguous().view(torch.uint8))
+
+
+def summed(got: Tensor, x: Tensor) -> bool:
+    wanted, size = x.double().sum(0), x.double().abs().sum(0)
+    close = (got.double() - wanted).abs() <= size * 2.0**-23 * (4 + len(x) ** 0.5)
+    return got.dtype == torch.float32 and bool((close | ~wanted.isfinite() & ~got.isfinite()).all())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("dtype", "form"), PAIRS, ids=str)
+@pytest.mark.parametrize("nonfinite", [False, True], ids=["", "nonfinite"])
+def test_rows(shape: tuple[int, int], form: str, dtype: torch.dtype, nonfinite: bool, device: str) -> None:
+    x = matrix(shape, dtype, device, nonfinite)
+    wanted = quantize(x, "row", form)
+    for sums in (False, True):
+        codes = words(form, shape, device)
+        scale, total = _rows.quantize_rows(x, form, codes, sums)
+        assert same(codes, wanted.codes)
+        assert same(scale, wanted.scale)
+        assert summed(total, x) if sums else total is None
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_that_are_longer_than_registers(form: str, device: str) -> None:
+    x = matrix((5, 2**14 + 300), torch.bfloat16, device, nonfinite=True)
+    codes = words(form, tuple(x.shape), device)
+    scale, total = _rows.quantize_rows(x, form, codes, True)
+    wanted = quantize(x, "row", form)
+    assert same(codes, wanted.codes)
+    assert same(scale, wanted.scale)
+    assert summed(total, x)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("dtype", "form"), PAIRS, ids=str)
+@pytest.mark.parametrize("nonfinite", [False, True], ids=["", "nonfinite"])
+def test_columns(shape: tuple[int, int], form: str, dtype: torch.dtype, nonfinite: bool, device: str) -> None:
+    x = matrix(shape, dtype, device, nonfinite)
+    codes = words(form, shape[::-1], device)
+    scale, total = _tiles.quantize_columns(x, form, codes, True)
+    wanted = quantize(x, "column", form)
+    assert same(codes, wanted.codes.t())
+    assert same(scale, wanted.scale)
+    assert summed(total, x)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("form", "average"), [("int8", None), ("int8", 0.5), ("e4m3", 0.0), ("e5m2", 1e30)])
+@pytest.mark.parametrize("nonfinite", [False, True], ids=["", "nonfinite"])
+def test_tensor(shape: tuple[int, int], form: str, average: float | None, nonfinite: bool, device: str) -> None:
+    x = matrix(shape, torch.bfloat16, device, nonfinite)
+    given = None if average is None else torch.tensor(average, device=device)
+    wanted = quantize(x, "tensor", form, given.reshape(1, 1) if average else None)
+    for straight, transposed, sums in ((True, True, True), (True, False, False), (False, True, False)):
+        codes = words(form, shape, device) if straight else None
+        turned = words(form, shape[::-1], device) if transposed else None
+        scale, own, total = _tiles.quantize_tensor(x, form, given, codes, turned, sums)
+        assert codes is None or same(codes, wanted.codes)
+        assert turned is None or same(turned, wanted.codes.t())
+        assert same(scale, wanted.scale)
+        own_wanted = x.float().abs()
+        if form != "int8":
+            own_wanted = own_wanted.where(own_wanted < torch.inf, 0.0)
+        assert same(own, own_wanted.amax().reshape(1, 1))
+        assert summed(total, x) if sums else total is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_of_other_dtypes(dtype: torch.dtype, device: str) -> None:
+    x = matrix((60, 70), dtype, device)
+    codes, turned = words("e4m3", (60, 70), device), words("e4m3", (70, 60), device)
+    _tiles.quantize_tensor(x, "e4m3", None, codes, turned, False)
+    assert same(codes, quantize(x, "tensor", "e4m3").codes)
+    assert same(turned, codes.t())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_code_and_every_tie(form: str, device: str) -> None:
+    """All values, the midpoints between them and their float32 neighbours, of both signs, at a scale of 1."""
+    if form == "int8":
+        values = np.arange(128.0)
+    else:
+        floats = {"e4m3": FP8_E4M3, "e5m2": FP8_E5M2}[form]
+        values = np.array([floats.decode(code) for code in range(128)])
+        values = np.unique(values[np.isfinite(values)])
+    points = np.concatenate([values, (values[1:] + values[:-1]) / 2]).astype(np.float32)
+    points = np.concatenate([points, np.nextafter(points, np.float32(0)), np.nextafter(points, np.float32(1e30))])
+    points = points[points <= values[-1]]
+    x = torch.from_numpy(np.concatenate([points, -points, values[-1:]]).astype(np.float32))[None].to(device)
+    codes = words(form, x.shape, device)
+    scale, _ = _rows.quantize_rows(x, form, codes, False)
+    assert scale.item() == 1
+    assert same(codes, quantize(x, "row", form).codes)
+
+
+def test_a_row_is_held_in_two_powers_of_two() -> None:
+    assert [_rows.pieces(n) for n in (1, 16, 1280, 5120, 4096)] == [
+        (1, 0),
+        (16, 0),
+        (1024, 256),
+        (4096, 1024),
+        (4096, 0),
+    ]
+    for columns in range(1, 3000):
+        first, second = _rows.pieces(columns)
+        assert first & (first - 1) == second & (second - 1) == 0
+        assert first + second >= columns > (first if second else first // 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [1280, 5120, 8192, 16384, 16400, 65536])
+@pytest.mark.parametrize("form", FORMS)
+def test_long_rows_and_large_matrices(columns: int, form: str) -> None:
+    x = matrix((2**27 // columns, columns), torch.bfloat16, "cuda")
+    codes, turned = words(form, x.shape, "cuda"), words(form, tuple(x.shape)[::-1], "cuda")
+    scale, total = _rows.quantize_rows(x, form, codes, True)
+    wanted = quantize(x, "row", form)
+    assert same(codes, wanted.codes)
+    assert same(scale, wanted.scale)
+    assert summed(total, x)
+    again = words(form, x.shape, "cuda")
+    assert torch.equal(total, _rows.quantize_rows(x, form, again, True)[1])  # nothing depends on who comes first
+    _tiles.quantize_tensor(x, form, None, codes, turned, True)
+    wanted = quantize(x, "tensor", form)
+    assert same(codes, wanted.codes)
+    assert same(turned, wanted.codes.t())
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits() -> None:
+    x = torch.zeros((2**19 + 64, 4096 + 16), dtype=torch.bfloat16, device="cuda")
+    x[-1, :] = torch.linspace(-3, 5, x.shape[1], device="cuda")
+    last = quantize(x[-1:], "row")
+    codes, turned = words("int8", x.shape, "cuda"), words("int8", tuple(x.shape)[::-1], "cuda")
+    scale, _ = _rows.quantize_rows(x, "int8", codes, False)
+    assert torch.equal(codes[-1:], last.codes)
+    assert not scale[:-1].any()
+    _tiles.quantize_tensor(x, "int8", None, codes, turned, False)
+    assert torch.equal(codes[-1:], last.codes)
+    assert torch.equal(turned[:, -1:].t(), last.codes)
+    assert int(turned.count_nonzero()) == int(last.codes.count_nonzero())

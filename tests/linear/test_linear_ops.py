@@ -1,0 +1,268 @@
+"""The operators: torch's own checks of them, and whole layers on the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from test_linear_multiplies import FORMS, PLANS, run, tensors
+from torch import Tensor
+
+import narrowgauge as ng
+from narrowgauge.linear import LowPrecisionLinear, _ops, linear, quantize
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+def check(operator: Callable[..., object], *args: object) -> None:
+    """Schema, fake tensors against real ones, tracing with free shapes."""
+    # Whether arguments were written to is found out by comparing them, which torch cannot do in float8.
+    float8 = any(isinstance(arg, Tensor) and "float8" in str(arg.dtype) for arg in args)
+    checks = CHECKS[1:] if float8 else CHECKS
+    assert torch.library.opcheck(operator, args, test_utils=checks) == dict.fromkeys(checks, "SUCCESS")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", ["int8", "e4m3", "e5m2"])
+@pytest.mark.parametrize("shape", [(32, 48), (5, 1), (1, 7), (0, 4)], ids=str)
+def test_quantizers_are_operators(form: str, shape: tuple[int, int], device: str) -> None:
+    x = torch.randn(shape, dtype=torch.bfloat16, device=device)
+    # A view of a column or row of another tensor, and a matrix that is the transpose of one.
+    for matrix in (
+        x,
+        x.t().contiguous().t(),
+        torch.randn(shape[0], 3 * shape[1] + 1, device=device)[:, : shape[1]],
+    ):
+        for sums in (False, True):
+            check(_ops.quantize_rows, matrix, form, sums)
+            check(_ops.quantize_columns, matrix, form, sums)
+        for straight, transposed, average in ((True, True, None), (False, True, 0.5), (True, False, 0.0)):
+            given = None if average is None else torch.tensor(average, device=device)
+            check(_ops.quantize_tensor, matrix, given, form, straight, transposed, transposed)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", ["int8", "e4m3"])
+@pytest.mark.parametrize("sides", [(32, 48, 64), (5, 1, 3), (1, 7, 1), (0, 4, 3)], ids=str)
+def test_the_multiply_is_an_operator(form: str, sides: tuple[int, int, int], device: str) -> None:
+    m, k, n = sides
+    left = quantize(torch.randn(m, k, device=device), "row", form)
+    right = quantize(torch.randn(n, k, device=device), "tensor", form).t()
+    for bias, dtype in ((None, torch.float32), (torch.randn(n, device=device).bfloat16(), torch.bfloat16)):
+        for accumulation in ("fast", "full"):
+            check(_ops.multiply_codes, left.codes, right.codes, left.scale, right.scale, bias, dtype, accumulation)
+
+
+def test_what_they_give_is_the_quantizer() -> None:
+    x = torch.randn(33, 20)
+    codes, scale, sums = _ops.quantize_rows(x, "int8", True)
+    wanted = quantize(x, "row")
+    assert torch.equal(codes, wanted.codes)
+    assert torch.equal(scale, wanted.scale)
+    assert torch.allclose(sums, x.sum(0), rtol=1e-5, atol=1e-5)
+    codes, scale, sums = _ops.quantize_columns(x, "int8", False)
+    assert torch.equal(codes.t(), quantize(x, "column").codes)
+    assert sums.numel() == 0
+    straight, turned, scale, own, _ = _ops.quantize_tensor(x, torch.tensor(0.5), "int8", True, True, False)
+    wanted = quantize(x, "tensor", "int8", torch.tensor([[0.5]]))
+    assert torch.equal(straight, wanted.codes)
+    assert torch.equal(turned.t(), wanted.codes)
+    assert torch.equal(scale, wanted.scale)
+    assert own.item() == x.abs().max().item()
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("saved", ["input", "codes"])
+def test_each_matrix_is_quantized_once(name: str, saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W and its transpose in one pass where the codes are the same; sums of columns in one that reads G anyway."""
+    calls: list[tuple[str, tuple[int, ...], bool]] = []
+
+    def spy(name: str, run: Callable[..., object], x: Tensor, *args: object) -> object:
+        calls.append((name, tuple(x.shape), bool(args[-1])))
+        return run(x, *args)
+
+    for name_of in ("quantize_rows", "quantize_columns", "quantize_tensor"):
+        monkeypatch.setattr(_ops, name_of, partial(spy, name_of, getattr(_ops, name_of)))
+    x, w, g = torch.randn(40, 16), torch.randn(24, 16), torch.randn(40, 24)
+    bias = torch.randn(24, requires_grad=True)
+    plan = PLANS[name] if name == "HIGH_PRECISION" else replace(PLANS[name], saved=saved)
+    leaves = [t.requires_grad_() for t in (x, w)]
+    linear(*leaves, bias, plan).backward(g)
+    wanted = {
+        "SWITCHBACK": ["rows X", "tensor W", "rows G +"],
+        "SWITCHBACK_M": ["rows X", "tensor W", "rows G +"],
+        "SWITCHBACK_Q": ["rows X", "rows W", "rows G +", "columns W"],
+        "LLM_INT8": ["rows X", "rows W", "rows G +", "columns W", "columns G", "columns X"],
+        "TENSORWISE_FP8": ["tensor X", "tensor W", "tensor G +"],
+        "HIGH_PRECISION": [],
+    }[name]
+    letters = {(40, 16): "X", (24, 16): "W", (40, 24): "G"}
+    done = [f"{op[9:]} {letters[shape]}{' +' if sums else ''}" for op, shape, sums in calls]
+    assert sorted(done) == sorted(wanted)
+    assert torch.allclose(bias.grad, g.sum(0), rtol=1e-5, atol=1e-5)
+
+
+def test_how_sums_are_accumulated_is_part_of_the_plan() -> None:
+    full = replace(ng.linear.SWITCHBACK.with_format("e4m3"), accumulation="full")
+    assert full.title.endswith("full accumulation")
+    with pytest.raises(ValueError, match="accumulation: got 'slow', takes 'fast' or 'full'"):
+        ng.linear.LinearPlan(accumulation="slow")
+
+
+def test_the_path_says_what_runs_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = LowPrecisionLinear(16, 16, device="meta", plan=ng.linear.SWITCHBACK.with_format("e4m3"))
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(_ops, "no_kernels", lambda device, dtype: "triton is not installed")
+    assert _ops.path("e4m3", cuda, "real") == "e4m3 simulated (triton is not installed)"
+    assert _ops.path("int8", cuda, "real") == "int8 real (triton is not installed)"
+    monkeypatch.setattr(_ops, "no_kernels", lambda device, dtype: None)
+    assert _ops.path("int8", cuda, "real") == "int8 real (Triton)"
+    assert _ops.path("int8", cuda, "simulated") == "int8 simulated"
+    assert layer.path == "e4m3 real (Triton, cuBLAS)"
+
+
+def test_what_gpus_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_ops, "unavailable", lambda device: None)
+    for capability, taken in (((7, 5), ()), ((8, 0), (torch.int8,)), ((8, 9), (torch.int8, torch.float8_e4m3fn))):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, is_=capability: is_)
+        for dtype in (torch.int8, torch.float8_e4m3fn):
+            assert (_ops.no_kernels(torch.device("cuda", 0), dtype) is None) == (dtype in taken)
+
+
+# Whole layers on the kernels
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The device where layers run on kernels: a GPU, or the interpreter in place of one."""
+    pytest.importorskip("triton", reason="triton is not installed: there are no kernels")
+    if torch.cuda.is_available():
+        yield "cuda"
+        return
+    monkeypatch.setattr(_ops, "no_kernels", lambda device, dtype: None)
+    for name in ("rows", "columns", "tensor"):
+        monkeypatch.setattr(_ops, f"quantize_{name}", getattr(_ops, f"_cuda_{name}"))
+    monkeypatch.setattr(_ops, "multiply_codes", _ops._cuda_multiply)
+    with np.errstate(all="ignore"):
+        yield "cpu"
+
+
+def on(device: str, *matrices: Tensor | None) -> list[Tensor | None]:
+    return [None if t is None else t.detach().to(device) for t in matrices]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("name", [name for name in PLANS if name != "HIGH_PRECISION"])
+def test_every_plan_on_kernels_is_the_papers(name: str, forms: tuple, dtype: torch.dtype, kernels: str) -> None:
+    x, w, g = tensors(37, 50, 23, dtype=dtype)
+    bias = torch.randn(23).to(dtype)
+    plan = PLANS[name].with_format(*forms)
+    got = on("cpu", *run(plan, *on(kernels, x, w, g, bias)))
+    wanted = oracle.layer(name, *(t.float().numpy() for t in (x, w, g)), *forms)
+    for result, product, how in zip(got, wanted, oracle.PAPER[name], strict=False):
+        value, size = torch.from_numpy(product.value), torch.from_numpy(product.size)
+        if result is got[0]:
+            value, size = value + bias.double(), size + bias.double().abs()
+        # What is not in eight bits reads inputs that are rounded to the layer's dtype.
+        unit = 2.0**-21 if how is not None and forms[0] == "int8" else 2.0**-12
+        if how is None and name == "SWITCHBACK_M":
+            unit = 2.0**-8
+        bound = size * unit + value.abs() * torch.finfo(dtype).eps
+        assert bool(((result.double() - value).abs() <= bound).all()), (name, how)
+
+
+@pytest.mark.parametrize("name", ["SWITCHBACK", "SWITCHBACK_Q", "LLM_INT8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_int8_on_kernels_is_the_specification_bit_for_bit(name: str, dtype: torch.dtype, kernels: str) -> None:
+    x, w, g = (t.clamp(-100, 100) for t in tensors(35, 64, 48, dtype=dtype))
+    bias = torch.randn(48).to(dtype)
+    wanted = run(PLANS[name].simulated(), x, w, g, bias)  # whose sums of so few products are exact
+    got = on("cpu", *run(PLANS[name], *on(kernels, x, w, g, bias)))
+    for result, should, how in zip(got, wanted, oracle.PAPER[name], strict=False):
+        if how is not None:
+            assert torch.equal(result, should)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("form", ["int8", "e4m3"])
+def test_a_row_that_is_not_finite_touches_no_other(form: str, bad: float, kernels: str) -> None:
+    if form == "e4m3" and kernels == "cpu":
+        pytest.skip("the interpreter reads float8's NaN as 480")
+    x, w, g = torch.randn(9, 32), torch.randn(16, 32), torch.randn(9, 16)
+    plan = PLANS["SWITCHBACK"].with_format(form)
+    clean = run(plan, *on(kernels, x, w, g))
+    x[4, 7], g[2, 3] = bad, bad
+    y, grad_x, _ = run(plan, *on(kernels, x, w, g))
+    for got, should, row in ((y, clean[0], 4), (grad_x, clean[1], 2)):
+        assert not got[row].isfinite().any()
+        others = torch.arange(9) != row
+        assert torch.equal(got[others], should[others])
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_nothing_and_one(name: str, kernels: str) -> None:
+    for b, n, m in ((0, 8, 4), (1, 1, 1), (1, 16, 1), (3, 1, 5)):
+        x, w, g = on(kernels, torch.ones(b, n), torch.full((m, n), 0.5), torch.ones(b, m))
+        y, grad_x, grad_w = run(PLANS[name], x, w, g)
+        assert torch.allclose(y, torch.full_like(y, n / 2))
+        assert torch.allclose(grad_x, torch.full_like(grad_x, m / 2))
+        assert torch.allclose(grad_w, torch.full_like(grad_w, float(b)))
+
+
+def test_a_transposed_weight_and_an_expanded_gradient(kernels: str) -> None:
+    """As GPT-2's layers have them, and as the sum of an output sends them back."""
+    x, w = on(kernels, torch.randn(20, 32), torch.randn(32, 24))
+    for plan in PLANS.values():
+        got = run(plan, x, w.t(), torch.ones(1, 1, device=kernels).expand(20, 24))
+        wanted = run(plan, x, w.t().contiguous(), torch.ones(20, 24, device=kernels))
+        for one, other in zip(got, wanted, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_averages_on_kernels(kernels: str) -> None:
+    plan = ng.linear.TENSORWISE_FP8.with_moving_average(decay=0.75)
+    averages = torch.zeros(3, device=kernels)
+    w = torch.full((4, 8), 0.5, device=kernels, requires_grad=True)
+    for size, gradient in ((4.0, 2.0), (8.0, 6.0)):
+        x = torch.full((2, 8), size, device=kernels, requires_grad=True)
+        y = linear(x, w, None, plan, averages)
+        y.backward(torch.full_like(y, gradient))
+        assert torch.allclose(y, torch.tensor(16.0, device=kernels), rtol=1e-6)  # 8 saturates at 4
+    assert averages.tolist() == [5, 0.5, 3]
+
+
+def test_tuning_takes_sizes_a_plan_and_a_gpu() -> None:
+    with pytest.raises(ValueError, match="tokens: got 0, takes an integer of at least 1"):
+        ng.linear.tune(0, 16, 16, ng.linear.SWITCHBACK)
+    with pytest.raises(ValueError, match="plan: got 'SWITCHBACK', takes a LinearPlan"):
+        ng.linear.tune(16, 16, 16, "SWITCHBACK")
+    with pytest.raises(RuntimeError, match="no kernels to tune for int8: no kernels for cpu"):
+        ng.linear.tune(16, 16, 16, ng.linear.SWITCHBACK, device="cpu")
+
+
+def test_tuning_times_the_multiplies_in_eight_bits(kernels: str, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    pytest.importorskip("triton")
+    from narrowgauge.kernels._linear import _choose, _tuning
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    _tuning._kept.cache_clear()
+    if kernels == "cpu":
+        from narrowgauge.linear import _tune
+
+        monkeypatch.setattr(_tune, "no_kernels", lambda device, dtype: None)
+        monkeypatch.setattr(_tuning, "_time", lambda run: run() is None or 1.0)
+        monkeypatch.setattr(_tuning, "_name", lambda device: "the interpreter")
+        monkeypatch.setattr(_choose.torch.cuda, "device", lambda device: torch.cuda.device_of(torch.empty(0)))
+    for name, multiplies in (("SWITCHBACK", 2), ("TENSORWISE_FP8", 3), ("HIGH_PRECISION", 0)):
+        times = ng.linear.tune(32, 48, 64, PLANS[name], device=kernels)
+        assert list(times) == ["output", "grad_input", "grad_weight"][:multiplies]
+        assert all(len(found) >= 2 for found in times.values())
