@@ -8,7 +8,7 @@ import torch
 
 from narrowgauge.optim import LAMB, LARS, SGD, Adagrad, Adam, AdamW, Lion, Muon, NarrowOptimizer, StableAdamW
 from narrowgauge.optim._arithmetic import Fp32Arithmetic
-from narrowgauge.optim._update import _Read, _with_sums, numbers
+from narrowgauge.optim._update import Noise, _Read, _with_sums, numbers, update
 
 SHAPE = torch.Size((8, 256))
 ROUNDED = ["log8", "log4"]
@@ -226,3 +226,24 @@ def test_how_far_from_fp32_states_it_ends(states: str) -> None:
             ends.append(p.detach().double())
         found.append(float((ends[0] - ends[1]).norm() / ends[1].norm()))
     assert found == pytest.approx(ERRORS[states], rel=0.15)
+
+
+@pytest.mark.parametrize("weights", ["split8", "split", "expansion", "kahan", "master", "stochastic"])
+@pytest.mark.parametrize("states", ["log8", "8bit", "expansion", "fp8"])
+def test_a_parameter_without_dimensions_beside_numbers_of_the_device(weights: str, states: str) -> None:
+    """Their double precision is not taken over: the step is that of a parameter of one element."""
+    ends = []
+    for shape in ((), (1,)):
+        p = torch.nn.Parameter(torch.full(shape, 0.3, dtype=torch.bfloat16))
+        optimizer = AdamW([p], weights=weights, states=states, min_quantized_size=0)
+        (group,) = optimizer.param_groups
+        plan = optimizer._plan(p)
+        state = plan.init(p, group)
+        p.grad = torch.full_like(p, 0.01)
+        step = torch.tensor(1.0, dtype=torch.float64)
+        new_p, new_state, delta = update(plan, p, p.grad, state, group, step, Noise(0, 0, 1, p))
+        assert delta.dtype == torch.float32
+        assert all(new_state[key].dtype == state[key].dtype for key in new_state)
+        ends.append([new_p, *new_state.values()])
+    for a, b in zip(*ends, strict=True):
+        assert torch.equal(a.reshape(-1), b.reshape(-1))

@@ -82,8 +82,10 @@ def update(
         new_p, new_low = plan.weight.add_rounded(p, low, delta, noise.words)
         new_state = {k: v for s in plan.slots for k, v in s.keyed(moments[s.slot.name][1]).items()}
     else:
+        # Beside a device's numbers, which are of double precision, what has no dimensions becomes so, too.
+        moments = {name: moment.to(torch.float32) for name, moment in moments.items()}
         new_state = _encode(plan, moments, noise)
-        delta = delta + _handed_over(plan, read.weight, moments, new_state, scalars)
+        delta = (delta + _handed_over(plan, read.weight, moments, new_state, scalars)).to(torch.float32)
         new_p, new_low = plan.weight.add(p, low, read.weight, delta, noise.words)
     if plan.weight_key is not None and new_low is not None:
         new_state[plan.weight_key] = new_low
