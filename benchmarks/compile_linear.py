@@ -104,7 +104,7 @@ def quantizers() -> Iterator[tuple[str, Any, float]]:
             made = compile_kernel(_tiles._look, types, constants | {"SUMS": sums}, {"num_warps": 4})
             yield f"absmax {form}{' + sums' if sums else ''}", made, _tiles._DOWN * _tiles._ACROSS / 128
         constants = common | {
-            "SIDE": _tiles._SIDE,
+            "SIDE": _tiles.SIDE,
             "COUNT": 512,
             "AVERAGE": False,
             "STRAIGHT": True,
@@ -115,7 +115,7 @@ def quantizers() -> Iterator[tuple[str, Any, float]]:
             made = compile_kernel(
                 _tiles._quantize_tiles, types, constants | {"TENSOR": tensor}, {"num_warps": _tiles._WARPS}
             )
-            yield f"{'tensor' if tensor else 'columns'} {form}, both", made, _tiles._SIDE**2 / (32 * _tiles._WARPS)
+            yield f"{'tensor' if tensor else 'columns'} {form}, both", made, _tiles.SIDE**2 / (32 * _tiles._WARPS)
 
 
 def registers(made: Any) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from narrowgauge.kernels._step._floats import float_of
 # the rows with.
 _LOOKING, _DOWN, _ACROSS = 512, 8, 512
 # The tile that is quantized, and warps for it.
-_SIDE, _WARPS = 128, 8
+SIDE, _WARPS = 128, 8
 
 
 @triton.jit
@@ -149,10 +149,10 @@ def _quantized(
     own = torch.empty((1, 1), dtype=torch.float32, device=x.device)
     count = maxima.numel() if tensor else 1
     with torch.cuda.device_of(x):
-        _quantize_tiles[(triton.cdiv(columns, _SIDE), triton.cdiv(rows, _SIDE))](
+        _quantize_tiles[(triton.cdiv(columns, SIDE), triton.cdiv(rows, SIDE))](
             x, maxima, average, codes, transposed, scale, own, rows, columns, count,
-            FORMAT=format, LARGEST=LARGEST[format], SIDE=_SIDE, COUNT=triton.next_power_of_2(count),
-            TALL=rows % _SIDE == 0, WIDE=columns % _SIDE == 0, TENSOR=tensor, AVERAGE=average is not None,
+            FORMAT=format, LARGEST=LARGEST[format], SIDE=SIDE, COUNT=triton.next_power_of_2(count),
+            TALL=rows % SIDE == 0, WIDE=columns % SIDE == 0, TENSOR=tensor, AVERAGE=average is not None,
             STRAIGHT=codes is not None, TURNED=transposed is not None, num_warps=_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return scale, own
