@@ -17,12 +17,15 @@ cache. Loads past the last row read the last ones again instead of being masked:
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from narrowgauge.kernels._launches import Launches
 from narrowgauge.kernels._linear._ways import Way
 from narrowgauge.kernels._step._floats import INTERPRETED, narrow
 
@@ -158,6 +161,9 @@ def _by_descriptors(
             result.store([tile_row * ROWS, tile_column * COLUMNS], narrow(values, KIND))
 
 
+_POINTERS, _DESCRIPTORS = Launches(_by_pointers), Launches(_by_descriptors)
+
+
 def fits_descriptors(left: Tensor, right: Tensor, dtype: torch.dtype) -> bool:
     """Whether the copy engine takes these operands: rows of 16 bytes, addresses too."""
     aligned = all(t.data_ptr() % 16 == 0 and t.shape[1] % 16 == 0 for t in (left, right))
@@ -199,7 +205,8 @@ def multiply(
     tiles = triton.cdiv(rows, way.rows) * triton.cdiv(columns, way.columns)
     with torch.cuda.device_of(left):  # Triton launches on the current device
         if way.kernel == "pointers":
-            _by_pointers[(tiles,)](left, right, words, *scales, **constants, DEEP=inner % way.inner == 0, **options)
+            constants["DEEP"] = inner % way.inner == 0
+            _POINTERS((tiles,), (left, right, words, *scales), constants, options)
             return result
         programs = min(tiles, way.resident * _multiprocessors(left.device))
         described = (
@@ -208,10 +215,11 @@ def multiply(
             TensorDescriptor.from_tensor(words, [way.rows, way.columns // (2 if way.halves else 1)]),
         )
         constants |= {"HALVES": way.halves, "PROGRAMS": programs}
-        _by_descriptors[(programs,)](*described, *scales, **constants, **options)
+        _DESCRIPTORS((programs,), (*described, *scales), constants, options)
     return result
 
 
+@functools.lru_cache(maxsize=64)
 def _multiprocessors(device: torch.device) -> int:
     if INTERPRETED:
         return 4

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from narrowgauge.kernels._launches import Launches
 from narrowgauge.kernels._linear._encode import LARGEST, absmax_of, encode, magnitude, scales
 from narrowgauge.kernels._linear._tiles import sum_columns
 from narrowgauge.kernels._step._floats import float_of
@@ -165,6 +166,9 @@ def pieces(columns: int) -> tuple[int, int]:
     return (first, second) if second < first else (2 * first, 0)
 
 
+_ROWS, _LONG_ROWS = Launches(_quantize_rows), Launches(_quantize_long_rows)
+
+
 def layout(rows: int, columns: int, sums: bool) -> tuple[int, int, int, int]:
     """Rows of a tile, the two pieces of each, and warps."""
     first, second = pieces(columns)
@@ -190,9 +194,10 @@ def quantize_rows(x: Tensor, format: str, codes: Tensor, sums: bool) -> tuple[Te
     scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     if columns > _LONGEST:
         with torch.cuda.device_of(x):
-            _quantize_long_rows[(rows,)](
-                x, codes, scale, rows, columns,
-                FORMAT=format, LARGEST=LARGEST[format], WIDTH=_TILE, num_warps=4, enable_fp_fusion=False,
+            _LONG_ROWS(
+                (rows,), (x, codes, scale, rows, columns),
+                {"FORMAT": format, "LARGEST": LARGEST[format], "WIDTH": _TILE},
+                {"num_warps": 4, "enable_fp_fusion": False},
             )  # fmt: skip
         return scale, sum_columns(x) if sums else None
     height, first, second, warps = layout(rows, columns, sums)
@@ -201,10 +206,10 @@ def quantize_rows(x: Tensor, format: str, codes: Tensor, sums: bool) -> tuple[Te
     programs = triton.cdiv(count, tiles)
     partial = torch.empty((programs if sums else 0, columns), dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        _quantize_rows[(programs,)](
-            x, codes, scale, partial, rows, columns, tiles,
-            FORMAT=format, LARGEST=LARGEST[format], HEIGHT=height, FIRST=first, SECOND=second,
-            TALL=rows % height == 0, WIDE=columns == first + second, SUMS=sums,
-            num_warps=warps, enable_fp_fusion=False,
+        _ROWS(
+            (programs,), (x, codes, scale, partial, rows, columns, tiles),
+            {"FORMAT": format, "LARGEST": LARGEST[format], "HEIGHT": height, "FIRST": first, "SECOND": second,
+             "TALL": rows % height == 0, "WIDE": columns == first + second, "SUMS": sums},
+            {"num_warps": warps, "enable_fp_fusion": False},
         )  # fmt: skip
     return scale, partial.sum(0) if sums else None

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from narrowgauge.kernels._launches import Launches
 from narrowgauge.kernels._linear._encode import LARGEST, absmax_of, encode, magnitude, scales, tile_maximum
 from narrowgauge.kernels._step._floats import float_of
 
@@ -114,6 +115,9 @@ def _quantize_tiles(
             tl.store(transposed + start + around, tl.trans(coded), mask=tl.trans(here))
 
 
+_LOOK, _TILES = Launches(_look), Launches(_quantize_tiles)
+
+
 def _looked(x: Tensor, format: str, column: bool, sums: bool) -> tuple[Tensor, Tensor | None]:
     """Bits of partial maxima, (programs,) or (1, columns), and the sums of the columns."""
     rows, columns = x.shape
@@ -125,10 +129,11 @@ def _looked(x: Tensor, format: str, column: bool, sums: bool) -> tuple[Tensor, T
     maxima = torch.empty((high, columns) if column else (high * wide,), dtype=torch.int32, device=x.device)
     partial = torch.empty((high if sums else 0, columns), dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
-        _look[(wide, high)](
-            x, maxima, maxima, partial, rows, columns, tiles,
-            FORMAT=format, HEIGHT=height, WIDTH=width, TALL=rows % height == 0, WIDE=columns % width == 0,
-            TENSOR=not column, COLUMN=column, SUMS=sums, num_warps=4,
+        _LOOK(
+            (wide, high), (x, maxima, maxima, partial, rows, columns, tiles),
+            {"FORMAT": format, "HEIGHT": height, "WIDTH": width, "TALL": rows % height == 0,
+             "WIDE": columns % width == 0, "TENSOR": not column, "COLUMN": column, "SUMS": sums},
+            {"num_warps": 4},
         )  # fmt: skip
     return maxima.amax(0, keepdim=True) if column else maxima, partial.sum(0) if sums else None
 
@@ -149,11 +154,13 @@ def _quantized(
     own = torch.empty((1, 1), dtype=torch.float32, device=x.device)
     count = maxima.numel() if tensor else 1
     with torch.cuda.device_of(x):
-        _quantize_tiles[(triton.cdiv(columns, SIDE), triton.cdiv(rows, SIDE))](
-            x, maxima, average, codes, transposed, scale, own, rows, columns, count,
-            FORMAT=format, LARGEST=LARGEST[format], SIDE=SIDE, COUNT=triton.next_power_of_2(count),
-            TALL=rows % SIDE == 0, WIDE=columns % SIDE == 0, TENSOR=tensor, AVERAGE=average is not None,
-            STRAIGHT=codes is not None, TURNED=transposed is not None, num_warps=_WARPS, enable_fp_fusion=False,
+        _TILES(
+            (triton.cdiv(columns, SIDE), triton.cdiv(rows, SIDE)),
+            (x, maxima, average, codes, transposed, scale, own, rows, columns, count),
+            {"FORMAT": format, "LARGEST": LARGEST[format], "SIDE": SIDE, "COUNT": triton.next_power_of_2(count),
+             "TALL": rows % SIDE == 0, "WIDE": columns % SIDE == 0, "TENSOR": tensor,
+             "AVERAGE": average is not None, "STRAIGHT": codes is not None, "TURNED": transposed is not None},
+            {"num_warps": _WARPS, "enable_fp_fusion": False},
         )  # fmt: skip
     return scale, own
 
