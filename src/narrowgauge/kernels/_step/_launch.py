@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.kernels._graph import Node, uniforms
+from narrowgauge.kernels._launches import Launches
 from narrowgauge.kernels._step import _gauges, _sampling, _source, _squares
 from narrowgauge.kernels._step._compile import compiled
 from narrowgauge.kernels._step._layout import AT, WIDTH, Layout
@@ -22,6 +24,10 @@ from narrowgauge.kernels._triton import instructions
 COLUMNS: int = _gauges.COLUMNS.value
 # What is to be fused says so: then no kernel, whatever else it does, rounds otherwise than another.
 UNFUSED = {"enable_fp_fusion": False}
+
+
+_ADD_SQUARES = Launches(_squares.add_squares)
+_ADD_SLICES, _ADD_TENSORS = Launches(_gauges.add_slices), Launches(_gauges.add_tensors)
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,7 @@ class Step:
         factor: str | None = None,
         squares: bool = False,
     ) -> None:
+        self._launches: dict[str, Launches] = {}
         self.layout = layout
         self.skip = skip
         self.factor = factor
@@ -141,14 +148,13 @@ class Step:
         options = _options(self.layout)
         with torch.cuda.device_of(tables.rows):
             if passes:
-                self.pass_before[(passes,)](
-                    tables.rows, tables.passes, inverse, flags, flags, partials, *books, **options
-                )
+                given = tables.rows, tables.passes, inverse, flags, flags, partials, *books
+                self._run("pass_before", passes, given, options)
             if not self.squares:
                 return flags[:count], None
             squares = tables.buffer("squares", torch.float64, count)
-            columns = AT["pass_first"], AT["passes"]
-            _squares.add_squares[(count,)](tables.rows, flags, partials, squares, WIDTH, *columns, num_warps=4)
+            constants = {"WIDTH": WIDTH, "FIRST": AT["pass_first"], "PASSES": AT["passes"]}
+            _ADD_SQUARES((count,), (tables.rows, flags, partials, squares), constants, {"num_warps": 4})
         return flags[:count], squares[:count]
 
     def __call__(self, tables: Tables, stats: Tensor | None = None, verdict: Tensor | None = None) -> None:
@@ -173,11 +179,24 @@ class Step:
         count = cut.slices.numel() - 1
         slices = tables.buffer("slices", torch.float64, count * COLUMNS)
         if count:
-            _gauges.add_slices[(count,)](sums, cut.slices, slices, cut.turns, steps, num_warps=4)
-        places = WIDTH, AT["first"], AT["numel"], self.layout.units * self.layout.unit
-        _gauges.add_tensors[(stats.shape[0],)](
-            tables.rows, steps, cut.ends, slices, stats, cut.turns, *places, self.ratio, num_warps=1
-        )
+            _ADD_SLICES((count,), (sums, cut.slices, slices, cut.turns, steps), {}, {"num_warps": 4})
+        constants = {"WIDTH": WIDTH, "FIRST": AT["first"], "NUMEL": AT["numel"]}
+        constants |= {"EACH": self.layout.units * self.layout.unit, "RATIO": self.ratio}
+        given = tables.rows, steps, cut.ends, slices, stats, cut.turns
+        _ADD_TENSORS((stats.shape[0],), given, constants, {"num_warps": 1})
+
+    def _run(
+        self,
+        name: str,
+        programs: int,
+        given: tuple[Any, ...],
+        options: Mapping[str, Any],
+        constants: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """Launch one of the kernels by its name."""
+        if name not in self._launches:
+            self._launches[name] = Launches(getattr(self, name))
+        self._launches[name]((programs,), given, constants, options)
 
     def _launch(self, tables: Tables, verdict: list[Tensor]) -> None:
         count, programs, passes = tables.rows.shape[0], tables.programs.numel(), tables.passes.numel()
@@ -188,17 +207,18 @@ class Step:
         books = [tensor for pair in tables.codebooks for tensor in pair]
         warps, shape = _options(self.layout), {"num_warps": 1, **UNFUSED}
         if self.skip and passes and self.factor is None:
-            self.finite[(passes,)](tables.rows, tables.passes, row, steps, flags, partials, *books, **warps)
+            self._run("finite", passes, (tables.rows, tables.passes, row, steps, flags, partials, *books), warps)
         advance = {"ADVANCE": True, "SKIP": self.skip}
         if self.terms:
             before = tables.buffer("uniforms before", torch.float32, count * max(self.met_before, 1))
-            self.numbers_before[(count,)](
-                tables.rows, tables.hyper, before, steps, flags, partials, *verdict, **advance, **shape
-            )
+            known = tables.rows, tables.hyper, before, steps, flags, partials, *verdict
+            self._run("numbers_before", count, known, shape, advance)
             if passes:
-                self.sums[(passes,)](tables.rows, tables.passes, before, steps, flags, partials, *books, **warps)
+                read = tables.rows, tables.passes, before, steps, flags, partials, *books
+                self._run("sums", passes, read, warps)
             advance = {"ADVANCE": False, "SKIP": False}
-        self.numbers[(count,)](tables.rows, tables.hyper, row, steps, flags, partials, *verdict, **advance, **shape)
+        known = tables.rows, tables.hyper, row, steps, flags, partials, *verdict
+        self._run("numbers", count, known, shape, advance)
         if self.layout.gauges:
             partials = tables.buffer("gauges", torch.float32, programs * COLUMNS)
         given = tables.rows, tables.programs, row, steps, flags, partials
@@ -206,10 +226,10 @@ class Step:
             sampled, others = _sampling.grids(tables.cut.short, programs)
             books = [tables.cut.turns, *books]
             if others:
-                self.rest[(others,)](*given, *books, **_options(self.others))
-            self.step[(sampled,)](*given, *books, **warps)
+                self._run("rest", others, (*given, *books), _options(self.others))
+            self._run("step", sampled, (*given, *books), warps)
         elif programs:
-            self.step[(programs,)](*given, *books, **warps)
+            self._run("step", programs, (*given, *books), warps)
 
 
 def _options(layout: Layout) -> dict[str, Any]:
