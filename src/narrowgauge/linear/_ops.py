@@ -11,6 +11,7 @@ gradient needs, and cost nothing where G is read anyway.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -27,8 +28,9 @@ _INT8 = (8, 0)
 _LONGEST = 1 << 17
 
 
+@functools.lru_cache(maxsize=256)
 def no_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why codes of a dtype have no kernels on a device, or None if they have."""
+    """Why codes of a dtype have no kernels on a device, or None if they have; looked into once."""
     why = unavailable(device)
     if why is None and torch.version.hip is None:
         needed = _INT8 if dtype == torch.int8 else _FLOAT8

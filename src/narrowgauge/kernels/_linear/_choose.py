@@ -90,6 +90,7 @@ def _chosen(kind: Kind, device: torch.device, cublas: bool, descriptors: bool) -
     return default(kind, cublas, _is_hopper(device))
 
 
+@functools.lru_cache(maxsize=64)
 def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= _HOPPER
 
