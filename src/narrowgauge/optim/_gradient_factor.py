@@ -90,6 +90,8 @@ class GradientFactor:
         scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         if limit is None and scale is None and found is None:
             return None
+        # A number, 0, where the optimizer has no gradients.
+        found = torch.as_tensor(found) if found is not None else None
         return cls(limit, scale.double().reciprocal().float() if scale is not None else None, found, None)
 
     @property
