@@ -254,6 +254,18 @@ def test_a_gradient_at_an_odd_address(device: str, looks: list[int]) -> None:
     assert len(looks) == 3
 
 
+def test_a_gradient_that_is_a_negated_view(device: str) -> None:
+    # As autograd leaves one: torch.complex(torch.ones(()), p).conj().abs().backward()
+    pair = Pair(device, shapes=((300,), (1,)), dtype=torch.float32, states="fp32")
+    for negated in (False, True, True, False):
+        pair.gradients()
+        for ps in (pair.ps, pair.qs) if negated else ():
+            assert ps[0].grad is not None
+            ps[0].grad = torch._neg_view(ps[0].grad)
+        pair.both(lambda optimizer: optimizer.step())
+    pair.check()
+
+
 def test_states_that_are_loaded_between_steps(device: str) -> None:
     pair = Pair(device, **SPLIT8)
     pair.step(2)
