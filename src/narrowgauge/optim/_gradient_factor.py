@@ -81,7 +81,7 @@ class GradientFactor:
     def of(cls, optimizer: NarrowOptimizer) -> GradientFactor | None:
         """That of the step which begins; None if gradients are taken as they are."""
         groups, asked = optimizer.param_groups, optimizer._unscaling
-        limit = groups[0][LIMIT]
+        limit = groups[0][LIMIT] if groups else None
         if limit is not None:
             check_limits(groups)
         if asked is not None:
