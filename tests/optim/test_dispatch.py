@@ -254,6 +254,18 @@ def test_a_gradient_at_an_odd_address(device: str, looks: list[int]) -> None:
     assert len(looks) == 3
 
 
+def test_a_gradient_that_is_a_negated_view(device: str) -> None:
+    # As autograd leaves one: torch.complex(torch.ones(()), p).conj().abs().backward()
+    pair = Pair(device, shapes=((300,), (1,)), dtype=torch.float32, states="fp32")
+    for negated in (False, True, True, False):
+        pair.gradients()
+        for ps in (pair.ps, pair.qs) if negated else ():
+            assert ps[0].grad is not None
+            ps[0].grad = torch._neg_view(ps[0].grad)
+        pair.both(lambda optimizer: optimizer.step())
+    pair.check()
+
+
 def test_states_that_are_loaded_between_steps(device: str) -> None:
     pair = Pair(device, **SPLIT8)
     pair.step(2)
@@ -358,6 +370,26 @@ def test_gauges_between_steps(device: str, looks: list[int]) -> None:
         assert pair.paths[0] == "fused Triton, fp32"
     pair.check()
     assert len(looks) == 2  # one for each of the two kernels
+
+
+@pytest.mark.parametrize("strided", [(True, False, True), (False, True, False)], ids=str)
+@pytest.mark.parametrize("switch", ["gauges", "scaler"])
+def test_each_set_of_kernels_knows_what_it_leaves(switch: str, strided: tuple[bool, ...], device: str) -> None:
+    # A gradient that is not contiguous is the eager step's. Taken by both, or by none, if one kind of step believed
+    # what another had found out.
+    pair = Pair(device, shapes=((300,), (30, 40)), dtype=torch.float32, states="fp32")
+    scalers = [DynamicLossScaler(device, init_scale=1.0) for _ in range(2)]
+    for scaler in scalers:
+        scaler.scale(torch.ones((), device=device))
+    for other, transposed in zip((False, True, False), strided, strict=True):
+        pair.gradients()
+        for p in (pair.ps[1], pair.qs[1]) if transposed else ():
+            assert p.grad is not None
+            p.grad = p.grad.t().contiguous().t()
+        pair.fused.gauges = other and switch == "gauges"
+        for scaler, optimizer in zip(scalers, (pair.fused, pair.eager), strict=True):
+            _ = scaler.step(optimizer) if other and switch == "scaler" else optimizer.step()
+    pair.check()
 
 
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, DynamicLossScaler, TensorLossScaler])

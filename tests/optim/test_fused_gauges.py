@@ -188,6 +188,7 @@ def test_a_sample_is_scaled_up(weights: str, states: str, device: str, monkeypat
 def test_gauges_are_on_off_or_sampled() -> None:
     optimizer = optim.SGD(parameters(((3,),), torch.float32, "cpu"), lr=0.1)
     assert optimizer.gauges is False
+    assert optim.SGD.gauges is False, "who inspects a class asks it"
     for bad in (1, "yes", None, 0.5):
         with pytest.raises(ValueError, match=r"gauges: got .*; takes True, False or 'sampled'"):
             optimizer.gauges = bad

@@ -62,6 +62,19 @@ def test_it_is_one_number_for_all_groups() -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("limit", [None, 1.0])
+def test_groups_are_taken_away_and_others_added(limit: float | None) -> None:
+    optimizer = SGD(parameters(), lr=1.0, max_grad_norm=limit)
+    optimizer.param_groups.clear()
+    optimizer.step()
+    p = torch.nn.Parameter(torch.zeros(4))
+    optimizer.add_param_group({"params": [p]})
+    assert optimizer.param_groups[0]["max_grad_norm"] == limit
+    give([p], 2.0)
+    optimizer.step()
+    assert torch.allclose(p, torch.full((4,), -2.0 if limit is None else -0.5))
+
+
 def test_the_norm_is_of_the_last_step_and_there_is_none_before() -> None:
     ps = parameters()
     optimizer = SGD(ps, lr=1.0, max_grad_norm=math.inf)  # measures, and clips nothing

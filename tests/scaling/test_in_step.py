@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import pickle
 import warnings
@@ -140,9 +141,11 @@ def test_a_gradient_that_a_scale_below_one_makes_infinite_is_skipped(kind: Any, 
     assert moved == ([True, False, True, True] if kind is TensorLossScaler else [False] * 4)
 
 
-def test_hooks_before_the_step_see_unscaled_gradients(path: str) -> None:
-    params, scaler = parameters(), DynamicLossScaler(init_scale=1024.0)
-    optimizer = optim.SGD(params, lr=1.0)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fused", [None, True])
+def test_hooks_before_the_step_see_unscaled_gradients(fused: bool | None, kind: Any, path: str) -> None:
+    params, scaler = parameters(), kind(init_scale=1024.0)
+    optimizer = optim.SGD(params, lr=1.0, fused=fused)
     scaler.scale(torch.ones(()))
     give(params, 0, 1.0)
     wanted = [p.grad.clone() for _, p in params]
@@ -151,6 +154,23 @@ def test_hooks_before_the_step_see_unscaled_gradients(path: str) -> None:
     optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad.clone() for _, p in params))
     scaler.step(optimizer)
     assert all(torch.equal(a, b) for a, b in zip(seen, wanted, strict=True))
+    stepped = [(p.detach() + g, q.detach()) for (_, p), g, (_, q) in zip(params, wanted, parameters(), strict=True)]
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in stepped)
+
+
+def test_torchs_scaler_steps_an_optimizer_without_gradients(path: str) -> None:
+    # As one of two that share a scaler, when only the other has a loss this time.
+    params, others = parameters(), parameters()
+    idle, busy = optim.AdamW(params, fused=True), optim.SGD(others, lr=1.0, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    give(others, 0, 8.0)
+    for optimizer in (idle, busy):
+        scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 8.0
+    assert not idle.state
+    assert all(not torch.equal(p, q) for (_, p), (_, q) in zip(params, others, strict=True))
 
 
 def test_a_step_in_backward_is_refused() -> None:
@@ -184,10 +204,23 @@ def test_steps_without_gradients_and_twice_without_update(path: str) -> None:
         another.update()
 
 
-def test_a_skip_is_told_of_at_once_where_nothing_has_to_be_waited_for(path: str) -> None:
+@pytest.mark.parametrize(
+    ("make", "explicit"),
+    [
+        (functools.partial(optim.SGD, lr=1.0), False),
+        (functools.partial(optim.SGD, lr=1.0), True),
+        (functools.partial(optim.SGD, lr=1.0, fused=True), False),
+        (functools.partial(optim.SGD, lr=1.0, fused=True), True),
+        (functools.partial(torch.optim.SGD, lr=1.0, fused=True), False),
+    ],
+    ids=["ours", "ours, unscale_", "ours, fused", "ours, fused, unscale_", "torch's, fused"],
+)
+def test_a_skip_is_told_of_at_once_where_nothing_has_to_be_waited_for(make: Any, explicit: bool, path: str) -> None:
     params, scaler = parameters(), StaticLossScaler(init_scale=8.0)
-    optimizer = optim.SGD(params, lr=1.0)
+    optimizer = make(params)
     scaler.scale(torch.ones(()))
     give(params, 0, 8.0, "bd")
+    if explicit:
+        scaler.unscale_(optimizer)
     with pytest.warns(UserWarning, match="a step was skipped: b, d had inf or NaN under the loss scale 8;"):
         scaler.step(optimizer)

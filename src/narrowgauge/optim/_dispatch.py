@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 Group = dict[str, Any]
 Turn = tuple[Group, Tensor, Tensor]  # a parameter's: its group, itself, its gradient
+_Key = tuple[bool | str, str]  # of a step's kernels: how it is measured, and what its gradients are multiplied by
 
 _GRAD = attrgetter("grad")
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -49,9 +50,10 @@ class Dispatch:
 
     def __init__(self) -> None:
         self.eager = ""
-        self._known: _Known | None = None
-        # With gauges and without, with a factor and without there are different kernels, and tables for them.
-        self._together: dict[tuple[bool | str, str], FusedSteps] = {}
+        # With gauges and without, with a factor and without there are different kernels, and tables for them. What
+        # is known of a list goes with them: which parameters they left.
+        self._known: dict[_Key, _Known] = {}
+        self._together: dict[_Key, FusedSteps] = {}
         self._alone: dict[bool | str, dict[Tensor, FusedSteps]] = defaultdict(dict)
         self._left: dict[Tensor, tuple[ParameterPlan, str]] = {}
 
@@ -76,7 +78,8 @@ class Dispatch:
         self, optimizer: NarrowOptimizer, ps: list[Tensor], grads: list[Tensor], factor: GradientFactor | None
     ) -> bool:
         """Take a step if it is like the last one; False, with nothing done, if not."""
-        known, run = self._known, self._together.get((optimizer.gauges, _kind(factor)))
+        key = optimizer.gauges, _kind(factor)
+        known, run = self._known.get(key), self._together.get(key)
         if known is None or run is None or not self._by_kernels() or not known.holds(optimizer, ps, grads):
             return False
         alone = [(group, ps[place], grads[place]) for place, group in known.alone]
@@ -124,15 +127,15 @@ class Dispatch:
         if together:
             from narrowgauge.optim._fused_gpu import FusedSteps
 
-            self._known = None
             key = optimizer.gauges, _kind(factor)
+            self._known.pop(key, None)
             run = self._together.setdefault(key, FusedSteps(*key))
             run([_entry(optimizer, turns[place]) for place in together], judge)
             _report(optimizer, run)
             left = {together[number]: why for number, why in run.left.items()}
             self._left = {turns[place][1]: (optimizer._plans[turns[place][1]], why) for place, why in left.items()}
             alone |= set(left)
-            self._known = _Known(optimizer, ps, [(place, turns[place][0]) for place in sorted(alone)], together)
+            self._known[key] = _Known(optimizer, ps, [(at, turns[at][0]) for at in sorted(alone)], together)
         elif judge is not None:
             judge([])
         for place in sorted(alone):

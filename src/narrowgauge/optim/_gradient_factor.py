@@ -81,7 +81,7 @@ class GradientFactor:
     def of(cls, optimizer: NarrowOptimizer) -> GradientFactor | None:
         """That of the step which begins; None if gradients are taken as they are."""
         groups, asked = optimizer.param_groups, optimizer._unscaling
-        limit = groups[0][LIMIT]
+        limit = groups[0][LIMIT] if groups else None
         if limit is not None:
             check_limits(groups)
         if asked is not None:
@@ -90,6 +90,8 @@ class GradientFactor:
         scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         if limit is None and scale is None and found is None:
             return None
+        # A number, 0, where the optimizer has no gradients.
+        found = torch.as_tensor(found) if found is not None else None
         return cls(limit, scale.double().reciprocal().float() if scale is not None else None, found, None)
 
     @property

@@ -140,7 +140,8 @@ class NarrowOptimizer(TakesFactor):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._requests is None:
             self._follow()
-        if self._made and isinstance(param_group, dict):  # the number that the others have now
+        # The number that the others have now, if there are any: some empty the list and begin anew.
+        if self._made and isinstance(param_group, dict) and self.param_groups:
             param_group.setdefault(LIMIT, self.param_groups[0][LIMIT])
         super().add_param_group(param_group)
         try:

@@ -25,8 +25,9 @@ _FIELDS = (
 class Gauges:
     """The attribute that switches an optimizer's gauges: off, on, or on for a sample of what kernels do."""
 
-    def __get__(self, optimizer: object, owner: type | None = None) -> bool | Literal["sampled"]:
-        value: bool | Literal["sampled"] = vars(optimizer).get("_gauges", False)
+    def __get__(self, optimizer: object | None, owner: type | None = None) -> bool | Literal["sampled"]:
+        # Of a class, which those who inspect classes ask: off, as in every new optimizer.
+        value: bool | Literal["sampled"] = vars(optimizer).get("_gauges", False) if optimizer is not None else False
         return value
 
     def __set__(self, optimizer: object, value: bool | Literal["sampled"]) -> None:

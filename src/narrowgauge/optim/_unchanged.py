@@ -97,7 +97,8 @@ def _weights(ps: Sequence[Tensor]) -> tuple[Any, ...]:
 
 def _forms(grads: Sequence[Tensor]) -> Any:
     try:
-        return list(map(_DTYPE, grads)), list(map(Tensor.is_contiguous, grads))
+        # Some gradients through complex numbers are views that are negated when they are read.
+        return list(map(_DTYPE, grads)), list(map(Tensor.is_contiguous, grads)), list(map(Tensor.is_neg, grads))
     except RuntimeError:  # some sparse ones
         return object()  # equals no other
 

@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import OptState
 
 from narrowgauge.scaling._counts import SkipCounts
 from narrowgauge.scaling._gradients import join_over_ranks, nonfinite, slots_of, unscale, widen_float16
-from narrowgauge.scaling._in_step import Notices, listed, unscales_in_step
+from narrowgauge.scaling._in_step import Notices, has_unscaling, listed, unscales_in_step
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -108,7 +108,13 @@ class LossScaler(torch.amp.GradScaler):
         if self._goes_into_step(optimizer):
             result = self._step_unscaling(optimizer, *args, **kwargs)
         else:
+            state = self._per_optimizer_states[id(optimizer)]
+            # Hooks are what keeps it out of the step; with fused=True torch would leave them scaled gradients.
+            if state["stage"] is OptState.READY and has_unscaling(optimizer):
+                self.unscale_(optimizer)
             result = super().step(optimizer, *args, **kwargs)
+            if getattr(optimizer, "_step_supports_amp_scaling", False):  # the device has decided
+                self._notify(optimizer, state.get("flags", {}))
         device = self._checked_scale("step").device
         found = [flag.to(device, non_blocking=True) for flag in self._found_inf_per_device(optimizer).values()]
         self._skipped_steps = self._skipped_steps + (torch.stack(found).amax() > 0).to(torch.int64)
@@ -131,11 +137,16 @@ class LossScaler(torch.amp.GradScaler):
         # Without gradients there is nothing to find, and nothing wrong either.
         state["found_inf_per_device"] = found or {scale.device: torch.zeros_like(scale)}
         state["stage"] = OptState.STEPPED
-        if not self._warned:
-            self._notices.send(told.flags, scale, [slot.name for slot in slots_of(optimizer)])
-            if all(device.type != "cuda" for device in told.flags):
-                self._notices.arrived(self._tell)
+        self._notify(optimizer, told.flags)
         return result
+
+    def _notify(self, optimizer: torch.optim.Optimizer, flags: Mapping[torch.device, Tensor]) -> None:
+        """Have the host hear of what the device has decided by."""
+        if self._warned:
+            return
+        self._notices.send(flags, self._checked_scale("step"), [slot.name for slot in slots_of(optimizer)])
+        if all(device.type != "cuda" for device in flags):
+            self._notices.arrived(self._tell)
 
     def _checked_scale(self, method: str) -> Tensor:
         return self._check_scale_growth_tracker(method)[0]

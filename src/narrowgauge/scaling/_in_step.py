@@ -21,9 +21,13 @@ def unscales_in_step(optimizer: torch.optim.Optimizer) -> bool:
 
     Those of narrowgauge can. Not where hooks run before the step: they may look at gradients.
     """
-    # The method of narrowgauge's optimizers, which nothing here may import.
     hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None) or _global_optimizer_pre_hooks
-    return hasattr(type(optimizer), "unscaling") and not hooks
+    return has_unscaling(optimizer) and not hooks
+
+
+def has_unscaling(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is an optimizer of narrowgauge, which nothing here may import."""
+    return hasattr(type(optimizer), "unscaling")
 
 
 class Notices:
