@@ -97,3 +97,18 @@ def test_the_count_is_saved() -> None:
     other.load_state_dict(saved)
     with pytest.warns(UserWarning, match="1 steps skipped"):
         assert other.skipped == {"layer.weight": 1}
+
+
+@pytest.mark.parametrize("limit", [None, 1.0])
+def test_what_float32_does_not_hold_is_not_finite(limit: float | None) -> None:
+    p = torch.nn.Parameter(torch.ones(4))
+    p.grad_dtype = None
+    optimizer = AdamW([p], lr=0.1, max_grad_norm=limit)
+    p.grad = torch.tensor([1.0, 1e300, 1.0, 1.0], dtype=torch.float64)
+    optimizer.step()
+    with pytest.warns(UserWarning, match="skipped"):
+        assert optimizer.skipped == {"0.0": 1}
+    assert torch.equal(p, torch.ones(4))
+    raising = AdamW([p], lr=0.1, max_grad_norm=limit, nonfinite="raise")
+    with pytest.raises(FloatingPointError, match=r"0\.0: the gradient has inf or NaN"):
+        raising.step()

@@ -53,7 +53,7 @@ def refuse_nonfinite(
     for place, grad in enumerate(grads):
         if type(grad) is Tensor and grad.device.type != "cpu" and grad.numel():
             devices.setdefault(grad.device, []).append(place)
-        elif not torch.isfinite(grad if inverse is None else grad.to(torch.float32) * inverse(grad.device)).all():
+        elif not all_finite(grad if inverse is None else grad.to(torch.float32) * inverse(grad.device)):
             bad.append(place)
     for places in devices.values():
         # The largest magnitude: exact in any format, inf or NaN if one is there.
@@ -69,7 +69,8 @@ def refuse_nonfinite(
 
 def all_finite(grad: Tensor) -> bool | Tensor:
     """Whether no element is inf or NaN: a bool, or on a GPU a 0-d tensor."""
-    finite = torch.isfinite(grad).all()
+    # As steps take it: what float32 does not hold is infinite.
+    finite = torch.isfinite(grad.to(torch.float32) if grad.dtype == torch.float64 else grad).all()
     return finite if grad.device.type != "cpu" else bool(finite)
 
 

@@ -134,7 +134,10 @@ class GradientFactor:
 
     def _seen(self, grad: Tensor) -> tuple[Tensor, Tensor]:
         """(the sum of its squares, how many elements are not finite): 0-d, float64."""
-        unscaled = grad if self._inverse is None else grad.to(torch.float32) * self.inverse_on(grad.device)
+        # As steps take it: what float32 does not hold is infinite.
+        unscaled = grad.to(torch.float32) if grad.dtype == torch.float64 else grad
+        if self._inverse is not None:
+            unscaled = grad.to(torch.float32) * self.inverse_on(grad.device)
         bad = (~torch.isfinite(unscaled)).sum(dtype=torch.float64)
         if not self.squares:
             return torch.zeros_like(bad), bad
