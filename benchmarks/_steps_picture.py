@@ -19,7 +19,7 @@ _COLOURS = {
     "torch": "#808a94",
     "other libraries": PALETTE["series-1"][0],
 }
-_WIDTH, _NAMES = 10.0, 2.95  # inches of the picture, and of the names in it
+_WIDTH, _NAMES = 10.4, 3.45  # inches of the picture, and of the names in it
 _ROW, _ABOVE, _BELOW = 0.27, 0.75, 0.95  # inches of a row, and of what is above and below them
 _TYPE = 11.5
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import narrowgauge as ng
 from narrowgauge.linear import LowPrecisionLinear, _ops, linear, quantize
+from narrowgauge.linear._plan import MULTIPLIES
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -175,6 +176,9 @@ def test_every_plan_on_kernels_is_the_papers(name: str, forms: tuple, dtype: tor
             value, size = value + bias.double(), size + bias.double().abs()
         # What is not in eight bits reads inputs that are rounded to the layer's dtype.
         unit = 2.0**-21 if how is not None and forms[0] == "int8" else 2.0**-12
+        if how is not None and forms[0] != "int8" and kernels == "cuda":
+            # Tensor cores add 32 products at once, each without what lies 2^-13 below the largest of them.
+            unit = 2.0**-8
         if how is None and name == "SWITCHBACK_M":
             unit = 2.0**-8
         bound = size * unit + value.abs() * torch.finfo(dtype).eps
@@ -225,8 +229,12 @@ def test_a_transposed_weight_and_an_expanded_gradient(kernels: str) -> None:
     for plan in PLANS.values():
         got = run(plan, x, w.t(), torch.ones(1, 1, device=kernels).expand(20, 24))
         wanted = run(plan, x, w.t().contiguous(), torch.ones(20, 24, device=kernels))
-        for one, other in zip(got, wanted, strict=True):
-            assert torch.equal(one, other)
+        for multiply, one, other in zip(MULTIPLIES, got, wanted, strict=True):
+            if plan.operands(multiply) is None:
+                # torch's own multiply, which may sum in another order where a matrix lies otherwise.
+                assert torch.allclose(one, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
+            else:
+                assert torch.equal(one, other)
 
 
 def test_averages_on_kernels(kernels: str) -> None:
