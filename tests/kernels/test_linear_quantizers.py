@@ -126,6 +126,26 @@ def test_tensors_of_other_dtypes(dtype: torch.dtype, device: str) -> None:
     assert same(turned, codes.t())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_both_orders_as_compiled(dtype: torch.dtype, form: str) -> None:
+    """Sides that 128, 16 and nothing divides: each pair compiles to code of its own, some to wrong one once."""
+    for rows in (33, 48, 70, 128, 256):
+        for columns in (24, 40, 48, 128, 200, 384):
+            x = matrix((rows, columns), dtype, "cuda")
+            wanted = quantize(x, "tensor", form)
+            by_columns = quantize(x, "column", form)
+            for straight in (True, False):
+                codes = words(form, (rows, columns), "cuda") if straight else None
+                turned = words(form, (columns, rows), "cuda")
+                _tiles.quantize_tensor(x, form, None, codes, turned, False)
+                assert codes is None or same(codes, wanted.codes), (rows, columns)
+                assert same(turned, wanted.codes.t()), (rows, columns, straight)
+            _tiles.quantize_columns(x, form, turned, False)
+            assert same(turned, by_columns.codes.t()), (rows, columns)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_every_code_and_every_tie(form: str, device: str) -> None:
     """All values, the midpoints between them and their float32 neighbours, of both signs, at a scale of 1."""

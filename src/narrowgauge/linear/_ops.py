@@ -149,15 +149,9 @@ def _cuda_tensor(
     if _is_turned(x) and not sums:
         turned, codes, *rest = _cuda_tensor(x.t(), average, format, transposed, straight, False)
         return codes, turned, *rest
-    from narrowgauge.kernels._linear._tiles import SIDE, quantize_tensor
+    from narrowgauge.kernels._linear._tiles import quantize_tensor
 
     rows, columns = x.shape
-    if transposed and format != "int8" and (rows % SIDE or columns % SIDE):
-        # On an H200 the transposed codes of such a matrix in float32 were wrong, why is not known; those in its own
-        # order were right.
-        codes, _, *rest = _cuda_tensor(x, average, format, True, False, sums)
-        turned = _transposed(codes.view(torch.uint8)).view(codes.dtype)
-        return codes if straight else codes.new_empty((0, 0)), turned, *rest
     codes, words = _empty(x, format, *((rows, columns) if straight else (0, 0)))
     turned, around = _empty(x, format, *((columns, rows) if transposed else (0, 0)))
     scale, own, total = quantize_tensor(
