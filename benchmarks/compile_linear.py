@@ -93,12 +93,24 @@ def quantizers() -> Iterator[tuple[str, Any, float]]:
         for columns in _COLUMNS:
             for sums in (False, True):
                 height, first, second, warps = _rows.layout(2**15, columns, sums)
-                constants = common | {"HEIGHT": height, "FIRST": first, "SECOND": second, "SUMS": sums}
+                constants = common | {
+                    "HEIGHT": height,
+                    "FIRST": first,
+                    "SECOND": second,
+                    "SUMS": sums,
+                    "STAGES": _rows._STAGES,
+                }
                 types = {k: v for k, v in (pointers | numbers).items() if k in _rows._quantize_rows.arg_names}
                 made = compile_kernel(_rows._quantize_rows, types, constants, {"num_warps": warps})
                 each = height * (first + second) / (32 * warps)
                 yield f"rows of {columns} {form}{' + sums' if sums else ''}", made, each
-        constants = common | {"HEIGHT": _tiles._DOWN, "WIDTH": _tiles._ACROSS, "TENSOR": True, "COLUMN": False}
+        constants = common | {
+            "HEIGHT": _tiles._DOWN,
+            "WIDTH": _tiles._ACROSS,
+            "TENSOR": True,
+            "COLUMN": False,
+            "STAGES": _tiles._STAGES,
+        }
         types = {k: v for k, v in (pointers | numbers).items() if k in _tiles._look.arg_names}
         for sums in (False, True):
             made = compile_kernel(_tiles._look, types, constants | {"SUMS": sums}, {"num_warps": 4})

@@ -21,9 +21,11 @@ from narrowgauge.kernels._linear._encode import LARGEST, absmax_of, encode, magn
 from narrowgauge.kernels._linear._tiles import sum_columns
 from narrowgauge.kernels._step._floats import float_of
 
-# Warps of programs that sum columns, which stay: three times eight for each multiprocessor of an H200. Their
+# Warps of programs that sum columns, which stay: two times eight for each multiprocessor of an H200. Their
 # partial sums are written and read once.
-_SUMMING = 132 * 24
+_SUMMING = 132 * 16
+# Tiles that are on their way to such a program at once, in shared memory.
+_STAGES = 5
 # Longer rows are not held in registers.
 _LONGEST = 1 << 14
 # Elements of a tile, and how many of them a thread has; with sums, which take registers too, half of that.
@@ -93,39 +95,34 @@ def _code(
 def _quantize_rows(
     x, codes, scale, sums, rows, columns, tiles,
     FORMAT: tl.constexpr, LARGEST: tl.constexpr, HEIGHT: tl.constexpr, FIRST: tl.constexpr,
-    SECOND: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, SUMS: tl.constexpr,
+    SECOND: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, SUMS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program p has one tile of HEIGHT rows, or with sums `tiles` of them, one after the other."""
     WHOLE: tl.constexpr = WIDE or SECOND > 0  # the first piece never passes the row's end if there is a second
-    tile = tl.program_id(0)
-    if SUMS:
-        tile *= tiles
-    a = _fetch(x, tile * HEIGHT, rows, columns, 0, HEIGHT, FIRST, TALL, WHOLE)
-    b = a
-    if SECOND > 0:
-        b = _fetch(x, tile * HEIGHT, rows, columns, FIRST, HEIGHT, SECOND, TALL, WIDE)
     if not SUMS:
-        _code(a.to(tl.float32), b.to(tl.float32), codes, scale, tile * HEIGHT, rows, columns,
-              FORMAT, LARGEST, HEIGHT, FIRST, SECOND, TALL, WIDE)  # fmt: skip
+        row = tl.program_id(0) * HEIGHT
+        a = _fetch(x, row, rows, columns, 0, HEIGHT, FIRST, TALL, WHOLE).to(tl.float32)
+        b = a
+        if SECOND > 0:
+            b = _fetch(x, row, rows, columns, FIRST, HEIGHT, SECOND, TALL, WIDE).to(tl.float32)
+        _code(a, b, codes, scale, row, rows, columns, FORMAT, LARGEST, HEIGHT, FIRST, SECOND, TALL, WIDE)
     else:
-        end = tl.minimum(tile + tiles, tl.cdiv(rows, HEIGHT))
+        first = tl.program_id(0) * tiles
+        end = tl.minimum(first + tiles, tl.cdiv(rows, HEIGHT))
         total = tl.zeros([HEIGHT, FIRST], tl.float32)
         if SECOND > 0:
             more = tl.zeros([HEIGHT, SECOND], tl.float32)
-        while tile < end:
-            left, right = a.to(tl.float32), b.to(tl.float32)
-            # The next tile is on its way while one is worked on. The last one's next is itself.
-            following = tl.minimum(tile + 1, end - 1) * HEIGHT
-            a = _fetch(x, following, rows, columns, 0, HEIGHT, FIRST, TALL, WHOLE)
+        # The next tiles are on their way, to shared memory, while one is worked on.
+        for tile in tl.range(first, end, num_stages=STAGES):
+            row = tile * HEIGHT
+            left = _fetch(x, row, rows, columns, 0, HEIGHT, FIRST, TALL, WHOLE).to(tl.float32)
+            right = left
             total += left
             if SECOND > 0:
-                b = _fetch(x, following, rows, columns, FIRST, HEIGHT, SECOND, TALL, WIDE)
+                right = _fetch(x, row, rows, columns, FIRST, HEIGHT, SECOND, TALL, WIDE).to(tl.float32)
                 more += right
-            else:
-                b = a
-            _code(left, right, codes, scale, tile * HEIGHT, rows, columns,
+            _code(left, right, codes, scale, row, rows, columns,
                   FORMAT, LARGEST, HEIGHT, FIRST, SECOND, TALL, WIDE)  # fmt: skip
-            tile += 1
         _put_sums(sums, total, columns, 0, FIRST)
         if SECOND > 0:
             _put_sums(sums, more, columns, FIRST, SECOND)
@@ -209,7 +206,8 @@ def quantize_rows(x: Tensor, format: str, codes: Tensor, sums: bool) -> tuple[Te
         _ROWS(
             (programs,), (x, codes, scale, partial, rows, columns, tiles),
             {"FORMAT": format, "LARGEST": LARGEST[format], "HEIGHT": height, "FIRST": first, "SECOND": second,
-             "TALL": rows % height == 0, "WIDE": columns == first + second, "SUMS": sums},
+             "TALL": rows % height == 0, "WIDE": columns == first + second, "SUMS": sums,
+             "STAGES": _STAGES},
             {"num_warps": warps, "enable_fp_fusion": False},
         )  # fmt: skip
     return scale, partial.sum(0) if sums else None

@@ -19,9 +19,11 @@ from narrowgauge.kernels._launches import Launches
 from narrowgauge.kernels._linear._encode import LARGEST, absmax_of, encode, magnitude, scales, tile_maximum
 from narrowgauge.kernels._step._floats import float_of
 
-# Programs that look for the absmax, about four for each multiprocessor of an H200, and the tile that they move down
-# the rows with.
-_LOOKING, _DOWN, _ACROSS = 512, 8, 512
+# Programs that look for the absmax, two for each multiprocessor of an H200, and the tile that they move down the rows
+# with.
+_LOOKING, _DOWN, _ACROSS = 264, 8, 512
+# Tiles that are on their way to a program at once, in shared memory.
+_STAGES = 4
 # The tile that is quantized, and warps for it.
 SIDE, _WARPS = 128, 8
 
@@ -30,17 +32,17 @@ SIDE, _WARPS = 128, 8
 def _look(
     x, tensor, column, sums, rows, columns, tiles,
     FORMAT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
-    TENSOR: tl.constexpr, COLUMN: tl.constexpr, SUMS: tl.constexpr,
+    TENSOR: tl.constexpr, COLUMN: tl.constexpr, SUMS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Partial maxima, as bits: one number a program, or a row a row of programs; and partial sums of columns."""
     across = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     down = tl.arange(0, HEIGHT)[:, None]
-    tile = tl.program_id(1) * tiles
-    end = tl.minimum(tile + tiles, tl.cdiv(rows, HEIGHT))
+    first = tl.program_id(1) * tiles
+    end = tl.minimum(first + tiles, tl.cdiv(rows, HEIGHT))
     largest = tl.zeros([HEIGHT, WIDTH], tl.int32)
     if SUMS:
         total = tl.zeros([HEIGHT, WIDTH], tl.float32)
-    while tile < end:
+    for tile in tl.range(first, end, num_stages=STAGES):
         row = tile * HEIGHT
         pointers = x + row.to(tl.int64) * columns + (down * columns + across[None, :])
         if TALL and WIDE:
@@ -51,7 +53,6 @@ def _look(
         largest = tl.maximum(largest, magnitude(values, FORMAT))
         if SUMS:
             total += values
-        tile += 1
     if TENSOR:
         tl.store(
             tensor + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0),
@@ -132,7 +133,8 @@ def _looked(x: Tensor, format: str, column: bool, sums: bool) -> tuple[Tensor, T
         _LOOK(
             (wide, high), (x, maxima, maxima, partial, rows, columns, tiles),
             {"FORMAT": format, "HEIGHT": height, "WIDTH": width, "TALL": rows % height == 0,
-             "WIDE": columns % width == 0, "TENSOR": not column, "COLUMN": column, "SUMS": sums},
+             "WIDE": columns % width == 0, "TENSOR": not column, "COLUMN": column, "SUMS": sums,
+             "STAGES": _STAGES},
             {"num_warps": 4},
         )  # fmt: skip
     return maxima.amax(0, keepdim=True) if column else maxima, partial.sum(0) if sums else None
