@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed: there are no kernels")
 
 from narrowgauge.formats import FP8_E4M3, FP8_E5M2
-from narrowgauge.kernels._linear import _rows, _tiles
+from narrowgauge.kernels._linear import _dequantize, _rows, _tiles
 from narrowgauge.linear import quantize
 
 FORMS = ("int8", "e4m3", "e5m2")
@@ -124,6 +124,20 @@ def test_tensors_of_other_dtypes(dtype: torch.dtype, device: str) -> None:
     _tiles.quantize_tensor(x, "e4m3", None, codes, turned, False)
     assert same(codes, quantize(x, "tensor", "e4m3").codes)
     assert same(turned, codes.t())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("dtype", "form"), PAIRS, ids=str)
+@pytest.mark.parametrize("scaling", ["row", "column", "tensor"])
+def test_dequantize(shape: tuple[int, int], form: str, dtype: torch.dtype, scaling: str, device: str) -> None:
+    """What the specification makes of the same codes, bit for bit; NaN where a scale or a code is NaN."""
+    nonfinite = device == "cuda" or form == "int8"  # the interpreter reads float8's NaN as 480
+    coded = quantize(matrix(shape, torch.float32, device, nonfinite), scaling, form)
+    got = _dequantize.dequantize(coded.codes.contiguous(), coded.scale.contiguous(), dtype)
+    wanted = coded.dequantize(dtype)
+    assert got.dtype == dtype
+    assert torch.equal(got.isnan(), wanted.isnan())
+    assert torch.equal(got.nan_to_num(nan=-1.0), wanted.nan_to_num(nan=-1.0))
 
 
 @pytest.mark.gpu

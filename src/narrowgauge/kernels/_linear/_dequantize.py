@@ -1,0 +1,80 @@
+# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
+"""What codes and scales stand for, in one pass: a byte read and a word written for each element.
+
+The arithmetic is `ScaledCodes.dequantize`'s, bit for bit: the float32 product, rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from narrowgauge.kernels._launches import Launches
+from narrowgauge.kernels._step._floats import narrow
+
+_KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_HEIGHT, _WIDTH, _WARPS = 8, 512, 4
+
+
+@triton.jit
+def _dequantize(
+    codes, scale, result, rows, columns,
+    KIND: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
+    ROW: tl.constexpr, COLUMN: tl.constexpr,
+):  # fmt: skip
+    """One tile a program; scales a row, a column, or one for all."""
+    # Rows of tiles go along the first side of the grid, which takes 2^31.
+    row = tl.program_id(0) * HEIGHT
+    down = row + tl.arange(0, HEIGHT)
+    across = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    at = row.to(tl.int64) * columns + tl.program_id(1) * WIDTH
+    inside = tl.arange(0, HEIGHT)[:, None] * columns + tl.arange(0, WIDTH)[None, :]
+    here = (down < rows)[:, None] & (across < columns)[None, :]
+    if TALL and WIDE:
+        values = tl.load(codes + at + inside).to(tl.float32)
+    else:
+        # Codes of float8 are numbers here, and so is what stands for those past the end.
+        values = tl.load(codes + at + inside, mask=here, other=0.0).to(tl.float32)
+    if ROW:
+        factor = tl.load(scale + down, mask=down < rows, other=0.0)[:, None]
+    elif COLUMN:
+        factor = tl.load(scale + across, mask=across < columns, other=0.0)[None, :]
+    else:
+        factor = tl.load(scale)
+    words = narrow(values * factor, KIND)
+    if TALL and WIDE:
+        tl.store(result + at + inside, words)
+    else:
+        tl.store(result + at + inside, words, mask=here)
+
+
+_DEQUANTIZE = Launches(_dequantize)
+
+
+def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """What codes stand for.
+
+    Args:
+        codes: contiguous (rows, columns), neither of them 0; int8, float8 e4m3 or e5m2.
+        scale: contiguous float32 (rows, 1), (1, columns) or (1, 1).
+        dtype: bfloat16, float16 or float32.
+
+    Returns:
+        (rows, columns).
+    """
+    rows, columns = codes.shape
+    result = torch.empty((rows, columns), dtype=dtype, device=codes.device)
+    width = min(_WIDTH, max(16, 1 << (columns - 1).bit_length()))
+    height = _HEIGHT * _WIDTH // width
+    words = result if dtype == torch.float32 else result.view(torch.int16)
+    # Triton launches on the current device.
+    with torch.cuda.device_of(codes):
+        _DEQUANTIZE(
+            (-(-rows // height), -(-columns // width)), (codes, scale, words, rows, columns),
+            {"KIND": _KINDS[dtype], "HEIGHT": height, "WIDTH": width, "TALL": rows % height == 0,
+             "WIDE": columns % width == 0, "ROW": scale.shape[0] > 1, "COLUMN": scale.shape[1] > 1},
+            {"num_warps": _WARPS, "enable_fp_fusion": False},
+        )  # fmt: skip
+    return result
