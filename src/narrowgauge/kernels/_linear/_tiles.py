@@ -19,8 +19,8 @@ from narrowgauge.kernels._launches import Launches
 from narrowgauge.kernels._linear._encode import LARGEST, absmax_of, encode, magnitude, scales, tile_maximum
 from narrowgauge.kernels._step._floats import float_of
 
-# Programs that look for the absmax, two for each multiprocessor of an H200, and the tile that they move down the rows
-# with.
+# Programs that look for the absmax, two for each multiprocessor of an H200, and the tile that they move down
+# the rows with.
 _LOOKING, _DOWN, _ACROSS = 264, 8, 512
 # Tiles that are on their way to a program at once, in shared memory.
 _STAGES = 4
