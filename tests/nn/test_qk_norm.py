@@ -195,6 +195,7 @@ def test_as_one_graph_it_is_the_same() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.no_grad()
 def test_queries_and_keys_keep_the_dtype_of_the_values(dtype: torch.dtype) -> None:
     x = torch.randn(2, 3, DIM)
     norm = HeadLayerNorm(HEAD_DIM, dtype=dtype)

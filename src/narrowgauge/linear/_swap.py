@@ -3,12 +3,17 @@
 A layer that is swapped stays the same object with the same parameters and becomes of another class. So
 everything that holds on to it goes on working: optimizers, tied weights, modules that stand in two places,
 hooks. Undoing gives the class back.
+
+Which layers are swapped is decided for the whole model before the first one is, so that an error, or a measurement
+that is cut short, leaves the model as it was.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,6 +21,9 @@ from torch import nn
 
 from narrowgauge.linear._module import LowPrecisionConv1D, LowPrecisionLinear, forget_plan, planned
 from narrowgauge.linear._plan import LinearPlan
+from narrowgauge.linear._speeds import LayerKind, speedups
+
+_KEEP = ("lm_head",)
 
 
 @dataclass
@@ -26,11 +34,13 @@ class SwapReport:
         plan: the plan of the swapped layers.
         swapped: their names.
         kept: why each other linear layer stayed as it was, by name.
+        speedups: how many times as fast as nn.Linear layers were measured, by name; empty where nothing was asked.
     """
 
     plan: LinearPlan
     swapped: list[str] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)
+    speedups: dict[str, float] = field(default_factory=dict)
     _undo: list[tuple[LowPrecisionLinear | LowPrecisionConv1D, type[nn.Module]]] = field(
         default_factory=list, repr=False
     )
@@ -45,7 +55,11 @@ class SwapReport:
     def __str__(self) -> str:
         paths = sorted({module.path for module, _ in self._undo})
         where = f" ({'; '.join(paths)})" if paths else ""
-        lines = [str(self.plan), f"swapped: {len(self.swapped)}{where}", *(f"  {name}" for name in self.swapped)]
+        lines = [str(self.plan), f"swapped: {len(self.swapped)}{where}"]
+        width = max(map(len, self.swapped), default=0)
+        for name in self.swapped:
+            told = f"{_times(self.speedups[name])} nn.Linear" if name in self.speedups else ""
+            lines.append(f"  {name.ljust(width)}  {told}".rstrip())
         width = max(map(len, self.kept), default=0)
         lines.append(f"kept: {len(self.kept)}")
         lines.extend(f"  {name.ljust(width)}  {reason}" for name, reason in self.kept.items())
@@ -53,40 +67,64 @@ class SwapReport:
 
 
 def swap_linears(
-    model: nn.Module, plan: LinearPlan, keep: Iterable[str] = ("lm_head",), min_features: int = 16
+    model: nn.Module,
+    plan: LinearPlan,
+    keep: Iterable[str] = _KEEP,
+    min_features: int = 16,
+    *,
+    tokens: int | Mapping[str, int] | None = None,
 ) -> SwapReport:
     """Let the linear layers of a model compute by a plan, in place.
 
     Layers are `nn.Linear` and transformers' `Conv1D`. Parameters, their names and shapes stay, so checkpoints
     go both ways.
 
+    With `tokens`, each kind of layer is measured beside nn.Linear, forward and backward on the device where it is,
+    and layers that are slower are kept. A measurement takes a moment and the memory of one such layer, and is kept
+    in the user's cache folder (``speedups.json``) for all later processes. It is made eagerly, under the autocast
+    that is on: call this where the training would call the model. In a process group all ranks have to call it, and
+    act on the same figures. Without `tokens` nothing is measured.
+
     Args:
         model: the model, or a part of it.
         plan: a `LinearPlan`.
         keep: layers to leave: a name, the last part of one, the name of a module around them, or a pattern with
-            ``*``.
+            ``*``. A name that the model has not is warned of, but for the default.
         min_features: layers with fewer input or output features are left.
+        tokens: rows that the layers get in a training step, batch times sequence; or rows by name, as in `keep`,
+            the first that fits: ``{"visual": 65536, "text": 19712}``. A layer that none fits is kept.
 
     Returns:
         What was swapped, what was kept and why; `undo()` takes it back.
 
     Raises:
-        ValueError: for what is no plan, a `keep` that is one string, or a `min_features` below 1.
+        ValueError: for what is no plan, a `keep` that is one string, a `min_features` below 1, `tokens` that are
+            no integers of at least 1, or a model on the meta device with `tokens`.
     """
     if not isinstance(plan, LinearPlan):
         raise ValueError(f"plan: got {plan!r}, takes a LinearPlan such as narrowgauge.linear.SWITCHBACK")
     if isinstance(keep, str):
         raise ValueError(f"keep: got {keep!r}, takes a list of names such as ({keep!r},)")
-    if isinstance(min_features, bool) or not isinstance(min_features, int) or min_features < 1:
+    if not _is_count(min_features):
         raise ValueError(f"min_features: got {min_features!r}, takes an integer of at least 1")
-    report, patterns = SwapReport(plan), tuple(keep)
-    # named_modules names a module that stands in two places once, by the first.
-    parents = {f"{name}.": module for name, module in model.named_modules()}
-    for name, module in model.named_modules():
-        if not (isinstance(module, nn.Linear) or _is_conv1d(module) or planned(module)):
-            continue
-        parent = parents.get(name.rpartition(".")[0] + ".")
-        reason = _why_kept(name, module, parent, patterns, min_features)
+    rows = _rows_by_name(tokens)
+    patterns = tuple(keep)
+    names = [name for name, _ in model.named_modules()]
+    unknown = [
+        p for p in (*(patterns if keep is not _KEEP else ()), *rows) if not any(_matches(n, p) for n in names)
+    ]
+    if unknown:
+        listed = ", ".join(map(repr, unknown))
+        warnings.warn(
+            f"swap_linears: no module of the model is called {listed}; "
+            "give a name, its last part, or a pattern with *",
+            stacklevel=2,
+        )
+    report = SwapReport(plan)
+    found = _found(model, patterns, min_features)
+    slow = {} if tokens is None else _slow(found, rows, plan, report)
+    for name, module, reason in found:
+        reason = reason or slow.get(name)
         if reason is not None:
             report.kept[name] = reason
             continue
@@ -96,6 +134,70 @@ def swap_linears(
         swapped.set_plan(plan)
         report._undo.append((swapped, kind))
     return report
+
+
+def _found(
+    model: nn.Module, patterns: tuple[str, ...], min_features: int
+) -> list[tuple[str, nn.Module, str | None]]:
+    """The linear layers of a model, each with the reason for which it is kept, if there is one."""
+    # named_modules names a module that stands in two places once, by the first.
+    modules = {f"{name}.": module for name, module in model.named_modules()}
+    return [
+        (
+            name,
+            module,
+            _why_kept(name, module, modules.get(name.rpartition(".")[0] + "."), patterns, min_features),
+        )
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) or _is_conv1d(module) or planned(module)
+    ]
+
+
+def _slow(
+    found: list[tuple[str, nn.Module, str | None]], rows: dict[str, int], plan: LinearPlan, report: SwapReport
+) -> dict[str, str]:
+    """Why layers are kept for their speed, by name; the report gets the speeds."""
+    slow: dict[str, str] = {}
+    kinds: dict[str, LayerKind] = {}
+    for name, module, reason in found:
+        if reason is not None:
+            continue
+        if module.get_parameter("weight").is_meta:
+            raise ValueError(
+                f"tokens: got {next(iter(rows.values()))} for a model whose {name!r} is on the meta device, takes "
+                "None there: measuring needs the device of the training"
+            )
+        b = next((b for pattern, b in rows.items() if _matches(name, pattern)), None)
+        if b is None:
+            slow[name] = "not measured: tokens has no name that fits"
+        else:
+            kinds[name] = LayerKind.of(module, b, plan, turned=_is_conv1d(module))
+    fast = speedups(kinds.values())
+    for name, kind in kinds.items():
+        if kind not in fast:
+            slow[name] = f"not measured: out of memory at {kind.tokens} tokens"
+            continue
+        report.speedups[name] = fast[kind]
+        if fast[kind] < 1:
+            slow[name] = f"measured {_times(fast[kind])} nn.Linear at {kind.tokens} tokens"
+    return slow
+
+
+def _rows_by_name(tokens: Any) -> dict[str, int]:
+    rows = {} if tokens is None else dict(tokens) if isinstance(tokens, Mapping) else {"*": tokens}
+    bad = [b for name, b in rows.items() if not (isinstance(name, str) and _is_count(b))]
+    if bad or (tokens is not None and not rows):
+        raise ValueError(f"tokens: got {tokens!r}, takes an integer of at least 1, or such integers by name")
+    return rows
+
+
+def _is_count(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and x >= 1
+
+
+def _times(speedup: float) -> str:
+    # Rounded down, so that what is slower never reads as 1.00.
+    return f"{math.floor(speedup * 100) / 100:.2f}x"
 
 
 def _why_kept(
