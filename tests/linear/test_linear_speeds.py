@@ -20,6 +20,10 @@ from narrowgauge.linear import SWITCHBACK, LowPrecisionLinear, _speeds, swap_lin
 Measured = list[_speeds.LayerKind]
 
 
+def kind_of(layer: nn.Linear, tokens: int, plan: ng.linear.LinearPlan, turned: bool) -> _speeds.LayerKind:
+    return _speeds.LayerKind.of(layer.weight, layer.bias, tokens, plan, turned)
+
+
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -125,7 +129,7 @@ def test_it_is_remembered_by_everything_that_it_depends_on(measured: Measured, c
 )  # fmt: skip
 def test_a_damaged_memory_is_none(measured: Measured, cache: Path, damage: str) -> None:
     layer = nn.Linear(64, 32)
-    kind = _speeds.LayerKind.of(layer, 16, SWITCHBACK, turned=False)
+    kind = _speeds.LayerKind.of(layer.weight, layer.bias, 16, SWITCHBACK, turned=False)
     cache.parent.mkdir()
     name = _speeds._name(torch.device("cpu")).replace("\\", "\\\\")
     cache.write_text(damage.replace("NAME", name).replace("KEY", kind.key))
@@ -138,7 +142,7 @@ def test_kernels_that_were_tuned_since_are_measured_anew(
     measured: Measured, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU only: there is nothing to tune on a CPU."""
-    kind = _speeds.LayerKind.of(nn.Linear(64, 32), 16, SWITCHBACK, turned=False)
+    kind = kind_of(nn.Linear(64, 32), 16, SWITCHBACK, turned=False)
     _speeds.speedups([kind])
     tuned = cache.parent / "multiplies.json"
     tuned.touch()
@@ -205,7 +209,7 @@ def test_both_sides_compute_what_they_stand_for() -> None:
     conv = pytest.importorskip("transformers").pytorch_utils.Conv1D(24, 16)
     for layer, turned in ((nn.Linear(16, 24), False), (conv, True)):
         for plan in (SWITCHBACK, ng.linear.TENSORWISE_FP8.with_moving_average()):
-            kind = _speeds.LayerKind.of(layer, 8, plan, turned)
+            kind = _speeds.LayerKind.of(layer.weight, layer.bias, 8, plan, turned)
             assert (kind.in_features, kind.out_features) == (16, 24)
             seen: list[list[torch.Size]] = []
             grad = torch.autograd.grad
@@ -232,7 +236,7 @@ def test_a_real_measurement_on_this_cpu(cache: Path) -> None:
     assert type(made[0]) is nn.Linear
     ((record,),) = (list(r.values()) for r in json.loads(cache.read_text())["devices"].values())
     assert record["ms"] > record["nn.Linear ms"] > 0
-    kind = _speeds.LayerKind.of(nn.Linear(512, 512), 512, ng.linear.HIGH_PRECISION, turned=False)
+    kind = kind_of(nn.Linear(512, 512), 512, ng.linear.HIGH_PRECISION, turned=False)
     assert 0.3 < _speeds.speedups([kind])[kind] < 3.0
 
 

@@ -62,22 +62,22 @@ class LayerKind:
     plan: LinearPlan
 
     @classmethod
-    def of(cls, layer: Any, tokens: int, plan: LinearPlan, turned: bool) -> LayerKind:
+    def of(cls, weight: Tensor, bias: Tensor | None, tokens: int, plan: LinearPlan, turned: bool) -> LayerKind:
         """The kind of a layer, under the autocast that is on.
 
         Args:
-            layer: with `weight` and `bias`.
+            weight: of the layer, (out_features, in_features), or the other way round where `turned`.
+            bias: (out_features,), or None.
             tokens: rows of its input.
             plan: how it is to compute.
-            turned: whether its weight is (in_features, out_features).
+            turned: whether the weight is (in_features, out_features).
         """
-        weight = layer.weight
         n, m = weight.shape if turned else weight.shape[::-1]
         device = weight.device
         autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         return cls(
-            tokens, n, m, layer.bias is not None, weight.dtype, "in, out" if turned else "out, in",
-            weight.requires_grad, None if weight.dtype == torch.float64 else autocast, device, plan,
+            tokens, n, m, bias is not None, weight.dtype, "in, out" if turned else "out, in", weight.requires_grad,
+            None if weight.dtype == torch.float64 else autocast, device, plan,
         )  # fmt: skip
 
     @property

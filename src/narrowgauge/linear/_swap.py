@@ -10,16 +10,16 @@ that is cut short, leaves the model as it was.
 
 from __future__ import annotations
 
-import fnmatch
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from torch import nn
 
-from narrowgauge.linear._module import LowPrecisionConv1D, LowPrecisionLinear, forget_plan, planned
+from narrowgauge.linear._candidates import READ_BY_ATTENTION, Candidate, candidates, matches
+from narrowgauge.linear._module import Planned, forget_plan
 from narrowgauge.linear._plan import LinearPlan
 from narrowgauge.linear._speeds import LayerKind, speedups
 
@@ -41,9 +41,7 @@ class SwapReport:
     swapped: list[str] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)
     speedups: dict[str, float] = field(default_factory=dict)
-    _undo: list[tuple[LowPrecisionLinear | LowPrecisionConv1D, type[nn.Module]]] = field(
-        default_factory=list, repr=False
-    )
+    _undo: list[tuple[Planned, type[nn.Module]]] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
         """Make the layers again what they were; their parameters stay as they have been trained."""
@@ -76,8 +74,8 @@ def swap_linears(
 ) -> SwapReport:
     """Let the linear layers of a model compute by a plan, in place.
 
-    Layers are `nn.Linear` and transformers' `Conv1D`. Parameters, their names and shapes stay, so checkpoints
-    go both ways.
+    Layers are `nn.Linear` and transformers' `Conv1D`, and the projections of `nn.MultiheadAttention`, which becomes
+    a `LowPrecisionMultiheadAttention`. Parameters, their names and shapes stay, so checkpoints go both ways.
 
     With `tokens`, each kind of layer is measured beside nn.Linear, forward and backward on the device where it is,
     and layers that are slower are kept. A measurement takes a moment and the memory of one such layer, and is kept
@@ -111,7 +109,7 @@ def swap_linears(
     patterns = tuple(keep)
     names = [name for name, _ in model.named_modules()]
     unknown = [
-        p for p in (*(patterns if keep is not _KEEP else ()), *rows) if not any(_matches(n, p) for n in names)
+        p for p in (*(patterns if keep is not _KEEP else ()), *rows) if not any(matches(n, p) for n in names)
     ]
     if unknown:
         listed = ", ".join(map(repr, unknown))
@@ -121,57 +119,40 @@ def swap_linears(
             stacklevel=2,
         )
     report = SwapReport(plan)
-    found = _found(model, patterns, min_features)
+    found = list(candidates(model, patterns, min_features))
     slow = {} if tokens is None else _slow(found, rows, plan, report)
-    for name, module, reason in found:
-        reason = reason or slow.get(name)
+    for one in found:
+        reason = one.reason or slow.get(one.name)
+        if reason is None and one.holder is not None and not isinstance(one.holder, Planned):
+            reason = READ_BY_ATTENTION
         if reason is not None:
-            report.kept[name] = reason
+            report.kept[one.name] = reason
             continue
-        report.swapped.append(name)
-        kind, swapped = type(module), cast(Any, module)
-        swapped.__class__ = LowPrecisionConv1D if _is_conv1d(module) else LowPrecisionLinear
+        report.swapped.append(one.name)
+        kind, swapped = type(one.module), cast(Any, one.module)
+        swapped.__class__ = one.becomes
         swapped.set_plan(plan)
         report._undo.append((swapped, kind))
     return report
 
 
-def _found(
-    model: nn.Module, patterns: tuple[str, ...], min_features: int
-) -> list[tuple[str, nn.Module, str | None]]:
-    """The linear layers of a model, each with the reason for which it is kept, if there is one."""
-    # named_modules names a module that stands in two places once, by the first.
-    modules = {f"{name}.": module for name, module in model.named_modules()}
-    return [
-        (
-            name,
-            module,
-            _why_kept(name, module, modules.get(name.rpartition(".")[0] + "."), patterns, min_features),
-        )
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) or _is_conv1d(module) or planned(module)
-    ]
-
-
-def _slow(
-    found: list[tuple[str, nn.Module, str | None]], rows: dict[str, int], plan: LinearPlan, report: SwapReport
-) -> dict[str, str]:
+def _slow(found: list[Candidate], rows: dict[str, int], plan: LinearPlan, report: SwapReport) -> dict[str, str]:
     """Why layers are kept for their speed, by name; the report gets the speeds."""
     slow: dict[str, str] = {}
     kinds: dict[str, LayerKind] = {}
-    for name, module, reason in found:
-        if reason is not None:
+    for one in found:
+        if one.reason is not None:
             continue
-        if module.get_parameter("weight").is_meta:
+        if one.weight.is_meta:
             raise ValueError(
-                f"tokens: got {next(iter(rows.values()))} for a model whose {name!r} is on the meta device, takes "
-                "None there: measuring needs the device of the training"
+                f"tokens: got {next(iter(rows.values()))} for a model whose {one.name!r} is on the meta device, "
+                "takes None there: measuring needs the device of the training"
             )
-        b = next((b for pattern, b in rows.items() if _matches(name, pattern)), None)
+        b = next((b for pattern, b in rows.items() if matches(one.name, pattern)), None)
         if b is None:
-            slow[name] = "not measured: tokens has no name that fits"
+            slow[one.name] = "not measured: tokens has no name that fits"
         else:
-            kinds[name] = LayerKind.of(module, b, plan, turned=_is_conv1d(module))
+            kinds[one.name] = LayerKind.of(one.weight, one.bias, b, plan, one.turned)
     fast = speedups(kinds.values())
     for name, kind in kinds.items():
         if kind not in fast:
@@ -198,43 +179,3 @@ def _is_count(x: Any) -> bool:
 def _times(speedup: float) -> str:
     # Rounded down, so that what is slower never reads as 1.00.
     return f"{math.floor(speedup * 100) / 100:.2f}x"
-
-
-def _why_kept(
-    name: str, module: nn.Module, parent: nn.Module | None, patterns: tuple[str, ...], min_features: int
-) -> str | None:
-    if planned(module):
-        return f"has a plan already: {module.plan.title}"  # type: ignore[union-attr]
-    for pattern in patterns:
-        if _matches(name, pattern):
-            return f"named in keep: {pattern!r}"
-    checks: tuple[tuple[Callable[[], bool], str], ...] = (
-        (lambda: nn.utils.parametrize.is_parametrized(module), "is parametrized: its weight is computed anew"),
-        (
-            lambda: isinstance(parent, nn.MultiheadAttention),
-            "nn.MultiheadAttention reads its weight, not its output",
-        ),
-        (lambda: type(module) is not nn.Linear and not _is_conv1d(module), f"is a {type(module).__name__}"),
-        (lambda: "forward" in vars(module), "has a forward of its own"),
-        (lambda: not module.get_parameter("weight").is_floating_point(), "its weight is not of floats"),
-    )
-    for applies, reason in checks:
-        if applies():
-            return reason
-    smallest = min(module.get_parameter("weight").shape)
-    return f"{smallest} features, fewer than {min_features}" if smallest < min_features else None
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return (
-        fnmatch.fnmatchcase(name, pattern)
-        or name.startswith(f"{pattern}.")
-        or name.endswith(f".{pattern}")
-        or f".{pattern}." in name
-    )
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    # Known by where it comes from, so that transformers need not be there.
-    kind = type(module)
-    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
