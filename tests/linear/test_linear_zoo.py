@@ -126,7 +126,7 @@ def test_open_clips_clip() -> None:
 
 
 def test_open_clips_blocks_with_options() -> None:
-    """They have an attention of open_clip's own, which multiplies by a parameter: that stays, as the report says."""
+    """Their attention is open_clip's own, which multiplies by a parameter: it stays, and the report says so."""
     open_clip = library("open_clip")
     torch.manual_seed(0)
     block = open_clip.transformer.CustomResidualAttentionBlock
