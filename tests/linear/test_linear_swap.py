@@ -187,6 +187,22 @@ def test_what_is_kept_has_a_reason() -> None:
     assert swap_linears(model, SWITCHBACK, min_features=15).swapped[:2] == ["plain", "small"]
 
 
+def test_a_weight_that_an_attention_reads_by_itself_is_kept() -> None:
+    """As timm's BEiT has it: no output of the layer, its weight and biases put together elsewhere."""
+    model = nn.ModuleDict(
+        {"attn": nn.ModuleDict({"qkv": nn.Linear(16, 48, bias=False), "proj": nn.Linear(16, 16)})}
+    )
+    assert swap_linears(model, SWITCHBACK).undo() is None
+    model["attn"].q_bias = nn.Parameter(torch.zeros(16))
+    report = swap_linears(model, SWITCHBACK)
+    assert report.swapped == ["attn.proj"]
+    assert list(report.kept) == ["attn.qkv"]
+    assert report.kept["attn.qkv"].startswith("its attention reads its weight, not its output")
+    report.undo()
+    model["attn"].qkv_bias_separate = True
+    assert swap_linears(model, SWITCHBACK).swapped == ["attn.qkv", "attn.proj"]
+
+
 def test_swapping_a_layer_that_is_the_model() -> None:
     layer = nn.Linear(16, 16)
     assert swap_linears(layer, SWITCHBACK).swapped == [""]

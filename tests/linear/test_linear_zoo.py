@@ -69,15 +69,42 @@ def test_timms_vit() -> None:
     check(model, lambda: model(IMAGES), layers, {"head": "named in keep: 'head'"}, keep=("head",))
 
 
+SIZES = {"img_size": 32, "patch_size": 16, "embed_dim": 32, "depth": 2, "num_heads": 4, "num_classes": 20}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("Eva", {}), ("Eva", {"qkv_fused": False}), ("Beit", {"qkv_bias": True}), ("Beit", {"qkv_bias": False})],
+)
+def test_a_layer_that_is_not_called_is_not_said_to_be_swapped(name: str, options: dict[str, bool]) -> None:
+    """timm's BEiT and EVA multiply by the weight of `qkv` themselves where it has biases; all others are called."""
+    timm = library("timm")
+    model = getattr(timm.models, name)(**SIZES, **options).eval()
+    report = swap_linears(model, SWITCHBACK, keep=())
+    called: set[str] = set()
+    for layer in (*report.swapped, *report.kept):
+        model.get_submodule(layer).register_forward_hook(lambda *arguments, layer=layer: called.add(layer))
+    model(IMAGES)
+    assert called == set(report.swapped)
+    assert len(called) + len(report.kept) >= 9
+    assert set(report.kept.values()) <= {
+        "its attention reads its weight, not its output (qkv_bias_separate=True would call it)"
+    }
+    if name == "Beit":
+        assert bool(report.kept) == options["qkv_bias"]
+        for block in model.blocks:
+            block.attn.qkv_bias_separate = True
+        report.undo()
+        assert not swap_linears(model, SWITCHBACK, keep=()).kept
+
+
 @pytest.mark.parametrize("name", ["VisionTransformer", "Eva"])
 def test_timms_own_norms_are_ours(name: str) -> None:
     """A model made with norms of queries and keys, and one that got them: the same names, the same numbers."""
     timm = library("timm")
     torch.manual_seed(0)
-    sizes = {"img_size": 32, "patch_size": 16, "embed_dim": 32, "depth": 2, "num_heads": 4, "num_classes": 20}
+    sizes = {**SIZES, "use_rot_pos_emb": True} if name == "Eva" else SIZES
     kind = getattr(timm.models, name)
-    if name == "Eva":
-        sizes["use_rot_pos_emb"] = True
     made, bare = kind(**sizes, qk_norm=True).eval(), kind(**sizes).eval()
     before = bare(IMAGES).detach()
     added = ng.nn.add_qk_norm(bare)

@@ -221,7 +221,9 @@ class Places(nn.Module):
 
 def test_places_are_filled_and_emptied_again() -> None:
     kind = type("Attention", (Places,), {})
-    model = nn.ModuleDict({"attn": kind(nn.Identity()), "mha": nn.MultiheadAttention(DIM, HEADS)})
+    model = nn.ModuleDict({
+        "attn": kind(nn.Identity()), "mha": nn.MultiheadAttention(DIM, HEADS), "pool": Places(nn.Identity())
+    })  # fmt: skip
     identity = model["attn"].q_norm
     added = add_qk_norm(model, eps=1e-3)
     assert isinstance(model["attn"].q_norm, HeadLayerNorm)
@@ -229,7 +231,8 @@ def test_places_are_filled_and_emptied_again() -> None:
     assert model["attn"].k_norm is not model["attn"].q_norm
     assert str(added) == (
         "QK-norm: 2\n  attn.q_norm\n  attn.k_norm\n"
-        "left: 1\n  mha  nn.MultiheadAttention shows neither queries nor keys"
+        "left: 2\n  mha   nn.MultiheadAttention shows neither queries nor keys\n"
+        "  pool  is a Places, no attention of a block"
     )
     added.remove()
     assert model["attn"].q_norm is identity

@@ -14,6 +14,7 @@ from narrowgauge.linear._attention import LowPrecisionMultiheadAttention
 from narrowgauge.linear._module import LowPrecisionConv1D, LowPrecisionLinear, Planned
 
 READ_BY_ATTENTION = "nn.MultiheadAttention reads its weight, not its output"
+READ_WITH_BIASES = "its attention reads its weight, not its output (qkv_bias_separate=True would call it)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +67,8 @@ def candidates(model: nn.Module, keep: tuple[str, ...], min_features: int) -> It
         parent = modules.get(name.rpartition(".")[0] + ".") if name else None
         holder = parent if isinstance(parent, nn.MultiheadAttention) else None
         reason = _why_kept(name, module, becomes, holder, keep, min_features)
+        if reason is None and _only_read(name, parent):
+            reason = READ_WITH_BIASES
         yield Candidate(name, module, becomes, holder, reason)
 
 
@@ -89,6 +92,12 @@ def _becomes(module: nn.Module) -> type[Planned] | None:
     # Attentions like nn.MultiheadAttention, open_clip's own among them.
     packed = isinstance(getattr(module, "in_proj_weight", None), nn.Parameter)
     return LowPrecisionMultiheadAttention if packed or isinstance(module, nn.MultiheadAttention) else None
+
+
+def _only_read(name: str, parent: nn.Module | None) -> bool:
+    """Whether a layer's weight is read and it is not called: with the biases of timm's BEiT, EVA and Swin V2."""
+    biases = isinstance(getattr(parent, "q_bias", None), nn.Parameter)
+    return name.rpartition(".")[2] == "qkv" and biases and not getattr(parent, "qkv_bias_separate", False)
 
 
 def _why_kept(

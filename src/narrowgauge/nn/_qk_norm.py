@@ -141,6 +141,8 @@ def add_qk_norm(model: nn.Module, eps: float = 1e-6) -> AddedQKNorms:
             _follow(added, f"{name}{layer}.", module.get_submodule(layer), parts, _head_dim(module), eps)
         if isinstance(module, nn.MultiheadAttention):
             added.left[name.rstrip(".")] = "nn.MultiheadAttention shows neither queries nor keys"
+        elif place is None and not layers and hasattr(module, "q_norm") and hasattr(module, "k_norm"):
+            added.left[name.rstrip(".")] = f"is a {type(module).__name__}, no attention of a block"
     if not added.norms:
         takes = "GPT2Attention, " + ", ".join([*_LAYERS, "timm's and open_clip's Attention"])
         raise ValueError(f"model: got {type(model).__name__}, takes one with attentions of {takes}")
