@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -88,9 +89,10 @@ def parallel(how: str, plan: LinearPlan) -> nn.Module:
     policy = MixedPrecisionPolicy()
     if how == "fsdp2 bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = init_device_mesh("cpu", (WORLD,))  # where there is a GPU too
     for block in made[:2]:
-        fully_shard(block, mp_policy=policy)
-    fully_shard(made, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(made, mesh=mesh, mp_policy=policy)
     assert isinstance(made[0].up, LowPrecisionLinear)
     assert isinstance(made[0].up.weight, DTensor)
     return made
