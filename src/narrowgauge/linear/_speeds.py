@@ -30,8 +30,9 @@ from narrowgauge.kernels import _cache
 from narrowgauge.linear._function import linear
 from narrowgauge.linear._plan import LinearPlan
 
-_ROUNDS = 5
-_ROUND_SECONDS = 0.02  # of runs in a row
+_ROUNDS, _MOST_ROUNDS = 5, 100
+_ROUND_SECONDS = 0.02  # of steps in a row, on a GPU
+_SECONDS = 0.5  # of all rounds, on a CPU, if that is more than the least number of rounds
 
 
 @dataclass(frozen=True)
@@ -161,21 +162,30 @@ def _steps(kind: LayerKind) -> tuple[Callable[[], Any], Callable[[], Any]]:
 
 
 def times(one: Callable[[], Any], other: Callable[[], Any], device: torch.device) -> tuple[float, float]:
-    """Seconds that two steps take, each the best of some rounds; in turns, so that both meet the same weather."""
-    runs, best = [1, 1], [float("inf")] * 2
-    for round_ in range(_ROUNDS + 2):
-        for i, step in enumerate((one, other)):
+    """Seconds that two steps take, each the best of some rounds; in turns, so that both meet the same weather.
+
+    On a GPU a round is many steps in a row, which is what a loop pays. On a CPU it is a single one, and there are
+    more rounds the shorter they are: the best of many is what other work on the machine disturbs least.
+    """
+    steps, runs = (one, other), [1, 1]
+    for step in steps:  # compiles kernels
+        _seconds(step, 1, device)
+    most = _MOST_ROUNDS
+    if device.type == "cuda":
+        runs = [max(1, min(100, int(_ROUND_SECONDS / _seconds(step, 3, device)))) for step in steps]
+        most = _ROUNDS
+    best, spent, rounds = [float("inf")] * 2, 0.0, 0
+    while rounds < _ROUNDS or (rounds < most and spent < _SECONDS):
+        for i, step in enumerate(steps):
             seconds = _seconds(step, runs[i], device)
-            if round_ >= 2:
-                best[i] = min(best[i], seconds)
-            elif round_ == 1:
-                # The first round compiles kernels, the second says how many runs fill a round.
-                runs[i] = max(1, min(100, int(_ROUND_SECONDS / seconds)))
+            spent += seconds * runs[i]
+            best[i] = min(best[i], seconds)
+        rounds += 1
     return best[0], best[1]
 
 
 def _seconds(step: Callable[[], Any], runs: int, device: torch.device) -> float:
-    """Seconds a step, of some in a row: on a GPU that is what a loop pays, the host's part where that is longer."""
+    """Seconds a step, of some in a row: the device's, or the host's where those are longer."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     begun = time.perf_counter()
