@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
@@ -130,8 +131,27 @@ def test_frozen_weights_and_what_is_put_on_top(plan: LinearPlan) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.base(x) + self.up(self.down(x))
 
+    class Products(TorchDispatchMode):
+        """Shapes of what is multiplied."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.shapes: list[tuple[int, ...]] = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if any(word in str(func) for word in ("mm.", "multiply_codes")):
+                self.shapes.append(tuple(out.shape))
+            return out
+
     model = Beside()
-    grads(model, torch.randn(5, 16))
+    with Products() as products:
+        grads(model, torch.randn(5, 16))
+    products.shapes.remove((24, 2))  # the gradients of the adapter
+    products.shapes.remove((2, 16))
+    assert products.shapes.count((5, 24)) == 2  # the outputs of the layer and of the adapter
+    assert products.shapes.count((5, 16)) == 2
+    assert (24, 16) not in products.shapes  # the weight gradient
     assert model.base.weight.grad is None
     assert model.base.bias.grad is None
     assert model.down.weight.grad.any()

@@ -158,7 +158,7 @@ def test_what_is_kept_has_a_reason() -> None:
         "odd": Odd(16, 16),
         "parametrized": nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)),
         "planned": LowPrecisionLinear(16, 16, plan=ng.linear.LLM_INT8),
-        "attention": nn.MultiheadAttention(16, 2),
+        "attention": nn.MultiheadAttention(16, 2, add_bias_kv=True),
         "patched": nn.Linear(16, 16),
         "head": nn.Sequential(nn.Linear(16, 16)),
         "other": nn.ModuleDict({"skip": nn.Linear(16, 16), "up_1": nn.Linear(16, 16)}),
@@ -171,6 +171,7 @@ def test_what_is_kept_has_a_reason() -> None:
         "odd": "is a Odd",
         "parametrized": "is parametrized: its weight is computed anew",
         "planned": "has a plan already: LLM_INT8: int8",
+        "attention": "attends to keys that it adds (add_bias_kv, add_zero_attn)",
         "attention.out_proj": "nn.MultiheadAttention reads its weight, not its output",
         "patched": "has a forward of its own",
         "head.0": "named in keep: 'head'",
@@ -179,11 +180,27 @@ def test_what_is_kept_has_a_reason() -> None:
     }
     text = str(report)
     assert "swapped: 1 (int8 real)\n  plain\n" in text
-    assert "kept: 9\n  small               15 features, fewer than 16\n" in text
+    assert "kept: 10\n  small               15 features, fewer than 16\n" in text
     report.undo()
     report.undo()
     assert model["planned"].plan == ng.linear.LLM_INT8
     assert swap_linears(model, SWITCHBACK, min_features=15).swapped[:2] == ["plain", "small"]
+
+
+def test_a_weight_that_an_attention_reads_by_itself_is_kept() -> None:
+    """As timm's BEiT has it: no output of the layer, its weight and biases put together elsewhere."""
+    model = nn.ModuleDict(
+        {"attn": nn.ModuleDict({"qkv": nn.Linear(16, 48, bias=False), "proj": nn.Linear(16, 16)})}
+    )
+    assert swap_linears(model, SWITCHBACK).undo() is None
+    model["attn"].q_bias = nn.Parameter(torch.zeros(16))
+    report = swap_linears(model, SWITCHBACK)
+    assert report.swapped == ["attn.proj"]
+    assert list(report.kept) == ["attn.qkv"]
+    assert report.kept["attn.qkv"].startswith("its attention reads its weight, not its output")
+    report.undo()
+    model["attn"].qkv_bias_separate = True
+    assert swap_linears(model, SWITCHBACK).swapped == ["attn.qkv", "attn.proj"]
 
 
 def test_swapping_a_layer_that_is_the_model() -> None:

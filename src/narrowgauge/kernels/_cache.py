@@ -1,12 +1,73 @@
-"""The user's folder of what was made once and can be made again: compiled steps, measured choices."""
+"""The user's folder of what was made once and can be made again: compiled steps, measured choices.
+
+What was measured is kept by device, in a file of JSON for each kind of measurement. Such a file may be lost,
+damaged or written by several processes at once: it is read as far as it can be, merged under a lock and replaced as
+a whole.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+_VERSION = 1
 
 
 def folder() -> Path:
     """Where it is, by the XDG convention; it need not be there."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(cache) if os.path.isabs(cache) else Path(os.path.expanduser("~")) / ".cache") / "narrowgauge"
+
+
+def read_records(path: Path) -> dict[str, dict[str, Any]]:
+    """The records of a file, by device and key; nothing where it is not there or damaged."""
+    try:
+        contents = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(contents, dict) or contents.get("version") != _VERSION:
+        return {}
+    devices = contents.get("devices")
+    if not isinstance(devices, dict):
+        return {}
+    return {name: records for name, records in devices.items() if isinstance(records, dict)}
+
+
+def merge_records(path: Path, device: str, records: Mapping[str, Any]) -> bool:
+    """Add the records of a device to a file, over those of the same keys.
+
+    Returns:
+        Whether it could be written.
+    """
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _locked(path.with_suffix(".lock")):
+            contents = read_records(path)
+            contents.setdefault(device, {}).update(records)
+            with tempfile.TemporaryDirectory(dir=path.parent) as made:
+                written = Path(made) / path.name
+                written.write_text(
+                    json.dumps({"version": _VERSION, "devices": contents}, indent=1), encoding="utf-8"
+                )
+                os.replace(written, path)
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process at a time, where the system has locks."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,5 +1,6 @@
 """Linear layers by a plan: which of their three multiplies run in eight bits, how scaled, and what is saved."""
 
+from narrowgauge.linear._attention import LowPrecisionMultiheadAttention
 from narrowgauge.linear._function import linear
 from narrowgauge.linear._module import LowPrecisionConv1D, LowPrecisionLinear
 from narrowgauge.linear._plan import (
@@ -27,6 +28,7 @@ __all__ = [
     "LinearPlan",
     "LowPrecisionConv1D",
     "LowPrecisionLinear",
+    "LowPrecisionMultiheadAttention",
     "ScaledCodes",
     "SwapReport",
     "linear",

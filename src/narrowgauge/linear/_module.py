@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,18 @@ from narrowgauge.linear._plan import SWITCHBACK, LinearPlan
 _AVERAGES = "absmax_averages"
 
 
-class _Planned(nn.Module):
-    """What layers with a plan share."""
+class Planned(nn.Module):
+    """What layers with a plan share.
+
+    Attributes:
+        plan: how it computes.
+        WEIGHT: the name of the parameter that is multiplied.
+        AVERAGES: the shape of the moving averages of a plan that has them.
+    """
 
     plan: LinearPlan
+    WEIGHT: ClassVar[str] = "weight"
+    AVERAGES: ClassVar[tuple[int, ...]] = (3,)
 
     def set_plan(self, plan: LinearPlan) -> None:
         """Compute by a plan from now on.
@@ -31,21 +39,26 @@ class _Planned(nn.Module):
         self._buffers.pop(_AVERAGES, None)
         self._non_persistent_buffers_set.discard(_AVERAGES)
         if plan.tensor_absmax == "average":
-            device = self.get_parameter("weight").device
-            self.register_buffer(_AVERAGES, torch.zeros(3, device=device), persistent=False)
+            device = self.get_parameter(self.WEIGHT).device
+            self.register_buffer(_AVERAGES, torch.zeros(self.AVERAGES, device=device), persistent=False)
 
     @property
     def path(self) -> str:
         """How eight bits are multiplied where the weight is: formats, each real or simulated, and by what."""
-        device = self.get_parameter("weight").device
+        device = self.get_parameter(self.WEIGHT).device
         parts = [path(name, device, self.plan.arithmetic) for name in self.plan.formats]
         return ", ".join(parts) or "high precision"
 
-    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return linear(input, weight, bias, self.plan, self._buffers.get(_AVERAGES))
+    @property
+    def averages(self) -> Tensor | None:
+        """The moving averages, None for a plan without."""
+        return self._buffers.get(_AVERAGES)
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None, averages: Tensor | None) -> Tensor:
+        return linear(input, weight, bias, self.plan, averages)
 
 
-class LowPrecisionLinear(_Planned, nn.Linear):
+class LowPrecisionLinear(Planned, nn.Linear):
     """`nn.Linear` whose matrix multiplies follow a plan.
 
     Parameters, their initialization and the state_dict are those of `nn.Linear`. Moving averages of a plan that
@@ -84,13 +97,13 @@ class LowPrecisionLinear(_Planned, nn.Linear):
         return made.train(layer.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        return self._linear(input, self.weight, self.bias)
+        return self._linear(input, self.weight, self.bias, self.averages)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, plan={self.plan.title!r}"
 
 
-class LowPrecisionConv1D(_Planned):
+class LowPrecisionConv1D(Planned):
     """transformers' `Conv1D`, the linear layer of GPT-2 whose weight is (in_features, out_features), by a plan.
 
     Made by `swap_linears` out of a `Conv1D`, whose attributes it has.
@@ -102,16 +115,11 @@ class LowPrecisionConv1D(_Planned):
     bias: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
-        return self._linear(input, self.weight.t(), self.bias)
+        return self._linear(input, self.weight.t(), self.bias, self.averages)
 
     def extra_repr(self) -> str:
         rows, columns = self.weight.shape
         return f"nf={columns}, nx={rows}, plan={self.plan.title!r}"
-
-
-def planned(module: nn.Module) -> bool:
-    """Whether a module computes by a plan."""
-    return isinstance(module, _Planned)
 
 
 def forget_plan(module: Any) -> None:

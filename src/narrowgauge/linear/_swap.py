@@ -3,19 +3,27 @@
 A layer that is swapped stays the same object with the same parameters and becomes of another class. So
 everything that holds on to it goes on working: optimizers, tied weights, modules that stand in two places,
 hooks. Undoing gives the class back.
+
+Which layers are swapped is decided for the whole model before the first one is, so that an error, or a measurement
+that is cut short, leaves the model as it was.
 """
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Callable, Iterable
+import math
+import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from torch import nn
 
-from narrowgauge.linear._module import LowPrecisionConv1D, LowPrecisionLinear, forget_plan, planned
+from narrowgauge.linear._candidates import READ_BY_ATTENTION, Candidate, candidates, matches
+from narrowgauge.linear._module import Planned, forget_plan
 from narrowgauge.linear._plan import LinearPlan
+from narrowgauge.linear._speeds import LayerKind, speedups
+
+_KEEP = ("lm_head",)
 
 
 @dataclass
@@ -26,14 +34,14 @@ class SwapReport:
         plan: the plan of the swapped layers.
         swapped: their names.
         kept: why each other linear layer stayed as it was, by name.
+        speedups: how many times as fast as nn.Linear layers were measured, by name; empty where nothing was asked.
     """
 
     plan: LinearPlan
     swapped: list[str] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)
-    _undo: list[tuple[LowPrecisionLinear | LowPrecisionConv1D, type[nn.Module]]] = field(
-        default_factory=list, repr=False
-    )
+    speedups: dict[str, float] = field(default_factory=dict)
+    _undo: list[tuple[Planned, type[nn.Module]]] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
         """Make the layers again what they were; their parameters stay as they have been trained."""
@@ -45,7 +53,11 @@ class SwapReport:
     def __str__(self) -> str:
         paths = sorted({module.path for module, _ in self._undo})
         where = f" ({'; '.join(paths)})" if paths else ""
-        lines = [str(self.plan), f"swapped: {len(self.swapped)}{where}", *(f"  {name}" for name in self.swapped)]
+        lines = [str(self.plan), f"swapped: {len(self.swapped)}{where}"]
+        width = max(map(len, self.swapped), default=0)
+        for name in self.swapped:
+            told = f"{_times(self.speedups[name])} nn.Linear" if name in self.speedups else ""
+            lines.append(f"  {name.ljust(width)}  {told}".rstrip())
         width = max(map(len, self.kept), default=0)
         lines.append(f"kept: {len(self.kept)}")
         lines.extend(f"  {name.ljust(width)}  {reason}" for name, reason in self.kept.items())
@@ -53,86 +65,117 @@ class SwapReport:
 
 
 def swap_linears(
-    model: nn.Module, plan: LinearPlan, keep: Iterable[str] = ("lm_head",), min_features: int = 16
+    model: nn.Module,
+    plan: LinearPlan,
+    keep: Iterable[str] = _KEEP,
+    min_features: int = 16,
+    *,
+    tokens: int | Mapping[str, int] | None = None,
 ) -> SwapReport:
     """Let the linear layers of a model compute by a plan, in place.
 
-    Layers are `nn.Linear` and transformers' `Conv1D`. Parameters, their names and shapes stay, so checkpoints
-    go both ways.
+    Layers are `nn.Linear` and transformers' `Conv1D`, and the projections of `nn.MultiheadAttention`, which becomes
+    a `LowPrecisionMultiheadAttention`. Parameters, their names and shapes stay, so checkpoints go both ways.
+
+    With `tokens`, each kind of layer is measured beside nn.Linear, forward and backward on the device where it is,
+    and layers that are slower are kept. A measurement takes a moment and the memory of one such layer, and is kept
+    in the user's cache folder (``speedups.json``) for all later processes. It is made eagerly, under the autocast
+    that is on: call this where the training would call the model. In a process group all ranks have to call it, and
+    act on the same figures. Without `tokens` nothing is measured.
 
     Args:
         model: the model, or a part of it.
         plan: a `LinearPlan`.
         keep: layers to leave: a name, the last part of one, the name of a module around them, or a pattern with
-            ``*``.
+            ``*``. A name that the model has not is warned of, but for the default.
         min_features: layers with fewer input or output features are left.
+        tokens: rows that the layers get in a training step, batch times sequence; or rows by name, as in `keep`,
+            the first that fits: ``{"visual": 65536, "text": 19712}``. A layer that none fits is kept.
 
     Returns:
         What was swapped, what was kept and why; `undo()` takes it back.
 
     Raises:
-        ValueError: for what is no plan, a `keep` that is one string, or a `min_features` below 1.
+        ValueError: for what is no plan, a `keep` that is one string, a `min_features` below 1, `tokens` that are
+            no integers of at least 1, or a model on the meta device with `tokens`.
     """
     if not isinstance(plan, LinearPlan):
         raise ValueError(f"plan: got {plan!r}, takes a LinearPlan such as narrowgauge.linear.SWITCHBACK")
     if isinstance(keep, str):
         raise ValueError(f"keep: got {keep!r}, takes a list of names such as ({keep!r},)")
-    if isinstance(min_features, bool) or not isinstance(min_features, int) or min_features < 1:
+    if not _is_count(min_features):
         raise ValueError(f"min_features: got {min_features!r}, takes an integer of at least 1")
-    report, patterns = SwapReport(plan), tuple(keep)
-    # named_modules names a module that stands in two places once, by the first.
-    parents = {f"{name}.": module for name, module in model.named_modules()}
-    for name, module in model.named_modules():
-        if not (isinstance(module, nn.Linear) or _is_conv1d(module) or planned(module)):
-            continue
-        parent = parents.get(name.rpartition(".")[0] + ".")
-        reason = _why_kept(name, module, parent, patterns, min_features)
+    rows = _rows_by_name(tokens)
+    patterns = tuple(keep)
+    names = [name for name, _ in model.named_modules()]
+    unknown = [
+        p for p in (*(patterns if keep is not _KEEP else ()), *rows) if not any(matches(n, p) for n in names)
+    ]
+    if unknown:
+        listed = ", ".join(map(repr, unknown))
+        warnings.warn(
+            f"swap_linears: no module of the model is called {listed}; "
+            "give a name, its last part, or a pattern with *",
+            stacklevel=2,
+        )
+    report = SwapReport(plan)
+    found = list(candidates(model, patterns, min_features))
+    slow = {} if tokens is None else _slow(found, rows, plan, report)
+    for one in found:
+        reason = one.reason or slow.get(one.name)
+        if reason is None and one.holder is not None and not isinstance(one.holder, Planned):
+            reason = READ_BY_ATTENTION
         if reason is not None:
-            report.kept[name] = reason
+            report.kept[one.name] = reason
             continue
-        report.swapped.append(name)
-        kind, swapped = type(module), cast(Any, module)
-        swapped.__class__ = LowPrecisionConv1D if _is_conv1d(module) else LowPrecisionLinear
+        report.swapped.append(one.name)
+        kind, swapped = type(one.module), cast(Any, one.module)
+        swapped.__class__ = one.becomes
         swapped.set_plan(plan)
         report._undo.append((swapped, kind))
     return report
 
 
-def _why_kept(
-    name: str, module: nn.Module, parent: nn.Module | None, patterns: tuple[str, ...], min_features: int
-) -> str | None:
-    if planned(module):
-        return f"has a plan already: {module.plan.title}"  # type: ignore[union-attr]
-    for pattern in patterns:
-        if _matches(name, pattern):
-            return f"named in keep: {pattern!r}"
-    checks: tuple[tuple[Callable[[], bool], str], ...] = (
-        (lambda: nn.utils.parametrize.is_parametrized(module), "is parametrized: its weight is computed anew"),
-        (
-            lambda: isinstance(parent, nn.MultiheadAttention),
-            "nn.MultiheadAttention reads its weight, not its output",
-        ),
-        (lambda: type(module) is not nn.Linear and not _is_conv1d(module), f"is a {type(module).__name__}"),
-        (lambda: "forward" in vars(module), "has a forward of its own"),
-        (lambda: not module.get_parameter("weight").is_floating_point(), "its weight is not of floats"),
-    )
-    for applies, reason in checks:
-        if applies():
-            return reason
-    smallest = min(module.get_parameter("weight").shape)
-    return f"{smallest} features, fewer than {min_features}" if smallest < min_features else None
+def _slow(found: list[Candidate], rows: dict[str, int], plan: LinearPlan, report: SwapReport) -> dict[str, str]:
+    """Why layers are kept for their speed, by name; the report gets the speeds."""
+    slow: dict[str, str] = {}
+    kinds: dict[str, LayerKind] = {}
+    for one in found:
+        if one.reason is not None:
+            continue
+        if one.weight.is_meta:
+            raise ValueError(
+                f"tokens: got {next(iter(rows.values()))} for a model whose {one.name!r} is on the meta device, "
+                "takes None there: measuring needs the device of the training"
+            )
+        b = next((b for pattern, b in rows.items() if matches(one.name, pattern)), None)
+        if b is None:
+            slow[one.name] = "not measured: tokens has no name that fits"
+        else:
+            kinds[one.name] = LayerKind.of(one.weight, one.bias, b, plan, one.turned)
+    fast = speedups(kinds.values())
+    for name, kind in kinds.items():
+        if kind not in fast:
+            slow[name] = f"not measured: out of memory at {kind.tokens} tokens"
+            continue
+        report.speedups[name] = fast[kind]
+        if fast[kind] < 1:
+            slow[name] = f"measured {_times(fast[kind])} nn.Linear at {kind.tokens} tokens"
+    return slow
 
 
-def _matches(name: str, pattern: str) -> bool:
-    return (
-        fnmatch.fnmatchcase(name, pattern)
-        or name.startswith(f"{pattern}.")
-        or name.endswith(f".{pattern}")
-        or f".{pattern}." in name
-    )
+def _rows_by_name(tokens: Any) -> dict[str, int]:
+    rows = {} if tokens is None else dict(tokens) if isinstance(tokens, Mapping) else {"*": tokens}
+    bad = [b for name, b in rows.items() if not (isinstance(name, str) and _is_count(b))]
+    if bad or (tokens is not None and not rows):
+        raise ValueError(f"tokens: got {tokens!r}, takes an integer of at least 1, or such integers by name")
+    return rows
 
 
-def _is_conv1d(module: nn.Module) -> bool:
-    # Known by where it comes from, so that transformers need not be there.
-    kind = type(module)
-    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+def _is_count(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and x >= 1
+
+
+def _times(speedup: float) -> str:
+    # Rounded down, so that what is slower never reads as 1.00.
+    return f"{math.floor(speedup * 100) / 100:.2f}x"

@@ -1,19 +1,14 @@
 """What was measured on this GPU: the fastest way of each kind of multiply, kept in the user's cache folder.
 
 Nothing is measured unasked: a first step takes the table's defaults. Whoever tunes times every candidate once per
-kind, and the winners are found by all later processes, by GPU, Triton's version and kind. The file may be lost,
-damaged or written by several processes at once: it is read as far as it can be, merged under a lock and replaced
-as a whole.
+kind, and the winners are found by all later processes, by GPU, Triton's version and kind (`kernels._cache`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import json
-import os
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,8 +17,6 @@ import torch
 
 from narrowgauge.kernels import _cache
 from narrowgauge.kernels._linear._ways import Kind, Way
-
-_VERSION = 1
 
 
 def measured(device: torch.device, kind: Kind) -> Way | None:
@@ -41,20 +34,7 @@ def keep(device: torch.device, found: dict[Kind, tuple[Way, float]]) -> Path | N
     _kept(name).update({kind.key: way for kind, (way, _) in found.items()})
     records = {kind.key: {**way.as_record(), "ms": ms} for kind, (way, ms) in found.items()}
     path = _path()
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _locked(path.with_suffix(".lock")):
-            contents = _read(path)
-            contents.setdefault(name, {}).update(records)
-            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-                written = Path(folder) / path.name
-                written.write_text(
-                    json.dumps({"version": _VERSION, "devices": contents}, indent=1), encoding="utf-8"
-                )
-                os.replace(written, path)
-    except OSError:
-        return None
-    return path
+    return path if _cache.merge_records(path, name, records) else None
 
 
 def fastest(
@@ -117,7 +97,7 @@ def _name(device: torch.device) -> str:
 def _kept(name: str) -> dict[str, Way]:
     """Ways by kind, as the file had them when they were first asked for."""
     ways = {}
-    for key, record in _read(_path()).get(name, {}).items():
+    for key, record in _cache.read_records(_path()).get(name, {}).items():
         with contextlib.suppress(TypeError, ValueError):
             ways[key] = _way(record)
     return ways
@@ -137,30 +117,3 @@ def _way(record: Any) -> Way:
     if not known or not all(isinstance(side, int) and 0 < side <= 1024 for side in sides):
         raise ValueError(f"no way: {record}")
     return way
-
-
-def _read(path: Path) -> dict[str, dict[str, Any]]:
-    """The devices of a file; nothing where it is not there or damaged."""
-    try:
-        contents = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(contents, dict) or contents.get("version") != _VERSION:
-        return {}
-    devices = contents.get("devices")
-    if not isinstance(devices, dict):
-        return {}
-    return {name: ways for name, ways in devices.items() if isinstance(ways, dict)}
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """One process at a time, where the system has locks."""
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

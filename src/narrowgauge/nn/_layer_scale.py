@@ -1,16 +1,10 @@
-"""Layers that narrow training asks for.
+"""Layer scale, and putting it into a transformer's blocks.
 
-`StableEmbedding`: an embedding's gradient has a row for each token that occurred and zeros elsewhere, rows up to a
-hundred times larger than other layers' gradients, and it changes from batch to batch: the hardest tensor there is
-for 8-bit states. Three things together tame it: Xavier's uniform initialization (its bound keeps outliers out), a
-layer norm on what comes out, and 32-bit states for the table.
+It multiplies what a block adds to the residual stream by a learned vector that starts at zero (or near it), so that
+feature magnitudes stay small at the start of training: what makes float8 training of large vision-language models
+stable. `add_layer_scale` puts one at the end of each branch of a transformer's blocks.
 
-`LayerScale`: multiplies what a block adds to the residual stream by a learned vector that starts at zero (or near
-it), so that feature magnitudes stay small at the start of training: what makes float8 training of large
-vision-language models stable. `add_layer_scale` puts one at the end of each branch of a transformer's blocks.
-
-Sources: 8-bit Optimizers via Block-wise Quantization, Section 2.3 and Appendix C; Touvron et al. 2021 and Wortsman
-et al. 2023, Section 2.3, for layer scale from zero.
+Sources: Touvron et al. 2021 and, for layer scale from zero, Wortsman et al. 2023, Section 2.3.
 """
 
 from __future__ import annotations
@@ -20,43 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from narrowgauge.storage import mark_states
-
-
-class StableEmbedding(nn.Embedding):
-    """`nn.Embedding` with Xavier initialization, a layer norm on its output and 32-bit optimizer states.
-
-    Add position embeddings after it. Takes all arguments of `nn.Embedding`; the output has the dtype of the table.
-    Its table is marked (`narrowgauge.storage.mark_states`): optimizers of this library keep its moments in fp32
-    whatever their `states` say. The norm has parameters of its own, ``norm.weight`` and ``norm.bias``.
-
-    Shapes: (...) of token indices to (..., embedding_dim).
-
-    Source: 8-bit Optimizers via Block-wise Quantization, Section 2.3.
-    """
-
-    def __init__(self, num_embeddings: int, embedding_dim: int, *args: Any, **options: Any) -> None:
-        super().__init__(num_embeddings, embedding_dim, *args, **options)
-        self.norm = nn.LayerNorm(embedding_dim, device=self.weight.device, dtype=self.weight.dtype)
-
-    def reset_parameters(self) -> None:
-        nn.init.xavier_uniform_(self.weight)
-        self._fill_padding_idx_with_zero()
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        # Every way a module gets a parameter leads here: made, loaded by assignment, replaced.
-        super().register_parameter(name, param)
-        if name == "weight" and param is not None:
-            mark_states(param, "fp32")
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # A copied or unpickled parameter comes without its mark.
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        mark_states(self.weight, "fp32")
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self.norm(super().forward(input)).to(self.weight.dtype)  # type: ignore[no-any-return]
 
 
 class LayerScale(nn.Module):

@@ -1,0 +1,111 @@
+"""`nn.MultiheadAttention` by a plan.
+
+It is no layer among layers: it has the projections of queries, keys and values as one parameter, `in_proj_weight`
+(3E, E), and hands that and the weight of its `out_proj` to a function. So the whole module takes part: the
+projections are multiplied by the plan, one multiply for all three where queries, keys and values are the same
+tensor, and `out_proj` is called as the layer that it is. Between the two stands `scaled_dot_product_attention`, in
+high precision. A scale for the whole of W is then for all three projections.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout, scaled_dot_product_attention
+
+from narrowgauge.linear._module import Planned
+
+
+class LowPrecisionMultiheadAttention(Planned, nn.MultiheadAttention):
+    """`nn.MultiheadAttention` whose projections follow a plan.
+
+    Made by `swap_linears` out of an `nn.MultiheadAttention`, whose attributes, parameters, arguments and results it
+    has. Attention itself is computed in high precision. Moving averages of a plan that has them are a buffer (3, 3)
+    that is not saved, a row for each projection, or the first for all where one multiply does all three.
+
+    Raises:
+        ValueError: for nested tensors.
+        RuntimeError: for `is_causal` without an `attn_mask`, as torch's does.
+
+    Source: Wortsman et al. 2023, Section 2.2.1 (query, key, value and out projection).
+    """
+
+    WEIGHT = "in_proj_weight"
+    AVERAGES = (3, 3)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        if query.is_nested or key.is_nested or value.is_nested:
+            raise ValueError("query, key, value: got a nested tensor, takes padded ones with a key_padding_mask")
+        if is_causal and attn_mask is None:
+            raise RuntimeError("is_causal: got True without an attn_mask, takes it as a hint about one only")
+        batched, dim = query.dim() == 3, query.shape[-1]
+        q, k, v = (self._heads(x, batched) for x in self._projections(query, key, value))
+        mask = self._mask(attn_mask, key_padding_mask, k.shape[0], q)
+        rate = self.dropout if self.training else 0.0
+        weights = None
+        if need_weights:
+            logits = q @ k.transpose(-2, -1) * self.head_dim**-0.5
+            weights = dropout((logits if mask is None else logits + mask).softmax(-1), rate)
+            out = weights.to(v.dtype) @ v
+            weights = weights.mean(1) if average_attn_weights else weights
+            weights = weights if batched else weights.squeeze(0)
+        else:
+            out = scaled_dot_product_attention(q, k, v, mask, rate)
+        out = out.transpose(1, 2).reshape(out.shape[0], -1, dim)  # (batch, tokens, dim)
+        out = out.squeeze(0) if not batched else out if self.batch_first else out.transpose(0, 1)
+        return self.out_proj(out), weights
+
+    def _projections(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of queries, keys and values, in as few multiplies as there are different tensors in a row."""
+        dim, bias = self.embed_dim, self.in_proj_bias
+        if query is key and key is value:
+            spans = [(query, 0, 3)]
+        elif key is value:
+            spans = [(query, 0, 1), (key, 1, 3)]
+        else:
+            spans = [(query, 0, 1), (key, 1, 2), (value, 2, 3)]
+        averages = self.averages
+        made: list[Tensor] = []
+        for x, start, end in spans:
+            rows = slice(start * dim, end * dim)
+            own = None if averages is None else averages[start]
+            packed = (self.in_proj_weight, bias) if end - start == 3 else (
+                self.in_proj_weight[rows], None if bias is None else bias[rows]
+            )  # fmt: skip
+            made.extend(self._linear(x, *packed, own).chunk(end - start, -1))
+        return made[0], made[1], made[2]
+
+    def _heads(self, x: Tensor, batched: bool) -> Tensor:
+        """(batch, heads, tokens, head_dim) of what comes in any of the three layouts."""
+        x = x.unsqueeze(0) if not batched else x if self.batch_first else x.transpose(0, 1)
+        heads: Tensor = x.unflatten(-1, (self.num_heads, self.head_dim))  # type: ignore[no-untyped-call]
+        return heads.transpose(1, 2)
+
+    def _mask(self, attention: Tensor | None, padding: Tensor | None, batch: int, like: Tensor) -> Tensor | None:
+        """What is added to the logits: both masks together, broadcast to (batch, heads, tokens, keys)."""
+        total = None
+        if attention is not None:
+            total = _added(attention, like.dtype)
+            if total.dim() == 3:
+                total = total.unflatten(0, (batch, self.num_heads))  # type: ignore[no-untyped-call]
+        if padding is not None:
+            padded = _added(padding, like.dtype).reshape(batch, 1, 1, -1)
+            total = padded if total is None else total + padded
+        return total
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as what is added to logits: where a boolean one is true, nothing is attended to."""
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -torch.inf)
+    return mask.to(dtype)

@@ -1,0 +1,19 @@
+"""Layers that narrow training asks for, and putting them into models.
+
+`StableEmbedding` is for 8-bit states, `LayerScale` and `add_layer_scale` are for float8, and `add_qk_norm` is the
+other intervention of Figure 2 of Wortsman et al. 2023.
+"""
+
+from narrowgauge.nn._embedding import StableEmbedding
+from narrowgauge.nn._layer_scale import AddedLayerScales, LayerScale, add_layer_scale
+from narrowgauge.nn._qk_norm import AddedQKNorms, HeadLayerNorm, add_qk_norm
+
+__all__ = [
+    "AddedLayerScales",
+    "AddedQKNorms",
+    "HeadLayerNorm",
+    "LayerScale",
+    "StableEmbedding",
+    "add_layer_scale",
+    "add_qk_norm",
+]

@@ -1,0 +1,235 @@
+"""Swapped layers on two processes: DDP and FSDP2 beside one process.
+
+The batch is halved between the ranks, so what is scaled by row has the same codes as in one process, and gradients
+differ by the order of float32 sums. What is scaled by the tensor has the absmax of a rank's own half; the one
+process then takes one half after the other.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import narrowgauge as ng
+from narrowgauge.linear import LinearPlan, LowPrecisionLinear, swap_linears
+
+WORLD, BATCH, DIM, STEPS = 2, 12, 32, 3
+
+PLANS = {
+    "SWITCHBACK": ng.linear.SWITCHBACK,
+    "SWITCHBACK_M": ng.linear.SWITCHBACK_M,
+    "averaged": ng.linear.TENSORWISE_FP8.with_moving_average(decay=0.5),
+}
+
+
+class Block(nn.Module):
+    """As a transformer's: a norm, two layers, a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.up, self.down = nn.Linear(DIM, 48), nn.Linear(48, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def model(plan: LinearPlan) -> nn.Sequential:
+    torch.manual_seed(0)
+    made = nn.Sequential(Block(), Block(), nn.Linear(DIM, 16))
+    assert len(swap_linears(made, plan).swapped) == 5
+    return made
+
+
+def halves(step: int) -> list[Tensor]:
+    """What the ranks get at a step; rank 1 gets inputs that are larger in some elements."""
+    x = torch.randn(BATCH, 5, DIM, generator=torch.Generator().manual_seed(step)) * (1 + step)
+    first, second = x.chunk(WORLD)
+    return [first, second * torch.where(torch.arange(DIM) % 7 == 0, 3.0, 1.0)]
+
+
+def loss_of(made: nn.Module, x: Tensor) -> Tensor:
+    return (made(x).float() - 1).square().mean()
+
+
+def averages(made: nn.Module) -> list[Tensor]:
+    return [b.detach().clone() for name, b in made.named_buffers() if name.endswith("absmax_averages")]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def train(made: nn.Module, rank: int) -> dict:
+    """Some steps of SGD; the losses, the gradients of each step, the averages at the end."""
+    losses, gradients = [], []
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.05)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(made, halves(step)[rank])
+        loss.backward()
+        losses.append(float(loss.detach()))
+        gradients.append([whole(p.grad.detach()) for p in made.parameters()])
+        optimizer.step()
+    return {"losses": losses, "gradients": gradients, "averages": averages(made)}
+
+
+def parallel(how: str, plan: LinearPlan) -> nn.Module:
+    made = model(plan)
+    if how == "ddp":
+        return nn.parallel.DistributedDataParallel(made)
+    policy = MixedPrecisionPolicy()
+    if how == "fsdp2 bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = init_device_mesh("cpu", (WORLD,))  # where there is a GPU too
+    for block in made[:2]:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(made, mesh=mesh, mp_policy=policy)
+    assert isinstance(made[0].up, LowPrecisionLinear)
+    assert isinstance(made[0].up.weight, DTensor)
+    return made
+
+
+def on_a_rank(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    try:
+        done = {(how, name): train(parallel(how, plan), rank) for how in HOW for name, plan in PLANS.items()}
+        torch.save(done, f"{folder}/{rank}")
+    finally:
+        dist.destroy_process_group()
+
+
+HOW = ("ddp", "fsdp2", "fsdp2 bf16")
+Runs = Callable[[str, str], list[dict]]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """What two processes did, by how and by plan: a result for each rank. Starting them is what takes long."""
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(on_a_rank, (WORLD, str(folder)), nprocs=WORLD)
+    done = [torch.load(folder / str(rank)) for rank in range(WORLD)]
+    return lambda how, name: [one[how, name] for one in done]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As the ranks have: in bf16 the order of sums is seen."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def alone(plan: LinearPlan, before: Callable[[list[nn.Module]], None], narrow: bool = False) -> list[dict]:
+    """The ranks' steps in one process: as many models as ranks, one set of weights.
+
+    Args:
+        plan: of the layers.
+        before: what happens to the models before each step.
+        narrow: compute in bf16, with float32 weights behind.
+    """
+    master = model(plan)
+    ranks: list[nn.Module] = [copy.deepcopy(master) for _ in range(WORLD)]
+    if narrow:
+        for made in ranks:
+            kept = averages(made)
+            made.bfloat16()
+            buffers = [(m, n) for m in made.modules() for n in m._buffers if n == "absmax_averages"]
+            for (module, name), value in zip(buffers, kept, strict=True):
+                module._buffers[name] = value  # FSDP2 casts parameters, not buffers
+    losses: list[list[float]] = [[] for _ in ranks]
+    gradients = []
+    optimizer = torch.optim.SGD(master.parameters(), lr=0.05)
+    for step in range(STEPS):
+        before(ranks)
+        for made, x, told in zip(ranks, halves(step), losses, strict=True):
+            made.zero_grad()
+            with torch.no_grad():
+                for p, q in zip(made.parameters(), master.parameters(), strict=True):
+                    p.copy_(q)
+            loss = loss_of(made, x.bfloat16() if narrow else x)
+            loss.backward()
+            told.append(float(loss.detach()))
+        mean = [
+            sum(p.grad.float() for p in ps) / WORLD for ps in zip(*(m.parameters() for m in ranks), strict=True)
+        ]
+        gradients.append(mean)
+        for p, grad in zip(master.parameters(), mean, strict=True):
+            p.grad = grad
+        optimizer.step()
+    return [
+        {"losses": told, "gradients": gradients, "averages": averages(made)}
+        for told, made in zip(losses, ranks, strict=True)
+    ]
+
+
+def first_ranks(ranks: list[nn.Module]) -> None:
+    """What DDP does to buffers: those of rank 0 go to all."""
+    for made in ranks[1:]:
+        for mine, its in zip(made.buffers(), ranks[0].buffers(), strict=True):
+            mine.copy_(its)
+
+
+def nothing(ranks: list[nn.Module]) -> None:
+    pass
+
+
+def check(got: list[dict], wanted: list[dict], rtol: float) -> None:
+    for one, other in zip(got, wanted, strict=True):
+        assert one["losses"] == pytest.approx(other["losses"], rel=rtol)
+        for mine, its in zip(one["gradients"], other["gradients"], strict=True):
+            for a, b in zip(mine, its, strict=True):
+                assert float((a - b).norm()) <= rtol * float(b.norm())
+        for a, b in zip(one["averages"], other["averages"], strict=True):
+            assert torch.allclose(a, b, rtol=rtol)
+
+
+names = pytest.mark.parametrize("name", PLANS)
+
+
+@names
+def test_ddp_is_one_process(runs: Runs, name: str) -> None:
+    """Averages of rank 0 go to all at each forward pass, as DDP does with buffers; then each moves its own."""
+    got = runs("ddp", name)
+    check(got, alone(PLANS[name], first_ranks), rtol=1e-5)
+    if name == "averaged":
+        assert not torch.equal(got[0]["averages"][0], got[1]["averages"][0])
+
+
+@names
+def test_fsdp2_is_one_process(runs: Runs, name: str) -> None:
+    got = runs("fsdp2", name)
+    check(got, alone(PLANS[name], nothing), rtol=1e-5)
+    assert len(got[0]["averages"]) == (5 if name == "averaged" else 0)
+    for one, other in zip(got[0]["averages"], got[1]["averages"], strict=True):
+        # Of X and G each rank has its own; W was gathered, and its absmax is that of all of it on both.
+        assert one[0] != other[0]
+        assert one[1] == other[1]
+
+
+@names
+def test_fsdp2_in_mixed_precision_is_one_process_in_bf16(runs: Runs, name: str) -> None:
+    check(runs("fsdp2 bf16", name), alone(PLANS[name], nothing, narrow=True), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["SWITCHBACK", "SWITCHBACK_M"])
+def test_scaled_by_row_two_processes_are_one_batch(runs: Runs, name: str) -> None:
+    """The losses' mean and the gradients of the first step are those of the whole batch in one process."""
+    made = model(PLANS[name])
+    loss = loss_of(made, torch.cat(halves(0)))
+    loss.backward()
+    for how in ("ddp", "fsdp2"):
+        got = runs(how, name)
+        assert sum(one["losses"][0] for one in got) / WORLD == pytest.approx(float(loss.detach()), rel=1e-6)
+        for mine, p in zip(got[0]["gradients"][0], made.parameters(), strict=True):
+            assert float((mine - p.grad).norm()) <= 1e-5 * float(p.grad.norm())

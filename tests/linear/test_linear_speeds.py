@@ -1,0 +1,318 @@
+"""The filter that keeps layers which measured slower: what is measured, what is remembered, what is decided."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import narrowgauge as ng
+from narrowgauge.linear import SWITCHBACK, LowPrecisionLinear, _speeds, swap_linears
+
+# Without a GPU's clock: seconds of nn.Linear are 1, seconds of a plan by what the test says.
+Measured = list[_speeds.LayerKind]
+
+
+def kind_of(layer: nn.Linear, tokens: int, plan: ng.linear.LinearPlan, turned: bool) -> _speeds.LayerKind:
+    return _speeds.LayerKind.of(layer.weight, layer.bias, tokens, plan, turned)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "narrowgauge" / "speedups.json"
+
+
+@pytest.fixture
+def measured(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Measured:
+    """A clock on which wide layers are faster by a plan and narrow ones slower; what it was asked for."""
+    asked: Measured = []
+    steps = _speeds._steps
+
+    def remember(kind: _speeds.LayerKind):
+        asked.append(kind)
+        return steps(kind)
+
+    def clock(one: Callable, other: Callable, device: torch.device) -> tuple[float, float]:
+        one()
+        other()
+        kind = asked[-1]
+        return 1.0, 0.8 if kind.in_features >= 64 else 1.25
+
+    monkeypatch.setattr(_speeds, "_steps", remember)
+    monkeypatch.setattr(_speeds, "times", clock)
+    return asked
+
+
+def model() -> nn.ModuleDict:
+    return nn.ModuleDict({
+        "wide": nn.Linear(64, 32),
+        "same": nn.Linear(64, 32),
+        "narrow": nn.Linear(32, 32),
+        "frozen": nn.Linear(64, 32).requires_grad_(False),
+        "bf16_": nn.Linear(64, 32, bias=False, dtype=torch.bfloat16),
+        "small": nn.Linear(64, 8),
+        "head": nn.Linear(64, 32),
+    })  # fmt: skip
+
+
+def test_layers_that_measured_slower_are_kept_and_say_so(measured: Measured) -> None:
+    made = model()
+    report = swap_linears(made, SWITCHBACK, keep=("head",), tokens=16)
+    assert report.swapped == ["wide", "same", "frozen", "bf16_"]
+    assert report.kept == {
+        "narrow": "measured 0.80x nn.Linear at 16 tokens",
+        "small": "8 features, fewer than 16",
+        "head": "named in keep: 'head'",
+    }
+    assert report.speedups == {"wide": 1.25, "same": 1.25, "narrow": 0.8, "frozen": 1.25, "bf16_": 1.25}
+    assert "swapped: 4 (int8 real)\n  wide    1.25x nn.Linear\n  same    1.25x nn.Linear\n" in str(report)
+    assert type(made["narrow"]) is nn.Linear
+    assert isinstance(made["frozen"], LowPrecisionLinear)
+    # One measurement a kind: alike are wide and same.
+    assert [(k.in_features, k.bias, k.dtype, k.trained) for k in measured] == [
+        (64, True, torch.float32, True), (32, True, torch.float32, True), (64, True, torch.float32, False),
+        (64, False, torch.bfloat16, True),
+    ]  # fmt: skip
+
+
+def test_nothing_is_measured_unasked(measured: Measured, cache: Path) -> None:
+    report = swap_linears(model(), SWITCHBACK)
+    assert "narrow" in report.swapped
+    assert report.speedups == {}
+    assert measured == []
+    assert not cache.exists()
+
+
+def test_it_is_remembered_by_everything_that_it_depends_on(measured: Measured, cache: Path) -> None:
+    def layer(**options) -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 32, **options))
+
+    swap_linears(layer(), SWITCHBACK, tokens=16)
+    assert len(measured) == 1
+    (records,) = json.loads(cache.read_text())["devices"].values()
+    ((key, record),) = records.items()
+    assert key.startswith(
+        "16 tokens, 64 to 32, torch.float32, weight (out, in), bias, trained, autocast None, Linear"
+    )
+    assert record["speedup"] == 1.25
+    assert (record["ms"], record["nn.Linear ms"]) == (800, 1000)
+    swap_linears(layer(), SWITCHBACK, tokens=16)
+    # A plan is what it does, not what it is called.
+    swap_linears(layer(), ng.linear.LinearPlan(SWITCHBACK.output, SWITCHBACK.grad_input, name="MINE"), tokens=16)
+    assert len(measured) == 1
+    swap_linears(layer(), SWITCHBACK, tokens=17)
+    swap_linears(layer(), ng.linear.SWITCHBACK_M, tokens=16)
+    swap_linears(layer(bias=False), SWITCHBACK, tokens=16)
+    swap_linears(layer(dtype=torch.bfloat16), SWITCHBACK, tokens=16)
+    swap_linears(layer().requires_grad_(False), SWITCHBACK, tokens=16)
+    with torch.autocast("cpu", torch.bfloat16):
+        swap_linears(layer(), SWITCHBACK, tokens=16)
+    assert measured[-1].autocast == torch.bfloat16
+    assert len(measured) == 7
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["", "[]", '{"version": 1, "devices": {"NAME": {"KEY": 3}}}',
+     '{"version": 1, "devices": {"NAME": {"KEY": {"speedup": "2", "when": 1.0}}}}',
+     '{"version": 1, "devices": {"NAME": {"KEY": {"speedup": -2.0, "when": 1.0}}}}',
+     '{"version": 1, "devices": {"NAME": {"KEY": {"speedup": NaN, "when": 1.0}}}}',
+     '{"version": 1, "devices": {"NAME": {"KEY": {"speedup": 2.0}}}}'],
+)  # fmt: skip
+def test_a_damaged_memory_is_none(measured: Measured, cache: Path, damage: str) -> None:
+    layer = nn.Linear(64, 32)
+    kind = _speeds.LayerKind.of(layer.weight, layer.bias, 16, SWITCHBACK, turned=False)
+    cache.parent.mkdir()
+    name = _speeds._name(torch.device("cpu")).replace("\\", "\\\\")
+    cache.write_text(damage.replace("NAME", name).replace("KEY", kind.key))
+    assert _speeds.speedups([kind]) == {kind: 1.25}
+    assert _speeds.speedups([kind]) == {kind: 1.25}
+    assert measured == [kind]
+
+
+def test_kernels_that_were_tuned_since_are_measured_anew(
+    measured: Measured, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU only: there is nothing to tune on a CPU."""
+    kind = kind_of(nn.Linear(64, 32), 16, SWITCHBACK, turned=False)
+    _speeds.speedups([kind])
+    tuned = cache.parent / "multiplies.json"
+    tuned.touch()
+    os.utime(tuned, (2e9, 2e9))
+    assert _speeds._known(kind) == 1.25
+    gpu = _speeds.replace(kind, device=torch.device("cuda"))
+    monkeypatch.setattr(_speeds, "_name", lambda device: _name)
+    (_name,) = json.loads(cache.read_text())["devices"]
+    assert _speeds._known(gpu) is None
+    os.utime(tuned, (1e9, 1e9))
+    assert _speeds._known(gpu) == 1.25
+
+
+def test_tokens_by_name(measured: Measured) -> None:
+    made = nn.ModuleDict({name: nn.Sequential(nn.Linear(64, 32)) for name in ("visual", "text", "other")})
+    report = swap_linears(made, SWITCHBACK, tokens={"visual": 48, "t*": 16})
+    assert [kind.tokens for kind in measured] == [48, 16]
+    assert report.swapped == ["visual.0", "text.0"]
+    assert report.kept == {"other.0": "not measured: tokens has no name that fits"}
+    with pytest.warns(UserWarning, match="no module of the model is called 'vision'"):
+        swap_linears(nn.ModuleDict({"visual": nn.Linear(16, 16)}), SWITCHBACK, tokens={"vision": 4})
+
+
+@pytest.mark.parametrize("tokens", [0, -1, True, 2.0, "16", {}, {"visual": 0}, {3: 4}])
+def test_what_are_no_tokens(tokens: object) -> None:
+    with pytest.raises(ValueError, match=r"tokens: got .*, takes an integer of at least 1"):
+        swap_linears(model(), SWITCHBACK, tokens=tokens)
+
+
+def test_on_the_meta_device_nothing_can_be_measured_and_nothing_is_swapped(measured: Measured) -> None:
+    made = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, device="meta"))
+    with pytest.raises(ValueError, match="tokens: got 4 for a model whose '1' is on the meta device"):
+        swap_linears(made, SWITCHBACK, tokens=4)
+    assert type(made[0]) is nn.Linear
+
+
+def test_what_does_not_fit_into_memory_is_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> tuple[float, float]:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(_speeds, "times", full)
+    report = swap_linears(nn.Sequential(nn.Linear(16, 16)), SWITCHBACK, tokens=8)
+    assert report.kept == {"0": "not measured: out of memory at 8 tokens"}
+    assert not cache.exists()
+
+
+def test_what_is_slower_never_reads_as_even(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_speeds, "times", lambda *arguments: (0.9999, 1.0))
+    report = swap_linears(nn.Sequential(nn.Linear(16, 16)), SWITCHBACK, tokens=8)
+    assert report.kept == {"0": "measured 0.99x nn.Linear at 8 tokens"}
+    monkeypatch.setattr(_speeds, "times", lambda *arguments: (1.0, 1.0))
+    assert swap_linears(nn.Sequential(nn.Linear(16, 24)), SWITCHBACK, tokens=8).swapped == ["0"]
+
+
+def test_measuring_leaves_the_training_as_it_was(measured: Measured) -> None:
+    made, state = model(), torch.get_rng_state()
+    swap_linears(made, ng.linear.LLM_INT8, tokens=16)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in made.parameters())
+
+
+def test_both_sides_compute_what_they_stand_for() -> None:
+    """The steps that are timed: gradients of all that is trained, of the shapes that the layer has."""
+    conv = pytest.importorskip("transformers").pytorch_utils.Conv1D(24, 16)
+    for layer, turned in ((nn.Linear(16, 24), False), (conv, True)):
+        for plan in (SWITCHBACK, ng.linear.TENSORWISE_FP8.with_moving_average()):
+            kind = _speeds.LayerKind.of(layer.weight, layer.bias, 8, plan, turned)
+            assert (kind.in_features, kind.out_features) == (16, 24)
+            seen: list[list[torch.Size]] = []
+            grad = torch.autograd.grad
+
+            def watched(y, inputs, g, grad=grad, seen=seen):
+                seen.append([y.shape, *(x.shape for x in inputs)])
+                return grad(y, inputs, g)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch.autograd, "grad", watched)
+                for step in _speeds._steps(kind):
+                    step()
+            shape = [(8, 24), (8, 16), (16, 24) if turned else (24, 16), (24,)]
+            assert seen == [shape, shape]
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Threads of a small multiply wait for each other on a busy machine, for longer than they compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_real_measurement_on_this_cpu(cache: Path) -> None:
+    """Float8 is simulated here, many times slower than nn.Linear; without eight bits a plan is about even."""
+    made = nn.Sequential(nn.Linear(64, 64))
+    report = swap_linears(made, ng.linear.TENSORWISE_FP8, tokens=256)
+    assert report.swapped == []
+    assert 0.0 < report.speedups["0"] < 0.8
+    assert report.kept["0"].startswith("measured 0.")
+    assert type(made[0]) is nn.Linear
+    ((record,),) = (list(r.values()) for r in json.loads(cache.read_text())["devices"].values())
+    assert record["ms"] > record["nn.Linear ms"] > 0
+    kind = kind_of(nn.Linear(512, 512), 512, ng.linear.HIGH_PRECISION, turned=False)
+    assert 0.3 < _speeds.speedups([kind])[kind] < 3.0
+
+
+@pytest.mark.gpu
+def test_a_real_measurement_on_a_gpu(cache: Path) -> None:
+    made = nn.Sequential(nn.Linear(64, 64), nn.Linear(8192, 8192)).to("cuda", torch.bfloat16)
+    report = swap_linears(made, SWITCHBACK, tokens=8192)
+    assert report.kept.keys() == {"0"}  # the time of its launches
+    assert report.speedups["1"] >= 1.0
+
+
+def on_a_rank(rank: int, world: int, folder: str) -> None:
+    """Each rank has a clock of its own: the first finds the layer slow, the second fast."""
+    os.environ["XDG_CACHE_HOME"] = f"{folder}/{rank}"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    _speeds.times = lambda *arguments: (1.0, (2.0, 0.5)[rank])
+    model = nn.ModuleDict({"shared": nn.Linear(16, 16), **({"own": nn.Linear(16, 32)} if rank else {})})
+    report = swap_linears(model, SWITCHBACK, tokens=8)
+    torch.save((report.swapped, report.speedups), f"{folder}/out{rank}")
+    dist.destroy_process_group()
+
+
+def test_ranks_of_a_process_group_decide_alike(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(on_a_rank, (2, str(tmp_path)), nprocs=2)
+    assert torch.load(tmp_path / "out0") == ([], {"shared": 0.5})
+    assert torch.load(tmp_path / "out1") == (["own"], {"shared": 0.5, "own": 2.0})
+
+
+def test_a_name_in_keep_that_the_model_has_not_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match=r"no module of the model is called 'heads', 'up_\*'; give a name") as seen:
+        swap_linears(model(), SWITCHBACK, keep=("heads", "head", "up_*"))
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        swap_linears(model(), SWITCHBACK)  # the default is no request
+        swap_linears(model(), SWITCHBACK, keep=())
+        swap_linears(model(), SWITCHBACK, keep=["head", "*row"])
+        swap_linears(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)), SWITCHBACK, keep=["0"])
+
+
+def test_the_clock_takes_the_best_of_rounds_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first round that compiles and a step that is disturbed now and then are not what a step takes."""
+    now, order = [0.0], []
+
+    def step(name: str, seconds: float) -> Callable[[], None]:
+        def run() -> None:
+            disturbed = len(order) % 9 == 8
+            now[0] += 50.0 if len(order) < 2 else seconds * (10 if disturbed else 1)
+            order.append(name)
+
+        return run
+
+    monkeypatch.setattr(_speeds.time, "perf_counter", lambda: now[0])
+    cpu = torch.device("cpu")
+    assert _speeds.times(step("a", 1.0), step("b", 3.0), cpu) == pytest.approx((1.0, 3.0))
+    assert "".join(order) == "ab" * 6
+    order.clear()
+    assert _speeds.times(step("a", 1e-3), step("b", 1e-2), cpu) == pytest.approx((1e-3, 1e-2))
+    assert 40 <= len(order) <= 100  # half a second
+    order.clear()
+    assert _speeds.times(step("a", 1e-6), step("b", 2e-6), cpu) == pytest.approx((1e-6, 2e-6))
+    assert len(order) == 2 * 101
+    # On a GPU steps in a row, which make up a round's time.
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    order.clear()
+    _speeds.times(step("a", 1e-3), step("b", 1.0), torch.device("cuda"))
+    assert "a" * 15 in "".join(order)
+    assert "bb" not in "".join(order)[8:]
