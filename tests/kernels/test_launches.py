@@ -12,7 +12,8 @@ pytest.importorskip("triton", reason="triton is not installed: kernels cannot ru
 import triton
 import triton.language as tl
 
-from narrowgauge.kernels._launches import Launches
+from narrowgauge.kernels import _launches
+from narrowgauge.kernels._launches import Launch, Launches
 
 
 class Kernel:
@@ -25,6 +26,7 @@ class Kernel:
         self.arg_names = list(Kernel.arg_names)
         self.compiled: list[dict[str, Any]] = []
         self.runs: list[tuple[Any, ...]] = []
+        self.by_triton: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*arguments: Any, **rest: Any) -> Any:
@@ -35,18 +37,34 @@ class Kernel:
 
 
 class Compiled:
+    """As Triton's: `run` is the launcher, taking what it is to launch, and an index takes the usual way to it."""
+
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
 
+    def run(self, one: int, two: int, three: int, stream: int, function: Any, packed: Any, *rest: Any) -> None:
+        assert (stream, function, packed, rest[:3]) == (7, "function", "metadata", (None, None, None))
+        self.kernel.runs.append(((one, two, three), rest[3:]))
+
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments: self.kernel.runs.append((grid, arguments))
+        return lambda *arguments: self.kernel.by_triton.append((grid, arguments))
+
+
+class Driver:
+    """Of a machine whose current stream is 7."""
+
+    def get_current_stream(self, device: int) -> int:
+        return 7
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     made = Launches(Kernel())
-    made._interpreted = False
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
+    made.interpreted = False
+    monkeypatch.setattr(_launches, "_current_device", lambda: 0)
     return made
 
 
@@ -92,7 +110,7 @@ def test_whatever_code_depends_on_is_compiled_for(
 
 def test_another_device_has_its_own(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     launches((1,), (X, None, 48), CONSTANTS, OPTIONS)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(_launches, "_current_device", lambda: 1)
     launches((1,), (X, None, 48), CONSTANTS, OPTIONS)
     assert len(launches.kernel.compiled) == 2
 

@@ -10,6 +10,7 @@ run again for gradient checkpointing finds the averages it had, and evaluation l
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from narrowgauge.linear._multiplies import Multiplies
 from narrowgauge.linear._plan import LinearPlan
+from narrowgauge.linear._schedule import Wants
 
 
 def linear(
@@ -51,43 +53,61 @@ def linear(
         raise ValueError(f"input: got shape {tuple(input.shape)}, takes (..., {in_features})")
     if plan.tensor_absmax == "average" and averages is None:
         raise ValueError("averages: got None, takes a tensor of 3 floats for a plan with averages")
-    rows = 1
-    for size in input.shape[:-1]:
-        rows = rows * size
-    flat = input.reshape(rows, in_features)
     graded = torch.is_grad_enabled()
     wants = (
         graded and input.requires_grad,
         graded and weight.requires_grad,
         graded and bias is not None and bias.requires_grad,
     )
-    result: Tensor = _Linear.apply(flat, weight, bias, plan, averages, wants)  # type: ignore[no-untyped-call]
-    return result.reshape(*input.shape[:-1], out_features)
+    result: Tensor = _Linear.apply(input, weight, bias, plan, averages, wants)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Linear(torch.autograd.Function):
-    """X (b, n), W (m, n) -> Y (b, m)."""
+    """X (..., n), W (m, n) -> Y (..., m)."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, plan: LinearPlan, averages: Tensor | None,
-        wants: tuple[bool, bool, bool],
-    ) -> Tensor:  # fmt: skip
-        ctx.plan, ctx.averages, ctx.wants = plan, averages, wants
-        with torch.autocast(x.device.type, enabled=False):
-            multiplies = Multiplies(plan, averages, x.dtype, {"input": x, "weight": w}, wants)
+        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, plan: LinearPlan, averages: Tensor | None, wants: Wants
+    ) -> Tensor:
+        ctx.plan, ctx.averages, ctx.wants, ctx.leading = plan, averages, wants, x.shape[:-1]
+        with _without_autocast(x):
+            multiplies = Multiplies(plan, averages, x.dtype, {"input": _flat(x), "weight": w}, wants)
             y = multiplies.output(bias)
             ctx.save_for_backward(*multiplies.save())
-        return y
+        return _unflat(y, ctx.leading)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.autocast(g.device.type, enabled=False):
-            multiplies = Multiplies(ctx.plan, ctx.averages, g.dtype, {"grad_output": g}, ctx.wants)
-            multiplies.restore(ctx.saved_tensors)
-            grad_x = multiplies.grad_input() if ctx.wants[0] else None
+        with _without_autocast(g):
+            multiplies = Multiplies(
+                ctx.plan, ctx.averages, g.dtype, {"grad_output": _flat(g)}, ctx.wants, ctx.saved_tensors
+            )
+            grad_x = _unflat(multiplies.grad_input(), ctx.leading) if ctx.wants[0] else None
             grad_w = multiplies.grad_weight() if ctx.wants[1] else None
             grad_bias = multiplies.grad_bias() if ctx.wants[2] else None
             multiplies.move_averages()
         return grad_x, grad_w, grad_bias, None, None, None
+
+
+def _flat(x: Tensor) -> Tensor:
+    """(..., n) as a matrix."""
+    if x.dim() == 2:
+        return x
+    rows = 1
+    for size in x.shape[:-1]:
+        rows = rows * size
+    return x.reshape(rows, x.shape[-1])
+
+
+def _unflat(y: Tensor, leading: tuple[int, ...]) -> Tensor:
+    return y if len(leading) == 1 else y.reshape(*leading, y.shape[-1])
+
+
+def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[None]:
+    """What is computed here has its dtypes already. Switching off what is off costs microseconds."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)
