@@ -87,7 +87,7 @@ def test_each_matrix_is_quantized_once(way: str, name: str, saved: str, monkeypa
     calls: list[tuple[str, tuple[int, ...], bool]] = []
 
     def spy(name: str, run: Callable[..., object], x: Tensor, *args: object) -> object:
-        calls.append((name, tuple(x.shape), bool(args[-1])))
+        calls.append((name, tuple(x.shape), bool(args[-2])))
         return run(x, *args)
 
     run = getattr(_direct, way)

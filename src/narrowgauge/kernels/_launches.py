@@ -5,11 +5,11 @@ At every launch Triton binds arguments by name, asks each of them what code depe
 key, and compares all global values that the kernel has used: tens of microseconds of the host, more than many of
 our kernels take on the device. All of it answers one question, which compiled kernel this is.
 
-`Launches` remembers the answer under what it depends on: constants, options and the device, types, whether addresses
-and sizes are multiples of 16, and whether sizes are 1. A `Launch` is for those who know most of this beforehand:
-grid, sizes, constants and options are given once, and types are the same at every call. What is left to ask is the
-device, and whether all addresses are multiples of 16, as torch's allocations are; where they are not it goes the
-longer way.
+`Launches` remembers the answer under what it depends on: constants, options and the device, types, whether
+addresses and sizes are multiples of 16, and whether sizes are 1. A `Launch` is for those who know most of this
+beforehand: grid, sizes, constants and options are given once, and types are the same at every call. What is left to
+ask is the device, and whether all addresses are multiples of 16, as torch's allocations are; where they are not it
+goes the longer way.
 
 Both then hand the kernel to its launcher as Triton does, without looking up what has not changed. Where a profiler
 has set hooks, Triton's own call is taken, which makes what they are to be told.
@@ -25,22 +25,31 @@ import triton
 from torch import Tensor
 from triton import knobs
 
+# Of Triton 3.6 it is known in which order the function in C under its launcher takes what comes before a kernel's
+# arguments; other versions have other orders.
+_IN_C = triton.__version__.startswith("3.6.")
 _current_device: Callable[[], int] = torch._C._cuda_getDevice if torch.cuda._is_compiled() else lambda: -1
-# The bits of an address that a multiple of 16 does not have.
-_past_16 = (15).__and__
 
 
 class Compiled:
     """A compiled kernel on one device, ready to be launched.
 
     Args:
-        kernel: what Triton has compiled and launched before on the current device.
+        kernel: what Triton has compiled, and launched before on the current device.
     """
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self._run, self._function, self._packed = kernel.run, kernel.function, kernel.packed_metadata
-        self._stream = triton.runtime.driver.active.get_current_stream
+        self.stream = triton.runtime.driver.active.get_current_stream
+        # What is called with the grid, the stream, `between` and then the kernel's arguments.
+        self.run = kernel.run
+        self.between: tuple[Any, ...] = kernel.function, kernel.packed_metadata, None, None, None
+        launcher = kernel.run
+        if _IN_C and type(launcher).__name__ == "CudaLauncher" and not _scratch(launcher):
+            # What the launcher does where no memory is to be had for the kernel is to call this.
+            self.run = launcher.launch
+            flags = launcher.launch_cooperative_grid, launcher.launch_pdl
+            self.between = (kernel.function, *flags, None, None, kernel.packed_metadata, None, None, None)
 
     def __call__(self, device: int, grid: tuple[int, int, int], given: tuple[Any, ...]) -> None:
         """Launch on the current stream of the device, which is the current one.
@@ -50,12 +59,18 @@ class Compiled:
             grid: programs along three sides.
             given: addresses, numbers, descriptors and constants: all arguments of the kernel.
         """
-        runtime = knobs.runtime
-        if _is_set(runtime.launch_enter_hook) or _is_set(runtime.launch_exit_hook):
+        hooks = knobs.runtime
+        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+        # Triton's own hooks are chains of calls, set up empty.
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             self.kernel[grid](*given)
-            return
-        # After the kernel: what hooks are told, and the hooks.
-        self._run(*grid, self._stream(device), self._function, self._packed, None, None, None, *given)
+        else:
+            self.run(*grid, self.stream(device), *self.between, *given)
+
+
+def _scratch(launcher: Any) -> int:
+    """Bytes that a launcher gets for a program of its kernel."""
+    return int(launcher.global_scratch_size) + int(launcher.profile_scratch_size)
 
 
 class Launches:
@@ -159,9 +174,11 @@ class Launch:
                 call, after their descriptors if there are any; called where addresses do not do.
             described: makes the descriptors that come before the addresses, of the same blocks at every call.
         """
-        ready = self._ready.get(device)
-        if ready is None or any(map(_past_16, addresses)):
-            self._find(device, addresses, arguments)
+        ready, bits = self._ready.get(device), 0
+        for address in addresses:
+            bits |= address
+        if ready is None or bits & 15:
+            self._find(device, bits & 15 == 0, arguments)
         elif _current_device() != device:
             with torch.cuda.device(device):
                 self(device, addresses, arguments, described)
@@ -170,7 +187,7 @@ class Launch:
         else:
             ready(device, self._grid, described() + addresses + self._rest)
 
-    def _find(self, device: int, addresses: tuple[int, ...], arguments: Callable[[], tuple[Any, ...]]) -> None:
+    def _find(self, device: int, aligned: bool, arguments: Callable[[], tuple[Any, ...]]) -> None:
         """Launch by the tensors themselves, and remember the kernel where it is the one of aligned addresses."""
         given = (*arguments(), *self.sizes)
         if device < 0 or _current_device() == device:
@@ -178,18 +195,13 @@ class Launch:
         else:
             with torch.cuda.device(device):
                 found = self.launches(self.grid, given, self.constants, self.options)
-        if found is not None and not any(map(_past_16, addresses)):
+        if found is not None and aligned:
             self._ready[device] = found
 
 
 def _three(grid: tuple[int, ...]) -> tuple[int, int, int]:
     one, two, three = (*grid, 1, 1)[:3]
     return one, two, three
-
-
-def _is_set(hook: Any) -> bool:
-    """Whether a hook would do something: Triton's own is a chain of calls, and set up empty."""
-    return bool(getattr(hook, "calls", hook))
 
 
 def _kind(argument: Any) -> tuple[Any, Any]:

@@ -8,7 +8,6 @@ CPU or a CUDA device, where no mode is active, go to the functions themselves. T
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,13 +18,16 @@ from narrowgauge.linear._quantize import Format
 
 
 class _Vectors(Protocol):
-    def __call__(self, x: Tensor, format: Format, sums: bool, /) -> tuple[Tensor, Tensor, Tensor | None]: ...
+    def __call__(
+        self, x: Tensor, format: Format, sums: bool, dtype: torch.dtype, /
+    ) -> tuple[Tensor, Tensor, Tensor | None]: ...
 
 
 class _Tensors(Protocol):
     def __call__(
-        self, x: Tensor, average: Tensor | None, format: Format, straight: bool, transposed: bool, sums: bool, /
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]: ...
+        self, x: Tensor, average: Tensor | None, format: Format, straight: bool, transposed: bool, sums: bool,
+        dtype: torch.dtype, /,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]: ...  # fmt: skip
 
 
 class _Products(Protocol):
@@ -36,7 +38,9 @@ class _Products(Protocol):
 
 
 class Operations(NamedTuple):
-    """One way to the operations: quantizers as in `_ops`, and the product of codes as they lie in memory."""
+    """One way to the operations: quantizers as in `_ops`, with a dtype that sums are rounded to, and the product of
+    codes as they lie in memory.
+    """
 
     quantize_rows: _Vectors
     quantize_columns: _Vectors
@@ -44,7 +48,7 @@ class Operations(NamedTuple):
     product: _Products
 
 
-OPERATORS = Operations(_ops.quantize_rows, _ops.quantize_columns, _ops.quantize_tensor, _ops.operator_product)
+OPERATORS = Operations(_ops.operator_rows, _ops.operator_columns, _ops.operator_tensor, _ops.operator_product)
 EAGER = Operations(_ops._eager_rows, _ops._eager_columns, _ops._eager_tensor, _ops.eager_product)
 CUDA = Operations(_ops._cuda_rows, _ops._cuda_columns, _ops._cuda_tensor, _ops.cuda_product)
 _DIRECT = {"cpu": EAGER, "cuda": CUDA}
@@ -55,14 +59,16 @@ def operations(*tensors: Tensor) -> Operations:
     # First: a compiler that traces this function goes no further.
     if torch.compiler.is_compiling() or _watched():
         return OPERATORS
-    device = "cuda" if tensors[0].is_cuda else "cpu"
-    plain = _plain_keys(device)
     for tensor in tensors:
-        if type(tensor) not in (Tensor, torch.nn.Parameter):
+        # A sign that is to be applied is only a flag on the tensor; the dispatcher applies it.
+        if type(tensor) not in _PLAIN or tensor.is_neg():
             return OPERATORS
-        if torch._C._dispatch_keys(tensor).raw_repr() not in plain:
-            return OPERATORS
-    return _DIRECT[device]
+    if tensors[0].is_cuda:
+        return _DIRECT["cuda"]
+    return _DIRECT["cpu"] if tensors[0].is_cpu else OPERATORS
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _watched() -> bool:
@@ -72,16 +78,3 @@ def _watched() -> bool:
         or torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None
     )
-
-
-@functools.cache
-def _plain_keys(device: str) -> frozenset[int]:
-    """What the dispatcher asks of a tensor just made on a device, with autograd or, in inference mode, without.
-
-    Whatever more there is to a tensor (a sign or a conjugation to be applied, another layout, batches) is a key more.
-    """
-    keys = []
-    for inference in (False, True):
-        with torch.inference_mode(inference):
-            keys.append(torch._C._dispatch_keys(torch.empty(0, device=device)).raw_repr())
-    return frozenset(keys)

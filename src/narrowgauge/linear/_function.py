@@ -10,8 +10,8 @@ run again for gradient checkpointing finds the averages it had, and evaluation l
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from torch import Tensor
 from narrowgauge.linear._multiplies import Multiplies
 from narrowgauge.linear._plan import LinearPlan
 from narrowgauge.linear._schedule import Wants
+
+Result = TypeVar("Result")
 
 
 def linear(
@@ -48,7 +50,7 @@ def linear(
         bias = None if bias is None else bias.to(dtype)
     if input.dtype != weight.dtype:
         raise ValueError(f"input: got {input.dtype}, takes the weight's {weight.dtype} where autocast is off")
-    out_features, in_features = weight.shape
+    in_features = weight.shape[1]
     if input.dim() == 0 or input.shape[-1] != in_features:
         raise ValueError(f"input: got shape {tuple(input.shape)}, takes (..., {in_features})")
     if plan.tensor_absmax == "average" and averages is None:
@@ -71,24 +73,31 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, plan: LinearPlan, averages: Tensor | None, wants: Wants
     ) -> Tensor:
         ctx.plan, ctx.averages, ctx.wants, ctx.leading = plan, averages, wants, x.shape[:-1]
-        with _without_autocast(x):
+
+        def run() -> tuple[Tensor, list[Tensor]]:
             multiplies = Multiplies(plan, averages, x.dtype, {"input": _flat(x), "weight": w}, wants)
-            y = multiplies.output(bias)
-            ctx.save_for_backward(*multiplies.save())
+            return multiplies.output(bias), multiplies.save()
+
+        y, saved = _without_autocast(x, run)
+        ctx.save_for_backward(*saved)
         return _unflat(y, ctx.leading)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        with _without_autocast(g):
+        wants = ctx.wants
+
+        def run() -> tuple[Tensor | None, ...]:
             multiplies = Multiplies(
-                ctx.plan, ctx.averages, g.dtype, {"grad_output": _flat(g)}, ctx.wants, ctx.saved_tensors
+                ctx.plan, ctx.averages, g.dtype, {"grad_output": _flat(g)}, wants, ctx.saved_tensors
             )
-            grad_x = _unflat(multiplies.grad_input(), ctx.leading) if ctx.wants[0] else None
-            grad_w = multiplies.grad_weight() if ctx.wants[1] else None
-            grad_bias = multiplies.grad_bias() if ctx.wants[2] else None
+            grad_x = _unflat(multiplies.grad_input(), ctx.leading) if wants[0] else None
+            grad_w = multiplies.grad_weight() if wants[1] else None
+            grad_bias = multiplies.grad_bias() if wants[2] else None
             multiplies.move_averages()
-        return grad_x, grad_w, grad_bias, None, None, None
+            return grad_x, grad_w, grad_bias
+
+        return *_without_autocast(g, run), None, None, None
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -105,9 +114,10 @@ def _unflat(y: Tensor, leading: tuple[int, ...]) -> Tensor:
     return y if len(leading) == 1 else y.reshape(*leading, y.shape[-1])
 
 
-def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[None]:
-    """What is computed here has its dtypes already. Switching off what is off costs microseconds."""
+def _without_autocast(x: Tensor, run: Callable[[], Result]) -> Result:
+    """What is computed here has its dtypes already. Switching off what is off would cost microseconds."""
     device = x.device.type
     if not torch.is_autocast_enabled(device):
-        return contextlib.nullcontext()
-    return torch.autocast(device, enabled=False)
+        return run()
+    with torch.autocast(device, enabled=False):
+        return run()

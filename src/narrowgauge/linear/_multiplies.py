@@ -68,7 +68,7 @@ class Multiplies:
 
     def grad_bias(self) -> Tensor:
         """The sums of the columns of G; after the other gradients, which may have found them."""
-        return self.matrices["grad_output"].sum(0) if self.sums is None else self.sums.to(self.dtype)
+        return self.matrices["grad_output"].sum(0) if self.sums is None else self.sums
 
     def matrix(self, quantity: Quantity) -> Tensor:
         """A quantity in high precision: itself, or what its saved codes stand for."""
@@ -124,27 +124,28 @@ class Multiplies:
     def _quantize(self, operand: Operand) -> None:
         """Make the codes of an operand in all orders that will be wanted."""
         quantity, scaling, form = operand
-        matrix = self.matrices[quantity]
+        matrix, (straight, transposed) = self.matrices[quantity], self.schedule.orders[operand]
         # Float64 is summed in itself.
         sums = (
             quantity == "grad_output" and self.wants[2] and self.sums is None and matrix.dtype != torch.float64
         )  # fmt: skip
-        if scaling == "row":
-            codes, scale, total = self.run.quantize_rows(matrix, form, sums)
-            self.codes[Codes(operand, "straight")] = codes, scale
-        elif scaling == "column":
-            codes, scale, total = self.run.quantize_columns(matrix, form, sums)
-            self.codes[Codes(operand, "transposed")] = codes, scale
-        else:
-            orders, average = self.schedule.orders[operand], self._average(quantity)
-            codes, turned, scale, own, total = self.run.quantize_tensor(matrix, average, form, *orders, sums)
-            if orders[0]:
-                self.codes[Codes(operand, "straight")] = codes, scale
-            if orders[1]:
-                self.codes[Codes(operand, "transposed")] = turned, scale
+        total: Tensor | None
+        if scaling == "tensor":
+            average = self._average(quantity)
+            codes, turned, scale, own, total = self.run.quantize_tensor(
+                matrix, average, form, straight is not None, transposed is not None, sums, self.dtype
+            )
             if average is not None and quantity not in self.absmax:
                 own = own.reshape(())
                 self.absmax[quantity] = torch.stack([own, torch.where(average > 0, average, own)])
+        else:
+            quantize = self.run.quantize_rows if scaling == "row" else self.run.quantize_columns
+            codes, scale, total = quantize(matrix, form, sums, self.dtype)
+            turned = codes
+        if straight is not None:
+            self.codes[straight] = codes, scale
+        if transposed is not None:
+            self.codes[transposed] = turned, scale
         if sums:
             self.sums = total
 

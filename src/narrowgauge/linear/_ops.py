@@ -66,8 +66,8 @@ def _modules() -> tuple[Any, Any, Any]:
     return _rows, _tiles, _choose
 
 
-def _sums(x: Tensor, sums: bool) -> Tensor | None:
-    return x.sum(0, dtype=torch.float32) if sums else None
+def _sums(x: Tensor, sums: bool, dtype: torch.dtype) -> Tensor | None:
+    return x.sum(0, dtype=torch.float32).to(dtype) if sums else None
 
 
 def _codes(x: Tensor, format: str, rows: int, columns: int) -> Tensor:
@@ -77,14 +77,18 @@ def _codes(x: Tensor, format: str, rows: int, columns: int) -> Tensor:
 # Rows
 
 
-def _eager_rows(x: Tensor, format: Format, sums: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def _eager_rows(
+    x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor | None]:
     codes, scale = quantize(x, "row", format)
-    return codes.contiguous(), scale.contiguous(), _sums(x, sums)
+    return codes.contiguous(), scale.contiguous(), _sums(x, sums, dtype)
 
 
-def _cuda_rows(x: Tensor, format: Format, sums: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def _cuda_rows(
+    x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor | None]:
     if not _kernels(x, FORMATS[format].dtype):
-        return _eager_rows(x, format, sums)
+        return _eager_rows(x, format, sums, dtype)
     if not x.is_contiguous():
         if x.t().is_contiguous() and not sums:
             # Its rows are the columns of a contiguous matrix.
@@ -92,7 +96,7 @@ def _cuda_rows(x: Tensor, format: Format, sums: bool) -> tuple[Tensor, Tensor, T
             return codes, scale.reshape(-1, 1), total
         x = x.contiguous()
     codes = _codes(x, format, *x.shape)
-    return codes, *_modules()[0].quantize_rows(x, format, codes, sums)
+    return codes, *_modules()[0].quantize_rows(x, format, codes, sums, dtype)
 
 
 def _fake_rows(x: Tensor, format: Format, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,21 +108,25 @@ def _fake_rows(x: Tensor, format: Format, sums: bool) -> tuple[Tensor, Tensor, T
 # Columns
 
 
-def _eager_columns(x: Tensor, format: Format, sums: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def _eager_columns(
+    x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor | None]:
     codes, scale = quantize(x, "column", format)
-    return _transposed(codes), scale.contiguous(), _sums(x, sums)
+    return _transposed(codes), scale.contiguous(), _sums(x, sums, dtype)
 
 
-def _cuda_columns(x: Tensor, format: Format, sums: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def _cuda_columns(
+    x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor | None]:
     if not _kernels(x, FORMATS[format].dtype):
-        return _eager_columns(x, format, sums)
+        return _eager_columns(x, format, sums, dtype)
     if not x.is_contiguous():
         if x.t().is_contiguous() and not sums:
             codes, scale, total = _cuda_rows(x.t(), format, False)
             return codes, scale.reshape(1, -1), total
         x = x.contiguous()
     transposed = _codes(x, format, x.shape[1], x.shape[0])
-    return transposed, *_modules()[1].quantize_columns(x, format, transposed, sums)
+    return transposed, *_modules()[1].quantize_columns(x, format, transposed, sums, dtype)
 
 
 def _fake_columns(x: Tensor, format: Format, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,8 +139,9 @@ def _fake_columns(x: Tensor, format: Format, sums: bool) -> tuple[Tensor, Tensor
 
 
 def _eager_tensor(
-    x: Tensor, average: Tensor | None, format: Format, straight: bool, transposed: bool, sums: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    x: Tensor, average: Tensor | None, format: Format, straight: bool, transposed: bool, sums: bool,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     own = largest_magnitude(x, "tensor", format)
     absmax = own
     if average is not None:
@@ -141,18 +150,19 @@ def _eager_tensor(
     codes, scale = quantize_by(x, own, absmax, format)
     none = codes.new_empty((0, 0))
     turned = _transposed(codes) if transposed else none
-    return codes.contiguous() if straight else none.clone(), turned, scale, own.clone(), _sums(x, sums)
+    return codes.contiguous() if straight else none.clone(), turned, scale, own.clone(), _sums(x, sums, dtype)
 
 
 def _cuda_tensor(
-    x: Tensor, average: Tensor | None, format: Format, straight: bool, transposed: bool, sums: bool
-) -> tuple[Tensor, ...]:
+    x: Tensor, average: Tensor | None, format: Format, straight: bool, transposed: bool, sums: bool,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     if not _kernels(x, FORMATS[format].dtype):
-        return _eager_tensor(x, average, format, straight, transposed, sums)
+        return _eager_tensor(x, average, format, straight, transposed, sums, dtype)
     if not x.is_contiguous():
         if x.t().is_contiguous() and not sums:
-            turned, codes, *rest = _cuda_tensor(x.t(), average, format, transposed, straight, False)
-            return codes, turned, *rest
+            turned, codes, scale, own, _ = _cuda_tensor(x.t(), average, format, transposed, straight, False)
+            return codes, turned, scale, own, None
         x = x.contiguous()
     tiles = _modules()[1]
     SIDE = tiles.SIDE
@@ -160,14 +170,15 @@ def _cuda_tensor(
     if transposed and format != "int8" and (rows % SIDE or columns % SIDE):
         # On an H200 the transposed codes of such a matrix in float32 were wrong, why is not known; those in its own
         # order were right.
-        codes, _, *rest = _cuda_tensor(x, average, format, True, False, sums)
+        codes, _, scale, own, total = _cuda_tensor(x, average, format, True, False, sums, dtype)
         turned = _transposed(codes.view(torch.uint8)).view(codes.dtype)
-        return codes if straight else codes.new_empty((0, 0)), turned, *rest
+        return codes if straight else codes.new_empty((0, 0)), turned, scale, own, total
     codes = _codes(x, format, *((rows, columns) if straight else (0, 0)))
     turned = _codes(x, format, *((columns, rows) if transposed else (0, 0)))
-    return codes, turned, *tiles.quantize_tensor(
-        x, format, average, codes if straight else None, turned if transposed else None, sums
+    scale, own, total = tiles.quantize_tensor(
+        x, format, average, codes if straight else None, turned if transposed else None, sums, dtype
     )
+    return codes, turned, scale, own, total
 
 
 def _fake_tensor(
@@ -283,3 +294,26 @@ quantize_rows = torch.ops.narrowgauge.quantize_rows.default
 quantize_columns = torch.ops.narrowgauge.quantize_columns.default
 quantize_tensor = torch.ops.narrowgauge.quantize_tensor.default
 multiply_codes = torch.ops.narrowgauge.multiply_codes.default
+
+
+def operator_rows(
+    x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What the operator gives, in the form that functions of `_direct` have; so the two that follow."""
+    *results, total = quantize_rows(x, format, sums)
+    return *results, total.to(dtype) if sums else None
+
+
+def operator_columns(
+    x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    *results, total = quantize_columns(x, format, sums)
+    return *results, total.to(dtype) if sums else None
+
+
+def operator_tensor(
+    x: Tensor, average: Tensor | None, format: Format, straight: bool, transposed: bool, sums: bool,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    *results, total = quantize_tensor(x, average, format, straight, transposed, sums)
+    return *results, total.to(dtype) if sums else None

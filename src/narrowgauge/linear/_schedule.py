@@ -38,12 +38,12 @@ class Schedule(NamedTuple):
 
     Attributes:
         operands: left and right operand of each multiply in eight bits, None for one in high precision.
-        orders: for each operand whether its codes are wanted straight, and whether transposed.
+        orders: for each operand its straight codes and its transposed ones, None for those that are not wanted.
         kept: what goes from forward to backward: quantities, as codes or as they are (None).
     """
 
     operands: dict[Multiply, tuple[Codes, Codes] | None]
-    orders: dict[Operand, tuple[bool, bool]]
+    orders: dict[Operand, tuple[Codes | None, Codes | None]]
     kept: tuple[tuple[Quantity, Codes | None], ...]
 
 
@@ -57,10 +57,10 @@ def work_out(plan: LinearPlan, wants: Wants) -> Schedule:
     wanted = {codes for _, codes in kept if codes is not None}
     for multiply, runs in zip(MULTIPLIES, (True, *wants[:2]), strict=True):
         wanted.update(operands[multiply] or () if runs else ())
-    orders = {
-        codes.operand: (Codes(codes.operand, "straight") in wanted, Codes(codes.operand, "transposed") in wanted)
-        for codes in wanted
-    }
+    orders = {}
+    for operand, _ in wanted:
+        both = Codes(operand, "straight"), Codes(operand, "transposed")
+        orders[operand] = both[0] if both[0] in wanted else None, both[1] if both[1] in wanted else None
     return Schedule(operands, orders, kept)
 
 

@@ -22,8 +22,9 @@ def kind_of(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype, full: bool
 ) -> Kind:
     """The kind of (M, K) codes times (N, K) codes."""
-    vectors = left_scale.numel() > 1, right_scale.numel() > 1
-    return _kind(*left.shape, right.shape[0], left.dtype, *vectors, dtype, full)
+    rows, inner = left.shape
+    one, other = left_scale.numel() > 1, right_scale.numel() > 1
+    return _kind(rows, inner, right.shape[0], left.dtype, one, other, dtype, full)
 
 
 def _kind(
@@ -63,7 +64,7 @@ def _product(
     rows: int, inner: int, columns: int, left: torch.dtype, right: torch.dtype, one: bool, other: bool,
     bias: torch.dtype | None, dtype: torch.dtype, full: bool, device: torch.device, aligned: bool, way: Way | None,
 ) -> Product:  # fmt: skip
-    """What multiplies operands of a shape, dtypes and kinds of scales (`one`, `other`: whether they are vectors)."""
+    """What multiplies operands that are alike; `one` and `other` say whether their scales are vectors."""
     if way is None:
         kind = _kind(rows, inner, columns, left, one, other, dtype, full)
         cublas = _is_hopper(device) and _cublas_takes(left, right, bias, dtype, kind)

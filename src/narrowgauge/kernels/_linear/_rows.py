@@ -22,6 +22,7 @@ from torch import Tensor
 from narrowgauge.kernels._launches import Launch, Launches
 from narrowgauge.kernels._linear._encode import LARGEST, absmax_of, encode, magnitude, scales
 from narrowgauge.kernels._linear._sizes import over, power_above, words
+from narrowgauge.kernels._linear._sums import add_up
 from narrowgauge.kernels._linear._tiles import sum_columns
 from narrowgauge.kernels._step._floats import float_of
 
@@ -182,7 +183,9 @@ def layout(rows: int, columns: int, sums: bool) -> tuple[int, int, int, int]:
     return height, first, second, warps
 
 
-def quantize_rows(x: Tensor, format: str, codes: Tensor, sums: bool) -> tuple[Tensor, Tensor | None]:
+def quantize_rows(
+    x: Tensor, format: str, codes: Tensor, sums: bool, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Quantize a contiguous matrix with a scale a row.
 
     Args:
@@ -190,9 +193,10 @@ def quantize_rows(x: Tensor, format: str, codes: Tensor, sums: bool) -> tuple[Te
         format: ``"int8"``, ``"e4m3"`` or ``"e5m2"``.
         codes: contiguous, of x's shape, int8 or (for float8) float8 or uint8; is written.
         sums: whether to sum the columns.
+        dtype: what their sums are rounded to.
 
     Returns:
-        Scales (rows, 1) and the column sums (columns,), float32.
+        Scales (rows, 1), float32, and the column sums (columns,), added in float32.
     """
     rows, columns = x.shape
     launch, programs = _launch(rows, columns, x.dtype, format, sums)
@@ -200,11 +204,13 @@ def quantize_rows(x: Tensor, format: str, codes: Tensor, sums: bool) -> tuple[Te
     addresses = x.data_ptr(), codes.data_ptr(), scale.data_ptr()
     if not programs:
         launch(x.get_device(), addresses, lambda: (x, words(codes), scale))
-        return scale, sum_columns(x) if sums else None
-    # Where nothing is summed the kernel does not look at where sums would go.
-    partial = torch.empty(programs, columns, dtype=torch.float32, device=x.device) if sums else scale
+        return scale, sum_columns(x, dtype) if sums else None
+    if not sums:  # the kernel does not look at where they would go
+        launch(x.get_device(), (*addresses, addresses[2]), lambda: (x, words(codes), scale, scale))
+        return scale, None
+    partial = torch.empty(programs, columns, dtype=torch.float32, device=x.device)
     launch(x.get_device(), (*addresses, partial.data_ptr()), lambda: (x, words(codes), scale, partial))
-    return scale, partial.sum(0) if sums else None
+    return scale, add_up(partial, dtype)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -213,7 +219,8 @@ def _launch(rows: int, columns: int, dtype: torch.dtype, format: str, sums: bool
     constants: dict[str, Any] = {"FORMAT": format, "LARGEST": LARGEST[format]}
     if columns > _LONGEST:
         constants |= {"WIDTH": _TILE}
-        return Launch(_LONG_ROWS, (rows,), (rows, columns), constants, {"num_warps": 4, "enable_fp_fusion": False}), 0
+        options = {"num_warps": 4, "enable_fp_fusion": False}
+        return Launch(_LONG_ROWS, (rows,), (rows, columns), constants, options), 0
     height, first, second, warps = layout(rows, columns, sums)
     count = over(rows, height)
     tiles = over(count, _SUMMING // warps) if sums else 1

@@ -20,6 +20,7 @@ from torch import Tensor
 from narrowgauge.kernels._launches import Launch, Launches
 from narrowgauge.kernels._linear._encode import LARGEST, absmax_of, encode, magnitude, scales, tile_maximum
 from narrowgauge.kernels._linear._sizes import over, power_above, words
+from narrowgauge.kernels._linear._sums import add_up
 from narrowgauge.kernels._step._floats import float_of
 
 # Programs that look for the absmax, about four for each multiprocessor of an H200, and the tile that they move down
@@ -121,27 +122,30 @@ def _quantize_tiles(
 _LOOK, _TILES = Launches(_look), Launches(_quantize_tiles)
 
 
-def _looked(x: Tensor, format: str, column: bool, sums: bool) -> tuple[Tensor, Tensor | None]:
+def _looked(
+    x: Tensor, format: str, column: bool, sums: bool, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Bits of partial maxima, (programs,) or (1, columns), and the sums of the columns."""
     rows, columns = x.shape
     launch, shape, high = _launch_look(rows, columns, x.dtype, format, column, sums)
     maxima = torch.empty(shape, dtype=torch.int32, device=x.device)
-    at = maxima.data_ptr()
+    at, total = maxima.data_ptr(), None
     if not sums:  # the kernel does not look at where they would go
         launch(
             x.get_device(), (x.data_ptr(), at, at, at), lambda: (x, maxima, maxima, maxima.view(torch.float32))
         )  # fmt: skip
-        return maxima.amax(0, keepdim=True) if column else maxima, None
-    partial = torch.empty(high, columns, dtype=torch.float32, device=x.device)
-    launch(x.get_device(), (x.data_ptr(), at, at, partial.data_ptr()), lambda: (x, maxima, maxima, partial))
-    return maxima.amax(0, keepdim=True) if column else maxima, partial.sum(0)
+    else:
+        partial = torch.empty(high, columns, dtype=torch.float32, device=x.device)
+        launch(x.get_device(), (x.data_ptr(), at, at, partial.data_ptr()), lambda: (x, maxima, maxima, partial))
+        total = add_up(partial, dtype)
+    return maxima.amax(0, keepdim=True) if column else maxima, total
 
 
 @functools.lru_cache(maxsize=4096)
 def _launch_look(
     rows: int, columns: int, dtype: torch.dtype, format: str, column: bool, sums: bool
 ) -> tuple[Launch, tuple[int, ...], int]:
-    """The launch for matrices of a shape and dtype, the shape of the maxima, and how many rows of sums it leaves."""
+    """The launch for matrices of a shape and dtype, the shape of the maxima, how many rows of sums it leaves."""
     width = min(_ACROSS, power_above(columns))
     height = min(_DOWN * _ACROSS // width, power_above(rows))
     wide, tall = over(columns, width), over(rows, height)
@@ -155,9 +159,9 @@ def _launch_look(
     return launch, (high, columns) if column else (high * wide,), high
 
 
-def sum_columns(x: Tensor) -> Tensor:
-    """The sums of the columns of a contiguous matrix, float32."""
-    total = _looked(x, "int8", False, True)[1]
+def sum_columns(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sums of the columns of a contiguous matrix, added in float32."""
+    total = _looked(x, "int8", False, True, dtype)[1]
     assert total is not None
     return total
 
@@ -202,8 +206,9 @@ def _launch_tiles(
 
 
 def quantize_tensor(
-    x: Tensor, format: str, average: Tensor | None, codes: Tensor | None, transposed: Tensor | None, sums: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    x: Tensor, format: str, average: Tensor | None, codes: Tensor | None, transposed: Tensor | None,
+    sums: bool, dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Quantize a contiguous matrix with one scale.
 
     Args:
@@ -213,15 +218,18 @@ def quantize_tensor(
         codes: contiguous, of x's shape, int8 or (for float8) float8 or uint8; is written if it is there.
         transposed: the same, (columns, rows).
         sums: whether to sum the columns.
+        dtype: what their sums are rounded to.
 
     Returns:
-        The scale (1, 1), x's own absmax (1, 1), the column sums (columns,), all float32.
+        The scale (1, 1) and x's own absmax (1, 1), float32, and the column sums (columns,), added in float32.
     """
-    maxima, total = _looked(x, format, False, sums)
+    maxima, total = _looked(x, format, False, sums, dtype)
     return *_quantized(x, format, maxima, average, codes, transposed), total
 
 
-def quantize_columns(x: Tensor, format: str, transposed: Tensor, sums: bool) -> tuple[Tensor, Tensor | None]:
+def quantize_columns(
+    x: Tensor, format: str, transposed: Tensor, sums: bool, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Quantize a contiguous matrix with a scale a column, into its transpose.
 
     Args:
@@ -229,9 +237,10 @@ def quantize_columns(x: Tensor, format: str, transposed: Tensor, sums: bool) -> 
         format: ``"int8"``, ``"e4m3"`` or ``"e5m2"``.
         transposed: contiguous (columns, rows), int8 or (for float8) float8 or uint8; is written.
         sums: whether to sum the columns.
+        dtype: what their sums are rounded to.
 
     Returns:
-        Scales (1, columns) and the column sums (columns,), float32.
+        Scales (1, columns), float32, and the column sums (columns,), added in float32.
     """
-    maxima, total = _looked(x, format, True, sums)
+    maxima, total = _looked(x, format, True, sums, dtype)
     return _quantized(x, format, maxima, None, None, transposed)[0], total
