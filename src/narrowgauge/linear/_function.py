@@ -21,6 +21,7 @@ from narrowgauge.linear._plan import LinearPlan
 from narrowgauge.linear._schedule import Wants
 
 Result = TypeVar("Result")
+_unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 def linear(
@@ -111,7 +112,8 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _unflat(y: Tensor, leading: tuple[int, ...]) -> Tensor:
-    return y if len(leading) == 1 else y.reshape(*leading, y.shape[-1])
+    # Not a view for autograd, which refuses to change in place what is a view made within a function.
+    return y if len(leading) == 1 else _unsafe_view(y, (*leading, y.shape[-1]))
 
 
 def _without_autocast(x: Tensor, run: Callable[[], Result]) -> Result:
