@@ -56,14 +56,14 @@ class Multiplies:
         """G W."""
         codes = self.schedule.operands["grad_input"]
         if codes is None:
-            return self.matrix("grad_output") @ self.matrix("weight")
+            return torch.mm(self.matrix("grad_output"), self.matrix("weight"))
         return self._product(codes, None)
 
     def grad_weight(self) -> Tensor:
         """Gᵀ X."""
         codes = self.schedule.operands["grad_weight"]
         if codes is None:
-            return self.matrix("grad_output").t() @ self.matrix("input")
+            return torch.mm(self.matrix("grad_output").t(), self.matrix("input"))
         return self._product(codes, None)
 
     def grad_bias(self) -> Tensor:

@@ -146,11 +146,18 @@ def _by_cublas(
     dtype: torch.dtype, full: bool,
 ) -> Tensor:  # fmt: skip
     if left_scale.numel() == right_scale.numel() == 1:
-        left_scale, right_scale = left_scale.reshape(()), right_scale.reshape(())
+        one, other = left_scale.reshape(()), right_scale.reshape(())
     else:
-        left_scale = left_scale.expand(left.shape[0], 1).contiguous()
-        right_scale = right_scale.expand(1, right.shape[0]).contiguous()
+        one, other = _vector(left_scale, left.shape[0], 1), _vector(right_scale, 1, right.shape[0])
     return torch._scaled_mm(
-        left, right.t(), scale_a=left_scale, scale_b=right_scale, bias=bias, out_dtype=dtype,
-        use_fast_accum=not full,
-    )  # fmt: skip
+        left, right.t(), scale_a=one, scale_b=other, bias=bias, out_dtype=dtype, use_fast_accum=not full
+    )
+
+
+def _vector(scale: Tensor, rows: int, columns: int) -> Tensor:
+    """As many scales as there are rows or columns, from as many, which may lie along either side, or from one."""
+    if scale.shape == (rows, columns):
+        return scale
+    if scale.numel() == rows * columns:
+        return scale.reshape(rows, columns)
+    return scale.expand(rows, columns).contiguous()
