@@ -48,7 +48,40 @@ class Operations(NamedTuple):
     product: _Products
 
 
-OPERATORS = Operations(_ops.operator_rows, _ops.operator_columns, _ops.operator_tensor, _ops.operator_product)
+def _rows(
+    x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Rows by the operator, whose sums are float32; so the two that follow."""
+    *results, total = _ops.quantize_rows(x, format, sums)
+    return *results, total.to(dtype) if sums else None
+
+
+def _columns(
+    x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    *results, total = _ops.quantize_columns(x, format, sums)
+    return *results, total.to(dtype) if sums else None
+
+
+def _tensor(
+    x: Tensor, average: Tensor | None, format: Format, straight: bool, transposed: bool, sums: bool,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    *results, total = _ops.quantize_tensor(x, average, format, straight, transposed, sums)
+    return *results, total.to(dtype) if sums else None
+
+
+def _product(
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
+    dtype: torch.dtype, accumulation: str,
+) -> Tensor:  # fmt: skip
+    """By the operator, which takes the right codes turned, and scales as a column and a row."""
+    one, other = left_scale.reshape(-1, 1), right_scale.reshape(1, -1)
+    product: Tensor = _ops.multiply_codes(left, right.t(), one, other, bias, dtype, accumulation)
+    return product
+
+
+OPERATORS = Operations(_rows, _columns, _tensor, _product)
 EAGER = Operations(_ops._eager_rows, _ops._eager_columns, _ops._eager_tensor, _ops.eager_product)
 CUDA = Operations(_ops._cuda_rows, _ops._cuda_columns, _ops._cuda_tensor, _ops.cuda_product)
 _DIRECT = {"cpu": EAGER, "cuda": CUDA}

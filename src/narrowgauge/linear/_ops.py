@@ -234,16 +234,6 @@ def cuda_product(
     return product if product.dtype == dtype else product.to(dtype)
 
 
-def operator_product(
-    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
-    dtype: torch.dtype, accumulation: str,
-) -> Tensor:  # fmt: skip
-    """The same by the operator."""
-    one, other = left_scale.reshape(-1, 1), right_scale.reshape(1, -1)
-    product: Tensor = multiply_codes(left, right.t(), one, other, bias, dtype, accumulation)
-    return product
-
-
 def _fake_multiply(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
     dtype: torch.dtype, accumulation: str,
@@ -294,26 +284,3 @@ quantize_rows = torch.ops.narrowgauge.quantize_rows.default
 quantize_columns = torch.ops.narrowgauge.quantize_columns.default
 quantize_tensor = torch.ops.narrowgauge.quantize_tensor.default
 multiply_codes = torch.ops.narrowgauge.multiply_codes.default
-
-
-def operator_rows(
-    x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What the operator gives, in the form that functions of `_direct` have; so the two that follow."""
-    *results, total = quantize_rows(x, format, sums)
-    return *results, total.to(dtype) if sums else None
-
-
-def operator_columns(
-    x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    *results, total = quantize_columns(x, format, sums)
-    return *results, total.to(dtype) if sums else None
-
-
-def operator_tensor(
-    x: Tensor, average: Tensor | None, format: Format, straight: bool, transposed: bool, sums: bool,
-    dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    *results, total = quantize_tensor(x, average, format, straight, transposed, sums)
-    return *results, total.to(dtype) if sums else None
