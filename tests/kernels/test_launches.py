@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ pytest.importorskip("triton", reason="triton is not installed: kernels cannot ru
 import triton
 import triton.language as tl
 
-from narrowgauge.kernels._launches import Launches
+from narrowgauge.kernels import _launches
+from narrowgauge.kernels._launches import Launch, Launches
 
 
 class Kernel:
@@ -25,6 +27,7 @@ class Kernel:
         self.arg_names = list(Kernel.arg_names)
         self.compiled: list[dict[str, Any]] = []
         self.runs: list[tuple[Any, ...]] = []
+        self.by_triton: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*arguments: Any, **rest: Any) -> Any:
@@ -35,18 +38,34 @@ class Kernel:
 
 
 class Compiled:
+    """As Triton's: `run` is the launcher, taking what it is to launch, and an index takes the usual way to it."""
+
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
 
+    def run(self, one: int, two: int, three: int, stream: int, function: Any, packed: Any, *rest: Any) -> None:
+        assert (stream, function, packed, rest[:3]) == (7, "function", "metadata", (None, None, None))
+        self.kernel.runs.append(((one, two, three), rest[3:]))
+
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments: self.kernel.runs.append((grid, arguments))
+        return lambda *arguments: self.kernel.by_triton.append((grid, arguments))
+
+
+class Driver:
+    """Of a machine whose current stream is 7."""
+
+    def get_current_stream(self, device: int) -> int:
+        return 7
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     made = Launches(Kernel())
-    made._interpreted = False
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
+    made.interpreted = False
+    monkeypatch.setattr(_launches, "_current_device", lambda: 0)
     return made
 
 
@@ -92,7 +111,7 @@ def test_whatever_code_depends_on_is_compiled_for(
 
 def test_another_device_has_its_own(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     launches((1,), (X, None, 48), CONSTANTS, OPTIONS)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(_launches, "_current_device", lambda: 1)
     launches((1,), (X, None, 48), CONSTANTS, OPTIONS)
     assert len(launches.kernel.compiled) == 2
 
@@ -100,6 +119,119 @@ def test_another_device_has_its_own(launches: Launches, monkeypatch: pytest.Monk
 def test_constants_have_the_kernels_order(launches: Launches) -> None:
     with pytest.raises(TypeError, match=r"kernel: got constants \['FLAG', 'SIZE'\], takes \['SIZE', 'FLAG'\]"):
         launches((1,), (X, None, 48), {"FLAG": True, "SIZE": 64}, OPTIONS)
+
+
+@pytest.fixture
+def profiler() -> Iterator[list[str]]:
+    """Hooks as a profiler sets them."""
+    heard: list[str] = []
+    hook = heard.append
+    triton.knobs.runtime.launch_enter_hook.add(hook)
+    yield heard
+    triton.knobs.runtime.launch_enter_hook.remove(hook)
+
+
+def test_with_hooks_triton_launches_itself(launches: Launches, profiler: list[str]) -> None:
+    for _ in range(2):
+        launches((1,), (X, None, 48), CONSTANTS, OPTIONS)
+    assert not launches.kernel.runs
+    assert launches.kernel.by_triton == [((1, 1, 1), (X.data_ptr(), None, 48, 64, True))]
+
+
+@pytest.mark.parametrize("hook", [None, print])
+def test_hooks_may_be_none_or_one(launches: Launches, hook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "launch_exit_hook", hook)
+    for _ in range(2):
+        launches((1,), (X, None, 48), CONSTANTS, OPTIONS)
+    assert (len(launches.kernel.runs), len(launches.kernel.by_triton)) == ((1, 0) if hook is None else (0, 1))
+
+
+class CudaLauncher:
+    """What calls the function in C, as Triton 3.6 does it."""
+
+    launch_cooperative_grid, launch_pdl, profile_scratch_size = False, True, 0
+
+    def __init__(self, scratch: int) -> None:
+        self.global_scratch_size = scratch
+        self.launched: list[tuple[Any, ...]] = []
+        self.launch = lambda *given: self.launched.append(given)
+
+    def __call__(self, one: int, two: int, three: int, stream: int, function: Any, *rest: Any) -> None:
+        memory = "memory" if self.global_scratch_size else None
+        self.launch(
+            one, two, three, stream, function, self.launch_cooperative_grid, self.launch_pdl, memory, None, *rest
+        )
+
+
+@pytest.mark.parametrize("scratch", [0, 128])
+def test_the_function_in_c_is_given_what_the_launcher_gives_it(
+    scratch: int, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = []
+    for directly in (False, True):
+        monkeypatch.setattr(_launches, "_IN_C", directly)
+        made = Compiled(Kernel())
+        made.run = CudaLauncher(scratch)  # type: ignore[method-assign]
+        ready = _launches.Compiled(made)
+        assert (ready.run is made.run.launch) == (directly and not scratch)
+        ready(0, (2, 3, 4), (X.data_ptr(), 48))
+        given.append(made.run.launched)
+    assert given[0] == given[1]
+    assert given[0][0][:5] == (2, 3, 4, 7, "function")
+    assert given[0][0][-2:] == (X.data_ptr(), 48)
+
+
+# Launches that know most of it beforehand
+
+
+@pytest.fixture
+def launch(launches: Launches) -> Launch:
+    return Launch(launches, (5,), (48,), CONSTANTS, OPTIONS)
+
+
+def test_a_launch_asks_for_tensors_once(launch: Launch) -> None:
+    asked: list[bool] = []
+
+    def tensors() -> tuple[Any, ...]:
+        asked.append(True)
+        return X, None
+
+    for _ in range(3):
+        launch(0, (X.data_ptr(), 0), tensors)
+    assert len(asked) == len(launch.launches.kernel.compiled) == 1
+    assert launch.launches.kernel.runs == 2 * [((5, 1, 1), (X.data_ptr(), 0, 48, 64, True))]
+
+
+def test_addresses_off_16_bytes_have_their_own_kernel(launch: Launch) -> None:
+    kernel = launch.launches.kernel
+    for x in (X[1:], X, X[2:], X, X[4:]):
+        launch(0, (x.data_ptr(), 0), lambda x=x: (x, None))
+    assert [bool(call["arguments"][0].data_ptr() % 16) for call in kernel.compiled] == [True, False]
+    assert [given[0] for _, given in kernel.runs] == [X[2:].data_ptr(), X.data_ptr(), X[4:].data_ptr()]
+
+
+def test_a_launch_is_on_the_tensors_device(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [0]
+
+    class Device:
+        def __init__(self, device: int) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            current.append(self.device)
+
+        def __exit__(self, *error: object) -> None:
+            current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(_launches, "_current_device", lambda: current[-1])
+    seen: list[int] = []
+    monkeypatch.setattr(Driver, "get_current_stream", lambda self, device: seen.append(device) or 7)
+    for device in (0, 1, 1, 0, 1):
+        launch(device, (X.data_ptr(), 0), lambda: (X, None))
+    assert len(launch.launches.kernel.compiled) == 2
+    assert seen == [1, 0, 1]
+    assert current == [0]
 
 
 @triton.jit

@@ -89,6 +89,27 @@ def test_nan_scales_lose_their_rows_and_no_others(device: str) -> None:
     assert torch.equal(got.isnan().any(1), lost)
 
 
+@pytest.mark.parametrize("scalings", [("row", "tensor"), ("row", "row"), ("tensor", "tensor"), ("tensor", "row")])
+@pytest.mark.parametrize("turned", [False, True])
+def test_cublas_has_scales_as_it_takes_them(
+    scalings: tuple, turned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Scales come as (M, 1) and (N, 1) or turned; it takes (M, 1) and (1, N), contiguous, or two numbers."""
+    one, other = operands(16, 32, 48, ("e4m3", "e4m3"), scalings, "cpu")
+
+    def scaled(left: Tensor, right: Tensor, *, scale_a: Tensor, scale_b: Tensor, **rest: object) -> Tensor:
+        single = scalings == ("tensor", "tensor")
+        assert (scale_a.shape, scale_b.shape) == (((), ()) if single else ((16, 1), (1, 48)))
+        assert scale_a.is_contiguous()
+        assert scale_b.is_contiguous()
+        return (left.float() @ right.float()) * (scale_a * scale_b)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled)
+    scales = (one.scale.t(), other.scale.t()) if turned else (one.scale, other.scale)
+    got = _choose.multiply_codes(one.codes, other.codes, *scales, None, torch.float32, False, CUBLAS)
+    assert right(got, one, other, None)
+
+
 @pytest.mark.gpu  # the interpreter reads NaN as 480
 def test_nan_codes_of_float8_lose_their_rows_and_no_others() -> None:
     device = "cuda"

@@ -95,6 +95,17 @@ def test_any_leading_dimensions(plan: LinearPlan, leading: tuple[int, ...]) -> N
 
 
 @plans
+@pytest.mark.parametrize("leading", [(), (6,), (2, 3)], ids=str)
+def test_its_output_may_be_changed_in_place(plan: LinearPlan, leading: tuple[int, ...]) -> None:
+    layer = LowPrecisionLinear(16, 24, plan=plan)
+    x = torch.randn(*leading, 16)
+    wanted = grads(layer, x, lambda x: torch.relu(layer(x)))
+    if plan.tensor_absmax == "average":
+        layer.set_plan(plan)  # forgets the averages
+    assert same(grads(layer, x, lambda x: layer(x).relu_()), wanted)
+
+
+@plans
 def test_the_bias_gradient_is_the_sum_of_the_outputs(plan: LinearPlan) -> None:
     layer = LowPrecisionLinear(16, 24, plan=plan)
     y, *_, grad_b = grads(layer, torch.randn(50, 16))

@@ -271,7 +271,7 @@ def test_switchback_m_keeps_nothing_but_codes_and_scales(form: str) -> None:
     # Without saving codes: the input itself, for the multiply in high precision, and the weight's transposed codes.
     kept, codes, scale = saved_by(ng.linear.SWITCHBACK.with_format(form), x, w)
     assert kept.data_ptr() == x.data_ptr()
-    assert (codes.element_size(), codes.shape, codes.stride(), scale.numel()) == (1, w.shape, (1, 32), 1)
+    assert (codes.element_size(), codes.shape, codes.is_contiguous(), scale.numel()) == (1, (48, 32), True, 1)
 
 
 @pytest.mark.parametrize("name", ["SWITCHBACK_Q", "LLM_INT8"])
@@ -290,9 +290,11 @@ def test_what_has_no_use_in_the_backward_pass_is_not_kept(name: str) -> None:
     x, w = torch.randn(64, 48), torch.randn(32, 48)
     assert saved_by(PLANS[name], x, w) == []
     only_input = saved_by(PLANS[name], x.clone().requires_grad_(), w)
-    assert all(t.shape[0] in (32, 1) for t in only_input)
+    assert only_input
+    assert all(t.numel() == 1 or 64 not in t.shape for t in only_input)
     only_weight = saved_by(PLANS[name], x, w.clone().requires_grad_())
-    assert all(t.shape[0] in (64, 1) for t in only_weight)
+    assert only_weight
+    assert all(t.numel() == 1 or 64 in t.shape for t in only_weight)
 
 
 def test_the_high_precision_plan_has_the_right_gradients() -> None:

@@ -14,7 +14,7 @@ from test_linear_multiplies import FORMS, PLANS, run, tensors
 from torch import Tensor
 
 import narrowgauge as ng
-from narrowgauge.linear import LowPrecisionLinear, _ops, linear, quantize
+from narrowgauge.linear import LowPrecisionLinear, _direct, _ops, linear, quantize
 from narrowgauge.linear._plan import MULTIPLIES
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -82,16 +82,18 @@ def test_what_they_give_is_the_quantizer() -> None:
 
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("saved", ["input", "codes"])
-def test_each_matrix_is_quantized_once(name: str, saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", ["EAGER", "OPERATORS"])
+def test_each_matrix_is_quantized_once(way: str, name: str, saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """W and its transpose in one pass where the codes are the same; sums of columns in one that reads G anyway."""
     calls: list[tuple[str, tuple[int, ...], bool]] = []
 
     def spy(name: str, run: Callable[..., object], x: Tensor, *args: object) -> object:
-        calls.append((name, tuple(x.shape), bool(args[-1])))
+        calls.append((name, tuple(x.shape), bool(args[-2])))
         return run(x, *args)
 
-    for name_of in ("quantize_rows", "quantize_columns", "quantize_tensor"):
-        monkeypatch.setattr(_ops, name_of, partial(spy, name_of, getattr(_ops, name_of)))
+    run = getattr(_direct, way)
+    spies = {of: partial(spy, of, getattr(run, of)) for of in run._fields if of != "product"}
+    monkeypatch.setitem(_direct._DIRECT, "cpu", run._replace(**spies))
     x, w, g = torch.randn(40, 16), torch.randn(24, 16), torch.randn(40, 24)
     bias = torch.randn(24, requires_grad=True)
     plan = PLANS[name] if name == "HIGH_PRECISION" else replace(PLANS[name], saved=saved)
@@ -150,9 +152,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield "cuda"
         return
     monkeypatch.setattr(_ops, "no_kernels", lambda device, dtype: None)
-    for name in ("rows", "columns", "tensor"):
-        monkeypatch.setattr(_ops, f"quantize_{name}", getattr(_ops, f"_cuda_{name}"))
-    monkeypatch.setattr(_ops, "multiply_codes", _ops._cuda_multiply)
+    monkeypatch.setitem(_direct._DIRECT, "cpu", _direct.CUDA)
     with np.errstate(all="ignore"):
         yield "cpu"
 

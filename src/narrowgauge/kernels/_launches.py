@@ -3,19 +3,74 @@
 
 At every launch Triton binds arguments by name, asks each of them what code depends on, writes the options out as a
 key, and compares all global values that the kernel has used: tens of microseconds of the host, more than many of
-our kernels take on the device. All of it answers one question, which compiled kernel this is. Here the answer is
-remembered under what it depends on: constants, options and the device, types, whether addresses and sizes are
-multiples of 16, and whether sizes are 1.
+our kernels take on the device. All of it answers one question, which compiled kernel this is.
+
+`Launches` remembers the answer under what it depends on: constants, options and the device, types, whether
+addresses and sizes are multiples of 16, and whether sizes are 1. A `Launch` is for those who know most of this
+beforehand: grid, sizes, constants and options are given once, and types are the same at every call. What is left to
+ask is the device, and whether all addresses are multiples of 16, as torch's allocations are; where they are not it
+goes the longer way.
+
+Both then hand the kernel to its launcher as Triton does, without looking up what has not changed. Where a profiler
+has set hooks, Triton's own call is taken, which makes what they are to be told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton import knobs
+
+# Of Triton 3.6 it is known in which order the function in C under its launcher takes what comes before a kernel's
+# arguments; other versions have other orders.
+_IN_C = triton.__version__.startswith("3.6.")
+_current_device: Callable[[], int] = torch._C._cuda_getDevice if torch.cuda._is_compiled() else lambda: -1
+
+
+class Compiled:
+    """A compiled kernel on one device, ready to be launched.
+
+    Args:
+        kernel: what Triton has compiled, and launched before on the current device.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.stream = triton.runtime.driver.active.get_current_stream
+        # What is called with the grid, the stream, `between` and then the kernel's arguments.
+        self.run = kernel.run
+        self.between: tuple[Any, ...] = kernel.function, kernel.packed_metadata, None, None, None
+        launcher = kernel.run
+        if _IN_C and type(launcher).__name__ == "CudaLauncher" and not _scratch(launcher):
+            # What the launcher does where no memory is to be had for the kernel is to call this.
+            self.run = launcher.launch
+            flags = launcher.launch_cooperative_grid, launcher.launch_pdl
+            self.between = (kernel.function, *flags, None, None, kernel.packed_metadata, None, None, None)
+
+    def __call__(self, device: int, grid: tuple[int, int, int], given: tuple[Any, ...]) -> None:
+        """Launch on the current stream of the device, which is the current one.
+
+        Args:
+            device: its index.
+            grid: programs along three sides.
+            given: addresses, numbers, descriptors and constants: all arguments of the kernel.
+        """
+        hooks = knobs.runtime
+        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+        # Triton's own hooks are chains of calls, set up empty.
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+            self.kernel[grid](*given)
+        else:
+            self.run(*grid, self.stream(device), *self.between, *given)
+
+
+def _scratch(launcher: Any) -> int:
+    """Bytes that a launcher gets for a program of its kernel."""
+    return int(launcher.global_scratch_size) + int(launcher.profile_scratch_size)
 
 
 class Launches:
@@ -27,8 +82,8 @@ class Launches:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self._known: dict[tuple[Any, ...], Any] = {}
-        self._interpreted = bool(knobs.runtime.interpret)
+        self.interpreted = bool(knobs.runtime.interpret)
+        self._known: dict[tuple[Any, ...], Compiled] = {}
 
     def __call__(
         self,
@@ -36,7 +91,7 @@ class Launches:
         arguments: tuple[Any, ...],
         constants: Mapping[str, Any],
         options: Mapping[str, Any],
-    ) -> None:
+    ) -> Compiled | None:
         """Launch on the current device and stream.
 
         Args:
@@ -44,26 +99,31 @@ class Launches:
             arguments: tensors, whole numbers, descriptors or None, in the order of the kernel's arguments.
             constants: the rest of its arguments, all of them.
             options: of the compiler.
+
+        Returns:
+            The compiled kernel that was launched, None in the interpreter.
         """
-        if self._interpreted:
+        if self.interpreted:
             self._check(len(arguments), list(constants))
             self.kernel[grid](*arguments, **constants, **options)
-            return
+            return None
         given, kinds = [], []
         for argument in arguments:
             value, kind = _kind(argument)
             given.append(value)
             kinds.append(kind)
         fixed = tuple(constants.values())
-        key = (torch.cuda.current_device(), *kinds, fixed, tuple(options.items()))
+        device = _current_device()
+        key = (device, *kinds, fixed, tuple(options.items()))
         found = self._known.get(key)
         if found is None:
             self._check(len(arguments), list(constants))
-            found = self.kernel[grid](*arguments, **constants, **options)
+            made = self.kernel[grid](*arguments, **constants, **options)
             # Triton hands out what it has compiled; where it compiles beside, that is still to come.
-            self._known[key] = found.result() if hasattr(found, "result") else found
+            found = self._known[key] = Compiled(made.result() if hasattr(made, "result") else made)
         else:
-            found[(*grid, 1, 1)[:3]](*given, *fixed)
+            found(device, _three(grid), (*given, *fixed))
+        return found
 
     def _check(self, count: int, constants: list[str]) -> None:
         """Refuse constants in another order than the kernel's: what is compiled takes them by their places."""
@@ -72,6 +132,76 @@ class Launches:
             raise TypeError(
                 f"{self.kernel.__name__}: got constants {constants}, takes {wanted} after {count} arguments"
             )
+
+
+class Launch:
+    """Launches of a kernel with one grid, one set of sizes, constants and options, on tensors of the same types.
+
+    Args:
+        launches: the kernel.
+        grid: programs along one to three sides.
+        sizes: whole numbers, which come after the tensors in the kernel's arguments.
+        constants: the rest of its arguments.
+        options: of the compiler.
+    """
+
+    def __init__(
+        self,
+        launches: Launches,
+        grid: tuple[int, ...],
+        sizes: tuple[int, ...],
+        constants: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> None:
+        self.launches, self.grid, self.sizes = launches, grid, sizes
+        self.constants, self.options = constants, options
+        self._grid, self._rest = _three(grid), (*sizes, *constants.values())
+        self._ready: dict[int, Compiled] = {}
+
+    def __call__(
+        self,
+        device: int,
+        addresses: tuple[int, ...],
+        arguments: Callable[[], tuple[Any, ...]],
+        described: Callable[[], tuple[Any, ...]] | None = None,
+    ) -> None:
+        """Launch on a device and its current stream.
+
+        Args:
+            device: the index of the tensors' device.
+            addresses: of the tensors, 0 for one that is not there. Which are there is the same at every call.
+            arguments: makes the tensors themselves (None for one that is not there), of the same types at every
+                call, after their descriptors if there are any; called where addresses do not do.
+            described: makes the descriptors that come before the addresses, of the same blocks at every call.
+        """
+        ready, bits = self._ready.get(device), 0
+        for address in addresses:
+            bits |= address
+        if ready is None or bits & 15:
+            self._find(device, bits & 15 == 0, arguments)
+        elif _current_device() != device:
+            with torch.cuda.device(device):
+                self(device, addresses, arguments, described)
+        elif described is None:
+            ready(device, self._grid, addresses + self._rest)
+        else:
+            ready(device, self._grid, described() + addresses + self._rest)
+
+    def _find(self, device: int, aligned: bool, arguments: Callable[[], tuple[Any, ...]]) -> None:
+        """Launch by the tensors themselves, and remember the kernel where it is the one of aligned addresses."""
+        given = (*arguments(), *self.sizes)
+        if device < 0 or _current_device() == device:
+            found = self.launches(self.grid, given, self.constants, self.options)
+        else:
+            with torch.cuda.device(device):
+                found = self.launches(self.grid, given, self.constants, self.options)
+        if found is not None and aligned:
+            self._ready[device] = found
+
+
+def _three(grid: tuple[int, ...]) -> tuple[int, int, int]:
+    one, two, three = (*grid, 1, 1)[:3]
+    return one, two, three
 
 
 def _kind(argument: Any) -> tuple[Any, Any]:

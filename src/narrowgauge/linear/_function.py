@@ -10,13 +10,18 @@ run again for gradient checkpointing finds the averages it had, and evaluation l
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from narrowgauge.linear._multiplies import Multiplies
 from narrowgauge.linear._plan import LinearPlan
+from narrowgauge.linear._schedule import Wants
+
+Result = TypeVar("Result")
+_unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 def linear(
@@ -46,48 +51,75 @@ def linear(
         bias = None if bias is None else bias.to(dtype)
     if input.dtype != weight.dtype:
         raise ValueError(f"input: got {input.dtype}, takes the weight's {weight.dtype} where autocast is off")
-    out_features, in_features = weight.shape
+    in_features = weight.shape[1]
     if input.dim() == 0 or input.shape[-1] != in_features:
         raise ValueError(f"input: got shape {tuple(input.shape)}, takes (..., {in_features})")
     if plan.tensor_absmax == "average" and averages is None:
         raise ValueError("averages: got None, takes a tensor of 3 floats for a plan with averages")
-    rows = 1
-    for size in input.shape[:-1]:
-        rows = rows * size
-    flat = input.reshape(rows, in_features)
     graded = torch.is_grad_enabled()
     wants = (
         graded and input.requires_grad,
         graded and weight.requires_grad,
         graded and bias is not None and bias.requires_grad,
     )
-    result: Tensor = _Linear.apply(flat, weight, bias, plan, averages, wants)  # type: ignore[no-untyped-call]
-    return result.reshape(*input.shape[:-1], out_features)
+    result: Tensor = _Linear.apply(input, weight, bias, plan, averages, wants)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Linear(torch.autograd.Function):
-    """X (b, n), W (m, n) -> Y (b, m)."""
+    """X (..., n), W (m, n) -> Y (..., m)."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, plan: LinearPlan, averages: Tensor | None,
-        wants: tuple[bool, bool, bool],
-    ) -> Tensor:  # fmt: skip
-        ctx.plan, ctx.averages, ctx.wants = plan, averages, wants
-        with torch.autocast(x.device.type, enabled=False):
-            multiplies = Multiplies(plan, averages, x.dtype, {"input": x, "weight": w}, wants)
-            y = multiplies.output(bias)
-            ctx.save_for_backward(*multiplies.save())
-        return y
+        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, plan: LinearPlan, averages: Tensor | None, wants: Wants
+    ) -> Tensor:
+        ctx.plan, ctx.averages, ctx.wants, ctx.leading = plan, averages, wants, x.shape[:-1]
+
+        def run() -> tuple[Tensor, list[Tensor]]:
+            multiplies = Multiplies(plan, averages, x.dtype, {"input": _flat(x), "weight": w}, wants)
+            return multiplies.output(bias), multiplies.save()
+
+        y, saved = _without_autocast(x, run)
+        ctx.save_for_backward(*saved)
+        return _unflat(y, ctx.leading)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.autocast(g.device.type, enabled=False):
-            multiplies = Multiplies(ctx.plan, ctx.averages, g.dtype, {"grad_output": g}, ctx.wants)
-            multiplies.restore(ctx.saved_tensors)
-            grad_x = multiplies.grad_input() if ctx.wants[0] else None
-            grad_w = multiplies.grad_weight() if ctx.wants[1] else None
-            grad_bias = multiplies.grad_bias() if ctx.wants[2] else None
+        wants = ctx.wants
+
+        def run() -> tuple[Tensor | None, ...]:
+            multiplies = Multiplies(
+                ctx.plan, ctx.averages, g.dtype, {"grad_output": _flat(g)}, wants, ctx.saved_tensors
+            )
+            grad_x = _unflat(multiplies.grad_input(), ctx.leading) if wants[0] else None
+            grad_w = multiplies.grad_weight() if wants[1] else None
+            grad_bias = multiplies.grad_bias() if wants[2] else None
             multiplies.move_averages()
-        return grad_x, grad_w, grad_bias, None, None, None
+            return grad_x, grad_w, grad_bias
+
+        return *_without_autocast(g, run), None, None, None
+
+
+def _flat(x: Tensor) -> Tensor:
+    """(..., n) as a matrix."""
+    if x.dim() == 2:
+        return x
+    rows = 1
+    for size in x.shape[:-1]:
+        rows = rows * size
+    return x.reshape(rows, x.shape[-1])
+
+
+def _unflat(y: Tensor, leading: tuple[int, ...]) -> Tensor:
+    # Not a view for autograd, which refuses to change in place what is a view made within a function.
+    return y if len(leading) == 1 else _unsafe_view(y, (*leading, y.shape[-1]))
+
+
+def _without_autocast(x: Tensor, run: Callable[[], Result]) -> Result:
+    """What is computed here has its dtypes already. Switching off what is off would cost microseconds."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return run()
+    with torch.autocast(device, enabled=False):
+        return run()

@@ -7,6 +7,9 @@ scales bit for bit, its products of int8 as well, and those of float8 but for th
 Codes come out in the order in which a multiply reads them: *straight*, (rows, columns), or *transposed*, (columns,
 rows), contiguous both. What was not asked for is an empty tensor. Column sums are float32: they are what the bias
 gradient needs, and cost nothing where G is read anyway.
+
+Torch's dispatcher takes longer for an operator written in Python than many of the kernels do. `_direct` says where
+what it would call may be called without it.
 """
 
 from __future__ import annotations
@@ -55,40 +58,45 @@ def _kernels(x: Tensor, dtype: torch.dtype) -> bool:
     return x.numel() > 0 and no_kernels(x.device, dtype) is None
 
 
-def _sums(x: Tensor, sums: bool) -> Tensor:
-    return x.sum(0, dtype=torch.float32) if sums else _nothing(x)
+@functools.cache
+def _modules() -> tuple[Any, Any, Any]:
+    """The kernels of rows, of tiles, and the multiply; an import at every call takes a microsecond each."""
+    from narrowgauge.kernels._linear import _choose, _rows, _tiles
+
+    return _rows, _tiles, _choose
 
 
-def _nothing(x: Tensor) -> Tensor:
-    return x.new_empty(0, dtype=torch.float32)
+def _sums(x: Tensor, sums: bool, dtype: torch.dtype) -> Tensor | None:
+    return x.sum(0, dtype=torch.float32).to(dtype) if sums else None
 
 
-def _empty(x: Tensor, format: str, *shape: int) -> tuple[Tensor, Tensor]:
-    """Codes to be written, as themselves and as the bytes that kernels write."""
-    codes = x.new_empty(shape, dtype=FORMATS[format].dtype)
-    return codes, codes if format == "int8" else codes.view(torch.uint8)
+def _codes(x: Tensor, format: str, rows: int, columns: int) -> Tensor:
+    return torch.empty(rows, columns, dtype=FORMATS[format].dtype, device=x.device)
 
 
 # Rows
 
 
-def _eager_rows(x: Tensor, format: Format, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _eager_rows(
+    x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor | None]:
     codes, scale = quantize(x, "row", format)
-    return codes.contiguous(), scale.contiguous(), _sums(x, sums)
+    return codes.contiguous(), scale.contiguous(), _sums(x, sums, dtype)
 
 
-def _cuda_rows(x: Tensor, format: Format, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _cuda_rows(
+    x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor | None]:
     if not _kernels(x, FORMATS[format].dtype):
-        return _eager_rows(x, format, sums)
-    if _is_turned(x) and not sums:
-        # Its rows are the columns of a contiguous matrix.
-        codes, scale, total = _cuda_columns(x.t(), format, False)
-        return codes, scale.reshape(-1, 1), total
-    from narrowgauge.kernels._linear._rows import quantize_rows
-
-    codes, words = _empty(x, format, *x.shape)
-    scale, found = quantize_rows(x.contiguous(), format, words, sums)
-    return codes, scale, _nothing(x) if found is None else found
+        return _eager_rows(x, format, sums, dtype)
+    if not x.is_contiguous():
+        if x.t().is_contiguous() and not sums:
+            # Its rows are the columns of a contiguous matrix.
+            codes, scale, total = _cuda_columns(x.t(), format, False)
+            return codes, scale.reshape(-1, 1), total
+        x = x.contiguous()
+    codes = _codes(x, format, *x.shape)
+    return codes, *_modules()[0].quantize_rows(x, format, codes, sums, dtype)
 
 
 def _fake_rows(x: Tensor, format: Format, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,22 +108,25 @@ def _fake_rows(x: Tensor, format: Format, sums: bool) -> tuple[Tensor, Tensor, T
 # Columns
 
 
-def _eager_columns(x: Tensor, format: Format, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _eager_columns(
+    x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor | None]:
     codes, scale = quantize(x, "column", format)
-    return _transposed(codes), scale.contiguous(), _sums(x, sums)
+    return _transposed(codes), scale.contiguous(), _sums(x, sums, dtype)
 
 
-def _cuda_columns(x: Tensor, format: Format, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _cuda_columns(
+    x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor | None]:
     if not _kernels(x, FORMATS[format].dtype):
-        return _eager_columns(x, format, sums)
-    if _is_turned(x) and not sums:
-        codes, scale, total = _cuda_rows(x.t(), format, False)
-        return codes, scale.reshape(1, -1), total
-    from narrowgauge.kernels._linear._tiles import quantize_columns
-
-    transposed, words = _empty(x, format, x.shape[1], x.shape[0])
-    scale, found = quantize_columns(x.contiguous(), format, words, sums)
-    return transposed, scale, _nothing(x) if found is None else found
+        return _eager_columns(x, format, sums, dtype)
+    if not x.is_contiguous():
+        if x.t().is_contiguous() and not sums:
+            codes, scale, total = _cuda_rows(x.t(), format, False)
+            return codes, scale.reshape(1, -1), total
+        x = x.contiguous()
+    transposed = _codes(x, format, x.shape[1], x.shape[0])
+    return transposed, *_modules()[1].quantize_columns(x, format, transposed, sums, dtype)
 
 
 def _fake_columns(x: Tensor, format: Format, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,8 +139,9 @@ def _fake_columns(x: Tensor, format: Format, sums: bool) -> tuple[Tensor, Tensor
 
 
 def _eager_tensor(
-    x: Tensor, average: Tensor | None, format: Format, straight: bool, transposed: bool, sums: bool
-) -> tuple[Tensor, ...]:
+    x: Tensor, average: Tensor | None, format: Format, straight: bool, transposed: bool, sums: bool,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     own = largest_magnitude(x, "tensor", format)
     absmax = own
     if average is not None:
@@ -138,26 +150,28 @@ def _eager_tensor(
     codes, scale = quantize_by(x, own, absmax, format)
     none = codes.new_empty((0, 0))
     turned = _transposed(codes) if transposed else none
-    return codes.contiguous() if straight else none.clone(), turned, scale, own.clone(), _sums(x, sums)
+    return codes.contiguous() if straight else none.clone(), turned, scale, own.clone(), _sums(x, sums, dtype)
 
 
 def _cuda_tensor(
-    x: Tensor, average: Tensor | None, format: Format, straight: bool, transposed: bool, sums: bool
-) -> tuple[Tensor, ...]:
+    x: Tensor, average: Tensor | None, format: Format, straight: bool, transposed: bool, sums: bool,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     if not _kernels(x, FORMATS[format].dtype):
-        return _eager_tensor(x, average, format, straight, transposed, sums)
-    if _is_turned(x) and not sums:
-        turned, codes, *rest = _cuda_tensor(x.t(), average, format, transposed, straight, False)
-        return codes, turned, *rest
-    from narrowgauge.kernels._linear._tiles import quantize_tensor
-
+        return _eager_tensor(x, average, format, straight, transposed, sums, dtype)
+    if not x.is_contiguous():
+        if x.t().is_contiguous() and not sums:
+            turned, codes, scale, own, _ = _cuda_tensor(x.t(), average, format, transposed, straight, False)
+            return codes, turned, scale, own, None
+        x = x.contiguous()
+    tiles = _modules()[1]
     rows, columns = x.shape
-    codes, words = _empty(x, format, *((rows, columns) if straight else (0, 0)))
-    turned, around = _empty(x, format, *((columns, rows) if transposed else (0, 0)))
-    scale, own, total = quantize_tensor(
-        x.contiguous(), format, average, words if straight else None, around if transposed else None, sums
+    codes = _codes(x, format, *((rows, columns) if straight else (0, 0)))
+    turned = _codes(x, format, *((columns, rows) if transposed else (0, 0)))
+    scale, own, total = tiles.quantize_tensor(
+        x, format, average, codes if straight else None, turned if transposed else None, sums, dtype
     )
-    return codes, turned, scale, own, _nothing(x) if total is None else total
+    return codes, turned, scale, own, total
 
 
 def _fake_tensor(
@@ -184,20 +198,33 @@ def _cuda_multiply(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
     dtype: torch.dtype, accumulation: str,
 ) -> Tensor:  # fmt: skip
-    inner = left.shape[1]
+    return cuda_product(left, right.t(), left_scale, right_scale, bias, dtype, accumulation)
+
+
+def eager_product(
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
+    dtype: torch.dtype, accumulation: str, arithmetic: str = "real",
+) -> Tensor:  # fmt: skip
+    """(M, K) codes times (N, K) codes, both as they lie in memory, with any shape of M and N scales or one."""
+    one, other = ScaledCodes(left, left_scale.reshape(-1, 1)), ScaledCodes(right.t(), right_scale.reshape(1, -1))
+    return scaled_matmul(one, other, bias, dtype, arithmetic)
+
+
+def cuda_product(
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
+    dtype: torch.dtype, accumulation: str,
+) -> Tensor:  # fmt: skip
+    """The same by a kernel, where there is one."""
     integer = left.dtype == torch.int8
     empty = not (left.numel() and right.numel())
-    if empty or (integer and inner > _LONGEST) or no_kernels(left.device, left.dtype) is not None:
-        return _eager_multiply(left, right, left_scale, right_scale, bias, dtype, accumulation)
-    from narrowgauge.kernels._linear._choose import multiply_codes
-
-    bias = None if bias is None else bias.contiguous()
-    result = torch.float32 if dtype == torch.float64 else dtype
-    product = multiply_codes(
-        left.contiguous(), right.t().contiguous(), left_scale.contiguous(), right_scale.contiguous(), bias,
-        result, accumulation == "full",
+    if empty or (integer and left.shape[1] > _LONGEST) or no_kernels(left.device, left.dtype) is not None:
+        return eager_product(left, right, left_scale, right_scale, bias, dtype, accumulation)
+    product: Tensor = _modules()[2].multiply_codes(
+        left.contiguous(), right.contiguous(), left_scale.contiguous(), right_scale.contiguous(),
+        None if bias is None else bias.contiguous(), torch.float32 if dtype == torch.float64 else dtype,
+        accumulation == "full",
     )  # fmt: skip
-    return product.to(dtype)
+    return product if product.dtype == dtype else product.to(dtype)
 
 
 def _fake_multiply(
@@ -216,9 +243,15 @@ def _transposed(codes: Tensor) -> Tensor:
     return codes.t().clone(memory_format=torch.contiguous_format)
 
 
-def _is_turned(x: Tensor) -> bool:
-    """Whether a matrix is the transpose of a contiguous one, and not itself contiguous."""
-    return not x.is_contiguous() and x.t().is_contiguous()
+def _complete(run: Any) -> Any:
+    """An operator's own results: those of a quantizer, where an empty tensor stands for sums that are not there."""
+
+    @functools.wraps(run)
+    def quantizer(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        *results, total = run(x, *rest)
+        return *results, _floats(x, 0) if total is None else total
+
+    return quantizer
 
 
 _SCHEMAS: dict[str, tuple[str, Any, Any, Any]] = {
@@ -236,8 +269,8 @@ _SCHEMAS: dict[str, tuple[str, Any, Any, Any]] = {
 
 for _name, (_schema, _eager, _cuda, _fake) in _SCHEMAS.items():
     _LIBRARY.define(_name + _schema)
-    _LIBRARY.impl(_name, _eager, "CompositeExplicitAutograd")
-    _LIBRARY.impl(_name, _cuda, "CUDA")
+    for _run, _key in ((_eager, "CompositeExplicitAutograd"), (_cuda, "CUDA")):
+        _LIBRARY.impl(_name, _run if _name == "multiply_codes" else _complete(_run), _key)
     torch.library.register_fake(f"narrowgauge::{_name}", _fake, lib=_LIBRARY)
 
 quantize_rows = torch.ops.narrowgauge.quantize_rows.default

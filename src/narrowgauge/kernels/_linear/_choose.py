@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from narrowgauge.kernels._linear._multiply import fits_descriptors, multiply
+from narrowgauge.kernels._linear._multiply import fits_descriptors, fits_sides, multiply, prepared
 from narrowgauge.kernels._linear._tuning import fastest, keep, measured
 from narrowgauge.kernels._linear._ways import CANDIDATES, Kind, Way, default, fits
 
 _HOPPER = 9
 
 
+Product = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
 def kind_of(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype, full: bool
 ) -> Kind:
     """The kind of (M, K) codes times (N, K) codes."""
-    integer = left.dtype == torch.int8
-    one, other = ("vector" if scale.numel() > 1 else "tensor" for scale in (left_scale, right_scale))
+    rows, inner = left.shape
+    one, other = left_scale.numel() > 1, right_scale.numel() > 1
+    return _kind(rows, inner, right.shape[0], left.dtype, one, other, dtype, full)
+
+
+def _kind(
+    rows: int, inner: int, columns: int, codes: torch.dtype, one: bool, other: bool, dtype: torch.dtype, full: bool
+) -> Kind:
+    integer = codes == torch.int8
     return Kind(
-        "int8" if integer else "float8", one, other, str(dtype).removeprefix("torch."),
-        "full" if full or integer else "fast", left.shape[0], right.shape[0], left.shape[1],
+        "int8" if integer else "float8", "vector" if one else "tensor", "vector" if other else "tensor",
+        str(dtype).removeprefix("torch."), "full" if full or integer else "fast", rows, columns, inner,
     )  # fmt: skip
 
 
@@ -39,12 +50,28 @@ def multiply_codes(
     Returns:
         (M, N).
     """
+    rows, inner = left.shape
+    product = _product(
+        rows, inner, right.shape[0], left.dtype, right.dtype, left_scale.numel() > 1, right_scale.numel() > 1,
+        None if bias is None else bias.dtype, dtype, full, left.device,
+        (left.data_ptr() | right.data_ptr()) % 16 == 0, way,
+    )  # fmt: skip
+    return product(left, right, left_scale, right_scale, bias)
+
+
+@functools.lru_cache(maxsize=4096)
+def _product(
+    rows: int, inner: int, columns: int, left: torch.dtype, right: torch.dtype, one: bool, other: bool,
+    bias: torch.dtype | None, dtype: torch.dtype, full: bool, device: torch.device, aligned: bool, way: Way | None,
+) -> Product:  # fmt: skip
+    """What multiplies operands that are alike; `one` and `other` say whether their scales are vectors."""
     if way is None:
-        kind = kind_of(left, right, left_scale, right_scale, dtype, full)
-        way = _chosen(kind, left.device, *_allowed(left, right, bias, dtype, kind))
+        kind = _kind(rows, inner, columns, left, one, other, dtype, full)
+        cublas = _is_hopper(device) and _cublas_takes(left, right, bias, dtype, kind)
+        way = _chosen(kind, device, cublas, _is_hopper(device) and aligned and fits_sides(inner, columns, dtype))
     if way.kernel == "cublas":
-        return _by_cublas(left, right, left_scale, right_scale, bias, dtype, full)
-    return multiply(left, right, left_scale, right_scale, bias, dtype, full, way)
+        return functools.partial(_by_cublas, dtype=dtype, full=full)
+    return prepared(rows, columns, inner, left, right, one, other, bias, dtype, full, way, device)
 
 
 def tune(
@@ -78,11 +105,10 @@ def tune(
     if times:
         best = next(iter(times))
         keep(left.device, {kind: (best, times[best])})
-        _chosen.cache_clear()
+        _product.cache_clear()
     return kind, times, failed
 
 
-@functools.lru_cache(maxsize=4096)
 def _chosen(kind: Kind, device: torch.device, cublas: bool, descriptors: bool) -> Way:
     way = measured(device, kind) if device.type == "cuda" else None
     if way is not None and fits(way, kind, cublas, descriptors):
@@ -97,18 +123,22 @@ def _is_hopper(device: torch.device) -> bool:
 
 def _allowed(left: Tensor, right: Tensor, bias: Tensor | None, dtype: torch.dtype, kind: Kind) -> tuple[bool, bool]:
     """Whether cuBLAS, and whether the copy engine, take these operands on this device."""
-    hopper = _is_hopper(left.device)
-    return hopper and _cublas_takes(left, right, bias, dtype, kind), hopper and fits_descriptors(left, right, dtype)
+    if not _is_hopper(left.device):
+        return False, False
+    added = None if bias is None else bias.dtype
+    return _cublas_takes(left.dtype, right.dtype, added, dtype, kind), fits_descriptors(left, right, dtype)
 
 
-def _cublas_takes(left: Tensor, right: Tensor, bias: Tensor | None, dtype: torch.dtype, kind: Kind) -> bool:
-    if kind.format != "float8" or left.dtype == right.dtype == torch.float8_e5m2:
+def _cublas_takes(
+    left: torch.dtype, right: torch.dtype, bias: torch.dtype | None, dtype: torch.dtype, kind: Kind
+) -> bool:
+    if kind.format != "float8" or left == right == torch.float8_e5m2:
         return False
-    if left.shape[1] % 16 or right.shape[0] % 16 or torch.version.hip is not None:
+    if kind.inner % 16 or kind.columns % 16 or torch.version.hip is not None:
         return False
     # With vectors of scales it writes bfloat16 only; with bfloat16 it adds a bias of the same.
     half = dtype == torch.bfloat16 or (dtype == torch.float16 and kind.left == kind.right == "tensor")
-    return half and (bias is None or bias.dtype == dtype)
+    return half and bias in (None, dtype)
 
 
 def _by_cublas(
@@ -116,11 +146,18 @@ def _by_cublas(
     dtype: torch.dtype, full: bool,
 ) -> Tensor:  # fmt: skip
     if left_scale.numel() == right_scale.numel() == 1:
-        left_scale, right_scale = left_scale.reshape(()), right_scale.reshape(())
+        one, other = left_scale.reshape(()), right_scale.reshape(())
     else:
-        left_scale = left_scale.expand(left.shape[0], 1).contiguous()
-        right_scale = right_scale.expand(1, right.shape[0]).contiguous()
+        one, other = _vector(left_scale, left.shape[0], 1), _vector(right_scale, 1, right.shape[0])
     return torch._scaled_mm(
-        left, right.t(), scale_a=left_scale, scale_b=right_scale, bias=bias, out_dtype=dtype,
-        use_fast_accum=not full,
-    )  # fmt: skip
+        left, right.t(), scale_a=one, scale_b=other, bias=bias, out_dtype=dtype, use_fast_accum=not full
+    )
+
+
+def _vector(scale: Tensor, rows: int, columns: int) -> Tensor:
+    """As many scales as there are rows or columns, from as many, which may lie along either side, or from one."""
+    if scale.shape == (rows, columns):
+        return scale
+    if scale.numel() == rows * columns:
+        return scale.reshape(rows, columns)
+    return scale.expand(rows, columns).contiguous()

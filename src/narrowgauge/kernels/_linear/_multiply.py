@@ -18,6 +18,7 @@ cache. Loads past the last row read the last ones again instead of being masked:
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -25,7 +26,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from narrowgauge.kernels._launches import Launches
+from narrowgauge.kernels._launches import Launch, Launches
+from narrowgauge.kernels._linear._sizes import over, words
 from narrowgauge.kernels._linear._ways import Way
 from narrowgauge.kernels._step._floats import INTERPRETED, narrow
 
@@ -166,8 +168,13 @@ _POINTERS, _DESCRIPTORS = Launches(_by_pointers), Launches(_by_descriptors)
 
 def fits_descriptors(left: Tensor, right: Tensor, dtype: torch.dtype) -> bool:
     """Whether the copy engine takes these operands: rows of 16 bytes, addresses too."""
-    aligned = all(t.data_ptr() % 16 == 0 and t.shape[1] % 16 == 0 for t in (left, right))
-    return aligned and right.shape[0] * dtype.itemsize % 16 == 0
+    aligned = (left.data_ptr() | right.data_ptr()) % 16 == 0
+    return aligned and fits_sides(left.shape[1], right.shape[0], dtype)
+
+
+def fits_sides(inner: int, columns: int, dtype: torch.dtype) -> bool:
+    """Whether rows of operands (..., inner) and of a result (..., columns) have multiples of 16 bytes."""
+    return inner % 16 == 0 and columns * dtype.itemsize % 16 == 0
 
 
 def multiply(
@@ -190,33 +197,103 @@ def multiply(
         (M, N).
     """
     (rows, inner), columns = left.shape, right.shape[0]
-    result = torch.empty((rows, columns), dtype=dtype, device=left.device)
-    words = result if dtype == torch.float32 else result.view(torch.int16)
-    integer = left.dtype == torch.int8
+    product = prepared(
+        rows, columns, inner, left.dtype, right.dtype, left_scale.numel() > 1, right_scale.numel() > 1,
+        None if bias is None else bias.dtype, dtype, full, way, left.device,
+    )  # fmt: skip
+    return product(left, right, left_scale, right_scale, bias)
+
+
+class Multiply:
+    """A kernel's launch for operands of one shape, in one dtype, with scales of one kind.
+
+    Args:
+        launch: with which sizes, constants and options.
+        rows, columns: of the result.
+        dtype: of the result.
+        blocks: what the copy engine moves at once of the left and right operand and the result; None where the
+            kernel goes by pointers.
+    """
+
+    def __init__(
+        self, launch: Launch, rows: int, columns: int, dtype: torch.dtype,
+        blocks: tuple[list[int], list[int], list[int]] | None,
+    ) -> None:  # fmt: skip
+        self.launch, self.rows, self.columns, self.dtype = launch, rows, columns, dtype
+        self.blocks = blocks
+        self._describers: list[_Describer] = []
+
+    def __call__(
+        self, left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """(rows, columns), of operands, scales and bias as `multiply` takes them."""
+        result = torch.empty(self.rows, self.columns, dtype=self.dtype, device=left.device)
+        scales = left_scale.data_ptr(), right_scale.data_ptr(), 0 if bias is None else bias.data_ptr()
+        if self.blocks is None:
+            self.launch(
+                left.get_device(), (left.data_ptr(), right.data_ptr(), result.data_ptr(), *scales),
+                lambda: (left, right, words(result), left_scale, right_scale, bias),
+            )  # fmt: skip
+            return result
+        described = self._described(left, right, words(result))
+        self.launch(
+            left.get_device(), scales, lambda: (*described, left_scale, right_scale, bias), lambda: described
+        )  # fmt: skip
+        return result
+
+    def _described(self, *matrices: Tensor) -> tuple[Any, ...]:
+        """The descriptors of operands and result."""
+        if not self._describers:
+            assert self.blocks is not None
+            self._describers = list(map(_Describer, matrices, self.blocks))
+        return tuple(describer(matrix) for describer, matrix in zip(self._describers, matrices, strict=True))
+
+
+class _Describer:
+    """Descriptors of contiguous matrices of one shape and dtype, checked for the first."""
+
+    def __init__(self, matrix: Tensor, block: list[int]) -> None:
+        self._fields = dict(vars(TensorDescriptor.from_tensor(matrix, block)), base=None)
+
+    def __call__(self, matrix: Tensor) -> Any:
+        made = object.__new__(TensorDescriptor)
+        made.__dict__.update(self._fields, base=matrix)
+        return made
+
+
+@functools.lru_cache(maxsize=4096)
+def prepared(
+    rows: int, columns: int, inner: int, left: torch.dtype, right: torch.dtype, one: bool, other: bool,
+    bias: torch.dtype | None, dtype: torch.dtype, full: bool, way: Way, device: torch.device,
+) -> Multiply:  # fmt: skip
+    """A multiply by one of the kernels, for operands that are alike.
+
+    Args:
+        rows, columns, inner: M, N, K.
+        left, right: dtypes of the operands.
+        one, other: whether there are several scales of the left, of the right operand.
+        bias: its dtype, None without.
+        dtype, full, way: as `multiply` takes them.
+        device: where it runs.
+    """
     constants = {
-        "KIND": _KINDS[dtype], "INTEGER": integer, "LEFT": left_scale.numel() > 1 or rows == 1,
-        "RIGHT": right_scale.numel() > 1 or columns == 1, "BIAS": bias is not None,
+        # Where there is one row or column its scale is a vector.
+        "KIND": _KINDS[dtype], "INTEGER": left == torch.int8, "LEFT": one or rows == 1,
+        "RIGHT": other or columns == 1, "BIAS": bias is not None,
         "ROWS": way.rows, "COLUMNS": way.columns, "INNER": way.inner, "GROUP": way.group,
         "IMPRECISE": way.inner if full else None,
         "TALL": rows % way.rows == 0, "WIDE": columns % way.columns == 0,
     }  # fmt: skip
     options = {"num_warps": way.warps, "num_stages": way.stages, "enable_fp_fusion": False}
-    scales = (left_scale, right_scale, bias, rows, columns, inner)
-    tiles = triton.cdiv(rows, way.rows) * triton.cdiv(columns, way.columns)
-    with torch.cuda.device_of(left):  # Triton launches on the current device
-        if way.kernel == "pointers":
-            constants["DEEP"] = inner % way.inner == 0
-            _POINTERS((tiles,), (left, right, words, *scales), constants, options)
-            return result
-        programs = min(tiles, way.resident * _multiprocessors(left.device))
-        described = (
-            TensorDescriptor.from_tensor(left, [way.rows, way.inner]),
-            TensorDescriptor.from_tensor(right, [way.columns, way.inner]),
-            TensorDescriptor.from_tensor(words, [way.rows, way.columns // (2 if way.halves else 1)]),
-        )
-        constants |= {"HALVES": way.halves, "PROGRAMS": programs}
-        _DESCRIPTORS((programs,), (*described, *scales), constants, options)
-    return result
+    sizes, tiles = (rows, columns, inner), over(rows, way.rows) * over(columns, way.columns)
+    if way.kernel == "pointers":
+        constants["DEEP"] = inner % way.inner == 0
+        return Multiply(Launch(_POINTERS, (tiles,), sizes, constants, options), rows, columns, dtype, None)
+    programs = min(tiles, way.resident * _multiprocessors(device))
+    constants |= {"HALVES": way.halves, "PROGRAMS": programs}
+    wide = way.columns // (2 if way.halves else 1)
+    blocks = [way.rows, way.inner], [way.columns, way.inner], [way.rows, wide]
+    return Multiply(Launch(_DESCRIPTORS, (programs,), sizes, constants, options), rows, columns, dtype, blocks)
 
 
 @functools.lru_cache(maxsize=64)

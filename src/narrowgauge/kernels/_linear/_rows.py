@@ -11,13 +11,18 @@ rows of these partial sums are added afterwards. Nothing depends on which progra
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.kernels._launches import Launches
+from narrowgauge.kernels._launches import Launch, Launches
 from narrowgauge.kernels._linear._encode import LARGEST, absmax_of, encode, magnitude, scales
+from narrowgauge.kernels._linear._sizes import over, power_above, words
+from narrowgauge.kernels._linear._sums import add_up
 from narrowgauge.kernels._linear._tiles import sum_columns
 from narrowgauge.kernels._step._floats import float_of
 
@@ -159,7 +164,7 @@ def pieces(columns: int) -> tuple[int, int]:
     rest = columns - first
     if not rest:
         return first, 0
-    second = max(triton.next_power_of_2(rest), min(16, first))
+    second = max(power_above(rest), min(16, first))
     return (first, second) if second < first else (2 * first, 0)
 
 
@@ -170,44 +175,56 @@ def layout(rows: int, columns: int, sums: bool) -> tuple[int, int, int, int]:
     """Rows of a tile, the two pieces of each, and warps."""
     first, second = pieces(columns)
     elements, each = (_TILE // 2, _EACH // 2) if sums else (_TILE, _EACH)
-    height = min(triton.next_power_of_2(max(1, elements // (first + second))), triton.next_power_of_2(rows))
+    height = min(power_above(max(1, elements // (first + second))), power_above(rows))
     warps = min(16, 1 << (max(1, height * (first + second) // (32 * each)).bit_length() - 1))
     return height, first, second, warps
 
 
-def quantize_rows(x: Tensor, format: str, codes: Tensor, sums: bool) -> tuple[Tensor, Tensor | None]:
+def quantize_rows(
+    x: Tensor, format: str, codes: Tensor, sums: bool, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Quantize a contiguous matrix with a scale a row.
 
     Args:
         x: contiguous (rows, columns), neither of them 0.
         format: ``"int8"``, ``"e4m3"`` or ``"e5m2"``.
-        codes: contiguous, of x's shape, int8 or (for float8) uint8; is written.
+        codes: contiguous, of x's shape, int8 or (for float8) float8 or uint8; is written.
         sums: whether to sum the columns.
+        dtype: what their sums are rounded to.
 
     Returns:
-        Scales (rows, 1) and the column sums (columns,), float32.
+        Scales (rows, 1), float32, and the column sums (columns,), added in float32.
     """
     rows, columns = x.shape
-    scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+    launch, programs = _launch(rows, columns, x.dtype, format, sums)
+    scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+    addresses = x.data_ptr(), codes.data_ptr(), scale.data_ptr()
+    if not programs:
+        launch(x.get_device(), addresses, lambda: (x, words(codes), scale))
+        return scale, sum_columns(x, dtype) if sums else None
+    if not sums:  # the kernel does not look at where they would go
+        launch(x.get_device(), (*addresses, addresses[2]), lambda: (x, words(codes), scale, scale))
+        return scale, None
+    partial = torch.empty(programs, columns, dtype=torch.float32, device=x.device)
+    launch(x.get_device(), (*addresses, partial.data_ptr()), lambda: (x, words(codes), scale, partial))
+    return scale, add_up(partial, dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch(rows: int, columns: int, dtype: torch.dtype, format: str, sums: bool) -> tuple[Launch, int]:
+    """The launch for matrices of a shape and dtype, and its programs; 0 for rows that are not held in registers."""
+    constants: dict[str, Any] = {"FORMAT": format, "LARGEST": LARGEST[format]}
     if columns > _LONGEST:
-        with torch.cuda.device_of(x):
-            _LONG_ROWS(
-                (rows,), (x, codes, scale, rows, columns),
-                {"FORMAT": format, "LARGEST": LARGEST[format], "WIDTH": _TILE},
-                {"num_warps": 4, "enable_fp_fusion": False},
-            )  # fmt: skip
-        return scale, sum_columns(x) if sums else None
+        constants |= {"WIDTH": _TILE}
+        options = {"num_warps": 4, "enable_fp_fusion": False}
+        return Launch(_LONG_ROWS, (rows,), (rows, columns), constants, options), 0
     height, first, second, warps = layout(rows, columns, sums)
-    count = triton.cdiv(rows, height)
-    tiles = triton.cdiv(count, _SUMMING // warps) if sums else 1
-    programs = triton.cdiv(count, tiles)
-    partial = torch.empty((programs if sums else 0, columns), dtype=torch.float32, device=x.device)
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        _ROWS(
-            (programs,), (x, codes, scale, partial, rows, columns, tiles),
-            {"FORMAT": format, "LARGEST": LARGEST[format], "HEIGHT": height, "FIRST": first, "SECOND": second,
-             "TALL": rows % height == 0, "WIDE": columns == first + second, "SUMS": sums,
-             "STAGES": _STAGES},
-            {"num_warps": warps, "enable_fp_fusion": False},
-        )  # fmt: skip
-    return scale, partial.sum(0) if sums else None
+    count = over(rows, height)
+    tiles = over(count, _SUMMING // warps) if sums else 1
+    programs = over(count, tiles)
+    constants |= {
+        "HEIGHT": height, "FIRST": first, "SECOND": second, "TALL": rows % height == 0,
+        "WIDE": columns == first + second, "SUMS": sums, "STAGES": _STAGES,
+    }  # fmt: skip
+    options = {"num_warps": warps, "enable_fp_fusion": False}
+    return Launch(_ROWS, (programs,), (rows, columns, tiles), constants, options), programs

@@ -10,13 +10,17 @@ and writes what is asked for, from one read.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.kernels._launches import Launches
+from narrowgauge.kernels._launches import Launch, Launches
 from narrowgauge.kernels._linear._encode import LARGEST, absmax_of, encode, magnitude, scales, tile_maximum
+from narrowgauge.kernels._linear._sizes import over, power_above, words
+from narrowgauge.kernels._linear._sums import add_up
 from narrowgauge.kernels._step._floats import float_of
 
 # Programs that look for the absmax, two for each multiprocessor of an H200, and the tile that they move down
@@ -119,30 +123,46 @@ def _quantize_tiles(
 _LOOK, _TILES = Launches(_look), Launches(_quantize_tiles)
 
 
-def _looked(x: Tensor, format: str, column: bool, sums: bool) -> tuple[Tensor, Tensor | None]:
+def _looked(
+    x: Tensor, format: str, column: bool, sums: bool, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Bits of partial maxima, (programs,) or (1, columns), and the sums of the columns."""
     rows, columns = x.shape
-    width = min(_ACROSS, triton.next_power_of_2(columns))
-    height = min(_DOWN * _ACROSS // width, triton.next_power_of_2(rows))
-    wide, tall = triton.cdiv(columns, width), triton.cdiv(rows, height)
-    tiles = triton.cdiv(tall, max(1, min(tall, _LOOKING // wide)))
-    high = triton.cdiv(tall, tiles)
-    maxima = torch.empty((high, columns) if column else (high * wide,), dtype=torch.int32, device=x.device)
-    partial = torch.empty((high if sums else 0, columns), dtype=torch.float32, device=x.device)
-    with torch.cuda.device_of(x):
-        _LOOK(
-            (wide, high), (x, maxima, maxima, partial, rows, columns, tiles),
-            {"FORMAT": format, "HEIGHT": height, "WIDTH": width, "TALL": rows % height == 0,
-             "WIDE": columns % width == 0, "TENSOR": not column, "COLUMN": column, "SUMS": sums,
-             "STAGES": _STAGES},
-            {"num_warps": 4},
+    launch, shape, high = _launch_look(rows, columns, x.dtype, format, column, sums)
+    maxima = torch.empty(shape, dtype=torch.int32, device=x.device)
+    at, total = maxima.data_ptr(), None
+    if not sums:  # the kernel does not look at where they would go
+        launch(
+            x.get_device(), (x.data_ptr(), at, at, at), lambda: (x, maxima, maxima, maxima.view(torch.float32))
         )  # fmt: skip
-    return maxima.amax(0, keepdim=True) if column else maxima, partial.sum(0) if sums else None
+    else:
+        partial = torch.empty(high, columns, dtype=torch.float32, device=x.device)
+        launch(x.get_device(), (x.data_ptr(), at, at, partial.data_ptr()), lambda: (x, maxima, maxima, partial))
+        total = add_up(partial, dtype)
+    return maxima.amax(0, keepdim=True) if column else maxima, total
 
 
-def sum_columns(x: Tensor) -> Tensor:
-    """The sums of the columns of a contiguous matrix, float32."""
-    total = _looked(x, "int8", False, True)[1]
+@functools.lru_cache(maxsize=4096)
+def _launch_look(
+    rows: int, columns: int, dtype: torch.dtype, format: str, column: bool, sums: bool
+) -> tuple[Launch, tuple[int, ...], int]:
+    """The launch for matrices of a shape and dtype, the shape of the maxima, how many rows of sums it leaves."""
+    width = min(_ACROSS, power_above(columns))
+    height = min(_DOWN * _ACROSS // width, power_above(rows))
+    wide, tall = over(columns, width), over(rows, height)
+    tiles = over(tall, max(1, min(tall, _LOOKING // wide)))
+    high = over(tall, tiles)
+    constants = {
+        "FORMAT": format, "HEIGHT": height, "WIDTH": width, "TALL": rows % height == 0,
+        "WIDE": columns % width == 0, "TENSOR": not column, "COLUMN": column, "SUMS": sums, "STAGES": _STAGES,
+    }  # fmt: skip
+    launch = Launch(_LOOK, (wide, high), (rows, columns, tiles), constants, {"num_warps": 4})
+    return launch, (high, columns) if column else (high * wide,), high
+
+
+def sum_columns(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sums of the columns of a contiguous matrix, added in float32."""
+    total = _looked(x, "int8", False, True, dtype)[1]
     assert total is not None
     return total
 
@@ -151,60 +171,89 @@ def _quantized(
     x: Tensor, format: str, maxima: Tensor, average: Tensor | None, codes: Tensor | None, transposed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     rows, columns = x.shape
-    tensor = maxima.dim() == 1
-    scale = torch.empty((1, 1 if tensor else columns), dtype=torch.float32, device=x.device)
-    own = torch.empty((1, 1), dtype=torch.float32, device=x.device)
-    count = maxima.numel() if tensor else 1
-    whole = rows % SIDE == 0 and columns % SIDE == 0
+    count = maxima.numel() if maxima.dim() == 1 else 0
+    scale = torch.empty(1, 1 if count else columns, dtype=torch.float32, device=x.device)
+    own = torch.empty(1, 1, dtype=torch.float32, device=x.device)
     orders: list[tuple[Tensor | None, Tensor | None]] = [(codes, transposed)]
-    if codes is not None and transposed is not None and not whole:
+    if codes is not None and transposed is not None and (rows % SIDE or columns % SIDE):
         # An order a launch. With both in one, with masks, pairs of float8 codes that are packed for the first order
         # lost half of them in the second on an H200, though the PTX of Triton 3.6 was right.
         orders = [(codes, None), (None, transposed)]
-    with torch.cuda.device_of(x):
-        for straight, turned in orders:
-            _TILES(
-                (triton.cdiv(columns, SIDE), triton.cdiv(rows, SIDE)),
-                (x, maxima, average, straight, turned, scale, own, rows, columns, count),
-                {"FORMAT": format, "LARGEST": LARGEST[format], "SIDE": SIDE, "COUNT": triton.next_power_of_2(count),
-                 "TALL": rows % SIDE == 0, "WIDE": columns % SIDE == 0, "TENSOR": tensor,
-                 "AVERAGE": average is not None, "STRAIGHT": straight is not None, "TURNED": turned is not None},
-                {"num_warps": _WARPS, "enable_fp_fusion": False},
-            )  # fmt: skip
+    for straight, turned in orders:
+        launch = _launch_tiles(
+            rows, columns, x.dtype, format, count, None if average is None else average.dtype,
+            straight is not None, turned is not None,
+        )  # fmt: skip
+        addresses = (
+            x.data_ptr(), maxima.data_ptr(), 0 if average is None else average.data_ptr(),
+            0 if straight is None else straight.data_ptr(), 0 if turned is None else turned.data_ptr(),
+            scale.data_ptr(), own.data_ptr(),
+        )  # fmt: skip
+        given = x, maxima, average, straight, turned, scale, own
+        launch(x.get_device(), addresses, functools.partial(_arguments, *given))
     return scale, own
 
 
+def _arguments(
+    x: Tensor, maxima: Tensor, average: Tensor | None, codes: Tensor | None, transposed: Tensor | None,
+    scale: Tensor, own: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    return x, maxima, average, words(codes), words(transposed), scale, own
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch_tiles(
+    rows: int, columns: int, dtype: torch.dtype, format: str, count: int, average: torch.dtype | None,
+    straight: bool, turned: bool,
+) -> Launch:  # fmt: skip
+    """The launch for matrices of a shape and dtype, with `count` maxima of the tensor or, if 0, one a column."""
+    constants = {
+        "FORMAT": format, "LARGEST": LARGEST[format], "SIDE": SIDE, "COUNT": power_above(max(count, 1)),
+        "TALL": rows % SIDE == 0, "WIDE": columns % SIDE == 0, "TENSOR": count > 0,
+        "AVERAGE": average is not None, "STRAIGHT": straight, "TURNED": turned,
+    }  # fmt: skip
+    options = {"num_warps": _WARPS, "enable_fp_fusion": False}
+    return Launch(
+        _TILES, (over(columns, SIDE), over(rows, SIDE)), (rows, columns, max(count, 1)), constants, options
+    )
+
+
 def quantize_tensor(
-    x: Tensor, format: str, average: Tensor | None, codes: Tensor | None, transposed: Tensor | None, sums: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    x: Tensor, format: str, average: Tensor | None, codes: Tensor | None, transposed: Tensor | None,
+    sums: bool, dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Quantize a contiguous matrix with one scale.
 
     Args:
         x: contiguous (rows, columns), neither of them 0.
         format: ``"int8"``, ``"e4m3"`` or ``"e5m2"``.
         average: an absmax to use in place of x's own where it is above 0, one number.
-        codes: contiguous, of x's shape, int8 or (for float8) uint8; is written if it is there.
+        codes: contiguous, of x's shape, int8 or (for float8) float8 or uint8; is written if it is there.
         transposed: the same, (columns, rows).
         sums: whether to sum the columns.
+        dtype: what their sums are rounded to.
 
     Returns:
-        The scale (1, 1), x's own absmax (1, 1), the column sums (columns,), all float32.
+        The scale (1, 1) and x's own absmax (1, 1), float32, and the column sums (columns,), added in float32.
     """
-    maxima, total = _looked(x, format, False, sums)
+    maxima, total = _looked(x, format, False, sums, dtype)
     return *_quantized(x, format, maxima, average, codes, transposed), total
 
 
-def quantize_columns(x: Tensor, format: str, transposed: Tensor, sums: bool) -> tuple[Tensor, Tensor | None]:
+def quantize_columns(
+    x: Tensor, format: str, transposed: Tensor, sums: bool, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Quantize a contiguous matrix with a scale a column, into its transpose.
 
     Args:
         x: contiguous (rows, columns), neither of them 0.
         format: ``"int8"``, ``"e4m3"`` or ``"e5m2"``.
-        transposed: contiguous (columns, rows), int8 or (for float8) uint8; is written.
+        transposed: contiguous (columns, rows), int8 or (for float8) float8 or uint8; is written.
         sums: whether to sum the columns.
+        dtype: what their sums are rounded to.
 
     Returns:
-        Scales (1, columns) and the column sums (columns,), float32.
+        Scales (1, columns), float32, and the column sums (columns,), added in float32.
     """
-    maxima, total = _looked(x, format, True, sums)
+    maxima, total = _looked(x, format, True, sums, dtype)
     return _quantized(x, format, maxima, None, None, transposed)[0], total

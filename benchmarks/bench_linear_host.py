@@ -1,0 +1,185 @@
+"""How long a linear layer keeps the host, forward and backward: `nn.Linear` and every plan, in one run.
+
+Small layers are bound by the host: it must launch faster than the GPU works. On a GPU these are true times, of
+passes in a row that are not waited for. Without one, kernels end just before the driver would launch them:
+everything in Python and torch's allocations is there, the launches themselves are not, and `nn.Linear` multiplies
+on the CPU. Such times compare two states of this library, not the library with `nn.Linear`.
+
+    python benchmarks/bench_linear_host.py [--tokens N] [--features N] [--profile] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import pstats
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from torch import nn
+
+from narrowgauge.kernels import _launches
+from narrowgauge.kernels._linear import _choose, _multiply, _rows, _sums, _tiles
+from narrowgauge.linear import (
+    HIGH_PRECISION,
+    LLM_INT8,
+    SWITCHBACK,
+    SWITCHBACK_M,
+    SWITCHBACK_Q,
+    TENSORWISE_FP8,
+    LowPrecisionLinear,
+    _direct,
+    _ops,
+)
+
+# Plans, and how many times the host's time of nn.Linear they may take on a GPU.
+PLANS = {
+    "SWITCHBACK int8": (SWITCHBACK, 2.0),
+    "SWITCHBACK e4m3": (SWITCHBACK.with_format("e4m3"), 2.0),
+    "SWITCHBACK_M e4m3": (SWITCHBACK_M.with_format("e4m3"), None),
+    "SWITCHBACK_Q e4m3": (SWITCHBACK_Q.with_format("e4m3"), None),
+    "LLM_INT8 int8": (LLM_INT8, None),
+    "TENSORWISE_FP8 e4m3": (TENSORWISE_FP8, 2.5),
+    "HIGH_PRECISION": (HIGH_PRECISION, None),
+}
+
+
+def without_gpu() -> None:
+    """Let layers on the CPU go the way of a GPU's, up to the call in C that launches a kernel."""
+
+    def launch(*arguments: Any) -> None:
+        """What would be Triton's function in C."""
+
+    class Kernel:
+        def __init__(self, kernel: Any) -> None:
+            self.arg_names, self.__name__ = kernel.arg_names, kernel.__name__
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+            from triton.backends.nvidia.driver import CudaLauncher
+
+            launcher = CudaLauncher.__new__(CudaLauncher)
+            launcher.launch, launcher.num_ctas, launcher.gsan_enabled = launch, 1, False
+            launcher.global_scratch_size = launcher.profile_scratch_size = 0
+            launcher.global_scratch_align = launcher.profile_scratch_align = 1
+            launcher.launch_cooperative_grid = launcher.launch_pdl = False
+            launcher.arg_annotations = launcher.kernel_signature = ()
+            made = SimpleNamespace(run=launcher, function=0, packed_metadata=())
+            return lambda *arguments, **rest: made
+
+    class Driver:
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+        def allocate_default_profile_scratch(self, size: int, align: int, stream: int) -> None:
+            return None
+
+    triton.runtime.driver.set_active(Driver())
+    _launches._current_device = lambda: -1  # what tensors on the CPU say they are on
+    for module in (_rows, _tiles, _multiply, _sums):
+        for launches in vars(module).values():
+            if isinstance(launches, _launches.Launches):
+                launches.kernel, launches.interpreted = Kernel(launches.kernel), False
+    _ops.no_kernels = lambda device, dtype: None
+    _choose._is_hopper = lambda device: True
+    _tiles.SIDE = 16  # small matrices are whole tiles
+    _direct._DIRECT["cpu"] = _direct.CUDA
+    torch.set_num_threads(1)
+
+
+def one_pass(layer: nn.Module, tokens: int, device: str) -> Callable[[], None]:
+    """Forward and backward with all gradients, as in a step that begins without any."""
+    weight = layer.weight
+    x = torch.randn(tokens, weight.shape[1], device=device, dtype=weight.dtype, requires_grad=True)
+    g = torch.randn(tokens, weight.shape[0], device=device, dtype=weight.dtype)
+    leaves = [x, *layer.parameters()]
+
+    def run() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        layer(x).backward(g)
+
+    return run
+
+
+def microseconds(run: Callable[[], None], wait: Callable[[], None], runs: int, rounds: int) -> float:
+    """Of one run on the host: the least of rounds of runs in a row, after a round that warms up."""
+    times = []
+    for _ in range(rounds + 1):
+        wait()
+        began = time.perf_counter()
+        for _ in range(runs):
+            run()
+        times.append(time.perf_counter() - began)
+    wait()
+    return 1e6 * min(times[1:]) / runs
+
+
+def profiled(run: Callable[[], None], runs: int) -> pstats.Stats:
+    """What Python does in runs; the autograd engine of a GPU has a thread of its own, which is not in it."""
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(runs):
+        run()
+    profile.disable()
+    return pstats.Stats(profile)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    on_gpu = torch.cuda.is_available()
+    parser.add_argument("--tokens", type=int, default=256 if on_gpu else 16)
+    parser.add_argument("--features", type=int, default=1280 if on_gpu else 32, help="of input and output")
+    parser.add_argument("--plans", nargs="*", choices=list(PLANS), default=list(PLANS))
+    parser.add_argument("--runs", type=int, default=20 if on_gpu else 200, help="passes in a row")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--profile", action="store_true", help="show where Python spends its time")
+    parser.add_argument("--json", type=Path, help="a file for the results")
+    args = parser.parse_args()
+    if not on_gpu:
+        without_gpu()
+    device = "cuda" if on_gpu else "cpu"
+    wait = torch.cuda.synchronize if on_gpu else lambda: None
+    plain = nn.Linear(args.features, args.features, device=device, dtype=torch.bfloat16)
+    run = one_pass(plain, args.tokens, device)
+    base = microseconds(run, wait, args.runs, args.rounds)
+    where = torch.cuda.get_device_name() if on_gpu else "no GPU: launches are left out"
+    print(f"{args.tokens} tokens, {args.features} features, bf16, bias; torch {torch.__version__}, "
+          f"triton {triton.__version__}, {where}")  # fmt: skip
+    print(f"{'nn.Linear':20} {base:7.1f} us")
+    rows: dict[str, dict[str, Any]] = {"nn.Linear": {"host_us": base}}
+    for name in args.plans:
+        plan, most = PLANS[name]
+        run = one_pass(LowPrecisionLinear.from_linear(plain, plan), args.tokens, device)
+        spent = microseconds(run, wait, args.runs, args.rounds)
+        # Beside it, so that a host that becomes slower does so for both.
+        beside = microseconds(one_pass(plain, args.tokens, device), wait, args.runs, args.rounds)
+        stats = profiled(run, args.runs)
+        wait()
+        calls = stats.total_calls / args.runs
+        row = rows[name] = {"host_us": spent, "beside_us": beside, "times_linear": spent / beside, "calls": calls}
+        reach = "" if most is None or not on_gpu else f", to reach {most}"
+        print(f"{name:20} {spent:7.1f} us, {row['times_linear']:.2f} x nn.Linear{reach}; {calls:.0f} calls")
+        if args.profile:
+            stats.sort_stats("tottime").print_stats(25)
+    if args.json:
+        environment = {"torch": torch.__version__, "triton": triton.__version__, "device": where}
+        sizes = {"tokens": args.tokens, "features": args.features}
+        command = " ".join(["python", "benchmarks/bench_linear_host.py", *sys.argv[1:]])
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(
+            json.dumps({"environment": environment, "command": command, **sizes, "rows": rows}, indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""What a plan has to do in its two passes, worked out once for a plan and the gradients that are wanted.
+
+A multiply in eight bits reads both operands along what it sums over, so an operand's codes are wanted straight or
+transposed: W straight in the output and transposed in the gradient of the input. With one scale for the tensor
+both are the same codes and come from one pass, in the forward pass, and the transposed ones are kept for the
+backward pass. That is the rule for what is saved: codes, where the forward pass has made those that the backward
+pass wants, else the matrix itself or, by the plan, codes only.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal, NamedTuple
+
+from narrowgauge.linear._plan import MULTIPLIES, LinearPlan, Multiply, Operand, Quantity
+
+Order = Literal["straight", "transposed"]
+# Whether the gradients of input, weight and bias are wanted.
+Wants = tuple[bool, bool, bool]
+
+# How the codes of the left and the right operand are wanted.
+_ORDERS: dict[Multiply, tuple[Order, Order]] = {
+    "output": ("straight", "straight"),
+    "grad_input": ("straight", "transposed"),
+    "grad_weight": ("transposed", "transposed"),
+}
+
+
+class Codes(NamedTuple):
+    """Which codes: of an operand, in the order in which they lie in memory."""
+
+    operand: Operand
+    order: Order
+
+
+class Schedule(NamedTuple):
+    """What a plan has to do.
+
+    Attributes:
+        operands: left and right operand of each multiply in eight bits, None for one in high precision.
+        orders: for each operand its straight codes and its transposed ones, None for those that are not wanted.
+        kept: what goes from forward to backward: quantities, as codes or as they are (None).
+    """
+
+    operands: dict[Multiply, tuple[Codes, Codes] | None]
+    orders: dict[Operand, tuple[Codes | None, Codes | None]]
+    kept: tuple[tuple[Quantity, Codes | None], ...]
+
+
+def work_out(plan: LinearPlan, wants: Wants) -> Schedule:
+    """The schedule of a plan for the gradients that are wanted."""
+    operands: dict[Multiply, tuple[Codes, Codes] | None] = {}
+    for multiply in MULTIPLIES:
+        pair, (left, right) = plan.operands(multiply), _ORDERS[multiply]
+        operands[multiply] = None if pair is None else (Codes(pair[0], left), Codes(pair[1], right))
+    kept = _kept(plan, wants, operands)
+    wanted = {codes for _, codes in kept if codes is not None}
+    for multiply, runs in zip(MULTIPLIES, (True, *wants[:2]), strict=True):
+        wanted.update(operands[multiply] or () if runs else ())
+    orders = {}
+    for operand, _ in wanted:
+        both = Codes(operand, "straight"), Codes(operand, "transposed")
+        orders[operand] = both[0] if both[0] in wanted else None, both[1] if both[1] in wanted else None
+    return Schedule(operands, orders, kept)
+
+
+# Of plans and wants, which are few.
+schedule_of = functools.lru_cache(maxsize=256)(work_out)
+
+
+def _kept(
+    plan: LinearPlan, wants: Wants, operands: dict[Multiply, tuple[Codes, Codes] | None]
+) -> tuple[tuple[Quantity, Codes | None], ...]:
+    kept: list[tuple[Quantity, Codes | None]] = []
+    output = operands["output"]
+    # The backward multiplies read these on the right; `output` has the input left and the weight right.
+    uses: tuple[tuple[bool, Quantity, Multiply, int], ...] = (
+        (wants[1], "input", "grad_weight", 0), (wants[0], "weight", "grad_input", 1),
+    )  # fmt: skip
+    for wanted, quantity, multiply, side in uses:
+        if not wanted:
+            continue
+        backward, made = operands[multiply], None if output is None else output[side]
+        if backward is not None and (
+            plan.saved == "codes" or (made is not None and backward[1].operand == made.operand)
+        ):
+            kept.append((quantity, backward[1]))
+        elif plan.saved == "codes" and made is not None:
+            kept.append((quantity, made))
+        else:
+            kept.append((quantity, None))
+    return tuple(kept)
