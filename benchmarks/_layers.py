@@ -82,13 +82,14 @@ def section(results: Results, device: str) -> str:
 
 
 def origin(results: Results) -> str:
-    """The command and the versions."""
+    """The commands and the versions."""
     packages = [
         f"{name} {version}"
         for name, version in results["environment"].items()
         if name not in ("device", "platform", "transformers", "python")
     ]
-    return f"`{results['command']}`: {results['dtype']}, {', '.join(packages)}."
+    commands = " and ".join(f"`{command}`" for command in (results["command"], *results.get("resumed", ())))
+    return f"{commands}: {results['dtype']}, {', '.join(packages)}."
 
 
 def answers(results: Results) -> str:

@@ -4,8 +4,8 @@ Figures 7, right, and 8).
 The models are transformers', with open_clip's sizes and random weights; images and tokens are random. Half of the
 patches are dropped, each block is checkpointed, parameters, activations and gradients are bf16. There is one model
 and one optimizer: the layers of its blocks are swapped in place, so that every side steps the same tensors, and the
-sides take turns, round by round. With `--compile` each block is compiled by itself: blocks of a tower share what was
-compiled for the first.
+sides take turns, round by round. With `--compile` each block is compiled by itself: blocks of a tower share what
+was compiled for the first.
 
     python benchmarks/bench_clip.py --compile [--models vit-h-14] [--plans SWITCHBACK:int8] [--peers] [--json FILE]
     python benchmarks/bench_clip.py --check        # a tiny model, in seconds, on a CPU too

@@ -1,10 +1,10 @@
 """The operations of linear layers on a GPU: results against float64, quantizers in GB/s, multiplies in TOP/s.
 
-Layers as a whole are timed by `narrowgauge bench linear`; this is for who works on their kernels. `check` sets every
-plan against an oracle. `quantizers` come beside a copy. `multiplies` times every way of every multiply that SWITCHBACK
-and TENSORWISE_FP8 have at the shapes of `bench linear`, and keeps the fastest in the user's cache.
+Layers as a whole are timed by `narrowgauge bench linear`; this is for who works on their kernels. `check` sets
+every plan against an oracle. `quantizers` come beside a copy. `multiplies` times every way of every multiply that
+SWITCHBACK and TENSORWISE_FP8 have at the shapes of `bench linear`, and keeps the fastest in the user's cache.
 
-    python benchmarks/bench_linear.py [--sections check quantizers multiplies] [--shapes 32768x1280x5120] [--json FILE]
+    python benchmarks/bench_linear.py [--sections check quantizers multiplies] [--shapes 8192x8192x8192] [--json F]
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def check_plan(plan: LinearPlan, shape: tuple[int, int, int], dtype: torch.dtype
         ("grad_weight", (g, x), (True, False)),
     ):  # fmt: skip
         operands = plan.operands(name)  # type: ignore[arg-type]
-        sides, sizes = [], []
+        sides, magnitudes = [], []
         for matrix, operand, turn in zip((left, right), operands or (None, None), transposes, strict=True):
             if operand is None:
                 value = matrix.double()
@@ -86,8 +86,8 @@ def check_plan(plan: LinearPlan, shape: tuple[int, int, int], dtype: torch.dtype
                 codes, scale = quantize(matrix, operand.scaling, operand.format)
                 value = codes.double() * scale.double()
             sides.append(value.t() if turn else value)
-            sizes.append(sides[-1].abs())
-        value, size = sides[0] @ sides[1], sizes[0] @ sizes[1]
+            magnitudes.append(sides[-1].abs())
+        value, size = sides[0] @ sides[1], magnitudes[0] @ magnitudes[1]
         if name == "output":
             value, size = value + bias.double(), size + bias.double().abs()
         wanted.append((value, size, operands is not None and "int8" in plan.formats))

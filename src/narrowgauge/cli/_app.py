@@ -193,6 +193,7 @@ def _linear(
     device: Annotated[str, _option("'cpu', 'cuda', 'cuda:1', or 'auto': a GPU if there is one.")] = "auto",
     seconds: Annotated[float, _option("How long to time each row.")] = 0.2,
     json: Annotated[Path | None, _option("Results file.")] = None,
+    resume: Annotated[bool, _option("Keep what the results file has, and measure the rest.", "--resume")] = False,
 ) -> int:
     """What a linear layer costs by each plan: speed, memory, noise, and where the time goes."""
     options = {name: value for name, value in locals().items() if name != "context"}

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ from narrowgauge.cli._bench_linear._layers import Layer
 from narrowgauge.cli._bench_linear._memory import MODELS, memory
 from narrowgauge.cli._bench_linear._noise import INPUTS, noise
 from narrowgauge.cli._bench_linear._operations import time_operations
+from narrowgauge.cli._bench_linear._passes import why
+from narrowgauge.cli._bench_linear._resume import resumed
 from narrowgauge.cli._bench_linear._sizes import Shape, Sizes, mlp, sizes
-from narrowgauge.cli._bench_linear._speed import time_cell, time_shape
+from narrowgauge.cli._bench_linear._speed import Rows, time_cell, time_shape
 from narrowgauge.cli._bench_linear._tuning import Tuner, refuse_tuning
 from narrowgauge.cli._environment import describe_environment, find_device
 
@@ -49,6 +52,7 @@ class LinearOptions:
     device: str = "auto"
     seconds: float = 0.2
     json: Path | None = None
+    resume: bool = False
 
 
 def bench_linear(options: LinearOptions, command: str) -> int:
@@ -96,6 +100,8 @@ class _Run:
             "seconds": options.seconds,
             "layers": {each.name: _about(each) for each in (*self.layers, *self.grid_layers, *self.peers)},
         }
+        if options.resume:
+            self.results = resumed(self.json, self.results)
         if self.json is not None:
             self.json.parent.mkdir(parents=True, exist_ok=True)
             write(self.json, self.results)  # before an hour of measuring, not after it
@@ -105,57 +111,52 @@ class _Run:
     def shapes(self) -> None:
         """Every layer at a few shapes."""
         for shape in self.sizes.shapes:
-            self._tune((shape,), self.layers)
-            self._keep(
-                "shapes", str(shape),
-                lambda shape=shape: time_shape(  # type: ignore[misc]
-                    shape, (*self.layers, *self.peers), self.dtype, self.device, self.seconds
-                ),
-            )  # fmt: skip
+            measured = partial(time_shape, shape, dtype=self.dtype, device=self.device, seconds=self.seconds)
+            self._keep("shapes", str(shape), (*self.layers, *self.peers), measured, (shape,))
 
     def memory(self) -> None:
         """What layers hold."""
         tokens, dim = self.sizes.held
         for of in MODELS:
-            self._keep(
-                "memory", of,
-                lambda of=of: memory(of, dim, tokens, self.layers, self.dtype, self.device),  # type: ignore[misc]
-            )  # fmt: skip
+            measured = partial(memory, of, dim, tokens, dtype=self.dtype, device=self.device)
+            self._keep("memory", of, self.layers, measured)
 
     def noise(self) -> None:
         """How noisy they are."""
         for of in INPUTS:
-            self._keep(
-                "noise", of,
-                lambda of=of: noise(of, self.sizes.judged, self.layers, self.dtype, self.device),  # type: ignore[misc]
-            )  # fmt: skip
+            measured = partial(noise, of, self.sizes.judged, dtype=self.dtype, device=self.device)
+            self._keep("noise", of, self.layers, measured)
 
     def operations(self) -> None:
         """Every operation alone."""
         tokens = self.sizes.operation_tokens
         for dim in self.sizes.dims:
-            self._tune(mlp(tokens, dim), self.layers)
-            self._keep(
-                "operations", f"{tokens}x{dim}",
-                lambda dim=dim: time_operations(  # type: ignore[misc]
-                    dim, tokens, self.layers, self.dtype, self.device, self.seconds
-                ),
-            )  # fmt: skip
+            measured = partial(
+                time_operations, dim, tokens, dtype=self.dtype, device=self.device, seconds=self.seconds
+            )
+            self._keep("operations", f"{tokens}x{dim}", self.layers, measured, mlp(tokens, dim))
 
     def grid(self) -> None:
         """Dims and tokens."""
         for tokens in self.sizes.tokens:
             for dim in self.sizes.dims:
-                self._tune(mlp(tokens, dim), self.grid_layers)
-                self._keep(
-                    "grid", f"{tokens}x{dim}",
-                    lambda dim=dim, tokens=tokens: time_cell(  # type: ignore[misc]
-                        dim, tokens, self.grid_layers, self.dtype, self.device, self.seconds
-                    ),
-                )  # fmt: skip
+                measured = partial(
+                    time_cell, dim, tokens, dtype=self.dtype, device=self.device, seconds=self.seconds
+                )
+                self._keep("grid", f"{tokens}x{dim}", self.grid_layers, measured, mlp(tokens, dim))
 
-    def _keep(self, section: str, name: str, measured: Callable[[], dict[str, dict[str, Any]]]) -> None:
-        rows = measured()
+    def _keep(
+        self, section: str, name: str, layers: tuple[Layer, ...], measured: Callable[..., Rows],
+        shapes: tuple[Shape, ...] = (),
+    ) -> None:  # fmt: skip
+        """Measure layers, tuned at some shapes before, unless there are results of it already."""
+        if name in self.results.get(section, {}):
+            return
+        self._tune(shapes, layers)
+        try:
+            rows = measured(layers=layers)
+        except Exception as error:  # such as too little memory for the operands
+            rows = {layer.name: {"failed": why(error)} for layer in layers}
         self.failed |= any("failed" in row for row in rows.values())
         self.results.setdefault(section, {})[name] = rows
         self.report.show(section, name, rows)

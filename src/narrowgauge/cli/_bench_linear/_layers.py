@@ -133,7 +133,7 @@ def plan_layer(text: str) -> Layer:
     """
     name, colon, formats = text.partition(":")
     plan = _PLANS.get(name.upper())
-    if plan is None or (colon and not plan.formats):
+    if plan is None or (colon and not plan.formats) or formats.endswith("/"):
         raise ValueError(
             f"--plans: got {text!r}, takes names such as {', '.join(_PLANS)}, in eight bits with a format behind a "
             "colon: SWITCHBACK:e4m3, TENSORWISE_FP8:e4m3/e5m2"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ MULTIPLIES = ("output", "grad_input", "grad_weight")
 NARROW = ("quantize X", "quantize W", "quantize G", "dequantize")  # what eight bits cost
 # The order in which they are stacked; what has none of these names comes after, under torch's.
 OPERATIONS = (*MULTIPLIES, *NARROW, "bias")
+_NOTHING = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::_unsafe_view"}
 _MULTIPLY_NAMES = {"mm", "addmm", "linear", "multiply_codes", "_int_mm", "_scaled_mm"}
 
 
@@ -37,9 +39,9 @@ class Call:
     results: tuple[Tensor, ...]
     backward: bool
 
-    def again(self) -> Any:
-        """What it did, once more."""
-        return self.function(*self.args, **self.kwargs)
+    def alone(self) -> Pass:
+        """What does it once more, on the same arguments; its results are not kept."""
+        return partial(self.function, *self.args, **self.kwargs)
 
     @property
     def name(self) -> str:
@@ -48,7 +50,7 @@ class Call:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps the calls of all operators that compute: a view of another tensor does not."""
+    """Keeps the calls of all operators that compute: views of other tensors and empty ones do not."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -57,7 +59,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if all(returned.alias_info is None for returned in func._schema.returns):
+        aliases = [returned.alias_info for returned in func._schema.returns]
+        views = any(alias is not None and not alias.is_write for alias in aliases)
+        if not views and func._schema.name not in _NOTHING:
             several = result if isinstance(result, tuple | list) else (result,)
             results = tuple(r for r in several if isinstance(r, Tensor) and r.numel())
             if results:
@@ -65,8 +69,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def recorded(layer: torch.nn.Module, fed: Operands) -> list[tuple[str, Call]]:
-    """The operators of a forward and backward pass, each with the name of its operation."""
+def recorded(layer: torch.nn.Module, fed: Operands) -> list[tuple[str, Pass]]:
+    """The operators of a forward and backward pass, each alone, with the name of its operation."""
     with _Recorder() as recorder:
         y = layer(fed.x)
         recorder.backward = True
@@ -75,12 +79,12 @@ def recorded(layer: torch.nn.Module, fed: Operands) -> list[tuple[str, Call]]:
     ends = {_memory(y): "output"} | dict(
         zip(map(_memory, gradients), ("grad_input", "grad_weight", "bias"), strict=True)
     )
-    return [(_operation(call, sources, ends), call) for call in recorder.calls]
+    return [(_operation(call, sources, ends), call.alone()) for call in recorder.calls]
 
 
 def _operation(call: Call, sources: dict[int, str], ends: dict[int, str]) -> str:
     if call.function.namespace == "narrowgauge" and call.name.startswith("quantize"):
-        return f"quantize {sources[_memory(call.args[0])]}"
+        return f"quantize {sources.get(_memory(call.args[0]), 'other')}"
     (result, *_) = call.results
     if call.name in _MULTIPLY_NAMES and _memory(result) in ends:
         return ends[_memory(result)]
@@ -121,7 +125,7 @@ def time_operations(
         for layer in layers:
             try:
                 calls = recorded(layer.made(fed.linear), fed)
-                runs = [call.again if pool is None else replayed(call.again, device, pool) for _, call in calls]
+                runs = [run if pool is None else replayed(run, device, pool) for _, run in calls]
             except Exception as error:
                 failed[layer.name] = why(error)
                 continue

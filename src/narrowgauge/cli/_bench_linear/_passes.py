@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,7 +123,7 @@ def replayed(run: Pass, device: torch.device, pool: Any) -> Pass:
     Args:
         run: has run before, so that nothing is left to be compiled.
         device: a GPU.
-        pool: memory that graphs share which are not replayed at the same time.
+        pool: memory that graphs share which are not replayed at the same time; what they give is lost.
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device):
@@ -133,7 +134,12 @@ def replayed(run: Pass, device: torch.device, pool: Any) -> Pass:
         torch.cuda.current_stream().wait_stream(side)
         with torch.cuda.graph(graph, pool=pool, stream=side):
             run()
-    return graph.replay
+    return partial(_replay, graph, run)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, run: Pass) -> None:
+    """A graph knows addresses only: what it reads lives as long as the pass that it was made of."""
+    graph.replay()
 
 
 def why(error: Exception) -> str:

@@ -16,7 +16,7 @@ from narrowgauge.cli._bench_linear._sizes import Shape
 Figures = Mapping[str, Any]
 _EXPLAINED = {
     "shapes": "forward and backward; ×: times as fast as nn.Linear",
-    "memory": "held between forward and backward: B of a token and feature, B of a weight",
+    "memory": "held until the backward pass: B of a token and feature, B of a weight",
     "noise": "signal to noise against float64, dB",
     "operations": "ms of each operation alone, mean of dim to 4 dim and back",
     "grid": "forward and backward of dim to 4 dim and back",
