@@ -157,7 +157,7 @@ def _shares(axis: Any, cells: Results, layers: Sequence[str]) -> None:
         known = [(at, 100 * rows[name]["quantize_share"]) for at, rows in enumerate(cells.values())
                  if "failed" not in rows[name]]  # fmt: skip
         axis.plot(*zip(*known, strict=True), color=_colour(i), marker=_marker(i), markersize=5, label=name)
-    axis.set(ylim=(0, 100), xticks=range(len(dims)), xlim=(-0.3, len(dims) - 0.7))
+    axis.set(ylim=(0, None), xticks=range(len(dims)), xlim=(-0.3, len(dims) - 0.7))
     axis.set_xticklabels(dims, rotation=45 if len(dims) > 4 else 0)
     axis.set_title("quantization, %", color=INK, fontsize=_TYPE + 1.5)
     axis.tick_params(labelsize=_TYPE - 1.5)
