@@ -88,8 +88,12 @@ def origin(results: Results) -> str:
         for name, version in results["environment"].items()
         if name not in ("device", "platform", "transformers", "python")
     ]
-    commands = " and ".join(f"`{command}`" for command in (results["command"], *results.get("resumed", ())))
-    return f"{commands}: {results['dtype']}, {', '.join(packages)}."
+    return f"{commands(results)}: {results['dtype']}, {', '.join(packages)}."
+
+
+def commands(results: Results) -> str:
+    """What made them: a command, and those that went on with its file."""
+    return " and ".join(f"`{command}`" for command in (results["command"], *results.get("resumed", ())))
 
 
 def answers(results: Results) -> str:
@@ -251,7 +255,7 @@ def clip_table(clip: Results) -> str:
             )
     shares = (f"{model} {100 * of['linear_share']:.0f} %" for model, of in clip["models"].items())
     return "\n".join(lines) + (
-        f"\n\n`{clip['command']}`. Matrix multiplies of the linear layers take {', '.join(shares)} of the step "
+        f"\n\n{commands(clip)}. Matrix multiplies of the linear layers take {', '.join(shares)} of the step "
         "with `nn.Linear`; the ceiling is what a step would reach if those in eight bits took half of their time "
         "and quantization none."
     )

@@ -18,7 +18,7 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,8 @@ from torch import nn
 from narrowgauge import optim
 from narrowgauge.cli._bench._files import parts, write
 from narrowgauge.cli._bench._times import timed
-from narrowgauge.cli._bench_linear._layers import BASELINE, Layer, baseline, peer_version, peers, plan_layer
+from narrowgauge.cli._bench_linear._layers import Layer, baseline, peer_version, peers, plan_layer
+from narrowgauge.cli._bench_linear._resume import resumed
 from narrowgauge.cli._environment import describe_environment, find_device
 from narrowgauge.linear import swap_linears
 
@@ -73,14 +74,18 @@ def linear_share(step: Callable[[], Any], device: torch.device) -> float:
         step()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    found = list(profiler.key_averages())
+    return share_of_multiplies(profiler.events(), device)
+
+
+def share_of_multiplies(events: Iterable[Any], device: torch.device) -> float:
+    """The same of a profile: on a GPU an operator's own time is that of the kernels which it launched itself."""
+    found = list(events)
+    multiplies = [event for event in found if event.name in _MULTIPLIES]
     if device.type != "cuda":
-        whole = sum(of.self_cpu_time_total for of in found)
-        return sum(of.self_cpu_time_total for of in found if of.key in _MULTIPLIES) / whole
-    # Kernels are events of the device; an operator counts those that it launched itself.
-    kernels = [of for of in found if of.device_type == torch.autograd.DeviceType.CUDA and not of.is_user_annotation]
-    whole = sum(of.self_device_time_total for of in kernels)
-    return sum(of.self_device_time_total for of in found if of.key in _MULTIPLIES) / whole
+        return sum(e.self_cpu_time_total for e in multiplies) / sum(e.self_cpu_time_total for e in found)
+    # Annotations, of compiled regions and of the optimizer, stand beside the kernels in them.
+    kernels = [e for e in found if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation]
+    return sum(e.self_device_time_total for e in multiplies) / sum(e.self_device_time_total for e in kernels)
 
 
 def ceiling(layer: Layer, share: float, checkpointed: bool) -> float:
@@ -189,7 +194,7 @@ def _rounds(
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shown = ", ".join(name for name in MODELS if name != "tiny")
-    parser.add_argument("--models", default="vit-b-16,vit-l-14,vit-h-14", help=f"comma-separated: {shown}")
+    parser.add_argument("--models", help=f"comma-separated: {shown} (all of them; without a GPU --check)")
     parser.add_argument("--plans", default=PLANS, help="comma-separated, as `narrowgauge bench linear` takes them")
     parser.add_argument("--peers", action="store_true", help="torchao's float8 layers too, where installed")
     parser.add_argument(
@@ -204,22 +209,25 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="auto", help="'cpu', 'cuda', or 'auto': a GPU if there is one")
     parser.add_argument("--json", type=Path, help="a file for the results, written after every model")
+    parser.add_argument("--resume", action="store_true", help="keep the models that the results file has")
     parser.add_argument("--check", action="store_true", help="a tiny model and a few steps")
     args = parser.parse_args(words)
-    if args.check:
+    try:
+        args.device, args.layers = find_device(args.device), [baseline(), *map(plan_layer, parts(args.plans))]
+    except ValueError as error:
+        parser.error(str(error))
+    if args.check or (args.models is None and args.device.type == "cpu"):
         args.models, args.batch, args.rounds, args.steps, args.warm_up = "tiny", 4, 2, 1, 1
     for name, least in (("batch", 2), ("warm_up", 1), ("steps", 1), ("rounds", 1)):
         if getattr(args, name) < least:
             parser.error(f"--{name.replace('_', '-')}: got {getattr(args, name)}, takes at least {least}")
     if not 0 <= args.patch_dropout < 1:
         parser.error(f"--patch-dropout: got {args.patch_dropout}, takes a share from 0 to below 1")
-    args.models = parts(args.models)
+    args.models = parts(shown if args.models is None else args.models)
     if unknown := [name for name in args.models if name not in MODELS]:
         parser.error(f"--models: got {unknown[0]!r}, takes {shown}")
-    try:
-        args.device, args.layers = find_device(args.device), [baseline(), *map(plan_layer, parts(args.plans))]
-    except ValueError as error:
-        parser.error(str(error))
+    if args.resume and args.json is None:
+        parser.error("--resume: got it without --json, takes the results file to go on with")
     if args.peers:
         if peer_version() is None:
             parser.error("--peers: none is installed of torchao")
@@ -232,10 +240,15 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
     results: dict[str, Any] = {
         "command": command,
         "environment": describe_environment(args.device) | ({"torchao": peer_version()} if args.peers else {}),
-        "baseline": BASELINE,
+        "dtype": "bf16",
+        "layers": {layer.name: layer.what for layer in args.layers},
         "models": {},
     }
+    if args.resume:
+        results = resumed(args.json, results)
     for name in args.models:
+        if name in results["models"]:
+            continue
         found = results["models"][name] = bench(name, args.layers, args, args.device)
         print(f"{name}: linear layers {100 * found['linear_share']:.0f} % of a step")
         for side, row in found["rows"].items():

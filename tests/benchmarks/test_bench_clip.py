@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import _clip_model
@@ -41,6 +42,9 @@ def test_the_check_reports_every_side(tmp_path: Path, capsys: pytest.CaptureFixt
         assert row["swapped"] == (0 if name == "nn.Linear" else 2 * 2 * 6)
     assert found["rows"]["nn.Linear"]["speedup"] == 1
     assert "SWITCHBACK int8" in capsys.readouterr().out
+    # What the file has is not measured again.
+    again = bench_clip.run(bench_clip.arguments([*words, str(tmp_path / "clip.json"), "--resume"]), "once more")
+    assert again == results | {"resumed": ["once more"]}
 
 
 def test_blocks_of_a_tower_share_what_is_compiled() -> None:
@@ -118,6 +122,23 @@ def test_the_share_of_linear_layers_is_that_of_their_multiplies() -> None:
     assert bench_clip.linear_share(lambda: other.exp(), CPU) == 0
 
 
+def test_the_share_on_a_gpu_is_that_of_kernels() -> None:
+    """Kernels count once, though the operators and annotations that they belong to stand beside them."""
+    cpu, cuda = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
+
+    def event(name: str, kind: Any, microseconds: float, annotation: bool = False) -> Any:
+        return SimpleNamespace(
+            name=name, device_type=kind, self_device_time_total=microseconds, is_user_annotation=annotation
+        )
+
+    events = [
+        event("aten::linear", cpu, 0), event("aten::addmm", cpu, 30), event("gemm", cuda, 30),
+        event("aten::mm", cpu, 20), event("gemm", cuda, 20), event("aten::bmm", cpu, 10), event("gemm", cuda, 10),
+        event("triton_gelu", cuda, 40), event("Torch-Compiled Region", cuda, 90, True),
+    ]  # fmt: skip
+    assert bench_clip.share_of_multiplies(events, torch.device("cuda")) == 0.5
+
+
 def test_patches_are_dropped_and_the_class_token_stays() -> None:
     torch.manual_seed(0)
     tokens = torch.arange(2 * 9 * 3).reshape(2, 9, 3).float()
@@ -150,6 +171,7 @@ def test_the_models_are_open_clips() -> None:
         (["--batch", "1"], "--batch: got 1, takes at least 2"),
         (["--patch-dropout", "1"], "--patch-dropout: got 1.0, takes a share from 0 to below 1"),
         (["--device", "tpu"], "--device: got 'tpu'"),
+        (["--resume"], "--resume: got it without --json"),
     ],
 )
 def test_what_makes_no_sense_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

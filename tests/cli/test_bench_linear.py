@@ -15,7 +15,17 @@ from test_bench import Machine
 
 from narrowgauge.cli import main
 from narrowgauge.cli._bench import _times
-from narrowgauge.cli._bench_linear import SECTIONS, _layers, _memory, _noise, _operations, _passes, _sizes, _speed
+from narrowgauge.cli._bench_linear import (
+    SECTIONS,
+    _layers,
+    _memory,
+    _noise,
+    _operations,
+    _passes,
+    _sizes,
+    _speed,
+    _tuning,
+)
 from narrowgauge.cli._bench_linear._layers import BASELINE, baseline, plan_layer
 from narrowgauge.cli._bench_linear._sizes import Shape
 from narrowgauge.linear import LowPrecisionLinear, quantize
@@ -283,6 +293,33 @@ def test_what_fails_is_a_result_of_its_own(
     assert rows[BASELINE]["speedup"] == 1
 
 
+def test_tuning_is_done_once_for_multiplies_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def tune(*arguments: Any, dtype: torch.dtype, device: torch.device) -> dict[str, dict[str, float]]:
+        asked.append((*arguments, dtype))
+        if arguments[:3] == (1, 2, 3):
+            raise RuntimeError("no kernels\nhere")
+        return {"output": {"fast": 1.0, "slow": 2.0}, "grad_input": {}}
+
+    monkeypatch.setattr(_tuning, "tune", tune)
+    results: dict[str, Any] = {}
+    tuner = _tuning.Tuner(results, BF16, CPU)
+    shape, plain, codes = Shape(8, 32, 48), plan_layer("SWITCHBACK"), plan_layer("SWITCHBACK_M")
+    found = tuner.tune(shape, plain)
+    assert found is not None
+    assert found["output"] == {"way": "fast", "ms": 1.0, "tried": 2}
+    assert found.keys() == {"output", "seconds"}
+    for layer in (plain, codes, baseline(), plan_layer("HIGH_PRECISION")):
+        assert tuner.tune(shape, layer) is None
+    assert asked == [(8, 32, 48, plain.plan, BF16)]
+    assert tuner.tune(shape, plan_layer("SWITCHBACK:e4m3")) is not None
+    assert tuner.tune(Shape(1, 2, 3), plain) == {"failed": "RuntimeError: no kernels"}
+    assert results["tuned"].keys() == {"8x32x48", "1x2x3"}
+    with pytest.raises(ValueError, match="--tune: got it without a plan in eight bits"):
+        _tuning.refuse_tuning(torch.device("cuda"), [plan_layer("HIGH_PRECISION")])
+
+
 def test_too_little_memory_for_operands_is_a_result_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def full(*arguments: Any) -> None:
         raise torch.OutOfMemoryError("no room")
@@ -330,8 +367,8 @@ def test_what_makes_no_sense_is_refused_in_a_line(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{}", "holds no results of `narrowgauge bench linear`"),
-        ("[", "holds no results of `narrowgauge bench linear`"),
+        ("{}", "holds no results to go on with"),
+        ("[", "holds no results to go on with"),
         (
             '{"environment": {"device": "a GPU"}, "dtype": "bf16", "layers": {}}',
             "is of device a GPU, this run is of",

@@ -29,7 +29,7 @@ def resumed(path: Path | None, results: dict[str, Any]) -> dict[str, Any]:
         known = json.loads(path.read_text())
         kept = {"environment": known["environment"], "dtype": known["dtype"], "layers": known["layers"]}
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"--resume: {path} holds no results of `narrowgauge bench linear`") from None
+        raise ValueError(f"--resume: {path} holds no results to go on with") from None
     # A package that one of the runs did not ask for says nothing against the other.
     for name in kept["environment"].keys() & results["environment"].keys():
         before, now = kept["environment"][name], results["environment"][name]
