@@ -213,11 +213,13 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="a tiny model and a few steps")
     args = parser.parse_args(words)
     try:
-        args.device, args.layers = find_device(args.device), [baseline(), *map(plan_layer, parts(args.plans))]
+        device, layers = find_device(args.device), [baseline(), *map(plan_layer, parts(args.plans))]
     except ValueError as error:
         parser.error(str(error))
-    if args.check or (args.models is None and args.device.type == "cpu"):
-        args.models, args.batch, args.rounds, args.steps, args.warm_up = "tiny", 4, 2, 1, 1
+    if args.check or (args.models is None and device.type == "cpu"):
+        parser.set_defaults(models="tiny", batch=4, rounds=2, steps=1, warm_up=1)  # unless asked for otherwise
+        args = parser.parse_args(words)
+    args.device, args.layers = device, layers
     for name, least in (("batch", 2), ("warm_up", 1), ("steps", 1), ("rounds", 1)):
         if getattr(args, name) < least:
             parser.error(f"--{name.replace('_', '-')}: got {getattr(args, name)}, takes at least {least}")

@@ -47,6 +47,16 @@ def test_the_check_reports_every_side(tmp_path: Path, capsys: pytest.CaptureFixt
     assert again == results | {"resumed": ["once more"]}
 
 
+def test_a_check_is_as_large_as_it_is_asked_to_be() -> None:
+    plain, asked = (
+        bench_clip.arguments(["--device", "cpu", *words]) for words in ([], ["--check", "--batch", "6"])
+    )
+    assert (plain.models, plain.batch, plain.rounds) == (["tiny"], 4, 2)
+    assert (asked.models, asked.batch, asked.rounds) == (["tiny"], 6, 2)
+    whole = bench_clip.arguments(["--device", "cpu", "--models", "vit-b-16,vit-h-14"])
+    assert (whole.models, whole.batch, whole.rounds) == (["vit-b-16", "vit-h-14"], 256, 5)
+
+
 def test_blocks_of_a_tower_share_what_is_compiled() -> None:
     """As many graphs with one block a tower as with three; a graph for each tower and side."""
     graphs = []
