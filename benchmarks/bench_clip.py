@@ -136,7 +136,9 @@ def bench(
             }
             gc.collect()
     found["linear_share"] = linear_share(step, device)
+    before = _graphs()
     times = _rounds(model, ready, step, device, args)
+    found["recompiled"] = _graphs() - before  # none, or a swap would be compiled again in each turn
     for layer in ready:
         own, over = times[layer.name], times[layers[0].name]
         pairs = [other / mine for other, mine in zip(over, own, strict=True)]
@@ -159,19 +161,23 @@ def _warmed(
     model: nn.Module, layer: Layer, step: Callable[[], None], device: torch.device, steps: int
 ) -> dict[str, Any]:
     """The first steps of a side: what compiling costs, and then the memory of one more."""
-    counted = torch._dynamo.utils.counters["stats"]
-    before = counted["unique_graphs"]
+    before = _graphs()
     with swapped(model, layer) as count:
         begun = time.perf_counter()
         for _ in range(steps):
             timed(step, device)
         row = {"swapped": count, "warm_up_seconds": time.perf_counter() - begun}
-        row["compiled_graphs"] = counted["unique_graphs"] - before
+        row["compiled_graphs"] = _graphs() - before
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             timed(step, device)
             row["peak_bytes"] = torch.cuda.max_memory_allocated(device)
     return row
+
+
+def _graphs() -> int:
+    """How many graphs have been compiled so far."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def _rounds(

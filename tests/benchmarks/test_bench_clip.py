@@ -67,6 +67,7 @@ def test_blocks_of_a_tower_share_what_is_compiled() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(_clip_model.MODELS, name, _clip_model.Model(**{**vars(of), **towers}))
             found = bench_clip.bench(name, [baseline(), plan_layer("SWITCHBACK:e4m3")], args, CPU)
+        assert found["recompiled"] == 0
         graphs.append([row["compiled_graphs"] for row in found["rows"].values()])
     assert graphs == [[2, 2], [2, 2]]
 
