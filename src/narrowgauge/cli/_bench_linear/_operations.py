@@ -90,8 +90,8 @@ def _operation(call: Call, sources: dict[int, str], ends: dict[int, str]) -> str
         return ends[_memory(result)]
     if call.backward and result.numel() == _columns(call):
         return "bias"
-    # What makes a matrix of codes again (`saved="codes"`): read from codes, or in float32 on the way.
-    if call.backward and call.name in ("_to_copy", "mul"):
+    # What makes a matrix of codes again (`saved="codes"`), by an operator of ours or step by step.
+    if call.backward and (call.name in ("_to_copy", "mul") or call.name.startswith("dequantize")):
         return "dequantize"
     return call.name
 
