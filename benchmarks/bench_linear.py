@@ -1,115 +1,47 @@
-"""Linear layers in eight bits on a GPU: checked against float64, then timed beside `nn.Linear`, in one run.
+"""The operations of linear layers on a GPU: results against float64, quantizers in GB/s, multiplies in TOP/s.
 
-Layers: forward and backward of `nn.Linear` and of each plan, bf16, with bias and all gradients, launched one by one
-as in a training step. Operations: quantizers in GB/s beside a copy, multiplies in TOP/s for every way. With
-`multiplies` among the sections, or `--tune`, that comes first, the fastest ways are kept in the user's cache, and
-the layers take them; without, they take what is there already or the defaults.
+Layers as a whole are timed by `narrowgauge bench linear`; this is for who works on their kernels. `check` sets
+every plan against an oracle. `quantizers` come beside a copy. `multiplies` times every way of every multiply that
+SWITCHBACK and TENSORWISE_FP8 have at the shapes of `bench linear`, and keeps the fastest in the user's cache.
 
-    python benchmarks/bench_linear.py [--tune] [--sections check layers quantizers multiplies] [--json FILE]
+    python benchmarks/bench_linear.py [--sections check quantizers multiplies] [--shapes 8192x8192x8192] [--json F]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from narrowgauge.cli._bench._files import write
+from narrowgauge.cli._bench_linear._layers import default_plans, plan_layer
+from narrowgauge.cli._bench_linear._passes import take_turns
+from narrowgauge.cli._bench_linear._sizes import Shape, sizes
+from narrowgauge.cli._environment import describe_environment
 from narrowgauge.kernels._linear import _choose, _rows, _tiles, _ways
-from narrowgauge.linear import (
-    HIGH_PRECISION,
-    LLM_INT8,
-    SWITCHBACK,
-    SWITCHBACK_M,
-    SWITCHBACK_Q,
-    TENSORWISE_FP8,
-    LinearPlan,
-    LowPrecisionLinear,
-    linear,
-    quantize,
-)
+from narrowgauge.linear import LinearPlan, linear, quantize
 
-# Tokens, input features, output features, and the speed-ups to reach: SWITCHBACK's, TENSORWISE_FP8's.
-SHAPES: dict[tuple[int, int, int], tuple[float, float]] = {
-    (32768, 1280, 5120): (1.30, 1.50),
-    (65536, 1280, 5120): (1.32, 1.50),
-    (32768, 1280, 1280): (1.12, 1.20),
-    (16384, 2048, 8192): (1.33, 1.55),
-    (16384, 4096, 16384): (1.40, 1.75),
-    (8192, 8192, 8192): (1.38, 1.75),
-}
-PLANS: dict[str, LinearPlan] = {
-    "SWITCHBACK int8": SWITCHBACK,
-    "SWITCHBACK e4m3": SWITCHBACK.with_format("e4m3"),
-    "SWITCHBACK_M int8": SWITCHBACK_M,
-    "SWITCHBACK_M e4m3": SWITCHBACK_M.with_format("e4m3"),
-    "SWITCHBACK_Q int8": SWITCHBACK_Q,
-    "SWITCHBACK_Q e4m3": SWITCHBACK_Q.with_format("e4m3"),
-    "LLM_INT8 int8": LLM_INT8,
-    "TENSORWISE_FP8 e4m3": TENSORWISE_FP8,
-    "TENSORWISE_FP8 e4m3/e5m2": TENSORWISE_FP8.with_format("e4m3", gradient="e5m2"),
-    "HIGH_PRECISION": HIGH_PRECISION,
-}
 CHECKED = (
     ((512, 256, 384), torch.bfloat16),
     ((333, 200, 119), torch.float16),
     ((70, 48, 33), torch.float32),
 )
-SECTIONS = ("check", "layers", "quantizers", "multiplies")
+SECTIONS = ("check", "quantizers", "multiplies")
+_SECONDS = 0.06
 
 
-def environment() -> dict[str, str]:
-    """Versions, and the device."""
-    found = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
-    for name in ("triton", "narrowgauge"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
-
-
-def milliseconds(run: Callable[[], Any], seconds: float = 0.06, rounds: int = 5) -> float:
-    """Of one run: the median of rounds of runs in a row, after two that warm up."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+def milliseconds(run: Callable[[], Any]) -> float:
+    """Of one run."""
     run()
-    run()
-    torch.cuda.synchronize()
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    runs = max(3, min(200, int(1000 * seconds / rounds / max(start.elapsed_time(end), 0.01))))
-    times = []
-    for _ in range(rounds):
-        start.record()
-        for _ in range(runs):
-            run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / runs)
-    return statistics.median(times)
-
-
-def host_microseconds(run: Callable[[], Any], runs: int = 20) -> float:
-    """What the host needs to launch one run."""
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(runs):
-        run()
-    spent = time.perf_counter() - began
-    torch.cuda.synchronize()
-    return 1e6 * spent / runs
+    return take_turns({"": run}, torch.device("cuda"), _SECONDS).ms("")
 
 
 def attempt(name: str, run: Callable[[], dict[str, Any]], into: dict[str, Any]) -> None:
@@ -143,7 +75,7 @@ def check_plan(plan: LinearPlan, shape: tuple[int, int, int], dtype: torch.dtype
         ("grad_weight", (g, x), (True, False)),
     ):  # fmt: skip
         operands = plan.operands(name)  # type: ignore[arg-type]
-        sides, sizes = [], []
+        sides, magnitudes = [], []
         for matrix, operand, turn in zip((left, right), operands or (None, None), transposes, strict=True):
             if operand is None:
                 value = matrix.double()
@@ -154,8 +86,8 @@ def check_plan(plan: LinearPlan, shape: tuple[int, int, int], dtype: torch.dtype
                 codes, scale = quantize(matrix, operand.scaling, operand.format)
                 value = codes.double() * scale.double()
             sides.append(value.t() if turn else value)
-            sizes.append(sides[-1].abs())
-        value, size = sides[0] @ sides[1], sizes[0] @ sizes[1]
+            magnitudes.append(sides[-1].abs())
+        value, size = sides[0] @ sides[1], magnitudes[0] @ magnitudes[1]
         if name == "output":
             value, size = value + bias.double(), size + bias.double().abs()
         wanted.append((value, size, operands is not None and "int8" in plan.formats))
@@ -174,68 +106,16 @@ def check_plan(plan: LinearPlan, shape: tuple[int, int, int], dtype: torch.dtype
 
 def check(results: dict[str, Any]) -> None:
     """Every plan at a shape that divides into tiles and one that does not."""
-    for name, plan in PLANS.items():
+    for layer in (*default_plans(), plan_layer("TENSORWISE_FP8:e4m3/e5m2")):
         for shape, dtype in CHECKED:
-            attempt(f"{name} {shape} {dtype}", partial(check_plan, plan, shape, dtype), results)
+            attempt(f"{layer.name} {shape} {dtype}", partial(check_plan, layer.plan, shape, dtype), results)
     bad = {name: found for name, found in results.items() if not found.get("right")}
     print(f"check: {len(results) - len(bad)} of {len(results)} right", flush=True)
     for name, found in bad.items():
         print("  WRONG", name, found, flush=True)
 
 
-def pass_of(layer: nn.Module, x: Tensor, g: Tensor) -> Callable[[], None]:
-    """Forward and backward with all gradients, as in a step."""
-
-    def run() -> None:
-        x.grad = None
-        for parameter in layer.parameters():
-            parameter.grad = None
-        layer(x).backward(g)
-
-    return run
-
-
-def layers(results: dict[str, Any], shapes: list[tuple[int, int, int]], plans: list[str]) -> None:
-    """Forward and backward of `nn.Linear` and of every plan."""
-    for b, n, m in shapes:
-        key = f"{b}, {n}, {m}"
-        rows = results.setdefault(key, {})
-        x = torch.randn(b, n, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        g = torch.randn(b, m, device="cuda", dtype=torch.bfloat16)
-        plain = nn.Linear(n, m, device="cuda", dtype=torch.bfloat16)
-        attempt("nn.Linear", partial(_plain_layer, plain, x, g), rows)
-        parts = [f"nn.Linear {rows['nn.Linear'].get('ms', float('nan')):.3f} ms"]
-        for name in plans:
-            attempt(name, partial(_planned_layer, plain, PLANS[name], x, g), rows)
-            if "ms" in rows[name]:
-                row = rows[name]
-                parts.append(f"{name} {row['speedup']:.2f}x ({row['ms']:.3f}, host {row['host_us']:.0f} us)")
-        print(f"{key} to reach {SHAPES[b, n, m]}: {'; '.join(parts)}", flush=True)
-        del x, g, plain
-        torch.cuda.empty_cache()
-
-
-def _plain_layer(layer: nn.Linear, x: Tensor, g: Tensor) -> dict[str, Any]:
-    return {"ms": milliseconds(pass_of(layer, x, g))}
-
-
-def _planned_layer(plain: nn.Linear, plan: LinearPlan, x: Tensor, g: Tensor) -> dict[str, Any]:
-    layer = LowPrecisionLinear.from_linear(plain, plan)
-    run = pass_of(layer, x, g)
-    began = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    first = time.perf_counter() - began
-    # Its neighbour in time, so that a GPU that slows down slows both.
-    beside = milliseconds(pass_of(plain, x, g))
-    ms = milliseconds(run)
-    return {
-        "ms": ms, "beside_ms": beside, "speedup": beside / ms, "first_step_seconds": first,
-        "host_us": host_microseconds(run), "path": layer.path,
-    }  # fmt: skip
-
-
-def quantizers(results: dict[str, Any], shapes: list[tuple[int, int, int]]) -> None:
+def quantizers(results: dict[str, Any], shapes: Sequence[Shape]) -> None:
     """Each quantizer alone, in GB/s of what it must read and write once."""
     sides = sorted({side for b, n, m in shapes for side in ((b, n), (b, m), (m, n))}, reverse=True)
     for rows, columns in sides:
@@ -272,7 +152,7 @@ def _speed(run: Callable[[], Any], size: int) -> dict[str, Any]:
     return {"us": 1000 * ms, "gb_s": size / ms / 1e6}
 
 
-def multiplies(results: dict[str, Any], shapes: list[tuple[int, int, int]], budget: float) -> None:
+def multiplies(results: dict[str, Any], shapes: Sequence[Shape], budget: float) -> None:
     """Every way of every multiply that SWITCHBACK and TENSORWISE_FP8 have; the fastest are kept."""
     began = time.perf_counter()
     for b, n, m in shapes:
@@ -313,41 +193,29 @@ def _ways_of(rows: int, inner: int, columns: int, biased: bool, form: str, scali
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sections", nargs="*", choices=SECTIONS, default=["check", "layers", "quantizers"])
-    parser.add_argument(
-        "--tune", action="store_true", help="time every way first and keep the fastest: 'multiplies'"
-    )
-    parser.add_argument(
-        "--plans",
-        nargs="*",
-        choices=list(PLANS),
-        default=["SWITCHBACK int8", "SWITCHBACK e4m3", "TENSORWISE_FP8 e4m3"],
-    )
-    parser.add_argument("--all-plans", action="store_true")
-    parser.add_argument("--shapes", nargs="*", type=int, help="which of the shapes, counted from 0")
+    parser.add_argument("--sections", nargs="*", choices=SECTIONS, default=["check", "quantizers"])
+    parser.add_argument("--shapes", help="comma-separated, as `narrowgauge bench linear` takes them")
     parser.add_argument("--budget", type=float, default=120, help="seconds for timing ways")
     parser.add_argument("--json", type=Path, help="a file for the results")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench_linear: no CUDA device")
-    shapes = [shape for i, shape in enumerate(SHAPES) if args.shapes is None or i in args.shapes]
-    sections = [name for name in SECTIONS if name in args.sections]
-    if args.tune or "multiplies" in sections:
-        # First: the layers then go the fastest ways.
-        sections = ["multiplies", *(name for name in sections if name != "multiplies")]
+    device = torch.device("cuda")
+    try:
+        shapes = sizes(device, args.shapes, quick=False).shapes
+    except ValueError as error:
+        parser.error(str(error))
     results: dict[str, Any] = {
-        "environment": environment(),
+        "environment": describe_environment(device),
         "command": " ".join(["python", "benchmarks/bench_linear.py", *sys.argv[1:]]),
     }
     print(results["environment"], flush=True)
-    for name in sections:
+    for name in args.sections:
         began = time.perf_counter()
         found = results.setdefault(name, {})
         match name:
             case "check":
                 check(found)
-            case "layers":
-                layers(found, shapes, list(PLANS) if args.all_plans else args.plans)
             case "quantizers":
                 quantizers(found, shapes)
             case "multiplies":
@@ -355,7 +223,7 @@ def main() -> None:
         print(f"[{name}: {time.perf_counter() - began:.0f} s]", flush=True)
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(results, indent=1) + "\n")
+            write(args.json, results)
 
 
 if __name__ == "__main__":

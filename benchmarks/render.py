@@ -1,10 +1,10 @@
-"""Draw tables and pictures from the committed results of `narrowgauge compare` and `narrowgauge bench optimizers`.
+"""Draw tables and pictures from the committed results of `narrowgauge compare` and of `narrowgauge bench`.
 
-    python benchmarks/render.py            # rewrites README.md, docs/speed.md and docs/*.png
+    python benchmarks/render.py            # rewrites README.md, docs/speed.md, docs/which_linear.md and docs/*.png
     python benchmarks/render.py --check    # only says whether the pages are what the results say
 
 What is drawn stands between markers. In README.md each names its results file, `<!-- table:
-benchmarks/results/NAME.json -->`; for docs/speed.md see `_steps.py`.
+benchmarks/results/NAME.json -->`; for docs/speed.md see `_steps.py`, for docs/which_linear.md `_layers.py`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from __future__ import annotations
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import _layers
+import _layers_pictures
 import _steps
 import _steps_picture
 
@@ -71,18 +74,29 @@ def rendered(text: str) -> str:
 
 
 def main() -> int:
-    readme, page = ROOT / "README.md", DOCS / "speed.md"
-    steps = _steps.found(ROOT / "benchmarks" / "results")
-    was = {readme: readme.read_text(), page: page.read_text()}
-    now = {readme: rendered(was[readme]), page: _steps.rendered(was[page], steps)}
+    readme, steps_page, layers_page = ROOT / "README.md", DOCS / "speed.md", DOCS / "which_linear.md"
+    steps, layers = _steps.found(ROOT / "benchmarks" / "results"), _layers.found(ROOT / "benchmarks" / "results")
+    was = {path: path.read_text() for path in (readme, steps_page, layers_page)}
+    now = {
+        readme: rendered(was[readme]),
+        steps_page: _steps.rendered(was[steps_page], steps),
+        layers_page: _layers.rendered(was[layers_page], layers),
+    }
+    pictures = {DOCS / name: partial(_steps_picture.draw, results) for name, results in steps.items()}
+    for device, results in layers.items():
+        speed, operations = _layers.pictures(device)
+        if "shapes" in results:
+            pictures[DOCS / speed] = partial(_layers_pictures.draw_speed, results)
+        if "operations" in results:
+            pictures[DOCS / operations] = partial(_layers_pictures.draw_operations, results)
     if "--check" in sys.argv:
-        return 0 if now == was and all((DOCS / picture).is_file() for picture in steps) else 1
+        return 0 if now == was and all(path.is_file() for path in pictures) else 1
     for path, text in now.items():
         path.write_text(text)
     for _, name, _ in MARKED.findall(was[readme]):
         save_picture(json.loads((ROOT / name).read_text()), DOCS / Path(name).with_suffix(".png").name)
-    for picture, results in steps.items():
-        _steps_picture.draw(results, DOCS / picture)
+    for path, draw in pictures.items():
+        draw(path)
     return 0
 
 

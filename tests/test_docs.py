@@ -16,6 +16,7 @@ import narrowgauge.formats._codebooks as registry
 from narrowgauge import formats, optim, recipes, storage
 from narrowgauge.cli import main
 from narrowgauge.cli._app import app
+from narrowgauge.cli._bench_linear import SECTIONS
 from narrowgauge.recipes import Recipe
 from narrowgauge.trainers import presets
 
@@ -24,9 +25,12 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-def rows(page: str) -> list[list[str]]:
-    """Cells of all table rows of a page."""
-    lines = (ROOT / "docs" / page).read_text().splitlines()
+def rows(page: str, section: str | None = None) -> list[list[str]]:
+    """Cells of all table rows of a page, or of its part under a heading of the second level."""
+    text = (ROOT / "docs" / page).read_text()
+    if section is not None:
+        (text,) = re.findall(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    lines = text.splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
 
 
@@ -141,20 +145,39 @@ def test_the_options_of_formats_are_listed() -> None:
     assert {option for options in told for option in options} == known
 
 
-def test_the_options_of_the_benchmark_are_listed() -> None:
+BENCHES = {"optimizers": "An optimizer's step", "linear": "Timing linear layers"}
+
+
+@pytest.mark.parametrize("command", BENCHES)
+def test_the_options_of_the_benchmarks_are_listed(command: str) -> None:
     bench = typer.main.get_command(app).commands["bench"]  # type: ignore[attr-defined]
-    known = {p.opts[0] for p in bench.commands["optimizers"].params if p.name != "help"}
-    told = {option for cells in rows("bench.md") for option in re.findall(r"`(--[\w-]+)", cells[0])}
-    assert told == known
+    assert bench.commands.keys() == BENCHES.keys()
+    known = {p.opts[0]: p.default for p in bench.commands[command].params if p.name != "help"}
+    told = {cells[0]: cells[1] for cells in rows("bench.md", BENCHES[command]) if "`--" in cells[0]}
+    assert [name.strip("`") for name in told] == list(known)
+    for name, default in known.items():
+        if default not in (None, False):
+            assert told[f"`{name}`"].strip("`") == str(default), name
 
 
 def test_the_keys_of_the_benchmarks_results_are_listed() -> None:
     results = json.loads((ROOT / "benchmarks" / "results" / "optimizers_cpu.json").read_text())
     known = {key for row in results["lists"]["matrix"]["rows"].values() for key in row}
-    table = [cells for cells in rows("bench.md") if len(cells) == 2]
+    table = [cells for cells in rows("bench.md", BENCHES["optimizers"]) if len(cells) == 2]
     told = [key for cells in table for key in re.findall(r"`(\w+)`", cells[0])]
     assert len(told) == len(set(told))
     assert set(told) == known | {"host_ms", "peak_extra_bytes", "failed"}
+
+
+def test_the_keys_and_sections_of_layers_results_are_listed() -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "linear_cpu.json").read_text())
+    table = [cells for cells in rows("bench.md", BENCHES["linear"]) if len(cells) == 2]
+    told = [key for cells in table for key in re.findall(r"`(\w+)`", cells[0])]
+    known = {
+        key for name in SECTIONS for of in results[name].values() for row in of.values() for key in row
+    }  # fmt: skip
+    on_gpu = {"host_ms", "graph_ms", "graph_speedup"}
+    assert set(told) == known | {*SECTIONS} | on_gpu | {"failed"}
 
 
 def test_the_readmes_times_are_those_of_the_committed_results() -> None:

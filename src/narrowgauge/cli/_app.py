@@ -166,3 +166,37 @@ def _optimizers(
     from narrowgauge.cli._bench import BenchOptions, bench_optimizers
 
     return bench_optimizers(BenchOptions(**options), shlex.join(["narrowgauge", *context.obj]))
+
+
+@_bench.command(name="linear")
+def _linear(
+    context: typer.Context,
+    shapes: Annotated[
+        str | None,
+        _option(
+            "Comma-separated: tokens, input and output features, such as 32768x1280x5120.",
+            show_default="six on a GPU, three small ones on a CPU",
+        ),
+    ] = None,
+    plans: Annotated[
+        str | None,
+        _option("Comma-separated: SWITCHBACK:int8, TENSORWISE_FP8:e4m3/e5m2, ...", show_default="all there are"),
+    ] = None,
+    sections: Annotated[
+        str | None,
+        _option("Comma-separated: shapes, memory, noise, operations, grid.", show_default="all"),
+    ] = None,
+    dtype: Annotated[str, _option("Of the layer: bf16, fp16 or fp32.")] = "bf16",
+    peers: Annotated[bool, _option("torchao's layers too, where installed, at --shapes.", "--peers")] = False,
+    quick: Annotated[bool, _option("Fewer dims and tokens.", "--quick")] = False,
+    tune: Annotated[bool, _option("Time all ways to multiply first, and keep the fastest.", "--tune")] = False,
+    device: Annotated[str, _option("'cpu', 'cuda', 'cuda:1', or 'auto': a GPU if there is one.")] = "auto",
+    seconds: Annotated[float, _option("How long to time each row.")] = 0.2,
+    json: Annotated[Path | None, _option("Results file.")] = None,
+    resume: Annotated[bool, _option("Keep what the results file has, and measure the rest.", "--resume")] = False,
+) -> int:
+    """What a linear layer costs by each plan: speed, memory, noise, and where the time goes."""
+    options = {name: value for name, value in locals().items() if name != "context"}
+    from narrowgauge.cli._bench_linear import LinearOptions, bench_linear
+
+    return bench_linear(LinearOptions(**options), shlex.join(["narrowgauge", *context.obj]))

@@ -7,14 +7,13 @@ copies. Times are medians; the first step is apart, since some compile for minut
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from narrowgauge.cli._bench._files import parts, write
 from narrowgauge.cli._bench._lists import ParameterList, default_lists, parameter_list
 from narrowgauge.cli._bench._measure import measure
 from narrowgauge.cli._bench._report import Table
@@ -52,7 +51,7 @@ def bench_optimizers(options: BenchOptions, command: str) -> int:
         raise ValueError(f"--seconds: got {options.seconds}, takes a number above 0")
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        _write(options.json, {})  # before an hour of measuring, not after it
+        write(options.json, {})  # before an hour of measuring, not after it
     speed = copy_speed(device)
     results: dict[str, Any] = {
         "command": command,
@@ -73,14 +72,14 @@ def bench_optimizers(options: BenchOptions, command: str) -> int:
                 found["rows"][row.name] = {"what": row.what, "of": row.family, "group": row.group, **figures}
                 table.add(row, figures)
                 if options.json is not None:
-                    _write(options.json, results)
+                    write(options.json, results)
     return int(failed)
 
 
 def _chosen_lists(names: str | None, device: torch.device) -> list[ParameterList]:
     if names is None:
         return default_lists(device)
-    return [parameter_list(name) for name in _parts(names) or [names]]
+    return [parameter_list(name) for name in parts(names) or [names]]
 
 
 def _known_rows(peers: bool, device: torch.device) -> tuple[list[Row], list[str]]:
@@ -94,7 +93,7 @@ def _known_rows(peers: bool, device: torch.device) -> tuple[list[Row], list[str]
 
 
 def _chosen_rows(only: str, known: list[Row], missing: list[str], device: torch.device) -> list[Row]:
-    wanted = _parts(only.lower())
+    wanted = parts(only.lower())
     chosen = [row for row in known if any(part in row.name.lower() for part in wanted)]
     if chosen:
         return chosen
@@ -103,14 +102,3 @@ def _chosen_rows(only: str, known: list[Row], missing: list[str], device: torch.
             why = f"{row.family} is not installed" if row.family in missing else "which takes --peers"
             raise ValueError(f"--only: got {only!r}, {why}")
     raise ValueError(f"--only: got {only!r}, takes parts of {'; '.join(row.name for row in known)}")
-
-
-def _parts(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _write(path: Path, results: dict[str, Any]) -> None:
-    """Written aside, then renamed: who is ended in the middle leaves the last whole file."""
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_text(json.dumps(results, indent=1) + "\n")
-    os.replace(aside, path)

@@ -50,7 +50,7 @@ def copy_speed(device: torch.device) -> float:
 
     copy()
     if device.type == "cuda":
-        fastest = min(_run(copy, _RUN_LEAST, device)[0] for _ in range(_LEAST))
+        fastest = min(timed_run(copy, _RUN_LEAST, device)[0] for _ in range(_LEAST))
     else:
         fastest = min(timed(copy, device) for _ in range(_LEAST))
     return 2 * source.nbytes / fastest
@@ -74,17 +74,17 @@ def time_steps(step: Callable[[], Any], device: torch.device, seconds: float) ->
 
 
 def _time_runs(step: Callable[[], Any], device: torch.device, seconds: float) -> Times:
-    about, _ = _run(step, _RUN_LEAST, device)
+    about, _ = timed_run(step, _RUN_LEAST, device)
     count = min(max(math.ceil(_RUN_SECONDS / max(about, 1e-9)), _RUN_LEAST), _RUN_MOST)
     runs: list[tuple[float, float]] = []
     end = time.perf_counter() + seconds
     while len(runs) < _LEAST or time.perf_counter() < end:
-        runs.append(_run(step, count, device))
+        runs.append(timed_run(step, count, device))
     of_device, of_host = zip(*runs, strict=True)
     return Times(statistics.median(of_device), count * len(runs), statistics.median(of_host))
 
 
-def _run(step: Callable[[], Any], count: int, device: torch.device) -> tuple[float, float]:
+def timed_run(step: Callable[[], Any], count: int, device: torch.device) -> tuple[float, float]:
     """Seconds a step on the device, of `count` in a row, and the host's seconds for the one before them."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     stream = torch.cuda.current_stream(device)

@@ -1,0 +1,272 @@
+"""Times of linear layers as a page: a section from each results file of `narrowgauge bench linear`.
+
+Results are the files `linear_DEVICE.json` that there are, and beside them `clip_DEVICE.json` of `bench_clip.py`;
+their sections stand between `<!-- linear -->` and `<!-- end -->`. What a section answers follows from its numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from _steps import short
+
+Results = Mapping[str, Any]
+Rows = Mapping[str, Mapping[str, Any]]
+BASELINE = "nn.Linear"
+BLOCK = "a block, q, k, v as one layer"
+_MARKED = re.compile(r"(<!-- linear -->\n).*?(<!-- end -->)", re.DOTALL)
+_HOST_BOUND = 1.05  # launched one by one, a layer takes so many times its device's work
+
+
+def found(folder: Path) -> dict[str, Results]:
+    """The results in a folder by the device's short name, GPUs first; steps of CLIP under `clip`."""
+    files = sorted(folder.glob("linear_*.json"), key=lambda path: (path.stem.endswith("cpu"), path.stem))
+    results = {}
+    for path in files:
+        device = path.stem.removeprefix("linear_")
+        results[device] = json.loads(path.read_text())
+        if (clip := folder / f"clip_{device}.json").is_file():
+            results[device]["clip"] = json.loads(clip.read_text())
+    return results
+
+
+def rendered(text: str, results: Mapping[str, Results]) -> str:
+    """A page with its sections drawn anew."""
+    sections = "\n".join(section(of, device) for device, of in results.items())
+    return _MARKED.sub(lambda match: f"{match[1]}\n{sections}\n{match[2]}", text)
+
+
+def pictures(device: str) -> tuple[str, str]:
+    """Names of a device's pictures: speed, and operations."""
+    return f"linear_{device}.png", f"linear_operations_{device}.png"
+
+
+def section(results: Results, device: str) -> str:
+    """What was measured on a device, from the answers down to the tables."""
+    name, (speed, operations) = results["environment"]["device"], pictures(device)
+    parts = [f"## {name}", origin(results), answers(results)]
+    if "shapes" in results:
+        parts += [
+            "### Forward and backward",
+            f"![Speed-ups over nn.Linear on {name}, by shape, and by dim and tokens]({speed})",
+            speed_table(results["shapes"], results["layers"]),
+            _explained(results["shapes"]),
+        ]
+    if "operations" in results:
+        parts += [
+            "### Where the time goes",
+            f"![Time of each operation of a layer on {name}, and the share of quantization]({operations})",
+            "Quantizing and dequantizing, as a share of a layer's operations:",
+            by_dim(results["operations"], lambda row: f"{100 * row['quantize_share']:.0f} %"),
+        ]
+    if "grid" in results:
+        parts += [
+            "### By dim and tokens",
+            "Times as fast as `nn.Linear`, a layer from dim to 4 dim and one back:",
+            by_dim(results["grid"], lambda row: f"{row['speedup']:.2f}"),
+        ]
+    if "memory" in results:
+        parts += ["### What is held between forward and backward", memory_table(results["memory"])]
+    if "noise" in results:
+        parts += ["### Noise", noise_table(results["noise"])]
+    if "clip" in results:
+        parts += ["### A training step of CLIP", clip_table(results["clip"])]
+    if failed := failures(results):
+        parts += ["Not measured:", "\n".join(f"- {line}" for line in failed)]
+    return "\n\n".join(parts) + "\n"
+
+
+def origin(results: Results) -> str:
+    """The commands and the versions."""
+    packages = [
+        f"{name} {version}"
+        for name, version in results["environment"].items()
+        if name not in ("device", "platform", "transformers", "python")
+    ]
+    return f"{commands(results)}: {results['dtype']}, {', '.join(packages)}."
+
+
+def commands(results: Results) -> str:
+    """What made them: a command, and those that went on with its file."""
+    return " and ".join(f"`{command}`" for command in (results["command"], *results.get("resumed", ())))
+
+
+def answers(results: Results) -> str:
+    """Which plan to take for what, from these numbers alone."""
+    about = results["layers"]
+    ours = [name for name, of in about.items() if of["of"] == "narrowgauge" and of["eight_bits"]]
+    lines = ["| what counts | take | what it gives here |", "| --- | --- | --- |"]
+
+    def answer(question: str, names: list[str], figure: Callable[[str], float | None], tell: Callable) -> None:
+        known = {name: value for name in names if (value := figure(name)) is not None}
+        if known:
+            best = max(known, key=known.__getitem__)
+            lines.append(f"| {question} | **{best}** | {tell(best)} |")
+
+    def speed(name: str) -> float | None:
+        values = speedups(results, name)
+        return statistics.median(values) if values else None
+
+    def tell_speed(name: str) -> str:
+        values = speedups(results, name)
+        told = f"{min(values):.2f} to {max(values):.2f} times as fast as `nn.Linear`"
+        return told if max(values) >= 1 else f"{told}: stay with that where time is all that counts"
+
+    def held(name: str) -> float | None:
+        return results.get("memory", {}).get(BLOCK, {}).get(name, {}).get("saving")
+
+    def worst(kind: str) -> Callable[[str], float | None]:
+        def decibels(name: str) -> float | None:
+            row = results.get("noise", {}).get(kind, {}).get(name, {})
+            return None if not row or "failed" in row else min(row.values())
+
+        return decibels
+
+    spared = [name for name in ours if about[name]["eight_bits"] == 2]
+    answer("speed, weight gradient not in eight bits", spared, speed, tell_speed)
+    answer("speed, all in eight bits", [n for n in ours if n not in spared], speed, tell_speed)
+    answer(
+        "memory, weight gradient not in eight bits", spared, held,
+        lambda name: f"{100 * held(name):.0f} % less held for tokens by {BLOCK}",
+    )  # fmt: skip
+    for kind in ("normal", "outliers"):
+        answer(
+            f"least noise, {kind}", ours, worst(kind), lambda name, k=kind: f"{worst(k)(name):.1f} dB at its worst"
+        )
+    return "\n".join(lines)
+
+
+def speedups(results: Results, name: str) -> list[float]:
+    """A layer's speed-ups at all shapes, of the device's work where that is known apart from the host's."""
+    rows = [rows.get(name, {}) for rows in results.get("shapes", {}).values()]
+    return [row.get("graph_speedup", row["speedup"]) for row in rows if "speedup" in row]
+
+
+def speed_table(shapes: Mapping[str, Rows], about: Mapping[str, Any]) -> str:
+    """Layers and shapes: milliseconds of `nn.Linear`, times as fast of the others."""
+    lines = [
+        f"| layer | {' | '.join(name.replace('x', ' × ') for name in shapes)} | host ms |",
+        f"| --- |{' ---: |' * (len(shapes) + 1)}",
+    ]
+    for name in dict.fromkeys(name for rows in shapes.values() for name in rows):
+        of = about[name]
+        shown = f"**{name}**" if of["of"] == "narrowgauge" else name
+        rows = [rows.get(name, {}) for rows in shapes.values()]
+        host = [row["host_ms"] for row in rows if "host_ms" in row]
+        cells = [_speed_cell(row, name == BASELINE) for row in rows]
+        host_cell = short(statistics.median(host)) if host else "–"
+        lines.append(f"| {shown}<br>{of['what']} | {' | '.join(cells)} | {host_cell} |")
+    return "\n".join(lines)
+
+
+def _speed_cell(row: Mapping[str, Any], baseline: bool) -> str:
+    if "ms" not in row:
+        return "–"
+    if baseline:
+        return f"{short(row['ms'])} ms"
+    if "graph_ms" in row and row["ms"] > _HOST_BOUND * row["graph_ms"]:
+        return f"{row['speedup']:.2f} (*{row['graph_speedup']:.2f}*)"
+    return f"{row['speedup']:.2f}"
+
+
+def _explained(shapes: Mapping[str, Rows]) -> str:
+    told = "Tokens × input × output features: milliseconds of `nn.Linear`, and how many times as fast others are."
+    if any("graph_ms" in row for rows in shapes.values() for row in rows.values()):
+        told += (
+            " In brackets, where the host does not keep up with the device: the device's work alone, replayed from "
+            "a CUDA graph. Host ms is how long it is busy with a layer's forward and backward."
+        )
+    return told
+
+
+def cells_of(name: str) -> tuple[int, int]:
+    """Tokens and dim of a cell: "32768x1280"."""
+    tokens, dim = name.split("x")
+    return int(tokens), int(dim)
+
+
+def by_dim(cells: Mapping[str, Rows], show: Callable[[Mapping[str, Any]], str]) -> str:
+    """A number of each layer by dim, a row for each number of tokens."""
+    sides = [cells_of(name) for name in cells]
+    dims, tokens = sorted({dim for _, dim in sides}), sorted({count for count, _ in sides})
+    lines = [f"| layer | tokens | {' | '.join(map(str, dims))} |", f"| --- | ---: |{' ---: |' * len(dims)}"]
+    for name in dict.fromkeys(name for rows in cells.values() for name in rows):
+        if name == BASELINE:
+            continue
+        for count in tokens:
+            rows = [cells.get(f"{count}x{dim}", {}).get(name, {}) for dim in dims]
+            shown = [show(row) if row and "failed" not in row else "–" for row in rows]
+            lines.append(f"| {name} | {count:,} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def memory_table(models: Mapping[str, Rows]) -> str:
+    """Bytes of a token and feature, and the saving, by part of a model."""
+    lines = [
+        f"| layer | {' | '.join(models)} | B of a weight |",
+        f"| --- |{' ---: |' * (len(models) + 1)}",
+    ]
+    for name in next(iter(models.values())):
+        rows = [rows[name] for rows in models.values() if "failed" not in rows[name]]
+        if len(rows) < len(models):
+            continue
+        cells = [f"{row['bytes_per_token_feature']:.2f} B{_less(row['saving'])}" for row in rows]
+        lines.append(f"| {name} | {' | '.join(cells)} | {rows[-1]['bytes_per_weight']:.2f} |")
+    return "\n".join(lines)
+
+
+def _less(saving: float) -> str:
+    percent = round(100 * saving)
+    return f", {abs(percent)} % {'less' if percent > 0 else 'more'}" if percent else ""
+
+
+def noise_table(kinds: Mapping[str, Rows]) -> str:
+    """Decibels of each result by kind of input."""
+    results = ("output", "grad_input", "grad_weight")
+    heads = [f"{kind}: {name}" for kind in kinds for name in results]
+    lines = [f"| layer, dB | {' | '.join(heads)} |", f"| --- |{' ---: |' * len(heads)}"]
+    for name in next(iter(kinds.values())):
+        rows = [rows[name] for rows in kinds.values()]
+        if not any("failed" in row for row in rows):
+            cells = [f"{row[result]:.1f}" for row in rows for result in results]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def clip_table(clip: Results) -> str:
+    """Steps of CLIP with each kind of linear layers, by model."""
+    lines = [
+        "| model | linear layers | ms a step | times as fast | ceiling | peak GB | warm-up |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for model, of in clip["models"].items():
+        for name, row in of["rows"].items():
+            if "failed" in row:
+                continue
+            peak = f"{row['peak_bytes'] / 1e9:.1f}" if row.get("peak_bytes") else "–"
+            lines.append(
+                f"| {model} | {name} | {short(row['ms'])} | {row['speedup']:.2f} | {row['ceiling']:.2f} | {peak} | "
+                f"{row['warm_up_seconds']:.0f} s |"
+            )
+    shares = (f"{model} {100 * of['linear_share']:.0f} %" for model, of in clip["models"].items())
+    return "\n".join(lines) + (
+        f"\n\n{commands(clip)}. Matrix multiplies of the linear layers take {', '.join(shares)} of the step "
+        "with `nn.Linear`; the ceiling is what a step would reach if those in eight bits took half of their time "
+        "and quantization none."
+    )
+
+
+def failures(results: Results) -> list[str]:
+    """What there are no numbers of, in lines."""
+    return [
+        f"{section} {name}, {layer}: {row['failed']}"
+        for section in ("shapes", "memory", "noise", "operations", "grid")
+        for name, rows in results.get(section, {}).items()
+        for layer, row in rows.items()
+        if "failed" in row
+    ]

@@ -1,0 +1,284 @@
+"""A training step of CLIP with the linear layers of its blocks by a plan, beside `nn.Linear` (Wortsman et al. 2023,
+Figures 7, right, and 8).
+
+The models are transformers', with open_clip's sizes and random weights; images and tokens are random. Half of the
+patches are dropped, each block is checkpointed, parameters, activations and gradients are bf16. There is one model
+and one optimizer: the layers of its blocks are swapped in place, so that every side steps the same tensors, and the
+sides take turns, round by round. With `--compile` each block is compiled by itself: blocks of a tower share what
+was compiled for the first.
+
+    python benchmarks/bench_clip.py --compile [--models vit-h-14] [--plans SWITCHBACK:int8] [--peers] [--json FILE]
+    python benchmarks/bench_clip.py --check        # a tiny model, in seconds, on a CPU too
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from _clip_model import MODELS, clip_batch, clip_model, encoders
+from torch import nn
+
+from narrowgauge import optim
+from narrowgauge.cli._bench._files import parts, write
+from narrowgauge.cli._bench._times import timed
+from narrowgauge.cli._bench_linear._layers import Layer, baseline, peer_version, peers, plan_layer
+from narrowgauge.cli._bench_linear._resume import resumed
+from narrowgauge.cli._environment import describe_environment, find_device
+from narrowgauge.linear import swap_linears
+
+PLANS = "SWITCHBACK:int8,SWITCHBACK:e4m3,TENSORWISE_FP8:e4m3"
+_MULTIPLIES = {"aten::mm", "aten::addmm", "aten::mkldnn_linear", "aten::_addmm_activation"}
+_GRAPHS = 64  # compiled variants of a block that may live side by side: towers, sides, with and without gradients
+
+
+@contextmanager
+def swapped(model: nn.Module, layer: Layer) -> Iterator[int]:
+    """The linear layers of the blocks computed another way, in place; how many they are."""
+    if layer.plan is not None:
+        reports = [swap_linears(encoder, layer.plan) for encoder in encoders(model)]
+        try:
+            yield sum(len(report.swapped) for report in reports)
+        finally:
+            for report in reports:
+                report.undo()
+        return
+    changed: list[tuple[nn.Module, str, nn.Module]] = []
+    if layer.recipe is not None:
+        for encoder in encoders(model):
+            for parent in list(encoder.modules()):
+                changed += [(parent, name, own) for name, own in parent.named_children() if type(own) is nn.Linear]
+    try:
+        for parent, name, own in changed:
+            setattr(parent, name, layer.converted(own))
+        yield len(changed)
+    finally:
+        for parent, name, own in changed:
+            setattr(parent, name, own)
+
+
+def linear_share(step: Callable[[], Any], device: torch.device) -> float:
+    """Share of a step's device time in matrix multiplies of linear layers (on a CPU, of its operators' time)."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=kinds) as profiler:
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return share_of_multiplies(profiler.events(), device)
+
+
+def share_of_multiplies(events: Iterable[Any], device: torch.device) -> float:
+    """The same of a profile: on a GPU an operator's own time is that of the kernels which it launched itself."""
+    found = list(events)
+    multiplies = [event for event in found if event.name in _MULTIPLIES]
+    if device.type != "cuda":
+        return sum(e.self_cpu_time_total for e in multiplies) / sum(e.self_cpu_time_total for e in found)
+    # Annotations, of compiled regions and of the optimizer, stand beside the kernels in them.
+    kernels = [e for e in found if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation]
+    return sum(e.self_device_time_total for e in multiplies) / sum(e.self_device_time_total for e in kernels)
+
+
+def ceiling(layer: Layer, share: float, checkpointed: bool) -> float:
+    """How many times as fast a step can be if multiplies in eight bits take half of their time, and nothing else.
+
+    Of the three multiplies the output's is done twice under checkpointing.
+    """
+    plan = layer.plan
+    if plan is not None:
+        narrow = (plan.output is not None, plan.grad_input is not None, plan.grad_weight is not None)
+    else:
+        narrow = (layer.eight_bits > 0, layer.eight_bits > 0, layer.eight_bits > 2)
+    times = (2 if checkpointed else 1, 1, 1)
+    left = sum(count * (0.5 if eight else 1.0) for count, eight in zip(times, narrow, strict=True)) / sum(times)
+    return 1 / (1 - share + share * left)
+
+
+def bench(
+    model_name: str, layers: Sequence[Layer], args: argparse.Namespace, device: torch.device
+) -> dict[str, Any]:
+    """All sides of a model: settings, the share of linear layers, and a row a side."""
+    of = MODELS[model_name]
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = clip_model(of, args.patch_dropout, args.checkpointing).to(device, torch.bfloat16)
+    optimizer = _optimizer(args.optimizer, model, device)
+    batch = clip_batch(of, args.batch, device)
+    if args.compile:
+        torch._dynamo.config.recompile_limit = _GRAPHS
+        for encoder in encoders(model):
+            for block in encoder.layers:
+                block.compile(backend=args.compile, dynamic=False)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        model(**batch, return_loss=True).loss.backward()
+        optimizer.step()
+
+    found: dict[str, Any] = {"settings": of.settings(args.batch), "rows": {}}
+    rows, ready = found["rows"], []
+    for layer in layers:
+        try:
+            rows[layer.name] = _warmed(model, layer, step, device, args.warm_up)
+            ready.append(layer)
+        except Exception as error:  # whatever a peer raises is its result
+            rows[layer.name] = {
+                "failed": f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
+            }
+            gc.collect()
+    found["linear_share"] = linear_share(step, device)
+    before = _graphs()
+    times = _rounds(model, ready, step, device, args)
+    found["recompiled"] = _graphs() - before  # none, or a swap would be compiled again in each turn
+    for layer in ready:
+        own, over = times[layer.name], times[layers[0].name]
+        pairs = [other / mine for other, mine in zip(over, own, strict=True)]
+        rows[layer.name] |= {
+            "ms": 1e3 * statistics.median(own),
+            "steps": len(own),
+            "speedup": statistics.median(pairs),
+            "ceiling": ceiling(layer, found["linear_share"], args.checkpointing),
+        }
+    return found
+
+
+def _optimizer(name: str, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
+    if name == "ours":
+        return optim.AdamW(model.parameters(), lr=1e-4)
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def _warmed(
+    model: nn.Module, layer: Layer, step: Callable[[], None], device: torch.device, steps: int
+) -> dict[str, Any]:
+    """The first steps of a side: what compiling costs, and then the memory of one more."""
+    before = _graphs()
+    with swapped(model, layer) as count:
+        begun = time.perf_counter()
+        for _ in range(steps):
+            timed(step, device)
+        row = {"swapped": count, "warm_up_seconds": time.perf_counter() - begun}
+        row["compiled_graphs"] = _graphs() - before
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            timed(step, device)
+            row["peak_bytes"] = torch.cuda.max_memory_allocated(device)
+    return row
+
+
+def _graphs() -> int:
+    """How many graphs have been compiled so far."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def _rounds(
+    model: nn.Module,
+    layers: Sequence[Layer],
+    step: Callable[[], None],
+    device: torch.device,
+    args: argparse.Namespace,
+) -> dict[str, list[float]]:
+    """Seconds of each step, the sides in turns; of a turn the first step, after a swap, is not counted."""
+    times: dict[str, list[float]] = {layer.name: [] for layer in layers}
+    for _ in range(args.rounds):
+        for layer in layers:
+            with swapped(model, layer):
+                step()
+                times[layer.name] += [timed(step, device) for _ in range(args.steps)]
+    return times
+
+
+def arguments(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    shown = ", ".join(name for name in MODELS if name != "tiny")
+    parser.add_argument("--models", help=f"comma-separated: {shown} (all of them; without a GPU --check)")
+    parser.add_argument("--plans", default=PLANS, help="comma-separated, as `narrowgauge bench linear` takes them")
+    parser.add_argument("--peers", action="store_true", help="torchao's float8 layers too, where installed")
+    parser.add_argument(
+        "--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile every block (inductor)"
+    )
+    parser.add_argument("--batch", type=int, default=256, help="images and texts a step")
+    parser.add_argument("--patch-dropout", type=float, default=0.5, help="share of patches that are dropped")
+    parser.add_argument("--no-checkpointing", dest="checkpointing", action="store_false")
+    parser.add_argument("--optimizer", choices=("torch", "ours"), default="torch", help="of all sides")
+    parser.add_argument("--warm-up", type=int, default=3, help="steps of each side before any is counted")
+    parser.add_argument("--steps", type=int, default=3, help="steps of a side in a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="auto", help="'cpu', 'cuda', or 'auto': a GPU if there is one")
+    parser.add_argument("--json", type=Path, help="a file for the results, written after every model")
+    parser.add_argument("--resume", action="store_true", help="keep the models that the results file has")
+    parser.add_argument("--check", action="store_true", help="a tiny model and a few steps")
+    args = parser.parse_args(words)
+    try:
+        device, layers = find_device(args.device), [baseline(), *map(plan_layer, parts(args.plans))]
+    except ValueError as error:
+        parser.error(str(error))
+    if args.check or (args.models is None and device.type == "cpu"):
+        parser.set_defaults(models="tiny", batch=4, rounds=2, steps=1, warm_up=1)  # unless asked for otherwise
+        args = parser.parse_args(words)
+    args.device, args.layers = device, layers
+    for name, least in (("batch", 2), ("warm_up", 1), ("steps", 1), ("rounds", 1)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name.replace('_', '-')}: got {getattr(args, name)}, takes at least {least}")
+    if not 0 <= args.patch_dropout < 1:
+        parser.error(f"--patch-dropout: got {args.patch_dropout}, takes a share from 0 to below 1")
+    args.models = parts(shown if args.models is None else args.models)
+    if unknown := [name for name in args.models if name not in MODELS]:
+        parser.error(f"--models: got {unknown[0]!r}, takes {shown}")
+    if args.resume and args.json is None:
+        parser.error("--resume: got it without --json, takes the results file to go on with")
+    if args.peers:
+        if peer_version() is None:
+            parser.error("--peers: none is installed of torchao")
+        args.layers += [peer for peer in peers() if peer.recipe != "int8"]
+    return args
+
+
+def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
+    """Measure all models, print rows, and write the results as they come."""
+    results: dict[str, Any] = {
+        "command": command,
+        "environment": describe_environment(args.device) | ({"torchao": peer_version()} if args.peers else {}),
+        "dtype": "bf16",
+        "layers": {layer.name: layer.what for layer in args.layers},
+        "models": {},
+    }
+    if args.resume:
+        results = resumed(args.json, results)
+    for name in args.models:
+        if name in results["models"]:
+            continue
+        found = results["models"][name] = bench(name, args.layers, args, args.device)
+        print(f"{name}: linear layers {100 * found['linear_share']:.0f} % of a step")
+        for side, row in found["rows"].items():
+            told = row.get("failed") or (
+                f"{row['ms']:.1f} ms, {row['speedup']:.3f} x (ceiling {row['ceiling']:.2f}), "
+                f"{row['swapped']} layers, warm-up {row['warm_up_seconds']:.0f} s, "
+                f"{row['compiled_graphs']} graphs, peak {row.get('peak_bytes', 0) / 1e9:.1f} GB"
+            )
+            print(f"  {side}: {told}", flush=True)
+        if args.json:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            write(args.json, results)
+        gc.collect()
+        if args.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return results
+
+
+def main() -> int:
+    results = run(arguments(), " ".join(["python", "benchmarks/bench_clip.py", *sys.argv[1:]]))
+    return int(any("failed" in row for of in results["models"].values() for row in of["rows"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

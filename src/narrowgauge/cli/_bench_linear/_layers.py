@@ -1,0 +1,150 @@
+"""The layers that are timed: `nn.Linear`, plans, and torchao's where it is installed.
+
+torchao is named, not imported: the library knows no peer. Its layers are compiled, as its users compile them:
+without, each step of a quantization is a pass over memory of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from narrowgauge.linear import (
+    HIGH_PRECISION,
+    LLM_INT8,
+    SWITCHBACK,
+    SWITCHBACK_M,
+    SWITCHBACK_Q,
+    TENSORWISE_FP8,
+    LinearPlan,
+    LowPrecisionLinear,
+)
+
+BASELINE = "nn.Linear"
+_PLANS = {
+    plan.name: plan for plan in (SWITCHBACK, SWITCHBACK_M, SWITCHBACK_Q, LLM_INT8, TENSORWISE_FP8, HIGH_PRECISION)
+}
+_DEFAULT = (
+    "SWITCHBACK:int8", "SWITCHBACK:e4m3", "SWITCHBACK_M:int8", "SWITCHBACK_M:e4m3", "SWITCHBACK_Q:int8",
+    "SWITCHBACK_Q:e4m3", "LLM_INT8:int8", "TENSORWISE_FP8:e4m3", "HIGH_PRECISION",
+)  # fmt: skip
+_GRID = ("SWITCHBACK:int8", "SWITCHBACK:e4m3", "TENSORWISE_FP8:e4m3")
+# torchao's float8 recipes, and its int8 training, by what of a layer is in eight bits.
+_RECIPES = {
+    "tensorwise": ("float8, all three multiplies", 3),
+    "rowwise": ("float8 by row and column, all three", 3),
+    "rowwise_with_gw_hp": ("float8 but for the weight gradient", 2),
+    "int8": ("int8 by row and column, all three", 3),
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A way to compute a linear layer.
+
+    Attributes:
+        name: of the row.
+        what: what is in eight bits, in a line.
+        eight_bits: how many of the three multiplies are.
+        plan: ours, or None.
+        recipe: torchao's, or None.
+    """
+
+    name: str
+    what: str
+    eight_bits: int
+    plan: LinearPlan | None = None
+    recipe: str | None = None
+
+    @property
+    def family(self) -> str:
+        """The package."""
+        if self.recipe is not None:
+            return "torchao"
+        return "torch" if self.plan is None else "narrowgauge"
+
+    def converted(self, linear: nn.Linear) -> nn.Module:
+        """A layer that computes this way with the parameters of another: the same tensors, not copies."""
+        if self.plan is not None:
+            return LowPrecisionLinear.from_linear(linear, self.plan)
+        if self.recipe is None:
+            return linear
+        own = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        own.weight, own.bias = linear.weight, linear.bias
+        if self.recipe == "int8":
+            config = _module(self.family, "prototype.quantized_training").Int8MixedPrecisionTrainingConfig
+            _module(self.family, "quantization").quantize_(own, config(module_swap=True))
+            return own
+        float8 = _module(self.family, "float8")
+        config = float8.Float8LinearConfig.from_recipe_name(self.recipe)
+        return cast(nn.Module, float8.convert_to_float8_training(own, config=config))
+
+    def made(self, linear: nn.Linear) -> nn.Module:
+        """The same, as its users run it: torchao's compiled."""
+        layer = self.converted(linear)
+        return layer if self.recipe is None else cast(nn.Module, torch.compile(layer, dynamic=False))
+
+
+def _module(package: str, name: str) -> Any:
+    return importlib.import_module(f"{package}.{name}")
+
+
+def baseline() -> Layer:
+    """`nn.Linear`, which all others are set against."""
+    return Layer(BASELINE, "nothing in eight bits", 0)
+
+
+def peers() -> tuple[Layer, ...]:
+    """torchao's layers."""
+    return tuple(Layer(f"torchao {recipe}", *about, recipe=recipe) for recipe, about in _RECIPES.items())
+
+
+def peer_version() -> str | None:
+    """torchao's version, or None where it is not installed."""
+    if importlib.util.find_spec(peers()[0].family) is None:
+        return None
+    try:
+        return metadata.version(peers()[0].family)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def default_plans() -> tuple[Layer, ...]:
+    """What is measured unless something else is asked for."""
+    return tuple(map(plan_layer, _DEFAULT))
+
+
+def grid_plans() -> tuple[Layer, ...]:
+    """The same for the grid, which has many shapes."""
+    return tuple(map(plan_layer, _GRID))
+
+
+def plan_layer(text: str) -> Layer:
+    """A plan by its name and format: ``SWITCHBACK``, ``switchback:e4m3``, ``TENSORWISE_FP8:e4m3/e5m2``.
+
+    Raises:
+        ValueError: for an unknown name or formats that do not go together.
+    """
+    name, colon, formats = text.partition(":")
+    plan = _PLANS.get(name.upper())
+    if plan is None or (colon and not plan.formats) or formats.endswith("/"):
+        raise ValueError(
+            f"--plans: got {text!r}, takes names such as {', '.join(_PLANS)}, in eight bits with a format behind a "
+            "colon: SWITCHBACK:e4m3, TENSORWISE_FP8:e4m3/e5m2"
+        )
+    if colon:
+        format, slash, gradient = formats.partition("/")
+        try:
+            plan = plan.with_format(cast(Any, format), cast(Any, gradient) if slash else None)
+        except ValueError as error:
+            raise ValueError(f"--plans: got {text!r}: {error}") from None
+    count = sum(multiply is not None for multiply in (plan.output, plan.grad_input, plan.grad_weight))
+    what = {0: "our autograd function alone", 2: "all but the weight gradient", 3: "all three multiplies"}[count]
+    what += ", keeps codes" if plan.saved == "codes" else ""
+    return Layer(" ".join((plan.name, "/".join(plan.formats))).strip(), what, count, plan)

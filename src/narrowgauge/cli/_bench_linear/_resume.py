@@ -1,0 +1,43 @@
+"""Going on with a results file: a run that was cut off, or one that a first run left sections to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def resumed(path: Path | None, results: dict[str, Any]) -> dict[str, Any]:
+    """What a file has, with what a new run says of itself.
+
+    Args:
+        path: of the results file; it need not be there yet.
+        results: of a run that has measured nothing.
+
+    Returns:
+        The file's results; the new run's layers are added, and its command under `resumed`.
+
+    Raises:
+        ValueError: without a file, for one that holds no such results, and for results of another device, of other
+            versions or of another dtype: figures beside one another are of one kind.
+    """
+    if path is None:
+        raise ValueError("--resume: got it without --json, takes the results file to go on with")
+    if not path.exists():
+        return results
+    try:
+        known = json.loads(path.read_text())
+        kept = {"environment": known["environment"], "dtype": known["dtype"], "layers": known["layers"]}
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"--resume: {path} holds no results to go on with") from None
+    # A package that one of the runs did not ask for says nothing against the other.
+    for name in kept["environment"].keys() & results["environment"].keys():
+        before, now = kept["environment"][name], results["environment"][name]
+        if before != now:
+            raise ValueError(f"--resume: {path} is of {name} {before}, this run is of {now}")
+    if kept["dtype"] != results["dtype"]:
+        raise ValueError(f"--resume: {path} is of dtype {kept['dtype']}, this run is of {results['dtype']}")
+    known["environment"] |= results["environment"]
+    known["layers"] |= results["layers"]
+    known["resumed"] = [*known.get("resumed", ()), results["command"]]
+    return dict(known)
