@@ -187,7 +187,7 @@ def _ways_of(rows: int, inner: int, columns: int, biased: bool, form: str, scali
     return {
         "ways": {str(way): {"ms": ms, "tops": work / ms / 1e9} for way, ms in times.items()},
         "failures": {str(way): why for way, why in failed.items()},
-        "default": str(_ways.default(kind, allowed[0], True)),
+        "default": str(_ways.default(kind, *allowed, True)),
     }
 
 

@@ -68,7 +68,7 @@ def multiply_of(way: Way, left: str, right: str, accumulation: str, even: bool) 
 
 def multiplies() -> Iterator[tuple[str, Any, Way]]:
     """Every shipped way of every pair of formats that it fits."""
-    ways = dict.fromkeys([*_ways.CANDIDATES, *_ways._DEFAULTS.values(), _ways._ELSEWHERE])
+    ways = dict.fromkeys([*_ways.CANDIDATES, _ways._ELSEWHERE])
     for way in ways:
         if way.kernel == "cublas":
             continue

@@ -132,13 +132,13 @@ def test_defaults_are_ways_for_their_kinds() -> None:
     for form, accumulation in (("int8", "full"), ("float8", "fast"), ("float8", "full")):
         for rows, columns in ((32768, 5120), (2048, 1024), (100, 100), (1, 1)):
             of = kind(format=form, accumulation=accumulation, rows=rows, columns=columns)
-            for hopper in (False, True):
-                way = _ways.default(of, False, hopper)
-                assert _ways.fits(way, of, False, hopper)
-                assert way.kernel == "pointers"
+            for hopper, descriptors in ((False, False), (True, False), (True, True)):
+                way = _ways.default(of, False, descriptors, hopper)
+                assert _ways.fits(way, of, False, descriptors)
+                assert way.kernel == "pointers" or descriptors
                 assert hopper or way.inner * (way.rows + way.columns) * way.stages <= 96 * 1024
-    assert _ways.default(kind(), True, True) is CUBLAS
-    assert _ways.default(kind(rows=100), True, True) is not CUBLAS
+    assert _ways.default(kind(), True, True, True) is CUBLAS
+    assert _ways.default(kind(), False, True, True).kernel == "descriptors"
     assert len(set(_ways.CANDIDATES)) == len(_ways.CANDIDATES)
 
 

@@ -51,6 +51,17 @@ def test_quantizers_are_operators(form: str, shape: tuple[int, int], device: str
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", ["int8", "e4m3", "e5m2"])
+@pytest.mark.parametrize("shape", [(32, 48), (5, 1), (1, 7), (0, 4)], ids=str)
+def test_what_codes_stand_for_is_an_operator(form: str, shape: tuple[int, int], device: str) -> None:
+    for scaling in ("row", "column", "tensor"):
+        coded = quantize(torch.randn(shape, device=device), scaling, form)
+        for dtype in (torch.bfloat16, torch.float32, torch.float64):
+            check(_ops.dequantize, coded.codes, coded.scale, dtype)
+            assert torch.equal(_ops.dequantize(coded.codes, coded.scale, dtype), coded.dequantize(dtype))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("form", ["int8", "e4m3"])
 @pytest.mark.parametrize("sides", [(32, 48, 64), (5, 1, 3), (1, 7, 1), (0, 4, 3)], ids=str)
 def test_the_multiply_is_an_operator(form: str, sides: tuple[int, int, int], device: str) -> None:
@@ -92,7 +103,7 @@ def test_each_matrix_is_quantized_once(way: str, name: str, saved: str, monkeypa
         return run(x, *args)
 
     run = getattr(_direct, way)
-    spies = {of: partial(spy, of, getattr(run, of)) for of in run._fields if of != "product"}
+    spies = {of: partial(spy, of, getattr(run, of)) for of in run._fields if of.startswith("quantize")}
     monkeypatch.setitem(_direct._DIRECT, "cpu", run._replace(**spies))
     x, w, g = torch.randn(40, 16), torch.randn(24, 16), torch.randn(40, 24)
     bias = torch.randn(24, requires_grad=True)

@@ -37,14 +37,19 @@ class _Products(Protocol):
     ) -> Tensor: ...  # fmt: skip
 
 
+class _Values(Protocol):
+    def __call__(self, codes: Tensor, scale: Tensor, dtype: torch.dtype, /) -> Tensor: ...
+
+
 class Operations(NamedTuple):
-    """One way to the operations: quantizers as in `_ops`, with a dtype that sums are rounded to, and the product of
-    codes as they lie in memory.
+    """One way to the operations: quantizers as in `_ops`, with a dtype that sums are rounded to, what codes stand
+    for, and the product of codes as they lie in memory.
     """
 
     quantize_rows: _Vectors
     quantize_columns: _Vectors
     quantize_tensor: _Tensors
+    dequantize: _Values
     product: _Products
 
 
@@ -81,9 +86,11 @@ def _product(
     return product
 
 
-OPERATORS = Operations(_rows, _columns, _tensor, _product)
-EAGER = Operations(_ops._eager_rows, _ops._eager_columns, _ops._eager_tensor, _ops.eager_product)
-CUDA = Operations(_ops._cuda_rows, _ops._cuda_columns, _ops._cuda_tensor, _ops.cuda_product)
+OPERATORS = Operations(_rows, _columns, _tensor, _ops.dequantize, _product)
+EAGER = Operations(
+    _ops._eager_rows, _ops._eager_columns, _ops._eager_tensor, _ops._eager_dequantize, _ops.eager_product
+)  # fmt: skip
+CUDA = Operations(_ops._cuda_rows, _ops._cuda_columns, _ops._cuda_tensor, _ops._cuda_dequantize, _ops.cuda_product)
 _DIRECT = {"cpu": EAGER, "cuda": CUDA}
 
 

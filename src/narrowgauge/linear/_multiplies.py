@@ -10,7 +10,6 @@ from torch import Tensor
 from narrowgauge.linear._direct import operations
 from narrowgauge.linear._ops import eager_product
 from narrowgauge.linear._plan import LinearPlan, Operand, Quantity
-from narrowgauge.linear._quantize import ScaledCodes
 from narrowgauge.linear._schedule import Codes, Wants, schedule_of, work_out
 
 # Where a quantity stands in the averages.
@@ -76,7 +75,9 @@ class Multiplies:
             return self.matrices[quantity]
         found = next(codes for codes in self.codes if codes.operand.quantity == quantity)
         codes, scale = self.codes[found]
-        return ScaledCodes(codes if found.order == "straight" else codes.t(), scale).dequantize(self.dtype)
+        if found.order == "straight":
+            return self.run.dequantize(codes, scale, self.dtype)
+        return self.run.dequantize(codes, scale.t(), self.dtype).t()
 
     def quantized(self, wanted: Codes) -> tuple[Tensor, Tensor]:
         """Codes, (rows, columns) or transposed, and their scales, in the shape that `quantize` gives them."""

@@ -1,8 +1,8 @@
 """The heavy operations of a linear layer as operators of torch, so that `torch.compile` sees them as they are.
 
-`narrowgauge::quantize_rows`, `quantize_columns`, `quantize_tensor` and `multiply_codes`. On CUDA they are Triton's
-kernels where those run; everywhere else, eager torch, which is the specification. The kernels give its codes and
-scales bit for bit, its products of int8 as well, and those of float8 but for the order and width of sums.
+`narrowgauge::quantize_rows`, `quantize_columns`, `quantize_tensor`, `dequantize` and `multiply_codes`. On CUDA they
+are Triton's kernels where those run; everywhere else, eager torch, which is the specification. The kernels give its
+codes and scales bit for bit, its products of int8 as well, and those of float8 but for the order and width of sums.
 
 Codes come out in the order in which a multiply reads them: *straight*, (rows, columns), or *transposed*, (columns,
 rows), contiguous both. What was not asked for is an empty tensor. Column sums are float32: they are what the bias
@@ -59,11 +59,11 @@ def _kernels(x: Tensor, dtype: torch.dtype) -> bool:
 
 
 @functools.cache
-def _modules() -> tuple[Any, Any, Any]:
-    """The kernels of rows, of tiles, and the multiply; an import at every call takes a microsecond each."""
-    from narrowgauge.kernels._linear import _choose, _rows, _tiles
+def _modules() -> tuple[Any, Any, Any, Any]:
+    """Rows, tiles, the multiply, what codes stand for; an import at every call takes a microsecond each."""
+    from narrowgauge.kernels._linear import _choose, _dequantize, _rows, _tiles
 
-    return _rows, _tiles, _choose
+    return _rows, _tiles, _choose, _dequantize
 
 
 def _sums(x: Tensor, sums: bool, dtype: torch.dtype) -> Tensor | None:
@@ -227,6 +227,24 @@ def cuda_product(
     return product if product.dtype == dtype else product.to(dtype)
 
 
+# What codes stand for
+
+
+def _eager_dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return ScaledCodes(codes, scale).dequantize(dtype)
+
+
+def _cuda_dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    if not _kernels(codes, codes.dtype) or dtype == torch.float64:
+        return _eager_dequantize(codes, scale, dtype)
+    product: Tensor = _modules()[3].dequantize(codes.contiguous(), scale.contiguous(), dtype)
+    return product
+
+
+def _fake_dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return codes.new_empty(codes.shape, dtype=dtype)
+
+
 def _fake_multiply(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
     dtype: torch.dtype, accumulation: str,
@@ -262,6 +280,8 @@ _SCHEMAS: dict[str, tuple[str, Any, Any, Any]] = {
     "quantize_tensor": ("(Tensor x, Tensor? average, str format, bool straight, bool transposed, bool sums) "
                         "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
                         _eager_tensor, _cuda_tensor, _fake_tensor),
+    "dequantize": ("(Tensor codes, Tensor scale, ScalarType dtype) -> Tensor",
+                   _eager_dequantize, _cuda_dequantize, _fake_dequantize),
     "multiply_codes": ("(Tensor left, Tensor right, Tensor left_scale, Tensor right_scale, Tensor? bias, "
                        "ScalarType dtype, str accumulation) -> Tensor",
                        _eager_multiply, _cuda_multiply, _fake_multiply),
@@ -270,10 +290,11 @@ _SCHEMAS: dict[str, tuple[str, Any, Any, Any]] = {
 for _name, (_schema, _eager, _cuda, _fake) in _SCHEMAS.items():
     _LIBRARY.define(_name + _schema)
     for _run, _key in ((_eager, "CompositeExplicitAutograd"), (_cuda, "CUDA")):
-        _LIBRARY.impl(_name, _run if _name == "multiply_codes" else _complete(_run), _key)
+        _LIBRARY.impl(_name, _complete(_run) if _name.startswith("quantize") else _run, _key)
     torch.library.register_fake(f"narrowgauge::{_name}", _fake, lib=_LIBRARY)
 
 quantize_rows = torch.ops.narrowgauge.quantize_rows.default
 quantize_columns = torch.ops.narrowgauge.quantize_columns.default
 quantize_tensor = torch.ops.narrowgauge.quantize_tensor.default
+dequantize = torch.ops.narrowgauge.dequantize.default
 multiply_codes = torch.ops.narrowgauge.multiply_codes.default

@@ -89,7 +89,7 @@ def tune(
     """
     kind = kind_of(left, right, left_scale, right_scale, dtype, full)
     allowed = _allowed(left, right, bias, dtype, kind)
-    known = default(kind, False, allowed[1])
+    known = default(kind, False, allowed[1], _is_hopper(left.device))
     operands = (left, right, left_scale, right_scale, bias, dtype, full)
     wanted = multiply(*operands, known).to(torch.float32)
     size = wanted.abs().mean()
@@ -113,7 +113,7 @@ def _chosen(kind: Kind, device: torch.device, cublas: bool, descriptors: bool) -
     way = measured(device, kind) if device.type == "cuda" else None
     if way is not None and fits(way, kind, cublas, descriptors):
         return way
-    return default(kind, cublas, _is_hopper(device))
+    return default(kind, cublas, descriptors, _is_hopper(device))
 
 
 @functools.lru_cache(maxsize=64)

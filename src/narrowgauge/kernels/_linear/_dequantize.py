@@ -6,12 +6,15 @@ The arithmetic is `ScaledCodes.dequantize`'s, bit for bit: the float32 product, 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.kernels._launches import Launches
+from narrowgauge.kernels._launches import Launch, Launches
+from narrowgauge.kernels._linear._sizes import over, power_above, words
 from narrowgauge.kernels._step._floats import narrow
 
 _KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -65,16 +68,21 @@ def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         (rows, columns).
     """
     rows, columns = codes.shape
-    result = torch.empty((rows, columns), dtype=dtype, device=codes.device)
-    width = min(_WIDTH, max(16, 1 << (columns - 1).bit_length()))
-    height = _HEIGHT * _WIDTH // width
-    words = result if dtype == torch.float32 else result.view(torch.int16)
-    # Triton launches on the current device.
-    with torch.cuda.device_of(codes):
-        _DEQUANTIZE(
-            (-(-rows // height), -(-columns // width)), (codes, scale, words, rows, columns),
-            {"KIND": _KINDS[dtype], "HEIGHT": height, "WIDTH": width, "TALL": rows % height == 0,
-             "WIDE": columns % width == 0, "ROW": scale.shape[0] > 1, "COLUMN": scale.shape[1] > 1},
-            {"num_warps": _WARPS, "enable_fp_fusion": False},
-        )  # fmt: skip
+    launch = _launch(rows, columns, codes.dtype, dtype, scale.shape[0] > 1, scale.shape[1] > 1)
+    result = torch.empty(rows, columns, dtype=dtype, device=codes.device)
+    addresses = codes.data_ptr(), scale.data_ptr(), result.data_ptr()
+    launch(codes.get_device(), addresses, lambda: (codes, scale, words(result)))
     return result
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch(rows: int, columns: int, codes: torch.dtype, dtype: torch.dtype, row: bool, column: bool) -> Launch:
+    """The launch for codes of a shape and dtype, with a scale a row, a column, or one."""
+    width = min(_WIDTH, max(16, power_above(columns)))
+    height = _HEIGHT * _WIDTH // width
+    constants = {
+        "KIND": _KINDS[dtype], "HEIGHT": height, "WIDTH": width, "TALL": rows % height == 0,
+        "WIDE": columns % width == 0, "ROW": row, "COLUMN": column,
+    }  # fmt: skip
+    options = {"num_warps": _WARPS, "enable_fp_fusion": False}
+    return Launch(_DEQUANTIZE, (over(rows, height), over(columns, width)), (rows, columns), constants, options)
