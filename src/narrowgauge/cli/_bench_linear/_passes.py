@@ -23,7 +23,9 @@ from narrowgauge.cli._bench._times import timed, timed_run
 from narrowgauge.cli._bench_linear._sizes import Shape
 
 _ROUNDS, _MOST_ROUNDS = 5, 200
-_RUN_LEAST, _RUN_MOST = 3, 200  # passes in a row on a GPU
+# Passes in a row on a GPU, and how long a run of them takes at the least: multiplies take all the power there is, and
+# after some hundredths of a second a GPU lowers its clock to what each layer's power allows, as in training.
+_RUN_LEAST, _RUN_MOST, _RUN_SECONDS = 3, 2000, 0.15
 
 Pass = Callable[[], Any]
 Name = Any  # what passes are called by: a string, or more of them
@@ -114,7 +116,8 @@ def _count(run: Pass, device: torch.device, seconds: float) -> int:
     if device.type != "cuda":
         return 1
     about, _ = timed_run(run, _RUN_LEAST, device)
-    return min(max(math.ceil(seconds / (2 * _ROUNDS) / max(about, 1e-9)), _RUN_LEAST), _RUN_MOST)
+    wanted = max(seconds / (2 * _ROUNDS), _RUN_SECONDS)
+    return min(max(math.ceil(wanted / max(about, 1e-9)), _RUN_LEAST), _RUN_MOST)
 
 
 def replayed(run: Pass, device: torch.device, pool: Any) -> Pass:
