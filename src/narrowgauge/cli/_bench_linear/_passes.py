@@ -23,8 +23,8 @@ from narrowgauge.cli._bench._times import timed, timed_run
 from narrowgauge.cli._bench_linear._sizes import Shape
 
 _ROUNDS, _MOST_ROUNDS = 5, 200
-# Passes in a row on a GPU, and how long a run of them takes at the least: multiplies take all the power there is, and
-# after some hundredths of a second a GPU lowers its clock to what each layer's power allows, as in training.
+# Passes in a row on a GPU, and how long a run of them takes at the least: multiplies take all the power there is,
+# and after some hundredths of a second a GPU lowers its clock to what each layer's power allows, as in training.
 _RUN_LEAST, _RUN_MOST, _RUN_SECONDS = 3, 2000, 0.15
 
 Pass = Callable[[], Any]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from narrowgauge.kernels._step._floats import INTERPRETED, ROUNDER, bits_of, to_e4m3
+from narrowgauge.kernels._step._floats import ASSEMBLY, FLOAT8, INTERPRETED, ROUNDER, bits_of, to_e4m3
 
 LARGEST = {"int8": 127.0, "e4m3": 448.0, "e5m2": 57344.0}
 _EXPONENT = tl.constexpr(1 << 23)
@@ -75,6 +75,15 @@ def encode(x, inverse, FORMAT: tl.constexpr, LARGEST: tl.constexpr, SATURATE: tl
 
 @triton.jit
 def _float8(x, FORMAT: tl.constexpr):
+    if ASSEMBLY and FLOAT8:
+        # Four codes a register. In pairs, as the compiler makes them, what CUDA 12.8's assembler made for codes in both
+        # orders read registers before they were written (float32, sm_90).
+        KIND: tl.constexpr = FORMAT + "x2.f32"
+        PAIR: tl.constexpr = "cvt.rn.satfinite." + KIND
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high; " + PAIR + " low, $2, $1; " + PAIR + " high, $4, $3; mov.b32 $0, {low, high}; }",
+            "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4,
+        )  # fmt: skip
     if FORMAT == "e4m3":
         code = to_e4m3(x)
     else:

@@ -174,31 +174,19 @@ def _quantized(
     count = maxima.numel() if maxima.dim() == 1 else 0
     scale = torch.empty(1, 1 if count else columns, dtype=torch.float32, device=x.device)
     own = torch.empty(1, 1, dtype=torch.float32, device=x.device)
-    orders: list[tuple[Tensor | None, Tensor | None]] = [(codes, transposed)]
-    if codes is not None and transposed is not None and (rows % SIDE or columns % SIDE):
-        # An order a launch. With both in one, with masks, pairs of float8 codes that are packed for the first order
-        # lost half of them in the second on an H200, though the PTX of Triton 3.6 was right.
-        orders = [(codes, None), (None, transposed)]
-    for straight, turned in orders:
-        launch = _launch_tiles(
-            rows, columns, x.dtype, format, count, None if average is None else average.dtype,
-            straight is not None, turned is not None,
-        )  # fmt: skip
-        addresses = (
-            x.data_ptr(), maxima.data_ptr(), 0 if average is None else average.data_ptr(),
-            0 if straight is None else straight.data_ptr(), 0 if turned is None else turned.data_ptr(),
-            scale.data_ptr(), own.data_ptr(),
-        )  # fmt: skip
-        given = x, maxima, average, straight, turned, scale, own
-        launch(x.get_device(), addresses, functools.partial(_arguments, *given))
+    launch = _launch_tiles(
+        rows, columns, x.dtype, format, count, None if average is None else average.dtype,
+        codes is not None, transposed is not None,
+    )  # fmt: skip
+    addresses = (
+        x.data_ptr(), maxima.data_ptr(), 0 if average is None else average.data_ptr(),
+        0 if codes is None else codes.data_ptr(), 0 if transposed is None else transposed.data_ptr(),
+        scale.data_ptr(), own.data_ptr(),
+    )  # fmt: skip
+    launch(
+        x.get_device(), addresses, lambda: (x, maxima, average, words(codes), words(transposed), scale, own)
+    )  # fmt: skip
     return scale, own
-
-
-def _arguments(
-    x: Tensor, maxima: Tensor, average: Tensor | None, codes: Tensor | None, transposed: Tensor | None,
-    scale: Tensor, own: Tensor,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    return x, maxima, average, words(codes), words(transposed), scale, own
 
 
 @functools.lru_cache(maxsize=4096)
