@@ -1,7 +1,7 @@
 """What linear layers hold between forward and backward: of every token, and of every weight.
 
-Layers run forward, and what their backward pass will read is counted: on a GPU by torch's allocator, less the layers'
-results, on a CPU as the tensors that autograd saves. Parameters are not counted, an input that several
+Layers run forward, and what their backward pass will read is counted: on a GPU by torch's allocator, less the
+results of the layers, on a CPU as the tensors that autograd saves. Parameters are not counted, an input that several
 layers read counts once. What a pass holds grows with its tokens but for codes of weights, so two numbers of tokens
 tell one from the other.
 """
@@ -80,20 +80,19 @@ def _held(
     gc.collect()
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
-    outputs = _forward(groups)
+    results = _forward(groups)
     torch.cuda.synchronize(device)
     held = torch.cuda.memory_allocated(device) - before
-    # The results themselves are the next layer's.
-    return held - sum(-(-output.nbytes // _BLOCK) * _BLOCK for output in outputs)
+    return held - sum(-(-result.nbytes // _BLOCK) * _BLOCK for result in results)
 
 
 def _forward(groups: Sequence[tuple[Tensor, list[nn.Module]]]) -> list[Tensor]:
-    """Run all; what autograd keeps for the backward pass lives as long as the outputs."""
-    outputs = []
+    """Run all; what autograd keeps for the backward pass lives as long as the results."""
+    results = []
     for x, modules in groups:
         hidden = x.clone()  # nobody else's, as the output of the layer before would be
-        outputs += [module(hidden) for module in modules]
-    return outputs
+        results += [module(hidden) for module in modules]
+    return results
 
 
 def _saved(groups: Sequence[tuple[Tensor, list[nn.Module]]]) -> int:
@@ -105,6 +104,6 @@ def _saved(groups: Sequence[tuple[Tensor, list[nn.Module]]]) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        outputs = _forward(groups)
-    del outputs
+        results = _forward(groups)
+    del results
     return sum(t.untyped_storage().nbytes() for at, t in found.items() if at not in parameters)

@@ -76,14 +76,13 @@ def encode(x, inverse, FORMAT: tl.constexpr, LARGEST: tl.constexpr, SATURATE: tl
 @triton.jit
 def _float8(x, FORMAT: tl.constexpr):
     if ASSEMBLY and FLOAT8:
-        # Four codes a register. In pairs, as the compiler makes them, what CUDA 12.8's assembler made for codes in both
-        # orders read registers before they were written (float32, sm_90).
-        KIND: tl.constexpr = FORMAT + "x2.f32"
-        PAIR: tl.constexpr = "cvt.rn.satfinite." + KIND
+        # Four codes a register. In pairs, as the compiler makes them, what CUDA 12.8's assembler made for codes in
+        # both orders read registers before they were written (float32, sm_90).
+        PAIR: tl.constexpr = "cvt.rn.satfinite." + FORMAT + "x2.f32"
+        TEXT: tl.constexpr = PAIR + " low, $2, $1; " + PAIR + " high, $4, $3; mov.b32 $0, {low, high}; }"
         return tl.inline_asm_elementwise(
-            "{ .reg .b16 low, high; " + PAIR + " low, $2, $1; " + PAIR + " high, $4, $3; mov.b32 $0, {low, high}; }",
-            "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4,
-        )  # fmt: skip
+            "{ .reg .b16 low, high; " + TEXT, "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4
+        )
     if FORMAT == "e4m3":
         code = to_e4m3(x)
     else:

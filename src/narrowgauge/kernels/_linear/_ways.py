@@ -92,6 +92,8 @@ _SMALL = Way("pointers", 64, 64, 128, warps=4, stages=3)
 _ELSEWHERE = Way("pointers", 128, 128, 64, warps=8, stages=3)
 # Tiles that a Hopper GPU works on at once, about.
 _AT_ONCE = 132
+# Products in a multiply, some 0.15 ms of them.
+_WORTH = 1e11
 
 # All that are for Hopper: each compiles to its wgmma, without spills, in at most 227 KiB of shared memory.
 CANDIDATES: tuple[Way, ...] = (
@@ -129,10 +131,16 @@ def fits(way: Way, kind: Kind, cublas: bool, descriptors: bool) -> bool:
 
 def default(kind: Kind, cublas: bool, descriptors: bool, hopper: bool) -> Way:
     """The way of a kind that was not measured; the flags say what its operands, dtypes and GPU allow."""
-    if cublas:
-        return CUBLAS
     if not hopper:
         return _ELSEWHERE
-    if kind.rows * kind.columns < _AT_ONCE * _MIDDLE.rows * _MIDDLE.columns:
-        return _SMALL
-    return _PAIRS if fits(_PAIRS, kind, cublas, descriptors) else _MIDDLE
+    tiles = kind.rows * kind.columns / (_PAIRS.rows * _PAIRS.columns)
+    pairs = fits(_PAIRS, kind, cublas, descriptors) and tiles >= _AT_ONCE
+    if not cublas:
+        return _PAIRS if pairs else _MIDDLE if tiles >= _AT_ONCE else _SMALL
+    if "vector" in (kind.left, kind.right):
+        # It wants a vector for each side, which are launches more: too many for a small multiply.
+        pairs = pairs and kind.rows * kind.columns * kind.inner < _WORTH
+    else:
+        # With one scale it is behind, but where few tiles have long sums.
+        pairs = pairs and tiles >= 4 * _AT_ONCE
+    return _PAIRS if pairs else CUBLAS
