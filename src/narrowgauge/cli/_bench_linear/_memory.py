@@ -1,9 +1,9 @@
 """What linear layers hold between forward and backward: of every token, and of every weight.
 
 Layers run forward, and what their backward pass will read is counted: on a GPU by torch's allocator, less the
-results of the layers, on a CPU as the tensors that autograd saves. Parameters are not counted, an input that several
-layers read counts once. What a pass holds grows with its tokens but for codes of weights, so two numbers of tokens
-tell one from the other.
+results of the layers, on a CPU as the tensors that autograd saves. Parameters are not counted, an input that
+several layers read counts once. What a pass holds grows with its tokens but for codes of weights, so two numbers of
+tokens tell one from the other.
 """
 
 from __future__ import annotations
