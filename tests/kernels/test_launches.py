@@ -245,3 +245,26 @@ def test_a_kernel_runs(device: str) -> None:
     for n in (1, 2, 2, 32, 1):
         run((1,), (x, n), {"BY": 0.5}, {"num_warps": 1})
     assert (x == 38 + 5 * 0.5).all()
+
+
+def test_a_fixed_launch_asks_its_tensors_once(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    fixed = _launches.Fixed(launches, (5,), (X, None, 48), CONSTANTS, OPTIONS)
+    for _ in range(3):
+        fixed()
+    assert len(launches.kernel.compiled) == 1
+    assert launches.kernel.runs == [((5, 1, 1), (X.data_ptr(), None, 48, 64, True))] * 2
+    # Another device has another kernel, and what one found is not the other's.
+    monkeypatch.setattr(_launches, "_current_device", lambda: 1)
+    monkeypatch.setattr(Driver, "get_current_stream", lambda self, device: 7)
+    fixed()
+    assert len(launches.kernel.compiled) == 2
+    assert len(launches.kernel.runs) == 2
+
+
+def test_a_fixed_launch_is_of_the_same_tensors_only(launches: Launches) -> None:
+    fixed = _launches.Fixed(launches, (5,), (X, None, 48), CONSTANTS, OPTIONS)
+    assert fixed.is_of(launches, (5,), (X, None, 48))
+    assert not fixed.is_of(launches, (6,), (X, None, 48))
+    assert not fixed.is_of(launches, (5,), (X.clone(), None, 48))
+    assert not fixed.is_of(launches, (5,), (X, None))
+    assert not fixed.is_of(Launches(Kernel()), (5,), (X, None, 48))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.kernels._graph import Node, uniforms
-from narrowgauge.kernels._launches import Launches
+from narrowgauge.kernels._launches import Fixed, Launches
 from narrowgauge.kernels._step import _gauges, _sampling, _source, _squares
 from narrowgauge.kernels._step._compile import compiled
 from narrowgauge.kernels._step._layout import AT, WIDTH, Layout
@@ -59,6 +59,7 @@ class Tables:
         codebooks: for each codebook its values, float32, and the cells that encode to it, int32.
         cut: where programs of the step are added up for gauges, if there are any.
         scratch: made on first use and kept.
+        launched: by name, the launches on all of that.
     """
 
     rows: Tensor
@@ -68,11 +69,22 @@ class Tables:
     codebooks: Sequence[tuple[Tensor, Tensor]] = ()
     cut: Cut | None = None
     scratch: dict[str, Tensor] = field(default_factory=dict)
+    launched: dict[str, Fixed] = field(default_factory=dict)
 
     def buffer(self, name: str, dtype: torch.dtype, size: int) -> Tensor:
         if name not in self.scratch or self.scratch[name].numel() < size:
             self.scratch[name] = torch.zeros(max(1, size), dtype=dtype, device=self.rows.device)
         return self.scratch[name]
+
+    def launch(
+        self, name: str, launches: Launches, programs: int, given: tuple[Any, ...], constants: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """Launch a kernel; faster where the last one of this name was the same."""
+        known = self.launched.get(name)
+        if known is None or not known.is_of(launches, (programs,), given):
+            known = self.launched[name] = Fixed(launches, (programs,), given, constants, options)
+        known()
 
 
 class Step:
@@ -149,7 +161,7 @@ class Step:
         with torch.cuda.device_of(tables.rows):
             if passes:
                 given = tables.rows, tables.passes, inverse, flags, flags, partials, *books
-                self._run("pass_before", passes, given, options)
+                self._run(tables, "pass_before", passes, given, options)
             if not self.squares:
                 return flags[:count], None
             squares = tables.buffer("squares", torch.float64, count)
@@ -179,24 +191,21 @@ class Step:
         count = cut.slices.numel() - 1
         slices = tables.buffer("slices", torch.float64, count * COLUMNS)
         if count:
-            _ADD_SLICES((count,), (sums, cut.slices, slices, cut.turns, steps), {}, {"num_warps": 4})
+            read = sums, cut.slices, slices, cut.turns, steps
+            tables.launch("add_slices", _ADD_SLICES, count, read, {}, {"num_warps": 4})
         constants = {"WIDTH": WIDTH, "FIRST": AT["first"], "NUMEL": AT["numel"]}
         constants |= {"EACH": self.layout.units * self.layout.unit, "RATIO": self.ratio}
         given = tables.rows, steps, cut.ends, slices, stats, cut.turns
         _ADD_TENSORS((stats.shape[0],), given, constants, {"num_warps": 1})
 
     def _run(
-        self,
-        name: str,
-        programs: int,
-        given: tuple[Any, ...],
-        options: Mapping[str, Any],
+        self, tables: Tables, name: str, programs: int, given: tuple[Any, ...], options: Mapping[str, Any],
         constants: Mapping[str, Any] = MappingProxyType({}),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Launch one of the kernels by its name."""
         if name not in self._launches:
             self._launches[name] = Launches(getattr(self, name))
-        self._launches[name]((programs,), given, constants, options)
+        tables.launch(name, self._launches[name], programs, given, constants, options)
 
     def _launch(self, tables: Tables, verdict: list[Tensor]) -> None:
         count, programs, passes = tables.rows.shape[0], tables.programs.numel(), tables.passes.numel()
@@ -207,18 +216,19 @@ class Step:
         books = [tensor for pair in tables.codebooks for tensor in pair]
         warps, shape = _options(self.layout), {"num_warps": 1, **UNFUSED}
         if self.skip and passes and self.factor is None:
-            self._run("finite", passes, (tables.rows, tables.passes, row, steps, flags, partials, *books), warps)
+            read = tables.rows, tables.passes, row, steps, flags, partials, *books
+            self._run(tables, "finite", passes, read, warps)
         advance = {"ADVANCE": True, "SKIP": self.skip}
         if self.terms:
             before = tables.buffer("uniforms before", torch.float32, count * max(self.met_before, 1))
             known = tables.rows, tables.hyper, before, steps, flags, partials, *verdict
-            self._run("numbers_before", count, known, shape, advance)
+            self._run(tables, "numbers_before", count, known, shape, advance)
             if passes:
                 read = tables.rows, tables.passes, before, steps, flags, partials, *books
-                self._run("sums", passes, read, warps)
+                self._run(tables, "sums", passes, read, warps)
             advance = {"ADVANCE": False, "SKIP": False}
         known = tables.rows, tables.hyper, row, steps, flags, partials, *verdict
-        self._run("numbers", count, known, shape, advance)
+        self._run(tables, "numbers", count, known, shape, advance)
         if self.layout.gauges:
             partials = tables.buffer("gauges", torch.float32, programs * COLUMNS)
         given = tables.rows, tables.programs, row, steps, flags, partials
@@ -226,10 +236,10 @@ class Step:
             sampled, others = _sampling.grids(tables.cut.short, programs)
             books = [tables.cut.turns, *books]
             if others:
-                self._run("rest", others, (*given, *books), _options(self.others))
-            self._run("step", sampled, (*given, *books), warps)
+                self._run(tables, "rest", others, (*given, *books), _options(self.others))
+            self._run(tables, "step", sampled, (*given, *books), warps)
         elif programs:
-            self._run("step", programs, (*given, *books), warps)
+            self._run(tables, "step", programs, (*given, *books), warps)
 
 
 def _options(layout: Layout) -> dict[str, Any]:
