@@ -192,6 +192,20 @@ def test_the_readmes_times_are_those_of_the_committed_results() -> None:
     assert f"bitsandbytes' {bitsandbytes:.0f} times, torchao's {torchao:.0f} times" in text
 
 
+def test_the_readmes_speed_ups_of_linear_layers_are_those_of_the_committed_results() -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "linear_h200.json").read_text())
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert len(results["shapes"]) == 6
+    others = [rows for shape, rows in results["shapes"].items() if shape != "32768x1280x1280"]
+    ranges = []
+    for layer in ("SWITCHBACK e4m3", "TENSORWISE_FP8 e4m3"):
+        found = [rows[layer]["speedup"] for rows in others]
+        ranges.append(f"{min(found):.2f} to {max(found):.2f} times")
+        small = results["shapes"]["32768x1280x1280"][layer]
+        assert small["speedup"] < 1 < small["graph_speedup"]
+    assert f"is {ranges[0]} as fast as `nn.Linear` with SwitchBack in float8 and {ranges[1]} with tensor" in text
+
+
 def test_the_readmes_times_on_a_gpu_are_those_of_the_committed_results() -> None:
     results = json.loads((ROOT / "benchmarks" / "results" / "optimizers_h200.json").read_text())
     found = results["lists"]["big"]["rows"]
