@@ -73,6 +73,11 @@ def _tower(of: Tower, projection: int) -> dict[str, int]:
     }  # fmt: skip
 
 
+def patches_left(patches: int, share: float) -> int:
+    """How many patches are kept of an image if a share goes."""
+    return max(1, round(patches * (1 - share)))
+
+
 def drop_patches(tokens: Tensor, share: float) -> Tensor:
     """Keep the class token and a random part of the patches of each image.
 
@@ -84,7 +89,7 @@ def drop_patches(tokens: Tensor, share: float) -> Tensor:
         (batch, 1 + patches that are kept, width).
     """
     batch, count, width = tokens.shape
-    kept = max(1, round((count - 1) * (1 - share)))
+    kept = patches_left(count - 1, share)
     places = torch.rand(batch, count - 1, device=tokens.device).topk(kept, dim=1).indices + 1
     places = torch.cat([places.new_zeros(batch, 1), places], dim=1)
     return tokens.gather(1, places.unsqueeze(-1).expand(-1, -1, width))
@@ -96,6 +101,11 @@ def clip_batch(of: Model, batch: int, device: torch.device) -> dict[str, Tensor]
     tokens = torch.randint(1, of.vocabulary - 2, (batch, of.context), device=device)
     tokens[:, 0], tokens[:, -1] = of.vocabulary - 2, of.vocabulary - 1
     return {"pixel_values": images, "input_ids": tokens}
+
+
+def clip_rows(of: Model, batch: int, patch_dropout: float) -> tuple[int, int]:
+    """Rows that the layers of either tower get in a step."""
+    return batch * (1 + patches_left((of.image // of.patch) ** 2, patch_dropout)), batch * of.context
 
 
 def encoders(model: CLIPModel) -> Iterator[nn.Module]:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _clip_model import MODELS, clip_batch, clip_model, encoders
+from _clip_model import MODELS, clip_batch, clip_model, clip_rows, encoders
 from torch import nn
 
 from narrowgauge import optim
@@ -41,10 +41,17 @@ _GRAPHS = 64  # compiled variants of a block that may live side by side: towers,
 
 
 @contextmanager
-def swapped(model: nn.Module, layer: Layer) -> Iterator[int]:
-    """The linear layers of the blocks computed another way, in place; how many they are."""
+def swapped(model: nn.Module, layer: Layer, rows: Sequence[int] | None = None) -> Iterator[int]:
+    """The linear layers of the blocks computed another way, in place; how many they are.
+
+    With the rows that each tower's layers get, a plan leaves those that are slower by it, the device's work alone.
+    """
     if layer.plan is not None:
-        reports = [swap_linears(encoder, layer.plan) for encoder in encoders(model)]
+        counts = rows or (None,) * len(list(encoders(model)))
+        reports = [
+            swap_linears(encoder, layer.plan, tokens=count, launched=False)
+            for encoder, count in zip(encoders(model), counts, strict=True)
+        ]
         try:
             yield sum(len(report.swapped) for report in reports)
         finally:
@@ -124,11 +131,12 @@ def bench(
         model(**batch, return_loss=True).loss.backward()
         optimizer.step()
 
-    found: dict[str, Any] = {"settings": of.settings(args.batch), "rows": {}}
+    kept = clip_rows(of, args.batch, args.patch_dropout) if args.filter else None
+    found: dict[str, Any] = {"settings": of.settings(args.batch) | {"filter": args.filter}, "rows": {}}
     rows, ready = found["rows"], []
     for layer in layers:
         try:
-            rows[layer.name] = _warmed(model, layer, step, device, args.warm_up)
+            rows[layer.name] = _warmed(model, layer, step, device, args.warm_up, kept)
             ready.append(layer)
         except Exception as error:  # whatever a peer raises is its result
             rows[layer.name] = {
@@ -137,7 +145,7 @@ def bench(
             gc.collect()
     found["linear_share"] = linear_share(step, device)
     before = _graphs()
-    times = _rounds(model, ready, step, device, args)
+    times = _rounds(model, ready, step, device, args, kept)
     found["recompiled"] = _graphs() - before  # none, or a swap would be compiled again in each turn
     for layer in ready:
         own, over = times[layer.name], times[layers[0].name]
@@ -158,11 +166,12 @@ def _optimizer(name: str, model: nn.Module, device: torch.device) -> torch.optim
 
 
 def _warmed(
-    model: nn.Module, layer: Layer, step: Callable[[], None], device: torch.device, steps: int
-) -> dict[str, Any]:
+    model: nn.Module, layer: Layer, step: Callable[[], None], device: torch.device, steps: int,
+    kept: Sequence[int] | None,
+) -> dict[str, Any]:  # fmt: skip
     """The first steps of a side: what compiling costs, and then the memory of one more."""
     before = _graphs()
-    with swapped(model, layer) as count:
+    with swapped(model, layer, kept) as count:
         begun = time.perf_counter()
         for _ in range(steps):
             timed(step, device)
@@ -186,12 +195,13 @@ def _rounds(
     step: Callable[[], None],
     device: torch.device,
     args: argparse.Namespace,
+    kept: Sequence[int] | None,
 ) -> dict[str, list[float]]:
     """Seconds of each step, the sides in turns; of a turn the first step, after a swap, is not counted."""
     times: dict[str, list[float]] = {layer.name: [] for layer in layers}
     for _ in range(args.rounds):
         for layer in layers:
-            with swapped(model, layer):
+            with swapped(model, layer, kept):
                 step()
                 times[layer.name] += [timed(step, device) for _ in range(args.steps)]
     return times
@@ -202,6 +212,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     shown = ", ".join(name for name in MODELS if name != "tiny")
     parser.add_argument("--models", help=f"comma-separated: {shown} (all of them; without a GPU --check)")
     parser.add_argument("--plans", default=PLANS, help="comma-separated, as `narrowgauge bench linear` takes them")
+    parser.add_argument("--filter", action="store_true", help="leave layers that measured slower than nn.Linear")
     parser.add_argument("--peers", action="store_true", help="torchao's float8 layers too, where installed")
     parser.add_argument(
         "--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile every block (inductor)"

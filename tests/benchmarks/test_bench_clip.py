@@ -91,6 +91,23 @@ def test_sides_step_the_same_parameters_and_leave_the_model_as_it_was(model: Any
     assert all(torch.equal(after[name], state[name]) for name in state)
 
 
+def test_the_filter_leaves_what_is_slower_at_a_towers_rows(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def speedups(kinds: Any) -> dict[Any, float]:
+        asked.extend(kinds)
+        return {kind: 2.0 if kind.tokens == 36 else 0.5 for kind in asked}
+
+    monkeypatch.setattr("narrowgauge.linear._swap.speedups", speedups)
+    # 16 patches of which half are dropped and a class token; texts of 12.
+    rows = _clip_model.clip_rows(TINY, 4, 0.5)
+    assert rows == (4 * 9, 4 * 12)
+    with bench_clip.swapped(model, plan_layer("SWITCHBACK"), rows) as count:
+        assert count == 12  # those of the images' tower
+        assert not any(type(m) is LowPrecisionLinear for m in model.text_model.encoder.modules())
+    assert not any(kind.launched for kind in asked)
+
+
 def test_a_peers_layers_are_put_in_place_and_taken_out(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Theirs(nn.Linear):
         pass

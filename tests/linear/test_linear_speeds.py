@@ -20,8 +20,10 @@ from narrowgauge.linear import SWITCHBACK, LowPrecisionLinear, _speeds, swap_lin
 Measured = list[_speeds.LayerKind]
 
 
-def kind_of(layer: nn.Linear, tokens: int, plan: ng.linear.LinearPlan, turned: bool) -> _speeds.LayerKind:
-    return _speeds.LayerKind.of(layer.weight, layer.bias, tokens, plan, turned)
+def kind_of(
+    layer: nn.Linear, tokens: int, plan: ng.linear.LinearPlan, turned: bool, launched: bool = True
+) -> _speeds.LayerKind:
+    return _speeds.LayerKind.of(layer.weight, layer.bias, tokens, plan, turned, launched)
 
 
 @pytest.fixture
@@ -248,6 +250,25 @@ def test_a_real_measurement_on_this_cpu(cache: Path) -> None:
     assert record["ms"] > record["nn.Linear ms"] > 0
     kind = kind_of(nn.Linear(512, 512), 512, ng.linear.HIGH_PRECISION, turned=False)
     assert 0.3 < _speeds.speedups([kind])[kind] < 3.0
+
+
+def test_the_devices_time_is_another_figure(measured: Measured, cache: Path) -> None:
+    for launched in (True, False, False):
+        swap_linears(nn.ModuleDict({"a": nn.Linear(64, 32)}), SWITCHBACK, tokens=16, launched=launched)
+    assert [kind.launched for kind in measured] == [True, False]
+    (records,) = json.loads(cache.read_text())["devices"].values()
+    assert [key.endswith(", the device's time") for key in records] == [False, True]
+
+
+@pytest.mark.gpu
+def test_the_devices_time_leaves_the_host_out(cache: Path) -> None:
+    """A small layer is the host's; replayed it is faster than launched, for nn.Linear and by a plan."""
+    layer = nn.Linear(256, 256, device="cuda", dtype=torch.bfloat16)
+    kinds = [kind_of(layer, 256, SWITCHBACK, turned=False, launched=launched) for launched in (True, False)]
+    _speeds.speedups(kinds)
+    (records,) = json.loads(cache.read_text())["devices"].values()
+    launched, replayed = (records[kind.key] for kind in kinds)
+    assert all(0 < replayed[name] < launched[name] for name in ("ms", "nn.Linear ms"))
 
 
 @pytest.mark.gpu

@@ -49,6 +49,7 @@ class LayerKind:
         autocast: the dtype that it computes in under autocast, None without.
         device: where.
         plan: how it computes in place of nn.Linear.
+        launched: whether the host's time counts, on a GPU, where that is the longer one.
     """
 
     tokens: int
@@ -61,9 +62,12 @@ class LayerKind:
     autocast: torch.dtype | None
     device: torch.device
     plan: LinearPlan
+    launched: bool = True
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, tokens: int, plan: LinearPlan, turned: bool) -> LayerKind:
+    def of(
+        cls, weight: Tensor, bias: Tensor | None, tokens: int, plan: LinearPlan, turned: bool, launched: bool = True
+    ) -> LayerKind:
         """The kind of a layer, under the autocast that is on.
 
         Args:
@@ -72,13 +76,14 @@ class LayerKind:
             tokens: rows of its input.
             plan: how it is to compute.
             turned: whether the weight is (in_features, out_features).
+            launched: whether the host's time counts.
         """
         n, m = weight.shape if turned else weight.shape[::-1]
         device = weight.device
         autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         return cls(
             tokens, n, m, bias is not None, weight.dtype, "in, out" if turned else "out, in", weight.requires_grad,
-            None if weight.dtype == torch.float64 else autocast, device, plan,
+            None if weight.dtype == torch.float64 else autocast, device, plan, launched,
         )  # fmt: skip
 
     @property
@@ -89,7 +94,7 @@ class LayerKind:
             f"weight ({self.order})", "bias" if self.bias else "no bias", "trained" if self.trained else "frozen",
             f"autocast {self.autocast}", repr(replace(self.plan, name="")),
         ]  # fmt: skip
-        return ", ".join(words)
+        return ", ".join(words if self.launched else [*words, "the device's time"])
 
 
 def speedups(kinds: Iterable[LayerKind]) -> dict[LayerKind, float]:
@@ -125,7 +130,11 @@ def _known(kind: LayerKind) -> float | None:
 
 
 def _measure(kind: LayerKind) -> float:
-    plain, planned = times(*_steps(kind), kind.device)
+    steps = _steps(kind)
+    if kind.device.type == "cuda" and not kind.launched:
+        with torch.cuda.device(kind.device):
+            steps = _captured(steps[0]), _captured(steps[1])
+    plain, planned = times(*steps, kind.device)
     record = {"speedup": plain / planned, "ms": planned * 1e3, "nn.Linear ms": plain * 1e3, "when": time.time()}
     _cache.merge_records(_path(), _name(kind.device), {kind.key: record})
     return plain / planned
@@ -159,6 +168,24 @@ def _steps(kind: LayerKind) -> tuple[Callable[[], Any], Callable[[], Any]]:
         lambda: step(lambda w: nn.functional.linear(x, w, bias)),
         lambda: step(lambda w: linear(x, w, bias, kind.plan, averages)),
     )
+
+
+def _captured(step: Callable[[], Any]) -> Callable[[], Any]:
+    """A step's work on the device alone: replayed from a CUDA graph."""
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()  # compiles kernels; libraries get their workspaces before they are captured
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph, stream=side):
+        step()
+
+    # What the graph reads lives as long as the step that it was made of.
+    return functools.partial(_replay, graph, step)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, step: Callable[[], Any]) -> None:
+    graph.replay()
 
 
 def times(one: Callable[[], Any], other: Callable[[], Any], device: torch.device) -> tuple[float, float]:

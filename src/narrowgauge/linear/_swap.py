@@ -71,6 +71,7 @@ def swap_linears(
     min_features: int = 16,
     *,
     tokens: int | Mapping[str, int] | None = None,
+    launched: bool = True,
 ) -> SwapReport:
     """Let the linear layers of a model compute by a plan, in place.
 
@@ -91,6 +92,9 @@ def swap_linears(
         min_features: layers with fewer input or output features are left.
         tokens: rows that the layers get in a training step, batch times sequence; or rows by name, as in `keep`,
             the first that fits: ``{"visual": 65536, "text": 19712}``. A layer that none fits is kept.
+        launched: whether measured layers are launched one by one from Python, as in eager training, where that can
+            take longer than the GPU's work. False where the model is compiled or replayed from a CUDA graph, and
+            the GPU's time alone counts. On a CPU both are the same.
 
     Returns:
         What was swapped, what was kept and why; `undo()` takes it back.
@@ -120,7 +124,7 @@ def swap_linears(
         )
     report = SwapReport(plan)
     found = list(candidates(model, patterns, min_features))
-    slow = {} if tokens is None else _slow(found, rows, plan, report)
+    slow = {} if tokens is None else _slow(found, rows, plan, report, launched)
     for one in found:
         reason = one.reason or slow.get(one.name)
         if reason is None and one.holder is not None and not isinstance(one.holder, Planned):
@@ -136,7 +140,9 @@ def swap_linears(
     return report
 
 
-def _slow(found: list[Candidate], rows: dict[str, int], plan: LinearPlan, report: SwapReport) -> dict[str, str]:
+def _slow(
+    found: list[Candidate], rows: dict[str, int], plan: LinearPlan, report: SwapReport, launched: bool
+) -> dict[str, str]:
     """Why layers are kept for their speed, by name; the report gets the speeds."""
     slow: dict[str, str] = {}
     kinds: dict[str, LayerKind] = {}
@@ -152,7 +158,7 @@ def _slow(found: list[Candidate], rows: dict[str, int], plan: LinearPlan, report
         if b is None:
             slow[one.name] = "not measured: tokens has no name that fits"
         else:
-            kinds[one.name] = LayerKind.of(one.weight, one.bias, b, plan, one.turned)
+            kinds[one.name] = LayerKind.of(one.weight, one.bias, b, plan, one.turned, launched)
     fast = speedups(kinds.values())
     for name, kind in kinds.items():
         if kind not in fast:
