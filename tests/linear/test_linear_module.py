@@ -336,3 +336,16 @@ def test_averages_stay_float32_and_begin_at_zero_where_a_layer_gets_its_memory()
     assert torch.equal(layer[0].averages, torch.zeros(3))
     assert dict(layer.named_buffers())["0.absmax_averages"] is layer[0].averages
     assert "0.absmax_averages" not in layer.state_dict()
+
+
+@traced
+@pytest.mark.parametrize("decay", [0.9, 0.5])
+def test_compiled_with_dynamic_shapes_averages_move_as_they_do(decay: float) -> None:
+    torch._dynamo.reset()
+    layer = LowPrecisionLinear(32, 48, plan=ng.linear.TENSORWISE_FP8.with_moving_average(decay))
+    twin = copy.deepcopy(layer)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows in (4, 7, 2):
+        x = torch.randn(rows, 3, 32)
+        assert same(grads(layer, x, compiled), grads(twin, x))
+    assert torch.equal(layer.averages, twin.averages)
