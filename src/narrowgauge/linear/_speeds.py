@@ -124,6 +124,7 @@ def _known(kind: LayerKind) -> float | None:
     return found
 
 
+@torch.inference_mode(False)  # there is nothing to measure of a backward pass within it
 def _measure(kind: LayerKind) -> float:
     plain, planned = times(*_steps(kind), kind.device)
     record = {"speedup": plain / planned, "ms": planned * 1e3, "nn.Linear ms": plain * 1e3, "when": time.time()}
