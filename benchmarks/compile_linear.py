@@ -121,6 +121,7 @@ def quantizers() -> Iterator[tuple[str, Any, float]]:
             "AVERAGE": False,
             "STRAIGHT": True,
             "TURNED": True,
+            "LONG": False,
         }
         types = {k: v for k, v in (pointers | numbers).items() if k in _tiles._quantize_tiles.arg_names}
         for tensor in (True, False):

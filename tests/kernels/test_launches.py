@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from narrowgauge.kernels import _launches
-from narrowgauge.kernels._launches import Launch, Launches
+from narrowgauge.kernels._launches import Fixed, Launch, Launches
 
 
 class Kernel:
@@ -268,3 +268,19 @@ def test_a_fixed_launch_is_of_the_same_tensors_only(launches: Launches) -> None:
     assert not fixed.is_of(launches, (5,), (X.clone(), None, 48))
     assert not fixed.is_of(launches, (5,), (X, None))
     assert not fixed.is_of(Launches(Kernel()), (5,), (X, None, 48))
+
+
+def test_in_the_interpreter_a_fixed_launch_asks_for_no_device(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where torch is built for CUDA and there is no driver, asking is an error."""
+
+    def ask() -> int:
+        raise RuntimeError("Found no NVIDIA driver on your system")
+
+    monkeypatch.setattr(_launches, "_current_device", ask)
+    launches.interpreted = True
+    fixed = Fixed(launches, (5,), (X, None, 48), CONSTANTS, OPTIONS)
+    for _ in range(2):
+        fixed()
+    assert len(launches.kernel.compiled) == 2

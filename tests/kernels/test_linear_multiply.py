@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import multiprocessing
 from dataclasses import replace
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed: there are no kernels")
+
+import triton
 
 from narrowgauge.kernels._linear import _choose, _tuning, _ways
 from narrowgauge.kernels._linear._multiply import fits_descriptors, multiply
@@ -246,3 +249,14 @@ def test_tuning_finds_a_way_and_the_next_call_takes_it(cache: Path) -> None:
         == best
     )
     assert right(_choose.multiply_codes(*arguments), one, other, None)
+
+
+def test_whatever_package_triton_comes_in_its_version_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nightly builds of torch bring it as pytorch-triton: then no distribution is called triton."""
+
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert _tuning._name(CUDA) == f"NVIDIA H200, triton {triton.__version__}"

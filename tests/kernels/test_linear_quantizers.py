@@ -225,3 +225,29 @@ def test_offsets_beyond_32_bits() -> None:
     assert torch.equal(codes[-1:], last.codes)
     assert torch.equal(turned[:, -1:].t(), last.codes)
     assert int(turned.count_nonzero()) == int(last.codes.count_nonzero())
+
+
+@pytest.mark.parametrize("shape", [(129, 257), (300, 1), (1100, 24)], ids=str)
+def test_more_rows_than_the_second_side_of_a_grid_takes(
+    shape: tuple[int, int], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 million rows of features, such as pixels: their tiles go along the first side, and are the same."""
+    assert _tiles._launch_tiles(65535 * 128, 64, torch.bfloat16, "int8", 1, None, True, True).grid == (1, 65535)
+    long = _tiles._launch_tiles(65535 * 128 + 1, 200, torch.bfloat16, "int8", 1, None, True, True)
+    assert long.grid == (65536, 2)
+    _tiles._launch_tiles.cache_clear()
+    monkeypatch.setattr(_tiles, "_MOST", 1)
+    try:
+        x = matrix(shape, torch.bfloat16, device)
+        codes, turned = words("int8", shape, device), words("int8", shape[::-1], device)
+        scale, _, _ = _tiles.quantize_tensor(x, "int8", None, codes, turned, False)
+        wanted = quantize(x, "tensor", "int8")
+        assert same(codes, wanted.codes)
+        assert same(turned, wanted.codes.t())
+        assert same(scale, wanted.scale)
+        scale, _ = _tiles.quantize_columns(x, "e4m3", turned := words("e4m3", shape[::-1], device), False)
+        wanted = quantize(x, "column", "e4m3")
+        assert same(turned, wanted.codes.t())
+        assert same(scale, wanted.scale)
+    finally:
+        _tiles._launch_tiles.cache_clear()

@@ -233,3 +233,33 @@ def test_what_it_does_not_take() -> None:
     nested = torch.nested.nested_tensor([x[0], x[1, :3]], layout=torch.jagged)
     with pytest.raises(ValueError, match="got a nested tensor, takes padded ones"):
         twin(nested, nested, nested)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attn_mask": torch.ones(TOKENS, TOKENS, dtype=torch.uint8)}, "attn_mask: got torch.uint8 of shape"),
+        ({"attn_mask": torch.zeros(1, TOKENS)}, r"attn_mask: got torch.float32 of shape \(1, "),
+        ({"attn_mask": torch.zeros(BATCH, TOKENS, TOKENS)}, "attn_mask: got torch.float32 of shape"),
+        ({"key_padding_mask": torch.zeros(BATCH, TOKENS, dtype=torch.int64)}, "key_padding_mask: got torch.int64"),
+        ({"key_padding_mask": torch.zeros(TOKENS, BATCH, dtype=torch.bool)}, "key_padding_mask: got torch.bool of"),
+    ],
+    ids=["bytes", "too few rows", "no heads", "integers", "turned"],
+)
+def test_masks_that_torch_refuses_are_refused(options: dict[str, Tensor], message: str) -> None:
+    module = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
+    x = torch.randn(BATCH, TOKENS, DIM)
+    with pytest.raises((AssertionError, RuntimeError)):
+        module(x, x, x, **options)
+    with pytest.raises(ValueError, match=message):
+        swapped(module)(x, x, x, **options)
+
+
+def test_logits_that_are_finite_once_scaled_are_finite_in_float16() -> None:
+    module = nn.MultiheadAttention(64, 1, bias=False, batch_first=True).half()
+    with torch.no_grad():
+        module.in_proj_weight[:128] = torch.eye(64).repeat(2, 1)
+    x = torch.full((1, 3, 64), 50.0, dtype=torch.float16)  # 64 * 50 * 50 is more than float16 has
+    wanted, got = module(x, x, x), swapped(module)(x, x, x)
+    assert torch.equal(got[1], wanted[1])
+    assert torch.allclose(got[0], wanted[0], rtol=1e-2)

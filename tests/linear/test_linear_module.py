@@ -285,3 +285,68 @@ def test_the_function_takes_views() -> None:
     assert torch.equal(
         linear(x, w, None, ng.linear.SWITCHBACK), linear(x.contiguous(), w.contiguous(), None, ng.linear.SWITCHBACK)
     )
+
+
+@pytest.mark.parametrize("plan", [ng.linear.SWITCHBACK, AVERAGED], ids=lambda plan: plan.tensor_absmax)
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"plan": "SWITCHBACK"}, "plan: got 'SWITCHBACK', takes a LinearPlan"),
+        ({"input": torch.zeros(4, 32, dtype=torch.int64)}, "input: got torch.int64, takes floats"),
+        ({"input": torch.zeros(4, 31)}, r"input: got shape \(4, 31\), takes \(\.\.\., 32\)"),
+        ({"input": torch.zeros(4, 32, device="meta")}, "input: got one on meta, takes the weight's device, cpu"),
+        ({"weight": torch.zeros(32)}, r"weight: got shape \(32,\), takes \(out_features, in_features\)"),
+        ({"weight": torch.zeros(16, 32, device="meta")}, "input: got one on cpu, takes the weight's device, meta"),
+        ({"bias": torch.zeros(1)}, r"bias: got shape \(1,\) on cpu, takes \(16,\) on the weight's device, cpu"),
+        ({"bias": torch.zeros(15)}, r"bias: got shape \(15,\) on cpu, takes \(16,\)"),
+        ({"bias": torch.zeros(16, device="meta")}, r"bias: got shape \(16,\) on meta, takes \(16,\) on the weight"),
+        ({"averages": torch.zeros(2)}, "averages: got "),
+        ({"averages": torch.zeros(3, device="meta")}, "averages: got "),
+    ],
+)
+def test_what_does_not_go_together_is_refused(plan: LinearPlan, changed: dict, message: str) -> None:
+    averages = torch.zeros(3) if plan is AVERAGED else None
+    given = {"input": torch.randn(4, 32), "weight": torch.randn(16, 32), "bias": torch.randn(16)}
+    given |= {"plan": plan, "averages": averages}
+    assert linear(**given).shape == (4, 16)
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), pytest.raises(ValueError, match=message):
+            linear(**(given | changed))
+
+
+def test_averages_go_with_plans_that_have_them() -> None:
+    x, w = torch.randn(4, 32), torch.randn(16, 32)
+    with pytest.raises(ValueError, match="averages: got a tensor for tensor_absmax='step', takes"):
+        linear(x, w, None, ng.linear.TENSORWISE_FP8, torch.ones(3))
+    with pytest.raises(ValueError, match="averages: got None for tensor_absmax='average', takes"):
+        linear(x, w, None, AVERAGED)
+
+
+def test_averages_stay_float32_and_begin_at_zero_where_a_layer_gets_its_memory() -> None:
+    layer = LowPrecisionLinear(32, 16, plan=AVERAGED)
+    layer(torch.randn(4, 32)).sum().backward()
+    before = layer.averages.clone()
+    assert (before > 0).all()
+    for convert in (nn.Module.half, nn.Module.double, nn.Module.bfloat16):
+        assert convert(nn.Sequential(layer))[0].weight.dtype != torch.float32
+        assert layer.averages.dtype == torch.float32
+        assert torch.equal(layer.averages, before)
+    layer = nn.Sequential(LowPrecisionLinear(32, 16, plan=AVERAGED, device="meta")).bfloat16()
+    layer.to_empty(device="cpu")
+    assert torch.equal(layer[0].averages, torch.zeros(3))
+    assert dict(layer.named_buffers())["0.absmax_averages"] is layer[0].averages
+    assert "0.absmax_averages" not in layer.state_dict()
+
+
+@traced
+@pytest.mark.parametrize("decay", [0.9, 0.5])
+def test_compiled_with_dynamic_shapes_averages_move_as_they_do(decay: float) -> None:
+    torch._dynamo.reset()
+    plan = ng.linear.TENSORWISE_FP8.with_moving_average(decay)
+    layer = nn.Sequential(LowPrecisionLinear(32, 48, plan=plan), nn.GELU(), LowPrecisionLinear(48, 32, plan=plan))
+    twin = copy.deepcopy(layer)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows in (4, 7, 2):
+        x = torch.randn(rows, 3, 32)
+        assert all(map(torch.allclose, grads(layer, x, compiled), grads(twin, x)))
+    assert all(map(torch.allclose, layer.buffers(), twin.buffers()))

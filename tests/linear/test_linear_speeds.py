@@ -337,3 +337,9 @@ def test_the_clock_takes_the_best_of_rounds_in_turns(monkeypatch: pytest.MonkeyP
     _speeds.times(step("a", 1e-3), step("b", 1.0), torch.device("cuda"))
     assert "a" * 15 in "".join(order)
     assert "bb" not in "".join(order)[8:]
+
+
+def test_it_measures_in_inference_mode_too(cache: Path) -> None:
+    with torch.inference_mode():
+        report = swap_linears(nn.Sequential(nn.Linear(32, 32)), SWITCHBACK, tokens=16)
+    assert list(report.speedups) == ["0"]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import narrowgauge as ng
 from narrowgauge.linear import SWITCHBACK, LowPrecisionConv1D, LowPrecisionLinear, swap_linears
@@ -276,3 +277,53 @@ def test_layer_scale_of_ones_is_the_model_itself() -> None:
     ):
         ng.nn.add_layer_scale(nn.Linear(3, 3))
     assert str(added).startswith("layer scale: 8\n  text_model.")
+
+
+@pytest.mark.parametrize(
+    "computed_anew",
+    [
+        lambda layer: nn.utils.parametrizations.weight_norm(layer),
+        lambda layer: nn.utils.spectral_norm(layer),
+        lambda layer: prune.identity(layer, "weight"),
+    ],
+    ids=["weight norm", "spectral norm, by a hook", "pruning, by a hook"],
+)
+def test_layers_whose_weight_is_no_parameter_are_kept(computed_anew: Callable[[nn.Module], nn.Module]) -> None:
+    model = nn.Sequential(computed_anew(nn.Linear(32, 32)), nn.Linear(32, 32))
+    report = swap_linears(model, SWITCHBACK)
+    assert report.swapped == ["1"]
+    assert report.kept == {"0": "is parametrized: its weight is computed anew"}
+
+
+def test_a_layer_that_has_become_something_else_since_is_not_undone() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    report = swap_linears(model, SWITCHBACK)
+    nn.utils.parametrizations.orthogonal(model[1])
+    x, shown = torch.randn(4, 32), str(report)
+    assert "swapped: 2 (int8 real)" in shown
+    before = model(x)
+    with pytest.raises(
+        RuntimeError, match="undo: got '1', which has become a ParametrizedLowPrecisionLinear since"
+    ):
+        report.undo()
+    assert torch.equal(model(x), before)
+    assert type(model[0]) is LowPrecisionLinear
+    nn.utils.parametrize.remove_parametrizations(model[1], "weight")
+    report.undo()
+    assert type(model[0]) is type(model[1]) is nn.Linear
+    report.undo()  # of nothing
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model": None}, "model: got NoneType, takes a torch.nn.Module"),
+        ({"keep": None}, "keep: got None, takes a list of names"),
+        ({"keep": (3,)}, r"keep: got \(3,\), takes a list of names"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(changed: dict, message: str) -> None:
+    model = nn.Linear(32, 32)
+    with pytest.raises(ValueError, match=message):
+        swap_linears(**({"model": model, "plan": SWITCHBACK} | changed))
+    assert type(model) is nn.Linear

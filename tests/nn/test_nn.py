@@ -3,9 +3,14 @@
 import copy
 import io
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import narrowgauge as ng
 from narrowgauge.nn import LayerScale, StableEmbedding
@@ -85,3 +90,29 @@ def test_layer_scale_starts_as_it_is_told_and_learns() -> None:
     scale = LayerScale(8, 1.0)
     scale(x).sum().backward()
     assert torch.allclose(scale.gamma.grad, x.sum(dim=(0, 1)), atol=1e-5)
+
+
+def test_a_stable_embedding_made_without_memory_keeps_32_bit_states() -> None:
+    embedding = StableEmbedding(500, 64, device="meta").to_empty(device="cpu")
+    embedding.reset_parameters()
+    assert states(embedding) == "m:fp32 v:fp32"
+    ng.storage.mark_states(embedding.weight, "bf16")
+    embedding.bfloat16()
+    assert ng.storage.marked_states(embedding.weight) == "bf16"
+
+
+def test_a_sharded_stable_embedding_keeps_32_bit_states(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'ranks'}", rank=0, world_size=1)
+    try:
+        model = torch.nn.Sequential(StableEmbedding(500, 64), torch.nn.Linear(64, 64))
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        model(torch.tensor([1, 2])).sum().backward()
+        assert isinstance(model[0].weight, DTensor)
+        assert ng.storage.marked_states(model[0].weight) == "fp32"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_layer_scale_may_begin_at_a_whole_number() -> None:
+    scale = LayerScale(3, 1)
+    assert torch.equal(scale(torch.full((2, 3), 5.0)), torch.full((2, 3), 5.0))

@@ -165,6 +165,9 @@ class Fixed:
 
     def __call__(self) -> None:
         """Launch on the current device and stream."""
+        if self.launches.interpreted:  # where there need be no driver to ask for a device
+            self.launches(self.grid, self.arguments, self.constants, self.options)
+            return
         device = _current_device()
         if self._ready is not None and self._ready[0] == device:
             self._ready[1](device, _three(self.grid), self._given)

@@ -24,7 +24,7 @@ class LowPrecisionMultiheadAttention(Planned, nn.MultiheadAttention):
     that is not saved, a row for each projection, or the first for all where one multiply does all three.
 
     Raises:
-        ValueError: for nested tensors.
+        ValueError: for nested tensors, and masks of other shapes, or neither bool nor floats.
         RuntimeError: for `is_causal` without an `attn_mask`, as torch's does.
 
     Source: Wortsman et al. 2023, Section 2.2.1 (query, key, value and out projection).
@@ -50,11 +50,12 @@ class LowPrecisionMultiheadAttention(Planned, nn.MultiheadAttention):
             raise RuntimeError("is_causal: got True without an attn_mask, takes it as a hint about one only")
         batched, dim = query.dim() == 3, query.shape[-1]
         q, k, v = (self._heads(x, batched) for x in self._projections(query, key, value))
-        mask = self._mask(attn_mask, key_padding_mask, k.shape[0], q)
+        mask = self._mask(attn_mask, key_padding_mask, q, k)
         rate = self.dropout if self.training else 0.0
         weights = None
         if need_weights:
-            logits = q @ k.transpose(-2, -1) * self.head_dim**-0.5
+            # Queries first: in float16 products of both may be infinite before they are scaled.
+            logits = (q * self.head_dim**-0.5) @ k.transpose(-2, -1)
             weights = dropout((logits if mask is None else logits + mask).softmax(-1), rate)
             out = weights.to(v.dtype) @ v
             weights = weights.mean(1) if average_attn_weights else weights
@@ -91,21 +92,26 @@ class LowPrecisionMultiheadAttention(Planned, nn.MultiheadAttention):
         heads: Tensor = x.unflatten(-1, (self.num_heads, self.head_dim))  # type: ignore[no-untyped-call]
         return heads.transpose(1, 2)
 
-    def _mask(self, attention: Tensor | None, padding: Tensor | None, batch: int, like: Tensor) -> Tensor | None:
+    def _mask(self, attention: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
         """What is added to the logits: both masks together, broadcast to (batch, heads, tokens, keys)."""
+        (batch, heads, tokens, _), keys = q.shape, k.shape[2]
         total = None
         if attention is not None:
-            total = _added(attention, like.dtype)
+            total = _added("attn_mask", attention, q.dtype, (tokens, keys), (batch * heads, tokens, keys))
             if total.dim() == 3:
-                total = total.unflatten(0, (batch, self.num_heads))  # type: ignore[no-untyped-call]
+                total = total.unflatten(0, (batch, heads))  # type: ignore[no-untyped-call]
         if padding is not None:
-            padded = _added(padding, like.dtype).reshape(batch, 1, 1, -1)
+            of_one = ((keys,),) if batch == 1 else ()
+            padded = _added("key_padding_mask", padding, q.dtype, (batch, keys), *of_one).reshape(batch, 1, 1, keys)
             total = padded if total is None else total + padded
         return total
 
 
-def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def _added(name: str, mask: Tensor, dtype: torch.dtype, *shapes: tuple[int, ...]) -> Tensor:
     """A mask as what is added to logits: where a boolean one is true, nothing is attended to."""
+    if tuple(mask.shape) not in shapes or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        takes = " or ".join(map(str, shapes))
+        raise ValueError(f"{name}: got {mask.dtype} of shape {tuple(mask.shape)}, takes bool or floats, {takes}")
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -torch.inf)
     return mask.to(dtype)

@@ -109,7 +109,11 @@ def _why_kept(
     for pattern in keep:
         if matches(name, pattern):
             return f"named in keep: {pattern!r}"
-    if nn.utils.parametrize.is_parametrized(module):
+    # With the older hooks of torch (weight norm, pruning) the weight is an attribute that is no parameter.
+    weight = module._parameters.get(becomes.WEIGHT)
+    if nn.utils.parametrize.is_parametrized(module) or (
+        weight is None and isinstance(getattr(module, becomes.WEIGHT, None), Tensor)
+    ):
         return "is parametrized: its weight is computed anew"
     kinds: dict[type[Planned], Any] = {
         LowPrecisionConv1D: type(module),  # known by its name
@@ -126,7 +130,6 @@ def _why_kept(
             return "has projections of different sizes (kdim, vdim)"
         if module.bias_k is not None or module.add_zero_attn:
             return "attends to keys that it adds (add_bias_kv, add_zero_attn)"
-    weight = module.get_parameter(becomes.WEIGHT)
     if not weight.is_floating_point():
         return "its weight is not of floats"
     smallest = min(weight.shape)

@@ -41,9 +41,11 @@ def linear(
         (..., out_features), of input's dtype or autocast's.
 
     Raises:
-        ValueError: for shapes or dtypes that do not go together, or missing averages.
+        ValueError: for shapes, dtypes or devices that do not go together, what is no plan, averages that are
+            missing or that the plan has not.
         RuntimeError: when its gradient is differentiated: rounding has no derivative.
     """
+    _check(input, weight, bias, plan, averages)
     device = input.device.type
     if torch.is_autocast_enabled(device) and input.dtype != torch.float64:  # which autocast leaves alone
         dtype = torch.get_autocast_dtype(device)
@@ -51,11 +53,6 @@ def linear(
         bias = None if bias is None else bias.to(dtype)
     if input.dtype != weight.dtype:
         raise ValueError(f"input: got {input.dtype}, takes the weight's {weight.dtype} where autocast is off")
-    in_features = weight.shape[1]
-    if input.dim() == 0 or input.shape[-1] != in_features:
-        raise ValueError(f"input: got shape {tuple(input.shape)}, takes (..., {in_features})")
-    if plan.tensor_absmax == "average" and averages is None:
-        raise ValueError("averages: got None, takes a tensor of 3 floats for a plan with averages")
     graded = torch.is_grad_enabled()
     wants = (
         graded and input.requires_grad,
@@ -64,6 +61,38 @@ def linear(
     )
     result: Tensor = _Linear.apply(input, weight, bias, plan, averages, wants)  # type: ignore[no-untyped-call]
     return result
+
+
+def _check(input: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, averages: Tensor | None) -> None:
+    """Refuse what does not go together. Kernels get addresses alone: they would read past the end, or elsewhere."""
+    if not isinstance(plan, LinearPlan):
+        raise ValueError(f"plan: got {plan!r}, takes a LinearPlan such as narrowgauge.linear.SWITCHBACK")
+    if weight.dim() != 2:
+        raise ValueError(f"weight: got shape {tuple(weight.shape)}, takes (out_features, in_features)")
+    if not input.is_floating_point():
+        raise ValueError(f"input: got {input.dtype}, takes floats")
+    out_features, in_features = weight.shape
+    if input.dim() == 0 or input.shape[-1] != in_features:
+        raise ValueError(f"input: got shape {tuple(input.shape)}, takes (..., {in_features})")
+    device = weight.device
+    if input.device != device:
+        raise ValueError(f"input: got one on {input.device}, takes the weight's device, {device}")
+    if bias is not None and (bias.device != device or bias.shape != (out_features,)):
+        raise ValueError(
+            f"bias: got shape {tuple(bias.shape)} on {bias.device}, takes ({out_features},) on the weight's "
+            f"device, {device}"
+        )
+    if (averages is None) != (plan.tensor_absmax == "step"):
+        given = "None" if averages is None else "a tensor"
+        raise ValueError(
+            f"averages: got {given} for tensor_absmax={plan.tensor_absmax!r}, takes a tensor of 3 floats for "
+            "'average', None for 'step'"
+        )
+    if averages is not None and (averages.device != device or averages.shape != (3,)):
+        raise ValueError(
+            f"averages: got shape {tuple(averages.shape)} on {averages.device}, takes (3,) on the weight's device, "
+            f"{device}"
+        )
 
 
 class _Linear(torch.autograd.Function):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ class Planned(nn.Module):
     @property
     def path(self) -> str:
         """How eight bits are multiplied where the weight is: formats, each real or simulated, and by what."""
-        device = self.get_parameter(self.WEIGHT).device
+        device = getattr(self, self.WEIGHT).device  # which need not be a parameter any more, with weight norm
         parts = [path(name, device, self.plan.arithmetic) for name in self.plan.formats]
         return ", ".join(parts) or "high precision"
 
@@ -53,6 +54,16 @@ class Planned(nn.Module):
     def averages(self) -> Tensor | None:
         """The moving averages, None for a plan without."""
         return self._buffers.get(_AVERAGES)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """As `nn.Module` does; averages stay float32, and begin where they get memory."""
+        before = self.averages
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        after = self.averages
+        if before is not None and after is not None and after is not before:
+            kept = torch.zeros_like(after, dtype=torch.float32) if before.is_meta else before.to(after.device)
+            self._buffers[_AVERAGES] = kept
+        return self
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None, averages: Tensor | None) -> Tensor:
         return linear(input, weight, bias, self.plan, averages)

@@ -109,9 +109,10 @@ class Multiplies:
         """One step of the averages. Zeros, inf and NaN do not move them; the first absmax starts them."""
         if self.averages is None:
             return
+        by = 1 - float(self.plan._decay)
         for quantity, pair in self.absmax.items():
             own, average = pair[0], self.averages[_SLOTS[quantity]]
-            moved = torch.where(average > 0, average.lerp(own.to(average.dtype), 1 - self.plan.decay), own)
+            moved = torch.where(average > 0, average.lerp(own.to(average.dtype), by), own)
             average.copy_(torch.where((own > 0) & (own < torch.inf), moved, average))
 
     def _product(self, operands: tuple[Codes, Codes], bias: Tensor | None) -> Tensor:

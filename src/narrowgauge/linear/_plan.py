@@ -141,6 +141,7 @@ class LinearPlan:
     decay: float = 0.9
     accumulation: Literal["fast", "full"] = "fast"
     name: str = field(default="LinearPlan", compare=False)
+    _decay: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for multiply in MULTIPLIES:
@@ -157,6 +158,9 @@ class LinearPlan:
             raise ValueError("tensor_absmax: got 'average', takes 'step' in a plan without tensor-wise scaling")
         if isinstance(self.decay, bool) or not isinstance(self.decay, int | float) or not 0 <= self.decay < 1:
             raise ValueError(f"decay: got {self.decay!r}, takes a number from 0 to below 1")
+        # As text: with dynamic shapes a compiler takes numbers for what may change, and cannot trace this one going
+        # backward; text it takes as it is.
+        object.__setattr__(self, "_decay", repr(float(self.decay)))
 
     def operands(self, multiply: Multiply) -> tuple[Operand, Operand] | None:
         """Left and right operand of a multiply in eight bits, or None if it is in high precision."""

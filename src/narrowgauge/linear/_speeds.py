@@ -129,6 +129,7 @@ def _known(kind: LayerKind) -> float | None:
     return found
 
 
+@torch.inference_mode(False)  # there is nothing to measure of a backward pass within it
 def _measure(kind: LayerKind) -> float:
     steps = _steps(kind)
     if kind.device.type == "cuda" and not kind.launched:

@@ -14,7 +14,7 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
@@ -24,6 +24,15 @@ from narrowgauge.linear._plan import LinearPlan
 from narrowgauge.linear._speeds import LayerKind, speedups
 
 _KEEP = ("lm_head",)
+
+
+class _Swapped(NamedTuple):
+    """A layer, what it was, and what it became."""
+
+    name: str
+    layer: Planned
+    was: type[nn.Module]
+    became: type[Planned]
 
 
 @dataclass
@@ -41,17 +50,28 @@ class SwapReport:
     swapped: list[str] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)
     speedups: dict[str, float] = field(default_factory=dict)
-    _undo: list[tuple[Planned, type[nn.Module]]] = field(default_factory=list, repr=False)
+    _undo: list[_Swapped] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
-        """Make the layers again what they were; their parameters stay as they have been trained."""
-        for layer, kind in self._undo:
-            forget_plan(layer)
-            layer.__class__ = kind  # type: ignore[assignment]
+        """Make the layers again what they were; their parameters stay as they have been trained.
+
+        Raises:
+            RuntimeError: where a layer's class has been changed since, by a parametrization or `fully_shard`; then
+                nothing is undone. What they put into the class would be lost.
+        """
+        for one in self._undo:
+            if type(one.layer) is not one.became:
+                raise RuntimeError(
+                    f"undo: got {one.name!r}, which has become a {type(one.layer).__name__} since, "
+                    f"takes a {one.became.__name__}: take off first what was put on after swapping"
+                )
+        for one in self._undo:
+            forget_plan(one.layer)
+            one.layer.__class__ = one.was  # type: ignore[assignment]
         self._undo.clear()
 
     def __str__(self) -> str:
-        paths = sorted({module.path for module, _ in self._undo})
+        paths = sorted({one.layer.path for one in self._undo})
         where = f" ({'; '.join(paths)})" if paths else ""
         lines = [str(self.plan), f"swapped: {len(self.swapped)}{where}"]
         width = max(map(len, self.swapped), default=0)
@@ -100,17 +120,22 @@ def swap_linears(
         What was swapped, what was kept and why; `undo()` takes it back.
 
     Raises:
-        ValueError: for what is no plan, a `keep` that is one string, a `min_features` below 1, `tokens` that are
-            no integers of at least 1, or a model on the meta device with `tokens`.
+        ValueError: for what is no model or no plan, a `keep` that is one string or has what is no name, a
+            `min_features` below 1, `tokens` that are no integers of at least 1, or a model on the meta device with
+            `tokens`.
     """
     if not isinstance(plan, LinearPlan):
         raise ValueError(f"plan: got {plan!r}, takes a LinearPlan such as narrowgauge.linear.SWITCHBACK")
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model: got {type(model).__name__}, takes a torch.nn.Module")
     if isinstance(keep, str):
         raise ValueError(f"keep: got {keep!r}, takes a list of names such as ({keep!r},)")
     if not _is_count(min_features):
         raise ValueError(f"min_features: got {min_features!r}, takes an integer of at least 1")
     rows = _rows_by_name(tokens)
-    patterns = tuple(keep)
+    patterns = tuple(keep) if isinstance(keep, Iterable) else (keep,)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(f"keep: got {keep!r}, takes a list of names such as ('lm_head',)")
     names = [name for name, _ in model.named_modules()]
     unknown = [
         p for p in (*(patterns if keep is not _KEEP else ()), *rows) if not any(matches(n, p) for n in names)
@@ -136,7 +161,7 @@ def swap_linears(
         kind, swapped = type(one.module), cast(Any, one.module)
         swapped.__class__ = one.becomes
         swapped.set_plan(plan)
-        report._undo.append((swapped, kind))
+        report._undo.append(_Swapped(one.name, swapped, kind, one.becomes))
     return report
 
 

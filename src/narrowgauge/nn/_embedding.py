@@ -10,11 +10,12 @@ Source: 8-bit Optimizers via Block-wise Quantization, Section 2.3 and Appendix C
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 from torch import Tensor, nn
 
-from narrowgauge.storage import mark_states
+from narrowgauge.storage import mark_states, marked_states
 
 
 class StableEmbedding(nn.Embedding):
@@ -42,6 +43,18 @@ class StableEmbedding(nn.Embedding):
         super().register_parameter(name, param)
         if name == "weight" and param is not None:
             mark_states(param, "fp32")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # As it was; but FSDP2, which puts sharded parameters past a module that has none of its own, comes by here.
+        super().__setattr__(name, value)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # Where a parameter gets memory elsewhere, as from the meta device, it is another one.
+        mark = marked_states(self.weight)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if mark is not None:
+            mark_states(self.weight, mark)
+        return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copied or unpickled parameter comes without its mark.

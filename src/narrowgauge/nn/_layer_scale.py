@@ -38,7 +38,7 @@ class LayerScale(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.gamma = nn.Parameter(torch.full((dim,), init, device=device, dtype=dtype))
+        self.gamma = nn.Parameter(torch.full((dim,), float(init), device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.gamma

@@ -30,6 +30,8 @@ _LOOKING, _DOWN, _ACROSS = 264, 8, 512
 _STAGES = 4
 # The tile that is quantized, and warps for it.
 SIDE, _WARPS = 128, 8
+# How many programs the second side of a grid takes.
+_MOST = 65535
 
 
 @triton.jit
@@ -73,12 +75,14 @@ def _look(
 def _quantize_tiles(
     x, maxima, average, codes, transposed, scale, own, rows, columns, count,
     FORMAT: tl.constexpr, LARGEST: tl.constexpr, SIDE: tl.constexpr, COUNT: tl.constexpr, TALL: tl.constexpr,
-    WIDE: tl.constexpr, TENSOR: tl.constexpr, AVERAGE: tl.constexpr, STRAIGHT: tl.constexpr, TURNED: tl.constexpr,
+    WIDE: tl.constexpr, LONG: tl.constexpr, TENSOR: tl.constexpr, AVERAGE: tl.constexpr, STRAIGHT: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
     """One tile a program. `maxima` are bits: `count` of the tensor, or one a column."""
-    column = tl.program_id(0) * SIDE
-    # Rows of tiles are counted along the second side of the grid, which takes 65535: 8 million rows.
-    row = tl.program_id(1) * SIDE
+    # Neighbours share rows. The second side of the grid takes 65535: where there are more rows of tiles, 8 million
+    # rows, they go along the first side, which takes 2^31.
+    column = tl.program_id(1 if LONG else 0) * SIDE
+    row = tl.program_id(0 if LONG else 1) * SIDE
     across = column + tl.arange(0, SIDE)
     down = row + tl.arange(0, SIDE)
     if TENSOR:
@@ -112,7 +116,10 @@ def _quantize_tiles(
         else:
             tl.store(codes + start + inside, coded, mask=here)
     if TURNED:
-        around = (tl.arange(0, SIDE)[:, None] * rows) + tl.arange(0, SIDE)[None, :]
+        turned = tl.arange(0, SIDE)[:, None]
+        if LONG:  # a tile may reach over more than 2^31 elements
+            turned = turned.to(tl.int64)
+        around = turned * rows + tl.arange(0, SIDE)[None, :]
         start = column.to(tl.int64) * rows + row
         if TALL and WIDE:
             tl.store(transposed + start + around, tl.trans(coded))
@@ -197,13 +204,14 @@ def _launch_tiles(
     """The launch for matrices of a shape and dtype, with `count` maxima of the tensor or, if 0, one a column."""
     constants = {
         "FORMAT": format, "LARGEST": LARGEST[format], "SIDE": SIDE, "COUNT": power_above(max(count, 1)),
-        "TALL": rows % SIDE == 0, "WIDE": columns % SIDE == 0, "TENSOR": count > 0,
-        "AVERAGE": average is not None, "STRAIGHT": straight, "TURNED": turned,
+        "TALL": rows % SIDE == 0, "WIDE": columns % SIDE == 0, "LONG": over(rows, SIDE) > _MOST,
+        "TENSOR": count > 0, "AVERAGE": average is not None, "STRAIGHT": straight, "TURNED": turned,
     }  # fmt: skip
     options = {"num_warps": _WARPS, "enable_fp_fusion": False}
-    return Launch(
-        _TILES, (over(columns, SIDE), over(rows, SIDE)), (rows, columns, max(count, 1)), constants, options
-    )
+    grid = over(columns, SIDE), over(rows, SIDE)
+    if constants["LONG"]:
+        grid = grid[1], grid[0]
+    return Launch(_TILES, grid, (rows, columns, max(count, 1)), constants, options)
 
 
 def quantize_tensor(

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="import-not-found,import-untyped"
 """What was measured on this GPU: the fastest way of each kind of multiply, kept in the user's cache folder.
 
 Nothing is measured unasked: a first step takes the table's defaults. Whoever tunes times every candidate once per
@@ -9,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 
 from narrowgauge.kernels import _cache
 from narrowgauge.kernels._linear._ways import Kind, Way
@@ -90,7 +91,8 @@ def _path() -> Path:
 
 
 def _name(device: torch.device) -> str:
-    return f"{torch.cuda.get_device_name(device)}, triton {metadata.version('triton')}"
+    # By the module: a distribution of it need not be called triton (pytorch-triton, triton-windows).
+    return f"{torch.cuda.get_device_name(device)}, triton {triton.__version__}"
 
 
 @functools.lru_cache(maxsize=16)
