@@ -115,6 +115,8 @@ def answers(results: Results) -> str:
     def tell_speed(name: str) -> str:
         values = speedups(results, name)
         told = f"{min(values):.2f} to {max(values):.2f} times as fast as `nn.Linear`"
+        if any("graph_speedup" in rows.get(name, {}) for rows in results.get("shapes", {}).values()):
+            told += ", the device's work alone"
         return told if max(values) >= 1 else f"{told}: stay with that where time is all that counts"
 
     def held(name: str) -> float | None:

@@ -265,6 +265,8 @@ def test_tuning_takes_sizes_a_plan_and_a_gpu() -> None:
         ng.linear.tune(0, 16, 16, ng.linear.SWITCHBACK)
     with pytest.raises(ValueError, match="plan: got 'SWITCHBACK', takes a LinearPlan"):
         ng.linear.tune(16, 16, 16, "SWITCHBACK")
+    with pytest.raises(ValueError, match=r"dtype: got torch\.float64, takes torch\.bfloat16"):
+        ng.linear.tune(16, 16, 16, ng.linear.SWITCHBACK, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="no kernels to tune for int8: no kernels for cpu"):
         ng.linear.tune(16, 16, 16, ng.linear.SWITCHBACK, device="cpu")
 

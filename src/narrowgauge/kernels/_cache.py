@@ -19,9 +19,12 @@ _VERSION = 1
 
 
 def folder() -> Path:
-    """Where it is, by the XDG convention; it need not be there."""
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(cache) if os.path.isabs(cache) else Path(os.path.expanduser("~")) / ".cache") / "narrowgauge"
+    """Where it is, by the XDG convention; it need not be there. For a user without a home nothing can be."""
+    cache, home = os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~")
+    if os.path.isabs(cache):
+        return Path(cache) / "narrowgauge"
+    # "~" as it is would be a folder of wherever one works, from which compiled code would be loaded.
+    return (Path(home) / ".cache" if os.path.isabs(home) else Path(os.devnull)) / "narrowgauge"
 
 
 def read_records(path: Path) -> dict[str, dict[str, Any]]:

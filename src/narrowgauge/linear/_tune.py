@@ -29,7 +29,7 @@ def tune(
         For each multiply in eight bits, milliseconds by kernel, the fastest first.
 
     Raises:
-        ValueError: for sizes below 1 or what is no plan.
+        ValueError: for sizes below 1, what is no plan, or a dtype that kernels do not write.
         RuntimeError: where there are no kernels; the message says why.
     """
     for name, size in (("tokens", tokens), ("in_features", in_features), ("out_features", out_features)):
@@ -37,6 +37,8 @@ def tune(
             raise ValueError(f"{name}: got {size!r}, takes an integer of at least 1")
     if not isinstance(plan, LinearPlan):
         raise ValueError(f"plan: got {plan!r}, takes a LinearPlan such as narrowgauge.linear.SWITCHBACK")
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"dtype: got {dtype}, takes torch.bfloat16, torch.float16 or torch.float32")
     where = torch.device(device)
     for form in plan.formats:
         why = no_kernels(where, FORMATS[form].dtype)
