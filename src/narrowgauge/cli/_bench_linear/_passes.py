@@ -24,7 +24,8 @@ from narrowgauge.cli._bench_linear._sizes import Shape
 
 _ROUNDS, _MOST_ROUNDS = 5, 200
 # Passes in a row on a GPU, and how long a run of them takes at the least: multiplies take all the power there is,
-# and a GPU lowers its clock to what each layer's power allows, as in training; bursts of milliseconds do not show it.
+# and a GPU lowers its clock to what each layer's power allows, as in training; bursts of some milliseconds do not
+# show it.
 _RUN_LEAST, _RUN_MOST, _RUN_SECONDS = 3, 2000, 0.15
 
 Pass = Callable[[], Any]
