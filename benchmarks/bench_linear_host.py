@@ -51,6 +51,10 @@ PLANS = {
 }
 
 
+# What a compiled kernel tells of a descriptor.
+TOLD = {"swizzle": 3, "elem_size": 1, "elem_type": 0, "block_size": [128, 128], "fp4_padded": False}
+
+
 def without_gpu() -> None:
     """Let layers on the CPU go the way of a GPU's, up to the call in C that launches a kernel."""
 
@@ -62,10 +66,13 @@ def without_gpu() -> None:
             self.arg_names, self.__name__ = kernel.arg_names, kernel.__name__
 
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-            from triton.backends.nvidia.driver import CudaLauncher
+            from triton.backends.nvidia.driver import CudaLauncher, wrap_handle_tensordesc
 
             launcher = CudaLauncher.__new__(CudaLauncher)
-            launcher.launch, launcher.num_ctas, launcher.gsan_enabled = launch, 1, False
+            launcher.num_ctas, launcher.gsan_enabled = 1, False
+            # Three descriptors come first, where there are any.
+            signature = dict(enumerate(["tensordesc"] * 3 if self.__name__ == "_by_descriptors" else []))
+            launcher.launch = wrap_handle_tensordesc(launch, signature, [TOLD] * len(signature))
             launcher.global_scratch_size = launcher.profile_scratch_size = 0
             launcher.global_scratch_align = launcher.profile_scratch_align = 1
             launcher.launch_cooperative_grid = launcher.launch_pdl = False
@@ -74,6 +81,8 @@ def without_gpu() -> None:
             return lambda *arguments, **rest: made
 
     class Driver:
+        utils = SimpleNamespace(fill_tma_descriptor=lambda *arguments: None)
+
         def get_current_device(self) -> int:
             return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed: kernels cannot ru
 
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from narrowgauge.kernels import _launches
 from narrowgauge.kernels._launches import Fixed, Launch, Launches
@@ -179,6 +181,95 @@ def test_the_function_in_c_is_given_what_the_launcher_gives_it(
     assert given[0] == given[1]
     assert given[0][0][:5] == (2, 3, 4, 7, "function")
     assert given[0][0][-2:] == (X.data_ptr(), 48)
+
+
+# Descriptors of the copy engine
+
+
+def _encode(descriptor: Any, told: dict[str, Any]) -> list[Any]:
+    """What the function in C takes for a descriptor, as Triton 3.6 has it made."""
+    encoded = triton.runtime.driver.active.utils.fill_tma_descriptor(descriptor.base.data_ptr(), told["block_size"])
+    return [encoded, *descriptor.shape, *descriptor.strides]
+
+
+def _behind(launcher: Any, tensordesc_meta: list[Any]) -> Any:
+    """A launcher that encodes descriptors, as Triton 3.6 puts it before the function in C."""
+
+    def inner(*given: Any) -> None:
+        ready: list[Any] = []
+        for argument in given:
+            encodes = isinstance(argument, TensorDescriptor)
+            ready.extend(_encode(argument, tensordesc_meta[0]) if encodes else [argument])
+        launcher(*ready)
+
+    return inner
+
+
+TOLD = {"swizzle": 3, "elem_size": 1, "elem_type": 1, "block_size": [16, 64], "fp4_padded": False}
+MATRIX = torch.zeros(32, 64, dtype=torch.int8)
+
+
+@pytest.fixture
+def described(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A launch with a descriptor; what it encodes, and what the function in C is given after the first 13."""
+    encoded: list[int] = []
+    given: list[tuple[Any, ...]] = []
+
+    def fill(address: int, *rest: Any) -> str:
+        encoded.append(address)
+        return f"map of {address}"
+
+    monkeypatch.setattr(Driver, "utils", SimpleNamespace(fill_tma_descriptor=fill), raising=False)
+    monkeypatch.setattr("triton.backends.nvidia.driver.make_tensordesc_arg", _encode)
+    monkeypatch.setattr(_launches, "_IN_C", True)
+    launcher = CudaLauncher(0)
+    launcher.launch = _behind(lambda *arguments: given.append(arguments[13:]), [TOLD])
+    monkeypatch.setattr(Compiled, "run", launcher)
+    describer = _launches.Describer(MATRIX, [16, 64])
+    launches.kernel.arg_names = ["matrix", "y", "n", "SIZE", "FLAG"]
+    return SimpleNamespace(
+        launch=Launch(launches, (5,), (48,), CONSTANTS, OPTIONS, (describer,)), encoded=encoded, given=given,
+        describer=describer,
+    )  # fmt: skip
+
+
+def _launched(described: SimpleNamespace, matrix: torch.Tensor) -> None:
+    described.launch(0, (X.data_ptr(),), lambda: (described.describer(matrix), X), (matrix,))
+
+
+def test_a_descriptor_is_encoded_once_an_address(described: SimpleNamespace) -> None:
+    other = MATRIX.clone()
+    for matrix in (MATRIX, MATRIX, other, MATRIX, other):
+        _launched(described, matrix)
+    assert described.encoded == [MATRIX.data_ptr(), other.data_ptr()]  # the first launch is Triton's own
+    at = [f"map of {matrix.data_ptr()}" for matrix in (MATRIX, other, MATRIX, other)]
+    assert described.given == [(map_, 32, 64, 64, 1, X.data_ptr(), 48, 64, True) for map_ in at]
+
+
+def test_descriptors_among_other_arguments_are_encoded_by_triton(described: SimpleNamespace) -> None:
+    """A launch of another grid finds the same compiled kernel, the longer way."""
+    for _ in range(2):
+        described.launch.launches((7,), (described.describer(MATRIX), X, 48), CONSTANTS, OPTIONS)
+    _launched(described, MATRIX)
+    assert len(described.launch.launches.kernel.compiled) == 1
+    assert described.given == [(f"map of {MATRIX.data_ptr()}", 32, 64, 64, 1, X.data_ptr(), 48, 64, True)] * 2
+
+
+def test_few_descriptors_are_kept(described: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_launches.Describer, "_MOST", 2)
+    matrices = [MATRIX.clone() for _ in range(5)]
+    for matrix in (*matrices, *matrices):
+        _launched(described, matrix)
+    assert len(described.describer._encoded) <= 2
+
+
+def test_with_hooks_triton_gets_descriptors(described: SimpleNamespace, profiler: list[str]) -> None:
+    for _ in range(2):
+        _launched(described, MATRIX)
+    ((_, (one, *rest)),) = described.launch.launches.kernel.by_triton
+    assert one.base is MATRIX
+    assert rest == [X.data_ptr(), 48, 64, True]
+    assert not described.given
 
 
 # Launches that know most of it beforehand

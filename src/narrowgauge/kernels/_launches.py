@@ -27,6 +27,7 @@ import torch
 import triton
 from torch import Tensor
 from triton import knobs
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 # Of Triton 3.6 it is known in which order the function in C under its launcher takes what comes before a kernel's
 # arguments; other versions have other orders.
@@ -47,28 +48,95 @@ class Compiled:
         # What is called with the grid, the stream, `between` and then the kernel's arguments.
         self.run = kernel.run
         self.between: tuple[Any, ...] = kernel.function, kernel.packed_metadata, None, None, None
+        # The same for descriptors that are encoded already, and what the driver is told of each beside its matrix.
+        self.encoded: tuple[Any, list[Mapping[str, Any]]] | None = None
         launcher = kernel.run
         if _IN_C and type(launcher).__name__ == "CudaLauncher" and not _scratch(launcher):
             # What the launcher does where no memory is to be had for the kernel is to call this.
-            self.run = launcher.launch
+            self.run, self.encoded = launcher.launch, _in_c(launcher.launch)
             flags = launcher.launch_cooperative_grid, launcher.launch_pdl
             self.between = (kernel.function, *flags, None, None, kernel.packed_metadata, None, None, None)
 
-    def __call__(self, device: int, grid: tuple[int, int, int], given: tuple[Any, ...]) -> None:
+    def __call__(
+        self,
+        device: int,
+        grid: tuple[int, int, int],
+        given: tuple[Any, ...],
+        describers: tuple[Describer, ...] = (),
+        matrices: tuple[Tensor, ...] = (),
+    ) -> None:
         """Launch on the current stream of the device, which is the current one.
 
         Args:
             device: its index.
             grid: programs along three sides.
             given: addresses, numbers, descriptors and constants: all arguments of the kernel.
+            describers, matrices: of what comes before these, if they are not all.
         """
-        hooks = knobs.runtime
+        hooks, run = knobs.runtime, self.run
         enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
         # Triton's own hooks are chains of calls, set up empty.
-        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+        hooked = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+        if describers:
+            described: tuple[Any, ...] = ()
+            if hooked or self.encoded is None:
+                described = tuple(describer(matrix) for describer, matrix in zip(describers, matrices, strict=True))
+            else:
+                run, all_told = self.encoded
+                for describer, matrix, told in zip(describers, matrices, all_told, strict=True):
+                    described += describer.encoded(matrix, told)
+            given = described + given
+        if hooked:
             self.kernel[grid](*given)
         else:
-            self.run(*grid, self.stream(device), *self.between, *given)
+            run(*grid, self.stream(device), *self.between, *given)
+
+
+class Describer:
+    """Descriptors of contiguous matrices of one shape and dtype, for the engine that copies blocks of them.
+
+    Triton's launcher has the driver encode each descriptor at each launch. An encoded one says where a matrix is
+    and how it lies, nothing else: it holds for every matrix of this shape at that address, and is kept.
+
+    Args:
+        matrix: one of them, with rows of a multiple of 16 bytes, at an address that is one; checked.
+        block: sides of what is copied at once.
+    """
+
+    _MOST = 4096  # addresses; a training has the same few at every step
+
+    def __init__(self, matrix: Tensor, block: list[int]) -> None:
+        self._fields = dict(vars(TensorDescriptor.from_tensor(matrix, block)), base=None)
+        self._told: Mapping[str, Any] | None = None
+        self._encoded: dict[int, tuple[Any, ...]] = {}
+
+    def __call__(self, matrix: Tensor) -> Any:
+        """The descriptor of a matrix as Triton takes it."""
+        made = object.__new__(TensorDescriptor)
+        made.__dict__.update(self._fields, base=matrix)
+        return made
+
+    def encoded(self, matrix: Tensor, told: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The same as the function in C takes it, by what a compiled kernel tells of it."""
+        if told is not self._told or len(self._encoded) >= self._MOST:
+            self._told, self._encoded = told, {}
+        address = matrix.data_ptr()
+        found = self._encoded.get(address)
+        if found is None:
+            from triton.backends.nvidia.driver import make_tensordesc_arg  # there where a launcher is told of it
+
+            found = self._encoded[address] = tuple(make_tensordesc_arg(self(matrix), told))
+        return found
+
+
+def _in_c(launch: Any) -> tuple[Any, list[Mapping[str, Any]]] | None:
+    """Behind a launcher that encodes descriptors: the function in C that it calls, and what it is told of each."""
+    names = getattr(getattr(launch, "__code__", None), "co_freevars", ())
+    if "launcher" not in names or "tensordesc_meta" not in names:
+        return None
+    found = dict(zip(names, (cell.cell_contents for cell in launch.__closure__), strict=True))
+    told = found["tensordesc_meta"]
+    return None if None in told else (found["launcher"], told)
 
 
 def _scratch(launcher: Any) -> int:
@@ -185,6 +253,7 @@ class Launch:
         sizes: whole numbers, which come after the tensors in the kernel's arguments.
         constants: the rest of its arguments.
         options: of the compiler.
+        describers: of the descriptors that come before the tensors, if there are any.
     """
 
     def __init__(
@@ -194,8 +263,9 @@ class Launch:
         sizes: tuple[int, ...],
         constants: Mapping[str, Any],
         options: Mapping[str, Any],
+        describers: tuple[Describer, ...] = (),
     ) -> None:
-        self.launches, self.grid, self.sizes = launches, grid, sizes
+        self.launches, self.grid, self.sizes, self.describers = launches, grid, sizes, describers
         self.constants, self.options = constants, options
         self._grid, self._rest = _three(grid), (*sizes, *constants.values())
         self._ready: dict[int, Compiled] = {}
@@ -205,7 +275,7 @@ class Launch:
         device: int,
         addresses: tuple[int, ...],
         arguments: Callable[[], tuple[Any, ...]],
-        described: Callable[[], tuple[Any, ...]] | None = None,
+        matrices: tuple[Tensor, ...] = (),
     ) -> None:
         """Launch on a device and its current stream.
 
@@ -214,7 +284,7 @@ class Launch:
             addresses: of the tensors, 0 for one that is not there. Which are there is the same at every call.
             arguments: makes the tensors themselves (None for one that is not there), of the same types at every
                 call, after their descriptors if there are any; called where addresses do not do.
-            described: makes the descriptors that come before the addresses, of the same blocks at every call.
+            matrices: of the descriptors.
         """
         ready, bits = self._ready.get(device), 0
         for address in addresses:
@@ -223,11 +293,9 @@ class Launch:
             self._find(device, bits & 15 == 0, arguments)
         elif _current_device() != device:
             with torch.cuda.device(device):
-                self(device, addresses, arguments, described)
-        elif described is None:
-            ready(device, self._grid, addresses + self._rest)
+                self(device, addresses, arguments, matrices)
         else:
-            ready(device, self._grid, described() + addresses + self._rest)
+            ready(device, self._grid, addresses + self._rest, self.describers, matrices)
 
     def _find(self, device: int, aligned: bool, arguments: Callable[[], tuple[Any, ...]]) -> None:
         """Launch by the tensors themselves, and remember the kernel where it is the one of aligned addresses."""

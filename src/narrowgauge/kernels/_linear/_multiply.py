@@ -24,9 +24,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from narrowgauge.kernels._launches import Launch, Launches
+from narrowgauge.kernels._launches import Describer, Launch, Launches
 from narrowgauge.kernels._linear._sizes import over, words
 from narrowgauge.kernels._linear._ways import Way
 from narrowgauge.kernels._step._floats import INTERPRETED, narrow
@@ -221,7 +220,6 @@ class Multiply:
     ) -> None:  # fmt: skip
         self.launch, self.rows, self.columns, self.dtype = launch, rows, columns, dtype
         self.blocks = blocks
-        self._describers: list[_Describer] = []
 
     def __call__(
         self, left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None
@@ -235,30 +233,16 @@ class Multiply:
                 lambda: (left, right, words(result), left_scale, right_scale, bias),
             )  # fmt: skip
             return result
-        described = self._described(left, right, words(result))
+        matrices = left, right, words(result)
+        if not self.launch.describers:
+            self.launch.describers = tuple(map(Describer, matrices, self.blocks))
         self.launch(
-            left.get_device(), scales, lambda: (*described, left_scale, right_scale, bias), lambda: described
+            left.get_device(), scales, lambda: (*self._described(matrices), left_scale, right_scale, bias), matrices
         )  # fmt: skip
         return result
 
-    def _described(self, *matrices: Tensor) -> tuple[Any, ...]:
-        """The descriptors of operands and result."""
-        if not self._describers:
-            assert self.blocks is not None
-            self._describers = list(map(_Describer, matrices, self.blocks))
-        return tuple(describer(matrix) for describer, matrix in zip(self._describers, matrices, strict=True))
-
-
-class _Describer:
-    """Descriptors of contiguous matrices of one shape and dtype, checked for the first."""
-
-    def __init__(self, matrix: Tensor, block: list[int]) -> None:
-        self._fields = dict(vars(TensorDescriptor.from_tensor(matrix, block)), base=None)
-
-    def __call__(self, matrix: Tensor) -> Any:
-        made = object.__new__(TensorDescriptor)
-        made.__dict__.update(self._fields, base=matrix)
-        return made
+    def _described(self, matrices: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        return tuple(describe(matrix) for describe, matrix in zip(self.launch.describers, matrices, strict=True))
 
 
 @functools.lru_cache(maxsize=4096)
