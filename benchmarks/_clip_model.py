@@ -59,7 +59,7 @@ def clip_model(of: Model, patch_dropout: float, checkpointing: bool) -> CLIPMode
     if checkpointing:
         # transformers renamed it within version 5
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        enable({"use_reentrant": False, "preserve_rng_state": False})  # no block draws random numbers
     if patch_dropout:
         embeddings: nn.Module = model.vision_model.embeddings
         embeddings.register_forward_hook(lambda module, args, tokens: drop_patches(tokens, patch_dropout))

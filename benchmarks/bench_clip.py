@@ -5,25 +5,28 @@ The models are transformers', with open_clip's sizes and random weights; images 
 patches are dropped, each block is checkpointed, parameters, activations and gradients are bf16. There is one model
 and one optimizer: the layers of its blocks are swapped in place, so that every side steps the same tensors, and the
 sides take turns, round by round. With `--compile` each block is compiled by itself: blocks of a tower share what
-was compiled for the first.
+was compiled for the first. With `--graph` a step of each side is captured as a CUDA graph and its replays are timed:
+the device's work alone, where the host launches more slowly than the device works.
 
-    python benchmarks/bench_clip.py --compile [--models vit-h-14] [--plans SWITCHBACK:int8] [--peers] [--json FILE]
+    python benchmarks/bench_clip.py --compile [--graph] [--models vit-h-14] [--plans SWITCHBACK:int8] [--json FILE]
     python benchmarks/bench_clip.py --check        # a tiny model, in seconds, on a CPU too
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from _clip_graph import as_if_capturing, captured
 from _clip_model import MODELS, clip_batch, clip_model, clip_rows, encoders
 from torch import nn
 
@@ -126,27 +129,35 @@ def bench(
             for block in encoder.layers:
                 block.compile(backend=args.compile, dynamic=False)
 
-    def step() -> None:
+    def step(capturing: bool = False) -> None:
         optimizer.zero_grad(set_to_none=True)
-        model(**batch, return_loss=True).loss.backward()
+        with as_if_capturing() if capturing else nullcontext():
+            loss = model(**batch, return_loss=True).loss
+        loss.backward()
         optimizer.step()
 
     kept = clip_rows(of, args.batch, args.patch_dropout) if args.filter else None
-    found: dict[str, Any] = {"settings": of.settings(args.batch) | {"filter": args.filter}, "rows": {}}
-    rows, ready = found["rows"], []
+    settings = of.settings(args.batch) | {"filter": args.filter, "graph": args.graph}
+    found: dict[str, Any] = {"settings": settings, "rows": {}}
+    rows, ready, replays = found["rows"], [], {}
     for layer in layers:
         try:
-            rows[layer.name] = _warmed(model, layer, step, device, args.warm_up, kept)
+            warm = functools.partial(step, args.graph)
+            rows[layer.name] = _warmed(model, layer, warm, device, args.warm_up, kept)
+            if args.graph:
+                with swapped(model, layer, kept):
+                    replays[layer.name] = captured(step)
             ready.append(layer)
         except Exception as error:  # whatever a peer raises is its result
             rows[layer.name] = {
                 "failed": f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
             }
             gc.collect()
-    found["linear_share"] = linear_share(step, device)
     before = _graphs()
-    times = _rounds(model, ready, step, device, args, kept)
+    times = _rounds(model, ready, step, device, args, kept, replays)
     found["recompiled"] = _graphs() - before  # none, or a swap would be compiled again in each turn
+    # After everything that is timed: a profiler leaves traces in the driver.
+    found["linear_share"] = linear_share(functools.partial(step, args.graph), device)
     for layer in ready:
         own, over = times[layer.name], times[layers[0].name]
         pairs = [other / mine for other, mine in zip(over, own, strict=True)]
@@ -162,7 +173,7 @@ def bench(
 def _optimizer(name: str, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
     if name == "ours":
         return optim.AdamW(model.parameters(), lr=1e-4)
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=device.type == "cuda")
 
 
 def _warmed(
@@ -196,14 +207,16 @@ def _rounds(
     device: torch.device,
     args: argparse.Namespace,
     kept: Sequence[int] | None,
+    replays: Mapping[str, Callable[[], None]],
 ) -> dict[str, list[float]]:
     """Seconds of each step, the sides in turns; of a turn the first step, after a swap, is not counted."""
     times: dict[str, list[float]] = {layer.name: [] for layer in layers}
     for _ in range(args.rounds):
         for layer in layers:
-            with swapped(model, layer, kept):
-                step()
-                times[layer.name] += [timed(step, device) for _ in range(args.steps)]
+            run = replays.get(layer.name, step)
+            with swapped(model, layer, kept) if run is step else nullcontext():
+                run()
+                times[layer.name] += [timed(run, device) for _ in range(args.steps)]
     return times
 
 
@@ -217,6 +230,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile every block (inductor)"
     )
+    parser.add_argument("--graph", action="store_true", help="capture a step as a CUDA graph and time its replays")
     parser.add_argument("--batch", type=int, default=256, help="images and texts a step")
     parser.add_argument("--patch-dropout", type=float, default=0.5, help="share of patches that are dropped")
     parser.add_argument("--no-checkpointing", dest="checkpointing", action="store_false")
@@ -245,6 +259,8 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     args.models = parts(shown if args.models is None else args.models)
     if unknown := [name for name in args.models if name not in MODELS]:
         parser.error(f"--models: got {unknown[0]!r}, takes {shown}")
+    if args.graph and device.type != "cuda":
+        parser.error(f"--graph: got it on {device.type!r}, takes a CUDA device")
     if args.resume and args.json is None:
         parser.error("--resume: got it without --json, takes the results file to go on with")
     if args.peers:
@@ -268,7 +284,9 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
     for name in args.models:
         if name in results["models"]:
             continue
-        found = results["models"][name] = bench(name, args.layers, args, args.device)
+        # Not on the default stream, on which nothing can be captured.
+        with torch.cuda.stream(torch.cuda.Stream()) if args.graph else nullcontext():
+            found = results["models"][name] = bench(name, args.layers, args, args.device)
         print(f"{name}: linear layers {100 * found['linear_share']:.0f} % of a step")
         for side, row in found["rows"].items():
             told = row.get("failed") or (

@@ -93,7 +93,7 @@ def without_gpu() -> None:
             return None
 
     triton.runtime.driver.set_active(Driver())
-    _launches._current_device = lambda: -1  # what tensors on the CPU say they are on
+    _launches.current_device = lambda: -1  # what tensors on the CPU say they are on
     for module in (_rows, _tiles, _multiply, _sums, _dequantize):
         for launches in vars(module).values():
             if isinstance(launches, _launches.Launches):

@@ -67,7 +67,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     made = Launches(Kernel())
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
     made.interpreted = False
-    monkeypatch.setattr(_launches, "_current_device", lambda: 0)
+    monkeypatch.setattr(_launches, "current_device", lambda: 0)
     return made
 
 
@@ -113,7 +113,7 @@ def test_whatever_code_depends_on_is_compiled_for(
 
 def test_another_device_has_its_own(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     launches((1,), (X, None, 48), CONSTANTS, OPTIONS)
-    monkeypatch.setattr(_launches, "_current_device", lambda: 1)
+    monkeypatch.setattr(_launches, "current_device", lambda: 1)
     launches((1,), (X, None, 48), CONSTANTS, OPTIONS)
     assert len(launches.kernel.compiled) == 2
 
@@ -315,7 +315,7 @@ def test_a_launch_is_on_the_tensors_device(launch: Launch, monkeypatch: pytest.M
             current.pop()
 
     monkeypatch.setattr(torch.cuda, "device", Device)
-    monkeypatch.setattr(_launches, "_current_device", lambda: current[-1])
+    monkeypatch.setattr(_launches, "current_device", lambda: current[-1])
     seen: list[int] = []
     monkeypatch.setattr(Driver, "get_current_stream", lambda self, device: seen.append(device) or 7)
     for device in (0, 1, 1, 0, 1):
@@ -345,7 +345,7 @@ def test_a_fixed_launch_asks_its_tensors_once(launches: Launches, monkeypatch: p
     assert len(launches.kernel.compiled) == 1
     assert launches.kernel.runs == [((5, 1, 1), (X.data_ptr(), None, 48, 64, True))] * 2
     # Another device has another kernel, and what one found is not the other's.
-    monkeypatch.setattr(_launches, "_current_device", lambda: 1)
+    monkeypatch.setattr(_launches, "current_device", lambda: 1)
     monkeypatch.setattr(Driver, "get_current_stream", lambda self, device: 7)
     fixed()
     assert len(launches.kernel.compiled) == 2
@@ -369,7 +369,7 @@ def test_in_the_interpreter_a_fixed_launch_asks_for_no_device(
     def ask() -> int:
         raise RuntimeError("Found no NVIDIA driver on your system")
 
-    monkeypatch.setattr(_launches, "_current_device", ask)
+    monkeypatch.setattr(_launches, "current_device", ask)
     launches.interpreted = True
     fixed = Fixed(launches, (5,), (X, None, 48), CONSTANTS, OPTIONS)
     for _ in range(2):

@@ -103,7 +103,7 @@ def kernels() -> Iterator[list[Kernel]]:
                 return 0
 
         patch.setattr(Launch, "__call__", call)
-        patch.setattr(_launches, "_current_device", lambda: -1)
+        patch.setattr(_launches, "current_device", lambda: -1)
         patch.setattr(triton.runtime.driver, "_active", Driver())
         patch.setattr(_multiply, "_multiprocessors", lambda device: 132)
         for cache in CACHES:

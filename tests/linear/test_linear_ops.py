@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import oracle
 import pytest
 import torch
@@ -153,19 +152,6 @@ def test_what_gpus_take(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Whole layers on the kernels
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The device where layers run on kernels: a GPU, or the interpreter in place of one."""
-    pytest.importorskip("triton", reason="triton is not installed: there are no kernels")
-    if torch.cuda.is_available():
-        yield "cuda"
-        return
-    monkeypatch.setattr(_ops, "no_kernels", lambda device, dtype: None)
-    monkeypatch.setitem(_direct._DIRECT, "cpu", _direct.CUDA)
-    with np.errstate(all="ignore"):
-        yield "cpu"
 
 
 def on(device: str, *matrices: Tensor | None) -> list[Tensor | None]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from operator import is_
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -32,7 +32,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 # Of Triton 3.6 it is known in which order the function in C under its launcher takes what comes before a kernel's
 # arguments; other versions have other orders.
 _IN_C = triton.__version__.startswith("3.6.")
-_current_device: Callable[[], int] = torch._C._cuda_getDevice if torch.cuda._is_compiled() else lambda: -1
+# The index of the current device.
+current_device: Callable[[], int] = torch._C._cuda_getDevice if torch.cuda._is_compiled() else lambda: -1
 
 
 class Compiled:
@@ -84,7 +85,7 @@ class Compiled:
             else:
                 run, all_told = self.encoded
                 for describer, matrix, told in zip(describers, matrices, all_told, strict=True):
-                    described += describer.encoded(matrix, told)
+                    described += describer.encoded(matrix.data_ptr(), told)
             given = described + given
         if hooked:
             self.kernel[grid](*given)
@@ -110,23 +111,29 @@ class Describer:
         self._told: Mapping[str, Any] | None = None
         self._encoded: dict[int, tuple[Any, ...]] = {}
 
-    def __call__(self, matrix: Tensor) -> Any:
+    def __call__(self, matrix: Any) -> Any:
         """The descriptor of a matrix as Triton takes it."""
         made = object.__new__(TensorDescriptor)
         made.__dict__.update(self._fields, base=matrix)
         return made
 
-    def encoded(self, matrix: Tensor, told: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The same as the function in C takes it, by what a compiled kernel tells of it."""
+    def encoded(self, address: int, told: Mapping[str, Any]) -> tuple[Any, ...]:
+        """That of the matrix at an address as the function in C takes it, by what a compiled kernel tells of it."""
         if told is not self._told or len(self._encoded) >= self._MOST:
             self._told, self._encoded = told, {}
-        address = matrix.data_ptr()
         found = self._encoded.get(address)
         if found is None:
             from triton.backends.nvidia.driver import make_tensordesc_arg  # there where a launcher is told of it
 
-            found = self._encoded[address] = tuple(make_tensordesc_arg(self(matrix), told))
+            found = self._encoded[address] = tuple(make_tensordesc_arg(self(_At(address)), told))
         return found
+
+
+class _At:
+    """What is asked of a matrix to encode its descriptor."""
+
+    def __init__(self, address: int) -> None:
+        self.data_ptr = lambda: address
 
 
 def _in_c(launch: Any) -> tuple[Any, list[Mapping[str, Any]]] | None:
@@ -184,7 +191,7 @@ class Launches:
             given.append(value)
             kinds.append(kind)
         fixed = tuple(constants.values())
-        device = _current_device()
+        device = current_device()
         key = (device, *kinds, fixed, tuple(options.items()))
         found = self._known.get(key)
         if found is None:
@@ -236,12 +243,21 @@ class Fixed:
         if self.launches.interpreted:  # where there need be no driver to ask for a device
             self.launches(self.grid, self.arguments, self.constants, self.options)
             return
-        device = _current_device()
+        device = current_device()
         if self._ready is not None and self._ready[0] == device:
             self._ready[1](device, _three(self.grid), self._given)
             return
         found = self.launches(self.grid, self.arguments, self.constants, self.options)
         self._ready = None if found is None else (device, found)
+
+
+class Records(Protocol):
+    """What stands-in tensors have for a device: launches on them are written down."""
+
+    def record(
+        self, launch: Launch, addresses: tuple[int, ...], arguments: Callable[[], tuple[Any, ...]],
+        matrices: tuple[Tensor, ...],
+    ) -> None: ...  # fmt: skip
 
 
 class Launch:
@@ -267,7 +283,7 @@ class Launch:
     ) -> None:
         self.launches, self.grid, self.sizes, self.describers = launches, grid, sizes, describers
         self.constants, self.options = constants, options
-        self._grid, self._rest = _three(grid), (*sizes, *constants.values())
+        self.three, self.rest = _three(grid), (*sizes, *constants.values())
         self._ready: dict[int, Compiled] = {}
 
     def __call__(
@@ -290,17 +306,27 @@ class Launch:
         for address in addresses:
             bits |= address
         if ready is None or bits & 15:
-            self._find(device, bits & 15 == 0, arguments)
-        elif _current_device() != device:
+            self._find(device, bits & 15 == 0, addresses, arguments, matrices)
+        elif current_device() != device:
             with torch.cuda.device(device):
                 self(device, addresses, arguments, matrices)
         else:
-            ready(device, self._grid, addresses + self._rest, self.describers, matrices)
+            ready(device, self.three, addresses + self.rest, self.describers, matrices)
 
-    def _find(self, device: int, aligned: bool, arguments: Callable[[], tuple[Any, ...]]) -> None:
+    def ready(self, device: int) -> Compiled | None:
+        """The kernel of aligned addresses, if it has run on a device."""
+        return self._ready.get(device)
+
+    def _find(
+        self, device: int | Records, aligned: bool, addresses: tuple[int, ...],
+        arguments: Callable[[], tuple[Any, ...]], matrices: tuple[Tensor, ...],
+    ) -> None:  # fmt: skip
         """Launch by the tensors themselves, and remember the kernel where it is the one of aligned addresses."""
+        if not isinstance(device, int):
+            device.record(self, addresses, arguments, matrices)
+            return
         given = (*arguments(), *self.sizes)
-        if device < 0 or _current_device() == device:
+        if device < 0 or current_device() == device:
             found = self.launches(self.grid, given, self.constants, self.options)
         else:
             with torch.cuda.device(device):

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from narrowgauge.linear._multiplies import Multiplies
+from narrowgauge.linear import _passes
 from narrowgauge.linear._plan import LinearPlan
 from narrowgauge.linear._schedule import Wants
 
@@ -105,8 +105,7 @@ class _Linear(torch.autograd.Function):
         ctx.plan, ctx.averages, ctx.wants, ctx.leading = plan, averages, wants, x.shape[:-1]
 
         def run() -> tuple[Tensor, list[Tensor]]:
-            multiplies = Multiplies(plan, averages, x.dtype, {"input": _flat(x), "weight": w}, wants)
-            return multiplies.output(bias), multiplies.save()
+            return _passes.forward(plan, averages, _flat(x), w, bias, wants)
 
         y, saved = _without_autocast(x, run)
         ctx.save_for_backward(*saved)
@@ -118,13 +117,8 @@ class _Linear(torch.autograd.Function):
         wants = ctx.wants
 
         def run() -> tuple[Tensor | None, ...]:
-            multiplies = Multiplies(
-                ctx.plan, ctx.averages, g.dtype, {"grad_output": _flat(g)}, wants, ctx.saved_tensors
-            )
-            grad_x = _unflat(multiplies.grad_input(), ctx.leading) if wants[0] else None
-            grad_w = multiplies.grad_weight() if wants[1] else None
-            grad_bias = multiplies.grad_bias() if wants[2] else None
-            multiplies.move_averages()
+            grad_x, grad_w, grad_bias = _passes.backward(ctx.plan, ctx.averages, _flat(g), wants, ctx.saved_tensors)
+            grad_x = None if grad_x is None else _unflat(grad_x, ctx.leading)
             return grad_x, grad_w, grad_bias
 
         return *_without_autocast(g, run), None, None, None

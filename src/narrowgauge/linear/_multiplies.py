@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from narrowgauge.linear._direct import operations
+from narrowgauge.linear._direct import Operations, operations
 from narrowgauge.linear._ops import eager_product
 from narrowgauge.linear._plan import LinearPlan, Operand, Quantity
 from narrowgauge.linear._schedule import Codes, Wants, schedule_of, work_out
@@ -26,16 +26,17 @@ class Multiplies:
         matrices: the quantities that are there in high precision.
         wants: whether the gradients of input, weight and bias are wanted.
         saved: in the backward pass, what the forward pass saved.
+        run: the way to the operations; that for these tensors if None.
     """
 
     def __init__(
         self, plan: LinearPlan, averages: Tensor | None, dtype: torch.dtype, matrices: dict[Quantity, Tensor],
-        wants: Wants, saved: Sequence[Tensor] = (),
+        wants: Wants, saved: Sequence[Tensor] = (), run: Operations | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.averages, self.dtype, self.matrices, self.wants = plan, averages, dtype, matrices, wants
         # A compiler looks through caches, and says so.
         self.schedule = (work_out if torch.compiler.is_compiling() else schedule_of)(plan, wants)
-        self.run = operations(*matrices.values(), *saved)
+        self.run = operations(*matrices.values(), *saved) if run is None else run
         # Codes as they lie in memory, in the order that is asked for, and their scales.
         self.codes: dict[Codes, tuple[Tensor, Tensor]] = {}
         # Of quantities with a tensor-wise scale under averages: their own absmax, and the one in use, (2,).

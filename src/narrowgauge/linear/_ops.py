@@ -71,7 +71,7 @@ def _sums(x: Tensor, sums: bool, dtype: torch.dtype) -> Tensor | None:
 
 
 def _codes(x: Tensor, format: str, rows: int, columns: int) -> Tensor:
-    return torch.empty(rows, columns, dtype=FORMATS[format].dtype, device=x.device)
+    return x.new_empty((rows, columns), dtype=FORMATS[format].dtype)
 
 
 # Rows

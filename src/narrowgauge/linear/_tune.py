@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from narrowgauge.linear._ops import no_kernels
+from narrowgauge.linear._passes import forget
 from narrowgauge.linear._plan import MULTIPLIES, LinearPlan
 from narrowgauge.linear._quantize import FORMATS, Format, ScaledCodes, Scaling, quantize
 
@@ -63,6 +64,7 @@ def tune(
             plan.accumulation == "full",
         )  # fmt: skip
         times[multiply] = {str(way): ms for way, ms in found.items()}
+    forget()
     return times
 
 

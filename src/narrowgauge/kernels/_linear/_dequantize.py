@@ -69,7 +69,7 @@ def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """
     rows, columns = codes.shape
     launch = _launch(rows, columns, codes.dtype, dtype, scale.shape[0] > 1, scale.shape[1] > 1)
-    result = torch.empty(rows, columns, dtype=dtype, device=codes.device)
+    result = codes.new_empty((rows, columns), dtype=dtype)
     addresses = codes.data_ptr(), scale.data_ptr(), result.data_ptr()
     launch(codes.get_device(), addresses, lambda: (codes, scale, words(result)))
     return result

@@ -225,7 +225,7 @@ class Multiply:
         self, left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None
     ) -> Tensor:
         """(rows, columns), of operands, scales and bias as `multiply` takes them."""
-        result = torch.empty(self.rows, self.columns, dtype=self.dtype, device=left.device)
+        result = left.new_empty((self.rows, self.columns), dtype=self.dtype)
         scales = left_scale.data_ptr(), right_scale.data_ptr(), 0 if bias is None else bias.data_ptr()
         if self.blocks is None:
             self.launch(

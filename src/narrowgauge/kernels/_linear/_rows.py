@@ -197,7 +197,7 @@ def quantize_rows(
     """
     rows, columns = x.shape
     launch, programs = _launch(rows, columns, x.dtype, format, sums)
-    scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+    scale = x.new_empty((rows, 1), dtype=torch.float32)
     addresses = x.data_ptr(), codes.data_ptr(), scale.data_ptr()
     if not programs:
         launch(x.get_device(), addresses, lambda: (x, words(codes), scale))
@@ -205,7 +205,7 @@ def quantize_rows(
     if not sums:  # the kernel does not look at where they would go
         launch(x.get_device(), (*addresses, addresses[2]), lambda: (x, words(codes), scale, scale))
         return scale, None
-    partial = torch.empty(programs, columns, dtype=torch.float32, device=x.device)
+    partial = x.new_empty((programs, columns), dtype=torch.float32)
     launch(x.get_device(), (*addresses, partial.data_ptr()), lambda: (x, words(codes), scale, partial))
     return scale, add_up(partial, dtype)
 

@@ -51,7 +51,7 @@ def add_up(partial: Tensor, dtype: torch.dtype) -> Tensor:
         (columns,), added in float32 and rounded once.
     """
     rows, columns = partial.shape
-    total = torch.empty(columns, dtype=dtype, device=partial.device)
+    total = partial.new_empty((columns,), dtype=dtype)
     addresses = partial.data_ptr(), total.data_ptr()
     _launch(rows, columns, dtype)(partial.get_device(), addresses, lambda: (partial, words(total)))
     return total

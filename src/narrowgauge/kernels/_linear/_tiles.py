@@ -136,14 +136,14 @@ def _looked(
     """Bits of partial maxima, (programs,) or (1, columns), and the sums of the columns."""
     rows, columns = x.shape
     launch, shape, high = _launch_look(rows, columns, x.dtype, format, column, sums)
-    maxima = torch.empty(shape, dtype=torch.int32, device=x.device)
+    maxima = x.new_empty(shape, dtype=torch.int32)
     at, total = maxima.data_ptr(), None
     if not sums:  # the kernel does not look at where they would go
         launch(
             x.get_device(), (x.data_ptr(), at, at, at), lambda: (x, maxima, maxima, maxima.view(torch.float32))
         )  # fmt: skip
     else:
-        partial = torch.empty(high, columns, dtype=torch.float32, device=x.device)
+        partial = x.new_empty((high, columns), dtype=torch.float32)
         launch(x.get_device(), (x.data_ptr(), at, at, partial.data_ptr()), lambda: (x, maxima, maxima, partial))
         total = add_up(partial, dtype)
     return maxima.amax(0, keepdim=True) if column else maxima, total
@@ -179,8 +179,8 @@ def _quantized(
 ) -> tuple[Tensor, Tensor]:
     rows, columns = x.shape
     count = maxima.numel() if maxima.dim() == 1 else 0
-    scale = torch.empty(1, 1 if count else columns, dtype=torch.float32, device=x.device)
-    own = torch.empty(1, 1, dtype=torch.float32, device=x.device)
+    scale = x.new_empty((1, 1 if count else columns), dtype=torch.float32)
+    own = x.new_empty((1, 1), dtype=torch.float32)
     launch = _launch_tiles(
         rows, columns, x.dtype, format, count, None if average is None else average.dtype,
         codes is not None, transposed is not None,
