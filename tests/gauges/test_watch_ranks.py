@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo
 MAKERS: dict[str, Any] = {
     "torch": lambda net: torch.optim.AdamW(net.parameters(), 1e-3),
     "ours": lambda net: optim.AdamW(net.named_parameters(), 1e-3, states="8bit", min_quantized_size=1000),
+    "ours, fp32": lambda net: optim.AdamW(net.named_parameters(), 1e-3),
 }
 
 
@@ -46,48 +47,66 @@ def steps(net: nn.Module, optimizer: Any, watch: Any, rank: int, world: int) -> 
         optimizer.step()
 
 
-def work(rank: int, world: int, folder: str, how: str, make: str) -> None:
+WAYS = [("ddp", "torch"), ("ddp", "ours"), ("fsdp", "torch"), ("fsdp", "ours, fp32"), ("own", "torch")]
+
+
+def work(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     try:
-        net = untied(torch.float32)
-        run: nn.Module = net
-        if how == "ddp":
-            run = nn.parallel.DistributedDataParallel(net)
-        elif how == "fsdp":
-            net.head = nn.Linear(48, 40, bias=False)
-            with torch.no_grad():
-                net.head.weight.copy_(net.embed.weight)
-            for block in net.blocks:
-                fully_shard(block)
-            fully_shard(net)
-        optimizer = MAKERS[make](net) if how != "fsdp" or make == "torch" else
-        optim.AdamW(net.named_parameters(), 1e-3) calls = []
-        plain = dist.all_gather_into_tensor
-        dist.all_gather_into_tensor = lambda *args, **kwargs: (calls.append(1), plain(*args, **kwargs))[1]
-        own = how == "own"
-        path = f"{folder}/{rank if own else 'all'}.jsonl"
-        with gauges.watch(run, optimizer, 2, path=path, updates=True, ranks="own" if own else "all") as watch:
-            steps(run, optimizer, watch, rank, world)
-        dist.all_gather_into_tensor = plain
-        Path(f"{folder}/{rank}.json").write_text(json.dumps({"calls": len(calls), "rows": len(watch.rows())}))
+        for how, make in WAYS:
+            Path(f"{folder}/{how} {make}").mkdir(exist_ok=True)
+            one_way(rank, world, f"{folder}/{how} {make}", how, make)
     finally:
         dist.destroy_process_group()
 
 
-def launch(folder: Path, how: str, make: str) -> dict[str, Any]:
-    torch.multiprocessing.spawn(work, (2, str(folder), how, make), nprocs=2)
-    return {str(rank): json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)}
+def one_way(rank: int, world: int, folder: str, how: str, make: str) -> None:
+    net = untied(torch.float32)
+    run: nn.Module = net
+    if how == "ddp":
+        run = nn.parallel.DistributedDataParallel(net)
+    elif how == "fsdp":
+        untie(net)
+        for block in net.blocks:
+            fully_shard(block)
+        fully_shard(net)
+    optimizer = MAKERS[make](net)
+    calls = []
+    plain = dist.all_gather_into_tensor
+    dist.all_gather_into_tensor = lambda *args, **kwargs: (calls.append(1), plain(*args, **kwargs))[1]
+    own = how == "own"
+    path = f"{folder}/{rank if own else 'all'}.jsonl"
+    with gauges.watch(run, optimizer, 2, path=path, updates=True, ranks="own" if own else "all") as watch:
+        steps(run, optimizer, watch, rank, world)
+    dist.all_gather_into_tensor = plain
+    Path(f"{folder}/{rank}.json").write_text(json.dumps({"calls": len(calls), "rows": len(watch.rows())}))
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all ways, each in a folder of its own: one start of processes for all of them."""
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(work, (2, str(folder)), nprocs=2)
+    return folder
+
+
+def said(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def untie(net: nn.Module) -> None:
+    net.head = nn.Linear(48, 40, bias=False)
+    with torch.no_grad():
+        net.head.weight.copy_(net.embed.weight)
 
 
 def alone(make: str, tied: bool = True) -> list[dict[str, Any]]:
     """The same training in one process, whole batches."""
     net = untied(torch.float32)
     if not tied:
-        net.head = nn.Linear(48, 40, bias=False)
-        with torch.no_grad():
-            net.head.weight.copy_(net.embed.weight)
+        untie(net)
     optimizer = MAKERS[make](net)
     with gauges.watch(net, optimizer, 2, updates=True) as watch:
         steps(net, optimizer, watch, 0, 1)
@@ -114,28 +133,25 @@ def agree(rows: list[dict[str, Any]], wanted: list[dict[str, Any]], kinds: tuple
                 assert one.get(key) == other.get(key), (kind, one["name"], key)
 
 
-@pytest.mark.parametrize("make", list(MAKERS))
-def test_ddp(tmp_path: Path, make: str) -> None:
+@pytest.mark.parametrize("make", ["torch", "ours"])
+def test_ddp(ran: Path, make: str) -> None:
     """What ranks have in common is counted once; features are of all their batches."""
-    said = launch(tmp_path, "ddp", make)
-    rows = gauges.read_records(tmp_path / "all.jsonl")
+    rows = gauges.read_records(ran / f"ddp {make}" / "all.jsonl")
     assert rows.damage is None
-    assert said["0"] == {"calls": 2, "rows": len(rows)}  # one collective a measured step
-    assert said["1"] == {"calls": 2, "rows": 0}
+    # One collective a measured step; the second has nothing to write.
+    assert said(ran / f"ddp {make}") == [{"calls": 2, "rows": len(rows)}, {"calls": 2, "rows": 0}]
     agree(rows, alone(make), ("step", "update", "gradient", "activation"))
 
 
-@pytest.mark.parametrize("make", list(MAKERS))
-def test_fsdp2(tmp_path: Path, make: str) -> None:
+@pytest.mark.parametrize("make", ["torch", "ours, fp32"])
+def test_fsdp2(ran: Path, make: str) -> None:
     """Shards add up to the tensor."""
-    said = launch(tmp_path, "fsdp", make)
-    assert said["1"]["calls"] >= 2  # FSDP2's own among them
-    rows = gauges.read_records(tmp_path / "all.jsonl")
+    rows = gauges.read_records(ran / f"fsdp {make}" / "all.jsonl")
+    assert rows.damage is None
     agree(rows, alone(make, tied=False), ("step", "update", "gradient", "activation"))
 
 
-def test_processes_that_train_models_of_their_own(tmp_path: Path) -> None:
-    said = launch(tmp_path, "own", "torch")
-    assert said["0"]["calls"] == said["1"]["calls"] == 0
-    one, other = (gauges.read_records(tmp_path / f"{rank}.jsonl") for rank in range(2))
+def test_processes_that_train_models_of_their_own(ran: Path) -> None:
+    assert [one["calls"] for one in said(ran / "own torch")] == [0, 0]
+    one, other = (gauges.read_records(ran / "own torch" / f"{rank}.jsonl") for rank in range(2))
     assert of_kind(one, "step")[0]["loss"] != of_kind(other, "step")[0]["loss"]
