@@ -25,7 +25,7 @@ TABLE: dict[str, set[str]] = {
     "storage": {"formats", "kernels"},
     "nn": {"storage"},
     "linear": {"formats", "kernels"},
-    "gauges": {"formats", "storage"},
+    "gauges": {"formats", "storage", "kernels"},
     "optim": {"formats", "storage", "rules", "kernels"},
     "distributed": {"storage", "optim", "linear", "scaling"},
     "recipes": {"formats", "storage", "rules", "kernels", "optim", "linear", "nn", "scaling"},
