@@ -44,7 +44,7 @@ def test_every_pattern_of_16_bits(dtype: torch.dtype, device: str) -> None:
     agree(x[x.abs() <= 3.0], device)  # scaled by 3 instead of by the dtype's largest
 
 
-@pytest.mark.parametrize("size", [1, 5, 2**14 - 1, 2**14, 2**14 + 1, 3 * 2**14 + 77])
+@pytest.mark.parametrize("size", [1, 5, kernel._TILE - 1, kernel._TILE, kernel._TILE + 1, 3 * kernel._TILE + 77])
 @pytest.mark.parametrize("dtype", kernel.DTYPES)
 def test_sizes(size: int, dtype: torch.dtype, device: str) -> None:
     generator = torch.Generator().manual_seed(size)
