@@ -62,8 +62,7 @@ class FeatureStats:
         sums: float64 tensor (5 + 4 formats,): how many elements; how many are not finite; how many are finite
             and not zero; the sums of |x| and of x over the finite ones; then for each format how many of the
             finite ones do not underflow, are normal, saturate, overflow.
-        absmax: 0-d float64 tensor, the largest finite |x|, 0 if there is none. It is not added: the largest
-        counts.
+        absmax: 0-d float64 tensor, the largest finite |x|, 0 if there is none. Of several the largest counts.
         formats: names of the formats.
     """
 
