@@ -245,4 +245,5 @@ class _Before:
 
 
 def _capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    ready: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return ready and torch.cuda.is_current_stream_capturing()
