@@ -1,0 +1,215 @@
+"""The tensors of a model at its due steps: updates, gradients, features and quantized moments, as tables.
+
+Every table has a row for each parameter, or each watched module, whether or not there is something to say of
+it, so that ranks' tables fit together. What has nothing has zeros and makes no record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from narrowgauge.gauges._alarms import LOG
+from narrowgauge.gauges._magnitudes import as_records, table_of, width
+from narrowgauge.gauges._measured_steps import SUMS
+from narrowgauge.gauges._modules import chosen
+from narrowgauge.gauges._moment_errors import moment_records
+from narrowgauge.gauges._rank_sums import Part, Ranks
+from narrowgauge.gauges._records import Record
+from narrowgauge.gauges._segments import flat
+from narrowgauge.gauges._update_records import OtherSteps, OwnSteps, measures_itself, update_records
+from narrowgauge.gauges._watched_features import WatchedFeatures
+from narrowgauge.gauges._watched_run import Sources
+
+
+class WatchedTensors:
+    """What is measured of a model's tensors.
+
+    Args:
+        model: without wrappers.
+        optimizer: over its parameters.
+        sources: what is measured.
+        names: of the parameters.
+
+    Attributes:
+        names: the same.
+        home: the device on which tables are put together.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, sources: Sources, names: dict[Tensor, str]
+    ) -> None:
+        self.names = names
+        self._optimizer, self._sources = optimizer, sources
+        self._places = {p: place for place, p in enumerate(names)}
+        self._elements = [p.numel() for p in names]
+        self._features = WatchedFeatures(chosen(model, sources.activations), sources.targets)
+        self.home = flat(next(iter(names))).device
+        kind = OwnSteps if measures_itself(optimizer) else OtherSteps
+        self._updates = kind(optimizer, sources.updates) if sources.updates else None
+        self._gradients: dict[int, Tensor] = {}  # rows by the parameter's place
+        self._early: list[RemovableHandle] = []  # hooks on parameters that are stepped in backward
+        self._caught: dict[int, Tensor] = {}
+        self._begun = False
+        self._step = 0
+        self._said = False
+
+    def attach(self) -> None:
+        """Hook into the modules."""
+        self._features.attach()
+
+    def detach(self) -> None:
+        """Leave model and optimizer as they were."""
+        self._features.detach()
+        self._forget()
+
+    def due(self, step: int) -> bool:
+        return step % self._sources.every == 0
+
+    @property
+    def _in_backward(self) -> bool:
+        return getattr(self._optimizer, "in_backward", None) is not None
+
+    def expect(self, step: int) -> None:
+        """The step that comes next: what of it has to be prepared before the forward pass."""
+        due = self.due(step)
+        self._features.expect(due)
+        if due and self._in_backward:
+            self._begin(step)
+            if self._sources.gradients:
+                self._early = [self._early_hook(p) for p in self.names if p.requires_grad]
+
+    def begin(self, step: int) -> None:
+        """A step is about to be taken."""
+        if not self.due(step) or self._in_backward:
+            return
+        self._begin(step)
+        if self._sources.gradients:
+            self._gradients = self._rows({p: p.grad for p in self.names if p.grad is not None}, step)
+
+    def _begin(self, step: int) -> None:
+        if self._begun and self._updates is not None:  # a step that raised
+            self._updates.abandon()
+        self._begun, self._step = True, step
+        if self._updates is not None:
+            self._updates.begin(self._turn(step))
+
+    def moments(self, step: int) -> Iterator[Record]:
+        """Records of the quantized moments, if they are due; before the step is taken."""
+        every, optimizer = self._sources.states_every, cast(Any, self._optimizer)
+        if not every or step % every or not measures_itself(optimizer):
+            return
+        why = optimizer.cannot_foresee()
+        if why is None:
+            yield from moment_records(optimizer, self.names, step)
+        elif not self._said:
+            self._said = True
+            LOG.info("no records of quantized moments: %s", why)
+
+    def end(self, step: int, ranks: Ranks) -> list[Part]:
+        """A step has been taken: the tables of a due one."""
+        if not self.due(step):
+            return []
+        parts: list[Part] = []
+        if self._updates is not None and self._begun:
+            parts.append(self._of_updates(step, ranks))
+        if self._caught:
+            self._gradients = self._caught
+        if self._sources.gradients:
+            parts.append(self._gradient_part(step, ranks))
+        parts += self._features.parts(step, self.home)
+        self._begun = False
+        self._forget()
+        return parts
+
+    def _forget(self) -> None:
+        if self._begun and self._updates is not None:
+            self._updates.abandon()
+        for handle in self._early:
+            handle.remove()
+        self._begun = False
+        self._early, self._caught, self._gradients = [], {}, {}
+
+    def _turn(self, step: int) -> int:
+        return step // self._sources.every
+
+    def _early_hook(self, p: Tensor) -> RemovableHandle:
+        """Measure a gradient before the parameter's step in the backward pass, which frees it."""
+
+        def hook(grad: Tensor) -> None:
+            self._caught |= self._rows({p: grad}, self._step)
+
+        handle: RemovableHandle = p.register_hook(hook)  # type: ignore[no-untyped-call]
+        return handle
+
+    # Updates
+
+    def _of_updates(self, step: int, ranks: Ranks) -> Part:
+        assert self._updates is not None
+        whole = torch.zeros(len(self.names), SUMS + 1, dtype=torch.float64, device=self.home)
+        measured = [""] * len(self.names)
+        for ps, sums, how in self._updates.end():
+            part = torch.cat([sums, torch.ones_like(sums[:, :1])], dim=1).to(self.home, non_blocking=True)
+            places = [self._places[p] for p in ps]
+            for place in places:
+                measured[place] = how
+            whole.index_copy_(0, self._index(places), self._own(part, ps, ranks))
+        names, elements = list(self.names.values()), self._elements
+        return whole, (), lambda table: update_records(step, names, elements, table, measured)
+
+    def _own(self, table: Tensor, ps: Iterable[Tensor], ranks: Ranks) -> Tensor:
+        """The rows that this rank counts, zeros in the others."""
+        if ranks.group is None:
+            return table
+        mine = torch.tensor([ranks.owns(p) for p in ps], device="cpu").to(table.device, non_blocking=True)
+        return torch.where(mine[:, None], table, 0.0)
+
+    def _index(self, places: Sequence[int]) -> Tensor:
+        return torch.tensor(places, device="cpu").to(self.home, non_blocking=True)
+
+    # Gradients
+
+    @torch.no_grad()
+    def _rows(self, grads: Mapping[Tensor, Tensor | None], step: int) -> dict[int, Tensor]:
+        """The rows of some gradients, by the places of their parameters."""
+        inverse = self._inverse()
+        by_device: dict[torch.device, dict[int, Tensor]] = {}
+        for p, grad in grads.items():
+            if grad is None or not grad.is_floating_point():
+                continue
+            if grad.layout is not torch.strided:
+                grad = grad.coalesce().values()  # the rows that it has
+            x = flat(grad)
+            if inverse is not None:
+                x = x.to(torch.float32) * inverse.to(x.device, non_blocking=True)
+            if x.numel():
+                by_device.setdefault(x.device, {})[self._places[p]] = x
+        found: dict[int, Tensor] = {}
+        for some in by_device.values():
+            table = table_of(list(some.values()), self._sources.targets, self._turn(step))
+            found |= zip(some, table.to(self.home, non_blocking=True).unbind(), strict=True)
+        return found
+
+    def _inverse(self) -> Tensor | None:
+        """What a loss scaler leaves to the step to multiply gradients by."""
+        optimizer: Any = self._optimizer
+        if measures_itself(optimizer):
+            inverse: Tensor | None = optimizer.inverse_scale()
+            return inverse
+        scale = getattr(optimizer, "grad_scale", None)
+        return (
+            torch.as_tensor(scale).to(torch.float64).reciprocal().to(torch.float32) if scale is not None else None
+        )
+
+    def _gradient_part(self, step: int, ranks: Ranks) -> Part:
+        targets = self._sources.targets
+        table = torch.zeros(len(self.names), width(targets), dtype=torch.float64, device=self.home)
+        if self._gradients:
+            rows = torch.stack(list(self._gradients.values()))
+            table.index_copy_(0, self._index(list(self._gradients)), rows)
+        records = as_records("gradient", list(self.names.values()), targets, step)
+        return self._own(table, self.names, ranks), (0,), records
