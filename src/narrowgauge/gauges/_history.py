@@ -15,7 +15,7 @@ import math
 import re
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +44,11 @@ class Series(NamedTuple):
         late = self.steps >= step
         return Series(self.steps[late], self.values[late])
 
+    def until(self, step: int) -> Series:
+        """The part before a step."""
+        early = self.steps < step
+        return Series(self.steps[early], self.values[early])
+
     @property
     def finite(self) -> Series:
         """The part that is finite."""
@@ -64,6 +69,7 @@ class History:
         count: how many records were taken.
         ignored: how many had no step or no name.
         alarms: the records of kind "spike", in order.
+        memo: what was worked out of the records so far, by name; emptied by every record that is added.
     """
 
     def __init__(self, records: Iterable[Record] = (), damage: str | None = None) -> None:
@@ -71,6 +77,7 @@ class History:
         self.damage = damage
         self.runs = self.count = self.ignored = self.last_step = 0
         self.alarms: list[Record] = []
+        self.memo: dict[str, Any] = {}
         self._columns: dict[tuple[str, str, str], tuple[array[int], array[float]]] = {}
         self._names: dict[str, dict[str, None]] = {}
         self._usage: dict[tuple[str, str], Floats] = {}
@@ -82,6 +89,7 @@ class History:
     def add(self, record: Record) -> None:
         """Take one more record."""
         self.count += 1
+        self.memo.clear()
         kind, step = record.get("kind"), record.get("step")
         if kind == "run":
             self.runs += 1
@@ -214,7 +222,7 @@ def as_number(value: object) -> float | None:
     return _WORDS.get(value) if isinstance(value, str) else None
 
 
-def _is_count(value: object) -> bool:
+def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
 
 
