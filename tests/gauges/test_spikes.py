@@ -1,0 +1,226 @@
+"""Spikes: the paper's heuristics by hand, against a slow reading of their definition, and one value at a time."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from narrowgauge.gauges import LossSpikes, RmsSpikes, Spike, find_rms_spikes, find_spikes
+
+
+def flat(count: int, level: float = 1.0, noise: float = 0.01) -> list[float]:
+    """Losses that alternate around a level: mean `level`, standard deviation `noise`."""
+    return [level + noise * (-1) ** step for step in range(count)]
+
+
+def deviating(losses: list[float], steps: list[int], deviations: float, warmup: int, window: int) -> list[int]:
+    """The definition, value by value, with numpy's mean and standard deviation in float64."""
+    found = []
+    for place, (step, loss) in enumerate(zip(steps, losses, strict=True)):
+        past = [value for value in losses[:place] if math.isfinite(value)][-window:]
+        if len(past) < window or step <= warmup:
+            continue
+        if math.isnan(loss) or loss == math.inf or loss > np.mean(past) + deviations * np.std(past):
+            found.append(step)
+    return found
+
+
+def events(steps: list[int], merge: int, needs: int) -> list[int]:
+    """The definition: the earliest step with enough deviations in `merge` steps from it on, then on from there."""
+    found: list[int] = []
+    for step in steps:
+        if found and step < found[-1] + merge:
+            continue
+        if sum(step <= other < step + merge for other in steps) >= needs:
+            found.append(step)
+    return found
+
+
+def test_a_loss_spike_is_two_deviations_in_ten_steps() -> None:
+    losses = flat(200)
+    losses[149] = losses[153] = 1.5  # steps 150 and 154
+    assert find_spikes(losses, warmup=100) == [150]
+    losses[153] = 1.0
+    assert find_spikes(losses, warmup=100) == []
+    assert find_spikes(losses, warmup=100, needs=1) == [150]
+
+
+@pytest.mark.parametrize(("apart", "found"), [(9, [150]), (10, [])])
+def test_ten_steps_are_the_first_and_nine_more(apart: int, found: list[int]) -> None:
+    losses = flat(200)
+    losses[149] = losses[149 + apart] = 1.5
+    assert find_spikes(losses, warmup=100) == found
+
+
+@pytest.mark.parametrize(("level", "found"), [(1.0 + 3.21 * 0.01, [150]), (1.0 + 3.19 * 0.01, [])])
+def test_it_takes_3_2_standard_deviations_above_the_mean(level: float, found: list[int]) -> None:
+    losses = flat(200)
+    losses[149] = level
+    assert find_spikes(losses, warmup=100, needs=1) == found
+    losses[149] = 2.0 - level  # below the mean is no spike
+    assert find_spikes(losses, warmup=100, needs=1) == []
+
+
+def test_the_warm_up_is_not_judged() -> None:
+    losses = flat(1300)
+    losses[998] = losses[999] = losses[1200] = losses[1201] = 1.5
+    assert find_spikes(losses) == [1201]
+    assert find_spikes(losses, warmup=999) == [1201]  # step 1000 alone deviates
+    assert find_spikes(losses, warmup=998) == [999, 1201]
+
+
+@pytest.mark.parametrize("window", [10, 50, 100, 400])
+def test_a_lasting_jump_is_taken_for_normal_within_a_share_of_the_window(window: int) -> None:
+    losses = [*flat(600, noise=1e-9), *flat(600, level=3.0, noise=1e-9)]
+    found = find_spikes(losses, warmup=0, window=window, needs=1, merge=1)
+    assert found == list(range(601, 601 + math.floor(window / (1 + 3.2**2)) + 1))
+    if window <= 100:
+        assert find_spikes(losses, warmup=0, window=window, needs=1) == [601]
+
+
+def test_a_slow_drift_is_no_spike() -> None:
+    losses = [1.0 + 0.001 * step for step in range(500)]
+    assert find_spikes(losses, warmup=0) == []
+
+
+@given(level=st.floats(1e-6, 1e6))
+def test_a_constant_loss_is_no_spike(level: float) -> None:
+    assert find_spikes([level] * 120, warmup=0, needs=1, window=50) == []
+
+
+def test_a_loss_that_is_no_number_deviates_and_leaves_no_trace() -> None:
+    losses = flat(300)
+    losses[149] = math.nan
+    losses[150] = math.inf
+    assert find_spikes(losses, warmup=100) == [150]
+    losses[150] = -math.inf
+    assert find_spikes(losses, warmup=100) == []
+    losses[199] = losses[201] = 1.1
+    assert find_spikes(losses, warmup=100) == [200]
+
+
+def test_huge_losses_leave_nothing_behind_once_they_are_out_of_the_window() -> None:
+    losses = flat(400)
+    losses[149] = 1.7e308
+    losses[299] = losses[300] = 1.1
+    assert find_spikes(losses, warmup=100) == [300]
+
+
+@given(power=st.integers(-60, 60), shift=st.integers(0, 20), seed=st.integers(0, 1000))
+@settings(max_examples=50, deadline=None)
+def test_units_of_the_loss_do_not_matter(power: int, shift: int, seed: int) -> None:
+    """Whole numbers, so that shifted losses are exact: only the mean's rounding could differ, by far too little."""
+    rng = np.random.default_rng(seed)
+    losses = np.where(rng.random(150) < 0.05, 60.0, rng.integers(0, 10, 150).astype(float)).tolist()
+    options = {"warmup": 0, "window": 20}
+    found = find_spikes(losses, **options)
+    assert find_spikes([loss * 2.0**power for loss in losses], **options) == found
+    assert find_spikes([loss + shift for loss in losses], **options) == found
+
+
+runs = st.lists(
+    st.one_of(st.floats(0.5, 1.5), st.floats(1.0, 50.0), st.sampled_from([math.nan, math.inf])),
+    min_size=0,
+    max_size=120,
+)
+
+
+@given(
+    losses=runs,
+    gaps=st.lists(st.integers(1, 4), min_size=120, max_size=120),
+    deviations=st.sampled_from([0.5, 1.0, 3.2]),
+    warmup=st.integers(0, 60),
+    merge=st.integers(3, 12),
+    window=st.integers(2, 30),
+    needs=st.integers(1, 3),
+)
+@settings(max_examples=150, deadline=None)
+def test_losses_are_judged_as_the_definition_reads(
+    losses: list[float], gaps: list[int], deviations: float, warmup: int, merge: int, window: int, needs: int
+) -> None:
+    steps = np.cumsum(gaps)[: len(losses)].tolist()
+    expected = events(deviating(losses, steps, deviations, warmup, window), merge, needs)
+    assert find_spikes(losses, deviations, warmup, merge, window, needs, steps) == expected
+
+
+@given(losses=runs, merge=st.integers(3, 12), needs=st.integers(1, 3))
+@settings(max_examples=100, deadline=None)
+def test_an_alarm_knows_at_each_step_what_the_losses_so_far_say(
+    losses: list[float], merge: int, needs: int
+) -> None:
+    alarm = LossSpikes(1.0, 10, merge, 8, needs)
+    raised: list[Spike] = []
+    for step, loss in enumerate(losses, start=1):
+        spike = alarm.add(loss)
+        if spike is not None:
+            assert spike.seen == step < spike.step + merge
+            raised.append(spike)
+        assert [spike.step for spike in raised] == find_spikes(losses[:step], 1.0, 10, merge, 8, needs)
+    for spike in raised:
+        assert not spike.value <= spike.threshold
+        assert spike.value == losses[spike.step - 1] or math.isnan(losses[spike.step - 1])
+
+
+@given(
+    values=st.lists(st.floats(0.0, 4.0), max_size=100),
+    warmup=st.integers(0, 20),
+    merge=st.integers(1, 12),
+)
+@settings(max_examples=100, deadline=None)
+def test_rms_spikes_are_known_at_once(values: list[float], warmup: int, merge: int) -> None:
+    above = [step for step, value in enumerate(values, start=1) if value >= 2.3 and step > warmup]
+    assert find_rms_spikes(values, warmup=warmup, merge=merge) == events(above, merge, 1)
+    alarm = RmsSpikes(warmup=warmup, merge=merge)
+    raised = [spike for spike in map(alarm.add, values) if spike is not None]
+    assert [spike.step for spike in raised] == find_rms_spikes(values, warmup=warmup, merge=merge)
+    assert all(spike.seen == spike.step and spike.value == values[spike.step - 1] for spike in raised)
+
+
+def test_rms_spikes_by_hand() -> None:
+    values = [1.0] * 40
+    values[19] = 2.3
+    values[24] = 5.0
+    values[29] = 2.2999
+    values[31] = math.inf
+    values[35] = math.nan
+    assert find_rms_spikes(values, warmup=0) == [20, 32]
+    assert find_rms_spikes(values, warmup=20) == [25]
+    assert find_rms_spikes([3.0] * 25, warmup=0) == [1, 11, 21]  # it stays high: one every ten steps
+    assert find_rms_spikes([1.0, 3.0], warmup=1000, steps=[990, 1010]) == [1010]
+
+
+def test_what_is_rare_is_rare() -> None:
+    """Of normal noise a step deviates with probability 7e-4, so that two in ten steps come once in 2e5 steps."""
+    losses = np.random.default_rng(0).normal(2.0, 0.1, 30_000).tolist()
+    alone = find_spikes(losses, needs=1, merge=1)
+    assert 10 <= len(alone) <= 60
+    assert len(find_spikes(losses)) <= 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"deviations": 0.0}, r"deviations: got 0\.0, takes a number above 0"),
+        ({"deviations": math.nan}, "deviations: got nan, takes a number above 0"),
+        ({"warmup": -1}, "warmup: got -1, takes a whole number from 0 on"),
+        ({"merge": 0}, "merge: got 0, takes a whole number from 1 on"),
+        ({"window": 1}, "window: got 1, takes a whole number from 2 on"),
+        ({"needs": 1.5}, r"needs: got 1\.5, takes a whole number from 1 on"),
+        ({"needs": 11}, "needs: got 11, takes 1 to merge=10"),
+        ({"steps": [1]}, "steps: got 1 for 2 losses, takes one for each"),
+        ({"steps": [2, 2]}, "step: got 2 after 2, takes steps that rise"),
+        ({"steps": [0, 1]}, "step: got 0, takes a whole number from 1 on"),
+    ],
+)
+def test_what_is_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        find_spikes([1.0, 1.0], **options)
+
+
+def test_what_rms_spikes_refuse() -> None:
+    with pytest.raises(ValueError, match=r"threshold: got -1, takes a number above 0"):
+        find_rms_spikes([1.0], threshold=-1)
+    with pytest.raises(ValueError, match="steps: got 2 for 1 values, takes one for each"):
+        find_rms_spikes([1.0], steps=[1, 2])
