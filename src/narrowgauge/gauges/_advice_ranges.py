@@ -24,7 +24,10 @@ GROWTH_INTERVAL, FIRST_DROPS = 2000, 3
 FEATURE_GROWTH, LEAST_BLOCKS = 4.0, 3
 # Ours.
 UNDERFLOW, OVERFLOW = 0.1, 0.001
-FLOAT8 = ("e4m3", "e5m2")
+FLOAT8_LOSSES = (
+    ("e4m3", "underflow", UNDERFLOW), ("e5m2", "underflow", UNDERFLOW),
+    ("e4m3", "overflow", OVERFLOW), ("e5m2", "overflow", OVERFLOW),
+)  # fmt: skip
 # Ours. Block-wise dynamic codes of a normal's moments are off by 0.01 to 0.03 of their norm; a share of v that
 # rounds to zero is divided by eps alone.
 STATE_ERROR, FLUSHED = 0.1, 0.01
@@ -176,30 +179,32 @@ def _number(name: str) -> int:
 
 
 def narrow_formats(history: History) -> Iterator[Advice]:
-    """What tensors would lose in float8."""
-    for kind, word in (("gradient", "gradients"), ("activation_gradient", "gradients of activations"),
-                       ("activation", "activations")):  # fmt: skip
-        for form in FLOAT8:
-            for loss, bound in (("underflow", UNDERFLOW), ("overflow", OVERFLOW)):
-                shares = habits(history, kind, f"formats.{form}.{loss}")
-                over = sorted((e for e in shares.values() if e.value >= bound), key=lambda e: (-e.value, e.name))
-                if over:
-                    yield _narrow(form, word, loss, bound, over, len(shares))
-
-
-def _narrow(form: str, word: str, loss: str, bound: float, over: list[Evidence], total: int) -> Advice:
-    wider = "e5m2 or a scale a row" if form == "e4m3" else "a scale for each tensor or row"
-    ends = {"underflow": "round to zero", "overflow": "lie beyond the largest number"}[loss]
-    return Advice(
-        f"{form} {loss}", "note",
-        f"In {form}, {percent(over[0].value)} of {over[0].name} would {ends}, as would {percent(bound)} "
-        "and more "
-        f"in {len(over)} of {total} {word}.",
-        f"Before these {word} go to {form}: {wider} (SwitchBack's layers scale by themselves).",
-        "SwitchBack, Sections 2.2 and 2.3",
-        worst([Evidence(f"share of {loss} in {form}", e.name, e.step, e.value, bound) for e in over]),
-        weight=1 + over[0].value / 2,
-    )  # fmt: skip
+    """What tensors would lose in float8, one piece of advice for each kind of tensor."""
+    words = {
+        "gradient": "gradients", "activation_gradient": "gradients of activations", "activation": "activations",
+    }  # fmt: skip
+    for kind, word in words.items():
+        over, total = [], 0
+        for form, loss, bound in FLOAT8_LOSSES:
+            shares = habits(history, kind, f"formats.{form}.{loss}")
+            total = max(total, len(shares))
+            over += [Evidence(f"share of {loss} in {form}", e.name, e.step, e.value, bound)
+                     for e in shares.values() if e.value >= bound]  # fmt: skip
+        if not over:
+            continue
+        over.sort(key=lambda e: (-e.value / (e.threshold or 1), e.quantity, e.name))
+        first, names = over[0], {e.name for e in over}
+        overflows = "overflow" in first.quantity
+        ends = "lie beyond the largest number" if overflows else "round to zero"
+        yield Advice(
+            f"{word} in float8", "note",
+            f"{len(names)} of {total} {word} would lose a share in float8 as they are, most of all "
+            f"{first.name}: "
+            f"{percent(first.value)} would {ends} in {first.quantity.split()[-1]}.",
+            "Before they go to float8: a scale for each tensor or row, as SwitchBack's layers have, or "
+            "e5m2 for e4m3.",
+            "SwitchBack, Sections 2.2 and 2.3", worst(over), weight=1,
+        )  # fmt: skip
 
 
 def coarse_states(history: History) -> Iterator[Advice]:

@@ -68,7 +68,7 @@ class History:
         runs: how many headers there were: more than one for a run that was resumed into the same file.
         count: how many records were taken.
         ignored: how many had no step or no name.
-        alarms: the records of kind "spike", in order.
+        alarms: the records of what was raised while training: kinds "spike" and "nonfinite", in order.
         memo: what was worked out of the records so far, by name; emptied by every record that is added.
     """
 
@@ -100,7 +100,7 @@ class History:
             self.ignored += 1
             return
         self.last_step = max(self.last_step, step)
-        if kind == "spike":
+        if kind in ("spike", "nonfinite"):
             self.alarms.append(record)
             return
         if kind == "state":

@@ -26,8 +26,7 @@ def features(history: History) -> Figure | str:
     first, last = (
         np.array([history.series("activation", "mean", name).values[end] for name in names]) for end in (0, -1)
     )
-    largest = np.array([history.series("activation", "absmax", name).values[-1] if
-                        len(history.series("activation", "absmax", name).steps) else np.nan for name in names])  # fmt: skip
+    largest = [history.series("activation", "absmax", name).values[-1:].tolist() for name in names]
     depth = np.arange(len(names))
     with drawing():
         drawn = new_figure(300)
@@ -43,8 +42,10 @@ def features(history: History) -> Figure | str:
         every = max(1, int(np.ceil(len(names) / 6)))
         axis.set_xticks(depth[::every], [label[-12:] for label in short(names)[::every]])
         picture = Markup(to_svg(drawn, "features", "Feature magnitudes by depth"))
-    rows = [[name, *(number(float(v)) for v in values)]
-            for name, *values in zip(names, first, last, largest, strict=True)]  # fmt: skip
+    rows = [
+        [name, number(float(a)), number(float(b)), *map(number, top or [None])]
+        for name, a, b, top in zip(names, first, last, largest, strict=True)
+    ]
     pattern = next(iter(groups), None)
     what = f"the outputs of {pattern} (# is the block)" if pattern else "the modules that were watched, in order"
     caption = (
