@@ -36,7 +36,7 @@ TABLE["cli"] = set(TABLE)
 # The package's own __init__ shows the rooms of the library, not its programs.
 TOP = set(TABLE) - {"trainers", "cli"}
 
-# One function of the library hands over to the program when it is called: a page needs what the library does without.
+# One function of the library hands over to the program: a page needs what the library does without.
 HANDED_OVER = {("gauges/_report.py", "narrowgauge.cli._run._page.write_run_report")}
 
 # What may be imported from outside beside the standard library. The programs bring what they need; triton and the
@@ -148,7 +148,7 @@ FORBIDDEN = {
     "trainers in the library": ("recipes.py", "from narrowgauge.trainers import train"),
     "cli in trainers": ("trainers/_x.py", "from narrowgauge.cli import main"),
     "the command line in gauges": ("gauges/_x.py", "from narrowgauge.cli._run._page import write_run_report"),
-    "more of it where one name is handed over": ("gauges/_report.py", "from narrowgauge.cli._run._page import page"),
+    "more than is handed over": ("gauges/_report.py", "from narrowgauge.cli._run._page import page"),
     "trainers at the top": ("__init__.py", "from narrowgauge import trainers"),
     "cli at the top, lazily": ("__init__.py", "def __getattr__(name):\n    from . import cli"),
     "a tunnel through a private module": ("_shared.py", "from narrowgauge.optim import AdamW"),
