@@ -25,7 +25,8 @@ TABLE: dict[str, set[str]] = {
     "storage": {"formats", "kernels"},
     "nn": {"storage"},
     "linear": {"formats", "kernels"},
-    "gauges": {"formats", "storage"},
+    # What torch's own optimizers intended is worked out by the rules' equations.
+    "gauges": {"formats", "storage", "rules"},
     "optim": {"formats", "storage", "rules", "kernels"},
     "distributed": {"storage", "optim", "linear", "scaling"},
     "recipes": {"formats", "storage", "rules", "kernels", "optim", "linear", "nn", "scaling"},
@@ -43,6 +44,8 @@ HANDED_OVER = {("gauges/_report.py", "narrowgauge.cli._run._page.write_run_repor
 # peers that benchmarks compare with are nobody's to import (kernels excepted, for triton).
 LIBRARY = {"torch", "numpy"}
 PROGRAMS = {"trainers", "cli"}
+# What plugs into a framework is made of that framework's class: one file for each, imported when it is asked for.
+PLUGINS = {"gauges/_huggingface.py": "transformers", "gauges/_lightning.py": "lightning"}
 PEERS = {"bitsandbytes", "torchao", "optimi", "flashoptim", "heavyball"}
 
 
@@ -57,8 +60,10 @@ def violations(source: Path) -> list[str]:
             continue
         package = [PACKAGE, *parts[:-1]]
         for line, target in imports(ast.parse(path.read_text(encoding="utf-8")), package):
-            handed_over = (path.relative_to(source).as_posix(), ".".join(target)) in HANDED_OVER
-            why = None if handed_over else forbidden(room, target)
+            place = path.relative_to(source).as_posix()
+            handed_over = (place, ".".join(target)) in HANDED_OVER
+            plugs = PLUGINS.get(place)
+            why = None if handed_over or target[:1] == [plugs] else forbidden(room, target)
             if why is not None:
                 found.append(f"{path.relative_to(source)}:{line}: {'.'.join(target) or '(nothing)'}: {why}")
     return found
@@ -156,6 +161,8 @@ FORBIDDEN = {
     "triton in a program": ("cli/_x.py", "import triton"),
     "an unknown room": ("extras/__init__.py", ""),
     "an unknown module": ("helpers.py", ""),
+    "another framework in a plug-in": ("gauges/_lightning.py", "import transformers"),
+    "a plug-in elsewhere": ("optim/_huggingface.py", "import transformers"),
     **{f"peer {peer}": ("trainers/_x.py", f"import {peer}") for peer in sorted(PEERS)},
     **{
         f"{name} in the library": ("gauges/_x.py", f"def f():\n    from {name} import x")
@@ -183,6 +190,7 @@ ALLOWED = {
     "triton in kernels": ("kernels/_x.py", "import triton\nfrom triton import language as tl"),
     "torch, numpy, the standard library": ("rules/_x.py", "import json, torch.nn, numpy\nfrom os import path"),
     "a program's own": ("cli/_x.py", "import rich.table\nfrom matplotlib import figure\nimport typer, jinja2"),
+    "a plug-in's framework": ("gauges/_huggingface.py", "from transformers import TrainerCallback"),
     "names that only look alike": ("rules/_x.py", "import numpy.random\nprint('triton')\nrecipes = optim = None"),
 }  # fmt: skip
 

@@ -15,14 +15,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from narrowgauge.gauges._updates import _same_shape
-from narrowgauge.storage import Quantized
 
 _CODES = 256
+
+
+class Coded(Protocol):
+    """A tensor as codes: `narrowgauge.storage.Quantized`, or a moment of an optimizer."""
+
+    @property
+    def codes(self) -> Tensor:
+        """Codes below 256, any integer dtype."""
+
+    def dequantize(self) -> Tensor:
+        """The numbers that they stand for, in their shape."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +79,7 @@ class QuantizationError:
         return float(-torch.xlogy(share, share).sum() / torch.log(share.new_tensor(2.0)))
 
 
-def quantization_error(x: Tensor, quantized: Quantized) -> QuantizationError:
+def quantization_error(x: Tensor, quantized: Coded) -> QuantizationError:
     """Compare a tensor with its quantized self.
 
     Args:
@@ -173,7 +184,7 @@ class AdamErrorMap:
         return _ratio(use[error.argsort(descending=True, stable=True)[:count]].sum(), use.sum())
 
 
-def adam_error_map(m: Tensor, v: Tensor, m8: Quantized, v8: Quantized | None, eps: float = 1e-8) -> AdamErrorMap:
+def adam_error_map(m: Tensor, v: Tensor, m8: Coded, v8: Coded | None, eps: float = 1e-8) -> AdamErrorMap:
     """Compare Adam's update with the one that its quantized moments give, code by code.
 
     Args:
@@ -215,7 +226,7 @@ def _exact(x: Tensor) -> Tensor:
     return x.detach().reshape(-1).to(torch.float64)
 
 
-def _codes(quantized: Quantized) -> Tensor:
+def _codes(quantized: Coded) -> Tensor:
     return quantized.codes.reshape(-1).to(torch.int64)
 
 

@@ -39,6 +39,7 @@ from narrowgauge.optim._stats import Gauges, StepStats
 from narrowgauge.optim._step_one import step_parameter
 from narrowgauge.optim._takes_factor import TakesFactor
 from narrowgauge.optim._unchanged import Settled
+from narrowgauge.optim._watched import Watched
 from narrowgauge.rules import Rule, clipped
 from narrowgauge.storage import mark_states, marked_states
 
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 _MARKS = "marks"
 
 
-class NarrowOptimizer(TakesFactor):
+class NarrowOptimizer(TakesFactor, Watched):
     """Base of the named optimizers; not made by users.
 
     Attributes:

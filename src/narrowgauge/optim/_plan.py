@@ -57,6 +57,10 @@ class SlotPlan:
     def decode(self, state: Mapping[str, Tensor], shape: torch.Size) -> Tensor:
         return self.storage.decode(self.words(state), self._context(state, shape))
 
+    def codes(self, state: Mapping[str, Tensor], shape: torch.Size) -> Tensor:
+        """The codes of a moment that is kept in some: uint8, one a byte, in the moment's shape."""
+        return self.storage.codes(self.words(state), shape)
+
     def encode(
         self, moment: Tensor, random: Tensor | None = None, state: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:

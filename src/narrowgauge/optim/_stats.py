@@ -167,6 +167,14 @@ class StepStats(Mapping[str, UpdateStats]):
         """Remember the sums of some parameters: float64 (parameters, 8)."""
         self._tables.append((names, rows))
 
+    def tables(self) -> list[tuple[list[str], Tensor]]:
+        """All sums as they lie on their devices: names of parameters, and float64 (parameters, 8)."""
+        single: dict[torch.device, list[str]] = {}
+        for name, stats in self._stats.items():
+            single.setdefault(stats.sums.device, []).append(name)
+        tables = [(list(names), rows) for names, rows in self._tables]
+        return tables + [(names, torch.stack([self._stats[n].sums for n in names])) for names in single.values()]
+
     def _all(self) -> dict[str, UpdateStats]:
         for names, rows in self._tables:
             self._stats |= zip(names, map(UpdateStats, rows.unbind()), strict=True)

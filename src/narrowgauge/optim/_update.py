@@ -92,6 +92,26 @@ def update(
     return new_p, new_state, delta
 
 
+def next_moments(
+    plan: ParameterPlan,
+    p: Tensor,
+    grad: Tensor,
+    state: Mapping[str, Tensor],
+    group: Mapping[str, Any],
+    step: Scalar,
+    noise: Noise,
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Mapping[str, Scalar]]:
+    """The moments of a step before they are encoded, their new words, and the equation's scalars.
+
+    Args: as of `update`. Not for strict arithmetic, in which moments have no other form than their words.
+    """
+    read = _read(plan, p, grad, state, group, step)
+    scalars = _with_sums(plan, read)
+    _, moments = plan.rule.update(read.arithmetic, read.weight, read.grad, read.moments, scalars)
+    moments = {name: moment.to(torch.float32) for name, moment in moments.items()}
+    return moments, _encode(plan, moments, noise), scalars
+
+
 def numbers(group: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """A group's hyperparameters, those that are tensors as scalars of the device.
 

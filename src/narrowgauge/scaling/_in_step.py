@@ -19,10 +19,11 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 def unscales_in_step(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer's own step can multiply gradients by the inverse scale, and say which are not finite.
 
-    Those of narrowgauge can. Not where hooks run before the step: they may look at gradients.
+    Those of narrowgauge can. Not where hooks run before the step, which may look at gradients, but for those that
+    say they know of the scale, by an attribute `unscales` that is true: the gauges' own.
     """
-    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None) or _global_optimizer_pre_hooks
-    return has_unscaling(optimizer) and not hooks
+    hooks = (*getattr(optimizer, "_optimizer_step_pre_hooks", {}).values(), *_global_optimizer_pre_hooks.values())
+    return has_unscaling(optimizer) and all(getattr(hook, "unscales", False) for hook in hooks)
 
 
 def has_unscaling(optimizer: torch.optim.Optimizer) -> bool:

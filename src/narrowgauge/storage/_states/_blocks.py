@@ -44,6 +44,9 @@ class CodedState(StateStorage):
         numbers = {name: _repeated(word, (count, *word.shape[1:])) for name, word in words.items()}
         return {"codes": self._pack(codes)} | numbers
 
+    def codes(self, words: Words, shape: torch.Size) -> Tensor:
+        return self._unpack(words["codes"], shape).view(torch.uint8)
+
     def flaw(self, words: Words, signed: bool) -> str | None:
         scales = words["scales"]
         if not torch.isfinite(scales).all():

@@ -82,6 +82,14 @@ class StateStorage:
         """
         return {"": moment.to(self.dtype)}
 
+    def codes(self, words: Words, shape: torch.Size) -> Tensor:
+        """One code a byte, uint8 in this shape, where moments are kept in codes.
+
+        Raises:
+            NotImplementedError: where they are not.
+        """
+        raise NotImplementedError(f"{self.name} states have no codes")
+
     def flaw(self, words: Words, signed: bool) -> str | None:
         """What no `encode` writes and is in these words all the same, such as a negative mean of squares; or None.
 

@@ -1,0 +1,67 @@
+"""What should be heard of while the training still runs: spikes, and numbers that are none.
+
+Alarms come when the measurements arrive on the host, on a GPU at one of the next steps. Each is a record, a line in
+the log ``narrowgauge.gauges``, and a call of whoever asked for them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from narrowgauge.gauges._records import Record
+from narrowgauge.gauges._spikes import LossSpikes, RmsSpikes, Spike
+
+LOG = logging.getLogger("narrowgauge.gauges")
+
+
+class Alarms:
+    """Looks at records as they are made.
+
+    Args:
+        call: what is called with each alarm's record, or None.
+        warmup: steps that are not judged for spikes.
+    """
+
+    def __init__(self, call: Callable[[Record], None] | None, warmup: int) -> None:
+        self._call, self._warmup = call, warmup
+        self._loss = LossSpikes(warmup=warmup)
+        self._rms: dict[str, RmsSpikes] = {}
+        self._bad: set[tuple[str, str]] = set()
+
+    def of(self, record: Record) -> list[Record]:
+        """The alarms that a record raises; they have been logged, and called out."""
+        kind, step, name = record["kind"], record["step"], record.get("name", "")
+        found: list[Record] = []
+        if kind == "step" and record["loss"] is not None:
+            found += self._spike(self._loss.add(record["loss"], step), "loss", "")
+        elif kind == "update" and name and "rms" in record:
+            watch = self._rms.setdefault(name, RmsSpikes(warmup=self._warmup))
+            found += self._spike(watch.add(record["rms"], step), "rms", name)
+        elif record.get("nonfinite") and (kind, name) not in self._bad:
+            self._bad.add((kind, name))  # once: a tensor that has them usually has them again
+            found.append(
+                {"kind": "nonfinite", "step": step, "of": kind, "name": name, "value": record["nonfinite"]}
+            )
+        for alarm in found:
+            LOG.warning(said(alarm))
+            if self._call is not None:
+                self._call(alarm)
+        return found
+
+    @staticmethod
+    def _spike(spike: Spike | None, of: str, name: str) -> list[Record]:
+        if spike is None:
+            return []
+        values = {"value": spike.value, "threshold": spike.threshold, "seen": spike.seen}
+        return [{"kind": "spike", "step": spike.step, "of": of, "name": name, **values}]
+
+
+def said(alarm: Record) -> str:
+    """An alarm in words."""
+    step, name, value = alarm["step"], alarm["name"], alarm["value"]
+    if alarm["kind"] == "nonfinite":
+        return f"step {step}: {alarm['of'].replace('_', ' ')} of {name}: {value} elements are inf or NaN"
+    if alarm["of"] == "loss":
+        return f"step {step}: loss spike, {value:.4g} where {alarm['threshold']:.4g} is the limit"
+    return f"step {step}: RMS spike of {name}, {value:.3g} where {alarm['threshold']:.3g} is the limit"

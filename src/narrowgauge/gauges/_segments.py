@@ -1,0 +1,110 @@
+"""Many tensors measured as one: rows of a single matrix, and sums by tensor.
+
+A model has hundreds of parameters, most of them small, and a kernel launch costs as much as a million elements. So
+tensors are laid one after the other, each filled up with zeros to whole rows; what is measured of an element is
+measured of all of them at once, rows are summed, and then the rows of each tensor.
+
+Long tensors can be sampled: one row in sixteen, others every time. Counts are estimates then, and ratios nearly
+exact, since they are of a sixteenth of a large number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+ROW = 1024
+SHARE = 16
+LONG = 4 * SHARE * ROW  # elements from which a tensor is sampled: at least 64 rows, of which 4 are taken
+
+
+def flat(x: Tensor) -> Tensor:
+    """A tensor, or the local shard of a distributed one, as a vector in row-major order."""
+    local = x.to_local() if hasattr(x, "to_local") else x
+    return local.detach().reshape(-1)
+
+
+def sample(x: Tensor, turn: int, share: int = SHARE) -> Tensor:
+    """One row in `share` of a long vector, another at every turn; a short vector as it is. A view where it can
+    be.
+    """
+    if share <= 1 or x.numel() < LONG:
+        return x
+    return x[: x.numel() // ROW * ROW].view(-1, ROW)[turn % share :: share].reshape(-1)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Vectors as rows of one matrix.
+
+    Attributes:
+        lengths: elements of each vector.
+        device: where they are.
+    """
+
+    lengths: tuple[int, ...]
+    device: torch.device
+
+    @classmethod
+    def of(cls, vectors: Sequence[Tensor]) -> Segments:
+        return cls(tuple(vector.numel() for vector in vectors), vectors[0].device)
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Rows of each vector."""
+        return [-(-length // ROW) for length in self.lengths]
+
+    @cached_property
+    def _counts(self) -> Tensor:
+        return torch.tensor(self.counts, device="cpu").to(self.device, non_blocking=True)
+
+    def rows(self, vectors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """The matrix (rows, ROW) of vectors of these lengths, zeros behind each."""
+        zeros = vectors[0].new_zeros(ROW)
+        parts = []
+        for vector in vectors:
+            parts.append(vector)
+            if vector.numel() % ROW:
+                parts.append(zeros[vector.numel() % ROW :])
+        return torch.cat(parts).to(dtype).view(-1, ROW)
+
+    def inside(self) -> Tensor:
+        """Which places of the matrix are elements: bool (rows, ROW)."""
+        lengths = torch.tensor(self.lengths, device="cpu").to(self.device, non_blocking=True)
+        row = torch.arange(sum(self.counts), device=self.device)[:, None]
+        first = self.spread(self._counts.cumsum(0) - self._counts)
+        return torch.arange(ROW, device=self.device) < self.spread(lengths) - ROW * (row - first)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """A number a vector as a column (rows, 1)."""
+        return values.repeat_interleave(self._counts, output_size=sum(self.counts))[:, None]
+
+    def sums(self, columns: Sequence[Tensor]) -> Tensor:
+        """Sums by vector: float64 (vectors, columns), of matrices (rows, ROW)."""
+        return self._reduced("sum", [column.sum(1, dtype=torch.float64) for column in columns])
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The largest element of each vector, 0 of one without: float64 (vectors,)."""
+        return self._reduced("max", [x.amax(1).to(torch.float64)])[:, 0]
+
+    def _reduced(self, how: str, columns: Sequence[Tensor]) -> Tensor:
+        table = torch.stack(list(columns), dim=1)
+        # Lengths are known to add up; asking the device would wait for it.
+        reduced = torch.segment_reduce(table, how, lengths=self._counts, axis=0, unsafe=True, initial=0)
+        assert isinstance(reduced, Tensor)
+        return reduced
+
+
+def chunks(lengths: Sequence[int], limit: int = 1 << 24) -> list[slice]:
+    """Runs of vectors with at most so many elements together, or a single vector with more."""
+    found, first, total = [], 0, 0
+    for number, length in enumerate(lengths):
+        if number > first and total + length > limit:
+            found.append(slice(first, number))
+            first, total = number, 0
+        total += length
+    return [*found, slice(first, len(lengths))] if lengths else []

@@ -1,0 +1,127 @@
+"""Where the sums of a step come from, and the records that are made of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from narrowgauge.gauges._measured_steps import SUMS, MeasuredStep
+from narrowgauge.gauges._records import Record
+from narrowgauge.gauges._segments import SHARE
+
+Updates = Literal["sampled"] | bool
+Table = tuple[list[Tensor], Tensor, str]  # parameters; float64 (parameters, 8); how they were measured
+
+
+class OwnSteps:
+    """Steps of narrowgauge's optimizers, which measure themselves on the way."""
+
+    def __init__(self, optimizer: Any, updates: Updates) -> None:
+        self._optimizer, self._wanted = optimizer, "sampled" if updates == "sampled" else True
+        self._given: Any = None
+
+    def begin(self, turn: int) -> None:
+        """Have the step that comes measured."""
+        self._given = self._optimizer.gauges
+        if not self._given:
+            self._optimizer.gauges = self._wanted
+
+    def end(self) -> list[Table]:
+        """What the step did; the optimizer is as its user left it again."""
+        tables = [(ps, _local(rows), "fused") for ps, rows in self._optimizer.measured()]
+        self.abandon()
+        return tables
+
+    def abandon(self) -> None:
+        """Leave the optimizer as its user left it."""
+        if self._given is not None and not self._given:
+            self._optimizer.gauges = self._given
+            # Off is off: what was measured was not asked for by who reads this.
+            self._optimizer.last_stats = type(self._optimizer.last_stats)()
+        self._given = None
+
+
+class OtherSteps:
+    """Steps of all other optimizers, measured around them."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, updates: Updates) -> None:
+        self._optimizer, self._share = optimizer, SHARE if updates == "sampled" else 1
+        self._step: MeasuredStep | None = None
+
+    def begin(self, turn: int) -> None:
+        self._step = MeasuredStep(self._optimizer, turn, self._share)
+
+    def end(self) -> list[Table]:
+        assert self._step is not None
+        tables = self._step.after()
+        self._step = None
+        return tables
+
+    def abandon(self) -> None:
+        self._step = None
+
+
+def _local(rows: Tensor) -> Tensor:
+    return rows.to_local() if hasattr(rows, "to_local") else rows
+
+
+def measures_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is an optimizer of narrowgauge, which nothing here may import."""
+    return hasattr(type(optimizer), "measured") and hasattr(type(optimizer), "foresee")
+
+
+def update_record(step: int, name: str, elements: int, sums: Sequence[float], measured: str) -> Record:
+    """The record of an update.
+
+    Args:
+        step, name: whose.
+        elements: how many the parameter has.
+        sums: the eight of `narrowgauge.optim.UpdateStats`.
+        measured: how.
+    """
+    squared, stored, visible, nonzero, lost, lost_visible, ratios, counted = sums
+    record: Record = {
+        "kind": "update", "step": step, "name": name, "elements": elements, "norm": math.sqrt(squared),
+    }  # fmt: skip
+    if measured != "difference":
+        record |= {"descent_quality": _ratio(stored, squared), "visible_descent_quality": _ratio(visible, squared)}
+    record |= {
+        "lost": _ratio(lost, nonzero),
+        "lost_visible": _ratio(lost_visible, nonzero),
+        "nonzero": round(nonzero),
+    }
+    if counted:
+        record["rms"] = math.sqrt(_ratio(ratios, counted))
+    return record | {"sums": list(sums), "measured": measured}
+
+
+def update_records(
+    step: int, names: Sequence[str], elements: Sequence[int], table: Tensor, measured: Sequence[str]
+) -> list[Record]:
+    """Records of all parameters that took part in a step, after that of the whole model.
+
+    Args:
+        step: its number.
+        names, elements, measured: by parameter.
+        table: float64 (parameters, 9) on the host: the sums, and whether the parameter took part.
+    """
+    places = [place for place, row in enumerate(table[:, SUMS].tolist()) if row > 0]
+    if not places:
+        return []
+    rows = table[:, :SUMS].tolist()
+    # Where one update is not known, neither is that of all of them.
+    kinds = [measured[place] for place in places]
+    kind = "difference" if "difference" in kinds else kinds[0]
+    total = table[places, :SUMS].sum(0).tolist()
+    records = [update_record(step, "", sum(elements[place] for place in places), total, kind)]
+    return records + [
+        update_record(step, names[place], elements[place], rows[place], measured[place]) for place in places
+    ]
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan
