@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from narrowgauge.gauges._lightning import LightningCallback as LightningCallback
 
 __all__ = [
-    "TARGETS", "AdamErrorMap", "Advice", "Evidence", "FeatureStats", "FormatLoss", "LossSpikes", "QuantizationError",
-    "Records", "RmsSpikes", "Spike", "SpikeMatch", "Target", "Watch", "adam_error_map", "advise",
+    "TARGETS", "AdamErrorMap", "Advice", "Evidence", "FeatureStats", "FormatLoss", "LossSpikes",
+    "QuantizationError", "Records", "RmsSpikes", "Spike", "SpikeMatch", "Target", "Watch", "adam_error_map", "advise",
     "effective_descent_quality", "feature_stats", "find_rms_spikes", "find_spikes", "lost_updates", "match_spikes",
     "quantization_error", "read_records", "relative_descent_quality", "rms_ratio", "watch", "write_report",
 ]  # fmt: skip

@@ -177,8 +177,7 @@ class Writer:
         if self.path.exists() and self.path.stat().st_size:
             if resume_from is None:
                 raise FileExistsError(
-                    f"path: {self.path} has records already; takes a new file, or resume_from=the step to go on
-                    from"
+                    f"path: {self.path} has records already; takes a new file, or resume_from=the last step to keep"
                 )
             self._keep(resume_from)
             self.continues = True
