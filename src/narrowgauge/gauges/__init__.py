@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TARGETS", "AdamErrorMap", "Advice", "Evidence", "FeatureStats", "FormatLoss", "LossSpikes",
-    "QuantizationError", "Records", "RmsSpikes", "Spike", "SpikeMatch", "Target", "Watch", "adam_error_map", "advise",
-    "effective_descent_quality", "feature_stats", "find_rms_spikes", "find_spikes", "lost_updates", "match_spikes",
-    "quantization_error", "read_records", "relative_descent_quality", "rms_ratio", "watch", "write_report",
+    "QuantizationError", "Records", "RmsSpikes", "Spike", "SpikeMatch", "Target", "Watch",
+    "adam_error_map", "advise", "effective_descent_quality", "feature_stats", "find_rms_spikes",
+    "find_spikes", "lost_updates", "match_spikes", "quantization_error", "read_records",
+    "relative_descent_quality", "rms_ratio", "watch", "write_report",
 ]  # fmt: skip
 
 # What plugs into a framework is imported when it is asked for: the library needs neither of them.

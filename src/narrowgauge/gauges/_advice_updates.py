@@ -51,6 +51,10 @@ def out_of_date(history: History) -> Iterator[Advice]:
         evidence = [_loss_at(history, step) for step in followed] + evidence
     else:
         text += " No loss spike has followed so far." if len(history.loss.steps) else " No losses were recorded."
+        if not is_embedding(first.name):
+            text += (
+                " In the paper's runs those of embeddings foretold loss spikes, and those of other layers did not."
+            )
     action = "Clip updates (ng.optim.StableAdamW, or clip_updates=True) or lower beta2."
     if clips:
         action = "Updates are clipped already: lower beta2 or the learning rate."

@@ -143,13 +143,10 @@ class History:
                     total[i, j] += value
 
     def names(self, kind: str) -> list[str]:
-        """Tensors of which there are records of a kind, in the model's order; the whole model, "", is none."""
+        """Tensors of which there are records of a kind, in the model's order or that of their records; "" is none."""
+        order = {name: place for place, name in enumerate(self.parameters)}
         found = [name for name in self._names.get(kind, ()) if name]
-        depth = self.header.get("depth")
-        depth = depth if isinstance(depth, Mapping) else {}
-        order = {name: i for i, name in enumerate(self.parameters)}
-        last = len(order)
-        return sorted(found, key=lambda name: (as_number(depth.get(name)) or 0.0, order.get(name, last)))
+        return sorted(found, key=lambda name: order.get(name, len(order)))
 
     def series(self, kind: str, field: str, name: str = "") -> Series:
         """A number of a tensor over the steps; of a step measured twice (a resumed run), the later record."""

@@ -11,17 +11,18 @@ from ._figure import Figure
 from ._ranges import features, formats, loss_scale
 from ._updates import loss, lost, quality
 
+# Neighbours are of about the same height: they stand side by side.
 MAKERS: tuple[Callable[[History], Figure | str], ...] = (
     loss,
     quality,
     lost,
-    features,
-    formats("activation", "activations"),
     formats("gradient", "gradients"),
+    formats("activation", "activations"),
     formats("activation_gradient", "gradients of activations"),
+    features,
+    loss_scale,
     maps,
     usage,
-    loss_scale,
 )
 
 

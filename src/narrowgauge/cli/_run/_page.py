@@ -60,7 +60,7 @@ def _made(history: History) -> str:
 
 
 def _stamp(started: object) -> str:
-    return str(started).replace("T", " ").replace("Z", " UTC") if started else ""
+    return str(started).replace("T", " ").replace("Z", " UTC").replace("+00:00", " UTC") if started else ""
 
 
 def _alarms(history: History) -> list[tuple[str, str]]:
