@@ -1,4 +1,4 @@
-"""Gauges: what narrow numbers lose, as pure functions of tensors, on a training that runs, and of its records."""
+"""Gauges: what narrow numbers lose, as pure functions of tensors and of a run's numbers, and while training."""
 
 from __future__ import annotations
 
@@ -20,19 +20,43 @@ from narrowgauge.gauges._updates import (
     relative_descent_quality,
     rms_ratio,
 )
-from narrowgauge.gauges._watch import Watch, watch
+from narrowgauge.gauges._watch import watch
+from narrowgauge.gauges._watcher import Watch
 
 if TYPE_CHECKING:
     from narrowgauge.gauges._huggingface import HuggingFaceCallback as HuggingFaceCallback
     from narrowgauge.gauges._lightning import LightningCallback as LightningCallback
 
 __all__ = [
-    "TARGETS", "AdamErrorMap", "Advice", "Evidence", "FeatureStats", "FormatLoss", "LossSpikes",
-    "QuantizationError", "Records", "RmsSpikes", "Spike", "SpikeMatch", "Target", "Watch",
-    "adam_error_map", "advise", "effective_descent_quality", "feature_stats", "find_rms_spikes",
-    "find_spikes", "lost_updates", "match_spikes", "quantization_error", "read_records",
-    "relative_descent_quality", "rms_ratio", "watch", "write_report",
-]  # fmt: skip
+    "TARGETS",
+    "AdamErrorMap",
+    "Advice",
+    "Evidence",
+    "FeatureStats",
+    "FormatLoss",
+    "LossSpikes",
+    "QuantizationError",
+    "Records",
+    "RmsSpikes",
+    "Spike",
+    "SpikeMatch",
+    "Target",
+    "Watch",
+    "adam_error_map",
+    "advise",
+    "effective_descent_quality",
+    "feature_stats",
+    "find_rms_spikes",
+    "find_spikes",
+    "lost_updates",
+    "match_spikes",
+    "quantization_error",
+    "read_records",
+    "relative_descent_quality",
+    "rms_ratio",
+    "watch",
+    "write_report",
+]
 
 # What plugs into a framework is imported when it is asked for: the library needs neither of them.
 _PLUGINS = {

@@ -143,7 +143,7 @@ class History:
                     total[i, j] += value
 
     def names(self, kind: str) -> list[str]:
-        """Tensors of which there are records of a kind, in the model's order or that of their records; "" is none."""
+        """Tensors of which there are records of a kind, in the order of the model or the records; "" is none."""
         order = {name: place for place, name in enumerate(self.parameters)}
         found = [name for name in self._names.get(kind, ()) if name]
         return sorted(found, key=lambda name: order.get(name, len(order)))

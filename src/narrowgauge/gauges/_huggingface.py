@@ -8,7 +8,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from narrowgauge.gauges._records import FILE_NAME, Record
-from narrowgauge.gauges._watch import Watch, watch
+from narrowgauge.gauges._watch import watch
+from narrowgauge.gauges._watcher import Watch
 
 
 class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc]

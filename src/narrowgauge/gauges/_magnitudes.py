@@ -7,7 +7,7 @@ over a sample of a long tensor (see `_segments`), with the absmax of all of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from narrowgauge.gauges._features import FeatureStats
 from narrowgauge.gauges._formats import Target
+from narrowgauge.gauges._records import Record
 from narrowgauge.gauges._segments import Segments, chunks, flat, sample
 
 MAGNITUDES = 6  # absmax, which is no sum; then elements, not finite, not zero, sums of |x| and of x
@@ -91,15 +92,22 @@ def counts_of(samples: Sequence[Tensor], absmax: Tensor, targets: Sequence[Targe
     return segments.sums(columns)
 
 
-def added(tables: Tensor, dim: int = 0) -> Tensor:
-    """Rows of tables taken together: the largest absmax, the sums of the rest."""
-    return torch.cat([tables[..., :1].amax(dim), tables[..., 1:].sum(dim)], dim=-1)
-
-
-def as_record(row: Tensor, targets: Sequence[Target]) -> dict[str, Any]:
+def _values(row: Tensor, targets: Sequence[Target]) -> dict[str, Any]:
     """The values of a record from a tensor's row on the host (see `FeatureStats.as_record`)."""
     nonzero, sampled = float(row[3]), float(row[MAGNITUDES])
     # Shares of a sample, as counts of the whole.
     share = nonzero / sampled if sampled else math.nan
     sums = torch.cat([row[1:MAGNITUDES], row[MAGNITUDES + 1 :] * share])
     return FeatureStats(sums, row[0], tuple(target.name for target in targets)).as_record()
+
+
+def as_records(
+    kind: str, names: Sequence[str], targets: Sequence[Target], step: int
+) -> Callable[[Tensor], list[Record]]:
+    """What makes records of a table on the host: of the tensors that have any elements."""
+
+    def records(table: Tensor) -> list[Record]:
+        rows = zip(names, table, strict=True)
+        return [{"kind": kind, "step": step, "name": n, **_values(row, targets)} for n, row in rows if row[1] > 0]
+
+    return records

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from narrowgauge.gauges._records import Record
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -63,6 +65,7 @@ class Ranks:
 
 
 Take = Callable[[Tensor], None]
+Part = tuple[Tensor, tuple[int, ...], Callable[[Tensor], list[Record]]]  # table, columns of maxima, its records
 
 
 @dataclass(eq=False)

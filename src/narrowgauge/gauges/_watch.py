@@ -18,30 +18,21 @@ graph.
 from __future__ import annotations
 
 import os
-import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from importlib import import_module
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from narrowgauge.gauges._alarms import LOG, Alarms
+from narrowgauge.gauges._alarms import Alarms
 from narrowgauge.gauges._features import FORMATS
 from narrowgauge.gauges._formats import Target, targets
 from narrowgauge.gauges._loss_scale import LossScaleHistory
-from narrowgauge.gauges._modules import loss_in, unwrapped
-from narrowgauge.gauges._rank_sums import Arriving, Message, Ranks
-from narrowgauge.gauges._records import Record, Writer, read_records, rounded
-from narrowgauge.gauges._step_rows import StepRows
-from narrowgauge.gauges._tensorboard import Board
+from narrowgauge.gauges._modules import unwrapped
+from narrowgauge.gauges._records import Record
 from narrowgauge.gauges._update_records import Updates
-from narrowgauge.gauges._watched_tensors import Sources, WatchedTensors, header, parameters_of
-
-_WATCHED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+from narrowgauge.gauges._watched_run import Output, Sources, parameters_of
+from narrowgauge.gauges._watcher import Watch
 
 
 def watch(
@@ -115,227 +106,16 @@ def watch(
         raise ValueError(f"ranks: got {ranks!r}, takes 'all' or 'own'")
     if on_alarm is not None and not callable(on_alarm):
         raise TypeError(f"on_alarm: got {type(on_alarm).__name__}, takes a function of a record")
-    history = LossScaleHistory(scaler) if scaler is not None else None
     sources = Sources(updates, gradients, activations, targets(formats), every, states_every)
-    parameters = parameters_of(unwrapped(model), optimizer)
-    made = Watch(model, optimizer, sources, parameters)
-    made._history, made._alarms = history, Alarms(on_alarm, warmup)
-    made._path, made._tensorboard = path, tensorboard
-    made._together, made._steps.taken, made._resumes = ranks == "all", resume_from or 0, resume_from
-    return made
-
-
-class Watch:
-    """A training that is watched; made by `watch`, used as a context manager, once."""
-
-    _history: LossScaleHistory | None
-    _alarms: Alarms
-    _path: str | os.PathLike[str] | None
-    _tensorboard: str | os.PathLike[str] | None
-    _together: bool
-    _resumes: int | None
-
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, sources: Sources, parameters: dict[Tensor, str]
-    ) -> None:
-        self._model, self._optimizer = model, optimizer
-        self._tensors = WatchedTensors(unwrapped(model), optimizer, sources, parameters)
-        self._sources = sources
-        self._steps = StepRows()
-        self._rows: list[Record] = []
-        self._arriving: list[Arriving] = []
-        self._ranks = Ranks()
-        self._writer: Writer | None = None
-        self._board: Board | None = None
-        self._handles: list[Any] = []
-        self._open = self._entered = False
-
-    def __enter__(self) -> Self:
-        if self._entered:
-            raise RuntimeError("watch: entered a second time; make another one with narrowgauge.gauges.watch")
-        if self._optimizer in _WATCHED:
-            raise RuntimeError("optimizer: is being watched already; takes one watch at a time")
-        self._ranks = Ranks.all() if self._together else Ranks()
-        if self._ranks.first and self._path is not None:
-            self._writer = Writer(self._path, self._resumes)
-        if self._ranks.first and self._tensorboard is not None:
-            self._board = Board(self._tensorboard, self._steps.taken)
-        self._entered = self._open = True
-        _WATCHED.add(self._optimizer)
-        self._emit(header(unwrapped(self._model), self._optimizer, self._sources, self._tensors.names))
-        self._handles = [
-            self._model.register_forward_hook(self._returned),
-            self._optimizer.register_step_pre_hook(_Before(self)),
-            self._optimizer.register_step_post_hook(self._after),
-        ]
-        self._tensors.attach()
-        self._steps.start(time.perf_counter())
-        self._tensors.expect(self._steps.taken + 1)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._tensors.detach()
-        _WATCHED.discard(self._optimizer)
-        self._open = False
-        try:
-            # After an error other ranks may not be here to add their part.
-            if self._steps.waiting and (kind is None or self._ranks.group is None):
-                self._send([])
-            self._take_all()
-        finally:
-            if self._writer is not None:
-                self._writer.close()
-            if self._board is not None:
-                self._board.close()
-
-    @property
-    def running(self) -> bool:
-        """Whether the training is being watched: between entering and leaving."""
-        return self._open
-
-    def loss(self, value: Tensor | float) -> None:
-        """Tell the loss of this step, in place of what the model returned. Nothing is waited for.
-
-        Args:
-            value: a number, or a tensor of one element.
-
-        Raises:
-            ValueError: for a tensor of more elements.
-        """
-        if isinstance(value, Tensor) and value.numel() != 1:
-            raise ValueError(f"value: got a tensor of {value.numel()} elements, takes one, or a number")
-        self._steps.told(value)
-
-    def rows(self) -> list[Record]:
-        """The records until now, in order; waits for what is on its way from the device.
-
-        Of several ranks the first has them; the others have them only where no `path` was given.
-        """
-        if self._open and self._steps.waiting and self._ranks.group is None:
-            self._send([])
-        self._take_all()
-        if self._writer is not None:
-            return list(read_records(self._writer.path))
-        return list(self._rows)
-
-    def report(self, path: str | os.PathLike[str]) -> Path:
-        """Write the records as one self-contained page of HTML.
-
-        Returns:
-            The page's path.
-        """
-        page = Path(path)
-        import_module("narrowgauge.gauges._report").write_report(self.rows(), page)
-        return page
-
-    def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
-            return
-        loss = loss_in(output)
-        if loss is not None:
-            self._steps.returned(loss)
-
-    @torch.no_grad()
-    def _before(self) -> None:
-        """The gradients are there, and the step is about to be taken."""
-        if self._history is not None:
-            self._steps.scale = self._history.look()
-        self._tensors.begin(self._steps.taken + 1)
-        for record in self._tensors.moments(self._steps.taken + 1) if self._ranks.first else ():
-            self._emit(record)
-
-    @torch.no_grad()
-    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if _capturing():
-            return
-        self._steps.end(time.perf_counter())
-        step = self._steps.taken
-        found = self._tensors.end(step, self._ranks)
-        home = self._tensors.home
-        if found or (home.type == "cpu" and self._ranks.group is None):
-            self._send(found)
-        self._tensors.expect(step + 1)
-        while self._arriving and self._arriving[0].here:
-            self._take()
-
-    def _send(self, found: Sequence[tuple[Tensor, tuple[int, ...], Callable[[Tensor], list[Record]]]]) -> None:
-        """Send what is known of the last steps, and tables of the present one."""
-        message = Message(self._tensors.home)
-        table, steps = self._steps.table(self._tensors.home)
-
-        def take_steps(rows: Tensor) -> None:
-            for record in steps(rows, self._history):
-                self._emit(record)
-
-        message.add(table, take_steps, largest=StepRows.LARGEST)
-        for part, largest, records in found:
-            message.add(part, self._taker(records), largest)
-        self._arriving.append(message.send(self._ranks))
-
-    def _taker(self, records: Callable[[Tensor], list[Record]]) -> Callable[[Tensor], None]:
-        def take(table: Tensor) -> None:
-            for record in records(table):
-                self._emit(record)
-
-        return take
-
-    def _take_all(self) -> None:
-        while self._arriving:
-            self._take()
-
-    def _take(self) -> None:
-        self._arriving.pop(0).take()
-
-    def _emit(self, record: Record) -> None:
-        record = rounded(record)
-        alarms = self._alarms.of(record) if self._ranks.first and "step" in record else []
-        for each in (record, *alarms):
-            if self._writer is not None:
-                continues = each["kind"] == "run" and self._writer.continues
-                self._writer.write([] if continues else [each])
-            elif self._path is None:
-                self._rows.append(each)
-            if self._board is not None:
-                self._board.add(each)
-
-
-class _Before:
-    """The hook before a step.
-
-    A closure makes the gradients inside of the step: then it is looked at them when the closure first returns.
-    """
-
-    unscales = True  # for loss scalers: it knows of the scale (see `narrowgauge.scaling`)
-
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
-
-    def __call__(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if _capturing():
-            return None
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self._watch._before()
-            return None
-        seen = False
-
-        def looked_at() -> Any:
-            nonlocal seen
-            loss = closure()
-            if not seen:
-                seen = True
-                self._watch._before()
-            return loss
-
-        if len(args) > 1:
-            return (args[0], looked_at, *args[2:]), kwargs
-        return args, {**kwargs, "closure": looked_at}
+    return Watch(
+        model,
+        optimizer,
+        sources,
+        Output(path, tensorboard, ranks == "all", resume_from),
+        parameters_of(unwrapped(model), optimizer),
+        LossScaleHistory(scaler) if scaler is not None else None,
+        Alarms(on_alarm, warmup),
+    )
 
 
 def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
@@ -353,13 +133,6 @@ def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
 def _whole(name: str, got: object, least: int) -> None:
     if not isinstance(got, int) or isinstance(got, bool) or got < least:
         raise ValueError(f"{name}: got {got!r}, takes a whole number from {least} on")
-
-
-__all__ = ["LOG", "Watch", "plain_optimizer", "watch"]

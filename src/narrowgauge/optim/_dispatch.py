@@ -166,7 +166,7 @@ class Dispatch:
             return ("fused Triton", "") if why is None else ("eager torch", f"not fused: {why}")
         if p.device.type != "cpu":
             return "eager torch", f"not fused: {why}"
-        kernel = "gauges are on" if optimizer.gauges else kernel_of(plan, p, group)
+        kernel = kernel_of(plan, p, group)
         return ("fused C", "") if isinstance(kernel, Kernel) else ("eager torch", kernel)
 
     def _by_kernels(self) -> bool:

@@ -230,7 +230,7 @@ class NarrowOptimizer(TakesFactor, Watched):
         factor: float | None,
     ) -> Call | None:
         """What steps this parameter in one pass; None where the eager step has to."""
-        return None if self.gauges else self._calls.of(plan, p, grad, state, group, factor)
+        return self._calls.of(plan, p, grad, state, group, factor)
 
     @property
     def skipped(self) -> dict[str, int]:

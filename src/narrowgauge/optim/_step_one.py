@@ -46,7 +46,7 @@ def step_parameter(
         if optimizer.gauges:
             optimizer.last_stats.add(plan.name, UpdateStats.none(p.device))
         return
-    if kernel is not None:
+    if kernel is not None and not optimizer.gauges:
         kernel.take()
         state["step"] += 1
         return
@@ -64,6 +64,10 @@ def step_parameter(
     ratio = squared_ratios(plan, p, grad, state, group, step) if optimizer.gauges else None
     new_p, new_state, delta = update(plan, p, grad, state, group, step, Noise(group["seed"], plan.index, step, p))
     new_state |= norms
+    if kernel is not None:
+        # What was intended is the specification's; the step is the one taken without gauges, to the bit.
+        kernel.take()
+        new_p, new_state = p, {}
     for target, value in [(p, new_p), *((state[key], value) for key, value in new_state.items())]:
         target.copy_(value if keep is True else torch.where(keep, value, target))
     state["step"] += 1 if keep is True else keep

@@ -1,0 +1,101 @@
+"""Features and their gradients at due steps: measured as they pass, put together when the step has been taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.gauges._formats import Target
+from narrowgauge.gauges._magnitudes import as_records, counts_of, magnitudes, width
+from narrowgauge.gauges._modules import FeatureHooks
+from narrowgauge.gauges._rank_sums import Part
+from narrowgauge.gauges._segments import SHARE, flat, sample
+
+_KINDS = ("activation", "activation_gradient")
+_WIDEST = 1 << 18  # elements of one feature that formats are asked about
+
+
+class WatchedFeatures:
+    """What modules return in training, and the gradients of that.
+
+    A module that is called several times in a step (accumulated batches, shared layers) has one row for all.
+
+    Args:
+        modules: by name.
+        targets: the formats to ask about.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], targets: Sequence[Target]) -> None:
+        self._modules, self._targets = modules, targets
+        self._hooks: FeatureHooks | None = None
+        # By kind and name: the magnitudes of each call, and a sample of it.
+        self._seen: dict[str, dict[str, list[tuple[Tensor, Tensor]]]] = {}
+        self.forget()
+
+    def attach(self) -> None:
+        """Hook into the modules."""
+        self._hooks = FeatureHooks(self._modules, self._add)
+
+    def detach(self) -> None:
+        """Leave the modules as they were."""
+        if self._hooks is not None:
+            self._hooks.remove()
+        self.forget()
+
+    def expect(self, due: bool) -> None:
+        """Whether the step that comes is measured."""
+        self.forget()
+        if self._hooks is not None:
+            self._hooks.due = due
+
+    def forget(self) -> None:
+        """Drop what has been seen."""
+        self._seen = {kind: {name: [] for name in self._modules} for kind in _KINDS}
+
+    def _add(self, kind: str, name: str, x: Tensor) -> None:
+        with torch.no_grad():
+            vector = flat(x)
+            if not vector.numel():
+                return
+            calls = self._seen[kind][name]
+            # What is kept is a copy: the memory of a feature is the model's to free, and to write to.
+            share = max(SHARE, -(-vector.numel() // _WIDEST))
+            calls.append((magnitudes(vector), sample(vector, len(calls), share).clone()))
+
+    def parts(self, step: int, home: torch.device) -> list[Part]:
+        """The tables of a step that has been taken."""
+        names, targets = list(self._modules), self._targets
+        return [
+            (self._table(kind, home), (0,), as_records(kind, names, targets, step))
+            for kind in (_KINDS if names else ())
+        ]
+
+    def _table(self, kind: str, home: torch.device) -> Tensor:
+        calls = list(self._seen[kind].values())
+        lengths = torch.tensor([len(some) for some in calls], device="cpu").to(home, non_blocking=True)
+        rows = [self._rows(some).to(home, non_blocking=True) for some in _by_device(calls)]
+        if not rows:
+            return torch.zeros(len(calls), width(self._targets), dtype=torch.float64, device=home)
+        table = torch.cat(rows)
+        largest, sums = (
+            torch.segment_reduce(part, how, lengths=lengths, axis=0, unsafe=True, initial=0)
+            for part, how in ((table[:, :1].contiguous(), "max"), (table[:, 1:].contiguous(), "sum"))
+        )
+        return torch.cat([largest, sums], dim=1)
+
+    def _rows(self, calls: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """The rows of calls on one device."""
+        found = torch.stack([magnitude for magnitude, _ in calls])
+        return torch.cat([found, counts_of([kept for _, kept in calls], found[:, 0], self._targets)], dim=1)
+
+
+def _by_device(calls: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> list[list[tuple[Tensor, Tensor]]]:
+    """All calls in order, as runs of one device each."""
+    runs: list[list[tuple[Tensor, Tensor]]] = []
+    for call in (call for some in calls for call in some):
+        if not runs or runs[-1][0][1].device != call[1].device:
+            runs.append([])
+        runs[-1].append(call)
+    return runs

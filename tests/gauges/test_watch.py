@@ -1,0 +1,385 @@
+"""Watching a loop changes nothing in it, says what it saw, and refuses what it cannot watch."""
+
+import copy
+import gc
+import logging
+import math
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from watched import batch, loss_of, model, of_kind, train, watched
+
+import narrowgauge as ng
+from narrowgauge import gauges, optim
+
+BF16 = torch.bfloat16
+SMALL: dict[str, Any] = {"min_quantized_size": 64, "lr": 3e-3}
+OPTIMIZERS = {
+    "torch AdamW": (torch.float32, lambda net: torch.optim.AdamW(net.parameters(), 3e-3)),
+    "torch Adam, amsgrad, bf16": (BF16, lambda net: torch.optim.Adam(net.parameters(), 3e-3, amsgrad=True)),
+    "torch SGD": (torch.float32, lambda net: torch.optim.SGD(net.parameters(), 0.1, 0.9, nesterov=True)),
+    "torch Adagrad": (torch.float32, lambda net: torch.optim.Adagrad(net.parameters(), 0.01)),
+    "torch RMSprop": (torch.float32, lambda net: torch.optim.RMSprop(net.parameters(), 1e-3)),
+    "ours, fp32": (torch.float32, lambda net: optim.AdamW(net.named_parameters(), 3e-3)),
+    "ours, 8 bits": (BF16, lambda net: optim.AdamW8bit(net.named_parameters(), **SMALL)),
+    "ours, log8": (BF16, lambda net: optim.AdamW(net.parameters(), states="log8", weights="split8", **SMALL)),
+    "ours, 4 bits": (BF16, lambda net: optim.Lion(net.parameters(), states="4bit", weights="stochastic", **SMALL)),
+    "ours, expansions": (BF16, lambda net: optim.CollageAdamW(net.parameters(), 3e-3, variant="plus")),
+    "ours, clipped": (BF16, lambda net: optim.StableAdamW(net.parameters(), weights="split", max_grad_norm=0.5)),
+    "ours, in backward": (BF16, lambda net: optim.step_in_backward(net, optim.AdamW8bit, weights="split", **SMALL)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "make"), OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_nothing_in_the_loop_changes(dtype: torch.dtype, make: Any) -> None:
+    """Losses, weights and states, bit for bit, with dropout; and the optimizer is left as it was."""
+    plain, seen = model(dtype), model(dtype)
+    alone, looked_at = make(plain), make(seen)
+    wanted = train(plain, alone, 6)
+    with gauges.watch(seen, looked_at, every=2, states_every=3) as watch:
+        assert train(seen, looked_at, 6, watch) == wanted
+    for one, other in zip(plain.parameters(), seen.parameters(), strict=True):
+        assert torch.equal(one, other)
+    for key, value in alone.state_dict()["state"].items():
+        for name, word in value.items():
+            assert torch.equal(
+                torch.as_tensor(word), torch.as_tensor(looked_at.state_dict()["state"][key][name])
+            ), name
+    assert vars(looked_at).keys() == vars(alone).keys()
+    assert not looked_at._optimizer_step_pre_hooks
+    assert not looked_at._optimizer_step_post_hooks
+    assert not any(module._forward_hooks for module in seen.modules())
+    assert len(of_kind(watch.rows(), "update", name="")) == 3
+    if isinstance(looked_at, optim.NarrowOptimizer):
+        assert looked_at.gauges is False
+        assert len(looked_at.last_stats) == 0
+
+
+def test_records_have_the_agreed_shape() -> None:
+    rows = watched(OPTIMIZERS["ours, 8 bits"][1], 4, every=2, dtype=BF16, states_every=4)
+    header = rows[0]
+    names = [name for name, _ in model().named_parameters()]
+    assert header["kind"] == "run"
+    assert header["version"] == 1
+    assert header["every"] == 2
+    assert header["optimizer"] == "AdamW8bit"
+    assert list(header["parameters"]) == names  # in the model's order, the tied one once
+    assert header["parameters"]["embed.weight"] == [40, 48]
+    assert header["depth"]["embed.weight"] == header["depth"]["embed"] == 0
+    assert header["depth"]["blocks.1"] == header["depth"]["blocks.1.0.weight"] == 2
+    assert [row["step"] for row in of_kind(rows, "step")] == [1, 2, 3, 4]
+    assert [row["name"] for row in of_kind(rows, "update", step=2)] == ["", *names]
+    assert [row["name"] for row in of_kind(rows, "gradient", step=4)] == names
+    modules = ["embed", "blocks.0", "blocks.1"]
+    assert [row["name"] for row in of_kind(rows, "activation", step=4)] == modules
+    assert [row["name"] for row in of_kind(rows, "activation_gradient", step=4)] == modules
+    update = of_kind(rows, "update", step=2, name="embed.weight")[0]
+    assert update["measured"] == "fused"
+    assert update["elements"] == 40 * 48
+    assert len(update["sums"]) == 8
+    assert update["norm"] == pytest.approx(math.sqrt(update["sums"][0]))
+    assert {"descent_quality", "visible_descent_quality", "lost", "lost_visible", "nonzero", "rms"} <= set(update)
+    assert set(of_kind(rows, "gradient")[0]["formats"]) == {"fp16", "bf16", "e4m3", "e5m2", "int8"}
+    assert {row["step"] for row in of_kind(rows, "state")} == {4}
+
+
+def test_losses_are_those_of_the_loop_every_step() -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    with gauges.watch(net, optimizer, every=4) as watch:
+        losses = train(net, optimizer, 6, watch)
+    assert [row["loss"] for row in of_kind(watch.rows(), "step")] == pytest.approx(losses, rel=1e-8)
+
+
+class Scored(nn.Module):
+    """A model that returns its loss."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.net, self.how = model(), how
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> Any:
+        loss = loss_of(self.net, ids, targets)
+        return {"dict": {"loss": loss, "logits": None}, "scalar": loss}.get(self.how, Output(loss))
+
+
+class Output:
+    def __init__(self, loss: torch.Tensor) -> None:
+        self.loss = loss
+
+
+@pytest.mark.parametrize("how", ["dict", "scalar", "attribute"])
+def test_a_loss_that_the_model_returns_is_found(how: str) -> None:
+    net = Scored(how)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    wanted = []
+    with gauges.watch(net, optimizer) as watch:
+        for step in range(3):
+            halves = []
+            for half in range(2):  # accumulated: their mean counts
+                found = net(*batch(2 * step + half))
+                loss = found if how == "scalar" else found["loss"] if how == "dict" else found.loss
+                halves.append(loss.item())
+                loss /= 2  # in place, as loops do
+                loss.backward()
+            with torch.no_grad():
+                net(*batch(99))  # a validation in between is none of it
+            net.eval()
+            net(*batch(98))
+            net.train()
+            optimizer.step()
+            optimizer.zero_grad()
+            wanted.append(sum(halves) / 2)
+    assert [row["loss"] for row in of_kind(watch.rows(), "step")] == pytest.approx(wanted, rel=1e-6)
+
+
+def test_no_loss_is_null() -> None:
+    rows = of_kind(watched_without_loss(), "step")
+    assert [row["loss"] for row in rows] == [None, None]
+    assert all(row["seconds"] > 0 for row in rows)
+
+
+def watched_without_loss() -> list[dict[str, Any]]:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with gauges.watch(net, optimizer) as watch:
+        train(net, optimizer, 2)
+    return watch.rows()
+
+
+def test_what_the_user_had_set_stays_and_is_used() -> None:
+    net = model(BF16)
+    optimizer = optim.AdamW(net.named_parameters(), weights="split")
+    optimizer.gauges = True
+    with gauges.watch(net, optimizer, every=2) as watch:
+        train(net, optimizer, 3)
+        assert optimizer.gauges is True
+        assert len(optimizer.last_stats) == len(list(net.parameters()))
+    assert optimizer.gauges is True
+    assert len(of_kind(watch.rows(), "update", name="")) == 1
+
+
+def test_names_are_the_models_not_the_optimizers() -> None:
+    rows = watched(lambda net: optim.AdamW([(f"x{i}", p) for i, p in enumerate(net.parameters())]), 1)
+    assert [row["name"] for row in of_kind(rows, "update")][1:] == [name for name, _ in model().named_parameters()]
+
+
+def test_frozen_parameters_and_those_without_gradient_have_no_records() -> None:
+    for make in (torch.optim.AdamW, optim.AdamW):
+        net = model()
+        net.unused = nn.Linear(3, 3)
+        net.blocks[0].requires_grad_(False)
+        optimizer = make(net.parameters())
+        with gauges.watch(net, optimizer, every=1) as watch:
+            train(net, optimizer, 2)
+        for kind in ("update", "gradient"):
+            names = {row["name"] for row in of_kind(watch.rows(), kind, step=2)} - {""}
+            assert names == {"embed.weight", *(f"blocks.1.{n}" for n, _ in net.blocks[1].named_parameters())}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("make", [torch.optim.SparseAdam, torch.optim.Adagrad, torch.optim.SGD])
+def test_sparse_gradients(make: Any) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(30, 8, sparse=True))
+    optimizer = make(net.parameters(), lr=0.1)
+    with gauges.watch(net, optimizer, every=1) as watch:
+        net(torch.tensor([[3, 5, 3]])).square().sum().backward()
+        grad = net[0].weight.grad.to_dense()
+        optimizer.step()
+    gradient = of_kind(watch.rows(), "gradient")[0]
+    assert gradient["elements"] == 16  # the rows that it has
+    assert gradient["absmax"] == pytest.approx(grad.abs().max().item())
+    update = of_kind(watch.rows(), "update", name="0.weight")[0]
+    assert update["nonzero"] == 16
+    assert update["lost"] == 0
+
+
+def test_an_optimizer_over_more_than_the_model_names_the_rest_by_place() -> None:
+    net, extra = model(), nn.Parameter(torch.ones(5))
+    optimizer = torch.optim.SGD([{"params": net.parameters()}, {"params": [extra]}], 0.1)
+    with gauges.watch(net, optimizer, every=1) as watch:
+        (loss_of(net, *batch(0)) + extra.sum()).backward()
+        optimizer.step()
+    assert of_kind(watch.rows(), "update", name="param_groups.1.0")[0]["norm"] == pytest.approx(0.1 * math.sqrt(5))
+
+
+def test_a_step_that_raises_is_no_step_and_leaves_nothing() -> None:
+    net = model()
+    optimizer = optim.AdamW(net.named_parameters(), nonfinite="raise")
+    with gauges.watch(net, optimizer, every=1) as watch:
+        train(net, optimizer, 1)
+        net.embed.weight.grad.fill_(math.inf)
+        with pytest.raises(FloatingPointError):
+            optimizer.step()
+        train(net, optimizer, 1)
+        assert optimizer.gauges is False
+    assert [row["step"] for row in of_kind(watch.rows(), "step")] == [1, 2]
+
+
+def test_an_exception_inside_takes_the_hooks_off_and_closes_the_file(tmp_path: Path) -> None:
+    net = model(BF16)
+    optimizer = optim.AdamW8bit(net.named_parameters(), **SMALL)
+    path = tmp_path / "gauges.jsonl"
+
+    def interrupted() -> None:
+        with gauges.watch(net, optimizer, every=2, path=path) as watch:
+            train(net, optimizer, 3, watch)
+            loss_of(net, *batch(0)).backward()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not any(module._forward_hooks for module in net.modules())
+    assert optimizer.gauges is False
+    records = gauges.read_records(path)
+    assert records.damage is None
+    assert [row["step"] for row in of_kind(records, "step")] == [1, 2, 3]
+    with gauges.watch(net, optimizer):  # free for another
+        pass
+
+
+def test_records_come_to_the_file_as_the_steps_do(tmp_path: Path) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    path = tmp_path / "gauges.jsonl"
+    with gauges.watch(net, optimizer, every=2, path=path) as watch:
+        for step in range(1, 5):
+            train(net, optimizer, 1, watch)
+            records = gauges.read_records(path)
+            assert records.damage is None
+            assert records[-1]["step"] == step
+            assert watch.rows() == list(records)
+    whole = gauges.read_records(path)
+    net, optimizer = copy.deepcopy((net, optimizer))
+    with gauges.watch(net, optimizer, every=2, path=path, resume_from=2) as watch:
+        train(net, optimizer, 2, watch)
+    resumed = gauges.read_records(path)
+    assert [(row["kind"], row.get("step"), row.get("name")) for row in resumed] == [
+        (row["kind"], row.get("step"), row.get("name")) for row in whole
+    ]
+    with pytest.raises(FileExistsError, match="path: "), gauges.watch(net, optimizer, path=path):
+        pass
+    with gauges.watch(net, optimizer):  # what was refused has left nothing
+        pass
+
+
+def test_bad_input_is_refused_by_name() -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    other = torch.optim.SGD(model().parameters(), 0.1)
+    bad: list[tuple[type[Exception], str, Any]] = [
+        (TypeError, "model: got list", lambda: gauges.watch([], optimizer)),
+        (TypeError, "optimizer: got Net", lambda: gauges.watch(net, net)),
+        (ValueError, "model: got one without parameters", lambda: gauges.watch(nn.ReLU(), optimizer)),
+        (ValueError, "optimizer: got one that has no parameter of the model", lambda: gauges.watch(net, other)),
+        *((ValueError, f"every: got {n!r}", lambda n=n: gauges.watch(net, optimizer, n)) for n in (0, 2.5, True)),
+        (ValueError, "states_every: got -1", lambda: gauges.watch(net, optimizer, states_every=-1)),
+        (ValueError, "resume_from: got -1", lambda: gauges.watch(net, optimizer, resume_from=-1)),
+        (ValueError, "warmup: got -1", lambda: gauges.watch(net, optimizer, warmup=-1)),
+        (ValueError, "updates: got 'all'", lambda: gauges.watch(net, optimizer, updates="all")),
+        (ValueError, "gradients: got 1", lambda: gauges.watch(net, optimizer, gradients=1)),
+        (ValueError, "activations: got 'nope'", lambda: gauges.watch(net, optimizer, activations=["head", "nope"])),
+        (ValueError, "formats: got 'e9m9'", lambda: gauges.watch(net, optimizer, formats=["e9m9"])),
+        (ValueError, "ranks: got 'some'", lambda: gauges.watch(net, optimizer, ranks="some")),
+        (TypeError, "scaler: got int", lambda: gauges.watch(net, optimizer, scaler=3)),
+        (TypeError, "on_alarm: got int", lambda: gauges.watch(net, optimizer, on_alarm=3)),
+    ]  # fmt: skip
+    for kind, words, call in bad:
+        with pytest.raises(kind, match=words):
+            call()
+
+
+def test_one_watch_at_a_time_each_entered_once() -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    watch = gauges.watch(net, optimizer)
+    with watch:
+        with pytest.raises(RuntimeError, match="optimizer: is being watched already"), gauges.watch(net, optimizer):
+            pass
+        with pytest.raises(RuntimeError, match="entered a second time"), watch:
+            pass
+        with pytest.raises(ValueError, match="value: got a tensor of 3 elements"):
+            watch.loss(torch.ones(3))
+    with pytest.raises(RuntimeError, match="entered a second time"), watch:
+        pass
+
+
+def test_alarms_are_called_out_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    heard: list[dict[str, Any]] = []
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-4, betas=(0.9, 0.999))
+    with (
+        caplog.at_level(logging.WARNING, "narrowgauge.gauges"),
+        gauges.watch(net, optimizer, 1, on_alarm=heard.append, warmup=3) as watch,
+    ):
+        for step in range(8):
+            loss = loss_of(net, *batch(step)) * (1000 if step == 6 else 1)
+            optimizer.zero_grad()
+            loss.backward()
+            if step == 7:
+                net.embed.weight.grad[0, 0] = math.nan
+            optimizer.step()
+    spikes = [row for row in heard if row["kind"] == "spike"]
+    assert {row["of"] for row in spikes} == {"rms"}
+    assert {row["step"] for row in spikes} == {7}
+    assert "embed.weight" in {row["name"] for row in spikes}
+    assert all(row["value"] > row["threshold"] == 2.3 for row in spikes)
+    (bad,) = [row for row in heard if row["kind"] == "nonfinite" and row["of"] == "gradient"]
+    assert bad == {"kind": "nonfinite", "step": 8, "of": "gradient", "name": "embed.weight", "value": 1}
+    assert [row for row in watch.rows() if row["kind"] in ("spike", "nonfinite")] == heard
+    assert "step 7: RMS spike of embed.weight" in caplog.text
+    assert "step 8: gradient of embed.weight: 1 elements are inf or NaN" in caplog.text
+
+
+def test_a_watch_that_ended_keeps_neither_model_nor_optimizer_alive_by_hooks() -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with gauges.watch(net, optimizer) as watch:
+        train(net, optimizer, 1)
+    gone = weakref.ref(watch)
+    del watch
+    gc.collect()
+    assert gone() is None
+
+
+def test_wrappers_of_optimizers_are_looked_through() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.Accelerator(cpu=True)
+    net = model()
+    wrapped = accelerate.optimizer.AcceleratedOptimizer(torch.optim.SGD(net.parameters(), 0.1))
+    with gauges.watch(net, wrapped, every=1) as watch:
+        train(net, wrapped, 2)
+    assert len(of_kind(watch.rows(), "update", name="")) == 2
+
+
+def test_closures_are_measured_when_they_return() -> None:
+    for make in (torch.optim.AdamW, optim.AdamW):
+        net, twin = model(), model()
+        optimizer, other = make(net.parameters(), 1e-3), make(twin.parameters(), 1e-3)
+        torch.manual_seed(1)
+
+        def closure(net: nn.Module = net, optimizer: Any = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(net, *batch(0))
+            loss.backward()
+            return loss
+
+        with gauges.watch(net, optimizer, every=1) as watch:
+            assert optimizer.step(closure) is not None
+        with gauges.watch(twin, other, every=1) as usual:
+            train(twin, other, 1)
+        for kind in ("update", "gradient"):
+            assert of_kind(watch.rows(), kind) == of_kind(usual.rows(), kind)
+            assert of_kind(watch.rows(), kind)
+
+
+def test_it_is_where_the_contract_says() -> None:
+    assert ng.gauges.watch is gauges.watch
+    net = model()
+    assert isinstance(gauges.watch(net, torch.optim.SGD(net.parameters(), 0.1)), gauges.Watch)
