@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from hypothesis import strategies as st
+
 Record = dict[str, Any]
 
 NAMES = ("wte.weight", "h.0.fc.weight", "h.1.fc.weight", "h.2.fc.weight", "ln.weight")
@@ -89,3 +91,27 @@ def changed(
             record = record | {key: value(record) if callable(value) else value for key, value in values.items()}
         found.append(record)
     return found
+
+
+# Records of whatever a file may hold: of any kind, with any value anywhere.
+_words = st.text(max_size=8)
+_numbers = st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["nan", "inf", "x"])
+_values = st.recursive(
+    _numbers | _words,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(_words, inner, max_size=3),
+    max_leaves=8,
+)
+_kinds = st.sampled_from(
+    ["run", "step", "update", "gradient", "activation", "state", "adam_error", "spike", "other"]
+)
+_fields = st.sampled_from(
+    ["loss", "loss_scale", "skipped", "seconds", "norm", "rms", "lost", "lost_visible", "descent_quality", "absmax",
+     "mean", "nonfinite", "formats", "slot", "format", "usage", "error", "relative_norm", "flushed", "optimizer",
+     "parameters", "depth", "every", "of", "value", "threshold"]
+)  # fmt: skip
+_names = st.sampled_from(["", "wte.weight", "h.0", "h.1", "h.2"]) | _words
+_steps = st.integers(0, 40) | _numbers
+STRANGE = st.builds(
+    lambda kind, step, name, more: more | {"kind": kind, "step": step, "name": name},
+    _kinds, _steps, _names, st.dictionaries(_fields, _values, max_size=6),
+)  # fmt: skip

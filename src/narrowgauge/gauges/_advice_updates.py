@@ -6,6 +6,7 @@ figures compare runs. Those are ours, and said to be.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from narrowgauge.gauges._advice import Advice, Evidence, count, habits, late, listed, median, percent, show, worst
@@ -65,9 +66,11 @@ def out_of_date(history: History) -> Iterator[Advice]:
 
 
 def unexplained(history: History) -> Iterator[Advice]:
-    """Loss spikes without an RMS spike before them."""
+    """Loss spikes without an RMS spike before them; a loss that is not finite has a rule of its own."""
     found = find_precursors(history)
-    alone = [step for step in found.loss if step not in found.matched]
+    alone = [
+        step for step in found.loss if step not in found.matched and math.isfinite(_loss_at(history, step).value)
+    ]
     if not alone:
         return
     text = (
@@ -176,10 +179,10 @@ def frozen_moment(history: History) -> Iterator[Advice]:
 
 
 def has_low_words(history: History) -> bool:
-    """Whether more is stored than the model sees: the two kinds of effective update differ somewhere."""
+    """Whether more is stored than the model sees: somewhere an update is lost to it and not to what is stored."""
     for name in ["", *history.names("update")]:
         stored, visible = (history.series("update", f, name).values for f in ("lost", "lost_visible"))
-        if len(stored) == len(visible) and (stored != visible).any():
+        if len(stored) == len(visible) and (visible > stored).any():
             return True
     return False
 

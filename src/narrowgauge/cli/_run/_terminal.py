@@ -137,7 +137,7 @@ def _head(run: Path, history: History) -> Text:
     seconds = history.series("step", "seconds").finite.values[-50:]
     if len(seconds) and float(np.median(seconds)) > 0:
         parts.append(f"{1 / float(np.median(seconds)):.3g} steps/s")
-    return Text.assemble((str(run), "bold"), "  ", ", ".join(str(part) for part in parts if part))
+    return Text.assemble((str(run), "bold"), "\n", ", ".join(str(part) for part in parts if part))
 
 
 def _whole(history: History, width: int) -> Table:
