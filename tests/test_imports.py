@@ -16,6 +16,7 @@ import narrowgauge
 
 # What costs time or memory at import and is wanted by kernels or programs alone.
 HEAVY = {"triton", "transformers", "tokenizers", "matplotlib", "typer", "click", "rich", "jinja2"}
+HEAVY |= {"lightning", "tensorboard"}
 LIMIT = 0.2  # seconds of the processor on top of torch and numpy
 TRIES = 5  # the best counts: a busy machine is slow now and then, slow code always
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from narrowgauge import optim
+from narrowgauge import gauges, optim
 
 lightning = pytest.importorskip("lightning", reason="needs the package lightning")
 
@@ -79,3 +79,42 @@ def test_a_resumed_fit_ends_where_an_uninterrupted_one_does(
 
 def test_steps_in_backward_are_those_of_the_usual_fit() -> None:
     assert torch.equal(weights(fit(1, True)[0]), weights(fit(1, False)[0]))
+
+
+@pytest.mark.parametrize(("in_backward", "batches"), [(False, 1), (False, 2), (True, 1)])
+def test_the_gauges_callback_changes_nothing_and_sees_every_step(
+    tmp_path: Path, in_backward: bool, batches: int
+) -> None:
+    plain, _ = fit(2, in_backward, accumulate_grad_batches=batches)
+    callback = gauges.LightningCallback(every=2)
+    arguments = {"accumulate_grad_batches": batches, "default_root_dir": tmp_path}
+    module, trainer = fit(2, in_backward, callbacks=[callback], **arguments)
+    assert torch.equal(weights(module), weights(plain))
+    rows = gauges.read_records(tmp_path)
+    assert rows.damage is None
+    assert callback.rows() == list(rows)
+    steps = [row for row in rows if row["kind"] == "step"]
+    assert [row["step"] for row in steps] == list(range(1, 8 // batches + 1))
+    losses = [row["loss"] for row in steps]
+    assert all(0 < loss < 100 for loss in losses)
+    names = {row["name"] for row in rows if row["kind"] == "update"}
+    assert names == {"", *(name for name, _ in module.named_parameters())}
+    gradient = {row["name"] for row in rows if row["kind"] == "gradient"}
+    assert gradient == names - {""}
+    assert {row["name"] for row in rows if row["kind"] == "activation"} == {"layers.0", "layers.2"}
+    assert not module.layers[0]._forward_hooks
+    assert not trainer.optimizers[0]._optimizer_step_pre_hooks
+
+
+def test_the_gauges_callback_ends_with_an_exception(tmp_path: Path) -> None:
+    class Stops(lightning.Callback):  # type: ignore[misc, name-defined]
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 3:
+                raise KeyError("stop")
+
+    callback = gauges.LightningCallback(every=2, path=tmp_path / "gauges.jsonl")
+    with pytest.raises(KeyError):
+        fit(2, False, callbacks=[callback, Stops()])
+    assert callback.gauges is not None
+    assert not callback.gauges.running
+    assert [row["step"] for row in gauges.read_records(tmp_path) if row["kind"] == "step"] == [1, 2, 3]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from narrowgauge import optim
+from narrowgauge import gauges, optim
 
 pytest.importorskip("accelerate", reason="Trainer needs the package accelerate")
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
@@ -83,3 +83,33 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path, make
     assert state[p]["step"] == STEPS
     assert state[p]["m.codes"].dtype == torch.uint8
     assert resumed.lr_scheduler.last_epoch == STEPS
+
+
+def test_the_gauges_callback_changes_nothing_and_goes_on_with_a_resumed_run(tmp_path: Path) -> None:
+    plain = trainer(tmp_path / "plain", adamw)
+    plain.train()
+    whole = trainer(tmp_path / "whole", adamw)
+    callback = gauges.HuggingFaceCallback(every=2, states_every=2)
+    whole.add_callback(callback)
+    whole.train()
+    wanted = weights(plain)
+    assert all(torch.equal(value, wanted[name]) for name, value in weights(whole).items())
+    rows = gauges.read_records(tmp_path / "whole" / "gauges.jsonl")
+    assert rows.damage is None
+    assert callback.rows() == list(rows)
+    steps = [row for row in rows if row["kind"] == "step"]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    assert all(row["loss"] > 0 for row in steps)
+    kinds = {row["kind"] for row in rows if row.get("step") == 2}
+    assert kinds == {"step", "update", "gradient", "activation", "activation_gradient", "state", "adam_error"}
+    assert {row["name"] for row in rows if row["kind"] == "activation"} == {
+        "transformer.wte", "transformer.wpe", "transformer.h.0",
+    }  # fmt: skip
+    assert not any(module._forward_hooks for module in whole.model.modules())
+    resumed = trainer(tmp_path / "whole", adamw)
+    resumed.add_callback(gauges.HuggingFaceCallback(every=2, states_every=2))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{STEPS // 2}"))
+    again = gauges.read_records(tmp_path / "whole" / "gauges.jsonl")
+    assert again.damage is None
+    timeless = [[{k: v for k, v in row.items() if k != "seconds"} for row in some] for some in (rows, again)]
+    assert timeless[0] == timeless[1]

@@ -34,32 +34,43 @@ class LossScaleHistory:
             )
         self._scaler: Any = scaler
         self._skipped = 0
-        self._last: tuple[float, float] | None = None
+        self._last: tuple[float, float, bool] | None = None
 
-    def look(self) -> Tensor | None:
-        """(scale, growth tracker, skipped steps or -1): float64 (3,) on the device; None of a disabled scaler."""
+    def look(self, optimizer: torch.optim.Optimizer) -> Tensor | None:
+        """What is known when a step begins: float64 (4,) on the device; None of a disabled scaler.
+
+        (scale, growth tracker, skipped steps or -1, whether this step will be held on the device, which torch's
+        scaler leaves to optimizers with ``fused=True``).
+        """
         scaler = self._scaler
         if not scaler.is_enabled():
             return None
         scale, tracker = scaler._scale, scaler._growth_tracker
         if scale is None:  # nothing has been scaled yet
-            return torch.tensor([scaler.get_scale(), 0.0, -1.0], dtype=torch.float64)
+            return torch.tensor([scaler.get_scale(), 0.0, -1.0, 0.0], dtype=torch.float64)
         counted = getattr(scaler, "_skipped_steps", -1)
-        if not isinstance(counted, Tensor):
-            counted = scale.new_full((), counted, dtype=torch.float64)
-        return torch.stack([part.to(scale.device, torch.float64).reshape(()) for part in (scale, tracker, counted)])
+        held = getattr(optimizer, "found_inf", None)
+        known = (scale, tracker, counted, 0.0 if held is None else held)
+        return torch.stack(
+            [
+                part.to(scale.device, torch.float64, non_blocking=True).reshape(())
+                if isinstance(part, Tensor)
+                else scale.new_full((), part, dtype=torch.float64)
+                for part in known
+            ]
+        )
 
     def read(self, seen: Tensor) -> tuple[float, int]:
         """The scale of a step and how many have been skipped by then, from what `look` found, on the host."""
-        scale, tracker, counted = seen.tolist()
+        scale, tracker, counted, held = seen.tolist()
         if counted >= 0:
             self._skipped = int(counted)
         elif self._last is not None:
-            before, taken = self._last
-            full = taken + 1 >= self._scaler.get_growth_interval()
+            before, taken, skipped = self._last
+            full = not skipped and taken + 1 >= self._scaler.get_growth_interval()
             expected = before * (self._scaler.get_growth_factor() if full else 1.0)
             backoff = math.log(self._scaler.get_backoff_factor())
             if 0 < scale < expected and backoff < 0:
                 self._skipped += max(0, round(math.log(scale / expected) / backoff))
-        self._last = scale, tracker
+        self._last = scale, tracker, held > 0
         return scale, self._skipped

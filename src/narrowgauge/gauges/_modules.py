@@ -82,7 +82,9 @@ def chosen(model: nn.Module, wanted: bool | Iterable[str]) -> dict[str, nn.Modul
     Raises:
         ValueError: for names that the model does not have.
     """
-    modules = {plain_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
+    modules: dict[str, nn.Module] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        modules.setdefault(plain_name(name), module)  # of a compiled module the wrapper, whose hooks run
     if wanted is False:
         return {}
     if wanted is not True:

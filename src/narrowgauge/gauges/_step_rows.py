@@ -12,7 +12,7 @@ from narrowgauge.gauges._loss_scale import LossScaleHistory
 from narrowgauge.gauges._records import Record
 
 Number = Tensor | float
-_COLUMNS = 5  # sum of losses, how many; scale, growth tracker, skipped: -1 where there is none
+_COLUMNS = 6  # sum of losses, how many; what a scaler says (`LossScaleHistory.look`), -1 without one
 
 
 @dataclass(eq=False)
@@ -32,7 +32,7 @@ class StepRows:
         scale: what the loss scaler says of the present step.
     """
 
-    LARGEST = (2, 3, 4)
+    LARGEST = (2, 3, 4, 5)
 
     taken: int = 0
     scale: Tensor | None = None
@@ -64,11 +64,11 @@ class StepRows:
         self._last, self._told, self._returned, self.scale = now, [], [], None
 
     def table(self, device: torch.device) -> tuple[Tensor, Callable[..., list[Record]]]:
-        """The rows as float64 (steps, 5) on a device, and what makes records of them; they are forgotten here."""
+        """The rows as float64 (steps, 6) on a device, and what makes records of them; they are forgotten here."""
         rows, self._rows = self._rows, []
         known = torch.tensor(
             [
-                [sum(x for x in r.losses if not isinstance(x, Tensor)), len(r.losses), -1.0, -1.0, -1.0]
+                [sum(x for x in r.losses if not isinstance(x, Tensor)), len(r.losses), -1.0, -1.0, -1.0, -1.0]
                 for r in rows
             ],
             dtype=torch.float64,

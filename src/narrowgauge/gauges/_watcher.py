@@ -145,7 +145,7 @@ class Watch:
     def _before(self) -> None:
         """The gradients are there, and the step is about to be taken."""
         if self._history is not None:
-            self._steps.scale = self._history.look()
+            self._steps.scale = self._history.look(self._optimizer)
         self._tensors.begin(self._steps.taken + 1)
         for record in self._tensors.moments(self._steps.taken + 1) if self._ranks.first else ():
             self._emit(record)

@@ -1,0 +1,157 @@
+"""Two processes that train one model: their sums are added, once for every element, and one of them writes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from watched import batch, model, of_kind
+
+from narrowgauge import gauges, optim
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+
+MAKERS: dict[str, Any] = {
+    "torch": lambda net: torch.optim.AdamW(net.parameters(), 1e-3),
+    "ours": lambda net: optim.AdamW(net.named_parameters(), 1e-3, states="8bit", min_quantized_size=1000),
+    "ours, fp32": lambda net: optim.AdamW(net.named_parameters(), 1e-3),
+}
+
+
+def halves(step: int, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ids, targets = batch(step, rows=8)
+    return ids.chunk(world)[rank], targets.chunk(world)[rank]
+
+
+def untied(dtype: torch.dtype) -> nn.Module:
+    """Without dropout, so that halves of a batch are those of the whole."""
+    net = model(dtype).eval()
+    net.train = lambda mode=True: net  # type: ignore[method-assign]
+    for module in net.modules():
+        if not isinstance(module, nn.Dropout):
+            module.training = True
+    return net
+
+
+def steps(net: nn.Module, optimizer: Any, watch: Any, rank: int, world: int) -> None:
+    for step in range(4):
+        ids, targets = halves(step, rank, world)
+        loss = nn.functional.cross_entropy(net(ids).float().flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        watch.loss(loss)
+        optimizer.step()
+
+
+WAYS = [("ddp", "torch"), ("ddp", "ours"), ("fsdp", "torch"), ("fsdp", "ours, fp32"), ("own", "torch")]
+
+
+def work(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    try:
+        for how, make in WAYS:
+            Path(f"{folder}/{how} {make}").mkdir(exist_ok=True)
+            one_way(rank, world, f"{folder}/{how} {make}", how, make)
+    finally:
+        dist.destroy_process_group()
+
+
+def one_way(rank: int, world: int, folder: str, how: str, make: str) -> None:
+    net = untied(torch.float32)
+    run: nn.Module = net
+    if how == "ddp":
+        run = nn.parallel.DistributedDataParallel(net)
+    elif how == "fsdp":
+        untie(net)
+        for block in net.blocks:
+            fully_shard(block)
+        fully_shard(net)
+    optimizer = MAKERS[make](net)
+    calls = []
+    plain = dist.all_gather_into_tensor
+    dist.all_gather_into_tensor = lambda *args, **kwargs: (calls.append(1), plain(*args, **kwargs))[1]
+    own = how == "own"
+    path = f"{folder}/{rank if own else 'all'}.jsonl"
+    with gauges.watch(run, optimizer, 2, path=path, updates=True, ranks="own" if own else "all") as watch:
+        steps(run, optimizer, watch, rank, world)
+    dist.all_gather_into_tensor = plain
+    Path(f"{folder}/{rank}.json").write_text(json.dumps({"calls": len(calls), "rows": len(watch.rows())}))
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all ways, each in a folder of its own: one start of processes for all of them."""
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(work, (2, str(folder)), nprocs=2)
+    return folder
+
+
+def said(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def untie(net: nn.Module) -> None:
+    net.head = nn.Linear(48, 40, bias=False)
+    with torch.no_grad():
+        net.head.weight.copy_(net.embed.weight)
+
+
+def alone(make: str, tied: bool = True) -> list[dict[str, Any]]:
+    """The same training in one process, whole batches."""
+    net = untied(torch.float32)
+    if not tied:
+        untie(net)
+    optimizer = MAKERS[make](net)
+    with gauges.watch(net, optimizer, 2, updates=True) as watch:
+        steps(net, optimizer, watch, 0, 1)
+    return watch.rows()
+
+
+def agree(rows: list[dict[str, Any]], wanted: list[dict[str, Any]], kinds: tuple[str, ...]) -> None:
+    for kind in kinds:
+        some, others = of_kind(rows, kind), of_kind(wanted, kind)
+        assert [(row.get("name"), row["step"]) for row in some] == [
+            (row.get("name"), row["step"]) for row in others
+        ]
+        assert some
+        for one, other in zip(some, others, strict=True):
+            for key in ("loss", "norm", "descent_quality", "absmax", "mean", "rms"):
+                if key in other:
+                    assert one[key] == pytest.approx(other[key], rel=2e-3), (
+                        kind,
+                        one["step"],
+                        one.get("name"),
+                        key,
+                    )
+            for key in ("elements", "nonzero", "nonfinite", "measured"):
+                assert one.get(key) == other.get(key), (kind, one["name"], key)
+
+
+@pytest.mark.parametrize("make", ["torch", "ours"])
+def test_ddp(ran: Path, make: str) -> None:
+    """What ranks have in common is counted once; features are of all their batches."""
+    rows = gauges.read_records(ran / f"ddp {make}" / "all.jsonl")
+    assert rows.damage is None
+    # One collective a measured step; the second has nothing to write.
+    assert said(ran / f"ddp {make}") == [{"calls": 2, "rows": len(rows)}, {"calls": 2, "rows": 0}]
+    agree(rows, alone(make), ("step", "update", "gradient", "activation"))
+
+
+@pytest.mark.parametrize("make", ["torch", "ours, fp32"])
+def test_fsdp2(ran: Path, make: str) -> None:
+    """Shards add up to the tensor."""
+    rows = gauges.read_records(ran / f"fsdp {make}" / "all.jsonl")
+    assert rows.damage is None
+    agree(rows, alone(make, tied=False), ("step", "update", "gradient", "activation"))
+
+
+def test_processes_that_train_models_of_their_own(ran: Path) -> None:
+    assert [one["calls"] for one in said(ran / "own torch")] == [0, 0]
+    one, other = (gauges.read_records(ran / "own torch" / f"{rank}.jsonl") for rank in range(2))
+    assert of_kind(one, "step")[0]["loss"] != of_kind(other, "step")[0]["loss"]

@@ -1,0 +1,266 @@
+"""Gradients, features and moments of a watched training, beside the functions that measure one tensor."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from watched import batch, loss_of, model, of_kind, train, watched
+
+from narrowgauge import gauges, optim
+from narrowgauge.gauges import FeatureStats, feature_stats
+from narrowgauge.gauges._formats import TARGETS, targets
+from narrowgauge.gauges._magnitudes import as_records, table_of
+from narrowgauge.gauges._segments import LONG
+
+BF16 = torch.bfloat16
+
+
+def same(row: dict[str, Any], *calls: Tensor) -> None:
+    """A record is what `feature_stats` says of the tensors."""
+    wanted = FeatureStats.total([feature_stats(x) for x in calls]).as_record()
+    assert row["elements"] == wanted["elements"]
+    assert row["nonfinite"] == wanted["nonfinite"]
+    assert row["absmax"] == pytest.approx(wanted["absmax"], rel=1e-8)
+    assert row["mean"] == pytest.approx(wanted["mean"], rel=1e-6)
+    for name, shares in wanted["formats"].items():
+        assert row["formats"][name] == pytest.approx(shares, abs=1e-8, nan_ok=True), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16, torch.float64])
+def test_tables_are_feature_stats_of_every_tensor(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3,), (70, 40), (1,), (2048,), (5, 0), (LONG - 1,)]
+    tensors = [(torch.randn(s, generator=generator) * 10.0 ** (i - 3)).to(dtype) for i, s in enumerate(shapes)]
+    tensors[1][0, :3] = torch.tensor([float("inf"), float("nan"), 0.0])
+    tensors[3].zero_()
+    names = list(map(str, range(len(shapes))))
+    every = targets(list(TARGETS))
+    rows = as_records("gradient", names, every, 7)(table_of(tensors, every, turn=3))
+    assert [row["name"] for row in rows] == ["0", "1", "2", "3", "5"]  # what has no elements has no record
+    for row in rows:
+        x = tensors[int(row["name"])]
+        assert (row["kind"], row["step"]) == ("gradient", 7)
+        wanted = feature_stats(x, every).as_record()
+        for key in ("elements", "nonfinite", "absmax"):
+            assert row[key] == wanted[key]
+        assert row["mean"] == pytest.approx(wanted["mean"], rel=1e-6)
+        for name, shares in wanted["formats"].items():
+            assert row["formats"][name] == pytest.approx(shares, nan_ok=True), name
+
+
+def test_shares_of_long_tensors_are_those_of_a_sample() -> None:
+    x = torch.randn(20 * LONG, generator=torch.Generator().manual_seed(0)) * 1e-2
+    (row,) = as_records("gradient", ["x"], every := targets(["e4m3", "int8"]), 1)(table_of([x], every, 5))
+    wanted = feature_stats(x, every).as_record()
+    for key in ("elements", "nonfinite", "absmax"):
+        assert row[key] == pytest.approx(wanted[key], rel=1e-9)
+    for name in ("e4m3", "int8"):
+        assert row["formats"][name] != wanted["formats"][name]
+        assert row["formats"][name]["underflow"] == pytest.approx(wanted["formats"][name]["underflow"], rel=0.05)
+
+
+def test_gradients_are_those_that_the_optimizer_sees() -> None:
+    net = model(BF16)
+    optimizer = optim.AdamW8bit(net.named_parameters(), min_quantized_size=64)
+    with gauges.watch(net, optimizer, every=2) as watch:
+        train(net, optimizer, 2)
+    for name, p in net.named_parameters():
+        assert p.grad is not None
+        same(of_kind(watch.rows(), "gradient", name=name)[0], p.grad)
+
+
+def test_gradients_freed_in_backward_are_measured_before() -> None:
+    usual = watched(lambda net: optim.AdamW(net.named_parameters()), 3, dtype=BF16)
+    within = watched(lambda net: optim.step_in_backward(net, optim.AdamW), 3, dtype=BF16)
+    for kind in ("update", "gradient", "activation"):
+        assert of_kind(within, kind) == of_kind(usual, kind)
+        assert of_kind(within, kind)
+
+
+def test_features_and_their_gradients() -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    seen: dict[tuple[str, str], Tensor] = {}
+
+    def keep(name: str) -> Any:
+        def forward(module: nn.Module, args: Any, output: Tensor) -> None:
+            seen["activation", name] = output.detach().clone()
+            output.register_hook(lambda grad: seen.update({("activation_gradient", name): grad.clone()}))
+
+        return forward
+
+    names = ["embed", "blocks.0", "blocks.1", "head"]
+    for name in names:
+        net.get_submodule(name).register_forward_hook(keep(name))
+    with gauges.watch(net, optimizer, every=2, activations=names) as watch:
+        train(net, optimizer, 2)
+    for (kind, name), x in seen.items():
+        same(of_kind(watch.rows(), kind, step=2, name=name)[0], x)
+    assert len(seen) == 8
+
+
+def test_accumulated_batches_count_together() -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    seen = []
+    net.blocks[0].register_forward_hook(lambda module, args, output: seen.append(output.detach()))
+    with gauges.watch(net, optimizer, every=1) as watch:
+        torch.manual_seed(0)
+        for step in range(3):
+            loss_of(net, *batch(step, rows=step + 2)).backward()
+        optimizer.step()
+    same(of_kind(watch.rows(), "activation", name="blocks.0")[0], *seen)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_features_are_counted_once(reentrant: bool) -> None:
+    net, twin = model(), model()
+    for block in net.blocks:
+        plain = block.forward
+        block.forward = lambda x, plain=plain: checkpoint(plain, x, use_reentrant=reentrant)
+    found = []
+    for each in (net, twin):
+        optimizer = torch.optim.SGD(each.parameters(), 0.1)
+        with gauges.watch(each, optimizer, every=1, activations=["blocks.0", "blocks.0.0"]) as watch:
+            losses = train(each, optimizer, 2)
+        found.append((losses, of_kind(watch.rows(), "activation")))
+    assert found[0] == found[1]
+    assert len(found[0][1]) == 4
+
+
+def test_the_default_modules() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    flat = nn.Module()
+    flat.one, flat.norm, flat.act = nn.Linear(4, 4), nn.LayerNorm(4), nn.ReLU()
+    flat.forward = lambda x: flat.norm(flat.act(flat.one(x)))  # type: ignore[method-assign]
+    for module, names in ((net, {"0", "2"}), (flat, {"one", "norm"})):
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        with gauges.watch(module, optimizer, every=1) as watch:
+            module(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        assert {row["name"] for row in of_kind(watch.rows(), "activation")} == names
+    with gauges.watch(net, torch.optim.SGD(net.parameters(), 0.1), 1, activations=False, gradients=False) as watch:
+        train_sums(net, watch._optimizer)
+    assert {row["kind"] for row in watch.rows()} == {"run", "step", "update"}
+
+
+def train_sums(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    net(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own
+def test_compiled_models_train_the_same_and_keep_loss_and_updates() -> None:
+    """Features inside of what is compiled are not seen; a module of its own, compiled, is seen from outside."""
+    plain = train(net := model(), torch.optim.AdamW(net.parameters()), 3)
+    for how in ("whole", "in place", "blocks"):
+        net = model()
+        run: nn.Module = net
+        if how == "whole":
+            run = torch.compile(net, backend="eager", fullgraph=True)
+        elif how == "in place":
+            net.compile(backend="eager", fullgraph=True)
+        else:
+            for place, block in enumerate(net.blocks):
+                net.blocks[place] = torch.compile(block, backend="eager", fullgraph=True)
+        optimizer = torch.optim.AdamW(net.parameters())
+        with gauges.watch(run, optimizer, every=1) as watch:
+            assert train(run, optimizer, 3, watch) == plain
+        rows = watch.rows()
+        assert len(of_kind(rows, "step")) == len(of_kind(rows, "update", name="")) == 3
+        assert {row["name"] for row in of_kind(rows, "update")} - {""} == {n for n, _ in model().named_parameters()}
+        names = {row["name"] for row in of_kind(rows, "activation")}
+        assert names == ({"embed", "blocks.0", "blocks.1"} if how == "blocks" else set())
+
+
+MOMENTS: dict[str, Any] = {
+    "8bit": {"states": "8bit"},
+    "fp8": {"states": "fp8", "weights": "split"},
+    "4bit": {"states": "4bit"},
+    "log8": {"states": "log8", "weights": "split8"},
+    "log4, maximize": {"states": "log4", "weights": "stochastic", "maximize": True},
+    "v alone": {"states": {"m": "fp32", "v": "8bit"}},
+    "clipped": {"states": "8bit", "clip_updates": True},
+}
+
+
+@pytest.mark.parametrize("options", MOMENTS.values(), ids=MOMENTS)
+def test_moments_are_foreseen_to_the_bit(options: dict[str, Any]) -> None:
+    """The codes whose errors are recorded are the ones that the step writes."""
+    net = model(BF16)
+    optimizer = optim.AdamW(net.named_parameters(), 1e-3, min_quantized_size=64, **options)
+    train(net, optimizer, 2)
+    optimizer.zero_grad()
+    loss_of(net, *batch(7)).backward()
+    group = optimizer.param_groups[0]
+    foreseen = {p: optimizer.foresee(p, group) for p in net.parameters()}
+    optimizer.step()
+    checked = 0
+    for p, moments in foreseen.items():
+        plan = optimizer._plan(p)
+        for moment in moments:
+            (slot,) = [slot for slot in plan.slots if slot.slot.name == moment.slot]
+            assert torch.equal(slot.codes(optimizer.state[p], p.shape), moment.codes)
+            assert torch.equal(slot.decode(optimizer.state[p], p.shape), moment.kept)
+            error = (moment.exact - moment.kept).norm() / moment.exact.norm()
+            assert 0 < error < 0.5
+            checked += 1
+    assert checked >= 6
+
+
+def test_records_of_moments() -> None:
+    rows = watched(
+        lambda net: optim.AdamW(net.named_parameters(), states="8bit", min_quantized_size=1000),
+        4,
+        dtype=BF16,
+        states_every=2,
+    )
+    states = of_kind(rows, "state")
+    large = [name for name, p in model().named_parameters() if p.numel() >= 1000]
+    assert [(r["step"], r["name"], r["slot"]) for r in states] == [
+        (step, name, slot) for step in (2, 4) for name in large for slot in ("m", "v")
+    ]
+    for row in states:
+        assert row["format"] == "8bit"
+        assert len(row["usage"]) == 256
+        assert sum(row["usage"]) == model().get_parameter(row["name"]).numel()
+        assert 0 < row["relative_norm"] < 0.2
+        assert 0 <= row["flushed"] < 1
+    maps = of_kind(rows, "adam_error")
+    assert [row["step"] for row in maps] == [2, 4]
+    for row in maps:
+        assert row["name"] == ""
+        assert sum(count for *_, count in row["usage"]) == sum(sum(r["usage"]) for r in states) / 4
+        assert {(i, j) for i, j, _ in row["error"]} <= {(i, j) for i, j, _ in row["usage"]}
+        count = sum(count for *_, count in row["usage"])
+        assert sum(error for *_, error in row["error"]) / count == pytest.approx(row["mean_relative"], rel=0.05)
+
+
+def test_what_cannot_be_foreseen_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "narrowgauge.gauges"):
+        rows = watched(
+            lambda net: optim.AdamW8bit(net.named_parameters(), min_quantized_size=64, max_grad_norm=1.0),
+            3, dtype=BF16, states_every=1,
+        )  # fmt: skip
+    assert not of_kind(rows, "state")
+    assert caplog.text.count("no records of quantized moments: max_grad_norm makes each step") == 1
+
+
+def test_infinite_gradients_have_no_moments_but_are_counted() -> None:
+    net = model(BF16)
+    optimizer = optim.AdamW8bit(net.named_parameters(), min_quantized_size=64)
+    with gauges.watch(net, optimizer, every=1, states_every=1) as watch:
+        loss_of(net, *batch(0)).backward()
+        net.embed.weight.grad[2, 3:5] = float("inf")
+        optimizer.step()
+    rows = watch.rows()
+    assert "embed.weight" not in {row["name"] for row in of_kind(rows, "state")}
+    assert of_kind(rows, "state")
+    gradient = of_kind(rows, "gradient", name="embed.weight")[0]
+    assert gradient["nonfinite"] == 2
+    assert gradient["mean"] > 0
+    update = of_kind(rows, "update", name="embed.weight")[0]  # its step was skipped
+    assert (update["norm"], update["nonzero"]) == (0, 0)
