@@ -14,6 +14,7 @@ from typing import Any
 
 import _bytes_picture
 import _eight_bit_adam_picture
+import _loss_spikes_picture
 import _state_picture
 import numpy as np
 from matplotlib.figure import Figure
@@ -68,6 +69,8 @@ def draw(results: Path, path: Path) -> None:
             figure = _eight_bit_adam_picture.sensitivity(found)
         elif path.stem.startswith("state_codecs"):
             figure = _state_picture.error_over_steps(found)
+        elif path.stem.startswith("loss_spikes"):
+            figure = _loss_spikes_picture.around_the_switch(found)
         else:
             figure = errors_by_code(found) if path.stem.endswith("_codes") else noise_against_length(found)
         figure.savefig(path, format="png", dpi=130, bbox_inches="tight", pad_inches=0.15)

@@ -20,6 +20,7 @@ from typing import Any
 import _bytes_tables
 import _eight_bit_adam_tables
 import _float8_tables
+import _loss_spikes_tables
 import _noise_tables
 import _pictures
 import _quantization_tables
@@ -35,6 +36,7 @@ TABLES = {
     "bytes_and_loss": _bytes_tables.TABLES,
     "eight_bit_adam": _eight_bit_adam_tables.TABLES,
     "state_codecs": _state_tables.TABLES,
+    "loss_spikes": _loss_spikes_tables.TABLES,
 }
 FACTS = {
     "quantization_error": _quantization_tables.quantization_facts,
@@ -42,6 +44,7 @@ FACTS = {
     "bytes_and_loss": _bytes_tables.facts,
     "eight_bit_adam": _eight_bit_adam_tables.facts,
     "state_codecs": _state_tables.state_facts,
+    "loss_spikes": _loss_spikes_tables.facts,
 }
 TABLE = re.compile(r"(<!-- table: (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 PICTURE = re.compile(r"\]\((\w+)\.png\)")

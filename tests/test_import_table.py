@@ -26,7 +26,7 @@ TABLE: dict[str, set[str]] = {
     "nn": {"storage"},
     "linear": {"formats", "kernels"},
     # What torch's own optimizers intended is worked out by the rules' equations.
-    "gauges": {"formats", "storage", "rules"},
+    "gauges": {"formats", "storage", "rules", "kernels"},
     "optim": {"formats", "storage", "rules", "kernels"},
     "distributed": {"storage", "optim", "linear", "scaling"},
     "recipes": {"formats", "storage", "rules", "kernels", "optim", "linear", "nn", "scaling"},

@@ -26,11 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.gauges._formats import Target, targets
+from narrowgauge.gauges._formats import SMALLEST_ABSMAX, Target, targets
+from narrowgauge.kernels._triton import unavailable
 
 FORMATS = ("fp16", "bf16", "e4m3", "e5m2", "int8")
 _SUMS = 5
 _COUNTS = 4
+_KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,8 @@ def feature_stats(x: Tensor, formats: Sequence[str | Target] = FORMATS) -> Featu
             or `Target` values of one's own.
 
     Returns:
-        The sums, on the tensor's device; nothing is waited for. Counts are exact up to 2^53.
+        The sums, on the tensor's device; nothing is waited for. Counts are exact up to 2^53. Where Triton runs, a
+        kernel reads the tensor once, and once more if a format is scaled; elsewhere eager torch reads it often.
 
     Raises:
         ValueError: for what is no tensor of floats, or an unknown format.
@@ -175,6 +178,21 @@ def feature_stats(x: Tensor, formats: Sequence[str | Target] = FORMATS) -> Featu
         raise ValueError(f"x: got {getattr(x, 'dtype', type(x).__name__)}, takes a tensor of floats")
     asked = targets(formats)
     x = x.detach().reshape(-1)
+    names = tuple(target.name for target in asked)
+    if x.dtype in _KERNEL_DTYPES and x.numel() and unavailable(x.device) is None:
+        # Here and not above: `import narrowgauge` brings no triton.
+        from narrowgauge.kernels._magnitudes import measure
+
+        scales = [target.largest if target.scaled else None for target in asked]
+        bounds = [target.boundaries_in(torch.float32) for target in asked]
+        sums, largest = measure(x.contiguous(), list(zip(bounds, scales, strict=True)), SMALLEST_ABSMAX)
+    else:
+        sums, largest = _measure(x, asked)
+    return FeatureStats(sums, largest.to(torch.float64), names)
+
+
+def _measure(x: Tensor, asked: Sequence[Target]) -> tuple[Tensor, Tensor]:
+    """The specification of `narrowgauge.kernels._magnitudes`: sums and counts, and the largest finite magnitude."""
     x = x if x.dtype == torch.float64 else x.to(torch.float32)
     x = torch.where(x.abs() < torch.inf, x, torch.nan)  # one comparison from here on tells what is finite
     magnitude = x.abs()
@@ -189,8 +207,7 @@ def feature_stats(x: Tensor, formats: Sequence[str | Target] = FORMATS) -> Featu
     ]
     for target in asked:
         sums += _counts(target, magnitude, largest)
-    values = torch.stack([value.to(torch.float64) for value in sums])
-    return FeatureStats(values, largest.to(torch.float64), tuple(target.name for target in asked))
+    return torch.stack([value.to(torch.float64) for value in sums]), largest
 
 
 def _counts(target: Target, magnitude: Tensor, largest: Tensor) -> list[Tensor]:

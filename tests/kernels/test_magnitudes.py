@@ -1,0 +1,84 @@
+"""The kernel's counts are the specification's, and its sums within the order of adding in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is not installed: kernels cannot run, not even interpreted")
+
+from narrowgauge.gauges import TARGETS, feature_stats
+from narrowgauge.gauges import _features as specification
+from narrowgauge.gauges._formats import SMALLEST_ABSMAX, targets
+from narrowgauge.kernels import _magnitudes as kernel
+
+ALL = list(TARGETS)
+
+
+def agree(x: Tensor, device: str, formats: list[str] = ALL) -> None:
+    asked = targets(formats)
+    bounds = [(target.boundaries_in(torch.float32), target.largest if target.scaled else None) for target in asked]
+    sums, absmax = kernel.measure(x.to(device), bounds, SMALLEST_ABSMAX)
+    wanted, largest = specification._measure(x, asked)
+    assert sums.dtype == torch.float64
+    assert float(absmax) == float(largest)
+    counted = [place for place in range(len(wanted)) if place not in (3, 4)]
+    assert sums.cpu()[counted].tolist() == wanted[counted].tolist()
+    magnitude = float(wanted[3])
+    torch.testing.assert_close(sums.cpu()[3:5], wanted[3:5], rtol=0, atol=1e-13 * magnitude)
+
+
+def test_they_mean_the_same_columns() -> None:
+    assert kernel.SUMS == specification._SUMS
+    assert kernel.BOUNDARIES == specification._COUNTS
+    assert kernel.DTYPES == specification._KERNEL_DTYPES
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_pattern_of_16_bits(dtype: torch.dtype, device: str) -> None:
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    agree(x, device)
+    agree(x[x.abs() <= 3.0], device)  # scaled by 3 instead of by the dtype's largest
+
+
+@pytest.mark.parametrize("size", [1, 5, kernel._TILE - 1, kernel._TILE, kernel._TILE + 1, 3 * kernel._TILE + 77])
+@pytest.mark.parametrize("dtype", kernel.DTYPES)
+def test_sizes(size: int, dtype: torch.dtype, device: str) -> None:
+    generator = torch.Generator().manual_seed(size)
+    spread = 10 ** (12 * torch.rand(size, generator=generator) - 9)
+    agree((torch.randn(size, generator=generator) * spread).to(dtype), device)
+
+
+def test_at_the_boundaries_of_float32(device: str) -> None:
+    bounds = torch.tensor([b for target in TARGETS.values() for b in target.boundaries_in(torch.float32)])
+    around = [torch.nextafter(bounds, bounds.new_tensor(end)) for end in (0.0, math.inf)]
+    x = torch.cat([bounds, *around])
+    agree(torch.cat([x, -x, torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 1e-45])]), device)
+
+
+@pytest.mark.parametrize("formats", [[], ["e4m3"], ["int8"], ["int8", "fp16"], ["e5m2", "e4m3 scaled", "bf16"]])
+def test_formats_keep_their_columns(formats: list[str], device: str) -> None:
+    agree(torch.randn(1000, generator=torch.Generator().manual_seed(0)), device, formats)
+
+
+@pytest.mark.parametrize("x", [torch.zeros(9), torch.full((9,), math.nan), torch.full((9,), 2.0**-111)], ids=str)
+def test_nothing_to_scale_by(x: Tensor, device: str) -> None:
+    agree(x, device)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_kernel_is_taken_and_nothing_is_waited_for() -> None:
+    x = torch.randn(300, 400, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).bfloat16()
+    feature_stats(x, ALL)  # compiled
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        stats = feature_stats(x.t(), ALL)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert stats.sums.is_cuda
+    wanted = feature_stats(x.cpu(), ALL)
+    assert stats.losses == wanted.losses
+    assert stats.mean_magnitude == pytest.approx(wanted.mean_magnitude, rel=1e-12)
