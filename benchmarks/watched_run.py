@@ -1,7 +1,7 @@
 """A training with gauges on, for something to look at: the run whose report is pictured in docs/gauges.md.
 
-A GPT of 0.9 million parameters in bf16 learns Python's standard library with AdamW8bit, the weights kept plainly and
-the moments in the paper's 8-bit codes: the cheapest there is, and what it costs is what the gauges show.
+A GPT of 0.9 million parameters in bf16 learns Python's standard library with AdamW8bit, its weights kept plainly
+and its moments in the paper's 8-bit codes: the cheapest there is, and what that costs is what the gauges show.
 
     python benchmarks/watched_run.py runs/watched
     narrowgauge report runs/watched

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.gauges import Advice, advise
+from narrowgauge.gauges._advise import RULES
 from recorded import NAMES, changed, header, sound, state, step, tensor, update
 
 Records = list[dict[str, Any]]
@@ -265,6 +268,18 @@ def test_evidence_is_bounded_and_reads_as_a_sentence() -> None:
     assert "h.0.fc.weight, h.1.fc.weight, h.10.fc.weight and 57 more do not move" in piece.finding
     assert str(piece.evidence[0]) == "h.0.fc.weight: effective descent quality 0 at step 40, threshold 0.9"
     assert str(piece) == f"{piece.finding} {piece.action} ({piece.source})"
+
+
+def test_the_page_lists_every_rule() -> None:
+    root = Path(__file__).parents[2]
+    table = (root / "docs" / "gauges.md").read_text().split("| rule | speaks when | |")[1].split("\n\n")[0]
+    told = re.findall(r"^\| ([a-z0-9 ]+) \|", table, re.MULTILINE)
+    source = "".join(
+        (root / "src/narrowgauge/gauges" / f"_advice_{part}.py").read_text() for part in ("updates", "ranges")
+    )
+    written = re.findall(r'Advice\(\s*"([a-z0-9 ]+)", ', source)
+    assert len(told) == len(RULES)
+    assert set(written) | {"gradients in float8"} == set(told)
 
 
 def test_of_a_real_training_in_bf16_norms_lose_their_updates_and_low_words_keep_them() -> None:
