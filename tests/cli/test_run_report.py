@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+import random
 import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from html_page import Page
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import narrowgauge as ng
 from narrowgauge.cli import main
 from narrowgauge.cli._drawing import PALETTE
 from narrowgauge.cli._run._columns import COLUMNS, ROWS, grid, number, short
@@ -204,6 +209,64 @@ def test_a_heat_map_never_hides_the_worst(measured: list[tuple[int, int, float]]
     kept = {(name, number_): value for name, number_, value in measured}
     assert cells is not None
     assert np.nanmax(cells.values) == max(kept.values())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_run_with_odd_values_anywhere_is_a_page(seed: int) -> None:
+    """A sound run, of which one field in ten holds something else."""
+    generator = random.Random(seed)
+    odd = [
+        None,
+        "nan",
+        math.nan,
+        math.inf,
+        -math.inf,
+        -1,
+        0,
+        1e300,
+        1e-300,
+        10**30,
+        "text",
+        [],
+        {},
+        True,
+        [[1, 2, 3]],
+    ]
+    records: Records = []
+    for record in changed(sound(120), "step", loss_scale=1024.0, skipped=0):
+        fields = [field for field in record if field != "kind"]
+        chosen = [field for field in fields if generator.random() < 0.1]
+        records.append(record | {field: generator.choice(odd) for field in chosen})
+    Page(page(History(records), "odd"))
+
+
+def test_a_watch_writes_the_page_of_what_it_saw(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with ng.gauges.watch(model, optimizer, every=2) as gauges:
+        for _ in range(6):
+            loss = model(torch.ones(4, 8)).square().mean()
+            gauges.loss(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    written = gauges.report(tmp_path / "pages" / "run.html")
+    text = Page(written.read_text()).text
+    assert "6 steps were watched" in text
+    assert "AdamW, cpu" in text
+    assert "0.weight" in text
+
+
+def test_without_what_draws_a_report_says_what_to_install(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "import pathlib; from narrowgauge.gauges import write_report\n"
+        "try: write_report([], pathlib.Path('x.html'))\n"
+        "except ModuleNotFoundError as error: print(error)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert ran.stdout == "a report needs matplotlib; install it with: pip install 'narrowgauge[train]'\n"
+    assert not list(tmp_path.iterdir())
 
 
 @given(st.lists(STRANGE, max_size=20))

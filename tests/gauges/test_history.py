@@ -49,7 +49,8 @@ def test_what_is_not_finite_is_a_value_and_what_is_no_number_is_none() -> None:
 
 @pytest.mark.parametrize(
     "record",
-    [{}, {"kind": "step"}, {"kind": "step", "step": "1"}, {"kind": "step", "step": -1}, {"kind": 3, "step": 1},
+    [{}, {"kind": "step"}, {"kind": "step", "step": "1"}, {"kind": "step", "step": -1},
+     {"kind": "step", "step": 0}, {"kind": 3, "step": 1},
      {"kind": "step", "step": True}, {"kind": "update", "step": 1, "name": 7}, {"kind": "step", "step": 1.0}],
 )  # fmt: skip
 def test_a_record_without_step_or_name_is_counted_and_left_out(record: dict[str, Any]) -> None:

@@ -48,8 +48,7 @@ def not_finite(history: History) -> Iterator[Advice]:
     yield Advice(
         "loss not finite", "change", text,
         "Go back to a checkpoint before it, lower the learning rate or lengthen the warm-up, and let the "
-        "optimizer "
-        "skip such gradients (nonfinite='skip').",
+        "optimizer skip such gradients (nonfinite='skip').",
         "SwitchBack, Appendix G", worst([Evidence("loss", "", step, value, None), *origin]), weight=5,
     )  # fmt: skip
 
@@ -113,15 +112,15 @@ def falling_scale(history: History) -> Iterator[Advice]:
     series = history.series("step", "loss_scale").finite
     if len(series.steps) < 2:
         return
-    drops = series.steps[1:][np.diff(series.values) < 0]
+    drops = series.steps[1:][series.values[1:] < series.values[:-1]]
     allowed = FIRST_DROPS + int(series.steps[-1] - series.steps[0]) // GROWTH_INTERVAL
     value, last = float(series.values[-1]), int(series.steps[-1])
     if len(drops) <= allowed and not (len(drops) and value < 1):
         return
     span = int(series.steps[-1] - series.steps[0]) + 1
     text = (
-        f"The loss scale was lowered {count(len(drops), 'time')} in {span} steps, "
-        f"from {show(float(series.values.max()))} to {show(value)}."
+        f"The loss scale was lowered {count(len(drops), 'time')} in {span} steps, from "
+        f"{show(float(series.values.max()))} to {show(value)}."
     )
     yield Advice(
         "loss scale falls", "change", text,
@@ -150,9 +149,8 @@ def growing_features(history: History) -> Iterator[Advice]:
     yield Advice(
         "features grow with depth", "note",
         f"E|x| grows from {show(first.value)} in {first.name} to {show(last.value)} in {last.name}.",
-        "Before these layers go to e4m3 with one scale a tensor, give each block a layer scale that "
-        "starts at 0 "
-        "(ng.nn.LayerScale).",
+        "Before these layers go to e4m3 with one scale a tensor, give each block a layer scale that starts "
+        "at 0 (ng.nn.LayerScale).",
         "SwitchBack, Section 2.3 and Figure 2",
         (
             Evidence("E|x|", last.name, last.step, last.value, FEATURE_GROWTH * first.value),
@@ -199,10 +197,9 @@ def narrow_formats(history: History) -> Iterator[Advice]:
         yield Advice(
             f"{word} in float8", "note",
             f"{len(names)} of {total} {word} would lose a share in float8 as they are, most of all "
-            f"{first.name}: "
-            f"{percent(first.value)} would {ends} in {first.quantity.split()[-1]}.",
-            "Before they go to float8: a scale for each tensor or row, as SwitchBack's layers have, or "
-            "e5m2 for e4m3.",
+            f"{first.name}: {percent(first.value)} would {ends} in {first.quantity.split()[-1]}.",
+            "Before they go to float8: a scale for each tensor or row, as SwitchBack's layers have, or e5m2 "
+            "for e4m3.",
             "SwitchBack, Sections 2.2 and 2.3", worst(over), weight=1,
         )  # fmt: skip
 
@@ -246,8 +243,8 @@ def no_gradient(history: History) -> Iterator[Advice]:
         names = [e.name for e in dead]
         yield Advice(
             "no gradient", "watch",
-            f"{listed(names)} had no gradient other than zero, or no update, at any measured step: "
-            "nothing was lost there, nothing was learned.",
+            f"{listed(names)} had no gradient other than zero, or no update, at any measured step: nothing "
+            "was lost there, nothing was learned.",
             "Check that the loss depends on it, or freeze it.",
             "Collage, Definition 3.2: an update of zero is not a lost one", worst(dead),
         )  # fmt: skip

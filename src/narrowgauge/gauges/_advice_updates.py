@@ -139,8 +139,7 @@ def visible_only(history: History) -> Iterator[Advice]:
     yield Advice(
         "updates wait in low words", "note",
         f"{percent(visible.value)} of the updates do not show in the parameters at once, and "
-        f"{percent(stored.value)} "
-        "are lost in what is stored: they wait in the low words until they add up.",
+        f"{percent(stored.value)} are lost in what is stored: they wait in the low words until they add up.",
         "Nothing is to be done.",
         "Collage, Section 4.2 and Equation 2",
         (
@@ -168,12 +167,10 @@ def frozen_moment(history: History) -> Iterator[Advice]:
     yield Advice(
         "second moment does not decay", "change",
         f"RMS_t stays below {show(STALE_RATIO)} in {len(stale)} of {count(len(ratios), 'tensor')} though "
-        "their "
-        f"gradients have not fallen ({stale[0].name}: {show(stale[0].value)}): the second moment is too "
-        "large, and "
-        "steps are too small.",
-        "A beta2 of 0.999 is 1 in bf16: keep the second moment as an expansion (Collage-plus), in 'log8' "
-        "or fp32.",
+        f"their gradients have not fallen ({stale[0].name}: {show(stale[0].value)}): the second moment is "
+        "too large, and steps are too small.",
+        "A beta2 of 0.999 is 1 in bf16: keep the second moment as an expansion (Collage-plus), in 'log8' or "
+        "fp32.",
         "Collage, Section 4.2 and Table 1", worst(stale), weight=1,
     )  # fmt: skip
 

@@ -67,7 +67,7 @@ class History:
         header: the first record of kind "run", empty if there was none.
         runs: how many headers there were: more than one for a run that was resumed into the same file.
         count: how many records were taken.
-        ignored: how many had no step or no name.
+        ignored: how many had no step, counted from 1, or no name.
         alarms: the records of what was raised while training: kinds "spike" and "nonfinite", in order.
         memo: what was worked out of the records so far, by name; emptied by every record that is added.
     """
@@ -96,7 +96,7 @@ class History:
             self.header = self.header or dict(record)
             return
         name = record.get("name", "")
-        if not isinstance(kind, str) or not _is_count(step) or not isinstance(name, str):
+        if not isinstance(kind, str) or not _is_count(step) or step < 1 or not isinstance(name, str):
             self.ignored += 1
             return
         self.last_step = max(self.last_step, step)
@@ -126,7 +126,7 @@ class History:
 
     def _add_usage(self, key: tuple[str, str], usage: object) -> None:
         if isinstance(usage, Sequence) and not isinstance(usage, str):
-            counts = np.array([as_number(value) or 0.0 for value in usage])
+            counts = np.array([_count(value) for value in usage])
             old = self._usage.get(key)
             self._usage[key] = counts if old is None or len(old) != len(counts) else old + counts
 
@@ -138,9 +138,9 @@ class History:
             for cell in cells if isinstance(cells, Sequence) else ():
                 if not (isinstance(cell, Sequence) and len(cell) == 3):
                     continue
-                i, j, value = cell[0], cell[1], as_number(cell[2])
-                if _is_count(i) and _is_count(j) and max(i, j) < _CODES and value is not None:
-                    total[i, j] += value
+                i, j = cell[:2]
+                if _is_count(i) and _is_count(j) and max(i, j) < _CODES:
+                    total[i, j] += _count(cell[2])
 
     def names(self, kind: str) -> list[str]:
         """Tensors of which there are records of a kind, in the order of the model or the records; "" is none."""
@@ -217,6 +217,12 @@ def as_number(value: object) -> float | None:
         except OverflowError:
             return math.inf if value > 0 else -math.inf
     return _WORDS.get(value) if isinstance(value, str) else None
+
+
+def _count(value: object) -> float:
+    """A number of elements, or a sum of errors over them; nothing for what cannot be one."""
+    number = as_number(value)
+    return number if number is not None and 0 <= number < 2**63 else 0.0
 
 
 def _is_count(value: object) -> TypeGuard[int]:

@@ -35,10 +35,9 @@ def maps(history: History) -> Figure | str:
     overlap = number(float(100 * use[worst].sum() / use.sum()))
     caption = (
         "How often each pair of codes stands for an update (left), and how far it is from the exact one "
-        "(right), on a "
-        "logarithmic scale of five decades. Good codes have their errors where few updates are: "
-        f"{overlap} % of the updates fall into the worst twentieth of the {int(used.sum()):,} pairs used. "
-        "8-bit Optimizers, Appendix D and Figure 4."
+        "(right), on a logarithmic scale of five decades. Good codes have their errors where few updates "
+        f"are: {overlap} % of the updates fall into the worst twentieth of the {int(used.sum()):,} pairs "
+        "used. 8-bit Optimizers, Appendix D and Figure 4."
     )
     order = np.argsort(-np.where(used, mean, -1.0), axis=None, kind="stable")[:WORST]
     rows = []
@@ -66,10 +65,9 @@ def usage(history: History) -> Figure | str:
         axis.set_xlabel("code")
         picture = Markup(to_svg(drawn, "usage", "How often each code is used"))
     caption = (
-        "All tensors and all measured steps together. Codes that are never used are bits that are paid "
-        "for and carry "
-        "nothing; one that takes most elements says that they differ by less than a code. "
-        "8-bit Optimizers, Appendix D."
+        "All tensors and all measured steps together. Codes that are never used are bits that are paid for "
+        "and carry nothing; one that takes most elements says that they differ by less than a code. 8-bit "
+        "Optimizers, Appendix D."
     )
     return Figure("Use of codes", picture, caption, [_use_table(totals), _error_table(history)], looks)
 

@@ -21,6 +21,8 @@ from narrowgauge.gauges._history import Floats, Series
 from ._columns import Grid, short
 
 RAISED, LOWERED, BROKEN = (PALETTE[name][0] for name in ("series-2", "series-1", "series-4"))
+# What is beyond this is drawn as what is not finite: sums and margins of an axis would overflow.
+LARGEST = 1e30
 # Opacity of what is as it should be.
 CALM = 0.12
 
@@ -28,8 +30,9 @@ CALM = 0.12
 def curve(axis: Any, series: Series, look: Look, smoothed: bool = False) -> None:
     """A line as measured, thinned so that no spike goes; with a smoothed one above it if wanted.
 
-    What is not finite is a cross at the top of the axis, and the line has a gap.
+    What is not finite, or too large to be drawn, is a cross at the top of the axis; the line passes over it.
     """
+    series = Series(series.steps, drawable(series.values))
     finite = series.finite
     if len(finite.steps):
         few = extremes(finite.values)
@@ -45,6 +48,15 @@ def curve(axis: Any, series: Series, look: Look, smoothed: bool = False) -> None
         broken = broken[few_of(len(broken), 40)]
         across = axis.get_xaxis_transform()
         axis.plot(broken, [0.97] * len(broken), "x", color=BROKEN, transform=across, clip_on=False, zorder=4)
+
+
+def drawable(values: Floats, positive: bool = False) -> Floats:
+    """NaN in place of what no axis has room for: beyond 1e30, and where only positive values go, below 1e-30."""
+    with np.errstate(invalid="ignore"):
+        kept = np.abs(values) <= LARGEST
+        if positive:
+            kept &= values >= 1 / LARGEST
+    return np.where(kept, values, np.nan)
 
 
 def few_of(count: int, most: int) -> NDArray[np.intp]:
@@ -137,8 +149,9 @@ def _paint(
     values: Floats, low: float, target: float, high: float, broken: NDArray[np.bool_] | None, calm: float = CALM
 ) -> NDArray[np.uint8]:
     """Bytes (rows, columns, 4): the hue by the side of the target, the opacity by the distance from it."""
-    above = np.clip((values - target) / max(high - target, 1e-30), 0, 1)
-    below = np.clip((target - values) / max(target - low, 1e-30), 0, 1)
+    near = np.clip(values, low, high)
+    above = (near - target) / (high - target) if high > target else np.zeros_like(near)
+    below = (target - near) / (target - low) if target > low else np.zeros_like(near)
     known = np.isfinite(values)
     share = np.where(known, np.maximum(above, below), 0.0)
     # With nothing below the target there is one direction, and it is the bad one.

@@ -13,7 +13,7 @@ from narrowgauge.gauges._history import History
 
 from ._columns import ROWS, number, short
 from ._figure import FIRST, PLAIN, SECOND, STEPS, Figure, Table, late_median
-from ._paint import few_of, logarithmic, table_map
+from ._paint import drawable, few_of, logarithmic, table_map
 
 
 def features(history: History) -> Figure | str:
@@ -32,9 +32,9 @@ def features(history: History) -> Figure | str:
         drawn = new_figure(300)
         axis = drawn.subplots()
         for values, look in ((first, SECOND), (last, FIRST)):
-            axis.plot(depth, np.where(np.isfinite(values), values, np.nan), marker="o", markersize=4, **look.line)
-        sound = np.concatenate([first, last])
-        sound = sound[np.isfinite(sound) & (sound > 0)]
+            axis.plot(depth, drawable(values, positive=True), marker="o", markersize=4, **look.line)
+        sound = drawable(np.concatenate([first, last]), positive=True)
+        sound = sound[np.isfinite(sound)]
         if len(sound) and sound.max() > 30 * sound.min():
             logarithmic(axis)
         axis.set_title("E|x|", color=INK)
@@ -50,8 +50,7 @@ def features(history: History) -> Figure | str:
     what = f"the outputs of {pattern} (# is the block)" if pattern else "the modules that were watched, in order"
     caption = (
         f"Mean absolute value of {what}. Where it grows with depth by {FEATURE_GROWTH:g} and more, float8 "
-        "with one scale "
-        "a tensor is at risk (SwitchBack, Section 2.3 and Figure 2)."
+        "with one scale a tensor is at risk (SwitchBack, Section 2.3 and Figure 2)."
     )
     series = history.series("activation", "mean", names[0])
     legend = {
@@ -81,9 +80,9 @@ def formats(kind: str, title: str) -> Callable[[History], Figure | str]:
         rows = [[name, *(number(100 * float(v)) if np.isfinite(v) else "—" for v in row)]
                 for name, row in zip(names, shown, strict=False)]  # fmt: skip
         caption = (
-            f"What if {title} were kept in these formats: the median share over the later half of the run "
-            "of elements "
-            "that would round to zero (↓) or lie beyond the largest number (↑). Orange: all of them."
+            f"What if {title} were kept in these formats: the median share over the later half of the run of "
+            "elements that would round to zero (↓) or lie beyond the largest number (↑). Orange: all of "
+            "them."
         )
         remark = f"The first {ROWS} of {len(names):,}." if len(names) > ROWS else ""
         if remark:
@@ -99,13 +98,13 @@ def loss_scale(history: History) -> Figure | str:
     if not len(series.steps):
         return "No loss scale was recorded: its history is left out."
     skipped = history.series("step", "skipped").finite
-    at = skipped.steps[1:][np.diff(skipped.values) > 0]
-    changes = np.flatnonzero(np.diff(series.values) != 0) + 1
+    at = skipped.steps[1:][skipped.values[1:] > skipped.values[:-1]]
+    changes = np.flatnonzero(series.values[1:] != series.values[:-1]) + 1
     kept = np.unique(np.concatenate([[0], changes, [len(series.steps) - 1]]))
     with drawing():
         drawn = new_figure(240)
         axis = drawn.subplots()
-        axis.step(series.steps[kept], series.values[kept], where="post", **PLAIN.line)
+        axis.step(series.steps[kept], drawable(series.values[kept], positive=True), where="post", **PLAIN.line)
         logarithmic(axis, base=2)
         if len(at):
             marks = at[few_of(len(at), 200)]
@@ -118,8 +117,7 @@ def loss_scale(history: History) -> Figure | str:
     rows = [[f"{int(series.steps[i]):,}", number(float(series.values[i]))] for i in shown]
     remark = f"The first {len(shown)} of {len(kept):,} changes." if len(shown) < len(kept) else ""
     caption = (
-        f"The factor that gradients are scaled by; {len(changes):,} changes. A tick below is a step that "
-        "was skipped for "
-        f"inf or NaN ({len(at):,}). SwitchBack, Section 2.1 and Appendix G."
+        f"The factor that gradients are scaled by; {len(changes):,} changes. A tick below is a step that was "
+        f"skipped for inf or NaN ({len(at):,}). SwitchBack, Section 2.1 and Appendix G."
     )
     return Figure("Loss scale", picture, caption, [Table(["Step", "Loss scale"], rows, remark)])

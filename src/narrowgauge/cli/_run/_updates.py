@@ -11,7 +11,7 @@ from narrowgauge.gauges._precursors import LOSS_DEVIATIONS, REACH, RMS_THRESHOLD
 
 from ._columns import ROWS, embedding_and_middle, grid, number, span
 from ._figure import FIRST, PLAIN, SECOND, STEPS, Figure, Table
-from ._paint import curve, few_of, heat_map, logarithmic, settle
+from ._paint import LARGEST, curve, drawable, few_of, heat_map, logarithmic, settle
 
 
 def loss(history: History) -> Figure | str:
@@ -31,7 +31,7 @@ def loss(history: History) -> Figure | str:
             curve(axis, history.loss, PLAIN, smoothed=True)
             values = dict(zip(history.loss.steps.tolist(), history.loss.values.tolist(), strict=True))
             for followed, marker, variable in ((True, "v", SERIES[0]), (False, "v", SERIES[3])):
-                steps = [s for s in spikes.loss if (s in spikes.matched) == followed and np.isfinite(values[s])]
+                steps = [s for s in spikes.loss if (s in spikes.matched) == followed and abs(values[s]) <= LARGEST]
                 colour = Look(variable, (), 1).colour
                 face = colour if followed else "none"
                 axis.plot(steps, [values[s] for s in steps], marker, color=colour, markerfacecolor=face,
@@ -43,20 +43,19 @@ def loss(history: History) -> Figure | str:
             axis = axes.pop(0)
             axis.axhline(RMS_THRESHOLD, color=MUTED, linewidth=1, linestyle=(0, (2, 2)))
             for series, look in lines.values():
-                curve(axis, series, look)
-            if max(float(np.nanmax(s.finite.values, initial=0.0)) for s, _ in lines.values()) > 10 * RMS_THRESHOLD:
+                # A ratio is not negative, and zero has no place on the scale that large ones ask for.
+                curve(axis, Series(series.steps, drawable(series.values, positive=True)), look)
+            highest = [float(np.nanmax(drawable(s.values), initial=0.0)) for s, _ in lines.values()]
+            if max(highest) > 10 * RMS_THRESHOLD:
                 logarithmic(axis)
             settle(axis, "RMS_t", history.last_step)
         picture = Markup(to_svg(drawn, "loss", "Training loss with its spikes, and RMS_t"))
     caption = (
-        "Above, the training loss, strong as smoothed and faint as measured. A triangle marks a loss "
-        "spike (two losses "
-        f"within ten steps {LOSS_DEVIATIONS:g} standard deviations above the running mean); it is filled "
-        "if an RMS spike "
-        f"came 1 to {REACH} steps before, which then is an upright line. Below, RMS_t: near 1 while the "
-        "second moment "
-        f"follows the gradient, a spike from {RMS_THRESHOLD:g} on (dotted). SwitchBack, Section 3.4, "
-        "Appendix E."
+        "Above, the training loss, strong as smoothed and faint as measured. A triangle marks a loss spike "
+        f"(two losses within ten steps {LOSS_DEVIATIONS:g} standard deviations above the running mean); it "
+        f"is filled if an RMS spike came 1 to {REACH} steps before, which then is an upright line. Below, "
+        f"RMS_t: near 1 while the second moment follows the gradient, a spike from {RMS_THRESHOLD:g} on "
+        "(dotted). SwitchBack, Section 3.4, Appendix E."
     )
     if not lines:
         caption += " RMS_t was not recorded: precursors of spikes are left out."
@@ -96,10 +95,8 @@ def quality(history: History) -> Figure | str:
     return _heat(
         history, "quality", "descent_quality", "Effective descent quality", (0.5, 1.0, 1.5),
         "How far what is stored moved along the intended update, relative to its length (Collage, "
-        "Definition 3.3). Pale "
-        "is 1: nothing is missing. Orange: part of the update vanished, full orange half of it or more. "
-        "Blue: rounding "
-        "went further than was asked.",
+        "Definition 3.3). Pale is 1: nothing is missing. Orange: part of the update vanished, full orange "
+        "half of it or more. Blue: rounding went further than was asked.",
     )  # fmt: skip
 
 
@@ -107,9 +104,8 @@ def lost(history: History) -> Figure | str:
     """Lost updates, tensors by steps."""
     return _heat(
         history, "lost", "lost", "Lost updates", (0.0, 0.0, 1.0),
-        "Share of a tensor's elements for which the intended change is not zero and what is stored does "
-        "not change "
-        "(Collage, Definition 3.2). Pale: none; orange: all.",
+        "Share of a tensor's elements for which the intended change is not zero and what is stored does not "
+        "change (Collage, Definition 3.2). Pale: none; orange: all.",
     )  # fmt: skip
 
 
