@@ -23,7 +23,7 @@ from narrowgauge.cli import main
 from narrowgauge.cli._drawing import PALETTE
 from narrowgauge.cli._run._columns import COLUMNS, ROWS, grid, number, short
 from narrowgauge.cli._run._page import page
-from narrowgauge.cli._run._paint import _paint
+from narrowgauge.cli._run._paint import _paint, medians
 from narrowgauge.gauges._history import History
 from narrowgauge.gauges._records import line_of
 from recorded import NAMES, STRANGE, changed, header, sound, step, update
@@ -261,10 +261,11 @@ def test_without_what_draws_a_report_says_what_to_install(tmp_path: Path) -> Non
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
         "import pathlib; from narrowgauge.gauges import write_report\n"
-        "try: write_report([], pathlib.Path('x.html'))\n"
+        "try: write_report([], pathlib.Path(sys.argv[1], 'x.html'))\n"
         "except ModuleNotFoundError as error: print(error)\n"
     )
-    ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ran.stdout == "a report needs matplotlib; install it with: pip install 'narrowgauge[train]'\n"
     assert not list(tmp_path.iterdir())
 
@@ -284,6 +285,15 @@ def test_cells_are_painted_by_their_distance_and_side() -> None:
     assert colours[1][:3].tolist() == colours[0][:3].tolist() != colours[4][:3].tolist()
     assert colours[5][3] == 0
     assert _paint(values, 0.5, 1.0, 1.5, np.isnan(values))[0][5].tolist()[3] == 255
+
+
+def test_the_smoothed_loss_rises_with_a_spike_and_not_before_it() -> None:
+    values = np.full(400, 2.0)
+    values[300:304] = 9.0
+    at = np.arange(400)
+    assert medians(values, at).tolist() == [2.0] * 400
+    values[300:] = 9.0
+    assert medians(values, at).tolist() == values.tolist()
 
 
 def test_labels_leave_out_what_all_share() -> None:

@@ -14,7 +14,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
-from narrowgauge.cli._curves import extremes, smooth, thin
+from narrowgauge.cli._curves import extremes, thin
 from narrowgauge.cli._drawing import GRID, INK, MUTED, PALETTE, Look, drawing, new_figure, printable, to_svg
 from narrowgauge.gauges._history import Floats, Series
 
@@ -39,7 +39,7 @@ def curve(axis: Any, series: Series, look: Look, smoothed: bool = False) -> None
         if smoothed and len(finite.steps) > 40:
             axis.plot(finite.steps[few], finite.values[few], color=look.colour, linewidth=0.7, alpha=0.35)
             kept = thin(len(finite.steps))
-            axis.plot(finite.steps[kept], smooth(finite.values)[kept], **look.line, zorder=3)
+            axis.plot(finite.steps[kept], medians(finite.values, kept), **look.line, zorder=3)
         else:
             dot = "o" if len(few) == 1 else None
             axis.plot(finite.steps[few], finite.values[few], **look.line, marker=dot, zorder=3)
@@ -48,6 +48,16 @@ def curve(axis: Any, series: Series, look: Look, smoothed: bool = False) -> None
         broken = broken[few_of(len(broken), 40)]
         across = axis.get_xaxis_transform()
         axis.plot(broken, [0.97] * len(broken), "x", color=BROKEN, transform=across, clip_on=False, zorder=4)
+
+
+def medians(values: Floats, at: NDArray[np.intp]) -> Floats:
+    """The median of a window of about a twentieth of the values, centred at some of them, smaller at both ends.
+
+    A mean would rise before a spike, as if something had announced it.
+    """
+    last, half = len(values) - 1, len(values) // 40
+    reach = np.minimum(np.minimum(at, last - at), half)
+    return np.array([np.median(values[i - r : i + r + 1]) for i, r in zip(at, reach, strict=True)])
 
 
 def drawable(values: Floats, positive: bool = False) -> Floats:

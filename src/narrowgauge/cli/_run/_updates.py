@@ -51,12 +51,14 @@ def loss(history: History) -> Figure | str:
             settle(axis, "RMS_t", history.last_step)
         picture = Markup(to_svg(drawn, "loss", "Training loss with its spikes, and RMS_t"))
     caption = (
-        "Above, the training loss, strong as smoothed and faint as measured. A triangle marks a loss spike "
-        f"(two losses within ten steps {LOSS_DEVIATIONS:g} standard deviations above the running mean); it "
-        f"is filled if an RMS spike came 1 to {REACH} steps before, which then is an upright line. Below, "
-        f"RMS_t: near 1 while the second moment follows the gradient, a spike from {RMS_THRESHOLD:g} on "
-        "(dotted). SwitchBack, Section 3.4, Appendix E."
+        "Above, the training loss, strong as a running median and faint as measured. A triangle marks a "
+        f"loss spike (two losses within ten steps {LOSS_DEVIATIONS:g} standard deviations above the running "
+        f"mean); it is filled if an RMS spike came 1 to {REACH} steps before, which then is an upright line. "
+        f"Below, RMS_t: near 1 while the second moment follows the gradient, a spike from {RMS_THRESHOLD:g} "
+        "on (dotted). SwitchBack, Section 3.4, Appendix E."
     )
+    if any(not np.isfinite(series.values).all() for series in (history.loss, *(s for s, _ in lines.values()))):
+        caption += " A purple cross is a value that is not finite."
     if not lines:
         caption += " RMS_t was not recorded: precursors of spikes are left out."
     if not len(history.loss.steps):
