@@ -40,6 +40,12 @@ def rise(run: Results, results: Results) -> float:
     return max(run["loss"][switch : switch + NEAR]) - statistics.fmean(run["loss"][switch - AROUND : switch])
 
 
+def quiet_rise(run: Results, results: Results) -> float:
+    """The same for the 20 steps before the switch: what noise alone makes of it."""
+    end = results["training"]["switch"]
+    return max(run["loss"][end - NEAR : end]) - statistics.fmean(run["loss"][end - NEAR - AROUND : end - NEAR])
+
+
 def match(runs: list[Results], results: Results, tensor: str) -> SpikeMatch:
     """All loss spikes of some runs against the RMS spikes of a tensor."""
     training = results["training"]
@@ -137,6 +143,7 @@ def facts(results: Results) -> dict[str, str]:
         "adam_rise": f"{statistics.fmean(rise(run, results) for run in adam):.2f}",
         "stable_spikes": str(sum(bool(caused(run, results)) for run in stable)),
         "stable_rise": f"{statistics.fmean(rise(run, results) for run in stable):.2f}",
+        "quiet_rise": f"{statistics.fmean(quiet_rise(run, results) for run in stable):.2f}",
         "short_spikes": str(sum(bool(caused(run, results)) for run in short)),
         "short_rise": f"{statistics.fmean(rise(run, results) for run in short):.2f}",
         "clipped_spikes": str(sum(bool(caused(run, results)) for run in clipped)),

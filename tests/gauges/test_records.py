@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -121,8 +122,12 @@ def test_a_file_is_not_overwritten_and_goes_on_where_it_is_told_to(tmp_path: Pat
         Writer(path, 3)
 
 
-@given(st.floats(allow_nan=False))
+@given(st.floats(1e-280, 1e280) | st.floats(-1e6, 1e6))
 def test_nine_digits_are_kept_and_whole_numbers_exactly(x: float) -> None:
-    assert rounded({"a": [x]})["a"][0] == pytest.approx(x, rel=1e-8, abs=0)
-    whole = float(int(x)) if abs(x) < 2**53 else 3.0
-    assert rounded(whole) == whole
+    (found,) = rounded(torch.tensor([x], dtype=torch.float64)).tolist()
+    assert found == pytest.approx(x, rel=1e-8, abs=1e-290)
+    if 1e-13 < abs(x) < 1e15 and x != round(x):
+        assert len(repr(abs(found)).partition("e")[0].replace(".", "").strip("0")) <= 9
+    whole = torch.tensor([float(int(x)) if abs(x) < 2**53 else 3.0, math.inf, -math.inf, 0.0], dtype=torch.float64)
+    assert torch.equal(rounded(whole), whole)
+    assert rounded(torch.tensor([math.nan], dtype=torch.float64)).isnan().all()

@@ -20,8 +20,9 @@ ALL = list(TARGETS)
 
 def agree(x: Tensor, device: str, formats: list[str] = ALL) -> None:
     asked = targets(formats)
-    bounds = [(target.boundaries_in(torch.float32), target.largest if target.scaled else None) for target in asked]
-    sums, absmax = kernel.measure(x.to(device), bounds, SMALLEST_ABSMAX)
+    bounds = tuple(target.boundaries_in(torch.float32) for target in asked)
+    scales = tuple(target.largest if target.scaled else None for target in asked)
+    sums, absmax = kernel.measure(x.to(device), bounds, scales, SMALLEST_ABSMAX)
     wanted, largest = specification._measure(x, asked)
     assert sums.dtype == torch.float64
     assert float(absmax) == float(largest)

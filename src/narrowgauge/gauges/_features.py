@@ -32,6 +32,7 @@ from narrowgauge.kernels._triton import unavailable
 FORMATS = ("fp16", "bf16", "e4m3", "e5m2", "int8")
 _SUMS = 5
 _COUNTS = 4
+_PIECE = 2**14
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -61,8 +62,7 @@ class FeatureStats:
         sums: float64 tensor (5 + 4 formats,): how many elements; how many are not finite; how many are finite
             and not zero; the sums of |x| and of x over the finite ones; then for each format how many of the
             finite ones do not underflow, are normal, saturate, overflow.
-        absmax: 0-d float64 tensor, the largest finite |x|, 0 if there is none. It is not added: the largest
-        counts.
+        absmax: 0-d float64 tensor, the largest finite |x|, 0 if there is none. Of several the largest counts.
         formats: names of the formats.
     """
 
@@ -183,9 +183,9 @@ def feature_stats(x: Tensor, formats: Sequence[str | Target] = FORMATS) -> Featu
         # Here and not above: `import narrowgauge` brings no triton.
         from narrowgauge.kernels._magnitudes import measure
 
-        scales = [target.largest if target.scaled else None for target in asked]
-        bounds = [target.boundaries_in(torch.float32) for target in asked]
-        sums, largest = measure(x.contiguous(), list(zip(bounds, scales, strict=True)), SMALLEST_ABSMAX)
+        bounds = tuple(target.boundaries_in(torch.float32) for target in asked)
+        scales = tuple(target.largest if target.scaled else None for target in asked)
+        sums, largest = measure(x.contiguous(), bounds, scales, SMALLEST_ABSMAX)
     else:
         sums, largest = _measure(x, asked)
     return FeatureStats(sums, largest.to(torch.float64), names)
@@ -193,26 +193,35 @@ def feature_stats(x: Tensor, formats: Sequence[str | Target] = FORMATS) -> Featu
 
 def _measure(x: Tensor, asked: Sequence[Target]) -> tuple[Tensor, Tensor]:
     """The specification of `narrowgauge.kernels._magnitudes`: sums and counts, and the largest finite magnitude."""
-    x = x if x.dtype == torch.float64 else x.to(torch.float32)
-    x = torch.where(x.abs() < torch.inf, x, torch.nan)  # one comparison from here on tells what is finite
-    magnitude = x.abs()
+    # A CPU takes pieces that stay in its cache and that torch does not share out to threads: five times as fast
+    # (140 ms for 3.1 million elements and five formats, not 665, on two busy cores).
+    pieces = torch.split(x, _PIECE) if x.device.type == "cpu" else (x,)
     # A zero in front: a tensor without elements has an absmax too.
-    largest = torch.cat([x.new_zeros(1), magnitude.nan_to_num(nan=0.0)]).amax()
+    zero = _finite(x[:0]).new_zeros(1)
+    largest = torch.stack([torch.cat([zero, _finite(piece).abs()]).amax() for piece in pieces]).amax()
+    return torch.stack([_sums(piece, asked, largest) for piece in pieces]).sum(dim=0), largest
+
+
+def _finite(x: Tensor) -> Tensor:
+    """The elements in which they are compared, with zeros for those that are not finite."""
+    x = x if x.dtype == torch.float64 else x.to(torch.float32)
+    return torch.where(x.abs() < torch.inf, x, 0.0)
+
+
+def _sums(x: Tensor, asked: Sequence[Target], largest: Tensor) -> Tensor:
+    """Sums and counts of a tensor: float64 (5 + 4 formats,)."""
+    finite = _finite(x)
+    magnitude = finite.abs()
     sums = [
         torch.full_like(largest, x.numel(), dtype=torch.float64),
-        x.isnan().sum(),
-        (magnitude > 0).sum(),
-        magnitude.nansum(dtype=torch.float64),
-        x.nansum(dtype=torch.float64),
+        x.numel() - (x.to(finite.dtype).abs() < torch.inf).count_nonzero(),
+        magnitude.count_nonzero(),
+        magnitude.sum(dtype=torch.float64),
+        finite.sum(dtype=torch.float64),
     ]
     for target in asked:
-        sums += _counts(target, magnitude, largest)
-    return torch.stack([value.to(torch.float64) for value in sums]), largest
-
-
-def _counts(target: Target, magnitude: Tensor, largest: Tensor) -> list[Tensor]:
-    """How many magnitudes have reached each of a format's boundaries; NaN has reached none."""
-    if target.scaled:
-        magnitude = magnitude.to(torch.float32)
-        magnitude = magnitude * target.factor(largest.to(torch.float32))
-    return [(magnitude >= boundary).sum() for boundary in target.boundaries_in(magnitude.dtype)]
+        scaled = magnitude
+        if target.scaled:
+            scaled = magnitude.to(torch.float32) * target.factor(largest.to(torch.float32))
+        sums += [(scaled >= boundary).count_nonzero() for boundary in target.boundaries_in(scaled.dtype)]
+    return torch.stack([value.to(torch.float64) for value in sums])

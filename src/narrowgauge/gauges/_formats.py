@@ -25,6 +25,7 @@ Source: the formats as `narrowgauge.formats` has them; Wortsman et al. 2023, Equ
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,10 +81,7 @@ class Target:
 
     def boundaries_in(self, dtype: torch.dtype) -> tuple[float, float, float, float]:
         """The same as the smallest magnitudes of a dtype: float32 or float64."""
-        if dtype == torch.float64:
-            return self.boundaries
-        below, normal, saturated, beyond = map(_up_to_float32, self.boundaries)
-        return below, normal, saturated, beyond
+        return _boundaries_in(self, dtype)
 
     def factor(self, absmax: Tensor) -> Tensor:
         """What a scaled target multiplies a tensor by: float32, 0-d, from the absmax of its finite elements."""
@@ -127,6 +125,14 @@ def targets(formats: Sequence[str | Target]) -> tuple[Target, ...]:
         if names.count(name) > 1:
             raise ValueError(f"formats: got {name!r} twice, takes each name once")
     return tuple(chosen)
+
+
+@functools.cache
+def _boundaries_in(target: Target, dtype: torch.dtype) -> tuple[float, float, float, float]:
+    if dtype == torch.float64:
+        return target.boundaries
+    below, normal, saturated, beyond = map(_up_to_float32, target.boundaries)
+    return below, normal, saturated, beyond
 
 
 def _after(halfway: float, upper_code: int) -> float:

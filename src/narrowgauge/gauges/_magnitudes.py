@@ -6,20 +6,21 @@ over a sample of a long tensor (see `_segments`), with the absmax of all of it.
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 
-from narrowgauge.gauges._features import FeatureStats
+from narrowgauge.gauges._features import FormatLoss
 from narrowgauge.gauges._formats import Target
-from narrowgauge.gauges._records import Record
+from narrowgauge.gauges._records import Record, rounded
 from narrowgauge.gauges._segments import Segments, chunks, flat, sample
 
 MAGNITUDES = 6  # absmax, which is no sum; then elements, not finite, not zero, sums of |x| and of x
 _COUNTS = 4
+_SHARES = [field.name for field in fields(FormatLoss)]
 
 
 def width(targets: Sequence[Target]) -> int:
@@ -88,26 +89,41 @@ def counts_of(samples: Sequence[Tensor], absmax: Tensor, targets: Sequence[Targe
         scaled = size
         if target.scaled:
             scaled = size.to(torch.float32) * segments.spread(target.factor(absmax.to(torch.float32)))
-        columns += [scaled >= boundary for boundary in target.boundaries_in(scaled.dtype)]
+        columns += [scaled >= boundary for boundary in _boundaries(target, scaled.dtype)]
     return segments.sums(columns)
 
 
-def _values(row: Tensor, targets: Sequence[Target]) -> dict[str, Any]:
-    """The values of a record from a tensor's row on the host (see `FeatureStats.as_record`)."""
-    nonzero, sampled = float(row[3]), float(row[MAGNITUDES])
-    # Shares of a sample, as counts of the whole.
-    share = nonzero / sampled if sampled else math.nan
-    sums = torch.cat([row[1:MAGNITUDES], row[MAGNITUDES + 1 :] * share])
-    return FeatureStats(sums, row[0], tuple(target.name for target in targets)).as_record()
+@functools.cache
+def _boundaries(target: Target, dtype: torch.dtype) -> tuple[float, ...]:
+    return target.boundaries_in(dtype)
 
 
 def as_records(
     kind: str, names: Sequence[str], targets: Sequence[Target], step: int
 ) -> Callable[[Tensor], list[Record]]:
-    """What makes records of a table on the host: of the tensors that have any elements."""
+    """What makes records of a table on the host, of the tensors that have any elements.
+
+    The values are those of `FeatureStats.as_record`, for all tensors at once. Shares are of the elements other than
+    zero, of a long tensor of those in the sample.
+    """
+    formats = [target.name for target in targets]
 
     def records(table: Tensor) -> list[Record]:
-        rows = zip(names, table, strict=True)
-        return [{"kind": kind, "step": step, "name": n, **_values(row, targets)} for n, row in rows if row[1] > 0]
+        elements, nonfinite, total, sampled = (table[:, at] for at in (1, 2, 4, MAGNITUDES))
+        kept, normal, saturated, beyond = table[:, MAGNITUDES + 1 :].view(-1, len(formats), _COUNTS).unbind(2)
+        lost = torch.stack([sampled[:, None] - kept, kept - normal, saturated, beyond], dim=2)
+        shares = rounded(lost / sampled[:, None, None]).tolist()  # 0 / 0 is no number, as it should be
+        values = rounded(torch.stack([table[:, 0], total / (elements - nonfinite)], dim=1)).tolist()
+        counts = table[:, 1:3].to(torch.int64).tolist()
+        named = [list(zip(formats, some, strict=True)) for some in shares]
+        return [
+            {
+                "kind": kind, "step": step, "name": name, "elements": count, "nonfinite": bad,
+                "absmax": absmax, "mean": mean,
+                "formats": {fmt: dict(zip(_SHARES, each, strict=True)) for fmt, each in some},
+            }
+            for name, (count, bad), (absmax, mean), some in zip(names, counts, values, named, strict=True)
+            if count
+        ]  # fmt: skip
 
     return records

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.gauges._measured_steps import SUMS, MeasuredStep
-from narrowgauge.gauges._records import Record
+from narrowgauge.gauges._records import Record, rounded
 from narrowgauge.gauges._segments import SHARE
 
 Updates = Literal["sampled"] | bool
@@ -74,31 +73,6 @@ def measures_itself(optimizer: torch.optim.Optimizer) -> bool:
     return hasattr(type(optimizer), "measured") and hasattr(type(optimizer), "foresee")
 
 
-def update_record(step: int, name: str, elements: int, sums: Sequence[float], measured: str) -> Record:
-    """The record of an update.
-
-    Args:
-        step, name: whose.
-        elements: how many the parameter has.
-        sums: the eight of `narrowgauge.optim.UpdateStats`.
-        measured: how.
-    """
-    squared, stored, visible, nonzero, lost, lost_visible, ratios, counted = sums
-    record: Record = {
-        "kind": "update", "step": step, "name": name, "elements": elements, "norm": math.sqrt(squared),
-    }  # fmt: skip
-    if measured != "difference":
-        record |= {"descent_quality": _ratio(stored, squared), "visible_descent_quality": _ratio(visible, squared)}
-    record |= {
-        "lost": _ratio(lost, nonzero),
-        "lost_visible": _ratio(lost_visible, nonzero),
-        "nonzero": round(nonzero),
-    }
-    if counted:
-        record["rms"] = math.sqrt(_ratio(ratios, counted))
-    return record | {"sums": list(sums), "measured": measured}
-
-
 def update_records(
     step: int, names: Sequence[str], elements: Sequence[int], table: Tensor, measured: Sequence[str]
 ) -> list[Record]:
@@ -112,16 +86,30 @@ def update_records(
     places = [place for place, row in enumerate(table[:, SUMS].tolist()) if row > 0]
     if not places:
         return []
-    rows = table[:, :SUMS].tolist()
     # Where one update is not known, neither is that of all of them.
     kinds = [measured[place] for place in places]
-    kind = "difference" if "difference" in kinds else kinds[0]
-    total = table[places, :SUMS].sum(0).tolist()
-    records = [update_record(step, "", sum(elements[place] for place in places), total, kind)]
-    return records + [
-        update_record(step, names[place], elements[place], rows[place], measured[place]) for place in places
-    ]
+    kinds.insert(0, "difference" if "difference" in kinds else kinds[0])
+    rows = table[places, :SUMS]
+    rows = torch.cat([rows.sum(0, keepdim=True), rows])
+    squared, stored, visible, nonzero, lost, lost_visible, ratios, counted = rows.unbind(1)
+    values = torch.stack(
+        [
+            squared.sqrt(), stored / squared, visible / squared, lost / nonzero, lost_visible / nonzero,
+            (ratios / counted).sqrt(),
+        ],
+        dim=1,
+    )  # fmt: skip
+    heads = [("", sum(elements[place] for place in places)), *((names[place], elements[place]) for place in places)]
+    whole = zip(heads, rounded(values).tolist(), rounded(rows).tolist(), kinds, strict=True)
+    return [_record(step, *head, numbers, sums, how) for head, numbers, sums, how in whole]
 
 
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else math.nan
+def _record(step: int, name: str, count: int, values: list[float], sums: list[float], measured: str) -> Record:
+    norm, quality, visible_quality, lost, lost_visible, rms = values
+    record: Record = {"kind": "update", "step": step, "name": name, "elements": count, "norm": norm}
+    if measured != "difference":
+        record |= {"descent_quality": quality, "visible_descent_quality": visible_quality}
+    record |= {"lost": lost, "lost_visible": lost_visible, "nonzero": round(sums[3])}
+    if sums[-1]:
+        record["rms"] = rms
+    return record | {"sums": sums, "measured": measured}

@@ -18,7 +18,7 @@ from narrowgauge.gauges._alarms import Alarms
 from narrowgauge.gauges._loss_scale import LossScaleHistory
 from narrowgauge.gauges._modules import loss_in, unwrapped
 from narrowgauge.gauges._rank_sums import Arriving, Message, Part, Ranks
-from narrowgauge.gauges._records import Record, Writer, read_records, rounded
+from narrowgauge.gauges._records import Record, Writer, read_records
 from narrowgauge.gauges._step_rows import StepRows
 from narrowgauge.gauges._tensorboard import Board
 from narrowgauge.gauges._watched_run import Output, Sources, header
@@ -61,7 +61,12 @@ class Watch:
         if self._ranks.first and self._output.path is not None:
             self._writer = Writer(self._output.path, self._output.resume_from)
         if self._ranks.first and self._output.tensorboard is not None:
-            self._board = Board(self._output.tensorboard, self._steps.taken)
+            try:
+                self._board = Board(self._output.tensorboard, self._steps.taken)
+            except BaseException:
+                if self._writer is not None:
+                    self._writer.close()
+                raise
         self._entered = self._open = True
         _WATCHED.add(self._optimizer)
         self._emit(header(unwrapped(self._model), self._optimizer, self._sources, self._tensors.names))
@@ -193,7 +198,6 @@ class Watch:
         self._arriving.pop(0).take()
 
     def _emit(self, record: Record) -> None:
-        record = rounded(record)
         alarms = self._alarms.of(record) if self._ranks.first and "step" in record else []
         for each in (record, *alarms):
             if self._writer is not None:
@@ -241,4 +245,5 @@ class _Before:
 
 
 def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    ready: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return ready and torch.cuda.is_current_stream_capturing()

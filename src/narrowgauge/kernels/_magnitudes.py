@@ -13,7 +13,9 @@ reads it twice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import struct
+from typing import Any
 
 import torch
 import triton
@@ -106,42 +108,49 @@ def _scaled(
 
 
 def measure(
-    x: Tensor, formats: Sequence[tuple[Sequence[float], float | None]], smallest: float
+    x: Tensor,
+    bounds: tuple[tuple[float, float, float, float], ...],
+    scales: tuple[float | None, ...],
+    smallest: float,
 ) -> tuple[Tensor, Tensor]:
     """Sums and counts of a tensor's magnitudes.
 
     Args:
         x: contiguous tensor of float16, bfloat16 or float32 on the GPU, of at least one element.
-        formats: for each its four boundaries, numbers of float32, and what absmax is scaled to, or None.
+        bounds: for each format its four boundaries, numbers of float32.
+        scales: for each what absmax is scaled to, or None.
         smallest: the absmax below which a scaled tensor is zeros.
 
     Returns:
         Float64 (5 + 4 formats,), as in `FeatureStats.sums`, and the largest finite magnitude, 0-d float32.
     """
     n = x.numel()
-    programs, width = triton.cdiv(n, _TILE), SUMS + BOUNDARIES * len(formats)
+    programs, width = triton.cdiv(n, _TILE), SUMS + BOUNDARIES * len(bounds)
     table = torch.empty(programs, width, dtype=torch.float64, device=x.device)
     absmax = torch.empty(programs, dtype=torch.float32, device=x.device)
     words = x.view(torch.int16) if x.dtype == torch.bfloat16 else x
     shape = {"WIDTH": width, "TILE": _TILE, "BF16": x.dtype == torch.bfloat16, "num_warps": _WARPS}
-    plain = [column for column, (_, largest) in enumerate(formats) if largest is None]
-    scaled = [column for column in range(len(formats)) if column not in plain]
+    plain, scaled = _constants(bounds, scales)
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        _plain[(programs,)](words, table, absmax, n, **shape, **_constants(formats, plain))
+        _plain[(programs,)](words, table, absmax, n, **shape, **plain)
         largest = absmax.amax()
-        if scaled:
-            targets = [target for _, target in formats if target is not None]
-            factors = _factors(largest, targets, smallest)
-            _scaled[(programs,)](words, table, factors, n, **shape, **_constants(formats, scaled))
+        if scaled["FORMATS"]:
+            # Between tensors, so that the division is rounded once.
+            factors = [torch.full_like(largest, scale) / largest for scale in scales if scale is not None]
+            found = torch.where(largest >= smallest, torch.stack(factors), 0.0)
+            _scaled[(programs,)](words, table, found, n, **shape, **scaled)
     return table.sum(dim=0), largest
 
 
-def _constants(formats: Sequence[tuple[Sequence[float], float | None]], columns: list[int]) -> dict[str, object]:
-    bounds = torch.tensor([boundary for column in columns for boundary in formats[column][0]], dtype=torch.float32)
-    return {"FORMATS": len(columns), "COLUMNS": tuple(columns), "BITS": tuple(bounds.view(torch.int32).tolist())}
-
-
-def _factors(absmax: Tensor, targets: Sequence[float], smallest: float) -> Tensor:
-    """What each scaled format multiplies by, (formats,): between tensors, so that the division is rounded once."""
-    factors = torch.stack([torch.full_like(absmax, target) / absmax for target in targets])
-    return torch.where(absmax >= smallest, factors, 0.0)
+@functools.lru_cache(maxsize=64)
+def _constants(
+    bounds: tuple[tuple[float, ...], ...], scales: tuple[float | None, ...]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the kernels of the formats as they are, and of those that scale, are compiled for."""
+    found = []
+    for scaled in (False, True):
+        columns = tuple(column for column, scale in enumerate(scales) if (scale is not None) == scaled)
+        packed = struct.pack(f"<{BOUNDARIES * len(columns)}f", *(b for column in columns for b in bounds[column]))
+        bits = struct.unpack(f"<{BOUNDARIES * len(columns)}i", packed)
+        found.append({"FORMATS": len(columns), "COLUMNS": columns, "BITS": bits})
+    return found[0], found[1]
