@@ -111,10 +111,14 @@ def test_it_imports_from_where_it_was_installed(environment: Path) -> None:
     assert seen["names"] == narrowgauge.__all__
 
 
-def test_it_brings_the_report_template(environment: Path) -> None:
-    template = "importlib.resources.files('narrowgauge') / 'cli' / 'templates' / 'compare.html.j2'"
-    code = f"import importlib.resources; print(({template}).read_text(encoding='utf-8'))"
-    assert "<html" in run(python(environment), "-c", code, folder=environment)
+def test_it_brings_the_templates_of_reports(environment: Path) -> None:
+    code = (
+        "import importlib.resources as r; folder = r.files('narrowgauge') / 'cli' / 'templates'\n"
+        "print(*((folder / f'{name}.html.j2').read_text(encoding='utf-8') for name in ('page', 'compare', 'run')))"
+    )
+    pages = run(python(environment), "-c", code, folder=environment)
+    assert pages.count("<html") == 1
+    assert pages.count('{% extends "page.html.j2" %}') == 2
 
 
 def test_the_command_is_there(environment: Path) -> None:

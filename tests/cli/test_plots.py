@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from narrowgauge.cli import _curves, _plots
+from narrowgauge.cli import _curves, _drawing, _plots
 
 FIGURES = (_plots.loss, _plots.edq, _plots.lost_updates, _plots.memory, _plots.speed)
 
@@ -64,7 +64,7 @@ def test_every_colour_follows_the_scheme_of_the_page(figure: Any) -> None:
     svg = figure(make())
     assert set(re.findall(r"(?<!, )(#[0-9a-f]{6})\b(?=[;\"])", svg)) == set()
     variables = set(re.findall(r"var\(--([\w-]+), #", svg))
-    assert variables <= set(_plots.PALETTE)
+    assert variables <= set(_drawing.PALETTE)
     assert {"ink", "muted"} <= variables
 
 

@@ -9,15 +9,14 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from html_page import Page
 
 from narrowgauge.cli import _report
 
-VOID = {"meta", "br", "hr", "img", "link", "input"}
 LOSSES = {"fp32": 3.0400, "A": 3.1912, "C": 3.0421, "D": 3.0412}
 
 
@@ -61,49 +60,6 @@ def recipe(
         "edq": 0.5012 if name == "A" else 0.9996, "lost_updates": 0.4234 if name == "A" else 0.0002,
         "seeds": [run | {"seed": seed, "history": history} for seed in range(seeds)],
     }  # fmt: skip
-
-
-class Page(HTMLParser):
-    """Checks that tags nest; collects text, attributes and the rows of the table."""
-
-    def __init__(self, source: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.attributes: list[tuple[str, str, str]] = []
-        self.words: list[str] = []
-        self.rows: list[list[str]] = []
-        self.feed(source)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.attributes += [(tag, name, value or "") for name, value in attrs]
-        if tag not in VOID:
-            self.open.append(tag)
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("td", "th"):
-            self.rows[-1].append("")
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.attributes += [(tag, name, value or "") for name, value in attrs]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if "style" in self.open:
-            return
-        self.words.append(data)
-        if {"td", "th"} & set(self.open):
-            self.rows[-1][-1] += data
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.words).split())
-
-    def row(self, name: str) -> list[str]:
-        return next([" ".join(cell.split()) for cell in row] for row in self.rows if row[0].strip() == name)
 
 
 @pytest.fixture

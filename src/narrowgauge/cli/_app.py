@@ -141,6 +141,31 @@ def _formats(
     return formats(FormatsOptions(**options))
 
 
+@app.command(name="report")
+def _report(
+    run: Annotated[Path, typer.Argument(help="A file that gauges were recorded to, or the folder it is in.")],
+    out: Annotated[
+        Path | None, _option("The page, or a folder for it.", show_default="gauges.html beside the records")
+    ] = None,
+) -> int:
+    """Make one page of what the gauges of a training recorded: advice, figures, and their numbers."""
+    from narrowgauge.cli._run import ReportOptions, report
+
+    return report(ReportOptions(run, out))
+
+
+@app.command(name="watch")
+def _watch(
+    run: Annotated[Path, typer.Argument(help="The file that gauges are recorded to, or the folder it will be in.")],
+    once: Annotated[bool, _option("Print the page once and end, as into a pipe.", "--once")] = False,
+    interval: Annotated[float, _option("Seconds between two looks.")] = 2.0,
+) -> int:
+    """Follow a training in the terminal: loss, lost updates, RMS_t, alarms, advice. Ctrl-C ends it."""
+    from narrowgauge.cli._run._terminal import WatchOptions, watch
+
+    return watch(WatchOptions(run, once, interval))
+
+
 _bench = typer.Typer(add_completion=False, help="Measure what things cost on this machine.", no_args_is_help=True)
 app.add_typer(_bench, name="bench")
 

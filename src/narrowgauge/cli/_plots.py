@@ -1,10 +1,5 @@
 """Figures of a comparison, as SVG for a page that may be light or dark, and one PNG for a README.
 
-A figure is drawn once in the light palette. Every colour of that palette then becomes a CSS variable with the
-drawn colour as its fallback, so that the page repaints it for the dark scheme and the file still works alone.
-Colours are after Okabe and Ito, safe for colour-blind readers, and never the only sign: each recipe has its own
-pair of colour and dashes, the same in every figure, and the reference is the solid line in the colour of the text.
-
 Three liberties are taken with the data, and the captions say so. A curve is the mean over the seeds, as far as
 the first of them that diverges, smoothed by a centred window. Behind it runs the curve as measured, thinned to
 the lowest and the highest value of each stretch, so that no spike goes missing. And the scale of the losses is set
@@ -13,76 +8,20 @@ by the recipes that did not diverge, after the first steps.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from ._curves import Curves, extremes, smooth, thin
-from ._svg import svg
+from ._drawing import DASHES, INK, MUTED, SERIES, Look, drawing, new_figure, printable, to_svg
 
 Results = dict[str, Any]
 
-# CSS variable: its colour on light paper, its colour on dark.
-PALETTE = {
-    "ink": ("#1d2329", "#e8ebee"),
-    "muted": ("#5c6670", "#a3adb7"),
-    "grid": ("#dde2e7", "#333b44"),
-    "series-1": ("#d55e00", "#ff8f4a"),
-    "series-2": ("#0072b2", "#58aef0"),
-    "series-3": ("#009e73", "#3fd0a3"),
-    "series-4": ("#b5508f", "#e89fcd"),
-    "series-5": ("#c48a00", "#f2c450"),
-    "series-6": ("#46a3dc", "#b5e0ff"),
-}
-INK, MUTED, GRID = (PALETTE[name][0] for name in ("ink", "muted", "grid"))
-SERIES = [name for name in PALETTE if name.startswith("series")]
-DASHES: tuple[tuple[float, ...], ...] = ((), (6, 2), (2, 1.5), (8, 2, 1.5, 2))
-_VARIABLES = {light: f"var(--{name}, {light})" for name, (light, _) in PALETTE.items()}
-
 # Parts of a parameter's bytes, with the opacity that tells them apart.
 PARTS = {"weights": 1.0, "gradients": 0.6, "states": 0.28}
-
-# Figures are this many units wide: the type stays readable on a phone, where a unit is about 0.75 pixels.
-WIDTH = 480
-
-_RC = {
-    "font.size": 14, "axes.titlesize": 14, "axes.labelsize": 13, "xtick.labelsize": 13, "ytick.labelsize": 13,
-    "text.color": INK, "axes.labelcolor": MUTED, "xtick.color": MUTED, "ytick.color": MUTED, "axes.edgecolor": GRID,
-    "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True,
-    "axes.grid": True, "grid.color": GRID, "grid.linewidth": 0.8, "xtick.major.size": 0, "ytick.major.size": 0,
-    "lines.scale_dashes": False, "lines.solid_capstyle": "round",
-    "svg.fonttype": "none", "svg.hashsalt": "narrowgauge", "text.parse_math": False,
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Look:
-    """How a recipe is drawn: a variable of the palette, its light colour, dashes in units (none: a solid line)."""
-
-    variable: str
-    dashes: tuple[float, ...]
-    width: float
-
-    @property
-    def colour(self) -> str:
-        return PALETTE[self.variable][0]
-
-    @property
-    def line(self) -> dict[str, Any]:
-        """Keywords of a matplotlib line."""
-        return {
-            "color": self.colour,
-            "linewidth": self.width,
-            "linestyle": (0, self.dashes) if self.dashes else "-",
-        }
 
 
 def looks(results: Results) -> dict[str, Look]:
@@ -100,7 +39,7 @@ def loss(results: Results) -> str:
     with drawing():
         reference = results["recipes"].get(results["reference"])
         panels = 2 if reference and len(results["recipes"]) > 1 else 1
-        figure = _figure(300 if panels == 1 else 610)
+        figure = new_figure(300 if panels == 1 else 610)
         axes = figure.subplots(panels, 1, sharex=True, squeeze=False, height_ratios=(3, 2)[:panels])[:, 0]
         curves = {name: Curves.read(recipe, "loss") for name, recipe in results["recipes"].items()}
         _lines(axes[0], results, curves, "training loss", skip=10)
@@ -108,7 +47,7 @@ def loss(results: Results) -> str:
         if panels == 2:
             _difference(axes[1], results, curves)
             axes[0].set_xlabel("")
-        return _svg(figure, "loss", "Training loss against step")
+        return to_svg(figure, "loss", "Training loss against step")
 
 
 def edq(results: Results) -> str:
@@ -124,15 +63,15 @@ def lost_updates(results: Results) -> str:
 def memory(results: Results) -> str:
     """Bytes a parameter, stacked by what they hold; a tick where the measured total lies."""
     with drawing():
-        figure = _figure(52 + 44 * len(results["recipes"]))
+        figure = new_figure(52 + 44 * len(results["recipes"]))
         _memory_bars(figure.subplots(), results, {})
-        return _svg(figure, "memory", "Bytes per parameter of each recipe")
+        return to_svg(figure, "memory", "Bytes per parameter of each recipe")
 
 
 def speed(results: Results) -> str:
     """Milliseconds of the optimizer and of a whole step, side by side, each on its own scale."""
     with drawing():
-        figure = _figure(52 + 44 * len(results["recipes"]))
+        figure = new_figure(52 + 44 * len(results["recipes"]))
         left, right = figure.subplots(1, 2)
         for axis, key, title in ((left, "optimizer_ms", "optimizer, ms"), (right, "step_ms", "whole step, ms")):
             taken = {name: recipe[key] for name, recipe in results["recipes"].items()}
@@ -140,7 +79,7 @@ def speed(results: Results) -> str:
             labels = ["not measured" if value is None else _short(value) for value in taken.values()]
             _bar_axis(axis, title, ends, labels, {name: name for name in taken if axis is left})
             axis.barh(range(len(ends)), ends.values(), 0.4, color=[look.colour for look in looks(results).values()])
-        return _svg(figure, "speed", "Milliseconds per step of each recipe")
+        return to_svg(figure, "speed", "Milliseconds per step of each recipe")
 
 
 def save_picture(results: Results, path: Path) -> None:
@@ -154,7 +93,7 @@ def save_picture(results: Results, path: Path) -> None:
             _difference(left, results, curves)
         else:
             _lines(left, results, curves, "training loss", skip=10)
-        lines = [Line2D([], [], label=_printable(name), **look.line) for name, look in looks(results).items()]
+        lines = [Line2D([], [], label=printable(name), **look.line) for name, look in looks(results).items()]
         figure.legend(
             handles=lines, loc="outside lower center", ncols=min(rows, 7), frameon=False, handlelength=2.6
         )
@@ -168,35 +107,20 @@ def save_picture(results: Results, path: Path) -> None:
         figure.savefig(path, format="png", dpi=130, bbox_inches="tight", pad_inches=0.15)
 
 
-@contextmanager
-def drawing() -> Iterator[None]:
-    """Our settings on top of matplotlib's own, whatever the user's matplotlibrc says, and as they were after."""
-    with matplotlib.rc_context(), warnings.catch_warnings():
-        # The browser has fonts for names that matplotlib's font cannot measure.
-        warnings.filterwarnings("ignore", message="Glyph .* missing")
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_RC)
-        yield
-
-
-def _figure(height: float) -> Figure:
-    return Figure((WIDTH / 72, height / 72), layout="constrained")
-
-
 def _shares(results: Results, quantity: str, title: str) -> str:
     with drawing():
-        figure = _figure(280)
+        figure = new_figure(280)
         axis = figure.subplots()
         curves = {name: Curves.read(recipe, quantity, 100) for name, recipe in results["recipes"].items()}
         _lines(axis, results, curves, title, floor=0.0)
-        return _svg(figure, quantity, f"{title}, against step")
+        return to_svg(figure, quantity, f"{title}, against step")
 
 
 def _difference(axis: Any, results: Results, curves: dict[str, Curves]) -> None:
     reference = curves[results["reference"]]
     below = {name: curve.minus(reference) for name, curve in curves.items() if name != results["reference"]}
     axis.axhline(0, color=INK, linewidth=2.2)
-    _lines(axis, results, below, f"training loss − that of {_printable(results['reference'])}", skip=8, floor=0.0)
+    _lines(axis, results, below, f"training loss − that of {printable(results['reference'])}", skip=8, floor=0.0)
 
 
 def _lines(
@@ -268,19 +192,10 @@ def _bar_axis(axis: Any, title: str, ends: dict[str, float], labels: list[str], 
     axis.grid(False)
     axis.xaxis.set_major_locator(MaxNLocator(4))
     for row, (name, end) in enumerate(ends.items()):
-        axis.text(0, row - 0.26, _printable(names.get(name, "")), va="bottom", fontsize=13)
+        axis.text(0, row - 0.26, printable(names.get(name, "")), va="bottom", fontsize=13)
         colour = INK if end else MUTED
         axis.annotate(labels[row], (end, row), (6, 0), textcoords="offset points", va="center", color=colour)
 
 
 def _short(value: float) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
-
-
-def _printable(text: str) -> str:
-    """Without the control characters that XML cannot hold."""
-    return "".join(c if c.isprintable() else "�" for c in text)
-
-
-def _svg(figure: Figure, name: str, title: str) -> str:
-    return svg(figure, name, title, _VARIABLES)

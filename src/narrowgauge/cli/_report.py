@@ -4,29 +4,23 @@ The page opens with what was found, in words computed from the numbers. Those wo
 carry: a difference between recipes is stated with its spread over the seeds, one smaller than its spread is called
 "within the spread", and where there is one seed the page says that no spread is known. A recipe that diverged
 anywhere has no validation loss and takes no part in the comparison of losses.
-
-Values go to the template as text and are escaped there; only the figures, which are our own, go in as they are.
-The page allows itself no connection to anywhere: styles and figures are inline, and its policy forbids the rest.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from . import _plots
+from ._page import MISSING, join, render, write_page
 
 Json = dict[str, Any]
-MISSING = "—"
 # A sentence names this many recipes; it sums up the others.
 NAMED = 4
 
@@ -41,24 +35,15 @@ def write_report(results: Json, path: Path) -> None:
     Raises:
         ValueError: for results of another schema.
     """
-    page = _render(results)
-    new = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        # A command line may hold bytes that are no text.
-        new.write_text(page, encoding="utf-8", errors="replace")
-        os.replace(new, path)
-    finally:
-        new.unlink(missing_ok=True)
+    write_page(_render(results), path)
 
 
 def _render(results: Json) -> str:
     if results["schema"] != 1:
         raise ValueError(f"results: got schema {results['schema']!r}, takes 1")
-    source = resources.files(__package__).joinpath("templates", "compare.html.j2").read_text(encoding="utf-8")
-    # Undefined names are errors: a page with a hole in it should not be written.
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     figures = (_plots.loss, _plots.edq, _plots.lost_updates, _plots.memory, _plots.speed)
-    return environment.from_string(source).render(
+    return render(
+        "compare.html.j2",
         results=results,
         created=results["created"].replace("T", " ").replace("Z", " UTC"),
         # A number and its sign stay on one line.
@@ -71,7 +56,6 @@ def _render(results: Json) -> str:
         },
         plots={figure.__name__: Markup(figure(results)) for figure in figures},
         looks=_plots.looks(results),
-        palette=_plots.PALETTE,
         parts=_plots.PARTS,
     )
 
@@ -140,7 +124,7 @@ def _summary(results: Json) -> Iterable[str]:
     yield f"{trained}, with {upto}{max(counts)} seeds each." if max(counts) > 1 else f"{trained}, with one seed."
     diverged = [name for name, recipe in recipes.items() if recipe["diverged"]]
     if diverged:
-        yield f"{_join(diverged)} diverged, and {'has' if len(diverged) == 1 else 'have'} no validation loss."
+        yield f"{join(diverged)} diverged, and {'has' if len(diverged) == 1 else 'have'} no validation loss."
     yield from _summary_of_losses(results)
     yield from _summary_of_lost_updates(recipes)
     yield from _summary_of_bytes(recipes, results["reference"])
@@ -166,7 +150,7 @@ def _summary_of_losses(results: Json) -> Iterable[str]:
         amounts = [f"{name} by {_amount(found[name])}" for name in names]
         if amounts:
             amounts[0] = f"{names[0]} ended {side} by {_amount(found[names[0]])}"
-            clauses.append(_join(amounts))
+            clauses.append(join(amounts))
     if len(beyond) > len(told):
         most = abs(found[beyond[len(told)]]["mean"])
         clauses.append(f"the other {len(beyond) - len(told)} differ by at most {_at_most(most, 5)}")
@@ -174,10 +158,10 @@ def _summary_of_losses(results: Json) -> Iterable[str]:
     if clauses:
         yield f"Against it, {'; '.join(clauses)}."
     if within:
-        yield f"Within the spread over the seeds: {_join(within)}."
+        yield f"Within the spread over the seeds: {join(within)}."
     close = [name for name in beyond if found[name].get("within_reference_spread")]
     if close:
-        yield f"Less than another seed changes {reference}'s own loss: {_join(close)}."
+        yield f"Less than another seed changes {reference}'s own loss: {join(close)}."
     if any(found[name]["mean"] < 0 for name in told):
         yield "Lower than the reference is not better arithmetic: coarser states make other steps."
     if any(difference["spread"] is None for difference in found.values()):
@@ -200,7 +184,7 @@ def _summary_of_lost_updates(recipes: Json) -> Iterable[str]:
         others = f"; no other lost more than {_at_most(100 * lost[rest[0]], 1)} %" if rest else ""
         shares = [f"{name} {_percent(lost[name])} %" for name in told]
         shares[0] = f"{told[0]} lost {_percent(lost[told[0]])} % of its updates"
-        yield f"{_join(shares)}{others}."
+        yield f"{join(shares)}{others}."
     elif names:
         yield f"No recipe lost more than {_at_most(100 * lost[names[0]], 1)} % of its updates."
 
@@ -215,7 +199,7 @@ def _summary_of_bytes(recipes: Json, reference: str | None) -> Iterable[str]:
         if told:
             shown = _first(told)
             others = f"; {len(told) - len(shown)} others keep less than it, too" if len(told) > len(shown) else ""
-            yield f"{reference} keeps {most:.4g} bytes per parameter, {_join(shown)}{others}."
+            yield f"{reference} keeps {most:.4g} bytes per parameter, {join(shown)}{others}."
     elif len(names) > 1:
         least, most = names[0], names[-1]
         yield f"Bytes per parameter run from {kept[least]:.4g} ({least}) to {kept[most]:.4g} ({most})."
@@ -276,7 +260,3 @@ def _size(count: int | None) -> str:
     if count is None:
         return MISSING
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
-
-
-def _join(words: Sequence[str]) -> str:
-    return ", ".join(words[:-1]) + " and " + words[-1] if len(words) > 1 else "".join(words)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from narrowgauge.gauges._advice import Advice, Evidence
+from narrowgauge.gauges._advise import advise
 from narrowgauge.gauges._features import FeatureStats, FormatLoss, feature_stats
 from narrowgauge.gauges._formats import TARGETS, Target
 from narrowgauge.gauges._matches import SpikeMatch, match_spikes
 from narrowgauge.gauges._quantization import AdamErrorMap, QuantizationError, adam_error_map, quantization_error
 from narrowgauge.gauges._records import Records, read_records
+from narrowgauge.gauges._report import write_report
 from narrowgauge.gauges._spikes import LossSpikes, RmsSpikes, Spike, find_rms_spikes, find_spikes
 from narrowgauge.gauges._updates import (
     effective_descent_quality,
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 __all__ = [
     "TARGETS",
     "AdamErrorMap",
+    "Advice",
+    "Evidence",
     "FeatureStats",
     "FormatLoss",
     "LossSpikes",
@@ -38,6 +43,7 @@ __all__ = [
     "Target",
     "Watch",
     "adam_error_map",
+    "advise",
     "effective_descent_quality",
     "feature_stats",
     "find_rms_spikes",
@@ -49,6 +55,7 @@ __all__ = [
     "relative_descent_quality",
     "rms_ratio",
     "watch",
+    "write_report",
 ]
 
 # What plugs into a framework is imported when it is asked for: the library needs neither of them.

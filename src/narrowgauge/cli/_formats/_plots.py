@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from narrowgauge.cli._drawing import DASHES, INK, MUTED, SERIES, Look, drawing
 from narrowgauge.cli._formats._codebooks import Shown
-from narrowgauge.cli._plots import DASHES, INK, MUTED, SERIES, Look, drawing
 from narrowgauge.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, FloatFormat, codebook_map
 
 # The three of Figure 6, to compare any other with.

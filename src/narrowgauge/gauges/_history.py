@@ -1,0 +1,242 @@
+"""A run's records as columns: what the report, the terminal page and the advice read from.
+
+Records come one by one, each a small dictionary about one tensor at one step. Whoever reads a run asks the other
+way round: how did this number of this tensor go over the steps? A history takes records as they come, in any order,
+and keeps each number in a column of its own, so that a run that still grows can be read again and again.
+
+Nothing here raises because of a record. A killed run, a newer version and a hand that edited the file all leave
+records that lack a number or have one of another type: what cannot be read as a number is no value, a record
+without a step or a name is counted in `ignored`. What is not finite is a value.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Record = Mapping[str, Any]
+
+# What of a record is not a number of its tensor.
+_NOT_COLUMNS = {"kind", "step", "name", "usage", "error", "sums"}
+_CODES = 256
+_WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+# SwitchBack leaves the first 1000 of 20 000 steps out when it looks for spikes (Section 3.2, Appendix E): there
+# the learning rate is low and the moments are young. The same share of a shorter run.
+_START, _SHARE = 1000, 20
+
+
+class Series(NamedTuple):
+    """A number over the steps where it was measured: ascending steps (n,), values (n,), perhaps not all finite."""
+
+    steps: NDArray[np.int64]
+    values: Floats
+
+    def since(self, step: int) -> Series:
+        """The part from a step on."""
+        late = self.steps >= step
+        return Series(self.steps[late], self.values[late])
+
+    def until(self, step: int) -> Series:
+        """The part before a step."""
+        early = self.steps < step
+        return Series(self.steps[early], self.values[early])
+
+    @property
+    def finite(self) -> Series:
+        """The part that is finite."""
+        sound = np.isfinite(self.values)
+        return Series(self.steps[sound], self.values[sound])
+
+
+class History:
+    """Columns of a run's records.
+
+    Args:
+        records: as `read_records` or a watch's `rows()` gives them.
+        damage: what the reader said of a damaged file, if it was one.
+
+    Attributes:
+        header: the first record of kind "run", empty if there was none.
+        runs: how many headers there were: more than one for a run that was resumed into the same file.
+        count: how many records were taken.
+        ignored: how many had no step, counted from 1, or no name.
+        alarms: the records of what was raised while training: kinds "spike" and "nonfinite", in order.
+        memo: what was worked out of the records so far, by name; emptied by every record that is added.
+    """
+
+    def __init__(self, records: Iterable[Record] = (), damage: str | None = None) -> None:
+        self.header: dict[str, Any] = {}
+        self.damage = damage
+        self.runs = self.count = self.ignored = self.last_step = 0
+        self.alarms: list[Record] = []
+        self.memo: dict[str, Any] = {}
+        self._columns: dict[tuple[str, str, str], tuple[array[int], array[float]]] = {}
+        self._names: dict[str, dict[str, None]] = {}
+        self._usage: dict[tuple[str, str], Floats] = {}
+        self._maps: dict[str, tuple[Floats, Floats]] = {}
+        self._formats: dict[tuple[str, str], str] = {}
+        for record in records:
+            self.add(record)
+
+    def add(self, record: Record) -> None:
+        """Take one more record."""
+        self.count += 1
+        self.memo.clear()
+        kind, step = record.get("kind"), record.get("step")
+        if kind == "run":
+            self.runs += 1
+            self.header = self.header or dict(record)
+            return
+        name = record.get("name", "")
+        if not isinstance(kind, str) or not _is_count(step) or step < 1 or not isinstance(name, str):
+            self.ignored += 1
+            return
+        self.last_step = max(self.last_step, step)
+        if kind in ("spike", "nonfinite"):
+            self.alarms.append(record)
+            return
+        if kind == "state":
+            slot = str(record.get("slot", "?"))
+            self._add_usage((name, slot), record.get("usage"))
+            self._formats[name, slot] = str(record.get("format", ""))
+            name = f"{name} [{slot}]"
+        elif kind == "adam_error":
+            self._add_map(name, record)
+        self._names.setdefault(kind, {}).setdefault(name)
+        self._add_numbers((kind, name), "", step, record)
+
+    def _add_numbers(self, key: tuple[str, str], prefix: str, step: int, values: Record) -> None:
+        for field, value in values.items():
+            if not prefix and field in _NOT_COLUMNS:
+                continue
+            if isinstance(value, Mapping):
+                self._add_numbers(key, f"{prefix}{field}.", step, value)
+            elif (number := as_number(value)) is not None:
+                steps, numbers = self._columns.setdefault((*key, prefix + field), (array("q"), array("d")))
+                steps.append(step)
+                numbers.append(number)
+
+    def _add_usage(self, key: tuple[str, str], usage: object) -> None:
+        if isinstance(usage, Sequence) and not isinstance(usage, str):
+            counts = np.array([_count(value) for value in usage])
+            old = self._usage.get(key)
+            self._usage[key] = counts if old is None or len(old) != len(counts) else old + counts
+
+    def _add_map(self, name: str, record: Record) -> None:
+        fresh = (np.zeros((_CODES, _CODES)), np.zeros((_CODES, _CODES)))
+        for total, cells in zip(
+            self._maps.setdefault(name, fresh), map(record.get, ("usage", "error")), strict=True
+        ):
+            for cell in cells if isinstance(cells, Sequence) else ():
+                if not (isinstance(cell, Sequence) and len(cell) == 3):
+                    continue
+                i, j = cell[:2]
+                if _is_count(i) and _is_count(j) and max(i, j) < _CODES:
+                    total[i, j] += _count(cell[2])
+
+    def names(self, kind: str) -> list[str]:
+        """Tensors of which there are records of a kind, in the order of the model or the records; "" is none."""
+        order = {name: place for place, name in enumerate(self.parameters)}
+        found = [name for name in self._names.get(kind, ()) if name]
+        return sorted(found, key=lambda name: order.get(name, len(order)))
+
+    def series(self, kind: str, field: str, name: str = "") -> Series:
+        """A number of a tensor over the steps; of a step measured twice (a resumed run), the later record."""
+        columns = self._columns.get((kind, name, field))
+        if columns is None:
+            return Series(np.empty(0, np.int64), np.empty(0))
+        steps, values = np.array(columns[0], np.int64), np.array(columns[1], np.float64)
+        order = np.argsort(steps, kind="stable")
+        steps, values = steps[order], values[order]
+        last = np.append(steps[1:] != steps[:-1], True)
+        return Series(steps[last], values[last])
+
+    def fields(self, kind: str, name: str) -> list[str]:
+        """Which numbers of a tensor there are; those of formats are called "formats.e4m3.underflow"."""
+        return [field for k, n, field in self._columns if (k, n) == (kind, name)]
+
+    def matrix(self, kind: str, field: str) -> tuple[list[str], NDArray[np.int64], Floats]:
+        """A number of all tensors: names (r,), steps (c,), values (r, c), NaN where it was not measured."""
+        found = {name: self.series(kind, field, name) for name in self.names(kind)}
+        found = {name: series for name, series in found.items() if len(series.steps)}
+        if not found:
+            return [], np.empty(0, np.int64), np.empty((0, 0))
+        steps = np.unique(np.concatenate([series.steps for series in found.values()]))
+        values = np.full((len(found), len(steps)), np.nan)
+        for row, series in zip(values, found.values(), strict=True):
+            row[np.searchsorted(steps, series.steps)] = series.values
+        return list(found), steps, values
+
+    @property
+    def parameters(self) -> dict[str, list[int]]:
+        """Names and shapes from the header."""
+        found = self.header.get("parameters")
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def loss(self) -> Series:
+        """The loss of every step of which it is known."""
+        return self.series("step", "loss")
+
+    @property
+    def settled(self) -> int:
+        """The first step that counts: a twentieth of the run is left out at its start, 1000 steps at most."""
+        return min(_START, self.last_step // _SHARE) + 1
+
+    @property
+    def usage(self) -> dict[tuple[str, str], Floats]:
+        """How often each code was used, by (tensor, slot), all records together."""
+        return self._usage
+
+    @property
+    def state_formats(self) -> dict[tuple[str, str], str]:
+        """The number format by (tensor, slot)."""
+        return self._formats
+
+    @property
+    def maps(self) -> dict[str, tuple[Floats, Floats]]:
+        """Usage and sums of relative errors of Adam's updates by codes, two (256, 256), by tensor; "" is all."""
+        return self._maps
+
+
+def as_number(value: object) -> float | None:
+    """A float of what JSON has for one, the words for what is not finite included; None if it is none."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, (int, float)):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf if value > 0 else -math.inf
+    return _WORDS.get(value) if isinstance(value, str) else None
+
+
+def _count(value: object) -> float:
+    """A number of elements, or a sum of errors over them; nothing for what cannot be one."""
+    number = as_number(value)
+    return number if number is not None and 0 <= number < 2**63 else 0.0
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+
+
+# Tables of vectors looked up, and the convolutions that make patches of an image: what SwitchBack calls the
+# embedding layer. A convolution of that name inside of a numbered block is none.
+_EMBEDDING = re.compile(
+    r"(?:^|[._])(?:wte|wpe|emb|embed\w*|\w*_emb(?:ed\w*)?|patch_embed\w*)(?:[._]|$)|^(?:[a-z_]+\.){0,2}conv(?:1|_proj)\.",
+    re.IGNORECASE,
+)
+
+
+def is_embedding(name: str) -> bool:
+    """Whether a parameter's name is that of an embedding's weight, of tokens, positions or patches."""
+    return bool(_EMBEDDING.search(name)) and "norm" not in name.lower() and not name.endswith("bias")

@@ -1,0 +1,33 @@
+"""The records of a watch as a page.
+
+The page is made by the command line, which brings what draws and lays out; the library does without. So this is the
+one place of the library that reaches for it, and only when it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from narrowgauge.gauges._history import Record
+
+
+def write_report(records: Iterable[Record], path: Path) -> None:
+    """Write records as one self-contained page of HTML, whole or not at all.
+
+    Args:
+        records: as `read_records` or a watch's `rows()` gives them.
+        path: the file to write; its folder is made.
+
+    Raises:
+        ModuleNotFoundError: where what pages are made with is not installed, with the command that installs it.
+    """
+    try:
+        from narrowgauge.cli._run._page import write_run_report
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("narrowgauge"):
+            raise
+        hint = f"a report needs {error.name}; install it with: pip install 'narrowgauge[train]'"
+        raise ModuleNotFoundError(hint, name=error.name) from None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_run_report(records, path, path.stem)

@@ -1,0 +1,372 @@
+"""The page of a run: it says what the records say, leaves out what they have not, and lets nothing in."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from html_page import Page
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import narrowgauge as ng
+from narrowgauge.cli import main
+from narrowgauge.cli._drawing import PALETTE
+from narrowgauge.cli._run._columns import COLUMNS, ROWS, grid, number, short
+from narrowgauge.cli._run._page import page
+from narrowgauge.cli._run._paint import _paint, medians
+from narrowgauge.gauges._history import History
+from narrowgauge.gauges._records import line_of
+from recorded import NAMES, STRANGE, changed, header, sound, step, update
+
+Records = list[dict[str, Any]]
+
+
+def look(records: Records, damage: str | None = None, name: str = "run") -> tuple[Page, str]:
+    source = page(History(records, damage), name)
+    return Page(source), source
+
+
+def save(records: Records, path: Path) -> Path:
+    path.write_text("".join(map(line_of, records)))
+    return path
+
+
+def headings(source: str) -> list[str]:
+    return re.findall(r"<figure>\s*<h3>([^<]*)</h3>", source)
+
+
+def test_a_whole_run_has_every_figure_and_each_has_its_numbers() -> None:
+    parsed, source = look(changed(sound(), "step", loss_scale=1024.0, skipped=0))
+    assert headings(source) == [
+        "Loss, its spikes, and RMS", "Effective descent quality", "Lost updates", "Narrower formats: gradients",
+        "Narrower formats: activations", "Narrower formats: gradients of activations",
+        "Feature magnitudes by depth", "Loss scale", "Quantization maps", "Use of codes",
+    ]  # fmt: skip
+    assert source.count("<summary>The numbers as a table</summary>") == 10
+    assert "What is not here" not in parsed.text
+    assert "No gauge crossed a threshold." in parsed.text
+    assert "Nothing to say" in parsed.text
+    assert "200 steps were watched" in parsed.text
+    assert "The loss went from 3.005 to 2.04." in parsed.text
+    # The embedding and a matrix of the middle block are compared.
+    assert "RMS_t of wte.weight" in parsed.text
+    assert "RMS_t of h.1.fc.weight" in parsed.text
+
+
+def test_numbers_of_a_tensor_are_in_the_tables() -> None:
+    records = changed(sound(), "update", ["ln.weight"], range(100, 101), descent_quality=0.4321)
+    parsed, _ = look(records)
+    assert ["ln.weight", "1", "1", "0.4321 (step 100)", "1"] in [
+        [" ".join(c.split()) for c in r] for r in parsed.rows
+    ]
+
+
+def test_advice_stands_on_top_with_its_numbers() -> None:
+    records = changed(sound(), "update", ["ln.weight"], lost=1.0, descent_quality=0.0)
+    parsed, source = look(records)
+    assert parsed.text.index("ln.weight does not move at all") < parsed.text.index("The figures")
+    assert "ln.weight: effective descent quality 0 at step 200, threshold 0.9" in parsed.text
+    assert "Advice: 1 to change." in parsed.text
+    assert '<li class="change">' in source
+
+
+def test_spikes_are_marked_with_their_precursors() -> None:
+    records = changed(sound(400), "update", ["wte.weight"], range(300, 301), rms=5.0)
+    records = changed(records, "step", None, range(304, 307), loss=9.0)
+    parsed, _ = look(records)
+    assert "1 loss spike, 1 of them after an RMS spike." in parsed.text
+    assert ["304", "9", "wte.weight at step 300"] in [[c.strip() for c in row] for row in parsed.rows]
+
+
+@pytest.mark.parametrize(
+    ("kind", "heading", "reason"),
+    [
+        ("activation", "Feature magnitudes by depth", "No activations were recorded"),
+        ("adam_error", "Quantization maps", "the maps of 256 by 256 codes are left out"),
+        ("state", "Use of codes", "No codes of quantized states"),
+        ("gradient", "Narrower formats: gradients", "recorded of gradients:"),
+        ("update", "Effective descent quality", "effective descent quality by layer is left out"),
+    ],
+)
+def test_what_was_not_recorded_is_left_out_and_said(kind: str, heading: str, reason: str) -> None:
+    parsed, source = look([record for record in sound() if record["kind"] != kind])
+    assert heading not in headings(source)
+    assert reason in parsed.text
+    assert parsed.text.index("What is not here") < parsed.text.index(reason)
+
+
+def test_without_losses_rms_stands_alone_and_without_both_nothing() -> None:
+    records = changed(sound(), "step", loss=None)
+    parsed, source = look(records)
+    assert "Loss, its spikes, and RMS" in headings(source)
+    assert "The loss was not recorded." in parsed.text
+    parsed, source = look([record for record in records if record["kind"] != "update"])
+    assert "Loss, its spikes, and RMS" not in headings(source)
+    assert "No loss and no RMS_t was recorded" in parsed.text
+    parsed, source = look([record for record in sound() if record["kind"] != "update"])
+    assert "RMS_t was not recorded" in parsed.text
+
+
+def test_what_is_not_finite_is_shown() -> None:
+    records = changed(sound(), "step", None, range(150, 201), loss=math.nan)
+    records = changed(records, "update", ["wte.weight"], range(100, 120), descent_quality=math.inf, rms=math.inf)
+    records = changed(records, "activation", ["h.1"], mean=math.inf)
+    parsed, _ = look(records)
+    assert "The loss is NaN at step 150, and stays so." in parsed.text
+    assert "The loss went from 3.005 to NaN." in parsed.text
+    assert "inf (step 100)" in parsed.text
+    assert "Purple: not finite." in parsed.text
+
+
+def test_a_damaged_file_says_so_first() -> None:
+    parsed, _ = look(sound(50), damage="line 7 (byte 1234): no record")
+    assert "The records end early. line 7 (byte 1234): no record. The page shows what stands before." in parsed.text
+    assert parsed.text.index("end early") < parsed.text.index("Advice")
+
+
+def test_a_header_alone_is_a_page() -> None:
+    parsed, source = look([header()])
+    assert "No step was recorded." in parsed.text
+    assert headings(source) == []
+    assert "AdamW8bit, cpu, 2026-11-22 07:30:00 UTC" in parsed.text
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "{{ 7*7 }}", "a&amp;b", "$\\frac{1}$"],
+)
+def test_every_name_is_escaped(hostile: str) -> None:
+    renamed = [record | {"name": hostile} if record.get("name") == "wte.weight" else record for record in sound()]
+    renamed[0] = header(optimizer=hostile, device=hostile, started=hostile, parameters={hostile: [8, 8]})
+    renamed = [
+        record | {"slot": hostile, "format": hostile} if record["kind"] == "state" else record for record in renamed
+    ]
+    renamed.append({"kind": "spike", "step": 3, "of": hostile, "name": hostile, "value": 3.0, "threshold": 2.3})
+    renamed = changed(renamed, "update", [hostile], lost=1.0, descent_quality=0.0)
+    renamed = changed(renamed, "gradient", [hostile], formats={hostile: {"underflow": 1.0}})
+    parsed, source = look(renamed, damage=hostile, name=hostile)
+    assert not [tag for tag, _, _ in parsed.attributes if tag in ("script", "img")]
+    assert not [name for _, name, _ in parsed.attributes if name.startswith("on")]
+    assert "<script" not in source
+    assert parsed.text.count(hostile) > 8
+
+
+def test_the_page_needs_nothing_from_outside_and_runs_nothing() -> None:
+    parsed, source = look(sound())
+    for tag, name, value in parsed.attributes:
+        if name in ("src", "href", "xlink:href", "action", "data", "srcset"):
+            assert value.startswith(("#", "data:image/png;base64,")), (tag, name, value[:40])
+    assert all(target.startswith("#") for target in re.findall(r"url\(\s*['\"]?([^)]*)", source))
+    assert set(re.findall(r"https?://[^\"'\s<]*", source)) <= {"http://www.w3.org/2000/svg"}
+    (policy,) = [value for tag, name, value in parsed.attributes if tag == "meta" and "default-src" in value]
+    assert policy == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+def test_ids_are_unique_and_colours_defined_for_both_schemes() -> None:
+    parsed, source = look(sound())
+    ids = Counter(value for _, name, value in parsed.attributes if name == "id")
+    assert max(ids.values()) == 1
+    defined = Counter(re.findall(r"(?<![\w(-])--([\w-]+):", source))
+    assert set(re.findall(r"var\(--([\w-]+)", source)) <= set(defined)
+    assert all(defined[name] == 2 for name in PALETTE), "light and dark"
+
+
+def test_a_large_run_stays_small_and_says_what_shares_a_cell() -> None:
+    names = [f"model.layers.{i}.weight" for i in range(330)]
+    records = [header(parameters={name: [8, 8] for name in names})]
+    for number_ in range(1, 331):
+        records.append(step(number_))
+        if number_ % 2 == 0:
+            records += [update(number_, name, lost=(i % 7) / 7) for i, name in enumerate(names)]
+    records = changed(records, "update", [names[200]], range(100, 101), lost=1.0)
+    history = History(records)
+    cells = grid(history, "update", "lost", 0.0)
+    assert cells is not None
+    assert cells.values.shape == (ROWS, COLUMNS)
+    assert cells.shared == (2, 2)
+    assert np.nanmax(cells.values) == 1.0, "the worst of what shares a cell is what is seen"
+    source = page(history, "large")
+    assert len(source) < 2_000_000
+    assert "A cell is the worst of up to 2 measured steps and 2 neighbouring tensors." in source
+    assert f"The first {ROWS} of 330 tensors." in source
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 400), st.floats(0, 1)), min_size=1, max_size=300))
+@settings(max_examples=30)
+def test_a_heat_map_never_hides_the_worst(measured: list[tuple[int, int, float]]) -> None:
+    history = History(update(number_, f"t{name}", lost=value) for name, number_, value in measured)
+    cells = grid(history, "update", "lost", 0.0)
+    kept = {(name, number_): value for name, number_, value in measured}
+    assert cells is not None
+    assert np.nanmax(cells.values) == max(kept.values())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_run_with_odd_values_anywhere_is_a_page(seed: int) -> None:
+    """A sound run, of which one field in ten holds something else."""
+    generator = random.Random(seed)
+    odd = [
+        None,
+        "nan",
+        math.nan,
+        math.inf,
+        -math.inf,
+        -1,
+        0,
+        1e300,
+        1e-300,
+        10**30,
+        "text",
+        [],
+        {},
+        True,
+        [[1, 2, 3]],
+    ]
+    records: Records = []
+    for record in changed(sound(120), "step", loss_scale=1024.0, skipped=0):
+        fields = [field for field in record if field != "kind"]
+        chosen = [field for field in fields if generator.random() < 0.1]
+        records.append(record | {field: generator.choice(odd) for field in chosen})
+    Page(page(History(records), "odd"))
+
+
+def test_a_watch_writes_the_page_of_what_it_saw(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with ng.gauges.watch(model, optimizer, every=2) as gauges:
+        for _ in range(6):
+            loss = model(torch.ones(4, 8)).square().mean()
+            gauges.loss(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    written = gauges.report(tmp_path / "pages" / "run.html")
+    text = Page(written.read_text()).text
+    assert "6 steps were watched" in text
+    assert "AdamW, cpu" in text
+    assert "0.weight" in text
+
+
+def test_without_what_draws_a_report_says_what_to_install(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "import pathlib; from narrowgauge.gauges import write_report\n"
+        "try: write_report([], pathlib.Path(sys.argv[1], 'x.html'))\n"
+        "except ModuleNotFoundError as error: print(error)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ran.stdout == "a report needs matplotlib; install it with: pip install 'narrowgauge[train]'\n"
+    assert not list(tmp_path.iterdir())
+
+
+@given(st.lists(STRANGE, max_size=20))
+@settings(max_examples=15, deadline=None)
+def test_no_record_can_make_a_page_fail(records: Records) -> None:
+    Page(page(History(records), "strange"))
+
+
+def test_cells_are_painted_by_their_distance_and_side() -> None:
+    values = np.array([[0.5, 0.75, 1.0, 1.25, 1.5, np.nan]])
+    broken = np.array([[False, False, False, False, False, False]])
+    colours = _paint(values, 0.5, 1.0, 1.5, broken)[0]
+    assert colours[0][3] == colours[4][3] == 255
+    assert colours[2][3] < colours[1][3] < colours[0][3]
+    assert colours[1][:3].tolist() == colours[0][:3].tolist() != colours[4][:3].tolist()
+    assert colours[5][3] == 0
+    assert _paint(values, 0.5, 1.0, 1.5, np.isnan(values))[0][5].tolist()[3] == 255
+
+
+def test_the_smoothed_loss_rises_with_a_spike_and_not_before_it() -> None:
+    values = np.full(400, 2.0)
+    values[300:304] = 9.0
+    at = np.arange(400)
+    assert medians(values, at).tolist() == [2.0] * 400
+    values[300:] = 9.0
+    assert medians(values, at).tolist() == values.tolist()
+
+
+def test_labels_leave_out_what_all_share() -> None:
+    assert short(["model.h.0.w", "model.h.1.w"]) == ["0.w", "1.w"]
+    assert short(["a.b"]) == ["a.b"]
+    assert short(["w", "model.w"]) == ["w", "model.w"]
+    (label, _) = short(["x" * 60, "y"])
+    assert len(label) == 26
+    assert label.startswith("…")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "—"), (math.nan, "NaN"), (-math.inf, "−inf"), (0.0, "0"), (1.23456, "1.235"), (-2.0, "−2"),
+     (1e-8, "1.000e−08")],
+)  # fmt: skip
+def test_numbers_in_tables(value: float | None, text: str) -> None:
+    assert number(value) == text
+
+
+def test_the_command_writes_beside_the_records_and_says_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(sound(30), tmp_path / "gauges.jsonl")
+    assert main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'gauges.html'}\n"
+    Page((tmp_path / "gauges.html").read_text())
+    assert main(["report", str(tmp_path / "gauges.jsonl"), "--out", str(tmp_path / "new" / "p.html")]) == 0
+    assert (tmp_path / "new" / "p.html").is_file()
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "new")]) == 0
+    assert (tmp_path / "new" / "gauges.html").is_file()
+
+
+def test_a_cut_file_is_read_up_to_the_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save(sound(30), tmp_path / "gauges.jsonl")
+    path.write_bytes(path.read_bytes()[:-20])
+    assert main(["report", str(path)]) == 0
+    assert "read up to a damage: line" in capsys.readouterr().out
+    assert "The records end early." in (tmp_path / "gauges.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [(None, "which does not exist"), (b"", "the file is empty"), (b"hello\n", "nothing to read: line 1"),
+     (b"\xff\xfe\x00", "nothing to read: line 1"), (b'{"kind": "step", "step": 1}\n', "takes 'run'")],
+)  # fmt: skip
+def test_what_is_no_file_of_records_is_refused_in_one_line(
+    content: bytes | None, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    assert main(["report", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("narrowgauge: RUN: got ")
+    assert complaint in error
+    assert error.count("\n") == 1
+    assert not path.with_suffix(".html").exists()
+
+
+def test_a_folder_without_records_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    assert "a folder without gauges.jsonl" in capsys.readouterr().err
+
+
+def test_the_records_are_never_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save(sound(10), tmp_path / "run.html")
+    before = path.read_bytes()
+    assert main(["report", str(path)]) == 2
+    assert "--out: got" in capsys.readouterr().err
+    assert path.read_bytes() == before
+
+
+def test_names_of_all_tensors_are_on_the_page() -> None:
+    parsed, _ = look(sound())
+    assert all(name in parsed.text for name in NAMES)

@@ -1,0 +1,162 @@
+"""The page in the terminal: what it shows, how it follows, how it ends."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from narrowgauge.cli import main
+from narrowgauge.cli._run._terminal import Advisor, WatchOptions, sparkline, watch
+from narrowgauge.gauges._history import History
+from narrowgauge.gauges._records import line_of
+from recorded import changed, header, sound, step
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "gauges.jsonl"
+
+
+def show(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int = 100) -> str:
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main(["watch", str(path), "--once"]) == 0
+    return capsys.readouterr().out
+
+
+def test_once_prints_the_run_as_it_stands(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = changed(sound(), "update", ["ln.weight"], lost=1.0, descent_quality=0.0)
+    records.append({"kind": "spike", "step": 90, "of": "rms", "name": "wte.weight", "value": 3.5, "threshold": 2.3})
+    records.append({"kind": "nonfinite", "step": 95, "of": "gradient", "name": "wte.weight", "value": 2})
+    path.write_text("".join(map(line_of, records)))
+    text = show(path, capsys, monkeypatch)
+    assert "AdamW8bit, cpu, step 200, 10 steps/s" in text
+    assert "loss" in text
+    assert "2.04" in text
+    lines = text.splitlines()
+    worst = next(i for i, line in enumerate(lines) if line.startswith("worst tensors"))
+    assert lines[worst + 1].split() == ["ln.weight", "1", "0", "100", "0"]
+    assert "step 90: spike of rms wte.weight, 3.5" in text
+    assert "step 95: inf or NaN in gradient wte.weight, 2" in text
+    assert "lost updates: ln.weight does not move at all" in text
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_no_line_is_wider_than_the_terminal(
+    width: int, path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path.write_text("".join(map(line_of, sound())))
+    assert max(map(len, show(path, capsys, monkeypatch, width).splitlines())) <= width
+
+
+def test_names_are_text_and_no_markup(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = [
+        record | {"name": "[red]x[/]"} if record.get("name") == "ln.weight" else record for record in sound()
+    ]
+    path.write_text("".join(map(line_of, changed(records, "update", ["[red]x[/]"], rms=2.0))))
+    assert "[red]x[/]" in show(path, capsys, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"), [(None, "there are no records"), ("", "no whole record"), ("nonsense\n", "line 1")]
+)
+def test_once_refuses_what_has_no_records(
+    content: str | None, complaint: str, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content is not None:
+        path.write_text(content)
+    assert main(["watch", str(path), "--once"]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_an_interval_has_to_be_above_zero(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", str(path), "--interval", "0"]) == 2
+    assert "--interval: got 0, takes seconds above 0" in capsys.readouterr().err
+
+
+def test_it_waits_follows_and_takes_a_new_start(path: Path) -> None:
+    """One round for each stage of a file's life; the page after each is in what was written."""
+    stages = ["", line_of(header()) + line_of(step(1, 5.5)), line_of(step(2, 4.25)), "new", "gone"]
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=True, width=100, height=40, highlight=False)
+
+    def advance(seconds: float) -> None:
+        stage = stages.pop(0)
+        if stage == "new":
+            path.write_text(line_of(header(optimizer="Lion8bit")) + line_of(step(1, 7.75)))
+        elif stage == "gone":
+            path.unlink()
+        else:
+            with path.open("a") as file:
+                file.write(stage)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "sleep", advance)
+        assert watch(WatchOptions(path, once=False, interval=0.01), console, rounds=6) == 0
+    text = written.getvalue()
+    order = [text.index(word) for word in ("waiting for the file", "waiting for the first record", "5.5", "4.25")]
+    assert order == sorted(order)
+    assert text.index("4.25") < text.index("Lion8bit")
+    assert text.rindex("waiting for the file") > text.index("7.75")
+
+
+def test_a_damage_is_said_while_following(path: Path) -> None:
+    path.write_text(line_of(header()) + "???\n")
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=True, width=100, height=40)
+    watch(WatchOptions(path, once=False, interval=0.01), console, rounds=1)
+    assert "read up to a damage: line 2" in written.getvalue()
+
+
+def test_ctrl_c_ends_it_quietly(path: Path) -> None:
+    """In a terminal of its own, as a person would."""
+    path.write_text("".join(map(line_of, sound(20))))
+    parent, child = pty.openpty()
+    command = [sys.executable, "-m", "narrowgauge.cli", "watch", str(path), "--interval", "0.1"]
+    process = subprocess.Popen(command, stdin=child, stdout=child, stderr=subprocess.PIPE)
+    os.close(child)
+    seen = b""
+    try:
+        while b"step 20" not in seen:
+            seen += os.read(parent, 65536)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        os.close(parent)
+    assert process.returncode == 0
+    assert errors == b""
+
+
+def test_advice_takes_a_small_share_of_the_time() -> None:
+    clock = iter([0.0, 2.0, 5.0, 23.0, 24.0])
+    advisor = Advisor(clock=lambda: next(clock))
+    bad = changed(sound(), "update", ["ln.weight"], lost=1.0, descent_quality=0.0)
+    history = History(bad)
+    assert len(advisor.of(history)) == 1  # from 0 to 2: not again before 22
+    for record in changed(sound(), "update", ["ln.weight"], lost=0.0, descent_quality=1.0)[1:]:
+        history.add(record)
+    assert len(advisor.of(history)) == 1  # at 5
+    assert advisor.of(history) == []  # at 23
+
+
+def test_a_sparkline_shows_order_and_what_is_not_finite() -> None:
+    assert sparkline(np.array([0.0, 1.0, 2.0, 3.0]), 4) == "▁▃▆█"
+    assert sparkline(np.array([1.0, math.nan, 2.0]), 10) == "▁!█"
+    assert sparkline(np.array([5.0, 5.0]), 10) == "▄▄"
+    assert sparkline(np.array([math.inf]), 10) == "!"
+    assert len(sparkline(np.arange(1000.0), 30)) == 30

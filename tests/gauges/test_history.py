@@ -1,0 +1,134 @@
+"""A history gives back every number that was put in, and takes whatever stands in a file."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from narrowgauge.gauges import advise
+from narrowgauge.gauges._advice_ranges import blocks
+from narrowgauge.gauges._history import History, is_embedding
+from recorded import BLOCKS, NAMES, STRANGE, header, sound, state, step, tensor, update
+
+
+def test_numbers_come_back_by_tensor_and_step() -> None:
+    history = History([header(), update(5, "a", rms=2.0), update(10, "a", rms=3.0), update(5, "b", rms=7.0)])
+    steps, values = history.series("update", "rms", "a")
+    assert steps.tolist() == [5, 10]
+    assert values.tolist() == [2.0, 3.0]
+    assert history.series("update", "rms", "b").values.tolist() == [7.0]
+    assert not len(history.series("update", "rms", "c").steps)
+    assert not len(history.series("gradient", "rms", "a").steps)
+    assert history.last_step == 10
+
+
+def test_of_a_step_that_was_taken_twice_the_later_record_counts() -> None:
+    history = History([step(1, 5.0), step(2, 4.0), step(3, 3.0), step(2, 2.5), step(3, 2.0)])
+    assert history.loss.steps.tolist() == [1, 2, 3]
+    assert history.loss.values.tolist() == [5.0, 2.5, 2.0]
+
+
+def test_numbers_inside_of_numbers_have_dotted_names() -> None:
+    history = History([tensor("gradient", 5, "a", formats={"e4m3 scaled": {"underflow": 0.25}})])
+    assert history.series("gradient", "formats.e4m3 scaled.underflow", "a").values.tolist() == [0.25]
+
+
+def test_what_is_not_finite_is_a_value_and_what_is_no_number_is_none() -> None:
+    values: list[Any] = [math.nan, "inf", "-inf", None, True, "fast", [1], 10**400]
+    history = History([step(i, value) for i, value in enumerate(values, 1)])
+    assert history.loss.steps.tolist() == [1, 2, 3, 8]
+    assert np.isnan(history.loss.values[0])
+    assert history.loss.values[1:].tolist() == [math.inf, -math.inf, math.inf]
+    assert len(history.loss.finite.steps) == 0
+
+
+@pytest.mark.parametrize(
+    "record",
+    [{}, {"kind": "step"}, {"kind": "step", "step": "1"}, {"kind": "step", "step": -1},
+     {"kind": "step", "step": 0}, {"kind": 3, "step": 1},
+     {"kind": "step", "step": True}, {"kind": "update", "step": 1, "name": 7}, {"kind": "step", "step": 1.0}],
+)  # fmt: skip
+def test_a_record_without_step_or_name_is_counted_and_left_out(record: dict[str, Any]) -> None:
+    history = History([header(), record])
+    assert (history.count, history.ignored) == (2, 1)
+    assert history.last_step == 0
+
+
+def test_unknown_kinds_do_no_harm() -> None:
+    history = History([header(), {"kind": "weather", "step": 4, "name": "a", "rain": 1.0}])
+    assert history.ignored == 0
+    assert history.series("weather", "rain", "a").values.tolist() == [1.0]
+
+
+def test_tensors_come_in_the_models_order() -> None:
+    history = History([header(), *(update(5, name) for name in reversed(NAMES)), update(5, ""), update(5, "new")])
+    assert history.names("update") == [*NAMES, "new"]
+
+
+def test_a_matrix_has_nan_where_nothing_was_measured() -> None:
+    names, steps, values = History([update(5, "a", rms=1.0), update(10, "b", rms=2.0)]).matrix("update", "rms")
+    assert names == ["a", "b"]
+    assert steps.tolist() == [5, 10]
+    np.testing.assert_array_equal(values, [[1.0, np.nan], [np.nan, 2.0]])
+
+
+def test_codes_and_maps_are_added_up() -> None:
+    history = History([state(50, "a", "m", usage=[1, 2, 0]), state(100, "a", "m", usage=[0, 2, 4])])
+    assert history.usage["a", "m"].tolist() == [1, 4, 4]
+    assert history.series("state", "relative_norm", "a [m]").values.tolist() == [0.02, 0.02]
+    record = {
+        "kind": "adam_error",
+        "step": 50,
+        "name": "",
+        "usage": [[1, 2, 3], [255, 255, 1]],
+        "error": [[1, 2, 0.5]],
+    }
+    history = History([record, record])
+    use, error = history.maps[""]
+    assert (use[1, 2], use[255, 255], use.sum()) == (6, 2, 8)
+    assert (error[1, 2], error.sum()) == (1.0, 1.0)
+
+
+def test_cells_outside_of_the_map_are_left_out() -> None:
+    cells = [[256, 0, 1], [-1, 0, 1], [0, 0], "abc", [0.5, 0, 1], [0, 0, "x"], [3, 4, 1]]
+    history = History([{"kind": "adam_error", "step": 1, "name": "", "usage": cells, "error": 7}])
+    assert history.maps[""][0].sum() == 1
+
+
+def test_the_start_is_a_twentieth_of_the_run_and_1000_steps_at_most() -> None:
+    assert [History([step(last)]).settled for last in (10, 200, 20_000, 1_000_000)] == [1, 11, 1001, 1001]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("transformer.wte.weight", True), ("model.embed_tokens.weight", True), ("visual.conv1.weight", True),
+     ("bert.embeddings.word_embeddings.weight", True), ("patch_embed.proj.weight", True), ("pos_emb", True),
+     ("vit.conv_proj.weight", True), ("layer1.0.conv1.weight", False), ("embeddings.LayerNorm.weight", False),
+     ("embeddings.norm.weight", False), ("patch_embed.proj.bias", False), ("h.0.attn.c_attn.weight", False),
+     ("member.weight", False)],
+)  # fmt: skip
+def test_embeddings_are_known_by_name(name: str, expected: bool) -> None:
+    assert is_embedding(name) is expected
+
+
+def test_blocks_are_what_repeats_with_one_number_in_the_order_of_it() -> None:
+    names = ["h.10.mlp", "h.10", "h.2", "h.2.mlp", "ln_f", "h.2.experts.0", "h.2.experts.1"]
+    history = History([tensor("activation", 5, name) for name in names])
+    assert blocks(history) == {"h.#": ["h.2", "h.10"], "h.#.mlp": ["h.2.mlp", "h.10.mlp"]}
+    assert list(blocks(History(sound()))) == ["h.#"]
+    assert blocks(History(sound()))["h.#"] == list(BLOCKS)
+
+
+@given(st.lists(STRANGE, max_size=30))
+def test_no_record_can_make_reading_or_advice_fail(records: list[dict[str, Any]]) -> None:
+    history = History(records)
+    assert history.count == len(records)
+    assert 0 <= history.ignored <= len(records)
+    for piece in advise(history):
+        assert piece.finding.endswith(".")
+        assert piece.source
