@@ -5,7 +5,7 @@ The models are transformers', with open_clip's sizes and random weights; images 
 patches are dropped, each block is checkpointed, parameters, activations and gradients are bf16. There is one model
 and one optimizer: the layers of its blocks are swapped in place, so that every side steps the same tensors, and the
 sides take turns, round by round. With `--compile` each block is compiled by itself: blocks of a tower share what
-was compiled for the first. With `--graph` a step of each side is captured as a CUDA graph and its replays are timed:
+was compiled for the first. With `--graph` a step of each side is captured as a CUDA graph, and replays are timed:
 the device's work alone, where the host launches more slowly than the device works.
 
     python benchmarks/bench_clip.py --compile [--graph] [--models vit-h-14] [--plans SWITCHBACK:int8] [--json FILE]
