@@ -132,3 +132,25 @@ def test_no_record_can_make_reading_or_advice_fail(records: list[dict[str, Any]]
     for piece in advise(history):
         assert piece.finding.endswith(".")
         assert piece.source
+
+
+def test_text_that_cannot_be_shown_is_replaced_and_shapes_that_are_none_are_empty() -> None:
+    header = {
+        "kind": "run", "version": 1, "optimizer": "A\x1b[31m",
+        "parameters": {"a\x00": [2, 3], "b\ud800": 1.5, "c": [None], "d": {"x": 1}},
+    }  # fmt: skip
+    history = History([header, {"kind": "update", "step": 1, "name": "a\x00", "rms": 1.0, "\ud800": 1}])
+    assert history.parameters == {"a\ufffd": [2, 3], "b\ufffd": [], "c": [], "d": []}
+    assert history.names("update") == ["a\ufffd"]
+    assert history.fields("update", "a\ufffd") == ["rms", "\ufffd"]
+    assert history.header["optimizer"] == "A\ufffd[31m"
+    history.add({"kind": "spike", "step": 2, "of": "rms", "name": "a\x07"})
+    assert history.alarms[0]["name"] == "a\ufffd"
+
+
+def test_numbers_in_numbers_end_somewhere() -> None:
+    nested: dict[str, object] = {"x": 1.0}
+    for _ in range(10_000):
+        nested = {"a": nested}
+    history = History([{"kind": "gradient", "step": 1, "name": "w", "mean": 2.0, "formats": nested}])
+    assert history.series("gradient", "mean", "w").values.tolist() == [2.0]

@@ -6,13 +6,10 @@ the log ``narrowgauge.gauges``, and a call of whoever asked for them.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
-from narrowgauge.gauges._records import Record
+from narrowgauge.gauges._records import LOG, Record
 from narrowgauge.gauges._spikes import LossSpikes, RmsSpikes, Spike
-
-LOG = logging.getLogger("narrowgauge.gauges")
 
 
 class Alarms:

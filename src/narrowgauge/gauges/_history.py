@@ -26,6 +26,8 @@ Record = Mapping[str, Any]
 # What of a record is not a number of its tensor.
 _NOT_COLUMNS = {"kind", "step", "name", "usage", "error", "sums"}
 _CODES = 256
+# Records have numbers in numbers at most so deep ("formats.e4m3.underflow"); what nests on is none of ours.
+_DEEPEST = 4
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 # SwitchBack leaves the first 1000 of 20 000 steps out when it looks for spikes (Section 3.2, Appendix E): there
@@ -93,20 +95,20 @@ class History:
         kind, step = record.get("kind"), record.get("step")
         if kind == "run":
             self.runs += 1
-            self.header = self.header or dict(record)
+            self.header = self.header or _shown(record)
             return
-        name = record.get("name", "")
+        name = _shown(record.get("name", ""))
         if not isinstance(kind, str) or not _is_count(step) or step < 1 or not isinstance(name, str):
             self.ignored += 1
             return
         self.last_step = max(self.last_step, step)
         if kind in ("spike", "nonfinite"):
-            self.alarms.append(record)
+            self.alarms.append(_shown(record))
             return
         if kind == "state":
-            slot = str(record.get("slot", "?"))
+            slot = _shown(str(record.get("slot", "?")))
             self._add_usage((name, slot), record.get("usage"))
-            self._formats[name, slot] = str(record.get("format", ""))
+            self._formats[name, slot] = _shown(str(record.get("format", "")))
             name = f"{name} [{slot}]"
         elif kind == "adam_error":
             self._add_map(name, record)
@@ -117,8 +119,10 @@ class History:
         for field, value in values.items():
             if not prefix and field in _NOT_COLUMNS:
                 continue
+            field = _shown(str(field))
             if isinstance(value, Mapping):
-                self._add_numbers(key, f"{prefix}{field}.", step, value)
+                if prefix.count(".") < _DEEPEST:
+                    self._add_numbers(key, f"{prefix}{field}.", step, value)
             elif (number := as_number(value)) is not None:
                 steps, numbers = self._columns.setdefault((*key, prefix + field), (array("q"), array("d")))
                 steps.append(step)
@@ -177,9 +181,15 @@ class History:
 
     @property
     def parameters(self) -> dict[str, list[int]]:
-        """Names and shapes from the header."""
-        found = self.header.get("parameters")
-        return found if isinstance(found, dict) else {}
+        """Names and shapes from the header; a shape that is none is empty."""
+        if "parameters" not in self.memo:
+            found = self.header.get("parameters")
+            self.memo["parameters"] = {
+                name: list(shape) if isinstance(shape, list) and all(map(_is_count, shape)) else []
+                for name, shape in (found.items() if isinstance(found, dict) else ())
+            }
+        shapes: dict[str, list[int]] = self.memo["parameters"]
+        return shapes
 
     @property
     def loss(self) -> Series:
@@ -205,6 +215,19 @@ class History:
     def maps(self) -> dict[str, tuple[Floats, Floats]]:
         """Usage and sums of relative errors of Adam's updates by codes, two (256, 256), by tensor; "" is all."""
         return self._maps
+
+
+def _shown(value: Any) -> Any:
+    """A value whose text can be shown: control characters, and halves of characters, are replaced.
+
+    A name is what its user, or whoever edited the file, made it. A terminal obeys control characters, and neither
+    a page nor a drawing can hold them.
+    """
+    if isinstance(value, str):
+        return value if value.isprintable() else "".join(c if c.isprintable() else "\ufffd" for c in value)
+    if isinstance(value, Mapping):
+        return {_shown(key): _shown(item) for key, item in value.items()}
+    return list(map(_shown, value)) if isinstance(value, list) else value
 
 
 def as_number(value: object) -> float | None:

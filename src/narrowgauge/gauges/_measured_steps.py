@@ -91,6 +91,13 @@ class MeasuredStep:
 
     def __init__(self, optimizer: torch.optim.Optimizer, turn: int, share: int) -> None:
         self._optimizer, self._turn, self._share = optimizer, turn, share
+        # torch's SGD with Nesterov's momentum steps lists of parameters ("foreach") by adding to their gradients.
+        self._grads = {
+            p: self._sample(_dense(p.grad)).clone()
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if group.get("nesterov") and p.grad is not None
+        }
         # By torch's GradScaler, for optimizers that skip on the device.
         self._held: Tensor | None = getattr(optimizer, "found_inf", None)
         self._before = {
@@ -132,7 +139,8 @@ class MeasuredStep:
         segments = Segments.of(vectors)
         before = segments.rows(vectors, torch.float64)
         change = segments.rows([self._sample(p) for p in some.ps], torch.float64) - before
-        grad = segments.rows([self._sample(_dense(p.grad)) for p in some.ps], torch.float64)
+        grads = [self._grads[p] if p in self._grads else self._sample(_dense(p.grad)) for p in some.ps]
+        grad = segments.rows(grads, torch.float64)
         if some.rule is None:
             sums = _of_change(segments, grad, change)
         else:

@@ -80,6 +80,7 @@ def chosen(model: nn.Module, wanted: bool | Iterable[str]) -> dict[str, nn.Modul
         wanted: True for the default, False for none, or names.
 
     Raises:
+        TypeError: for what is neither.
         ValueError: for names that the model does not have.
     """
     modules: dict[str, nn.Module] = {}
@@ -88,6 +89,8 @@ def chosen(model: nn.Module, wanted: bool | Iterable[str]) -> dict[str, nn.Modul
     if wanted is False:
         return {}
     if wanted is not True:
+        if not isinstance(wanted, Iterable):
+            raise TypeError(f"activations: got {wanted!r}, takes True, False or names of the model's modules")
         names = [wanted] if isinstance(wanted, str) else list(wanted)
         unknown = [name for name in names if name not in modules]
         if unknown:
@@ -120,7 +123,11 @@ def tensor_in(output: Any) -> Tensor | None:
 
 
 def loss_in(output: Any) -> Tensor | None:
-    """The loss that a model returned: its ``loss``, or itself if it is a single number; None without one."""
+    """The loss that a model returned: its ``loss``, or itself, or the first of a tuple, if that is a single number;
+    None without one.
+    """
+    if isinstance(output, tuple) and output and not hasattr(output, "loss"):
+        output = output[0]
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point():
         return loss
@@ -130,6 +137,30 @@ def loss_in(output: Any) -> Tensor | None:
 def in_backward() -> bool:
     """Whether the backward pass runs, which calls modules again where activations are checkpointed."""
     return torch._C._current_graph_task_id() != -1
+
+
+def ignore(*args: Any, **kwargs: Any) -> None:
+    """What a hook does in a copy."""
+
+
+class Hook:
+    """A hook that goes no further than the module it was put on.
+
+    Loops copy models and save them whole, for averages of weights or as checkpoints, and hooks go along. What a
+    copy gets does nothing, whether it is made in memory or pickled: it holds no watch, and nobody reads what it saw.
+
+    Args:
+        call: what is called with what the hook is given.
+    """
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hook, (ignore,)
 
 
 class FeatureHooks:
@@ -145,7 +176,7 @@ class FeatureHooks:
         self._seen = seen
         self._handles: list[RemovableHandle] = []
         for name, module in modules.items():
-            self._handles.append(module.register_forward_hook(self._hook(name)))
+            self._handles.append(module.register_forward_hook(Hook(self._hook(name))))
 
     def _hook(self, name: str) -> Callable[..., None]:
         def forward(module: nn.Module, args: Any, output: Any) -> None:

@@ -19,15 +19,21 @@ may do worse. What is read is what stands before the damage, and `Records.damage
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
+import logging
 import math
 import os
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+LOG = logging.getLogger("narrowgauge.gauges")
 
 VERSION = 1
 FILE_NAME = "gauges.jsonl"
@@ -102,7 +108,7 @@ def read_records(path: str | os.PathLike[str]) -> Records:
 def _take(line: bytes, records: Records) -> str | None:
     """Append the record of a line; why not, if it has none."""
     try:
-        record = json.loads(line.decode("utf-8"), parse_constant=_refuse)
+        record = _numbers(json.loads(line.decode("utf-8"), parse_constant=_refuse))
     except (ValueError, RecursionError) as error:  # both kinds of decoding errors are ValueErrors
         return f"no record: {error}"
     if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
@@ -115,7 +121,7 @@ def _take(line: bytes, records: Records) -> str | None:
         return f"step: got {record.get('step')!r}, takes an integer"
     if not records and record["kind"] != "run":
         return f"kind: got {record['kind']!r}, takes 'run' in the first line"
-    records.append(_numbers(record))
+    records.append(record)
     return None
 
 
@@ -172,6 +178,8 @@ class Writer:
         resume_from: None begins a new file. A step continues one: its records up to that step are kept, those after
             it, which the resumed run takes again, and the damage of a kill are not.
 
+    Where the damage is no half line at the end, the file as it was is kept aside, ``.damaged`` behind its name.
+
     Raises:
         FileExistsError: if there are records already and nobody said what to do with them.
         ValueError: if the file to continue has no header.
@@ -180,7 +188,7 @@ class Writer:
     def __init__(self, path: str | os.PathLike[str], resume_from: int | None) -> None:
         self.path = records_file(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.continues = False
+        self.continues = self._broken = False
         if self.path.exists() and self.path.stat().st_size:
             if resume_from is None:
                 raise FileExistsError(
@@ -194,17 +202,45 @@ class Writer:
         records = read_records(self.path)
         if not records:
             raise ValueError(f"path: {self.path} cannot be continued: {records.damage}")
+        if self.path.read_bytes().count(b"\n") > len(records):
+            # Not the half line of a kill: behind the damage there are records that nobody asked to lose.
+            saved = _free(self.path.with_name(self.path.name + ".damaged"))
+            shutil.copyfile(self.path, saved)
+            LOG.warning("%s: %s; what stands behind is kept in %s", self.path, records.damage, saved)
         kept = [record for record in records if record.get("step", 0) <= step]
         aside = self.path.with_name(self.path.name + ".new")
         aside.write_text("".join(map(line_of, kept)), encoding="utf-8", newline="\n")
         aside.replace(self.path)
 
+    @property
+    def broken(self) -> bool:
+        """Whether writing has failed: nothing is written any more."""
+        return self._broken
+
     def write(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Append records and hand them to the system."""
+        """Append records and hand them to the system.
+
+        Raises:
+            OSError: once, where the system does not take them; later records are dropped.
+        """
         text = "".join(map(line_of, records))
-        if text:
+        if not text or self._broken:
+            return
+        try:
             self._file.write(text)
             self._file.flush()
+        except OSError:
+            self._broken = True
+            raise
 
     def close(self) -> None:
-        self._file.close()
+        """Close the file."""
+        # What it did not take before it may not take now; that has been said.
+        with contextlib.suppress(*([OSError] if self._broken else [])):
+            self._file.close()
+
+
+def _free(path: Path) -> Path:
+    """A path that is not taken: this one, or with a number behind it."""
+    numbered = (path.with_name(f"{path.name}{number}") for number in itertools.count(2))
+    return next(p for p in itertools.chain([path], numbered) if not p.exists())

@@ -55,7 +55,7 @@ class StepRows:
 
     def told(self, loss: Number) -> None:
         """The user has said the loss."""
-        self._told.append(_kept(loss) if isinstance(loss, Tensor) else float(loss))
+        self._told.append(_kept(loss) if isinstance(loss, Tensor) else loss)
 
     def end(self, now: float) -> None:
         """A step has been taken."""

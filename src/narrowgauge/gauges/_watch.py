@@ -56,8 +56,11 @@ def watch(
     """Watch a training: a context manager around its loop.
 
     The step that counts is the optimizer's `step()`, from 1. The loss is what the model returns while it
-    trains, where that is a single number or has a ``loss``; else give it to `Watch.loss`. Several in one step
-    are averaged.
+    trains, where that is a single number, a tuple that begins with one, or has a ``loss``; else give it to
+    `Watch.loss` before the optimizer's `step()`. Several in one step are averaged.
+
+    Nothing that befalls a watch ends the training: where the disk takes no more records, the log says so and the
+    loop goes on without. What `on_alarm` raises is its own.
 
     Args:
         model: the module, wrapped in DistributedDataParallel or `torch.compile` or not; FSDP2 too.
@@ -86,8 +89,7 @@ def watch(
         RuntimeError: if the optimizer is watched already, when the loop is entered.
 
     Source: the gauges are Collage's (Definitions 3.2 and 3.3), SwitchBack's (Section 3.4, Figures 2 and 5) and
-        those
-    of the 8-bit optimizers (Appendix D).
+        those of the 8-bit optimizers (Appendix D).
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, takes a torch.nn.Module")
@@ -98,7 +100,10 @@ def watch(
     _whole("states_every", states_every, 0)
     if resume_from is not None:
         _whole("resume_from", resume_from, 0)
-    if updates not in (True, False, "sampled"):
+    for name, given in (("path", path), ("tensorboard", tensorboard)):
+        if given is not None and not isinstance(given, str | os.PathLike):
+            raise TypeError(f"{name}: got {type(given).__name__}, takes a path")
+    if not isinstance(updates, bool) and updates != "sampled":
         raise ValueError(f"updates: got {updates!r}, takes 'sampled', True or False")
     if not isinstance(gradients, bool):
         raise ValueError(f"gradients: got {gradients!r}, takes True or False")

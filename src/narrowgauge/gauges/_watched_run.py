@@ -46,11 +46,16 @@ def parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Te
     What the optimizer has and the model has not comes last, by its place among the groups.
 
     Raises:
-        ValueError: if there are none, or none that the optimizer has.
+        ValueError: if there are none, none that the optimizer has, or one without a shape.
     """
     names: dict[Tensor, str] = {p: plain_name(name) for name, p in model.named_parameters()}
     if not names:
         raise ValueError("model: got one without parameters, takes one with some")
+    for p, name in names.items():
+        if isinstance(p, nn.UninitializedParameter):
+            raise ValueError(
+                f"model: got one whose {name} has no shape yet, takes one that has been called once (a lazy module)"
+            )
     places = {
         p: f"{n}.{i}" for n, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"])
     }

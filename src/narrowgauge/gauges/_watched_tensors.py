@@ -13,17 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from narrowgauge.gauges._alarms import LOG
 from narrowgauge.gauges._magnitudes import as_records, table_of, width
 from narrowgauge.gauges._measured_steps import SUMS
 from narrowgauge.gauges._modules import chosen
 from narrowgauge.gauges._moment_errors import moment_records
 from narrowgauge.gauges._rank_sums import Part, Ranks
-from narrowgauge.gauges._records import Record
+from narrowgauge.gauges._records import LOG, Record
 from narrowgauge.gauges._segments import flat
 from narrowgauge.gauges._update_records import OtherSteps, OwnSteps, measures_itself, update_records
 from narrowgauge.gauges._watched_features import WatchedFeatures
-from narrowgauge.gauges._watched_run import Sources
+from narrowgauge.gauges._watched_run import Sources, parameters_of
 
 
 class WatchedTensors:
@@ -44,7 +43,7 @@ class WatchedTensors:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, sources: Sources, names: dict[Tensor, str]
     ) -> None:
         self.names = names
-        self._optimizer, self._sources = optimizer, sources
+        self._model, self._optimizer, self._sources = model, optimizer, sources
         self._places = {p: place for place, p in enumerate(names)}
         self._elements = [p.numel() for p in names]
         self._features = WatchedFeatures(chosen(model, sources.activations), sources.targets)
@@ -85,13 +84,28 @@ class WatchedTensors:
 
     def begin(self, step: int) -> None:
         """A step is about to be taken."""
-        if not self.due(step) or self._in_backward:
+        if self._in_backward:
+            return
+        if not self.due(step):
+            self._forget()  # of a step that raised
             return
         self._begin(step)
         if self._sources.gradients:
             self._gradients = self._rows({p: p.grad for p in self.names if p.grad is not None}, step)
 
+    def _learn(self) -> None:
+        """Take in parameters that the optimizer was given within the loop: a layer that is unfrozen, a new head."""
+        groups = self._optimizer.param_groups
+        if all(p in self._places for group in groups for p in group["params"]):
+            return
+        new = {p: n for p, n in parameters_of(self._model, self._optimizer).items() if p not in self.names}
+        LOG.info("the optimizer has new parameters: %s", ", ".join(new.values()))
+        self.names |= new
+        self._places = {p: place for place, p in enumerate(self.names)}
+        self._elements = [p.numel() for p in self.names]
+
     def _begin(self, step: int) -> None:
+        self._learn()
         if self._begun and self._updates is not None:  # a step that raised
             self._updates.abandon()
         self._begun, self._step = True, step

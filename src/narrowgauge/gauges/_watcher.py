@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from narrowgauge.gauges._alarms import Alarms
 from narrowgauge.gauges._loss_scale import LossScaleHistory
-from narrowgauge.gauges._modules import loss_in, unwrapped
+from narrowgauge.gauges._modules import Hook, loss_in, unwrapped
 from narrowgauge.gauges._rank_sums import Arriving, Message, Part, Ranks
-from narrowgauge.gauges._records import Record, Writer, read_records
+from narrowgauge.gauges._records import LOG, Record, Writer, read_records
 from narrowgauge.gauges._step_rows import StepRows
 from narrowgauge.gauges._tensorboard import Board
 from narrowgauge.gauges._watched_run import Output, Sources, header
@@ -57,47 +57,56 @@ class Watch:
             raise RuntimeError("watch: entered a second time; make another one with narrowgauge.gauges.watch")
         if self._optimizer in _WATCHED:
             raise RuntimeError("optimizer: is being watched already; takes one watch at a time")
+        try:
+            self._begin()
+        except BaseException:  # of which the loop's `with` does not tell
+            self._let_go()
+            self._close()
+            raise
+        return self
+
+    def _begin(self) -> None:
         self._ranks = Ranks.all() if self._output.together else Ranks()
         if self._ranks.first and self._output.path is not None:
             self._writer = Writer(self._output.path, self._output.resume_from)
         if self._ranks.first and self._output.tensorboard is not None:
-            try:
-                self._board = Board(self._output.tensorboard, self._steps.taken)
-            except BaseException:
-                if self._writer is not None:
-                    self._writer.close()
-                raise
-        self._entered = self._open = True
+            self._board = Board(self._output.tensorboard, self._steps.taken)
         _WATCHED.add(self._optimizer)
         self._emit(header(unwrapped(self._model), self._optimizer, self._sources, self._tensors.names))
+        self._entered = self._open = True
         self._handles = [
-            self._model.register_forward_hook(self._returned),
+            self._model.register_forward_hook(Hook(self._returned)),
             self._optimizer.register_step_pre_hook(_Before(self)),
             self._optimizer.register_step_post_hook(self._after),
         ]
         self._tensors.attach()
         self._steps.start(time.perf_counter())
         self._tensors.expect(self._steps.taken + 1)
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _let_go(self) -> None:
+        """Leave model and optimizer as they were."""
         for handle in self._handles:
             handle.remove()
         self._tensors.detach()
         _WATCHED.discard(self._optimizer)
         self._open = False
+
+    def _close(self) -> None:
+        for output in (self._writer, self._board):
+            if output is not None:
+                output.close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._let_go()
         try:
             # After an error other ranks may not be here to add their part.
             if self._steps.waiting and (kind is None or self._ranks.group is None):
                 self._send([])
             self._take_all()
         finally:
-            if self._writer is not None:
-                self._writer.close()
-            if self._board is not None:
-                self._board.close()
+            self._close()
 
     @property
     def running(self) -> bool:
@@ -105,16 +114,27 @@ class Watch:
         return self._open
 
     def loss(self, value: Tensor | float) -> None:
-        """Tell the loss of this step, in place of what the model returned. Nothing is waited for.
+        """Tell the loss of the step that comes, in place of what the model returned. Nothing is waited for.
+
+        What is told after the optimizer's `step()` is the next step's.
 
         Args:
-            value: a number, or a tensor of one element.
+            value: a real number, or a tensor of one element.
 
         Raises:
+            TypeError: for what is none.
             ValueError: for a tensor of more elements.
         """
-        if isinstance(value, Tensor) and value.numel() != 1:
-            raise ValueError(f"value: got a tensor of {value.numel()} elements, takes one, or a number")
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise ValueError(f"value: got a tensor of {value.numel()} elements, takes one, or a number")
+            if value.is_complex():
+                raise TypeError(f"value: got a tensor of {value.dtype}, takes one of real numbers")
+        else:
+            try:
+                value = float(value)
+            except (TypeError, ValueError):
+                raise TypeError(f"value: got {value!r}, takes a number, or a tensor of one element") from None
         self._steps.told(value)
 
     def rows(self) -> list[Record]:
@@ -202,11 +222,20 @@ class Watch:
         for each in (record, *alarms):
             if self._writer is not None:
                 continues = each["kind"] == "run" and self._writer.continues
-                self._writer.write([] if continues else [each])
+                self._write([] if continues else [each])
             elif self._output.path is None:
                 self._rows.append(each)
             if self._board is not None:
                 self._board.add(each)
+
+    def _write(self, records: list[Record]) -> None:
+        assert self._writer is not None
+        try:
+            self._writer.write(records)
+        except OSError as error:
+            if not self._entered:
+                raise
+            LOG.error("%s: %s; no more records, the training goes on", self._writer.path, error)
 
 
 class _Before:

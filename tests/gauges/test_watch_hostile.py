@@ -1,0 +1,189 @@
+"""Loops that do odd things while they are watched: copy the model, grow it, run out of disk."""
+
+import copy
+import io
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from watched import batch, loss_of, model, of_kind, train
+
+from narrowgauge import gauges, optim
+
+MAKERS = (torch.optim.AdamW, optim.AdamW)
+
+
+def test_a_model_can_be_copied_and_saved_whole_within_the_loop(tmp_path: Path) -> None:
+    """As an average of its weights or a checkpoint; copies are not watched, and work without the watch."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    with gauges.watch(net, optimizer, every=1, path=tmp_path) as watch:
+        train(net, optimizer, 1, watch)
+        saved = io.BytesIO()
+        torch.save(net, saved)
+        saved.seek(0)
+        copies = [copy.deepcopy(net), torch.load(saved, weights_only=False)]
+        before = len(watch.rows())
+        for other in copies:
+            loss_of(other, *batch(1)).backward()
+        optimizer.zero_grad()
+        optimizer.step()
+        assert not of_kind(watch.rows()[before:], "activation")
+        assert [row["loss"] for row in of_kind(watch.rows()[before:], "step")] == [None]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_parameters_that_are_given_to_the_optimizer_within_the_loop_are_measured(make: Any) -> None:
+    net = model()
+    optimizer = make(net.parameters(), 1e-3)
+    with gauges.watch(net, optimizer, every=1) as watch:
+        train(net, optimizer, 1, watch)
+        net.extra = nn.Linear(2, 2)
+        alone = nn.Parameter(torch.ones(3))
+        optimizer.add_param_group({"params": [*net.extra.parameters(), alone]})
+        for p in (*net.extra.parameters(), alone):
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    names = [row["name"] for row in of_kind(watch.rows(), "update", step=2)]
+    assert names[-3:] == ["extra.weight", "extra.bias", "param_groups.1.2"]
+    assert of_kind(watch.rows(), "gradient", step=2, name="extra.bias")[0]["mean"] == 1
+
+
+class Full(io.StringIO):
+    """A file on a full disk."""
+
+    def write(self, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_ends_the_records_and_not_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    with caplog.at_level(logging.ERROR, "narrowgauge.gauges"):
+        with gauges.watch(net, optimizer, every=1, path=tmp_path) as watch:
+            train(net, optimizer, 2, watch)
+            whole = len(watch.rows())
+            writer = watch._writer
+            assert writer is not None
+            writer._file.close()
+            writer._file = Full()  # type: ignore[assignment]
+            train(net, optimizer, 2, watch)
+        assert len(watch.rows()) == whole
+    assert len(caplog.records) == 1
+    assert "No space left on device" in caplog.text
+    assert "the training goes on" in caplog.text
+
+
+def test_what_fails_on_entering_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+
+    def broken(*args: Any) -> dict[str, Any]:
+        raise OSError("no header")
+
+    watch = gauges.watch(net, optimizer, path=tmp_path / "first")
+    with monkeypatch.context() as patched:
+        patched.setattr("narrowgauge.gauges._watcher.header", broken)
+        with pytest.raises(OSError, match="no header"):
+            watch.__enter__()
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not any(module._forward_hooks for module in net.modules())
+    with gauges.watch(net, optimizer, path=tmp_path / "second") as watch:
+        train(net, optimizer, 1, watch)
+    assert of_kind(watch.rows(), "step")
+
+
+def test_resuming_keeps_what_stands_behind_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A file that was damaged in its middle is kept aside; the half line of a kill is not worth it."""
+    path = tmp_path / "gauges.jsonl"
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    with gauges.watch(net, optimizer, every=1, path=path) as watch:
+        train(net, optimizer, 4, watch)
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"kind":"st')
+    with gauges.watch(net, optimizer, every=1, path=path, resume_from=4):
+        pass
+    assert path.read_bytes().count(b"\n") == whole.count(b"\n")
+    assert [p.name for p in tmp_path.iterdir()] == ["gauges.jsonl"]
+    lines = whole.splitlines(keepends=True)
+    damaged = b"".join([*lines[:5], b"{\n", *lines[6:]])
+    for suffix in ("", "2"):
+        path.write_bytes(damaged)
+        with gauges.watch(net, optimizer, every=1, path=path, resume_from=4):
+            pass
+        assert (tmp_path / f"gauges.jsonl.damaged{suffix}").read_bytes() == damaged
+        assert len(gauges.read_records(path)) == 5
+    assert "line 6" in caplog.text
+
+
+def test_a_step_that_raised_does_not_leave_the_next_ones_measured() -> None:
+    net = model()
+    optimizer = optim.AdamW(net.named_parameters(), nonfinite="raise")
+    with gauges.watch(net, optimizer, every=2) as watch:
+        train(net, optimizer, 1, watch)
+        for p in net.parameters():
+            p.grad = torch.full_like(p, torch.nan)
+        with pytest.raises(FloatingPointError):
+            optimizer.step()
+        assert watch._steps.taken == 1
+        train(net, optimizer, 2, watch)
+    assert optimizer.gauges is False
+    assert [row["step"] for row in of_kind(watch.rows(), "update", name="")] == [2]
+
+
+def test_more_of_bad_input_is_refused_by_name() -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    lazy = nn.Sequential(nn.LazyLinear(3))
+    bad: list[tuple[type[Exception], str, Any]] = [
+        (ValueError, "model: got one whose 0.weight has no shape yet", lambda: gauges.watch(lazy, optimizer)),
+        (TypeError, "path: got int", lambda: gauges.watch(net, optimizer, path=3)),
+        (TypeError, "tensorboard: got int", lambda: gauges.watch(net, optimizer, tensorboard=3)),
+        (TypeError, "activations: got 3", lambda: gauges.watch(net, optimizer, activations=3)),
+        (ValueError, "updates: got 1", lambda: gauges.watch(net, optimizer, updates=1)),
+    ]
+    for kind, words, call in bad:
+        with pytest.raises(kind, match=words):
+            call()
+    watch = gauges.watch(net, optimizer)
+    for value in ("a", None, [1.0], torch.tensor(1j)):
+        with pytest.raises(TypeError, match="value: got "):
+            watch.loss(value)  # type: ignore[arg-type]
+
+
+def test_a_loss_in_front_of_a_tuple_is_found() -> None:
+    class Scored(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = self.layer(x)
+            return y.square().mean(), y
+
+    net = Scored()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with gauges.watch(net, optimizer, every=1) as watch:
+        loss, _ = net(torch.ones(2, 3))
+        loss.backward()
+        optimizer.step()
+    assert of_kind(watch.rows(), "step")[0]["loss"] == pytest.approx(loss.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("nested", [b"[", b'{"a":'], ids=["lists", "objects"])
+def test_what_nests_without_end_is_damage(tmp_path: Path, nested: bytes) -> None:
+    head = json.dumps({"kind": "run", "version": 1}).encode()
+    for depth in (10, 700, 50_000):
+        line = b'{"kind":"step","step":1,"x":' + nested * depth + b"1" + {b"[": b"]"}.get(nested, b"}") * depth
+        (tmp_path / "gauges.jsonl").write_bytes(head + b"\n" + line + b"}\n")
+        records = gauges.read_records(tmp_path)
+        assert len(records) == (2 if depth == 10 else 1)
+        assert (records.damage is None) == (depth == 10)
+        gauges.advise(records)
