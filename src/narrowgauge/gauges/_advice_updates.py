@@ -81,7 +81,7 @@ def unexplained(history: History) -> Iterator[Advice]:
         text += (
             f" Before {len(unseen)} of them RMS_t was not measured at every step, so that one may have been missed."
         )
-        action = "Measure at every step (every=1) to see whether RMS spikes precede them."
+        action = "Measure RMS_t of embeddings at every step (rms_every=1) to see whether spikes of it precede them."
     else:
         action = "Look at the data of these steps; lower the learning rate, or clip gradients to a norm of 1."
     evidence = [_loss_at(history, step) for step in alone]

@@ -32,10 +32,13 @@ class Alarms:
         found: list[Record] = []
         if kind == "step" and record["loss"] is not None:
             found += self._spike(self._loss.add(record["loss"], step), "loss", "")
-        elif kind == "update" and name and "rms" in record:
-            watch = self._rms.setdefault(name, RmsSpikes(warmup=self._warmup))
-            found += self._spike(watch.add(record["rms"], step), "rms", name)
-        elif record.get("nonfinite") and (kind, name) not in self._bad:
+        ratios = record.get("rms", {}) if kind == "step" else {}
+        if kind == "update" and name and "rms" in record:
+            ratios = {name: record["rms"]}
+        for each, ratio in ratios.items():
+            watch = self._rms.setdefault(each, RmsSpikes(warmup=self._warmup))
+            found += self._spike(watch.add(ratio, step), "rms", each)
+        if record.get("nonfinite") and (kind, name) not in self._bad:
             self._bad.add((kind, name))  # once: a tensor that has them usually has them again
             found.append(
                 {"kind": "nonfinite", "step": step, "of": kind, "name": name, "value": record["nonfinite"]}

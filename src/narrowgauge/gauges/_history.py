@@ -112,6 +112,9 @@ class History:
             name = f"{name} [{slot}]"
         elif kind == "adam_error":
             self._add_map(name, record)
+        elif kind == "step" and "rms" in record:
+            self._add_ratios(step, record["rms"])
+            record = {key: value for key, value in record.items() if key != "rms"}
         self._names.setdefault(kind, {}).setdefault(name)
         self._add_numbers((kind, name), "", step, record)
 
@@ -127,6 +130,13 @@ class History:
                 steps, numbers = self._columns.setdefault((*key, prefix + field), (array("q"), array("d")))
                 steps.append(step)
                 numbers.append(number)
+
+    def _add_ratios(self, step: int, ratios: object) -> None:
+        """RMS_t of a few tensors, taken between due steps: one series with that of due ones."""
+        for name, ratio in ratios.items() if isinstance(ratios, Mapping) else ():
+            if isinstance(name, str):
+                self._names.setdefault("update", {}).setdefault(_shown(name))
+                self._add_numbers(("update", _shown(name)), "", step, {"rms": ratio})
 
     def _add_usage(self, key: tuple[str, str], usage: object) -> None:
         if isinstance(usage, Sequence) and not isinstance(usage, str):

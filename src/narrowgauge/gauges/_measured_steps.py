@@ -27,7 +27,7 @@ from narrowgauge.gauges._segments import Segments, chunks, flat, sample
 SUMS = 8
 
 
-class _After:
+class After:
     """The arithmetic of a rule whose moments have been averaged already: they are read, in float64."""
 
     def accumulate(self, average: Tensor, x: Tensor, decay: rules.Scalar, share: rules.Scalar) -> Tensor:
@@ -54,7 +54,7 @@ def rule_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> rules
     return {torch.optim.Adam: rules.ADAM, torch.optim.SGD: rules.SGD, torch.optim.Adagrad: rules.ADAGRAD}.get(kind)
 
 
-def _moments(group: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+def moments_of(group: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
     """The moments that torch keeps, by the rules' letters."""
     second = "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"
     keys = {"m": "exp_avg", "v": second}
@@ -93,7 +93,7 @@ class MeasuredStep:
         self._optimizer, self._turn, self._share = optimizer, turn, share
         # torch's SGD with Nesterov's momentum steps lists of parameters ("foreach") by adding to their gradients.
         self._grads = {
-            p: self._sample(_dense(p.grad)).clone()
+            p: self._sample(dense(p.grad)).clone()
             for group in optimizer.param_groups
             for p in group["params"]
             if group.get("nesterov") and p.grad is not None
@@ -126,7 +126,7 @@ class MeasuredStep:
                 if p not in self._before or p.grad is None or p.is_complex():
                     continue
                 state = self._optimizer.state.get(p, {})
-                slots = _moments(group, state) if rule is not None else {}
+                slots = moments_of(group, state) if rule is not None else {}
                 needed = {slot.name for slot in rule.slots(group)} if rule is not None else set()
                 known = rule if needed == set(slots) else None  # a parameter that was not stepped has none
                 found.setdefault((number, p.device, known, tuple(slots)), _Alike(group, known, [])).ps.append(p)
@@ -139,7 +139,7 @@ class MeasuredStep:
         segments = Segments.of(vectors)
         before = segments.rows(vectors, torch.float64)
         change = segments.rows([self._sample(p) for p in some.ps], torch.float64) - before
-        grads = [self._grads[p] if p in self._grads else self._sample(_dense(p.grad)) for p in some.ps]
+        grads = [self._grads[p] if p in self._grads else self._sample(dense(p.grad)) for p in some.ps]
         grad = segments.rows(grads, torch.float64)
         if some.rule is None:
             sums = _of_change(segments, grad, change)
@@ -158,12 +158,12 @@ class MeasuredStep:
     def _of_rule(self, some: _Alike, segments: Segments, before: Tensor, change: Tensor, grad: Tensor) -> Tensor:
         assert some.rule is not None
         states = [self._optimizer.state.get(p, {}) for p in some.ps]
-        kept = [_moments(some.group, state) for state in states]
+        kept = [moments_of(some.group, state) for state in states]
         moments = {
             slot: segments.rows([self._sample(one[slot]) for one in kept], torch.float64) for slot in kept[0]
         }
-        scalars = some.rule.scalars(_numbers(some.group), _steps(states, segments))
-        intended, _ = some.rule.update(_After(), before, grad, moments, scalars)
+        scalars = some.rule.scalars(numbers_of(some.group), steps_of(states, segments))
+        intended, _ = some.rule.update(After(), before, grad, moments, scalars)
         # Behind the end of a vector an eps of 0 would divide by it.
         inside = segments.inside()
         intended = torch.where(inside, intended, 0.0)
@@ -173,7 +173,7 @@ class MeasuredStep:
         columns = [intended.square(), dot, dot, nonzero, lost, lost]
         ratio = None
         if "v" in moments:
-            ratio = rules.squared_ratio(some.rule, _After(), before, grad, moments, scalars)
+            ratio = rules.squared_ratio(some.rule, After(), before, grad, moments, scalars)
         if ratio is None:
             columns += [torch.zeros_like(nonzero)] * 2
         else:
@@ -189,12 +189,12 @@ def _of_change(segments: Segments, grad: Tensor, change: Tensor) -> Tensor:
     return segments.sums([change.square(), nothing, nothing, moved, lost, lost, none, none])
 
 
-def _dense(grad: Tensor | None) -> Tensor:
+def dense(grad: Tensor | None) -> Tensor:
     assert grad is not None
     return grad.to_dense() if grad.layout is not torch.strided else grad
 
 
-def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+def numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Hyperparameters; those that are tensors in float64, where they are."""
 
     def number(value: Any) -> Any:
@@ -205,7 +205,7 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: number(value) for key, value in group.items() if key != "params"}
 
 
-def _steps(states: Sequence[Mapping[str, Any]], segments: Segments) -> rules.Scalar:
+def steps_of(states: Sequence[Mapping[str, Any]], segments: Segments) -> rules.Scalar:
     """The number of the step that was taken: one for all where the host knows that, else a column (rows, 1)."""
     steps = [state.get("step", 1.0) for state in states]
     if not any(isinstance(step, Tensor) and step.device.type != "cpu" for step in steps):

@@ -147,7 +147,7 @@ class Hook:
     """A hook that goes no further than the module it was put on.
 
     Loops copy models and save them whole, for averages of weights or as checkpoints, and hooks go along. What a
-    copy gets does nothing, whether it is made in memory or pickled: it holds no watch, and nobody reads what it saw.
+    copy gets does nothing, made in memory or pickled: it holds no watch, and nobody reads what it saw.
 
     Args:
         call: what is called with what the hook is given.

@@ -4,7 +4,8 @@ Every record is a dictionary with its ``kind`` and, but for the header, the ``st
 
     run                                 the header, first: optimizer, parameters and their shapes, versions
     step                                every step: loss, loss scale, steps skipped so far, seconds since the
-    last one update                              what a step did to a parameter (name "" is the whole model)
+                                        last one, RMS_t of a few parameters
+    update                              what a step did to a parameter (name "" is the whole model)
     gradient, activation,
     activation_gradient                 a tensor's magnitudes, and what narrower formats would lose of it
     state, adam_error                   what the codes of the optimizer's moments lose

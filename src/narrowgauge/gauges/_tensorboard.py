@@ -55,6 +55,8 @@ class Board:
             value = record.get(number)
             if value is not None:
                 self._writer.add_scalar("/".join(filter(None, (kind, number, _name(record)))), value, step)
+        for name, value in record["rms"].items() if kind == "step" and "rms" in record else ():
+            self._writer.add_scalar(f"update/rms/{name}", value, step)
         for fmt, shares in record.get("formats", {}).items():
             for number, value in shares.items():
                 if not math.isnan(value):

@@ -47,6 +47,8 @@ def watch(
     activations: bool | Iterable[str] = True,
     formats: Sequence[str | Target] = FORMATS,
     states_every: int | None = None,
+    rms_every: int = 1,
+    rms_of: Iterable[str] | None = None,
     scaler: torch.amp.GradScaler | None = None,
     on_alarm: Callable[[Record], None] | None = None,
     warmup: int = 1000,
@@ -76,6 +78,9 @@ def watch(
         formats: what `feature_stats` asks about.
         states_every: quantized moments of narrowgauge's optimizers are compared with exact ones at every so manieth
             step; by default 50 times `every`. 0 for never.
+        rms_every: RMS_t of a few parameters is measured at every so manieth step, also between those of `every`:
+            a spike that foretells one of the loss is over in a few. 0 for never.
+        rms_of: their names; by default embeddings and the first layer behind them, where such a spike shows.
         scaler: the loss scaler, for its history.
         on_alarm: called with the record of each alarm: a spike, or a tensor with inf or NaN for the first time.
         warmup: steps in which no spike is looked for.
@@ -98,6 +103,7 @@ def watch(
     _whole("warmup", warmup, 0)
     states_every = 50 * every if states_every is None else states_every
     _whole("states_every", states_every, 0)
+    _whole("rms_every", rms_every, 0)
     if resume_from is not None:
         _whole("resume_from", resume_from, 0)
     for name, given in (("path", path), ("tensorboard", tensorboard)):
@@ -111,7 +117,7 @@ def watch(
         raise ValueError(f"ranks: got {ranks!r}, takes 'all' or 'own'")
     if on_alarm is not None and not callable(on_alarm):
         raise TypeError(f"on_alarm: got {type(on_alarm).__name__}, takes a function of a record")
-    sources = Sources(updates, gradients, activations, targets(formats), every, states_every)
+    sources = Sources(updates, gradients, activations, targets(formats), every, states_every, rms_every, rms_of)
     return Watch(
         model,
         optimizer,

@@ -28,6 +28,8 @@ class Sources:
     targets: tuple[Target, ...]
     every: int
     states_every: int
+    rms_every: int = 1
+    rms_of: Iterable[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ def header(
     device = flat(next(iter(names))).device
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {
-        "kind": "run", "version": VERSION, "every": sources.every, "optimizer": type(optimizer).__name__,
+        "kind": "run", "version": VERSION, "every": sources.every, "rms_every": sources.rms_every,
+        "optimizer": type(optimizer).__name__,
         "device": kind, "torch": torch.__version__, "narrowgauge": __version__,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "parameters": {name: list(p.shape) for p, name in names.items()}, "depth": depths(model),

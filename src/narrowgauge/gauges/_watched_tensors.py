@@ -20,6 +20,7 @@ from narrowgauge.gauges._moment_errors import moment_records
 from narrowgauge.gauges._rank_sums import Part, Ranks
 from narrowgauge.gauges._records import LOG, Record
 from narrowgauge.gauges._segments import flat
+from narrowgauge.gauges._step_rms import StepRms, parameters_with_rms
 from narrowgauge.gauges._update_records import OtherSteps, OwnSteps, measures_itself, update_records
 from narrowgauge.gauges._watched_features import WatchedFeatures
 from narrowgauge.gauges._watched_run import Sources, parameters_of
@@ -36,6 +37,7 @@ class WatchedTensors:
 
     Attributes:
         names: the same.
+        rms_of: parameters whose RMS_t is taken between due steps, too.
         home: the device on which tables are put together.
     """
 
@@ -50,6 +52,8 @@ class WatchedTensors:
         self.home = flat(next(iter(names))).device
         kind = OwnSteps if measures_itself(optimizer) else OtherSteps
         self._updates = kind(optimizer, sources.updates) if sources.updates else None
+        self.rms_of = parameters_with_rms(model, names, sources.rms_of) if sources.rms_every else []
+        self._step_rms = StepRms(optimizer, self.rms_of)
         self._gradients: dict[int, Tensor] = {}  # rows by the parameter's place
         self._early: list[RemovableHandle] = []  # hooks on parameters that are stepped in backward
         self._caught: dict[int, Tensor] = {}
@@ -64,6 +68,7 @@ class WatchedTensors:
     def detach(self) -> None:
         """Leave model and optimizer as they were."""
         self._features.detach()
+        self._step_rms.abandon()
         self._forget()
 
     def due(self, step: int) -> bool:
@@ -77,6 +82,8 @@ class WatchedTensors:
         """The step that comes next: what of it has to be prepared before the forward pass."""
         due = self.due(step)
         self._features.expect(due)
+        if self._in_backward:
+            self._begin_rms(step)
         if due and self._in_backward:
             self._begin(step)
             if self._sources.gradients:
@@ -86,12 +93,24 @@ class WatchedTensors:
         """A step is about to be taken."""
         if self._in_backward:
             return
+        self._begin_rms(step)
         if not self.due(step):
             self._forget()  # of a step that raised
             return
         self._begin(step)
         if self._sources.gradients:
             self._gradients = self._rows({p: p.grad for p in self.names if p.grad is not None}, step)
+
+    def _begin_rms(self, step: int) -> None:
+        # Where all updates are measured RMS_t comes with them.
+        measured = self._updates is not None and self.due(step)
+        if self.rms_of and not measured and step % self._sources.rms_every == 0:
+            self._step_rms.begin(step // self._sources.rms_every)
+
+    def rms(self, ranks: Ranks) -> Tensor | None:
+        """A step has been taken: the sums of RMS_t of `rms_of`, float64 (parameters, 2); None if not due."""
+        rows = self._step_rms.end(self.home)
+        return self._own(rows, self.rms_of, ranks) if rows is not None else None
 
     def _learn(self) -> None:
         """Take in parameters that the optimizer was given within the loop: a layer that is unfrozen, a new head."""

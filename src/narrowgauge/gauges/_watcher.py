@@ -43,7 +43,7 @@ class Watch:
         self._model, self._optimizer, self._sources, self._output = model, optimizer, sources, output
         self._history, self._alarms = history, alarms
         self._tensors = WatchedTensors(unwrapped(model), optimizer, sources, parameters)
-        self._steps = StepRows(taken=output.resume_from or 0)
+        self._steps = StepRows(output.resume_from or 0, rms_of=[parameters[p] for p in self._tensors.rms_of])
         self._rows: list[Record] = []
         self._arriving: list[Arriving] = []
         self._ranks = Ranks()
@@ -179,7 +179,8 @@ class Watch:
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if _capturing():
             return
-        self._steps.end(time.perf_counter())
+        rms = self._tensors.rms(self._ranks)
+        self._steps.end(time.perf_counter(), rms)
         step = self._steps.taken
         found = self._tensors.end(step, self._ranks)
         home = self._tensors.home

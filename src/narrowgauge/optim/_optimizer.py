@@ -83,6 +83,7 @@ class NarrowOptimizer(TakesFactor, Watched):
     def _reset(self) -> None:
         self.gauges = False
         self.last_stats = StepStats()
+        self._ratios, self._turn = {}, 0
         self._plans: dict[Tensor, ParameterPlan] = {}
         self._requests: list[Request] | None = []  # what each group asked for when it was planned
         self._settled: list[Settled] = []

@@ -10,6 +10,7 @@ from torch import Tensor
 from narrowgauge.optim._admission import admit, all_finite
 from narrowgauge.optim._clip_gradients import HISTORY, clip_to_percentile
 from narrowgauge.optim._gradient_factor import GradientFactor
+from narrowgauge.optim._sampled_ratios import ratio_sums
 from narrowgauge.optim._stats import UpdateStats
 from narrowgauge.optim._update import Noise, squared_ratios, update
 
@@ -42,11 +43,14 @@ def step_parameter(
         keep = factor.admit(place, group["nonfinite"], state, p.device)
     else:
         keep = admit(group["nonfinite"], state, grad, kernel.finite if kernel is not None else all_finite)
+    measures_ratio = bool(optimizer._ratios) and p in optimizer._ratios
     if keep is False:
         if optimizer.gauges:
             optimizer.last_stats.add(plan.name, UpdateStats.none(p.device))
+        if measures_ratio:
+            optimizer._ratios[p] = torch.zeros(2, dtype=torch.float64, device=p.device)
         return
-    if kernel is not None and not optimizer.gauges:
+    if kernel is not None and not optimizer.gauges and not measures_ratio:
         kernel.take()
         state["step"] += 1
         return
@@ -62,6 +66,13 @@ def step_parameter(
         grad, norms[HISTORY] = clip_to_percentile(grad, state[HISTORY], group["percentile_clipping"])
     before = plan.exact(p, state) if optimizer.gauges else None
     ratio = squared_ratios(plan, p, grad, state, group, step) if optimizer.gauges else None
+    if measures_ratio:
+        sums = ratio_sums(plan, p, grad, state, group, step, optimizer._turn)
+        optimizer._ratios[p] = sums if keep is True or sums is None else torch.where(keep, sums, 0.0)
+    if kernel is not None and not optimizer.gauges:
+        kernel.take()
+        state["step"] += 1 if keep is True else keep
+        return
     new_p, new_state, delta = update(plan, p, grad, state, group, step, Noise(group["seed"], plan.index, step, p))
     new_state |= norms
     if kernel is not None:

@@ -7,7 +7,7 @@ only, and only during the step, so they are worked out here once more, by the sp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -55,11 +55,33 @@ class Watched(torch.optim.Optimizer):
     """An optimizer whose steps can be looked at; see the module."""
 
     last_stats: StepStats
+    _ratios: dict[Tensor, Tensor | None]
+    _turn: int
 
     def measured(self) -> list[tuple[list[Tensor], Tensor]]:
         """The sums in `last_stats`: for some parameters at a time, these and a float64 table (parameters, 8)."""
         owners = {plan.name: p for p, plan in cast("NarrowOptimizer", self)._all_plans()}
         return [([owners[name] for name in names], rows) for names, rows in self.last_stats.tables()]
+
+    def measure_ratios(self, ps: Iterable[Tensor], turn: int) -> None:
+        """Have the next step measure g^2 / max(v_hat, eps^2), and nothing else, of some parameters.
+
+        Of those that are stepped one by one, as on a CPU: kernels that step lists of them measure all or none (see
+        `gauges`). `ratios` ends it.
+
+        Args:
+            ps: the parameters.
+            turn: which sample is taken of long ones.
+        """
+        self._ratios, self._turn = dict.fromkeys(ps), turn
+
+    def ratios(self) -> dict[Tensor, Tensor]:
+        """What a step found of what `measure_ratios` asked for: float64 (2,), the sum and of how many elements.
+
+        Zeros where the step of a parameter was skipped; no entry without gradient or second moment.
+        """
+        found, self._ratios = self._ratios, {}
+        return {p: sums for p, sums in found.items() if sums is not None}
 
     def cannot_foresee(self) -> str | None:
         """Why `foresee` cannot say what the next step does, or None."""

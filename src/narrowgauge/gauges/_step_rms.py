@@ -1,0 +1,169 @@
+"""RMS_t of a few tensors at every step: what foretells a loss spike is over within a few steps.
+
+A second moment with β2 = 0.95 has caught up with a gradient twenty steps after it grew, and the loss follows one to
+eight steps after RMS_t: whoever looks at every tenth step misses most of it. So RMS_t alone, of the tensors where
+the paper found it to tell something, the embeddings, and of the first layer behind them, is taken at the steps
+between the due ones, too. It stays on the device, and goes to the host with the losses.
+
+Where it comes from:
+
+- torch's Adam, AdamW and Adagrad leave gradient and second moment behind: a sixteenth of the rows of each is read.
+- An optimizer of narrowgauge on a GPU measures a sample of what its kernel does (``gauges = "sampled"``).
+- On a CPU the specification says it of a sample of these tensors, beside their compiled step (`measure_ratios`).
+
+Source: SwitchBack, Section 3.4 and Figure 20 (which layers), Appendix E (how many steps).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge import rules
+from narrowgauge.gauges._history import is_embedding
+from narrowgauge.gauges._measured_steps import After, dense, moments_of, numbers_of, rule_of, steps_of
+from narrowgauge.gauges._modules import plain_name
+from narrowgauge.gauges._segments import SHARE, Segments, flat, sample
+from narrowgauge.gauges._update_records import OwnSteps, measures_itself
+
+
+def parameters_with_rms(
+    model: nn.Module, names: Mapping[Tensor, str], wanted: Iterable[str] | None
+) -> list[Tensor]:
+    """The parameters whose RMS_t is taken at every step.
+
+    Args:
+        model: without wrappers.
+        names: of the parameters, in the model's order.
+        wanted: names; None for the weights of embeddings and of the first other layer with a matrix.
+
+    Raises:
+        TypeError: for what is no list of names.
+        ValueError: for a name that no parameter has.
+    """
+    if wanted is not None:
+        given = [wanted] if isinstance(wanted, str) else wanted
+        if not isinstance(given, Iterable):
+            raise TypeError(f"rms_of: got {wanted!r}, takes names of parameters")
+        owners = {name: p for p, name in names.items()}
+        given = list(dict.fromkeys(given))
+        unknown = [name for name in given if name not in owners]
+        if unknown:
+            raise ValueError(f"rms_of: got {unknown[0]!r}, takes names of the model's parameters")
+        return [owners[name] for name in given]
+    found: dict[Tensor, None] = {}
+    first: Tensor | None = None
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, Tensor) or weight not in names or weight.dim() < 2:
+            continue
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) or is_embedding(plain_name(f"{name}.weight")):
+            found[weight] = None
+        elif first is None:
+            first = weight
+    found |= {p: None for p, name in names.items() if p.dim() >= 2 and is_embedding(name)}
+    return [*found, *([first] if first is not None and first not in found else [])]
+
+
+class StepRms:
+    """The sums of RMS_t of some parameters, one step at a time.
+
+    Args:
+        optimizer: any.
+        ps: the parameters.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, ps: Sequence[Tensor]) -> None:
+        self._optimizer: Any = optimizer
+        self._places = {p: place for place, p in enumerate(ps)}
+        self._own = measures_itself(optimizer)
+        self._sampled: OwnSteps | None = None
+        self._held: Tensor | None = None
+        self._begun, self._turn = False, 0
+        self._segments: dict[tuple[int, ...], Segments] = {}
+
+    def begin(self, turn: int) -> None:
+        """A step is about to be taken; `turn` says which sample of long tensors is measured."""
+        self.abandon()
+        if not self._places:
+            return
+        self._begun, self._turn = True, turn
+        self._held = getattr(self._optimizer, "found_inf", None)
+        if not self._own:
+            return
+        if any(flat(p).is_cuda for p in self._places):
+            self._sampled = OwnSteps(self._optimizer, "sampled")
+            self._sampled.begin(0)
+        else:
+            self._optimizer.measure_ratios(self._places, turn)
+
+    def end(self, home: torch.device) -> Tensor | None:
+        """The sum of g^2 / max(v_hat, eps^2), and of how many elements: float64 (parameters, 2).
+
+        Zeros for a parameter without: no second moment, no gradient, a step that was skipped. None if `begin` was
+        not called.
+
+        Args:
+            home: the device of the result.
+        """
+        if not self._begun:
+            return None
+        rows = torch.zeros(len(self._places), 2, dtype=torch.float64, device=home)
+        for ps, sums in self._found():
+            at = torch.tensor([self._places[p] for p in ps], device="cpu").to(home, non_blocking=True)
+            rows.index_copy_(0, at, sums.to(home, non_blocking=True))
+        self.abandon()
+        return rows
+
+    def abandon(self) -> None:
+        """Leave the optimizer as its user left it."""
+        if self._sampled is not None:
+            self._sampled.abandon()
+        elif self._begun and self._own:
+            self._optimizer.ratios()
+        self._sampled, self._begun, self._held = None, False, None
+
+    def _found(self) -> list[tuple[list[Tensor], Tensor]]:
+        if self._sampled is not None:
+            tables = self._sampled.end()
+            picked = [([n for n, p in enumerate(ps) if p in self._places], ps, sums) for ps, sums, _ in tables]
+            return [([ps[n] for n in some], _rows(sums, some)) for some, ps, sums in picked if some]
+        if self._own:
+            ratios: dict[Tensor, Tensor] = self._optimizer.ratios()
+            return [([p], sums.view(1, 2)) for p, sums in ratios.items()]
+        return [found for group in self._optimizer.param_groups for found in self._of_group(group)]
+
+    def _of_group(self, group: Mapping[str, Any]) -> Iterable[tuple[list[Tensor], Tensor]]:
+        rule, state = rule_of(self._optimizer, group), self._optimizer.state
+        devices: dict[torch.device, list[Tensor]] = {}
+        for p in group["params"]:
+            if p in self._places and p.grad is not None and not p.is_complex() and flat(p).numel():
+                devices.setdefault(flat(p).device, []).append(p)
+        for ps in devices.values():
+            kept = [moments_of(group, state.get(p, {})) for p in ps]
+            if rule is None or not all("v" in moments for moments in kept):
+                continue
+            grads = [sample(flat(dense(p.grad)), self._turn, SHARE) for p in ps]
+            lengths = tuple(grad.numel() for grad in grads)
+            segments = self._segments.setdefault(lengths, Segments.of(grads))
+            grad = segments.rows(grads, torch.float32)
+            v = segments.rows([sample(flat(moments["v"]), self._turn, SHARE) for moments in kept], torch.float32)
+            scalars = rule.scalars(numbers_of(group), steps_of([state[p] for p in ps], segments))
+            # The weight is looked at for a decay in the gradient, of which the second moment is made already.
+            ratio = rules.squared_ratio(rule, After(), grad, grad, {"v": v}, scalars)
+            assert ratio is not None
+            whole = [flat(p).numel() for p in ps]
+            known = [[n / length, n] for n, length in zip(whole, lengths, strict=True)]
+            factors = torch.tensor(known, dtype=torch.float64, device="cpu").to(v.device, non_blocking=True)
+            found = torch.cat([segments.sums([ratio]) * factors[:, :1], factors[:, 1:]], dim=1)
+            if self._held is not None:
+                found = torch.where(torch.as_tensor(self._held).to(v.device).reshape(()) > 0, 0.0, found)
+            yield ps, found
+
+
+def _rows(sums: Tensor, some: list[int]) -> Tensor:
+    """The last two columns, the ratio's, of some rows."""
+    return torch.stack([sums[n, -2:] for n in some])

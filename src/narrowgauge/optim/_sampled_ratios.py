@@ -1,0 +1,73 @@
+"""RMS_t of one parameter from a sample of it: what an eager step can afford to say at every step.
+
+Moments are kept in blocks along the flat parameter, so whole blocks are taken: their elements of the parameter and
+the gradient, and what each word of the state has for them, an item for an element, for two, or for a block. That
+makes a shorter parameter of the same plan, and the specification does the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.optim._plan import ParameterPlan
+from narrowgauge.optim._update import squared_ratios
+from narrowgauge.rules import Scalar
+
+# A sixteenth of a parameter, but at least, and at most, about so many elements.
+SHARE, LEAST, MOST = 16, 1 << 13, 1 << 18
+
+
+def ratio_sums(
+    plan: ParameterPlan,
+    p: Tensor,
+    grad: Tensor,
+    state: Mapping[str, Tensor],
+    group: Mapping[str, Any],
+    step: Scalar,
+    turn: int,
+) -> Tensor | None:
+    """The sum of g^2 / max(v_hat, eps^2) over a parameter, and of how many elements: float64 (2,).
+
+    The mean is that of a sample, others at every turn; short parameters are taken whole, and distributed ones, of
+    which the result is that of this rank's shard.
+
+    Args: as of `squared_ratios`; `turn` numbers the samples.
+
+    Returns:
+        None for rules without second moment.
+    """
+    elements = p.numel()
+    p, grad, state = _sample(p, grad, state, group["block_size"], turn)
+    ratio = squared_ratios(plan, p, grad, state, group, step)
+    if ratio is None:
+        return None
+    if hasattr(ratio, "to_local"):
+        ratio = ratio.to_local()
+        elements = ratio.numel()
+    total = ratio.sum(dtype=torch.float64) * (elements / max(1, ratio.numel()))
+    return torch.stack([total, torch.full_like(total, elements)])
+
+
+def _sample(
+    p: Tensor, grad: Tensor, state: Mapping[str, Tensor], block: int, turn: int
+) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
+    n, a_scale, block = p.numel(), block, math.lcm(block, 2)
+    blocks = n // block
+    share = max(min(SHARE, n // LEAST), n // MOST)
+    if type(p) not in (Tensor, torch.nn.Parameter) or not 1 < share <= blocks:
+        return p, grad, state
+
+    def taken(x: Tensor) -> Tensor:
+        """The items of some blocks."""
+        x = x.reshape(-1) if x.numel() == n else x
+        each = {n: block, -(-n // 2): block // 2}.get(len(x), block // a_scale) if x.dim() else 0
+        if not each:
+            return x  # a count
+        return x[: blocks * each].reshape(blocks, each, *x.shape[1:])[turn % share :: share].flatten(0, 1)
+
+    return taken(p.detach()), taken(grad), {key: taken(word) for key, word in state.items()}
