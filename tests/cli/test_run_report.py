@@ -370,3 +370,11 @@ def test_the_records_are_never_written_over(tmp_path: Path, capsys: pytest.Captu
 def test_names_of_all_tensors_are_on_the_page() -> None:
     parsed, _ = look(sound())
     assert all(name in parsed.text for name in NAMES)
+
+
+def test_what_a_run_could_not_record_is_named() -> None:
+    missing = {"kind": "missing", "step": 5, "of": "activation", "names": ["h.0", "h.1"], "why": "compiled <away>"}
+    text = page(History([*sound(), missing]), "run")
+    assert "No features were recorded of h.0 and h.1: compiled &lt;away&gt;." in text
+    for strange in ({"names": 3}, {"why": None}, {"of": [1]}, {"names": [None, {}]}):
+        page(History([*sound(), missing | strange]), "run")

@@ -210,9 +210,11 @@ def test_features_that_grow_with_depth_are_a_note() -> None:
 def test_what_float8_would_lose_is_a_note(kind: str, form: str, loss: str, share: float) -> None:
     def lossy(value: float) -> Records:
         name = "h.1" if "activation" in kind else "h.1.fc.weight"
-        return changed(sound(), kind, [name], formats={form: {loss: value}})
+        records = changed(sound(), kind, [name], formats={form: {loss: value}})
+        return [header(low_precision={"h.0.fc": ["e4m3"]}), *records[1:]]
 
     assert advise(lossy(0.99 * share)) == []
+    assert advise([header(low_precision={"h.0.fc": ["int8"]}), *lossy(share)[1:]]) == []
     piece = only(lossy(share))
     assert piece.urgency == "note"
     assert piece.evidence[0].quantity == f"share of {loss} in {form}"
@@ -244,9 +246,84 @@ def test_parameters_without_a_gradient() -> None:
     assert still.evidence[0].quantity == "norm of the update"
 
 
+def group(*names: str, **options: Any) -> dict[str, Any]:
+    return {"parameters": list(names), **options}
+
+
+def test_the_header_says_whether_updates_are_clipped_and_what_beta2_is() -> None:
+    records = spiking(300, range(304, 307))[1:]
+    clipped = only([header(groups=[group(*NAMES, clip_updates=True, betas=[0.9, 0.95])]), *records])
+    assert clipped.action == "Updates are clipped already: lower beta2 (0.95 now) or the learning rate."
+    # By group, whatever the optimizer is called.
+    groups = [group(*NAMES[1:], clip_updates=True), group(NAMES[0], clip_updates=False, betas=[0.9, 0.999])]
+    other = only([header(groups=groups, optimizer="StableAdamW"), *records])
+    assert other.action.startswith("Clip updates")
+    assert other.action.endswith("lower beta2 (0.999 now).")
+
+
+def test_the_header_says_whether_low_words_are_kept() -> None:
+    records = changed(sound(), "update", ["ln.weight"], lost=0.9, lost_visible=0.9, descent_quality=0.1)[1:]
+    assert "weights='split8'" in only([header(groups=[group(*NAMES, weights="plain")]), *records]).action
+    kept = only([header(groups=[group(*NAMES, weights="kahan")]), *records])
+    assert kept.action.startswith("Low words are kept (weights='kahan') and do not suffice")
+
+
+def test_what_is_not_trained_is_a_note() -> None:
+    named = [name for name in NAMES if name != "ln.weight"]
+    records = [r for r in sound() if r.get("name") != "ln.weight"][1:]
+    piece = only([header(groups=[group(*NAMES)]), *records])
+    assert (piece.rule, piece.urgency) == ("not trained", "note")
+    assert piece.finding == "ln.weight never had a gradient in 40 measured steps."
+    piece = only([header(groups=[group(*named)], frozen=["ln.weight"]), *records])
+    assert piece.finding == "ln.weight is frozen."
+    piece = only([header(groups=[group(*named)], apart=["ln.weight"]), *records])
+    assert piece.finding == "ln.weight is not among the optimizer's parameters."
+    assert advise([header(groups=[group(*NAMES)]), *sound()[1:]]) == []
+    without = [r for r in records if r["kind"] != "gradient"]  # gradients were not measured
+    assert advise([header(groups=[group(*NAMES)]), *without]) == []
+
+
+@pytest.mark.parametrize(
+    "strange", [3, "x", None, [3], [[]], [{}], [{"parameters": 3}], {"a": 1}, [{"parameters": [[]]}]]
+)
+def test_whatever_the_header_says_of_groups_is_read(strange: Any) -> None:
+    records = spiking(300, range(304, 307))[1:]
+    for key in ("groups", "frozen", "apart", "low_precision"):
+        assert "second moment out of date" in {p.rule for p in advise([header(**{key: strange}), *records])}
+    betas = [group(*NAMES, betas=strange, clip_updates=strange, weights=strange)]
+    assert advise([header(groups=betas), *records])
+
+
+def test_a_watch_says_how_the_run_was_set_up() -> None:
+    net = torch.nn.Sequential(
+        torch.nn.Linear(8, 8), ng.linear.LowPrecisionLinear(8, 8, plan=ng.linear.SWITCHBACK.with_format("e4m3")),
+        torch.nn.Linear(8, 8), torch.nn.Linear(8, 8),
+    )  # fmt: skip
+    net[2].requires_grad_(False)
+    optimizer = ng.optim.AdamW(
+        [
+            {"params": net[0].parameters(), "lr": torch.tensor(0.5), "clip_updates": True},
+            {"params": [*net[1].parameters(), *net[2].parameters()], "states": {"m": "bf16", "v": "fp32"}},
+        ]
+    )
+    with ng.gauges.watch(net, optimizer) as watch:
+        head = watch.rows()[0]
+    first, second = head["groups"]
+    assert first["parameters"] == ["0.weight", "0.bias"]
+    assert (first["rule"], first["weights"], first["clip_updates"], first["lr"]) == ("adamw", "plain", True, 0.5)
+    assert first["betas"] == [0.9, 0.999]
+    assert second["states"] == {"m": "bf16", "v": "fp32"}
+    assert head["frozen"] == ["2.weight", "2.bias"]
+    assert head["apart"] == ["3.weight", "3.bias"]
+    assert head["low_precision"] == {"1": ["e4m3"]}
+    with ng.gauges.watch(net, torch.optim.SGD(net[0].parameters(), 0.1)) as watch:
+        assert watch.rows()[0]["groups"][0]["momentum"] == 0
+
+
 def test_the_same_records_in_another_order_give_the_same_advice() -> None:
     records = changed(spiking(300, range(304, 307)), "update", ["ln.weight"], lost=1.0, descent_quality=0.0)
     records = changed(records, "gradient", NAMES, formats={"e4m3": {"underflow": 0.5}})
+    records[0] = header(low_precision={"h.0.fc": ["e4m3"]})
     first = advise(records)
     assert len(first) == 3
     for seed in range(3):

@@ -265,3 +265,33 @@ def test_infinite_gradients_have_no_moments_but_are_counted() -> None:
     assert gradient["mean"] > 0
     update = of_kind(rows, "update", name="embed.weight")[0]  # its step was skipped
     assert (update["norm"], update["nonzero"]) == (0, 0)
+
+
+def test_what_will_not_arrive_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Features that no hook saw, and quantized moments of a step that decides on its gradients by itself."""
+    net = model()
+    net.idle = nn.ModuleList([nn.Linear(2, 2)])
+    optimizer = optim.AdamW8bit(net.parameters(), min_quantized_size=64, percentile_clipping=50)
+    with caplog.at_level("WARNING", "narrowgauge.gauges"), gauges.watch(net, optimizer, 1, states_every=1) as watch:
+        train(net, optimizer, 2)
+    missing = of_kind(watch.rows(), "missing")
+    assert [(row["of"], row["step"]) for row in missing] == [("state", 1), ("activation", 1)]
+    assert missing[0]["why"].startswith("percentile_clipping")
+    assert missing[1]["names"] == ["idle.0"]
+    assert not of_kind(watch.rows(), "state")
+    assert caplog.text.count("no records of quantized moments: ") == 1
+    assert caplog.text.count("no records of features: ") == 1
+    assert "inside a compiled region" in caplog.text
+    with gauges.watch(net, torch.optim.SGD(net.parameters(), 0.1), 1, activations=["blocks.0"]) as watch:
+        train(net, optimizer, 1)
+    assert not of_kind(watch.rows(), "missing")
+
+
+def test_a_compiled_model_says_that_its_features_stay_unseen() -> None:
+    net = model()
+    compiled = torch.compile(net, backend="aot_eager")
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with gauges.watch(compiled, optimizer, 1) as watch:
+        train(compiled, optimizer, 2)
+    (missing,) = of_kind(watch.rows(), "missing")
+    assert missing["names"] == ["embed", "blocks.0", "blocks.1"]

@@ -1,7 +1,7 @@
 """Advice about ranges: what is not finite, loss scales, features that grow, formats too narrow, codes too coarse.
 
-What a tensor would lose in float8 is no fault of a run in wider formats: such advice is a note for who plans to go
-there.
+What a tensor would lose in float8 is no fault of a run in wider formats: the report's figure shows it to those who
+plan to go there, and advice is for runs whose layers are there.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from narrowgauge.gauges._advice import Advice, Evidence, count, habits, listed, percent, show, worst
+from narrowgauge.gauges._advice import HABIT, Advice, Evidence, count, habits, listed, percent, show, worst
 from narrowgauge.gauges._history import History, is_embedding
+from narrowgauge.gauges._run_options import listed_in, uses_float8
 
 # Ours: a tensor is the culprit if it takes part in so large a share of the steps with inf or NaN, and culprits are
 # few if they are at most so large a share of all tensors. SwitchBack never saw one beyond block 0.
@@ -177,7 +178,9 @@ def _number(name: str) -> int:
 
 
 def narrow_formats(history: History) -> Iterator[Advice]:
-    """What tensors would lose in float8, one piece of advice for each kind of tensor."""
+    """What tensors would lose in float8, for each kind of tensor; where layers are in float8."""
+    if not uses_float8(history):
+        return
     words = {
         "gradient": "gradients", "activation_gradient": "gradients of activations", "activation": "activations",
     }  # fmt: skip
@@ -196,9 +199,9 @@ def narrow_formats(history: History) -> Iterator[Advice]:
         ends = "lie beyond the largest number" if overflows else "round to zero"
         yield Advice(
             f"{word} in float8", "note",
-            f"{len(names)} of {total} {word} would lose a share in float8 as they are, most of all "
+            f"{len(names)} of {total} {word} would lose a share in float8 without a scale, most of all "
             f"{first.name}: {percent(first.value)} would {ends} in {first.quantity.split()[-1]}.",
-            "Before they go to float8: a scale for each tensor or row, as SwitchBack's layers have, or e5m2 "
+            "The layers that multiply in float8 want a scale for each tensor or row, as SwitchBack's have, or e5m2 "
             "for e4m3.",
             "SwitchBack, Sections 2.2 and 2.3", worst(over), weight=1,
         )  # fmt: skip
@@ -247,4 +250,33 @@ def no_gradient(history: History) -> Iterator[Advice]:
             "was lost there, nothing was learned.",
             "Check that the loss depends on it, or freeze it.",
             "Collage, Definition 3.2: an update of zero is not a lost one", worst(dead),
+        )  # fmt: skip
+
+
+def not_trained(history: History) -> Iterator[Advice]:
+    """Parameters of which nothing was measured: frozen, another optimizer's, or never given a gradient."""
+    measured = max(
+        (len(history.series("gradient", "absmax", n).steps) for n in history.names("gradient")), default=0
+    )
+    frozen, apart = listed_in(history, "frozen"), listed_in(history, "apart")
+    known = isinstance(history.header.get("groups"), list)
+    seen = {*history.names("gradient"), *frozen, *apart}
+    without = [name for name in history.parameters if name not in seen] if known and measured >= HABIT else []
+    parts = [
+        f"{listed(names)} {'is' if len(names) == 1 else 'are'} {what}."
+        for names, what in ((frozen, "frozen"), (apart, "not among the optimizer's parameters"))
+        if names
+    ]
+    if without:
+        parts.append(f"{listed(without)} never had a gradient in {measured} measured steps.")
+    if parts:
+        step = history.last_step
+        found = [
+            Evidence("gradients that were seen", name, step, 0.0, None) for name in (*without, *apart, *frozen)
+        ]
+        yield Advice(
+            "not trained", "note", " ".join(parts),
+            "If this is not on purpose: check that the loss depends on what never had a gradient, and what the "
+            "optimizer was given.",
+            "Collage, Definition 3.2: an update of zero is not a lost one", worst(found),
         )  # fmt: skip

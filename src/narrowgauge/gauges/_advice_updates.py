@@ -10,8 +10,9 @@ import math
 from collections.abc import Iterator
 
 from narrowgauge.gauges._advice import Advice, Evidence, count, habits, late, listed, median, percent, show, worst
-from narrowgauge.gauges._history import History, is_embedding
+from narrowgauge.gauges._history import History, as_number, is_embedding
 from narrowgauge.gauges._precursors import RMS_THRESHOLD, Precursors, find_precursors
+from narrowgauge.gauges._run_options import clips, group_of, low_words
 
 # Ours. A model's update is off by a twentieth of its length, or a tensor's by a tenth: rounding of single elements
 # averages out along an update, so that storages that keep updates stay within a hundredth.
@@ -36,8 +37,8 @@ def out_of_date(history: History) -> Iterator[Advice]:
     order = sorted(peaks.values(), key=lambda e: (not is_embedding(e.name), -e.value, e.name))
     first, total = order[0], sum(len(steps) for steps in found.rms.values())
     followed = [step for step, (name, _) in found.matched.items() if name in peaks]
-    clips = str(history.header.get("optimizer", "")).startswith("Stable")
-    if clips and not followed:
+    clipped = clips(history, first.name)
+    if clipped and not followed:
         return
     text = f"{first.name}'s RMS_t reached {show(first.value)} at step {first.step}"
     text += f"; {count(total, 'RMS spike')} of at least {show(RMS_THRESHOLD)} in {count(len(peaks), 'tensor')}."
@@ -57,8 +58,11 @@ def out_of_date(history: History) -> Iterator[Advice]:
                 " In the paper's runs those of embeddings foretold loss spikes, and those of other layers did not."
             )
     action = "Clip updates (ng.optim.StableAdamW, or clip_updates=True) or lower beta2."
-    if clips:
+    if clipped:
         action = "Updates are clipped already: lower beta2 or the learning rate."
+    beta2 = _beta2(history, first.name)
+    if beta2 is not None:
+        action = action.replace("lower beta2", f"lower beta2 ({beta2:.15g} now)")
     yield Advice(
         "second moment out of date", "change" if followed else "watch", text, action,
         "SwitchBack, Sections 3.4 and 3.5, Appendix E", worst(evidence), weight=3 if followed else 1,
@@ -118,8 +122,10 @@ def lost(history: History) -> Iterator[Advice]:
     if whole is not None and bad:
         evidence.insert(0, Evidence("effective descent quality", "", whole.step, whole.value, MODEL_QUALITY))
     action = "Keep low words: weights='split8' or 'expansion' (Collage-light), or round with weights='stochastic'."
-    if has_low_words(history):
-        action = "Low words are kept and do not suffice: take weights='split' or 'master'."
+    kept = sorted({words for e in low if (words := low_words(history, e.name))})
+    if kept or has_low_words(history):
+        which = f" (weights='{kept[0]}')" if kept else ""
+        action = f"Low words are kept{which} and do not suffice: take weights='split' or 'master'."
     elif len(low) < len(quality) and still and not others and not bad:
         action += " The tensors named alone would do, in a parameter group of their own."
     yield Advice(
@@ -151,7 +157,9 @@ def visible_only(history: History) -> Iterator[Advice]:
 
 def frozen_moment(history: History) -> Iterator[Advice]:
     """A second moment that grows and no longer falls: beta2 rounded to 1, or decay that is rounded away."""
+    # Of embeddings alone, as where updates are not measured, it says nothing: rows without a token count as zeros.
     ratios = habits(history, "update", "rms")
+    ratios = {name: e for name, e in ratios.items() if len(history.series("update", "norm", name).steps)}
     stale = []
     for name, ratio in ratios.items():
         gradient = history.series("gradient", "mean", name).since(history.settled).finite
@@ -176,12 +184,22 @@ def frozen_moment(history: History) -> Iterator[Advice]:
 
 
 def has_low_words(history: History) -> bool:
-    """Whether more is stored than the model sees: somewhere an update is lost to it and not to what is stored."""
+    """Whether more is stored than the model sees: somewhere an update is lost to it and not to what is stored.
+
+    What a header without groups leaves to be guessed.
+    """
+    if history.header.get("groups"):
+        return False
     for name in ["", *history.names("update")]:
         stored, visible = (history.series("update", f, name).values for f in ("lost", "lost_visible"))
         if len(stored) == len(visible) and (visible > stored).any():
             return True
     return False
+
+
+def _beta2(history: History, name: str) -> float | None:
+    betas = group_of(history, name).get("betas")
+    return as_number(betas[1]) if isinstance(betas, list) and len(betas) == 2 else None
 
 
 def _peak(history: History, name: str, steps: list[int]) -> Evidence:

@@ -23,6 +23,7 @@ RULES: tuple[Rule, ...] = (
     _advice_ranges.coarse_states,
     _advice_updates.unexplained,
     _advice_ranges.no_gradient,
+    _advice_ranges.not_trained,
     _advice_updates.visible_only,
     _advice_ranges.growing_features,
     _advice_ranges.narrow_formats,

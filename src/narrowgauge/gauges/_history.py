@@ -70,6 +70,7 @@ class History:
         runs: how many headers there were: more than one for a run that was resumed into the same file.
         count: how many records were taken.
         ignored: how many had no step, counted from 1, or no name.
+        missing: what was not recorded and why: (kind, reason), and the names of which.
         alarms: the records of what was raised while training: kinds "spike" and "nonfinite", in order.
         memo: what was worked out of the records so far, by name; emptied by every record that is added.
     """
@@ -79,6 +80,7 @@ class History:
         self.damage = damage
         self.runs = self.count = self.ignored = self.last_step = 0
         self.alarms: list[Record] = []
+        self.missing: dict[tuple[str, str], list[str]] = {}
         self.memo: dict[str, Any] = {}
         self._columns: dict[tuple[str, str, str], tuple[array[int], array[float]]] = {}
         self._names: dict[str, dict[str, None]] = {}
@@ -105,6 +107,9 @@ class History:
         if kind in ("spike", "nonfinite"):
             self.alarms.append(_shown(record))
             return
+        if kind == "missing":
+            self._add_missing(_shown(record))
+            return
         if kind == "state":
             slot = _shown(str(record.get("slot", "?")))
             self._add_usage((name, slot), record.get("usage"))
@@ -130,6 +135,12 @@ class History:
                 steps, numbers = self._columns.setdefault((*key, prefix + field), (array("q"), array("d")))
                 steps.append(step)
                 numbers.append(number)
+
+    def _add_missing(self, record: Record) -> None:
+        what, why, names = (record.get(key) for key in ("of", "why", "names"))
+        if isinstance(what, str) and isinstance(why, str) and isinstance(names, list):
+            known = self.missing.setdefault((what, why), [])
+            known += [name for name in names if isinstance(name, str) and name not in known]
 
     def _add_ratios(self, step: int, ratios: object) -> None:
         """RMS_t of a few tensors, taken between due steps: one series with that of due ones."""

@@ -30,6 +30,17 @@ class _Corrected:
         return self.values
 
 
+def reasons(optimizer: Any, names: Mapping[Tensor, str]) -> dict[str, list[str]]:
+    """Why there are no records of quantized moments, by reason the names of the parameters that have some."""
+    found: dict[str, list[str]] = {}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            why = optimizer.cannot_foresee(p, group)
+            if why is not None and optimizer.keeps_codes(p):
+                found.setdefault(why, []).append(names.get(p, "?"))
+    return found
+
+
 def moment_records(optimizer: Any, names: Mapping[Tensor, str], step: int) -> Iterator[Record]:
     """Records of every quantized moment, and of Adam's update made of them all.
 
@@ -41,7 +52,7 @@ def moment_records(optimizer: Any, names: Mapping[Tensor, str], step: int) -> It
     maps: list[AdamErrorMap] = []
     for group in optimizer.param_groups:
         for p in group["params"]:
-            moments = optimizer.foresee(p, group) if not hasattr(p, "to_local") else []
+            moments = optimizer.foresee(p, group) if optimizer.cannot_foresee(p, group) is None else []
             for moment in moments:
                 error = quantization_error(moment.exact, moment)
                 yield {

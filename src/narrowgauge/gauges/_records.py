@@ -9,7 +9,8 @@ Every record is a dictionary with its ``kind`` and, but for the header, the ``st
     gradient, activation,
     activation_gradient                 a tensor's magnitudes, and what narrower formats would lose of it
     state, adam_error                   what the codes of the optimizer's moments lose
-    spike                               an alarm
+    spike, nonfinite                    an alarm
+    missing                             what will not be recorded of some tensors, and why
 
 JSON has no infinities and no NaN, and a gauge must be able to say both: they are written as the strings "inf",
 "-inf" and "nan", and read back as floats. Names are text, whatever they are.
@@ -40,6 +41,9 @@ VERSION = 1
 FILE_NAME = "gauges.jsonl"
 
 Record = dict[str, Any]
+
+# What records of kind "missing" are about, in words.
+MISSED = {"state": "quantized moments", "activation": "features"}
 
 _STRINGS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _TEXT = {

@@ -44,6 +44,11 @@ class WatchedFeatures:
             self._hooks.remove()
         self.forget()
 
+    @property
+    def unseen(self) -> list[str]:
+        """Modules of which nothing was seen in this step."""
+        return [name for name, calls in self._seen["activation"].items() if not calls]
+
     def expect(self, due: bool) -> None:
         """Whether the step that comes is measured."""
         self.forget()

@@ -14,6 +14,7 @@ from narrowgauge._version import __version__
 from narrowgauge.gauges._formats import Target
 from narrowgauge.gauges._modules import depths, plain_name
 from narrowgauge.gauges._records import VERSION, Record
+from narrowgauge.gauges._run_options import options_record
 from narrowgauge.gauges._segments import flat
 from narrowgauge.gauges._update_records import Updates
 
@@ -78,4 +79,5 @@ def header(
         "device": kind, "torch": torch.__version__, "narrowgauge": __version__,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "parameters": {name: list(p.shape) for p, name in names.items()}, "depth": depths(model),
+        **options_record(model, optimizer, names),
     }  # fmt: skip

@@ -16,9 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from narrowgauge.gauges._magnitudes import as_records, table_of, width
 from narrowgauge.gauges._measured_steps import SUMS
 from narrowgauge.gauges._modules import chosen
-from narrowgauge.gauges._moment_errors import moment_records
+from narrowgauge.gauges._moment_errors import moment_records, reasons
 from narrowgauge.gauges._rank_sums import Part, Ranks
-from narrowgauge.gauges._records import LOG, Record
+from narrowgauge.gauges._records import LOG, MISSED, Record
 from narrowgauge.gauges._segments import flat
 from narrowgauge.gauges._step_rms import StepRms, parameters_with_rms
 from narrowgauge.gauges._update_records import OtherSteps, OwnSteps, measures_itself, update_records
@@ -59,7 +59,7 @@ class WatchedTensors:
         self._caught: dict[int, Tensor] = {}
         self._begun = False
         self._step = 0
-        self._said = False
+        self._said = self._looked = False
 
     def attach(self) -> None:
         """Hook into the modules."""
@@ -136,12 +136,24 @@ class WatchedTensors:
         every, optimizer = self._sources.states_every, cast(Any, self._optimizer)
         if not every or step % every or not measures_itself(optimizer):
             return
-        why = optimizer.cannot_foresee()
-        if why is None:
-            yield from moment_records(optimizer, self.names, step)
-        elif not self._said:
+        if not self._said:
             self._said = True
-            LOG.info("no records of quantized moments: %s", why)
+            for why, names in reasons(optimizer, self.names).items():
+                yield from _missing("state", step, names, why)
+        if optimizer.cannot_foresee() is None:
+            yield from moment_records(optimizer, self.names, step)
+
+    def unseen(self, step: int) -> Iterator[Record]:
+        """After the first due step: which watched modules returned nothing that a hook saw."""
+        if self._looked or not self.due(step):
+            return
+        self._looked = True
+        names = self._features.unseen
+        if names:
+            yield from _missing(
+                "activation", step, names,
+                "no hook saw it return: inside a compiled region, not called while training, or returns no tensor",
+            )  # fmt: skip
 
     def end(self, step: int, ranks: Ranks) -> list[Part]:
         """A step has been taken: the tables of a due one."""
@@ -246,3 +258,10 @@ class WatchedTensors:
             table.index_copy_(0, self._index(list(self._gradients)), rows)
         records = as_records("gradient", list(self.names.values()), targets, step)
         return self._own(table, self.names, ranks), (0,), records
+
+
+def _missing(what: str, step: int, names: Sequence[str], why: str) -> Iterator[Record]:
+    """A record that something will not be recorded, and a line in the log: who waits for it should not wait."""
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    LOG.warning("no records of %s: %s (%s)", MISSED[what], why, shown)
+    yield {"kind": "missing", "step": step, "of": what, "names": list(names), "why": why}

@@ -182,6 +182,8 @@ class Watch:
         rms = self._tensors.rms(self._ranks)
         self._steps.end(time.perf_counter(), rms)
         step = self._steps.taken
+        for record in self._tensors.unseen(step) if self._ranks.first else ():
+            self._emit(record)
         found = self._tensors.end(step, self._ranks)
         home = self._tensors.home
         if found or (home.type == "cpu" and self._ranks.group is None):

@@ -83,13 +83,21 @@ class Watched(torch.optim.Optimizer):
         found, self._ratios = self._ratios, {}
         return {p: sums for p, sums in found.items() if sums is not None}
 
-    def cannot_foresee(self) -> str | None:
-        """Why `foresee` cannot say what the next step does, or None."""
+    def cannot_foresee(self, p: Tensor | None = None, group: Mapping[str, Any] | None = None) -> str | None:
+        """Why `foresee` cannot say what the next step does, or None; given a parameter and its group, to it."""
+        if group is not None and group.get("percentile_clipping", 100) < 100:
+            return "percentile_clipping decides on gradients within the step"
+        if hasattr(p, "to_local"):
+            return "it is sharded"
         if getattr(self, "in_backward", None) is not None:
             return "parameters are stepped in backward"
         if any(group[LIMIT] is not None for group in self.param_groups):
             return f"{LIMIT} makes each step depend on all gradients"
         return None
+
+    def keeps_codes(self, p: Tensor) -> bool:
+        """Whether a moment of a parameter is quantized."""
+        return any(slot.storage.quantized for slot in cast("NarrowOptimizer", self)._plan(p).slots)
 
     @torch.no_grad()
     def foresee(self, p: Tensor, group: Mapping[str, Any]) -> list[QuantizedMoment]:

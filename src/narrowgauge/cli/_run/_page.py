@@ -11,9 +11,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from narrowgauge.cli._page import join, render, write_page
+from narrowgauge.gauges._advice import listed
 from narrowgauge.gauges._advise import advise
 from narrowgauge.gauges._history import History, Record, as_number
 from narrowgauge.gauges._precursors import find_precursors
+from narrowgauge.gauges._records import MISSED
 
 from ._columns import number
 from ._figure import STEPS, Table
@@ -47,10 +49,16 @@ def page(history: History, name: str) -> str:
         advice=advice,
         words=WORDS,
         figures=found,
-        missing=missing,
+        missing=[*missing, *_unseen(history)],
         facts=_facts(history),
         raised=_raised(history),
     )
+
+
+def _unseen(history: History) -> Iterable[str]:
+    """Sentences on what the run itself said that it could not record."""
+    for (kind, why), names in history.missing.items():
+        yield f"No {MISSED.get(kind, kind)} were recorded of {listed(names)}: {why}."
 
 
 def _made(history: History) -> str:
