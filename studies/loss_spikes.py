@@ -12,6 +12,8 @@ put beside it. Whoever wants to see their own loop like this finds all that it t
 
     python studies/loss_spikes.py --out runs/spikes.json
 
+With `--records FOLDER` the first run of AdamW is watched as well: `narrowgauge report FOLDER` is its page.
+
 Source: Wortsman et al. 2023, Section 3.4 and 3.5, Figures 4, 5 and 20, Appendix E.
 """
 
@@ -22,6 +24,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import _gather
@@ -35,7 +38,7 @@ from narrowgauge.cli._environment import describe_environment
 
 WORDS, PIXELS, WIDTH, CLASSES = 32, 64, 64, 16
 SHARPNESS = 4.0  # of the classes: how far their scores are apart, against the noise in the labels
-EMBEDDING, MIDDLE = "pixels.weight", "blocks.1.up.weight"
+EMBEDDING, MIDDLE = "embed_pixels.weight", "blocks.1.up.weight"
 
 
 @dataclass(frozen=True)
@@ -84,14 +87,15 @@ class TwoEmbeddings(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words = nn.Linear(WORDS, WIDTH)
-        self.pixels = nn.Linear(PIXELS, WIDTH, bias=False)
+        self.embed_words = nn.Linear(WORDS, WIDTH)
+        self.embed_pixels = nn.Linear(PIXELS, WIDTH, bias=False)
         self.blocks = nn.Sequential(Block(), Block())
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, words: Tensor, images: Tensor) -> Tensor:
-        return self.head(self.norm(self.blocks(torch.cat([self.words(words), self.pixels(images)]))))
+        x = torch.cat([self.embed_words(words), self.embed_pixels(images)])
+        return self.head(self.norm(self.blocks(x)))
 
 
 class Data:
@@ -127,16 +131,40 @@ def rms(optimizer: torch.optim.Optimizer, p: Tensor, beta2: float, eps: float, s
     return float(ng.gauges.rms_ratio(p.grad, second / (1 - beta2**step), eps))
 
 
-def train(way: Way, plan: Plan, seed: int) -> dict[str, Any]:
-    """One run, watched while it trains."""
+def watched(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, records: Path) -> ng.gauges.Watch:
+    """A watch that writes to a folder: all gauges at every fifth step, RMS_t of two tensors at every one."""
+    return ng.gauges.watch(
+        model, optimizer, 5, path=records, rms_of=[EMBEDDING, MIDDLE], warmup=plan.judged_from - 1
+    )
+
+
+def train(way: Way, plan: Plan, seed: int, records: Path | None = None) -> dict[str, Any]:
+    """One run; with a folder for records it is watched from outside, too."""
     torch.manual_seed(seed)
     model, data = TwoEmbeddings(), Data(plan.batch, plan.brightness, seed)
     optimizer = make(way, model, plan)
-    watched = {"embedding": model.get_parameter(EMBEDDING), "middle": model.get_parameter(MIDDLE)}
+    if records is None:
+        return trained(way, plan, seed, model, data, optimizer, None)
+    records.mkdir(parents=True, exist_ok=True)
+    with watched(model, optimizer, plan, records) as watch:
+        return trained(way, plan, seed, model, data, optimizer, watch)
+
+
+def trained(
+    way: Way,
+    plan: Plan,
+    seed: int,
+    model: nn.Module,
+    data: Data,
+    optimizer: torch.optim.Optimizer,
+    watch: ng.gauges.Watch | None,
+) -> dict[str, Any]:
+    """The loop, with the alarms that whoever writes their own would put into it."""
+    looked_at = {"embedding": model.get_parameter(EMBEDDING), "middle": model.get_parameter(MIDDLE)}
     loss_alarm = ng.gauges.LossSpikes(warmup=plan.judged_from - 1)
-    rms_alarms = {name: ng.gauges.RmsSpikes(warmup=plan.judged_from - 1) for name in watched}
+    rms_alarms = {name: ng.gauges.RmsSpikes(warmup=plan.judged_from - 1) for name in looked_at}
     found: dict[str, Any] = {"loss": [], "loss_spikes": []}
-    for name in watched:
+    for name in looked_at:
         found |= {f"{name}_rms": [], f"{name}_spikes": []}
     for step in range(1, plan.steps + 1):
         words, images, classes = data.next()
@@ -147,6 +175,8 @@ def train(way: Way, plan: Plan, seed: int) -> dict[str, Any]:
             group["lr"] = plan.lr * min(1.0, step / plan.warmup)
         optimizer.zero_grad()
         torch.autograd.backward((weight * each).sum() / plan.batch)
+        if watch is not None:
+            watch.loss(each.detach().mean())
         if way.clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), way.clip)
         optimizer.step()
@@ -156,7 +186,7 @@ def train(way: Way, plan: Plan, seed: int) -> dict[str, Any]:
         spike = loss_alarm.add(found["loss"][-1])
         if spike is not None:
             found["loss_spikes"].append([spike.step, spike.seen])
-        for name, p in watched.items():
+        for name, p in looked_at.items():
             found[f"{name}_rms"].append(rms(optimizer, p, way.beta2, plan.eps, step))
             spike = rms_alarms[name].add(found[f"{name}_rms"][-1])
             if spike is not None:
@@ -164,12 +194,17 @@ def train(way: Way, plan: Plan, seed: int) -> dict[str, Any]:
     return {"way": asdict(way), "seed": seed} | found
 
 
-def study(plan: Plan, seeds: Sequence[int], ways: Sequence[Way] = WAYS) -> dict[str, Any]:
-    """All runs; those of one seed share their first weights and their data."""
+def study(
+    plan: Plan, seeds: Sequence[int], ways: Sequence[Way] = WAYS, records: Path | None = None
+) -> dict[str, Any]:
+    """All runs; those of one seed share their first weights and their data. The very first may leave records."""
     start, threads = time.perf_counter(), torch.get_num_threads()
     torch.set_num_threads(1)  # such small products are faster so
     try:
-        runs = [train(way, plan, seed) for seed in seeds for way in ways]
+        first = (seeds[0], ways[0])
+        runs = [
+            train(way, plan, seed, records if (seed, way) == first else None) for seed in seeds for way in ways
+        ]
     finally:
         torch.set_num_threads(threads)
     model = {"model": "two embeddings, two blocks", "seed": list(seeds)}
@@ -189,11 +224,14 @@ def main(
     brightness: Annotated[
         float, typer.Option(help="Mean of every pixel, in standard deviations.")
     ] = Plan.brightness,
+    records: Annotated[
+        Path | None, typer.Option(help="A folder for the gauges' records of the first run.")
+    ] = None,
     steps: Annotated[int, typer.Option(min=360, help="Steps, 300 of them before the switch.")] = Plan.steps,
 ) -> None:
     """Make the gradient of an embedding 30 times larger, and see what optimizers do."""
     results = {"command": _gather.command(sys.argv)} | study(
-        Plan(steps=steps, brightness=brightness, lr=lr), range(seeds)
+        Plan(steps=steps, brightness=brightness, lr=lr), range(seeds), records=records
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(_gather.rounded(results), separators=(",", ":")) + "\n")

@@ -34,7 +34,7 @@ def test_the_switch_makes_the_gradient_of_the_embedding_thirty_times_larger() ->
         grads[share] = {name: p.grad.clone() for name, p in model.named_parameters()}
     name = loss_spikes.EMBEDDING
     torch.testing.assert_close(grads[1.0][name], 30 * grads[plan.quiet][name])
-    torch.testing.assert_close(grads[1.0]["words.weight"], grads[plan.quiet]["words.weight"])
+    torch.testing.assert_close(grads[1.0]["embed_words.weight"], grads[plan.quiet]["embed_words.weight"])
 
 
 def test_adamw_spikes_after_its_warning_and_stable_adamw_does_not(results: dict) -> None:
