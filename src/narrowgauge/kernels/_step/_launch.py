@@ -13,10 +13,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from narrowgauge.kernels._beside import beside
 from narrowgauge.kernels._graph import Node, uniforms
 from narrowgauge.kernels._launches import Fixed, Launches
 from narrowgauge.kernels._step import _gauges, _sampling, _source, _squares
-from narrowgauge.kernels._step._compile import compiled
+from narrowgauge.kernels._step._compile import compile_together, compiled
 from narrowgauge.kernels._step._layout import AT, WIDTH, Layout
 from narrowgauge.kernels._step._numbers import numbers_source
 from narrowgauge.kernels._triton import instructions
@@ -117,6 +118,9 @@ class Step:
         squares: bool = False,
     ) -> None:
         self._launches: dict[str, Launches] = {}
+        # What the first call is to compile, while it looks for that.
+        self._compiled = False
+        self._first: list[tuple[Any, ...]] | None = None
         self.layout = layout
         self.skip = skip
         self.factor = factor
@@ -177,11 +181,15 @@ class Step:
             stats: float64 (tensors, 8), where gauges leave their sums, in the order of `UpdateStats`.
             verdict: float32 (2,), where gradients have a factor: that, and whether no tensor takes the step.
         """
+        given = [] if verdict is None else [verdict]
         # Triton launches on the current device.
         with torch.cuda.device_of(tables.rows):
-            self._launch(tables, [] if verdict is None else [verdict])
-            if stats is not None:
-                self._measure(tables, stats)
+            if not self._compiled:
+                self._compiled, self._first = True, []
+                self._launch(tables, given, stats)
+                first, self._first = self._first, None
+                compile_together(first)
+            self._launch(tables, given, stats)
 
     def _measure(self, tables: Tables, stats: Tensor) -> None:
         """Add up what the step's programs have left."""
@@ -192,11 +200,11 @@ class Step:
         slices = tables.buffer("slices", torch.float64, count * COLUMNS)
         if count:
             read = sums, cut.slices, slices, cut.turns, steps
-            tables.launch("add_slices", _ADD_SLICES, count, read, {}, {"num_warps": 4})
+            self._start(tables, "add_slices", _ADD_SLICES, count, read, {}, {"num_warps": 4})
         constants = {"WIDTH": WIDTH, "FIRST": AT["first"], "NUMEL": AT["numel"]}
         constants |= {"EACH": self.layout.units * self.layout.unit, "RATIO": self.ratio}
         given = tables.rows, steps, cut.ends, slices, stats, cut.turns
-        _ADD_TENSORS((stats.shape[0],), given, constants, {"num_warps": 1})
+        self._start(tables, None, _ADD_TENSORS, stats.shape[0], given, constants, {"num_warps": 1})
 
     def _run(
         self, tables: Tables, name: str, programs: int, given: tuple[Any, ...], options: Mapping[str, Any],
@@ -205,9 +213,21 @@ class Step:
         """Launch one of the kernels by its name."""
         if name not in self._launches:
             self._launches[name] = Launches(getattr(self, name))
-        tables.launch(name, self._launches[name], programs, given, constants, options)
+        self._start(tables, name, self._launches[name], programs, given, constants, options)
 
-    def _launch(self, tables: Tables, verdict: list[Tensor]) -> None:
+    def _start(
+        self, tables: Tables, name: str | None, launches: Launches, programs: int, given: tuple[Any, ...],
+        constants: Mapping[str, Any], options: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """Launch a kernel: by a name, if always on the same tensors; or note what it is to be compiled for."""
+        if self._first is not None:
+            self._first.append((launches, (programs,), given, constants, options))
+        elif name is None:
+            launches((programs,), given, constants, options)
+        else:
+            tables.launch(name, launches, programs, given, constants, options)
+
+    def _launch(self, tables: Tables, verdict: list[Tensor], stats: Tensor | None) -> None:
         count, programs, passes = tables.rows.shape[0], tables.programs.numel(), tables.passes.numel()
         flags = tables.buffer("flags", torch.int32, count)
         steps = tables.buffer("steps", torch.int32, count)
@@ -235,11 +255,20 @@ class Step:
         if programs and tables.cut is not None and tables.cut.turns is not None:
             sampled, others = _sampling.grids(tables.cut.short, programs)
             books = [tables.cut.turns, *books]
-            if others:
-                self._run(tables, "rest", others, (*given, *books), _options(self.others))
-            self._run(tables, "step", sampled, (*given, *books), warps)
-        elif programs:
+            # Programs that measure and those that do not write to different places. Beside the many of the latter,
+            # the few of the former and the adding up of what they found take next to no time.
+            with beside(tables.rows.device if self._first is None else None) as side:
+                with side:
+                    self._run(tables, "step", sampled, (*given, *books), warps)
+                    if stats is not None:
+                        self._measure(tables, stats)
+                if others:
+                    self._run(tables, "rest", others, (*given, *books), _options(self.others))
+            return
+        if programs:
             self._run(tables, "step", programs, (*given, *books), warps)
+        if stats is not None:
+            self._measure(tables, stats)
 
 
 def _options(layout: Layout) -> dict[str, Any]:
