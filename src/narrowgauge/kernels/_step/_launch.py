@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from narrowgauge.kernels._beside import beside
+from narrowgauge.kernels._beside import Beside
 from narrowgauge.kernels._graph import Node, uniforms
 from narrowgauge.kernels._launches import Fixed, Launches
 from narrowgauge.kernels._step import _gauges, _sampling, _source, _squares
@@ -61,6 +62,7 @@ class Tables:
         cut: where programs of the step are added up for gauges, if there are any.
         scratch: made on first use and kept.
         launched: by name, the launches on all of that.
+        sides: the stream beside the current one, once it was asked for.
     """
 
     rows: Tensor
@@ -71,6 +73,15 @@ class Tables:
     cut: Cut | None = None
     scratch: dict[str, Tensor] = field(default_factory=dict)
     launched: dict[str, Fixed] = field(default_factory=dict)
+    sides: list[Beside] = field(default_factory=list)
+
+    def beside(self) -> Beside | None:
+        """A stream for some of the launches; None where there are no streams."""
+        if self.rows.device.type != "cuda":
+            return None
+        if not self.sides:
+            self.sides.append(Beside(self.rows.device))
+        return self.sides[0]
 
     def buffer(self, name: str, dtype: torch.dtype, size: int) -> Tensor:
         if name not in self.scratch or self.scratch[name].numel() < size:
@@ -257,13 +268,17 @@ class Step:
             books = [tables.cut.turns, *books]
             # Programs that measure and those that do not write to different places. Beside the many of the latter,
             # the few of the former and the adding up of what they found take next to no time.
-            with beside(tables.rows.device if self._first is None else None) as side:
-                with side:
-                    self._run(tables, "step", sampled, (*given, *books), warps)
-                    if stats is not None:
-                        self._measure(tables, stats)
+            side = None if self._first is not None else tables.beside()
+            with side or nullcontext():
+                self._run(tables, "step", sampled, (*given, *books), warps)
+                if stats is not None:
+                    self._measure(tables, stats)
+            try:
                 if others:
                     self._run(tables, "rest", others, (*given, *books), _options(self.others))
+            finally:
+                if side is not None:
+                    side.join()
             return
         if programs:
             self._run(tables, "step", programs, (*given, *books), warps)
