@@ -11,7 +11,7 @@ from narrowgauge.gauges._formats import Target
 from narrowgauge.gauges._magnitudes import Look, as_records, rows_of, width
 from narrowgauge.gauges._modules import FeatureHooks
 from narrowgauge.gauges._rank_sums import Part
-from narrowgauge.gauges._segments import SHARE, flat, sample
+from narrowgauge.gauges._segments import SHARE, flat, kept_sample
 
 _KINDS = ("activation", "activation_gradient")
 _WIDEST = 1 << 18  # elements of one feature that formats are asked about
@@ -61,7 +61,7 @@ class WatchedFeatures:
             calls = self._seen[kind][name]
             # What is kept is a copy: the memory of a feature is the model's to free, and to write to.
             share = max(SHARE, -(-vector.numel() // _WIDEST))
-            calls.append(Look.at(vector, sample(vector, len(calls), share).clone()))
+            calls.append(Look.at(vector, kept_sample(vector, len(calls), share)))
 
     def parts(self, step: int, home: torch.device) -> list[Part]:
         """The tables of a step that has been taken."""
