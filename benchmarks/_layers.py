@@ -252,7 +252,7 @@ def clip_table(clip: Results) -> str:
                 continue
             peak = f"{row['peak_bytes'] / 1e9:.1f}" if row.get("peak_bytes") else "–"
             lines.append(
-                f"| {model} | {name} | {short(row['ms'])} | {row['speedup']:.2f} | {row['ceiling']:.2f} | {peak} | "
+                f"| {model} | {name} | {short(row['ms'])} | {_both(row)} | {row['ceiling']:.2f} | {peak} | "
                 f"{row['warm_up_seconds']:.0f} s |"
             )
     shares = (f"{model} {100 * of['linear_share']:.0f} %" for model, of in clip["models"].items())
@@ -260,7 +260,17 @@ def clip_table(clip: Results) -> str:
         f"\n\n{commands(clip)}. Matrix multiplies of the linear layers take {', '.join(shares)} of the step "
         "with `nn.Linear`; the ceiling is what a step would reach if those in eight bits took half of their time "
         "and quantization none."
+        + (
+            " In brackets: the device's work alone, a step replayed from a CUDA graph."
+            if "(*" in "".join(lines)
+            else ""
+        )
     )
+
+
+def _both(row: Mapping[str, Any]) -> str:
+    """How many times as fast a step is, and what its graph is."""
+    return f"{row['speedup']:.2f}" + (f" (*{row['graph_speedup']:.2f}*)" if "graph_speedup" in row else "")
 
 
 def failures(results: Results) -> list[str]:

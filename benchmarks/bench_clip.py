@@ -5,8 +5,8 @@ The models are transformers', with open_clip's sizes and random weights; images 
 patches are dropped, each block is checkpointed, parameters, activations and gradients are bf16. There is one model
 and one optimizer: the layers of its blocks are swapped in place, so that every side steps the same tensors, and the
 sides take turns, round by round. With `--compile` each block is compiled by itself: blocks of a tower share what
-was compiled for the first. With `--graph` a step of each side is captured as a CUDA graph, and replays are timed:
-the device's work alone, where the host launches more slowly than the device works.
+was compiled for the first. With `--graph` a step of each side is captured as a CUDA graph as well, and replays
+are timed: the device's work alone, where the host launches more slowly than the device works.
 
     python benchmarks/bench_clip.py --compile [--graph] [--models vit-h-14] [--plans SWITCHBACK:int8] [--json FILE]
     python benchmarks/bench_clip.py --check        # a tiny model, in seconds, on a CPU too
@@ -154,20 +154,25 @@ def bench(
             }
             gc.collect()
     before = _graphs()
-    times = _rounds(model, ready, step, device, args, kept, replays)
+    times = _rounds(model, ready, step, device, args, kept)
+    replayed = _rounds(model, ready, step, device, args, kept, replays) if args.graph else {}
     found["recompiled"] = _graphs() - before  # none, or a swap would be compiled again in each turn
     # After everything that is timed: a profiler leaves traces in the driver.
     found["linear_share"] = linear_share(functools.partial(step, args.graph), device)
     for layer in ready:
-        own, over = times[layer.name], times[layers[0].name]
-        pairs = [other / mine for other, mine in zip(over, own, strict=True)]
-        rows[layer.name] |= {
-            "ms": 1e3 * statistics.median(own),
-            "steps": len(own),
-            "speedup": statistics.median(pairs),
-            "ceiling": ceiling(layer, found["linear_share"], args.checkpointing),
-        }
+        row = rows[layer.name]
+        row["steps"] = len(times[layer.name])
+        for kind, of in (("", times), ("graph_", replayed)):
+            if of:
+                row |= _speed(kind, of[layer.name], of[layers[0].name])
+        row["ceiling"] = ceiling(layer, found["linear_share"], args.checkpointing)
     return found
+
+
+def _speed(kind: str, own: Sequence[float], over: Sequence[float]) -> dict[str, float]:
+    """Milliseconds, and how many times as fast as the baseline, step by step."""
+    pairs = [other / mine for other, mine in zip(over, own, strict=True)]
+    return {f"{kind}ms": 1e3 * statistics.median(own), f"{kind}speedup": statistics.median(pairs)}
 
 
 def _optimizer(name: str, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
@@ -207,14 +212,14 @@ def _rounds(
     device: torch.device,
     args: argparse.Namespace,
     kept: Sequence[int] | None,
-    replays: Mapping[str, Callable[[], None]],
+    replays: Mapping[str, Callable[[], None]] | None = None,
 ) -> dict[str, list[float]]:
     """Seconds of each step, the sides in turns; of a turn the first step, after a swap, is not counted."""
     times: dict[str, list[float]] = {layer.name: [] for layer in layers}
     for _ in range(args.rounds):
         for layer in layers:
-            run = replays.get(layer.name, step)
-            with swapped(model, layer, kept) if run is step else nullcontext():
+            run = step if replays is None else replays[layer.name]
+            with swapped(model, layer, kept) if replays is None else nullcontext():
                 run()
                 times[layer.name] += [timed(run, device) for _ in range(args.steps)]
     return times
@@ -230,7 +235,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile every block (inductor)"
     )
-    parser.add_argument("--graph", action="store_true", help="capture a step as a CUDA graph and time its replays")
+    parser.add_argument("--graph", action="store_true", help="time replays of a CUDA graph of a step, too")
     parser.add_argument("--batch", type=int, default=256, help="images and texts a step")
     parser.add_argument("--patch-dropout", type=float, default=0.5, help="share of patches that are dropped")
     parser.add_argument("--no-checkpointing", dest="checkpointing", action="store_false")
@@ -290,7 +295,9 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
         print(f"{name}: linear layers {100 * found['linear_share']:.0f} % of a step")
         for side, row in found["rows"].items():
             told = row.get("failed") or (
-                f"{row['ms']:.1f} ms, {row['speedup']:.3f} x (ceiling {row['ceiling']:.2f}), "
+                f"{row['ms']:.1f} ms, {row['speedup']:.3f} x"
+                + (f", from a graph {row['graph_ms']:.1f} ms, {row['graph_speedup']:.3f} x" if args.graph else "")
+                + f" (ceiling {row['ceiling']:.2f}), "
                 f"{row['swapped']} layers, warm-up {row['warm_up_seconds']:.0f} s, "
                 f"{row['compiled_graphs']} graphs, peak {row.get('peak_bytes', 0) / 1e9:.1f} GB"
             )

@@ -47,6 +47,26 @@ def test_the_check_reports_every_side(tmp_path: Path, capsys: pytest.CaptureFixt
     assert again == results | {"resumed": ["once more"]}
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [[], ["--compile", "aot_eager"]], ids=["eager", "compiled"])
+def test_steps_are_replayed_from_graphs(compiled: list[str]) -> None:
+    words = ["--check", "--graph", "--plans", "SWITCHBACK:int8,TENSORWISE_FP8", "--device", "cuda", *compiled]
+    found = bench_clip.run(bench_clip.arguments(words), "python bench_clip.py")["models"]["tiny"]
+    assert found["settings"]["graph"]
+    for row in found["rows"].values():
+        assert "failed" not in row, row
+        assert 0 < row["graph_ms"] < row["ms"]
+    assert found["rows"]["nn.Linear"]["graph_speedup"] == 1
+    assert found["recompiled"] == 0
+
+
+def test_a_step_before_the_capture_is_told_that_it_is_captured() -> None:
+    asked = torch.cuda.is_current_stream_capturing
+    with bench_clip.as_if_capturing():
+        assert torch.cuda.is_current_stream_capturing()
+    assert torch.cuda.is_current_stream_capturing is asked
+
+
 def test_a_check_is_as_large_as_it_is_asked_to_be() -> None:
     plain, asked = (
         bench_clip.arguments(["--device", "cpu", *words]) for words in ([], ["--check", "--batch", "6"])
@@ -200,6 +220,7 @@ def test_the_models_are_open_clips() -> None:
         (["--patch-dropout", "1"], "--patch-dropout: got 1.0, takes a share from 0 to below 1"),
         (["--device", "tpu"], "--device: got 'tpu'"),
         (["--resume"], "--resume: got it without --json"),
+        (["--graph", "--device", "cpu"], "--graph: got it on 'cpu', takes a CUDA device"),
     ],
 )
 def test_what_makes_no_sense_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -142,7 +142,11 @@ def test_steps_of_clip_stand_beside_layers(tmp_path: Path) -> None:
     clip = {
         "command": "python benchmarks/bench_clip.py --compile",
         "models": {
-            "vit-h-14": {"linear_share": 0.667, "rows": {"SWITCHBACK int8": row, "torchao x": {"failed": "w"}}}
+            "vit-h-14": {"linear_share": 0.667, "rows": {"SWITCHBACK int8": row, "torchao x": {"failed": "w"}}},
+            "vit-b-16": {
+                "linear_share": 0.5,
+                "rows": {"SWITCHBACK e4m3": row | {"graph_ms": 9, "graph_speedup": 2}},
+            },
         },
     }
     (tmp_path / "linear_h200.json").write_text(json.dumps(made_up(gpu=True)))
@@ -152,7 +156,9 @@ def test_steps_of_clip_stand_beside_layers(tmp_path: Path) -> None:
     assert re.findall("^## (.*)", page, re.MULTILINE) == ["a GPU", "a CPU"]
     assert page.count("### A training step of CLIP") == 1
     assert ["vit-h-14", "SWITCHBACK int8", "301", "1.16", "1.25", "41.2", "31 s"] in cells(page)
-    assert "vit-h-14 67 % of the step" in " ".join(page.split())
+    assert ["vit-b-16", "SWITCHBACK e4m3", "301", "1.16 (*2.00*)", "1.25", "41.2", "31 s"] in cells(page)
+    assert "In brackets: the device's work alone" in " ".join(page.split())
+    assert "vit-h-14 67 %, vit-b-16 50 % of the step" in " ".join(page.split())
     assert "stale" not in page
     assert _layers.rendered(page, _layers.found(tmp_path)) == page
 

@@ -41,6 +41,7 @@ def loop(net: nn.Module, optimizer: Any, steps: int, watch: Any = None) -> torch
     return torch.stack(losses)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_nothing_changes_and_nothing_waits(make: Any) -> None:
     plain, seen = network(), network()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +18,9 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from narrowgauge.kernels import _launches
+from narrowgauge.kernels._descriptors import Describer
 from narrowgauge.kernels._launches import Fixed, Launch, Launches
+from narrowgauge.kernels._step._compile import compile_together
 
 
 class Kernel:
@@ -225,7 +229,7 @@ def described(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> SimpleName
     launcher = CudaLauncher(0)
     launcher.launch = _behind(lambda *arguments: given.append(arguments[13:]), [TOLD])
     monkeypatch.setattr(Compiled, "run", launcher)
-    describer = _launches.Describer(MATRIX, [16, 64])
+    describer = Describer(MATRIX, [16, 64])
     launches.kernel.arg_names = ["matrix", "y", "n", "SIZE", "FLAG"]
     return SimpleNamespace(
         launch=Launch(launches, (5,), (48,), CONSTANTS, OPTIONS, (describer,)), encoded=encoded, given=given,
@@ -256,7 +260,7 @@ def test_descriptors_among_other_arguments_are_encoded_by_triton(described: Simp
 
 
 def test_few_descriptors_are_kept(described: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_launches.Describer, "_MOST", 2)
+    monkeypatch.setattr(Describer, "_MOST", 2)
     matrices = [MATRIX.clone() for _ in range(5)]
     for matrix in (*matrices, *matrices):
         _launched(described, matrix)
@@ -375,3 +379,57 @@ def test_in_the_interpreter_a_fixed_launch_asks_for_no_device(
     for _ in range(2):
         fixed()
     assert len(launches.kernel.compiled) == 2
+
+
+# Kernels that are compiled side by side
+
+
+def _compiles(launches: Launches, seen: list[Any], error: Exception | None = None) -> Launches:
+    """Launches whose compilations wait for each other: one after another they would wait for ever."""
+
+    def warmup(*arguments: Any, **rest: Any) -> None:
+        both.wait(timeout=20)
+        seen.append((threading.get_ident(), arguments, rest))
+        if error is not None:
+            raise error
+
+    made = Launches(SimpleNamespace(warmup=warmup))
+    made.interpreted = False
+    return made
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    current: list[int] = []
+    monkeypatch.setattr(_launches, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(current.append(device)))
+    return current
+
+
+both = threading.Barrier(2)
+
+
+def test_kernels_are_compiled_side_by_side_on_the_current_device(launches: Launches, devices: list[int]) -> None:
+    seen: list[Any] = []
+    one, other = _compiles(launches, seen), _compiles(launches, seen)
+    compile_together([(one, (3,), (X, 1), {"SIZE": 2}, {"num_warps": 4}), (other, (5,), (Y,), {}, {})])
+    assert len({thread for thread, *_ in seen}) == 2
+    assert {len(arguments): rest for _, arguments, rest in seen} == {
+        2: {"grid": (3,), "SIZE": 2, "num_warps": 4}, 1: {"grid": (5,)},
+    }  # fmt: skip
+    assert devices == [1, 1]
+
+
+def test_what_does_not_compile_says_so(launches: Launches, devices: list[int]) -> None:
+    bad = [_compiles(launches, [], ValueError("no such instruction")) for _ in range(2)]
+    with pytest.raises(ValueError, match="no such instruction"):
+        compile_together([(one, (1,), (), {}, {}) for one in bad])
+
+
+def test_one_kernel_alone_or_interpreted_ones_need_no_threads(launches: Launches, devices: list[int]) -> None:
+    launches.interpreted = True
+    compile_together([(launches, (1,), (), {}, {})] * 3)
+    launches.interpreted = False
+    compile_together([(launches, (1,), (), {}, {})])
+    assert not launches.kernel.compiled
+    assert not devices

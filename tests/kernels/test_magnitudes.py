@@ -10,9 +10,10 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed: kernels cannot run, not even interpreted")
 
-from narrowgauge.gauges import TARGETS, feature_stats
+from narrowgauge.gauges import TARGETS, _segments, feature_stats
 from narrowgauge.gauges import _features as specification
-from narrowgauge.gauges._formats import SMALLEST_ABSMAX, targets
+from narrowgauge.gauges._formats import targets
+from narrowgauge.gauges._magnitudes import MAGNITUDES, _by_kernels, in_torch
 from narrowgauge.kernels import _magnitudes as kernel
 
 ALL = list(TARGETS)
@@ -20,9 +21,7 @@ ALL = list(TARGETS)
 
 def agree(x: Tensor, device: str, formats: list[str] = ALL) -> None:
     asked = targets(formats)
-    bounds = tuple(target.boundaries_in(torch.float32) for target in asked)
-    scales = tuple(target.largest if target.scaled else None for target in asked)
-    sums, absmax = kernel.measure(x.to(device), bounds, scales, SMALLEST_ABSMAX)
+    sums, absmax = specification._by_kernels(x.to(device), asked)
     wanted, largest = specification._measure(x, asked)
     assert sums.dtype == torch.float64
     assert float(absmax) == float(largest)
@@ -33,7 +32,8 @@ def agree(x: Tensor, device: str, formats: list[str] = ALL) -> None:
 
 
 def test_they_mean_the_same_columns() -> None:
-    assert kernel.SUMS == specification._SUMS
+    assert kernel.LOOKED == specification._SUMS == MAGNITUDES - 1
+    assert kernel.ROW == _segments.ROW
     assert kernel.BOUNDARIES == specification._COUNTS
     assert kernel.DTYPES == specification._KERNEL_DTYPES
 
@@ -70,7 +70,39 @@ def test_nothing_to_scale_by(x: Tensor, device: str) -> None:
     agree(x, device)
 
 
+@pytest.mark.parametrize("formats", [[], ["int8"], ["e4m3", "int8", "e5m2 scaled", "fp16"]], ids=len)
+@pytest.mark.parametrize("turn", [0, 3, 15, 16])
+def test_many_vectors_at_once(turn: int, formats: list[str], device: str) -> None:
+    """Of all dtypes and lengths: short, just long enough for a sample, long with rows that are not whole, none."""
+    generator = torch.Generator().manual_seed(turn)
+    lengths = (1, 1000, 0, _segments.LONG - 1, _segments.LONG, _segments.LONG + 5, 3 * _segments.LONG + 1023, 4096)
+    vectors = [
+        (torch.randn(length, generator=generator) * 10.0 ** (number % 5 - 3)).to(kernel.DTYPES[number % 3])
+        for number, length in enumerate(lengths)
+    ]
+    vectors[3][7], vectors[5][-1], vectors[6][100] = math.nan, math.inf, -math.inf
+    asked = targets(formats)
+    got = _by_kernels([vector.to(device) for vector in vectors], asked, turn).cpu()
+    wanted = in_torch(vectors, asked, turn)
+    exact = [column for column in range(wanted.shape[1]) if column not in (4, 5)]
+    assert torch.equal(got[:, exact], wanted[:, exact])
+    assert bool(((got[:, 4:6] - wanted[:, 4:6]).abs() <= 1e-13 * wanted[:, 4:5]).all())
+
+
+def test_a_vector_of_more_rows_than_are_added_at_once(device: str) -> None:
+    rows = torch.rand(200, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    counts = [0, 130, 1, 0, 69]
+    for largest in (True, False):
+        got = kernel.added(rows.to(device), counts, largest).cpu()
+        for part, one in zip(rows.split(counts), got, strict=True):
+            wanted = part.sum(0)
+            if largest and len(part):
+                wanted[0] = part[:, 0].max()
+            torch.testing.assert_close(one, wanted, rtol=1e-14, atol=0)
+
+
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_on_a_gpu_the_kernel_is_taken_and_nothing_is_waited_for() -> None:
     x = torch.randn(300, 400, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).bfloat16()
     feature_stats(x, ALL)  # compiled

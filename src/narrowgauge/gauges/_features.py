@@ -26,14 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.gauges._formats import SMALLEST_ABSMAX, Target, targets
+from narrowgauge.gauges._formats import Target, targets
 from narrowgauge.kernels._triton import unavailable
 
 FORMATS = ("fp16", "bf16", "e4m3", "e5m2", "int8")
 _SUMS = 5
 _COUNTS = 4
 _PIECE = 2**14
-_KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def feature_stats(x: Tensor, formats: Sequence[str | Target] = FORMATS) -> Featu
 
     Returns:
         The sums, on the tensor's device; nothing is waited for. Counts are exact up to 2^53. Where Triton runs, a
-        kernel reads the tensor once, and once more if a format is scaled; elsewhere eager torch reads it often.
+        kernels read the tensor once, and once more for formats; elsewhere eager torch reads it often.
 
     Raises:
         ValueError: for what is no tensor of floats, or an unknown format.
@@ -179,16 +179,35 @@ def feature_stats(x: Tensor, formats: Sequence[str | Target] = FORMATS) -> Featu
     asked = targets(formats)
     x = x.detach().reshape(-1)
     names = tuple(target.name for target in asked)
-    if x.dtype in _KERNEL_DTYPES and x.numel() and unavailable(x.device) is None:
-        # Here and not above: `import narrowgauge` brings no triton.
-        from narrowgauge.kernels._magnitudes import measure
-
-        bounds = tuple(target.boundaries_in(torch.float32) for target in asked)
-        scales = tuple(target.largest if target.scaled else None for target in asked)
-        sums, largest = measure(x.contiguous(), bounds, scales, SMALLEST_ABSMAX)
+    if kernels_take([x]):
+        sums, largest = _by_kernels(x.contiguous(), asked)
     else:
         sums, largest = _measure(x, asked)
     return FeatureStats(sums, largest.to(torch.float64), names)
+
+
+def kernels_take(vectors: Sequence[Tensor]) -> bool:
+    """Whether there are kernels for some tensors of one device."""
+    fit = all(x.dtype in _KERNEL_DTYPES and x.is_contiguous() for x in vectors)
+    return fit and any(x.numel() for x in vectors) and unavailable(vectors[0].device) is None
+
+
+def kernel_formats(asked: Sequence[Target], absmax: Tensor) -> tuple[Any, list[Tensor | None]]:
+    """What kernels are told of formats: boundaries, and factors by the absmax of the vectors."""
+    bounds = tuple(target.boundaries_in(torch.float32) for target in asked)
+    single = absmax.to(torch.float32)
+    return bounds, [target.factor(single) if target.scaled else None for target in asked]
+
+
+def _by_kernels(x: Tensor, asked: Sequence[Target]) -> tuple[Tensor, Tensor]:
+    """The same as `_measure`, by kernels."""
+    from narrowgauge.kernels import _magnitudes  # here and not above: `import narrowgauge` brings no triton
+
+    looked = _magnitudes.look([x])
+    bounds, factors = kernel_formats(asked, looked[:, 0])
+    counts = _magnitudes.count([x], [(1, 0)], bounds, factors)
+    sums = torch.cat([torch.full_like(looked[0, :1], x.numel()), looked[0, 1:], counts[0, 1:]])
+    return sums, looked[0, 0]
 
 
 def _measure(x: Tensor, asked: Sequence[Target]) -> tuple[Tensor, Tensor]:

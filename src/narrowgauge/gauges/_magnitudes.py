@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from narrowgauge.gauges._features import FormatLoss
+from narrowgauge.gauges._features import FormatLoss, kernel_formats, kernels_take
 from narrowgauge.gauges._formats import Target
 from narrowgauge.gauges._records import Record, rounded
-from narrowgauge.gauges._segments import Segments, chunks, flat, sample
+from narrowgauge.gauges._segments import LONG, SHARE, Segments, chunks, flat, sample
 
 MAGNITUDES = 6  # absmax, which is no sum; then elements, not finite, not zero, sums of |x| and of x
 _COUNTS = 4
@@ -56,6 +56,27 @@ def table_of(tensors: Sequence[Tensor], targets: Sequence[Target], turn: int) ->
         turn: which sample is taken.
     """
     vectors = [flat(x) for x in tensors]
+    return _by_kernels(vectors, targets, turn) if kernels_take(vectors) else in_torch(vectors, targets, turn)
+
+
+def _by_kernels(vectors: Sequence[Tensor], targets: Sequence[Target], turn: int) -> Tensor:
+    from narrowgauge.kernels._magnitudes import count, look  # here and not above: it brings triton
+
+    looked = look(vectors)
+    bounds, factors = kernel_formats(targets, looked[:, 0])
+    samples = [(SHARE, turn % SHARE) if vector.numel() >= LONG else (1, 0) for vector in vectors]
+    return _joined([vector.numel() for vector in vectors], looked, count(vectors, samples, bounds, factors))
+
+
+def _joined(elements: Sequence[int], looked: Tensor, counts: Tensor) -> Tensor:
+    """What kernels have found of vectors as rows of a table."""
+    lengths = torch.tensor(elements, dtype=torch.float64, device="cpu")
+    lengths = lengths.to(looked.device, non_blocking=True)
+    return torch.cat([looked[:, :1], lengths[:, None], looked[:, 1:], counts], dim=1)
+
+
+def in_torch(vectors: Sequence[Tensor], targets: Sequence[Target], turn: int) -> Tensor:
+    """The same in eager torch: the specification."""
     parts = []
     for chunk in chunks([vector.numel() for vector in vectors]):
         some = vectors[chunk]
@@ -70,6 +91,51 @@ def table_of(tensors: Sequence[Tensor], targets: Sequence[Target], turn: int) ->
         parts.append(torch.cat([segments.largest(size)[:, None], lengths[:, None], sums], dim=1))
     found = torch.cat(parts)
     return torch.cat([found, counts_of([sample(v, turn) for v in vectors], found[:, 0], targets)], dim=1)
+
+
+@dataclass(frozen=True)
+class Look:
+    """What is known of a vector that is looked at in passing.
+
+    Attributes:
+        found: float64, its magnitudes; or, by kernels, the rows that are still to be added.
+        tiles: how many rows these are; 0 for magnitudes.
+        elements: of the vector.
+        kept: a copy of a sample of it.
+    """
+
+    found: Tensor
+    tiles: int
+    elements: int
+    kept: Tensor
+
+    @classmethod
+    def at(cls, x: Tensor, kept: Tensor) -> Look:
+        """Look at a vector."""
+        if not kernels_take([x]):
+            return cls(magnitudes(x), 0, x.numel(), kept)
+        from narrowgauge.kernels._magnitudes import look_at
+
+        rows, (tiles,) = look_at([x])
+        return cls(rows, tiles, x.numel(), kept)
+
+    @property
+    def device(self) -> torch.device:
+        return self.kept.device
+
+
+def rows_of(looks: Sequence[Look], targets: Sequence[Target]) -> Tensor:
+    """The rows of a table of vectors that were looked at on one device, all by kernels or none: see `width`."""
+    samples = [look.kept for look in looks]
+    if not looks[0].tiles:
+        found = torch.stack([look.found for look in looks])
+        return torch.cat([found, counts_of(samples, found[:, 0], targets)], dim=1)
+    from narrowgauge.kernels._magnitudes import added, count
+
+    looked = added(torch.cat([look.found for look in looks]), [look.tiles for look in looks], largest=True)
+    bounds, factors = kernel_formats(targets, looked[:, 0])
+    counts = count(samples, [(1, 0)] * len(samples), bounds, factors)
+    return _joined([look.elements for look in looks], looked, counts)
 
 
 def counts_of(samples: Sequence[Tensor], absmax: Tensor, targets: Sequence[Target]) -> Tensor:

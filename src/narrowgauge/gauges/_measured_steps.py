@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge import rules
-from narrowgauge.gauges._segments import Segments, chunks, flat, sample
+from narrowgauge.gauges._segments import Segments, chunks, flat, kept_sample, sample
 
 SUMS = 8
 
@@ -101,7 +101,7 @@ class MeasuredStep:
         # By torch's GradScaler, for optimizers that skip on the device.
         self._held: Tensor | None = getattr(optimizer, "found_inf", None)
         self._before = {
-            p: self._sample(p).clone()
+            p: kept_sample(flat(p), self._turn, self._share)
             for group in optimizer.param_groups
             for p in group["params"]
             if p.requires_grad

@@ -24,17 +24,34 @@ LONG = 4 * SHARE * ROW  # elements from which a tensor is sampled: at least 64 r
 
 def flat(x: Tensor) -> Tensor:
     """A tensor, or the local shard of a distributed one, as a vector in row-major order."""
-    local = x.to_local() if hasattr(x, "to_local") else x
-    return local.detach().reshape(-1)
+    local: Tensor = x.to_local() if hasattr(x, "to_local") else x
+    # Hundreds of tensors pass here at a due step, and each operation keeps the host: only those that are needed.
+    if torch.is_grad_enabled():
+        local = local.detach()
+    return local if local.dim() == 1 else local.reshape(-1)
+
+
+def is_sampled(elements: int, share: int) -> bool:
+    """Whether a vector is long enough to be sampled."""
+    return share > 1 and elements >= LONG
 
 
 def sample(x: Tensor, turn: int, share: int = SHARE) -> Tensor:
-    """One row in `share` of a long vector, another at every turn; a short vector as it is. A view where it can
-    be.
-    """
-    if share <= 1 or x.numel() < LONG:
+    """One row in `share` of a long vector, another at every turn, as a copy; a short vector as it is."""
+    if not is_sampled(x.numel(), share):
         return x
-    return x[: x.numel() // ROW * ROW].view(-1, ROW)[turn % share :: share].reshape(-1)
+    first, whole = turn % share, x.numel() // ROW
+    rows = len(range(first, whole, share))
+    if not x.is_contiguous():
+        x = x.contiguous()
+    # In one operation what slices and views would be four for.
+    return x.as_strided((rows, ROW), (share * ROW, 1), x.storage_offset() + first * ROW).reshape(-1)
+
+
+def kept_sample(x: Tensor, turn: int, share: int = SHARE) -> Tensor:
+    """The same as a copy in any case."""
+    taken = sample(x, turn, share)
+    return taken.clone() if taken is x or taken._is_view() else taken
 
 
 @dataclass(frozen=True)
@@ -65,11 +82,14 @@ class Segments:
     def rows(self, vectors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """The matrix (rows, ROW) of vectors of these lengths, zeros behind each."""
         zeros = vectors[0].new_zeros(ROW)
+        behind: dict[int, Tensor] = {}  # most tensors of a model end at the same few places of a row
         parts = []
-        for vector in vectors:
+        for vector, length in zip(vectors, self.lengths, strict=True):
             parts.append(vector)
-            if vector.numel() % ROW:
-                parts.append(zeros[vector.numel() % ROW :])
+            if end := length % ROW:
+                if end not in behind:
+                    behind[end] = zeros[end:]
+                parts.append(behind[end])
         return torch.cat(parts).to(dtype).view(-1, ROW)
 
     def inside(self) -> Tensor:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.gauges._formats import Target
-from narrowgauge.gauges._magnitudes import as_records, counts_of, magnitudes, width
+from narrowgauge.gauges._magnitudes import Look, as_records, rows_of, width
 from narrowgauge.gauges._modules import FeatureHooks
 from narrowgauge.gauges._rank_sums import Part
-from narrowgauge.gauges._segments import SHARE, flat, sample
+from narrowgauge.gauges._segments import SHARE, flat, kept_sample
 
 _KINDS = ("activation", "activation_gradient")
 _WIDEST = 1 << 18  # elements of one feature that formats are asked about
@@ -30,8 +30,7 @@ class WatchedFeatures:
     def __init__(self, modules: Mapping[str, nn.Module], targets: Sequence[Target]) -> None:
         self._modules, self._targets = modules, targets
         self._hooks: FeatureHooks | None = None
-        # By kind and name: the magnitudes of each call, and a sample of it.
-        self._seen: dict[str, dict[str, list[tuple[Tensor, Tensor]]]] = {}
+        self._seen: dict[str, dict[str, list[Look]]] = {}  # by kind and name, of each call
         self.forget()
 
     def attach(self) -> None:
@@ -67,7 +66,7 @@ class WatchedFeatures:
             calls = self._seen[kind][name]
             # What is kept is a copy: the memory of a feature is the model's to free, and to write to.
             share = max(SHARE, -(-vector.numel() // _WIDEST))
-            calls.append((magnitudes(vector), sample(vector, len(calls), share).clone()))
+            calls.append(Look.at(vector, kept_sample(vector, len(calls), share)))
 
     def parts(self, step: int, home: torch.device) -> list[Part]:
         """The tables of a step that has been taken."""
@@ -80,7 +79,7 @@ class WatchedFeatures:
     def _table(self, kind: str, home: torch.device) -> Tensor:
         calls = list(self._seen[kind].values())
         lengths = torch.tensor([len(some) for some in calls], device="cpu").to(home, non_blocking=True)
-        rows = [self._rows(some).to(home, non_blocking=True) for some in _by_device(calls)]
+        rows = [rows_of(some, self._targets).to(home, non_blocking=True) for some in _by_device(calls)]
         if not rows:
             return torch.zeros(len(calls), width(self._targets), dtype=torch.float64, device=home)
         table = torch.cat(rows)
@@ -90,17 +89,12 @@ class WatchedFeatures:
         )
         return torch.cat([largest, sums], dim=1)
 
-    def _rows(self, calls: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """The rows of calls on one device."""
-        found = torch.stack([magnitude for magnitude, _ in calls])
-        return torch.cat([found, counts_of([kept for _, kept in calls], found[:, 0], self._targets)], dim=1)
 
-
-def _by_device(calls: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> list[list[tuple[Tensor, Tensor]]]:
-    """All calls in order, as runs of one device each."""
-    runs: list[list[tuple[Tensor, Tensor]]] = []
-    for call in (call for some in calls for call in some):
-        if not runs or runs[-1][0][1].device != call[1].device:
+def _by_device(calls: Sequence[Sequence[Look]]) -> list[list[Look]]:
+    """All calls in order, as runs of one device each, and of one way to look at them."""
+    runs: list[list[Look]] = []
+    for look in (look for some in calls for look in some):
+        if not runs or runs[-1][0].device != look.device or bool(runs[-1][0].tiles) != bool(look.tiles):
             runs.append([])
-        runs[-1].append(call)
+        runs[-1].append(look)
     return runs

@@ -1,52 +1,58 @@
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
-"""Magnitudes of a tensor in one pass over it, and in a second one if a format is scaled by the tensor's absmax.
+"""Magnitudes of hundreds of tensors in a few launches: each is read once, and a sample of it once more for formats.
 
 What is counted, and why so, is told by `narrowgauge.gauges.feature_stats`. The bits of a float32 without their
 sign order as its magnitude does, so a magnitude has reached a boundary where one integer is not below another:
 three integer instructions for each element and boundary, and no flushing of small numbers can come between. What is
 not finite is made zero, which reaches no boundary. A bf16 is read as the upper half of a float32's bits.
 
-Each program takes a tile and writes a row of a table, in float64: counts are exact, and the rows are added by torch
-in an order that does not depend on timing. Where eager torch reads a tensor some forty times for five formats, this
-reads it twice.
+A program takes a tile of one tensor and writes a row of a table, in float64: counts are exact, and a tensor's rows
+are added in an order that does not depend on timing. Where each tensor is, and which programs are its own, stands
+in a table of integers (`_PLACES` columns, see `_placed`).
 """
 
 from __future__ import annotations
 
 import functools
 import struct
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-SUMS = 5  # columns before those of the formats
-BOUNDARIES = 4  # columns of a format
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+from narrowgauge.kernels._launches import Launches
 
-_SUMS = tl.constexpr(SUMS)
-_BOUNDARIES = tl.constexpr(BOUNDARIES)
+LOOKED = 5  # columns: absmax; how many are not finite, how many finite and not zero; the sums of |x| and of x
+BOUNDARIES = 4  # columns of a format
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # by their number in the table
+ROW = 1024  # elements of what is sampled as one
+
+_LOOKED, _BOUNDARIES, _ROW = tl.constexpr(LOOKED), tl.constexpr(BOUNDARIES), tl.constexpr(ROW)
 _INFINITY = tl.constexpr(0x7F800000)
-# Elements a program. 32 a thread: 68 instructions an element and 166 registers (four formats, bf16, sm_90), where
-# 16 take 81 and 93, for the reductions across threads, and 64 leave room for one program a multiprocessor.
-_TILE = 2**12
-_WARPS = 4
+# Elements a program, 32 a thread: 16 make more reductions across threads, 64 leave room for fewer programs.
+_TILE, _WARPS = 2**12, 4
+_OPTIONS = {"num_warps": _WARPS, "enable_fp_fusion": False}
+# Of a vector: address; number of its dtype; elements; its first program; then of its sample every how many rows,
+# from which, and how many.
+_PLACES = 7
+_WIDTH = tl.constexpr(_PLACES)
+_TOGETHER, _COLUMNS = 64, 32  # rows that are added at once, and a power of two above any number of columns
 
 
 @triton.jit
-def _bits(x_ptr, base, n, TILE: tl.constexpr, BF16: tl.constexpr):
-    """The float32 bits of a tile, zeros behind the tensor's end."""
-    at = base + tl.arange(0, TILE)
-    if base + TILE <= n:
-        x = tl.load(x_ptr + at)
+def _bits(address, kind, at, here):
+    """The float32 bits of elements, zero where there are none."""
+    if kind == 0:
+        bits = tl.load(address.to(tl.pointer_type(tl.int16)) + at, mask=here, other=0).to(tl.int32) << 16
+    elif kind == 1:
+        half = tl.load(address.to(tl.pointer_type(tl.float16)) + at, mask=here, other=0.0)
+        bits = half.to(tl.float32).to(tl.int32, bitcast=True)
     else:
-        x = tl.load(x_ptr + at, mask=at < n, other=0)
-    if BF16:
-        bits = x.to(tl.int32) << 16
-    else:
-        bits = x.to(tl.float32).to(tl.int32, bitcast=True)
+        bits = tl.load(address.to(tl.pointer_type(tl.int32)) + at, mask=here, other=0)
     return bits
 
 
@@ -58,99 +64,186 @@ def _finite_magnitude(bits):
 
 
 @triton.jit
-def _count(row_ptr, magnitude, TILE: tl.constexpr, COLUMN: tl.constexpr, FIRST: tl.constexpr, BITS: tl.constexpr):
-    """Write how many magnitudes have reached each of four boundaries."""
-    for place in tl.static_range(_BOUNDARIES):
-        # Neither is negative: the sign of the difference says which is below, in one instruction less than a
-        # comparison and a selection.
-        below = tl.sum(-((magnitude - BITS[FIRST + place]) >> 31), 0)
-        tl.store(row_ptr + _SUMS + COLUMN * _BOUNDARIES + place, (TILE - below).to(tl.float64))
-
-
-@triton.jit(do_not_specialize=["n"])
-def _plain(
-    x_ptr, table_ptr, absmax_ptr, n,
-    WIDTH: tl.constexpr, TILE: tl.constexpr, BF16: tl.constexpr,
-    FORMATS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
-    """A row of sums, and counts of the formats as they are; the largest finite magnitude of the tile."""
+def _look(places, owners, rows, TILE: tl.constexpr):
+    """A row of sums of each tile."""
     program = tl.program_id(0)
-    base = program.to(tl.int64) * TILE
-    bits = _bits(x_ptr, base, n, TILE, BF16)
+    place = places + tl.load(owners + program) * _WIDTH
+    base = (program - tl.load(place + 3)) * TILE
+    at = base + tl.arange(0, TILE)
+    bits = _bits(tl.load(place), tl.load(place + 1), at, at < tl.load(place + 2))
     magnitude = _finite_magnitude(bits)
     finite = (bits & 0x7FFFFFFF) < _INFINITY
-    row_ptr = table_ptr + program.to(tl.int64) * WIDTH
-    tl.store(row_ptr, tl.minimum(n - base, TILE).to(tl.float64))
-    tl.store(row_ptr + 1, tl.sum((finite == 0).to(tl.int32), 0).to(tl.float64))
-    tl.store(row_ptr + 2, tl.sum((magnitude > 0).to(tl.int32), 0).to(tl.float64))
+    row = rows + program.to(tl.int64) * _LOOKED
+    largest = tl.max(magnitude, 0).to(tl.int32).to(tl.float32, bitcast=True)
+    tl.store(row, largest.to(tl.float64))
+    tl.store(row + 1, tl.sum((finite == 0).to(tl.int32), 0).to(tl.float64))
+    tl.store(row + 2, tl.sum((magnitude > 0).to(tl.int32), 0).to(tl.float64))
     wide = tl.where(finite, bits, 0).to(tl.float32, bitcast=True).to(tl.float64)
-    tl.store(row_ptr + 3, tl.sum(tl.abs(wide), 0))
-    tl.store(row_ptr + 4, tl.sum(wide, 0))
-    tl.store(absmax_ptr + program, tl.max(magnitude, 0).to(tl.int32).to(tl.float32, bitcast=True))
-    for format in tl.static_range(FORMATS):
-        _count(row_ptr, magnitude, TILE, COLUMNS[format], format * _BOUNDARIES, BITS)
+    tl.store(row + 3, tl.sum(tl.abs(wide), 0))
+    tl.store(row + 4, tl.sum(wide, 0))
 
 
-@triton.jit(do_not_specialize=["n"])
-def _scaled(
-    x_ptr, table_ptr, factors_ptr, n,
-    WIDTH: tl.constexpr, TILE: tl.constexpr, BF16: tl.constexpr,
-    FORMATS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr,
+@triton.jit
+def _count(
+    places, owners, factors, rows,
+    TILE: tl.constexpr, FORMATS: tl.constexpr, SCALED: tl.constexpr, SCALES: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Counts of the formats that scale, into the same rows."""
+    """Of a tile of each sample: how many are finite and not zero, how many have reached each boundary."""
     program = tl.program_id(0)
-    base = program.to(tl.int64) * TILE
-    magnitude = _finite_magnitude(_bits(x_ptr, base, n, TILE, BF16)).to(tl.float32, bitcast=True)
-    row_ptr = table_ptr + program.to(tl.int64) * WIDTH
+    tensor = tl.load(owners + program)
+    place = places + tensor * _WIDTH
+    inside = tl.arange(0, TILE)
+    sampled = (program - tl.load(place + 3)) * (TILE // _ROW) + inside // _ROW
+    at = (tl.load(place + 5) + tl.load(place + 4) * sampled) * _ROW + inside % _ROW
+    here = (sampled < tl.load(place + 6)) & (at < tl.load(place + 2))
+    magnitude = _finite_magnitude(_bits(tl.load(place), tl.load(place + 1), at, here))
+    row = rows + program.to(tl.int64) * (1 + FORMATS * _BOUNDARIES)
+    tl.store(row, tl.sum((magnitude > 0).to(tl.int32), 0).to(tl.float64))
     for format in tl.static_range(FORMATS):
-        product = magnitude * tl.load(factors_ptr + format)
-        _count(row_ptr, product.to(tl.int32, bitcast=True), TILE, COLUMNS[format], format * _BOUNDARIES, BITS)
+        size = magnitude
+        if SCALED[format] >= 0:
+            factor = tl.load(factors + tensor * SCALES + SCALED[format])
+            size = (magnitude.to(tl.float32, bitcast=True) * factor).to(tl.int32, bitcast=True)
+        for boundary in tl.static_range(_BOUNDARIES):
+            # Neither is negative: the sign of the difference says which is below, in one instruction less than a
+            # comparison and a selection.
+            below = tl.sum(-((size - BITS[format * _BOUNDARIES + boundary]) >> 31), 0)
+            tl.store(row + 1 + format * _BOUNDARIES + boundary, (TILE - below).to(tl.float64))
 
 
-def measure(
-    x: Tensor,
-    bounds: tuple[tuple[float, float, float, float], ...],
-    scales: tuple[float | None, ...],
-    smallest: float,
-) -> tuple[Tensor, Tensor]:
-    """Sums and counts of a tensor's magnitudes.
+@triton.jit
+def _add(
+    rows, ends, sums, WIDTH: tl.constexpr, LARGEST: tl.constexpr, TOGETHER: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """The rows of each vector as one: added up, of the first column the largest if so."""
+    vector = tl.program_id(0)
+    down, across = tl.arange(0, TOGETHER)[:, None], tl.arange(0, COLUMNS)[None, :]
+    end = tl.load(ends + vector + 1)
+    total = tl.zeros([TOGETHER, COLUMNS], tl.float64)
+    at = tl.load(ends + vector)
+    while at < end:
+        here = (at + down < end) & (across < WIDTH)
+        more = tl.load(rows + (at + down).to(tl.int64) * WIDTH + across, mask=here, other=0.0)
+        total = tl.where((across == 0) & LARGEST, tl.maximum(total, more), total + more)
+        at += TOGETHER
+    found = tl.where((tl.arange(0, COLUMNS) == 0) & LARGEST, tl.max(total, 0), tl.sum(total, 0))
+    tl.store(sums + vector * WIDTH + tl.arange(0, COLUMNS), found, mask=tl.arange(0, COLUMNS) < WIDTH)
+
+
+_LOOK, _COUNT, _ADD = Launches(_look), Launches(_count), Launches(_add)
+
+
+def look(vectors: Sequence[Tensor]) -> Tensor:
+    """Sums over all elements of vectors.
 
     Args:
-        x: contiguous tensor of float16, bfloat16 or float32 on the GPU, of at least one element.
-        bounds: for each format its four boundaries, numbers of float32.
-        scales: for each what absmax is scaled to, or None.
-        smallest: the absmax below which a scaled tensor is zeros.
+        vectors: contiguous, of `DTYPES`, on one GPU.
 
     Returns:
-        Float64 (5 + 4 formats,), as in `FeatureStats.sums`, and the largest finite magnitude, 0-d float32.
+        Float64 (vectors, LOOKED).
     """
-    n = x.numel()
-    programs, width = triton.cdiv(n, _TILE), SUMS + BOUNDARIES * len(bounds)
-    table = torch.empty(programs, width, dtype=torch.float64, device=x.device)
-    absmax = torch.empty(programs, dtype=torch.float32, device=x.device)
-    words = x.view(torch.int16) if x.dtype == torch.bfloat16 else x
-    shape = {"WIDTH": width, "TILE": _TILE, "BF16": x.dtype == torch.bfloat16, "num_warps": _WARPS}
-    plain, scaled = _constants(bounds, scales)
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        _plain[(programs,)](words, table, absmax, n, **shape, **plain)
-        largest = absmax.amax()
-        if scaled["FORMATS"]:
-            # Between tensors, so that the division is rounded once.
-            factors = [torch.full_like(largest, scale) / largest for scale in scales if scale is not None]
-            found = torch.where(largest >= smallest, torch.stack(factors), 0.0)
-            _scaled[(programs,)](words, table, found, n, **shape, **scaled)
-    return table.sum(dim=0), largest
+    rows, tiles = look_at(vectors)
+    return added(rows, tiles, largest=True)
+
+
+def look_at(vectors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+    """The same before the rows of each vector are added: float64 (rows, LOOKED), and how many each vector has."""
+    tiles = [-(-vector.numel() // _TILE) for vector in vectors]
+    places, owners = _placed(vectors, tiles, [(1, 0, 0)] * len(vectors))
+    rows = torch.empty(sum(tiles), LOOKED, dtype=torch.float64, device=places.device)
+    _launch(_LOOK, (places, owners, rows), {"TILE": _TILE})
+    return rows, tiles
+
+
+def count(
+    vectors: Sequence[Tensor],
+    samples: Sequence[tuple[int, int]],
+    bounds: tuple[tuple[float, float, float, float], ...],
+    factors: Sequence[Tensor | None],
+) -> Tensor:
+    """What formats would make of vectors, of samples of their elements.
+
+    Args:
+        vectors: contiguous, of `DTYPES`, on one GPU.
+        samples: for each vector every how many rows of `ROW` elements one is taken, and from which; of those rows
+            that are whole, if it is not every one.
+        bounds: for each format its four boundaries, numbers of float32.
+        factors: for each what the vectors are multiplied by first, float32 (vectors,), or None.
+
+    Returns:
+        Float64 (vectors, 1 + 4 formats): how many sampled elements are finite and not zero, and how many of those
+        have reached each boundary.
+    """
+    taken = [_taken(vector.numel(), *sample) for vector, sample in zip(vectors, samples, strict=True)]
+    tiles = [-(-rows * ROW // _TILE) for _, _, rows in taken]
+    places, owners = _placed(vectors, tiles, taken)
+    scales = [factor for factor in factors if factor is not None]
+    found = torch.stack(scales, dim=1) if scales else torch.empty(0, device=places.device)
+    rows = torch.empty(sum(tiles), 1 + BOUNDARIES * len(bounds), dtype=torch.float64, device=places.device)
+    constants = {"TILE": _TILE, **_constants(bounds, tuple(factor is not None for factor in factors))}
+    _launch(_COUNT, (places, owners, found, rows), constants)
+    return added(rows, tiles, largest=False)
+
+
+def added(rows: Tensor, counts: Sequence[int], largest: bool) -> Tensor:
+    """Rows of vectors as one row each.
+
+    Args:
+        rows: float64 (rows, columns).
+        counts: how many rows each vector has, in order.
+        largest: whether the first column is that of the largest, not of the sum.
+
+    Returns:
+        Float64 (vectors, columns), zeros for a vector without rows.
+    """
+    columns = rows.shape[1]
+    ends = _sent(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), rows.device)
+    sums = torch.empty(len(counts), columns, dtype=torch.float64, device=rows.device)
+    if counts:
+        constants = {"WIDTH": columns, "LARGEST": largest, "TOGETHER": _TOGETHER}
+        constants["COLUMNS"] = max(_COLUMNS, triton.next_power_of_2(columns))
+        with torch.cuda.device_of(rows):
+            _ADD((len(counts),), (rows, ends, sums), constants, _OPTIONS)
+    return sums
+
+
+def _taken(elements: int, share: int, first: int) -> tuple[int, int, int]:
+    """Of a sample: every how many rows, from which, and how many."""
+    whole = elements // ROW if share > 1 else -(-elements // ROW)
+    return share, first, len(range(first, whole, share))
+
+
+def _placed(
+    vectors: Sequence[Tensor], tiles: Sequence[int], taken: Sequence[tuple[int, int, int]]
+) -> tuple[Tensor, Tensor]:
+    """The table of places, int64 (vectors, _PLACES), and to which vector each program belongs, int32."""
+    firsts = np.cumsum(tiles) - tiles if len(tiles) else np.zeros(0, np.int64)
+    of = [
+        (vector.data_ptr(), DTYPES.index(vector.dtype), vector.numel(), first, *sample)
+        for vector, first, sample in zip(vectors, firsts.tolist(), taken, strict=True)
+    ]
+    owners = np.repeat(np.arange(len(vectors), dtype=np.int32), tiles)
+    device = vectors[0].device
+    return _sent(np.array(of, dtype=np.int64), device), _sent(owners, device)
+
+
+def _sent(values: Any, device: torch.device) -> Tensor:
+    return torch.from_numpy(values).to(device, non_blocking=True)
+
+
+def _launch(launches: Launches, given: tuple[Tensor, ...], constants: dict[str, Any]) -> None:
+    programs = given[1].numel()
+    if programs:
+        with torch.cuda.device_of(given[0]):  # Triton launches on the current device
+            launches((programs,), given, constants, _OPTIONS)
 
 
 @functools.lru_cache(maxsize=64)
-def _constants(
-    bounds: tuple[tuple[float, ...], ...], scales: tuple[float | None, ...]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the kernels of the formats as they are, and of those that scale, are compiled for."""
-    found = []
-    for scaled in (False, True):
-        columns = tuple(column for column, scale in enumerate(scales) if (scale is not None) == scaled)
-        packed = struct.pack(f"<{BOUNDARIES * len(columns)}f", *(b for column in columns for b in bounds[column]))
-        bits = struct.unpack(f"<{BOUNDARIES * len(columns)}i", packed)
-        found.append({"FORMATS": len(columns), "COLUMNS": columns, "BITS": bits})
-    return found[0], found[1]
+def _constants(bounds: tuple[tuple[float, ...], ...], scaled: tuple[bool, ...]) -> dict[str, Any]:
+    """What formats are compiled to: boundaries by their bits, and which factor is whose."""
+    packed = struct.pack(f"<{BOUNDARIES * len(bounds)}f", *(b for four in bounds for b in four))
+    numbers = iter(range(len(scaled)))
+    return {
+        "FORMATS": len(bounds), "SCALED": tuple(next(numbers) if one else -1 for one in scaled),
+        "SCALES": sum(scaled), "BITS": struct.unpack(f"<{BOUNDARIES * len(bounds)}i", packed),
+    }  # fmt: skip

@@ -25,7 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.kernels._launches import Describer, Launch, Launches
+from narrowgauge.kernels._descriptors import Describer
+from narrowgauge.kernels._launches import Launch, Launches
 from narrowgauge.kernels._linear._sizes import over, words
 from narrowgauge.kernels._linear._ways import Way
 from narrowgauge.kernels._step._floats import INTERPRETED, narrow

@@ -135,12 +135,11 @@ def default(kind: Kind, cublas: bool, descriptors: bool, hopper: bool) -> Way:
         return _ELSEWHERE
     tiles = kind.rows * kind.columns / (_PAIRS.rows * _PAIRS.columns)
     pairs = fits(_PAIRS, kind, cublas, descriptors) and tiles >= _AT_ONCE
+    ours = _PAIRS if pairs else _MIDDLE if tiles >= _AT_ONCE else _SMALL
     if not cublas:
-        return _PAIRS if pairs else _MIDDLE if tiles >= _AT_ONCE else _SMALL
+        return ours
     if "vector" in (kind.left, kind.right):
         # It wants a vector for each side, which are launches more: too many for a small multiply.
-        pairs = pairs and kind.rows * kind.columns * kind.inner < _WORTH
-    else:
-        # With one scale it is behind, but where few tiles have long sums.
-        pairs = pairs and tiles >= 4 * _AT_ONCE
-    return _PAIRS if pairs else CUBLAS
+        return ours if kind.rows * kind.columns * kind.inner < _WORTH else CUBLAS
+    # With one scale it is behind, but where few tiles have long sums.
+    return _PAIRS if pairs and tiles >= 4 * _AT_ONCE else CUBLAS

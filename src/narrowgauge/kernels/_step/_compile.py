@@ -3,6 +3,8 @@
 
 Triton reads the source of what it compiles through `inspect`, which asks `linecache`: that is told the text under
 the name of a file that does not exist.
+
+A step has several kernels, and its first call compiles them side by side.
 """
 
 from __future__ import annotations
@@ -10,11 +12,16 @@ from __future__ import annotations
 import functools
 import hashlib
 import linecache
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
+from narrowgauge.kernels import _launches
+from narrowgauge.kernels._launches import Launches
 from narrowgauge.kernels._step import (
     _blockwise,
     _floats,
@@ -61,3 +68,25 @@ def compiled(source: str, name: str) -> Any:
         space |= {key: value for key, value in vars(module).items() if not key.startswith("__")}
     exec(compile(source, file, "exec"), space)
     return space[name]
+
+
+def compile_together(launches: Sequence[tuple[Launches, tuple[int, ...], tuple[Any, ...], Any, Any]]) -> None:
+    """Compile what launches would, each in a thread: much of a compilation runs outside of Python.
+
+    Args:
+        launches: of different kernels, each with the arguments of its call. On the current device.
+    """
+    wanted = [(one, *rest) for one, *rest in launches if not one.interpreted]
+    if len(wanted) < 2:
+        return
+    device = _launches.current_device()
+
+    def work(
+        one: Launches, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: Any, options: Any
+    ) -> None:
+        with torch.cuda.device(device):  # a thread begins on the first
+            one.kernel.warmup(*arguments, grid=grid, **constants, **options)
+
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        for done in [pool.submit(work, *job) for job in wanted]:
+            done.result()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -13,10 +14,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from narrowgauge.kernels._beside import Beside
 from narrowgauge.kernels._graph import Node, uniforms
 from narrowgauge.kernels._launches import Fixed, Launches
 from narrowgauge.kernels._step import _gauges, _sampling, _source, _squares
-from narrowgauge.kernels._step._compile import compiled
+from narrowgauge.kernels._step._compile import compile_together, compiled
 from narrowgauge.kernels._step._layout import AT, WIDTH, Layout
 from narrowgauge.kernels._step._numbers import numbers_source
 from narrowgauge.kernels._triton import instructions
@@ -60,6 +62,7 @@ class Tables:
         cut: where programs of the step are added up for gauges, if there are any.
         scratch: made on first use and kept.
         launched: by name, the launches on all of that.
+        sides: the stream beside the current one, once it was asked for.
     """
 
     rows: Tensor
@@ -70,6 +73,15 @@ class Tables:
     cut: Cut | None = None
     scratch: dict[str, Tensor] = field(default_factory=dict)
     launched: dict[str, Fixed] = field(default_factory=dict)
+    sides: list[Beside] = field(default_factory=list)
+
+    def beside(self) -> Beside | None:
+        """A stream for some of the launches; None where there are no streams."""
+        if self.rows.device.type != "cuda":
+            return None
+        if not self.sides:
+            self.sides.append(Beside(self.rows.device))
+        return self.sides[0]
 
     def buffer(self, name: str, dtype: torch.dtype, size: int) -> Tensor:
         if name not in self.scratch or self.scratch[name].numel() < size:
@@ -117,6 +129,9 @@ class Step:
         squares: bool = False,
     ) -> None:
         self._launches: dict[str, Launches] = {}
+        # What the first call is to compile, while it looks for that.
+        self._compiled = False
+        self._first: list[tuple[Any, ...]] | None = None
         self.layout = layout
         self.skip = skip
         self.factor = factor
@@ -177,11 +192,15 @@ class Step:
             stats: float64 (tensors, 8), where gauges leave their sums, in the order of `UpdateStats`.
             verdict: float32 (2,), where gradients have a factor: that, and whether no tensor takes the step.
         """
+        given = [] if verdict is None else [verdict]
         # Triton launches on the current device.
         with torch.cuda.device_of(tables.rows):
-            self._launch(tables, [] if verdict is None else [verdict])
-            if stats is not None:
-                self._measure(tables, stats)
+            if not self._compiled:
+                self._compiled, self._first = True, []
+                self._launch(tables, given, stats)
+                first, self._first = self._first, None
+                compile_together(first)
+            self._launch(tables, given, stats)
 
     def _measure(self, tables: Tables, stats: Tensor) -> None:
         """Add up what the step's programs have left."""
@@ -192,11 +211,11 @@ class Step:
         slices = tables.buffer("slices", torch.float64, count * COLUMNS)
         if count:
             read = sums, cut.slices, slices, cut.turns, steps
-            tables.launch("add_slices", _ADD_SLICES, count, read, {}, {"num_warps": 4})
+            self._start(tables, "add_slices", _ADD_SLICES, count, read, {}, {"num_warps": 4})
         constants = {"WIDTH": WIDTH, "FIRST": AT["first"], "NUMEL": AT["numel"]}
         constants |= {"EACH": self.layout.units * self.layout.unit, "RATIO": self.ratio}
         given = tables.rows, steps, cut.ends, slices, stats, cut.turns
-        _ADD_TENSORS((stats.shape[0],), given, constants, {"num_warps": 1})
+        self._start(tables, None, _ADD_TENSORS, stats.shape[0], given, constants, {"num_warps": 1})
 
     def _run(
         self, tables: Tables, name: str, programs: int, given: tuple[Any, ...], options: Mapping[str, Any],
@@ -205,9 +224,21 @@ class Step:
         """Launch one of the kernels by its name."""
         if name not in self._launches:
             self._launches[name] = Launches(getattr(self, name))
-        tables.launch(name, self._launches[name], programs, given, constants, options)
+        self._start(tables, name, self._launches[name], programs, given, constants, options)
 
-    def _launch(self, tables: Tables, verdict: list[Tensor]) -> None:
+    def _start(
+        self, tables: Tables, name: str | None, launches: Launches, programs: int, given: tuple[Any, ...],
+        constants: Mapping[str, Any], options: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """Launch a kernel: by a name, if always on the same tensors; or note what it is to be compiled for."""
+        if self._first is not None:
+            self._first.append((launches, (programs,), given, constants, options))
+        elif name is None:
+            launches((programs,), given, constants, options)
+        else:
+            tables.launch(name, launches, programs, given, constants, options)
+
+    def _launch(self, tables: Tables, verdict: list[Tensor], stats: Tensor | None) -> None:
         count, programs, passes = tables.rows.shape[0], tables.programs.numel(), tables.passes.numel()
         flags = tables.buffer("flags", torch.int32, count)
         steps = tables.buffer("steps", torch.int32, count)
@@ -235,11 +266,24 @@ class Step:
         if programs and tables.cut is not None and tables.cut.turns is not None:
             sampled, others = _sampling.grids(tables.cut.short, programs)
             books = [tables.cut.turns, *books]
-            if others:
-                self._run(tables, "rest", others, (*given, *books), _options(self.others))
-            self._run(tables, "step", sampled, (*given, *books), warps)
-        elif programs:
+            # Programs that measure and those that do not write to different places. Beside the many of the latter,
+            # the few of the former and the adding up of what they found take next to no time.
+            side = None if self._first is not None else tables.beside()
+            with side or nullcontext():
+                self._run(tables, "step", sampled, (*given, *books), warps)
+                if stats is not None:
+                    self._measure(tables, stats)
+            try:
+                if others:
+                    self._run(tables, "rest", others, (*given, *books), _options(self.others))
+            finally:
+                if side is not None:
+                    side.join()
+            return
+        if programs:
             self._run(tables, "step", programs, (*given, *books), warps)
+        if stats is not None:
+            self._measure(tables, stats)
 
 
 def _options(layout: Layout) -> dict[str, Any]:
