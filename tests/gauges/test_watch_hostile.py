@@ -69,7 +69,7 @@ def test_a_full_disk_ends_the_records_and_not_the_training(
         with gauges.watch(net, optimizer, every=1, path=tmp_path) as watch:
             train(net, optimizer, 2, watch)
             whole = len(watch.rows())
-            writer = watch._writer
+            writer = watch._outlet.writer
             assert writer is not None
             writer._file.close()
             writer._file = Full()  # type: ignore[assignment]

@@ -1,11 +1,13 @@
 """What should be heard of while the training still runs: spikes, and numbers that are none.
 
-Alarms come when the measurements arrive on the host, on a GPU at one of the next steps. Each is a record, a line in
-the log ``narrowgauge.gauges``, and a call of whoever asked for them.
+Alarms come when the measurements have arrived on the host, at one of the next steps. Each is a record, a line in
+the log ``narrowgauge.gauges``, and a call of whoever asked for them. A thread of their own looks at records, and
+calls are made by the loop's (`call_out`).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 from narrowgauge.gauges._records import LOG, Record
@@ -25,9 +27,17 @@ class Alarms:
         self._loss = LossSpikes(warmup=warmup)
         self._rms: dict[str, RmsSpikes] = {}
         self._bad: set[tuple[str, str]] = set()
+        self._raised: deque[Record] = deque()
+
+    def call_out(self) -> None:
+        """Call whoever asked with the alarms that were raised since."""
+        while self._raised:
+            alarm = self._raised.popleft()
+            if self._call is not None:
+                self._call(alarm)
 
     def of(self, record: Record) -> list[Record]:
-        """The alarms that a record raises; they have been logged, and called out."""
+        """The alarms that a record raises; they have been logged, and wait to be called out."""
         kind, step, name = record["kind"], record["step"], record.get("name", "")
         found: list[Record] = []
         if kind == "step" and record["loss"] is not None:
@@ -45,8 +55,7 @@ class Alarms:
             )
         for alarm in found:
             LOG.warning(said(alarm))
-            if self._call is not None:
-                self._call(alarm)
+            self._raised.append(alarm)
         return found
 
     @staticmethod

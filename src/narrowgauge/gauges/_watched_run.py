@@ -11,11 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge._version import __version__
+from narrowgauge.gauges._alarms import Alarms
 from narrowgauge.gauges._formats import Target
 from narrowgauge.gauges._modules import depths, plain_name
-from narrowgauge.gauges._records import VERSION, Record
+from narrowgauge.gauges._outlet import Outlet
+from narrowgauge.gauges._records import VERSION, Record, Writer
 from narrowgauge.gauges._run_options import options_record
 from narrowgauge.gauges._segments import flat
+from narrowgauge.gauges._tensorboard import Board
 from narrowgauge.gauges._update_records import Updates
 
 
@@ -41,6 +44,21 @@ class Output:
     tensorboard: str | os.PathLike[str] | None
     together: bool
     resume_from: int | None
+
+    def open(self, first: bool, taken: int, alarms: Alarms) -> Outlet:
+        """The outlet of a rank, the first or another one, of a run that has taken some steps.
+
+        Raises:
+            OSError, ValueError: where the file or the folder cannot be written, or the file not be continued.
+        """
+        writer = Writer(self.path, self.resume_from) if first and self.path is not None else None
+        try:
+            board = Board(self.tensorboard, taken) if first and self.tensorboard is not None else None
+        except BaseException:
+            if writer is not None:
+                writer.close()
+            raise
+        return Outlet(writer, board, self.path is None, alarms if first else None)
 
 
 def parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Tensor, str]:

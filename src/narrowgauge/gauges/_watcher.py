@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from narrowgauge.gauges._alarms import Alarms
 from narrowgauge.gauges._loss_scale import LossScaleHistory
 from narrowgauge.gauges._modules import Hook, loss_in, unwrapped
+from narrowgauge.gauges._outlet import Outlet
 from narrowgauge.gauges._rank_sums import Arriving, Message, Part, Ranks
-from narrowgauge.gauges._records import LOG, Record, Writer, read_records
+from narrowgauge.gauges._records import Record, read_records
 from narrowgauge.gauges._step_rows import StepRows
-from narrowgauge.gauges._tensorboard import Board
 from narrowgauge.gauges._watched_run import Output, Sources, header
 from narrowgauge.gauges._watched_tensors import WatchedTensors
 
@@ -44,11 +44,9 @@ class Watch:
         self._history, self._alarms = history, alarms
         self._tensors = WatchedTensors(unwrapped(model), optimizer, sources, parameters)
         self._steps = StepRows(output.resume_from or 0, rms_of=[parameters[p] for p in self._tensors.rms_of])
-        self._rows: list[Record] = []
         self._arriving: list[Arriving] = []
         self._ranks = Ranks()
-        self._writer: Writer | None = None
-        self._board: Board | None = None
+        self._outlet: Outlet | None = None
         self._handles: list[Any] = []
         self._open = self._entered = False
 
@@ -67,12 +65,10 @@ class Watch:
 
     def _begin(self) -> None:
         self._ranks = Ranks.all() if self._output.together else Ranks()
-        if self._ranks.first and self._output.path is not None:
-            self._writer = Writer(self._output.path, self._output.resume_from)
-        if self._ranks.first and self._output.tensorboard is not None:
-            self._board = Board(self._output.tensorboard, self._steps.taken)
+        self._outlet = self._output.open(self._ranks.first, self._steps.taken, self._alarms)
         _WATCHED.add(self._optimizer)
-        self._emit(header(unwrapped(self._model), self._optimizer, self._sources, self._tensors.names))
+        first = header(unwrapped(self._model), self._optimizer, self._sources, self._tensors.names)
+        self._outlet.begin(first)
         self._entered = self._open = True
         self._handles = [
             self._model.register_forward_hook(Hook(self._returned)),
@@ -92,9 +88,8 @@ class Watch:
         self._open = False
 
     def _close(self) -> None:
-        for output in (self._writer, self._board):
-            if output is not None:
-                output.close()
+        if self._outlet is not None:
+            self._outlet.close()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -145,9 +140,13 @@ class Watch:
         if self._open and self._steps.waiting and self._ranks.group is None:
             self._send([])
         self._take_all()
-        if self._writer is not None:
-            return list(read_records(self._writer.path))
-        return list(self._rows)
+        if self._outlet is None:
+            return []
+        if self._open:  # else it has settled
+            self._outlet.settle()
+        if self._outlet.writer is not None:
+            return list(read_records(self._outlet.writer.path))
+        return list(self._outlet.rows)
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write the records as one self-contained page of HTML.
@@ -172,8 +171,8 @@ class Watch:
         if self._history is not None:
             self._steps.scale = self._history.look(self._optimizer)
         self._tensors.begin(self._steps.taken + 1)
-        for record in self._tensors.moments(self._steps.taken + 1) if self._ranks.first else ():
-            self._emit(record)
+        if self._ranks.first:
+            self._put(list(self._tensors.moments(self._steps.taken + 1)))
 
     @torch.no_grad()
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -182,8 +181,8 @@ class Watch:
         rms = self._tensors.rms(self._ranks)
         self._steps.end(time.perf_counter(), rms)
         step = self._steps.taken
-        for record in self._tensors.unseen(step) if self._ranks.first else ():
-            self._emit(record)
+        if self._ranks.first:
+            self._put(list(self._tensors.unseen(step)))
         found = self._tensors.end(step, self._ranks)
         home = self._tensors.home
         if found or (home.type == "cpu" and self._ranks.group is None):
@@ -191,6 +190,8 @@ class Watch:
         self._tensors.expect(step + 1)
         while self._arriving and self._arriving[0].here:
             self._take()
+        if self._outlet is not None:
+            self._outlet.call_out()
 
     def _send(self, found: Sequence[Part]) -> None:
         """Send what is known of the last steps, and tables of the present one."""
@@ -198,8 +199,7 @@ class Watch:
         table, steps = self._steps.table(self._tensors.home)
 
         def take_steps(rows: Tensor) -> None:
-            for record in steps(rows, self._history):
-                self._emit(record)
+            self._put(steps(rows, self._history))
 
         message.add(table, take_steps, largest=StepRows.LARGEST)
         for part, largest, records in found:
@@ -208,8 +208,8 @@ class Watch:
 
     def _taker(self, records: Callable[[Tensor], list[Record]]) -> Callable[[Tensor], None]:
         def take(table: Tensor) -> None:
-            for record in records(table):
-                self._emit(record)
+            if self._outlet is not None:
+                self._outlet.put(lambda: records(table))
 
         return take
 
@@ -220,25 +220,9 @@ class Watch:
     def _take(self) -> None:
         self._arriving.pop(0).take()
 
-    def _emit(self, record: Record) -> None:
-        alarms = self._alarms.of(record) if self._ranks.first and "step" in record else []
-        for each in (record, *alarms):
-            if self._writer is not None:
-                continues = each["kind"] == "run" and self._writer.continues
-                self._write([] if continues else [each])
-            elif self._output.path is None:
-                self._rows.append(each)
-            if self._board is not None:
-                self._board.add(each)
-
-    def _write(self, records: list[Record]) -> None:
-        assert self._writer is not None
-        try:
-            self._writer.write(records)
-        except OSError as error:
-            if not self._entered:
-                raise
-            LOG.error("%s: %s; no more records, the training goes on", self._writer.path, error)
+    def _put(self, records: list[Record]) -> None:
+        if records and self._outlet is not None:
+            self._outlet.put(lambda: records)
 
 
 class _Before:
