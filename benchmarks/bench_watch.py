@@ -3,7 +3,8 @@
 Each round takes some steps without a watch and as many within one, in turns, on the same model; the time of a
 round ends when the device is done. The cost is the median over rounds of the ratio of neighbours, so that a
 clock that drifts or a busy machine says nothing. `all` is the default watch (updates, gradients, features at
-every tenth step), the other rows leave something out. Comparing quantized moments with exact ones is done
+every tenth step, RMS_t of embeddings at every one), the other rows leave something out: `losses, RMS_t` less
+`losses` is what RMS_t at every step costs. Comparing quantized moments with exact ones is done
 seldom by default (every 500th step); what one such step costs, and that over 500 steps, has a row of its own.
 
     python benchmarks/bench_watch.py [--json FILE] [--optimizers torch adamw8bit ...] [--layers 12] [--width 768]
@@ -36,10 +37,11 @@ OPTIMIZERS: dict[str, tuple[torch.dtype, Callable[[nn.Module], torch.optim.Optim
 WAYS: dict[str, dict[str, Any]] = {
     "all": {},
     "all, not sampled": {"updates": True},
-    "losses": {"updates": False, "gradients": False, "activations": False},
-    "updates": {"gradients": False, "activations": False},
-    "gradients": {"updates": False, "activations": False},
-    "features": {"updates": False, "gradients": False},
+    "losses": {"updates": False, "gradients": False, "activations": False, "rms_every": 0},
+    "losses, RMS_t": {"updates": False, "gradients": False, "activations": False},
+    "updates": {"gradients": False, "activations": False, "rms_every": 0},
+    "gradients": {"updates": False, "activations": False, "rms_every": 0},
+    "features": {"updates": False, "gradients": False, "rms_every": 0},
 }
 STATES_EVERY = 500  # the default, with every=10
 
@@ -115,7 +117,7 @@ class Training:
         found = []
         for states in (0, 1, 0, 1):
             with gauges.watch(self.net, self.optimizer, every, updates=False, gradients=False, activations=False,
-                              states_every=states):  # fmt: skip
+                              rms_every=0, states_every=states):  # fmt: skip
                 self._wait()
                 start = time.perf_counter()
                 self.steps(1)

@@ -202,9 +202,7 @@ def study(
     torch.set_num_threads(1)  # such small products are faster so
     try:
         first = (seeds[0], ways[0])
-        runs = [
-            train(way, plan, seed, records if (seed, way) == first else None) for seed in seeds for way in ways
-        ]
+        runs = [train(way, plan, seed, records if (seed, way) == first else None) for seed in seeds for way in ways]
     finally:
         torch.set_num_threads(threads)
     model = {"model": "two embeddings, two blocks", "seed": list(seeds)}
@@ -224,9 +222,7 @@ def main(
     brightness: Annotated[
         float, typer.Option(help="Mean of every pixel, in standard deviations.")
     ] = Plan.brightness,
-    records: Annotated[
-        Path | None, typer.Option(help="A folder for the gauges' records of the first run.")
-    ] = None,
+    records: Annotated[Path | None, typer.Option(help="A folder for the gauges' records of the first run.")] = None,
     steps: Annotated[int, typer.Option(min=360, help="Steps, 300 of them before the switch.")] = Plan.steps,
 ) -> None:
     """Make the gradient of an embedding 30 times larger, and see what optimizers do."""

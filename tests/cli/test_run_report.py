@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import narrowgauge as ng
 from narrowgauge.cli import main
 from narrowgauge.cli._drawing import PALETTE
-from narrowgauge.cli._run._columns import COLUMNS, ROWS, grid, number, short
+from narrowgauge.cli._run._columns import COLUMNS, ROWS, embedding_and_middle, grid, number, short
 from narrowgauge.cli._run._page import page
 from narrowgauge.cli._run._paint import _paint, medians
 from narrowgauge.gauges._history import History
@@ -69,6 +69,19 @@ def test_numbers_of_a_tensor_are_in_the_tables() -> None:
     assert ["ln.weight", "1", "1", "0.4321 (step 100)", "1"] in [
         [" ".join(c.split()) for c in r] for r in parsed.rows
     ]
+
+
+def test_rms_is_that_of_the_embedding_that_foretold() -> None:
+    """Not of the first one in the model; without a loss spike that of the highest."""
+    shapes = {"embed_words.weight": [8, 8], "embed_pixels.weight": [8, 8], **header()["parameters"]}
+    records = sound(400)[1:]
+    for at in range(5, 401, 5):
+        spikes = {"embed_words.weight": 6.0 * (at == 200), "embed_pixels.weight": 5.0 * (at == 300)}
+        records += [update(at, name, rms=max(1.0, value)) for name, value in spikes.items()]
+    head = header(parameters=shapes)
+    assert embedding_and_middle(History([head, *records]))[0] == "embed_words.weight"
+    records = changed(records, "step", None, range(304, 307), loss=9.0)
+    assert embedding_and_middle(History([head, *records]))[0] == "embed_pixels.weight"
 
 
 def test_advice_stands_on_top_with_its_numbers() -> None:
@@ -284,6 +297,10 @@ def test_cells_are_painted_by_their_distance_and_side() -> None:
     assert colours[2][3] < colours[1][3] < colours[0][3]
     assert colours[1][:3].tolist() == colours[0][:3].tolist() != colours[4][:3].tolist()
     assert colours[5][3] == 0
+    nearly = _paint(np.array([[0.996, 1.0, 1.004]]), 0.5, 1.0, 1.5, None)[0].tolist()
+    assert nearly[0] == nearly[1] == nearly[2]  # rounding in fp32, on both sides
+    shares = _paint(np.array([[0.0, 0.001]]), 0.0, 0.0, 1.0, None)[0].tolist()
+    assert shares[0] != shares[1]  # any loss at all
     assert _paint(values, 0.5, 1.0, 1.5, np.isnan(values))[0][5].tolist()[3] == 255
 
 

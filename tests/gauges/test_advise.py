@@ -50,6 +50,14 @@ def test_an_rms_spike_names_tensor_value_and_step() -> None:
     assert (number.name, number.step, number.value, number.threshold) == ("wte.weight", 100, 4.1, 2.3)
 
 
+def test_the_highest_value_is_named_and_not_that_at_which_a_spike_starts() -> None:
+    records = changed(
+        sound(), "update", ["wte.weight"], range(100, 111), rms=lambda r: {100: 3.0, 105: 4.1}.get(r["step"], 2.5)
+    )
+    piece = only(records)
+    assert "wte.weight's RMS_t reached 4.1 at step 105; 2 RMS spikes" in piece.finding
+
+
 def test_the_start_of_a_run_is_not_judged() -> None:
     """A twentieth of it, as in the paper: 10 of 200 steps."""
     assert advise(changed(sound(), "update", ["wte.weight"], range(10, 11), rms=9.0)) == []

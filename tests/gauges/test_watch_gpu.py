@@ -69,6 +69,24 @@ def test_nothing_changes_and_nothing_waits(make: Any) -> None:
         assert row["measured"] == ("rule" if type(optimizer).__module__.startswith("torch") else "fused")
 
 
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_rms_between_due_steps_is_that_of_due_ones(make: Any) -> None:
+    """Samples of it, of one tensor; by the kernel's sums or from gradient and second moment."""
+    found = []
+    for every, options in ((4, {}), (1, {"updates": True})):
+        net = network()
+        optimizer = make(net)
+        torch.manual_seed(1)
+        with gauges.watch(net, optimizer, every=every, **options) as watch:
+            loop(net, optimizer, 6, watch)
+        found.append(watch.rows())
+    at = {row["step"]: row.get("rms", {}) for row in of_kind(found[0], "step")}
+    assert [list(rms) for rms in at.values()] == [["0.0.weight"]] * 3 + [[]] + [["0.0.weight"]] * 2
+    for row in of_kind(found[1], "update", name="0.0.weight"):
+        if at[row["step"]]:
+            assert at[row["step"]]["0.0.weight"] == pytest.approx(row["rms"], rel=0.1)
+
+
 def test_records_of_a_gpu_are_those_of_a_cpu() -> None:
     """The same step on both: tables of any device say the same."""
     rows = {}

@@ -272,7 +272,7 @@ def test_what_will_not_arrive_is_said_once(caplog: pytest.LogCaptureFixture) -> 
     net = model()
     net.idle = nn.ModuleList([nn.Linear(2, 2)])
     optimizer = optim.AdamW8bit(net.parameters(), min_quantized_size=64, percentile_clipping=50)
-    with caplog.at_level("WARNING", "narrowgauge.gauges"), gauges.watch(net, optimizer, 1, states_every=1) as watch:
+    with caplog.at_level("INFO", "narrowgauge.gauges"), gauges.watch(net, optimizer, 1, states_every=1) as watch:
         train(net, optimizer, 2)
     missing = of_kind(watch.rows(), "missing")
     assert [(row["of"], row["step"]) for row in missing] == [("state", 1), ("activation", 1)]
@@ -287,7 +287,7 @@ def test_what_will_not_arrive_is_said_once(caplog: pytest.LogCaptureFixture) -> 
     assert not of_kind(watch.rows(), "missing")
 
 
-def test_a_compiled_model_says_that_its_features_stay_unseen() -> None:
+def test_a_compiled_model_says_that_its_features_stay_unseen(caplog: pytest.LogCaptureFixture) -> None:
     net = model()
     compiled = torch.compile(net, backend="aot_eager")
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -295,3 +295,4 @@ def test_a_compiled_model_says_that_its_features_stay_unseen() -> None:
         train(compiled, optimizer, 2)
     (missing,) = of_kind(watch.rows(), "missing")
     assert missing["names"] == ["embed", "blocks.0", "blocks.1"]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]

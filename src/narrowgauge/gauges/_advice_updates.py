@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import numpy as np
+
 from narrowgauge.gauges._advice import Advice, Evidence, count, habits, late, listed, median, percent, show, worst
 from narrowgauge.gauges._history import History, as_number, is_embedding
 from narrowgauge.gauges._precursors import RMS_THRESHOLD, Precursors, find_precursors
@@ -30,7 +32,7 @@ STALE_RATIO, STALE_SHARE, STEADY_GRADIENT = 0.5, 0.5, 0.8
 def out_of_date(history: History) -> Iterator[Advice]:
     """RMS spikes: the second moment underestimates the gradient, and the update is too long."""
     found = find_precursors(history)
-    peaks = {name: _peak(history, name, steps) for name, steps in found.rms.items() if steps}
+    peaks = {name: _peak(history, name) for name, steps in found.rms.items() if steps}
     if not peaks:
         return
     # The paper found the relation to loss spikes in the embedding, and none in the middle of the network.
@@ -202,11 +204,11 @@ def _beta2(history: History, name: str) -> float | None:
     return as_number(betas[1]) if isinstance(betas, list) and len(betas) == 2 else None
 
 
-def _peak(history: History, name: str, steps: list[int]) -> Evidence:
-    series = history.series("update", "rms", name)
-    values = dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
-    step = max(steps, key=lambda s: (values[s], -s))
-    return Evidence("RMS_t", name, step, values[step], RMS_THRESHOLD)
+def _peak(history: History, name: str) -> Evidence:
+    """The highest RMS_t of a tensor that has spikes; a spike starts lower."""
+    series = history.series("update", "rms", name).since(history.settled)
+    at = int(np.nanargmax(series.values))
+    return Evidence("RMS_t", name, int(series.steps[at]), float(series.values[at]), RMS_THRESHOLD)
 
 
 def _loss_at(history: History, step: int) -> Evidence:

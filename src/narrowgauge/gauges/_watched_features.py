@@ -44,6 +44,11 @@ class WatchedFeatures:
         self.forget()
 
     @property
+    def count(self) -> int:
+        """How many modules are watched."""
+        return len(self._modules)
+
+    @property
     def unseen(self) -> list[str]:
         """Modules of which nothing was seen in this step."""
         return [name for name, calls in self._seen["activation"].items() if not calls]

@@ -6,6 +6,7 @@ it, so that ranks' tables fit together. What has nothing has zeros and makes no 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -153,6 +154,8 @@ class WatchedTensors:
             yield from _missing(
                 "activation", step, names,
                 "no hook saw it return: inside a compiled region, not called while training, or returns no tensor",
+                # That one module is not called is nothing to wake anybody for; that none is heard of, is.
+                logging.WARNING if len(names) == self._features.count else logging.INFO,
             )  # fmt: skip
 
     def end(self, step: int, ranks: Ranks) -> list[Part]:
@@ -260,8 +263,10 @@ class WatchedTensors:
         return self._own(table, self.names, ranks), (0,), records
 
 
-def _missing(what: str, step: int, names: Sequence[str], why: str) -> Iterator[Record]:
+def _missing(
+    what: str, step: int, names: Sequence[str], why: str, level: int = logging.WARNING
+) -> Iterator[Record]:
     """A record that something will not be recorded, and a line in the log: who waits for it should not wait."""
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    LOG.warning("no records of %s: %s (%s)", MISSED[what], why, shown)
+    LOG.log(level, "no records of %s: %s (%s)", MISSED[what], why, shown)
     yield {"kind": "missing", "step": step, "of": what, "names": list(names), "why": why}

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from narrowgauge.gauges._history import Floats, History, Series, is_embedding
+from narrowgauge.gauges._precursors import find_precursors
 
 # What a heat map shows at most, in rows and columns; beyond, neighbours share a cell.
 ROWS, COLUMNS = 320, 160
@@ -78,14 +79,23 @@ def short(names: Sequence[str]) -> list[str]:
 
 
 def embedding_and_middle(history: History) -> tuple[str | None, str | None]:
-    """The two tensors whose RMS_t the paper compares: an embedding, and a matrix from the middle of the model."""
+    """The two tensors whose RMS_t the paper compares: an embedding, and a matrix from the middle of the model.
+
+    Of several embeddings the one that foretold most loss spikes, else the one whose RMS_t went highest.
+    """
     names = [name for name in history.names("update") if len(history.series("update", "rms", name).finite.steps)]
     shapes = history.parameters
     matrices = [name for name in names if len(shapes.get(name) or []) >= 2] or names
     embeddings = [name for name in matrices if is_embedding(name)]
     rest = [name for name in matrices if name not in embeddings]
     inside = [name for name in rest if re.search(r"\.\d+\.", name)] or rest
-    first = embeddings[0] if embeddings else None
+    foretold = [name for name, _ in find_precursors(history).matched.values()]
+
+    def told(name: str) -> tuple[int, float]:
+        values = history.series("update", "rms", name).since(history.settled).finite.values
+        return foretold.count(name), float(np.max(values, initial=0.0))
+
+    first = max(embeddings, key=told) if embeddings else None
     return first, inside[len(inside) // 2] if inside else None
 
 

@@ -25,6 +25,8 @@ RAISED, LOWERED, BROKEN = (PALETTE[name][0] for name in ("series-2", "series-1",
 LARGEST = 1e30
 # Opacity of what is as it should be.
 CALM = 0.12
+# What counts as being at a target, of the way from it to the end of its scale: a hundredth of EDQ.
+NEAR = 0.02
 
 
 def curve(axis: Any, series: Series, look: Look, smoothed: bool = False) -> None:
@@ -164,6 +166,8 @@ def _paint(
     below = (target - near) / (target - low) if target > low else np.zeros_like(near)
     known = np.isfinite(values)
     share = np.where(known, np.maximum(above, below), 0.0)
+    if low < target < high:  # rounding in fp32 has two sides as well, and is nothing to look at
+        share[share < NEAR] = 0.0
     # With nothing below the target there is one direction, and it is the bad one.
     raised = LOWERED if low >= target else RAISED
     grey = np.array(to_rgb(MUTED))

@@ -97,8 +97,8 @@ def quality(history: History) -> Figure | str:
     return _heat(
         history, "quality", "descent_quality", "Effective descent quality", (0.5, 1.0, 1.5),
         "How far what is stored moved along the intended update, relative to its length (Collage, "
-        "Definition 3.3). Pale is 1: nothing is missing. Orange: part of the update vanished, full orange "
-        "half of it or more. Blue: rounding went further than was asked.",
+        "Definition 3.3). Pale is 1, to a hundredth: nothing is missing. Orange: part of the update vanished, full "
+        "orange half of it or more. Blue: rounding went further than was asked.",
     )  # fmt: skip
 
 
