@@ -128,3 +128,19 @@ def test_all_names_what_there_is() -> None:
         assert getattr(narrowgauge, name) is module
         for public in getattr(module, "__all__", ()):
             assert hasattr(module, public), f"narrowgauge.{name}.{public}"
+
+
+def test_gauges_are_imported_when_somebody_asks_for_them() -> None:
+    run = "import sys, narrowgauge as ng; assert 'narrowgauge.gauges' not in sys.modules; print(ng.gauges.__name__)"
+    source = str(Path(narrowgauge.__file__).parents[1])
+    made = subprocess.run(
+        [sys.executable, "-c", run],
+        env=os.environ | {"PYTHONPATH": source},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert made.stdout == "narrowgauge.gauges\n"
+    assert "gauges" in dir(narrowgauge)
+    with pytest.raises(AttributeError, match="'narrowgauge' has no attribute 'gages'"):
+        narrowgauge.gages  # noqa: B018
