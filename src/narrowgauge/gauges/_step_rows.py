@@ -73,10 +73,10 @@ class StepRows:
     def table(self, device: torch.device) -> tuple[Tensor, Callable[..., list[Record]]]:
         """The rows as float64 (steps, columns) on a device, and what makes records of them; forgotten here."""
         rows, self._rows = self._rows, []
-        known = torch.zeros(len(rows), _COLUMNS + 2 * len(self.rms_of), dtype=torch.float64, device="cpu")
-        for r, line in zip(rows, known, strict=True):
-            told = sum(x for x in r.losses if not isinstance(x, Tensor))
-            line[:_COLUMNS] = torch.tensor([told, len(r.losses), *[-1.0] * 4], dtype=torch.float64, device="cpu")
+        told = [sum(x for x in r.losses if not isinstance(x, Tensor)) for r in rows]
+        rest = [-1.0] * 4 + [0.0] * (2 * len(self.rms_of))
+        lines = [[loss, len(r.losses), *rest] for loss, r in zip(told, rows, strict=True)]
+        known = torch.tensor(lines, dtype=torch.float64, device="cpu").view(len(rows), _COLUMNS + len(rest) - 4)
         table = known.to(device, non_blocking=True)
         there = [(n, x) for n, row in enumerate(rows) for x in row.losses if isinstance(x, Tensor)]
         if there:
