@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from watched import batch, loss_of, model, of_kind, train, watched
 from narrowgauge import gauges, optim
 from narrowgauge.gauges._history import History
 from narrowgauge.gauges._segments import LONG
-from narrowgauge.gauges._step_rms import parameters_with_rms
+from narrowgauge.gauges._step_rms import StepRms, parameters_with_rms
 
 BF16 = torch.bfloat16
 SMALL: dict[str, Any] = {"min_quantized_size": 64, "lr": 3e-3}
@@ -162,3 +163,39 @@ def test_whatever_stands_there_is_read(damage: Any) -> None:
     assert history.loss.values.tolist() == [1.0]
     assert not len(history.series("update", "rms", "embed.weight").steps)
     gauges.advise(history)
+
+
+class Measuring:
+    """What is known of one of narrowgauge's optimizers whose kernels have measured a list of parameters."""
+
+    def __init__(self, ps: dict[str, torch.Tensor]) -> None:
+        self.names = list(ps)
+        self.ps, self.asked, self.last_stats = ps, 0, self
+        self.rows = torch.arange(8.0 * len(ps), dtype=torch.float64).view(-1, 8)
+
+    def measured(self) -> None: ...
+
+    def foresee(self) -> None: ...
+
+    def tables(self) -> list[tuple[list[str], torch.Tensor]]:
+        return [(self.names, self.rows), (["of another list"], self.rows[:1])]
+
+    def names_of(self, ps: Any) -> dict[torch.Tensor, str]:
+        self.asked += 1
+        return {p: name for name, p in self.ps.items() if p in ps}
+
+
+def test_what_kernels_have_measured_is_looked_up_once() -> None:
+    ps = {name: nn.Parameter(torch.zeros(2, 2)) for name in "abcd"}
+    optimizer = Measuring(ps)
+    rms = StepRms(optimizer, [ps["d"], ps["b"]])  # type: ignore[arg-type]
+    home, sums = torch.device("cpu"), []
+    for n in range(3):
+        rms._begun, rms._sampled = True, SimpleNamespace(abandon=lambda: None)  # type: ignore[assignment]
+        optimizer.rows = optimizer.rows + n
+        sums.append(rms.end(home))
+        assert sums[-1].tolist() == [optimizer.rows[3, -2:].tolist(), optimizer.rows[1, -2:].tolist()]
+    assert optimizer.asked == 4  # of each list: of the other, made anew, each time
+    optimizer.names = list(reversed(optimizer.names))
+    rms._begun, rms._sampled = True, SimpleNamespace(abandon=lambda: None)  # type: ignore[assignment]
+    assert rms.end(home).tolist() == [optimizer.rows[0, -2:].tolist(), optimizer.rows[2, -2:].tolist()]

@@ -29,6 +29,8 @@ from narrowgauge.gauges._modules import plain_name
 from narrowgauge.gauges._segments import SHARE, Segments, flat, sample
 from narrowgauge.gauges._update_records import OwnSteps, measures_itself
 
+_LISTS = 64  # lists of names that are known
+
 
 def parameters_with_rms(
     model: nn.Module, names: Mapping[Tensor, str], wanted: Iterable[str] | None
@@ -84,6 +86,10 @@ class StepRms:
         self._held: Tensor | None = None
         self._begun, self._turn = False, 0
         self._segments: dict[tuple[int, ...], Segments] = {}
+        # Of tables of the optimizer's sums, by the list of names that they stand under: which rows are wanted, and
+        # their places here. Lists stay the same from step to step, and looking through hundreds of names each time
+        # would cost more than measuring.
+        self._wanted: dict[int, tuple[Sequence[str], Tensor, Tensor]] = {}
 
     def begin(self, turn: int) -> None:
         """A step is about to be taken; `turn` says which sample of long tensors is measured."""
@@ -112,8 +118,7 @@ class StepRms:
         if not self._begun:
             return None
         rows = torch.zeros(len(self._places), 2, dtype=torch.float64, device=home)
-        for ps, sums in self._found():
-            at = torch.tensor([self._places[p] for p in ps], device="cpu").to(home, non_blocking=True)
+        for at, sums in self._sampled_rows(home) if self._sampled is not None else self._placed(home):
             rows.index_copy_(0, at, sums.to(home, non_blocking=True))
         self.abandon()
         return rows
@@ -126,11 +131,31 @@ class StepRms:
             self._optimizer.ratios()
         self._sampled, self._begun, self._held = None, False, None
 
+    def _sampled_rows(self, home: torch.device) -> Iterable[tuple[Tensor, Tensor]]:
+        """Places, and sums, of what kernels have measured."""
+        for names, table in self._optimizer.last_stats.tables():
+            known = self._wanted.get(id(names))
+            if known is None or known[0] is not names:
+                if len(self._wanted) > _LISTS:
+                    self._wanted.clear()
+                known = self._wanted[id(names)] = (names, *self._looked_up(names, table.device, home))
+            _, picked, at = known
+            if at.numel():
+                yield at, table[:, -2:].index_select(0, picked)
+
+    def _looked_up(self, names: Sequence[str], device: torch.device, home: torch.device) -> tuple[Tensor, Tensor]:
+        own = self._optimizer.names_of(self._places)
+        places = {name: self._places[p] for p, name in own.items()}
+        found = [(n, places[name]) for n, name in enumerate(names) if name in places]
+        both = torch.tensor(found, dtype=torch.int64, device="cpu").view(-1, 2)
+        return both[:, 0].to(device, non_blocking=True), both[:, 1].to(home, non_blocking=True)
+
+    def _placed(self, home: torch.device) -> Iterable[tuple[Tensor, Tensor]]:
+        """The same of all others."""
+        for ps, sums in self._found():
+            yield torch.tensor([self._places[p] for p in ps], device="cpu").to(home, non_blocking=True), sums
+
     def _found(self) -> list[tuple[list[Tensor], Tensor]]:
-        if self._sampled is not None:
-            tables = self._sampled.end()
-            picked = [([n for n, p in enumerate(ps) if p in self._places], ps, sums) for ps, sums, _ in tables]
-            return [([ps[n] for n in some], _rows(sums, some)) for some, ps, sums in picked if some]
         if self._own:
             ratios: dict[Tensor, Tensor] = self._optimizer.ratios()
             return [([p], sums.view(1, 2)) for p, sums in ratios.items()]
@@ -162,8 +187,3 @@ class StepRms:
             if self._held is not None:
                 found = torch.where(torch.as_tensor(self._held).to(v.device).reshape(()) > 0, 0.0, found)
             yield ps, found
-
-
-def _rows(sums: Tensor, some: list[int]) -> Tensor:
-    """The last two columns, the ratio's, of some rows."""
-    return torch.stack([sums[n, -2:] for n in some])

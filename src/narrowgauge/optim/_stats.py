@@ -167,13 +167,16 @@ class StepStats(Mapping[str, UpdateStats]):
         """Remember the sums of some parameters: float64 (parameters, 8)."""
         self._tables.append((names, rows))
 
-    def tables(self) -> list[tuple[list[str], Tensor]]:
-        """All sums as they lie on their devices: names of parameters, and float64 (parameters, 8)."""
+    def tables(self) -> list[tuple[Sequence[str], Tensor]]:
+        """All sums as they lie on their devices: names of parameters, and float64 (parameters, 8).
+
+        The names of a kernel's table are the very list that it was given, the same at every step.
+        """
         single: dict[torch.device, list[str]] = {}
         for name, stats in self._stats.items():
             single.setdefault(stats.sums.device, []).append(name)
-        tables = [(list(names), rows) for names, rows in self._tables]
-        return tables + [(names, torch.stack([self._stats[n].sums for n in names])) for names in single.values()]
+        alone = [(names, torch.stack([self._stats[n].sums for n in names])) for names in single.values()]
+        return [*self._tables, *alone]
 
     def _all(self) -> dict[str, UpdateStats]:
         for names, rows in self._tables:

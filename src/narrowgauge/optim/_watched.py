@@ -63,6 +63,11 @@ class Watched(torch.optim.Optimizer):
         owners = {plan.name: p for p, plan in cast("NarrowOptimizer", self)._all_plans()}
         return [([owners[name] for name in names], rows) for names, rows in self.last_stats.tables()]
 
+    def names_of(self, ps: Iterable[Tensor]) -> dict[Tensor, str]:
+        """What `last_stats` calls some parameters."""
+        wanted = set(ps)
+        return {p: plan.name for p, plan in cast("NarrowOptimizer", self)._all_plans() if p in wanted}
+
     def measure_ratios(self, ps: Iterable[Tensor], turn: int) -> None:
         """Have the next step measure g^2 / max(v_hat, eps^2), and nothing else, of some parameters.
 
