@@ -89,6 +89,15 @@ def test_many_vectors_at_once(turn: int, formats: list[str], device: str) -> Non
     assert bool(((got[:, 4:6] - wanted[:, 4:6]).abs() <= 1e-13 * wanted[:, 4:5]).all())
 
 
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 20000])
+@pytest.mark.parametrize("dtype", kernel.DTYPES)
+def test_one_vector_has_the_rows_that_it_has_among_many(size: int, dtype: torch.dtype, device: str) -> None:
+    x = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(device, dtype)
+    rows, tiles = kernel.look_at([torch.ones(5, device=device), x])
+    assert torch.equal(kernel.look_at_one(x), rows[1:])
+    assert tiles == [1, len(rows) - 1]
+
+
 def test_a_vector_of_more_rows_than_are_added_at_once(device: str) -> None:
     rows = torch.rand(200, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     counts = [0, 130, 1, 0, 69]

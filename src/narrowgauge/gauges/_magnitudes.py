@@ -114,10 +114,10 @@ class Look:
         """Look at a vector."""
         if not kernels_take([x]):
             return cls(magnitudes(x), 0, x.numel(), kept)
-        from narrowgauge.kernels._magnitudes import look_at
+        from narrowgauge.kernels._magnitudes import look_at_one
 
-        rows, (tiles,) = look_at([x])
-        return cls(rows, tiles, x.numel(), kept)
+        rows = look_at_one(x)
+        return cls(rows, rows.shape[0], x.numel(), kept)
 
     @property
     def device(self) -> torch.device:

@@ -29,6 +29,7 @@ from narrowgauge.kernels._launches import Launches
 LOOKED = 5  # columns: absmax; how many are not finite, how many finite and not zero; the sums of |x| and of x
 BOUNDARIES = 4  # columns of a format
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # by their number in the table
+_KINDS = {dtype: number for number, dtype in enumerate(DTYPES)}
 ROW = 1024  # elements of what is sampled as one
 
 _LOOKED, _BOUNDARIES, _ROW = tl.constexpr(LOOKED), tl.constexpr(BOUNDARIES), tl.constexpr(ROW)
@@ -64,16 +65,10 @@ def _finite_magnitude(bits):
 
 
 @triton.jit
-def _look(places, owners, rows, TILE: tl.constexpr):
-    """A row of sums of each tile."""
-    program = tl.program_id(0)
-    place = places + tl.load(owners + program) * _WIDTH
-    base = (program - tl.load(place + 3)) * TILE
-    at = base + tl.arange(0, TILE)
-    bits = _bits(tl.load(place), tl.load(place + 1), at, at < tl.load(place + 2))
+def _sums(bits, row):
+    """Write the sums of a tile, as `LOOKED` has them."""
     magnitude = _finite_magnitude(bits)
     finite = (bits & 0x7FFFFFFF) < _INFINITY
-    row = rows + program.to(tl.int64) * _LOOKED
     largest = tl.max(magnitude, 0).to(tl.int32).to(tl.float32, bitcast=True)
     tl.store(row, largest.to(tl.float64))
     tl.store(row + 1, tl.sum((finite == 0).to(tl.int32), 0).to(tl.float64))
@@ -81,6 +76,24 @@ def _look(places, owners, rows, TILE: tl.constexpr):
     wide = tl.where(finite, bits, 0).to(tl.float32, bitcast=True).to(tl.float64)
     tl.store(row + 3, tl.sum(tl.abs(wide), 0))
     tl.store(row + 4, tl.sum(wide, 0))
+
+
+@triton.jit
+def _look(places, owners, rows, TILE: tl.constexpr):
+    """A row of sums of each tile."""
+    program = tl.program_id(0)
+    place = places + tl.load(owners + program) * _WIDTH
+    at = (program - tl.load(place + 3)) * TILE + tl.arange(0, TILE)
+    bits = _bits(tl.load(place), tl.load(place + 1), at, at < tl.load(place + 2))
+    _sums(bits, rows + program.to(tl.int64) * _LOOKED)
+
+
+@triton.jit
+def _look_at_one(address, elements, rows, KIND: tl.constexpr, TILE: tl.constexpr):
+    """The same of one vector, without tables to be made and sent first."""
+    program = tl.program_id(0).to(tl.int64)
+    at = program * TILE + tl.arange(0, TILE)
+    _sums(_bits(address, KIND, at, at < elements), rows + program * _LOOKED)
 
 
 @triton.jit
@@ -130,7 +143,7 @@ def _add(
     tl.store(sums + vector * WIDTH + tl.arange(0, COLUMNS), found, mask=tl.arange(0, COLUMNS) < WIDTH)
 
 
-_LOOK, _COUNT, _ADD = Launches(_look), Launches(_count), Launches(_add)
+_LOOK, _LOOK_AT_ONE, _COUNT, _ADD = map(Launches, (_look, _look_at_one, _count, _add))
 
 
 def look(vectors: Sequence[Tensor]) -> Tensor:
@@ -153,6 +166,18 @@ def look_at(vectors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
     rows = torch.empty(sum(tiles), LOOKED, dtype=torch.float64, device=places.device)
     _launch(_LOOK, (places, owners, rows), {"TILE": _TILE})
     return rows, tiles
+
+
+def look_at_one(vector: Tensor) -> Tensor:
+    """The same of one vector: (rows, LOOKED)."""
+    elements = vector.numel()
+    tiles = -(-elements // _TILE)
+    rows = torch.empty(tiles, LOOKED, dtype=torch.float64, device=vector.device)
+    if tiles:
+        constants = {"KIND": _KINDS[vector.dtype], "TILE": _TILE}
+        with torch.cuda.device_of(rows):  # Triton launches on the current device
+            _LOOK_AT_ONE((tiles,), (vector.data_ptr(), elements, rows), constants, _OPTIONS)
+    return rows
 
 
 def count(
@@ -219,7 +244,7 @@ def _placed(
     """The table of places, int64 (vectors, _PLACES), and to which vector each program belongs, int32."""
     firsts = np.cumsum(tiles) - tiles if len(tiles) else np.zeros(0, np.int64)
     of = [
-        (vector.data_ptr(), DTYPES.index(vector.dtype), vector.numel(), first, *sample)
+        (vector.data_ptr(), _KINDS[vector.dtype], vector.numel(), first, *sample)
         for vector, first, sample in zip(vectors, firsts.tolist(), taken, strict=True)
     ]
     owners = np.repeat(np.arange(len(vectors), dtype=np.int32), tiles)
