@@ -1,6 +1,18 @@
 """Train neural networks on narrow numbers, and gauge what they cost you."""
 
-from narrowgauge import formats, gauges, linear, nn, optim, recipes, rules, scaling, storage
+from narrowgauge import distributed, formats, gauges, linear, nn, optim, recipes, rules, scaling, storage
 from narrowgauge._version import __version__
 
-__all__ = ["__version__", "formats", "gauges", "linear", "nn", "optim", "recipes", "rules", "scaling", "storage"]
+__all__ = [
+    "__version__",
+    "distributed",
+    "formats",
+    "gauges",
+    "linear",
+    "nn",
+    "optim",
+    "recipes",
+    "rules",
+    "scaling",
+    "storage",
+]
