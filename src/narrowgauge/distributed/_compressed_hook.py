@@ -85,8 +85,6 @@ class CompressedAllReduce:
         if buffer.layout is not torch.strided:
             raise ValueError(f"bucket: got gradients of layout {buffer.layout}, takes dense ones")
         ranks = dist.get_world_size(self._group)
-        if ranks < 1:
-            raise ValueError("process_group: this rank is not in it")
         if bucket.index() == 0:
             # What is left of a backward pass that was not finished has no effect.
             self._pending, self._sending = [], 0
