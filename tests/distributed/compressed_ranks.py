@@ -1,5 +1,7 @@
 """What ranks do for the tests of compressed gradients: all in one start of processes, which is what takes long.
 
+On the CPU with gloo, or with NCCL where there is a GPU for each rank.
+
 The model's gradients are given: its loss is the sum of parameter times gradient, so that the backward pass hands
 over each of them bit for bit, and the test knows what all ranks had.
 """
@@ -68,10 +70,19 @@ def gradients(step: int, rank: int, dtype: torch.dtype = torch.float32) -> dict[
     return made
 
 
+def on_gpus(world: int) -> bool:
+    return torch.cuda.device_count() >= world
+
+
+def device() -> torch.device:
+    """A rank's own."""
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
 def parallel(
     hook: Any, dtype: torch.dtype = torch.float32, names: Iterable[str] = SHAPES, **options: Any
 ) -> DistributedDataParallel:
-    ddp = DistributedDataParallel(Given(dtype, names), **options)
+    ddp = DistributedDataParallel(Given(dtype, names).to(device()), **options)
     if hook is not None:
         ddp.register_comm_hook(*hook)
     return ddp
@@ -80,11 +91,12 @@ def parallel(
 def step_of(ddp: DistributedDataParallel, *given: dict[str, Tensor]) -> dict[str, Tensor]:
     """The gradients that come out; those of several micro-batches are accumulated first."""
     ddp.zero_grad()
+    *others, last = ({name: x.to(device()) for name, x in one.items()} for one in given)
     with ddp.no_sync():
-        for one in given[:-1]:
+        for one in others:
             ddp(one).backward()
-    ddp(given[-1]).backward()
-    return {name: p.grad.clone() for name, p in ddp.module.ps.items() if p.grad is not None}
+    ddp(last).backward()
+    return {name: p.grad.to("cpu", copy=True) for name, p in ddp.module.ps.items() if p.grad is not None}
 
 
 def run(rank: int, hook: Any, dtype: torch.dtype, steps: Any = range(STEPS), **options: Any) -> dict[str, Any]:
@@ -95,7 +107,7 @@ def run(rank: int, hook: Any, dtype: torch.dtype, steps: Any = range(STEPS), **o
 
 def errors_of(hook: Any, ddp: DistributedDataParallel) -> dict[str, Tensor]:
     found = {name: hook.error(p) for name, p in ddp.module.ps.items()} if hook is not None else {}
-    return {name: error.clone() for name, error in found.items() if error is not None}
+    return {name: error.to("cpu", copy=True) for name, error in found.items() if error is not None}
 
 
 def variants(rank: int, world: int) -> dict[str, Any]:
@@ -170,7 +182,7 @@ def nonfinite(rank: int, world: int) -> dict[str, Any]:
         done["out"].append(step_of(ddp, given))
         done["errors"].append(errors_of(hook, ddp))
         optimizer.step()
-        done["weights"].append({name: p.detach().clone() for name, p in ddp.module.ps.items()})
+        done["weights"].append({name: p.detach().to("cpu", copy=True) for name, p in ddp.module.ps.items()})
     return done
 
 
@@ -242,8 +254,8 @@ def regression(rank: int, world: int) -> dict[str, Any]:
     At the optimum the mean gradient is zero and that of a rank is not: its block's scale stays that of the pull,
     and all that is small beside it is rounded to zero.
     """
-    target = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) * 0.1
-    pull = torch.zeros(4096)
+    target = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(device()) * 0.1
+    pull = torch.zeros(4096, device=device())
     pull[::256] = 8.0 if rank % 2 == 0 else -8.0
     done = {}
     ways = {
@@ -254,7 +266,7 @@ def regression(rank: int, world: int) -> dict[str, Any]:
     }
     for name, options in ways.items():
         hook = None if options is None else compressed_allreduce_hook("linear", bits=4, **options)
-        net = nn.Linear(64, 64, bias=False)
+        net = nn.Linear(64, 64, bias=False, device=device())
         nn.init.zeros_(net.weight)
         ddp = DistributedDataParallel(net)
         if hook is not None:
@@ -263,12 +275,12 @@ def regression(rank: int, world: int) -> dict[str, Any]:
         for step in range(300):
             ddp.zero_grad()
             # Through the identity the layer's output is its weight, transposed.
-            weight = ddp(torch.eye(64)).T
+            weight = ddp(torch.eye(64, device=device())).T
             (0.5 * (weight - target).square().sum() + (weight.reshape(-1) * pull).sum()).backward()
             with torch.no_grad():
                 net.weight -= 0.1 / (1 + step / 30) * net.weight.grad
                 losses.append(float((net.weight - target).square().mean() / target.square().mean()))
-        done[name] = {"losses": losses, "weight": net.weight.detach().clone()}
+        done[name] = {"losses": losses, "weight": net.weight.detach().cpu()}
     return done
 
 
@@ -317,7 +329,10 @@ SCENARIOS = (variants, buckets, accumulated, nonfinite, resumed, unbiased, count
 
 def on_a_rank(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    backend = "nccl" if on_gpus(world) else "gloo"
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
     try:
         which = SCENARIOS if world == 2 else (variants, buckets, resumed, counted, uneven, groups)
         torch.save({one.__name__: one(rank, world) for one in which}, f"{folder}/{rank}")

@@ -52,18 +52,17 @@ def compressed_allreduce_hook(
 
     Args:
         codebook: what codes mean, by name (see `formats.codebook_names`; ``"linear"`` is int8), or ascending
-        values
-            such as ``formats.codebook("dynamic", bits=4)``. With at most 16 values a code takes half a byte on
-            the wire, else one.
+            values such as ``formats.codebook("dynamic", bits=4)``. With at most 16 values a code takes half a byte
+            on the wire, else one.
         error_feedback: whether each rank remembers what its messages lost, and adds it to its next gradients.
         rounding: ``"nearest"``, or ``"stochastic"``: unbiased with codebooks that have a -1 (``"linear"``). The
-            dynamic map has none; what lies below its first value, in a block whose extremum is positive, or the
-            other way round, is rounded to that value.
-        bits: width of the named codebook, 8 if None; it must be None beside values. block_size: elements a
-        scale serves, along each parameter; a multiple of 4. min_compressed_size: parameters with fewer elements
-        are exempt: all-reduced as they are, in their own dtype. exempt: says of a parameter whether it is
-        exempt as well; if None, those of one dimension or none are (norms
-            and biases).
+            dynamic map has none; what lies below its first value (mirrored where a block's extremum is negative)
+            is rounded to that value.
+        bits: width of the named codebook, 8 if None; it must be None beside values.
+        block_size: elements a scale serves, along each parameter; a multiple of 4.
+        min_compressed_size: parameters with fewer elements are exempt: all-reduced as they are, in their own dtype.
+        exempt: a function that says of a parameter whether it is exempt as well; if None, those of one dimension
+            or none are (norms and biases).
         process_group: must be that of the DistributedDataParallel; the default group if None.
         seed: of stochastic rounding.
         memory_dtype: of what is remembered: float32, or bfloat16 for half of the bytes (its rounding is lost).

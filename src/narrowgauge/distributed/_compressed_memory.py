@@ -30,9 +30,6 @@ class Memory:
     def nbytes(self) -> int:
         return sum(error.nbytes for error in self._errors.values())
 
-    def clear(self) -> None:
-        self._errors.clear()
-
     def get(self, key: str) -> Tensor | None:
         return self._errors.get(key)
 

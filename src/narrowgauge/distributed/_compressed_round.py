@@ -1,18 +1,18 @@
 """One bucket's reduction, in three stages with a collective between each two.
 
-    encode    every rank encodes its gradients (plus what it remembers), and sends to each rank that rank's
-    shard sum       every rank decodes the shards it got, adds them in float32, and sends the encoded sum to all
+    encode    every rank encodes its gradients, with what it remembers, and sends to each rank that rank's shard
+    sum       every rank decodes the shards it got, adds them in float32, and sends the encoded sum to all
     finish    every rank decodes the same sums, so that all have the same bits, and remembers what it lost
 
 With rows of a matrix for ranks, e_r for what rank r remembers and Q for quantizing, the result is
 
     mean = cast(Q(sum over r of Q(g_r + e_r)) / ranks),
 
-and what a rank remembers next is g_r + e_r - Q(g_r + e_r): what its own codes lost. The sum's loss, sum - ranks
-* mean, is known to the rank that made the sum, which remembers it **in the same place**, for its own shard:
-whose memory an error lies in makes no difference, since memories are added up. So one number an element
-remembers the losses of both hops, of the cast to the gradients' dtype as well, and nothing that was taken out
-of a gradient is ever gone:
+and what a rank remembers next is g_r + e_r - Q(g_r + e_r): what its own codes lost. What the sum lost, sum minus
+ranks times mean, is known to the rank that made the sum, which remembers it **in the same place**, for its own
+shard: whose memory an error lies in makes no difference, since memories are added up. So one number an element
+remembers the losses of both hops, of the cast to the gradients' dtype as well, and nothing that was taken out of
+a gradient is ever gone:
 
     ranks * sum over steps of mean  +  sum over ranks of e  =  sum over steps and ranks of g.
 
