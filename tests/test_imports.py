@@ -130,17 +130,17 @@ def test_all_names_what_there_is() -> None:
             assert hasattr(module, public), f"narrowgauge.{name}.{public}"
 
 
-def test_gauges_are_imported_when_somebody_asks_for_them() -> None:
-    run = "import sys, narrowgauge as ng; assert 'narrowgauge.gauges' not in sys.modules; print(ng.gauges.__name__)"
+@pytest.mark.parametrize("name", ["distributed", "gauges"])
+def test_what_not_everybody_uses_is_imported_when_asked_for(name: str) -> None:
+    run = f"import sys, narrowgauge as ng; assert 'narrowgauge.{name}' not in sys.modules; print(ng.{name}.__name__)"
     source = str(Path(narrowgauge.__file__).parents[1])
     made = subprocess.run(
-        [sys.executable, "-c", run],
-        env=os.environ | {"PYTHONPATH": source},
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-c", run], env=os.environ | {"PYTHONPATH": source}, capture_output=True, text=True, check=True
     )
-    assert made.stdout == "narrowgauge.gauges\n"
-    assert "gauges" in dir(narrowgauge)
+    assert made.stdout == f"narrowgauge.{name}\n"
+    assert name in dir(narrowgauge)
+
+
+def test_what_there_is_not_has_a_name() -> None:
     with pytest.raises(AttributeError, match="'narrowgauge' has no attribute 'gages'"):
         narrowgauge.gages  # noqa: B018

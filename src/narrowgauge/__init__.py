@@ -7,15 +7,30 @@ from narrowgauge import formats, linear, nn, optim, recipes, rules, scaling, sto
 from narrowgauge._version import __version__
 
 if TYPE_CHECKING:
-    from narrowgauge import gauges
+    from narrowgauge import distributed, gauges
 
-__all__ = ["__version__", "formats", "gauges", "linear", "nn", "optim", "recipes", "rules", "scaling", "storage"]
+__all__ = [
+    "__version__",
+    "distributed",
+    "formats",
+    "gauges",
+    "linear",
+    "nn",
+    "optim",
+    "recipes",
+    "rules",
+    "scaling",
+    "storage",
+]
+_WHEN_ASKED = ("distributed", "gauges")
 
 
 def __getattr__(name: str) -> Any:
-    """Gauges are imported when somebody asks for them: a training without does not wait for it."""
-    if name == "gauges":
-        return import_module("narrowgauge.gauges")
+    """What not every training uses is imported when somebody asks for it: torch's own distributed packages alone
+    take a second.
+    """
+    if name in _WHEN_ASKED:
+        return import_module(f"narrowgauge.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

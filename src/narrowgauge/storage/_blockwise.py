@@ -162,6 +162,17 @@ def scale_blocks(x: Tensor, scales: Tensor, block_size: Block) -> Tensor:
     return from_blocks(to_blocks(x, block_size) * scales[:, None], x.shape, block_size)
 
 
+def pack_pairs(codes: Tensor) -> Tensor:
+    """Codes below 16, of any shape, two a byte: flat, the first in the lower half, zero behind an odd one."""
+    pairs = torch.nn.functional.pad(codes.reshape(-1), (0, codes.numel() % 2)).view(-1, 2)
+    return pairs[:, 0] | pairs[:, 1] << 4
+
+
+def unpack_pairs(packed: Tensor, shape: torch.Size) -> Tensor:
+    """The codes, in this shape, that `pack_pairs` was given."""
+    return torch.stack([packed & 0xF, packed >> 4], dim=1).reshape(-1)[: shape.numel()].reshape(shape)
+
+
 def normalise_blocks(x: Tensor, lowest: float, block_size: Block) -> tuple[Tensor, Tensor]:
     """A float32 tensor over the scale of each block, in x's shape, and the scales (blocks,)."""
     blocks = to_blocks(x, block_size)

@@ -14,7 +14,9 @@ from narrowgauge.storage._blockwise import (
     decode_blocks,
     encode_blocks,
     normalise_blocks,
+    pack_pairs,
     scale_blocks,
+    unpack_pairs,
 )
 from narrowgauge.storage._states._floats import StateContext, StateStorage, Words
 
@@ -61,16 +63,11 @@ class CodedState(StateStorage):
 
     def _pack(self, codes: Tensor) -> Tensor:
         """Codes as they are kept: those of 4 bits two a byte, the first in its lower half."""
-        if self.bits == 8:
-            return codes
-        pairs = torch.nn.functional.pad(codes.reshape(-1), (0, codes.numel() % 2)).view(-1, 2)
-        return pairs[:, 0] | pairs[:, 1] << 4
+        return codes if self.bits == 8 else pack_pairs(codes)
 
     def _unpack(self, codes: Tensor, shape: torch.Size) -> Tensor:
         """What `_pack` was given, in this shape."""
-        if self.bits == 8:
-            return codes
-        return torch.stack([codes & 0xF, codes >> 4], dim=1).reshape(-1)[: shape.numel()].reshape(shape)
+        return codes if self.bits == 8 else unpack_pairs(codes, shape)
 
 
 def _repeated(x: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -1,0 +1,87 @@
+"""What a rank remembers of what its messages lost: one number an element of each compressed parameter.
+
+Only the sum over ranks counts (see `_compressed_round`), which is why a memory of N ranks can be handed to M:
+each takes the sums of some, times M / N, because the mean is over M ranks now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.distributed._compressed_layout import Piece
+
+
+class Memory:
+    """Errors by the name of their parameter, flat in the order in which its gradient lies in a bucket.
+
+    Attributes:
+        dtype: that they are kept in.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._errors: dict[str, Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(error.nbytes for error in self._errors.values())
+
+    def get(self, key: str) -> Tensor | None:
+        return self._errors.get(key)
+
+    def read(self, piece: Piece, device: torch.device) -> Tensor | None:
+        """What is remembered of a parameter, on its device; None if nothing."""
+        error = self._errors.get(piece.key)
+        if error is None:
+            return None
+        if error.numel() != piece.numel:
+            raise ValueError(
+                f"state_dict: {piece.key} has {error.numel()} errors, takes {piece.numel}; it is another model's"
+            )
+        if error.device != device:
+            error = self._errors[piece.key] = error.to(device)
+        return error
+
+    def write(self, piece: Piece, lost: Tensor, keep: Tensor) -> None:
+        """Remember a parameter's part of a matrix (ranks, width); what it has been if keep, a 0-d bool."""
+        error = self._errors.get(piece.key)
+        if error is None:
+            error = self._errors[piece.key] = torch.zeros(piece.numel, dtype=self.dtype, device=lost.device)
+        for place, old in piece.views(lost, error):
+            old.copy_(torch.where(keep, old.to(torch.float32), place))
+
+    def state(self, rank: int) -> dict[str, Tensor]:
+        """Copies, by ``rank/parameter``."""
+        return {f"{rank}/{key}": error.detach().clone() for key, error in self._errors.items()}
+
+    def load(self, state: Mapping[str, Any], saved_ranks: int, rank: int, ranks: int) -> None:
+        """Take a rank's share of what `state` gave on each of so many ranks; others' entries are not looked at.
+
+        Raises:
+            ValueError: if what this rank takes is not all there.
+        """
+        found: dict[int, dict[str, Tensor]] = {}
+        for name, error in state.items():
+            owner, _, key = str(name).partition("/")
+            known = owner.isdecimal() and key and isinstance(error, Tensor) and error.is_floating_point()
+            if not known:
+                raise ValueError(f"state_dict: got {name!r} in 'memory', takes float tensors by 'rank/parameter'")
+            found.setdefault(int(owner), {})[key] = error.detach().reshape(-1)
+        wanted = range(rank, saved_ranks, ranks)
+        if missing := [one for one in wanted if found and one not in found]:
+            there = ", ".join(map(str, sorted(found)))
+            raise ValueError(
+                f"state_dict: rank {rank} of {ranks} takes the memory of rank {missing[0]} of {saved_ranks}, got "
+                f"that of {there}; merge the 'memory' of all ranks, or leave it empty to begin anew"
+            )
+        share = ranks / saved_ranks
+        errors: dict[str, Tensor] = {}
+        for one in wanted if found else []:
+            for key, error in found[one].items():
+                wide = error.to(torch.float32, copy=True) * share
+                errors[key] = errors[key] + wide if key in errors else wide
+        self._errors = {key: error.to(self.dtype) for key, error in errors.items()}

@@ -1,0 +1,114 @@
+"""One bucket's reduction, in three stages with a collective between each two.
+
+    encode    every rank encodes its gradients, with what it remembers, and sends to each rank that rank's shard
+    sum       every rank decodes the shards it got, adds them in float32, and sends the encoded sum to all
+    finish    every rank decodes the same sums, so that all have the same bits, and remembers what it lost
+
+With rows of a matrix for ranks, e_r for what rank r remembers and Q for quantizing, the result is
+
+    mean = cast(Q(sum over r of Q(g_r + e_r)) / ranks),
+
+and what a rank remembers next is g_r + e_r - Q(g_r + e_r): what its own codes lost. What the sum lost, sum minus
+ranks times mean, is known to the rank that made the sum, which remembers it **in the same place**, for its own
+shard: whose memory an error lies in makes no difference, since memories are added up. So one number an element
+remembers the losses of both hops, of the cast to the gradients' dtype as well, and nothing that was taken out of
+a gradient is ever gone:
+
+    ranks * sum over steps of mean  +  sum over ranks of e  =  sum over steps and ranks of g.
+
+Memories are written at the end, and not where a parameter's mean came out as not finite. Whoever skips it then,
+skips all of it: the gradient is not applied, and nothing is remembered of it. A backward pass that dies leaves
+them alone.
+
+Sources: 1-bit SGD (Seide et al., 2014) and EF-SGD (Karimireddy et al., 2019) for remembering the error; the two
+hops are those of 1-bit Adam (Tang et al., 2021).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from narrowgauge.distributed._compressed_layout import Layout
+from narrowgauge.distributed._compressed_memory import Memory
+from narrowgauge.distributed._compressed_wire import Wire
+
+
+def reduction(
+    wire: Wire, layout: Layout, memory: Memory | None, buffer: Tensor, group: Any, step: int
+) -> Iterator[None]:
+    """The stages of a bucket: yields after the first and the second, with a collective under way.
+
+    Args:
+        wire: how numbers are encoded.
+        layout: of the bucket.
+        memory: what this rank remembers; None if it does not.
+        buffer: the bucket's gradients, flat; the means in the end.
+        group: the ranks; all run the stages of all buckets in one order.
+        step: how many reductions came before.
+    """
+    ranks, rank, device = layout.ranks, dist.get_rank(group), buffer.device
+    small, small_work = _start_exempt(layout, buffer, group)
+    if layout.compressed:
+        rows = _rows(layout, memory, buffer)
+        sent = wire.encode(rows, wire.random(layout, step, rank, range(ranks), device))
+        # In the place of what was to be sent: what the codes lost of it.
+        lost = rows.sub_(wire.decode(sent, layout.width)) if memory is not None else None
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+        yield
+
+        work.wait()
+        total, *others = wire.decode(received, layout.width)
+        # One after the other: the same bits wherever in a bucket a shard stands.
+        for other in others:
+            total += other
+        sent = wire.encode(total[None], wire.random(layout, step, None, range(rank, rank + 1), device))
+        received = torch.empty_like(received)
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name before torch 2.13
+        work = gather(received.view(-1), sent.view(-1), group=group, async_op=True)
+        yield
+
+        work.wait()
+        mean = (wire.decode(received, layout.width) / ranks).to(buffer.dtype)
+        for piece in layout.compressed:
+            for place, gradient in piece.views(mean, buffer[piece.begin : piece.end]):
+                gradient.copy_(place)
+        if memory is not None and lost is not None:
+            lost[rank] += total - mean[rank].to(torch.float32) * ranks
+            for piece in layout.compressed:
+                memory.write(piece, lost, keep=~torch.isfinite(piece.columns(mean)).all())
+    else:
+        yield
+        yield
+    if small_work is not None:
+        small_work.wait()
+        parts = torch.split(small, [piece.numel for piece in layout.exempt])
+        for piece, part in zip(layout.exempt, parts, strict=True):
+            buffer[piece.begin : piece.end] = part
+
+
+def _start_exempt(layout: Layout, buffer: Tensor, group: Any) -> tuple[Tensor, Any]:
+    """The gradients that travel as they are, and the work that sums them; None where there are none."""
+    if not layout.exempt:
+        return buffer[:0], None
+    # Divided before the sum, as torch does: in float16 the sum could overflow where the mean does not.
+    small = torch.cat([buffer[piece.begin : piece.end] for piece in layout.exempt]).div_(layout.ranks)
+    return small, dist.all_reduce(small, group=group, async_op=True)
+
+
+def _rows(layout: Layout, memory: Memory | None, buffer: Tensor) -> Tensor:
+    """The float32 matrix (ranks, width) of a bucket's gradients, each with what is remembered of it."""
+    rows = torch.zeros((layout.ranks, layout.width), dtype=torch.float32, device=buffer.device)
+    for piece in layout.compressed:
+        for place, gradient in piece.views(rows, buffer[piece.begin : piece.end]):
+            place.copy_(gradient)
+        error = None if memory is None else memory.read(piece, buffer.device)
+        if error is not None:
+            for place, remembered in piece.views(rows, error):
+                place.add_(remembered)
+    return rows
