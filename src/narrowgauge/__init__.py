@@ -1,6 +1,31 @@
 """Train neural networks on narrow numbers, and gauge what they cost you."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from narrowgauge import formats, gauges, linear, nn, optim, recipes, rules, scaling, storage
 from narrowgauge._version import __version__
 
-__all__ = ["__version__", "formats", "gauges", "linear", "nn", "optim", "recipes", "rules", "scaling", "storage"]
+if TYPE_CHECKING:
+    from narrowgauge import distributed
+
+__all__ = [
+    "__version__",
+    "distributed",
+    "formats",
+    "gauges",
+    "linear",
+    "nn",
+    "optim",
+    "recipes",
+    "rules",
+    "scaling",
+    "storage",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # torch's own distributed packages take a second to import: only who asks for them waits.
+    if name == "distributed":
+        return import_module("narrowgauge.distributed")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
