@@ -170,7 +170,7 @@ def newest_whole(folder: Path) -> Path | None:
         said = (folder / LATEST).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         said = None
-    if said is not None and not (folder / said).is_dir():
+    if said is not None and not (_NAME.fullmatch(said) and (folder / said).is_dir()):
         told.append(f"{folder / LATEST} names {said!r}, which is not there")
     if told:
         warnings.warn(f"latest_checkpoint: {'; '.join(told)}; taking {best}", stacklevel=4)
