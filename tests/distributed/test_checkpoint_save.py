@@ -6,6 +6,8 @@ import json
 import math
 import os
 import random
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -246,3 +248,43 @@ def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
     optimizer = ng.optim.AdamW(Net().parameters())
     with pytest.raises(ValueError, match=r"optimizer: parameter 0 of group 0, of shape \(33, 24\), is none of the"):
         save_checkpoint(tmp_path, model=Net(), optimizer=optimizer, step=0)
+
+
+class WithExtra(nn.Module):
+    """Its state is more than tensors, one tensor has two names, and one of its parts is called as DDP calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module, self.weight = nn.Linear(3, 2), nn.Parameter(torch.randn(2))
+        self.tied = self.module.weight
+        self.kept: dict = {"table": torch.randn(2), "count": 3}
+
+    def get_extra_state(self) -> dict:
+        return self.kept
+
+    def set_extra_state(self, state: dict) -> None:
+        self.kept = state
+
+
+def test_what_modules_keep_beside_tensors_comes_back(tmp_path: Path) -> None:
+    saved, fresh = WithExtra(), WithExtra()
+    saved.kept["count"] = 4
+    path = save_checkpoint(tmp_path, model=saved, optimizer=torch.optim.SGD(saved.parameters()), step=1)
+    load_checkpoint(path, model=fresh, optimizer=torch.optim.SGD(fresh.parameters()))
+    assert fresh.kept["count"] == 4
+    assert torch.equal(fresh.kept["table"], saved.kept["table"])
+    assert fresh.tied is fresh.module.weight
+    for name, p in saved.named_parameters():
+        assert torch.equal(p, fresh.get_parameter(name))
+
+
+def test_the_program_ends_when_the_last_one_is_written(tmp_path: Path) -> None:
+    program = (
+        "import sys, time, torch\n"
+        "from narrowgauge.distributed import _checkpoint_save as saving\n"
+        "real = saving.write_checkpoint\n"
+        "saving.write_checkpoint = lambda job: (time.sleep(0.3), real(job))[1]\n"
+        "saving.save_checkpoint_async(sys.argv[1], model=torch.nn.Linear(2, 2), optimizer=None, step=5)\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-000000005"

@@ -10,7 +10,6 @@ saver that died from one that is still at it.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import json
@@ -24,8 +23,6 @@ from torch import Tensor
 
 from narrowgauge.distributed._checkpoint_format import DTYPE_NAMES
 
-# What a file system without locks says.
-_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 _AT_ONCE = 1 << 24  # bytes: small enough to be hashed from the processor's cache
 
 
@@ -107,7 +104,11 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 class Lock:
-    """A lock on a file or folder that exists, held until `release` or the end of the process.
+    """A lock on a file, held until `release` or the end of the process. A file that is not there is made.
+
+    Args:
+        path: the file.
+        wait: until nobody else holds it.
 
     Attributes:
         works: whether the file system has locks at all.
@@ -115,17 +116,15 @@ class Lock:
     """
 
     def __init__(self, path: Path, wait: bool) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY)
+        # For writing, which network file systems ask for.
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         self.works = self.held = True
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             self.held = False
-        except OSError as error:
+        except OSError:
             self.works = self.held = False
-            if error.errno not in _NO_LOCKS:
-                os.close(self._descriptor)
-                raise
 
     def release(self) -> None:
         if self._descriptor >= 0:
@@ -136,22 +135,22 @@ class Lock:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold a folder's own lock; others who ask for it wait. Without locks in the file system it holds nothing."""
-    path = folder / ".lock"
-    path.touch()
-    lock = Lock(path, wait=True)
+def locked(folder: Path) -> Iterator[bool]:
+    """Hold a folder's own lock; others who ask for it wait. False where the file system has no locks."""
+    lock = Lock(folder / ".lock", wait=True)
     try:
-        yield
+        yield lock.held
     finally:
         lock.release()
 
 
-def is_abandoned(folder: Path) -> bool:
-    """Whether whoever held a folder's lock has died, or ended. Without locks nobody can tell: False."""
+def is_free(path: Path) -> bool:
+    """Whether whoever held the lock on a file that is there has ended, or died; False where nobody can tell."""
     try:
-        lock = Lock(folder, wait=False)
-    except FileNotFoundError:
+        lock = Lock(path, wait=False) if path.exists() else None
+    except OSError:  # gone meanwhile, or not ours to write to
+        return False
+    if lock is None:
         return False
     lock.release()
     return lock.held

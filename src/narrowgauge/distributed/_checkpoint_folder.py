@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from narrowgauge.distributed._checkpoint_files import is_abandoned, locked, replace_file, sync_folder, write_file
+from narrowgauge.distributed._checkpoint_files import is_free, locked, replace_file, sync_folder, write_file
 from narrowgauge.distributed._checkpoint_format import (
     MANIFEST,
     DamagedCheckpointError,
@@ -30,6 +30,7 @@ from narrowgauge.distributed._checkpoint_format import (
 )
 
 LATEST = "latest"
+TOKEN = "token"  # locked by the saver as long as it lives
 _REMOVED = ".removed"
 _NAME = re.compile(r"step-(\d{9,})(?:-(\d+))?")
 
@@ -48,10 +49,15 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir())
 
 
-def unfinished(folder: Path) -> list[Path]:
-    """Folders that savers left behind, or removals that were interrupted; those in use are left out."""
+def unfinished(folder: Path, alone: bool = False) -> list[Path]:
+    """Folders that savers left behind, or removals that were interrupted; those in use are left out.
+
+    Args:
+        folder: of checkpoints.
+        alone: whether the caller holds the folder's lock. Nobody is in the middle of beginning then.
+    """
     found = sorted(path for path in folder.glob(".step-*") if path.is_dir())
-    return [path for path in found if is_abandoned(path)]
+    return [path for path in found if is_free(path / TOKEN) or (alone and not (path / TOKEN).exists())]
 
 
 def by_age(folder: Path, flawed: Callable[[str], None]) -> list[tuple[Path, Manifest]]:
@@ -123,8 +129,8 @@ def _remove_old(folder: Path, old: list[Path], token: str) -> None:
 
 
 def clear_abandoned(folder: Path) -> None:
-    """Remove what savers that died left behind. The folder is locked by the caller."""
-    for path in unfinished(folder):
+    """Remove what savers that died left behind. The caller holds the folder's lock."""
+    for path in unfinished(folder, alone=True):
         shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob(f".{LATEST}.*"):
         path.unlink(missing_ok=True)

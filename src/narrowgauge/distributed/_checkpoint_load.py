@@ -120,9 +120,9 @@ def load_checkpoint(
     states_before: list[dict[str, Any]] = []
 
     def load() -> Any:
-        read_into(folder, manifest, {f"model/{name}": state[name] for name in before})
-        load_model_state(model, _loaded_model(manifest, state))
         read_into(folder, manifest, targets)
+        read_into(folder, manifest, {f"model/{name}": state[name] for name in before})
+        load_model_state(model, _loaded_model(manifest, state, targets))
         if optimizer is not None:
             kept = optimizer.state_dict()
             order = parameter_names(model, optimizer)
@@ -170,11 +170,12 @@ def _check_model(model: nn.Module, manifest: Manifest) -> None:
             )
 
 
-def _loaded_model(manifest: Manifest, state: Mapping[str, Any]) -> dict[str, Any]:
+def _loaded_model(manifest: Manifest, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """A model's state, its tensors as they are now, everything else from the checkpoint."""
     saved = dict(manifest.values["model"]["dict"])
     return {
-        name: value if isinstance(value, Tensor) else decode_value(saved[name], {}) for name, value in state.items()
+        name: value if isinstance(value, Tensor) else decode_value(saved[name], tensors)
+        for name, value in state.items()
     }
 
 
@@ -182,6 +183,9 @@ def _targets(model: nn.Module, optimizer: torch.optim.Optimizer | None, manifest
     """Room for all tensors that are no model's: sharded beside a sharded parameter, else whole, on the CPU."""
     values = manifest.values
     wanted = tensor_keys(values["extra"])
+    # What modules keep as they like (`get_extra_state`); tensors of their own are read in place.
+    live = {f"model/{name}" for name, value in model_state(model).items() if isinstance(value, Tensor)}
+    wanted += [key for key in tensor_keys(values["model"]) if key not in live]
     random = (values["random"] or {}).get(str(ranks().rank))
     wanted += tensor_keys(random) if random is not None else []
     owners: dict[str, Tensor] = {}

@@ -25,8 +25,8 @@ Result = TypeVar("Result")
 
 FAILED = "failed"
 _POLL = 0.02  # seconds between two looks, at first; later longer
-_words: dict[int, tuple[object, str]] = {}
-_saves = 0
+_agreed: tuple[object, str] | None = None  # a process group, and its word
+_saves = 0  # of that group
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,16 @@ def ranks() -> Ranks:
 
 def new_token(us: Ranks) -> str:
     """A word for one save, the same on all its ranks, and nobody else's."""
-    global _saves
+    global _agreed, _saves
     if us.world == 1:
         return secrets.token_hex(8)
     group = dist.group.WORLD
-    known = _words.get(0)
-    if known is None or known[0] is not group:
+    if _agreed is None or _agreed[0] is not group:
         said = [secrets.token_hex(8)]
         dist.broadcast_object_list(said, src=0)
-        _words[0], _saves = (group, said[0]), 0
+        _agreed, _saves = (group, said[0]), 0
     _saves += 1
-    return f"{_words[0][1]}-{_saves}"
+    return f"{_agreed[1]}-{_saves}"
 
 
 def say_failed(folder: Path, name: str, error: BaseException) -> None:

@@ -40,15 +40,21 @@ class Gathered:
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """A model without the wrapper of DDP."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
+    """A model without the wrappers of DDP and `torch.compile`."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
 
 
 def clean(name: str) -> str:
     """A parameter's name without what wrappers put into it."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
-    return name.removeprefix("module.")
+    return name
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:

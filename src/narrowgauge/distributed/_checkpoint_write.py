@@ -20,6 +20,7 @@ from torch import Tensor
 
 from narrowgauge.distributed._checkpoint_files import Lock, locked, write_file, write_tensors
 from narrowgauge.distributed._checkpoint_folder import (
+    TOKEN,
     checkpoints,
     clear_abandoned,
     commit,
@@ -28,8 +29,6 @@ from narrowgauge.distributed._checkpoint_folder import (
 )
 from narrowgauge.distributed._checkpoint_format import DTYPE_NAMES, Manifest, Piece, Stored
 from narrowgauge.distributed._checkpoint_ranks import FAILED, Ranks, say_failed, wait_for
-
-_TOKEN = "token"
 
 
 @dataclass(frozen=True)
@@ -81,12 +80,13 @@ def write_checkpoint(job: Job) -> Path:
 
 def _run_first(job: Job) -> Path:
     job.folder.mkdir(parents=True, exist_ok=True)
-    with locked(job.folder):
-        clear_abandoned(job.folder)
+    with locked(job.folder) as alone:
+        if alone:
+            clear_abandoned(job.folder)
         job.written.mkdir()
-        lock = Lock(job.written, wait=True)  # says, as long as this process lives, that somebody is at it
+        lock = Lock(job.written / TOKEN, wait=True)  # says, as long as this process lives, that somebody is at it
     try:
-        write_file(job.written / _TOKEN, job.token.encode())
+        (job.written / TOKEN).write_text(job.token)
         _write_part(job)
         notes = _wait_for_notes(job)
         return commit(job.written, lambda serial: _manifest(job, serial, notes), job.keep_last, job.token)
@@ -177,7 +177,7 @@ def _committed(job: Job) -> Path | None:
         return None
     for path in checkpoints(job.folder):
         if path.name.startswith(name_of(job.step)):
-            token = path / _TOKEN
+            token = path / TOKEN
             if token.exists() and token.read_text() == job.token:
                 return path
     raise RuntimeError(f"save_checkpoint: {job.written} is gone: rank 0 failed, and another save cleared it away")
