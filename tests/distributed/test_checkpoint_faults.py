@@ -100,7 +100,8 @@ def killed(processes: Processes, folder: Path, times: int) -> None:
     assert len(found) > times
     for step, loss in found:
         assert wanted[step].startswith(loss)  # the last word of a killed process may be cut
-    assert len(list(run.glob("step-*"))) <= 2
+    # Two are kept, and a third if the last kill came before it was removed.
+    assert len(list(run.glob("step-*"))) <= 3
 
 
 def test_killed_at_random_moments_nothing_is_lost(processes: Processes, tmp_path: Path) -> None:

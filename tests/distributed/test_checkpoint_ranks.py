@@ -223,6 +223,23 @@ def test_saved_on_two_resumed_on_three_and_on_one_again(saved: tuple[Path, list[
         assert all(torch.equal(whole["model"][n], value) for n, value in net.state_dict().items())
 
 
+def refused(rank: int, folder: Path) -> str:
+    """A word that is neither sharded as its parameter nor the same everywhere."""
+    model, optimizer = sharded("torch AdamW")
+    optimizer.state[model.up.weight]["codes"] = torch.zeros(3)
+    try:
+        save_checkpoint(folder / "run", model=model, optimizer=optimizer, step=0)
+    except ValueError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_state_that_is_not_sharded_as_its_parameter_is_refused(tmp_path: Path) -> None:
+    for told in on_ranks(WORLD, tmp_path, refused):
+        assert told.startswith("optimizer: 'codes' of up.weight is not sharded as its parameter is; takes states")
+    assert not (tmp_path / "run").exists()
+
+
 def failing(rank: int, folder: Path) -> list[str]:
     """A full disk on one rank, then on the other; then all is well again."""
     told = []
