@@ -25,7 +25,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # torch's own distributed packages take a second to import: only who asks for them waits.
+    """Distributed is imported when somebody asks for it: torch's own packages of that kind take half a second."""
     if name == "distributed":
         return import_module("narrowgauge.distributed")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

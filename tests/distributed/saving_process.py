@@ -76,7 +76,7 @@ def run(folder: Path, rank: int, world: int, steps: int, die_at: int = 0, store:
             step += 1
             say("loss", step, loss.hex())
             with failing(die_at, lambda: os.kill(os.getpid(), signal.SIGKILL)) as done:
-                save_checkpoint(folder / "run", model=model, optimizer=optimizer, step=step, timeout=2)
+                save_checkpoint(folder / "run", model=model, optimizer=optimizer, step=step, timeout=1)
             say("saved", step, len(done))
     except BaseException as error:
         say("error", type(error).__name__, repr(str(error)))

@@ -279,8 +279,11 @@ def test_what_modules_keep_beside_tensors_comes_back(tmp_path: Path) -> None:
 
 
 def test_the_program_ends_when_the_last_one_is_written(tmp_path: Path) -> None:
+    """And one that saves nothing does not wait for torch's distributed packages either."""
     program = (
-        "import sys, time, torch\n"
+        "import sys, time, torch, narrowgauge as ng\n"
+        "assert not {'torch.distributed.checkpoint', 'narrowgauge.distributed'} & sys.modules.keys()\n"
+        "assert 'distributed' in dir(ng) and ng.distributed.save_checkpoint\n"
         "from narrowgauge.distributed import _checkpoint_save as saving\n"
         "real = saving.write_checkpoint\n"
         "saving.write_checkpoint = lambda job: (time.sleep(0.3), real(job))[1]\n"

@@ -207,6 +207,12 @@ def _targets(model: nn.Module, optimizer: torch.optim.Optimizer | None, manifest
     targets = {}
     for key in wanted:
         stored, p = manifest.tensors[key], owners.get(key)
+        if isinstance(p, DTensor) and stored.shape and tuple(p.shape) != stored.shape:
+            raise ValueError(
+                f"optimizer: {key.removeprefix('optimizer/')!r} was saved in blocks of a whole parameter, which is "
+                "a DTensor here; takes states of 'fp32', 'bf16' or 'expansion': load it unsharded into those, "
+                "and save that"
+            )
         if isinstance(p, DTensor) and tuple(p.shape) == stored.shape:
             targets[key] = torch.empty_like(p.detach(), dtype=DTYPES[stored.dtype])
         else:
