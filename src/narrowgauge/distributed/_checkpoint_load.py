@@ -94,8 +94,7 @@ def load_checkpoint(
     Raises:
         ValueError: for a checkpoint of another version, model or optimizer.
         DamagedCheckpointError: (a ValueError) if it is not what was written, naming the file.
-        RuntimeError: naming the rank that cannot load it, on the others.
-        In all cases nothing is changed, on any rank.
+        RuntimeError: naming the rank that cannot load it, on the others. Nothing is changed then, on any rank.
     """
     folder = Path(path)
     us = ranks()

@@ -38,7 +38,7 @@ class PendingCheckpoint:
             The checkpoint.
 
         Raises:
-            what `save_checkpoint` raises.
+            OSError, TimeoutError, RuntimeError: as `save_checkpoint` does.
         """
         self._seen = True
         return self._future.result()
@@ -79,8 +79,7 @@ def save_checkpoint(
         ValueError: for an argument that cannot be saved; nothing is written then.
         OSError: where the disk says no, for instance that it is full.
         TimeoutError: naming the ranks that did not write their part.
-        RuntimeError: naming the rank that failed, on the others.
-        In all cases earlier checkpoints are as they were.
+        RuntimeError: naming the rank that failed, on the others. In all cases earlier checkpoints are as they were.
     """
     return write_checkpoint(_job(directory, model, optimizer, step, keep_last, extra, random_states, timeout))
 
