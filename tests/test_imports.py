@@ -132,10 +132,16 @@ def test_all_names_what_there_is() -> None:
 
 @pytest.mark.parametrize("name", ["distributed", "gauges"])
 def test_what_not_everybody_uses_is_imported_when_asked_for(name: str) -> None:
-    run = f"import sys, narrowgauge as ng; assert 'narrowgauge.{name}' not in sys.modules; print(ng.{name}.__name__)"
+    run = (
+        f"import sys, narrowgauge as ng; assert 'narrowgauge.{name}' not in sys.modules; print(ng.{name}.__name__)"
+    )
     source = str(Path(narrowgauge.__file__).parents[1])
     made = subprocess.run(
-        [sys.executable, "-c", run], env=os.environ | {"PYTHONPATH": source}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", run],
+        env=os.environ | {"PYTHONPATH": source},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert made.stdout == f"narrowgauge.{name}\n"
     assert name in dir(narrowgauge)

@@ -1,6 +1,10 @@
 """Split words: with 16 bits the fp32 pattern comes back bit for bit, with 8 its 24-bit rounding."""
 
+from pathlib import Path
+
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from narrowgauge.storage._words import cut, join
 
@@ -59,3 +63,20 @@ def test_stale_low_words_move_a_weight_by_half_a_unit_at_most() -> None:
         assert (moved <= half[(hi.abs() < 3.3e38)[normal]]).all()
         assert torch.isnan(joined[torch.isnan(hi)]).all()
         assert not torch.isnan(joined[torch.isinf(hi)]).any()
+
+
+def test_of_sharded_tensors_they_are_the_same(tmp_path: Path) -> None:
+    """On a DTensor some of torch's operators do nothing, and say nothing."""
+    weight = patterns()
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for low_dtype in (torch.int16, torch.int8):
+            words = cut(weight, low_dtype)
+            sharded = cut(DTensor.from_local(weight, mesh, [Shard(0)]), low_dtype)
+            for word, other in zip(words, sharded, strict=True):
+                assert torch.equal(word.view(torch.uint8), other.to_local().view(torch.uint8))
+            joined = join(*sharded).to_local()
+            assert torch.equal(joined.view(torch.int32), join(*words).view(torch.int32))
+    finally:
+        dist.destroy_process_group()

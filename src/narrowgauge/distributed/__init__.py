@@ -1,6 +1,21 @@
-"""Training on many processes, on torch's own engine: gradients that travel as codes."""
+"""Training on many processes, on torch's own engine: gradients that travel as codes, checkpoints that survive."""
 
+from narrowgauge.distributed._checkpoint_export import export_checkpoint
+from narrowgauge.distributed._checkpoint_format import DamagedCheckpointError
+from narrowgauge.distributed._checkpoint_load import LoadedCheckpoint, latest_checkpoint, load_checkpoint
+from narrowgauge.distributed._checkpoint_save import PendingCheckpoint, save_checkpoint, save_checkpoint_async
 from narrowgauge.distributed._compressed import compressed_allreduce_hook
 from narrowgauge.distributed._compressed_hook import CompressedAllReduce
 
-__all__ = ["CompressedAllReduce", "compressed_allreduce_hook"]
+__all__ = [
+    "CompressedAllReduce",
+    "DamagedCheckpointError",
+    "LoadedCheckpoint",
+    "PendingCheckpoint",
+    "compressed_allreduce_hook",
+    "export_checkpoint",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "save_checkpoint",
+    "save_checkpoint_async",
+]

@@ -15,8 +15,9 @@ the last half unit below bf16's overflow is kept.)
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, bitwise_left_shift, bitwise_right_shift
 
+# Shifts are written as functions: on a DTensor torch's operators << and >> return it unshifted (2.13).
 _INFINITY = 0x7F80  # bf16's exponent field, all ones
 
 
@@ -24,13 +25,13 @@ def join(hi: Tensor, lo: Tensor) -> Tensor:
     """The float32 weight of a bf16 word and an int16 (32 bits) or int8 (24 bits) low word."""
     pattern = hi.view(torch.int16).to(torch.int32)
     magnitude = pattern & 0x7FFF
-    offset = lo.to(torch.int32) << (0 if lo.dtype == torch.int16 else 8)
+    offset = bitwise_left_shift(lo.to(torch.int32), 0 if lo.dtype == torch.int16 else 8)
     # A stale low word must not borrow below zero, nor carry infinity into NaN; NaN stays as it is.
     offset = torch.where(magnitude == 0, offset.clamp_min(0), offset)
     offset = torch.where(
         magnitude >= _INFINITY, torch.where(magnitude == _INFINITY, offset.clamp_max(0), 0), offset
     )
-    return ((pattern << 16) + offset).view(torch.float32)
+    return (bitwise_left_shift(pattern, 16) + offset).view(torch.float32)
 
 
 def cut(weight: Tensor, low_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -47,10 +48,10 @@ def cut(weight: Tensor, low_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     bits = weight.contiguous().view(torch.int32)
     sign, magnitude = bits & -0x80000000, bits & 0x7FFFFFFF
     if low_dtype == torch.int8:
-        magnitude = (magnitude + 0x80) >> 8 << 8
-    rounded = (magnitude + 0x8000) >> 16
-    lo = magnitude - (rounded << 16)
-    hi = ((sign >> 16) | rounded).to(torch.int16).view(torch.bfloat16)
+        magnitude = (magnitude + 0x80) & ~0xFF
+    rounded = bitwise_right_shift(magnitude + 0x8000, 16)
+    lo = magnitude - bitwise_left_shift(rounded, 16)
+    hi = (bitwise_right_shift(sign, 16) | rounded).to(torch.int16).view(torch.bfloat16)
     finite = torch.isfinite(weight)
-    low = lo if low_dtype == torch.int16 else lo >> 8
+    low = lo if low_dtype == torch.int16 else bitwise_right_shift(lo, 8)
     return torch.where(finite, hi, weight.to(torch.bfloat16)), torch.where(finite, low, 0).to(low_dtype)

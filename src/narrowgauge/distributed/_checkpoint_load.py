@@ -1,0 +1,226 @@
+"""Go on from a checkpoint: on as many processes as there are now, and only if every byte is what was written.
+
+Nothing is changed before it is known that all can be: files are verified against their checksums (each rank takes
+a share of them), names, shapes and dtypes are compared with the model's and the optimizer's, and ranks tell each
+other what they found. What the optimizer alone can judge, its `load_state_dict` does; should it refuse, the model
+is put back to what it was.
+
+Each rank then reads the pieces that overlap its own shards, whoever wrote them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from narrowgauge.distributed._checkpoint_folder import flaws, newest_whole
+from narrowgauge.distributed._checkpoint_format import (
+    DTYPES,
+    DamagedCheckpointError,
+    Manifest,
+    decode_value,
+    tensor_keys,
+)
+from narrowgauge.distributed._checkpoint_random import set_random_states
+from narrowgauge.distributed._checkpoint_ranks import on_first, ranks, together
+from narrowgauge.distributed._checkpoint_read import open_checkpoint, read_into
+from narrowgauge.distributed._checkpoint_state import (
+    load_model_state,
+    model_state,
+    optimizer_state_dict,
+    parameter_names,
+    state_owners,
+)
+
+
+class LoadedCheckpoint(NamedTuple):
+    """What a checkpoint said beside the states.
+
+    Attributes:
+        step: how many steps were taken before it was saved.
+        extra: as it was given to `save_checkpoint`; tensors on the CPU.
+    """
+
+    step: int
+    extra: Any
+
+
+def latest_checkpoint(directory: str | Path) -> Path | None:
+    """The newest checkpoint in a folder that is whole.
+
+    Reads it, to compare its checksums. A damaged or half-written one that is newer is named in a UserWarning and
+    left as it is. On several ranks all call it; rank 0 looks, and all get its answer.
+
+    Args:
+        directory: of this run's checkpoints.
+
+    Returns:
+        A checkpoint for `load_checkpoint`; None if the folder has none, or is not there.
+
+    Raises:
+        ValueError: if `directory` is a file.
+        DamagedCheckpointError: if there are checkpoints, but not one that is whole.
+    """
+    return on_first(lambda: newest_whole(Path(directory)))
+
+
+def load_checkpoint(
+    path: str | Path,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    random_states: bool = False,
+) -> LoadedCheckpoint:
+    """Take over what `save_checkpoint` saved, on as many ranks as there are now.
+
+    Parameters are found by their names. The optimizer's `load_state_dict` has the last word on its states: storages
+    stay as it was made, what was saved in the same ones is taken bit for bit, everything else is converted.
+
+    Args:
+        path: a checkpoint, as `save_checkpoint` and `latest_checkpoint` return it.
+        model: of the same parameters, in the same dtypes; sharded as it may be.
+        optimizer: of this model's parameters, in the same groups; None leaves the states.
+        random_states: also put back the states of random generators; takes a checkpoint that was saved with them,
+            by as many ranks as there are now.
+
+    Returns:
+        The step, and `extra`.
+
+    Raises:
+        ValueError: for a checkpoint of another version, model or optimizer.
+        DamagedCheckpointError: (a ValueError) if it is not what was written, naming the file.
+        RuntimeError: naming the rank that cannot load it, on the others. Nothing is changed then, on any rank.
+    """
+    folder = Path(path)
+    us = ranks()
+
+    def check() -> tuple[Manifest, dict[str, Tensor]]:
+        manifest = open_checkpoint(folder)
+        for flaw in flaws(folder, manifest, slice(us.rank, None, us.world)):
+            raise DamagedCheckpointError(flaw)
+        _check_model(model, manifest)
+        targets = _targets(model, optimizer, manifest)
+        if random_states and str(us.rank) not in (manifest.values["random"] or {}):
+            raise ValueError(
+                f"random_states: got True, {folder} has none of rank {us.rank}; takes a checkpoint that was saved "
+                "with random_states=True by as many ranks"
+            )
+        return manifest, targets
+
+    manifest, targets = together(check)
+    state = model_state(model)
+    before = {name: value.detach().clone() for name, value in state.items() if isinstance(value, Tensor)}
+
+    states_before: list[dict[str, Any]] = []
+
+    def load() -> Any:
+        read_into(folder, manifest, targets)
+        read_into(folder, manifest, {f"model/{name}": state[name] for name in before})
+        load_model_state(model, _loaded_model(manifest, state, targets))
+        if optimizer is not None:
+            kept = optimizer.state_dict()
+            order = parameter_names(model, optimizer)
+            optimizer.load_state_dict(optimizer_state_dict(manifest.values["optimizer"], order, targets))
+            states_before.append(kept)
+        return decode_value(manifest.values["extra"], targets)
+
+    try:
+        extra = together(load)
+    except BaseException:
+        with torch.no_grad():
+            for name, value in before.items():
+                state[name].copy_(value)
+        load_model_state(model, state)
+        if optimizer is not None and states_before:  # it was another rank that failed
+            optimizer.load_state_dict(states_before[0])
+        raise
+    if random_states:
+        set_random_states(decode_value(manifest.values["random"][str(us.rank)], targets))
+    return LoadedCheckpoint(manifest.step, extra)
+
+
+def _check_model(model: nn.Module, manifest: Manifest) -> None:
+    live = model_state(model)
+    saved = dict(manifest.values["model"]["dict"])
+    for what, names in (
+        ("has no", [name for name in live if name not in saved]),
+        ("has more:", [name for name in saved if name not in live]),
+    ):
+        if names:
+            raise ValueError(f"model: the checkpoint {what} {', '.join(map(repr, names[:3]))} ({len(names)} names)")
+    for name, value in live.items():
+        stored = manifest.tensors.get(f"model/{name}")
+        if isinstance(value, Tensor) != (stored is not None):
+            raise ValueError(f"model: {name!r} is a tensor on one side only")
+        if stored is None or not isinstance(value, Tensor):
+            continue
+        if value.is_meta:
+            raise ValueError(f"model: {name!r} is on the meta device, takes tensors with data (model.to_empty)")
+        wanted = DTYPES[stored.dtype], stored.shape
+        if (value.dtype, tuple(value.shape)) != wanted:
+            raise ValueError(
+                f"model: {name!r} is {value.dtype} of shape {tuple(value.shape)}, the checkpoint has {wanted[0]} "
+                f"of shape {wanted[1]}"
+            )
+
+
+def _loaded_model(manifest: Manifest, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """A model's state, its tensors as they are now, everything else from the checkpoint."""
+    saved = dict(manifest.values["model"]["dict"])
+    return {
+        name: value if isinstance(value, Tensor) else decode_value(saved[name], tensors)
+        for name, value in state.items()
+    }
+
+
+def _targets(model: nn.Module, optimizer: torch.optim.Optimizer | None, manifest: Manifest) -> dict[str, Tensor]:
+    """Room for all tensors that are no model's: sharded beside a sharded parameter, else whole, on the CPU."""
+    values = manifest.values
+    wanted = tensor_keys(values["extra"])
+    # What modules keep as they like (`get_extra_state`); tensors of their own are read in place.
+    live = {f"model/{name}" for name, value in model_state(model).items() if isinstance(value, Tensor)}
+    wanted += [key for key in tensor_keys(values["model"]) if key not in live]
+    random = (values["random"] or {}).get(str(ranks().rank))
+    wanted += tensor_keys(random) if random is not None else []
+    owners: dict[str, Tensor] = {}
+    if optimizer is not None:
+        said = values["optimizer"]
+        if said is None:
+            raise ValueError("optimizer: the checkpoint was saved with optimizer=None, takes None")
+        order = parameter_names(model, optimizer)
+        named = {
+            name: p
+            for names, group in zip(order, optimizer.param_groups, strict=True)
+            for name, p in zip(names, group["params"], strict=True)
+        }
+        # Refuses other groups.
+        optimizer_state_dict({**said, "state": {"dict": []}}, order, _Empty())
+        owners = {key: named[name] for key, name in state_owners(said)}
+        wanted += list(owners)
+        wanted += [key for group in said["groups"] for key in tensor_keys(group["options"])]
+    targets = {}
+    for key in wanted:
+        stored, p = manifest.tensors[key], owners.get(key)
+        if isinstance(p, DTensor) and stored.shape and tuple(p.shape) != stored.shape:
+            raise ValueError(
+                f"optimizer: {key.removeprefix('optimizer/')!r} was saved in blocks of a whole parameter, which is "
+                "a DTensor here; takes states of 'fp32', 'bf16' or 'expansion': load it unsharded into those, "
+                "and save that"
+            )
+        if isinstance(p, DTensor) and tuple(p.shape) == stored.shape:
+            targets[key] = torch.empty_like(p.detach(), dtype=DTYPES[stored.dtype])
+        else:
+            targets[key] = torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="cpu")
+    return targets
+
+
+class _Empty(dict[str, Tensor]):
+    """Tensors that nobody looks at."""
+
+    def __missing__(self, key: str) -> Tensor:
+        return torch.empty(0)

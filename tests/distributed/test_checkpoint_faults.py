@@ -1,0 +1,457 @@
+"""Everything that can go wrong on one machine: what was saved before is found, and what is wrong is named."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpointed import Net, contents, made, ours, train
+from hypothesis import given
+from hypothesis import strategies as st
+from saving_process import KIND, Processes, failing, log
+
+import narrowgauge as ng
+from narrowgauge.distributed import (
+    DamagedCheckpointError,
+    export_checkpoint,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+
+FILE = "rank-00000.safetensors"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A folder with checkpoints of steps 2 and 4, the second after two more steps."""
+    net, optimizer = made(KIND)
+    for step in (2, 4):
+        train(net, optimizer, range(step - 2, step))
+        save_checkpoint(tmp_path / "run", model=net, optimizer=optimizer, step=step, extra={"at": step})
+    return tmp_path / "run"
+
+
+def newest(run: Path) -> Path:
+    return run / "step-000000004"
+
+
+def losses(found: list[list[str]]) -> list[tuple[int, str]]:
+    return [(int(words[1]), words[2]) for words in found if words[0] == "loss" and len(words) == 3]
+
+
+def saved(found: list[list[str]]) -> int:
+    return max((int(words[1]) for words in found if words[0] == "saved" and len(words) == 3), default=0)
+
+
+def curve(steps: int) -> dict[int, str]:
+    """The losses of a run that nobody kills."""
+    net, optimizer = made(KIND)
+    return {step + 1: loss.hex() for step, loss in enumerate(train(net, optimizer, range(steps)))}
+
+
+def quiet_latest(run: Path) -> Path | None:
+    """The newest, whatever it warns of: half-written ones are what killing leaves."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*was not finished")
+        return latest_checkpoint(run)
+
+
+def killed(processes: Processes, folder: Path, times: int) -> None:
+    """Kill a run at random moments, and start it again; every loss it ever had is that of a run in one piece."""
+    moments = random.Random(0)
+    run, reached = folder / "run", 0
+    for _ in range(times):
+        (pid,) = processes.start(folder, steps=10**9)
+        time.sleep(moments.uniform(0.0, 0.3))
+        os.kill(pid, signal.SIGKILL)
+        assert processes.ended() == [signal.SIGKILL]
+        path = quiet_latest(run)
+        step = 0
+        if path is not None:
+            net, optimizer = made(KIND, seed=1)
+            step, _ = load_checkpoint(path, model=net, optimizer=optimizer)
+        # Nothing that `save_checkpoint` has reported is lost, and nothing that was found before.
+        assert step >= max(reached, saved(log(folder)))
+        reached = step
+    found = losses(log(folder))
+    wanted = curve(max(step for step, _ in found))
+    assert reached > 0
+    for step, loss in found:
+        assert wanted[step].startswith(loss)  # the last word of a killed process may be cut
+    # Two are kept, and a third if the last kill came before it was removed.
+    assert len(list(run.glob("step-*"))) <= 3
+
+
+def test_killed_at_random_moments_nothing_is_lost(processes: Processes, tmp_path: Path) -> None:
+    killed(processes, tmp_path, 10)
+
+
+@pytest.mark.slow
+def test_killed_two_hundred_times_nothing_is_lost(processes: Processes, tmp_path: Path) -> None:
+    killed(processes, tmp_path, 200)
+
+
+def test_killed_at_every_operation_on_the_disk(processes: Processes, tmp_path: Path) -> None:
+    """Each save is killed at its n-th operation on the disk; the one before it or its own is found."""
+    processes.start(tmp_path, steps=3)
+    assert processes.ended() == [0]
+    operations = int(log(tmp_path)[-1][2])
+    assert operations > 12
+    states = []
+    for at in range(1, operations + 1):
+        folder = tmp_path / str(at)
+        shutil.copytree(tmp_path / "run", folder / "run")
+        processes.start(folder, steps=4, die_at=at)
+        assert processes.ended() == [signal.SIGKILL], log(folder)
+        path = quiet_latest(folder / "run")
+        assert path is not None
+        states.append(int(path.name.removeprefix("step-")))
+        if at % 3:  # two of three: it takes long
+            continue
+        processes.start(folder, steps=5)
+        assert processes.ended() == [0]
+        assert quiet_latest(folder / "run") == folder / "run" / "step-000000005"
+        # What the killed save left is gone.
+        names = os.listdir(folder / "run")
+        assert len(names) == 4, names
+        assert dict(losses(log(folder)))[5] == curve(5)[5]
+    assert states == sorted(states)
+    assert set(states) == {3, 4}
+
+
+def test_an_operation_that_fails_is_an_error_and_no_damage(run: Path, tmp_path: Path) -> None:
+    """A disk that says no at its n-th operation: the error is raised, what was there before is there."""
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    net, _ = made(KIND)
+    before, failures = contents(newest(run)), 0
+    for at in range(1, 100):
+        work = tmp_path / str(at)
+        shutil.copytree(run, work)
+        raised: Exception | None = None
+        with failing(at, full) as done:
+            try:
+                save_checkpoint(work, model=net, optimizer=None, step=5)
+            except (OSError, UserWarning) as error:
+                raised = error
+        if len(done) < at:
+            break
+        # An old one that could not be removed is worth a warning; a folder that is there need not be made.
+        failures += isinstance(raised, OSError)
+        if raised is None:
+            assert latest_checkpoint(work) == work / "step-000000005"
+        else:
+            assert getattr(raised, "errno", None) == errno.ENOSPC or "could not be removed" in str(raised)
+        assert contents(work / "step-000000004") == before
+        path = quiet_latest(work)
+        assert path is not None
+        assert path.name in ("step-000000004", "step-000000005")
+        assert not [name for name in os.listdir(work) if name.startswith(".step-") and "removed" not in name]
+        save_checkpoint(work, model=net, optimizer=None, step=6)
+        assert latest_checkpoint(work) == work / "step-000000006"
+    assert failures > 8
+
+
+def test_a_disk_that_takes_no_more_bytes(run: Path) -> None:
+    """The kernel's own refusal in the middle of a file."""
+    before = contents(run)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            save_checkpoint(run, model=Net(), optimizer=None, step=6, extra=torch.ones(100_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert contents(run) == before
+    assert len(os.listdir(run)) == 4
+
+
+def flip(path: Path, at: float) -> None:
+    data = bytearray(path.read_bytes())
+    data[int(at * (len(data) - 1))] ^= 0x10
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a flipped byte": (
+        lambda p: flip(p / FILE, 0.7),
+        r"rank-00000\.safetensors was changed: its checksum is another",
+    ),
+    "a flipped byte in its header": (lambda p: flip(p / FILE, 0.0), "was changed: its checksum is another"),
+    "a file cut short": (lambda p: os.truncate(p / FILE, 1000), r"safetensors has 1000 bytes, \d+ were written"),
+    "a file missing": (lambda p: (p / FILE).unlink(), r"rank-00000\.safetensors is missing"),
+    "no manifest": (lambda p: (p / "checkpoint.json").unlink(), r"has no checkpoint\.json: it is no checkpoint"),
+    "an empty manifest": (lambda p: (p / "checkpoint.json").write_text(""), r"checkpoint\.json cannot be read"),
+    "another JSON": (lambda p: (p / "checkpoint.json").write_text("[1]"), "is no manifest of a checkpoint"),
+    "an empty folder": (lambda p: (shutil.rmtree(p), p.mkdir()), r"has no checkpoint\.json"),
+    "another number": (
+        lambda p: edit(p, lambda said: said.update(step=5), sign=False),
+        r"checkpoint\.json was changed: its checksum is another",
+    ),
+}
+
+
+def edit(path: Path, change: Callable[[dict], Any], sign: bool = True) -> None:
+    """Change a manifest, and make its checksum right again."""
+    said = json.loads((path / "checkpoint.json").read_text())
+    digest = said.pop("sha256")
+    change(said)
+    if sign:
+        digest = hashlib.sha256(json.dumps(said, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    (path / "checkpoint.json").write_text(json.dumps({**said, "sha256": digest}))
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_one_is_named_and_the_one_before_is_used(
+    damage: Callable[[Path], Any], message: str, run: Path
+) -> None:
+    damage(newest(run))
+    before = contents(run)
+    with pytest.warns(
+        UserWarning, match=f"latest_checkpoint: .*step-000000004.*{message}.*taking .*step-000000002$"
+    ):
+        path = latest_checkpoint(run)
+    assert path == run / "step-000000002"
+    net, optimizer = made(KIND, seed=1)
+    kept = [p.detach().clone() for p in net.parameters()]
+    for refused in (
+        lambda: load_checkpoint(newest(run), model=net, optimizer=optimizer),
+        lambda: export_checkpoint(newest(run), run.parent / "whole.pt"),
+    ):
+        with pytest.raises(DamagedCheckpointError, match=message):
+            refused()
+    # Neither model nor optimizer nor files.
+    assert all(map(torch.equal, net.parameters(), kept))
+    assert not optimizer.state
+    assert contents(run) == before
+    assert load_checkpoint(path, model=net, optimizer=optimizer) == (2, {"at": 2})
+    wanted = curve(6)
+    assert [loss.hex() for loss in train(net, optimizer, range(2, 6))] == [wanted[step] for step in range(3, 7)]
+
+
+def test_where_none_is_whole_nobody_begins_anew_by_mistake(run: Path) -> None:
+    for name in ("step-000000002", "step-000000004"):
+        flip(run / name / FILE, 0.5)
+    with pytest.raises(DamagedCheckpointError, match=r"no checkpoint in .* is whole: .*0004.*; .*0002"):
+        latest_checkpoint(run)
+
+
+def test_another_version_is_named(run: Path) -> None:
+    edit(newest(run), lambda said: said.update(version=2))
+    with pytest.raises(ValueError, match=r"checkpoint\.json has version 2, this release reads version 1"):
+        load_checkpoint(newest(run), model=Net(), optimizer=None)
+    with pytest.warns(UserWarning, match="has version 2, this release reads version 1; taking"):
+        assert latest_checkpoint(run) == run / "step-000000002"
+
+
+@pytest.mark.parametrize("said", ["step-000000099\n", "", "\udcff", "../.."])
+def test_a_latest_that_points_to_nothing(said: str, run: Path) -> None:
+    (run / "latest").write_bytes(said.encode(errors="surrogateescape"))
+    with pytest.warns(UserWarning, match=r"latest names '.*', which is not there; taking .*step-000000004"):
+        assert latest_checkpoint(run) == newest(run)
+
+
+def test_the_newest_counts_where_the_saver_died_before_latest_moved(run: Path) -> None:
+    (run / "latest").write_text("step-000000002\n")
+    assert latest_checkpoint(run) == newest(run)
+
+
+def test_a_half_written_one_is_named_and_cleared_by_the_next_save(run: Path) -> None:
+    half = run / ".step-000000006.abc"
+    half.mkdir()
+    (half / FILE).write_bytes(b"half")
+    (half / "token").write_text("abc")
+    (run / ".step-000000007.def").mkdir()  # its saver died before it said who it is
+    with pytest.warns(UserWarning, match=r"\.step-000000006\.abc was not finished; taking .*step-000000004"):
+        assert latest_checkpoint(run) == newest(run)
+    save_checkpoint(run, model=Net(), optimizer=None, step=6)
+    assert not list(run.glob(".step-*"))
+
+
+def test_two_savers_at_once_both_succeed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One saves the same step while the other is in the middle of it: neither clears or writes over the other."""
+    from narrowgauge.distributed import _checkpoint_write
+
+    real, inner = _checkpoint_write.write_tensors, []
+
+    def slow(*args: Any) -> Any:
+        if not inner:
+            inner.append(None)
+            inner.append(save_checkpoint(run, model=Net(), optimizer=None, step=8, keep_last=9))
+            assert latest_checkpoint(run) == inner[1]  # the one in the middle is no half-written one
+        return real(*args)
+
+    monkeypatch.setattr(_checkpoint_write, "write_tensors", slow)
+    outer = save_checkpoint(run, model=Net(), optimizer=None, step=8, keep_last=9)
+    assert (inner[1].name, outer.name) == ("step-000000008", "step-000000008-1")
+    assert latest_checkpoint(run) == outer
+    for path in (inner[1], outer):
+        load_checkpoint(path, model=Net(), optimizer=None)
+
+
+class Evil:
+    """Unpickled, it leaves a mark."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple:
+        return (Path.touch, (self.mark,))
+
+
+def test_what_is_loaded_cannot_run_code(run: Path, tmp_path: Path) -> None:
+    """Pickles wherever torch would read one: none is opened, and nobody's file outside is."""
+    mark = tmp_path / "mark"
+    evil = pickle.dumps(Evil(mark))
+    pickle.loads(evil)
+    assert mark.exists()
+    mark.unlink()
+    path = newest(run)
+    for name in (".metadata", "__0_0.distcp", "model.pt", "token"):
+        (path / name).write_bytes(evil)
+    load_checkpoint(path, model=made(KIND)[0], optimizer=None)  # what the manifest does not name is not looked at
+    for name in (FILE, "checkpoint.json"):
+        (path / name).write_bytes(evil)
+        with pytest.raises(DamagedCheckpointError):
+            load_checkpoint(path, model=made(KIND)[0], optimizer=None)
+    assert not mark.exists()
+
+
+LIES: dict[str, tuple[Callable[[dict], Any], str]] = {
+    "a file elsewhere": (
+        lambda said: said["files"].update({"../x": said["files"][FILE]}),
+        r"the file name '\.\./x' leads out of the folder",
+    ),
+    "a piece beyond its file": (lambda said: piece(said).update(start=10**9), "lies outside of its file or tensor"),
+    "a piece before its file": (lambda said: piece(said).update(start=-8), "lies outside of its file or tensor"),
+    "a piece beyond its tensor": (lambda said: piece(said).update(offsets=[30, 0]), "lies outside"),
+    "a piece missing": (lambda said: weight(said).update(pieces=[]), "are not all of it"),
+    "a piece twice": (lambda said: weight(said).update(pieces=2 * weight(said)["pieces"]), "are not all of it"),
+    "another shape": (lambda said: weight(said).update(shape=[34, 24]), "are not all of it"),
+    "an unknown dtype": (lambda said: weight(said).update(dtype="C64"), "has dtype 'C64'"),
+    "no tensors": (lambda said: said.update(tensors={}), "the tensor .* is not there"),
+    "no values": (lambda said: said.pop("values"), "lacks what a manifest has: KeyError"),
+    "other values": (lambda said: said.update(values=[1, 2]), "lacks what a manifest has: TypeError"),
+}
+
+
+def weight(said: dict) -> dict:
+    return said["tensors"]["model/up.weight"]
+
+
+def piece(said: dict) -> dict:
+    return weight(said)["pieces"][0]
+
+
+@pytest.mark.parametrize(("lie", "message"), LIES.values(), ids=LIES)
+def test_a_manifest_that_lies_is_refused(lie: Callable[[dict], Any], message: str, run: Path) -> None:
+    """With a checksum that is right: what it says cannot be."""
+    edit(newest(run), lie)
+    with pytest.raises(DamagedCheckpointError, match=message):
+        load_checkpoint(newest(run), model=made(KIND)[0], optimizer=None)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**18), 10**18) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def places(value: Any, path: tuple = ()) -> Iterator[tuple]:
+    """The way to every place in a JSON value."""
+    yield path
+    if isinstance(value, dict | list):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            yield from places(value[key], (*path, key))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    net, optimizer = made(KIND)
+    train(net, optimizer, range(1))
+    return save_checkpoint(tmp_path_factory.mktemp("fuzz"), model=net, optimizer=optimizer, step=1, extra=[1, (2,)])
+
+
+@given(data=st.data())
+def test_any_other_value_in_a_manifest_loads_or_is_refused(whole: Path, data: st.DataObject) -> None:
+    """Anything anywhere, signed: a ValueError or a checkpoint, and no other error."""
+    text = (whole / "checkpoint.json").read_text()
+    try:
+        said = json.loads(text)
+        said.pop("sha256")
+        way = data.draw(st.sampled_from(list(places(said))[1:]))
+        inner = said
+        for key in way[:-1]:
+            inner = inner[key]
+        inner[way[-1]] = data.draw(json_values)
+        edit(whole, lambda old: (old.clear(), old.update(said)))
+        net, optimizer = made(KIND)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                load_checkpoint(whole, model=net, optimizer=optimizer)
+            except ValueError:
+                return
+    finally:
+        (whole / "checkpoint.json").write_text(text)
+
+
+def test_another_model_or_optimizer_is_named(run: Path) -> None:
+    net, optimizer = made(KIND)
+    with pytest.raises(ValueError, match=r"model: the checkpoint has no 'weight', 'bias' \(2 names\)"):
+        load_checkpoint(newest(run), model=torch.nn.Linear(3, 2), optimizer=None)
+    with pytest.raises(ValueError, match=r"model: 'up\.weight' is torch\.float32 of shape \(33, 24\), the check"):
+        load_checkpoint(newest(run), model=Net(), optimizer=None)
+    fewer = ours(list(net.up.named_parameters()), weights="split8", states="log8")
+    with pytest.raises(ValueError, match=r"optimizer: group 0 has other .*: without down\.bias, down\.weight"):
+        load_checkpoint(newest(run), model=net, optimizer=fewer)
+    groups = ng.optim.AdamW([{"params": net.up.parameters()}, {"params": net.down.parameters()}])
+    with pytest.raises(ValueError, match="optimizer: got 2 groups, the checkpoint has 1"):
+        load_checkpoint(newest(run), model=net, optimizer=groups)
+    alone = save_checkpoint(run, model=net, optimizer=None, step=11)
+    with pytest.raises(ValueError, match="optimizer: the checkpoint was saved with optimizer=None, takes None"):
+        load_checkpoint(alone, model=net, optimizer=optimizer)
+
+
+def test_where_the_optimizer_refuses_the_model_is_put_back(run: Path) -> None:
+    net, _ = made("fp32")
+    other = torch.optim.Adadelta(net.parameters())
+    train(net, other, range(2))
+    path = save_checkpoint(run, model=net, optimizer=other, step=10)
+    fresh, optimizer = made("fp32", seed=1)
+    kept = {name: value.clone() for name, value in fresh.state_dict().items()}
+    with pytest.raises(ValueError, match="state_dict: "):
+        load_checkpoint(path, model=fresh, optimizer=optimizer)
+    assert all(torch.equal(value, kept[name]) for name, value in fresh.state_dict().items())
+    assert not optimizer.state
+
+
+def test_the_folder_of_all_is_no_checkpoint(run: Path) -> None:
+    with pytest.raises(ValueError, match=r"path: got .*run, a folder of checkpoints; takes one of them"):
+        load_checkpoint(run, model=Net(), optimizer=None)
+    with pytest.raises(ValueError, match=r"path: got .*none, which is no folder; takes a checkpoint"):
+        load_checkpoint(run / "none", model=Net(), optimizer=None)
+    with pytest.raises(
+        ValueError, match=r"directory: got .*latest, which is a file, takes a folder of checkpoints"
+    ):
+        latest_checkpoint(run / "latest")
+    with pytest.raises(ValueError, match=r"directory: got .*latest, which is a file"):
+        save_checkpoint(run / "latest", model=Net(), optimizer=None, step=1)

@@ -1,0 +1,358 @@
+"""Several processes: one checkpoint, whoever wrote it and whoever reads it; and ranks that fail, die or hang."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpointed import KINDS, Net, made, ours, train
+from saving_process import KIND as KILLED_KIND
+from saving_process import Processes, log
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from narrowgauge.distributed import (
+    _checkpoint_write,
+    export_checkpoint,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    save_checkpoint_async,
+)
+
+WORLD = 2
+# Processes are forked off one that has imported what takes long.
+START = "forkserver"
+multiprocessing.get_context(START).set_forkserver_preload(
+    ["torch.distributed.fsdp", "torch._dynamo", "narrowgauge.distributed", "pytest"]
+)
+# Storages whose words are sharded element by element, as their parameters are.
+SHARDED: dict[str, tuple[torch.dtype, Callable]] = {
+    "torch AdamW": KINDS["torch AdamW"],
+    "fp32": KINDS["fp32"],
+    "split, bf16": (torch.bfloat16, lambda ps: ours(ps, weights="split", states="bf16")),
+    "expansion": (torch.bfloat16, lambda ps: ours(ps, weights="expansion", states="expansion")),
+    "kahan, fp32": (torch.bfloat16, lambda ps: ours(ps, weights="kahan", states="fp32")),
+    "split8, fp32": (torch.bfloat16, lambda ps: ours(ps, weights="split8", states="fp32")),
+}
+DDP = ("fp32", "split8, log8", "expansion, log4")
+
+
+def sharded(kind: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model under FSDP2: of its 33 and 5 rows the ranks have unequal numbers."""
+    dtype, optimizer = SHARDED[kind]
+    net = Net(dtype, seed)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (net.up, net.down):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    assert isinstance(net.up.weight, DTensor)
+    return net, optimizer(list(net.named_parameters()))
+
+
+def replicated(kind: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    net, optimizer = made(kind, seed)
+    return DistributedDataParallel(net), optimizer
+
+
+WAYS = {"fsdp2": (sharded, tuple(SHARDED)), "ddp": (replicated, DDP)}
+
+
+def on_a_rank(rank: int, world: int, folder: str, work: Callable[[int, Path], Any]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store-{world}", rank=rank, world_size=world)
+    try:
+        torch.save(work(rank, Path(folder)), f"{folder}/{work.__name__}-{rank}.pt")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def on_ranks(world: int, folder: Path, work: Callable[[int, Path], Any]) -> list[Any]:
+    """What each rank returned."""
+    torch.multiprocessing.start_processes(on_a_rank, (world, str(folder), work), world, start_method=START)
+    return [torch.load(folder / f"{work.__name__}-{rank}.pt") for rank in range(world)]
+
+
+def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
+    """Parameters and states by name, in float64, which holds them all (gloo gathers no int16)."""
+
+    def one(value: torch.Tensor) -> torch.Tensor:
+        wide = value.detach().to(torch.float64)
+        return wide.full_tensor() if isinstance(wide, DTensor) else wide
+
+    return {
+        name.removeprefix("module."): {"p": one(p)} | {word: one(v) for word, v in optimizer.state[p].items()}
+        for name, p in model.named_parameters()
+    }
+
+
+def saving(rank: int, folder: Path) -> dict[str, Any]:
+    """Train, save, train on; each rank draws other random numbers."""
+    told: dict[str, Any] = {}
+    for way, (wrapped, kinds) in WAYS.items():
+        for kind in kinds:
+            model, optimizer = wrapped(kind)
+            train(model, optimizer, range(3))
+            run = folder / f"{way} {kind}"
+            torch.manual_seed(rank)
+            options = {"model": model, "optimizer": optimizer, "step": 3, "random_states": True}
+            if kind == "fp32":
+                path = save_checkpoint_async(run, **options, extra={"of": rank}).wait()
+            else:
+                path = save_checkpoint(run, **options, extra={"of": rank})
+            assert path == run / "step-000000003"
+            drawn = float(torch.rand(()))
+            states = whole(model, optimizer)
+            losses = train(model, optimizer, range(3, 6))
+            told[f"{way} {kind}"] = {"drawn": drawn, "states": states, "losses": losses}
+            # Back again on as many ranks: the run that never stopped.
+            fresh, loaded = wrapped(kind, seed=1)
+            assert latest_checkpoint(run) == path
+            assert load_checkpoint(path, model=fresh, optimizer=loaded, random_states=True) == (3, {"of": 0})
+            assert float(torch.rand(())) == drawn
+            assert train(fresh, loaded, range(3, 6)) == losses
+    return told
+
+
+def loading_on_three(rank: int, folder: Path) -> dict[str, list[float]]:
+    told = {}
+    for way, (wrapped, kinds) in WAYS.items():
+        for kind in kinds:
+            model, optimizer = wrapped(kind, seed=1)
+            path = latest_checkpoint(folder / f"{way} {kind}")
+            assert path is not None
+            assert load_checkpoint(path, model=model, optimizer=optimizer) == (3, {"of": 0})
+            told[f"{way} {kind}"] = train(model, optimizer, range(3, 6))
+            again = save_checkpoint(folder / f"{way} {kind} of 3", model=model, optimizer=optimizer, step=6)
+            assert again.name == "step-000000006"
+    model, optimizer = sharded("split, bf16")
+    path = folder / "ddp split8, log8" / "step-000000003"
+    kept = whole(model, optimizer)["up.weight"]["p"]
+    with pytest.raises(
+        ValueError, match=r"optimizer: 'up\.weight/m\.\w+' was saved in blocks of a whole parameter"
+    ):
+        load_checkpoint(path, model=model, optimizer=optimizer)
+    assert torch.equal(whole(model, optimizer)["up.weight"]["p"], kept)
+    return told
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, on_ranks(WORLD, folder, saving)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As the ranks have: in bf16 the order of sums is seen."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def alone(way: str, kind: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    if way == "ddp":
+        return made(kind, seed)
+    dtype, optimizer = SHARDED[kind]
+    net = Net(dtype, seed)
+    return net, optimizer(list(net.named_parameters()))
+
+
+every = pytest.mark.parametrize(
+    ("way", "kind"), [(way, kind) for way, (_, kinds) in WAYS.items() for kind in kinds]
+)
+
+
+@every
+def test_saved_on_two_resumed_on_one(way: str, kind: str, saved: tuple[Path, list[dict]]) -> None:
+    """Parameters, states and low words to the bit; what follows is one process's run, to rounding."""
+    folder, told = saved
+    net, optimizer = alone(way, kind, seed=1)
+    path = latest_checkpoint(folder / f"{way} {kind}")
+    assert path is not None
+    assert load_checkpoint(path, model=net, optimizer=optimizer).step == 3
+    for rank in told:
+        wanted = rank[f"{way} {kind}"]["states"]
+        got = whole(net, optimizer)
+        assert got.keys() == wanted.keys()
+        for name, words in wanted.items():
+            assert got[name].keys() == words.keys()
+            assert all(torch.equal(got[name][word], value) for word, value in words.items())
+    losses = train(net, optimizer, range(3, 6))
+    assert losses == pytest.approx(told[0][f"{way} {kind}"]["losses"], rel=1e-3)
+    if way == "ddp":
+        assert losses == told[0][f"{way} {kind}"]["losses"]
+    net, optimizer = alone(way, kind)
+    assert train(net, optimizer, range(6))[3:] == pytest.approx(losses, rel=1e-3)
+
+
+def test_each_rank_writes_what_only_it_has(saved: tuple[Path, list[dict]]) -> None:
+    folder, told = saved
+    files = {way: sorted((folder / f"{way} fp32" / "step-000000003").glob("*.safetensors")) for way in WAYS}
+    names = {way: [path.name for path in paths] for way, paths in files.items()}
+    assert names["fsdp2"] == names["ddp"] == ["rank-00000.safetensors", "rank-00001.safetensors"]
+    sizes = {way: [path.stat().st_size for path in paths] for way, paths in files.items()}
+    elements = sum(p.numel() for p in Net().parameters())
+    assert sizes["fsdp2"][1] > 12 * elements * 0.4  # its half of weights and two moments
+    assert sizes["ddp"][1] < 12 * elements  # its random states alone
+    assert sizes["ddp"][0] > 12 * elements
+    assert told[0]["ddp fp32"]["drawn"] != told[1]["ddp fp32"]["drawn"]
+
+
+def test_saved_on_two_resumed_on_three_and_on_one_again(saved: tuple[Path, list[dict]]) -> None:
+    folder, told = saved
+    on_three = on_ranks(3, folder, loading_on_three)
+    for name, one_kind in told[0].items():
+        for one in on_three:
+            assert one[name] == pytest.approx(
+                one_kind["losses"], rel=1e-3
+            )  # sums of three gradients are rounded otherwise
+        way, kind = name.split(" ", 1)
+        net, optimizer = alone(way, kind, seed=1)
+        path = latest_checkpoint(folder / f"{name} of 3")
+        assert path is not None
+        assert load_checkpoint(path, model=net, optimizer=optimizer).step == 6
+        whole = torch.load(export_checkpoint(path, folder / f"{name}.pt"))
+        assert all(torch.equal(whole["model"][n], value) for n, value in net.state_dict().items())
+
+
+def refused(rank: int, folder: Path) -> str:
+    """A word that is neither sharded as its parameter nor the same everywhere."""
+    model, optimizer = sharded("torch AdamW")
+    optimizer.state[model.up.weight]["codes"] = torch.zeros(3)
+    try:
+        save_checkpoint(folder / "run", model=model, optimizer=optimizer, step=0)
+    except ValueError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_state_that_is_not_sharded_as_its_parameter_is_refused(tmp_path: Path) -> None:
+    for told in on_ranks(WORLD, tmp_path, refused):
+        assert told.startswith("optimizer: 'codes' of up.weight is not sharded as its parameter is; takes states")
+    assert not (tmp_path / "run").exists()
+
+
+def failing(rank: int, folder: Path) -> list[str]:
+    """A full disk on one rank, then on the other; then all is well again."""
+    told = []
+    run, net = folder / "run", DistributedDataParallel(Net())
+    options = {"model": net, "optimizer": None, "timeout": 20.0, "random_states": True}
+    save_checkpoint(run, step=1, **options)
+    real = _checkpoint_write.write_tensors
+
+    def full(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    for who in (1, 0):
+        _checkpoint_write.write_tensors = full if rank == who else real
+        try:
+            save_checkpoint(run, step=2, **options)
+        except (OSError, RuntimeError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+        assert latest_checkpoint(run) == run / "step-000000001"
+    _checkpoint_write.write_tensors = real
+    assert save_checkpoint(run, step=2, **options) == run / "step-000000002"
+    # A model that one rank cannot load, and nobody then does.
+    dist.barrier()
+    kept = [p.detach().clone() for p in net.parameters()]
+    try:
+        load_checkpoint(run / "step-000000002", model=net if rank == 0 else nn.Linear(2, 2), optimizer=None)
+    except (ValueError, RuntimeError) as error:
+        told.append(f"{type(error).__name__}: {error}")
+    assert all(map(torch.equal, net.parameters(), kept))
+    return told
+
+
+def test_where_one_rank_fails_all_say_which(tmp_path: Path) -> None:
+    first, second = on_ranks(WORLD, tmp_path, failing)
+    assert first[0] == "RuntimeError: save_checkpoint: rank 1 failed: OSError: [Errno 28] No space left on device"
+    assert second[0] == "OSError: [Errno 28] No space left on device"
+    assert first[1] == "OSError: [Errno 28] No space left on device"
+    assert second[1] == "RuntimeError: save_checkpoint: rank 0 failed: OSError: [Errno 28] No space left on device"
+    assert first[2].startswith("RuntimeError: rank 1: ValueError: model: the checkpoint has no 'weight', 'bias'")
+    assert second[2].startswith("ValueError: model: the checkpoint has no 'weight', 'bias'")
+
+
+def dying(rank: int, world: int, folder: str, who: int) -> None:
+    """One rank dies in the middle of a save; the other waits for it as long as it was told to."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    run, net = Path(folder) / "run", Net()
+    save_checkpoint(run, model=net, optimizer=None, step=1)
+    if rank == who:
+        _checkpoint_write.write_tensors = lambda *_: os._exit(0)
+    said = "nothing"
+    try:
+        save_checkpoint(run, model=net, optimizer=None, step=2, random_states=True, timeout=1.0)
+    except TimeoutError as error:
+        said = str(error)
+    (Path(folder) / "said").write_text(said)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_dies_in_the_middle_is_named_by_the_other(who: int, tmp_path: Path) -> None:
+    torch.multiprocessing.start_processes(dying, (WORLD, str(tmp_path), who), WORLD, start_method=START)
+    said = (tmp_path / "said").read_text()
+    what = "rank 1 has not written its part of" if who == 1 else "rank 0 has not completed"
+    assert said.startswith(f"save_checkpoint: {what} {tmp_path}/run/.step-000000002.")
+    assert "within 1 s (timeout): it died, hangs, or sees another folder" in said
+    with pytest.warns(UserWarning, match=r"\.step-000000002\..* was not finished; taking .*step-000000001"):
+        path = latest_checkpoint(tmp_path / "run")
+    load_checkpoint(path, model=Net(), optimizer=None)
+
+
+def said(folder: Path, what: str) -> list[list[str]]:
+    """Lines of all ranks that were written to their ends, or nearly."""
+    lines = [words for rank in range(WORLD) for words in log(folder, rank)]
+    return [words for words in lines if words[0] == what and len(words) == 3]
+
+
+def killed(processes: Processes, folder: Path, times: int) -> None:
+    """Kill one of two ranks, or both, at random moments; the other ends by itself, and all go on."""
+    moments, reached = random.Random(0), 0
+    for _ in range(times):
+        pids = processes.start(folder, world=WORLD, steps=10**9)
+        time.sleep(moments.uniform(0.1, 0.8))
+        for pid in moments.choice([pids, pids[:1], pids[1:]]):
+            os.kill(pid, signal.SIGKILL)
+        assert signal.SIGKILL in processes.ended()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*was not finished")
+            path = latest_checkpoint(folder / "run")
+        net, optimizer = made(KILLED_KIND, seed=1)
+        step = load_checkpoint(path, model=net, optimizer=optimizer).step if path is not None else 0
+        done = [int(w[1]) for rank in range(WORLD) for w in log(folder, rank) if w[0] == "saved" and len(w) == 3]
+        assert step >= max([reached, *done])
+        reached = step
+    net, optimizer = made(KILLED_KIND)
+    lines = [
+        words for rank in range(WORLD) for words in log(folder, rank) if words[0] == "loss" and len(words) == 3
+    ]
+    wanted = [loss.hex() for loss in train(net, optimizer, range(max(int(w[1]) for w in lines)))]
+    assert all(wanted[int(step) - 1].startswith(loss) for _, step, loss in lines)
+    assert reached > 0
+
+
+def test_two_ranks_killed_at_random_moments_lose_nothing(processes: Processes, tmp_path: Path) -> None:
+    killed(processes, tmp_path, 4)
+
+
+@pytest.mark.slow
+def test_two_ranks_killed_two_hundred_times_lose_nothing(processes: Processes, tmp_path: Path) -> None:
+    killed(processes, tmp_path, 200)

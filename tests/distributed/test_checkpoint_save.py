@@ -1,0 +1,293 @@
+"""One process: what is saved comes back, bit for bit, and only what is asked for is kept."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpointed import KINDS, Net, contents, made, ours, train
+from torch import nn
+
+import narrowgauge as ng
+from narrowgauge.distributed import (
+    LoadedCheckpoint,
+    _checkpoint_save,
+    export_checkpoint,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    save_checkpoint_async,
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_resumed_run_is_the_run_that_never_stopped(kind: str, tmp_path: Path) -> None:
+    net, optimizer = made(kind)
+    train(net, optimizer, range(4))
+    path = save_checkpoint(tmp_path, model=net, optimizer=optimizer, step=4)
+    wanted = train(net, optimizer, range(4, 8))
+    fresh, loaded = made(kind, seed=1)
+    assert load_checkpoint(path, model=fresh, optimizer=loaded) == LoadedCheckpoint(4, None)
+    assert fresh.seen == 4
+    assert train(fresh, loaded, range(4, 8)) == wanted
+    for p, q in zip(net.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_extra_comes_back_as_it_was(tmp_path: Path) -> None:
+    extra = {
+        "scheduler": {"last_epoch": 3, "_last_lr": [0.1, float("inf")], 7: (None, True, "é", -0.0)},
+        "tensors": [torch.arange(5, dtype=dtype) for dtype in (torch.bfloat16, torch.uint8, torch.float64)],
+        "codes": torch.ones(3).to(torch.float8_e4m3fn),
+        "nothing": [(), {}, torch.empty(0, 3), torch.tensor(2)],
+        "tensor": "tensor",
+        "big": 2**100,
+    }
+    net = Net()
+    path = save_checkpoint(tmp_path, model=net, optimizer=None, step=0, extra=extra)
+    step, got = load_checkpoint(path, model=net, optimizer=None)
+    assert step == 0
+    assert same(got, extra)
+    assert math.copysign(1, got["scheduler"][7][3]) == -1
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and bool((a.float() == b.float()).all())
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+def test_random_states_come_back_if_asked_for(tmp_path: Path) -> None:
+    def draw() -> list[float]:
+        return [float(torch.rand(())), random.random(), random.gauss(0, 1), *np.random.rand(3)]  # noqa: NPY002
+
+    net = Net()
+    draw()
+    path = save_checkpoint(tmp_path, model=net, optimizer=None, step=0, random_states=True)
+    wanted = draw()
+    load_checkpoint(path, model=net, optimizer=None)
+    assert draw() != wanted
+    load_checkpoint(path, model=net, optimizer=None, random_states=True)
+    assert draw() == wanted
+    without = save_checkpoint(tmp_path, model=net, optimizer=None, step=1)
+    with pytest.raises(ValueError, match=r"random_states: got True, .* has none of rank 0"):
+        load_checkpoint(without, model=net, optimizer=None, random_states=True)
+
+
+def test_the_last_ones_are_kept_and_latest_moves(tmp_path: Path) -> None:
+    net, optimizer = made("fp32")
+    assert latest_checkpoint(tmp_path / "none") is None
+    assert latest_checkpoint(tmp_path) is None
+    for step in range(5):
+        path = save_checkpoint(tmp_path, model=net, optimizer=optimizer, step=step, keep_last=3)
+        assert (tmp_path / "latest").read_text() == f"{path.name}\n"
+        assert latest_checkpoint(tmp_path) == path
+    assert sorted(os.listdir(tmp_path)) == [
+        ".lock", "latest", "step-000000002", "step-000000003", "step-000000004",
+    ]  # fmt: skip
+    save_checkpoint(tmp_path, model=net, optimizer=optimizer, step=9, keep_last=None)
+    assert len(os.listdir(tmp_path)) == 6
+    save_checkpoint(tmp_path, model=net, optimizer=optimizer, step=10, keep_last=1)
+    assert sorted(os.listdir(tmp_path)) == [".lock", "latest", "step-000000010"]
+
+
+def test_going_back_writes_nothing_over(tmp_path: Path) -> None:
+    """The newest is the one that was saved last, whatever its step."""
+    net, _ = made("fp32")
+    first = save_checkpoint(tmp_path, model=net, optimizer=None, step=7, keep_last=None)
+    before = contents(first)
+    second = save_checkpoint(tmp_path, model=net, optimizer=None, step=7, keep_last=None)
+    third = save_checkpoint(tmp_path, model=net, optimizer=None, step=3, keep_last=None)
+    assert [p.name for p in (first, second, third)] == ["step-000000007", "step-000000007-1", "step-000000003"]
+    assert contents(first) == before
+    assert latest_checkpoint(tmp_path) == third
+    save_checkpoint(tmp_path, model=net, optimizer=None, step=8, keep_last=3)
+    assert not first.exists()
+    assert second.exists()
+
+
+def test_parameters_are_found_by_name_and_groups_may_be_ordered_otherwise(tmp_path: Path) -> None:
+    net, optimizer = made("split, 8bit")
+    train(net, optimizer, range(3))
+    path = save_checkpoint(tmp_path, model=net, optimizer=optimizer, step=3)
+    wanted = train(net, optimizer, range(3, 6))
+    fresh = Net(torch.bfloat16, seed=1)
+    turned = ours(list(fresh.named_parameters())[::-1], weights="split", states="8bit")
+    load_checkpoint(path, model=fresh, optimizer=turned)
+    assert train(fresh, turned, range(3, 6)) == wanted
+
+
+def test_states_load_into_other_storages(tmp_path: Path) -> None:
+    net, optimizer = made("split, 8bit")
+    train(net, optimizer, range(3))
+    path = save_checkpoint(tmp_path, model=net, optimizer=optimizer, step=3)
+    other = ours(list(net.named_parameters()), weights="master", states="fp32")
+    load_checkpoint(path, model=net, optimizer=other)
+    for p in net.parameters():
+        assert set(other.state[p]) == {"step", "skipped", "m", "v", "weight.master"}
+        assert other.state[p]["step"] == 3
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`")  # as torch.compile imports it
+def test_compiled_modules_have_their_plain_names(tmp_path: Path) -> None:
+    net = nn.ModuleDict({"inner": nn.Linear(3, 2)})
+    optimizer = torch.optim.AdamW(net.parameters())
+    wrapped = torch.compile(nn.ModuleDict({"inner": torch.compile(net["inner"])}))
+    path = save_checkpoint(tmp_path, model=wrapped, optimizer=optimizer, step=0)
+    fresh = nn.ModuleDict({"inner": nn.Linear(3, 2)})
+    load_checkpoint(path, model=fresh, optimizer=torch.optim.AdamW(fresh.parameters()))
+    assert torch.equal(fresh["inner"].weight, net["inner"].weight)
+
+
+@pytest.mark.parametrize("kind", ["torch AdamW", "split, 8bit"])
+def test_the_export_is_what_torch_loads(kind: str, tmp_path: Path) -> None:
+    net, optimizer = made(kind)
+    train(net, optimizer, range(3))
+    path = save_checkpoint(tmp_path, model=net, optimizer=optimizer, step=3, extra=[torch.ones(2)])
+    file = export_checkpoint(path, tmp_path / "whole.pt")
+    whole = torch.load(file, weights_only=True)
+    wanted = train(net, optimizer, range(3, 6))
+    fresh, loaded = made(kind, seed=1)
+    fresh.load_state_dict(whole["model"])
+    loaded.load_state_dict(whole["optimizer"])
+    assert train(fresh, loaded, range(3, 6)) == wanted
+    assert (whole["step"], whole["extra"][0].tolist()) == (3, [1.0, 1.0])
+    with pytest.raises(ValueError, match=r"file: got .*whole\.pt, which exists, takes the name of a new file"):
+        export_checkpoint(path, file)
+
+
+def test_tensors_are_in_plain_safetensors_files(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    net, optimizer = made("split8, log8")
+    train(net, optimizer, range(2))
+    path = save_checkpoint(tmp_path, model=net, optimizer=optimizer, step=2)
+    read = safetensors.load_file(path / "rank-00000.safetensors")
+    for name, tensor in net.state_dict().items():
+        assert torch.equal(read[f"model/{name}"], tensor)
+    said = json.loads((path / "checkpoint.json").read_text())
+    assert said["tensors"].keys() == read.keys()
+
+
+def test_saving_beside_training_saves_what_was(tmp_path: Path) -> None:
+    net, optimizer = made("split, 8bit")
+    train(net, optimizer, range(3))
+    pending = [save_checkpoint_async(tmp_path, model=net, optimizer=optimizer, step=3)]
+    wanted = train(net, optimizer, range(3, 6))
+    pending.append(save_checkpoint_async(tmp_path, model=net, optimizer=optimizer, step=6))
+    assert pending[0].done()  # the second waited for the first
+    paths = [one.wait() for one in pending]
+    assert [path.name for path in paths] == ["step-000000003", "step-000000006"]
+    fresh, loaded = made("split, 8bit", seed=1)
+    load_checkpoint(paths[0], model=fresh, optimizer=loaded)
+    assert train(fresh, loaded, range(3, 6)) == wanted
+
+
+def test_training_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, real = threading.Event(), _checkpoint_save.write_checkpoint
+
+    def slow(job: Any) -> Path:
+        assert go.wait(20)
+        return real(job)
+
+    monkeypatch.setattr(_checkpoint_save, "write_checkpoint", slow)
+    pending = save_checkpoint_async(tmp_path, model=Net(), optimizer=None, step=0)
+    assert not pending.done()
+    assert latest_checkpoint(tmp_path) is None
+    go.set()
+    assert latest_checkpoint(tmp_path) in (None, pending.wait())
+    assert latest_checkpoint(tmp_path) == pending.wait()
+
+
+def test_an_error_beside_training_is_not_lost(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    net = Net()
+    with pytest.raises(ValueError, match=r"directory: got .*file, which is a file"):
+        save_checkpoint_async(tmp_path / "file", model=net, optimizer=None, step=0)
+    pending = save_checkpoint_async(tmp_path / "file" / "below", model=net, optimizer=None, step=0)
+    with pytest.raises(NotADirectoryError):
+        save_checkpoint_async(tmp_path, model=net, optimizer=None, step=1)  # nobody had asked for the first
+    with pytest.raises(NotADirectoryError):
+        pending.wait()
+    assert save_checkpoint_async(tmp_path, model=net, optimizer=None, step=2).wait().name == "step-000000002"
+
+
+REFUSED = {
+    "step": ({"step": -1}, "step: got -1, takes a number of steps, 0 or more"),
+    "step, bool": ({"step": True}, "step: got True, takes a number"),
+    "keep_last": ({"keep_last": 0}, "keep_last: got 0, takes 1 or more, or None for all"),
+    "timeout": ({"timeout": 0}, "timeout: got 0, takes seconds above 0"),
+    "extra": ({"extra": {"a": [1, object()]}}, r"extra\['a'\]\[1\]: got object, takes None, bool"),
+    "extra, key": ({"extra": {(1, 2): 3}}, r"extra: got a key \(1, 2\) of type tuple, takes str or int"),
+    "dtype": ({"extra": torch.ones(2, dtype=torch.complex64)}, r"extra: got a tensor of torch\.complex64"),
+    "sparse": ({"extra": torch.eye(2).to_sparse()}, r"extra: got a tensor of torch\.float32 \(torch\.sparse_coo"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_saved_is_refused_by_name(arguments: dict, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        save_checkpoint(tmp_path / "run", **{"model": Net(), "optimizer": None, "step": 0, **arguments})
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    optimizer = ng.optim.AdamW(Net().parameters())
+    with pytest.raises(ValueError, match=r"optimizer: parameter 0 of group 0, of shape \(33, 24\), is none of the"):
+        save_checkpoint(tmp_path, model=Net(), optimizer=optimizer, step=0)
+
+
+class WithExtra(nn.Module):
+    """Its state is more than tensors, one tensor has two names, and one of its parts is called as DDP calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module, self.weight = nn.Linear(3, 2), nn.Parameter(torch.randn(2))
+        self.tied = self.module.weight
+        self.kept: dict = {"table": torch.randn(2), "count": 3}
+
+    def get_extra_state(self) -> dict:
+        return self.kept
+
+    def set_extra_state(self, state: dict) -> None:
+        self.kept = state
+
+
+def test_what_modules_keep_beside_tensors_comes_back(tmp_path: Path) -> None:
+    saved, fresh = WithExtra(), WithExtra()
+    saved.kept["count"] = 4
+    path = save_checkpoint(tmp_path, model=saved, optimizer=torch.optim.SGD(saved.parameters()), step=1)
+    load_checkpoint(path, model=fresh, optimizer=torch.optim.SGD(fresh.parameters()))
+    assert fresh.kept["count"] == 4
+    assert torch.equal(fresh.kept["table"], saved.kept["table"])
+    assert fresh.tied is fresh.module.weight
+    for name, p in saved.named_parameters():
+        assert torch.equal(p, fresh.get_parameter(name))
+
+
+def test_the_program_ends_when_the_last_one_is_written(tmp_path: Path) -> None:
+    """And one that saves nothing does not wait for torch's distributed packages either."""
+    program = (
+        "import sys, time, torch, narrowgauge as ng\n"
+        "assert not {'torch.distributed.checkpoint', 'narrowgauge.distributed'} & sys.modules.keys()\n"
+        "assert 'distributed' in dir(ng) and ng.distributed.save_checkpoint\n"
+        "from narrowgauge.distributed import _checkpoint_save as saving\n"
+        "real = saving.write_checkpoint\n"
+        "saving.write_checkpoint = lambda job: (time.sleep(0.3), real(job))[1]\n"
+        "saving.save_checkpoint_async(sys.argv[1], model=torch.nn.Linear(2, 2), optimizer=None, step=5)\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-000000005"
