@@ -27,6 +27,10 @@ KINDS: dict[str, tuple[torch.dtype, Callable]] = {
 }
 
 
+# What is killed and damaged.
+KIND = "split8, log8"
+
+
 def ours(ps: list, **options: str) -> ng.optim.AdamW:
     return ng.optim.AdamW(ps, lr=1e-2, min_quantized_size=100, block_size=64, **options)
 
@@ -69,3 +73,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file under a folder, by name."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def curve(steps: int) -> dict[int, str]:
+    """The losses of a run that nobody kills."""
+    net, optimizer = made(KIND)
+    return {step + 1: loss.hex() for step, loss in enumerate(train(net, optimizer, range(steps)))}
+
+
+def newest(run: Path) -> Path:
+    return run / "step-000000004"

@@ -20,12 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from checkpointed import made, train
+from checkpointed import KIND, made, train
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.distributed import latest_checkpoint, load_checkpoint, save_checkpoint
 
-KIND = "split8, log8"
 # What touches the disk, in the order it is asked for.
 OPERATIONS = [(os, "fsync"), (os, "mkdir"), (os, "rename"), (os, "replace"), (os, "unlink"), (os, "rmdir")]
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
 import pickle
-import random
-import resource
 import shutil
-import signal
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,10 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointed import Net, contents, made, ours, train
+from checkpointed import KIND, Net, contents, curve, made, newest, ours, train
 from hypothesis import given
 from hypothesis import strategies as st
-from saving_process import KIND, Processes, failing, log
 
 import narrowgauge as ng
 from narrowgauge.distributed import (
@@ -34,153 +28,6 @@ from narrowgauge.distributed import (
 )
 
 FILE = "rank-00000.safetensors"
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    """A folder with checkpoints of steps 2 and 4, the second after two more steps."""
-    net, optimizer = made(KIND)
-    for step in (2, 4):
-        train(net, optimizer, range(step - 2, step))
-        save_checkpoint(tmp_path / "run", model=net, optimizer=optimizer, step=step, extra={"at": step})
-    return tmp_path / "run"
-
-
-def newest(run: Path) -> Path:
-    return run / "step-000000004"
-
-
-def losses(found: list[list[str]]) -> list[tuple[int, str]]:
-    return [(int(words[1]), words[2]) for words in found if words[0] == "loss" and len(words) == 3]
-
-
-def saved(found: list[list[str]]) -> int:
-    return max((int(words[1]) for words in found if words[0] == "saved" and len(words) == 3), default=0)
-
-
-def curve(steps: int) -> dict[int, str]:
-    """The losses of a run that nobody kills."""
-    net, optimizer = made(KIND)
-    return {step + 1: loss.hex() for step, loss in enumerate(train(net, optimizer, range(steps)))}
-
-
-def quiet_latest(run: Path) -> Path | None:
-    """The newest, whatever it warns of: half-written ones are what killing leaves."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*was not finished")
-        return latest_checkpoint(run)
-
-
-def killed(processes: Processes, folder: Path, times: int) -> None:
-    """Kill a run at random moments, and start it again; every loss it ever had is that of a run in one piece."""
-    moments = random.Random(0)
-    run, reached = folder / "run", 0
-    for _ in range(times):
-        (pid,) = processes.start(folder, steps=10**9)
-        time.sleep(moments.uniform(0.0, 0.3))
-        os.kill(pid, signal.SIGKILL)
-        assert processes.ended() == [signal.SIGKILL]
-        path = quiet_latest(run)
-        step = 0
-        if path is not None:
-            net, optimizer = made(KIND, seed=1)
-            step, _ = load_checkpoint(path, model=net, optimizer=optimizer)
-        # Nothing that `save_checkpoint` has reported is lost, and nothing that was found before.
-        assert step >= max(reached, saved(log(folder)))
-        reached = step
-    found = losses(log(folder))
-    wanted = curve(max(step for step, _ in found))
-    assert reached > 0
-    for step, loss in found:
-        assert wanted[step].startswith(loss)  # the last word of a killed process may be cut
-    # Two are kept, and a third if the last kill came before it was removed.
-    assert len(list(run.glob("step-*"))) <= 3
-
-
-def test_killed_at_random_moments_nothing_is_lost(processes: Processes, tmp_path: Path) -> None:
-    killed(processes, tmp_path, 10)
-
-
-@pytest.mark.slow
-def test_killed_two_hundred_times_nothing_is_lost(processes: Processes, tmp_path: Path) -> None:
-    killed(processes, tmp_path, 200)
-
-
-def test_killed_at_every_operation_on_the_disk(processes: Processes, tmp_path: Path) -> None:
-    """Each save is killed at its n-th operation on the disk; the one before it or its own is found."""
-    processes.start(tmp_path, steps=3)
-    assert processes.ended() == [0]
-    operations = int(log(tmp_path)[-1][2])
-    assert operations > 12
-    states = []
-    for at in range(1, operations + 1):
-        folder = tmp_path / str(at)
-        shutil.copytree(tmp_path / "run", folder / "run")
-        processes.start(folder, steps=4, die_at=at)
-        assert processes.ended() == [signal.SIGKILL], log(folder)
-        path = quiet_latest(folder / "run")
-        assert path is not None
-        states.append(int(path.name.removeprefix("step-")))
-        if at % 3:  # two of three: it takes long
-            continue
-        processes.start(folder, steps=5)
-        assert processes.ended() == [0]
-        assert quiet_latest(folder / "run") == folder / "run" / "step-000000005"
-        # What the killed save left is gone.
-        names = os.listdir(folder / "run")
-        assert len(names) == 4, names
-        assert dict(losses(log(folder)))[5] == curve(5)[5]
-    assert states == sorted(states)
-    assert set(states) == {3, 4}
-
-
-def test_an_operation_that_fails_is_an_error_and_no_damage(run: Path, tmp_path: Path) -> None:
-    """A disk that says no at its n-th operation: the error is raised, what was there before is there."""
-
-    def full() -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    net, _ = made(KIND)
-    before, failures = contents(newest(run)), 0
-    for at in range(1, 100):
-        work = tmp_path / str(at)
-        shutil.copytree(run, work)
-        raised: Exception | None = None
-        with failing(at, full) as done:
-            try:
-                save_checkpoint(work, model=net, optimizer=None, step=5)
-            except (OSError, UserWarning) as error:
-                raised = error
-        if len(done) < at:
-            break
-        # An old one that could not be removed is worth a warning; a folder that is there need not be made.
-        failures += isinstance(raised, OSError)
-        if raised is None:
-            assert latest_checkpoint(work) == work / "step-000000005"
-        else:
-            assert getattr(raised, "errno", None) == errno.ENOSPC or "could not be removed" in str(raised)
-        assert contents(work / "step-000000004") == before
-        path = quiet_latest(work)
-        assert path is not None
-        assert path.name in ("step-000000004", "step-000000005")
-        assert not [name for name in os.listdir(work) if name.startswith(".step-") and "removed" not in name]
-        save_checkpoint(work, model=net, optimizer=None, step=6)
-        assert latest_checkpoint(work) == work / "step-000000006"
-    assert failures > 8
-
-
-def test_a_disk_that_takes_no_more_bytes(run: Path) -> None:
-    """The kernel's own refusal in the middle of a file."""
-    before = contents(run)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            save_checkpoint(run, model=Net(), optimizer=None, step=6, extra=torch.ones(100_000))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert contents(run) == before
-    assert len(os.listdir(run)) == 4
 
 
 def flip(path: Path, at: float) -> None:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import random
-import signal
-import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpointed import KINDS, Net, made, ours, train
-from saving_process import KIND as KILLED_KIND
-from saving_process import Processes, log
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -315,44 +309,3 @@ def test_a_rank_that_dies_in_the_middle_is_named_by_the_other(who: int, tmp_path
     with pytest.warns(UserWarning, match=r"\.step-000000002\..* was not finished; taking .*step-000000001"):
         path = latest_checkpoint(tmp_path / "run")
     load_checkpoint(path, model=Net(), optimizer=None)
-
-
-def said(folder: Path, what: str) -> list[list[str]]:
-    """Lines of all ranks that were written to their ends, or nearly."""
-    lines = [words for rank in range(WORLD) for words in log(folder, rank)]
-    return [words for words in lines if words[0] == what and len(words) == 3]
-
-
-def killed(processes: Processes, folder: Path, times: int) -> None:
-    """Kill one of two ranks, or both, at random moments; the other ends by itself, and all go on."""
-    moments, reached = random.Random(0), 0
-    for _ in range(times):
-        pids = processes.start(folder, world=WORLD, steps=10**9)
-        time.sleep(moments.uniform(0.1, 0.8))
-        for pid in moments.choice([pids, pids[:1], pids[1:]]):
-            os.kill(pid, signal.SIGKILL)
-        assert signal.SIGKILL in processes.ended()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*was not finished")
-            path = latest_checkpoint(folder / "run")
-        net, optimizer = made(KILLED_KIND, seed=1)
-        step = load_checkpoint(path, model=net, optimizer=optimizer).step if path is not None else 0
-        done = [int(w[1]) for rank in range(WORLD) for w in log(folder, rank) if w[0] == "saved" and len(w) == 3]
-        assert step >= max([reached, *done])
-        reached = step
-    net, optimizer = made(KILLED_KIND)
-    lines = [
-        words for rank in range(WORLD) for words in log(folder, rank) if words[0] == "loss" and len(words) == 3
-    ]
-    wanted = [loss.hex() for loss in train(net, optimizer, range(max(int(w[1]) for w in lines)))]
-    assert all(wanted[int(step) - 1].startswith(loss) for _, step, loss in lines)
-    assert reached > 0
-
-
-def test_two_ranks_killed_at_random_moments_lose_nothing(processes: Processes, tmp_path: Path) -> None:
-    killed(processes, tmp_path, 4)
-
-
-@pytest.mark.slow
-def test_two_ranks_killed_two_hundred_times_lose_nothing(processes: Processes, tmp_path: Path) -> None:
-    killed(processes, tmp_path, 200)
