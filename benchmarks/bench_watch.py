@@ -1,7 +1,8 @@
 """What watching a training costs: steps of a GPT-2-like model with and without, in alternation.
 
-Each round takes some steps without a watch and as many within one, in turns, on the same model; the time of a
-round ends when the device is done. The cost is the median over rounds of the ratio of neighbours, so that a
+Each round takes some steps without a watch and as many within one, in turns, on the same model, each after as many
+steps as lie between two measured ones; the time of a round ends when the device is done. So it is what a watch costs
+while it lasts, not what it takes to begin and to end one. The cost is the median over rounds of the ratio of neighbours, so that a
 clock that drifts or a busy machine says nothing. `all` is the default watch (updates, gradients, features at
 every tenth step, RMS_t of embeddings at every one), the other rows leave something out: `losses, RMS_t` less
 `losses` is what RMS_t at every step costs. Comparing quantized moments with exact ones is done
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shlex
 import statistics
 import sys
 import time
@@ -99,11 +101,12 @@ class Training:
             self.optimizer.zero_grad(set_to_none=True)
 
     def seconds(self, count: int, options: dict[str, Any] | None, every: int) -> float:
-        """Of some steps, with a watch if there are options; from one idle device to the next."""
+        """Of some steps, after some more, with a watch if there are options; from one idle device to the next."""
         watched: Any = contextlib.nullcontext()
         if options is not None:
             watched = gauges.watch(self.net, self.optimizer, every, states_every=0, **options)
         with watched:
+            self.steps(every)
             self._wait()
             start = time.perf_counter()
             self.steps(count)
@@ -164,7 +167,7 @@ def main() -> None:
     parser.add_argument("--optimizers", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS))
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--every", type=int, default=10)
-    parser.add_argument("--dues", type=int, default=2, help="measured steps in a round")
+    parser.add_argument("--dues", type=int, default=3, help="measured steps in a round")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
@@ -178,6 +181,7 @@ def main() -> None:
         "torch": torch.__version__,
         "model": {key: getattr(args, key) for key in ("layers", "width", "vocabulary", "length", "batch")},
         "every": args.every,
+        "command": shlex.join(["python", *sys.argv]),
     }
     for name in args.optimizers:
         results[name] = found = measured(name, args)

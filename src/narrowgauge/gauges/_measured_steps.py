@@ -1,10 +1,8 @@
 """What a step did to every parameter, measured around optimizers that do not measure it themselves.
 
 Before a due step the weights, or a sample of the long ones, are copied; after it the change is compared with
-what was intended. torch's Adam, AdamW, SGD and Adagrad leave all that their update was made of: the gradient,
-and the moments after the step. Their update is worked out from these once more, in float64, by this library's
-rules. Of any other optimizer only the change is known: its norm, and where a gradient that is not zero moved
-nothing.
+what was intended, which torch's Adam, AdamW, SGD and Adagrad leave to be known (see `_intended`). Of any other
+optimizer only the change is known: its norm, and where a gradient that is not zero moved nothing.
 
 The sums are those of `narrowgauge.optim.UpdateStats`: the squared norm of the intended update, its dot products
 with the stored and with the visible effective one (the same here), how many intended updates are not zero, how
@@ -15,54 +13,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from narrowgauge import rules
-from narrowgauge.gauges._segments import Segments, chunks, flat, kept_sample, sample
+from narrowgauge.gauges._features import kernels_take
+from narrowgauge.gauges._intended import (
+    After,
+    moments_of,
+    ratio_graph,
+    rule_of,
+    scalars_of,
+    table_of,
+    update_graph,
+)
+from narrowgauge.gauges._segments import Segments, chunks, flat, is_sampled, kept, kept_sample, sample
 
 SUMS = 8
-
-
-class After:
-    """The arithmetic of a rule whose moments have been averaged already: they are read, in float64."""
-
-    def accumulate(self, average: Tensor, x: Tensor, decay: rules.Scalar, share: rules.Scalar) -> Tensor:
-        return average
-
-    def accumulate_square(self, average: Tensor, x: Tensor, decay: rules.Scalar, share: rules.Scalar) -> Tensor:
-        return average
-
-    def square(self, x: Tensor) -> Tensor:
-        return x.square()
-
-    def value(self, average: Tensor) -> Tensor:
-        return average
-
-    def root(self, x: Tensor, by: rules.Scalar) -> Tensor:
-        return (x / by).sqrt()
-
-
-def rule_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> rules.Rule | None:
-    """The rule that one of torch's optimizers follows; None for all others, subclasses too."""
-    kind = type(optimizer)
-    if kind is torch.optim.AdamW or (kind is torch.optim.Adam and group.get("decoupled_weight_decay")):
-        return rules.ADAMW
-    return {torch.optim.Adam: rules.ADAM, torch.optim.SGD: rules.SGD, torch.optim.Adagrad: rules.ADAGRAD}.get(kind)
-
-
-def moments_of(group: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """The moments that torch keeps, by the rules' letters."""
-    second = "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"
-    keys = {"m": "exp_avg", "v": second}
-    if "sum" in state:
-        keys = {"v": "sum"}
-    elif state.get("momentum_buffer") is not None:
-        keys = {"m": "momentum_buffer"}
-    return {slot: state[key] for slot, key in keys.items() if key in state}
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,24 +61,37 @@ class MeasuredStep:
 
     def __init__(self, optimizer: torch.optim.Optimizer, turn: int, share: int) -> None:
         self._optimizer, self._turn, self._share = optimizer, turn, share
+        groups = optimizer.param_groups
+        ps = [(group, p) for group in groups for p in group["params"] if p.requires_grad]
+        self._before = self._copies({p: p for _, p in ps})
         # torch's SGD with Nesterov's momentum steps lists of parameters ("foreach") by adding to their gradients.
-        self._grads = {
-            p: self._sample(dense(p.grad)).clone()
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if group.get("nesterov") and p.grad is not None
-        }
+        self._grads = self._copies(
+            {p: dense(p.grad) for group, p in ps if group.get("nesterov") and p.grad is not None}
+        )
         # By torch's GradScaler, for optimizers that skip on the device.
         self._held: Tensor | None = getattr(optimizer, "found_inf", None)
-        self._before = {
-            p: kept_sample(flat(p), self._turn, self._share)
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.requires_grad
-        }
 
-    def _sample(self, x: Tensor) -> Tensor:
-        return sample(flat(x), self._turn, self._share)
+    def _copies(self, tensors: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """Samples of parameters' tensors; with zeros behind where kernels make them."""
+        found: dict[Tensor, Tensor] = {}
+        devices: dict[torch.device, dict[Tensor, Tensor]] = {}
+        for p, tensor in tensors.items():
+            vector = flat(tensor)
+            devices.setdefault(vector.device, {})[p] = vector
+        for some in devices.values():
+            vectors = list(some.values())
+            if kernels_take(vectors):
+                from narrowgauge.kernels._updates import gathered  # here and not above: it brings triton
+
+                found |= zip(some, gathered(vectors, self._samples(vectors)), strict=True)
+            else:
+                found |= {p: kept_sample(vector, self._turn, self._share) for p, vector in some.items()}
+        return found
+
+    def _samples(self, vectors: Sequence[Tensor]) -> list[tuple[int, int]]:
+        """Every how many rows one is taken, and from which."""
+        share = self._share
+        return [(share, self._turn % share) if is_sampled(x.numel(), share) else (1, 0) for x in vectors]
 
     def after(self) -> list[tuple[list[Tensor], Tensor, str]]:
         """Parameters, their sums (parameters, 8) in float64, and how they were measured: by "rule", or
@@ -130,39 +113,78 @@ class MeasuredStep:
                 needed = {slot.name for slot in rule.slots(group)} if rule is not None else set()
                 known = rule if needed == set(slots) else None  # a parameter that was not stepped has none
                 found.setdefault((number, p.device, known, tuple(slots)), _Alike(group, known, [])).ps.append(p)
-        lists = list(found.values())
-        parts = [(some, chunks([self._before[p].numel() for p in some.ps])) for some in lists]
-        return [_Alike(some.group, some.rule, some.ps[cut]) for some, cuts in parts for cut in cuts]
+        return list(found.values())
 
     def _sums(self, some: _Alike) -> Tensor:
-        vectors = [self._before[p] for p in some.ps]
-        segments = Segments.of(vectors)
-        before = segments.rows(vectors, torch.float64)
-        change = segments.rows([self._sample(p) for p in some.ps], torch.float64) - before
-        grads = [self._grads[p] if p in self._grads else self._sample(dense(p.grad)) for p in some.ps]
-        grad = segments.rows(grads, torch.float64)
-        if some.rule is None:
-            sums = _of_change(segments, grad, change)
-        else:
-            sums = self._of_rule(some, segments, before, change, -grad if some.group.get("maximize") else grad)
+        sums = self._by_kernels(some)
+        if sums is None:
+            cuts = chunks([self._before[p].numel() for p in some.ps])
+            sums = torch.cat([self._in_torch(replace(some, ps=some.ps[cut])) for cut in cuts])
         if self._held is not None:
             held = torch.as_tensor(self._held).to(sums.device).reshape(()) > 0
             sums = torch.where(held, 0.0, sums)
         whole = [flat(p).numel() for p in some.ps]
-        scale = [n / max(1, kept) for n, kept in zip(whole, segments.lengths, strict=True)]
+        scale = [n / max(1, kept(n, self._turn, self._share)) for n in whole]
         if any(factor != 1 for factor in scale):
             factors = torch.tensor(scale, dtype=torch.float64, device="cpu").to(sums.device, non_blocking=True)
             sums = sums * factors[:, None]
         return sums
 
+    def _moments(self, some: _Alike) -> tuple[list[Mapping[str, Any]], list[dict[str, Any]]]:
+        """States, and the moments in them."""
+        states = [self._optimizer.state.get(p, {}) for p in some.ps]
+        return states, [moments_of(some.group, state) if some.rule is not None else {} for state in states]
+
+    def _by_kernels(self, some: _Alike) -> Tensor | None:
+        """The sums by kernels, float64 (parameters, 8); None if there are none for these."""
+        states, moments = self._moments(some)
+        whole = {"after": [flat(p) for p in some.ps]}
+        whole |= {slot: [flat(one[slot]) for one in moments] for slot in moments[0]}
+        copies = {"weight": [self._before[p] for p in some.ps]}
+        (copies if some.ps[0] in self._grads else whole)["grad"] = [
+            self._grads[p] if p in self._grads else flat(dense(p.grad)) for p in some.ps
+        ]
+        if not kernels_take([x for vectors in (*whole.values(), *copies.values()) for x in vectors]):
+            return None
+        from narrowgauge.kernels._updates import measured
+
+        after = whole["after"]
+        scalars = scalars_of(some.rule, some.group, states, after[0].device) if some.rule is not None else {}
+        names, slots = tuple(scalars), tuple(moments[0])
+        delta = update_graph(some.rule, slots, names) if some.rule is not None else None  # type: ignore[arg-type]
+        ratio = ratio_graph(some.rule, names) if some.rule is not None and "v" in slots else None  # type: ignore[arg-type]
+        return measured(
+            delta, ratio, names, table_of(scalars, len(after), after[0].device), whole | copies, tuple(copies),
+            self._samples(after), bool(some.rule is not None and some.group.get("maximize")),
+        )  # fmt: skip
+
+    def _in_torch(self, some: _Alike) -> Tensor:
+        """The same in eager torch: the specification."""
+        now = [sample(flat(p), self._turn, self._share) for p in some.ps]
+        segments = Segments.of(now)
+        before = segments.rows(
+            [self._before[p][: x.numel()] for p, x in zip(some.ps, now, strict=True)], torch.float64
+        )
+        change = segments.rows(now, torch.float64) - before
+        grads = [
+            self._grads[p][: x.numel()]
+            if p in self._grads
+            else sample(flat(dense(p.grad)), self._turn, self._share)
+            for p, x in zip(some.ps, now, strict=True)
+        ]
+        grad = segments.rows(grads, torch.float64)
+        if some.rule is None:
+            return _of_change(segments, grad, change)
+        return self._of_rule(some, segments, before, change, -grad if some.group.get("maximize") else grad)
+
     def _of_rule(self, some: _Alike, segments: Segments, before: Tensor, change: Tensor, grad: Tensor) -> Tensor:
         assert some.rule is not None
-        states = [self._optimizer.state.get(p, {}) for p in some.ps]
-        kept = [moments_of(some.group, state) for state in states]
+        states, kept = self._moments(some)
         moments = {
-            slot: segments.rows([self._sample(one[slot]) for one in kept], torch.float64) for slot in kept[0]
+            slot: segments.rows([sample(flat(one[slot]), self._turn, self._share) for one in kept], torch.float64)
+            for slot in kept[0]
         }
-        scalars = some.rule.scalars(numbers_of(some.group), steps_of(states, segments))
+        scalars = segments.columns(scalars_of(some.rule, some.group, states, segments.device))
         intended, _ = some.rule.update(After(), before, grad, moments, scalars)
         # Behind the end of a vector an eps of 0 would divide by it.
         inside = segments.inside()
@@ -192,27 +214,3 @@ def _of_change(segments: Segments, grad: Tensor, change: Tensor) -> Tensor:
 def dense(grad: Tensor | None) -> Tensor:
     assert grad is not None
     return grad.to_dense() if grad.layout is not torch.strided else grad
-
-
-def numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyperparameters; those that are tensors in float64, where they are."""
-
-    def number(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.item() if value.device.type == "cpu" else value.detach().to(torch.float64).reshape(())
-        return tuple(map(number, value)) if isinstance(value, tuple | list) else value
-
-    return {key: number(value) for key, value in group.items() if key != "params"}
-
-
-def steps_of(states: Sequence[Mapping[str, Any]], segments: Segments) -> rules.Scalar:
-    """The number of the step that was taken: one for all where the host knows that, else a column (rows, 1)."""
-    steps = [state.get("step", 1.0) for state in states]
-    if not any(isinstance(step, Tensor) and step.device.type != "cpu" for step in steps):
-        numbers = [float(step) for step in steps]
-        if len(set(numbers)) == 1:
-            return numbers[0]
-        column = torch.tensor(numbers, dtype=torch.float64, device="cpu").to(segments.device, non_blocking=True)
-    else:
-        column = torch.stack([torch.as_tensor(step).to(segments.device, torch.float64) for step in steps])
-    return segments.spread(column)

@@ -10,9 +10,10 @@ exact, since they are of a sixteenth of a large number.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,13 @@ def flat(x: Tensor) -> Tensor:
 def is_sampled(elements: int, share: int) -> bool:
     """Whether a vector is long enough to be sampled."""
     return share > 1 and elements >= LONG
+
+
+def kept(elements: int, turn: int, share: int) -> int:
+    """How many elements the sample of a vector has."""
+    if not is_sampled(elements, share):
+        return elements
+    return len(range(turn % share, elements // ROW, share)) * ROW
 
 
 def sample(x: Tensor, turn: int, share: int = SHARE) -> Tensor:
@@ -102,6 +110,11 @@ class Segments:
     def spread(self, values: Tensor) -> Tensor:
         """A number a vector as a column (rows, 1)."""
         return values.repeat_interleave(self._counts, output_size=sum(self.counts))[:, None]
+
+    def columns(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
+        """Scalars of which some are a number a vector, as what elements of the matrix meet."""
+        each = {name: value for name, value in scalars.items() if isinstance(value, Tensor) and value.dim()}
+        return {**scalars, **{name: self.spread(value) for name, value in each.items()}}
 
     def sums(self, columns: Sequence[Tensor]) -> Tensor:
         """Sums by vector: float64 (vectors, columns), of matrices (rows, ROW)."""

@@ -23,10 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge import rules
+from narrowgauge.gauges._features import kernels_take
 from narrowgauge.gauges._history import is_embedding
-from narrowgauge.gauges._measured_steps import After, dense, moments_of, numbers_of, rule_of, steps_of
+from narrowgauge.gauges._intended import After, moments_of, ratio_graph, rule_of, scalars_of, table_of
+from narrowgauge.gauges._measured_steps import dense
 from narrowgauge.gauges._modules import plain_name
-from narrowgauge.gauges._segments import SHARE, Segments, flat, sample
+from narrowgauge.gauges._segments import SHARE, Segments, flat, is_sampled, kept, sample
 from narrowgauge.gauges._update_records import OwnSteps, measures_itself
 
 _LISTS = 64  # lists of names that are known
@@ -168,22 +170,40 @@ class StepRms:
             if p in self._places and p.grad is not None and not p.is_complex() and flat(p).numel():
                 devices.setdefault(flat(p).device, []).append(p)
         for ps in devices.values():
-            kept = [moments_of(group, state.get(p, {})) for p in ps]
-            if rule is None or not all("v" in moments for moments in kept):
+            moments = [moments_of(group, state.get(p, {})) for p in ps]
+            if rule is None or not all("v" in of for of in moments):
                 continue
-            grads = [sample(flat(dense(p.grad)), self._turn, SHARE) for p in ps]
-            lengths = tuple(grad.numel() for grad in grads)
-            segments = self._segments.setdefault(lengths, Segments.of(grads))
-            grad = segments.rows(grads, torch.float32)
-            v = segments.rows([sample(flat(moments["v"]), self._turn, SHARE) for moments in kept], torch.float32)
-            scalars = rule.scalars(numbers_of(group), steps_of([state[p] for p in ps], segments))
-            # The weight is looked at for a decay in the gradient, of which the second moment is made already.
-            ratio = rules.squared_ratio(rule, After(), grad, grad, {"v": v}, scalars)
-            assert ratio is not None
-            whole = [flat(p).numel() for p in ps]
-            known = [[n / length, n] for n, length in zip(whole, lengths, strict=True)]
-            factors = torch.tensor(known, dtype=torch.float64, device="cpu").to(v.device, non_blocking=True)
-            found = torch.cat([segments.sums([ratio]) * factors[:, :1], factors[:, 1:]], dim=1)
+            grads = [flat(dense(p.grad)) for p in ps]
+            scalars = scalars_of(rule, group, [state[p] for p in ps], grads[0].device)
+            found = self._ratios(rule, scalars, grads, [flat(of["v"]) for of in moments])
             if self._held is not None:
-                found = torch.where(torch.as_tensor(self._held).to(v.device).reshape(()) > 0, 0.0, found)
+                found = torch.where(torch.as_tensor(self._held).to(found.device).reshape(()) > 0, 0.0, found)
             yield ps, found
+
+    def _ratios(
+        self, rule: rules.Rule, scalars: dict[str, rules.Scalar], grads: list[Tensor], moments: list[Tensor]
+    ) -> Tensor:
+        """The sums of some vectors, from samples: float64 (vectors, 2)."""
+        lengths = [kept(grad.numel(), self._turn, SHARE) for grad in grads]
+        if kernels_take([*grads, *moments]):
+            from narrowgauge.kernels._updates import measured  # here and not above: it brings triton
+
+            names, share = tuple(scalars), (SHARE, self._turn % SHARE)
+            samples = [share if is_sampled(grad.numel(), SHARE) else (1, 0) for grad in grads]
+            numbers = table_of(scalars, len(grads), grads[0].device)
+            inputs = {"grad": grads, "v": moments}
+            graph = ratio_graph(rule, names)  # type: ignore[arg-type]  # rules are values, and have hashes
+            found = measured(None, graph, names, numbers, inputs, (), samples)[:, :1]
+        else:
+            segments = self._segments.setdefault(tuple(lengths), Segments(tuple(lengths), grads[0].device))
+            grad, v = (
+                segments.rows([sample(x, self._turn, SHARE) for x in some], torch.float32)
+                for some in (grads, moments)
+            )
+            # The weight is looked at for a decay in the gradient, of which the second moment is made already.
+            ratio = rules.squared_ratio(rule, After(), grad, grad, {"v": v}, segments.columns(scalars))
+            assert ratio is not None
+            found = segments.sums([ratio])
+        known = [[x.numel() / length, x.numel()] for x, length in zip(grads, lengths, strict=True)]
+        factors = torch.tensor(known, dtype=torch.float64, device="cpu").to(found.device, non_blocking=True)
+        return torch.cat([found * factors[:, :1], factors[:, 1:]], dim=1)

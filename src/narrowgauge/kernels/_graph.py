@@ -60,23 +60,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         shape: of the tensors that stand for inputs.
+        dtype: of those that `element` makes.
 
     Raises:
         NotImplementedError: for what is not elementwise, or not known here.
     """
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._shape = shape
+        self._shape, self._dtype = shape, dtype
         self._nodes: dict[int, Node] = {}
         self._alive: list[Tensor] = []  # an identity is that of one tensor only as long as it lives
 
     def element(self, name: str) -> Tensor:
-        """A float32 tensor that stands for an input of that name."""
-        return self._keep(torch.full(self._shape, 0.5), Node("input", (name,)))
+        """A tensor that stands for an input of that name."""
+        return self._keep(torch.full(self._shape, 0.5, dtype=self._dtype), Node("input", (name,)))
 
     def scaled(self, name: str, number: str) -> Tensor:
-        """One that stands for an input times a number, rounded to float32 before anything else is done with it.
+        """A float32 one that stands for an input times a number, rounded before anything else is done with it.
 
         Nothing takes the number elsewhere: what is worked out is, bit for bit, what it is of the product.
         """

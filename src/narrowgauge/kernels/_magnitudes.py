@@ -29,7 +29,7 @@ from narrowgauge.kernels._launches import Launches
 LOOKED = 5  # columns: absmax; how many are not finite, how many finite and not zero; the sums of |x| and of x
 BOUNDARIES = 4  # columns of a format
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # by their number in the table
-_KINDS = {dtype: number for number, dtype in enumerate(DTYPES)}
+KINDS = {dtype: number for number, dtype in enumerate(DTYPES)}
 ROW = 1024  # elements of what is sampled as one
 
 _LOOKED, _BOUNDARIES, _ROW = tl.constexpr(LOOKED), tl.constexpr(BOUNDARIES), tl.constexpr(ROW)
@@ -45,7 +45,7 @@ _TOGETHER, _COLUMNS = 64, 32  # rows that are added at once, and a power of two 
 
 
 @triton.jit
-def _bits(address, kind, at, here):
+def bits_at(address, kind, at, here):
     """The float32 bits of elements, zero where there are none."""
     if kind == 0:
         bits = tl.load(address.to(tl.pointer_type(tl.int16)) + at, mask=here, other=0).to(tl.int32) << 16
@@ -84,7 +84,7 @@ def _look(places, owners, rows, TILE: tl.constexpr):
     program = tl.program_id(0)
     place = places + tl.load(owners + program) * _WIDTH
     at = (program - tl.load(place + 3)) * TILE + tl.arange(0, TILE)
-    bits = _bits(tl.load(place), tl.load(place + 1), at, at < tl.load(place + 2))
+    bits = bits_at(tl.load(place), tl.load(place + 1), at, at < tl.load(place + 2))
     _sums(bits, rows + program.to(tl.int64) * _LOOKED)
 
 
@@ -93,7 +93,7 @@ def _look_at_one(address, elements, rows, KIND: tl.constexpr, TILE: tl.constexpr
     """The same of one vector, without tables to be made and sent first."""
     program = tl.program_id(0).to(tl.int64)
     at = program * TILE + tl.arange(0, TILE)
-    _sums(_bits(address, KIND, at, at < elements), rows + program * _LOOKED)
+    _sums(bits_at(address, KIND, at, at < elements), rows + program * _LOOKED)
 
 
 @triton.jit
@@ -109,7 +109,7 @@ def _count(
     sampled = (program - tl.load(place + 3)) * (TILE // _ROW) + inside // _ROW
     at = (tl.load(place + 5) + tl.load(place + 4) * sampled) * _ROW + inside % _ROW
     here = (sampled < tl.load(place + 6)) & (at < tl.load(place + 2))
-    magnitude = _finite_magnitude(_bits(tl.load(place), tl.load(place + 1), at, here))
+    magnitude = _finite_magnitude(bits_at(tl.load(place), tl.load(place + 1), at, here))
     row = rows + program.to(tl.int64) * (1 + FORMATS * _BOUNDARIES)
     tl.store(row, tl.sum((magnitude > 0).to(tl.int32), 0).to(tl.float64))
     for format in tl.static_range(FORMATS):
@@ -164,7 +164,7 @@ def look_at(vectors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
     tiles = [-(-vector.numel() // _TILE) for vector in vectors]
     places, owners = _placed(vectors, tiles, [(1, 0, 0)] * len(vectors))
     rows = torch.empty(sum(tiles), LOOKED, dtype=torch.float64, device=places.device)
-    _launch(_LOOK, (places, owners, rows), {"TILE": _TILE})
+    launch(_LOOK, (places, owners, rows), {"TILE": _TILE})
     return rows, tiles
 
 
@@ -174,7 +174,7 @@ def look_at_one(vector: Tensor) -> Tensor:
     tiles = -(-elements // _TILE)
     rows = torch.empty(tiles, LOOKED, dtype=torch.float64, device=vector.device)
     if tiles:
-        constants = {"KIND": _KINDS[vector.dtype], "TILE": _TILE}
+        constants = {"KIND": KINDS[vector.dtype], "TILE": _TILE}
         with torch.cuda.device_of(rows):  # Triton launches on the current device
             _LOOK_AT_ONE((tiles,), (vector.data_ptr(), elements, rows), constants, _OPTIONS)
     return rows
@@ -199,14 +199,14 @@ def count(
         Float64 (vectors, 1 + 4 formats): how many sampled elements are finite and not zero, and how many of those
         have reached each boundary.
     """
-    taken = [_taken(vector.numel(), *sample) for vector, sample in zip(vectors, samples, strict=True)]
-    tiles = [-(-rows * ROW // _TILE) for _, _, rows in taken]
-    places, owners = _placed(vectors, tiles, taken)
+    chosen = [taken(vector.numel(), *sample) for vector, sample in zip(vectors, samples, strict=True)]
+    tiles = [-(-rows * ROW // _TILE) for _, _, rows in chosen]
+    places, owners = _placed(vectors, tiles, chosen)
     scales = [factor for factor in factors if factor is not None]
     found = torch.stack(scales, dim=1) if scales else torch.empty(0, device=places.device)
     rows = torch.empty(sum(tiles), 1 + BOUNDARIES * len(bounds), dtype=torch.float64, device=places.device)
     constants = {"TILE": _TILE, **_constants(bounds, tuple(factor is not None for factor in factors))}
-    _launch(_COUNT, (places, owners, found, rows), constants)
+    launch(_COUNT, (places, owners, found, rows), constants)
     return added(rows, tiles, largest=False)
 
 
@@ -222,7 +222,7 @@ def added(rows: Tensor, counts: Sequence[int], largest: bool) -> Tensor:
         Float64 (vectors, columns), zeros for a vector without rows.
     """
     columns = rows.shape[1]
-    ends = _sent(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), rows.device)
+    ends = sent(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), rows.device)
     sums = torch.empty(len(counts), columns, dtype=torch.float64, device=rows.device)
     if counts:
         constants = {"WIDTH": columns, "LARGEST": largest, "TOGETHER": _TOGETHER}
@@ -232,7 +232,7 @@ def added(rows: Tensor, counts: Sequence[int], largest: bool) -> Tensor:
     return sums
 
 
-def _taken(elements: int, share: int, first: int) -> tuple[int, int, int]:
+def taken(elements: int, share: int, first: int) -> tuple[int, int, int]:
     """Of a sample: every how many rows, from which, and how many."""
     whole = elements // ROW if share > 1 else -(-elements // ROW)
     return share, first, len(range(first, whole, share))
@@ -244,19 +244,21 @@ def _placed(
     """The table of places, int64 (vectors, _PLACES), and to which vector each program belongs, int32."""
     firsts = np.cumsum(tiles) - tiles if len(tiles) else np.zeros(0, np.int64)
     of = [
-        (vector.data_ptr(), _KINDS[vector.dtype], vector.numel(), first, *sample)
+        (vector.data_ptr(), KINDS[vector.dtype], vector.numel(), first, *sample)
         for vector, first, sample in zip(vectors, firsts.tolist(), taken, strict=True)
     ]
     owners = np.repeat(np.arange(len(vectors), dtype=np.int32), tiles)
     device = vectors[0].device
-    return _sent(np.array(of, dtype=np.int64), device), _sent(owners, device)
+    return sent(np.array(of, dtype=np.int64), device), sent(owners, device)
 
 
-def _sent(values: Any, device: torch.device) -> Tensor:
+def sent(values: Any, device: torch.device) -> Tensor:
+    """An array on a device, without waiting for it."""
     return torch.from_numpy(values).to(device, non_blocking=True)
 
 
-def _launch(launches: Launches, given: tuple[Tensor, ...], constants: dict[str, Any]) -> None:
+def launch(launches: Launches, given: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    """Launch a program for each owner, which come second."""
     programs = given[1].numel()
     if programs:
         with torch.cuda.device_of(given[0]):  # Triton launches on the current device

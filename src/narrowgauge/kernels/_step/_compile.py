@@ -1,17 +1,9 @@
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
-"""Text made into kernels.
-
-Triton reads the source of what it compiles through `inspect`, which asks `linecache`: that is told the text under
-the name of a file that does not exist.
-
-A step has several kernels, and its first call compiles them side by side.
-"""
+"""A step's text made into kernels: it has several, and its first call compiles them side by side."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import linecache
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -33,6 +25,7 @@ from narrowgauge.kernels._step import (
     _states,
     _weights,
 )
+from narrowgauge.kernels._text import kernel_of
 
 
 @triton.jit
@@ -55,19 +48,10 @@ def store(pointers, values, here, MASKED: tl.constexpr):
 @functools.lru_cache(maxsize=256)
 def compiled(source: str, name: str) -> Any:
     """The kernel of that name in a text; the same one for the same text."""
-    file = f"<narrowgauge {name} {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    space: dict[str, Any] = {
-        "__name__": f"{__name__}.{name}",
-        "triton": triton,
-        "tl": tl,
-        "load": load,
-        "store": store,
-    }
+    space: dict[str, Any] = {"triton": triton, "tl": tl, "load": load, "store": store}
     for module in (_floats, _packing, _random, _weights, _states, _blockwise, _signed, _gauges, _sampling):
         space |= {key: value for key, value in vars(module).items() if not key.startswith("__")}
-    exec(compile(source, file, "exec"), space)
-    return space[name]
+    return kernel_of(source, name, space, __name__)
 
 
 def compile_together(launches: Sequence[tuple[Launches, tuple[int, ...], tuple[Any, ...], Any, Any]]) -> None:

@@ -1,0 +1,131 @@
+"""The update that one of torch's optimizers intended, from what it leaves behind.
+
+torch's Adam, AdamW, SGD and Adagrad leave all that their update was made of: the gradient, and the moments after
+the step. This library's rules, given an arithmetic that takes averages as they are, make the update of these once
+more: as tensors in double precision, or as graphs that a kernel is written from.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge import rules
+from narrowgauge.kernels._graph import Node, Recorder
+
+_SHAPE = (2, 3)
+
+
+class After:
+    """The arithmetic of a rule whose moments have been averaged already: they are read, in float64."""
+
+    def accumulate(self, average: Tensor, x: Tensor, decay: rules.Scalar, share: rules.Scalar) -> Tensor:
+        return average
+
+    def accumulate_square(self, average: Tensor, x: Tensor, decay: rules.Scalar, share: rules.Scalar) -> Tensor:
+        return average
+
+    def square(self, x: Tensor) -> Tensor:
+        return x.square()
+
+    def value(self, average: Tensor) -> Tensor:
+        return average
+
+    def root(self, x: Tensor, by: rules.Scalar) -> Tensor:
+        return (x / by).sqrt()
+
+
+def rule_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> rules.Rule | None:
+    """The rule that one of torch's optimizers follows; None for all others, subclasses too."""
+    kind = type(optimizer)
+    if kind is torch.optim.AdamW or (kind is torch.optim.Adam and group.get("decoupled_weight_decay")):
+        return rules.ADAMW
+    return {torch.optim.Adam: rules.ADAM, torch.optim.SGD: rules.SGD, torch.optim.Adagrad: rules.ADAGRAD}.get(kind)
+
+
+def moments_of(group: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    """The moments that torch keeps, by the rules' letters."""
+    second = "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"
+    keys = {"m": "exp_avg", "v": second}
+    if "sum" in state:
+        keys = {"v": "sum"}
+    elif state.get("momentum_buffer") is not None:
+        keys = {"m": "momentum_buffer"}
+    return {slot: state[key] for slot, key in keys.items() if key in state}
+
+
+def scalars_of(
+    rule: rules.Rule, group: Mapping[str, Any], states: Sequence[Mapping[str, Any]], device: torch.device
+) -> dict[str, rules.Scalar]:
+    """A rule's scalars at the step that was taken.
+
+    Numbers where the host knows them and they are the same for all parameters, else float64 on the device: 0-d, or
+    (parameters,).
+    """
+    return rule.scalars(_numbers(group), _steps(states, device))
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyperparameters; those that are tensors in float64, where they are."""
+
+    def number(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.item() if value.device.type == "cpu" else value.detach().to(torch.float64).reshape(())
+        return tuple(map(number, value)) if isinstance(value, tuple | list) else value
+
+    return {key: number(value) for key, value in group.items() if key != "params"}
+
+
+def _steps(states: Sequence[Mapping[str, Any]], device: torch.device) -> rules.Scalar:
+    steps = [state.get("step", 1.0) for state in states]
+    if not any(isinstance(step, Tensor) and step.device.type != "cpu" for step in steps):
+        numbers = [float(step) for step in steps]
+        if len(set(numbers)) == 1:
+            return numbers[0]
+        return torch.tensor(numbers, dtype=torch.float64, device="cpu").to(device, non_blocking=True)
+    if len({(step.device, step.dtype) if isinstance(step, Tensor) else None for step in steps}) > 1:
+        steps = [torch.as_tensor(step).to(device, torch.float64) for step in steps]
+    return torch.stack([step.reshape(()) for step in steps]).to(device, torch.float64)
+
+
+def table_of(scalars: Mapping[str, rules.Scalar], count: int, device: torch.device) -> Tensor:
+    """Scalars as rows of a table: float64 (1, scalars), or (count, scalars) where they differ."""
+    values = list(scalars.values())
+    if not any(isinstance(value, Tensor) for value in values):
+        return torch.tensor([values], dtype=torch.float64, device="cpu").to(device, non_blocking=True)
+    fixed = [0.0 if isinstance(value, Tensor) else value for value in values]
+    row = torch.tensor(fixed, dtype=torch.float64, device="cpu").to(device, non_blocking=True)
+    columns = [
+        (value if isinstance(value, Tensor) else known).to(torch.float64).expand(count)
+        for value, known in zip(values, row.unbind(), strict=True)
+    ]
+    return torch.stack(columns, dim=1)
+
+
+@functools.lru_cache(maxsize=64)
+def update_graph(rule: rules.Rule, slots: tuple[str, ...], scalars: tuple[str, ...]) -> Node:
+    """The update of ``"weight"``, ``"grad"`` and moments after the step, in double precision."""
+    record, weight, grad, s = _begin(scalars)
+    moments = {slot: record.element(slot) for slot in slots}
+    with torch.no_grad(), record:
+        delta, _ = rule.update(After(), weight, grad, moments, s)
+    return record.node(delta)
+
+
+@functools.lru_cache(maxsize=64)
+def ratio_graph(rule: rules.Rule, scalars: tuple[str, ...]) -> Node | None:
+    """`rules.squared_ratio` of ``"grad"`` and ``"v"`` after the step; None for rules without a second moment."""
+    record, weight, grad, s = _begin(scalars)
+    v = record.element("v")
+    with torch.no_grad(), record:
+        ratio = rules.squared_ratio(rule, After(), weight, grad, {"v": v}, s)
+    return record.node(ratio) if ratio is not None else None
+
+
+def _begin(scalars: tuple[str, ...]) -> tuple[Recorder, Tensor, Tensor, dict[str, rules.Scalar]]:
+    record = Recorder(_SHAPE, torch.float64)
+    return record, record.element("weight"), record.element("grad"), {name: record.number(name) for name in scalars}
