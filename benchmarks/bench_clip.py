@@ -139,34 +139,47 @@ def bench(
     kept = clip_rows(of, args.batch, args.patch_dropout) if args.filter else None
     settings = of.settings(args.batch) | {"filter": args.filter, "graph": args.graph}
     found: dict[str, Any] = {"settings": settings, "rows": {}}
-    rows, ready, replays = found["rows"], [], {}
+    rows, ready = found["rows"], []
     for layer in layers:
         try:
-            warm = functools.partial(step, args.graph)
-            rows[layer.name] = _warmed(model, layer, warm, device, args.warm_up, kept)
-            if args.graph:
-                with swapped(model, layer, kept):
-                    replays[layer.name] = captured(step)
+            rows[layer.name] = _warmed(model, layer, step, device, args.warm_up, kept)
             ready.append(layer)
         except Exception as error:  # whatever a peer raises is its result
-            rows[layer.name] = {
-                "failed": f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
-            }
-            gc.collect()
+            rows[layer.name] = _failed(error)
     before = _graphs()
     times = _rounds(model, ready, step, device, args, kept)
-    replayed = _rounds(model, ready, step, device, args, kept, replays) if args.graph else {}
     found["recompiled"] = _graphs() - before  # none, or a swap would be compiled again in each turn
+    replayed: dict[str, list[float]] = {}
+    if args.graph:
+        # Blocks are compiled anew for a capture (`as_if_capturing`). Guards of both kinds would cost launched steps
+        # time, so these have been timed before.
+        torch._dynamo.reset()
+        replays: dict[str, Callable[[], None]] = {}
+        for layer in ready:
+            try:
+                with swapped(model, layer, kept):
+                    for _ in range(args.warm_up):
+                        timed(functools.partial(step, True), device)
+                    replays[layer.name] = captured(step)
+            except Exception as error:
+                rows[layer.name]["graph_failed"] = _failed(error)["failed"]
+        captures = [layer for layer in ready if layer.name in replays]
+        replayed = _rounds(model, captures, step, device, args, kept, replays)
     # After everything that is timed: a profiler leaves traces in the driver.
     found["linear_share"] = linear_share(functools.partial(step, args.graph), device)
     for layer in ready:
         row = rows[layer.name]
         row["steps"] = len(times[layer.name])
         for kind, of in (("", times), ("graph_", replayed)):
-            if of:
+            if layer.name in of and layers[0].name in of:
                 row |= _speed(kind, of[layer.name], of[layers[0].name])
         row["ceiling"] = ceiling(layer, found["linear_share"], args.checkpointing)
     return found
+
+
+def _failed(error: Exception) -> dict[str, Any]:
+    gc.collect()
+    return {"failed": f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"}
 
 
 def _speed(kind: str, own: Sequence[float], over: Sequence[float]) -> dict[str, float]:

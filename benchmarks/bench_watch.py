@@ -1,11 +1,11 @@
 """What watching a training costs: steps of a GPT-2-like model with and without, in alternation.
 
-Each round takes some steps without a watch and as many within one, in turns, on the same model, each after as many
-steps as lie between two measured ones; the time of a round ends when the device is done. So it is what a watch costs
-while it lasts, not what it takes to begin and to end one. The cost is the median over rounds of the ratio of neighbours, so that a
-clock that drifts or a busy machine says nothing. `all` is the default watch (updates, gradients, features at
-every tenth step, RMS_t of embeddings at every one), the other rows leave something out: `losses, RMS_t` less
-`losses` is what RMS_t at every step costs. Comparing quantized moments with exact ones is done
+Each round takes some steps without a watch and as many within one, in turns, on the same model, each after as
+many steps as lie between two measured ones; the time of a round ends when the device is done. So it is what a watch
+costs while it lasts, not what it takes to begin and to end one. The cost is the median over rounds of the ratio of
+neighbours, so that a clock that drifts or a busy machine says nothing. `all` is the default watch (updates,
+gradients, features at every tenth step, RMS_t of embeddings at every one), the other rows leave something out:
+`losses, RMS_t` less `losses` is what RMS_t at every step costs. Comparing quantized moments with exact ones is done
 seldom by default (every 500th step); what one such step costs, and that over 500 steps, has a row of its own.
 
     python benchmarks/bench_watch.py [--json FILE] [--optimizers torch adamw8bit ...] [--layers 12] [--width 768]
@@ -181,10 +181,11 @@ def main() -> None:
         "torch": torch.__version__,
         "model": {key: getattr(args, key) for key in ("layers", "width", "vocabulary", "length", "batch")},
         "every": args.every,
+        "optimizers": {},
         "command": shlex.join(["python", *sys.argv]),
     }
     for name in args.optimizers:
-        results[name] = found = measured(name, args)
+        results["optimizers"][name] = found = measured(name, args)
         print(f"{name}: {found['step ms']:.2f} ms a step, {found['parameters'] / 1e6:.0f}M parameters", flush=True)
         for way in args.ways:
             row = found[way]
