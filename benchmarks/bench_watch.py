@@ -194,10 +194,10 @@ def main() -> None:
             row = found["moments"]
             how = f"({row['ms']:.1f} ms every {STATES_EVERY} steps)"
             print(f"  moments            {row['cost']:+7.2%}   {how}", flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(results, indent=1) + "\n")
         if cuda:
             torch.cuda.empty_cache()
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -11,11 +11,13 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from narrowgauge import rules
 from narrowgauge.kernels._graph import Node, Recorder
+from narrowgauge.kernels._tables import sent
 
 _SHAPE = (2, 3)
 
@@ -86,7 +88,7 @@ def _steps(states: Sequence[Mapping[str, Any]], device: torch.device) -> rules.S
         numbers = [float(step) for step in steps]
         if len(set(numbers)) == 1:
             return numbers[0]
-        return torch.tensor(numbers, dtype=torch.float64, device="cpu").to(device, non_blocking=True)
+        return sent(np.array(numbers, dtype=np.float64), device)
     if len({(step.device, step.dtype) if isinstance(step, Tensor) else None for step in steps}) > 1:
         steps = [torch.as_tensor(step).to(device, torch.float64) for step in steps]
     return torch.stack([step.reshape(()) for step in steps]).to(device, torch.float64)
@@ -96,9 +98,9 @@ def table_of(scalars: Mapping[str, rules.Scalar], count: int, device: torch.devi
     """Scalars as rows of a table: float64 (1, scalars), or (count, scalars) where they differ."""
     values = list(scalars.values())
     if not any(isinstance(value, Tensor) for value in values):
-        return torch.tensor([values], dtype=torch.float64, device="cpu").to(device, non_blocking=True)
+        return sent(np.array([values], dtype=np.float64).reshape(1, -1), device)
     fixed = [0.0 if isinstance(value, Tensor) else value for value in values]
-    row = torch.tensor(fixed, dtype=torch.float64, device="cpu").to(device, non_blocking=True)
+    row = sent(np.array(fixed, dtype=np.float64), device)
     columns = [
         (value if isinstance(value, Tensor) else known).to(torch.float64).expand(count)
         for value, known in zip(values, row.unbind(), strict=True)

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from narrowgauge.gauges._features import FormatLoss, kernel_formats, kernels_tak
 from narrowgauge.gauges._formats import Target
 from narrowgauge.gauges._records import Record, rounded
 from narrowgauge.gauges._segments import LONG, SHARE, Segments, chunks, flat, sample
+from narrowgauge.kernels._tables import sent
 
 MAGNITUDES = 6  # absmax, which is no sum; then elements, not finite, not zero, sums of |x| and of x
 _COUNTS = 4
@@ -70,8 +72,7 @@ def _by_kernels(vectors: Sequence[Tensor], targets: Sequence[Target], turn: int)
 
 def _joined(elements: Sequence[int], looked: Tensor, counts: Tensor) -> Tensor:
     """What kernels have found of vectors as rows of a table."""
-    lengths = torch.tensor(elements, dtype=torch.float64, device="cpu")
-    lengths = lengths.to(looked.device, non_blocking=True)
+    lengths = sent(np.array(elements, dtype=np.float64), looked.device)
     return torch.cat([looked[:, :1], lengths[:, None], looked[:, 1:], counts], dim=1)
 
 
@@ -86,7 +87,7 @@ def in_torch(vectors: Sequence[Tensor], targets: Sequence[Target], turn: int) ->
         size = x.abs()
         finite = size < torch.inf
         size = torch.where(finite, size, 0.0)
-        lengths = torch.tensor(segments.lengths, dtype=torch.float64, device="cpu").to(x.device, non_blocking=True)
+        lengths = sent(np.array(segments.lengths, dtype=np.float64), x.device)
         sums = segments.sums([~finite, size > 0, size, torch.where(finite, x, 0.0)])
         parts.append(torch.cat([segments.largest(size)[:, None], lengths[:, None], sums], dim=1))
     found = torch.cat(parts)

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +32,7 @@ from narrowgauge.gauges._intended import (
     update_graph,
 )
 from narrowgauge.gauges._segments import Segments, chunks, flat, is_sampled, kept, kept_sample, sample
+from narrowgauge.kernels._tables import sent
 
 SUMS = 8
 
@@ -126,7 +128,7 @@ class MeasuredStep:
         whole = [flat(p).numel() for p in some.ps]
         scale = [n / max(1, kept(n, self._turn, self._share)) for n in whole]
         if any(factor != 1 for factor in scale):
-            factors = torch.tensor(scale, dtype=torch.float64, device="cpu").to(sums.device, non_blocking=True)
+            factors = sent(np.array(scale, dtype=np.float64), sums.device)
             sums = sums * factors[:, None]
         return sums
 

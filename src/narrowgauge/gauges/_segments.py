@@ -15,8 +15,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from narrowgauge.kernels._tables import sent
 
 ROW = 1024
 SHARE = 16
@@ -85,7 +88,7 @@ class Segments:
 
     @cached_property
     def _counts(self) -> Tensor:
-        return torch.tensor(self.counts, device="cpu").to(self.device, non_blocking=True)
+        return sent(np.array(self.counts, dtype=np.int64), self.device)
 
     def rows(self, vectors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """The matrix (rows, ROW) of vectors of these lengths, zeros behind each."""
@@ -102,7 +105,7 @@ class Segments:
 
     def inside(self) -> Tensor:
         """Which places of the matrix are elements: bool (rows, ROW)."""
-        lengths = torch.tensor(self.lengths, device="cpu").to(self.device, non_blocking=True)
+        lengths = sent(np.array(self.lengths, dtype=np.int64), self.device)
         row = torch.arange(sum(self.counts), device=self.device)[:, None]
         first = self.spread(self._counts.cumsum(0) - self._counts)
         return torch.arange(ROW, device=self.device) < self.spread(lengths) - ROW * (row - first)

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,6 +31,7 @@ from narrowgauge.gauges._measured_steps import dense
 from narrowgauge.gauges._modules import plain_name
 from narrowgauge.gauges._segments import SHARE, Segments, flat, is_sampled, kept, sample
 from narrowgauge.gauges._update_records import OwnSteps, measures_itself
+from narrowgauge.kernels._tables import sent
 
 _LISTS = 64  # lists of names that are known
 
@@ -155,7 +157,7 @@ class StepRms:
     def _placed(self, home: torch.device) -> Iterable[tuple[Tensor, Tensor]]:
         """The same of all others."""
         for ps, sums in self._found():
-            yield torch.tensor([self._places[p] for p in ps], device="cpu").to(home, non_blocking=True), sums
+            yield sent(np.array([self._places[p] for p in ps]), home), sums
 
     def _found(self) -> list[tuple[list[Tensor], Tensor]]:
         if self._own:
@@ -205,5 +207,5 @@ class StepRms:
             assert ratio is not None
             found = segments.sums([ratio])
         known = [[x.numel() / length, x.numel()] for x, length in zip(grads, lengths, strict=True)]
-        factors = torch.tensor(known, dtype=torch.float64, device="cpu").to(found.device, non_blocking=True)
+        factors = sent(np.array(known, dtype=np.float64), found.device)
         return torch.cat([found * factors[:, :1], factors[:, 1:]], dim=1)

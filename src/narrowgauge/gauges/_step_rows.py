@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from narrowgauge.gauges._loss_scale import LossScaleHistory
 from narrowgauge.gauges._records import Record, rounded
+from narrowgauge.kernels._tables import sent
 
 Number = Tensor | float
 _COLUMNS = 6  # sum of losses, how many; what a scaler says (`LossScaleHistory.look`), -1 without one; then by
@@ -121,4 +123,4 @@ def _kept(loss: Tensor) -> Tensor:
 
 
 def _places(numbers: list[int], device: torch.device) -> Tensor:
-    return torch.tensor(numbers, device="cpu").to(device, non_blocking=True)
+    return sent(np.array(numbers, dtype=np.int64), device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +13,7 @@ from narrowgauge.gauges._magnitudes import Look, as_records, rows_of, width
 from narrowgauge.gauges._modules import FeatureHooks
 from narrowgauge.gauges._rank_sums import Part
 from narrowgauge.gauges._segments import SHARE, flat, kept_sample
+from narrowgauge.kernels._tables import sent
 
 _KINDS = ("activation", "activation_gradient")
 _WIDEST = 1 << 18  # elements of one feature that formats are asked about
@@ -83,7 +85,7 @@ class WatchedFeatures:
 
     def _table(self, kind: str, home: torch.device) -> Tensor:
         calls = list(self._seen[kind].values())
-        lengths = torch.tensor([len(some) for some in calls], device="cpu").to(home, non_blocking=True)
+        lengths = sent(np.array([len(some) for some in calls], dtype=np.int64), home)
         rows = [rows_of(some, self._targets).to(home, non_blocking=True) for some in _by_device(calls)]
         if not rows:
             return torch.zeros(len(calls), width(self._targets), dtype=torch.float64, device=home)

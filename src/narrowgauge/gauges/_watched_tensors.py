@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -25,6 +26,7 @@ from narrowgauge.gauges._step_rms import StepRms, parameters_with_rms
 from narrowgauge.gauges._update_records import OtherSteps, OwnSteps, measures_itself, update_records
 from narrowgauge.gauges._watched_features import WatchedFeatures
 from narrowgauge.gauges._watched_run import Sources, parameters_of
+from narrowgauge.kernels._tables import sent
 
 
 class WatchedTensors:
@@ -213,11 +215,11 @@ class WatchedTensors:
         """The rows that this rank counts, zeros in the others."""
         if ranks.group is None:
             return table
-        mine = torch.tensor([ranks.owns(p) for p in ps], device="cpu").to(table.device, non_blocking=True)
+        mine = sent(np.array([ranks.owns(p) for p in ps], dtype=np.bool_), table.device)
         return torch.where(mine[:, None], table, 0.0)
 
     def _index(self, places: Sequence[int]) -> Tensor:
-        return torch.tensor(places, device="cpu").to(self.home, non_blocking=True)
+        return sent(np.array(places, dtype=np.int64), self.home)
 
     # Gradients
 

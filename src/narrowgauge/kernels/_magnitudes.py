@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from narrowgauge.kernels._launches import Launches
+from narrowgauge.kernels._tables import sent
 
 LOOKED = 5  # columns: absmax; how many are not finite, how many finite and not zero; the sums of |x| and of x
 BOUNDARIES = 4  # columns of a format
@@ -250,11 +251,6 @@ def _placed(
     owners = np.repeat(np.arange(len(vectors), dtype=np.int32), tiles)
     device = vectors[0].device
     return sent(np.array(of, dtype=np.int64), device), sent(owners, device)
-
-
-def sent(values: Any, device: torch.device) -> Tensor:
-    """An array on a device, without waiting for it."""
-    return torch.from_numpy(values).to(device, non_blocking=True)
 
 
 def launch(launches: Launches, given: tuple[Any, ...], constants: dict[str, Any]) -> None:

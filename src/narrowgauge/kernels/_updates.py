@@ -24,8 +24,9 @@ from torch import Tensor
 
 from narrowgauge.kernels._graph import Node, walk
 from narrowgauge.kernels._launches import Launches
-from narrowgauge.kernels._magnitudes import KINDS, ROW, added, bits_at, launch, sent, taken
+from narrowgauge.kernels._magnitudes import KINDS, ROW, added, bits_at, launch, taken
 from narrowgauge.kernels._step._emit import lines
+from narrowgauge.kernels._tables import sent
 from narrowgauge.kernels._text import kernel_of
 
 _ROW = tl.constexpr(ROW)

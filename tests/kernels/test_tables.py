@@ -1,0 +1,41 @@
+"""Tables are sent once, and are what was given."""
+
+import numpy as np
+import torch
+
+from narrowgauge.kernels import _tables
+from narrowgauge.kernels._tables import sent
+
+CPU = torch.device("cpu")
+
+
+def test_the_same_table_is_sent_once_and_another_one_is_another() -> None:
+    values = np.array([[1, 2], [3, 4]], dtype=np.int64)
+    first = sent(values, CPU)
+    assert first.tolist() == [[1, 2], [3, 4]]
+    assert sent(values.copy(), CPU) is first
+    others = [values.T.copy(), values.reshape(-1), values.astype(np.int32), values.astype(np.float64), values + 1]
+    for other in others:
+        found = sent(other, CPU)
+        assert found is not first
+        assert found.tolist() == other.tolist()
+        assert found.dtype == torch.from_numpy(other).dtype
+
+
+def test_who_writes_to_the_array_afterwards_changes_nothing() -> None:
+    values = np.arange(5.0)
+    first = sent(values, CPU)
+    values[:] = 0
+    assert first.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_large_tables_are_not_kept() -> None:
+    values = np.zeros(_tables._SMALL // 8 + 1)
+    assert sent(values, CPU) is not sent(values, CPU)
+
+
+def test_a_table_made_in_inference_mode_serves_outside() -> None:
+    with torch.inference_mode():
+        table = sent(np.array([0.125, 77.0]), CPU)
+    assert not table.is_inference()
+    assert (table * torch.ones(2, requires_grad=True)).requires_grad
