@@ -14,6 +14,7 @@ from narrowgauge.gauges import FeatureStats, feature_stats
 from narrowgauge.gauges._formats import TARGETS, targets
 from narrowgauge.gauges._magnitudes import as_records, table_of
 from narrowgauge.gauges._segments import LONG
+from narrowgauge.optim import _foreseen
 
 BF16 = torch.bfloat16
 
@@ -297,3 +298,60 @@ def test_a_compiled_model_says_that_its_features_stay_unseen(caplog: pytest.LogC
     assert missing["names"] == ["embed", "blocks.0", "blocks.1"]
     (said,) = [record for record in caplog.records if record.name == "narrowgauge.gauges"]
     assert said.levelname == "WARNING"
+
+
+def foreseen_rows(optimizer: Any, turn: int) -> dict[str, list[tuple[int, Any]]]:
+    """Of every parameter: elements and moments, cut out of the lists they were worked out in."""
+    found: dict[str, list[tuple[int, Any]]] = {}
+    for some in optimizer.foresee_samples(turn):
+        for moment in some.moments:
+            parts = [x.reshape(-1).split(some.counts) for x in (moment.exact, moment.codes, moment.kept)]
+            for p, count, *mine in zip(some.ps, some.counts, *parts, strict=True):
+                found.setdefault(optimizer._plan(p).name, []).append((count, (moment.slot, *mine)))
+    return found
+
+
+@pytest.mark.parametrize("options", MOMENTS.values(), ids=MOMENTS)
+def test_samples_of_all_parameters_are_parts_of_what_is_foreseen_of_each(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole tensors laid one after the other; of long ones some blocks; apart what has taken fewer steps."""
+    net = nn.ModuleList(nn.Linear(width, 96, bias=False) for width in (64, 64, 40, 33, 7)).to(BF16)
+    optimizer = optim.AdamW(net.named_parameters(), 1e-3, min_quantized_size=64, block_size=64, **options)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(3):
+        for place, p in enumerate(net.parameters()):
+            p.grad = torch.randn(p.shape, generator=generator).to(BF16) if (step, place) != (0, 1) else None
+        if step < 2:
+            optimizer.step()
+    group = optimizer.param_groups[0]
+    wanted = {optimizer._plan(p).name: optimizer.foresee(p, group) for p in net.parameters()}
+    stochastic = {
+        slot.slot.name for slot in optimizer._plan(net[0].weight).slots if slot.storage.stochastic(slot.slot.signed)
+    }
+    for most, turn in ((1 << 15, 0), (1 << 10, 3)):
+        monkeypatch.setattr(_foreseen, "MOST", most)
+        found = foreseen_rows(optimizer, turn)
+        assert found.keys() == wanted.keys()
+        for name, moments in wanted.items():
+            blocks = moments[0].exact.numel() // 64
+            share = max(1, min(moments[0].exact.numel() // most, blocks))
+            for moment, (count, (slot, exact, codes, kept)) in zip(moments, found[name], strict=True):
+                assert slot == moment.slot
+                whole = [x.reshape(-1) for x in (moment.exact, moment.codes, moment.kept)]
+                if share > 1:
+                    whole = [x[: blocks * 64].view(blocks, 64)[turn % share :: share].flatten() for x in whole]
+                assert count == len(whole[0])
+                assert torch.equal(exact, whole[0])
+                if not stochastic:  # random numbers are those of other places
+                    assert torch.equal(codes, whole[1])
+                    assert torch.equal(kept, whole[2])
+    assert "4.weight" in found  # of 10 blocks and a half: by itself
+
+
+def test_moments_of_rules_with_sums_are_taken_whole() -> None:
+    net = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
+    optimizer = optim.LARS(net.parameters(), 1e-3, states="8bit", min_quantized_size=64)
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    assert [some.counts for some in optimizer.foresee_samples(0)] == [[4096], [4096]]

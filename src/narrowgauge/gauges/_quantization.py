@@ -22,7 +22,7 @@ from torch import Tensor
 
 from narrowgauge.gauges._updates import _same_shape
 
-_CODES = 256
+CODES = 256
 
 
 class Coded(Protocol):
@@ -92,18 +92,17 @@ def quantization_error(x: Tensor, quantized: Coded) -> QuantizationError:
     Source: 8-bit Optimizers via Block-wise Quantization, Table 6 (absolute error) and Appendix D (histograms).
     """
     _same_shape("quantized", quantized.codes, x)
+    usage = torch.bincount(_codes(quantized), minlength=CODES).to(torch.float64)
+    return QuantizationError(usage, torch.stack([term.sum() for term in error_terms(x, quantized)]))
+
+
+def error_terms(x: Tensor, quantized: Coded) -> list[Tensor]:
+    """What the sums of a `QuantizationError` are sums of: flat, float64."""
     exact, kept = _exact(x), _exact(quantized.dequantize())
     delta = exact - kept
     nonzero = exact != 0
-    sums = (
-        delta.abs().sum(),
-        delta.square().sum(),
-        exact.square().sum(),
-        nonzero.sum(),
-        (nonzero & (kept == 0)).sum(),
-    )
-    usage = torch.bincount(_codes(quantized), minlength=_CODES).to(torch.float64)
-    return QuantizationError(usage, torch.stack([value.to(torch.float64) for value in sums]))
+    flushed = nonzero & (kept == 0)
+    return [delta.abs(), delta.square(), exact.square(), nonzero.to(torch.float64), flushed.to(torch.float64)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,8 +209,8 @@ def adam_error_map(m: Tensor, v: Tensor, m8: Coded, v8: Coded | None, eps: float
     delta = (exact - adam_update(m8.dequantize(), v if v8 is None else v8.dequantize(), eps)).abs()
     zero = exact == 0
     relative = torch.where(zero, 0.0, delta / exact.abs())
-    columns = 1 if v8 is None else _CODES
-    index = _codes(m8) if v8 is None else _codes(m8) * _CODES + _codes(v8)
+    columns = 1 if v8 is None else CODES
+    index = _codes(m8) if v8 is None else _codes(m8) * CODES + _codes(v8)
     usage, zeros = (_cells(index[chosen], None, columns) for chosen in (slice(None), zero))
     cells = [usage, _cells(index, delta, columns), _cells(index, relative, columns), usage - zeros]
     return AdamErrorMap(torch.stack(cells), torch.stack([delta.square().sum(), exact.square().sum()]))
@@ -232,7 +231,7 @@ def _codes(quantized: Coded) -> Tensor:
 
 def _cells(index: Tensor, weights: Tensor | None, columns: int) -> Tensor:
     """The sum of the weights, or the number of elements, at each index: float64 (256, columns)."""
-    return torch.bincount(index, weights, minlength=_CODES * columns).to(torch.float64).view(_CODES, columns)
+    return torch.bincount(index, weights, minlength=CODES * columns).to(torch.float64).view(CODES, columns)
 
 
 def _total(parts: Sequence[Tensor]) -> Tensor:

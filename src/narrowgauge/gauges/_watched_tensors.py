@@ -144,7 +144,7 @@ class WatchedTensors:
             for why, names in reasons(optimizer, self.names).items():
                 yield from _missing("state", step, names, why)
         if optimizer.cannot_foresee() is None:
-            yield from moment_records(optimizer, self.names, step)
+            yield from moment_records(optimizer, self.names, step, step // every)
 
     def unseen(self, step: int) -> Iterator[Record]:
         """After the first due step: which watched modules returned nothing that a hook saw."""

@@ -1,9 +1,4 @@
-"""RMS_t of one parameter from a sample of it: what an eager step can afford to say at every step.
-
-Moments are kept in blocks along the flat parameter, so whole blocks are taken: their elements of the parameter and
-the gradient, and what each word of the state has for them, an item for an element, for two, or for a block. That
-makes a shorter parameter of the same plan, and the specification does the rest.
-"""
+"""RMS_t of one parameter from a sample of its blocks: what an eager step can afford to say at every step."""
 
 from __future__ import annotations
 
@@ -14,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.optim._blocks import Blocks
 from narrowgauge.optim._plan import ParameterPlan
 from narrowgauge.optim._update import squared_ratios
 from narrowgauge.rules import Scalar
@@ -56,18 +52,9 @@ def ratio_sums(
 def _sample(
     p: Tensor, grad: Tensor, state: Mapping[str, Tensor], block: int, turn: int
 ) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
-    n, a_scale, block = p.numel(), block, math.lcm(block, 2)
-    blocks = n // block
+    n, whole = p.numel(), p.numel() // math.lcm(block, 2)
     share = max(min(SHARE, n // LEAST), n // MOST)
-    if type(p) not in (Tensor, torch.nn.Parameter) or not 1 < share <= blocks:
+    if type(p) not in (Tensor, torch.nn.Parameter) or not 1 < share <= whole:
         return p, grad, state
-
-    def taken(x: Tensor) -> Tensor:
-        """The items of some blocks."""
-        x = x.reshape(-1) if x.numel() == n else x
-        each = {n: block, -(-n // 2): block // 2}.get(len(x), block // a_scale) if x.dim() else 0
-        if not each:
-            return x  # a count
-        return x[: blocks * each].reshape(blocks, each, *x.shape[1:])[turn % share :: share].flatten(0, 1)
-
-    return taken(p.detach()), taken(grad), {key: taken(word) for key, word in state.items()}
+    some = Blocks(n, block, share, turn % share)
+    return some.of(p.detach()), some.of(grad), {key: some.of(word) for key, word in state.items()}

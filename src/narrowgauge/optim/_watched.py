@@ -8,47 +8,17 @@ only, and only during the step, so they are worked out here once more, by the sp
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from narrowgauge.optim._clip_gradients import HISTORY
+from narrowgauge.optim._foreseen import Foreseen, QuantizedMoment, foresee, foresee_samples
 from narrowgauge.optim._options import LIMIT
 from narrowgauge.optim._stats import StepStats
-from narrowgauge.optim._update import Noise, next_moments
 
 if TYPE_CHECKING:
     from narrowgauge.optim._optimizer import NarrowOptimizer
-
-
-@dataclass(frozen=True, eq=False)
-class QuantizedMoment:
-    """A moment as a step makes it, and as it is kept.
-
-    Attributes:
-        slot: the equation's letter.
-        format: the storage's name.
-        exact: float32, in the parameter's shape.
-        codes: uint8, in the same shape, one a byte.
-        kept: what the codes stand for, float32, in the same shape.
-        correction: what the equation divides the moment by because it began at zero; 1 where it does not.
-        eps: what the equation adds to the root of the second moment; None in rules that do not divide
-            a first moment by one.
-    """
-
-    slot: str
-    format: str
-    exact: Tensor
-    codes: Tensor
-    kept: Tensor
-    correction: float
-    eps: float | None
-
-    def dequantize(self) -> Tensor:
-        """What the codes stand for."""
-        return self.kept
 
 
 class Watched(torch.optim.Optimizer):
@@ -117,37 +87,16 @@ class Watched(torch.optim.Optimizer):
             One an entry; none if no moment is quantized, or the parameter has no gradient, none that is finite, or
             none that an optimizer of its kind takes.
         """
-        optimizer = cast("NarrowOptimizer", self)
-        plan = optimizer._plan(p)
-        slots = [slot for slot in plan.slots if slot.storage.quantized]
-        grad = p.grad
-        if not slots or plan.strict or grad is None or grad.layout is not torch.strided:
-            return []
-        inverse = self.inverse_scale()
-        if inverse is not None:
-            grad = grad.to(torch.float32) * inverse.to(grad.device)
-        if not torch.isfinite(grad).all():
-            return []
-        state = self.state.get(p) or plan.init(p, group)
-        if HISTORY in state:
-            return []
-        step = int(state["step"].item()) + 1
-        if group["maximize"]:
-            grad = -grad
-        noise = Noise(group["seed"], plan.index, step, p)
-        moments, new, scalars = next_moments(plan, p, grad, state, group, step, noise)
-        return [
-            QuantizedMoment(
-                slot=slot.slot.name,
-                format=slot.storage.name,
-                exact=moments[slot.slot.name],
-                codes=slot.codes(new, p.shape),
-                kept=slot.decode(new, p.shape),
-                correction=_number(scalars, {"m": "correction1", "v": "correction2"}.get(slot.slot.name)),
-                eps=float(scalars["eps"]) if "correction1" in scalars else None,
-            )
-            for slot in slots
-        ]
+        return foresee(cast("NarrowOptimizer", self), p, group)
+
+    @torch.no_grad()
+    def foresee_samples(self, turn: int) -> list[Foreseen]:
+        """The same of all parameters of which it can be said, from samples of the long ones.
+
+        Args:
+            turn: which sample is taken.
+        """
+        return foresee_samples(cast("NarrowOptimizer", self), turn)
 
     def inverse_scale(self) -> Tensor | None:
         """What a loss scaler has asked the present step to multiply gradients by: float32, 0-d; None for
@@ -158,7 +107,3 @@ class Watched(torch.optim.Optimizer):
         if asked is not None:
             return asked.inverse
         return scale.double().reciprocal().float() if scale is not None else None
-
-
-def _number(scalars: Mapping[str, Any], name: str | None) -> float:
-    return float(scalars[name]) if name is not None and name in scalars else 1.0

@@ -1,0 +1,234 @@
+"""What the next step will write to quantized moments, beside the numbers that the codes stand for.
+
+These exist in registers only, and only during the step. So they are worked out once more, by the specification
+that kernels match: of one parameter to the bit, or of all from samples. Operations on one parameter are some
+hundreds, each a launch, so samples of parameters that are kept in the same way are laid one after the other and
+stepped as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.optim._blocks import Blocks
+from narrowgauge.optim._clip_gradients import HISTORY
+from narrowgauge.optim._equation import equation, scalar_graph
+from narrowgauge.optim._fused_numbers import Options
+from narrowgauge.optim._plan import ParameterPlan
+from narrowgauge.optim._update import Noise, next_moments
+from narrowgauge.rules import ClipUpdates
+
+if TYPE_CHECKING:
+    from narrowgauge.optim._optimizer import NarrowOptimizer
+
+# A parameter's sample has at most about so many elements, and so many are stepped as one.
+MOST, TOGETHER = 1 << 15, 1 << 22
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedMoment:
+    """A moment as a step makes it, and as it is kept.
+
+    Attributes:
+        slot: the equation's letter.
+        format: the storage's name.
+        exact: float32, in the parameter's shape, or flat if it is of several.
+        codes: uint8, in the same shape, one a byte.
+        kept: what the codes stand for, float32, in the same shape.
+        correction: what the equation divides the moment by because it began at zero; 1 where it does not.
+        eps: what the equation adds to the root of the second moment; None in rules that do not divide
+            a first moment by one.
+    """
+
+    slot: str
+    format: str
+    exact: Tensor
+    codes: Tensor
+    kept: Tensor
+    correction: float
+    eps: float | None
+
+    def dequantize(self) -> Tensor:
+        """What the codes stand for."""
+        return self.kept
+
+
+@dataclass(frozen=True, eq=False)
+class Foreseen:
+    """Moments of some parameters, one after the other.
+
+    Attributes:
+        ps: the parameters.
+        counts: how many elements each has in the moments: all, or those of a sample.
+        each: a number of elements that divides all of these.
+        moments: one a slot that is quantized.
+    """
+
+    ps: list[Tensor]
+    counts: list[int]
+    each: int
+    moments: list[QuantizedMoment]
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """A parameter's sample."""
+
+    p: Tensor
+    plan: ParameterPlan
+    group: Mapping[str, Any]
+    grad: Tensor
+    state: Mapping[str, Tensor]
+    blocks: Blocks
+    step: int
+
+
+def foresee(optimizer: NarrowOptimizer, p: Tensor, group: Mapping[str, Any]) -> list[QuantizedMoment]:
+    """See `Watched.foresee`."""
+    plan = optimizer._plan(p)
+    grad = _gradient(plan, p)
+    if grad is None:
+        return []
+    grad = _scaled(grad, optimizer.inverse_scale())
+    if not torch.isfinite(grad).all():
+        return []
+    state = optimizer.state.get(p) or plan.init(p, group)
+    if HISTORY in state:
+        return []
+    return _moments(plan, p, grad, state, group, int(state["step"].item()) + 1)
+
+
+def foresee_samples(optimizer: NarrowOptimizer, turn: int) -> list[Foreseen]:
+    """See `Watched.foresee_samples`."""
+    found: list[Foreseen] = []
+    lists: dict[Any, list[_Piece]] = {}
+    for piece in _taking_part(optimizer, turn):
+        plan, blocks = piece.plan, piece.blocks
+        # The last block of a short parameter may not be whole.
+        if (blocks.share > 1 or blocks.count == blocks.elements) and _by_element(plan, piece.group):
+            key = id(piece.group), id(plan.rule), plan.weight, plan.slots, piece.p.dtype, piece.grad.dtype
+            lists.setdefault((*key, piece.p.device, piece.step), []).append(piece)
+        elif alone := foresee(optimizer, piece.p, piece.group):
+            found.append(Foreseen([piece.p], [piece.p.numel()], piece.p.numel(), alone))
+    inverse = optimizer.inverse_scale()
+    return [*found, *(_together(some, inverse) for pieces in lists.values() for some in _cut(pieces))]
+
+
+def _gradient(plan: ParameterPlan, p: Tensor) -> Tensor | None:
+    """A parameter's gradient if its step can be foreseen, but for numbers that are not finite."""
+    quantized = any(slot.storage.quantized for slot in plan.slots)
+    grad = p.grad
+    if not quantized or plan.strict or grad is None or grad.layout is not torch.strided:
+        return None
+    return grad
+
+
+def _taking_part(optimizer: NarrowOptimizer, turn: int) -> Iterator[_Piece]:
+    found: list[tuple[Mapping[str, Any], Tensor, Tensor, Mapping[str, Tensor]]] = []
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            plan = optimizer._plan(p)
+            grad = _gradient(plan, p) if optimizer.cannot_foresee(p, group) is None else None
+            if grad is not None:
+                found.append((group, p, grad, optimizer.state.get(p) or plan.init(p, group)))
+    if not found:
+        return
+    # Asked of the device at once: which gradients are finite, and how many steps were taken.
+    largest = [norm.to(torch.float64) for norm in _largest([grad for _, _, grad, _ in found])]
+    steps = [state["step"].to(torch.float64) for *_, state in found]
+    home = steps[0].device
+    known = torch.stack([x.to(home) for x in (*largest, *steps)]).view(2, -1)
+    inverse = optimizer.inverse_scale()
+    if inverse is not None:
+        known[0] *= inverse.to(home)
+    for (group, p, grad, state), top, step in zip(found, *known.tolist(), strict=True):
+        if not top < torch.finfo(torch.float32).max or HISTORY in state:
+            continue
+        blocks = Blocks(p.numel(), group["block_size"], 1, 0)
+        share = min(p.numel() // MOST, p.numel() // blocks.each)
+        if share > 1:
+            blocks = replace(blocks, share=share, first=turn % share)
+        plan = optimizer._plan(p)
+        if isinstance(plan.rule, ClipUpdates):  # which looks at all of a parameter, and leaves moments alone
+            plan = replace(plan, rule=plan.rule.rule)
+        yield _Piece(p, plan, group, grad, state, blocks, int(step) + 1)
+
+
+def _largest(grads: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The largest magnitude of each."""
+    devices: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, grad in enumerate(grads):
+        devices.setdefault((grad.device, grad.dtype), []).append(place)
+    found: dict[int, Tensor] = {}
+    for places in devices.values():
+        found |= zip(places, torch._foreach_norm([grads[place] for place in places], torch.inf), strict=True)
+    return [found[place] for place in range(len(grads))]
+
+
+def _by_element(plan: ParameterPlan, group: Mapping[str, Any]) -> bool:
+    """Whether a rule makes every element's moments of that element alone."""
+    options, names = Options.of(group), tuple(slot.slot.name for slot in plan.slots)
+    try:
+        # Rules are values, and have hashes.
+        scalars = scalar_graph(plan.rule, options.names, options.others)  # type: ignore[arg-type]
+        return not equation(plan.rule, names, tuple(scalars)).terms  # type: ignore[arg-type]
+    except NotImplementedError:
+        return False
+
+
+def _cut(pieces: list[_Piece]) -> Iterator[list[_Piece]]:
+    some: list[_Piece] = []
+    for piece in pieces:
+        if some and sum(one.blocks.count for one in (*some, piece)) > TOGETHER:
+            yield some
+            some = []
+        some.append(piece)
+    yield some
+
+
+def _together(pieces: list[_Piece], inverse: Tensor | None) -> Foreseen:
+    """The moments of samples of some parameters that are kept in the same way, and have taken as many steps."""
+    first = pieces[0]
+    p = torch.cat([one.blocks.of(one.p.detach()) for one in pieces])
+    grad = _scaled(torch.cat([one.blocks.of(one.grad) for one in pieces]), inverse)
+    state = {
+        key: torch.cat([one.blocks.of(one.state[key]) for one in pieces]) if word.dim() else word
+        for key, word in first.state.items()
+    }
+    moments = _moments(first.plan, p, grad, state, first.group, first.step)
+    return Foreseen([one.p for one in pieces], [one.blocks.count for one in pieces], first.blocks.each, moments)
+
+
+def _scaled(grad: Tensor, inverse: Tensor | None) -> Tensor:
+    return grad if inverse is None else grad.to(torch.float32) * inverse.to(grad.device)
+
+
+def _moments(
+    plan: ParameterPlan, p: Tensor, grad: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any], step: int
+) -> list[QuantizedMoment]:
+    if group["maximize"]:
+        grad = -grad
+    noise = Noise(group["seed"], plan.index, step, p)
+    moments, new, scalars = next_moments(plan, p, grad, state, group, step, noise)
+    return [
+        QuantizedMoment(
+            slot=slot.slot.name,
+            format=slot.storage.name,
+            exact=moments[slot.slot.name],
+            codes=slot.codes(new, p.shape),
+            kept=slot.decode(new, p.shape),
+            correction=_number(scalars, {"m": "correction1", "v": "correction2"}.get(slot.slot.name)),
+            eps=float(scalars["eps"]) if "correction1" in scalars else None,
+        )
+        for slot in plan.slots
+        if slot.storage.quantized
+    ]
+
+
+def _number(scalars: Mapping[str, Any], name: str | None) -> float:
+    return float(scalars[name]) if name is not None and name in scalars else 1.0
