@@ -1,12 +1,12 @@
 """Will it fit? The memory of a training step, before there is a GPU.
 
-For a model there is code for, a step is run without memory (`_trace`), and the plan is what an allocator would have
-been asked for at the worst moment. For a mere number of parameters there is no such step: then the plan has what the
-recipe keeps for each parameter, and says nothing of activations.
+For a model there is code for, a step is run without memory (`_trace`), and the plan is what an allocator would
+have been asked for at the worst moment. For a mere number of parameters there is no such step: then the plan
+has what the recipe keeps for each parameter, and says nothing of activations.
 
-Beside tensors, cuBLAS takes 32 MiB for each thread that multiplies on a Hopper GPU: one runs the forward pass, one
-the backward pass. What CUDA itself takes (its context, some 0.5 GB) and what the allocator holds without using it are
-in no plan, as they are not in `torch.cuda.max_memory_allocated`.
+Beside tensors, cuBLAS takes 32 MiB for each thread that multiplies on a Hopper GPU: one runs the forward pass,
+one the backward pass. What CUDA itself takes (its context, some 0.5 GB) and what the allocator holds without
+using it are in no plan, as they are not in `torch.cuda.max_memory_allocated`.
 """
 
 from __future__ import annotations
@@ -162,7 +162,8 @@ def plan_memory(
         sequence: tokens a sequence.
         device_memory: bytes of each GPU, or a text such as ``"80GB"`` (10^9) or ``"80GiB"`` (2^30).
         linear: what linear layers compute by; None leaves them.
-        checkpointing: whether a transformers model's blocks keep their inputs only and run again in the backward pass.
+        checkpointing: whether a transformers model's blocks keep their inputs only and run again in the backward
+            pass.
         gpus: how many share the training.
         parallel: how: ``"ddp"`` or ``"fsdp"``, see `narrowgauge.recipes._share`.
         loss: a function of a model without memory, a batch and a sequence that makes its own inputs on the meta
@@ -183,7 +184,7 @@ def plan_memory(
         raise ValueError(f"parallel: got {parallel!r}, takes 'ddp' or 'fsdp'")
     memory = None if device_memory is None else parse_bytes("device_memory", device_memory)
     shards = gpus if parallel == "fsdp" else 1
-    common = {
+    common: dict[str, Any] = {
         "recipe": recipe.name,
         "gpus": gpus,
         "parallel": parallel,
@@ -196,10 +197,15 @@ def plan_memory(
             if value is not None:
                 raise ValueError(f"{name}: got {value!r}, takes None for a mere number of parameters")
         return _of_count(model_or_config, recipe, shards, common)
-    module = isinstance(model_or_config, nn.Module)
-    model = bare(model_or_config) if module else from_config(model_or_config)
+    given: Any = model_or_config
+    model = bare(given) if isinstance(given, nn.Module) else from_config(given)
     traced = Traced(model, recipe, linear, checkpointing, loss or token_loss, optimizer_arguments)
     planner = _Planner(traced, gpus, parallel)
+    if sequence > planner.positions:
+        raise ValueError(
+            f"sequence: got {sequence}, takes at most {planner.positions}, which is the number of positions that "
+            f"{type(model).__name__} has"
+        )
     at_peak, saved, where = planner.at(batch, sequence)
     return MemoryPlan(
         model=type(model).__name__,
@@ -238,7 +244,7 @@ class _Planner:
         return int(getattr(config, "max_position_embeddings", None) or _MOST)
 
     def at(self, batch: int, sequence: int) -> tuple[dict[str, int], int, str]:
-        """Bytes at the worst moment by what they are, bytes saved for the backward pass, and where the moment is."""
+        """Bytes at the worst moment by what they are, those saved for the backward pass, where that moment is."""
         timeline = self._traced.trace(batch, sequence)
         if self._sharded:
             moment = timeline.peak(("activations", "loss", "backward"))
@@ -246,12 +252,8 @@ class _Planner:
         else:
             moment = timeline.peak()
         saved = timeline.at("backward").live["activations"]
-        parts = {
-            **_named(self.held),
-            **{part: moment.live[part] for part in PARTS},
-            "communication": self._communication,
-            "workspaces": WORKSPACE,
-        }
+        parts = _named(self.held) | {str(part): moment.live[part] for part in PARTS}
+        parts |= {"communication": self._communication, "workspaces": WORKSPACE}
         return parts, saved, moment.where
 
 

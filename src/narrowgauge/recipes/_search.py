@@ -1,8 +1,8 @@
 """The largest count whose peak fits, found with few looks.
 
-A peak grows with the batch nearly along a line, and with the sequence along a line as well where attention is fused. So
-the next count to look at is where the line through the last two crosses the memory; between what fits and what does
-not there is always one more look, so a wrong guess costs a look and no correctness.
+A peak grows with the batch nearly along a line, and with the sequence along a line as well where attention is
+fused. So the next count to look at is where the line through the last two crosses the memory; between what fits
+and what does not there is always one more look, so a wrong guess costs a look and no correctness.
 """
 
 from __future__ import annotations

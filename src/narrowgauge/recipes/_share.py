@@ -1,13 +1,13 @@
 """What a GPU holds of a training that runs on several.
 
-DDP (torch's DistributedDataParallel): everything on each GPU, and beside the gradients the buckets that they are
-reduced in, which stay.
+DDP (torch's DistributedDataParallel): everything on each GPU, and beside the gradients the buckets that they
+are reduced in, which stay.
 
-FSDP (`fully_shard` by block, resharded after the forward pass): weights, gradients and states cut by the number of
-GPUs along each parameter's first side. A block's weights are gathered when it runs, with those of the next one on
-their way; its gradients are whole until they are reduced, while the next block's are made. What is in no block
-(embeddings, the last norm, the output) stays gathered from its use in the forward pass to the end of the step. This is
-an estimate from above: it takes all of these to fall into the worst moment.
+FSDP (`fully_shard` by block, resharded after the forward pass): weights, gradients and states cut by the number
+of GPUs along each parameter's first side. A block's weights are gathered when it runs, with those of the next
+one on their way; its gradients are whole until they are reduced, while the next block's are made. What is in no
+block (embeddings, the last norm, the output) stays gathered from its use in the forward pass to the end of the
+step. This is an estimate from above: it takes all of these to fall into the worst moment.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ def gathered(model: nn.Module) -> int:
     sizes = [sum(everything[id(p)] for p in set(block.parameters())) for block in blocks]
     inside = {id(p) for block in blocks for p in block.parameters()}
     root = sum(size for p, size in everything.items() if p not in inside)
-    trained = sum(
-        rounded(p.nbytes) for p in set(model.parameters()) if p.requires_grad and id(p) not in inside
-    )
+    trained = sum(rounded(p.nbytes) for p in set(model.parameters()) if p.requires_grad and id(p) not in inside)
     return root + trained + 4 * max(sizes, default=0)
 
 

@@ -1,10 +1,10 @@
 """When memory is taken and given back during a step: a record of storages' lives, and the peak of it.
 
-A training step's memory is not a sum but a maximum. Activations grow through the forward pass, the loss works on
-the logits in fp32, gradients grow while activations go, and the worst moment may be any of them. So the operations
-of one real step are run on the meta device, which has shapes and no memory, and each new storage is noted with the
-moment it appears and the moment its last user lets it go. What comes out is what a caching allocator would be asked
-for, in that order, and the peak needs no formula for any architecture.
+A training step's memory is not a sum but a maximum. Activations grow through the forward pass, the loss works
+on the logits in fp32, gradients grow while activations go, and the worst moment may be any of them. So the
+operations of one real step are run on the meta device, which has shapes and no memory, and each new storage is
+noted with the moment it appears and the moment its last user lets it go. What comes out is what a caching
+allocator would be asked for, in that order, and the peak needs no formula for any architecture.
 
 Sizes are rounded up to 512 bytes, as CUDA's caching allocator does.
 """
@@ -120,7 +120,7 @@ class Timeline:
 Workspaces = Mapping[Any, Callable[..., int]]
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records every storage that operations make while it is on.
 
     Args:
@@ -129,7 +129,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, known: Iterable[Tensor], workspaces: Workspaces) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.timeline = Timeline()
         self.part: Part = "activations"
         self._workspaces = workspaces
@@ -186,8 +186,8 @@ class Recorder(TorchDispatchMode):
 
         self._lives[key] = (weakref.ref(storage, gone), life)
 
-    # Autograd adds gradients of one tensor in place, except under a mode, where it makes a new one for each sum. The
-    # old one is let go at once: then the sum is taken to be where it was.
+    # Autograd adds gradients of one tensor in place, except under a mode, where it makes a new one for each sum.
+    # The old one is let go at once: then the sum is taken to be where it was.
 
     def _follow_sum(self, total: Tensor, args: tuple[Any, ...]) -> None:
         life = self._lives[_key(total)][1]
@@ -203,7 +203,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _value(tensor: Tensor) -> bool:

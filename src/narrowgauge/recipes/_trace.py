@@ -1,8 +1,8 @@
 """One training step of a model on the meta device, and what it takes.
 
-The model is a copy without memory: same modules, same code, tensors that have shapes only. A recipe is applied to it
-and a linear plan swapped into it exactly as in a training, and a step is run: forward, loss, backward. That takes a
-fraction of a second however large the model is.
+The model is a copy without memory: same modules, same code, tensors that have shapes only. A recipe is applied
+to it and a linear plan swapped into it exactly as in a training, and a step is run: forward, loss, backward.
+That takes a fraction of a second however large the model is.
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from narrowgauge.linear import LinearPlan, swap_linears
-from narrowgauge.recipes._attention import WORKSPACES, fused_attention
+from narrowgauge.optim._plan import ParameterPlan
+from narrowgauge.recipes._cuda_ways import WORKSPACES, as_on_cuda
 from narrowgauge.recipes._recipe import Recipe
 from narrowgauge.recipes._timeline import Recorder, Timeline, rounded
+
+# Elements of a program of the step: where all is plain words, and where something is in blocks (kernels._step).
+_PLAIN, _BLOCKS = 512, 4096
 
 # From a model, a batch and a sequence to a loss.
 Loss = Callable[[nn.Module, int, int], Tensor]
@@ -73,7 +77,9 @@ def bare(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model, memo)
     except (TypeError, RuntimeError) as error:
-        raise ValueError(f"model: got one that copy.deepcopy refuses, takes one that can be copied: {error}") from None
+        raise ValueError(
+            f"model: got one that copy.deepcopy refuses, takes one that can be copied: {error}"
+        ) from None
 
 
 def from_config(config: Any) -> nn.Module:
@@ -85,26 +91,33 @@ def from_config(config: Any) -> nn.Module:
     library: Any = sys.modules.get("transformers")  # loaded, if there is a configuration of its
     if library is None or not isinstance(config, library.PretrainedConfig):
         raise ValueError(
-            f"model_or_config: got {type(config).__name__}, takes a torch.nn.Module, a transformers configuration or "
-            "a number of parameters"
+            f"model_or_config: got {type(config).__name__}, takes a torch.nn.Module, a transformers "
+            "configuration or a number of parameters"
         )
     named = [name for name in config.architectures or () if hasattr(library, name)]
     masked = type(config) in library.MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
     make = library.AutoModelForMaskedLM if masked else library.AutoModelForCausalLM
-    kind: Callable[..., nn.Module] = getattr(library, named[0])._from_config if named else make.from_config
+    kind: Callable[..., Any] = getattr(library, named[0])._from_config if named else make.from_config
     try:
         with torch.device("meta"):
-            model = kind(copy.deepcopy(config), attn_implementation="sdpa", dtype=torch.float32)
+            model: nn.Module = kind(copy.deepcopy(config), attn_implementation="sdpa", dtype=torch.float32)
     except ValueError as error:
         raise ValueError(f"model_or_config: got a {type(config).__name__}: {error}") from None
-    model.config.use_cache = False
+    config_of: Any = model.config
+    config_of.use_cache = False
     return model.train()
 
 
 def token_loss(model: nn.Module, batch: int, sequence: int) -> Tensor:
     """Mean cross entropy of a language model over all tokens, logits in fp32 from there on."""
     windows = torch.empty((batch, sequence + 1), dtype=torch.int64, device="meta")
-    logits = model(input_ids=windows[:, :-1]).logits
+    try:
+        logits = model(input_ids=windows[:, :-1]).logits
+    except (TypeError, AttributeError) as error:
+        raise ValueError(
+            f"loss: got None for a {type(model).__name__}, takes a function of model, batch and sequence for what "
+            f"does not take input_ids and return logits ({error})"
+        ) from error
     return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
 
 
@@ -161,8 +174,8 @@ class Traced:
             buffers=sum(rounded(b.nbytes) for b in self.model.buffers()),
             gradients=total([p.nbytes for p, _ in plans]),
             states=sum(
-                sum(rounded(int(size * part)) for size in sizes) + 2 * rounded(8) + _tables(p.numel() * part)
-                for (p, _), sizes, part in zip(plans, words, parts, strict=True)
+                sum(rounded(int(size * part)) for size in sizes) + 2 * rounded(8) + _tables(plan, p.numel() * part)
+                for (p, plan), sizes, part in zip(plans, words, parts, strict=True)
             ),
             low_words=total(low),
         )
@@ -173,7 +186,7 @@ class Traced:
             p.grad = None
         recorder = Recorder([*self.model.parameters(), *self.model.buffers()], WORKSPACES)
         timeline = recorder.timeline
-        with warnings.catch_warnings(), fused_attention(), recorder, _loss_apart(self.model, recorder):
+        with warnings.catch_warnings(), as_on_cuda(), recorder, _loss_apart(self.model, recorder):
             warnings.simplefilter("ignore")
             timeline.mark("forward")
             with recorder.during("loss"):
@@ -218,8 +231,9 @@ def _checkpoint(model: nn.Module) -> None:
     enable({"use_reentrant": False})
 
 
-def _tables(elements: float) -> int:
+def _tables(plan: ParameterPlan, elements: float) -> int:
     """Bytes that the optimizer's kernels read to know where a parameter lies: a row of addresses, and a number for
-    each program of about 512 elements.
+    each program of the step and of the pass that looks for gradients that are not finite.
     """
-    return 128 + int(4 * elements / 512)
+    each = _BLOCKS if any(slot.storage.quantized for slot in plan.slots) else _PLAIN
+    return 128 + int(4 * elements / each) + int(4 * elements / _BLOCKS)

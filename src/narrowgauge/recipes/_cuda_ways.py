@@ -1,14 +1,17 @@
-"""Attention as a GPU computes it: without the matrix of scores.
+"""What torch computes by the device it is on, as on a CUDA device.
 
-Torch chooses how `scaled_dot_product_attention` is computed by the device it is on, and on the meta device takes the
-formula, scores and all: batch x heads x sequence x sequence, in several copies, which no GPU of today would keep. Here
-the choice is made as for a CUDA device: fused flash attention for 16-bit numbers without a mask, the
-memory-efficient kernels for fp32 or with a mask, the formula for what neither takes.
+On the meta device torch takes the formula for `scaled_dot_product_attention`, scores and all: batch x heads x
+sequence x sequence, in several copies, which no GPU of today would keep. Here the choice is made as for a CUDA
+device: fused flash attention for 16-bit numbers without a mask, the memory-efficient kernels for fp32 or with a
+mask, the formula for what neither takes. Dropout there keeps a mask of a byte an element, RMS norm one number a
+row.
+
+Some kernels take memory for themselves while they run; `WORKSPACES` has the bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -21,16 +24,27 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 @contextmanager
-def fused_attention() -> Iterator[None]:
-    """Meanwhile, `scaled_dot_product_attention` of meta tensors is what a CUDA device would choose."""
-    # In the dispatcher, under the autograd of meta tensors alone: modules reach the function in many ways, from
+def as_on_cuda() -> Iterator[None]:
+    """Meanwhile, operations on meta tensors take and keep what they do on a CUDA device."""
+    # In the dispatcher, under the autograd of meta tensors alone: modules reach these functions in many ways, from
     # within a recomputed block too, and tensors of other devices are nobody's business here.
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    library.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
+    for name, way in (("scaled_dot_product_attention", _attention), ("dropout", _dropout), ("rms_norm", _rms_norm)):
+        library.impl(name, way, "AutogradMeta")
     try:
         yield
     finally:
         library._destroy()
+
+
+def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
+    if not train or p == 0:
+        return input
+    return cast(Tensor, _aten.native_dropout(input, p, train)[0])
+
+
+def _rms_norm(input: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    return cast(Tensor, _aten._fused_rms_norm(input, shape, weight, eps)[0])
 
 
 def _attention(
@@ -118,7 +132,7 @@ def _of_embedding_backward(grad: Tensor, indices: Tensor, count: int, *_: Any, *
     return 4 * pieces * grad.shape[-1] + 4 * 8 * tokens
 
 
-WORKSPACES = {
+WORKSPACES: Mapping[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_backward.default: _of_flash_backward,
     _aten._scaled_dot_product_efficient_attention_backward.default: _of_efficient_backward,
     _aten.embedding_dense_backward.default: _of_embedding_backward,
