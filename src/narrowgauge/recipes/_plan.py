@@ -251,7 +251,7 @@ class _Planner:
             moment = Moment(moment.where, {**moment.live, "gradients": self.held.gradients})
         else:
             moment = timeline.peak()
-        saved = timeline.at("backward").live["activations"]
+        saved = timeline.at("backward").total
         parts = _named(self.held) | {str(part): moment.live[part] for part in PARTS}
         parts |= {"communication": self._communication, "workspaces": WORKSPACE}
         return parts, saved, moment.where

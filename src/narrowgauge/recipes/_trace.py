@@ -143,7 +143,7 @@ class Traced:
         options: Mapping[str, Any],
     ) -> None:
         if checkpointing:
-            _checkpoint(model)
+            enable_checkpointing(model)
         self.optimizer = recipe.apply(model, **options)
         if linear is not None:
             report = swap_linears(model, linear)
@@ -219,7 +219,12 @@ def _loss_apart(model: nn.Module, recorder: Recorder) -> Iterator[None]:
         del model.forward
 
 
-def _checkpoint(model: nn.Module) -> None:
+def enable_checkpointing(model: nn.Module) -> None:
+    """Have a transformers model's blocks keep their inputs only.
+
+    Raises:
+        ValueError: for another model.
+    """
     # The first is transformers' later name of the second.
     enable = getattr(model, "activation_checkpointing_enable", None)
     enable = enable or getattr(model, "gradient_checkpointing_enable", None)
