@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from narrowgauge import recipes
+from narrowgauge.cli._environment import describe_environment
 from narrowgauge.recipes import MemoryPlan, Recipe
 
 LETTERS = ("A", "B", "C", "D")
@@ -28,7 +29,7 @@ GIB = 1 << 30
 
 NAMES = {"A": "bf16", "B": "collage-light", "C": "collage-plus", "D": "master"}
 PAPER_BYTES = {"A": 8, "B": 10, "C": 12, "D": 16}
-# Table 11: layers, width, heads; a LLaMA's hidden width behind them. Table 12: D's peak, the others' difference, GB.
+# Table 11: layers, width, heads; a LLaMA's hidden width behind them. Table 12: D's peak, others' difference, GB.
 SIZES: dict[str, tuple[int, ...]] = {
     "GPT-125M": (12, 768, 12), "GPT-1.3B": (24, 2048, 16), "GPT-2.7B": (32, 2560, 32), "GPT-6.7B": (32, 4096, 32),
     "OpenLLaMA-7B": (32, 4096, 32, 11008),
@@ -201,7 +202,7 @@ def main() -> None:
     out = parser.parse_args().out
     results = {
         "command": "python studies/memory_plans.py",
-        "torch": torch.__version__,
+        "environment": describe_environment(torch.device("cpu")),
         "table_2": [table_2(sequence) for sequence in (128, 256, 512)],
         "table_8": [table_8(in_flight=count) for count in (1, 2)],
         "table_12": table_12(),

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from narrowgauge import linear, recipes
-from narrowgauge.recipes._plan import WORKSPACE, parse_bytes
+from narrowgauge.recipes._plan import WORKSPACE
 from narrowgauge.recipes._search import largest
+from narrowgauge.recipes._sizes import parse_bytes
 from narrowgauge.recipes._timeline import Recorder, rounded
 from narrowgauge.recipes._trace import Traced, bare, enable_checkpointing, token_loss
 from narrowgauge.trainers import build_model

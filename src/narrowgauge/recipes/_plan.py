@@ -11,7 +11,6 @@ using it are in no plan, as they are not in `torch.cuda.max_memory_allocated`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,16 +21,12 @@ from narrowgauge.linear import LinearPlan
 from narrowgauge.recipes._recipe import Recipe, get
 from narrowgauge.recipes._search import largest
 from narrowgauge.recipes._share import PARALLEL, Parallel, gathered
+from narrowgauge.recipes._sizes import parse_bytes
 from narrowgauge.recipes._timeline import PARTS, Moment
 from narrowgauge.recipes._trace import Held, Loss, Traced, bare, from_config, token_loss
 from narrowgauge.storage import weight_storage
 
 WORKSPACE = 2 * (32 << 20)
-_UNITS = {"": 1, "b": 1} | {
-    f"{letter}{ending}": base**power
-    for power, letter in enumerate("kmgt", 1)
-    for ending, base in (("b", 1000), ("ib", 1024))
-}
 _MOST = 1 << 20  # sequences of a batch, tokens of a sequence
 
 
@@ -293,17 +288,3 @@ def _of_count(count: int, recipe: Recipe, shards: int, common: dict[str, Any]) -
 def _buckets(recipe: Recipe, gpus: int, parallel: Parallel) -> float:
     """Bytes a parameter of DDP's buckets."""
     return float(recipe.dtype.itemsize) if gpus > 1 and parallel == "ddp" else 0.0
-
-
-def parse_bytes(name: str, value: int | str) -> int:
-    """Bytes from a number or a text: 80GB is 80 * 10^9, 80GiB is 80 * 2^30.
-
-    Raises:
-        ValueError: for what is none, or not above 0.
-    """
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", value.strip().lower()) if isinstance(value, str) else None
-    if found is None or found[2] not in _UNITS or float(found[1]) * _UNITS[found[2]] < 1:
-        raise ValueError(f"{name}: got {value!r}, takes bytes, or a text such as '80GB' or '80GiB'")
-    return int(float(found[1]) * _UNITS[found[2]])

@@ -19,7 +19,7 @@ from narrowgauge.cli._plan._models import find_model
 from narrowgauge.cli._plan._text import show
 from narrowgauge.linear import LinearPlan
 from narrowgauge.recipes import MemoryPlan
-from narrowgauge.recipes._plan import parse_bytes
+from narrowgauge.recipes._sizes import parse_bytes
 
 _SUFFIXES = (".svg", ".png", ".pdf")
 
