@@ -75,12 +75,22 @@ def test_bars_are_to_scale(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
-    words = ["--linear", "switchback_m:e4m3", "--checkpointing", "--gpus", "4", "--parallel", "fsdp"]
+    words = [
+        "--linear",
+        "switchback_m:e4m3",
+        "--checkpointing",
+        "--accumulate",
+        "--gpus",
+        "4",
+        "--parallel",
+        "fsdp",
+    ]
     page = read(capsys, "llama-micro", *SMALL, *words, "--recipe", "kahan", "--json", str(file))
     (record,) = json.loads(file.read_text())["plans"]
     one = recipes.plan_memory(
         configuration("llama-micro", vocabulary=1000, sequence=64), "kahan", batch=2, sequence=64,
-        linear=linear.SWITCHBACK_M.with_format("e4m3"), checkpointing=True, gpus=4, parallel="fsdp",
+        linear=linear.SWITCHBACK_M.with_format("e4m3"), checkpointing=True, accumulate=True, gpus=4,
+        parallel="fsdp",
     )  # fmt: skip
     assert record == one.record()
     assert "4 GPUs under FSDP" in page

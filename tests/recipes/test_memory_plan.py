@@ -154,6 +154,31 @@ def test_a_trace_is_what_a_real_step_takes(preset: str, recipe: str, checkpointi
     assert timeline.peak().total == pytest.approx(peak, rel=0.01)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+def test_gradients_of_an_earlier_batch_are_added_to(checkpointing: bool) -> None:
+    model = build_model("mini", vocabulary=1024, sequence=128, seed=0)
+    traced = Traced(bare(model), recipes.get("fp32"), None, checkpointing, token_loss, {}, accumulate=True)
+    if checkpointing:
+        enable_checkpointing(model)
+    windows = torch.randint(0, 1024, (8, 129))
+
+    def step() -> None:
+        torch.autograd.backward(next_token_loss(model, windows))
+
+    step()
+    before = [p.grad for p in model.parameters()]
+    _, real = peak_memory(step, 0, torch.device("cpu"))
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
+    assert traced.trace(8, 128).peak().total == pytest.approx(real, rel=0.01)
+    options = {"batch": 8, "sequence": 128, "checkpointing": checkpointing}
+    plan = recipes.plan_memory(model, "fp32", accumulate=True, **options)
+    assert plan.at_peak["gradients"] == plan.held["gradients"]
+    assert (
+        plan.peak == traced.trace(8, 128).peak().total + traced.held().total + traced.held().gradients + WORKSPACE
+    )
+    assert plan.peak > recipes.plan_memory(model, "fp32", **options).peak
+
+
 @pytest.fixture(scope="module")
 def config() -> Any:
     return configuration("tiny", vocabulary=1000, sequence=512)
@@ -348,6 +373,28 @@ def test_questions_without_an_answer_are_refused(config: Any) -> None:
         recipes.plan_memory(config, "D", sequence=64).largest_batch()
     with pytest.raises(ValueError, match=r"^model_or_config: got 7 parameters, takes a model"):
         recipes.plan_memory(7, "D").largest_batch("80GB")
+
+
+def test_a_step_without_a_stand_in_is_refused() -> None:
+    class Indexes(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)[x.sum(-1) > 0]
+
+    with pytest.raises(ValueError, match=r"^model: got a Indexes whose step fails on the meta device"):
+        recipes.plan_memory(Indexes(512, 512), "A", loss=square_loss)
+
+
+def test_a_model_without_fused_attention_is_planned_as_it_is() -> None:
+    from transformers import Gemma2Config
+
+    config = Gemma2Config(
+        num_hidden_layers=1, hidden_size=64, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
+        intermediate_size=64, vocab_size=300,
+    )  # fmt: skip
+    short, long = (recipes.plan_memory(config, "A", sequence=sequence).saved for sequence in (512, 1024))
+    assert short is not None
+    assert long is not None
+    assert long > 3 * short  # scores of attention
 
 
 def test_a_step_that_reads_numbers_is_refused() -> None:

@@ -185,6 +185,9 @@ def _plan(
     checkpointing: Annotated[
         bool, _option("Blocks keep their inputs only, and run again in the backward pass.", "--checkpointing")
     ] = False,
+    accumulate: Annotated[
+        bool, _option("Gradients of several micro-batches are added up; --batch is one of them.", "--accumulate")
+    ] = False,
     memory: Annotated[str | None, _option("Of each GPU: 80GB, 79GiB. Also says what would fit.")] = None,
     gpus: Annotated[int, _option("GPUs that share the training.")] = 1,
     parallel: Annotated[str, _option("How they do: 'ddp' or 'fsdp'.")] = "ddp",

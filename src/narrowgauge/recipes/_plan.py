@@ -40,6 +40,7 @@ class MemoryPlan:
         recipe, linear: names of the recipe and of the linear layers' plan.
         batch, sequence: sequences a step on each GPU, and tokens of each; None for a number of parameters.
         checkpointing: whether blocks run again in the backward pass.
+        accumulate: whether there are gradients of an earlier micro-batch.
         gpus, parallel: how many GPUs share the training, and how.
         held: what is kept from step to step, gradients included: weights, buffers, gradients, states, low words.
         saved: what the forward pass leaves for the backward pass; None for a number of parameters.
@@ -57,6 +58,7 @@ class MemoryPlan:
     batch: int | None
     sequence: int | None
     checkpointing: bool
+    accumulate: bool
     gpus: int
     parallel: Parallel
     held: Mapping[str, int]
@@ -124,8 +126,8 @@ class MemoryPlan:
     def record(self) -> dict[str, Any]:
         """The plan as plain values, for JSON."""
         names = (
-            "model", "parameters", "recipe", "linear", "batch", "sequence", "checkpointing", "gpus", "parallel",
-            "saved", "where", "peak", "device_memory", "fits",
+            "model", "parameters", "recipe", "linear", "batch", "sequence", "checkpointing", "accumulate", "gpus",
+            "parallel", "saved", "where", "peak", "device_memory", "fits",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names} | {
             "held": dict(self.held),
@@ -144,6 +146,7 @@ def plan_memory(
     checkpointing: bool = False,
     gpus: int = 1,
     parallel: Parallel = "ddp",
+    accumulate: bool = False,
     loss: Loss | None = None,
     **optimizer_arguments: Any,
 ) -> MemoryPlan:
@@ -161,6 +164,7 @@ def plan_memory(
             pass.
         gpus: how many share the training.
         parallel: how: ``"ddp"`` or ``"fsdp"``, see `narrowgauge.recipes._share`.
+        accumulate: whether gradients of several micro-batches are added up: all of them live through the step then.
         loss: a function of a model without memory, a batch and a sequence that makes its own inputs on the meta
             device, runs the model once and returns the loss. If None, the cross entropy of a language model that
             takes `input_ids` and returns `logits`.
@@ -187,14 +191,15 @@ def plan_memory(
         "_bytes": recipe.bytes_per_parameter() / shards + _buckets(recipe, gpus, parallel),
     }
     if isinstance(model_or_config, int) and not isinstance(model_or_config, bool):
-        refused = {"linear": linear, "checkpointing": checkpointing or None, "loss": loss}
+        refused: dict[str, Any] = {"linear": linear, "loss": loss, "checkpointing": checkpointing or None}
+        refused["accumulate"] = accumulate or None
         for name, value in refused.items():
             if value is not None:
                 raise ValueError(f"{name}: got {value!r}, takes None for a mere number of parameters")
         return _of_count(model_or_config, recipe, shards, common)
     given: Any = model_or_config
     model = bare(given) if isinstance(given, nn.Module) else from_config(given)
-    traced = Traced(model, recipe, linear, checkpointing, loss or token_loss, optimizer_arguments)
+    traced = Traced(model, recipe, linear, checkpointing, loss or token_loss, optimizer_arguments, accumulate)
     planner = _Planner(traced, gpus, parallel)
     if sequence > planner.positions:
         raise ValueError(
@@ -209,6 +214,7 @@ def plan_memory(
         batch=batch,
         sequence=sequence,
         checkpointing=checkpointing,
+        accumulate=accumulate,
         held=_named(planner.held) | {"gradients": planner.held.gradients},
         saved=saved,
         at_peak=at_peak,
@@ -246,6 +252,8 @@ class _Planner:
             moment = Moment(moment.where, {**moment.live, "gradients": self.held.gradients})
         else:
             moment = timeline.peak()
+            if self._traced.accumulate:
+                moment = Moment(moment.where, {**moment.live, "gradients": self.held.gradients})
         saved = timeline.at("backward").total
         parts = _named(self.held) | {str(part): moment.live[part] for part in PARTS}
         parts |= {"communication": self._communication, "workspaces": WORKSPACE}
@@ -276,6 +284,7 @@ def _of_count(count: int, recipe: Recipe, shards: int, common: dict[str, Any]) -
         batch=None,
         sequence=None,
         checkpointing=False,
+        accumulate=False,
         held=parts,
         saved=None,
         at_peak=parts | {"communication": buckets},

@@ -83,7 +83,7 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def from_config(config: Any) -> nn.Module:
-    """The transformers model of a configuration, on the meta device, with fused attention.
+    """The transformers model of a configuration, on the meta device, with fused attention where it has that.
 
     Raises:
         ValueError: for what is no configuration of a language model.
@@ -98,9 +98,17 @@ def from_config(config: Any) -> nn.Module:
     masked = type(config) in library.MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
     make = library.AutoModelForMaskedLM if masked else library.AutoModelForCausalLM
     kind: Callable[..., Any] = getattr(library, named[0])._from_config if named else make.from_config
-    try:
+
+    def made(attention: str) -> nn.Module:
         with torch.device("meta"):
-            model: nn.Module = kind(copy.deepcopy(config), attn_implementation="sdpa", dtype=torch.float32)
+            model: nn.Module = kind(copy.deepcopy(config), attn_implementation=attention, dtype=torch.float32)
+        return model
+
+    try:
+        try:
+            model = made("sdpa")
+        except ValueError:  # a few have none that is fused
+            model = made("eager")
     except ValueError as error:
         raise ValueError(f"model_or_config: got a {type(config).__name__}: {error}") from None
     config_of: Any = model.config
@@ -131,6 +139,7 @@ class Traced:
         checkpointing: whether blocks keep their inputs only and run again in the backward pass.
         loss: the forward pass.
         options: of the optimizer.
+        accumulate: whether there are gradients of an earlier micro-batch, which a step adds to.
     """
 
     def __init__(
@@ -141,6 +150,7 @@ class Traced:
         checkpointing: bool,
         loss: Loss,
         options: Mapping[str, Any],
+        accumulate: bool = False,
     ) -> None:
         if checkpointing:
             enable_checkpointing(model)
@@ -149,7 +159,7 @@ class Traced:
             report = swap_linears(model, linear)
             if not report.swapped:
                 raise ValueError(f"linear: got {linear}, takes a model with linear layers; all were kept")
-        self.model, self._loss = model, loss
+        self.model, self._loss, self.accumulate = model, loss, accumulate
         self.trace = functools.cache(self._trace)
 
     @property
@@ -183,17 +193,25 @@ class Traced:
     def _trace(self, batch: int, sequence: int) -> Timeline:
         """A step of `batch` sequences of `sequence` tokens."""
         for p in self.model.parameters():
-            p.grad = None
-        recorder = Recorder([*self.model.parameters(), *self.model.buffers()], WORKSPACES)
+            p.grad = torch.empty_like(p) if self.accumulate and p.requires_grad else None
+        known = [*self.model.parameters(), *self.model.buffers()]
+        known += [p.grad for p in self.model.parameters() if p.grad is not None]
+        recorder = Recorder(known, WORKSPACES)
         timeline = recorder.timeline
         with warnings.catch_warnings(), as_on_cuda(), recorder, _loss_apart(self.model, recorder):
             warnings.simplefilter("ignore")
             timeline.mark("forward")
-            with recorder.during("loss"):
-                loss = self._loss(self.model, batch, sequence)
-            timeline.mark("backward")
-            with recorder.during("backward"):
-                torch.autograd.backward(loss)
+            try:
+                with recorder.during("loss"):
+                    loss = self._loss(self.model, batch, sequence)
+                timeline.mark("backward")
+                with recorder.during("backward"):
+                    torch.autograd.backward(loss)
+            except RuntimeError as error:  # kernels that have no stand-in without memory, mostly
+                raise ValueError(
+                    f"model: got a {type(self.model).__name__} whose step fails on the meta device, takes "
+                    f"one that runs there: {error}"
+                ) from error
             for p in self.model.parameters():
                 if p.grad is not None:
                     recorder.is_gradient(p.grad)

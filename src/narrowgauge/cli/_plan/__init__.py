@@ -35,6 +35,7 @@ class PlanOptions:
     sequence: int | None = None
     vocabulary: int | None = None
     checkpointing: bool = False
+    accumulate: bool = False
     memory: str | None = None
     gpus: int = 1
     parallel: str = "ddp"
@@ -70,7 +71,7 @@ def plan(options: PlanOptions) -> int:
     linear = None if options.linear is None else _linear(options.linear)
     model, sequence = find_model(options.model, options.vocabulary, options.sequence)
     if isinstance(model, int):
-        for name in ("linear", "batch", "sequence", "checkpointing"):
+        for name in ("linear", "batch", "sequence", "checkpointing", "accumulate"):
             if getattr(options, name):
                 raise ValueError(
                     f"--{name}: got it for a number of parameters, takes a model: activations are not known here"
@@ -84,6 +85,7 @@ def plan(options: PlanOptions) -> int:
             device_memory=memory,
             linear=linear,
             checkpointing=options.checkpointing,
+            accumulate=options.accumulate,
             gpus=options.gpus,
             parallel=cast(Any, options.parallel),
         )

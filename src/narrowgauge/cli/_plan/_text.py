@@ -60,6 +60,7 @@ def _headline(one: MemoryPlan) -> str:
         return f"{one.model}{shared}"
     what = f", linear layers by {one.linear}" if one.linear else ""
     what += ", gradient checkpointing" if one.checkpointing else ""
+    what += ", gradients accumulated" if one.accumulate else ""
     return f"{one.model}, {one.parameters:,} parameters; {one.batch} x {one.sequence} tokens a step{what}{shared}"
 
 
