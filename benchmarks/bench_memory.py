@@ -6,7 +6,7 @@ over them is what was predicted. Rows that fail are kept with their error. `befo
 before the row began: cuBLAS's workspaces, and nothing else if nothing leaks; `workspaces` at the top is what
 one product, forward and backward, leaves behind.
 
-    python benchmarks/bench_memory.py [--json FILE] [--only gpt2,bert] [--most 120] [--list]
+    python benchmarks/bench_memory.py [--json FILE] [--only gpt2,bert] [--most 120] [--seconds 140] [--list]
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import gc
 import json
 import sys
 import time
-import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge import linear, recipes
+from narrowgauge.recipes._trace import enable_checkpointing
 from narrowgauge.trainers._models import Preset, configuration, next_token_loss
 
 STEPS = 3
@@ -110,7 +110,7 @@ def measured(row: Row, device: torch.device) -> list[int]:
     """`max_memory_allocated` of each of three steps."""
     model = made(row, device)
     if row.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable_checkpointing(model)
     optimizer = recipes.get(row.recipe).apply(model, lr=1e-5)
     plan = PLANS[row.linear]
     if plan is not None:
@@ -151,8 +151,9 @@ def freed(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device)
 
 
-def results_of(rows: list[Row], device: torch.device, most: float) -> dict[str, Any]:
-    """Every row planned and measured; rows planned above `most` GB are not run."""
+def results_of(rows: list[Row], device: torch.device, most: float, seconds: float = 140.0) -> dict[str, Any]:
+    """Every row planned and measured; those planned above `most` GB, or late by so many seconds, are not run."""
+    begun = time.perf_counter()
     name = torch.cuda.get_device_name(device)
     results: dict[str, Any] = {
         "device": name,
@@ -164,6 +165,8 @@ def results_of(rows: list[Row], device: torch.device, most: float) -> dict[str, 
         started = time.perf_counter()
         found: dict[str, Any] = {**asdict(row), "before": freed(device)}
         try:
+            if started - begun > seconds:
+                raise TimeoutError(f"not begun within {seconds:g} s")
             plan = planned(row)
             found |= {"planned": plan.peak, "at_peak": dict(plan.at_peak), "where": plan.where}
             found["planning_s"] = round(time.perf_counter() - started, 2)
@@ -196,11 +199,11 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="results file")
     parser.add_argument("--only", default="", help="comma-separated parts of a model's or a recipe's name")
     parser.add_argument("--most", type=float, default=120.0, help="GB that a row may be planned to take")
+    parser.add_argument("--seconds", type=float, default=140.0, help="after which no row is begun")
     parser.add_argument("--list", action="store_true", help="plan only, without a GPU")
     given = parser.parse_args()
     parts = [part for part in given.only.split(",") if part]
     rows = [row for row in ROWS if not parts or any(part in (row.model, row.recipe) for part in parts)]
-    warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable.*")
     if given.list:
         for row in rows:
             started = time.perf_counter()
@@ -211,7 +214,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("bench_memory: takes a CUDA device, torch sees none (--list plans without one)", file=sys.stderr)
         return 2
-    results = results_of(rows, torch.device("cuda", torch.cuda.current_device()), given.most)
+    results = results_of(rows, torch.device("cuda", torch.cuda.current_device()), given.most, given.seconds)
     ratios = [row["ratio"] for row in results["rows"] if "ratio" in row]
     within = sum(abs(ratio - 1) <= 0.05 for ratio in ratios)
     print(f"{within} of {len(results['rows'])} rows within 5%; workspaces {results['workspaces'] / 2**20:.1f} MiB")

@@ -67,4 +67,6 @@ def test_rows_have_ratios_or_errors(
 def test_a_row_too_large_is_not_run(without_gpu: list[bench_memory.Row]) -> None:
     (found,) = bench_memory.results_of(without_gpu[:1], torch.device("cuda"), 1.0)["rows"]
     assert "of 1.0 at most" in found["error"]
+    (late,) = bench_memory.results_of(without_gpu[:1], torch.device("cuda"), 120.0, seconds=-1)["rows"]
+    assert late["error"] == "TimeoutError: not begun within -1 s"
     assert "steps" not in found
