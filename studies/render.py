@@ -21,6 +21,7 @@ import _bytes_tables
 import _eight_bit_adam_tables
 import _float8_tables
 import _loss_spikes_tables
+import _memory_tables
 import _noise_tables
 import _pictures
 import _quantization_tables
@@ -37,6 +38,7 @@ TABLES = {
     "eight_bit_adam": _eight_bit_adam_tables.TABLES,
     "state_codecs": _state_tables.TABLES,
     "loss_spikes": _loss_spikes_tables.TABLES,
+    "memory_plans": _memory_tables.TABLES,
 }
 FACTS = {
     "quantization_error": _quantization_tables.quantization_facts,

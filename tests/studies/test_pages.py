@@ -19,6 +19,7 @@ def test_there_is_a_page_for_each_study() -> None:
         "eight_bit_adam",
         "inner_product_noise",
         "loss_spikes",
+        "memory_plans",
         "quantization_error",
         "state_codecs",
     ]
@@ -51,7 +52,8 @@ def test_results_say_where_they_come_from(path: Path) -> None:
     results = json.loads(path.read_text())
     assert results["command"].startswith(f"python studies/{render.study_of(path.name)}.py")
     assert {"device", "torch"} <= results["environment"].keys()
-    assert {"seed", "steps", "model"} <= results["training"].keys()
+    if path.stem != "memory_plans":  # where nothing is trained
+        assert {"seed", "steps", "model"} <= results["training"].keys()
     assert not re.search(r'"[^"]*(/home|/root|/tmp|/work|[A-Z]:\\)', path.read_text())
 
 

@@ -166,6 +166,41 @@ def _watch(
     return watch(WatchOptions(run, once, interval))
 
 
+@app.command(name="plan")
+def _plan(
+    model: Annotated[
+        str, typer.Argument(help=f"{', '.join(presets())}; a folder with a config.json; or parameters, such as 7B.")
+    ],
+    recipe: Annotated[
+        str, _option("Comma-separated, a column each: names, or A, B, C, D, D-MW.", "--recipe", "--recipes")
+    ] = "D,adamw8bit-split8",
+    linear: Annotated[
+        str | None, _option("Plan of the linear layers: SWITCHBACK:int8, SWITCHBACK_M, ...", show_default="none")
+    ] = None,
+    batch: Annotated[int | None, _option("Sequences a step on each GPU.", show_default="8")] = None,
+    sequence: Annotated[
+        int | None, _option("Tokens a sequence.", show_default="1024, or the model's positions")
+    ] = None,
+    vocabulary: Annotated[int | None, _option("Tokens of a preset.", show_default="its family's")] = None,
+    checkpointing: Annotated[
+        bool, _option("Blocks keep their inputs only, and run again in the backward pass.", "--checkpointing")
+    ] = False,
+    accumulate: Annotated[
+        bool, _option("Gradients of several micro-batches are added up; --batch is one of them.", "--accumulate")
+    ] = False,
+    memory: Annotated[str | None, _option("Of each GPU: 80GB, 79GiB. Also says what would fit.")] = None,
+    gpus: Annotated[int, _option("GPUs that share the training.")] = 1,
+    parallel: Annotated[str, _option("How they do: 'ddp' or 'fsdp'.")] = "ddp",
+    json: Annotated[Path | None, _option("Results file.")] = None,
+    figure: Annotated[Path | None, _option("Picture of the bars: .svg, .png or .pdf.")] = None,
+) -> int:
+    """Will it fit? The memory of a training step on a GPU, by recipe, without a GPU."""
+    options = dict(locals())
+    from narrowgauge.cli._plan import PlanOptions, plan
+
+    return plan(PlanOptions(**options))
+
+
 _bench = typer.Typer(add_completion=False, help="Measure what things cost on this machine.", no_args_is_help=True)
 app.add_typer(_bench, name="bench")
 

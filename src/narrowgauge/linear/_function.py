@@ -47,7 +47,7 @@ def linear(
     """
     _check(input, weight, bias, plan, averages)
     device = input.device.type
-    if torch.is_autocast_enabled(device) and input.dtype != torch.float64:  # which autocast leaves alone
+    if _autocast(device) and input.dtype != torch.float64:  # which autocast leaves alone
         dtype = torch.get_autocast_dtype(device)
         input, weight = input.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
@@ -139,10 +139,15 @@ def _unflat(y: Tensor, leading: tuple[int, ...]) -> Tensor:
     return y if len(leading) == 1 else _unsafe_view(y, (*leading, y.shape[-1]))
 
 
+def _autocast(device: str) -> bool:
+    """Whether autocast is on; torch knows of none for shapes alone, and raises."""
+    return device != "meta" and torch.is_autocast_enabled(device)
+
+
 def _without_autocast(x: Tensor, run: Callable[[], Result]) -> Result:
     """What is computed here has its dtypes already. Switching off what is off would cost microseconds."""
     device = x.device.type
-    if not torch.is_autocast_enabled(device):
+    if not _autocast(device):
         return run()
     with torch.autocast(device, enabled=False):
         return run()

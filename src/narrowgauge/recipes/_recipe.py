@@ -1,7 +1,7 @@
 """Recipes: named precision strategies.
 
-A recipe says in which format the model's weights and gradients are, which optimizer trains it (most often AdamW)
-and how that keeps weights and states. Applying one takes two lines: get it, apply it to the model.
+A recipe says in which format the model's weights and gradients are, which optimizer trains it (most often
+AdamW) and how that keeps weights and states. Applying one takes two lines: get it, apply it to the model.
 
 The letters A to D are the options of Collage's Table 2; `D-MW` keeps fp32 states but no master weights.
 """

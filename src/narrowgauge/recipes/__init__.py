@@ -1,0 +1,27 @@
+"""Named precision strategies, and the memory that a training takes under one.
+
+`get` gives a recipe by name; it casts a model and makes its optimizer in one call. `plan_memory` says what that
+takes on a GPU before there is one: bytes by what they hold, the peak of a step, and what else would fit.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from narrowgauge.recipes._recipe import Recipe, cast, get, names
+
+if TYPE_CHECKING:
+    from narrowgauge.recipes._plan import MemoryPlan, plan_memory
+
+__all__ = ["MemoryPlan", "Recipe", "cast", "get", "names", "plan_memory"]
+_WHEN_ASKED = ("MemoryPlan", "plan_memory")
+
+
+def __getattr__(name: str) -> Any:
+    """Planning is imported when somebody plans: a training does not, and it takes a tenth of a second."""
+    if name in _WHEN_ASKED:
+        return getattr(import_module("narrowgauge.recipes._plan"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

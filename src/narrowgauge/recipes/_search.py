@@ -1,0 +1,42 @@
+"""The largest count whose peak fits, found with few looks.
+
+A peak grows with the batch nearly along a line, and with the sequence along a line as well where attention is
+fused. So the next count to look at is where the line through the last two crosses the memory; between what fits
+and what does not there is always one more look, so a wrong guess costs a look and no correctness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+def largest(peak: Callable[[int], float], memory: float, limit: int) -> int:
+    """The largest count from 1 to limit with `peak(count) <= memory`, for a peak that does not fall; 0 for none."""
+    if peak(1) > memory:
+        return 0
+    low, low_peak = 1, peak(1)
+    high, high_peak = 2, 0.0
+    while True:
+        if low == limit:
+            return limit
+        high = min(high, limit)
+        high_peak = peak(high)
+        if high_peak > memory:
+            break
+        slope = (high_peak - low_peak) / (high - low)
+        low, low_peak = high, high_peak
+        # A little beyond the crossing, so that the next look is on the other side of it.
+        guess = low + 1 + int(1.02 * (memory - low_peak) / slope) if slope > 0 else limit
+        high = max(low + 1, min(guess, 64 * low))
+    while high - low > 1:
+        share = (memory - low_peak) / (high_peak - low_peak)
+        middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
+        there = peak(middle)
+        if there <= memory:
+            low, low_peak = middle, there
+            # The line is tight: most often the very next count does not fit.
+            if high - low > 1 and peak(low + 1) > memory:
+                return low
+        else:
+            high, high_peak = middle, there
+    return low

@@ -1,0 +1,223 @@
+"""When memory is taken and given back during a step: a record of storages' lives, and the peak of it.
+
+A training step's memory is not a sum but a maximum. Activations grow through the forward pass, the loss works
+on the logits in fp32, gradients grow while activations go, and the worst moment may be any of them. So the
+operations of one real step are run on the meta device, which has shapes and no memory, and each new storage is
+noted with the moment it appears and the moment its last user lets it go. What comes out is what a caching
+allocator would be asked for, in that order, and the peak needs no formula for any architecture.
+
+Sizes are rounded up to 512 bytes, as CUDA's caching allocator does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+GRAIN = 512  # bytes; c10's kMinBlockSize
+
+# What a storage is, by the part of the step that took it; what turns out to be a parameter's gradient is that.
+Part = Literal["activations", "loss", "backward", "gradients"]
+PARTS: tuple[Part, ...] = ("activations", "loss", "backward", "gradients")
+
+
+def rounded(nbytes: int) -> int:
+    """What the allocator takes for so many bytes."""
+    return -(-nbytes // GRAIN) * GRAIN
+
+
+@dataclass
+class _Life:
+    """A storage: how many bytes, which part of the step took it, and from which event to which it lived."""
+
+    nbytes: int
+    part: Part
+    born: int
+    died: int | None = None
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What was alive at one moment of a step.
+
+    Attributes:
+        where: the part of the step that ran then.
+        live: bytes alive by what they are.
+    """
+
+    where: str
+    live: Mapping[Part, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.live.values())
+
+
+@dataclass
+class Timeline:
+    """The lives of all storages that a step takes beside what was there before it.
+
+    Attributes:
+        operations: how many operations ran.
+    """
+
+    lives: list[_Life] = field(default_factory=list)
+    marks: list[tuple[int, str]] = field(default_factory=list)
+    operations: int = 0
+    _clock: int = 0
+
+    def born(self, nbytes: int, part: Part) -> _Life:
+        self._clock += 1
+        life = _Life(rounded(nbytes), part, self._clock)
+        self.lives.append(life)
+        return life
+
+    def died(self, life: _Life) -> None:
+        self._clock += 1
+        life.died = self._clock
+
+    def passing(self, nbytes: int, part: Part) -> None:
+        """Memory that one operation takes for itself and gives back."""
+        if nbytes:
+            self.died(self.born(nbytes, part))
+
+    def mark(self, where: str) -> None:
+        """From here on it is this part of the step."""
+        self._clock += 1
+        self.marks.append((self._clock, where))
+
+    def at(self, where: str) -> Moment:
+        """What is alive when a part of the step begins."""
+        when = next(clock for clock, name in self.marks if name == where)
+        alive = [life for life in self.lives if life.born < when and (life.died is None or life.died > when)]
+        return Moment(where, {part: sum(x.nbytes for x in alive if x.part == part) for part in PARTS})
+
+    def peak(self, counted: Iterable[Part] = PARTS) -> Moment:
+        """The worst moment, by the bytes of some parts; `live` has all of them."""
+        weights = {part: int(part in set(counted)) for part in PARTS}
+        events = sorted(
+            [(x.born, x.part, x.nbytes) for x in self.lives]
+            + [(x.died, x.part, -x.nbytes) for x in self.lives if x.died is not None]
+        )
+        live, worst, best, when = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0), -1, 0
+        for clock, part, nbytes in events:
+            live[part] += nbytes
+            total = sum(weights[name] * size for name, size in live.items())
+            if total > best:
+                best, worst, when = total, dict(live), clock
+        where = [name for clock, name in self.marks if clock <= when]
+        return Moment(where[-1] if where else "forward", worst)
+
+
+# What operations take beside their results, by name: their arguments to bytes.
+Workspaces = Mapping[Any, Callable[..., int]]
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records every storage that operations make while it is on.
+
+    Args:
+        known: tensors that were there before; what lies in their storages is not counted.
+        workspaces: bytes that operations take while they run, beside their results.
+    """
+
+    def __init__(self, known: Iterable[Tensor], workspaces: Workspaces) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.timeline = Timeline()
+        self.part: Part = "activations"
+        self._workspaces = workspaces
+        self._lives: dict[int, tuple[Any, _Life | None]] = {}
+        self._last: tuple[_Life, list[int]] | None = None
+        for tensor in known:
+            self._lives[_key(tensor)] = (tensor.untyped_storage(), None)
+
+    @contextmanager
+    def during(self, part: Part) -> Iterator[None]:
+        """What is taken here is of this part."""
+        before, self.part = self.part, part
+        try:
+            yield
+        finally:
+            self.part = before
+
+    def is_gradient(self, gradient: Tensor) -> None:
+        """Call what was taken for a tensor a gradient."""
+        life = self._lives.get(_key(gradient), (None, None))[1]
+        if life is not None:
+            life.part = "gradients"
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return _value(args[0])
+        self.timeline.operations += 1
+        self._last = None
+        workspace = self._workspaces.get(func)
+        if workspace is not None:
+            self.timeline.passing(workspace(*args, **kwargs), self.part)
+        results = func(*args, **kwargs)
+        for result in results if isinstance(results, tuple | list) else (results,):
+            if isinstance(result, Tensor):
+                self._see(result)
+        if func is torch.ops.aten.add.Tensor and self.part == "backward":
+            self._follow_sum(results, args)
+        return results
+
+    def _see(self, tensor: Tensor) -> None:
+        key = _key(tensor)
+        if key in self._lives:
+            return
+        storage = tensor.untyped_storage()
+        life = self.timeline.born(storage.nbytes(), self.part)
+
+        def gone(_: Any) -> None:
+            del self._lives[key]
+            self.timeline.died(life)
+            self._replaced(life)
+
+        self._lives[key] = (weakref.ref(storage, gone), life)
+
+    # Autograd adds gradients of one tensor in place, except under a mode, where it makes a new one for each sum.
+    # The old one is let go at once: then the sum is taken to be where it was.
+
+    def _follow_sum(self, total: Tensor, args: tuple[Any, ...]) -> None:
+        life = self._lives[_key(total)][1]
+        old = [self._lives[_key(x)][1] for x in args[:2] if isinstance(x, Tensor) and _key(x) in self._lives]
+        if life is not None:
+            self._last = life, [id(x) for x in old if x is not None and x.nbytes == life.nbytes]
+
+    def _replaced(self, life: _Life) -> None:
+        if self._last is None or id(life) not in self._last[1] or life.died is None:
+            return
+        successor, self._last = self._last[0], None
+        life.died, successor.born = successor.born, life.died
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _value(tensor: Tensor) -> bool:
+    """What a model is told that looks at a value there is not.
+
+    Masks are looked at to see whether all of something holds (nothing is padded, one text a row), which it does in
+    ordinary training.
+
+    Raises:
+        ValueError: for anything but a truth value.
+    """
+    if tensor.dtype != torch.bool:
+        raise ValueError(
+            f"model: its step reads a number of {tensor.dtype} from the device, takes one whose memory does not "
+            "depend on values"
+        )
+    return True

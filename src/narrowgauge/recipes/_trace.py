@@ -1,0 +1,262 @@
+"""One training step of a model on the meta device, and what it takes.
+
+The model is a copy without memory: same modules, same code, tensors that have shapes only. A recipe is applied
+to it and a linear plan swapped into it exactly as in a training, and a step is run: forward, loss, backward.
+That takes a fraction of a second however large the model is.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from narrowgauge.linear import LinearPlan, swap_linears
+from narrowgauge.optim._plan import ParameterPlan
+from narrowgauge.recipes._cuda_ways import WORKSPACES, as_on_cuda
+from narrowgauge.recipes._recipe import Recipe
+from narrowgauge.recipes._timeline import Recorder, Timeline, rounded
+
+# Elements of a program of the step: where all is plain words, and where something is in blocks (kernels._step).
+_PLAIN, _BLOCKS = 512, 4096
+
+# From a model, a batch and a sequence to a loss.
+Loss = Callable[[nn.Module, int, int], Tensor]
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that a training keeps from step to step, in all its tensors, each rounded up as allocated.
+
+    Attributes:
+        weights: the model's parameters.
+        buffers: its other tensors.
+        gradients: of the parameters that are trained.
+        states: the optimizer's moments, with their scales and counters, and the tables that its kernels read.
+        low_words: what the optimizer adds to weights: low words, remainders, master copies.
+    """
+
+    weights: int
+    buffers: int
+    gradients: int
+    states: int
+    low_words: int
+
+    @property
+    def total(self) -> int:
+        """All of them but the gradients, which come and go."""
+        return self.weights + self.buffers + self.states + self.low_words
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """A copy of a model on the meta device; the model is left alone, and no memory is taken.
+
+    Raises:
+        ValueError: for a model that cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        twin: Tensor = torch.empty_like(tensor, device="meta")
+        if isinstance(tensor, nn.Parameter):
+            twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+            for name, value in vars(tensor).items():  # marks
+                setattr(twin, name, value)
+        memo[id(tensor)] = twin
+    for p in model.parameters():
+        if p.grad is not None:
+            memo[id(p.grad)] = None
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"model: got one that copy.deepcopy refuses, takes one that can be copied: {error}"
+        ) from None
+
+
+def from_config(config: Any) -> nn.Module:
+    """The transformers model of a configuration, on the meta device, with fused attention where it has that.
+
+    Raises:
+        ValueError: for what is no configuration of a language model.
+    """
+    library: Any = sys.modules.get("transformers")  # loaded, if there is a configuration of its
+    if library is None or not isinstance(config, library.PretrainedConfig):
+        raise ValueError(
+            f"model_or_config: got {type(config).__name__}, takes a torch.nn.Module, a transformers "
+            "configuration or a number of parameters"
+        )
+    named = [name for name in config.architectures or () if hasattr(library, name)]
+    masked = type(config) in library.MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
+    make = library.AutoModelForMaskedLM if masked else library.AutoModelForCausalLM
+    kind: Callable[..., Any] = getattr(library, named[0])._from_config if named else make.from_config
+
+    def made(attention: str) -> nn.Module:
+        with torch.device("meta"):
+            model: nn.Module = kind(copy.deepcopy(config), attn_implementation=attention, dtype=torch.float32)
+        return model
+
+    try:
+        try:
+            model = made("sdpa")
+        except ValueError:  # a few have none that is fused
+            model = made("eager")
+    except ValueError as error:
+        raise ValueError(f"model_or_config: got a {type(config).__name__}: {error}") from None
+    config_of: Any = model.config
+    config_of.use_cache = False
+    return model.train()
+
+
+def token_loss(model: nn.Module, batch: int, sequence: int) -> Tensor:
+    """Mean cross entropy of a language model over all tokens, logits in fp32 from there on."""
+    windows = torch.empty((batch, sequence + 1), dtype=torch.int64, device="meta")
+    try:
+        logits = model(input_ids=windows[:, :-1]).logits
+    except (TypeError, AttributeError) as error:
+        raise ValueError(
+            f"loss: got None for a {type(model).__name__}, takes a function of model, batch and sequence for what "
+            f"does not take input_ids and return logits ({error})"
+        ) from error
+    return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
+
+
+class Traced:
+    """A model under a recipe, ready to be traced with one batch after the other.
+
+    Args:
+        model: on the meta device; it is cast and swapped here.
+        recipe: the precision strategy.
+        linear: what its linear layers compute by; None leaves them.
+        checkpointing: whether blocks keep their inputs only and run again in the backward pass.
+        loss: the forward pass.
+        options: of the optimizer.
+        accumulate: whether there are gradients of an earlier micro-batch, which a step adds to.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        linear: LinearPlan | None,
+        checkpointing: bool,
+        loss: Loss,
+        options: Mapping[str, Any],
+        accumulate: bool = False,
+    ) -> None:
+        if checkpointing:
+            enable_checkpointing(model)
+        self.optimizer = recipe.apply(model, **options)
+        if linear is not None:
+            report = swap_linears(model, linear)
+            if not report.swapped:
+                raise ValueError(f"linear: got {linear}, takes a model with linear layers; all were kept")
+        self.model, self._loss, self.accumulate = model, loss, accumulate
+        self.trace = functools.cache(self._trace)
+
+    @property
+    def parameters(self) -> int:
+        """How many the model has, shared ones counted once."""
+        return sum(p.numel() for p in self.model.parameters())
+
+    def held(self, shards: int = 1) -> Held:
+        """What is kept from step to step; with several shards, by each, parameters cut along their first side."""
+        plans = self.optimizer._all_plans()
+        parts = [-(-p.shape[0] // shards) / p.shape[0] if p.dim() and shards > 1 else 1.0 for p, _ in plans]
+        low = [p.numel() * plan.weight.bytes_added(p.dtype) for p, plan in plans]
+        cut = dict(zip([id(p) for p, _ in plans], parts, strict=True))
+
+        def total(sizes: Any, of: Any = parts) -> int:
+            return sum(rounded(int(size * part)) for size, part in zip(sizes, of, strict=True))
+
+        everything = list(self.model.parameters())
+        words = [[s.storage.nbytes(p.numel(), s.block_size) for s in plan.slots] for p, plan in plans]
+        return Held(
+            weights=total([p.nbytes for p in everything], [cut.get(id(p), 1.0) for p in everything]),
+            buffers=sum(rounded(b.nbytes) for b in self.model.buffers()),
+            gradients=total([p.nbytes for p, _ in plans]),
+            states=sum(
+                sum(rounded(int(size * part)) for size in sizes) + 2 * rounded(8) + _tables(plan, p.numel() * part)
+                for (p, plan), sizes, part in zip(plans, words, parts, strict=True)
+            ),
+            low_words=total(low),
+        )
+
+    def _trace(self, batch: int, sequence: int) -> Timeline:
+        """A step of `batch` sequences of `sequence` tokens."""
+        for p in self.model.parameters():
+            p.grad = torch.empty_like(p) if self.accumulate and p.requires_grad else None
+        known = [*self.model.parameters(), *self.model.buffers()]
+        known += [p.grad for p in self.model.parameters() if p.grad is not None]
+        recorder = Recorder(known, WORKSPACES)
+        timeline = recorder.timeline
+        with warnings.catch_warnings(), as_on_cuda(), recorder, _loss_apart(self.model, recorder):
+            warnings.simplefilter("ignore")
+            timeline.mark("forward")
+            try:
+                with recorder.during("loss"):
+                    loss = self._loss(self.model, batch, sequence)
+                timeline.mark("backward")
+                with recorder.during("backward"):
+                    torch.autograd.backward(loss)
+            except RuntimeError as error:  # kernels that have no stand-in without memory, mostly
+                raise ValueError(
+                    f"model: got a {type(self.model).__name__} whose step fails on the meta device, takes "
+                    f"one that runs there: {error}"
+                ) from error
+            for p in self.model.parameters():
+                if p.grad is not None:
+                    recorder.is_gradient(p.grad)
+            timeline.mark("optimizer")
+        for p in self.model.parameters():
+            p.grad = None
+        return timeline
+
+
+@contextmanager
+def _loss_apart(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Tell what the model makes from what the loss makes of its output."""
+    run = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with recorder.during("activations"):
+            return run(*args, **kwargs)
+
+    model.forward = forward
+    try:
+        yield
+    finally:
+        del model.forward
+
+
+def enable_checkpointing(model: nn.Module) -> None:
+    """Have a transformers model's blocks keep their inputs only.
+
+    Raises:
+        ValueError: for another model.
+    """
+    # The first is transformers' later name of the second.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    enable = enable or getattr(model, "gradient_checkpointing_enable", None)
+    if enable is None:
+        raise ValueError(
+            f"checkpointing: got True for a {type(model).__name__}, takes a model of transformers; "
+            "have others checkpoint by themselves, and leave it out"
+        )
+    enable({"use_reentrant": False})
+
+
+def _tables(plan: ParameterPlan, elements: float) -> int:
+    """Bytes that the optimizer's kernels read to know where a parameter lies: a row of addresses, and a number for
+    each program of the step and of the pass that looks for gradients that are not finite.
+    """
+    each = _BLOCKS if any(slot.storage.quantized for slot in plan.slots) else _PLAIN
+    return 128 + int(4 * elements / each) + int(4 * elements / _BLOCKS)

@@ -1,0 +1,72 @@
+"""The benchmark of memory plans: its rows can be planned, and a row that fails does not end the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import bench_memory
+import pytest
+import torch
+
+
+def test_there_are_enough_rows_and_none_twice() -> None:
+    assert len(set(bench_memory.ROWS)) == len(bench_memory.ROWS) >= 16
+    assert {row.linear for row in bench_memory.ROWS} == set(bench_memory.PLANS)
+    assert {row.model for row in bench_memory.ROWS} == {
+        "gpt2",
+        "gpt2-medium",
+        "gpt2-large",
+        "llama-1b",
+        "bert-base",
+    }
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama-1b", "bert-base"])
+def test_a_row_is_planned_as_it_says(model: str) -> None:
+    row = next(row for row in bench_memory.ROWS if row.model == model and row.checkpointing)
+    plan = bench_memory.planned(row)
+    assert (plan.batch, plan.sequence, plan.checkpointing) == (row.batch, row.sequence, True)
+    sizes = {"gpt2": 124_439_808, "llama-1b": 1_261_529_088, "bert-base": 109_514_298}
+    assert plan.parameters == sizes[model]
+    assert plan.peak < 120e9
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> list[bench_memory.Row]:
+    """Measuring replaced: every row takes what was planned and a tenth, but those of C, which fail."""
+    rows = [row for row in bench_memory.ROWS if row.model == "gpt2" and row.recipe in ("A", "C")]
+
+    def measured(row: Any, device: Any) -> list[int]:
+        if row.recipe == "C":
+            raise RuntimeError("CUDA out of memory")
+        return [5, int(bench_memory.planned(row).peak / 0.9), 7]
+
+    monkeypatch.setattr(bench_memory, "measured", measured)
+    monkeypatch.setattr(bench_memory, "workspaces", lambda device: 64 << 20)
+    monkeypatch.setattr(bench_memory, "freed", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "none")
+    return rows
+
+
+def test_rows_have_ratios_or_errors(
+    without_gpu: list[bench_memory.Row], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = bench_memory.results_of(without_gpu, torch.device("cuda"), 120.0)["rows"]
+    printed = capsys.readouterr().out.splitlines()
+    assert len(found) == len(without_gpu) == len(printed)
+    for row, line in zip(found, printed, strict=True):
+        if row["recipe"] == "C":
+            assert row["error"] == "RuntimeError: CUDA out of memory"
+            assert "ratio" not in row
+            assert line.endswith("RuntimeError: CUDA out of memory")
+        else:
+            assert row["ratio"] == pytest.approx(0.9, rel=1e-6)
+            assert "ratio 0.900" in line
+
+
+def test_a_row_too_large_is_not_run(without_gpu: list[bench_memory.Row]) -> None:
+    (found,) = bench_memory.results_of(without_gpu[:1], torch.device("cuda"), 1.0)["rows"]
+    assert "of 1.0 at most" in found["error"]
+    (late,) = bench_memory.results_of(without_gpu[:1], torch.device("cuda"), 120.0, seconds=-1)["rows"]
+    assert late["error"] == "TimeoutError: not begun within -1 s"
+    assert "steps" not in found

@@ -1,0 +1,160 @@
+"""`narrowgauge plan`: its table is the plan, its bars are to scale, and bad input is one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from narrowgauge import linear, recipes
+from narrowgauge.cli import main
+from narrowgauge.cli._plan._text import PARTS, size
+from narrowgauge.trainers._models import configuration
+
+SMALL = ["--batch", "2", "--sequence", "64", "--vocabulary", "1000"]
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+def read(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What the command prints."""
+    assert main(["plan", *arguments]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    return printed.out
+
+
+def cells(page: str, head: str) -> list[str]:
+    """The cells of a row behind its heading."""
+    (row,) = [line for line in page.splitlines() if line.startswith(head + "  ")]
+    return row[len(head) :].split()
+
+
+def test_the_table_is_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "new" / "plan.json"
+    page = read(capsys, "micro", *SMALL, "--recipe", "D,C", "--memory", "300MB", "--json", str(file))
+    config = configuration("micro", vocabulary=1000, sequence=64)
+    plans = [
+        recipes.plan_memory(config, name, batch=2, sequence=64, device_memory="300MB") for name in ("master", "C")
+    ]
+    assert cells(page, "weights") == [size(one.at_peak["weights"]) for one in plans]
+    assert cells(page, "peak") == [size(one.peak) for one in plans]
+    assert cells(page, "largest batch on each GPU") == [str(one.largest_batch()) for one in plans]
+    assert cells(page, "fits") == ["yes", "yes"]
+    records = json.loads(file.read_text())["plans"]
+    for record, one in zip(records, plans, strict=True):
+        answers = {name: record.pop(name) for name in ("largest_batch", "longest_sequence", "largest_model")}
+        assert record == one.record()
+        assert answers == {
+            "largest_batch": one.largest_batch(),
+            "longest_sequence": one.longest_sequence(),
+            "largest_model": one.largest_model(),
+        }
+    assert str(file) in page.replace("\n", "")
+
+
+def test_bars_are_to_scale(capsys: pytest.CaptureFixture[str]) -> None:
+    page = read(capsys, "7B", "--recipe", "D,A", "--memory", "80GB")
+    (whole,) = [line.split()[1] for line in page.splitlines() if line.startswith("master  W")]
+    (half,) = [line.split()[1] for line in page.splitlines() if line.startswith("bf16  ")]
+    # 112 GB are 60 letters: 2, 4, 8 and 2 bytes a parameter, and the memory's end behind 80 GB.
+    assert [whole.count(PARTS[part]) for part in ("weights", "low words", "states", "gradients")] in (
+        [7, 16, 30, 7], [8, 15, 30, 7], [7, 15, 30, 8], [8, 14, 30, 8], [8, 15, 29, 8],
+    )  # fmt: skip
+    assert whole.index("|") == round(80 / 112 * 60) == half.index("|")
+    assert len(half.rstrip("|").rstrip("·")) == 30
+    assert cells(page, "fits") == ["no", "yes"]
+    assert cells(page, "largest model, no activations") == ["5.00B", "10.00B"]
+    assert "activations: they are not in these figures" in page
+
+
+def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    words = [
+        "--linear",
+        "switchback_m:e4m3",
+        "--checkpointing",
+        "--accumulate",
+        "--gpus",
+        "4",
+        "--parallel",
+        "fsdp",
+    ]
+    page = read(capsys, "llama-micro", *SMALL, *words, "--recipe", "kahan", "--json", str(file))
+    (record,) = json.loads(file.read_text())["plans"]
+    one = recipes.plan_memory(
+        configuration("llama-micro", vocabulary=1000, sequence=64), "kahan", batch=2, sequence=64,
+        linear=linear.SWITCHBACK_M.with_format("e4m3"), checkpointing=True, accumulate=True, gpus=4,
+        parallel="fsdp",
+    )  # fmt: skip
+    assert record == one.record()
+    assert "4 GPUs under FSDP" in page
+    assert "gradient checkpointing" in " ".join(page.split())
+    assert "fits" not in page
+
+
+def test_a_folder_with_a_configuration_is_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = configuration("micro", vocabulary=1000, sequence=96)
+    config.save_pretrained(tmp_path)
+    file = tmp_path / "plan.json"
+    read(capsys, str(tmp_path), "--recipe", "A", "--json", str(file))
+    (record,) = json.loads(file.read_text())["plans"]
+    assert (record["batch"], record["sequence"]) == (8, 96)  # all the positions there are
+    assert record == recipes.plan_memory(config, "A", batch=8, sequence=96).record()
+    assert (
+        read(capsys, str(tmp_path / "config.json"), "--recipe", "A").splitlines()[0].startswith("GPT2LMHeadModel")
+    )
+
+
+@pytest.mark.parametrize("kind", ["svg", "png", "pdf"])
+def test_the_figure_has_every_recipe_and_part(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str
+) -> None:
+    file = tmp_path / f"plan.{kind}"
+    read(capsys, "micro", *SMALL, "--recipe", "A,adamw8bit", "--memory", "1GB", "--figure", str(file))
+    content = file.read_bytes()
+    assert content.startswith({"svg": b"<?xml", "png": b"\x89PNG", "pdf": b"%PDF"}[kind])
+    if kind == "svg":
+        texts = {text for element in ElementTree.fromstring(content).iter() if (text := element.text)}
+        assert {"bf16", "adamw8bit", "weights", "states", "activations", "loss", "backward"} <= texts
+        assert "1.00 GB" in texts
+        assert not {"gradients", "communication"} & texts  # there are none at these plans' worst moments
+
+
+ERRORS = {
+    "model": (["gpt5"], "MODEL: got 'gpt5', takes a preset"),
+    "config": (["{}"], "MODEL: "),
+    "recipe": (["micro", "--recipe", "E"], "recipe: got 'E'"),
+    "no recipe": (["micro", "--recipe", ","], "--recipe: got ','"),
+    "linear": (["micro", "--linear", "FOO"], "--linear: got 'FOO', takes names such as SWITCHBACK"),
+    "memory": (["micro", "--memory", "much"], "--memory: got 'much', takes bytes"),
+    "batch": (["micro", "--batch", "0"], "batch: got 0"),
+    "sequence": (["micro", "--sequence", "1"], "sequence: got 1"),
+    "parallel": (["micro", "--parallel", "tp"], "parallel: got 'tp'"),
+    "figure": (["micro", "--figure", "x.gif"], "--figure: got 'x.gif'"),
+    "count": (["7B", "--batch", "3"], "--batch: got it for a number of parameters"),
+    "vocabulary": (["7B", "--vocabulary", "300"], "--vocabulary: got 300 for '7B'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "message"), ERRORS.values(), ids=ERRORS)
+def test_bad_input_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    broken = tmp_path / "config.json"
+    broken.write_text('{"model_type": "nothing-known"}')
+    assert main(["plan", *(word.replace("{}", str(tmp_path)) for word in arguments)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"narrowgauge: {message}")
+    assert printed.err.count("\n") == 1
+
+
+def test_a_file_that_cannot_be_written_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["plan", "7B", "--json", str(tmp_path)]) == 2
+    assert "--json: cannot write" in capsys.readouterr().err

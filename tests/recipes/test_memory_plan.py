@@ -1,0 +1,412 @@
+"""Memory plans: bytes counted by hand, steps traced beside real ones on the CPU, and questions turned around."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from narrowgauge import linear, recipes
+from narrowgauge.recipes._plan import WORKSPACE
+from narrowgauge.recipes._search import largest
+from narrowgauge.recipes._sizes import parse_bytes
+from narrowgauge.recipes._timeline import Recorder, rounded
+from narrowgauge.recipes._trace import Traced, bare, enable_checkpointing, token_loss
+from narrowgauge.trainers import build_model
+from narrowgauge.trainers._memory import peak_memory
+from narrowgauge.trainers._models import configuration, next_token_loss
+
+# By hand, for a matrix of 512 x 512 (N = 262 144 elements, 1024 blocks of 256): bytes of the weight, of what is
+# added to it, and of both moments. A block of 8 bits has one scale of 4 bytes, one of log4's two.
+N, BLOCKS = 512 * 512, 1024
+LOG8, LOG4 = N + 4 * BLOCKS, N // 2 + 8 * BLOCKS
+M_LOG4 = N // 2 + 4 * BLOCKS  # beside v it has one number a block
+BY_HAND = {
+    "fp32": (4 * N, 0, 8 * N),
+    "bf16": (2 * N, 0, 4 * N),
+    "collage-light": (2 * N, 2 * N, 4 * N),
+    "collage-plus": (2 * N, 2 * N, 2 * N + 4 * N),
+    "master": (2 * N, 4 * N, 8 * N),
+    "fp32-states": (2 * N, 0, 8 * N),
+    "kahan": (2 * N, 2 * N, 4 * N),
+    "stochastic": (2 * N, 0, 4 * N),
+    "split": (2 * N, 2 * N, 8 * N),
+    "split8": (2 * N, N, 8 * N),
+    "adamw8bit": (4 * N, 0, 2 * LOG8),
+    "adamw8bit-expansion": (2 * N, 2 * N, 2 * LOG8),
+    "adamw8bit-split": (2 * N, 2 * N, 2 * LOG8),
+    "adamw8bit-split8": (2 * N, N, 2 * LOG8),
+    "adamw6bit-split8": (2 * N, N, M_LOG4 + LOG8),
+    "adamw4bit-split8": (2 * N, N, M_LOG4 + LOG4),
+    "adamw8bit-dynamic": (4 * N, 0, 2 * LOG8),
+    "adamw8bit-dynamic-split8": (2 * N, N, 2 * LOG8),
+    "stable-adamw": (4 * N, 0, 8 * N),
+    "lion8bit": (4 * N, 0, LOG8),
+}
+
+
+def square_loss(model: nn.Module, batch: int, sequence: int) -> Tensor:
+    """A loss of rows: one a token."""
+    dtype = next(model.parameters()).dtype
+    out: Tensor = model(torch.empty((batch * sequence, 512), dtype=dtype, device="meta"))
+    return out.sum()
+
+
+def test_by_hand_there_is_every_recipe() -> None:
+    assert tuple(BY_HAND) == recipes.names()
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_what_is_held_is_counted_by_hand(name: str) -> None:
+    weight, low, moments = BY_HAND[name]
+    plan = recipes.plan_memory(nn.Linear(512, 512, bias=False), name, loss=square_loss)
+    assert plan.held["weights"] == plan.held["gradients"] == weight
+    assert plan.held["low words"] == low
+    # Beside the moments: a counter of steps and one of those skipped, 512 bytes each, and the kernels' tables.
+    tables = plan.held["states"] - moments - 1024
+    assert 0 < tables < 0.005 * 8 * N
+    recipe = recipes.get(name)
+    assert weight * 2 + low + moments == pytest.approx(recipe.bytes_per_parameter() * N, rel=1e-12)
+
+
+def test_a_step_by_hand() -> None:
+    """Two layers without biases, bf16: the input is saved by the first, relu's output by relu and by the second.
+
+    x (64, 512) is 65 536 bytes, so is every feature and its gradient; the output's gradient comes expanded from one
+    number. In the backward pass of the second layer are its input's gradient and its weight's, both new.
+    """
+    model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.ReLU(), nn.Linear(512, 512, bias=False))
+    traced = Traced(bare(model), recipes.get("A"), None, False, square_loss, {})
+    timeline = traced.trace(4, 16)
+    feature, gradient = 64 * 512 * 2, 2 * N
+    before = timeline.at("backward")
+    assert before.live == {"activations": feature, "loss": feature + 512, "backward": 0, "gradients": 0}
+    after = timeline.at("optimizer")
+    assert after.live == {"activations": 0, "loss": 512, "backward": 0, "gradients": 2 * gradient}
+    # At the end: x, the gradient behind relu, and both weights' gradients; loss and its gradient, 512 bytes each.
+    assert timeline.peak().total == 2 * feature + 2 * gradient + 1024
+    assert timeline.peak(("gradients",)).live["gradients"] == 2 * gradient
+
+
+def test_a_recorder_counts_storages_while_they_live() -> None:
+    known = torch.empty(1000, device="meta")
+    with Recorder([known], {}) as recorder:
+        recorder.timeline.mark("forward")
+        first = torch.empty(100, device="meta")  # 400 bytes, 512 as allocated
+        view = first[10:]
+        del first
+        recorder.timeline.mark("with a view")
+        second = known.t() + 1
+        del view
+        recorder.timeline.mark("alone")
+        del second
+        recorder.timeline.mark("nothing")
+        known.add_(1)
+    live = [recorder.timeline.at(mark).total for mark in ("forward", "with a view", "alone", "nothing")]
+    assert live == [0, 512, 4096, 0]
+    assert recorder.timeline.peak().total == 512 + 4096
+    assert recorder.timeline.peak().where == "with a view"
+
+
+@pytest.mark.parametrize("plan", [None, linear.SWITCHBACK, linear.SWITCHBACK_M], ids=["linear", "saved", "codes"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize(("preset", "recipe"), [("mini", "fp32"), ("mini", "A"), ("llama-micro", "A")])
+def test_a_trace_is_what_a_real_step_takes(preset: str, recipe: str, checkpointing: bool, plan: Any) -> None:
+    """Storages that autograd really saves, and the allocator's own count of a step, on the CPU."""
+    model = build_model(preset, vocabulary=1024, sequence=128, seed=0)
+    traced = Traced(bare(model), recipes.get(recipe), plan, checkpointing, token_loss, {})
+    timeline = traced.trace(8, 128)
+    recipes.cast(model, recipes.get(recipe).dtype)
+    if plan is not None:
+        linear.swap_linears(model, plan)
+    if checkpointing:
+        enable_checkpointing(model)
+    windows = torch.randint(0, 1024, (8, 129))
+    there = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers(), windows)}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        saved[x.untyped_storage()._cdata] = x.untyped_storage()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        loss = next_token_loss(model, windows)
+    real = sum(rounded(storage.nbytes()) for at, storage in saved.items() if at not in there)
+    # The logits' labels are a copy that the trace has, and the loss itself.
+    assert timeline.at("backward").total == pytest.approx(real, rel=0.01)
+    del loss
+    saved.clear()
+    if plan is not None:  # in eager torch on a CPU quantizers take float32 copies that kernels do not
+        return
+
+    def step() -> None:
+        torch.autograd.backward(next_token_loss(model, windows))
+
+    step()
+    for p in model.parameters():
+        p.grad = None
+    _, peak = peak_memory(step, 0, torch.device("cpu"))
+    assert timeline.peak().total == pytest.approx(peak, rel=0.01)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+def test_gradients_of_an_earlier_batch_are_added_to(checkpointing: bool) -> None:
+    model = build_model("mini", vocabulary=1024, sequence=128, seed=0)
+    traced = Traced(bare(model), recipes.get("fp32"), None, checkpointing, token_loss, {}, accumulate=True)
+    if checkpointing:
+        enable_checkpointing(model)
+    windows = torch.randint(0, 1024, (8, 129))
+
+    def step() -> None:
+        torch.autograd.backward(next_token_loss(model, windows))
+
+    step()
+    before = [p.grad for p in model.parameters()]
+    _, real = peak_memory(step, 0, torch.device("cpu"))
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
+    assert traced.trace(8, 128).peak().total == pytest.approx(real, rel=0.01)
+    options = {"batch": 8, "sequence": 128, "checkpointing": checkpointing}
+    plan = recipes.plan_memory(model, "fp32", accumulate=True, **options)
+    assert plan.at_peak["gradients"] == plan.held["gradients"]
+    assert (
+        plan.peak == traced.trace(8, 128).peak().total + traced.held().total + traced.held().gradients + WORKSPACE
+    )
+    assert plan.peak > recipes.plan_memory(model, "fp32", **options).peak
+
+
+@pytest.fixture(scope="module")
+def config() -> Any:
+    return configuration("tiny", vocabulary=1000, sequence=512)
+
+
+def peak(config: Any, recipe: str = "D", batch: int = 2, sequence: int = 64, **options: Any) -> int:
+    return recipes.plan_memory(config, recipe, batch=batch, sequence=sequence, **options).peak
+
+
+def test_more_takes_more(config: Any) -> None:
+    batches = [peak(config, batch=batch) for batch in (1, 2, 3, 8, 64)]
+    sequences = [peak(config, sequence=sequence) for sequence in (2, 64, 65, 128, 512)]
+    assert batches == sorted(set(batches))
+    assert sequences == sorted(set(sequences))
+    by_bytes = [peak(config, name) for name in ("adamw8bit-split8", "A", "B", "C", "D")]
+    assert by_bytes == sorted(set(by_bytes))
+    assert peak(config, "A", 16, 512, checkpointing=True) < peak(config, "A", 16, 512)
+
+
+def test_attention_is_linear_in_the_sequence_and_as_real_with_a_mask() -> None:
+    class Attention(nn.Module):
+        def __init__(self, masked: bool) -> None:
+            super().__init__()
+            self.masked, self.scale = masked, nn.Parameter(torch.ones(64))
+
+        def forward(self, sequence: int) -> Tensor:
+            x = torch.empty((1, 4, sequence, 64), device="meta", dtype=self.scale.dtype) * self.scale
+            mask = torch.ones((sequence, sequence), device="meta", dtype=torch.bool) if self.masked else None
+            return nn.functional.scaled_dot_product_attention(x, x, x, mask)
+
+    def saved(sequence: int, masked: bool, recipe: str) -> int:
+        model = Attention(masked)
+        plan = recipes.plan_memory(model, recipe, sequence=sequence, loss=lambda m, _, s: m(s).sum())
+        assert plan.saved is not None
+        return plan.saved
+
+    for recipe, itemsize in (("A", 2), ("fp32", 4)):
+        one = 4 * 1024 * 64 * itemsize  # a tensor of all heads
+        # What the product reads, what attention reads three times, its output, a number a row, the state of random
+        # numbers in two pieces, the loss.
+        assert saved(1024, False, recipe) == 3 * one + 4 * 4 * 1024 + 3 * 512
+        assert saved(2048, False, recipe) < 2.01 * saved(1024, False, recipe)
+        # A mask is kept as numbers, once for all heads: never four heads of scores.
+        assert saved(1024, True, recipe) - saved(1024, False, recipe) == 1024 * 1024 * itemsize
+
+
+@pytest.mark.parametrize(("recipe", "memory"), [("D", "400MB"), ("adamw8bit-split8", "250MB"), ("C", "1GB")])
+def test_the_largest_that_fits_fits_and_one_more_does_not(config: Any, recipe: str, memory: str) -> None:
+    plan = recipes.plan_memory(config, recipe, batch=2, sequence=64, device_memory=memory)
+    room = parse_bytes("memory", memory)
+    batch = plan.largest_batch()
+    assert peak(config, recipe, batch) <= room < peak(config, recipe, batch + 1)
+    tokens = plan.longest_sequence()
+    assert tokens == 512 or peak(config, recipe, 2, tokens) <= room < peak(config, recipe, 2, tokens + 1)
+    assert plan.largest_batch(plan.peak) == 2
+    assert plan.largest_batch(plan.peak - 1) == 1
+    assert plan.largest_batch("1MB") == 0
+    model = plan.largest_model()
+    assert recipes.plan_memory(model, recipe).peak <= room
+    assert recipes.plan_memory(model + 1000, recipe).peak > room
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=300), st.integers(0, 2000))
+def test_the_search_finds_what_a_walk_finds(rises: list[int], memory: int) -> None:
+    peaks = [sum(rises[: count + 1]) for count in range(len(rises))]
+    walked = sum(one <= memory for one in peaks)
+    assert largest(lambda count: peaks[count - 1], memory, len(peaks)) == walked
+
+
+def test_a_line_takes_few_looks() -> None:
+    looks: list[int] = []
+
+    def peak(count: int) -> float:
+        looks.append(count)
+        return 1e9 + 12_345_678 * count
+
+    assert largest(peak, 80e9, 1 << 20) == int(79e9 / 12_345_678)
+    assert len(looks) < 12
+
+
+def test_ddp_adds_buckets_and_fsdp_cuts(config: Any) -> None:
+    alone = recipes.plan_memory(config, "D", batch=2, sequence=64)
+    ddp = recipes.plan_memory(config, "D", batch=2, sequence=64, gpus=8)
+    assert ddp.peak - alone.peak == ddp.at_peak["communication"] == alone.held["gradients"]
+    shared = recipes.plan_memory(config, "D", batch=2, sequence=64, gpus=8, parallel="fsdp")
+    for part in ("weights", "gradients", "low words"):
+        assert alone.held[part] / 8 <= shared.held[part] < alone.held[part] / 8 + 512 * 80
+    # Gathered: all that is in no block, whole with its gradients, and two blocks, likewise.
+    model = bare(build_model("tiny", vocabulary=1000, sequence=512, seed=0))
+    block = sum(rounded(2 * p.numel()) for p in model.transformer.h[0].parameters())
+    root = sum(rounded(2 * p.numel()) for p in model.parameters()) - 6 * block
+    assert shared.at_peak["communication"] == 2 * root + 4 * block
+    assert recipes.plan_memory(config, "D", batch=2, sequence=64, parallel="fsdp").peak == alone.peak
+
+
+def test_a_number_of_parameters_is_the_papers_table() -> None:
+    """Collage, Table 2, for OpenLLaMA-7B's 6.74 billion: 53.9, 67.4, 80.9 and 107.8 GB."""
+    count = 6_738_415_616
+    for letter, each in {"A": 8, "B": 10, "C": 12, "D": 16}.items():
+        plan = recipes.plan_memory(count, letter, device_memory="80GB")
+        assert plan.peak == each * count
+        assert plan.fits == (each * count <= 80e9)
+        assert plan.saved is None
+        shares = recipes.plan_memory(count, letter, gpus=8, parallel="fsdp")
+        assert shares.peak == pytest.approx(each * count / 8, abs=8)
+        assert recipes.plan_memory(count, letter, gpus=2).peak == (each + 2) * count
+
+
+def test_the_model_is_left_alone() -> None:
+    model = build_model("micro", vocabulary=300, sequence=16, seed=0)
+    torch.autograd.backward(next_token_loss(model, torch.zeros((1, 17), dtype=torch.int64)))
+    before = copy.deepcopy(model.state_dict())
+    kinds = {name: type(module) for name, module in model.named_modules()}
+    grads = [p.grad for p in model.parameters()]
+    plan = recipes.plan_memory(model, "A", batch=2, sequence=16, linear=linear.SWITCHBACK, checkpointing=True)
+    assert plan.parameters == sum(p.numel() for p in model.parameters())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert {name: type(module) for name, module in model.named_modules()} == kinds
+    assert [p.grad for p in model.parameters()] == grads
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    assert model.transformer.wte.weight.device.type == "cpu"
+    from_config = recipes.plan_memory(model.config, "A", batch=2, sequence=16)
+    assert recipes.plan_memory(model, "A", batch=2, sequence=16).peak == from_config.peak
+
+
+def test_what_is_frozen_has_no_gradient_and_no_state() -> None:
+    model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 512, bias=False))
+    model[0].weight.requires_grad_(False)
+    plan = recipes.plan_memory(model, "D", loss=square_loss)
+    assert plan.held["weights"] == 4 * N
+    assert plan.held["gradients"] == 2 * N
+    assert plan.held["low words"] == 4 * N
+
+
+def test_the_record_adds_up(config: Any) -> None:
+    plan = recipes.plan_memory(config, "C", batch=2, sequence=64, device_memory="1GiB")
+    record = plan.record()
+    assert record["peak"] == sum(record["at_peak"].values()) == plan.peak
+    assert record["at_peak"]["workspaces"] == WORKSPACE
+    assert record["device_memory"] == 2**30
+    assert record["fits"] is True
+
+
+def test_what_cuda_keeps_of_dropout_is_a_byte() -> None:
+    class Dropped(nn.Module):
+        def __init__(self, p: float) -> None:
+            super().__init__()
+            self.first, self.drop = nn.Linear(512, 512, bias=False), nn.Dropout(p)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.drop(self.first(x)).square()
+
+    without, with_it = (
+        recipes.plan_memory(Dropped(p), "A", batch=8, sequence=64, loss=square_loss).saved for p in (0.0, 0.1)
+    )
+    assert without is not None
+    assert with_it is not None
+    assert with_it - without == 8 * 64 * 512
+
+
+ERRORS: dict[str, tuple[Any, str, dict[str, Any], str]] = {
+    "batch": (None, "D", {"batch": 0}, "batch: got 0, takes an integer from 1"),
+    "sequence": (None, "D", {"sequence": 513}, "sequence: got 513, takes at most 512"),
+    "gpus": (None, "D", {"gpus": True}, "gpus: got True"),
+    "parallel": (None, "D", {"parallel": "tp"}, "parallel: got 'tp', takes 'ddp' or 'fsdp'"),
+    "memory": (None, "D", {"device_memory": "80 quarts"}, "device_memory: got '80 quarts', takes bytes"),
+    "no memory": (None, "D", {"device_memory": 0}, "device_memory: got 0"),
+    "recipe": (None, "E", {}, "recipe: got 'E', takes one of"),
+    "weights": (None, "D", {"weights": "plain"}, "weights: got 'plain', follows from recipe 'master'"),
+    "model": ("gpt2", "D", {}, "model_or_config: got str, takes a torch.nn.Module"),
+    "true": (True, "D", {}, "model_or_config: got bool"),
+    "count": (0, "D", {}, "model_or_config: got 0, takes at least 1"),
+    "linear": (7, "D", {"linear": linear.SWITCHBACK}, "linear: got"),
+    "checkpointing": (7, "D", {"checkpointing": True}, "checkpointing: got True"),
+    "loss": (nn.Linear(512, 512), "D", {}, "loss: got None for a Linear"),
+    "no blocks": (nn.Linear(8, 8), "D", {"checkpointing": True}, "checkpointing: got True for a Linear"),
+    "no layers": (nn.LayerNorm(512), "A", {"linear": linear.SWITCHBACK, "loss": square_loss}, "linear: got"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "recipe", "options", "message"), ERRORS.values(), ids=ERRORS)
+def test_bad_input_is_refused_by_name(
+    config: Any, model: Any, recipe: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=r"^[a-z_]+: got") as error:
+        recipes.plan_memory(config if model is None else model, recipe, **options)
+    assert str(error.value).startswith(message)
+
+
+def test_questions_without_an_answer_are_refused(config: Any) -> None:
+    with pytest.raises(ValueError, match=r"^device_memory: got None"):
+        recipes.plan_memory(config, "D", sequence=64).largest_batch()
+    with pytest.raises(ValueError, match=r"^model_or_config: got 7 parameters, takes a model"):
+        recipes.plan_memory(7, "D").largest_batch("80GB")
+
+
+def test_a_step_without_a_stand_in_is_refused() -> None:
+    class Indexes(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)[x.sum(-1) > 0]
+
+    with pytest.raises(ValueError, match=r"^model: got a Indexes whose step fails on the meta device"):
+        recipes.plan_memory(Indexes(512, 512), "A", loss=square_loss)
+
+
+def test_a_model_without_fused_attention_is_planned_as_it_is() -> None:
+    from transformers import Gemma2Config
+
+    config = Gemma2Config(
+        num_hidden_layers=1, hidden_size=64, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
+        intermediate_size=64, vocab_size=300,
+    )  # fmt: skip
+    short, long = (recipes.plan_memory(config, "A", sequence=sequence).saved for sequence in (512, 1024))
+    assert short is not None
+    assert long is not None
+    assert long > 3 * short  # scores of attention
+
+
+def test_a_step_that_reads_numbers_is_refused() -> None:
+    class Reads(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * float(x.sum())
+
+    with pytest.raises(ValueError, match=r"^model: its step reads a number of torch.bfloat16"):
+        recipes.plan_memory(Reads(512, 512), "A", loss=square_loss)
+
+
+def test_bytes_are_read_as_they_are_written() -> None:
+    read = {"80GB": 80 * 10**9, "80 GiB": 80 << 30, "1.5tb": 15 * 10**11, "512": 512, "2kB": 2000, "3MiB": 3 << 20}
+    assert {text: parse_bytes("x", text) for text in read} == read
+    assert parse_bytes("x", 12) == 12
