@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -67,7 +68,7 @@ def moment_records(optimizer: Any, names: Mapping[Tensor, str], step: int, turn:
                 record: Record = {
                     "kind": "state", "step": step, "name": names[p], "slot": moment.slot, "format": moment.format,
                     "mean_absolute": error.mean_absolute, "relative_norm": error.relative_norm,
-                    "flushed": error.flushed, "usage": [int(count) for count in error.usage.tolist()],
+                    "flushed": error.flushed, "usage": error.usage.to(torch.int64).numpy().tolist(),
                 }  # fmt: skip
                 found.setdefault(p, []).append(record)
         by_slot = {moment.slot: moment for moment in some.moments}
@@ -108,17 +109,15 @@ def _map(m: Any, v: Any) -> AdamErrorMap:
 
 
 def _map_record(total: AdamErrorMap, step: int) -> Record:
-    cells = total.cells.cpu()
+    cells = total.cells.cpu().numpy()
     return {
         "kind": "adam_error", "step": step, "name": "",
         "mean_relative": total.mean_relative, "mean_absolute": total.mean_absolute,
-        "usage": _sparse(cells[0], whole=True), "error": _sparse(cells[2], whole=False),
+        "usage": _sparse(cells[0].astype(np.int64)), "error": _sparse(cells[2]),
     }  # fmt: skip
 
 
-def _sparse(cells: Tensor, whole: bool) -> list[list[int | float]]:
+def _sparse(cells: npt.NDArray[Any]) -> list[list[int | float]]:
     """[row, column, value] of the cells other than zero."""
-    places = cells.nonzero()
-    values = cells[places[:, 0], places[:, 1]].tolist()
-    kind = int if whole else float
-    return [[i, j, kind(value)] for (i, j), value in zip(places.tolist(), values, strict=True)]
+    rows, columns = cells.nonzero()  # numpy makes lists some ten times as fast as torch
+    return [list(cell) for cell in zip(rows.tolist(), columns.tolist(), cells[rows, columns].tolist(), strict=True)]
