@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -158,6 +159,7 @@ def results_of(rows: list[Row], device: torch.device, most: float, seconds: floa
     results: dict[str, Any] = {
         "device": name,
         "torch": torch.__version__,
+        "command": shlex.join(["python", *sys.argv]),
         "workspaces": workspaces(device),
         "rows": [],
     }

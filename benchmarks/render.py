@@ -1,10 +1,11 @@
 """Draw tables and pictures from the committed results of `narrowgauge compare` and of `narrowgauge bench`.
 
-    python benchmarks/render.py            # rewrites README.md, docs/speed.md, docs/which_linear.md and docs/*.png
+    python benchmarks/render.py            # rewrites README.md, pages of docs, and docs/*.png
     python benchmarks/render.py --check    # only says whether the pages are what the results say
 
 What is drawn stands between markers. In README.md each names its results file, `<!-- table:
-benchmarks/results/NAME.json -->`; for docs/speed.md see `_steps.py`, for docs/which_linear.md `_layers.py`.
+benchmarks/results/NAME.json -->`; for docs/speed.md see `_steps.py`, for
+docs/which_linear.md `_layers.py`, for small tables elsewhere `_small_tables.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import _layers
 import _layers_pictures
+import _small_tables
 import _steps
 import _steps_picture
 
@@ -76,11 +78,16 @@ def rendered(text: str) -> str:
 def main() -> int:
     readme, steps_page, layers_page = ROOT / "README.md", DOCS / "speed.md", DOCS / "which_linear.md"
     steps, layers = _steps.found(ROOT / "benchmarks" / "results"), _layers.found(ROOT / "benchmarks" / "results")
-    was = {path: path.read_text() for path in (readme, steps_page, layers_page)}
+    small = {DOCS / page: name for name, (page, _, _) in _small_tables.TABLES.items()}
+    was = {path: path.read_text() for path in (readme, steps_page, layers_page, *small)}
     now = {
         readme: rendered(was[readme]),
         steps_page: _steps.rendered(was[steps_page], steps),
         layers_page: _layers.rendered(was[layers_page], layers),
+        **{
+            page: _small_tables.rendered(was[page], name, ROOT / "benchmarks" / "results")
+            for page, name in small.items()
+        },
     }
     pictures = {DOCS / name: partial(_steps_picture.draw, results) for name, results in steps.items()}
     for device, results in layers.items():

@@ -10,7 +10,16 @@ from pathlib import Path
 
 BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
 sys.path.append(BENCHMARKS)
-MODULES = ("_steps", "_steps_picture", "_layers", "_layers_pictures", "_clip_model", "bench_clip", "bench_memory")
+MODULES = (
+    "_steps",
+    "_steps_picture",
+    "_layers",
+    "_layers_pictures",
+    "_clip_model",
+    "_small_tables",
+    "bench_clip",
+    "bench_memory",
+)
 for module in MODULES:
     importlib.import_module(module)
 sys.path.remove(BENCHMARKS)

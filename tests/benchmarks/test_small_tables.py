@@ -1,0 +1,54 @@
+"""Tables of results that stand on pages about something else."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import _small_tables
+
+PAGE = "before\n<!-- NAME -->\nstale\n<!-- end -->\nafter\n"
+
+
+def memory() -> dict[str, Any]:
+    row = {"model": "tiny", "recipe": "D", "batch": 2, "sequence": 8, "linear": "", "checkpointing": True}
+    good = {**row, "planned": 1.01e9, "measured": 1e9, "ratio": 1.01}
+    bad = {**row, "linear": "SWITCHBACK", "checkpointing": False, "error": "RuntimeError: no memory"}
+    return {"device": "a GPU", "torch": "2.11.0+cu130", "command": "python bench.py", "rows": [good, bad]}
+
+
+def watch() -> dict[str, Any]:
+    row = {"step ms": 33.26, "parameters": 124e6, "all": {"cost": 0.005}, "losses": {"cost": -0.0012}}
+    model = {"batch": 8, "length": 1024}
+    both = {"torch": row, "adamw8bit": {**row, "moments": {"ms": 20.0, "cost": 0.0012}}}
+    return {
+        "device": "a GPU", "torch": "2.11.0", "command": "python bench.py", "every": 10, "model": model,
+        "optimizers": both,
+    }  # fmt: skip
+
+
+def test_planned_beside_measured() -> None:
+    lines = _small_tables.memory(memory()).splitlines()
+    assert lines[2] == "| tiny | `D` | 2 x 8 | bf16 | yes | 1.01 | 1.00 | 1.010 |"
+    assert lines[3] == "| tiny | `D` | 2 x 8 | SWITCHBACK |  | RuntimeError: no memory |  |  |"
+    assert lines[-1] == "1 of 2 measured, none further off than 1.0 %. `python bench.py`; a GPU, torch 2.11.0."
+
+
+def test_what_watching_costs() -> None:
+    lines = _small_tables.watch(watch()).splitlines()
+    assert lines[0] == "| optimizer | step | + all | + losses | + moments |"
+    assert lines[2:4] == [
+        "| torch | 33.3 ms | 0.50 % | -0.12 % | – |",
+        "| adamw8bit | 33.3 ms | 0.50 % | -0.12 % | 0.12 % |",
+    ]
+    assert "GPT-2 of 124 million parameters, 8 x 1024 tokens, every 10th step" in lines[-1]
+
+
+def test_a_page_has_its_table_once_there_are_results(tmp_path: Path) -> None:
+    for name, made in (("memory", memory()), ("watch", watch())):
+        page = PAGE.replace("NAME", name)
+        _, file, draw = _small_tables.TABLES[name]
+        assert _small_tables.rendered(page, name, tmp_path) == page.replace("stale\n", "")
+        (tmp_path / file).write_text(json.dumps(made))
+        drawn = _small_tables.rendered(page, name, tmp_path)
+        assert drawn == page.replace("stale", f"\n{draw(made)}")
+        assert _small_tables.rendered(drawn, name, tmp_path) == drawn
