@@ -22,7 +22,7 @@ import itertools
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ._corpus import Corpus, DataError, Document
+from ._shards import TokenShards, Windows
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -112,11 +113,11 @@ class Batches(Iterator[Tensor]):
     ``[:, 1:]`` what it should say. The places are drawn on the CPU, by a generator of this object's own.
     """
 
-    def __init__(self, tokens: Tensor, batch: int, sequence: int, seed: int) -> None:
+    def __init__(self, tokens: Tensor | TokenShards, batch: int, sequence: int, seed: int) -> None:
         """Set up the draw.
 
         Args:
-            tokens: int tensor (n,).
+            tokens: int tensor (n,), or shards, of which no window reaches from one into the next.
             batch: windows a batch, at least 1.
             sequence: tokens a window, at least 2, not counting the one that is only predicted.
             seed: of the draw.
@@ -128,21 +129,37 @@ class Batches(Iterator[Tensor]):
         """
         at_least("batch", batch, 1)
         at_least("sequence", sequence, 2)
-        _enough(tokens, sequence + batch, f"batches of {batch} windows of {sequence} tokens")
-        self._windows = tokens.unfold(0, sequence + 1, 1)
+        use = f"batches of {batch} windows of {sequence} tokens"
+        self._windows: Tensor | Windows
+        if isinstance(tokens, Tensor):
+            _enough(len(tokens), sequence + batch, use)
+            self._windows = tokens.unfold(0, sequence + 1, 1)
+            self._device = tokens.device
+        else:
+            self._windows = tokens.windows(sequence + 1)
+            _enough(len(self._windows) + sequence, sequence + batch, use)
+            self._device = torch.device("cpu")
         self._batch = batch
         self._generator = torch.Generator().manual_seed(seed)
 
     def __next__(self) -> Tensor:
         starts = torch.randint(len(self._windows), (self._batch,), generator=self._generator)
-        return self._windows[starts.to(self._windows.device)].long()
+        return self._windows[starts.to(self._device)].long()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Where the draw is."""
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on drawing where another object of the same tokens and sizes was."""
+        self._generator.set_state(state["generator"])
 
 
-def validation_windows(tokens: Tensor, sequence: int, count: int) -> Tensor:
+def validation_windows(tokens: Tensor | TokenShards, sequence: int, count: int) -> Tensor:
     """Windows spread evenly over a text, none overlapping another.
 
     Args:
-        tokens: int tensor (n,).
+        tokens: int tensor (n,), or shards.
         sequence: tokens a window, at least 2, not counting the one that is only predicted.
         count: how many windows, at least 1; fewer are returned if no more fit.
 
@@ -155,7 +172,13 @@ def validation_windows(tokens: Tensor, sequence: int, count: int) -> Tensor:
     """
     at_least("sequence", sequence, 2)
     at_least("count", count, 1)
-    _enough(tokens, sequence + 1, f"a validation window of {sequence} tokens")
+    use = f"a validation window of {sequence} tokens"
+    if not isinstance(tokens, Tensor):
+        windows = tokens.windows(sequence + 1)
+        _enough(len(windows) + sequence, sequence + 1, use)
+        spread = min(count, max(1, len(windows) // (sequence + 1)))
+        return windows[torch.arange(spread) * len(windows) // spread]
+    _enough(len(tokens), sequence + 1, use)
     fitting = min(count, len(tokens) // (sequence + 1))
     starts = torch.arange(fitting, device=tokens.device) * len(tokens) // fitting
     return tokens.unfold(0, sequence + 1, 1)[starts].long()
@@ -167,12 +190,20 @@ def at_least(name: str, value: int, least: int) -> None:
         raise ValueError(f"{name}: got {value}, takes at least {least}")
 
 
-def _enough(tokens: Tensor, needed: int, use: str) -> None:
-    if len(tokens) < needed:
-        raise DataError(f"--data takes a longer text: got {len(tokens)} tokens, {use} take at least {needed}")
+def _enough(tokens: int, needed: int, use: str) -> None:
+    if tokens < needed:
+        raise DataError(f"--data takes a longer text: got {tokens} tokens, {use} take at least {needed}")
 
 
 def _make(corpus: Corpus, vocabulary: int, on_progress: Progress) -> _Made:
+    tokenizer = learn(corpus, vocabulary, on_progress)
+    train, validation = _batched(corpus.train), _batched(corpus.validation)
+    told = _told(train + validation, "tokens", on_progress)
+    return tokenizer, _encode(tokenizer, itertools.islice(told, len(train))), _encode(tokenizer, told)
+
+
+def learn(corpus: Corpus, vocabulary: int, on_progress: Progress) -> Tokenizer:
+    """A tokenizer of the training text; see the module."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     _quiet_forks()
@@ -185,16 +216,19 @@ def _make(corpus: Corpus, vocabulary: int, on_progress: Progress) -> _Made:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    train, validation = _batched(corpus.train), _batched(corpus.validation)
-    tokenizer.train_from_iterator(_told(train, "tokenizer", on_progress), trainer)
+    tokenizer.train_from_iterator(_told(_batched(corpus.train), "tokenizer", on_progress), trainer)
+    return tokenizer
 
-    def encode(batches: Iterable[list[str]]) -> NDArray[np.int32]:
-        encodings = (encoding for batch in batches for encoding in tokenizer.encode_batch_fast(batch))
-        ids = [np.array(encoding.ids, np.int32) for encoding in encodings]
-        return np.concatenate([np.empty(0, np.int32), *ids])
 
-    told = _told(train + validation, "tokens", on_progress)
-    return tokenizer, encode(itertools.islice(told, len(train))), encode(told)
+def encode(tokenizer: Tokenizer, documents: Iterable[Document]) -> NDArray[np.int32]:
+    """The tokens of documents, each followed by its end."""
+    return _encode(tokenizer, _batched(documents))
+
+
+def _encode(tokenizer: Tokenizer, batches: Iterable[list[str]]) -> NDArray[np.int32]:
+    encodings = (encoding for batch in batches for encoding in tokenizer.encode_batch_fast(batch))
+    ids = [np.array(encoding.ids, np.int32) for encoding in encodings]
+    return np.concatenate([np.empty(0, np.int32), *ids])
 
 
 def _batched(documents: Iterable[Document]) -> list[list[str]]:
