@@ -1,5 +1,6 @@
 """Reference training: text to tokens, small models from configurations, and a loop that measures."""
 
+from narrowgauge.trainers._batches import Batches, validation_windows
 from narrowgauge.trainers._corpus import Corpus, DataError, load_corpus
 from narrowgauge.trainers._models import (
     ModelError,
@@ -9,7 +10,7 @@ from narrowgauge.trainers._models import (
     parameter_count,
     presets,
 )
-from narrowgauge.trainers._tokens import Batches, TokenizedCorpus, tokenize, validation_windows
+from narrowgauge.trainers._tokens import TokenizedCorpus, tokenize
 from narrowgauge.trainers._train import Run, Settings, evaluate, make_optimizer, train
 
 __all__ = [
