@@ -145,7 +145,7 @@ class Watch:
         return list(self._outlet.rows)
 
     def settle(self) -> None:
-        """Wait until all that was measured is recorded: before a checkpoint, so that a resumed run lacks no step."""
+        """Wait until all that was measured is recorded: before a checkpoint, so that no step is missing later."""
         if self._open and self._steps.waiting and self._ranks.group is None:
             self._send([])
         self._take_all()

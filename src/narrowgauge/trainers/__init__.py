@@ -1,7 +1,10 @@
 """Reference training: text to tokens, small models from configurations, and a loop that measures."""
 
 from narrowgauge.trainers._batches import Batches, validation_windows
+from narrowgauge.trainers._config import values_of as config_values
 from narrowgauge.trainers._corpus import Corpus, DataError, load_corpus
+from narrowgauge.trainers._fit import Observer, Outcome, fit
+from narrowgauge.trainers._language import LanguageTask, Task
 from narrowgauge.trainers._models import (
     ModelError,
     build_model,
@@ -10,24 +13,39 @@ from narrowgauge.trainers._models import (
     parameter_count,
     presets,
 )
+from narrowgauge.trainers._prepare import prepare_tokens
+from narrowgauge.trainers._settings import SettingsError, TrainSettings
+from narrowgauge.trainers._shards import DamagedShardError
+from narrowgauge.trainers._sources import DEFAULT_VOCABULARY
 from narrowgauge.trainers._tokens import TokenizedCorpus, tokenize
 from narrowgauge.trainers._train import Run, Settings, evaluate, make_optimizer, train
 
 __all__ = [
+    "DEFAULT_VOCABULARY",
     "Batches",
     "Corpus",
+    "DamagedShardError",
     "DataError",
+    "LanguageTask",
     "ModelError",
+    "Observer",
+    "Outcome",
     "Run",
     "Settings",
+    "SettingsError",
+    "Task",
     "TokenizedCorpus",
+    "TrainSettings",
     "build_model",
+    "config_values",
     "configuration",
     "evaluate",
+    "fit",
     "load_corpus",
     "make_optimizer",
     "next_token_loss",
     "parameter_count",
+    "prepare_tokens",
     "presets",
     "tokenize",
     "train",

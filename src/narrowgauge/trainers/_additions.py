@@ -42,7 +42,6 @@ def folded_state(model: nn.Module) -> dict[str, Tensor]:
     state: dict[str, Tensor] = dict(model.state_dict())
     for name, module in model.named_modules():
         if isinstance(module, StableEmbedding):
-            table = module.norm(module.weight.float() if module.norm.weight.dtype == torch.float32 else module.weight)
             state[f"{name}.weight"] = module.norm(module.weight).to(module.weight.dtype)
             _drop(state, f"{name}.norm.")
         scale = getattr(module, "layer_scale", None)

@@ -82,7 +82,10 @@ def build_parts(settings: TrainSettings, vocabulary: int, device: torch.device) 
     if settings.layer_scale is not None:
         add_layer_scale(model, settings.layer_scale)
     if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # Renamed in transformers 5; the same.
+        by = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+        enable = getattr(model, f"{by}_checkpointing_enable")
+        enable(**{f"{by}_checkpointing_kwargs": {"use_reentrant": False}})
     model.to(device)
     optimizer = recipe.apply(model, settings.lr, **settings.hyperparameters)
     notes = []
@@ -93,5 +96,5 @@ def build_parts(settings: TrainSettings, vocabulary: int, device: torch.device) 
             raise SettingsError(f"--linear: got {settings.linear!r}, but no layer of {settings.model} can take it")
         notes.append(f"{report.plan.title}: {len(report.swapped)} layers, {len(report.kept)} kept")
     scaler = None if settings.scaler == "none" else _SCALERS[settings.scaler](device.type)
-    runs = torch.compile(model) if settings.compile else model
+    runs: Any = torch.compile(model) if settings.compile else model
     return Parts(model, runs, optimizer, scaler, _AUTOCAST.get(settings.autocast), tuple(notes))

@@ -1,8 +1,8 @@
 """The configuration file: flags in TOML, a key for each, as `config.toml` in a run's folder keeps them.
 
-    model = "gpt2"
-    weight-decay = 0.1
-    stable-embedding = true
+model = "gpt2"
+weight-decay = 0.1
+stable-embedding = true
 """
 
 from __future__ import annotations

@@ -109,13 +109,13 @@ def load_corpus(path: Path | None, *, without: Literal["files", "lines"] = "file
             return _corpus(_printable(path), documents, skipped, damaged)
         if not stat.S_ISREG(mode):
             raise DataError(f"{_TAKES}, got {str(path)!r}, which is neither")
-        damaged = [] if without == "lines" else None
-        text = _read(path, path.name, damaged)
+        places: list[str] | None = [] if without == "lines" else None
+        text = _read(path, path.name, places)
     except OSError as error:
         raise DataError(f"{_TAKES}, got {str(path)!r}: {error.strerror or error}") from error
     except _NotText as reason:
         raise DataError(f"{_TAKES}, got {str(path)!r}, which is {reason}") from None
-    return _corpus(_printable(path), [Document(path.name, text)], Counter(), damaged or [])
+    return _corpus(_printable(path), [Document(path.name, text)], Counter(), places or [])
 
 
 def _printable(path: Path) -> str:
@@ -132,9 +132,7 @@ def _standard_library() -> Corpus:
     return _corpus(f"the standard library of Python {platform.python_version()}", documents, skipped)
 
 
-def _corpus(
-    source: str, documents: list[Document], skipped: Counter[str], damaged: Sequence[str] = ()
-) -> Corpus:
+def _corpus(source: str, documents: list[Document], skipped: Counter[str], damaged: Sequence[str] = ()) -> Corpus:
     if not documents:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted((+skipped).items()))
         why = f"no text was found in it ({reasons})" if reasons else "it is empty"

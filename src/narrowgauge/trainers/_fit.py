@@ -143,9 +143,9 @@ class Loop:
                     loss = self._step(number, watch)
                     self._losses.append(loss)
                     last, ends = number == settings.steps, stop()
-                    if last or ends or number % settings.log_every == 0:
-                        if not self._log(number, history, clock):
-                            return Outcome(number, None, diverged=True)
+                    looks = last or ends or _due(number, settings.log_every)
+                    if looks and not self._log(number, history, clock):
+                        return Outcome(number, None, diverged=True)
                     if _due(number, settings.validate_every) or last:
                         with clock.paused():
                             validated = self._validate(number, history)
@@ -230,13 +230,12 @@ class Loop:
         """Mean loss over the validation examples, a step's part at a time."""
         parts, size = self.parts, max(1, self.settings.batch // self.settings.accumulate)
         held_out = self.task.validation()
-        count = len(next(iter(held_out.values())))
         parts.model.eval()
         try:
             with parts.computing():
                 loss = mean_loss(
-                    (self.task.loss(parts.model, _moved(examples, self._device)), len(next(iter(examples.values()))))
-                    for examples in _divided(held_out, math.ceil(count / size))
+                    (self.task.loss(parts.model, _moved(examples, self._device)), _count(examples))
+                    for examples in _divided(held_out, math.ceil(_count(held_out) / size))
                 )
         finally:
             parts.model.train()
@@ -281,8 +280,12 @@ def _due(number: int, every: int) -> bool:
 
 def _divided(examples: Examples, count: int) -> list[Examples]:
     """Examples in equal parts, but for the last."""
-    parts = [zip(examples, rows, strict=True) for rows in zip(*(t.chunk(count) for t in examples.values()), strict=True)]
-    return [dict(part) for part in parts]
+    chunks = zip(*(tensor.chunk(count) for tensor in examples.values()), strict=True)
+    return [dict(zip(examples, rows, strict=True)) for rows in chunks]
+
+
+def _count(examples: Examples) -> int:
+    return len(next(iter(examples.values())))
 
 
 def _moved(examples: Examples, device: torch.device) -> Examples:
@@ -293,5 +296,3 @@ def _moved(examples: Examples, device: torch.device) -> Examples:
 
 def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
-
-

@@ -55,8 +55,8 @@ def flops_per_token(model: Any, sequence: int) -> int:
         model: a language model with a configuration that names its layers and width.
         sequence: tokens that it reads at a time.
     """
-    weights = 0
+    weights: int = 0
     for module in model.modules():
         if isinstance(module, nn.Linear) or type(module).__name__.endswith("Conv1D"):
             weights += module.weight.numel()
-    return 6 * weights + 12 * model.config.num_hidden_layers * model.config.hidden_size * sequence
+    return 6 * weights + 12 * int(model.config.num_hidden_layers) * int(model.config.hidden_size) * sequence

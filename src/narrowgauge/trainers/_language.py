@@ -61,9 +61,9 @@ class LanguageTask:
 
     Args:
         source: the tokens.
-        objective: ``"causal"``: every token of a window but the first is said from those before it. ``"masked"``: 15%
-            of a window's tokens, the same number in each, are said from all that is shown; of those 80% are shown as
-            the mask and 10% as any token.
+        objective: ``"causal"``: every token of a window but the first is said from those before it. ``"masked"``:
+            15% of a window's tokens, the same number in each, are said from all that is shown; of those 80% are
+            shown as the mask and 10% as any token.
         batch: windows a step.
         sequence: tokens that a model reads of each.
         windows: how many to validate on, at most.

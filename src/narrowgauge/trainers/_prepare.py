@@ -92,7 +92,9 @@ def _check_folder(out: Path) -> None:
         raise ValueError(f"--out: got {out}, which is a file, takes a folder")
     if is_shards(out):
         raise ValueError(f"--out: got {out}, which has prepared tokens already, takes an empty folder")
-    others = [path.name for path in out.iterdir() if path.suffix not in (".tokens", ".new") and path.name != TOKENIZER]
+    others = [
+        path.name for path in out.iterdir() if path.suffix not in (".tokens", ".new") and path.name != TOKENIZER
+    ]
     if others:
         raise ValueError(f"--out: got {out}, which has {sorted(others)[0]!r} in it, takes an empty folder")
 

@@ -6,8 +6,8 @@
       config.json, model.safetensors, ...   at the end: the model as transformers has it
 
 A checkpoint keeps everything that a later step depends on: weights, low words, moments, the loss scale, where the
-draw of the data is, and the random generators. So a run that was killed and goes on is, bit for bit, the run that was
-never stopped.
+draw of the data is, and the random generators. So a run that was killed and goes on is, bit for bit, the run that
+was never stopped.
 """
 
 from __future__ import annotations

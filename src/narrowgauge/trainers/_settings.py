@@ -1,3 +1,4 @@
+# ruff: noqa: RUF009  # a field's default and its help are one call
 """The options of a training: their names, defaults and meaning, in one place for flags, file and code.
 
 A field is a flag of the same name (``weight_decay`` is ``--weight-decay``) and a key of the configuration file.
@@ -122,8 +123,8 @@ def flag(name: str) -> str:
 # What a checkpoint cannot go on under another value of: these decide what the weights, states and batches mean. The
 # others (how long, how fast, on what, how often) may change from one part of a run to the next.
 IDENTITY = (
-    "model", "recipe", "batch", "sequence", "seed", "beta1", "beta2", "beta2_schedule", "eps", "weight_decay", "clip",
-    "linear", "autocast", "scaler", "stable_embedding", "layer_scale",
+    "model", "recipe", "batch", "sequence", "seed", "beta1", "beta2", "beta2_schedule", "eps", "weight_decay",
+    "clip", "linear", "autocast", "scaler", "stable_embedding", "layer_scale",
 )  # fmt: skip
 
 
@@ -137,8 +138,8 @@ def refuse_others(settings: TrainSettings, saved: Mapping[str, Any], where: Path
     for name in IDENTITY:
         if now.get(name) != saved.get(name):
             raise SettingsError(
-                f"{flag(name)}: got {now.get(name)!r}, takes {saved.get(name)!r} to go on from {where}; another --out "
-                "begins anew"
+                f"{flag(name)}: got {now.get(name)!r}, takes {saved.get(name)!r} to go on from {where}; "
+                "another --out begins anew"
             )
 
 

@@ -44,7 +44,7 @@ VERSION = 1
 INDEX = "index.json"
 TOKENIZER = "tokenizer.json"
 _HEADER = struct.Struct("<8sIIQ32s8x")
-_DTYPES = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
+_DTYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 _CHUNK = 1 << 22  # bytes hashed at a time
 
 
@@ -66,7 +66,7 @@ class Windows:
     def __getitem__(self, numbers: Tensor) -> Tensor:
         """int64 tensor (n, length) of the windows with these numbers, an int64 tensor (n,)."""
         wanted = numbers.numpy()
-        if len(wanted) and not (0 <= wanted.min() and wanted.max() < len(self)):
+        if len(wanted) and not (wanted.min() >= 0 and wanted.max() < len(self)):
             raise IndexError(f"numbers: got {wanted.min()} to {wanted.max()}, takes 0 to {len(self) - 1}")
         found = np.empty((len(wanted), self._length), np.int64)
         for row, (number, at) in enumerate(
@@ -146,7 +146,7 @@ def verify(path: Path, tokens: NDArray[Any], sha256: str) -> None:
     """
     digest, data = hashlib.sha256(), tokens.view(np.uint8)
     for first in range(0, len(data), _CHUNK):
-        digest.update(data[first : first + _CHUNK])
+        digest.update(data[first : first + _CHUNK].data)
     if digest.hexdigest() != sha256:
         raise DamagedShardError(f"--data: {path} is damaged: its tokens have another checksum than was written")
 

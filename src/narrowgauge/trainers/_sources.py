@@ -62,7 +62,7 @@ def open_source(data: Path | None, vocabulary: int | None, on_progress: Progress
     tokens = tokenize(corpus, DEFAULT_VOCABULARY if vocabulary is None else vocabulary, on_progress=on_progress)
     digest = hashlib.sha256(f"{tokens.vocabulary} {len(tokens.train)} ".encode())
     for side in (tokens.train, tokens.validation):
-        digest.update(side.numpy())
+        digest.update(side.numpy().tobytes())
     return TokenSource(
         tokens.train, tokens.validation, tokens.vocabulary, tokens.bytes_per_token, tokens.tokenizer,
         digest.hexdigest(), left_out(corpus),
@@ -85,7 +85,9 @@ def _from_shards(folder: Path, vocabulary: int | None) -> TokenSource:
 
     index = read_index(folder)
     if vocabulary not in (None, index["vocabulary"]):
-        raise ValueError(f"--vocabulary: got {vocabulary}, takes the {index['vocabulary']} of the shards in {folder}")
+        raise ValueError(
+            f"--vocabulary: got {vocabulary}, takes the {index['vocabulary']} of the shards in {folder}"
+        )
     path = folder / TOKENIZER
     text = _checked(path, index)
     make: Callable[[str], Tokenizer] = Tokenizer.from_str

@@ -201,8 +201,8 @@ def evaluate(model: nn.Module, windows: Tensor, batch: int) -> float:
 
 def mean_loss(parts: Iterable[tuple[Tensor, int]]) -> float:
     """Mean over all examples, of parts that come as their mean and their number of examples; summed in float64."""
-    losses, counts = zip(*((loss.double() * count, count) for loss, count in parts), strict=True)
-    return float(torch.stack(losses).sum()) / sum(counts)
+    pairs = [(loss.double() * count, count) for loss, count in parts]
+    return float(torch.stack([loss for loss, _ in pairs]).sum()) / sum(count for _, count in pairs)
 
 
 def _held_bytes(model: nn.Module) -> int:
