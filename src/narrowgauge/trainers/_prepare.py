@@ -39,7 +39,8 @@ def prepare_tokens(
         data: a text file, a folder of them, or None for Python's standard library; read into memory.
         out: a new or empty folder, or one whose preparing was interrupted.
         vocabulary: number of tokens, at least 256.
-        workers: processes that encode.
+        workers: processes that encode; with several, a program that calls this needs the usual guard of its main
+            module (``if __name__ == "__main__"``).
         shard_bytes: bytes of text after which a shard ends; a document is never divided.
         on_progress: called with ``"tokenizer"``, then ``"tokens"``, and the fraction done.
 
