@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from narrowgauge.gauges import read_records
 from narrowgauge.scaling import LossScaler
 from narrowgauge.trainers import _fit
 from narrowgauge.trainers._build import build_parts
@@ -287,3 +288,44 @@ def test_a_history_is_cut_where_the_run_goes_on(tmp_path: Path) -> None:
     history.close()
     assert read_history(tmp_path / FILE) == [*lines[:5], {"step": 6, "loss": None}]
     assert read_history(tmp_path / "nothing") == []
+
+
+@pytest.mark.parametrize("name", ["micro", "llama-micro", "bert-micro", "roberta-micro"])
+def test_attention_gets_no_mask_so_that_flash_attention_can_take_it(
+    name: str, small: TrainSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend, seen = torch.nn.functional.scaled_dot_product_attention, set()
+
+    def told(*args: Any, **options: Any) -> torch.Tensor:
+        seen.add((options.get("attn_mask") is None and len(args) == 3, options.get("is_causal")))
+        return attend(*args, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", told)
+    run(small, tmp_path, model=name, steps=1)
+    assert seen == {(True, "bert" not in name)}
+
+
+def test_determinism_is_asked_for_while_the_run_lasts(small: TrainSettings, tmp_path: Path) -> None:
+    seen: list[bool] = []
+    settings = replace(small, out=tmp_path, deterministic=True)
+
+    def look() -> bool:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return False
+
+    _fit.fit(settings, CPU, Silent(), look)
+    assert seen == [True] * 6
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_what_an_attempt_without_a_checkpoint_left_is_cleared_away(small: TrainSettings, tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text('{"step": 1, "loss": 3.0}\n')
+    (tmp_path / "gauges.jsonl").write_text('{"kind": "run"')
+    assert len(run(small, tmp_path, gauges_every=2)) == 6
+    assert [r["step"] for r in read_records(tmp_path / "gauges.jsonl") if r["kind"] == "step"] == [1, 2, 3, 4, 5, 6]
+
+
+def test_gauges_may_begin_where_a_run_goes_on(small: TrainSettings, tmp_path: Path) -> None:
+    run(small, tmp_path, steps=2, schedule="constant")
+    run(small, tmp_path, steps=4, schedule="constant", gauges_every=1)
+    assert [r["step"] for r in read_records(tmp_path / "gauges.jsonl") if r["kind"] == "step"] == [3, 4]

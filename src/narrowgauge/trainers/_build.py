@@ -17,7 +17,7 @@ from narrowgauge.optim import NarrowOptimizer
 from narrowgauge.scaling import DynamicLossScaler, LossScaler, StaticLossScaler, TensorLossScaler
 
 from ._additions import add_stable_embedding
-from ._models import build_model
+from ._models import build_model, parameter_count
 from ._settings import SettingsError, TrainSettings
 
 _SCALERS = {"dynamic": DynamicLossScaler, "static": StaticLossScaler, "tensor": TensorLossScaler}
@@ -88,7 +88,11 @@ def build_parts(settings: TrainSettings, vocabulary: int, device: torch.device) 
         enable(**{f"{by}_checkpointing_kwargs": {"use_reentrant": False}})
     model.to(device)
     optimizer = recipe.apply(model, settings.lr, **settings.hyperparameters)
-    notes = []
+    count = parameter_count(model)
+    notes = [
+        f"{settings.model}: {count:,} parameters, {recipe.bytes_per_parameter():.2f} bytes each by {recipe.name}: "
+        f"{recipe.title}"
+    ]
     if settings.plan is not None:
         heads = [name for name, _ in model.named_children() if name in _HEADS]
         report = swap_linears(model, settings.plan, keep=heads)

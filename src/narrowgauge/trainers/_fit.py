@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from narrowgauge import gauges
 
+from ._around import Clock, determinism
 from ._build import Parts, build_parts
 from ._export import export_model, export_tokenizer
 from ._flops import flops_per_token, peak_flops
@@ -102,7 +102,8 @@ def fit(
         observer.say(f"going on from {checkpoint}")
     begin(settings, step)
     loop = Loop(settings, parts, task, keeper, observer, source.bytes_per_token)
-    outcome = loop.run(step, stop)
+    with determinism(settings.deterministic):
+        outcome = loop.run(step, stop)
     if not (outcome.stopped or outcome.diverged):
         export_model(parts.model, settings.out)
         export_tokenizer(source.tokenizer, settings.out, objective=objective, sequence=settings.sequence)
@@ -198,7 +199,7 @@ class Loop:
             self.parts.runs, self.parts.optimizer, settings.gauges_every, path=path,
             # Inside a compiled region features are not seen.
             activations=not settings.compile, scaler=self.parts.scaler,
-            resume_from=after if path.exists() and after else None,
+            resume_from=after or None,
         )  # fmt: skip
 
     def _log(self, number: int, history: History, clock: Clock) -> bool:
@@ -246,32 +247,6 @@ class Loop:
         history.flush()
         self.observer.validated(number, loss)
         return loss
-
-
-class Clock:
-    """Seconds of training: pauses do not count."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._start, self._away = self._now(), 0.0
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
-
-    def lap(self) -> float:
-        """Seconds since the last lap."""
-        now = self._now()
-        seconds, self._start, self._away = now - self._start - self._away, now, 0.0
-        return max(seconds, 1e-9)
-
-    @contextlib.contextmanager
-    def paused(self) -> Any:
-        """What happens in this context takes no time."""
-        before = self._now()
-        yield
-        self._away += self._now() - before
 
 
 def _due(number: int, every: int) -> bool:

@@ -61,6 +61,7 @@ class TrainSettings:
     layer_scale: float | None = _option(None, "Learned scales behind each branch of a block, from this value.")
     attention: str = _option("sdpa", "sdpa (flash attention where there is one) or eager.")
     gradient_checkpointing: bool = _option(False, "Keep blocks' inputs alone, and compute the rest again.")
+    deterministic: bool = _option(False, "Kernels that give the same bits each time, on a GPU too; slower.")
     compile: bool = _option(False, "torch.compile the model.")
     device: str = _option("auto", "cpu, cuda, cuda:1, or auto: a GPU if there is one.")
     validate_every: int = _option(100, "Steps between validations; 0 for one at the end.")
