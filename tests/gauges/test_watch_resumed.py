@@ -13,7 +13,7 @@ from narrowgauge.gauges import Watch, read_records
 
 def losses(count: int) -> list[float]:
     noise = torch.randn(count, generator=torch.Generator().manual_seed(0)) * 0.01
-    return [3.0 + x + (1.0 if n in (50, 51) else 0.0) for n, x in enumerate(noise.tolist(), start=1)]
+    return [3.0 + x + (1.0 if n in (130, 131) else 0.0) for n, x in enumerate(noise.tolist(), start=1)]
 
 
 def watched(path: Path, first: int, last: int, called: list[dict]) -> None:
@@ -23,7 +23,7 @@ def watched(path: Path, first: int, last: int, called: list[dict]) -> None:
     with ng.gauges.watch(
         model, optimizer, path=path, warmup=10, resume_from=resume, on_alarm=called.append
     ) as gauges:
-        steps(gauges, model, optimizer, losses(80)[first - 1 : last])
+        steps(gauges, model, optimizer, losses(160)[first - 1 : last])
 
 
 def steps(gauges: Watch, model: torch.nn.Module, optimizer: torch.optim.Optimizer, told: list[float]) -> None:
@@ -36,13 +36,13 @@ def steps(gauges: Watch, model: torch.nn.Module, optimizer: torch.optim.Optimize
 
 def test_spikes_are_told_from_all_losses_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     whole: list[dict] = []
-    watched(tmp_path / "whole.jsonl", 1, 80, whole)
-    for cut in (48, 60):  # before the spike, and after it: it is not raised a second time
+    watched(tmp_path / "whole.jsonl", 1, 160, whole)
+    for cut in (125, 140):  # before the spike, and after it: it is not raised a second time
         first: list[dict] = []
         second: list[dict] = []
         path = tmp_path / f"{cut}.jsonl"
         watched(path, 1, cut, first)
-        watched(path, cut + 1, 80, second)
+        watched(path, cut + 1, 160, second)
         kept = [record for record in whole if record["of"] == "loss"]
         assert [record for record in first + second if record["of"] == "loss"] == kept
         assert [r for r in read_records(path) if r["kind"] == "spike" and r["of"] == "loss"] == kept
