@@ -11,7 +11,7 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from narrowgauge import gauges
 from ._around import Clock, determinism
 from ._build import Parts, build_parts
 from ._export import export_model, export_tokenizer
-from ._flops import flops_per_token, peak_flops
+from ._flops import peak_flops
 from ._history import History
 from ._language import Examples, LanguageTask, Task
 from ._models import preset
@@ -101,7 +101,7 @@ def fit(
         step = keeper.load(checkpoint)
         observer.say(f"going on from {checkpoint}")
     begin(settings, step)
-    loop = Loop(settings, parts, task, keeper, observer, source.bytes_per_token)
+    loop = Loop(settings, parts, task, keeper, observer)
     with determinism(settings.deterministic):
         outcome = loop.run(step, stop)
     if not (outcome.stopped or outcome.diverged):
@@ -116,7 +116,6 @@ class Loop:
 
     Attributes:
         settings, parts, task, keeper, observer: of the run.
-        bytes_per_token: of the validation text.
     """
 
     settings: TrainSettings
@@ -124,7 +123,6 @@ class Loop:
     task: Task
     keeper: Keeper
     observer: Observer
-    bytes_per_token: float
     _losses: list[Tensor] = field(default_factory=list)
     _device: torch.device = field(init=False)
 
@@ -134,7 +132,7 @@ class Loop:
     def run(self, after: int, stop: Callable[[], bool]) -> Outcome:
         """Take the steps behind `after`."""
         settings, clock = self.settings, Clock(self._device)
-        self._speed(settings)
+        self._speed()
         history = History(settings.out, after)
         self.observer.begin(after, settings.steps)
         validated: float | None = None
@@ -158,8 +156,8 @@ class Loop:
                             self.keeper.save(number)
                     if ends and not last:
                         return Outcome(number, None, stopped=True)
-            if validated is None:  # a run that had ended already
-                validated = self._validate(settings.steps, history)
+            if validated is None:  # a run that had ended already, and has it in its history
+                validated = self._validate(settings.steps, None)
             return Outcome(settings.steps, validated)
         finally:
             history.close()
@@ -219,15 +217,15 @@ class Loop:
         self.observer.progress(number, losses[-1], units, self.task.unit, mfu)
         return any(map(math.isfinite, losses))
 
-    def _speed(self, settings: TrainSettings) -> None:
-        """Find out what a token costs, and what the device could do."""
-        self._flops = flops_per_token(self.parts.model, settings.sequence)
+    def _speed(self) -> None:
+        """Find out what a token or an image costs, and what the device could do."""
+        self._flops = self.task.flops_per_unit(self.parts.model)
         self._peak = peak_flops(self._device)
         if self._peak is None:
             self.observer.say(f"no peak FLOP/s known of {_name(self._device)}: utilisation (MFU) is left out")
 
     @torch.no_grad()
-    def _validate(self, number: int, history: History) -> float:
+    def _validate(self, number: int, history: History | None) -> float:
         """Mean loss over the validation examples, a step's part at a time."""
         parts, size = self.parts, max(1, self.settings.batch // self.settings.accumulate)
         held_out = self.task.validation()
@@ -240,11 +238,9 @@ class Loop:
                 )
         finally:
             parts.model.train()
-        more: dict[str, Any] = {"perplexity": math.exp(min(loss, 700.0))}
-        if self.task.unit == "tokens":
-            more["bits_per_byte"] = loss / math.log(2) / self.bytes_per_token
-        history.add(step=number, validation_loss=loss, **more)
-        history.flush()
+        if history is not None:
+            history.add(step=number, validation_loss=loss, **self.task.also(loss))
+            history.flush()
         self.observer.validated(number, loss)
         return loss
 

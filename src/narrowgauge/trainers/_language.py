@@ -7,6 +7,7 @@ sees does not depend on how it is divided.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ._batches import Batches, validation_windows
+from ._flops import flops_per_token
 from ._models import MASK, SPECIAL, Objective, masked_token_loss, next_token_loss
 from ._sources import TokenSource
 
@@ -45,6 +47,14 @@ class Task(Protocol):
 
     def validation(self) -> Examples:
         """The examples that are validated on, always the same ones; on the CPU."""
+        ...
+
+    def flops_per_unit(self, model: nn.Module) -> float:
+        """Floating-point operations that training on a token or an image takes."""
+        ...
+
+    def also(self, loss: float) -> dict[str, float]:
+        """A validation loss in other words, by name."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -81,6 +91,7 @@ class LanguageTask:
         self, source: TokenSource, objective: Objective, *, batch: int, sequence: int, windows: int, seed: int
     ) -> None:
         self._objective, self._vocabulary = objective, source.vocabulary
+        self._bytes_per_token = source.bytes_per_token
         # Windows have a token more than the second argument says: of causal models the one that is only said.
         length = sequence if objective == "causal" else sequence - 1
         self._batches = Batches(source.train, batch, length, seed)
@@ -100,6 +111,14 @@ class LanguageTask:
         if self._objective == "causal":
             return next_token_loss(model, examples["windows"])
         return masked_token_loss(model, examples["inputs"], examples["labels"])
+
+    def flops_per_unit(self, model: nn.Module) -> float:
+        return flops_per_token(model, self.units_per_example)
+
+    def also(self, loss: float) -> dict[str, float]:
+        # Of masked models what a covered token costs; of causal ones that is the text's.
+        per_byte = {"bits_per_byte": loss / math.log(2) / self._bytes_per_token}
+        return {"perplexity": math.exp(min(loss, 700.0)), **(per_byte if self._objective == "causal" else {})}
 
     def state_dict(self) -> dict[str, Any]:
         return {"batches": self._batches.state_dict(), "masks": self._masks.get_state()}

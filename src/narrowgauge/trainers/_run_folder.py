@@ -16,7 +16,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from narrowgauge.distributed import latest_checkpoint, load_checkpoint, save_checkpoint
 
@@ -114,10 +113,14 @@ class Keeper:
             DamagedCheckpointError: if it is not what was written.
         """
         written = path.parent.parent / CONFIG
-        if written.is_file():  # names the flag, where loading would name a tensor that does not fit
+        if (
+            path.parent.name == CHECKPOINTS and written.is_file()
+        ):  # names the flag, where loading would name a tensor that does not fit
             refuse_others(self.settings, values_of(written), path)
         found = load_checkpoint(path, model=self.parts.model, optimizer=self.parts.optimizer, random_states=True)
-        extra: Mapping[str, Any] = found.extra
+        extra = found.extra
+        if not isinstance(extra, Mapping) or not {"settings", "data", "task", "scaler"} <= extra.keys():
+            raise SettingsError(f"--resume: got {path}, takes a checkpoint of narrowgauge train")
         refuse_others(self.settings, extra["settings"], path)
         if extra["data"] != self.fingerprint:
             raise SettingsError(f"--data: got {self.settings.data}, whose text is not that of {path}")

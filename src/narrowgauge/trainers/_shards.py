@@ -153,7 +153,7 @@ def verify(path: Path, tokens: NDArray[Any], sha256: str) -> None:
 
 def is_shards(folder: Path) -> bool:
     """Whether a folder holds prepared tokens."""
-    return (folder / INDEX).is_file()
+    return (folder / INDEX).is_file() and any(folder.glob("*.tokens"))
 
 
 def read_index(folder: Path) -> dict[str, Any]:
