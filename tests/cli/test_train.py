@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from narrowgauge.cli import main
 from narrowgauge.gauges import read_records
@@ -30,11 +31,14 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache of this module's own, in which compiled steps are found again."""
+    """A cache of this module's own, in which compiled steps are found again, and one thread: models are tiny."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("COLUMNS", "200")
         yield
+    torch.set_num_threads(threads)
 
 
 def train(*arguments: object) -> int:

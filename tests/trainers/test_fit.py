@@ -176,6 +176,7 @@ def test_compiled_it_learns_the_same(small: TrainSettings, tmp_path: Path, monke
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
 def test_compiled_for_real_it_learns_the_same(small: TrainSettings, tmp_path: Path) -> None:
     plain = run(small, tmp_path / "plain")
     assert run(small, tmp_path / "compiled", compile=True) == pytest.approx(plain, rel=1e-4)
