@@ -14,14 +14,18 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from narrowgauge.distributed import save_checkpoint
 from narrowgauge.gauges import read_records
 from narrowgauge.scaling import LossScaler
 from narrowgauge.trainers import _fit
 from narrowgauge.trainers._build import build_parts
 from narrowgauge.trainers._flops import flops_per_token, named_peak
 from narrowgauge.trainers._history import FILE, History, read_history
+from narrowgauge.trainers._language import LanguageTask
 from narrowgauge.trainers._models import build_model, parameter_count
-from narrowgauge.trainers._settings import TrainSettings
+from narrowgauge.trainers._run_folder import Keeper
+from narrowgauge.trainers._settings import SettingsError, TrainSettings
+from narrowgauge.trainers._sources import open_source
 
 CPU = torch.device("cpu")
 
@@ -330,3 +334,36 @@ def test_gauges_may_begin_where_a_run_goes_on(small: TrainSettings, tmp_path: Pa
     run(small, tmp_path, steps=2, schedule="constant")
     run(small, tmp_path, steps=4, schedule="constant", gauges_every=1)
     assert [r["step"] for r in read_records(tmp_path / "gauges.jsonl") if r["kind"] == "step"] == [3, 4]
+
+
+def test_a_checkpoint_brings_back_the_loss_scale_and_the_draw(small: TrainSettings, tmp_path: Path) -> None:
+    keepers = []
+    for seed in (0, 1):
+        settings = replace(small, out=tmp_path, scaler="dynamic", seed=0)
+        source = open_source(settings.data, 256)
+        task = LanguageTask(source, "causal", batch=4, sequence=16, windows=4, seed=seed)
+        keepers.append(Keeper(settings, build_parts(settings, 256, CPU), task, source.fingerprint))
+    saved, loaded = keepers
+    assert saved.parts.scaler is not None
+    assert loaded.parts.scaler is not None
+    saved.parts.scaler.scale(torch.ones(()))  # it is made by the first loss
+    saved.parts.scaler.update(128.0)
+    saved.task.draw()
+    torch.manual_seed(5)
+    path = saved.save(3)
+    expected = torch.rand(4)
+    torch.manual_seed(6)
+    assert loaded.load(path) == 3
+    assert torch.equal(torch.rand(4), expected)
+    assert loaded.parts.scaler.get_scale() == 128.0
+    assert torch.equal(loaded.task.draw()["windows"], saved.task.draw()["windows"])
+
+
+def test_what_is_no_checkpoint_of_a_training_is_refused(small: TrainSettings, tmp_path: Path) -> None:
+    settings = replace(small, out=tmp_path / "out")
+    parts = build_parts(settings, 256, CPU)
+    path = save_checkpoint(
+        tmp_path / "other", model=parts.model, optimizer=parts.optimizer, step=1, random_states=True
+    )
+    with pytest.raises(SettingsError, match=r"--resume: got .*, takes a checkpoint of narrowgauge train"):
+        _fit.fit(replace(settings, resume=str(path)), CPU, Silent())
