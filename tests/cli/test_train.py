@@ -264,6 +264,18 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(text: Path, tmp_path: Path) -
     assert (tmp_path / "checkpoints" / f"step-{last:09d}").is_dir()
 
 
+def test_it_goes_on_when_nobody_reads_what_it_prints(text: Path, tmp_path: Path) -> None:
+    process = started(tmp_path, text, "--steps", "20", "--log-every", "1")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert "parameters" in process.stdout.readline()
+    process.stdout.close()
+    with process.stderr as complaints:
+        assert complaints.read() == ""
+    assert process.wait() == 0
+    assert (tmp_path / "model.safetensors").exists()
+
+
 def test_prepared_tokens_train(text: Path, tmp_path: Path, capsys) -> None:
     shards = tmp_path / "shards"
     assert main(["tokens", "--data", str(text), "--out", str(shards), "--vocabulary", "300", "--workers", "1"]) == 0

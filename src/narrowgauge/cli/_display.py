@@ -19,11 +19,22 @@ from narrowgauge.trainers import Run
 STAGES = {"tokenizer": "learning the tokenizer", "tokens": "encoding the text"}
 
 
+class _PatientConsole(Console):
+    """A console that goes quiet when nobody reads it any more, where rich would end the program."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        # What Python still holds for the pipe must not fail at the end.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
 def make_console() -> Console:
     """Where a command prints to."""
     # A pipe or a log has no width of its own, and a table folded at 80 columns cannot be read.
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 150
-    return Console(width=width, highlight=False)
+    return _PatientConsole(width=width, highlight=False)
 
 
 def make_progress(console: Console) -> Progress:
