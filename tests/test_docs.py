@@ -93,6 +93,24 @@ def test_the_option_table_is_the_programs() -> None:
             assert told[option] == str(default), option
 
 
+def test_the_options_of_a_training_are_the_programs() -> None:
+    command = typer.main.get_command(app).commands["train"]  # type: ignore[attr-defined]
+    known = {p.opts[0]: p.default for p in command.params if p.name != "help"}
+    table = {cells[0].strip("`"): cells for cells in rows("train.md") if cells[0].startswith("`--")}
+    assert list(table) == list(known)
+    for option, default in known.items():
+        told = table[option][1].strip("`")
+        if option == "--data":
+            assert told == "Python's standard library"
+        elif isinstance(default, bool) or default is None:
+            assert told == {False: "off", None: "none"}[default], option
+        elif isinstance(default, float):
+            assert float(told) == default, option
+        else:
+            assert told == str(default), option
+    assert tuple(re.findall(r"`([\w-]+)`", table["--model"][2])) == presets(None)
+
+
 def test_the_presets_are_listed() -> None:
     (cells,) = [cells for cells in rows("compare.md") if "`--model`" in cells[0]]
     assert tuple(re.findall(r"`([\w-]+)`", cells[2])) == presets()

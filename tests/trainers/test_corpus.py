@@ -169,10 +169,10 @@ def deny(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Refuse to open one file, to the superuser too."""
     read = _corpus._read
 
-    def refusing(path: Path) -> str:
+    def refusing(path: Path, shown: str, damaged: list[str] | None) -> str:
         if path.name == name:
             raise PermissionError(13, "Permission denied", str(path))
-        return read(path)
+        return read(path, shown, damaged)
 
     monkeypatch.setattr(_corpus, "_read", refusing)
 

@@ -165,7 +165,7 @@ def test_names() -> None:
     with pytest.raises(ModelError) as caught:
         build_model("gpt-5", vocabulary=300, sequence=8, seed=0)
     assert isinstance(caught.value, ValueError)
-    assert str(caught.value) == f"--model takes one of {', '.join(presets())}, got 'gpt-5'"
+    assert str(caught.value) == f"--model takes one of {', '.join(presets(None))}, got 'gpt-5'"
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from narrowgauge.trainers import _tokens
+from narrowgauge.trainers._batches import Batches, validation_windows
 from narrowgauge.trainers._corpus import Corpus, DataError, Document
 from narrowgauge.trainers._tokens import (
     END_OF_TEXT,
-    Batches,
     TokenizedCorpus,
     tokenize,
-    validation_windows,
 )
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))

@@ -11,7 +11,8 @@ from typing import Annotated, Any, cast
 import typer
 
 from narrowgauge import __version__, recipes
-from narrowgauge.trainers import presets
+from narrowgauge.cli._train_command import train_command
+from narrowgauge.trainers import DEFAULT_VOCABULARY, TrainSettings, presets
 
 # Ordered as a story: the reference, what fails, what repairs it, what costs least.
 DEFAULT_RECIPES = ("D", "A", "B", "C", "adamw8bit-split8")
@@ -103,6 +104,30 @@ def _compare(
     from narrowgauge.cli._compare import CompareOptions, compare
 
     return compare(CompareOptions(recipes=names, **options), shlex.join(["narrowgauge", *context.obj]))
+
+
+def _train(settings: TrainSettings) -> int:
+    from narrowgauge.cli._train import train
+
+    return train(settings)
+
+
+app.command(name="train")(train_command(_train))
+
+
+@app.command(name="tokens")
+def _tokens(
+    out: Annotated[Path, _option("A new folder for the shards.")],
+    data: Annotated[
+        Path | None, _option("A text file or a folder of them.", show_default="Python's standard library")
+    ] = None,
+    vocabulary: Annotated[int, _option("Tokens of the byte-level BPE; 256 means bytes.")] = DEFAULT_VOCABULARY,
+    workers: Annotated[int | None, _option("Processes that encode.", show_default="one a core")] = None,
+) -> int:
+    """Learn a tokenizer and encode a text into shards, which train --data maps into memory."""
+    from narrowgauge.cli._tokens import tokens
+
+    return tokens(data, out, vocabulary, workers)
 
 
 class _OptionalPath(typer.core.TyperCommand):

@@ -15,8 +15,8 @@ import torch
 
 from narrowgauge import recipes as recipe_book
 from narrowgauge import trainers
-from narrowgauge.cli._display import Display
-from narrowgauge.cli._environment import describe_environment, find_device
+from narrowgauge.cli._display import Display, complain
+from narrowgauge.cli._environment import describe_environment, find_device, out_of_memory
 from narrowgauge.cli._report import write_report
 from narrowgauge.cli._results import assemble, set_aside, write_results
 from narrowgauge.trainers import Run, Settings, TokenizedCorpus
@@ -90,14 +90,12 @@ def compare(options: CompareOptions, command: str) -> int:
     except KeyboardInterrupt:
         status = 130
     except RuntimeError as error:
-        if not _out_of_memory(error):
+        if not out_of_memory(error):
             raise
-        display.complain(
-            f"--batch {options.batch}, --sequence {options.sequence}: out of memory, takes smaller ones"
-        )
+        complain(f"--batch {options.batch}, --sequence {options.sequence}: out of memory, takes smaller ones")
         status = 2
     if not runs:
-        display.complain("stopped before the first run was complete; nothing was written")
+        complain("stopped before the first run was complete; nothing was written")
         return status
     results = assemble(runs, facts, interrupted=status != 0)
     write_results(results, options.out)
@@ -105,11 +103,6 @@ def compare(options: CompareOptions, command: str) -> int:
     display.table(results)
     display.say(f"{options.out / 'results.json'}\n{options.out / 'report.html'}")
     return status
-
-
-def _out_of_memory(error: RuntimeError) -> bool:
-    # The CPU allocator has no exception class of its own.
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _check(options: CompareOptions) -> torch.device:
@@ -190,8 +183,9 @@ def _prepare(options: CompareOptions, display: Display, facts: dict[str, Any]) -
 
 def _model(options: CompareOptions, tokens: TokenizedCorpus, seed: int) -> torch.nn.Module:
     """The model every recipe starts from: its weights are bf16 numbers, so that no recipe has to round them."""
-    sizes = {"vocabulary": tokens.vocabulary, "sequence": options.sequence}
-    model: torch.nn.Module = trainers.build_model(options.model, seed=seed, **sizes)
+    model: torch.nn.Module = trainers.build_model(
+        options.model, vocabulary=tokens.vocabulary, sequence=options.sequence, seed=seed
+    )
     for dtype in (torch.bfloat16, torch.float32):
         recipe_book.cast(model, dtype)
     return model

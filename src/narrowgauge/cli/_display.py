@@ -16,26 +16,52 @@ from rich.text import Text
 
 from narrowgauge.trainers import Run
 
-_STAGES = {"tokenizer": "learning the tokenizer", "tokens": "encoding the text"}
+STAGES = {"tokenizer": "learning the tokenizer", "tokens": "encoding the text"}
+
+
+class _PatientConsole(Console):
+    """A console that goes quiet when nobody reads it any more, where rich would end the program."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        # What Python still holds for the pipe must not fail at the end.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def make_console() -> Console:
+    """Where a command prints to."""
+    # A pipe or a log has no width of its own, and a table folded at 80 columns cannot be read.
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 150
+    return _PatientConsole(width=width, highlight=False)
+
+
+def make_progress(console: Console) -> Progress:
+    """Bars whose tasks have a `note`; nothing where there is no terminal."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TextColumn("{task.fields[note]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+
+
+def complain(text: str) -> None:
+    """A line on stderr, where errors go."""
+    print(f"narrowgauge: {text}", file=sys.stderr)
 
 
 class Display:
     """Progress bars on a terminal, one line a run elsewhere; then the table."""
 
     def __init__(self) -> None:
-        # A pipe or a log has no width of its own, and a table folded at 80 columns cannot be read.
-        width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 150
-        self.console = Console(width=width, highlight=False)
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.percentage:>3.0f}%"),
-            TextColumn("{task.fields[note]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=self.console,
-            disable=not self.console.is_terminal,
-        )
+        self.console = make_console()
+        self._progress = make_progress(self.console)
         self._stages: dict[str, TaskID] = {}
         self._all: TaskID | None = None
         self._run: TaskID | None = None
@@ -56,14 +82,10 @@ class Display:
         with contextlib.suppress(OSError):
             self.console.print(text, markup=False, soft_wrap=True)
 
-    def complain(self, text: str) -> None:
-        """A line on stderr, where errors go."""
-        print(f"narrowgauge: {text}", file=sys.stderr)
-
     def stage(self, stage: str, fraction: float) -> None:
         """Progress of preparing the text, 0 to 1."""
         if stage not in self._stages:
-            self._stages[stage] = self._progress.add_task(_STAGES.get(stage, stage), total=1.0, note="")
+            self._stages[stage] = self._progress.add_task(STAGES.get(stage, stage), total=1.0, note="")
         self._progress.update(self._stages[stage], completed=fraction)
 
     def plan(self, runs: int, steps: int, tokens: int) -> None:

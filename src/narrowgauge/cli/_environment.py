@@ -27,10 +27,10 @@ def describe_environment(device: torch.device) -> dict[str, str]:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_usable_cores()}-core CPU ({_cpu_model()})"
+    return f"{usable_cores()}-core CPU ({_cpu_model()})"
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
     # What the process may use, which in a container is less than what the machine has.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -62,3 +62,9 @@ def find_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"--device: got {name!r}, this machine has {torch.cuda.device_count()} CUDA devices")
     return device
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    """Whether it is memory that was not to be had, on any device."""
+    # The CPU allocator has no exception class of its own.
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -8,7 +8,7 @@ calls are made by the loop's (`call_out`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from narrowgauge.gauges._records import LOG, Record
 from narrowgauge.gauges._spikes import LossSpikes, RmsSpikes, Spike
@@ -38,6 +38,19 @@ class Alarms:
 
     def of(self, record: Record) -> list[Record]:
         """The alarms that a record raises; they have been logged, and wait to be called out."""
+        found = self._found(record)
+        for alarm in found:
+            LOG.warning(said(alarm))
+            self._raised.append(alarm)
+        return found
+
+    def recall(self, records: Iterable[Record]) -> None:
+        """Know what was measured before a run went on; its alarms were raised then."""
+        for record in records:
+            if "step" in record:
+                self._found(record)
+
+    def _found(self, record: Record) -> list[Record]:
         kind, step, name = record["kind"], record["step"], record.get("name", "")
         found: list[Record] = []
         if kind == "step" and record["loss"] is not None:
@@ -53,9 +66,6 @@ class Alarms:
             found.append(
                 {"kind": "nonfinite", "step": step, "of": kind, "name": name, "value": record["nonfinite"]}
             )
-        for alarm in found:
-            LOG.warning(said(alarm))
-            self._raised.append(alarm)
         return found
 
     @staticmethod

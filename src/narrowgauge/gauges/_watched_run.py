@@ -15,7 +15,7 @@ from narrowgauge.gauges._alarms import Alarms
 from narrowgauge.gauges._formats import Target
 from narrowgauge.gauges._modules import depths, plain_name
 from narrowgauge.gauges._outlet import Outlet
-from narrowgauge.gauges._records import VERSION, Record, Writer
+from narrowgauge.gauges._records import VERSION, Record, Writer, read_records
 from narrowgauge.gauges._run_options import options_record
 from narrowgauge.gauges._segments import flat
 from narrowgauge.gauges._tensorboard import Board
@@ -52,6 +52,8 @@ class Output:
             OSError, ValueError: where the file or the folder cannot be written, or the file not be continued.
         """
         writer = Writer(self.path, self.resume_from) if first and self.path is not None else None
+        if writer is not None and writer.continues:
+            alarms.recall(read_records(writer.path))
         try:
             board = Board(self.tensorboard, taken) if first and self.tensorboard is not None else None
         except BaseException:

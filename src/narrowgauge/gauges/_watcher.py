@@ -137,16 +137,20 @@ class Watch:
 
         Of several ranks the first has them; the others have them only where no `path` was given.
         """
-        if self._open and self._steps.waiting and self._ranks.group is None:
-            self._send([])
-        self._take_all()
+        self.settle()
         if self._outlet is None:
             return []
-        if self._open:  # else it has settled
-            self._outlet.settle()
         if self._outlet.writer is not None:
             return list(read_records(self._outlet.writer.path))
         return list(self._outlet.rows)
+
+    def settle(self) -> None:
+        """Wait until all that was measured is recorded: before a checkpoint, so that no step is missing later."""
+        if self._open and self._steps.waiting and self._ranks.group is None:
+            self._send([])
+        self._take_all()
+        if self._outlet is not None and self._open:  # else it has settled
+            self._outlet.settle()
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write the records as one self-contained page of HTML.

@@ -3,6 +3,7 @@
 from narrowgauge.linear._attention import LowPrecisionMultiheadAttention
 from narrowgauge.linear._function import linear
 from narrowgauge.linear._module import LowPrecisionConv1D, LowPrecisionLinear
+from narrowgauge.linear._names import named_plan
 from narrowgauge.linear._plan import (
     HIGH_PRECISION,
     LLM_INT8,
@@ -32,6 +33,7 @@ __all__ = [
     "ScaledCodes",
     "SwapReport",
     "linear",
+    "named_plan",
     "quantize",
     "swap_linears",
     "tune",

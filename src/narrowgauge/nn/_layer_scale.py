@@ -55,6 +55,7 @@ _BRANCHES = {
     "CLIPEncoderLayer": ("self_attn.out_proj", "mlp.fc2"),
     "ViTLayer": ("attention.o_proj", "attention.output.dense", "mlp.fc2", "output.dense"),
     "BertLayer": ("attention.output.dense", "crossattention.output.dense", "output.dense"),
+    "RobertaLayer": ("attention.output.dense", "crossattention.output.dense", "output.dense"),
 }
 
 
@@ -87,7 +88,7 @@ def add_layer_scale(model: nn.Module, init: float = 0.0) -> AddedLayerScales:
     that name and lose none. Make the optimizer afterwards. Linear layers may be swapped before or after.
 
     Args:
-        model: a model of transformers with blocks of GPT-2, LLaMA, CLIP, ViT or BERT.
+        model: a model of transformers with blocks of GPT-2, LLaMA, CLIP, ViT, BERT or RoBERTa.
         init: first value of the vectors; zero makes a pre-norm block start as the identity.
 
     Returns:

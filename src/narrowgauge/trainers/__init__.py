@@ -1,6 +1,14 @@
-"""Reference training: text to tokens, small models from configurations, and a loop that measures."""
+"""Training: text to tokens, models from configurations, a loop that measures, and one that trains for real."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from narrowgauge.trainers._batches import Batches, validation_windows
+from narrowgauge.trainers._config import values_of as config_values
 from narrowgauge.trainers._corpus import Corpus, DataError, load_corpus
+from narrowgauge.trainers._language import LanguageTask, Task
 from narrowgauge.trainers._models import (
     ModelError,
     build_model,
@@ -9,26 +17,56 @@ from narrowgauge.trainers._models import (
     parameter_count,
     presets,
 )
-from narrowgauge.trainers._tokens import Batches, TokenizedCorpus, tokenize, validation_windows
+from narrowgauge.trainers._prepare import prepare_tokens
+from narrowgauge.trainers._settings import SettingsError, TrainSettings
+from narrowgauge.trainers._shards import DamagedShardError
+from narrowgauge.trainers._sources import DEFAULT_VOCABULARY
+from narrowgauge.trainers._tokens import TokenizedCorpus, tokenize
 from narrowgauge.trainers._train import Run, Settings, evaluate, make_optimizer, train
 
+if TYPE_CHECKING:
+    from narrowgauge.trainers._fit import Observer as Observer
+    from narrowgauge.trainers._fit import Outcome as Outcome
+    from narrowgauge.trainers._fit import fit as fit
+
 __all__ = [
+    "DEFAULT_VOCABULARY",
     "Batches",
     "Corpus",
+    "DamagedShardError",
     "DataError",
+    "LanguageTask",
     "ModelError",
+    "Observer",
+    "Outcome",
     "Run",
     "Settings",
+    "SettingsError",
+    "Task",
     "TokenizedCorpus",
+    "TrainSettings",
     "build_model",
+    "config_values",
     "configuration",
     "evaluate",
+    "fit",
     "load_corpus",
     "make_optimizer",
     "next_token_loss",
     "parameter_count",
+    "prepare_tokens",
     "presets",
     "tokenize",
     "train",
     "validation_windows",
 ]
+
+# What brings checkpoints over processes and gauges with it: imported when it is asked for, so that a command that
+# trains nothing answers at once.
+_FIT = ("Observer", "Outcome", "fit")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FIT:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("narrowgauge.trainers._fit"), name)

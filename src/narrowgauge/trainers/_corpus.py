@@ -9,7 +9,8 @@ looks at the text, and it depends on the text alone:
 - A single file is cut once: the last tenth validates.
 - A file dropped twice into a folder would put its copy on the other side, so copies are left out first.
 
-What cannot be text (hidden, binary, not UTF-8, unreadable) is skipped and counted by reason, never guessed at.
+What cannot be text (hidden, binary, not UTF-8, unreadable) is skipped and counted by reason, never guessed at. Of
+a file that is not UTF-8 either all is left out, or the lines alone that are not, whose places are kept.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ import platform
 import stat
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 _TAKES = "--data takes a UTF-8 text file or a folder of them"
 _SHARE = 0.05  # of the bytes, to validation, by whole files
@@ -59,12 +61,14 @@ class Corpus:
         train: the documents to train on.
         validation: the documents to validate on; no text of theirs is in ``train``.
         skipped: how many files were left out, by reason.
+        damaged: places, as ``file:line``, of lines that were left out of files that are used.
     """
 
     source: str
     train: tuple[Document, ...]
     validation: tuple[Document, ...]
     skipped: Mapping[str, int]
+    damaged: tuple[str, ...] = ()
 
     @property
     def documents(self) -> tuple[Document, ...]:
@@ -77,12 +81,13 @@ class Corpus:
         return sum(document.size for document in self.documents)
 
 
-def load_corpus(path: Path | None) -> Corpus:
+def load_corpus(path: Path | None, *, without: Literal["files", "lines"] = "files") -> Corpus:
     """Read a text and split it into training and validation documents.
 
     Args:
         path: a text file, or a folder that is read with its subfolders; None for the source text of the
             running interpreter's standard library (about 30 MB, packages installed beside it left out).
+        without: what is left out where bytes are not UTF-8, whole files or the lines that they are in.
 
     Returns:
         The same corpus for the same files, wherever they lie.
@@ -100,16 +105,17 @@ def load_corpus(path: Path | None) -> Corpus:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
             os.scandir(path).close()  # the walk below takes a folder it may not list for an empty one
-            documents, skipped = _read_folder(path)
-            return _corpus(_printable(path), documents, skipped)
+            documents, skipped, damaged = _read_folder(path, lines=without == "lines")
+            return _corpus(_printable(path), documents, skipped, damaged)
         if not stat.S_ISREG(mode):
             raise DataError(f"{_TAKES}, got {str(path)!r}, which is neither")
-        text = _read(path)
+        places: list[str] | None = [] if without == "lines" else None
+        text = _read(path, path.name, places)
     except OSError as error:
         raise DataError(f"{_TAKES}, got {str(path)!r}: {error.strerror or error}") from error
     except _NotText as reason:
         raise DataError(f"{_TAKES}, got {str(path)!r}, which is {reason}") from None
-    return _corpus(_printable(path), [Document(path.name, text)], Counter())
+    return _corpus(_printable(path), [Document(path.name, text)], Counter(), places or [])
 
 
 def _printable(path: Path) -> str:
@@ -120,27 +126,33 @@ def _printable(path: Path) -> str:
 
 def _standard_library() -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
-    documents, skipped = _read_folder(root, suffix=".py", without=_NOT_STANDARD)
+    documents, skipped, _ = _read_folder(root, suffix=".py", without=_NOT_STANDARD)
     if not documents:
         raise DataError(f"{_TAKES}, got none, and this Python has no source text of its library in {str(root)!r}")
     return _corpus(f"the standard library of Python {platform.python_version()}", documents, skipped)
 
 
-def _corpus(source: str, documents: list[Document], skipped: Counter[str]) -> Corpus:
+def _corpus(source: str, documents: list[Document], skipped: Counter[str], damaged: Sequence[str] = ()) -> Corpus:
     if not documents:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted((+skipped).items()))
         why = f"no text was found in it ({reasons})" if reasons else "it is empty"
         raise DataError(f"{_TAKES}, got {source!r}, but {why}")
     train, validation = _split(documents)
-    return Corpus(source, tuple(train), tuple(validation), dict(sorted((+skipped).items())))
+    return Corpus(source, tuple(train), tuple(validation), dict(sorted((+skipped).items())), tuple(damaged))
 
 
 class _NotText(Exception):
     """Why a file is no text; the message is the reason that is counted."""
 
 
-def _read(path: Path) -> str:
-    """The text of a file, line ends and all."""
+def _read(path: Path, name: str, damaged: list[str] | None) -> str:
+    """The text of a file, line ends and all.
+
+    Args:
+        path: of the file.
+        name: of the file, for the places of what is left out.
+        damaged: gets the places of lines that are not UTF-8, which are left out; None refuses the file.
+    """
     with path.open("rb") as file:
         data = file.read(_HEAD)
         if b"\0" not in data:
@@ -152,14 +164,26 @@ def _read(path: Path) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError:
-        raise _NotText("not UTF-8") from None
+        if damaged is None:
+            raise _NotText("not UTF-8") from None
+    kept = []
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        try:
+            kept.append(line.decode())
+        except UnicodeDecodeError:
+            damaged.append(_printable(Path(f"{name}:{number}")))
+    text = "\n".join(kept)
+    if not text.strip():
+        raise _NotText("not UTF-8")
+    return text
 
 
 def _read_folder(
-    root: Path, suffix: str = "", without: set[str] | frozenset[str] = frozenset()
-) -> tuple[list[Document], Counter[str]]:
-    """The texts below a folder by name, each content once, and how many files were skipped and why."""
+    root: Path, suffix: str = "", without: set[str] | frozenset[str] = frozenset(), lines: bool = False
+) -> tuple[list[Document], Counter[str], list[str]]:
+    """The texts below a folder by name, each content once, how many files were skipped and why, and which lines."""
     skipped: Counter[str] = Counter()
+    damaged: list[str] = []
     paths = {path.relative_to(root).as_posix(): path for path in _walk(root, without, skipped)}
     documents: dict[str, Document] = {}
     for name, path in sorted(paths.items()):
@@ -168,15 +192,17 @@ def _read_folder(
         try:
             if not path.is_file():  # opening a pipe would wait for a writer for ever
                 raise _NotText("missing" if not path.exists() else "special")
-            text = _read(path)
+            places: list[str] | None = [] if lines else None
+            text = _read(path, name, places)
             if text in documents:
                 raise _NotText("duplicate")
             documents[text] = Document(name, text)
+            damaged += places or []
         except _NotText as reason:
             skipped[str(reason)] += 1
         except OSError:
             skipped["unreadable"] += 1
-    return list(documents.values()), skipped
+    return list(documents.values()), skipped, damaged
 
 
 def _walk(root: Path, without: set[str] | frozenset[str], skipped: Counter[str]) -> Iterator[Path]:

@@ -1,6 +1,8 @@
 """Small and well-known language models, made from a configuration and a seed.
 
-A preset is a value: the sizes of a GPT-2 or a LLaMA, without vocabulary and sequence, which belong to the data.
+A preset is a value: the sizes of a GPT-2, LLaMA, BERT or RoBERTa, without vocabulary and sequence, which belong to
+the data. The first two are causal (every token is said from those before it), the others masked (tokens that were
+covered are said from all around them), and have two tokens more, ahead of the text's: `PAD` and `MASK`.
 Nothing is downloaded. What would blur a comparison of number formats is off (dropout, and with it any randomness
 after the start), and one seed gives one set of initial weights, in fp32 and drawn on the CPU, so that every
 recipe on every device starts from the same point.
@@ -21,17 +23,25 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
+Objective = Literal["causal", "masked"]
+
+# The tokens that masked models have ahead of the text's. Padding comes first: RoBERTa counts positions from it.
+PAD, MASK = 0, 1
+SPECIAL = 2
+
+
 class ModelError(ValueError):
     """There is no such model; the message is one line that lists those there are."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """The sizes of a decoder-only transformer.
+    """The sizes of a transformer.
 
     Attributes:
-        family: whose architecture: GPT-2 (LayerNorm, GELU, learned positions, the output tied to the
-            embedding) or LLaMA (RMSNorm, SwiGLU, rotary positions, an output of its own).
+        family: whose architecture: GPT-2 (LayerNorm, GELU, learned positions, the output tied to the embedding),
+            LLaMA (RMSNorm, SwiGLU, rotary positions, an output of its own), BERT (LayerNorm behind each branch,
+            learned positions, the output tied) or RoBERTa (BERT without segments).
         layers: number of blocks.
         width: of the residual stream.
         heads: of the attention; their number divides the width.
@@ -40,7 +50,7 @@ class Preset:
         initializer_range: standard deviation of the initial weights.
     """
 
-    family: Literal["gpt2", "llama"]
+    family: Literal["gpt2", "llama", "bert", "roberta"]
     layers: int
     width: int
     heads: int
@@ -48,9 +58,14 @@ class Preset:
     positions: int = 2
     initializer_range: float = 0.02
 
+    @property
+    def objective(self) -> Objective:
+        """How such a model is trained."""
+        return "causal" if self.family in ("gpt2", "llama") else "masked"
+
 
 # gpt2*: Radford et al. 2019. llama-130m: the configuration of GaLore (Zhao et al. 2024), used for low-precision
-# optimizers since. The others are small enough for a CPU.
+# optimizers since. bert*: Devlin et al. 2019; roberta: Liu et al. 2019. The others are small enough for a CPU.
 _PRESETS = {
     "micro": Preset("gpt2", layers=2, width=96, heads=4, hidden=384),
     "mini": Preset("gpt2", layers=4, width=128, heads=4, hidden=512),
@@ -60,12 +75,17 @@ _PRESETS = {
     "gpt2-large": Preset("gpt2", layers=36, width=1280, heads=20, hidden=5120, positions=1024),
     "llama-micro": Preset("llama", layers=2, width=96, heads=4, hidden=256),
     "llama-130m": Preset("llama", layers=12, width=768, heads=12, hidden=2048, positions=1024),
+    "bert-micro": Preset("bert", layers=2, width=96, heads=4, hidden=384),
+    "bert": Preset("bert", layers=12, width=768, heads=12, hidden=3072, positions=512),
+    "bert-large": Preset("bert", layers=24, width=1024, heads=16, hidden=4096, positions=512),
+    "roberta-micro": Preset("roberta", layers=2, width=96, heads=4, hidden=384),
+    "roberta": Preset("roberta", layers=12, width=768, heads=12, hidden=3072, positions=512),
 }
 
 
-def presets() -> tuple[str, ...]:
-    """Names of the presets, each family from small to large."""
-    return tuple(_PRESETS)
+def presets(objective: Objective | None = "causal") -> tuple[str, ...]:
+    """Names of the presets of an objective, or all for None, each family from small to large."""
+    return tuple(name for name, sizes in _PRESETS.items() if objective in (None, sizes.objective))
 
 
 def preset(name: str) -> Preset:
@@ -79,14 +99,17 @@ def preset(name: str) -> Preset:
     return _PRESETS[name]
 
 
-def build_model(model: str | Preset, *, vocabulary: int, sequence: int, seed: int) -> PreTrainedModel:
+def build_model(
+    model: str | Preset, *, vocabulary: int, sequence: int, seed: int, attention: str = "sdpa"
+) -> PreTrainedModel:
     """A transformers model with fresh weights.
 
     Args:
         model: name of a preset, or one of your own.
-        vocabulary: number of tokens, at least 256.
+        vocabulary: number of tokens of the text, at least 256.
         sequence: the longest sequence it must read, at least 2 tokens.
         seed: of the initial weights. The global random state is neither read nor changed.
+        attention: ``"sdpa"``, torch's fused attention (flash attention where the device has it), or ``"eager"``.
 
     Returns:
         The model: fp32, on the CPU, in training mode.
@@ -95,20 +118,23 @@ def build_model(model: str | Preset, *, vocabulary: int, sequence: int, seed: in
         ModelError: for a name there is no preset of.
         ValueError: for other sizes.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
     settings = configuration(model, vocabulary=vocabulary, sequence=sequence)
+    sizes = preset(model) if isinstance(model, str) else model
+    kind = AutoModelForCausalLM if sizes.objective == "causal" else AutoModelForMaskedLM
     # Not torch.manual_seed, which would reseed the GPUs too.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
-        built = AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa", dtype=torch.float32)
-    built.generation_config.pad_token_id = END_OF_TEXT  # without one, `generate` warns
+        built = kind.from_config(settings, attn_implementation=attention, dtype=torch.float32)
+    if sizes.objective == "causal":
+        built.generation_config.pad_token_id = END_OF_TEXT  # without one, `generate` warns
     return built.train()
 
 
 def configuration(model: str | Preset, *, vocabulary: int, sequence: int) -> PretrainedConfig:
     """The transformers configuration that `build_model` builds from; arguments and errors as there."""
-    from transformers import GPT2Config, LlamaConfig
+    from transformers import BertConfig, GPT2Config, LlamaConfig, RobertaConfig
 
     sizes = preset(model) if isinstance(model, str) else model
     at_least("vocabulary", vocabulary, 256)
@@ -133,6 +159,24 @@ def configuration(model: str | Preset, *, vocabulary: int, sequence: int) -> Pre
             resid_pdrop=0.0,
             **common,
         )
+    if sizes.objective == "masked":
+        common |= {
+            "vocab_size": vocabulary + SPECIAL,
+            "bos_token_id": END_OF_TEXT + SPECIAL,
+            "eos_token_id": END_OF_TEXT + SPECIAL,
+            "pad_token_id": PAD,
+            "num_hidden_layers": sizes.layers,
+            "hidden_size": sizes.width,
+            "num_attention_heads": sizes.heads,
+            "intermediate_size": sizes.hidden,
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+        }
+        positions = max(sizes.positions, sequence)
+        if sizes.family == "bert":
+            return BertConfig(max_position_embeddings=positions, **common)
+        # Its positions begin behind that of padding.
+        return RobertaConfig(max_position_embeddings=positions + PAD + 1, type_vocab_size=1, **common)
     return LlamaConfig(
         num_hidden_layers=sizes.layers,
         hidden_size=sizes.width,
@@ -166,3 +210,18 @@ def next_token_loss(model: nn.Module, windows: Tensor) -> Tensor:
         raise ValueError(f"windows: got shape {tuple(windows.shape)}, takes (batch, sequence + 1)")
     logits = model(input_ids=windows[:, :-1]).logits
     return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
+
+
+def masked_token_loss(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross entropy of the tokens that have a label.
+
+    Args:
+        model: a masked language model of transformers, in any dtype.
+        inputs: int64 tensor (batch, sequence) on the model's device.
+        labels: int64 tensor like it: the token to be said, or -100 where none is.
+
+    Returns:
+        float32 scalar, in nats a token; computed in float32 from the logits on.
+    """
+    logits = model(input_ids=inputs).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())

@@ -1,4 +1,4 @@
-"""From text to tokens, and from tokens to batches that are the same for every recipe.
+"""From text to tokens.
 
 The tokenizer is a byte-level BPE: its first 256 tokens are the bytes, so that any text can be written and read
 back exactly, and the others are merges learned from the training text alone. No token is special. A document
@@ -33,7 +33,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ._corpus import Corpus, DataError, Document
+from ._corpus import Corpus, Document
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -105,74 +105,21 @@ def tokenize(
     )
 
 
-class Batches(Iterator[Tensor]):
-    """Endless batches of windows drawn at random; the same ones for the same tokens, sizes and seed.
-
-    Each is an int64 tensor (batch, sequence + 1) on the tokens' device: ``[:, :-1]`` is what a model reads and
-    ``[:, 1:]`` what it should say. The places are drawn on the CPU, by a generator of this object's own.
-    """
-
-    def __init__(self, tokens: Tensor, batch: int, sequence: int, seed: int) -> None:
-        """Set up the draw.
-
-        Args:
-            tokens: int tensor (n,).
-            batch: windows a batch, at least 1.
-            sequence: tokens a window, at least 2, not counting the one that is only predicted.
-            seed: of the draw.
-
-        Raises:
-            ValueError: for other sizes.
-            DataError: if the text has fewer than ``batch`` different windows, which takes
-                ``sequence + batch`` tokens.
-        """
-        at_least("batch", batch, 1)
-        at_least("sequence", sequence, 2)
-        _enough(tokens, sequence + batch, f"batches of {batch} windows of {sequence} tokens")
-        self._windows = tokens.unfold(0, sequence + 1, 1)
-        self._batch = batch
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def __next__(self) -> Tensor:
-        starts = torch.randint(len(self._windows), (self._batch,), generator=self._generator)
-        return self._windows[starts.to(self._windows.device)].long()
-
-
-def validation_windows(tokens: Tensor, sequence: int, count: int) -> Tensor:
-    """Windows spread evenly over a text, none overlapping another.
-
-    Args:
-        tokens: int tensor (n,).
-        sequence: tokens a window, at least 2, not counting the one that is only predicted.
-        count: how many windows, at least 1; fewer are returned if no more fit.
-
-    Returns:
-        int64 tensor (windows, sequence + 1) on the tokens' device.
-
-    Raises:
-        ValueError: for other sizes.
-        DataError: if not one window fits.
-    """
-    at_least("sequence", sequence, 2)
-    at_least("count", count, 1)
-    _enough(tokens, sequence + 1, f"a validation window of {sequence} tokens")
-    fitting = min(count, len(tokens) // (sequence + 1))
-    starts = torch.arange(fitting, device=tokens.device) * len(tokens) // fitting
-    return tokens.unfold(0, sequence + 1, 1)[starts].long()
-
-
 def at_least(name: str, value: int, least: int) -> None:
     """Refuse a size that cannot work, by name."""
     if value < least:
         raise ValueError(f"{name}: got {value}, takes at least {least}")
 
 
-def _enough(tokens: Tensor, needed: int, use: str) -> None:
-    if len(tokens) < needed:
-        raise DataError(f"--data takes a longer text: got {len(tokens)} tokens, {use} take at least {needed}")
-
-
 def _make(corpus: Corpus, vocabulary: int, on_progress: Progress) -> _Made:
+    tokenizer = learn(corpus, vocabulary, on_progress)
+    train, validation = _batched(corpus.train), _batched(corpus.validation)
+    told = _told(train + validation, "tokens", on_progress)
+    return tokenizer, _encode(tokenizer, itertools.islice(told, len(train))), _encode(tokenizer, told)
+
+
+def learn(corpus: Corpus, vocabulary: int, on_progress: Progress) -> Tokenizer:
+    """A tokenizer of the training text; see the module."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     _quiet_forks()
@@ -185,16 +132,19 @@ def _make(corpus: Corpus, vocabulary: int, on_progress: Progress) -> _Made:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    train, validation = _batched(corpus.train), _batched(corpus.validation)
-    tokenizer.train_from_iterator(_told(train, "tokenizer", on_progress), trainer)
+    tokenizer.train_from_iterator(_told(_batched(corpus.train), "tokenizer", on_progress), trainer)
+    return tokenizer
 
-    def encode(batches: Iterable[list[str]]) -> NDArray[np.int32]:
-        encodings = (encoding for batch in batches for encoding in tokenizer.encode_batch_fast(batch))
-        ids = [np.array(encoding.ids, np.int32) for encoding in encodings]
-        return np.concatenate([np.empty(0, np.int32), *ids])
 
-    told = _told(train + validation, "tokens", on_progress)
-    return tokenizer, encode(itertools.islice(told, len(train))), encode(told)
+def encode(tokenizer: Tokenizer, documents: Iterable[Document]) -> NDArray[np.int32]:
+    """The tokens of documents, each followed by its end."""
+    return _encode(tokenizer, _batched(documents))
+
+
+def _encode(tokenizer: Tokenizer, batches: Iterable[list[str]]) -> NDArray[np.int32]:
+    encodings = (encoding for batch in batches for encoding in tokenizer.encode_batch_fast(batch))
+    ids = [np.array(encoding.ids, np.int32) for encoding in encodings]
+    return np.concatenate([np.empty(0, np.int32), *ids])
 
 
 def _batched(documents: Iterable[Document]) -> list[list[str]]:

@@ -12,7 +12,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from narrowgauge.optim import NarrowOptimizer, UpdateStats
 from narrowgauge.recipes import Recipe
 from narrowgauge.trainers._memory import peak_memory
 from narrowgauge.trainers._models import next_token_loss
+from narrowgauge.trainers._schedule import schedule
 
 _WARM_STEPS = 3  # not timed: caches fill, kernels are chosen
 _MEMORY_STEP = 2  # the third: states exist since the first
@@ -140,7 +141,9 @@ def train(
     run = Run(seed, tokens_per_step=tokens, arithmetic=settings.arithmetic_of(recipe))
     for number in range(1, settings.steps + 1):
         for group in optimizer.param_groups:
-            group["lr"] = settings.lr * min(1.0, number / max(1, settings.warmup))
+            group["lr"] = settings.lr * schedule(
+                "constant", number, steps=settings.steps, warmup=settings.warmup, final=1.0
+            )
         optimizer.gauges = settings.gauge_every > 0 and (number - 1) % settings.gauge_every == 0
         windows = next(batches).to(device)
         profiled = number - 1 == _MEMORY_STEP
@@ -193,8 +196,13 @@ def _now(device: torch.device) -> float:
 def evaluate(model: nn.Module, windows: Tensor, batch: int) -> float:
     """Mean loss in nats a token over windows (n, sequence + 1), `batch` of them at a time."""
     device = next(model.parameters()).device
-    losses = [next_token_loss(model, part.to(device)).double() * len(part) for part in torch.split(windows, batch)]
-    return float(torch.stack(losses).sum()) / len(windows)
+    return mean_loss((next_token_loss(model, part.to(device)), len(part)) for part in torch.split(windows, batch))
+
+
+def mean_loss(parts: Iterable[tuple[Tensor, int]]) -> float:
+    """Mean over all examples, of parts that come as their mean and their number of examples; summed in float64."""
+    pairs = [(loss.double() * count, count) for loss, count in parts]
+    return float(torch.stack([loss for loss, _ in pairs]).sum()) / sum(count for _, count in pairs)
 
 
 def _held_bytes(model: nn.Module) -> int:

@@ -15,21 +15,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from narrowgauge.linear import (
-    HIGH_PRECISION,
-    LLM_INT8,
-    SWITCHBACK,
-    SWITCHBACK_M,
-    SWITCHBACK_Q,
-    TENSORWISE_FP8,
-    LinearPlan,
-    LowPrecisionLinear,
-)
+from narrowgauge.linear import LinearPlan, LowPrecisionLinear, named_plan
 
 BASELINE = "nn.Linear"
-_PLANS = {
-    plan.name: plan for plan in (SWITCHBACK, SWITCHBACK_M, SWITCHBACK_Q, LLM_INT8, TENSORWISE_FP8, HIGH_PRECISION)
-}
 _DEFAULT = (
     "SWITCHBACK:int8", "SWITCHBACK:e4m3", "SWITCHBACK_M:int8", "SWITCHBACK_M:e4m3", "SWITCHBACK_Q:int8",
     "SWITCHBACK_Q:e4m3", "LLM_INT8:int8", "TENSORWISE_FP8:e4m3", "HIGH_PRECISION",
@@ -131,19 +119,10 @@ def plan_layer(text: str) -> Layer:
     Raises:
         ValueError: for an unknown name or formats that do not go together.
     """
-    name, colon, formats = text.partition(":")
-    plan = _PLANS.get(name.upper())
-    if plan is None or (colon and not plan.formats) or formats.endswith("/"):
-        raise ValueError(
-            f"--plans: got {text!r}, takes names such as {', '.join(_PLANS)}, in eight bits with a format behind a "
-            "colon: SWITCHBACK:e4m3, TENSORWISE_FP8:e4m3/e5m2"
-        )
-    if colon:
-        format, slash, gradient = formats.partition("/")
-        try:
-            plan = plan.with_format(cast(Any, format), cast(Any, gradient) if slash else None)
-        except ValueError as error:
-            raise ValueError(f"--plans: got {text!r}: {error}") from None
+    try:
+        plan = named_plan(text)
+    except ValueError as error:
+        raise ValueError(f"--plans: {str(error).removeprefix('plan: ')}") from None
     count = sum(multiply is not None for multiply in (plan.output, plan.grad_input, plan.grad_weight))
     what = {0: "our autograd function alone", 2: "all but the weight gradient", 3: "all three multiplies"}[count]
     what += ", keeps codes" if plan.saved == "codes" else ""

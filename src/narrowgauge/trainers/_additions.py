@@ -1,0 +1,67 @@
+"""What is added around a transformers model for training, and folded into its weights when it is handed on.
+
+A stable embedding is a table with a layer norm behind it, and a layer scale a vector behind a linear layer. Neither
+has a place in transformers' classes; but once trained, both are part of what comes before them:
+
+    norm(E)[token] = norm(E[token])        the table's rows, normalized
+    g * (W x + b)  = (g * W) x + g * b     the layer's rows, scaled
+
+So the folded model has the plain class and computes the same, but for one rounding of these weights. Where the
+output layer shared the table, it keeps the table as it was, and is no longer tied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.nn import LayerScale, StableEmbedding
+
+
+def add_stable_embedding(model: Any, seed: int) -> None:
+    """Give a transformers model a `StableEmbedding` of the size of its token embedding, in place.
+
+    Args:
+        model: the model, with its weights in fp32 on the CPU.
+        seed: of the table. The global random state is neither read nor changed.
+    """
+    old = model.get_input_embeddings()
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(seed)
+        table = StableEmbedding(old.num_embeddings, old.embedding_dim, padding_idx=old.padding_idx)
+    model.set_input_embeddings(table)
+    if model.config.tie_word_embeddings:
+        model.tie_weights()
+
+
+@torch.no_grad()
+def folded_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state of a model as its plain class has it, additions folded; what is not touched is not copied."""
+    state: dict[str, Tensor] = dict(model.state_dict())
+    for name, module in model.named_modules():
+        if isinstance(module, StableEmbedding):
+            state[f"{name}.weight"] = module.norm(module.weight).to(module.weight.dtype)
+            _drop(state, f"{name}.norm.")
+        scale = getattr(module, "layer_scale", None)
+        if isinstance(scale, LayerScale):
+            gamma, weight = scale.gamma.double(), state[f"{name}.weight"]
+            # A Conv1D of transformers has its output features last.
+            rows = gamma[:, None] if isinstance(module, nn.Linear) else gamma
+            state[f"{name}.weight"] = (weight.double() * rows).to(weight.dtype)
+            bias = state.get(f"{name}.bias")
+            if bias is not None:
+                state[f"{name}.bias"] = (bias.double() * gamma).to(bias.dtype)
+            _drop(state, f"{name}.layer_scale.")
+    return state
+
+
+def unties(model: nn.Module) -> bool:
+    """Whether folding gives the output layer a table of its own."""
+    return any(isinstance(module, StableEmbedding) for module in model.modules())
+
+
+def _drop(state: dict[str, Tensor], prefix: str) -> None:
+    for name in [name for name in state if name.startswith(prefix)]:
+        del state[name]

@@ -1,0 +1,104 @@
+"""From settings to a model, its optimizer and its loss scaler."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from narrowgauge import recipes
+from narrowgauge.linear import swap_linears
+from narrowgauge.nn import add_layer_scale
+from narrowgauge.optim import NarrowOptimizer
+from narrowgauge.scaling import DynamicLossScaler, LossScaler, StaticLossScaler, TensorLossScaler
+
+from ._additions import add_stable_embedding
+from ._models import build_model, parameter_count
+from ._settings import SettingsError, TrainSettings
+
+_SCALERS = {"dynamic": DynamicLossScaler, "static": StaticLossScaler, "tensor": TensorLossScaler}
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+_HEADS = ("lm_head", "cls")  # stay in high precision: their noise would be the loss's
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """What a training loop moves.
+
+    Attributes:
+        model: of transformers, with what was added around it; on its device, cast by the recipe.
+        runs: what is called: the model, or the model compiled.
+        optimizer: the recipe's.
+        scaler: the loss scaler, or None.
+        autocast: the format to compute in, or None for that of the weights.
+        notes: what was swapped, in lines fit to print.
+    """
+
+    model: Any
+    runs: nn.Module
+    optimizer: NarrowOptimizer
+    scaler: LossScaler | None
+    autocast: torch.dtype | None
+    notes: tuple[str, ...]
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """The context of a forward pass."""
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(next(self.model.parameters()).device.type, self.autocast)
+
+
+def build_parts(settings: TrainSettings, vocabulary: int, device: torch.device) -> Parts:
+    """Make model, optimizer and scaler.
+
+    Args:
+        settings: of the run.
+        vocabulary: number of tokens of the text.
+        device: where to train.
+
+    Raises:
+        SettingsError, ValueError: for what does not go together, by name.
+    """
+    recipe = recipes.get(settings.recipe)
+    if settings.autocast != "none" and recipe.dtype != torch.float32:
+        raise SettingsError(
+            f"--autocast: got {settings.autocast!r}, takes none with --recipe {recipe.name}, whose weights are "
+            f"{recipe.dtype} already"
+        )
+    model: Any = build_model(
+        settings.model,
+        vocabulary=vocabulary,
+        sequence=settings.sequence,
+        seed=settings.seed,
+        attention=settings.attention,
+    )
+    if settings.stable_embedding:
+        add_stable_embedding(model, settings.seed)
+    if settings.layer_scale is not None:
+        add_layer_scale(model, settings.layer_scale)
+    if settings.gradient_checkpointing:
+        # Renamed in transformers 5; the same.
+        by = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+        enable = getattr(model, f"{by}_checkpointing_enable")
+        enable(**{f"{by}_checkpointing_kwargs": {"use_reentrant": False}})
+    model.to(device)
+    optimizer = recipe.apply(model, settings.lr, **settings.hyperparameters)
+    count = parameter_count(model)
+    notes = [
+        f"{settings.model}: {count:,} parameters, {recipe.bytes_per_parameter():.2f} bytes each by {recipe.name}: "
+        f"{recipe.title}"
+    ]
+    if settings.plan is not None:
+        heads = [name for name, _ in model.named_children() if name in _HEADS]
+        report = swap_linears(model, settings.plan, keep=heads)
+        if not report.swapped:
+            raise SettingsError(f"--linear: got {settings.linear!r}, but no layer of {settings.model} can take it")
+        notes.append(f"{report.plan.title}: {len(report.swapped)} layers, {len(report.kept)} kept")
+    scaler = None if settings.scaler == "none" else _SCALERS[settings.scaler](device.type)
+    runs: Any = torch.compile(model) if settings.compile else model
+    return Parts(model, runs, optimizer, scaler, _AUTOCAST.get(settings.autocast), tuple(notes))

@@ -1,0 +1,58 @@
+"""The configuration file: flags in TOML, a key for each, as `config.toml` in a run's folder keeps them.
+
+model = "gpt2"
+weight-decay = 0.1
+stable-embedding = true
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from ._settings import SettingsError, TrainSettings, flag
+
+
+def config_text(settings: TrainSettings) -> str:
+    """Settings as TOML; what is not set has no line.
+
+    Raises:
+        SettingsError: for text that TOML cannot hold, such as a path that is not UTF-8.
+    """
+    lines = ["# narrowgauge train --config THIS repeats the run; flags beside it win."]
+    for name, value in settings.plain().items():
+        try:
+            f"{value}".encode()
+        except UnicodeEncodeError:
+            raise SettingsError(f"{flag(name)}: got {value!r}, takes text in UTF-8") from None
+        # A string of JSON is one of TOML, but for the character 127 and the halves of what is beyond 16 bits.
+        shown = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        lines.append(f"{flag(name)[2:]} = {shown}")
+    return "\n".join(lines) + "\n"
+
+
+def values_of(path: Path) -> dict[str, Any]:
+    """The values of a configuration file, by field.
+
+    Raises:
+        SettingsError: for what is no TOML, an unknown key, or a value of another kind than the flag's.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"--config: {path}: {getattr(error, 'strerror', None) or error}") from None
+    known = {flag(f.name)[2:]: f for f in fields(TrainSettings)}
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in known:
+            raise SettingsError(f"--config: {path}: got the unknown key {key!r}, takes {', '.join(known)}")
+        kind = str(known[key].type).split(" | ")[0]
+        good = {"int": int, "float": int | float, "bool": bool}.get(kind, str)
+        if not isinstance(value, good) or (isinstance(value, bool) and kind != "bool"):
+            takes = {"int": "an integer", "float": "a number", "bool": "true or false"}.get(kind, "a string")
+            raise SettingsError(f"--config: {path}: {key}: got {value!r}, takes {takes}")
+        found[known[key].name] = float(value) if kind == "float" else value
+    return found

@@ -1,0 +1,269 @@
+"""Train a language model for real: `narrowgauge train`.
+
+A step draws its examples, divides them into as many parts as memory asks for, and adds up the gradients of the
+parts' mean; the optimizer unscales and clips in its own pass. The loop waits for the device only where it looks at
+the loss (`log_every`), validates or saves. What is measured changes no bit of what is computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from narrowgauge import gauges
+
+from ._around import Clock, determinism
+from ._build import Parts, build_parts
+from ._export import export_model, export_tokenizer
+from ._flops import peak_flops
+from ._history import History
+from ._language import Examples, LanguageTask, Task
+from ._models import preset
+from ._run_folder import GAUGES, Keeper, begin, find_checkpoint, make_folder
+from ._schedule import schedule
+from ._settings import TrainSettings
+from ._sources import open_source
+from ._train import mean_loss
+
+
+class Observer(Protocol):
+    """Who is told how a run goes."""
+
+    def stage(self, stage: str, fraction: float) -> None:
+        """Progress of preparing the text, 0 to 1."""
+
+    def say(self, text: str) -> None:
+        """A line worth reading."""
+
+    def begin(self, step: int, steps: int) -> None:
+        """Training starts after this step, of so many."""
+
+    def progress(self, step: int, loss: float, units: float, unit: str, mfu: float | None) -> None:
+        """The loss of a step, units a second, and the share of the device's peak, where that is known."""
+
+    def validated(self, step: int, loss: float) -> None:
+        """The validation loss after a step."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        step: the last one taken.
+        validation_loss: after it; None if the run was stopped before its end, or diverged.
+        stopped: whether it was asked to stop, which it can be resumed from.
+        diverged: whether its loss was not finite for as long as between two looks.
+    """
+
+    step: int
+    validation_loss: float | None
+    stopped: bool = False
+    diverged: bool = False
+
+
+def fit(
+    settings: TrainSettings, device: torch.device, observer: Observer, stop: Callable[[], bool] = lambda: False
+) -> Outcome:
+    """Train, and leave a folder that transformers loads.
+
+    Args:
+        settings: of the run.
+        device: where to train.
+        observer: told how it goes.
+        stop: asked after each step; once true, a checkpoint is saved and the run ends.
+
+    Raises:
+        SettingsError, DataError, ValueError: for input that cannot work, in one line that names the option.
+    """
+    make_folder(settings.out)
+    checkpoint = find_checkpoint(settings)
+    source = open_source(settings.data, settings.vocabulary, observer.stage)
+    for note in source.notes:
+        observer.say(note)
+    objective = preset(settings.model).objective
+    task = LanguageTask(
+        source, objective, batch=settings.batch, sequence=settings.sequence,
+        windows=settings.validation_windows, seed=settings.seed,
+    )  # fmt: skip
+    parts = build_parts(settings, source.vocabulary, device)
+    for note in parts.notes:
+        observer.say(note)
+    keeper = Keeper(settings, parts, task, source.fingerprint)
+    step = 0
+    if checkpoint is not None:
+        step = keeper.load(checkpoint)
+        observer.say(f"going on from {checkpoint}")
+    begin(settings, step)
+    loop = Loop(settings, parts, task, keeper, observer)
+    with determinism(settings.deterministic):
+        outcome = loop.run(step, stop)
+    if not (outcome.stopped or outcome.diverged):
+        export_model(parts.model, settings.out)
+        export_tokenizer(source.tokenizer, settings.out, objective=objective, sequence=settings.sequence)
+    return outcome
+
+
+@dataclass(eq=False)
+class Loop:
+    """The steps of a run.
+
+    Attributes:
+        settings, parts, task, keeper, observer: of the run.
+    """
+
+    settings: TrainSettings
+    parts: Parts
+    task: Task
+    keeper: Keeper
+    observer: Observer
+    _losses: list[Tensor] = field(default_factory=list)
+    _device: torch.device = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._device = next(self.parts.model.parameters()).device
+
+    def run(self, after: int, stop: Callable[[], bool]) -> Outcome:
+        """Take the steps behind `after`."""
+        settings, clock = self.settings, Clock(self._device)
+        self._speed()
+        history = History(settings.out, after)
+        self.observer.begin(after, settings.steps)
+        validated: float | None = None
+        try:
+            with self._watched(after) as watch:
+                for number in range(after + 1, settings.steps + 1):
+                    loss = self._step(number, watch)
+                    self._losses.append(loss)
+                    last, ends = number == settings.steps, stop()
+                    looks = last or ends or _due(number, settings.log_every)
+                    if looks and not self._log(number, history, clock):
+                        return Outcome(number, None, diverged=True)
+                    if _due(number, settings.validate_every) or last:
+                        with clock.paused():
+                            validated = self._validate(number, history)
+                    if _due(number, settings.save_every) or last or ends:
+                        with clock.paused():
+                            self._log(number, history, clock)
+                            if watch is not None:
+                                watch.settle()
+                            self.keeper.save(number)
+                    if ends and not last:
+                        return Outcome(number, None, stopped=True)
+            if validated is None:  # a run that had ended already, and has it in its history
+                validated = self._validate(settings.steps, None)
+            return Outcome(settings.steps, validated)
+        finally:
+            history.close()
+
+    def _step(self, number: int, watch: gauges.Watch | None) -> Tensor:
+        """One optimizer step; its loss, on the device."""
+        settings, parts, scaler = self.settings, self.parts, self.parts.scaler
+        for group in parts.optimizer.param_groups:
+            group["lr"] = self._rate(number)
+        parts.optimizer.zero_grad()
+        total = torch.zeros((), device=self._device)
+        for examples in _divided(self.task.draw(), settings.accumulate):
+            with parts.computing():
+                loss = self.task.loss(parts.runs, _moved(examples, self._device))
+            share = loss / settings.accumulate
+            total += share.detach()
+            torch.autograd.backward(share if scaler is None else scaler.scale(share))
+        if watch is not None:
+            watch.loss(total)
+        if scaler is None:
+            parts.optimizer.step()
+        else:
+            scaler.step(parts.optimizer)
+            scaler.update()
+        return total
+
+    def _rate(self, number: int) -> float:
+        s = self.settings
+        return s.lr * schedule(s.schedule, number, steps=s.steps, warmup=s.warmup, final=s.final_lr)
+
+    def _watched(self, after: int) -> contextlib.AbstractContextManager[gauges.Watch | None]:
+        """The gauges, or None without."""
+        settings, path = self.settings, self.settings.out / GAUGES
+        if not settings.gauges_every:
+            return contextlib.nullcontext()
+        return gauges.watch(
+            self.parts.runs, self.parts.optimizer, settings.gauges_every, path=path,
+            # Inside a compiled region features are not seen.
+            activations=not settings.compile, scaler=self.parts.scaler,
+            resume_from=after or None,
+        )  # fmt: skip
+
+    def _log(self, number: int, history: History, clock: Clock) -> bool:
+        """Write down the losses since the last look; whether any was finite."""
+        if not self._losses:
+            return True
+        losses = torch.stack(self._losses).tolist()
+        first = number - len(losses) + 1
+        for step, loss in enumerate(losses, start=first):
+            history.add(step=step, loss=loss, lr=self._rate(step))
+        units = len(losses) * self.settings.batch * self.task.units_per_example / clock.lap()
+        mfu = None if self._peak is None else units * self._flops / self._peak
+        speed = {f"{self.task.unit}_per_second": round(units, 1)}
+        history.add(step=number, **speed, **({} if mfu is None else {"mfu": round(mfu, 4)}))
+        history.flush()
+        self._losses.clear()
+        self.observer.progress(number, losses[-1], units, self.task.unit, mfu)
+        return any(map(math.isfinite, losses))
+
+    def _speed(self) -> None:
+        """Find out what a token or an image costs, and what the device could do."""
+        self._flops = self.task.flops_per_unit(self.parts.model)
+        self._peak = peak_flops(self._device)
+        if self._peak is None:
+            self.observer.say(f"no peak FLOP/s known of {_name(self._device)}: utilisation (MFU) is left out")
+
+    @torch.no_grad()
+    def _validate(self, number: int, history: History | None) -> float:
+        """Mean loss over the validation examples, a step's part at a time."""
+        parts, size = self.parts, max(1, self.settings.batch // self.settings.accumulate)
+        held_out = self.task.validation()
+        parts.model.eval()
+        try:
+            with parts.computing():
+                loss = mean_loss(
+                    (self.task.loss(parts.model, _moved(examples, self._device)), _count(examples))
+                    for examples in _divided(held_out, math.ceil(_count(held_out) / size))
+                )
+        finally:
+            parts.model.train()
+        if history is not None:
+            history.add(step=number, validation_loss=loss, **self.task.also(loss))
+            history.flush()
+        self.observer.validated(number, loss)
+        return loss
+
+
+def _due(number: int, every: int) -> bool:
+    return every > 0 and number % every == 0
+
+
+def _divided(examples: Examples, count: int) -> list[Examples]:
+    """Examples in equal parts, but for the last."""
+    chunks = zip(*(tensor.chunk(count) for tensor in examples.values()), strict=True)
+    return [dict(zip(examples, rows, strict=True)) for rows in chunks]
+
+
+def _count(examples: Examples) -> int:
+    return len(next(iter(examples.values())))
+
+
+def _moved(examples: Examples, device: torch.device) -> Examples:
+    if device.type == "cuda":
+        return {name: t.pin_memory().to(device, non_blocking=True) for name, t in examples.items()}
+    return {name: t.to(device) for name, t in examples.items()}
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"

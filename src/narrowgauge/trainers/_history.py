@@ -1,0 +1,72 @@
+"""A run's numbers, a line of JSON each: loss and learning rate by step, speed, validations.
+
+    {"step": 20, "loss": 7.4375, "lr": 6e-05}
+    {"step": 20, "tokens_per_second": 51200.0, "mfu": 0.41}
+    {"step": 100, "validation_loss": 5.81, "perplexity": 333.6, "bits_per_byte": 2.41}
+
+A resumed run cuts off what came after its checkpoint and takes those steps again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FILE = "history.jsonl"
+
+
+def read_history(path: Path) -> list[dict[str, Any]]:
+    """The records of a file, up to the first line that a kill left unfinished; none if there is no file."""
+    found: list[dict[str, Any]] = []
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return found
+    for line in text.splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            break
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            break
+        found.append(record)
+    return found
+
+
+class History:
+    """Writes records to a run's folder.
+
+    Args:
+        folder: the run's.
+        after: the step that the run goes on from; records of later ones are cut off.
+    """
+
+    def __init__(self, folder: Path, after: int) -> None:
+        path = folder / FILE
+        kept = [record for record in read_history(path) if record["step"] <= after]
+        aside = folder / f".{FILE}.new"
+        aside.write_text("".join(map(_line, kept)), encoding="utf-8")
+        aside.replace(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def add(self, **record: Any) -> None:
+        """Write a record."""
+        self._file.write(_line(record))
+
+    def flush(self) -> None:
+        """Hand what was written to the system, which keeps it if this process dies."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    plain = {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()
+    }  # JSON has no infinity
+    return json.dumps(plain, allow_nan=False) + "\n"

@@ -1,0 +1,168 @@
+# ruff: noqa: RUF009  # a field's default and its help are one call
+"""The options of a training: their names, defaults and meaning, in one place for flags, file and code.
+
+A field is a flag of the same name (``weight_decay`` is ``--weight-decay``) and a key of the configuration file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from narrowgauge import recipes
+from narrowgauge.linear import LinearPlan, named_plan
+
+from ._models import preset
+from ._schedule import SCHEDULES
+
+SCALERS = ("none", "dynamic", "static", "tensor")
+AUTOCAST = ("none", "bf16", "fp16")
+ATTENTION = ("sdpa", "eager")
+
+
+class SettingsError(ValueError):
+    """An option cannot be what it is; the message is one line that names it."""
+
+
+def _option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """Everything that a run depends on; each field's ``help`` says what it is."""
+
+    data: Path | None = _option(None, "A text file, a folder of them, or of prepared tokens.")
+    out: Path = _option(Path("runs/train"), "The run's folder, and at the end the model's.")
+    model: str = _option("mini", "Model preset.")
+    recipe: str = _option("adamw8bit-split8", "Recipe of the optimizer, or A, B, C, D, D-MW.")
+    steps: int = _option(1000, "Optimizer steps.")
+    batch: int = _option(16, "Windows a step.")
+    accumulate: int = _option(1, "Parts that a step's windows are divided into, one after the other.")
+    sequence: int = _option(128, "Tokens a window.")
+    vocabulary: int | None = _option(None, "Tokens of the byte-level BPE; of prepared ones theirs, else 4096.")
+    seed: int = _option(0, "Of weights, batches and stochastic rounding.")
+    lr: float = _option(3e-4, "Learning rate, at its highest.")
+    schedule: str = _option("cosine", "After the warm-up: constant, linear or cosine.")
+    warmup: int = _option(100, "Steps over which the learning rate rises.")
+    final_lr: float = _option(0.1, "Where linear and cosine end, as a share of --lr.")
+    beta1: float = _option(0.9, "Decay rate of the first moment.")
+    beta2: float = _option(0.95, "Decay rate of the second moment.")
+    beta2_schedule: float | None = _option(None, "lambda of beta2 = 1 - step^-lambda, in place of --beta2.")
+    eps: float | None = _option(None, "Added to the root of the second moment.")
+    weight_decay: float = _option(0.1, "Decoupled weight decay.")
+    clip: float = _option(1.0, "Norm of all gradients together at most; 0 for no clipping.")
+    linear: str = _option("none", "Plan of the linear layers, such as SWITCHBACK:e4m3.")
+    autocast: str = _option("none", "Format that fp32 models compute in: none, bf16 or fp16.")
+    scaler: str = _option("none", "Loss scaler: none, dynamic, static or tensor.")
+    stable_embedding: bool = _option(False, "A layer norm behind the token embedding, Xavier's initialization.")
+    layer_scale: float | None = _option(None, "Learned scales behind each branch of a block, from this value.")
+    attention: str = _option("sdpa", "sdpa (flash attention where there is one) or eager.")
+    gradient_checkpointing: bool = _option(False, "Keep blocks' inputs alone, and compute the rest again.")
+    deterministic: bool = _option(False, "Kernels that give the same bits each time, on a GPU too; slower.")
+    compile: bool = _option(False, "torch.compile the model.")
+    device: str = _option("auto", "cpu, cuda, cuda:1, or auto: a GPU if there is one.")
+    validate_every: int = _option(100, "Steps between validations; 0 for one at the end.")
+    validation_windows: int = _option(64, "Windows of held-out text to validate on.")
+    log_every: int = _option(10, "Steps between looks at the loss, which wait for the device.")
+    gauges_every: int = _option(10, "Steps between measurements of the gauges; 0 for none.")
+    save_every: int = _option(500, "Steps between checkpoints; 0 for one at the end.")
+    keep: int = _option(2, "Checkpoints that are kept.")
+    resume: str = _option("auto", "auto: where the folder's newest checkpoint ends; no; or a checkpoint.")
+
+    def __post_init__(self) -> None:
+        for name, takes, good in _checks(self):
+            if not good:
+                raise SettingsError(f"{flag(name)}: got {getattr(self, name)!r}, takes {takes}")
+        recipe = recipes.get(self.recipe)
+        taken = recipe.known({"beta2_schedule": 0, "eps": 0})
+        for name in ("beta2_schedule", "eps"):
+            if getattr(self, name) is not None and name not in taken:
+                raise SettingsError(
+                    f"{flag(name)}: got {getattr(self, name)!r}, takes nothing with --recipe {recipe.name}, whose "
+                    f"{recipe.optimizer.__name__} has none"
+                )
+        preset(self.model)
+        _ = self.plan
+
+    @property
+    def plan(self) -> LinearPlan | None:
+        """The plan of the linear layers, if there is one.
+
+        Raises:
+            SettingsError: for one that there is not.
+        """
+        if self.linear == "none":
+            return None
+        try:
+            return named_plan(self.linear)
+        except ValueError as error:
+            raise SettingsError(f"--linear: {str(error).removeprefix('plan: ')}, or none") from None
+
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        """What the recipe's optimizer is given, of what it has."""
+        given = {
+            "betas": (self.beta1, self.beta2), "beta2_schedule": self.beta2_schedule, "eps": self.eps,
+            "weight_decay": self.weight_decay, "max_grad_norm": self.clip or None, "seed": self.seed,
+        }  # fmt: skip
+        return recipes.get(self.recipe).known({name: v for name, v in given.items() if v is not None})
+
+    def plain(self) -> dict[str, Any]:
+        """All that is set, by field, as strings, numbers and booleans; what is None is left out."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: str(v) if isinstance(v, Path) else v for name, v in values.items() if v is not None}
+
+
+def flag(name: str) -> str:
+    """The flag of a field."""
+    return f"--{name.replace('_', '-')}"
+
+
+# What a checkpoint cannot go on under another value of: these decide what the weights, states and batches mean. The
+# others (how long, how fast, on what, how often) may change from one part of a run to the next.
+IDENTITY = (
+    "model", "recipe", "batch", "sequence", "seed", "beta1", "beta2", "beta2_schedule", "eps", "weight_decay",
+    "clip", "linear", "autocast", "scaler", "stable_embedding", "layer_scale",
+)  # fmt: skip
+
+
+def refuse_others(settings: TrainSettings, saved: Mapping[str, Any], where: Path) -> None:
+    """Refuse settings under which a checkpoint would be continued as what it is not.
+
+    Raises:
+        SettingsError: naming the first flag that differs.
+    """
+    now = settings.plain()
+    for name in IDENTITY:
+        if now.get(name) != saved.get(name):
+            raise SettingsError(
+                f"{flag(name)}: got {now.get(name)!r}, takes {saved.get(name)!r} to go on from {where}; "
+                "another --out begins anew"
+            )
+
+
+def _checks(s: TrainSettings) -> list[tuple[str, str, bool]]:
+    """Fields, what they take, and whether theirs is that."""
+    counts = {
+        "steps": 1, "batch": 1, "accumulate": 1, "sequence": 3, "seed": 0, "warmup": 0, "validate_every": 0,
+        "validation_windows": 1, "log_every": 1, "gauges_every": 0, "save_every": 0, "keep": 1,
+    }  # fmt: skip
+    found = [
+        (name, f"an integer from {least} to 2^31 - 1", least <= getattr(s, name) < 2**31)
+        for name, least in counts.items()
+    ]
+    choices = {"schedule": SCHEDULES, "scaler": SCALERS, "autocast": AUTOCAST, "attention": ATTENTION}
+    found += [(name, f"one of {', '.join(of)}", getattr(s, name) in of) for name, of in choices.items()]
+    finite = float("inf")
+    return [
+        *found,
+        ("vocabulary", "an integer from 256 to 2^20", s.vocabulary is None or 256 <= s.vocabulary <= 2**20),
+        ("accumulate", f"a divisor of --batch {s.batch}", s.batch % s.accumulate == 0),
+        ("lr", "a number above 0", 0 < s.lr < finite),
+        ("final_lr", "a number from 0 to 1", 0 <= s.final_lr <= 1),
+        ("clip", "a number above 0, or 0 for none", 0 <= s.clip < finite),
+        ("layer_scale", "a number", s.layer_scale is None or abs(s.layer_scale) < finite),
+    ]

@@ -1,0 +1,313 @@
+"""`narrowgauge train` as a user types it: what it leaves, what a kill costs, and what it says to bad input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from narrowgauge.cli import main
+from narrowgauge.gauges import read_records
+
+TINY = (
+    "--model", "micro", "--vocabulary", "256", "--sequence", "16", "--batch", "2", "--validation-windows", "4",
+    "--warmup", "2", "--lr", "0.01",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"{n} bottles of beer on the wall, {n} bottles of beer.\n" for n in range(400)))
+    return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache of this module's own, in which compiled steps are found again, and one thread: models are tiny."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("COLUMNS", "200")
+        yield
+    torch.set_num_threads(threads)
+
+
+def train(*arguments: object) -> int:
+    return main(["train", *map(str, arguments)])
+
+
+def history(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
+
+
+def losses(out: Path) -> list[tuple]:
+    keys = ("loss", "lr", "validation_loss", "bits_per_byte")
+    return [
+        (r["step"], *(r.get(key) for key in keys)) for r in history(out) if "loss" in r or "validation_loss" in r
+    ]
+
+
+def started(out: Path, text: Path, *more: str) -> subprocess.Popen:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "narrowgauge.cli",
+        "train",
+        "--out",
+        str(out),
+        "--data",
+        str(text),
+        *TINY,
+        *more,
+    ]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_killed_in_the_middle_it_ends_as_if_it_had_not_been(text: Path, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    options = (
+        "--steps", "60", "--save-every", "7", "--validate-every", "10", "--gauges-every", "3", "--log-every", "1",
+        "--scaler", "dynamic", "--stable-embedding", "--layer-scale", "0.5", "--accumulate", "2",
+    )  # fmt: skip
+    process, reference = started(killed, text, *options), started(whole, text, *options)
+    deadline = time.monotonic() + 120
+    while not list((killed / "checkpoints").glob("step-*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.05)  # beyond the checkpoint, into steps that have to be taken again
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert not (killed / "model.safetensors").exists(), "it had ended before it was killed"
+    saved = sorted((killed / "checkpoints").glob("step-*"))
+    assert saved
+    resumed = started(killed, text, *options)
+    told, complaints = resumed.communicate()
+    assert (resumed.returncode, complaints) == (0, "")
+    assert "going on from" in told
+    assert reference.communicate()[1] == ""
+    assert losses(killed) == losses(whole)
+    assert [step for step, loss, *_ in losses(whole) if loss is not None] == list(range(1, 61))
+    assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    records = [[without_times(r) for r in read_records(out / "gauges.jsonl")] for out in (killed, whole)]
+    assert records[0] == records[1]
+    generates(killed)
+
+
+def without_times(record: dict) -> dict:
+    return {key: value for key, value in record.items() if key not in ("seconds", "started", "time")}
+
+
+def generates(out: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    model, told = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(told.values())
+    prompt = tokenizer("99 bottles", return_tensors="pt")
+    said = model.generate(prompt.input_ids, attention_mask=prompt.attention_mask, max_new_tokens=5, do_sample=False)
+    assert said.shape == (1, 15)
+    assert tokenizer.decode(said[0]).startswith("99 bottles")
+
+
+def test_the_file_of_a_run_repeats_it_and_flags_win(text: Path, tmp_path: Path) -> None:
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    options = ("--steps", 4, "--no-compile", "--layer-scale", 0.5, "--stable-embedding", "--linear", "switchback")
+    assert train("--data", text, "--out", first, *TINY, *options) == 0
+    written = tomllib.loads((first / "config.toml").read_text())
+    assert written["steps"] == 4
+    assert written["lr"] == 0.01
+    assert written["layer-scale"] == 0.5
+    assert written["stable-embedding"] is True
+    assert written["linear"] == "switchback"
+    assert train("--config", first / "config.toml", "--out", second) == 0
+    assert losses(second) == losses(first)
+    assert (second / "model.safetensors").read_bytes() == (first / "model.safetensors").read_bytes()
+    assert tomllib.loads((second / "config.toml").read_text()) == written | {"out": str(second)}
+    assert train("--config", first / "config.toml", "--out", third, "--no-stable-embedding", "--lr", 0.02) == 0
+    changed = tomllib.loads((third / "config.toml").read_text())
+    assert changed == written | {"out": str(third), "stable-embedding": False, "lr": 0.02}
+    assert losses(third) != losses(first)
+
+
+def test_a_run_that_has_ended_goes_on_to_more_steps(text: Path, tmp_path: Path) -> None:
+    for steps in (3, 5):
+        assert train("--data", text, "--out", tmp_path, *TINY, "--schedule", "constant", "--steps", steps) == 0
+    assert train("--data", text, "--out", tmp_path / "whole", *TINY, "--schedule", "constant", "--steps", 5) == 0
+    steps = {r["step"]: r["loss"] for r in history(tmp_path) if "loss" in r}
+    assert steps == {r["step"]: r["loss"] for r in history(tmp_path / "whole") if "loss" in r}
+    assert (tmp_path / "model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
+    # Asked for again, it takes no step, and says what it said.
+    assert train("--data", text, "--out", tmp_path, *TINY, "--schedule", "constant", "--steps", 5) == 0
+
+
+def test_the_records_of_a_run_are_where_report_and_watch_look(text: Path, tmp_path: Path, capsys) -> None:
+    assert train("--data", text, "--out", tmp_path, *TINY, "--steps", 4, "--gauges-every", 2) == 0
+    assert main(["report", str(tmp_path)]) == 0
+    assert "<svg" in (tmp_path / "gauges.html").read_text()
+    assert main(["watch", "--once", str(tmp_path)]) == 0
+    assert "step 4" in capsys.readouterr().out
+    kinds = {record["kind"] for record in read_records(tmp_path / "gauges.jsonl")}
+    assert kinds >= {"run", "step", "update", "activation"}
+
+
+def test_without_gauges_the_run_is_the_same(text: Path, tmp_path: Path) -> None:
+    for every in (0, 1):
+        assert (
+            train("--data", text, "--out", tmp_path / str(every), *TINY, "--steps", 4, "--gauges-every", every) == 0
+        )
+    assert losses(tmp_path / "0") == losses(tmp_path / "1")
+    assert not (tmp_path / "0" / "gauges.jsonl").exists()
+
+
+REFUSED = {
+    "a model there is not": (("--model", "gpt-5"), "--model takes one of micro"),
+    "a recipe there is not": (("--recipe", "magic"), "recipe: got 'magic'"),
+    "no number": (("--lr", "fast"), "--lr"),
+    "no steps": (("--steps", "0"), "--steps: got 0, takes an integer from 1"),
+    "a rate of nothing": (("--lr", "0"), "--lr: got 0.0, takes a number above 0"),
+    "parts that do not divide": (("--accumulate", "3"), "--accumulate: got 3, takes a divisor of --batch 2"),
+    "a schedule there is not": (("--schedule", "wave"), "--schedule: got 'wave', takes one of constant, linear"),
+    "a plan there is not": (("--linear", "nimble"), "--linear: got 'nimble', takes names such as SWITCHBACK"),
+    "a scaler there is not": (("--scaler", "grand"), "--scaler: got 'grand', takes one of none, dynamic"),
+    "autocast of bf16 weights": (
+        ("--autocast", "fp16"),
+        "--autocast: got 'fp16', takes none with --recipe adamw8b",
+    ),
+    "what the optimizer has not": (
+        ("--recipe", "lion8bit", "--beta2-schedule", "0.8"),
+        "--beta2-schedule: got 0.8, takes nothing with --recipe lion8bit, whose Lion has none",
+    ),
+    "a decay out of range": (("--beta2", "1.5"), "beta"),
+    "a device there is not": (("--device", "abacus"), "--device: got 'abacus'"),
+    "no checkpoint": (("--resume", "nowhere"), "--resume: got 'nowhere', takes auto, no, or the folder"),
+    "a text that is not there": (("--data", "nowhere.txt"), "--data takes a UTF-8 text file"),
+    "a text too short": (("--sequence", "100000"), "--data takes a longer text"),
+    "a file that is not there": (("--config", "nowhere.toml"), "--config: nowhere.toml: No such file"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_is_one_line_that_names_the_flag(case: str, text: Path, tmp_path: Path, capsys) -> None:
+    arguments, says = REFUSED[case]
+    assert train("--data", text, "--out", tmp_path / "out", *TINY, "--steps", 2, *arguments) == 2
+    complaint = capsys.readouterr().err
+    assert says in complaint
+    assert complaint.count("\n") == 1
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+FILES = {
+    "an unknown key": ("stepz = 3", "got the unknown key 'stepz', takes data, out, model"),
+    "the name in code": ("weight_decay = 0.1", "got the unknown key 'weight_decay'"),
+    "a fraction of a step": ("steps = 2.5", "steps: got 2.5, takes an integer"),
+    "a word for a number": ('lr = "high"', "lr: got 'high', takes a number"),
+    "a number for a switch": ("compile = 1", "compile: got 1, takes true or false"),
+    "a switch for a number": ("steps = true", "steps: got True, takes an integer"),
+    "a value out of range": ("keep = 0", "--keep: got 0, takes an integer from 1"),
+    "no TOML": ("steps: 3", "config.toml"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_a_bad_file_is_one_line_that_names_the_key(case: str, text: Path, tmp_path: Path, capsys) -> None:
+    lines, says = FILES[case]
+    (tmp_path / "config.toml").write_text(lines)
+    assert train("--data", text, "--out", tmp_path / "out", "--config", tmp_path / "config.toml") == 2
+    complaint = capsys.readouterr().err
+    assert says in complaint
+    assert complaint.count("\n") == 1
+
+
+def test_a_run_is_not_continued_as_another_or_begun_over_one(text: Path, tmp_path: Path, capsys) -> None:
+    assert train("--data", text, "--out", tmp_path, *TINY, "--steps", 3) == 0
+    before = (tmp_path / "config.toml").read_bytes()
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text() + "x")
+    for arguments, says in (
+        (("--beta2", "0.9", "--steps", "4"), "--beta2: got 0.9, takes 0.95 to go on from"),
+        (("--model", "mini", "--steps", "4"), "--model: got 'mini', takes 'micro' to go on"),
+        (("--layer-scale", "1"), "--layer-scale: got 1.0, takes None to go on"),
+        (("--data", other, "--steps", "4"), "--data: got"),
+        (("--steps", "2"), "--steps: got 2, takes at least the 3 of"),
+        (("--resume", "no"), "--resume: got 'no', but"),
+    ):
+        assert train("--data", text, "--out", tmp_path, *TINY, "--steps", 3, *arguments) == 2
+        complaint = capsys.readouterr().err
+        assert says in complaint
+        assert complaint.count("\n") == 1
+        assert (tmp_path / "config.toml").read_bytes() == before
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(text: Path, tmp_path: Path) -> None:
+    options = ("--steps", "4000", "--log-every", "1", "--gauges-every", "0", "--validate-every", "0")
+    process = started(tmp_path, text, *options)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (
+        (tmp_path / "history.jsonl").exists() and len(history(tmp_path)) > 4
+    ):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    told, _ = process.communicate()
+    assert process.returncode == 130
+    assert "the same command goes on from there" in told
+    last = max(record["step"] for record in history(tmp_path))
+    assert (tmp_path / "checkpoints" / f"step-{last:09d}").is_dir()
+
+
+def test_it_goes_on_when_nobody_reads_what_it_prints(text: Path, tmp_path: Path) -> None:
+    process = started(tmp_path, text, "--steps", "20", "--log-every", "1")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert "parameters" in process.stdout.readline()
+    process.stdout.close()
+    with process.stderr as complaints:
+        assert complaints.read() == ""
+    assert process.wait() == 0
+    assert (tmp_path / "model.safetensors").exists()
+
+
+def test_prepared_tokens_train(text: Path, tmp_path: Path, capsys) -> None:
+    shards = tmp_path / "shards"
+    assert main(["tokens", "--data", str(text), "--out", str(shards), "--vocabulary", "300", "--workers", "1"]) == 0
+    assert "tokens in 2 shards" in capsys.readouterr().out
+    assert train("--data", shards, "--out", tmp_path / "out", *TINY[:2], *TINY[4:], "--steps", 3) == 0
+    assert train("--data", text, "--out", tmp_path / "text", *TINY, "--vocabulary", 300, "--steps", 3) == 0
+    same = [[r["loss"] for r in history(tmp_path / name) if "loss" in r] for name in ("out", "text")]
+    assert same[0] == same[1]
+    shard = shards / "train-00000.tokens"
+    data = bytearray(shard.read_bytes())
+    data[100] ^= 1
+    shard.write_bytes(data)
+    assert train("--data", shards, "--out", tmp_path / "bad", *TINY[:2], *TINY[4:], "--steps", 3) == 2
+    assert f"{shard} is damaged" in capsys.readouterr().err
+    assert main(["tokens", "--data", str(text), "--out", str(shards)]) == 2
+    assert "has prepared tokens already" in capsys.readouterr().err
+
+
+def test_damaged_lines_are_counted_named_and_skipped(tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    lines = [f"{n} bottles of beer on the wall.".encode() for n in range(200)]
+    (folder / "good.txt").write_bytes(b"\n".join(lines))
+    lines[3] = b"\xff\xfe broken"
+    lines[90] = b"latin \xe9"
+    (folder / "worse.txt").write_bytes(b"\n".join(lines))
+    assert train("--data", folder, "--out", tmp_path / "out", *TINY, "--steps", 2) == 0
+    assert "skipped lines that are not UTF-8: 2 (worse.txt:4, worse.txt:91)" in capsys.readouterr().out
+
+
+def test_a_loss_that_is_never_finite_ends_the_run(text: Path, tmp_path: Path, capsys) -> None:
+    arguments = ("--lr", "1e30", "--recipe", "fp32", "--warmup", "0", "--clip", "0", "--log-every", "5")
+    assert train("--data", text, "--out", tmp_path, *TINY, "--steps", 50, *arguments) == 1
+    assert "no loss was finite up to step" in capsys.readouterr().err
+    assert not (tmp_path / "model.safetensors").exists()

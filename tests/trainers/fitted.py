@@ -1,0 +1,71 @@
+"""Small trainings, for tests of training."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from narrowgauge.trainers import TrainSettings, fit
+from narrowgauge.trainers._history import FILE, read_history
+
+CPU = torch.device("cpu")
+
+
+@contextlib.contextmanager
+def quiet_surroundings(cache: Path) -> Iterator[None]:
+    """A cache of one's own, in which compiled steps are found again, and one thread: models are tiny."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        yield
+    torch.set_num_threads(threads)
+
+
+def small_settings(path: Path) -> TrainSettings:
+    """Six steps of a model of two layers on a text that is written to a path."""
+    path.write_text("".join(f"{n} bottles of beer on the wall, {n} bottles of beer.\n" for n in range(400)))
+    return TrainSettings(
+        data=path, model="micro", recipe="fp32", steps=6, batch=4, sequence=16, vocabulary=256, lr=0.01, warmup=2,
+        validation_windows=6, validate_every=3, gauges_every=0, save_every=0, log_every=1, device="cpu",
+    )  # fmt: skip
+
+
+class Silent:
+    """An observer that keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def stage(self, stage: str, fraction: float) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        self.told.append(text)
+
+    def begin(self, step: int, steps: int) -> None:
+        pass
+
+    def progress(self, step: int, loss: float, units: float, unit: str, mfu: float | None) -> None:
+        self.told.append(f"{step}: {unit} {mfu}")
+
+    def validated(self, step: int, loss: float) -> None:
+        pass
+
+
+def run(settings: TrainSettings, out: Path, **changes: Any) -> list[float]:
+    """The losses of a run."""
+    fit(replace(settings, out=out, **changes), CPU, Silent())
+    return [record["loss"] for record in read_history(out / FILE) if "loss" in record]
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(out / "model.safetensors")

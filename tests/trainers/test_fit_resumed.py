@@ -1,0 +1,137 @@
+"""A run that stops goes on as if it had not, and nothing else goes on as it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fitted import CPU, Silent, quiet_surroundings, run, small_settings, weights
+
+from narrowgauge.distributed import save_checkpoint
+from narrowgauge.gauges import read_records
+from narrowgauge.trainers import SettingsError, TrainSettings, fit
+from narrowgauge.trainers._build import build_parts
+from narrowgauge.trainers._history import FILE, History, read_history
+from narrowgauge.trainers._language import LanguageTask
+from narrowgauge.trainers._run_folder import Keeper
+from narrowgauge.trainers._sources import open_source
+
+
+@pytest.fixture(scope="module", autouse=True)
+def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with quiet_surroundings(tmp_path_factory.mktemp("cache")):
+        yield
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> TrainSettings:
+    return small_settings(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+STOPPED: dict[str, dict[str, Any]] = {
+    "causal, 8-bit states and low words": {"recipe": "adamw8bit-split8"},
+    "stochastic rounding": {"recipe": "stochastic"},
+    "llama, expansions": {"model": "llama-micro", "recipe": "collage-plus"},
+    "masked, lion": {"model": "bert-micro", "recipe": "lion8bit"},
+    "masked, in parts": {"model": "roberta-micro", "recipe": "master", "accumulate": 2},
+    "a plan, a beta2 schedule": {"linear": "SWITCHBACK", "beta2_schedule": 0.8, "stable_embedding": True},
+    "autocast, a scaler": {"autocast": "bf16", "scaler": "tensor", "schedule": "linear"},
+}
+
+
+@pytest.mark.parametrize("case", STOPPED)
+def test_a_run_that_stops_goes_on_as_if_it_had_not(case: str, small: TrainSettings, tmp_path: Path) -> None:
+    changes = STOPPED[case]
+    whole = run(small, tmp_path / "whole", **changes)
+    asked = iter([False, False, True, False, False, False])
+    halves = replace(small, out=tmp_path / "halves", **changes)
+    outcome = fit(halves, CPU, Silent(), lambda: next(asked))
+    assert (outcome.step, outcome.stopped, outcome.validation_loss) == (3, True, None)
+    assert not (tmp_path / "halves" / "model.safetensors").exists()
+    torch.manual_seed(999)  # whatever happens in between
+    again = fit(halves, CPU, Silent())
+    assert again.step == 6
+    records = [
+        [r for r in read_history(tmp_path / name / FILE) if "tokens_per_second" not in r]
+        for name in ("whole", "halves")
+    ]
+    assert records[0] == records[1]
+    assert len(whole) == 6
+    assert whole[-1] < whole[0]
+    a, b = weights(tmp_path / "whole"), weights(tmp_path / "halves")
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_named_checkpoint_is_gone_on_from(small: TrainSettings, tmp_path: Path) -> None:
+    whole = run(small, tmp_path / "whole", save_every=2, keep=3)
+    checkpoint = tmp_path / "whole" / "checkpoints" / "step-000000002"
+    later = run(small, tmp_path / "later", resume=str(checkpoint))
+    assert later == whole[2:]
+
+
+def test_checkpoints_are_saved_and_kept_as_asked(small: TrainSettings, tmp_path: Path) -> None:
+    run(small, tmp_path, save_every=2, keep=2, steps=5)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step-*")) == ["step-000000004", "step-000000005"]
+
+
+def test_what_an_attempt_without_a_checkpoint_left_is_cleared_away(small: TrainSettings, tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text('{"step": 1, "loss": 3.0}\n')
+    (tmp_path / "gauges.jsonl").write_text('{"kind": "run"')
+    assert len(run(small, tmp_path, gauges_every=2)) == 6
+    assert [r["step"] for r in read_records(tmp_path / "gauges.jsonl") if r["kind"] == "step"] == [1, 2, 3, 4, 5, 6]
+
+
+def test_gauges_may_begin_where_a_run_goes_on(small: TrainSettings, tmp_path: Path) -> None:
+    run(small, tmp_path, steps=2, schedule="constant")
+    run(small, tmp_path, steps=4, schedule="constant", gauges_every=1)
+    assert [r["step"] for r in read_records(tmp_path / "gauges.jsonl") if r["kind"] == "step"] == [3, 4]
+
+
+def test_a_history_is_cut_where_the_run_goes_on(tmp_path: Path) -> None:
+    lines = [{"step": n, "loss": n / 7} for n in range(1, 9)]
+    (tmp_path / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 9, "lo')
+    assert read_history(tmp_path / FILE) == lines
+    history = History(tmp_path, 5)
+    history.add(step=6, loss=float("nan"))
+    history.close()
+    assert read_history(tmp_path / FILE) == [*lines[:5], {"step": 6, "loss": None}]
+    assert read_history(tmp_path / "nothing") == []
+
+
+def test_a_checkpoint_brings_back_the_loss_scale_and_the_draw(small: TrainSettings, tmp_path: Path) -> None:
+    keepers = []
+    for seed in (0, 1):
+        settings = replace(small, out=tmp_path, scaler="dynamic", seed=0)
+        source = open_source(settings.data, 256)
+        task = LanguageTask(source, "causal", batch=4, sequence=16, windows=4, seed=seed)
+        keepers.append(Keeper(settings, build_parts(settings, 256, CPU), task, source.fingerprint))
+    saved, loaded = keepers
+    assert saved.parts.scaler is not None
+    assert loaded.parts.scaler is not None
+    saved.parts.scaler.scale(torch.ones(()))  # it is made by the first loss
+    saved.parts.scaler.update(128.0)
+    saved.task.draw()
+    torch.manual_seed(5)
+    path = saved.save(3)
+    expected = torch.rand(4)
+    torch.manual_seed(6)
+    assert loaded.load(path) == 3
+    assert torch.equal(torch.rand(4), expected)
+    assert loaded.parts.scaler.get_scale() == 128.0
+    assert torch.equal(loaded.task.draw()["windows"], saved.task.draw()["windows"])
+
+
+def test_what_is_no_checkpoint_of_a_training_is_refused(small: TrainSettings, tmp_path: Path) -> None:
+    settings = replace(small, out=tmp_path / "out")
+    parts = build_parts(settings, 256, CPU)
+    path = save_checkpoint(
+        tmp_path / "other", model=parts.model, optimizer=parts.optimizer, step=1, random_states=True
+    )
+    with pytest.raises(SettingsError, match=r"--resume: got .*, takes a checkpoint of narrowgauge train"):
+        fit(replace(settings, resume=str(path)), CPU, Silent())
