@@ -30,6 +30,7 @@ _COLUMNS: tuple[tuple[str, bool, Callable[[Figures], str]], ...] = (
     ("extra B", True, lambda row: f"{row['peak_extra_bytes']:.2f}"),
     ("ms", False, lambda row: short(row["ms"])),
     ("host ms", True, lambda row: short(row["host_ms"])),
+    ("device ms", True, lambda row: short(row["device_ms"]) if row.get("device_ms") is not None else "–"),
     ("ms / 10⁹", False, lambda row: short(row["ms_per_1e9"])),
     ("of limit", False, lambda row: f"{100 * row['share']:.1f} %"),
     ("first step", False, lambda row: f"{row['first_step_seconds']:.2f} s"),
@@ -97,7 +98,8 @@ def table(rows: Mapping[str, Figures]) -> str:
     """The rows of a list as a Markdown table, those that failed left out."""
     measured = {name: row for name, row in rows.items() if "failed" not in row}
     on_gpu = any("host_ms" in row for row in measured.values())
-    columns = [(title, show) for title, gpu, show in _COLUMNS if on_gpu or not gpu]
+    apart = {"device ms"} if all(row.get("device_ms") is None for row in measured.values()) else set()
+    columns = [(title, show) for title, gpu, show in _COLUMNS if (on_gpu or not gpu) and title not in apart]
     lines = [
         f"| optimizer | {' | '.join(title for title, _ in columns)} |",
         f"| --- |{' ---: |' * len(columns)}",

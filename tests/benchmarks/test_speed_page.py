@@ -72,6 +72,12 @@ def test_a_section_of_a_gpu() -> None:
     head, _, _, row, *_ = cells(section)
     found = dict(zip(head, row, strict=True))
     assert (found["extra B"], found["ms"], found["host ms"]) == ("4.00", "1.21", "0.123")
+    assert "device ms" not in found  # which older results do not have
+    behind = made_up("a GPU", ("big",), **ON_GPU, device_ms=0.9876)
+    next(iter(behind["lists"]["big"]["rows"].values()))["device_ms"] = None
+    head, _, _, first, second, *_ = cells(_steps.section(behind, "speed_gpu.png"))
+    at = head.index("device ms")
+    assert (first[at], second[at]) == ("–", "0.988")
 
 
 def test_a_picture_is_described_by_what_is_in_it() -> None:

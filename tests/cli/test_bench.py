@@ -232,6 +232,7 @@ def test_on_a_gpu() -> None:
     assert speed > 1e11
     assert 0.01 < figures["share"] < 1.5
     assert 0 < figures["host_ms"] < 1e3 * figures["first_step_seconds"]
+    assert figures["limit_ms"] / 1.5 < figures["device_ms"] < 1.2 * figures["ms"]
     assert figures["steps"] >= 50
     assert 0 <= figures["peak_extra_bytes"] < 8
 

@@ -28,7 +28,8 @@ def measure(row: Row, of: ParameterList, device: torch.device, speed: float, sec
         `ms` (median of steps, on a GPU of runs), `steps` (how many were timed), `ms_per_1e9` (for as many
         parameters), `state_bytes` a parameter, `moved_bytes` a parameter that a step has to read and write,
         `limit_ms`: the time of a copy of those, `share`: that over `ms`, `first_step_seconds`; on a GPU also
-        `host_ms`: how long a step keeps the host, and `peak_extra_bytes` a parameter: memory that a step takes
+        `host_ms`: how long a step keeps the host, `device_ms`: how long a step takes that was launched before the
+        device came to it (None if it could not be), and `peak_extra_bytes` a parameter: memory that a step takes
         and gives back. Or `failed`: why there are none.
     """
     try:
@@ -57,7 +58,7 @@ def _measure(row: Row, of: ParameterList, device: torch.device, speed: float, se
     times = time_steps(optimizer.step, device, seconds)
     moved = _moved_bytes(row, optimizer, count)
     limit = moved * count / speed
-    figures = {
+    figures: dict[str, Any] = {
         "ms": 1e3 * times.seconds,
         "steps": times.steps,
         "ms_per_1e9": 1e12 * times.seconds / count,
@@ -68,7 +69,9 @@ def _measure(row: Row, of: ParameterList, device: torch.device, speed: float, se
         "first_step_seconds": first,
     }
     if times.host_seconds is not None:
-        figures |= {"host_ms": 1e3 * times.host_seconds, "peak_extra_bytes": extra}
+        behind = times.device_seconds
+        figures |= {"host_ms": 1e3 * times.host_seconds, "device_ms": 1e3 * behind if behind is not None else None}
+        figures["peak_extra_bytes"] = extra
     return figures
 
 

@@ -94,11 +94,12 @@ class Table:
             "ms / 10⁹": _short(known.get("ms_per_1e9", 0.0)),
             "of limit": f"{100 * known.get('share', 0.0):.1f} %",
             "host ms": _short(known.get("host_ms", 0.0)),
+            "device ms": _short(known["device_ms"]) if known.get("device_ms") is not None else "–",
             "first": f"{first:.2f} s",
         }
-        left_out = set() if self._gpu else {"extra B", "host ms"}
+        left_out = set() if self._gpu else {"extra B", "host ms", "device ms"}
         if not self._wide:
-            left_out |= {"moved B", "extra B", "ms"} if self._gpu else {"moved B"}
+            left_out |= {"moved B", "extra B", "ms", "device ms"} if self._gpu else {"moved B"}
         return {title: text for title, text in columns.items() if title not in left_out}
 
     def _end(self) -> None:

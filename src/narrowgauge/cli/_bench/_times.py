@@ -6,6 +6,9 @@ runs of many in a row, by the device's clock, from the end of one step that is n
 last. While the device is at that one the host launches the next; from then on the device waits only if the host
 is the slower of the two, and then that is what a step costs. The host's own part is that of a run's first step,
 which finds the queue of launches empty: later ones may wait there for room.
+
+In a training loop the host has the whole backward pass to run ahead. What a step costs there is the device's part
+alone: a few steps launched while the device is kept busy with nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ import torch
 _LEAST, _MOST = 5, 200  # steps that are timed on a CPU; on a GPU that many runs at least
 _RUN_SECONDS = 0.05
 _RUN_LEAST, _RUN_MOST = 10, 1000  # steps of a run
+_BEHIND = 5e-3  # seconds of the host's work that the device is made to wait for
+_CYCLES = 2e9  # of a device, a second: about, and rather too many
 _CPU_COPY, _CUDA_COPY = 1 << 28, 1 << 32  # bytes
 
 
@@ -33,11 +38,14 @@ class Times:
         seconds: of a step, the median.
         steps: how many were timed.
         host_seconds: how long a step keeps the host, the median; None on a CPU, where it is all there is.
+        device_seconds: of a step that has been launched before the device comes to it, the median; None on a CPU,
+            and where a step's launches do not fit into the queue.
     """
 
     seconds: float
     steps: int
     host_seconds: float | None = None
+    device_seconds: float | None = None
 
 
 def copy_speed(device: torch.device) -> float:
@@ -80,8 +88,11 @@ def _time_runs(step: Callable[[], Any], device: torch.device, seconds: float) ->
     end = time.perf_counter() + seconds
     while len(runs) < _LEAST or time.perf_counter() < end:
         runs.append(timed_run(step, count, device))
-    of_device, of_host = zip(*runs, strict=True)
-    return Times(statistics.median(of_device), count * len(runs), statistics.median(of_host))
+    in_a_row, of_host = zip(*runs, strict=True)
+    host = statistics.median(of_host)
+    behind = [timed_behind(step, host, device) for _ in range(_LEAST)]
+    known = [found for found in behind if found is not None]
+    return Times(statistics.median(in_a_row), count * len(runs), host, statistics.median(known) if known else None)
 
 
 def timed_run(step: Callable[[], Any], count: int, device: torch.device) -> tuple[float, float]:
@@ -98,6 +109,31 @@ def timed_run(step: Callable[[], Any], count: int, device: torch.device) -> tupl
     end.record(stream)
     torch.cuda.synchronize(device)
     return begin.elapsed_time(end) / 1e3 / count, host
+
+
+def timed_behind(step: Callable[[], Any], host: float, device: torch.device) -> float | None:
+    """Seconds a step on the device, of a few that wait for it; None if it would not wait long enough.
+
+    Args:
+        step: takes one.
+        host: seconds that a step keeps the host, about.
+        device: where.
+    """
+    count = min(max(int(_BEHIND / max(host, 1e-9)), 1), _RUN_LEAST)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    stream = torch.cuda.current_stream(device)
+    for longer in (2, 8):
+        torch.cuda.synchronize(device)
+        torch.cuda._sleep(int(longer * (count * host + 1e-3) * _CYCLES))  # type: ignore[no-untyped-call]
+        begin.record(stream)
+        for _ in range(count):
+            step()
+        end.record(stream)
+        late = begin.query()  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize(device)
+        if not late:
+            return float(begin.elapsed_time(end)) / 1e3 / count
+    return None
 
 
 def timed(run: Callable[[], Any], device: torch.device) -> float:
