@@ -37,9 +37,9 @@ class Fp32Arithmetic:
         # A gradient of 1e20 is a float32 number, and so is one of 1e-24; their squares are not.
         return x.to(torch.float64).square()
 
-    def total(self, term: Tensor) -> Tensor:
-        """The sum of all elements: a 0-d tensor, in float64."""
-        return term.to(torch.float64).sum()
+    def total(self, summed: Scalar) -> Scalar:
+        """A sum over all elements, which was made in float64, as the equation takes it."""
+        return summed
 
     def value(self, average: Tensor) -> Tensor:
         return average
@@ -70,10 +70,10 @@ class StrictArithmetic:
     def square(self, x: Tensor) -> Tensor:
         return x * x
 
-    def total(self, term: Tensor) -> Tensor:
-        """The sum of all elements: a 0-d tensor of the format, rounded once."""
+    def total(self, summed: Scalar) -> Scalar:
+        """A sum over all elements, which was made in float64: a 0-d tensor of the format, rounded once."""
         # In float64 the order of summation does not matter: its rounding is far below that of one term.
-        return term.to(torch.float64).sum().to(self.dtype)
+        return torch.as_tensor(summed, dtype=torch.float64).to(self.dtype)
 
     def value(self, average: Moment) -> Tensor:
         storage, words = average

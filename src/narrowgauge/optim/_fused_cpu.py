@@ -11,7 +11,7 @@ import ctypes
 import functools
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ from narrowgauge.storage._states._logarithms import LogState, RelativeState, Sig
 
 _WEIGHTS = ("plain", "kahan", "expansion", "split", "split8", "master", "stochastic")
 _CPU = torch.device("cpu")
-_KEY, _MASK = ctypes.c_uint32 * 4, 0xFFFFFFFF
+_KEY, _MASK = ctypes.c_uint32 * 6, 0xFFFFFFFF
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Exactly these: a class derived from one may keep its words otherwise.
 _STATES = (
@@ -62,6 +62,16 @@ _C_TYPES = {
     torch.int16: "int16_t",
     torch.int8: "int8_t",
 }
+
+
+class Place(NamedTuple):
+    """Where random numbers come from, and how many elements the whole parameter has."""
+
+    seed: int
+    stream: int
+    count: int
+    origin: int
+    elements: int
 
 
 class Kernel:
@@ -97,37 +107,62 @@ class Kernel:
         """Whether all of a gradient is."""
         return bool(self._finite(grad.numel(), grad.data_ptr(), _threads(grad.numel())))
 
+    def sums(
+        self, words: Sequence[Tensor], given: Mapping[str, Any], place: Place, maximize: bool
+    ) -> dict[str, float]:
+        """The sums of the rule's terms over what lies here, by name; args as of `take`."""
+        if not self.step.terms:
+            return {}
+        self._know(given)
+        n = words[0].numel()
+        sums = np.zeros((-(-n // self.step.block), len(self.step.terms)))
+        uniform = self._uniforms(self._term_roots, self._scalars)
+        self._over(self._sum, n, self._common(words, place, maximize), uniform, sums.ctypes.data)
+        return dict(zip(self.step.terms, map(float, sums.sum(axis=0)), strict=True))
+
     def take(
-        self, words: Sequence[Tensor], given: Mapping[str, Any], place: tuple[int, int, int], maximize: bool
+        self,
+        words: Sequence[Tensor],
+        given: Mapping[str, Any],
+        place: Place,
+        maximize: bool,
+        summed: Mapping[str, float] | None = None,
     ) -> None:
         """Take a step: parameter and state are written over.
 
         Args:
             words: as `Step.words`, all contiguous; the gradient's sign is not changed yet.
             given: the rule's scalars. They are worked on once as long as the same object comes.
-            place: seed, stream and step of its random numbers.
+            place: of the parameter.
             maximize: whether to go along the gradient.
+            summed: the sums of the terms over the whole parameter, where this is not all of it.
         """
+        self._know(given)
+        values = self._values
+        if values is None:
+            sums = self.sums(words, given, place, maximize) if summed is None else summed
+            values = self._uniforms(self._roots, {**self._scalars, **sums, "elements": float(place.elements)})
+        self._over(self._step, words[0].numel(), self._common(words, place, maximize), values)
+        # What autograd has saved of them is not what it was: it looks at the version.
+        increment_version([word for word in (words[0], *words[2:]) if not word.is_inference()])
+
+    def _know(self, given: Mapping[str, Any]) -> None:
         if given is not self._given:
             self._scalars = {name: float(value) for name, value in given.items()}
             self._values = self._uniforms(self._roots, self._scalars) if not self.step.terms else None
             self._given = given
-        seed, stream, count = place
-        common = (
+
+    def _common(self, words: Sequence[Tensor], place: Place, maximize: bool) -> tuple[Any, ...]:
+        count, eighth = place.count, place.origin // 8
+        return (
             self._addresses(*[word.data_ptr() for word in words]),
             self._tables,
-            _KEY(seed & _MASK, stream & _MASK, count & _MASK, count >> 32 & _MASK),
+            _KEY(
+                place.seed & _MASK, place.stream & _MASK, count & _MASK, count >> 32 & _MASK,
+                eighth & _MASK, eighth >> 32,
+            ),
             -1.0 if maximize else 1.0,
-        )
-        n, values = words[0].numel(), self._values
-        if values is None:
-            sums = np.zeros((-(-n // self.step.block), len(self.step.terms)))
-            self._over(self._sum, n, common, self._uniforms(self._term_roots, self._scalars), sums.ctypes.data)
-            summed = dict(zip(self.step.terms, map(float, sums.sum(axis=0)), strict=True))
-            values = self._uniforms(self._roots, {**self._scalars, **summed, "elements": float(n)})
-        self._over(self._step, n, common, values)
-        # What autograd has saved of them is not what it was: it looks at the version.
-        increment_version([word for word in (words[0], *words[2:]) if not word.is_inference()])
+        )  # fmt: skip
 
     @staticmethod
     def _uniforms(roots: tuple[Node, ...], scalars: Mapping[str, float]) -> Any:

@@ -19,6 +19,7 @@ from narrowgauge.optim._fused_board import Launch
 from narrowgauge.optim._fused_codebooks import FIRST_CELL, codebook_cells, mirror
 from narrowgauge.optim._fused_entry import KINDS, Entry, storage_name, words_of
 from narrowgauge.optim._fused_numbers import Options, sent
+from narrowgauge.optim._shards import origin_of, whole_of
 from narrowgauge.rules import Rule
 from narrowgauge.storage._states._blocks import BlockwiseState
 
@@ -160,6 +161,8 @@ def _row(layout: Layout, entry: Entry, group: int) -> list[int]:
         "count": state["step"].data_ptr(),
         "skipped": state["skipped"].data_ptr(),
         "hyper": group,
+        "elements": whole_of(entry.p, plan.shard),
+        "origin": origin_of(plan.shard),
     }
     for name, value in given.items():
         row[AT[name]] = value

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from narrowgauge.kernels._launches import Fixed, Launches
 from narrowgauge.kernels._step import _gauges, _sampling, _source, _squares
 from narrowgauge.kernels._step._compile import compile_together, compiled
 from narrowgauge.kernels._step._layout import AT, WIDTH, Layout
-from narrowgauge.kernels._step._numbers import numbers_source
+from narrowgauge.kernels._step._numbers import numbers_source, totals_source
 from narrowgauge.kernels._triton import instructions
 
 COLUMNS: int = _gauges.COLUMNS.value
@@ -146,7 +147,8 @@ class Step:
         self.others = replace(layout, gauges=False, turns="rest") if layout.turns else layout
         if layout.turns:
             self.rest: Any = compiled(_source.step_source(self.others, delta, moments, reach, met), "step")
-        self.numbers: Any = compiled(numbers_source(scalars, hyper, self.terms, met, factor), "numbers")
+        self._numbers = scalars, hyper, self.terms, met, factor
+        self.numbers: Any = compiled(numbers_source(*self._numbers), "numbers")
         if terms:
             met = _met(terms.values())
             self.met_before = len(met)
@@ -184,23 +186,63 @@ class Step:
             _ADD_SQUARES((count,), (tables.rows, flags, partials, squares), constants, {"num_warps": 4})
         return flags[:count], squares[:count]
 
-    def __call__(self, tables: Tables, stats: Tensor | None = None, verdict: Tensor | None = None) -> None:
+    def add_up(self, tables: Tables, verdict: Tensor) -> Tensor:
+        """Add up the terms of the step that comes, before it.
+
+        Args:
+            tables: the tensors.
+            verdict: as of a step.
+
+        Returns:
+            float64 (tensors, terms), in the order of `terms`: of what lies here. A step that is `summed` reads what
+            stands there then.
+        """
+        count, passes, terms = tables.rows.shape[0], tables.passes.numel(), len(self.terms)
+        flags, steps = (tables.buffer(name, torch.int32, count) for name in ("flags", "steps"))
+        before = tables.buffer("uniforms before", torch.float32, count * max(self.met_before, 1))
+        partials = tables.buffer("partials", torch.float64, terms * passes)
+        totals = tables.buffer("totals", torch.float64, terms * count)
+        books = [tensor for pair in tables.codebooks for tensor in pair]
+        shape = {"num_warps": 1, **UNFUSED}
+        with torch.cuda.device_of(tables.rows):
+            known = tables.rows, tables.hyper, before, steps, flags, partials, verdict
+            peek = {"ADVANCE": False, "SKIP": False, "PEEK": True}
+            self._run(tables, "numbers_before", count, known, shape, peek)
+            if passes:
+                read = tables.rows, tables.passes, before, steps, flags, partials, *books
+                self._run(tables, "sums", passes, read, _options(self.layout))
+            self._run(tables, "totals", count, (tables.rows, partials, totals), {"num_warps": 4})
+        return totals[: terms * count].view(count, terms)
+
+    @functools.cached_property
+    def totals(self) -> Any:
+        return compiled(totals_source(self.terms), "totals")
+
+    @functools.cached_property
+    def numbers_summed(self) -> Any:
+        return compiled(numbers_source(*self._numbers, summed=True), "numbers")
+
+    def __call__(
+        self, tables: Tables, stats: Tensor | None = None, verdict: Tensor | None = None, summed: bool = False
+    ) -> None:
         """Take a step with every tensor of the tables.
 
         Args:
             tables: the tensors.
             stats: float64 (tensors, 8), where gauges leave their sums, in the order of `UpdateStats`.
             verdict: float32 (2,), where gradients have a factor: that, and whether no tensor takes the step.
+            summed: whether `add_up` has been called, and its sums may have been added to.
         """
+        summed = summed and bool(self.terms)
         given = [] if verdict is None else [verdict]
         # Triton launches on the current device.
         with torch.cuda.device_of(tables.rows):
             if not self._compiled:
                 self._compiled, self._first = True, []
-                self._launch(tables, given, stats)
+                self._launch(tables, given, stats, summed)
                 first, self._first = self._first, None
                 compile_together(first)
-            self._launch(tables, given, stats)
+            self._launch(tables, given, stats, summed)
 
     def _measure(self, tables: Tables, stats: Tensor) -> None:
         """Add up what the step's programs have left."""
@@ -238,7 +280,7 @@ class Step:
         else:
             tables.launch(name, launches, programs, given, constants, options)
 
-    def _launch(self, tables: Tables, verdict: list[Tensor], stats: Tensor | None) -> None:
+    def _launch(self, tables: Tables, verdict: list[Tensor], stats: Tensor | None, summed: bool) -> None:
         count, programs, passes = tables.rows.shape[0], tables.programs.numel(), tables.passes.numel()
         flags = tables.buffer("flags", torch.int32, count)
         steps = tables.buffer("steps", torch.int32, count)
@@ -250,7 +292,7 @@ class Step:
             read = tables.rows, tables.passes, row, steps, flags, partials, *books
             self._run(tables, "finite", passes, read, warps)
         advance = {"ADVANCE": True, "SKIP": self.skip}
-        if self.terms:
+        if self.terms and not summed:
             before = tables.buffer("uniforms before", torch.float32, count * max(self.met_before, 1))
             known = tables.rows, tables.hyper, before, steps, flags, partials, *verdict
             self._run(tables, "numbers_before", count, known, shape, advance)
@@ -258,8 +300,9 @@ class Step:
                 read = tables.rows, tables.passes, before, steps, flags, partials, *books
                 self._run(tables, "sums", passes, read, warps)
             advance = {"ADVANCE": False, "SKIP": False}
-        known = tables.rows, tables.hyper, row, steps, flags, partials, *verdict
-        self._run(tables, "numbers", count, known, shape, advance)
+        sums = tables.buffer("totals", torch.float64, len(self.terms) * count) if summed else partials
+        known = tables.rows, tables.hyper, row, steps, flags, sums, *verdict
+        self._run(tables, "numbers_summed" if summed else "numbers", count, known, shape, advance)
         if self.layout.gauges:
             partials = tables.buffer("gauges", torch.float32, programs * COLUMNS)
         given = tables.rows, tables.programs, row, steps, flags, partials

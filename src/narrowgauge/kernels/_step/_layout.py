@@ -1,6 +1,7 @@
 """What a step kernel works on: words and where their addresses are.
 
-One row of the table a tensor, in int64: `COLUMNS` first, then an address a word of the moments.
+One row of the table a tensor, in int64: `COLUMNS` first, then an address a word of the moments. Of a parameter that
+ranks share, `numel` counts what lies here, `elements` the whole, and `origin` is where its random numbers begin.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 
 COLUMNS = (
     "p", "grad", "low", "first", "pass_first", "passes", "numel", "seed", "stream", "count", "skipped", "hyper",
+    "elements", "origin",
 )  # fmt: skip
 WIDTH = 20
 AT = {name: number for number, name in enumerate(COLUMNS)}
