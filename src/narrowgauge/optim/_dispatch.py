@@ -14,19 +14,24 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from narrowgauge.kernels import _triton
 from narrowgauge.optim._admission import refuse_nonfinite
 from narrowgauge.optim._fused_cpu import Kernel, kernel_of
 from narrowgauge.optim._fused_entry import Entry, no_equation, no_kernel
-from narrowgauge.optim._gradient_factor import GradientFactor
+from narrowgauge.optim._gradient_factor import TERMS, GradientFactor
 from narrowgauge.optim._plan import ParameterPlan
+from narrowgauge.optim._shards import is_shared, local, local_gradient
+from narrowgauge.optim._step_one import own_sums
 from narrowgauge.optim._unchanged import identical
+from narrowgauge.rules import has_terms
 
 if TYPE_CHECKING:
     from narrowgauge.optim._fused_board import Found
-    from narrowgauge.optim._fused_gpu import FusedSteps
+    from narrowgauge.optim._fused_gpu import AddUp, FusedSteps
     from narrowgauge.optim._optimizer import NarrowOptimizer
+    from narrowgauge.optim._shard_sums import Rows
 
 Group = dict[str, Any]
 Turn = tuple[Group, Tensor, Tensor]  # a parameter's: its group, itself, its gradient
@@ -66,6 +71,8 @@ class Dispatch:
         groups = optimizer.param_groups
         ps = list(chain.from_iterable([group["params"] for group in groups]))
         grads = list(map(_GRAD, ps))
+        if optimizer._shares:
+            grads = list(map(local_gradient, ps, grads))
         factor = GradientFactor.of(optimizer)
         if not self._step_again(optimizer, ps, grads, factor):
             owners = chain.from_iterable([[group] * len(group["params"]) for group in groups])
@@ -73,6 +80,9 @@ class Dispatch:
             self._look(optimizer, ps, {place: turn for place, turn in triples if turn[2] is not None}, factor)
         if factor is not None and factor.norm is not None:
             optimizer._keep_norm(factor.norm)
+        if optimizer._shares:
+            # What lies here has moved; autograd looks at the DTensor, too.
+            increment_version([p for p, grad in zip(ps, grads, strict=True) if is_shared(p) and grad is not None])
 
     def _step_again(
         self, optimizer: NarrowOptimizer, ps: list[Tensor], grads: list[Tensor], factor: GradientFactor | None
@@ -85,7 +95,7 @@ class Dispatch:
         alone = [(group, ps[place], grads[place]) for place, group in known.alone]
         _refuse(optimizer, alone, factor)
         mine, given = known.mine, known.pick(grads)
-        if known.raising and not (factor is not None and factor.held_by_others):
+        if known.raising and not (factor is not None and (factor.held_by_others or factor.shards is not None)):
             if _captured(given) or any(grad.layout is not torch.strided for grad in given):
                 return False  # refused in words of its own
             checked = [given[number] for number in known.raising]
@@ -96,13 +106,14 @@ class Dispatch:
             )
         judge = None
         if factor is not None:
-            apart = [place for place, _ in known.alone]
-            judge = _Judge(factor, lambda: {place: grads[place] for place in apart}, known.together, len(ps))
-        if not run.again(mine, given, known.states(optimizer), judge):
+            apart = {place: turn for (place, _), turn in zip(known.alone, alone, strict=True)}
+            judge = _Judge(optimizer, factor, lambda: apart, known.together, ps)
+        here = list(map(local, mine)) if optimizer._shares else mine
+        if not run.again(here, given, known.states(optimizer), judge):
             return False
         _report(optimizer, run)
         for (place, _), turn in zip(known.alone, alone, strict=True):
-            optimizer._step_parameter(*turn, factor, place)
+            optimizer._step_parameter(*turn, factor, place, judge.summed.get(place) if judge is not None else None)
         return True
 
     def _look(
@@ -118,12 +129,12 @@ class Dispatch:
         alone = set(turns) - set(together)
         run: FusedSteps | None = None
 
-        def apart() -> dict[int, Tensor]:
+        def apart() -> dict[int, Turn]:
             # What kernels leave is known only once they have been asked.
             left = {together[number] for number in run.left} if run is not None else set()
-            return {place: turns[place][2] for place in sorted(alone | left)}
+            return {place: turns[place] for place in sorted(alone | left)}
 
-        judge = _Judge(factor, apart, together, len(ps)) if factor is not None else None
+        judge = _Judge(optimizer, factor, apart, together, ps) if factor is not None else None
         if together:
             from narrowgauge.optim._fused_gpu import FusedSteps
 
@@ -135,11 +146,13 @@ class Dispatch:
             left = {together[number]: why for number, why in run.left.items()}
             self._left = {turns[place][1]: (optimizer._plans[turns[place][1]], why) for place, why in left.items()}
             alone |= set(left)
-            self._known[key] = _Known(optimizer, ps, [(at, turns[at][0]) for at in sorted(alone)], together)
+            grads = [turns[at][2] if at in turns else None for at in range(len(ps))]
+            self._known[key] = _Known(optimizer, ps, grads, [(at, turns[at][0]) for at in sorted(alone)], together)
         elif judge is not None:
-            judge([])
+            judge([], lambda _: [])
         for place in sorted(alone):
-            optimizer._step_parameter(*turns[place], factor, place)
+            summed = judge.summed.get(place) if judge is not None else None
+            optimizer._step_parameter(*turns[place], factor, place, summed)
 
     def step_one(self, optimizer: NarrowOptimizer, turn: Turn) -> None:
         """Step one parameter."""
@@ -162,11 +175,11 @@ class Dispatch:
         why = self.eager or unavailable(p.device)
         if why is None:
             seen, why = self._left.get(p, (None, None))
-            why = why if seen is plan else no_kernel(plan, p, group) or no_equation(plan, group)
+            why = why if seen is plan else no_kernel(plan, local(p), group) or no_equation(plan, group)
             return ("fused Triton", "") if why is None else ("eager torch", f"not fused: {why}")
         if p.device.type != "cpu":
             return "eager torch", f"not fused: {why}"
-        kernel = kernel_of(plan, p, group)
+        kernel = kernel_of(plan, local(p), group)
         return ("fused C", "") if isinstance(kernel, Kernel) else ("eager torch", kernel)
 
     def _by_kernels(self) -> bool:
@@ -175,7 +188,7 @@ class Dispatch:
 
     def _takes(self, p: Tensor, grad: Tensor) -> bool:
         """Whether a parameter is given to kernels on a GPU, which may leave it still."""
-        plain = type(p) in _PLAIN and type(grad) in _PLAIN
+        plain = type(local(p)) in _PLAIN and type(grad) in _PLAIN
         return plain and unavailable(p.device) is None and self._by_kernels()
 
 
@@ -185,17 +198,23 @@ class _Known:
     Args:
         optimizer: whose they are.
         ps: all of them, those without a gradient too.
+        grads: theirs, of shared ones what lies here.
         alone: places and groups of those that no kernel on a GPU steps.
         together: places of those that were given to kernels, what these left among them.
     """
 
     def __init__(
-        self, optimizer: NarrowOptimizer, ps: list[Tensor], alone: list[tuple[int, Group]], together: list[int]
+        self,
+        optimizer: NarrowOptimizer,
+        ps: list[Tensor],
+        grads: Sequence[Tensor | None],
+        alone: list[tuple[int, Group]],
+        together: list[int],
     ) -> None:
         self.alone, self.together = alone, together
         self.pick = _picker(together)
         self.mine = self.pick(ps)
-        self._ps, self._kinds = ps, [type(p.grad) for p in ps]
+        self._ps, self._kinds = ps, list(map(type, grads))
         self._groups = list(optimizer.param_groups)
         self._sizes = [len(group["params"]) for group in self._groups]
         # Another dict where one parameter is planned otherwise.
@@ -248,31 +267,76 @@ def _kind(factor: GradientFactor | None) -> Literal["", "given", "norm"]:
 
 
 class _Judge:
-    """A step's factor, as kernels for lists ask for it.
+    """A step's factor, as kernels for lists ask for it, and what ranks that share parameters must agree on.
 
     Args:
+        optimizer: whose step it is.
         factor: the factor.
-        apart: gives, by place, the gradients that no kernel for lists takes.
+        apart: gives, by place, the parameters that no kernel for lists takes.
         places: of the parameters that these kernels are given.
-        count: of all parameters.
+        ps: all parameters.
+
+    Attributes:
+        summed: by place, the sums that rules ask for, of parameters that are stepped one by one and shared.
     """
 
     def __init__(
-        self, factor: GradientFactor, apart: Callable[[], Mapping[int, Tensor]], places: Sequence[int], count: int
+        self,
+        optimizer: NarrowOptimizer,
+        factor: GradientFactor,
+        apart: Callable[[], Mapping[int, Turn]],
+        places: Sequence[int],
+        ps: Sequence[Tensor],
     ) -> None:
-        self._factor, self._apart, self._places, self._count = factor, apart, places, count
+        self._optimizer, self._factor, self._apart, self._places, self._ps = optimizer, factor, apart, places, ps
         self.inverse_on, self.on = factor.inverse_on, factor.on
+        self.summed: dict[int, dict[str, Tensor]] = {}
 
-    def __call__(self, found: list[Found]) -> None:
-        self._factor.look(self._apart())
-        self._factor.judge(found, self._places, self._count)
+    def __call__(self, found: list[Found], add_up: AddUp) -> bool:
+        factor, turns = self._factor, self._apart()
+        factor.look({place: turn[2] for place, turn in turns.items()})
+        if factor.shards is None:
+            factor.judge(found, self._places, len(self._ps))
+            return False
+        with_sums = self._optimizer._sums_terms()
+        early = with_sums and not factor.sums_wait
+        sums = self._sums(factor, turns, add_up) if early else []
+        factor.judge(found, self._places, len(self._ps), sums)
+        if not factor.held_by_others:
+            self._refuse(found)
+        if with_sums and not early:
+            factor.shards.add_up(self._sums(factor, turns, add_up))
+        return with_sums
+
+    def _sums(self, factor: GradientFactor, turns: Mapping[int, Turn], add_up: AddUp) -> list[Rows]:
+        """The sums of what lies here, as rows that ranks add up; those of single parameters are in `summed`, too."""
+        assert factor.shards is not None
+        rows: list[Rows] = [
+            ([self._places[number] for number in members.tolist()], TERMS, table)
+            for members, table in add_up(factor.verdict)
+        ]
+        for place, turn in turns.items():
+            if place in factor.shards.places and has_terms(self._optimizer._plans[turn[1]].rule):
+                sums = own_sums(self._optimizer, *turn, factor, place)
+                table = torch.stack(list(sums.values()))[None]
+                self.summed[place] = dict(zip(sums, table[0].unbind(), strict=True))
+                rows.append(([place], TERMS, table))
+        return rows
+
+    def _refuse(self, found: list[Found]) -> None:
+        optimizer, ps = self._optimizer, self._ps
+        groups = optimizer.param_groups
+        raises = chain.from_iterable([[g["nonfinite"] == "raise"] * len(g["params"]) for g in groups])
+        raising = {place for place, one in enumerate(raises) if one}
+        if raising:
+            self._factor.refuse(found, self._places, raising, lambda place: optimizer._plan(ps[place]).name)
 
 
 def _refuse(optimizer: NarrowOptimizer, turns: Collection[Turn], factor: GradientFactor | None) -> None:
     for turn in turns:
         optimizer._refuse_gradient(*turn)
-    if factor is not None and factor.held_by_others:
-        return
+    if factor is not None and (factor.held_by_others or factor.shards is not None):
+        return  # what ranks share is refused once they have agreed
     raising = [(p, grad) for group, p, grad in turns if group["nonfinite"] == "raise"]
     refuse_nonfinite(
         [grad for _, grad in raising],
@@ -284,6 +348,7 @@ def _refuse(optimizer: NarrowOptimizer, turns: Collection[Turn], factor: Gradien
 def _entry(optimizer: NarrowOptimizer, turn: Turn) -> Entry:
     group, p, grad = turn
     plan, state = optimizer._plans[p], optimizer.state[p]
+    here = local(p)
     if not state:
-        state.update(plan.init(p, group))
-    return Entry(plan, p, grad, state, group)
+        state.update(plan.init(here, group))
+    return Entry(plan, here, grad, state, group)

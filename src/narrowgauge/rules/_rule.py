@@ -150,3 +150,8 @@ class Rule(Protocol):
             s: those that `update` was given.
         """
         return {}
+
+
+def has_terms(rule: Rule) -> bool:
+    """Whether a rule asks for sums over a parameter."""
+    return type(rule).terms is not Rule.terms

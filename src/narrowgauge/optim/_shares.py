@@ -1,0 +1,60 @@
+"""What an optimizer knows of parameters that ranks share: whether there are some, and what ranks add up for them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from narrowgauge.optim._options import LIMIT
+from narrowgauge.optim._shards import any_shared
+from narrowgauge.rules import has_terms
+
+if TYPE_CHECKING:
+    from narrowgauge.optim._optimizer import NarrowOptimizer
+    from narrowgauge.optim._shard_sums import ShardSums
+
+
+class Shares(torch.optim.Optimizer):
+    """An optimizer of parameters that may be shared; see `_shards`."""
+
+    _plans: dict[Tensor, Any]
+    _known_shares: tuple[Any, int, bool, ShardSums | None] = (None, 0, False, None)
+
+    def _look_at_shares(self) -> tuple[Any, int, bool, ShardSums | None]:
+        known, plans = self._known_shares, self._plans
+        # Another dict where one parameter is planned otherwise, a longer one where one was added.
+        if known[0] is not plans or known[1] != len(plans):
+            ps = [p for group in self.param_groups for p in group["params"]]
+            sums = None
+            if shares := any_shared(ps):
+                from narrowgauge.optim._shard_sums import ShardSums
+
+                sums = ShardSums(ps)
+            known = self._known_shares = plans, len(plans), shares, sums
+        return known
+
+    @property
+    def _shares(self) -> bool:
+        """Whether a parameter is a DTensor."""
+        return self._look_at_shares()[2]
+
+    def _shard_sums(self) -> ShardSums | None:
+        """What the ranks of this step add up; None where they have nothing to agree on.
+
+        What decides is what all ranks know: options, and not what was found.
+        """
+        *_, shares, sums = self._look_at_shares()
+        if not shares or sums is None or not sums.places:
+            return None
+        asked = cast("NarrowOptimizer", self)._unscaling is not None or self._sums_terms()
+        asked = asked or any(
+            group["nonfinite"] != "propagate" or group[LIMIT] is not None or group["percentile_clipping"] < 100
+            for group in self.param_groups
+        )
+        return sums if asked else None
+
+    def _sums_terms(self) -> bool:
+        """Whether a rule asks for sums over parameters."""
+        return any(has_terms(cast("NarrowOptimizer", self).rule_for(group)) for group in self.param_groups)
