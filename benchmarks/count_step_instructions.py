@@ -94,7 +94,7 @@ def compile_every(step: Any, target: GPUTarget = _TARGET) -> None:
     for name in ("step", "numbers", "sums", "numbers_before", "finite", "pass_before"):
         for advance in (True, False) if name.startswith("numbers") and hasattr(step, name) else (True,):
             if hasattr(step, name):
-                constants = {"ADVANCE": advance, "SKIP": advance and step.skip}
+                constants = {"ADVANCE": advance, "SKIP": advance and step.skip, "PEEK": False}
                 compile_kernel(getattr(step, name), step.layout, constants, target)
     if step.squares:
         constants = {"WIDTH": WIDTH, "FIRST": AT["pass_first"], "PASSES": AT["passes"]}

@@ -69,7 +69,7 @@ class Place(NamedTuple):
 
     seed: int
     stream: int
-    count: int
+    step: int
     origin: int
     elements: int
 
@@ -153,12 +153,12 @@ class Kernel:
             self._given = given
 
     def _common(self, words: Sequence[Tensor], place: Place, maximize: bool) -> tuple[Any, ...]:
-        count, eighth = place.count, place.origin // 8
+        step, eighth = place.step, place.origin // 8
         return (
             self._addresses(*[word.data_ptr() for word in words]),
             self._tables,
             _KEY(
-                place.seed & _MASK, place.stream & _MASK, count & _MASK, count >> 32 & _MASK,
+                place.seed & _MASK, place.stream & _MASK, step & _MASK, step >> 32 & _MASK,
                 eighth & _MASK, eighth >> 32,
             ),
             -1.0 if maximize else 1.0,

@@ -23,7 +23,6 @@ from narrowgauge.optim._fused_numbers import Group, Options
 from narrowgauge.optim._plan import ParameterPlan
 from narrowgauge.optim._unchanged import Seen, identical
 
-
 # Gives for a verdict (of a device) the places, in the list, and sums of those whose rules ask for some.
 AddUp = Callable[[Callable[[torch.device], Tensor]], list[tuple[npt.NDArray[np.int64], Tensor]]]
 

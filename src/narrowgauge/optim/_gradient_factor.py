@@ -24,7 +24,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -243,7 +243,9 @@ class GradientFactor:
         inverse = self.inverse_on(device)
         return torch.stack([inverse, torch.zeros_like(inverse)])
 
-    def refuse(self, found: Sequence[Found], places: Sequence[int], raising: Collection[int], name: Callable[[int], str]) -> None:
+    def refuse(
+        self, found: Sequence[Found], places: Sequence[int], raising: Collection[int], name: Callable[[int], str]
+    ) -> None:
         """Raise for gradients that ranks have found not to be finite; waits for each device.
 
         Args:

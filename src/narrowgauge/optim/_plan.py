@@ -200,9 +200,7 @@ def plan_parameter(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, i
     plans = {slot: replace(s, beside=_unit(s, plans.values())) for slot, s in plans.items()}
     slots = tuple(plans.pop(slot) for slot in awake)
     said = "; ".join(why)
-    return ParameterPlan(
-        name, index, rule, weight, slots, tuple(plans.values()), strict, said, kind, shard_of(p)
-    )
+    return ParameterPlan(name, index, rule, weight, slots, tuple(plans.values()), strict, said, kind, shard_of(p))
 
 
 def _unit(plan: SlotPlan, slots: Iterable[SlotPlan]) -> SlotPlan | None:

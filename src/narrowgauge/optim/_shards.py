@@ -159,5 +159,3 @@ def whole_of(p: Tensor, shard: Shard | None) -> int:
 def origin_of(shard: Shard | None) -> int:
     """Where a parameter's random numbers begin here."""
     return shard.origin if shard is not None else 0
-
-

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge.optim._options import LIMIT
-from narrowgauge.optim._shards import any_shared
+from narrowgauge.optim._shard_words import wrapped
+from narrowgauge.optim._shards import any_shared, is_shared
 from narrowgauge.rules import has_terms
 
 if TYPE_CHECKING:
@@ -54,6 +55,14 @@ class Shares(torch.optim.Optimizer):
             for group in self.param_groups
         )
         return sums if asked else None
+
+    def _wrap_shared(self, state_dict: dict[str, Any]) -> None:
+        """Show the states of shared parameters as what they are: parts of a whole."""
+        states = state_dict["state"]
+        for group, packed in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for p, identity in zip(group["params"], packed["params"], strict=True):
+                if identity in states and is_shared(p):
+                    states[identity] = wrapped(p, self._plans[p], states[identity])
 
     def _sums_terms(self) -> bool:
         """Whether a rule asks for sums over parameters."""

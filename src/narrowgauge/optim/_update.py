@@ -215,7 +215,11 @@ def _with_sums(
     if not sums:
         return read.scalars
     elements = float(whole_of(read.weight, plan.shard))
-    return {**read.scalars, **{name: read.arithmetic.total(one) for name, one in sums.items()}, "elements": elements}
+    return {
+        **read.scalars,
+        **{name: read.arithmetic.total(one) for name, one in sums.items()},
+        "elements": elements,
+    }
 
 
 def _encode(plan: ParameterPlan, moments: Mapping[str, Tensor], noise: Noise) -> dict[str, Tensor]:

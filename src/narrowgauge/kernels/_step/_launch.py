@@ -291,7 +291,7 @@ class Step:
         if self.skip and passes and self.factor is None:
             read = tables.rows, tables.passes, row, steps, flags, partials, *books
             self._run(tables, "finite", passes, read, warps)
-        advance = {"ADVANCE": True, "SKIP": self.skip}
+        advance = {"ADVANCE": True, "SKIP": self.skip, "PEEK": False}
         if self.terms and not summed:
             before = tables.buffer("uniforms before", torch.float32, count * max(self.met_before, 1))
             known = tables.rows, tables.hyper, before, steps, flags, partials, *verdict
@@ -299,7 +299,7 @@ class Step:
             if passes:
                 read = tables.rows, tables.passes, before, steps, flags, partials, *books
                 self._run(tables, "sums", passes, read, warps)
-            advance = {"ADVANCE": False, "SKIP": False}
+            advance = {"ADVANCE": False, "SKIP": False, "PEEK": False}
         sums = tables.buffer("totals", torch.float64, len(self.terms) * count) if summed else partials
         known = tables.rows, tables.hyper, row, steps, flags, sums, *verdict
         self._run(tables, "numbers_summed" if summed else "numbers", count, known, shape, advance)

@@ -54,7 +54,7 @@ def numbers_source(
 @triton.jit
 def numbers(
     table, hyper, uniforms, steps, flags, partials, {"verdict, " if factor else ""}
-    ADVANCE: tl.constexpr, SKIP: tl.constexpr, PEEK: tl.constexpr = False
+    ADVANCE: tl.constexpr, SKIP: tl.constexpr, PEEK: tl.constexpr
 ):
     tensor = tl.program_id(0)
     row = table + tensor * {WIDTH}
