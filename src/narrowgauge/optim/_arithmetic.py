@@ -10,13 +10,14 @@ narrow tensors, and the constants are made narrow beforehand.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 
 import torch
 from torch import Tensor
 
+from narrowgauge.optim._shards import Shard, of_whole
 from narrowgauge.rules import Scalar
 from narrowgauge.storage import StateStorage
 
@@ -24,8 +25,15 @@ Words = dict[str, Tensor]
 Moment = tuple[StateStorage, Words]
 
 
+@dataclass(frozen=True)
 class Fp32Arithmetic:
-    """Averages of float32 tensors."""
+    """Averages of float32 tensors.
+
+    Attributes:
+        shard: what lies here of the parameter; None if all of it.
+    """
+
+    shard: Shard | None = None
 
     def accumulate(self, average: Tensor, x: Tensor, decay: Scalar, share: Scalar) -> Tensor:
         return decay * average + share * x
@@ -41,6 +49,9 @@ class Fp32Arithmetic:
         """A sum over all elements, which was made in float64, as the equation takes it."""
         return summed
 
+    def of_whole(self, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        return of_whole(self.shard, x, function)
+
     def value(self, average: Tensor) -> Tensor:
         return average
 
@@ -55,9 +66,11 @@ class StrictArithmetic:
 
     Attributes:
         dtype: the format of the rest of the equation.
+        shard: what lies here of the parameter; None if all of it.
     """
 
     dtype: torch.dtype
+    shard: Shard | None = None
 
     def accumulate(self, average: Moment, x: Tensor, decay: Scalar, share: Scalar) -> Moment:
         storage, words = average
@@ -74,6 +87,9 @@ class StrictArithmetic:
         """A sum over all elements, which was made in float64: a 0-d tensor of the format, rounded once."""
         # In float64 the order of summation does not matter: its rounding is far below that of one term.
         return torch.as_tensor(summed, dtype=torch.float64).to(self.dtype)
+
+    def of_whole(self, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        return of_whole(self.shard, x, function)
 
     def value(self, average: Moment) -> Tensor:
         storage, words = average

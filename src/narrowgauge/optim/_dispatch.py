@@ -309,7 +309,7 @@ class _Judge:
         return with_sums
 
     def _sums(self, factor: GradientFactor, turns: Mapping[int, Turn], add_up: AddUp) -> list[Rows]:
-        """The sums of what lies here, as rows that ranks add up; those of single parameters are in `summed`, too."""
+        """The sums of what lies here, as rows for ranks to add up; those of single parameters are in `summed`."""
         assert factor.shards is not None
         rows: list[Rows] = [
             ([self._places[number] for number in members.tolist()], TERMS, table)

@@ -46,7 +46,7 @@ class Call:
         return self.kernel.sums(self.words, self.given, self.place, self.maximize)
 
     def take(self, summed: Mapping[str, float] | None = None) -> None:
-        """Take it: parameter and state are written over; with sums over all of the parameter where ranks share it."""
+        """Take it: parameter and state are written over; with sums over all of it where ranks share it."""
         self.kernel.take(self.words, self.given, self.place, self.maximize, summed)
 
 

@@ -1,15 +1,15 @@
 """What ranks that share parameters must agree on before a step, in one collective.
 
 Three kinds of numbers belong to a parameter as a whole: whether its gradient is finite, the sum of its gradient's
-squares, and the sums that its rule asks for (LAMB, LARS, update clipping). Each rank works them out for its box; here
-they are put into one float64 table, a row a parameter, and added up over the ranks. All parameters have a row, with
-or without a gradient, so that ranks never disagree on what they send.
+squares, and the sums that its rule asks for (LAMB, LARS, update clipping). Each rank works them out for its box;
+here they are put into one float64 table, a row a parameter, and added up over the ranks. All parameters have a row,
+with or without a gradient, so that ranks never disagree on what they send.
 
-Along a mesh dimension that a parameter is not cut along, every rank has the same box, and one of them counts. A mesh
-that is part of a larger one (norms under tensor parallelism lie on the data-parallel dimension alone) is treated as
-that one: so the usual model has one table and one collective. Meshes that have nothing to do with each other
-(experts on ranks of their own) take one each, as do meshes cut along several dimensions that are not all ranks, a
-collective a dimension.
+Along a mesh dimension that a parameter is not cut along, every rank has the same box, and one of them counts. A
+mesh that is part of a larger one (norms under tensor parallelism lie on the data-parallel dimension alone) is
+treated as that one: so the usual model has one table and one collective. Meshes that have nothing to do with each
+other (experts on ranks of their own) take one each, as do meshes cut along several dimensions that are not all
+ranks, a collective a dimension.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """States of shared parameters on their way out and back in: words here, DTensors in a `state_dict`.
 
-Whoever reads a state must be able to tell which part of what a rank holds. A word with an item for each element (a
-float moment, a low word, an 8-bit code) is a DTensor of its parameter's shape, cut as that is. What counts in blocks
-or pairs (scales, 4-bit codes) has no such shape: blocks begin with the shard, and its last one may be short. Those
-are DTensors along one dimension, as many items for every rank as the largest shard has, the rest zero: torch's
-checkpoints and `get_optimizer_state_dict` take them as they are, on as many ranks.
+Whoever reads a state must be able to tell which part of what a rank holds. A word with an item for each element
+(a float moment, a low word, an 8-bit code) is a DTensor of its parameter's shape, cut as that is. What counts in
+blocks or pairs (scales, 4-bit codes) has no such shape: blocks begin with the shard, and its last one may be short.
+Those are DTensors along one dimension, as many items for every rank as the largest shard has, the rest zero:
+torch's checkpoints and `get_optimizer_state_dict` take them as they are, on as many ranks.
 
 On another number of ranks the blocks may be others, and items would mean other elements. So beside them goes
 ``shards``, the number of shards and the elements of the largest; it is left out where every shard's blocks are
@@ -203,13 +203,14 @@ def _put_together(
     """The words of the box that lies here, from those of others."""
     shape = tuple(p.shape)
     mine = plan.shard if plan.shard is not None else Shard(shape, (0,) * len(shape), shape)
+    common = {key: local(value) for key, value in pieces.items()}
     for box, words in pieces.sources:
         if (box.offsets, box.sizes) == (mine.offsets, mine.sizes):
-            return {**pieces, **words}, False
+            return common | dict(words), False
     keys = {key for _, words in pieces.sources for key in words}
     slots = sorted({key.removesuffix(f".{_CODES}") for key in keys if key.endswith(f".{_CODES}")})
     inside = {key for slot in slots for key in keys if key.startswith(f"{slot}.")}
-    made: dict[str, Any] = dict(pieces)
+    made: dict[str, Any] = common
     for key in sorted(keys - inside):
         made[key] = _boxed(mine, [(box, words[key]) for box, words in pieces.sources if key in words])
     if not slots:
@@ -219,8 +220,16 @@ def _put_together(
         return made | joined, False
     decoded = [(box, read(box, words)) for box, words in pieces.sources if _meet(box, mine) is not None]
     for slot in slots:
-        made[slot] = _boxed(mine, [(box, moments[slot]) for box, moments in decoded if slot in moments])
+        parts = [(box, moments[slot]) for box, moments in decoded if slot in moments]
+        made[slot] = _boxed(mine, parts) if parts else torch.empty(mine.sizes)  # no elements
     return made, True
+
+
+def whole_words(pieces: Pieces, block_size: int) -> dict[str, Tensor] | None:
+    """Words in blocks of a whole parameter; None if its boxes have blocks of their own."""
+    shape = pieces.sources[0][0].shape
+    keys = sorted({key for _, words in pieces.sources for key in words})
+    return _joined(Shard(shape, (0,) * len(shape), shape), pieces, keys, block_size)
 
 
 def _joined(mine: Shard, pieces: Pieces, keys: Sequence[str], block: int) -> dict[str, Tensor] | None:
@@ -249,9 +258,8 @@ def _joined(mine: Shard, pieces: Pieces, keys: Sequence[str], block: int) -> dic
             else:
                 parts.append(word[low // block : -(-high // block)])
         flat = torch.cat(parts)
-        joined[key] = (
-            flat.reshape(mine.sizes) if codes and sources[0][1][key].shape == sources[0][0].sizes else flat
-        )
+        by_element = codes and sources[0][1][key].shape == sources[0][0].sizes
+        joined[key] = flat.reshape(mine.sizes) if by_element else flat
     return joined
 
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 # Elements that one block of random numbers serves, and the first whose counter does not fit in 32 bits.
@@ -32,6 +33,7 @@ class Shard:
         shape: of the whole parameter.
         offsets, sizes: of the box.
         number, count: its place among the boxes, and how many there are.
+        layout: the DTensor's mesh and placements, where it has been cut by one.
     """
 
     shape: tuple[int, ...]
@@ -39,6 +41,7 @@ class Shard:
     sizes: tuple[int, ...]
     number: int = 0
     count: int = 1
+    layout: tuple[Any, Any] | None = field(default=None, compare=False, repr=False)
 
     @property
     def numel(self) -> int:
@@ -67,8 +70,8 @@ class Shard:
     def origin(self) -> int:
         """Where its random numbers begin, those of the whole parameter beginning at 0.
 
-        Element for element they are those of the whole where the box is a run of the flat parameter that begins at a
-        multiple of eight. Any other has numbers of its own, far from those of all others.
+        Element for element they are those of the whole where the box is a run of the flat parameter that begins at
+        a multiple of eight. Any other has numbers of its own, far from those of all others.
         """
         first = self.first
         if first is not None and first % _GRAIN == 0 and self.numel <= _FAR:
@@ -143,7 +146,25 @@ def shard_of(p: Any) -> Shard | None:
             number, count = number * size + at, count * size
     sizes = tuple(local(p).shape)
     offsets = tuple(chunk.offsets) if math.prod(sizes) else (0,) * len(sizes)
-    return Shard(tuple(p.shape), offsets, sizes, number, count)
+    return Shard(tuple(p.shape), offsets, sizes, number, count, (p.device_mesh, p.placements))
+
+
+def of_whole(shard: Shard | None, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """A function of a whole tensor, of which x, and of the result what is returned, is what lies here.
+
+    Every rank gathers the whole and does the same with it.
+    """
+    if shard is None:
+        return function(x)
+    from torch.distributed.tensor import DTensor
+
+    assert shard.layout is not None
+    stride = tuple(math.prod(shard.shape[dim + 1 :]) for dim in range(len(shard.shape)))
+    whole = DTensor.from_local(x, *shard.layout, run_check=False, shape=torch.Size(shard.shape), stride=stride)
+    made = function(whole.full_tensor())
+    for dim, (offset, size) in enumerate(zip(shard.offsets, shard.sizes, strict=True)):
+        made = made.narrow(dim, offset, size)
+    return made
 
 
 def any_shared(ps: Iterable[Tensor]) -> bool:

@@ -1,4 +1,4 @@
-"""What an optimizer knows of parameters that ranks share: whether there are some, and what ranks add up for them."""
+"""What an optimizer knows of parameters that ranks share: whether there are any, and what ranks add up."""
 
 from __future__ import annotations
 

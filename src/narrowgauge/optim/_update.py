@@ -166,12 +166,13 @@ def _read(
     scalars: Mapping[str, Scalar] = plan.rule.scalars(numbers(group, p.device), step)
     if not plan.strict:
         decoded = {s.slot.name: s.decode(state, p.shape) for s in plan.slots}
-        return _Read(_FP32, plan.weight.read(p, low), torch.float32, grad.to(torch.float32), decoded, scalars)
+        arithmetic = _FP32 if plan.shard is None else Fp32Arithmetic(plan.shard)
+        return _Read(arithmetic, plan.weight.read(p, low), torch.float32, grad.to(torch.float32), decoded, scalars)
     moments: dict[str, Any] = {s.slot.name: (s.storage, s.words(state)) for s in plan.slots}
     weight = plan.weight.operand(p, low)
     dtype = widest([weight, *(word for _, words in moments.values() for word in words.values())])
     scalars = narrow_scalars(scalars, plan.rule.averaging, dtype, p.device)
-    return _Read(StrictArithmetic(dtype), weight.to(dtype), weight.dtype, grad.to(dtype), moments, scalars)
+    return _Read(StrictArithmetic(dtype, plan.shard), weight.to(dtype), weight.dtype, grad.to(dtype), moments, scalars)
 
 
 def squared_ratios(
