@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import narrowgauge as ng
+from narrowgauge.optim import NarrowOptimizer, _dispatch
 from narrowgauge.distributed._checkpoint_state import local_piece
 
 BLOCK, WIDTH = 64, 64
@@ -67,9 +69,9 @@ def cases() -> Iterator[tuple[str, str]]:
                 yield rule, storage
 
 
-def made(rule: str, storage: str, ps: list[Any]) -> ng.optim.NarrowOptimizer:
+def made(rule: str, storage: str, ps: list[Any], **more: Any) -> ng.optim.NarrowOptimizer:
     name, options = RULES[rule]
-    given = {"lr": 1e-3, "block_size": BLOCK, "min_quantized_size": 100, **STORAGES[storage][1], **options}
+    given = {"lr": 1e-3, "block_size": BLOCK, "min_quantized_size": 100, **STORAGES[storage][1], **options, **more}
     return getattr(ng.optim, name)(ps, **given)
 
 
@@ -164,8 +166,35 @@ def compare(rule: str, storage: str, mesh: DeviceMesh) -> dict[str, Any]:
         for word, value in together.state[p].items()
         if value.shape == p.to_local().shape and value.dim() and not same(value, cut(p, alone.state[whole[name]][word]))
     ]
+    told["paths"] = {row.path for row in together.describe().rows}
     told["bytes"] = together.state_bytes(), alone.state_bytes()
     return told
+
+
+# Those whose sums come before the step, behind the norm, or not at all.
+BY_PATH = [
+    ("AdamW", "split8, log8"), ("AdamW", "stochastic, 4bit"), ("LAMB", "kahan, fp8"), ("StableAdamW", "plain, 8bit"),
+    ("clipped norm, LAMB", "expansion, log4"), ("clipped norm", "stochastic, bf16"), ("LARS", "split, 8bit"),
+]  # fmt: skip
+
+
+def by_triton_and_eager(rank: int, folder: Path) -> dict[tuple[str, str, str], Any]:
+    """The same on the other paths: Triton's kernels, interpreted, and the specification."""
+    found = {}
+    mesh = meshes()["rows"]
+    unavailable, kernel = _dispatch.unavailable, NarrowOptimizer._kernel
+    try:
+        _dispatch.unavailable = lambda device: None
+        with np.errstate(all="ignore"):  # the interpreter's numpy warns where floats do what they do
+            for case in BY_PATH:
+                found["fused Triton", *case] = compare(*case, mesh)
+        _dispatch.unavailable = unavailable
+        NarrowOptimizer._kernel = lambda *_: None
+        for case in [*BY_PATH, ("percentile", "split8, log8"), ("AdamW", "expansion, log4")]:
+            found["eager", *case] = compare(*case, mesh)
+    finally:
+        _dispatch.unavailable, NarrowOptimizer._kernel = unavailable, kernel
+    return found
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -213,7 +242,8 @@ def tensor_parallel(rule: str, storage: str) -> dict[str, Any]:
     fully_shard(net, mesh=mesh["dp"])
     whole, shared = dict(alone_net.named_parameters()), dict(net.named_parameters())
     boxes = {name: nn.Parameter(p.detach().to_local().clone()) for name, p in shared.items()}
-    optimizers = [made(rule, storage, list(ps.items())) for ps in (whole, shared, boxes)]
+    # In blocks whatever their size, which of a box is another than of the whole.
+    optimizers = [made(rule, storage, list(ps.items()), min_quantized_size=1) for ps in (whole, shared, boxes)]
     for step in range(3):
         for name, p in whole.items():
             g = torch.Generator().manual_seed(step)

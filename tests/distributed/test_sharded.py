@@ -6,7 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sharded_steps import BAD, COLLECTIVES, RULES, STORAGES, cases, in_two_dimensions, stepping
+from sharded_steps import (
+    BAD,
+    COLLECTIVES,
+    RULES,
+    STORAGES,
+    by_triton_and_eager,
+    cases,
+    in_two_dimensions,
+    stepping,
+)
 from test_checkpoint_ranks import on_ranks
 
 
@@ -15,19 +24,31 @@ def stepped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return on_ranks(request.param, tmp_path_factory.mktemp("stepped"), stepping)
 
 
-def _summing(rule: str) -> bool:
-    return rule in ("StableAdamW", "LAMB", "LARS", "clipped norm", "clipped norm, LAMB", "percentile", "strict")
+def check(told: dict[Any, Any]) -> None:
+    for (how, rule, storage), one in told.items():
+        # Its shards begin within eight elements: random numbers are their own.
+        loose = {"bias"} if storage.startswith("stochastic") else set()
+        off = {name: value for name, value in one["off"].items() if value and name not in loose}
+        kept = [word for word in one["kept"] if word[0] not in loose]
+        assert (off, kept) == ({}, []), (how, rule, storage)
 
 
 def test_steps_are_those_of_one_process(stepped: list[dict[Any, Any]]) -> None:
-    """Bit for bit; a bias whose shards begin within eight elements has random numbers of its own."""
+    """Bit for bit, with sums too: float32 does not see in which order float64 was added up."""
     for told in stepped:
         assert {case[1:] for case in told} == set(cases())
-        for (_, rule, storage), one in told.items():
-            loose = {"bias"} if storage.startswith("stochastic") else set()
-            off = {name: value for name, value in one["off"].items() if value and name not in loose}
-            kept = [word for word in one["kept"] if word[0] not in loose]
-            assert (off, kept) == ({}, []), (rule, storage)
+        check(told)
+
+
+def test_on_other_paths(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="triton is not installed: kernels cannot run, not even interpreted")
+    for told in on_ranks(2, tmp_path, by_triton_and_eager):
+        check(told)
+        for (how, rule, _), one in told.items():
+            assert one["skipped"] == ({BAD: 1}, {BAD: 1})
+            assert one["collectives"] == [COLLECTIVES.get(rule, 1)] * 4
+            if how == "fused Triton":
+                assert one["paths"] == {"fused Triton, fp32"}
 
 
 def test_a_gradient_that_is_bad_on_one_rank_is_skipped_on_all(stepped: list[dict[Any, Any]]) -> None:
