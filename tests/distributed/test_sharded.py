@@ -46,7 +46,7 @@ def test_on_other_paths(tmp_path: Path) -> None:
         check(told)
         for (how, rule, _), one in told.items():
             assert one["skipped"] == ({BAD: 1}, {BAD: 1})
-            assert one["collectives"] == [COLLECTIVES.get(rule, 1)] * 4
+            assert set(one["collectives"]) == {COLLECTIVES.get(rule, 1)}
             if how == "fused Triton":
                 assert one["paths"] == {"fused Triton, fp32"}
 

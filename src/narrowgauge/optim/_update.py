@@ -172,7 +172,9 @@ def _read(
     weight = plan.weight.operand(p, low)
     dtype = widest([weight, *(word for _, words in moments.values() for word in words.values())])
     scalars = narrow_scalars(scalars, plan.rule.averaging, dtype, p.device)
-    return _Read(StrictArithmetic(dtype, plan.shard), weight.to(dtype), weight.dtype, grad.to(dtype), moments, scalars)
+    return _Read(
+        StrictArithmetic(dtype, plan.shard), weight.to(dtype), weight.dtype, grad.to(dtype), moments, scalars
+    )
 
 
 def squared_ratios(

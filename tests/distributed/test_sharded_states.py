@@ -1,0 +1,119 @@
+"""States of shared parameters: resumed on any number of ranks, and what torch's tools make of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sharded_states import (
+    BLOCKS,
+    RESUMED,
+    by_torch,
+    linear,
+    model,
+    muon,
+    refusing,
+    resumed,
+    resuming,
+    saving,
+    train,
+)
+from sharded_steps import STORAGES
+from test_checkpoint_ranks import on_ranks
+
+from narrowgauge.formats import codebook
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Any, Any]]:
+    """By four ranks, one of which has nothing of one parameter."""
+    folder = tmp_path_factory.mktemp("saved")
+    told = on_ranks(4, folder, saving)[0]
+    torch.save(told, folder / "moments.pt")
+    return folder, told
+
+
+@pytest.fixture(scope="module")
+def others(saved: tuple[Path, dict[Any, Any]]) -> dict[int, dict[Any, Any]]:
+    folder, _ = saved
+    return {2: on_ranks(2, folder, resuming)[0], 1: resumed(folder, shared=False)}
+
+
+def in_blocks(storage: str) -> bool:
+    return storage.split(", ")[1] in ("8bit", "log8", "log4", "4bit", "fp8")
+
+
+def test_where_blocks_align_another_number_of_ranks_goes_on_bit_for_bit(
+    saved: tuple[Path, dict[Any, Any]], others: dict[int, dict[Any, Any]]
+) -> None:
+    """As does one process that never stopped. Random numbers of the bias are those of its shards."""
+    _, told = saved
+    for rule, storage in RESUMED:
+        net, optimizer = model(rule, storage, BLOCKS[0], shared=False)
+        train(net, optimizer, range(6))
+        for one in (told, *others.values()):
+            end = one[rule, storage, BLOCKS[0]]["end"]
+            for name, p in net.items():
+                if name != "bias" or not storage.startswith("stochastic"):
+                    assert torch.equal(p.detach(), end[name]), (rule, storage, name)
+        for one in others.values():
+            assert one[rule, storage, BLOCKS[0]]["said"] == []
+            assert not any(off for off, _ in one[rule, storage, BLOCKS[0]]["off"].values())
+
+
+def test_where_they_do_not_moments_are_encoded_anew_and_that_is_said(
+    saved: tuple[Path, dict[Any, Any]], others: dict[int, dict[Any, Any]]
+) -> None:
+    """By one rounding of the storage: for the paper's 8 bits half the widest step of its map, of the largest."""
+    for (rule, storage), world in ((case, world) for case in RESUMED for world in others):
+        one = others[world][rule, storage, BLOCKS[1]]
+        assert bool(one["said"]) == in_blocks(storage), (rule, storage, world)
+        if not in_blocks(storage):
+            assert not any(off for off, _ in one["off"].values())
+            continue
+        assert "encoded moments anew, whose blocks were those of other shards (long" in one["said"][0]
+        if storage.endswith("8bit"):
+            for (_, slot), (off, largest) in one["off"].items():
+                steps = codebook("dynamic", signed=slot == "m").diff()
+                assert off <= float(steps.max()) / 2 * largest * (1 + 1e-6)
+        wanted = saved[1][rule, storage, BLOCKS[1]]["end"]
+        for name, end in one["end"].items():
+            # Three steps of at most a few lr each, whatever moments are.
+            assert float((end.float() - wanted[name].float()).abs().max()) < 0.1
+
+
+def test_by_torch_and_by_hand(tmp_path: Path) -> None:
+    for told in on_ranks(4, tmp_path, by_torch):
+        refused, unsharded = told.pop("refused"), told.pop("unsharded")
+        assert all(told.values()), told
+        assert refused.startswith("ValueError: state_dict: long was saved in blocks of 5 shards, it has 4 here")
+        assert unsharded.startswith("ValueError: state_dict: the state of long has DTensors, its parameter is none")
+
+
+def test_refusals(tmp_path: Path) -> None:
+    for told in on_ranks(2, tmp_path, refusing):
+        for path in ("C", "eager"):
+            said, unchanged = told[path]
+            assert said.startswith("FloatingPointError: long: the gradient has inf or NaN (nonfinite='raise')")
+            assert unchanged
+            assert told[f"{path}, then"] == "nothing"
+        assert told["in backward"].startswith("ValueError: model: w is sharded; step_in_backward takes sharded")
+        assert told["in backward, propagate"] == "nothing"
+        assert told["held"] == (True, 2.0)
+
+
+def test_muon_sees_whole_matrices(tmp_path: Path) -> None:
+    assert all(on_ranks(4, tmp_path, muon))
+
+
+def test_low_precision_linear_layers(tmp_path: Path) -> None:
+    alone = linear(0, tmp_path)
+    for losses in on_ranks(2, tmp_path, linear):
+        assert losses == pytest.approx(alone, rel=2e-2)
+    assert alone[-1] < alone[0]
+
+
+def test_storages_of_both_kinds_are_tried() -> None:
+    assert {in_blocks(storage) for storage in STORAGES} == {True, False}
