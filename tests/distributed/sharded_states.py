@@ -50,7 +50,7 @@ def moments(net: Any, optimizer: Any) -> dict[str, dict[str, tuple[Tensor, Tenso
     found: dict[str, dict[str, Any]] = {}
     for name in SHAPES:
         p = net[name]
-        plan = optimizer._plans[p]
+        plan = optimizer._plan(p)
         here = p.to_local() if hasattr(p, "to_local") else p
         found[name] = {s.slot.name: s.decode(optimizer.state[p], here.shape) for s in plan.slots}
     return found

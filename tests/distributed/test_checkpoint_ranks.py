@@ -34,7 +34,7 @@ START = "forkserver"
 multiprocessing.get_context(START).set_forkserver_preload(
     ["torch.distributed.fsdp", "torch._dynamo", "narrowgauge.distributed", "pytest"]
 )
-# Storages whose words are sharded element by element, as their parameters are, and in blocks that begin with shards.
+# Storages whose words are sharded element by element as parameters are, or in blocks that begin with shards.
 SHARDED: dict[str, tuple[torch.dtype, Callable]] = {
     "torch AdamW": KINDS["torch AdamW"],
     "fp32": KINDS["fp32"],

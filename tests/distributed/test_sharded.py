@@ -74,7 +74,7 @@ def test_states_are_shared_as_parameters_are(stepped: list[dict[Any, Any]]) -> N
 
 
 def test_rows_columns_and_both(tmp_path: Path) -> None:
-    """FSDP over tensor parallelism. Blocks begin with the box, so that of each is a plain parameter's of its size."""
+    """FSDP over tensor parallelism. Blocks begin with the box: each is stepped as a plain parameter of its size."""
     for told in on_ranks(4, tmp_path, in_two_dimensions):
         for (rule, storage), one in told.items():
             assert {ndim for ndim, _ in one["placements"].values()} == {1, 2}
