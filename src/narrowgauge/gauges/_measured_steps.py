@@ -14,7 +14,7 @@ many of those changed nothing stored, nothing visible, and the sum of g^2 / max(
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,9 @@ class After:
 
     def square(self, x: Tensor) -> Tensor:
         return x.square()
+
+    def of_whole(self, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        return function(x)
 
     def value(self, average: Tensor) -> Tensor:
         return average

@@ -18,20 +18,18 @@ from torch.autograd.graph import increment_version
 
 from narrowgauge.kernels import _triton
 from narrowgauge.optim._admission import refuse_nonfinite
-from narrowgauge.optim._fused_cpu import Kernel, kernel_of
+from narrowgauge.optim._fused_cpu import kernel_of
+from narrowgauge.optim._fused_cpu_kernel import Kernel
 from narrowgauge.optim._fused_entry import Entry, no_equation, no_kernel
-from narrowgauge.optim._gradient_factor import TERMS, GradientFactor
+from narrowgauge.optim._gradient_factor import GradientFactor
+from narrowgauge.optim._judged import Judged
 from narrowgauge.optim._plan import ParameterPlan
 from narrowgauge.optim._shards import is_shared, local, local_gradient
-from narrowgauge.optim._step_one import own_sums
 from narrowgauge.optim._unchanged import identical
-from narrowgauge.rules import has_terms
 
 if TYPE_CHECKING:
-    from narrowgauge.optim._fused_board import Found
-    from narrowgauge.optim._fused_gpu import AddUp, FusedSteps
+    from narrowgauge.optim._fused_gpu import FusedSteps
     from narrowgauge.optim._optimizer import NarrowOptimizer
-    from narrowgauge.optim._shard_sums import Rows
 
 Group = dict[str, Any]
 Turn = tuple[Group, Tensor, Tensor]  # a parameter's: its group, itself, its gradient
@@ -107,7 +105,7 @@ class Dispatch:
         judge = None
         if factor is not None:
             apart = {place: turn for (place, _), turn in zip(known.alone, alone, strict=True)}
-            judge = _Judge(optimizer, factor, lambda: apart, known.together, ps)
+            judge = Judged(optimizer, factor, lambda: apart, known.together, ps)
         here = list(map(local, mine)) if optimizer._shares else mine
         if not run.again(here, given, known.states(optimizer), judge):
             return False
@@ -134,7 +132,7 @@ class Dispatch:
             left = {together[number] for number in run.left} if run is not None else set()
             return {place: turns[place] for place in sorted(alone | left)}
 
-        judge = _Judge(optimizer, factor, apart, together, ps) if factor is not None else None
+        judge = Judged(optimizer, factor, apart, together, ps) if factor is not None else None
         if together:
             from narrowgauge.optim._fused_gpu import FusedSteps
 
@@ -264,72 +262,6 @@ def _picker(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
 
 def _kind(factor: GradientFactor | None) -> Literal["", "given", "norm"]:
     return "" if factor is None else "norm" if factor.squares else "given"
-
-
-class _Judge:
-    """A step's factor, as kernels for lists ask for it, and what ranks that share parameters must agree on.
-
-    Args:
-        optimizer: whose step it is.
-        factor: the factor.
-        apart: gives, by place, the parameters that no kernel for lists takes.
-        places: of the parameters that these kernels are given.
-        ps: all parameters.
-
-    Attributes:
-        summed: by place, the sums that rules ask for, of parameters that are stepped one by one and shared.
-    """
-
-    def __init__(
-        self,
-        optimizer: NarrowOptimizer,
-        factor: GradientFactor,
-        apart: Callable[[], Mapping[int, Turn]],
-        places: Sequence[int],
-        ps: Sequence[Tensor],
-    ) -> None:
-        self._optimizer, self._factor, self._apart, self._places, self._ps = optimizer, factor, apart, places, ps
-        self.inverse_on, self.on = factor.inverse_on, factor.on
-        self.summed: dict[int, dict[str, Tensor]] = {}
-
-    def __call__(self, found: list[Found], add_up: AddUp) -> bool:
-        factor, turns = self._factor, self._apart()
-        factor.look({place: turn[2] for place, turn in turns.items()})
-        if factor.shards is None:
-            factor.judge(found, self._places, len(self._ps))
-            return False
-        with_sums = self._optimizer._sums_terms()
-        early = with_sums and not factor.sums_wait
-        sums = self._sums(factor, turns, add_up) if early else []
-        factor.judge(found, self._places, len(self._ps), sums)
-        if not factor.held_by_others:
-            self._refuse(found)
-        if with_sums and not early:
-            factor.shards.add_up(self._sums(factor, turns, add_up))
-        return with_sums
-
-    def _sums(self, factor: GradientFactor, turns: Mapping[int, Turn], add_up: AddUp) -> list[Rows]:
-        """The sums of what lies here, as rows for ranks to add up; those of single parameters are in `summed`."""
-        assert factor.shards is not None
-        rows: list[Rows] = [
-            ([self._places[number] for number in members.tolist()], TERMS, table)
-            for members, table in add_up(factor.verdict)
-        ]
-        for place, turn in turns.items():
-            if place in factor.shards.places and has_terms(self._optimizer._plans[turn[1]].rule):
-                sums = own_sums(self._optimizer, *turn, factor, place)
-                table = torch.stack(list(sums.values()))[None]
-                self.summed[place] = dict(zip(sums, table[0].unbind(), strict=True))
-                rows.append(([place], TERMS, table))
-        return rows
-
-    def _refuse(self, found: list[Found]) -> None:
-        optimizer, ps = self._optimizer, self._ps
-        groups = optimizer.param_groups
-        raises = chain.from_iterable([[g["nonfinite"] == "raise"] * len(g["params"]) for g in groups])
-        raising = {place for place, one in enumerate(raises) if one}
-        if raising:
-            self._factor.refuse(found, self._places, raising, lambda place: optimizer._plan(ps[place]).name)
 
 
 def _refuse(optimizer: NarrowOptimizer, turns: Collection[Turn], factor: GradientFactor | None) -> None:

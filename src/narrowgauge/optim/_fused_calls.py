@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge.optim._equation import FACTOR
-from narrowgauge.optim._fused_cpu import Kernel, Place, kernel_for, words_for
+from narrowgauge.optim._fused_cpu import kernel_for, words_for
+from narrowgauge.optim._fused_cpu_kernel import Kernel, Place
 from narrowgauge.optim._plan import ParameterPlan
 from narrowgauge.optim._shards import origin_of, whole_of
 from narrowgauge.optim._unchanged import Settled

@@ -22,8 +22,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,8 +31,9 @@ from torch import Tensor
 
 from narrowgauge.kernels._c_squares import squares as squares_by_c
 from narrowgauge.optim._admission import nonfinite_message
-from narrowgauge.optim._fused_numbers import sent
 from narrowgauge.optim._options import LIMIT, check_limits
+from narrowgauge.optim._shards import FLAGS, SQUARES
+from narrowgauge.optim._unscaling import Unscaling, flag_vectors
 
 if TYPE_CHECKING:
     from narrowgauge.optim._fused_board import Found
@@ -41,25 +41,7 @@ if TYPE_CHECKING:
     from narrowgauge.optim._shard_sums import Rows, ShardSums
 
 _CPU = torch.device("cpu")
-# Columns of what ranks add up; a rule's sums are behind.
-SQUARES, FLAGS, TERMS = 0, 1, 2
 _LEAST = 1e-6  # torch's, so that no gradients at all are not divided by 0
-
-
-@dataclass
-class Unscaling:
-    """What a loss scaler asks of one step, and what it is told.
-
-    Attributes:
-        inverse: what gradients are multiplied by: float32, 0-d, on any device.
-        whole: whether no parameter moves if any gradient is not finite.
-        flags: after a step that is whole, for each device a bool vector, one for each parameter of the optimizer:
-            whose gradients are not finite. Those on other devices and without one are not flagged.
-    """
-
-    inverse: Tensor
-    whole: bool
-    flags: dict[torch.device, Tensor] = field(default_factory=dict)
 
 
 class GradientFactor:
@@ -174,17 +156,19 @@ class GradientFactor:
         """Whether sums over parameters can only be made once gradients have been judged."""
         return self.limit is not None or self._norms
 
-    def judge(self, found: Sequence[Found], places: Sequence[int], count: int, sums: Sequence[Rows] = ()) -> None:
+    def judge(
+        self, found: Sequence[Found], places: Sequence[int], count: int, sums: Sequence[Rows] | None = None
+    ) -> None:
         """Put together what has been seen everywhere.
 
         Args:
             found: by kernels for lists.
             places: of the parameters that they were given.
             count: of all parameters.
-            sums: other rows that ranks add up.
+            sums: sums of rules that ranks add up; None where there are none on any.
         """
         if self.shards is not None:
-            self._agree(found, places, sums)
+            self._agree(found, places, sums or (), sums is not None)
         flags = {device: (some, table[:, 1] > 0) for device, (some, table) in self._alone.items()}
         squares = [
             torch.where(flags[device][1], 0.0, table[:, 0]).sum() for device, (_, table) in self._alone.items()
@@ -207,12 +191,12 @@ class GradientFactor:
         self._there = {home: torch.stack([factor.to(torch.float32), held.to(torch.float32)])}
         for device, (some, flag) in flags.items():
             self._bad |= zip(some, flag.tolist() if device == _CPU else flag.unbind(), strict=True)
-        for some, table in self._alone.values():
-            self._squares |= zip(some, table[:, 0], strict=True)
+        for some, table in self._alone.values() if self._norms else ():
+            self._squares |= zip(some, table[:, SQUARES], strict=True)
         if self._whole and self._asked is not None:
-            self._asked.flags = _vectors(flags, found, places, count)
+            self._asked.flags = flag_vectors(flags, found, places, count)
 
-    def _agree(self, found: Sequence[Found], places: Sequence[int], sums: Sequence[Rows]) -> None:
+    def _agree(self, found: Sequence[Found], places: Sequence[int], sums: Sequence[Rows], with_terms: bool) -> None:
         """Add up over ranks what has been seen here. What is not finite on one is so on all."""
         assert self.shards is not None
         rows = [*sums, *((some, SQUARES, table) for some, table in self._alone.values())]
@@ -222,7 +206,7 @@ class GradientFactor:
             rows.append((mine, FLAGS, flag))
             if one.squares is not None:
                 rows.append((mine, SQUARES, one.squares[:, None]))
-        self.shards.add_up(rows)
+        self.shards.add_up(rows, with_terms)
         for one, flag in flags:
             one.flags.copy_(flag[:, 0] > 0)
             if one.squares is not None:
@@ -304,25 +288,3 @@ class GradientFactor:
 def _sent(x: Tensor, device: torch.device) -> Tensor:
     """A tensor on a device; the host waits only for what it is to read."""
     return x.to(device, non_blocking=device.type != "cpu")
-
-
-def _vectors(
-    alone: Mapping[torch.device, tuple[list[int], Tensor]],
-    found: Iterable[Found],
-    places: Sequence[int],
-    count: int,
-) -> dict[torch.device, Tensor]:
-    """Flags by device, in the order of all parameters."""
-    parts: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
-    for device, (some, flag) in alone.items():
-        parts[device] = list(some), [flag]
-    for one in found:
-        there, flags = parts.setdefault(one.flags.device, ([], []))
-        there += [places[member] for member in one.members.tolist()]
-        flags.append(one.flags > 0)
-    return {
-        device: torch.zeros(count, dtype=torch.bool, device=device).scatter_(
-            0, sent(torch.tensor(there, dtype=torch.int64), device), torch.cat(flags)
-        )
-        for device, (there, flags) in parts.items()
-    }

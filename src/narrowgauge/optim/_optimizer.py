@@ -285,14 +285,8 @@ class NarrowOptimizer(TakesFactor, Watched, Shares):
         States of sharded parameters are DTensors, each rank's part in its place; see docs/distributed.md.
         """
         _ = self.skipped
-        if not self._shares:
+        with self._shown_shared():
             return super().state_dict()
-        # Before other hooks, which are to see what users do.
-        handle = self.register_state_dict_post_hook(lambda _, found: self._wrap_shared(found), prepend=True)
-        try:
-            return super().state_dict()
-        finally:
-            handle.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state that `state_dict` gave, or that torch's or bitsandbytes' optimizer of this kind saved.

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from narrowgauge.optim._fused_numbers import sent
-from narrowgauge.optim._shards import is_split, shard_of
+from narrowgauge.optim._shards import MOST_TERMS, TERMS, is_split, shard_of
 
 # Places of rows, the first column, and columns of them; written over.
 Rows = tuple[Sequence[int], int, Tensor]
@@ -54,9 +54,21 @@ class ShardSums:
         self._indices: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
 
     @torch.no_grad()
-    def add_up(self, some: Sequence[Rows]) -> None:
-        """Add up rows over the ranks that share their parameters; rows of others stay as they are."""
-        width = max((first + table.shape[1] for _, first, table in some), default=1)
+    def add_up(self, some: Sequence[Rows], with_terms: bool) -> None:
+        """Add up rows over the ranks that share their parameters; rows of others stay as they are.
+
+        Args:
+            some: the rows.
+            with_terms: whether a rule's sums are among them, on any rank.
+
+        Raises:
+            ValueError: for a rule with too many sums.
+        """
+        # The same on all ranks, whichever parameters have a gradient there.
+        width = TERMS + (MOST_TERMS if with_terms else 0)
+        most = max((first + table.shape[1] for _, first, table in some), default=0)
+        if most > width:
+            raise ValueError(f"rule: got {most - TERMS} terms, takes {MOST_TERMS} where ranks share parameters")
         for reach in self._reaches:
             device = reach.device
             whole = torch.zeros(self._count, width, dtype=torch.float64, device=device)

@@ -19,6 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# What ranks add up for a parameter, by column: squares of its gradient, how much of that is not finite, and what
+# its rule sums.
+SQUARES, FLAGS, TERMS, MOST_TERMS = 0, 1, 2, 6
 # Elements that one block of random numbers serves, and the first whose counter does not fit in 32 bits.
 _GRAIN, _FAR = 8, 1 << 34
 # Elements between the random numbers of two shards that have their own.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -55,6 +57,18 @@ class Shares(torch.optim.Optimizer):
             for group in self.param_groups
         )
         return sums if asked else None
+
+    @contextmanager
+    def _shown_shared(self) -> Iterator[None]:
+        """Have `state_dict` show states of shared parameters as DTensors, before other hooks see it."""
+        if not self._shares:
+            yield
+            return
+        handle = self.register_state_dict_post_hook(lambda _, found: self._wrap_shared(found), prepend=True)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def _wrap_shared(self, state_dict: dict[str, Any]) -> None:
         """Show the states of shared parameters as what they are: parts of a whole."""
