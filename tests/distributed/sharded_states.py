@@ -11,7 +11,7 @@ import torch.distributed as dist
 from sharded_steps import BLOCK, SHAPES, STORAGES, cut, fsdp, gradient, made, meshes, same, spread, weights
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import narrowgauge as ng
 from narrowgauge.distributed import latest_checkpoint, load_checkpoint, save_checkpoint
@@ -245,13 +245,23 @@ def muon(rank: int, folder: Path) -> bool:
 
 def linear(rank: int, folder: Path) -> list[float]:
     """Low-precision linear layers under `fully_shard`, trained by an 8-bit optimizer without fp32 weights."""
+    return trained(None)
+
+
+def offloaded(rank: int, folder: Path) -> list[float]:
+    """The same with parameters that FSDP2 keeps on the CPU."""
+    return trained(CPUOffloadPolicy(pin_memory=False))
+
+
+def trained(policy: CPUOffloadPolicy | None) -> list[float]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)).to(torch.bfloat16)
     ng.linear.swap_linears(net, ng.linear.SWITCHBACK, min_features=1)
     if dist.is_initialized():
+        options = {"mesh": meshes()["rows"]} | ({"offload_policy": policy} if policy is not None else {})
         for layer in (net[0], net[2]):
-            fully_shard(layer, mesh=meshes()["rows"])
-        fully_shard(net, mesh=meshes()["rows"])
+            fully_shard(layer, **options)
+        fully_shard(net, **options)
     optimizer = ng.optim.AdamW8bit(
         net.parameters(), lr=1e-2, weights="split8", block_size=64, min_quantized_size=100
     )

@@ -21,6 +21,8 @@ import narrowgauge as ng
 from narrowgauge.distributed._checkpoint_state import local_piece
 from narrowgauge.optim import NarrowOptimizer, _dispatch
 
+# Where parameters lie; on GPUs after `on_gpus`.
+ON = "cpu"
 BLOCK, WIDTH = 64, 64
 # A row is a block, so that shards of rows begin with blocks. On four ranks 33 rows are 9, 9, 9 and 6, of 3 rows the
 # last rank has none; 42 elements are below `min_quantized_size`, and shards do not begin at multiples of eight.
@@ -77,12 +79,12 @@ def made(rule: str, storage: str, ps: list[Any], **more: Any) -> ng.optim.Narrow
 
 def weights(dtype: torch.dtype) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    return {name: torch.randn(shape).to(dtype) for name, shape in SHAPES.items()}
+    return {name: torch.randn(shape).to(ON, dtype) for name, shape in SHAPES.items()}
 
 
 def gradient(name: str, step: int, like: Tensor, bad: bool) -> Tensor:
     number = list(SHAPES).index(name)
-    grad = torch.randn(like.shape, generator=torch.Generator().manual_seed(10 * step + number)).to(like.dtype)
+    grad = torch.randn(like.shape, generator=torch.Generator().manual_seed(10 * step + number)).to(like)
     if bad and name == BAD and step == BAD_STEP:
         grad[-1, 3] = float("nan")  # on one rank only
     return grad
@@ -208,10 +210,18 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 def meshes() -> dict[str, DeviceMesh]:
     world = dist.get_world_size()
-    found = {"rows": init_device_mesh("cpu", (world,))}
+    found = {"rows": init_device_mesh(ON, (world,))}
     if world == 4:
-        found["hybrid"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        found["hybrid"] = init_device_mesh(ON, (2, 2), mesh_dim_names=("replicate", "shard"))
     return found
+
+
+def on_gpus(rank: int, folder: Path) -> dict[tuple[str, str, str], Any]:
+    """The same, a rank a GPU."""
+    global ON
+    ON = "cuda"
+    torch.cuda.set_device(rank)
+    return stepping(rank, folder)
 
 
 def stepping(rank: int, folder: Path) -> dict[tuple[str, str, str], Any]:

@@ -77,7 +77,8 @@ WAYS = {"fsdp2": (sharded, tuple(SHARDED)), "ddp": (replicated, DDP)}
 
 def on_a_rank(rank: int, world: int, folder: str, work: Callable[[int, Path], Any]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store-{world}", rank=rank, world_size=world)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store-{world}", rank=rank, world_size=world)
     try:
         torch.save(work(rank, Path(folder)), f"{folder}/{work.__name__}-{rank}.pt")
         dist.barrier()

@@ -14,6 +14,7 @@ from sharded_states import (
     linear,
     model,
     muon,
+    offloaded,
     refusing,
     resumed,
     resuming,
@@ -110,9 +111,12 @@ def test_muon_sees_whole_matrices(tmp_path: Path) -> None:
 
 
 def test_low_precision_linear_layers(tmp_path: Path) -> None:
+    (tmp_path / "offloaded").mkdir()
     alone = linear(0, tmp_path)
-    for losses in on_ranks(2, tmp_path, linear):
+    resident, elsewhere = on_ranks(2, tmp_path, linear), on_ranks(2, tmp_path / "offloaded", offloaded)
+    for losses in (*resident, *elsewhere):
         assert losses == pytest.approx(alone, rel=2e-2)
+    assert resident == elsewhere
     assert alone[-1] < alone[0]
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from sharded_steps import (
     BAD,
     COLLECTIVES,
@@ -14,6 +15,7 @@ from sharded_steps import (
     by_triton_and_eager,
     cases,
     in_two_dimensions,
+    on_gpus,
     stepping,
 )
 from test_checkpoint_ranks import on_ranks
@@ -38,6 +40,21 @@ def test_steps_are_those_of_one_process(stepped: list[dict[Any, Any]]) -> None:
     for told in stepped:
         assert {case[1:] for case in told} == set(cases())
         check(told)
+
+
+@pytest.mark.gpu
+def test_on_gpus(tmp_path: Path) -> None:
+    """By Triton's kernels and NCCL, on two or four GPUs."""
+    world = 4 if torch.cuda.device_count() >= 4 else 2
+    if torch.cuda.device_count() < world:
+        pytest.skip("takes two GPUs")
+    for told in on_ranks(world, tmp_path, on_gpus):
+        check(told)
+        for (_, rule, storage), one in told.items():
+            assert one["skipped"] == (({}, {}) if rule == "propagate" else ({BAD: 1}, {BAD: 1}))
+            assert one["collectives"] == [COLLECTIVES.get(rule, 1)] * 4
+            if rule not in ("percentile", "strict"):
+                assert one["paths"] == {"fused Triton, fp32"}, (rule, storage)
 
 
 def test_on_other_paths(tmp_path: Path) -> None:
