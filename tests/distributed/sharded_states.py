@@ -274,3 +274,50 @@ def trained(policy: CPUOffloadPolicy | None) -> list[float]:
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses
+
+
+def gauged(rank: int, folder: Path) -> dict[str, Any]:
+    """What a step has lost: by rank, and of one process."""
+    mesh, told = meshes()["rows"], {}
+    for rule, storage in (("LAMB", "expansion, log4"), ("StableAdamW", "split8, log8"), ("AdamW", "plain, 8bit")):
+        start = weights(STORAGES[storage][0])
+        whole = {name: nn.Parameter(x.clone()) for name, x in start.items()}
+        shared = fsdp({name: nn.Parameter(x.clone()) for name, x in start.items()}, mesh)
+        one, other = made(rule, storage, list(whole.items())), made(rule, storage, list(shared.items()))
+        one.gauges = other.gauges = True
+        for step in range(3):
+            for name, p in whole.items():
+                p.grad = gradient(name, step, p.detach(), True)
+                shared[name].grad = spread(shared[name], p.grad)
+            one.step()
+            other.step()
+        ends = all(same(p.detach().to_local(), cut(p, whole[name].detach())) for name, p in shared.items())
+        sums = [{name: stats.sums for name, stats in o.last_stats.items()} for o in (one, other)]
+        told[rule] = ends, *sums
+    return told
+
+
+def in_backward(rank: int, folder: Path) -> list[bool]:
+    """Stepping in the backward pass, where ranks have nothing to agree on."""
+    nets = []
+    for way in ("ordinary", "in backward"):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)).to(torch.bfloat16)
+        for layer in (net[0], net[2]):
+            fully_shard(layer, mesh=meshes()["rows"])
+        fully_shard(net, mesh=meshes()["rows"])
+        options = {"lr": 1e-2, "weights": "split8", "min_quantized_size": 100, "nonfinite": "propagate"}
+        if way == "ordinary":
+            optimizer: Any = ng.optim.AdamW8bit(net.named_parameters(), **options)
+        else:
+            optimizer = ng.optim.step_in_backward(net, ng.optim.AdamW8bit, **options)
+        for step in range(3):
+            x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step)).to(torch.bfloat16)
+            (net(x).float() - x.float()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        nets.append(net)
+    return [
+        same(p.detach().to_local(), q.detach().to_local())
+        for p, q in zip(*(n.parameters() for n in nets), strict=True)
+    ]

@@ -11,6 +11,8 @@ from sharded_states import (
     BLOCKS,
     RESUMED,
     by_torch,
+    gauged,
+    in_backward,
     linear,
     model,
     muon,
@@ -104,6 +106,22 @@ def test_refusals(tmp_path: Path) -> None:
         assert told["in backward, propagate"] == "nothing"
         assert told["quantized gradients"].startswith("ValueError: optimizer: got one of DTensors, takes plain")
         assert told["held"] == (True, 2.0)
+
+
+def test_gauges_add_up(tmp_path: Path) -> None:
+    ranks = on_ranks(4, tmp_path, gauged)
+    for rule, (_, whole, _) in ranks[0].items():
+        assert all(told[rule][0] for told in ranks)
+        for name, sums in whole.items():
+            parts = torch.stack([told[rule][2][name] for told in ranks]).sum(0)
+            assert torch.allclose(parts, sums, rtol=1e-12), (rule, name)
+            assert sums[0] > 0
+
+
+def test_stepping_in_the_backward_pass(tmp_path: Path) -> None:
+    for told in on_ranks(2, tmp_path, in_backward):
+        assert len(told) == 4
+        assert all(told)
 
 
 def test_muon_sees_whole_matrices(tmp_path: Path) -> None:
