@@ -8,10 +8,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sharded_steps import BLOCK, SHAPES, STORAGES, cut, fsdp, gradient, made, meshes, same, spread, weights
+from sharded_steps import (
+    BLOCK,
+    SHAPES,
+    STORAGES,
+    Block,
+    cut,
+    fsdp,
+    gradient,
+    made,
+    meshes,
+    same,
+    spread,
+    weights,
+)
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import narrowgauge as ng
 from narrowgauge.distributed import latest_checkpoint, load_checkpoint, save_checkpoint
@@ -321,3 +336,46 @@ def in_backward(rank: int, folder: Path) -> list[bool]:
         same(p.detach().to_local(), q.detach().to_local())
         for p, q in zip(*(n.parameters() for n in nets), strict=True)
     ]
+
+
+def block_of_two(shared: bool, storage: str, seed: int = 0) -> tuple[nn.Module, Any]:
+    """A block under FSDP over tensor parallelism on four ranks; whole on one."""
+    net = Block(STORAGES[storage][0])
+    with torch.no_grad():
+        for p in net.parameters():
+            p += seed
+    if shared:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(net, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(net, mesh=mesh["dp"])
+    return net, made("AdamW", storage, list(net.named_parameters()))
+
+
+def steps_of_block(net: nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        for p in net.parameters():
+            g = torch.Generator().manual_seed(step)
+            grad = torch.randn(p.shape, generator=g).to(p.dtype)
+            p.grad = spread(p, grad) if hasattr(p, "to_local") else grad
+        optimizer.step()
+
+
+def saving_on_meshes(rank: int, folder: Path) -> dict[str, Any]:
+    """On meshes of two dimensions: replicas, of which one writes; boxes of rows and columns."""
+    net, optimizer = model("AdamW", "split8, log8", BLOCK, shared=False)
+    fully_shard(net, mesh=meshes()["hybrid"])
+    optimizer = made("AdamW", "split8, log8", [(name, net[name]) for name in SHAPES], block_size=BLOCK)
+    train(net, optimizer, range(3))
+    save_checkpoint(folder / "hybrid", model=net, optimizer=optimizer, step=3)
+    told = {}
+    for storage in ("split, 8bit", "plain, fp32"):
+        block, stepping = block_of_two(True, storage)
+        steps_of_block(block, stepping, range(2))
+        save_checkpoint(folder / storage, model=block, optimizer=stepping, step=2)
+        fresh, loaded = block_of_two(True, storage, seed=1)
+        load_checkpoint(folder / storage / "step-000000002", model=fresh, optimizer=loaded)
+        for one in ((block, stepping), (fresh, loaded)):
+            steps_of_block(*one, range(2, 4))
+        pairs = zip(block.parameters(), fresh.parameters(), strict=True)
+        told[storage] = all(same(p.detach().to_local(), q.detach().to_local()) for p, q in pairs)
+    return told

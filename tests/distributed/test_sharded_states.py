@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from sharded_states import (
     BLOCKS,
     RESUMED,
+    block_of_two,
     by_torch,
     gauged,
     in_backward,
@@ -21,11 +23,14 @@ from sharded_states import (
     resumed,
     resuming,
     saving,
+    saving_on_meshes,
+    steps_of_block,
     train,
 )
 from sharded_steps import STORAGES
 from test_checkpoint_ranks import on_ranks
 
+from narrowgauge.distributed import load_checkpoint
 from narrowgauge.formats import codebook
 
 
@@ -106,6 +111,30 @@ def test_refusals(tmp_path: Path) -> None:
         assert told["in backward, propagate"] == "nothing"
         assert told["quantized gradients"].startswith("ValueError: optimizer: got one of DTensors, takes plain")
         assert told["held"] == (True, 2.0)
+
+
+def test_meshes_of_two_dimensions(tmp_path: Path) -> None:
+    """Saved by four ranks; resumed on as many to the bit, and on one: replicas to the bit, boxes encoded anew."""
+    for told in on_ranks(4, tmp_path, saving_on_meshes):
+        assert told == {"split, 8bit": True, "plain, fp32": True}
+    nets = []
+    for seed in (0, 1):
+        net, optimizer = model("AdamW", "split8, log8", BLOCKS[0], shared=False, seed=seed)
+        if seed:
+            load_checkpoint(tmp_path / "hybrid" / "step-000000003", model=net, optimizer=optimizer)
+        train(net, optimizer, range(3 * seed, 6))
+        nets.append(net)
+    assert all(torch.equal(p, q) for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True))
+    for storage in ("split, 8bit", "plain, fp32"):
+        whole, fresh = block_of_two(False, storage), block_of_two(False, storage, seed=1)
+        steps_of_block(*whole, range(2))
+        exact = storage == "plain, fp32"
+        with nullcontext() if exact else pytest.warns(UserWarning, match="encoded moments anew"):
+            load_checkpoint(tmp_path / storage / "step-000000002", model=fresh[0], optimizer=fresh[1])
+        for one in (whole, fresh):
+            steps_of_block(*one, range(2, 4))
+        for p, q in zip(whole[0].parameters(), fresh[0].parameters(), strict=True):
+            assert torch.equal(p, q) if exact else torch.allclose(p, q, atol=0.02)
 
 
 def test_gauges_add_up(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from narrowgauge.distributed._checkpoint_format import Manifest, decode_value
+from narrowgauge.distributed._checkpoint_format import DamagedCheckpointError, Manifest, decode_value
 from narrowgauge.distributed._checkpoint_read import mapped
 from narrowgauge.optim._shard_words import Pieces, whole_words
 from narrowgauge.optim._shards import Shard
@@ -63,7 +63,9 @@ def sources(folder: Path, manifest: Manifest, name: str, blocks: Blocks, block_s
         words: dict[str, Tensor] = {}
         for word, key in blocks.items():
             kept = manifest.tensors[key]
-            mine = next(one for one in kept.pieces if one.file == piece.file)
+            mine = next((one for one in kept.pieces if one.file == piece.file), None)
+            if mine is None:
+                raise DamagedCheckpointError(f"{folder}: {piece.file} has a part of {name!r} and none of {key!r}")
             value = mapped(folder, kept, mine)
             if not word.endswith(".codes"):
                 value = value[: -(-box.here // block_size)]
