@@ -160,16 +160,21 @@ def by_torch(rank: int, folder: Path) -> dict[str, Any]:
             entry["shards"] = entry["shards"] + 1
     told["refused"] = message(optimizer.load_state_dict, state)
     # Whole states of one process, kept in the same way; and written to another storage.
-    whole, alone = model("AdamW", "split8, log8", BLOCK, shared=False)
-    train(whole, alone, range(2))
-    net, optimizer = model("AdamW", "split8, log8", BLOCK, shared=True)
-    with torch.no_grad():
-        for name, p in net.items():
-            p.copy_(spread(p, whole[name].detach()))
-    optimizer.load_state_dict(alone.state_dict())
-    train(whole, alone, range(2, 4))
-    train(net, optimizer, range(2, 4))
-    told["whole"] = all(same(full(net)[name], whole[name].detach()) for name in SHAPES)
+    for storage in ("stochastic, 4bit", "split8, log8"):
+        whole, alone = model("AdamW", storage, BLOCK, shared=False)
+        train(whole, alone, range(2))
+        net, optimizer = model("AdamW", storage, BLOCK, shared=True)
+        with torch.no_grad():
+            for name, p in net.items():
+                p.copy_(spread(p, whole[name].detach()))
+        optimizer.load_state_dict(alone.state_dict())
+        train(whole, alone, range(2, 4))
+        train(net, optimizer, range(2, 4))
+        names = [name for name in SHAPES if name != "bias"]
+        told[f"whole {storage}"] = all(same(full(net)[name], whole[name].detach()) for name in names)
+    wrong = alone.state_dict()
+    wrong["state"][0] = {**wrong["state"][0], "weight.lo": torch.zeros(3, dtype=torch.int8)}
+    told["wrong"] = message(optimizer.load_state_dict, wrong)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for one in (optimizer, alone):

@@ -94,9 +94,10 @@ def test_where_they_do_not_moments_are_encoded_anew_and_that_is_said(
 
 def test_by_torch_and_by_hand(tmp_path: Path) -> None:
     for told in on_ranks(4, tmp_path, by_torch):
-        refused, unsharded = told.pop("refused"), told.pop("unsharded")
+        refused, unsharded, wrong = (told.pop(key) for key in ("refused", "unsharded", "wrong"))
         assert all(told.values()), told
         assert refused.startswith("ValueError: state_dict: long was saved in blocks of 5 shards, it has 4 here")
+        assert wrong == "ValueError: state_dict: 'weight.lo' of long has shape (3,), takes (33, 64)"
         assert unsharded.startswith("ValueError: state_dict: the state of long has DTensors, its parameter is none")
 
 

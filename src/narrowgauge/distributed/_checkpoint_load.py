@@ -46,6 +46,7 @@ from narrowgauge.distributed._checkpoint_state import (
     state_owners,
 )
 from narrowgauge.optim import NarrowOptimizer
+from narrowgauge.optim._clip_gradients import HISTORY
 
 
 class LoadedCheckpoint(NamedTuple):
@@ -247,7 +248,8 @@ def _targets(
                 "a DTensor here; takes states of 'fp32', 'bf16' or 'expansion': load it unsharded into those, "
                 "and save that"
             )
-        if isinstance(p, DTensor) and tuple(p.shape) == stored.shape:
+        counts = key.endswith(f"/{HISTORY}")  # as many as a parameter may have elements, by chance
+        if isinstance(p, DTensor) and tuple(p.shape) == stored.shape and not counts:
             targets[key] = torch.empty_like(p.detach(), dtype=DTYPES[stored.dtype])
         else:
             targets[key] = torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="cpu")

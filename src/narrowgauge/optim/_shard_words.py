@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.optim._clip_gradients import HISTORY
 from narrowgauge.optim._plan import ParameterPlan
 from narrowgauge.optim._shards import Shard, is_shared, is_split, local
 
@@ -84,7 +85,7 @@ def wrapped(p: Any, plan: ParameterPlan, state: Words) -> dict[str, Any]:
             padding = items[key] - len(word)
             pad = (0, 0) * (word.dim() - 1) + (0, padding)
             given[key] = _along(p, torch.nn.functional.pad(word, pad) if padding else word)
-        elif word.shape == here.shape and word.dim():
+        elif _is_word(key, word) and word.shape == here.shape:
             given[key] = type(p.data).from_local(
                 word, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
             )
@@ -149,7 +150,7 @@ def unwrapped(
         return dict(entry), False
     sharded = plan.shard is not None
     distributed = any(map(is_shared, entry.values()))
-    if sharded and not distributed and any(_has_elements(p, value) for value in entry.values()):
+    if sharded and not distributed and any(_is_word(*item) for item in entry.items()):
         common = {key: value for key, value in entry.items() if not _is_word(key, value)}
         words = {key: value for key, value in entry.items() if key not in common}
         shape = tuple(p.shape)
@@ -171,13 +172,9 @@ def unwrapped(
     return _without_padding(plan, found), False
 
 
-def _has_elements(p: Tensor, value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == p.shape
-
-
 def _is_word(key: str, value: Any) -> bool:
     """Whether an entry of a saved state is there for elements, and not a count."""
-    return isinstance(value, Tensor) and value.dim() > 0 and key not in ("grad_norms", "step", "skipped")
+    return isinstance(value, Tensor) and value.dim() > 0 and key != HISTORY
 
 
 def _without_padding(plan: ParameterPlan, words: dict[str, Any]) -> dict[str, Any]:
@@ -212,7 +209,10 @@ def _put_together(
     inside = {key for slot in slots for key in keys if key.startswith(f"{slot}.")}
     made: dict[str, Any] = common
     for key in sorted(keys - inside):
-        made[key] = _boxed(mine, [(box, words[key]) for box, words in pieces.sources if key in words])
+        parts = [(box, words[key]) for box, words in pieces.sources if key in words]
+        if wrong := [tuple(word.shape) for box, word in parts if tuple(word.shape) != box.sizes]:
+            raise ValueError(f"state_dict: {key!r} of {plan.name} has shape {wrong[0]}, takes {shape}")
+        made[key] = _boxed(mine, parts)
     if not slots:
         return made, False
     joined = _joined(mine, pieces, sorted(inside), block_size)
