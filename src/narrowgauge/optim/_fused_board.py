@@ -20,8 +20,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from narrowgauge.kernels._step._launch import COLUMNS, Cut, Step, Tables
+from narrowgauge.kernels._step._launch import COLUMNS, Step
 from narrowgauge.kernels._step._layout import AT
+from narrowgauge.kernels._step._tables import Cut, Tables
 from narrowgauge.optim._fused_numbers import Options
 from narrowgauge.optim._unchanged import identical
 

@@ -118,6 +118,7 @@ class Layout:
         gauges: whether sums of what the step does to the weight are worked out too; see `_gauges`.
         turns: ``"sample"`` for the programs that measure while others do not, ``"rest"`` for these, or empty for
             all programs; see `_sampling`.
+        shared: whether ranks share the parameters: random numbers begin elsewhere than at the first element then.
     """
 
     weight: str
@@ -130,6 +131,7 @@ class Layout:
     cells: tuple[tuple[int, int], ...] = ()
     gauges: bool = False
     turns: str = ""
+    shared: bool = False
 
     @property
     def blockwise(self) -> bool:

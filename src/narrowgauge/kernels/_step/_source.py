@@ -206,7 +206,7 @@ def step(table, programs, uniforms, steps, flags, {", ".join([sums, *_books(layo
     number = tl.load(steps + tensor){" * (program < end).to(tl.int32)" if layout.turns else ""}
     if number > 0:
         seed, stream = tl.load(row + {AT["seed"]}).to(tl.uint32), tl.load(row + {AT["stream"]}).to(tl.uint32)
-        origin = tl.load(row + {AT["origin"]}) + start
+        origin = {f"tl.load(row + {AT['origin']}) + start" if layout.shared else "start"}
         again = tl.where(whole * {layout.unit} < left, 1 << whole, 0){begin}
         if whole > 0:
 {indented(pointers(layout, packed), 12)}

@@ -1,5 +1,6 @@
 /* Philox 4x32-10 for the elements of one block: see formats/_philox.py. `key` is seed, stream, the two halves of the
- * step, and those of an eighth of the place at which the numbers begin. Counters are in arrays, so that the ten rounds run on as many as a vector holds. */
+ * step, and those of an eighth of the place at which the numbers begin. Counters are in arrays, so that the ten rounds
+ * run on as many as a vector holds. */
 
 #ifdef __AVX512F__
 #include <immintrin.h>
