@@ -35,7 +35,7 @@ _TYPES = {
     "hyper": "*fp64", "values0": "*fp32", "values1": "*fp32", "cells0": "*i32", "cells1": "*i32",
     "gauges": "*fp32", "sums": "*fp32", "ends": "*i32", "slices": "*fp64", "stats": "*fp64",
     "turns": "*i32",
-    "verdict": "*fp32", "squares": "*fp64",
+    "verdict": "*fp32", "squares": "*fp64", "totals": "*fp64",
 }  # fmt: skip
 # Weights, states, dtype, optimizer, options: every codec, every rule, sums, blocks of other sizes.
 EVERY: list[tuple[str, str, torch.dtype, str, dict[str, Any]]] = [
@@ -91,10 +91,11 @@ def compile_kernel(kernel: Any, layout: Any, constants: dict[str, Any], target: 
 
 def compile_every(step: Any, target: GPUTarget = _TARGET) -> None:
     """All kernels of a step as they are launched: what the interpreter lets pass the compiler may refuse."""
-    for name in ("step", "numbers", "sums", "numbers_before", "finite", "pass_before"):
+    shared = ("totals", "numbers_summed") if step.terms else ()
+    for name in ("step", "numbers", "sums", "numbers_before", "finite", "pass_before", *shared):
         for advance in (True, False) if name.startswith("numbers") and hasattr(step, name) else (True,):
             if hasattr(step, name):
-                constants = {"ADVANCE": advance, "SKIP": advance and step.skip}
+                constants = {"ADVANCE": advance, "SKIP": advance and step.skip, "PEEK": not advance}
                 compile_kernel(getattr(step, name), step.layout, constants, target)
     if step.squares:
         constants = {"WIDTH": WIDTH, "FIRST": AT["pass_first"], "PASSES": AT["passes"]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ START = "forkserver"
 multiprocessing.get_context(START).set_forkserver_preload(
     ["torch.distributed.fsdp", "torch._dynamo", "narrowgauge.distributed", "pytest"]
 )
-# Storages whose words are sharded element by element, as their parameters are.
+# Storages whose words are sharded element by element as parameters are, or in blocks that begin with shards.
 SHARDED: dict[str, tuple[torch.dtype, Callable]] = {
     "torch AdamW": KINDS["torch AdamW"],
     "fp32": KINDS["fp32"],
@@ -41,7 +42,16 @@ SHARDED: dict[str, tuple[torch.dtype, Callable]] = {
     "expansion": (torch.bfloat16, lambda ps: ours(ps, weights="expansion", states="expansion")),
     "kahan, fp32": (torch.bfloat16, lambda ps: ours(ps, weights="kahan", states="fp32")),
     "split8, fp32": (torch.bfloat16, lambda ps: ours(ps, weights="split8", states="fp32")),
+    "split8, log8": KINDS["split8, log8"],
+    "expansion, log4": KINDS["expansion, log4"],
+    "split, 8bit": KINDS["split, 8bit"],
+    "kahan, fp8": KINDS["kahan, fp8"],
+    "clipped": KINDS["clipped"],
 }
+# How near losses stay; the second where moments were encoded anew, in 4 bits among others.
+NEAR = (1e-3, 1e-2)
+OWN = ("m.", "v.", "sh")
+IN_BLOCKS = ("split8, log8", "expansion, log4", "split, 8bit", "kahan, fp8")
 DDP = ("fp32", "split8, log8", "expansion, log4")
 
 
@@ -67,7 +77,8 @@ WAYS = {"fsdp2": (sharded, tuple(SHARDED)), "ddp": (replicated, DDP)}
 
 def on_a_rank(rank: int, world: int, folder: str, work: Callable[[int, Path], Any]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store-{world}", rank=rank, world_size=world)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store-{world}", rank=rank, world_size=world)
     try:
         torch.save(work(rank, Path(folder)), f"{folder}/{work.__name__}-{rank}.pt")
         dist.barrier()
@@ -88,9 +99,11 @@ def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[
         wide = value.detach().to(torch.float64)
         return wide.full_tensor() if isinstance(wide, DTensor) else wide
 
+    states = optimizer.state_dict()
+    ids = [i for group in states["param_groups"] for i in group["params"]]
     return {
-        name.removeprefix("module."): {"p": one(p)} | {word: one(v) for word, v in optimizer.state[p].items()}
-        for name, p in model.named_parameters()
+        name.removeprefix("module."): {"p": one(p)} | {word: one(v) for word, v in states["state"][i].items()}
+        for i, (name, p) in zip(ids, model.named_parameters(), strict=True)
     }
 
 
@@ -133,14 +146,11 @@ def loading_on_three(rank: int, folder: Path) -> dict[str, list[float]]:
             told[f"{way} {kind}"] = train(model, optimizer, range(3, 6))
             again = save_checkpoint(folder / f"{way} {kind} of 3", model=model, optimizer=optimizer, step=6)
             assert again.name == "step-000000006"
-    model, optimizer = sharded("split, bf16")
-    path = folder / "ddp split8, log8" / "step-000000003"
-    kept = whole(model, optimizer)["up.weight"]["p"]
-    with pytest.raises(
-        ValueError, match=r"optimizer: 'up\.weight/m\.\w+' was saved in blocks of a whole parameter"
-    ):
-        load_checkpoint(path, model=model, optimizer=optimizer)
-    assert torch.equal(whole(model, optimizer)["up.weight"]["p"], kept)
+    # Codes of whole parameters beside shards: put together, or decoded to other storages.
+    for kind in ("split8, log8", "split, bf16"):
+        model, optimizer = sharded(kind)
+        load_checkpoint(folder / "ddp split8, log8" / "step-000000003", model=model, optimizer=optimizer)
+        told[f"ddp split8, log8 as {kind}"] = train(model, optimizer, range(3, 6))
     return told
 
 
@@ -179,20 +189,24 @@ def test_saved_on_two_resumed_on_one(way: str, kind: str, saved: tuple[Path, lis
     net, optimizer = alone(way, kind, seed=1)
     path = latest_checkpoint(folder / f"{way} {kind}")
     assert path is not None
-    assert load_checkpoint(path, model=net, optimizer=optimizer).step == 3
+    anew = kind in IN_BLOCKS and way == "fsdp2"
+    with pytest.warns(UserWarning, match="encoded moments anew") if anew else nullcontext():
+        assert load_checkpoint(path, model=net, optimizer=optimizer).step == 3
     for rank in told:
         wanted = rank[f"{way} {kind}"]["states"]
         got = whole(net, optimizer)
         assert got.keys() == wanted.keys()
         for name, words in wanted.items():
-            assert got[name].keys() == words.keys()
-            assert all(torch.equal(got[name][word], value) for word, value in words.items())
+            # Shards that begin within a block of the whole have blocks of their own, encoded anew here: see below.
+            kept = {w: x for w, x in words.items() if not anew or w[:2] not in OWN}
+            assert got[name].keys() >= kept.keys()
+            assert all(torch.equal(got[name][word], value) for word, value in kept.items())
     losses = train(net, optimizer, range(3, 6))
-    assert losses == pytest.approx(told[0][f"{way} {kind}"]["losses"], rel=1e-3)
+    assert losses == pytest.approx(told[0][f"{way} {kind}"]["losses"], rel=NEAR[anew])
     if way == "ddp":
         assert losses == told[0][f"{way} {kind}"]["losses"]
     net, optimizer = alone(way, kind)
-    assert train(net, optimizer, range(6))[3:] == pytest.approx(losses, rel=1e-3)
+    assert train(net, optimizer, range(6))[3:] == pytest.approx(losses, rel=NEAR[anew])
 
 
 def test_each_rank_writes_what_only_it_has(saved: tuple[Path, list[dict]]) -> None:
@@ -213,14 +227,20 @@ def test_saved_on_two_resumed_on_three_and_on_one_again(saved: tuple[Path, list[
     on_three = on_ranks(3, folder, loading_on_three)
     for name, one_kind in told[0].items():
         for one in on_three:
-            assert one[name] == pytest.approx(
-                one_kind["losses"], rel=1e-3
-            )  # sums of three gradients are rounded otherwise
+            # Sums of three gradients are rounded otherwise, and blocks are others.
+            near = NEAR[name.removeprefix("fsdp2 ") in IN_BLOCKS]
+            assert one[name] == pytest.approx(one_kind["losses"], rel=near)
         way, kind = name.split(" ", 1)
         net, optimizer = alone(way, kind, seed=1)
         path = latest_checkpoint(folder / f"{name} of 3")
         assert path is not None
-        assert load_checkpoint(path, model=net, optimizer=optimizer).step == 6
+        anew = kind in IN_BLOCKS and way == "fsdp2"
+        with pytest.warns(UserWarning, match="encoded moments anew") if anew else nullcontext():
+            assert load_checkpoint(path, model=net, optimizer=optimizer).step == 6
+        if anew:
+            with pytest.raises(ValueError, match="do not begin with its blocks of 64"):
+                export_checkpoint(path, folder / f"{name}.pt")
+            continue
         whole = torch.load(export_checkpoint(path, folder / f"{name}.pt"))
         assert all(torch.equal(whole["model"][n], value) for n, value in net.state_dict().items())
 

@@ -70,7 +70,7 @@ def functions(codec: Codec, size: int) -> ctypes.CDLL:
 
 def called(function: str, codec: Codec, x: Tensor, words: dict[str, Tensor], v: Tensor | None, size: int) -> None:
     """A codec's C function on every block of a tensor."""
-    key = (ctypes.c_uint32 * 4)(SEED, STREAM, STEP & 0xFFFFFFFF, STEP >> 32)
+    key = (ctypes.c_uint32 * 6)(SEED, STREAM, STEP & 0xFFFFFFFF, STEP >> 32)
     table = [codec.table.values, codec.table.cells] if codec.table is not None else []
     getattr(functions(codec, size), function)(
         ctypes.c_long(x.numel() // size),
@@ -129,7 +129,7 @@ def test_random_words_are_philox() -> None:
     text += "\nvoid words(long block, u32 *out, const u32 *key) { random_words(out, block, key); }"
     library = load(text)
     expected = random_bits(size * count, seed=SEED, stream=STREAM, step=STEP, device="cpu").view(count, size)
-    key = (ctypes.c_uint32 * 4)(SEED, STREAM, STEP & 0xFFFFFFFF, STEP >> 32)
+    key = (ctypes.c_uint32 * 6)(SEED, STREAM, STEP & 0xFFFFFFFF, STEP >> 32)
     for block in (0, 1, 49):
         out = torch.zeros(size, dtype=torch.int32)
         library.words(ctypes.c_long(block), ctypes.c_void_p(out.data_ptr()), key)

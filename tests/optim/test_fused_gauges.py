@@ -19,7 +19,7 @@ from fused_runs import parameters
 from test_dispatch import Pair
 
 from narrowgauge import optim
-from narrowgauge.kernels._step import _gauges, _launch
+from narrowgauge.kernels._step import _gauges, _tables
 from narrowgauge.kernels._step._layout import Layout
 from narrowgauge.kernels._step._sampling import grids, other_program, sampled_program
 from narrowgauge.optim import UpdateStats, _fused_gpu, _fused_kinds, step_in_backward
@@ -291,7 +291,7 @@ def test_many_programs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = gauged(device, "AdamW", ((9000,), (0,), (700,), (4096,)), weights="split8", states="fp8")
     pair.step()
     check(pair)
-    slices, ends = _launch.cut_for_sums(np.array([5, 0, 1, 4]))
+    slices, ends = _tables.cut_for_sums(np.array([5, 0, 1, 4]))
     assert slices.tolist() == [0, 2, 4, 5, 6, 8, 10]
     assert ends.tolist() == [0, 3, 3, 4, 6]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from narrowgauge.distributed._checkpoint_blocks import whole_blocks
 from narrowgauge.distributed._checkpoint_files import sync_folder
 from narrowgauge.distributed._checkpoint_folder import flaws
 from narrowgauge.distributed._checkpoint_format import DTYPES, DamagedCheckpointError, decode_value
@@ -43,8 +44,10 @@ def export_checkpoint(path: str | Path, file: str | Path) -> Path:
         key: torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="cpu")
         for key, stored in manifest.tensors.items()
     }
-    read_into(folder, manifest, tensors)
     said = manifest.values["optimizer"]
+    blocks = {} if said is None else whole_blocks(folder, manifest, said)
+    read_into(folder, manifest, {key: tensor for key, tensor in tensors.items() if key not in blocks})
+    tensors |= blocks
     content = {
         "model": decode_value(manifest.values["model"], tensors),
         "optimizer": None if said is None else optimizer_state_dict(said, None, tensors),

@@ -18,6 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from narrowgauge.distributed._checkpoint_blocks import (
+    Blocks,
+    block_sizes,
+    block_words,
+    in_pieces,
+    sources,
+    without,
+)
 from narrowgauge.distributed._checkpoint_folder import flaws, newest_whole
 from narrowgauge.distributed._checkpoint_format import (
     DTYPES,
@@ -30,12 +38,15 @@ from narrowgauge.distributed._checkpoint_random import set_random_states
 from narrowgauge.distributed._checkpoint_ranks import on_first, ranks, together
 from narrowgauge.distributed._checkpoint_read import open_checkpoint, read_into
 from narrowgauge.distributed._checkpoint_state import (
+    is_sharded,
     load_model_state,
     model_state,
     optimizer_state_dict,
     parameter_names,
     state_owners,
 )
+from narrowgauge.optim import NarrowOptimizer
+from narrowgauge.optim._clip_gradients import HISTORY
 
 
 class LoadedCheckpoint(NamedTuple):
@@ -99,20 +110,21 @@ def load_checkpoint(
     folder = Path(path)
     us = ranks()
 
-    def check() -> tuple[Manifest, dict[str, Tensor]]:
+    def check() -> tuple[Manifest, dict[str, Tensor], dict[str, Blocks]]:
         manifest = open_checkpoint(folder)
         for flaw in flaws(folder, manifest, slice(us.rank, None, us.world)):
             raise DamagedCheckpointError(flaw)
         _check_model(model, manifest)
-        targets = _targets(model, optimizer, manifest)
+        apart = _apart(model, optimizer, manifest)
+        targets = _targets(model, optimizer, manifest, apart)
         if random_states and str(us.rank) not in (manifest.values["random"] or {}):
             raise ValueError(
                 f"random_states: got True, {folder} has none of rank {us.rank}; takes a checkpoint that was saved "
                 "with random_states=True by as many ranks"
             )
-        return manifest, targets
+        return manifest, targets, apart
 
-    manifest, targets = together(check)
+    manifest, targets, apart = together(check)
     state = model_state(model)
     before = {name: value.detach().clone() for name, value in state.items() if isinstance(value, Tensor)}
 
@@ -125,7 +137,10 @@ def load_checkpoint(
         if optimizer is not None:
             kept = optimizer.state_dict()
             order = parameter_names(model, optimizer)
-            optimizer.load_state_dict(optimizer_state_dict(manifest.values["optimizer"], order, targets))
+            said = manifest.values["optimizer"]
+            sizes = dict(block_sizes(said))
+            boxes = {n: sources(folder, manifest, n, words, sizes[n]) for n, words in apart.items()}
+            optimizer.load_state_dict(optimizer_state_dict(without(said, apart), order, targets, boxes))
             states_before.append(kept)
         return decode_value(manifest.values["extra"], targets)
 
@@ -178,8 +193,28 @@ def _loaded_model(manifest: Manifest, state: Mapping[str, Any], tensors: Mapping
     }
 
 
-def _targets(model: nn.Module, optimizer: torch.optim.Optimizer | None, manifest: Manifest) -> dict[str, Tensor]:
-    """Room for all tensors that are no model's: sharded beside a sharded parameter, else whole, on the CPU."""
+def _apart(model: nn.Module, optimizer: torch.optim.Optimizer | None, manifest: Manifest) -> dict[str, Blocks]:
+    """Words in blocks that are put together from boxes: of what is sharded here, or was when it was saved."""
+    if not isinstance(optimizer, NarrowOptimizer) or manifest.values["optimizer"] is None:
+        return {}
+    order = parameter_names(model, optimizer)
+    sharded = {
+        name
+        for names, group in zip(order, optimizer.param_groups, strict=True)
+        for name, p in zip(names, group["params"], strict=True)
+        if is_sharded(p)
+    }
+    found = block_words(manifest.values["optimizer"])
+    return {name: words for name, words in found.items() if name in sharded or in_pieces(manifest, name, words)}
+
+
+def _targets(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, manifest: Manifest, apart: Mapping[str, Blocks]
+) -> dict[str, Tensor]:
+    """Room for all tensors that are no model's: sharded beside a sharded parameter, else whole, on the CPU.
+
+    Words that are put together from boxes (`apart`) have none.
+    """
     values = manifest.values
     wanted = tensor_keys(values["extra"])
     # What modules keep as they like (`get_extra_state`); tensors of their own are read in place.
@@ -200,19 +235,21 @@ def _targets(model: nn.Module, optimizer: torch.optim.Optimizer | None, manifest
         }
         # Refuses other groups.
         optimizer_state_dict({**said, "state": {"dict": []}}, order, _Empty())
-        owners = {key: named[name] for key, name in state_owners(said)}
+        owners = {key: named[name] for key, name in state_owners(without(said, apart))}
         wanted += list(owners)
         wanted += [key for group in said["groups"] for key in tensor_keys(group["options"])]
     targets = {}
     for key in wanted:
         stored, p = manifest.tensors[key], owners.get(key)
-        if isinstance(p, DTensor) and stored.shape and tuple(p.shape) != stored.shape:
+        ours = isinstance(optimizer, NarrowOptimizer)  # says itself what it cannot take
+        if isinstance(p, DTensor) and stored.shape and tuple(p.shape) != stored.shape and not ours:
             raise ValueError(
                 f"optimizer: {key.removeprefix('optimizer/')!r} was saved in blocks of a whole parameter, which is "
                 "a DTensor here; takes states of 'fp32', 'bf16' or 'expansion': load it unsharded into those, "
                 "and save that"
             )
-        if isinstance(p, DTensor) and tuple(p.shape) == stored.shape:
+        counts = key.endswith(f"/{HISTORY}")  # as many as a parameter may have elements, by chance
+        if isinstance(p, DTensor) and tuple(p.shape) == stored.shape and not counts:
             targets[key] = torch.empty_like(p.detach(), dtype=DTYPES[stored.dtype])
         else:
             targets[key] = torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="cpu")

@@ -54,7 +54,7 @@ def read_into(folder: Path, manifest: Manifest, targets: Mapping[str, Tensor]) -
         for item in create_read_items_for_chunk_list(key, _described(stored), [here]):
             assert item.storage_index.index is not None
             said = stored.pieces[item.storage_index.index]
-            source = _box(_mapped(folder, stored, said), item.storage_offsets, item.lengths)
+            source = _box(mapped(folder, stored, said), item.storage_offsets, item.lengths)
             _box(part, item.dest_offsets, item.lengths).copy_(source)
 
 
@@ -63,7 +63,7 @@ def _described(stored: Stored) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(DTYPES[stored.dtype]), torch.Size(stored.shape), chunks)
 
 
-def _mapped(folder: Path, stored: Stored, piece: Piece) -> Tensor:
+def mapped(folder: Path, stored: Stored, piece: Piece) -> Tensor:
     """A piece in its file, of which nothing is read yet."""
     dtype = DTYPES[stored.dtype]
     nbytes = piece.numel * dtype.itemsize

@@ -19,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.distributed._checkpoint_format import DTYPE_NAMES, decode_value, encode_value, tensor_keys
 from narrowgauge.distributed._checkpoint_random import read_random_states
+from narrowgauge.optim import NarrowOptimizer
+from narrowgauge.optim._shard_words import SHARDS, Pieces
 
 # What wrappers put into names.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -134,7 +136,8 @@ def _optimizer_values(
             raise ValueError(f"optimizer: its state has {identity!r}, which is none of its parameters")
         name = identities[identity]
         for word, value in entry.items():
-            if name in shards and isinstance(value, Tensor) and not isinstance(value, DTensor) and value.dim():
+            plain = isinstance(value, Tensor) and not isinstance(value, DTensor) and value.dim()
+            if name in shards and plain and not isinstance(optimizer, NarrowOptimizer):
                 raise ValueError(
                     f"optimizer: {word!r} of {name} is not sharded as its parameter is; takes states that are kept "
                     "element by element beside sharded parameters"
@@ -142,6 +145,7 @@ def _optimizer_values(
         words = [
             [word, encode_value(value, f"optimizer: {word!r} of {name}", f"optimizer/{name}/{word}", tensors)]
             for word, value in entry.items()
+            if word != SHARDS  # pieces say that here
         ]
         states.append([name, {"dict": words}])
     groups = []
@@ -203,7 +207,10 @@ def writes(tensor: Tensor, rank: int, own: bool) -> bool:
 
 
 def optimizer_state_dict(
-    said: Mapping[str, Any], order: list[list[str]] | None, tensors: Mapping[str, Tensor]
+    said: Mapping[str, Any],
+    order: list[list[str]] | None,
+    tensors: Mapping[str, Tensor],
+    pieces: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """A state_dict for `load_state_dict`.
 
@@ -211,6 +218,7 @@ def optimizer_state_dict(
         said: what `gather` made of the saved optimizer.
         order: the live optimizer's names, by group; None for the saved order.
         tensors: by key.
+        pieces: by parameter, the boxes of words in blocks that `said` is without.
 
     Raises:
         ValueError: if its groups hold other parameters.
@@ -232,6 +240,8 @@ def optimizer_state_dict(
         params = [identities[name] for name in named]
         groups.append({**decode_value(group["options"], tensors), **names, "params": params})
     states = decode_value(said["state"], tensors)
+    for name, sources in (pieces or {}).items():
+        states[name] = Pieces(sources, states[name])
     return {"state": {identities[name]: state for name, state in states.items()}, "param_groups": groups}
 
 

@@ -156,7 +156,11 @@ def _manifest(job: Job, serial: int, notes: list[dict[str, Any]]) -> Manifest:
         for key, said in note["tensors"].items():
             pieces = tuple(Piece(**piece) for piece in said["pieces"])
             before = tensors[key].pieces if key in tensors else ()
-            tensors[key] = Stored(said["dtype"], said["shape"], before + pieces)
+            # Norms beside tensor parallelism lie on a data-parallel mesh for each of its ranks, none of which knows
+            # of another: of equal boxes the first rank's counts.
+            known = {tuple(piece.offsets) for piece in before}
+            new = tuple(piece for piece in pieces if tuple(piece.offsets) not in known)
+            tensors[key] = Stored(said["dtype"], said["shape"], before + new)
         if note["random"] is not None:
             random = {**(random or {}), **note["random"]}
     for rank, note in enumerate(notes):

@@ -73,7 +73,14 @@ def random_bits(
 
 
 def random_halves(
-    count: int, *, seed: int, stream: int, step: int | Tensor, purpose: int, device: torch.device
+    count: int,
+    *,
+    seed: int,
+    stream: int,
+    step: int | Tensor,
+    purpose: int,
+    device: torch.device,
+    offset: int = 0,
 ) -> Tensor:
     """Uniform 16-bit numbers, one an element: element i takes half ``i % 2``, the lower first, of word ``i // 2``.
 
@@ -82,10 +89,11 @@ def random_halves(
         seed, stream, step, device: as for `random_bits`.
         purpose: what they are for, from 1: sequences of different purposes are independent of each other and of
             `random_bits`, which is purpose 0. It is the upper half of the step's counter.
+        offset: the index of the first element, an even number.
 
     Returns:
         An int32 tensor of shape (count,) with values in [0, 2^16).
     """
     later = step + (purpose << 32)
-    words = random_bits((count + 1) // 2, seed=seed, stream=stream, step=later, device=device)
+    words = random_bits((count + 1) // 2, seed=seed, stream=stream, step=later, offset=offset // 2, device=device)
     return torch.stack((words & 0xFFFF, words >> 16), dim=-1).reshape(-1)[:count].to(torch.int32)

@@ -8,7 +8,7 @@ more: as tensors in double precision, or as graphs that a kernel is written from
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,9 @@ class After:
 
     def square(self, x: Tensor) -> Tensor:
         return x.square()
+
+    def of_whole(self, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        return function(x)
 
     def value(self, average: Tensor) -> Tensor:
         return average

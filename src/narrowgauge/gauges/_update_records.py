@@ -31,7 +31,7 @@ class OwnSteps:
 
     def end(self) -> list[Table]:
         """What the step did; the optimizer is as its user left it again."""
-        tables = [(ps, _local(rows), "fused") for ps, rows in self._optimizer.measured()]
+        tables = [(ps, rows, "fused") for ps, rows in self._optimizer.measured()]
         self.abandon()
         return tables
 
@@ -62,10 +62,6 @@ class OtherSteps:
 
     def abandon(self) -> None:
         self._step = None
-
-
-def _local(rows: Tensor) -> Tensor:
-    return rows.to_local() if hasattr(rows, "to_local") else rows
 
 
 def measures_itself(optimizer: torch.optim.Optimizer) -> bool:

@@ -62,9 +62,12 @@ def refuse_nonfinite(
         finite = torch.isfinite(sizes if inverse is None else sizes * inverse(sizes.device)).tolist()
         bad += [place for place, whole in zip(places, finite, strict=True) if not whole]
     if bad:
-        raise FloatingPointError(
-            f"{name(min(bad))}: the gradient has inf or NaN (nonfinite='raise'); no parameter was changed"
-        )
+        raise FloatingPointError(nonfinite_message(name(min(bad))))
+
+
+def nonfinite_message(name: str) -> str:
+    """What is said of a parameter whose gradient is refused."""
+    return f"{name}: the gradient has inf or NaN (nonfinite='raise'); no parameter was changed"
 
 
 def all_finite(grad: Tensor) -> bool | Tensor:

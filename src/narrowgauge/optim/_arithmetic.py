@@ -10,13 +10,14 @@ narrow tensors, and the constants are made narrow beforehand.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 
 import torch
 from torch import Tensor
 
+from narrowgauge.optim._shards import Shard, of_whole
 from narrowgauge.rules import Scalar
 from narrowgauge.storage import StateStorage
 
@@ -24,8 +25,15 @@ Words = dict[str, Tensor]
 Moment = tuple[StateStorage, Words]
 
 
+@dataclass(frozen=True)
 class Fp32Arithmetic:
-    """Averages of float32 tensors."""
+    """Averages of float32 tensors.
+
+    Attributes:
+        shard: what lies here of the parameter; None if all of it.
+    """
+
+    shard: Shard | None = None
 
     def accumulate(self, average: Tensor, x: Tensor, decay: Scalar, share: Scalar) -> Tensor:
         return decay * average + share * x
@@ -37,9 +45,12 @@ class Fp32Arithmetic:
         # A gradient of 1e20 is a float32 number, and so is one of 1e-24; their squares are not.
         return x.to(torch.float64).square()
 
-    def total(self, term: Tensor) -> Tensor:
-        """The sum of all elements: a 0-d tensor, in float64."""
-        return term.to(torch.float64).sum()
+    def total(self, summed: Scalar) -> Scalar:
+        """A sum over all elements, which was made in float64, as the equation takes it."""
+        return summed
+
+    def of_whole(self, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        return of_whole(self.shard, x, function)
 
     def value(self, average: Tensor) -> Tensor:
         return average
@@ -55,9 +66,11 @@ class StrictArithmetic:
 
     Attributes:
         dtype: the format of the rest of the equation.
+        shard: what lies here of the parameter; None if all of it.
     """
 
     dtype: torch.dtype
+    shard: Shard | None = None
 
     def accumulate(self, average: Moment, x: Tensor, decay: Scalar, share: Scalar) -> Moment:
         storage, words = average
@@ -70,10 +83,13 @@ class StrictArithmetic:
     def square(self, x: Tensor) -> Tensor:
         return x * x
 
-    def total(self, term: Tensor) -> Tensor:
-        """The sum of all elements: a 0-d tensor of the format, rounded once."""
+    def total(self, summed: Scalar) -> Scalar:
+        """A sum over all elements, which was made in float64: a 0-d tensor of the format, rounded once."""
         # In float64 the order of summation does not matter: its rounding is far below that of one term.
-        return term.to(torch.float64).sum().to(self.dtype)
+        return torch.as_tensor(summed, dtype=torch.float64).to(self.dtype)
+
+    def of_whole(self, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        return of_whole(self.shard, x, function)
 
     def value(self, average: Moment) -> Tensor:
         storage, words = average

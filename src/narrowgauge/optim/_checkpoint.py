@@ -35,7 +35,10 @@ from torch import Tensor
 from narrowgauge.optim._checkpoint_layouts import VERSION_KEY, layout_of
 from narrowgauge.optim._checkpoint_words import Notes, WordReader
 from narrowgauge.optim._options import LIMIT, check_limits
-from narrowgauge.optim._plan import plan_parameter, slot_storages
+from narrowgauge.optim._plan import ParameterPlan, plan_parameter, slot_storages
+from narrowgauge.optim._shard_words import unwrapped
+from narrowgauge.optim._shards import Shard, local
+from narrowgauge.storage import StateStorage
 
 if TYPE_CHECKING:
     from narrowgauge.optim._optimizer import NarrowOptimizer
@@ -169,13 +172,37 @@ def read_checkpoint(
             entry = checkpoint.others.pop(identity, None)
             if entry == {} and plan.slots:
                 checkpoint.notes.add("found an empty state, which starts anew", plan.name)
+            if entry:
+                entry = _here(name, plan, p, entry, kept, old["block_size"], checkpoint.notes)
             entry = layout.state(plan, entry) if entry else None
             if entry:
                 # A momentum that is switched off now may be switched on again.
                 plan = plan.holding(entry)
-                reader = WordReader(name, plan, p, entry, kept, old["block_size"], checkpoint.notes)
-                checkpoint.states[p] = reader.read(plan.init(p, group))
+                here = local(p)
+                reader = WordReader(name, plan, here, entry, kept, old["block_size"], checkpoint.notes)
+                checkpoint.states[p] = reader.read(plan.init(here, group))
     return checkpoint
+
+
+def _here(
+    name: str,
+    plan: ParameterPlan,
+    p: Tensor,
+    entry: Mapping[str, Any],
+    kept: Mapping[str, StateStorage],
+    block_size: int,
+    notes: Notes,
+) -> dict[str, Any]:
+    """What of a saved state lies in this process; args as of `WordReader`."""
+
+    def read(box: Shard, words: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        part = torch.empty(box.sizes, dtype=p.dtype, device=local(p).device)
+        return WordReader(name, plan.holding(words), part, words, kept, block_size, notes).moments()
+
+    found, decoded = unwrapped(p, plan, entry, block_size, read)
+    if decoded:
+        notes.add("encoded moments anew, whose blocks were those of other shards", plan.name)
+    return found
 
 
 def _merge(live: Mapping[str, Any], saved: Mapping[str, Any], stays: Iterable[str]) -> dict[str, Any]:

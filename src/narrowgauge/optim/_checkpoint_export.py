@@ -16,6 +16,7 @@ from torch import Tensor
 
 from narrowgauge.optim._checkpoint_words import Notes, says_more
 from narrowgauge.optim._plan import ParameterPlan
+from narrowgauge.optim._shards import local
 
 if TYPE_CHECKING:
     from narrowgauge.optim._optimizer import NarrowOptimizer
@@ -69,10 +70,11 @@ def export_to_torch(
         for slot in plan.slots:
             if slot.slot.torch_key is not None:
                 moment = torch.empty_like(p, dtype=torch.float32)
-                entry[slot.slot.torch_key] = moment.copy_(slot.decode(state, p.shape))
+                local(moment).copy_(slot.decode(state, local(p).shape))
+                entry[slot.slot.torch_key] = moment
         if entry:
             states[identities[p]] = entry
-        if plan.weight_key is not None and says_more(plan.weight, p, state[plan.weight_key]):
+        if plan.weight_key is not None and says_more(plan.weight, local(p), state[plan.weight_key]):
             notes.add(f"dropped {plan.weight_key!r} of weights={plan.weight.name!r}", plan.name)
     return {"state": states, "param_groups": groups}, notes
 

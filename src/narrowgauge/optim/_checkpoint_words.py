@@ -129,6 +129,11 @@ class WordReader:
         context = StateContext(self.p.shape, slot.slot.signed, self.block_size, beside)
         return storage.decode(self._here(words), context)
 
+    def moments(self) -> dict[str, Tensor]:
+        """The saved moments that are kept in codes, decoded, by slot."""
+        slots = [slot for slot in self.plan.slots if f"{slot.slot.name}.codes" in self.entry]
+        return {slot.slot.name: self._decoded(slot) for slot in slots}
+
     def _here(self, words: Mapping[str, Any]) -> dict[str, Tensor]:
         return {key: word.detach().to(self.p.device) for key, word in words.items()}
 

@@ -23,7 +23,9 @@ def new_history(device: torch.device) -> Tensor:
     return torch.full((_REMEMBERED,), torch.inf, dtype=torch.float32, device=device)
 
 
-def clip_to_percentile(grad: Tensor, history: Tensor, percentile: float) -> tuple[Tensor, Tensor]:
+def clip_to_percentile(
+    grad: Tensor, history: Tensor, percentile: float, norm_of_all: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """A gradient no longer than the percentile, and the history with its norm in it.
 
     The gradient comes back in float32. One that is zero or not finite stays as it is and is not remembered: it says
@@ -33,8 +35,11 @@ def clip_to_percentile(grad: Tensor, history: Tensor, percentile: float) -> tupl
         grad: any shape and float dtype.
         history: float32 tensor (100,) of earlier norms, the latest last; not changed.
         percentile: from 1 to 100, of the norms seen, the nearest rank above.
+        norm_of_all: of the whole gradient, float64, 0-d, where this is not all of it.
     """
-    exact = grad.to(torch.float64).square().sum().sqrt()
+    exact = norm_of_all
+    if exact is None:
+        exact = grad.to(torch.float64).square().sum().sqrt()
     norm = exact.clamp_max(torch.finfo(torch.float32).max).to(torch.float32)
     tells = torch.isfinite(exact) & (norm > 0)
     history = torch.where(tells, torch.cat([history[1:], norm.reshape(1)]), history)

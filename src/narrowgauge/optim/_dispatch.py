@@ -14,17 +14,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from narrowgauge.kernels import _triton
 from narrowgauge.optim._admission import refuse_nonfinite
-from narrowgauge.optim._fused_cpu import Kernel, kernel_of
+from narrowgauge.optim._fused_cpu import kernel_of
+from narrowgauge.optim._fused_cpu_kernel import Kernel
 from narrowgauge.optim._fused_entry import Entry, no_equation, no_kernel
 from narrowgauge.optim._gradient_factor import GradientFactor
+from narrowgauge.optim._judged import Judged
 from narrowgauge.optim._plan import ParameterPlan
+from narrowgauge.optim._shards import is_shared, local, local_gradient
 from narrowgauge.optim._unchanged import identical
 
 if TYPE_CHECKING:
-    from narrowgauge.optim._fused_board import Found
     from narrowgauge.optim._fused_gpu import FusedSteps
     from narrowgauge.optim._optimizer import NarrowOptimizer
 
@@ -66,6 +69,8 @@ class Dispatch:
         groups = optimizer.param_groups
         ps = list(chain.from_iterable([group["params"] for group in groups]))
         grads = list(map(_GRAD, ps))
+        if optimizer._shares:
+            grads = list(map(local_gradient, ps, grads))
         factor = GradientFactor.of(optimizer)
         if not self._step_again(optimizer, ps, grads, factor):
             owners = chain.from_iterable([[group] * len(group["params"]) for group in groups])
@@ -73,6 +78,9 @@ class Dispatch:
             self._look(optimizer, ps, {place: turn for place, turn in triples if turn[2] is not None}, factor)
         if factor is not None and factor.norm is not None:
             optimizer._keep_norm(factor.norm)
+        if optimizer._shares:
+            # What lies here has moved; autograd looks at the DTensor, too.
+            increment_version([p for p, grad in zip(ps, grads, strict=True) if is_shared(p) and grad is not None])
 
     def _step_again(
         self, optimizer: NarrowOptimizer, ps: list[Tensor], grads: list[Tensor], factor: GradientFactor | None
@@ -85,7 +93,7 @@ class Dispatch:
         alone = [(group, ps[place], grads[place]) for place, group in known.alone]
         _refuse(optimizer, alone, factor)
         mine, given = known.mine, known.pick(grads)
-        if known.raising and not (factor is not None and factor.held_by_others):
+        if known.raising and not (factor is not None and (factor.held_by_others or factor.shards is not None)):
             if _captured(given) or any(grad.layout is not torch.strided for grad in given):
                 return False  # refused in words of its own
             checked = [given[number] for number in known.raising]
@@ -96,13 +104,14 @@ class Dispatch:
             )
         judge = None
         if factor is not None:
-            apart = [place for place, _ in known.alone]
-            judge = _Judge(factor, lambda: {place: grads[place] for place in apart}, known.together, len(ps))
-        if not run.again(mine, given, known.states(optimizer), judge):
+            apart = {place: turn for (place, _), turn in zip(known.alone, alone, strict=True)}
+            judge = Judged(optimizer, factor, lambda: apart, known.together, ps)
+        here = list(map(local, mine)) if optimizer._shares else mine
+        if not run.again(here, given, known.states(optimizer), judge):
             return False
         _report(optimizer, run)
         for (place, _), turn in zip(known.alone, alone, strict=True):
-            optimizer._step_parameter(*turn, factor, place)
+            optimizer._step_parameter(*turn, factor, place, judge.summed.get(place) if judge is not None else None)
         return True
 
     def _look(
@@ -118,12 +127,12 @@ class Dispatch:
         alone = set(turns) - set(together)
         run: FusedSteps | None = None
 
-        def apart() -> dict[int, Tensor]:
+        def apart() -> dict[int, Turn]:
             # What kernels leave is known only once they have been asked.
             left = {together[number] for number in run.left} if run is not None else set()
-            return {place: turns[place][2] for place in sorted(alone | left)}
+            return {place: turns[place] for place in sorted(alone | left)}
 
-        judge = _Judge(factor, apart, together, len(ps)) if factor is not None else None
+        judge = Judged(optimizer, factor, apart, together, ps) if factor is not None else None
         if together:
             from narrowgauge.optim._fused_gpu import FusedSteps
 
@@ -135,11 +144,13 @@ class Dispatch:
             left = {together[number]: why for number, why in run.left.items()}
             self._left = {turns[place][1]: (optimizer._plans[turns[place][1]], why) for place, why in left.items()}
             alone |= set(left)
-            self._known[key] = _Known(optimizer, ps, [(at, turns[at][0]) for at in sorted(alone)], together)
+            grads = [turns[at][2] if at in turns else None for at in range(len(ps))]
+            self._known[key] = _Known(optimizer, ps, grads, [(at, turns[at][0]) for at in sorted(alone)], together)
         elif judge is not None:
-            judge([])
+            judge([], lambda _: [])
         for place in sorted(alone):
-            optimizer._step_parameter(*turns[place], factor, place)
+            summed = judge.summed.get(place) if judge is not None else None
+            optimizer._step_parameter(*turns[place], factor, place, summed)
 
     def step_one(self, optimizer: NarrowOptimizer, turn: Turn) -> None:
         """Step one parameter."""
@@ -162,11 +173,11 @@ class Dispatch:
         why = self.eager or unavailable(p.device)
         if why is None:
             seen, why = self._left.get(p, (None, None))
-            why = why if seen is plan else no_kernel(plan, p, group) or no_equation(plan, group)
+            why = why if seen is plan else no_kernel(plan, local(p), group) or no_equation(plan, group)
             return ("fused Triton", "") if why is None else ("eager torch", f"not fused: {why}")
         if p.device.type != "cpu":
             return "eager torch", f"not fused: {why}"
-        kernel = kernel_of(plan, p, group)
+        kernel = kernel_of(plan, local(p), group)
         return ("fused C", "") if isinstance(kernel, Kernel) else ("eager torch", kernel)
 
     def _by_kernels(self) -> bool:
@@ -175,7 +186,7 @@ class Dispatch:
 
     def _takes(self, p: Tensor, grad: Tensor) -> bool:
         """Whether a parameter is given to kernels on a GPU, which may leave it still."""
-        plain = type(p) in _PLAIN and type(grad) in _PLAIN
+        plain = type(local(p)) in _PLAIN and type(grad) in _PLAIN
         return plain and unavailable(p.device) is None and self._by_kernels()
 
 
@@ -185,17 +196,23 @@ class _Known:
     Args:
         optimizer: whose they are.
         ps: all of them, those without a gradient too.
+        grads: theirs, of shared ones what lies here.
         alone: places and groups of those that no kernel on a GPU steps.
         together: places of those that were given to kernels, what these left among them.
     """
 
     def __init__(
-        self, optimizer: NarrowOptimizer, ps: list[Tensor], alone: list[tuple[int, Group]], together: list[int]
+        self,
+        optimizer: NarrowOptimizer,
+        ps: list[Tensor],
+        grads: Sequence[Tensor | None],
+        alone: list[tuple[int, Group]],
+        together: list[int],
     ) -> None:
         self.alone, self.together = alone, together
         self.pick = _picker(together)
         self.mine = self.pick(ps)
-        self._ps, self._kinds = ps, [type(p.grad) for p in ps]
+        self._ps, self._kinds = ps, list(map(type, grads))
         self._groups = list(optimizer.param_groups)
         self._sizes = [len(group["params"]) for group in self._groups]
         # Another dict where one parameter is planned otherwise.
@@ -247,32 +264,11 @@ def _kind(factor: GradientFactor | None) -> Literal["", "given", "norm"]:
     return "" if factor is None else "norm" if factor.squares else "given"
 
 
-class _Judge:
-    """A step's factor, as kernels for lists ask for it.
-
-    Args:
-        factor: the factor.
-        apart: gives, by place, the gradients that no kernel for lists takes.
-        places: of the parameters that these kernels are given.
-        count: of all parameters.
-    """
-
-    def __init__(
-        self, factor: GradientFactor, apart: Callable[[], Mapping[int, Tensor]], places: Sequence[int], count: int
-    ) -> None:
-        self._factor, self._apart, self._places, self._count = factor, apart, places, count
-        self.inverse_on, self.on = factor.inverse_on, factor.on
-
-    def __call__(self, found: list[Found]) -> None:
-        self._factor.look(self._apart())
-        self._factor.judge(found, self._places, self._count)
-
-
 def _refuse(optimizer: NarrowOptimizer, turns: Collection[Turn], factor: GradientFactor | None) -> None:
     for turn in turns:
         optimizer._refuse_gradient(*turn)
-    if factor is not None and factor.held_by_others:
-        return
+    if factor is not None and (factor.held_by_others or factor.shards is not None):
+        return  # what ranks share is refused once they have agreed
     raising = [(p, grad) for group, p, grad in turns if group["nonfinite"] == "raise"]
     refuse_nonfinite(
         [grad for _, grad in raising],
@@ -284,6 +280,7 @@ def _refuse(optimizer: NarrowOptimizer, turns: Collection[Turn], factor: Gradien
 def _entry(optimizer: NarrowOptimizer, turn: Turn) -> Entry:
     group, p, grad = turn
     plan, state = optimizer._plans[p], optimizer.state[p]
+    here = local(p)
     if not state:
-        state.update(plan.init(p, group))
-    return Entry(plan, p, grad, state, group)
+        state.update(plan.init(here, group))
+    return Entry(plan, here, grad, state, group)

@@ -22,6 +22,7 @@ from narrowgauge.optim._checkpoint_words import Notes, WordReader
 from narrowgauge.optim._clip_gradients import HISTORY
 from narrowgauge.optim._options import check_limits, option_values
 from narrowgauge.optim._plan import ParameterPlan
+from narrowgauge.optim._shards import local
 
 if TYPE_CHECKING:
     from narrowgauge.optim._optimizer import NarrowOptimizer
@@ -57,7 +58,7 @@ def follow(optimizer: NarrowOptimizer, requests: list[Request]) -> None:
         for p in group["params"]:
             if p in old and optimizer.state.get(p):
                 name, state = type(optimizer).__name__, optimizer.state[p]
-                optimizer.state[p] = _converted(name, p, state, old[p], new[p], group, notes)
+                optimizer.state[p] = _converted(name, local(p), state, old[p], new[p], group, notes)
             # One by one, so that words and plans agree even if the memory for the next does not suffice.
             old[p] = new[p]
     optimizer._plans, optimizer._requests = new, requests

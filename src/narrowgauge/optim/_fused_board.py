@@ -20,8 +20,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from narrowgauge.kernels._step._launch import COLUMNS, Cut, Step, Tables
+from narrowgauge.kernels._step._launch import COLUMNS, Step
 from narrowgauge.kernels._step._layout import AT
+from narrowgauge.kernels._step._tables import Cut, Tables
 from narrowgauge.optim._fused_numbers import Options
 from narrowgauge.optim._unchanged import identical
 
@@ -186,11 +187,27 @@ class Board:
             for launch, tables in zip(self.launches, self.tables, strict=True)
         ]
 
-    def launch(self, verdict: Tensor | None = None) -> list[Tensor | None]:
+    def add_up(self, verdict: Tensor) -> list[tuple[npt.NDArray[np.int64], Tensor]]:
+        """The sums that rules ask for, before the step: of each launch that has some, members and a table.
+
+        Args:
+            verdict: float32 (2,); see `launch`.
+
+        Returns:
+            Tables float64 (tensors, terms), which a step that is `summed` reads again.
+        """
+        return [
+            (launch.members, launch.step.add_up(tables, verdict))
+            for launch, tables in zip(self.launches, self.tables, strict=True)
+            if launch.step.terms
+        ]
+
+    def launch(self, verdict: Tensor | None = None, summed: bool = False) -> list[Tensor | None]:
         """Take the step.
 
         Args:
             verdict: float32 (2,), where gradients have a factor: that, and whether no tensor takes the step.
+            summed: whether the sums that `add_up` gave stand, with what other ranks have.
 
         Returns:
             What the gauges of each launch say: float64 (tensors, 8), in the order of `UpdateStats`. A graph leaves
@@ -205,6 +222,6 @@ class Board:
                     stats = tables.buffer("stats", torch.float64, shape[0] * shape[1]).view(shape)
                 else:
                     stats = torch.empty(shape, dtype=torch.float64, device=self.device)
-            launch.step(tables, stats, verdict)
+            launch.step(tables, stats, verdict, summed)
             found.append(stats)
         return found

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from narrowgauge.optim._equation import FACTOR
-from narrowgauge.optim._fused_cpu import Kernel, kernel_for, words_for
+from narrowgauge.optim._fused_cpu import kernel_for, words_for
+from narrowgauge.optim._fused_cpu_kernel import Kernel, Place
 from narrowgauge.optim._plan import ParameterPlan
+from narrowgauge.optim._shards import origin_of, whole_of
 from narrowgauge.optim._unchanged import Settled
 from narrowgauge.optim._update import numbers
 from narrowgauge.rules import Rule
@@ -33,16 +35,20 @@ class Call:
     kernel: Kernel
     words: list[Tensor]
     given: Mapping[str, Any]
-    place: tuple[int, int, int]
+    place: Place
     maximize: bool
 
     def finite(self, grad: Tensor) -> bool:
         """Whether all of a gradient is."""
         return self.kernel.finite(grad)
 
-    def take(self) -> None:
-        """Take it: parameter and state are written over."""
-        self.kernel.take(self.words, self.given, self.place, self.maximize)
+    def sums(self) -> dict[str, float]:
+        """The sums of the rule's terms over what lies here, by name."""
+        return self.kernel.sums(self.words, self.given, self.place, self.maximize)
+
+    def take(self, summed: Mapping[str, float] | None = None) -> None:
+        """Take it: parameter and state are written over; with sums over all of it where ranks share it."""
+        self.kernel.take(self.words, self.given, self.place, self.maximize, summed)
 
 
 class Calls:
@@ -77,7 +83,7 @@ class Calls:
         if not isinstance(kernel, Kernel):
             return None
         words = words_for(kernel, plan, p, grad, state)
-        place = group["seed"], plan.index, count
+        place = Place(group["seed"], plan.index, count, origin_of(plan.shard), whole_of(p, plan.shard))
         return Call(kernel, words, given, place, group["maximize"]) if words is not None else None
 
 

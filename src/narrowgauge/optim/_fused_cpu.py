@@ -7,16 +7,12 @@ parameter cannot be stepped so is said by `kernel_of`, and then the eager step t
 
 from __future__ import annotations
 
-import ctypes
 import functools
-from collections.abc import Hashable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Hashable, Mapping
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from narrowgauge.kernels._c_codecs import (
     BFLOAT16,
@@ -30,10 +26,10 @@ from narrowgauge.kernels._c_codecs import (
     Word,
     table_codec,
 )
-from narrowgauge.kernels._c_library import Unavailable, load
-from narrowgauge.kernels._c_source import Moment, Step, step_source
-from narrowgauge.kernels._graph import Node, evaluate, uniforms
+from narrowgauge.kernels._c_library import Unavailable
+from narrowgauge.kernels._c_source import Moment, Step
 from narrowgauge.optim._equation import equation
+from narrowgauge.optim._fused_cpu_kernel import Kernel
 from narrowgauge.optim._plan import ParameterPlan, SlotPlan
 from narrowgauge.optim._update import numbers
 from narrowgauge.rules import Rule
@@ -44,7 +40,6 @@ from narrowgauge.storage._states._logarithms import LogState, RelativeState, Sig
 
 _WEIGHTS = ("plain", "kahan", "expansion", "split", "split8", "master", "stochastic")
 _CPU = torch.device("cpu")
-_KEY, _MASK = ctypes.c_uint32 * 4, 0xFFFFFFFF
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Exactly these: a class derived from one may keep its words otherwise.
 _STATES = (
@@ -53,8 +48,6 @@ _STATES = (
 )  # fmt: skip
 # Elements a block where no storage asks for blocks; and the most that a stack takes.
 _BLOCK, _LARGEST_BLOCK = 1024, 8192
-# Below, a thread costs more to wake than it saves.
-_ELEMENTS_FOR_THREADS = 1 << 16
 _C_TYPES = {
     torch.float32: "float",
     torch.bfloat16: "u16",
@@ -62,94 +55,6 @@ _C_TYPES = {
     torch.int16: "int16_t",
     torch.int8: "int8_t",
 }
-
-
-class Kernel:
-    """A compiled step.
-
-    Attributes:
-        step: what it was made for.
-    """
-
-    def __init__(self, step: Step) -> None:
-        self.step = step
-        library = load(step_source(step))
-        self._roots = uniforms(step.roots)
-        self._term_roots = uniforms(step.terms.values())
-        tables = [m.codec.table for m in step.kept if m.codec.table is not None]
-        self._arrays = [array for table in tables for array in (table.values, table.cells)]
-        self._tables = (ctypes.c_void_p * (len(self._arrays) or 1))(*(a.ctypes.data for a in self._arrays))
-        pointer, long = ctypes.c_void_p, ctypes.c_long
-        arguments: list[Any] = [long, long, long, *[pointer] * 4, ctypes.c_float, ctypes.c_int]
-        self._step, self._finite = library.take_step, library.all_finite
-        self._step.argtypes, self._step.restype = arguments, None
-        self._finite.argtypes, self._finite.restype = [long, pointer, ctypes.c_int], ctypes.c_int
-        if step.terms:
-            self._sum = library.sum_terms
-            self._sum.argtypes, self._sum.restype = [*arguments, pointer], None
-        self._addresses: Any = ctypes.c_void_p * len(step.words)
-        self._given: Mapping[str, Any] | None = None
-        self._scalars: dict[str, float] = {}
-        self._values: Any = None
-        self._threaded = bool(ctypes.c_int.in_dll(library, "threaded"))
-
-    def finite(self, grad: Tensor) -> bool:
-        """Whether all of a gradient is."""
-        return bool(self._finite(grad.numel(), grad.data_ptr(), _threads(grad.numel())))
-
-    def take(
-        self, words: Sequence[Tensor], given: Mapping[str, Any], place: tuple[int, int, int], maximize: bool
-    ) -> None:
-        """Take a step: parameter and state are written over.
-
-        Args:
-            words: as `Step.words`, all contiguous; the gradient's sign is not changed yet.
-            given: the rule's scalars. They are worked on once as long as the same object comes.
-            place: seed, stream and step of its random numbers.
-            maximize: whether to go along the gradient.
-        """
-        if given is not self._given:
-            self._scalars = {name: float(value) for name, value in given.items()}
-            self._values = self._uniforms(self._roots, self._scalars) if not self.step.terms else None
-            self._given = given
-        seed, stream, count = place
-        common = (
-            self._addresses(*[word.data_ptr() for word in words]),
-            self._tables,
-            _KEY(seed & _MASK, stream & _MASK, count & _MASK, count >> 32 & _MASK),
-            -1.0 if maximize else 1.0,
-        )
-        n, values = words[0].numel(), self._values
-        if values is None:
-            sums = np.zeros((-(-n // self.step.block), len(self.step.terms)))
-            self._over(self._sum, n, common, self._uniforms(self._term_roots, self._scalars), sums.ctypes.data)
-            summed = dict(zip(self.step.terms, map(float, sums.sum(axis=0)), strict=True))
-            values = self._uniforms(self._roots, {**self._scalars, **summed, "elements": float(n)})
-        self._over(self._step, n, common, values)
-        # What autograd has saved of them is not what it was: it looks at the version.
-        increment_version([word for word in (words[0], *words[2:]) if not word.is_inference()])
-
-    @staticmethod
-    def _uniforms(roots: tuple[Node, ...], scalars: Mapping[str, float]) -> Any:
-        values = evaluate(roots, scalars)
-        return (ctypes.c_double * (len(values) or 1))(*values)
-
-    def _over(self, function: Any, n: int, common: tuple[Any, ...], uniform: Any, *more: Any) -> None:
-        """Call a function of the library on all blocks of n elements."""
-        words, tables, key, sign = common
-        blocks, threads = -(-n // self.step.block), _threads(n)
-        inner = threads if self._threaded else 1
-        if inner == threads:
-            function(0, blocks, n, words, tables, uniform, key, sign, inner, *more)
-            return
-
-        def part(first: int, last: int) -> None:
-            function(first, last, n, words, tables, uniform, key, sign, inner, *more)
-
-        # A compiler without OpenMP: Python's threads, which leave the interpreter while they are in C.
-        ends = [blocks * k // threads for k in range(threads + 1)]
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(part, ends, ends[1:]))
 
 
 def kernel_of(plan: ParameterPlan, p: Tensor, group: Mapping[str, Any]) -> Kernel | str:
@@ -276,7 +181,3 @@ def codec_of(storage: StateStorage, signed: bool) -> Codec:
     if isinstance(storage, ExpansionState):
         return EXPANSION
     return {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}[storage.dtype]
-
-
-def _threads(elements: int) -> int:
-    return torch.get_num_threads() if elements >= _ELEMENTS_FOR_THREADS else 1

@@ -7,9 +7,11 @@ numbers of their own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -21,6 +23,9 @@ from narrowgauge.optim._fused_numbers import Group, Options
 from narrowgauge.optim._plan import ParameterPlan
 from narrowgauge.optim._unchanged import Seen, identical
 
+# Gives for a verdict (of a device) the places, in the list, and sums of those whose rules ask for some.
+AddUp = Callable[[Callable[[torch.device], Tensor]], list[tuple[npt.NDArray[np.int64], Tensor]]]
+
 
 class Judge(Protocol):
     """What decides, between two halves of a step, what gradients are multiplied by."""
@@ -28,8 +33,8 @@ class Judge(Protocol):
     def inverse_on(self, device: torch.device) -> Tensor:
         """What gradients are multiplied by in any case: float32, 0-d."""
 
-    def __call__(self, found: list[Found]) -> None:
-        """Decide, all gradients having been looked at."""
+    def __call__(self, found: list[Found], add_up: AddUp) -> bool:
+        """Decide, all gradients having been looked at; whether sums were asked for, and made whole."""
 
     def on(self, device: torch.device) -> Tensor:
         """float32 (2,): the factor, and whether the step is held; once it is decided."""
@@ -118,10 +123,16 @@ class FusedSteps:
             assert self._seen.gradients is not None
             board.write(self._seen.gradients, options)
         found: list[Tensor | None] = []
+        summed = False
         if judge is not None:
-            judge([seen for board in boards for seen in board.look(judge.inverse_on(board.device))])
+
+            def add_up(verdict: Callable[[torch.device], Tensor]) -> list[tuple[npt.NDArray[np.int64], Tensor]]:
+                return [sums for board in boards for sums in board.add_up(verdict(board.device))]
+
+            seen = [seen for board in boards for seen in board.look(judge.inverse_on(board.device))]
+            summed = judge(seen, add_up)
         for board in boards:
-            found += board.launch(judge.on(board.device) if judge is not None else None)
+            found += board.launch(judge.on(board.device) if judge is not None else None, summed)
         self.stats = [(names, rows) for names, rows in zip(self._names, found, strict=True) if rows is not None]
         # Autograd cannot see what kernels write.
         increment_version(self._moving)

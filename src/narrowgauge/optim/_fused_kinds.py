@@ -12,13 +12,15 @@ import numpy.typing as npt
 import torch
 
 from narrowgauge.kernels._step import _sampling
-from narrowgauge.kernels._step._launch import Cut, Step, cut_for_sums
+from narrowgauge.kernels._step._launch import Step
 from narrowgauge.kernels._step._layout import AT, WIDTH, Layout, Moment
+from narrowgauge.kernels._step._tables import Cut, cut_for_sums
 from narrowgauge.optim._equation import FACTOR, equation, scalar_graph
 from narrowgauge.optim._fused_board import Launch
 from narrowgauge.optim._fused_codebooks import FIRST_CELL, codebook_cells, mirror
 from narrowgauge.optim._fused_entry import KINDS, Entry, storage_name, words_of
 from narrowgauge.optim._fused_numbers import Options, sent
+from narrowgauge.optim._shards import origin_of, whole_of
 from narrowgauge.rules import Rule
 from narrowgauge.storage._states._blocks import BlockwiseState
 
@@ -130,6 +132,7 @@ def kind_of(entry: Entry, options: Options, gauges: GaugesMode = False, factor: 
         tuple((FIRST_CELL, mirror(*book)) for book in books),
         bool(gauges),
         "sample" if gauges == "sampled" else "",
+        plan.shard is not None,
     )
     skip = group["nonfinite"] == "skip"
     return Kind(plan.rule, layout, tuple(books), options.names, options.others, skip, entry.p.device, factor)
@@ -160,6 +163,8 @@ def _row(layout: Layout, entry: Entry, group: int) -> list[int]:
         "count": state["step"].data_ptr(),
         "skipped": state["skipped"].data_ptr(),
         "hyper": group,
+        "elements": whole_of(entry.p, plan.shard),
+        "origin": origin_of(plan.shard),
     }
     for name, value in given.items():
         row[AT[name]] = value

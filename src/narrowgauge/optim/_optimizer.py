@@ -35,6 +35,7 @@ from narrowgauge.optim._options import (
     with_defaults,
 )
 from narrowgauge.optim._plan import ParameterPlan, kind_of, plan_parameter
+from narrowgauge.optim._shares import Shares
 from narrowgauge.optim._stats import Gauges, StepStats
 from narrowgauge.optim._step_one import step_parameter
 from narrowgauge.optim._takes_factor import TakesFactor
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 _MARKS = "marks"
 
 
-class NarrowOptimizer(TakesFactor, Watched):
+class NarrowOptimizer(TakesFactor, Watched, Shares):
     """Base of the named optimizers; not made by users.
 
     Attributes:
@@ -217,9 +218,15 @@ class NarrowOptimizer(TakesFactor, Watched):
         refuse_gradient(type(self).__name__, self._plan(p).name, group, grad)
 
     def _step_parameter(
-        self, group: dict[str, Any], p: Tensor, grad: Tensor, factor: GradientFactor | None = None, place: int = 0
+        self,
+        group: dict[str, Any],
+        p: Tensor,
+        grad: Tensor,
+        factor: GradientFactor | None = None,
+        place: int = 0,
+        summed: Mapping[str, Tensor] | None = None,
     ) -> None:
-        step_parameter(self, group, p, grad, factor, place)
+        step_parameter(self, group, p, grad, factor, place, summed)
 
     def _kernel(
         self,
@@ -273,9 +280,13 @@ class NarrowOptimizer(TakesFactor, Watched):
         return state_dict
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, as torch's optimizers give it; steps that were skipped are warned of once, as by `skipped`."""
+        """The state, as torch's optimizers give it; steps that were skipped are warned of once, as by `skipped`.
+
+        States of sharded parameters are DTensors, each rank's part in its place; see docs/distributed.md.
+        """
         _ = self.skipped
-        return super().state_dict()
+        with self._shown_shared():
+            return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state that `state_dict` gave, or that torch's or bitsandbytes' optimizer of this kind saved.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.optim._clip_gradients import HISTORY, new_history
+from narrowgauge.optim._shards import Shard, shard_of
 from narrowgauge.rules import Rule, Slot
 from narrowgauge.storage import (
     StateContext,
@@ -90,6 +91,7 @@ class ParameterPlan:
         strict: whether every operation is rounded to the storages' formats.
         why: what was decided otherwise than asked for, and why; empty if nothing was.
         kind: what was found on the parameter; see `kind_of`.
+        shard: what lies here of the parameter; None if all of it.
         kernels: what has been made to step it, by what it was made for; a changed plan starts with none.
     """
 
@@ -102,6 +104,7 @@ class ParameterPlan:
     strict: bool
     why: str
     kind: Kind
+    shard: Shard | None = None
     kernels: dict[Any, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     @property
@@ -115,7 +118,7 @@ class ParameterPlan:
         return f"weight.{self.weight.key}" if self.weight.key is not None else None
 
     def init(self, p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The state of a parameter that has not been stepped yet.
+        """The state of a parameter that has not been stepped yet; of a shared one, of what lies here.
 
         Raises:
             RuntimeError: inside a CUDA graph, whose every replay would make the state anew.
@@ -149,9 +152,10 @@ class ParameterPlan:
         return self.weight.exact(p, low), p.to(torch.float64, copy=True)
 
     def nbytes(self, p: Tensor) -> int:
-        """Bytes the optimizer keeps for this parameter: moments and low word."""
-        moments = sum(s.storage.nbytes(p.numel(), s.block_size) for s in self.slots)
-        return p.numel() * self.weight.bytes_added(p.dtype) + moments
+        """Bytes the optimizer keeps here for this parameter: moments and low word."""
+        numel = self.shard.here if self.shard is not None else p.numel()
+        moments = sum(s.storage.nbytes(numel, s.block_size) for s in self.slots)
+        return numel * self.weight.bytes_added(p.dtype) + moments
 
 
 def kind_of(p: Tensor) -> Kind:
@@ -195,7 +199,8 @@ def plan_parameter(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, i
         why += reasons if slot in awake else []
     plans = {slot: replace(s, beside=_unit(s, plans.values())) for slot, s in plans.items()}
     slots = tuple(plans.pop(slot) for slot in awake)
-    return ParameterPlan(name, index, rule, weight, slots, tuple(plans.values()), strict, "; ".join(why), kind)
+    said = "; ".join(why)
+    return ParameterPlan(name, index, rule, weight, slots, tuple(plans.values()), strict, said, kind, shard_of(p))
 
 
 def _unit(plan: SlotPlan, slots: Iterable[SlotPlan]) -> SlotPlan | None:

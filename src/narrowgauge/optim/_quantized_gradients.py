@@ -26,6 +26,7 @@ from torch import Tensor
 from narrowgauge.formats import Coder, codebook, random_bits
 from narrowgauge.formats._rounding import Rounding
 from narrowgauge.optim._options import is_whole
+from narrowgauge.optim._shards import any_shared
 from narrowgauge.storage._blockwise import decode_blocks, encode_blocks
 
 
@@ -62,6 +63,11 @@ class QuantizedGradients(torch.optim.Optimizer):
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ValueError(f"optimizer: got {type(optimizer).__name__}, takes a torch.optim.Optimizer")
+        if any_shared(p for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                "optimizer: got one of DTensors, takes plain parameters: each rank would judge gradients, and "
+                "remember errors, by itself"
+            )
         if getattr(optimizer, "in_backward", None) is not None:
             raise ValueError("optimizer: got one by step_in_backward, takes one that moves weights in step()")
         if rounding not in ("nearest", "stochastic"):

@@ -29,8 +29,8 @@ def ratio_sums(
 ) -> Tensor | None:
     """The sum of g^2 / max(v_hat, eps^2) over a parameter, and of how many elements: float64 (2,).
 
-    The mean is that of a sample, others at every turn; short parameters are taken whole, and distributed ones, of
-    which the result is that of this rank's shard.
+    The mean is that of a sample, others at every turn; short parameters are taken whole. Of a shared one it is that
+    of what lies here.
 
     Args: as of `squared_ratios`; `turn` numbers the samples.
 
@@ -42,9 +42,6 @@ def ratio_sums(
     ratio = squared_ratios(plan, p, grad, state, group, step)
     if ratio is None:
         return None
-    if hasattr(ratio, "to_local"):
-        ratio = ratio.to_local()
-        elements = ratio.numel()
     total = ratio.sum(dtype=torch.float64) * (elements / max(1, ratio.numel()))
     return torch.stack([total, torch.full_like(total, elements)])
 

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from narrowgauge.optim._optimizer import NarrowOptimizer
 from narrowgauge.optim._options import LIMIT
+from narrowgauge.optim._shards import local_gradient, shard_of
 
 Stepper = TypeVar("Stepper", bound=NarrowOptimizer)
 
@@ -114,6 +115,12 @@ class InBackward:
         """
         self.check_options(group)
         for p in group["params"]:
+            if shard_of(p) is not None and self._optimizer._shard_sums() is not None:
+                raise ValueError(
+                    f"model: {self._optimizer._plan(p).name} is sharded; step_in_backward takes sharded parameters "
+                    "with nonfinite='propagate', and without percentile_clipping and sums over a parameter (LAMB, "
+                    "LARS, clip_updates): ranks would have to agree on each by itself"
+                )
             hooks = (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()
             if any(isinstance(getattr(hook, "__self__", None), InBackward) for hook in hooks):
                 name = self._optimizer._plan(p).name
@@ -158,8 +165,9 @@ class InBackward:
         if p.grad is None:
             raise RuntimeError(f"{name} has no gradient when its turn comes: another hook has taken it")
         group = optimizer.param_groups[self._numbers[p]]
-        optimizer._refuse_gradient(group, p, p.grad)
-        optimizer._dispatch.step_one(optimizer, (group, p, p.grad))
+        grad = local_gradient(p, p.grad)
+        optimizer._refuse_gradient(group, p, grad)
+        optimizer._dispatch.step_one(optimizer, (group, p, grad))
         p.grad = None
         self._stepped.add(p)
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from narrowgauge.optim._gradient_factor import Unscaling
+from narrowgauge.optim._unscaling import Unscaling
 
 
 class TakesFactor(torch.optim.Optimizer):

@@ -16,6 +16,7 @@ from torch import Tensor
 from narrowgauge.formats import random_bits, random_halves
 from narrowgauge.optim._arithmetic import Fp32Arithmetic, StrictArithmetic, narrow_scalars, widest
 from narrowgauge.optim._plan import ParameterPlan
+from narrowgauge.optim._shards import whole_of
 from narrowgauge.rules import Scalar, squared_ratio
 
 _FP32 = Fp32Arithmetic()
@@ -30,24 +31,30 @@ class Noise:
         seed: the optimizer's.
         stream: the parameter's place.
         step: the number of this step; a 0-d tensor on the device, or a number.
-        p: the parameter, for its shape and device.
+        p: the parameter, for its shape and device; of a shared one what lies here.
+        origin: where its random numbers begin, a multiple of eight.
     """
 
     seed: int
     stream: int
     step: int | Tensor
     p: Tensor
+    origin: int = 0
 
     def words(self) -> Tensor:
         """A random 32-bit word an element, for the weight."""
-        bits = random_bits(self.p.numel(), seed=self.seed, stream=self.stream, step=self.step, device=self.p.device)
+        bits = random_bits(
+            self.p.numel(), seed=self.seed, stream=self.stream, step=self.step, offset=self.origin,
+            device=self.p.device,
+        )  # fmt: skip
         return bits.view(self.p.shape)
 
     def halves(self, slot: int) -> Tensor:
         """16 random bits an element, for the state of a slot, counted from 1."""
         halves = random_halves(
-            self.p.numel(), seed=self.seed, stream=self.stream, step=self.step, purpose=slot, device=self.p.device
-        )
+            self.p.numel(), seed=self.seed, stream=self.stream, step=self.step, purpose=slot, offset=self.origin,
+            device=self.p.device,
+        )  # fmt: skip
         return halves.view(self.p.shape)
 
 
@@ -59,6 +66,7 @@ def update(
     group: Mapping[str, Any],
     step: Scalar,
     noise: Noise,
+    summed: Mapping[str, Scalar] | None = None,
 ) -> Updated:
     """Compute a step without taking it.
 
@@ -69,13 +77,14 @@ def update(
         group: its hyperparameters.
         step: the number of this step, from 1; a 0-d tensor on the device, or a number.
         noise: makes random numbers in p's shape.
+        summed: the sums of the rule's terms over the whole parameter (see `term_sums`), where this is not all.
 
     Returns:
         (p, state, delta): the new parameter, its new state entries, and the intended update.
     """
     low = state[plan.weight_key] if plan.weight_key is not None else None
     read = _read(plan, p, grad, state, group, step)
-    scalars = _with_sums(plan, read)
+    scalars = _with_sums(plan, read, summed)
     delta, moments = plan.rule.update(read.arithmetic, read.weight, read.grad, read.moments, scalars)
     if plan.strict:
         delta = delta.to(read.kept)
@@ -157,12 +166,15 @@ def _read(
     scalars: Mapping[str, Scalar] = plan.rule.scalars(numbers(group, p.device), step)
     if not plan.strict:
         decoded = {s.slot.name: s.decode(state, p.shape) for s in plan.slots}
-        return _Read(_FP32, plan.weight.read(p, low), torch.float32, grad.to(torch.float32), decoded, scalars)
+        arithmetic = _FP32 if plan.shard is None else Fp32Arithmetic(plan.shard)
+        return _Read(arithmetic, plan.weight.read(p, low), torch.float32, grad.to(torch.float32), decoded, scalars)
     moments: dict[str, Any] = {s.slot.name: (s.storage, s.words(state)) for s in plan.slots}
     weight = plan.weight.operand(p, low)
     dtype = widest([weight, *(word for _, words in moments.values() for word in words.values())])
     scalars = narrow_scalars(scalars, plan.rule.averaging, dtype, p.device)
-    return _Read(StrictArithmetic(dtype), weight.to(dtype), weight.dtype, grad.to(dtype), moments, scalars)
+    return _Read(
+        StrictArithmetic(dtype, plan.shard), weight.to(dtype), weight.dtype, grad.to(dtype), moments, scalars
+    )
 
 
 def squared_ratios(
@@ -181,13 +193,36 @@ def squared_ratios(
     return squared_ratio(plan.rule, read.arithmetic, read.weight, read.grad, read.moments, read.scalars)
 
 
-def _with_sums(plan: ParameterPlan, read: _Read) -> Mapping[str, Scalar]:
-    """The scalars, and the sums over the parameter that the rule asks for."""
+def term_sums(
+    plan: ParameterPlan,
+    p: Tensor,
+    grad: Tensor,
+    state: Mapping[str, Tensor],
+    group: Mapping[str, Any],
+    step: Scalar,
+) -> dict[str, Tensor]:
+    """The sums of the rule's terms, by name: 0-d, float64; of what lies here. Args: as of `update`, before it."""
+    return _term_sums(plan, _read(plan, p, grad, state, group, step))
+
+
+def _term_sums(plan: ParameterPlan, read: _Read) -> dict[str, Tensor]:
     terms = plan.rule.terms(read.arithmetic, read.weight, read.grad, read.moments, read.scalars)
-    if not terms:
+    return {name: term.to(torch.float64).sum() for name, term in terms.items()}
+
+
+def _with_sums(
+    plan: ParameterPlan, read: _Read, summed: Mapping[str, Scalar] | None = None
+) -> Mapping[str, Scalar]:
+    """The scalars, and the sums over the parameter that the rule asks for."""
+    sums = _term_sums(plan, read) if summed is None else summed
+    if not sums:
         return read.scalars
-    sums = {name: read.arithmetic.total(term) for name, term in terms.items()}
-    return {**read.scalars, **sums, "elements": float(read.weight.numel())}
+    elements = float(whole_of(read.weight, plan.shard))
+    return {
+        **read.scalars,
+        **{name: read.arithmetic.total(one) for name, one in sums.items()},
+        "elements": elements,
+    }
 
 
 def _encode(plan: ParameterPlan, moments: Mapping[str, Tensor], noise: Noise) -> dict[str, Tensor]:

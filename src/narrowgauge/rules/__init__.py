@@ -7,7 +7,7 @@ from narrowgauge.rules._lamb import LAMB
 from narrowgauge.rules._lars import LARS
 from narrowgauge.rules._lion import LION
 from narrowgauge.rules._muon import Muon
-from narrowgauge.rules._rule import Arithmetic, Rule, Scalar, Slot
+from narrowgauge.rules._rule import Arithmetic, Rule, Scalar, Slot, has_terms
 from narrowgauge.rules._sgd import SGD_RULE as SGD
 
 __all__ = [
@@ -26,5 +26,6 @@ __all__ = [
     "Scalar",
     "Slot",
     "clipped",
+    "has_terms",
     "squared_ratio",
 ]

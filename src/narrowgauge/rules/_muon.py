@@ -66,8 +66,13 @@ class Muon(Rule):
         s: Mapping[str, Scalar],
     ) -> tuple[Tensor, dict[str, Any]]:
         m = arithmetic.accumulate(moments["m"], grad, s["momentum"], s["share"])
-        direction = self.orthogonalize(ahead(arithmetic.value(m), grad, s)).to(weight.dtype)
-        delta = -s["lr"] * (self._ratio(weight.shape) * direction + s["weight_decay"] * weight)
+
+        def direction(x: Tensor) -> Tensor:
+            return self._ratio(x.shape) * self.orthogonalize(x).to(weight.dtype)
+
+        # In the format that it is computed in: ranks that share the matrix send no more than that.
+        step = arithmetic.of_whole(ahead(arithmetic.value(m), grad, s).to(torch.bfloat16), direction)
+        delta = -s["lr"] * (step + s["weight_decay"] * weight)
         return delta, {"m": m}
 
     def orthogonalize(self, x: Tensor) -> Tensor:

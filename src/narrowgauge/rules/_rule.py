@@ -15,7 +15,7 @@ scalars: so a kernel, or ranks that hold shards of one parameter, can add them u
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -58,6 +58,9 @@ class Arithmetic(Protocol):
 
     def square(self, x: Tensor) -> Tensor:
         """x^2 as a term of a sum, in more than float32 unless the algorithm is followed to the letter."""
+
+    def of_whole(self, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """A function of the whole parameter's x, for what is not elementwise: ranks may hold parts of it."""
 
     def value(self, average: Any) -> Tensor:
         """The number that the equation reads."""
@@ -150,3 +153,8 @@ class Rule(Protocol):
             s: those that `update` was given.
         """
         return {}
+
+
+def has_terms(rule: Rule) -> bool:
+    """Whether a rule asks for sums over a parameter."""
+    return type(rule).terms is not Rule.terms

@@ -3,24 +3,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from narrowgauge.kernels._beside import Beside
 from narrowgauge.kernels._graph import Node, uniforms
-from narrowgauge.kernels._launches import Fixed, Launches
+from narrowgauge.kernels._launches import Launches
 from narrowgauge.kernels._step import _gauges, _sampling, _source, _squares
 from narrowgauge.kernels._step._compile import compile_together, compiled
 from narrowgauge.kernels._step._layout import AT, WIDTH, Layout
-from narrowgauge.kernels._step._numbers import numbers_source
+from narrowgauge.kernels._step._numbers import numbers_source, totals_source
+from narrowgauge.kernels._step._tables import Tables
 from narrowgauge.kernels._triton import instructions
 
 COLUMNS: int = _gauges.COLUMNS.value
@@ -30,73 +29,6 @@ UNFUSED = {"enable_fp_fusion": False}
 
 _ADD_SQUARES = Launches(_squares.add_squares)
 _ADD_SLICES, _ADD_TENSORS = Launches(_gauges.add_slices), Launches(_gauges.add_tensors)
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Where programs of the step are added up for gauges.
-
-    Attributes:
-        slices, ends: int32, on the device: where slices of the programs begin, and where tensors begin among the
-            slices, with ends behind.
-        short: programs of short tensors.
-        turns: int32 (2,), on the device: these and all programs, if some do not measure; see `_sampling`.
-    """
-
-    slices: Tensor
-    ends: Tensor
-    short: int
-    turns: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Tables:
-    """What a launch reads and writes beside the tensors themselves.
-
-    Attributes:
-        rows: int64 (tensors, WIDTH); see `_layout`.
-        programs: int32 (programs,): the tensor that each program of the step works on.
-        passes: int32, the same of programs that only read.
-        hyper: float64 (groups, hyperparameters).
-        codebooks: for each codebook its values, float32, and the cells that encode to it, int32.
-        cut: where programs of the step are added up for gauges, if there are any.
-        scratch: made on first use and kept.
-        launched: by name, the launches on all of that.
-        sides: the stream beside the current one, once it was asked for.
-    """
-
-    rows: Tensor
-    programs: Tensor
-    passes: Tensor
-    hyper: Tensor
-    codebooks: Sequence[tuple[Tensor, Tensor]] = ()
-    cut: Cut | None = None
-    scratch: dict[str, Tensor] = field(default_factory=dict)
-    launched: dict[str, Fixed] = field(default_factory=dict)
-    sides: list[Beside] = field(default_factory=list)
-
-    def beside(self) -> Beside | None:
-        """A stream for some of the launches; None where there are no streams."""
-        if self.rows.device.type != "cuda":
-            return None
-        if not self.sides:
-            self.sides.append(Beside(self.rows.device))
-        return self.sides[0]
-
-    def buffer(self, name: str, dtype: torch.dtype, size: int) -> Tensor:
-        if name not in self.scratch or self.scratch[name].numel() < size:
-            self.scratch[name] = torch.zeros(max(1, size), dtype=dtype, device=self.rows.device)
-        return self.scratch[name]
-
-    def launch(
-        self, name: str, launches: Launches, programs: int, given: tuple[Any, ...], constants: Mapping[str, Any],
-        options: Mapping[str, Any],
-    ) -> None:  # fmt: skip
-        """Launch a kernel; faster where the last one of this name was the same."""
-        known = self.launched.get(name)
-        if known is None or not known.is_of(launches, (programs,), given):
-            known = self.launched[name] = Fixed(launches, (programs,), given, constants, options)
-        known()
 
 
 class Step:
@@ -146,7 +78,8 @@ class Step:
         self.others = replace(layout, gauges=False, turns="rest") if layout.turns else layout
         if layout.turns:
             self.rest: Any = compiled(_source.step_source(self.others, delta, moments, reach, met), "step")
-        self.numbers: Any = compiled(numbers_source(scalars, hyper, self.terms, met, factor), "numbers")
+        self._numbers = scalars, hyper, self.terms, met, factor
+        self.numbers: Any = compiled(numbers_source(*self._numbers), "numbers")
         if terms:
             met = _met(terms.values())
             self.met_before = len(met)
@@ -184,23 +117,63 @@ class Step:
             _ADD_SQUARES((count,), (tables.rows, flags, partials, squares), constants, {"num_warps": 4})
         return flags[:count], squares[:count]
 
-    def __call__(self, tables: Tables, stats: Tensor | None = None, verdict: Tensor | None = None) -> None:
+    def add_up(self, tables: Tables, verdict: Tensor) -> Tensor:
+        """Add up the terms of the step that comes, before it.
+
+        Args:
+            tables: the tensors.
+            verdict: as of a step.
+
+        Returns:
+            float64 (tensors, terms), in the order of `terms`: of what lies here. A step that is `summed` reads what
+            stands there then.
+        """
+        count, passes, terms = tables.rows.shape[0], tables.passes.numel(), len(self.terms)
+        flags, steps = (tables.buffer(name, torch.int32, count) for name in ("flags", "steps"))
+        before = tables.buffer("uniforms before", torch.float32, count * max(self.met_before, 1))
+        partials = tables.buffer("partials", torch.float64, terms * passes)
+        totals = tables.buffer("totals", torch.float64, terms * count)
+        books = [tensor for pair in tables.codebooks for tensor in pair]
+        shape = {"num_warps": 1, **UNFUSED}
+        with torch.cuda.device_of(tables.rows):
+            known = tables.rows, tables.hyper, before, steps, flags, partials, verdict
+            peek = {"ADVANCE": False, "SKIP": False, "PEEK": True}
+            self._run(tables, "numbers_before", count, known, shape, peek)
+            if passes:
+                read = tables.rows, tables.passes, before, steps, flags, partials, *books
+                self._run(tables, "sums", passes, read, _options(self.layout))
+            self._run(tables, "totals", count, (tables.rows, partials, totals), {"num_warps": 4})
+        return totals[: terms * count].view(count, terms)
+
+    @functools.cached_property
+    def totals(self) -> Any:
+        return compiled(totals_source(self.terms), "totals")
+
+    @functools.cached_property
+    def numbers_summed(self) -> Any:
+        return compiled(numbers_source(*self._numbers, summed=True), "numbers")
+
+    def __call__(
+        self, tables: Tables, stats: Tensor | None = None, verdict: Tensor | None = None, summed: bool = False
+    ) -> None:
         """Take a step with every tensor of the tables.
 
         Args:
             tables: the tensors.
             stats: float64 (tensors, 8), where gauges leave their sums, in the order of `UpdateStats`.
             verdict: float32 (2,), where gradients have a factor: that, and whether no tensor takes the step.
+            summed: whether `add_up` has been called, and its sums may have been added to.
         """
+        summed = summed and bool(self.terms)
         given = [] if verdict is None else [verdict]
         # Triton launches on the current device.
         with torch.cuda.device_of(tables.rows):
             if not self._compiled:
                 self._compiled, self._first = True, []
-                self._launch(tables, given, stats)
+                self._launch(tables, given, stats, summed)
                 first, self._first = self._first, None
                 compile_together(first)
-            self._launch(tables, given, stats)
+            self._launch(tables, given, stats, summed)
 
     def _measure(self, tables: Tables, stats: Tensor) -> None:
         """Add up what the step's programs have left."""
@@ -238,7 +211,7 @@ class Step:
         else:
             tables.launch(name, launches, programs, given, constants, options)
 
-    def _launch(self, tables: Tables, verdict: list[Tensor], stats: Tensor | None) -> None:
+    def _launch(self, tables: Tables, verdict: list[Tensor], stats: Tensor | None, summed: bool) -> None:
         count, programs, passes = tables.rows.shape[0], tables.programs.numel(), tables.passes.numel()
         flags = tables.buffer("flags", torch.int32, count)
         steps = tables.buffer("steps", torch.int32, count)
@@ -249,17 +222,18 @@ class Step:
         if self.skip and passes and self.factor is None:
             read = tables.rows, tables.passes, row, steps, flags, partials, *books
             self._run(tables, "finite", passes, read, warps)
-        advance = {"ADVANCE": True, "SKIP": self.skip}
-        if self.terms:
+        advance = {"ADVANCE": True, "SKIP": self.skip, "PEEK": False}
+        if self.terms and not summed:
             before = tables.buffer("uniforms before", torch.float32, count * max(self.met_before, 1))
             known = tables.rows, tables.hyper, before, steps, flags, partials, *verdict
             self._run(tables, "numbers_before", count, known, shape, advance)
             if passes:
                 read = tables.rows, tables.passes, before, steps, flags, partials, *books
                 self._run(tables, "sums", passes, read, warps)
-            advance = {"ADVANCE": False, "SKIP": False}
-        known = tables.rows, tables.hyper, row, steps, flags, partials, *verdict
-        self._run(tables, "numbers", count, known, shape, advance)
+            advance = {"ADVANCE": False, "SKIP": False, "PEEK": False}
+        sums = tables.buffer("totals", torch.float64, len(self.terms) * count) if summed else partials
+        known = tables.rows, tables.hyper, row, steps, flags, sums, *verdict
+        self._run(tables, "numbers_summed" if summed else "numbers", count, known, shape, advance)
         if self.layout.gauges:
             partials = tables.buffer("gauges", torch.float32, programs * COLUMNS)
         given = tables.rows, tables.programs, row, steps, flags, partials
@@ -289,22 +263,6 @@ class Step:
 def _options(layout: Layout) -> dict[str, Any]:
     most = {"maxnreg": layout.registers} if instructions()[0] else {}  # other compilers know no such option
     return {"num_warps": layout.warps, **most, **UNFUSED}
-
-
-def cut_for_sums(programs: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """(slices, ends): where slices of a step's programs begin, and where tensors begin among slices; ends behind.
-
-    Args:
-        programs: how many each tensor has.
-    """
-    counts = -(-programs // _gauges.SLICE)
-    first, firsts = np.cumsum(programs) - programs, np.cumsum(counts) - counts
-    within = np.arange(counts.sum()) - np.repeat(firsts, counts)
-    begins = np.repeat(first, counts) + within * _gauges.SLICE
-    return (
-        np.append(begins, programs.sum()).astype(np.int32),
-        np.append(firsts, counts.sum()).astype(np.int32),
-    )
 
 
 def _met(roots: Any) -> list[Node]:

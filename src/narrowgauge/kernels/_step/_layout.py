@@ -1,6 +1,7 @@
 """What a step kernel works on: words and where their addresses are.
 
-One row of the table a tensor, in int64: `COLUMNS` first, then an address a word of the moments.
+One row of the table a tensor, in int64: `COLUMNS` first, then an address a word of the moments. Of a parameter that
+ranks share, `numel` counts what lies here, `elements` the whole, and `origin` is where its random numbers begin.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 
 COLUMNS = (
     "p", "grad", "low", "first", "pass_first", "passes", "numel", "seed", "stream", "count", "skipped", "hyper",
+    "elements", "origin",
 )  # fmt: skip
 WIDTH = 20
 AT = {name: number for number, name in enumerate(COLUMNS)}
@@ -116,6 +118,7 @@ class Layout:
         gauges: whether sums of what the step does to the weight are worked out too; see `_gauges`.
         turns: ``"sample"`` for the programs that measure while others do not, ``"rest"`` for these, or empty for
             all programs; see `_sampling`.
+        shared: whether ranks share the parameters: random numbers begin elsewhere than at the first element then.
     """
 
     weight: str
@@ -128,6 +131,7 @@ class Layout:
     cells: tuple[tuple[int, int], ...] = ()
     gauges: bool = False
     turns: str = ""
+    shared: bool = False
 
     @property
     def blockwise(self) -> bool:

@@ -21,8 +21,11 @@ def numbers_source(
     terms: Sequence[str],
     met: Sequence[Node],
     factor: str | None = None,
+    summed: bool = False,
 ) -> str:
     """The kernel `numbers`: counts a step, and works out the numbers that elements meet.
+
+    With ``ADVANCE`` it takes the count on; with ``PEEK`` it works with the next count and leaves the present one.
 
     Args:
         scalars: the rule's, as graphs of hyperparameters and the step.
@@ -31,6 +34,7 @@ def numbers_source(
         met: what to work out.
         factor: name of the number that gradients are multiplied by, which `verdict` holds, float32 (2,); behind it,
             whether no tensor takes this step. None where there is no such thing.
+        summed: whether `partials` are sums of whole tensors already, float64 (tensors, terms).
     """
     known = {Node("number", (name,), True): f"h{i}" for i, name in enumerate(hyper)}
     known[Node("number", ("step",), True)] = "step"
@@ -50,7 +54,7 @@ def numbers_source(
 @triton.jit
 def numbers(
     table, hyper, uniforms, steps, flags, partials, {"verdict, " if factor else ""}
-    ADVANCE: tl.constexpr, SKIP: tl.constexpr
+    ADVANCE: tl.constexpr, SKIP: tl.constexpr, PEEK: tl.constexpr
 ):
     tensor = tl.program_id(0)
     row = table + tensor * {WIDTH}
@@ -61,11 +65,29 @@ def numbers(
         tl.store(counter, count + taken.to(tl.float32))
         count = count + 1.0
         tl.store(steps + tensor, count.to(tl.int32) * taken)
+    if PEEK:
+        count = count + 1.0
     step = count.to(tl.float64)
-    numel = tl.load(row + {AT["numel"]})
-    elements = numel.to(tl.float64)
-{indented([*_added_up(terms), *read, *first, *second, *written], 4)}
+    elements = tl.load(row + {AT["elements"]}).to(tl.float64)
+{indented([*(_given(terms) if summed else _added_up(terms)), *read, *first, *second, *written], 4)}
 """
+
+
+def totals_source(terms: Sequence[str]) -> str:
+    """The kernel `totals`: adds up each tensor's programs, for ranks to add up what each of them has."""
+    stored = [f"tl.store(totals + {len(terms)} * tensor + {i}, sum{i})" for i in range(len(terms))]
+    return f"""
+@triton.jit
+def totals(table, partials, totals):
+    tensor = tl.program_id(0)
+    row = table + tensor * {WIDTH}
+{indented([*_added_up(terms), *stored], 4)}
+"""
+
+
+def _given(terms: Sequence[str]) -> list[str]:
+    """Sums that somebody else has added up."""
+    return [f"sum{i} = tl.load(partials + {len(terms)} * tensor + {i})" for i in range(len(terms))]
 
 
 def _flagged() -> list[str]:

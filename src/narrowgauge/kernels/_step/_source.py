@@ -206,13 +206,14 @@ def step(table, programs, uniforms, steps, flags, {", ".join([sums, *_books(layo
     number = tl.load(steps + tensor){" * (program < end).to(tl.int32)" if layout.turns else ""}
     if number > 0:
         seed, stream = tl.load(row + {AT["seed"]}).to(tl.uint32), tl.load(row + {AT["stream"]}).to(tl.uint32)
+        origin = {f"tl.load(row + {AT['origin']}) + start" if layout.shared else "start"}
         again = tl.where(whole * {layout.unit} < left, 1 << whole, 0){begin}
         if whole > 0:
 {indented(pointers(layout, packed), 12)}
             {words} = usual_load({at}, 0, {layout.unit}, False)
             for turn in range(whole):
 {indented(ahead, 16)}
-                {found}, unusual = usual_unit({words}, start + turn * {layout.unit}, {given})
+                {found}, unusual = usual_unit({words}, origin + turn * {layout.unit}, {given})
                 if unusual:
                     again = again | (1 << turn)
                 else:
@@ -224,7 +225,7 @@ def step(table, programs, uniforms, steps, flags, {", ".join([sums, *_books(layo
                 rest = left - turn * {layout.unit}
 {indented(pointers(layout, single), 16)}
                 {words} = careful_load({at}, turn, rest, True)
-                {found} = careful_unit({words}, start + turn * {layout.unit}, rest, {given})
+                {found} = careful_unit({words}, origin + turn * {layout.unit}, rest, {given})
                 careful_store({at}, {made}, turn, rest, True){again}
             again = again >> 1
             turn += 1{end}

@@ -1,5 +1,6 @@
-/* Philox 4x32-10 for the elements of one block: see formats/_philox.py. `key` is seed, stream, and the two halves of
- * the step. Counters are in arrays, so that the ten rounds run on as many as a vector holds. */
+/* Philox 4x32-10 for the elements of one block: see formats/_philox.py. `key` is seed, stream, the two halves of the
+ * step, and those of an eighth of the place at which the numbers begin. Counters are in arrays, so that the ten rounds
+ * run on as many as a vector holds. */
 
 #ifdef __AVX512F__
 #include <immintrin.h>
@@ -47,14 +48,16 @@ INLINE void philox(u32 *restrict words, const int counters, const uint64_t first
     }
 }
 
+INLINE uint64_t origin(const u32 *key) { return (uint64_t)key[5] << 32 | key[4]; }
+
 /* 16 random bits an element: halves of words, the lower first. */
 INLINE void random_halves(u16 *restrict out, long block, const u32 *key, u32 purpose) {
     u32 words[BLOCK / 2];
-    philox(words, BLOCK / 8, (uint64_t)block * (BLOCK / 8), key, purpose);
+    philox(words, BLOCK / 8, origin(key) + (uint64_t)block * (BLOCK / 8), key, purpose);
     memcpy(out, words, sizeof words);
 }
 
 /* 32 random bits an element. */
 INLINE void random_words(u32 *restrict out, long block, const u32 *key) {
-    philox(out, BLOCK / 4, (uint64_t)block * (BLOCK / 4), key, 0);
+    philox(out, BLOCK / 4, 2 * origin(key) + (uint64_t)block * (BLOCK / 4), key, 0);
 }

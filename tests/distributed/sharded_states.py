@@ -1,0 +1,386 @@
+"""States of shared parameters: saved and resumed, on other ranks, by torch's tools, and what is refused."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sharded_steps import (
+    BLOCK,
+    SHAPES,
+    STORAGES,
+    Block,
+    cut,
+    fsdp,
+    gradient,
+    made,
+    meshes,
+    same,
+    spread,
+    weights,
+)
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import narrowgauge as ng
+from narrowgauge.distributed import latest_checkpoint, load_checkpoint, save_checkpoint
+
+# In blocks of a row shards begin with blocks, in longer ones some do not.
+BLOCKS = (BLOCK, 4 * BLOCK)
+RESUMED = [("AdamW", storage) for storage in STORAGES] + [("LAMB", "split8, log8"), ("percentile", "split, 8bit")]
+
+
+def model(rule: str, storage: str, block: int, shared: bool, seed: int = 0) -> tuple[nn.Module, Any]:
+    start = weights(STORAGES[storage][0])
+    net = nn.ParameterDict({name: nn.Parameter(x.clone() + seed) for name, x in start.items()})
+    if shared:
+        fully_shard(net, mesh=meshes()["rows"])
+    return net, made(rule, storage, [(name, net[name]) for name in SHAPES], block_size=block)
+
+
+def train(net: Any, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        for name in SHAPES:
+            p = net[name]
+            grad = gradient(name, step, torch.empty(SHAPES[name], dtype=p.dtype), True)
+            p.grad = spread(p, grad) if hasattr(p, "to_local") else grad
+        optimizer.step()
+
+
+def full(net: Any) -> dict[str, Tensor]:
+    return {
+        name: p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach().clone()
+        for name, p in net.items()
+    }
+
+
+def moments(net: Any, optimizer: Any) -> dict[str, dict[str, tuple[Tensor, Tensor]]]:
+    """Moments as they are decoded here, and the same cut out of what was decoded elsewhere."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in SHAPES:
+        p = net[name]
+        plan = optimizer._plan(p)
+        here = p.to_local() if hasattr(p, "to_local") else p
+        found[name] = {s.slot.name: s.decode(optimizer.state[p], here.shape) for s in plan.slots}
+    return found
+
+
+def saving(rank: int, folder: Path) -> dict[Any, Any]:
+    """Train and save; what follows is for the others."""
+    told = {}
+    for rule, storage in RESUMED:
+        for block in BLOCKS:
+            net, optimizer = model(rule, storage, block, shared=True)
+            train(net, optimizer, range(3))
+            save_checkpoint(folder / f"{rule} {storage} {block}", model=net, optimizer=optimizer, step=3)
+            decoded = {
+                name: {
+                    slot: type(net[name].data).from_local(
+                        moment, net[name].device_mesh, net[name].placements, run_check=False,
+                        shape=net[name].shape, stride=net[name].stride(),
+                    ).full_tensor()
+                    for slot, moment in slots.items()
+                }
+                for name, slots in moments(net, optimizer).items()
+            }  # fmt: skip
+            train(net, optimizer, range(3, 6))
+            told[rule, storage, block] = {"end": full(net), "moments": decoded}
+    return told
+
+
+def resumed(folder: Path, shared: bool) -> dict[Any, Any]:
+    told = {}
+    for rule, storage in RESUMED:
+        for block in BLOCKS:
+            net, optimizer = model(rule, storage, block, shared, seed=1)
+            path = latest_checkpoint(folder / f"{rule} {storage} {block}")
+            assert path is not None
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                assert load_checkpoint(path, model=net, optimizer=optimizer).step == 3
+            decoded = {
+                name: {slot: (moment, (net[name].detach() if shared else None)) for slot, moment in slots.items()}
+                for name, slots in moments(net, optimizer).items()
+            }
+            boxes = {
+                name: {
+                    slot: (moment, lambda x, p=p: cut(p, x) if p is not None else x)
+                    for slot, (moment, p) in one.items()
+                }
+                for name, one in decoded.items()
+            }
+            wanted = torch.load(folder / "moments.pt")[rule, storage, block]["moments"]
+            off = {
+                (name, slot): (
+                    float((moment - box(wanted[name][slot])).abs().max()),
+                    float(wanted[name][slot].abs().max()),
+                )
+                for name, one in boxes.items()
+                for slot, (moment, box) in one.items()
+                if moment.numel()
+            }
+            train(net, optimizer, range(3, 6))
+            said = [str(w.message) for w in caught if "anew" in str(w.message)]
+            told[rule, storage, block] = {"end": full(net), "off": off, "said": said}
+    return told
+
+
+def resuming(rank: int, folder: Path) -> dict[Any, Any]:
+    return resumed(folder, shared=True)
+
+
+def by_torch(rank: int, folder: Path) -> dict[str, Any]:
+    """torch's own functions on as many ranks; conversion, copies and whole states; and what is refused."""
+    told: dict[str, Any] = {}
+    for storage in ("split8, log8", "expansion, log4", "stochastic, 4bit", "kahan, fp8"):
+        for block in BLOCKS:
+            net, optimizer = model("AdamW", storage, block, shared=True)
+            train(net, optimizer, range(2))
+            state = get_optimizer_state_dict(net, optimizer)
+            other, fresh = model("AdamW", storage, block, shared=True)
+            with torch.no_grad():
+                for name, p in other.items():
+                    p.copy_(net[name])
+            set_optimizer_state_dict(other, fresh, state)
+            told[f"{storage} {block}"] = all(
+                same(value, fresh.state[other[name]][word])
+                for name in SHAPES
+                for word, value in optimizer.state[net[name]].items()
+            )
+    # Other shards than these.
+    state = optimizer.state_dict()
+    for entry in state["state"].values():
+        if "shards" in entry:
+            entry["shards"] = entry["shards"] + 1
+    told["refused"] = message(optimizer.load_state_dict, state)
+    # Whole states of one process, kept in the same way; and written to another storage.
+    for storage in ("stochastic, 4bit", "split8, log8"):
+        whole, alone = model("AdamW", storage, BLOCK, shared=False)
+        train(whole, alone, range(2))
+        net, optimizer = model("AdamW", storage, BLOCK, shared=True)
+        with torch.no_grad():
+            for name, p in net.items():
+                p.copy_(spread(p, whole[name].detach()))
+        optimizer.load_state_dict(alone.state_dict())
+        train(whole, alone, range(2, 4))
+        train(net, optimizer, range(2, 4))
+        names = [name for name in SHAPES if name != "bias"]
+        told[f"whole {storage}"] = all(same(full(net)[name], whole[name].detach()) for name in names)
+    wrong = alone.state_dict()
+    wrong["state"][0] = {**wrong["state"][0], "weight.lo": torch.zeros(3, dtype=torch.int8)}
+    told["wrong"] = message(optimizer.load_state_dict, wrong)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for one in (optimizer, alone):
+            one.param_groups[0]["states"] = "bf16"
+    train(whole, alone, range(4, 5))
+    train(net, optimizer, range(4, 5))
+    told["converted"] = all(same(full(net)[name], whole[name].detach()) for name in SHAPES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = optimizer.torch_state_dict()["state"]
+        ours = alone.torch_state_dict()["state"]
+    told["to torch"] = all(same(theirs[i]["exp_avg"].full_tensor(), ours[i]["exp_avg"]) for i in range(len(SHAPES)))
+    told["unsharded"] = message(alone.load_state_dict, optimizer.state_dict())
+    return told
+
+
+def message(call: Any, *args: Any, **options: Any) -> str:
+    try:
+        call(*args, **options)
+    except (ValueError, RuntimeError, FloatingPointError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def refusing(rank: int, folder: Path) -> dict[str, Any]:
+    """A bad gradient that raises, on all ranks and before anything has moved; and what cannot be shared."""
+    told: dict[str, Any] = {}
+    mesh = meshes()["rows"]
+    for path in ("C", "eager"):
+        ps = fsdp({name: nn.Parameter(x.float()) for name, x in weights(torch.float32).items()}, mesh)
+        before = {name: p.detach().to_local().clone() for name, p in ps.items()}
+        optimizer = ng.optim.AdamW(list(ps.items()), nonfinite="raise", states="8bit", min_quantized_size=100)
+        if path == "eager":
+            optimizer._kernel = lambda *_: None
+        for name, p in ps.items():
+            p.grad = spread(p, gradient(name, 1, torch.empty(SHAPES[name]), True))
+        told[path] = (
+            message(optimizer.step),
+            all(torch.equal(before[name], p.detach().to_local()) for name, p in ps.items()),
+        )
+        ps["long"].grad = None
+        told[f"{path}, then"] = message(optimizer.step)
+    net = nn.ParameterDict({"w": nn.Parameter(torch.randn(8, 64))})
+    fully_shard(net, mesh=mesh)
+    told["in backward"] = message(ng.optim.step_in_backward, net, ng.optim.AdamW, lr=1e-3)
+    told["in backward, propagate"] = message(
+        ng.optim.step_in_backward, net, ng.optim.AdamW, lr=1e-3, nonfinite="propagate"
+    )
+    optimizer = ng.optim.AdamW(list(ps.items()))
+    told["quantized gradients"] = message(ng.optim.QuantizedGradients, optimizer)
+    for p in ps.values():
+        p.grad = None
+    local = ps["long"]
+    local.grad = spread(local, torch.ones(SHAPES["long"]))
+    # A loss scaler whose verdict holds all: the inf is on one rank.
+    scaler = ng.scaling.DynamicLossScaler(init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    whole = torch.ones(SHAPES["long"])
+    whole[-1, -1] = float("inf")
+    local.grad = spread(local, whole)
+    kept = local.detach().to_local().clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scaler.step(optimizer)
+        scaler.update()
+    told["held"] = torch.equal(kept, local.detach().to_local()), float(scaler.get_scale())
+    return told
+
+
+def muon(rank: int, folder: Path) -> bool:
+    """Matrices that are orthogonalized as wholes."""
+    mesh, same_everywhere = meshes()["rows"], True
+    for states in ("8bit", "log8", "fp32"):
+        whole = {name: nn.Parameter(x) for name, x in weights(torch.bfloat16).items() if x.dim() == 2}
+        shared = fsdp({name: nn.Parameter(p.detach().clone()) for name, p in whole.items()}, mesh)
+        options = {"states": states, "weights": "split", "block_size": BLOCK, "min_quantized_size": 100}
+        one, other = (ng.optim.Muon(list(ps.items()), lr=1e-2, **options) for ps in (whole, shared))
+        for step in range(3):
+            for name, p in whole.items():
+                p.grad = gradient(name, step, p.detach(), False)
+                shared[name].grad = spread(shared[name], p.grad)
+            one.step()
+            other.step()
+        for name, p in shared.items():
+            same_everywhere &= same(p.detach().to_local(), cut(p, whole[name].detach()))
+    return same_everywhere
+
+
+def linear(rank: int, folder: Path) -> list[float]:
+    """Low-precision linear layers under `fully_shard`, trained by an 8-bit optimizer without fp32 weights."""
+    return trained(None)
+
+
+def offloaded(rank: int, folder: Path) -> list[float]:
+    """The same with parameters that FSDP2 keeps on the CPU."""
+    return trained(CPUOffloadPolicy(pin_memory=False))
+
+
+def trained(policy: CPUOffloadPolicy | None) -> list[float]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)).to(torch.bfloat16)
+    ng.linear.swap_linears(net, ng.linear.SWITCHBACK, min_features=1)
+    if dist.is_initialized():
+        options = {"mesh": meshes()["rows"]} | ({"offload_policy": policy} if policy is not None else {})
+        for layer in (net[0], net[2]):
+            fully_shard(layer, **options)
+        fully_shard(net, **options)
+    optimizer = ng.optim.AdamW8bit(
+        net.parameters(), lr=1e-2, weights="split8", block_size=64, min_quantized_size=100
+    )
+    losses = []
+    for step in range(5):
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step)).to(torch.bfloat16)
+        loss = (net(x).float() - x.float()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def gauged(rank: int, folder: Path) -> dict[str, Any]:
+    """What a step has lost: by rank, and of one process."""
+    mesh, told = meshes()["rows"], {}
+    for rule, storage in (("LAMB", "expansion, log4"), ("StableAdamW", "split8, log8"), ("AdamW", "plain, 8bit")):
+        start = weights(STORAGES[storage][0])
+        whole = {name: nn.Parameter(x.clone()) for name, x in start.items()}
+        shared = fsdp({name: nn.Parameter(x.clone()) for name, x in start.items()}, mesh)
+        one, other = made(rule, storage, list(whole.items())), made(rule, storage, list(shared.items()))
+        one.gauges = other.gauges = True
+        for step in range(3):
+            for name, p in whole.items():
+                p.grad = gradient(name, step, p.detach(), True)
+                shared[name].grad = spread(shared[name], p.grad)
+            one.step()
+            other.step()
+        ends = all(same(p.detach().to_local(), cut(p, whole[name].detach())) for name, p in shared.items())
+        sums = [{name: stats.sums for name, stats in o.last_stats.items()} for o in (one, other)]
+        told[rule] = ends, *sums
+    return told
+
+
+def in_backward(rank: int, folder: Path) -> list[bool]:
+    """Stepping in the backward pass, where ranks have nothing to agree on."""
+    nets = []
+    for way in ("ordinary", "in backward"):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)).to(torch.bfloat16)
+        for layer in (net[0], net[2]):
+            fully_shard(layer, mesh=meshes()["rows"])
+        fully_shard(net, mesh=meshes()["rows"])
+        options = {"lr": 1e-2, "weights": "split8", "min_quantized_size": 100, "nonfinite": "propagate"}
+        if way == "ordinary":
+            optimizer: Any = ng.optim.AdamW8bit(net.named_parameters(), **options)
+        else:
+            optimizer = ng.optim.step_in_backward(net, ng.optim.AdamW8bit, **options)
+        for step in range(3):
+            x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step)).to(torch.bfloat16)
+            (net(x).float() - x.float()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        nets.append(net)
+    return [
+        same(p.detach().to_local(), q.detach().to_local())
+        for p, q in zip(*(n.parameters() for n in nets), strict=True)
+    ]
+
+
+def block_of_two(shared: bool, storage: str, seed: int = 0) -> tuple[nn.Module, Any]:
+    """A block under FSDP over tensor parallelism on four ranks; whole on one."""
+    net = Block(STORAGES[storage][0])
+    with torch.no_grad():
+        for p in net.parameters():
+            p += seed
+    if shared:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(net, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(net, mesh=mesh["dp"])
+    return net, made("AdamW", storage, list(net.named_parameters()))
+
+
+def steps_of_block(net: nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        for p in net.parameters():
+            g = torch.Generator().manual_seed(step)
+            grad = torch.randn(p.shape, generator=g).to(p.dtype)
+            p.grad = spread(p, grad) if hasattr(p, "to_local") else grad
+        optimizer.step()
+
+
+def saving_on_meshes(rank: int, folder: Path) -> dict[str, Any]:
+    """On meshes of two dimensions: replicas, of which one writes; boxes of rows and columns."""
+    net, optimizer = model("AdamW", "split8, log8", BLOCK, shared=False)
+    fully_shard(net, mesh=meshes()["hybrid"])
+    optimizer = made("AdamW", "split8, log8", [(name, net[name]) for name in SHAPES], block_size=BLOCK)
+    train(net, optimizer, range(3))
+    save_checkpoint(folder / "hybrid", model=net, optimizer=optimizer, step=3)
+    told = {}
+    for storage in ("split, 8bit", "plain, fp32"):
+        block, stepping = block_of_two(True, storage)
+        steps_of_block(block, stepping, range(2))
+        save_checkpoint(folder / storage, model=block, optimizer=stepping, step=2)
+        fresh, loaded = block_of_two(True, storage, seed=1)
+        load_checkpoint(folder / storage / "step-000000002", model=fresh, optimizer=loaded)
+        for one in ((block, stepping), (fresh, loaded)):
+            steps_of_block(*one, range(2, 4))
+        pairs = zip(block.parameters(), fresh.parameters(), strict=True)
+        told[storage] = all(same(p.detach().to_local(), q.detach().to_local()) for p, q in pairs)
+    return told

@@ -1,0 +1,172 @@
+"""States of shared parameters: resumed on any number of ranks, and what torch's tools make of them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sharded_states import (
+    BLOCKS,
+    RESUMED,
+    block_of_two,
+    by_torch,
+    gauged,
+    in_backward,
+    linear,
+    model,
+    muon,
+    offloaded,
+    refusing,
+    resumed,
+    resuming,
+    saving,
+    saving_on_meshes,
+    steps_of_block,
+    train,
+)
+from sharded_steps import STORAGES
+from test_checkpoint_ranks import on_ranks
+
+from narrowgauge.distributed import load_checkpoint
+from narrowgauge.formats import codebook
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Any, Any]]:
+    """By four ranks, one of which has nothing of one parameter."""
+    folder = tmp_path_factory.mktemp("saved")
+    told = on_ranks(4, folder, saving)[0]
+    torch.save(told, folder / "moments.pt")
+    return folder, told
+
+
+@pytest.fixture(scope="module")
+def others(saved: tuple[Path, dict[Any, Any]]) -> dict[int, dict[Any, Any]]:
+    folder, _ = saved
+    return {2: on_ranks(2, folder, resuming)[0], 1: resumed(folder, shared=False)}
+
+
+def in_blocks(storage: str) -> bool:
+    return storage.split(", ")[1] in ("8bit", "log8", "log4", "4bit", "fp8")
+
+
+def test_where_blocks_align_another_number_of_ranks_goes_on_bit_for_bit(
+    saved: tuple[Path, dict[Any, Any]], others: dict[int, dict[Any, Any]]
+) -> None:
+    """As does one process that never stopped. Random numbers of the bias are those of its shards."""
+    _, told = saved
+    for rule, storage in RESUMED:
+        net, optimizer = model(rule, storage, BLOCKS[0], shared=False)
+        train(net, optimizer, range(6))
+        for one in (told, *others.values()):
+            end = one[rule, storage, BLOCKS[0]]["end"]
+            for name, p in net.items():
+                if name != "bias" or not storage.startswith("stochastic"):
+                    assert torch.equal(p.detach(), end[name]), (rule, storage, name)
+        for one in others.values():
+            assert one[rule, storage, BLOCKS[0]]["said"] == []
+            assert not any(off for off, _ in one[rule, storage, BLOCKS[0]]["off"].values())
+
+
+def test_where_they_do_not_moments_are_encoded_anew_and_that_is_said(
+    saved: tuple[Path, dict[Any, Any]], others: dict[int, dict[Any, Any]]
+) -> None:
+    """By one rounding of the storage: for the paper's 8 bits half the widest step of its map, of the largest."""
+    for (rule, storage), world in ((case, world) for case in RESUMED for world in others):
+        one = others[world][rule, storage, BLOCKS[1]]
+        assert bool(one["said"]) == in_blocks(storage), (rule, storage, world)
+        if not in_blocks(storage):
+            assert not any(off for off, _ in one["off"].values())
+            continue
+        assert "encoded moments anew, whose blocks were those of other shards (long" in one["said"][0]
+        if storage.endswith("8bit"):
+            for (_, slot), (off, largest) in one["off"].items():
+                steps = codebook("dynamic", signed=slot == "m").diff()
+                assert off <= float(steps.max()) / 2 * largest * (1 + 1e-6)
+        wanted = saved[1][rule, storage, BLOCKS[1]]["end"]
+        for name, end in one["end"].items():
+            # Three steps of at most a few lr each, whatever moments are.
+            assert float((end.float() - wanted[name].float()).abs().max()) < 0.1
+
+
+def test_by_torch_and_by_hand(tmp_path: Path) -> None:
+    for told in on_ranks(4, tmp_path, by_torch):
+        refused, unsharded, wrong = (told.pop(key) for key in ("refused", "unsharded", "wrong"))
+        assert all(told.values()), told
+        assert refused.startswith("ValueError: state_dict: long was saved in blocks of 5 shards, it has 4 here")
+        assert wrong == "ValueError: state_dict: 'weight.lo' of long has shape (3,), takes (33, 64)"
+        assert unsharded.startswith("ValueError: state_dict: the state of long has DTensors, its parameter is none")
+
+
+def test_refusals(tmp_path: Path) -> None:
+    for told in on_ranks(2, tmp_path, refusing):
+        for path in ("C", "eager"):
+            said, unchanged = told[path]
+            assert said.startswith("FloatingPointError: long: the gradient has inf or NaN (nonfinite='raise')")
+            assert unchanged
+            assert told[f"{path}, then"] == "nothing"
+        assert told["in backward"].startswith("ValueError: model: w is sharded; step_in_backward takes sharded")
+        assert told["in backward, propagate"] == "nothing"
+        assert told["quantized gradients"].startswith("ValueError: optimizer: got one of DTensors, takes plain")
+        assert told["held"] == (True, 2.0)
+
+
+def test_meshes_of_two_dimensions(tmp_path: Path) -> None:
+    """Saved by four ranks; resumed on as many to the bit, and on one: replicas to the bit, boxes encoded anew."""
+    for told in on_ranks(4, tmp_path, saving_on_meshes):
+        assert told == {"split, 8bit": True, "plain, fp32": True}
+    nets = []
+    for seed in (0, 1):
+        net, optimizer = model("AdamW", "split8, log8", BLOCKS[0], shared=False, seed=seed)
+        if seed:
+            load_checkpoint(tmp_path / "hybrid" / "step-000000003", model=net, optimizer=optimizer)
+        train(net, optimizer, range(3 * seed, 6))
+        nets.append(net)
+    assert all(torch.equal(p, q) for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True))
+    for storage in ("split, 8bit", "plain, fp32"):
+        whole, fresh = block_of_two(False, storage), block_of_two(False, storage, seed=1)
+        steps_of_block(*whole, range(2))
+        exact = storage == "plain, fp32"
+        with nullcontext() if exact else pytest.warns(UserWarning, match="encoded moments anew"):
+            load_checkpoint(tmp_path / storage / "step-000000002", model=fresh[0], optimizer=fresh[1])
+        for one in (whole, fresh):
+            steps_of_block(*one, range(2, 4))
+        for p, q in zip(whole[0].parameters(), fresh[0].parameters(), strict=True):
+            assert torch.equal(p, q) if exact else torch.allclose(p, q, atol=0.02)
+
+
+def test_gauges_add_up(tmp_path: Path) -> None:
+    ranks = on_ranks(4, tmp_path, gauged)
+    for rule, (_, whole, _) in ranks[0].items():
+        assert all(told[rule][0] for told in ranks)
+        for name, sums in whole.items():
+            parts = torch.stack([told[rule][2][name] for told in ranks]).sum(0)
+            assert torch.allclose(parts, sums, rtol=1e-12), (rule, name)
+            assert sums[0] > 0
+
+
+def test_stepping_in_the_backward_pass(tmp_path: Path) -> None:
+    for told in on_ranks(2, tmp_path, in_backward):
+        assert len(told) == 4
+        assert all(told)
+
+
+def test_muon_sees_whole_matrices(tmp_path: Path) -> None:
+    assert all(on_ranks(4, tmp_path, muon))
+
+
+def test_low_precision_linear_layers(tmp_path: Path) -> None:
+    (tmp_path / "offloaded").mkdir()
+    alone = linear(0, tmp_path)
+    resident, elsewhere = on_ranks(2, tmp_path, linear), on_ranks(2, tmp_path / "offloaded", offloaded)
+    for losses in (*resident, *elsewhere):
+        assert losses == pytest.approx(alone, rel=2e-2)
+    assert resident == elsewhere
+    assert alone[-1] < alone[0]
+
+
+def test_storages_of_both_kinds_are_tried() -> None:
+    assert {in_blocks(storage) for storage in STORAGES} == {True, False}

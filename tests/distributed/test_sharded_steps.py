@@ -1,0 +1,105 @@
+"""Optimizers of parameters that ranks share: what one process does, on all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sharded_steps import (
+    BAD,
+    COLLECTIVES,
+    RULES,
+    STORAGES,
+    by_triton_and_eager,
+    cases,
+    in_two_dimensions,
+    on_gpus,
+    stepping,
+)
+from test_checkpoint_ranks import on_ranks
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def stepped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    return on_ranks(request.param, tmp_path_factory.mktemp("stepped"), stepping)
+
+
+def check(told: dict[Any, Any]) -> None:
+    for (how, rule, storage), one in told.items():
+        # Its shards begin within eight elements: random numbers are their own.
+        loose = {"bias"} if storage.startswith("stochastic") else set()
+        off = {name: value for name, value in one["off"].items() if value and name not in loose}
+        kept = [word for word in one["kept"] if word[0] not in loose]
+        assert (off, kept) == ({}, []), (how, rule, storage)
+
+
+def test_steps_are_those_of_one_process(stepped: list[dict[Any, Any]]) -> None:
+    """Bit for bit, with sums too: float32 does not see in which order float64 was added up."""
+    for told in stepped:
+        assert {case[1:] for case in told} == set(cases())
+        check(told)
+
+
+@pytest.mark.gpu
+def test_on_gpus(tmp_path: Path) -> None:
+    """By Triton's kernels and NCCL, on two or four GPUs."""
+    world = 4 if torch.cuda.device_count() >= 4 else 2
+    if torch.cuda.device_count() < world:
+        pytest.skip("takes two GPUs")
+    for told in on_ranks(world, tmp_path, on_gpus):
+        check(told)
+        for (_, rule, storage), one in told.items():
+            assert one["skipped"] == (({}, {}) if rule == "propagate" else ({BAD: 1}, {BAD: 1}))
+            assert one["collectives"] == [COLLECTIVES.get(rule, 1)] * 4
+            if rule not in ("percentile", "strict"):
+                assert one["paths"] == {"fused Triton, fp32"}, (rule, storage)
+
+
+def test_on_other_paths(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="triton is not installed: kernels cannot run, not even interpreted")
+    for told in on_ranks(2, tmp_path, by_triton_and_eager):
+        check(told)
+        for (how, rule, _), one in told.items():
+            assert one["skipped"] == ({BAD: 1}, {BAD: 1})
+            assert set(one["collectives"]) == {COLLECTIVES.get(rule, 1)}
+            if how == "fused Triton":
+                assert one["paths"] == {"fused Triton, fp32"}
+
+
+def test_a_gradient_that_is_bad_on_one_rank_is_skipped_on_all(stepped: list[dict[Any, Any]]) -> None:
+    for told in stepped:
+        for (_, rule, _), one in told.items():
+            assert one["skipped"] == (({}, {}) if rule == "propagate" else ({BAD: 1}, {BAD: 1}))
+
+
+def test_ranks_agree_in_one_collective(stepped: list[dict[Any, Any]]) -> None:
+    for told in stepped:
+        for (_, rule, _), one in told.items():
+            assert one["collectives"] == [COLLECTIVES.get(rule, 1)] * 4, rule
+
+
+def test_states_are_shared_as_parameters_are(stepped: list[dict[Any, Any]]) -> None:
+    for case in stepped[0]:
+        parts = [told[case]["bytes"][0] for told in stepped]
+        whole = stepped[0][case]["bytes"][1]
+        copies = 2 if case[0] == "hybrid" else 1
+        counters = 4 * 12 + 4 * 400  # a rank's, and norms
+        assert whole - counters <= sum(parts) / copies <= whole + len(stepped) * counters
+        assert max(parts) < 0.8 * whole
+
+
+def test_rows_columns_and_both(tmp_path: Path) -> None:
+    """FSDP over tensor parallelism. Blocks begin with the box: each is stepped as a plain parameter of its size."""
+    for told in on_ranks(4, tmp_path, in_two_dimensions):
+        for (rule, storage), one in told.items():
+            assert {ndim for ndim, _ in one["placements"].values()} == {1, 2}
+            assert one["collectives"] == 1
+            assert one["skipped"] == {"up.weight": 1}
+            assert not any(one["off"].values()), (rule, storage, one["off"])
+
+
+def test_cases_cover_rules_and_storages() -> None:
+    assert {rule for rule, _ in cases()} == set(RULES)
+    assert {storage for _, storage in cases()} == set(STORAGES)
