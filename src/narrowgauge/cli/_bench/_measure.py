@@ -22,7 +22,7 @@ def measure(row: Row, of: ParameterList, device: torch.device, speed: float, sec
     Args:
         row, of, device: what, on what, where.
         speed: `copy_speed`.
-        seconds: how long to go on, at least five steps, on a GPU five runs of ten and more.
+        seconds: how long to go on, at least five steps, on a GPU five runs of three and more.
 
     Returns:
         `ms` (median of steps, on a GPU of runs), `steps` (how many were timed), `ms_per_1e9` (for as many

@@ -24,10 +24,12 @@ import torch
 
 _LEAST, _MOST = 5, 200  # steps that are timed on a CPU; on a GPU that many runs at least
 _RUN_SECONDS = 0.05
-_RUN_LEAST, _RUN_MOST = 10, 1000  # steps of a run
+_RUN_LEAST, _RUN_MOST = 3, 1000  # steps of a run
 _BEHIND = 5e-3  # seconds of the host's work that the device is made to wait for
+_BEHIND_MOST = 10  # steps, of which there is room for the launches in the queue
 _CYCLES = 2e9  # of a device, a second: about, and rather too many
 _CPU_COPY, _CUDA_COPY = 1 << 28, 1 << 32  # bytes
+_COPIES = 10  # in a row
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def copy_speed(device: torch.device) -> float:
 
     copy()
     if device.type == "cuda":
-        fastest = min(timed_run(copy, _RUN_LEAST, device)[0] for _ in range(_LEAST))
+        fastest = min(timed_run(copy, _COPIES, device)[0] for _ in range(_LEAST))
     else:
         fastest = min(timed(copy, device) for _ in range(_LEAST))
     return 2 * source.nbytes / fastest
@@ -119,7 +121,7 @@ def timed_behind(step: Callable[[], Any], host: float, device: torch.device) -> 
         host: seconds that a step keeps the host, about.
         device: where.
     """
-    count = min(max(int(_BEHIND / max(host, 1e-9)), 1), _RUN_LEAST)
+    count = min(max(int(_BEHIND / max(host, 1e-9)), 1), _BEHIND_MOST)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     stream = torch.cuda.current_stream(device)
     for longer in (2, 8):
