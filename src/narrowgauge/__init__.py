@@ -3,11 +3,11 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from narrowgauge import formats, linear, nn, optim, recipes, rules, scaling, storage
+from narrowgauge import formats, optim, rules, storage
 from narrowgauge._version import __version__
 
 if TYPE_CHECKING:
-    from narrowgauge import distributed, gauges
+    from narrowgauge import distributed, gauges, linear, nn, recipes, scaling
 
 __all__ = [
     "__version__",
@@ -22,7 +22,7 @@ __all__ = [
     "scaling",
     "storage",
 ]
-_WHEN_ASKED = ("distributed", "gauges")
+_WHEN_ASKED = ("distributed", "gauges", "linear", "nn", "recipes", "scaling")
 
 
 def __getattr__(name: str) -> Any:
