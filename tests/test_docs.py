@@ -244,3 +244,10 @@ def test_the_tables_of_readme_and_speed_are_those_of_the_committed_results() -> 
     speed = (ROOT / "docs" / "speed.md").read_text()
     files = sorted((ROOT / "benchmarks" / "results").glob("optimizers_*.json"))
     assert sorted(re.findall(r"\]\(speed_(\w+)\.png\)", speed)) == [path.stem.split("_")[1] for path in files]
+
+
+def test_the_front_page_says_how_near_memory_plans_are() -> None:
+    rows = json.loads((ROOT / "benchmarks" / "results" / "memory_h200.json").read_text())["rows"]
+    count, percent = len(rows), max(100 * abs(row["ratio"] - 1) for row in rows)
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"Within {math.ceil(percent)} % of the measured peak in all {count} configurations tried on an H200" in text
