@@ -344,7 +344,7 @@ ERRORS: dict[str, tuple[Any, str, dict[str, Any], str]] = {
     "sequence": (None, "D", {"sequence": 513}, "sequence: got 513, takes at most 512"),
     "gpus": (None, "D", {"gpus": True}, "gpus: got True"),
     "parallel": (None, "D", {"parallel": "tp"}, "parallel: got 'tp', takes 'ddp' or 'fsdp'"),
-    "memory": (None, "D", {"device_memory": "80 quarts"}, "device_memory: got '80 quarts', takes bytes"),
+    "memory": (None, "D", {"device_memory": "80 quarts"}, "device_memory: got '80 quarts', takes a number"),
     "no memory": (None, "D", {"device_memory": 0}, "device_memory: got 0"),
     "recipe": (None, "E", {}, "recipe: got 'E', takes one of"),
     "weights": (None, "D", {"weights": "plain"}, "weights: got 'plain', follows from recipe 'master'"),
@@ -407,6 +407,6 @@ def test_a_step_that_reads_numbers_is_refused() -> None:
 
 
 def test_bytes_are_read_as_they_are_written() -> None:
-    read = {"80GB": 80 * 10**9, "80 GiB": 80 << 30, "1.5tb": 15 * 10**11, "512": 512, "2kB": 2000, "3MiB": 3 << 20}
+    read = {"80GB": 80 * 10**9, "80 GiB": 80 << 30, "1.5tb": 15 * 10**11, "512B": 512, "2kB": 2000, "3MiB": 3 << 20}
     assert {text: parse_bytes("x", text) for text in read} == read
     assert parse_bytes("x", 12) == 12
