@@ -1,11 +1,13 @@
 """Draw the studies' tables and pictures from their committed results.
 
-    python studies/render.py            # rewrites docs/studies/*.md, README.md and pictures
+    python studies/render.py            # rewrites docs/studies/*.md, docs/evidence.md, README.md and pictures
     python studies/render.py --check    # only says whether the pages are what the results say
 
-Two kinds of markers name what stands between them: `<!-- table: FILE.json NAME -->` ... `<!-- end -->` a table of
-the study, and `<!--=FILE.json NAME-->` ... `<!--/-->` a number in a sentence. Files are of `studies/results`; for a
-table of several runs they are joined by commas. A picture is drawn if a page shows it.
+Markers name what stands between them: `<!-- table: FILE.json NAME -->` ... `<!-- end -->` a table of the study, and
+`<!--=FILE.json NAME-->` ... `<!--/-->` a number in a sentence. Files are of `studies/results`; for a table of
+several runs they are joined by commas. A picture is drawn if a page shows it. On `docs/evidence.md`,
+`<!-- evidence: NAME -->` ... `<!-- end -->` is a part of `_evidence`, whose figures may be of `benchmarks/results`
+too.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from typing import Any
 
 import _bytes_tables
 import _eight_bit_adam_tables
+import _evidence
+import _evidence_numbers
 import _float8_tables
 import _loss_spikes_tables
 import _memory_tables
@@ -29,7 +33,9 @@ import _state_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "studies" / "results"
+MEASURED = ROOT / "benchmarks" / "results"
 PAGES = ROOT / "docs" / "studies"
+OTHERS = (ROOT / "README.md", ROOT / "docs" / "evidence.md")
 TABLES = {
     "quantization_error": _quantization_tables.TABLES,
     "inner_product_noise": _noise_tables.TABLES,
@@ -50,13 +56,28 @@ FACTS = {
 }
 TABLE = re.compile(r"(<!-- table: (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 PICTURE = re.compile(r"\]\((\w+)\.png\)")
+EVIDENCE = re.compile(r"(<!-- evidence: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NUMBER = re.compile(r"(<!--=(\S+) (\w+)-->).*?(<!--/-->)", re.DOTALL)
 
 
 @functools.cache
 def results(name: str) -> dict[str, Any]:
-    """A results file."""
-    return json.loads((RESULTS / name).read_text())
+    """A results file of a study or a benchmark."""
+    path = RESULTS / name
+    return json.loads((path if path.is_file() else MEASURED / name).read_text())
+
+
+@functools.cache
+def figures(name: str) -> dict[str, str]:
+    """All named figures of a results file: those of its study's sentences, and those of the page of evidence."""
+    studies = [study for study in FACTS if name.startswith(study)]
+    facts = FACTS[studies[0]](results(name)) if studies else {}
+    return facts | _evidence_numbers.numbers(name, results(name))
+
+
+def look(name: str, place: str) -> object:
+    """A figure of a results file: at a path, which begins with a slash, or by its name."""
+    return _evidence.at_path(results(name), place) if place.startswith("/") else figures(name)[place]
 
 
 def study_of(name: str) -> str:
@@ -74,11 +95,14 @@ def rendered(text: str) -> str:
     def number(match: re.Match[str]) -> str:
         return match[1] + FACTS[study_of(match[2])](results(match[2]))[match[3]] + match[4]
 
-    return NUMBER.sub(number, TABLE.sub(table, text))
+    def evidence(match: re.Match[str]) -> str:
+        return match[1] + _evidence.part(match[2], look) + match[3]
+
+    return EVIDENCE.sub(evidence, NUMBER.sub(number, TABLE.sub(table, text)))
 
 
 def main() -> int:
-    pages = {path: path.read_text() for path in (*sorted(PAGES.glob("*.md")), ROOT / "README.md")}
+    pages = {path: path.read_text() for path in (*sorted(PAGES.glob("*.md")), *OTHERS)}
     if "--check" in sys.argv:
         return 0 if all(rendered(text) == text for text in pages.values()) else 1
     for path, text in pages.items():

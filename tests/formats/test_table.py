@@ -71,3 +71,32 @@ def test_the_table_of_fp32_makes_its_rows_as_they_are_read() -> None:
     assert [row.code for row in table[-2:]] == [(1 << 32) - 2, (1 << 32) - 1]
     with pytest.raises(IndexError, match="takes 0 to 4294967295 for fp32"):
         table[1 << 32]
+
+
+def test_the_uniform_laws_example_is_off_by_a_bit() -> None:
+    """Lecture 11 and the 8-bit optimizers' Section 1.2 have 2^31 + 131072 for the code of 2.03125: that bit is the
+    sign, and the number a small one below zero. 2^30 is meant."""
+    assert FP32.decode(2**30 + 131072) == 2.03125
+    assert FP32.encode(2.03125) == 2**30 + 131072
+    assert FP32.decode(2**31 + 131072) == -(2.0**-132)
+
+
+def test_what_is_above_half_of_fp16s_smallest_number_does_not_vanish() -> None:
+    """The lecture says that values below 2^-24 become 0. Rounded to nearest, those up to 2^-25 do."""
+    tiny = torch.tensor([2.0**-25, torch.nextafter(torch.tensor(2.0**-25), torch.tensor(1.0)), 2.0**-24])
+    assert tiny.to(torch.float16).tolist() == [0.0, 2.0**-24, 2.0**-24]
+    assert [FP16.decode(FP16.encode(float(x))) for x in tiny] == [0.0, 2.0**-24, 2.0**-24]
+
+
+def test_an_update_is_lost_between_a_2048th_and_a_4096th_of_a_value() -> None:
+    """The lecture's second reason for FP32 weights is a ratio of 2048. It is half a unit that decides: at a power
+    of two that is a 2048th of the value, just below the next a 4096th."""
+    values = 1 + torch.arange(1024) / 1024
+    for ratio, moves in ((2047.0, 1024), (4097.0, 0)):
+        update = (values.double() / ratio).to(torch.float16)
+        moved = (values.to(torch.float16) + update) != values
+        assert int(moved.sum()) == moves
+    update = (values.double() / 3000).to(torch.float16)
+    moved = ((values.to(torch.float16) + update) != values).tolist()
+    assert moved == sorted(moved)
+    assert 0 < sum(moved) < 1024

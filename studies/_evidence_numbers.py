@@ -1,0 +1,133 @@
+"""Figures for the page of evidence that no study's page has in a sentence: ratios, ranges and counts of results.
+
+`NUMBERS` has a function for each kind of results file, found by the beginning of its name; it maps results to
+figures as they are printed, by the name that `studies/evidence/*.toml` calls them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import _eight_bit_adam_plan as adam_plan
+import _eight_bit_adam_tables as adam
+import _loss_spikes_tables as spikes
+import memory_plans
+from _tables import Results, significant
+
+
+def linear(results: Results) -> dict[str, str]:
+    """Speed-ups of layers over nn.Linear over all shapes: as called from Python, and of the device's work alone."""
+    found = {}
+    for layer in results["layers"]:
+        for what, key in (("called", "speedup"), ("device", "graph_speedup")):
+            if ratios := [rows[layer][key] for rows in results["shapes"].values() if key in rows[layer]]:
+                found[f"{what} {layer}"] = f"{min(ratios):.2f} to {max(ratios):.2f}"
+    return found
+
+
+def optimizers(results: Results) -> dict[str, str]:
+    """Times of a step over that of 8-bit AdamW, for large tensors."""
+    rows = results["lists"]["big"]["rows"]
+    ours = rows["AdamW 8bit"]["ms"]
+    return {f"{name} over 8bit": f"{row['ms'] / ours:.1f}" for name, row in rows.items() if "ms" in row}
+
+
+def quantiles(results: Results) -> dict[str, str]:
+    """torch.sort's time over that of the estimate."""
+    times = results["nanoseconds an element, median"]
+    return {"sort": f"{times['torch.sort, 2^28 float32'] / times['estimate_quantiles, 2^28 float32']:.1f}"}
+
+
+def loss_spikes(results: Results) -> dict[str, str]:
+    """RMS_t at the switch by optimizer, and whether loss spikes follow RMS spikes."""
+    ways, switch = spikes.by_way(results), results["training"]["switch"]
+    found = {
+        f"RMS {name}": f"{statistics.fmean(run['embedding_rms'][switch] for run in runs):.1f}"
+        for name, runs in ways.items()
+    }
+    for tensor in ("embedding", "middle"):
+        match = spikes.match(ways["AdamW, β2 0.999"], results, tensor)
+        found[f"followed {tensor}"] = f"{match.followed} of {match.loss_spikes}"
+        found[f"chance {tensor}"] = significant(match.probability, 1)
+    return found
+
+
+def collage_float8(results: Results) -> dict[str, str]:
+    """Validation losses minus that of D."""
+    losses = {row["name"]: row["validation_loss"] for row in results["recipes"]}
+    return {f"{name} - D": f"{loss - losses['D']:+.4f}" for name, loss in losses.items()}
+
+
+def eight_bit_adam(results: Results) -> dict[str, str]:
+    """Table 3: unstable runs of each combination, and losses minus those of 32-bit Adam with the same embedding."""
+    runs = adam.Runs(results)
+    found = {}
+    for arm in adam_plan.ARMS:
+        name = f"{arm.codebook or 'fp32'} {'blocks' if arm.blocks else 'tensor'}{' stable' * arm.stable}"
+        trials = adam_plan.ablation(arm, runs.lr)
+        found[f"unstable {name}"] = f"{runs.unstable(trials)} of {len(runs.made(trials))}"
+        wide = adam_plan.ablation(adam_plan.Arm(None, False, arm.stable), runs.lr)
+        if arm.codebook and runs.losses(trials):
+            found[f"apart {name}"] = adam.mean(runs.differences(trials, wide))
+    linear_arms = [arm for arm in adam_plan.ARMS if arm.codebook == "linear"]
+    bad = [runs.unstable(adam_plan.ablation(arm, runs.lr)) for arm in linear_arms]
+    made = sum(len(runs.made(adam_plan.ablation(arm, runs.lr))) for arm in linear_arms)
+    return found | {"unstable linear": f"{sum(bad)} of {made}"}
+
+
+def quantization_error(results: Results) -> dict[str, str]:
+    """Errors of maps over those of the dynamic one, and of outermost codes over that of the map's median one."""
+    maps = results["maps"]
+    error = {name: found["tensor"]["absolute_error_of_m"][0] for name, found in maps.items()}
+    found = {f"{name} over dynamic": f"{error[name] / error['dynamic']:.1f}" for name in error}
+    found["linear over dynamic_tree"] = f"{error['linear'] / error['dynamic_tree']:.1f}"
+    for name in ("linear", "dynamic", "dynamic_tree"):
+        found[f"relative {name}"] = f"{100 * maps[name]['tensor']['m']['relative'][0]:.1f} %"
+    for name in ("quantile", "dynamic"):
+        codes = [error for error in results["codes"][f"{name} tensor"]["m"]["absolute"] if error is not None]
+        found[f"outermost {name}"] = f"{max(codes[0], codes[-1]) / statistics.median(codes):.1f}"
+    return found
+
+
+def plans(results: Results) -> dict[str, str]:
+    """Cells of the papers' tables that come out, and what Collage saves beside what it says."""
+    (finetuning,) = [t for t in results["table_2"] if t["sequence"] == 512]
+    cells = [
+        found[kind] == said
+        for (_, _, *paper), found in zip(memory_plans.TABLE_2, finetuning["largest"], strict=True)
+        for kind, said in zip(memory_plans.ADAMS, paper, strict=True)
+    ]
+    largest = finetuning["parameters"]["GPT-2-large"]
+    found = {
+        "table 2": f"{sum(cells)} of {len(cells)}",
+        "states of GPT-2": f"{8 * largest / memory_plans.GIB:.1f}",
+    }
+    for flight, table in enumerate(results["table_8"], 1):
+        said = memory_plans.TABLE_8
+        same = [a == b for letter in said for a, b in zip(table["fits"][letter], said[letter], strict=True)]
+        found[f"table 8, {flight}"] = f"{sum(same)} of {len(same)}"
+    for name, planned in results["table_12"].items():
+        paper = memory_plans.TABLE_12[name]
+        saved = {letter: (planned["peak"]["D"] - planned["peak"][letter]) / memory_plans.GIB for letter in "BC"}
+        off = max(abs(saved[letter] / -paper[letter] - 1) for letter in "BC")
+        found[f"saved {name}"] = f"{saved['B']:.1f} and {saved['C']:.1f}"
+        found[f"off {name}"] = f"{100 * off:.0f} %"
+    return found
+
+
+NUMBERS: dict[str, Callable[[Results], dict[str, str]]] = {
+    "linear_": linear,
+    "optimizers_": optimizers,
+    "quantiles_": quantiles,
+    "loss_spikes": loss_spikes,
+    "collage_float8": collage_float8,
+    "eight_bit_adam": eight_bit_adam,
+    "quantization_error": quantization_error,
+    "memory_plans": plans,
+}
+
+
+def numbers(name: str, results: Results) -> dict[str, str]:
+    """Those of a results file, none if it has none."""
+    return next((function(results) for start, function in NUMBERS.items() if name.startswith(start)), {})
