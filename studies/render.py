@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import _bytes_tables
+import _collage_tables
 import _eight_bit_adam_tables
 import _float8_tables
 import _loss_spikes_tables
@@ -34,6 +35,7 @@ TABLES = {
     "quantization_error": _quantization_tables.TABLES,
     "inner_product_noise": _noise_tables.TABLES,
     "collage_float8": _float8_tables.TABLES,
+    "collage_training": _collage_tables.TABLES,
     "bytes_and_loss": _bytes_tables.TABLES,
     "eight_bit_adam": _eight_bit_adam_tables.TABLES,
     "state_codecs": _state_tables.TABLES,
@@ -44,6 +46,7 @@ FACTS = {
     "quantization_error": _quantization_tables.quantization_facts,
     "inner_product_noise": _noise_tables.noise_facts,
     "bytes_and_loss": _bytes_tables.facts,
+    "collage_training": _collage_tables.facts,
     "eight_bit_adam": _eight_bit_adam_tables.facts,
     "state_codecs": _state_tables.state_facts,
     "loss_spikes": _loss_spikes_tables.facts,
