@@ -169,19 +169,29 @@ def origin(*runs: Results) -> str:
 
 def _origin(results: Results) -> str:
     training, environment, data = results["training"], results["environment"], results["data"]
-    failed = [run for run in results["runs"] if "failed" in run]
-    notes = [f"{len(results['unfinished'])} runs were left out for want of time"] if results["unfinished"] else []
-    notes += [f"{run['row']} failed: {run['failed']}" for run in failed]
+    torch = environment["torch"].partition("+")[0]
     return (
         f"`{results['command']}`: {training['model']} of {results['parameters']:,} parameters, {training['steps']} "
-        f"steps of {training['batch']} × {training['sequence']:,} tokens of {data['source']} "
-        f"({data['train_tokens']:,} tokens, {data['validation_tokens']:,} to validate on, of whose longer lines "
-        f"{percent(data['shared_lines'], 2)} stand in the training text too), vocabulary "
-        f"{training['vocabulary']:,}; learning rate {training['lr']:g} after {training['warmup']} steps, a cosine to {training['final']:g} of "
-        f"it, weight decay {training['weight_decay']:g}, gradients' norm at most {training['clip']:g}; "
-        f"{environment['device']}, torch {environment['torch'].partition('+')[0]}."
-        f"{' ' + '; '.join(notes) + '.' if notes else ''}\n"
+        f"steps of {training['batch']} × {training['sequence']:,} tokens of {text(data)}, vocabulary "
+        f"{training['vocabulary']:,}; learning rate {training['lr']:g} after {training['warmup']} steps, a cosine "
+        f"to {training['final']:g} of it, weight decay {training['weight_decay']:g}, gradients' norm at most "
+        f"{training['clip']:g}; {environment['device']}, torch {torch}. {left_out(results)}\n"
     )
+
+
+def text(data: Results) -> str:
+    """The text of a results file, in words."""
+    return (
+        f"{data['source']} ({data['train_tokens']:,} tokens, {data['validation_tokens']:,} to validate on, of "
+        f"whose longer lines {percent(data['shared_lines'], 2)} stand in the training text too)"
+    )
+
+
+def left_out(results: Results) -> str:
+    """Which runs there are not."""
+    notes = [f"{len(results['unfinished'])} runs were left out for want of time."] if results["unfinished"] else []
+    notes += [f"{run['row']} failed: {run['failed']}." for run in results["runs"] if "failed" in run]
+    return " ".join(notes) or "All runs were made."
 
 
 def facts(results: Results) -> dict[str, str]:

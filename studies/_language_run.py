@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from narrowgauge.optim import NarrowOptimizer, UpdateStats
 from narrowgauge.trainers import Corpus, LanguageTask, TokenizedCorpus, load_corpus, tokenize
+from narrowgauge.trainers._additions import add_stable_embedding
 from narrowgauge.trainers._language import Examples
 from narrowgauge.trainers._models import preset
 from narrowgauge.trainers._schedule import schedule
@@ -51,11 +52,12 @@ class Setting:
         clip: norm of all gradients together, at most; 0 for no clipping. The optimizer does it, within its step.
         gauge_every: steps between measurements of the update; 0 for none.
         windows: to validate on.
+        stable_embedding: whether the token embedding is the 8-bit paper's, with a layer norm behind it.
         device: where to train.
     """
 
     data: Path | None = None
-    megabytes: int = 96
+    megabytes: int = 48
     model: str = "gpt2"
     vocabulary: int = 50257
     sequence: int = 1024
@@ -70,6 +72,7 @@ class Setting:
     clip: float = 1.0
     gauge_every: int = 10
     windows: int = 128
+    stable_embedding: bool = False
     device: str = "cpu"
 
     def rate(self, number: int) -> float:
@@ -104,7 +107,10 @@ def about_text(setting: Setting) -> dict[str, Any]:
 
 def start(setting: Setting, seed: int) -> nn.Module:
     """Initial weights on the device."""
-    return copy.deepcopy(start_of(setting.model, setting.vocabulary, setting.sequence, seed)).to(setting.device)
+    model = copy.deepcopy(start_of(setting.model, setting.vocabulary, setting.sequence, seed))
+    if setting.stable_embedding:
+        add_stable_embedding(model, seed)
+    return model.to(setting.device)
 
 
 def train(make: Maker, setting: Setting, beta2: float, seed: int) -> Result:

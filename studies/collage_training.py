@@ -22,9 +22,7 @@ Source: Collage (Yu et al. 2024), Sections 5.1 and 5.2, Appendices E and F.
 from __future__ import annotations
 
 import fnmatch
-import json
-import os
-import statistics
+import functools
 import sys
 import time
 from collections.abc import Sequence
@@ -39,6 +37,7 @@ import torch
 import typer
 from _collage_rows import EXTRA, REFERENCE, Row
 from _language_run import Result, Setting
+from _resumable import Study
 
 from narrowgauge.cli._environment import describe_environment
 from narrowgauge.trainers import parameter_count, presets
@@ -61,10 +60,6 @@ class Task:
     beta2: float
     seed: int
 
-    def is_of(self, run: Result) -> bool:
-        """Whether a run of a results file is this one."""
-        return (run["row"], run["beta2"], run["seed"]) == (self.row, self.beta2, self.seed)
-
 
 def plan(rows: Sequence[Row], betas: Sequence[float], seeds: int) -> list[Task]:
     """All runs, the most important first: by seed, then by decay rate; what is extra comes last.
@@ -82,61 +77,6 @@ def plan(rows: Sequence[Row], betas: Sequence[float], seeds: int) -> list[Task]:
         if row.tier != EXTRA and (seed == 0 or row.close)
     ]
     return tasks + [Task(row.name, betas[0], 0) for row in rows if row.tier == EXTRA]
-
-
-class Study:
-    """The results as they grow, on disk at every moment."""
-
-    def __init__(self, out: Path, about: dict[str, Any], resume: bool) -> None:
-        self._out, self.about = out, about
-        self.runs: list[Result] = []
-        if resume and out.exists():
-            self._take(json.loads(out.read_text()))
-        out.parent.mkdir(parents=True, exist_ok=True)
-
-    def _take(self, found: dict[str, Any]) -> None:
-        """Go on with what a file has; rows, decay rates and seeds may be others than it was begun with."""
-        mine, theirs = json.loads(json.dumps(_gather.rounded(self.about["training"]))), found["training"]
-        mine |= {"device": self.about["environment"]["device"], "text": self.about["data"]["train_tokens"]}
-        theirs = theirs | {"device": found["environment"]["device"], "text": found["data"]["train_tokens"]}
-        for name in sorted((mine.keys() | theirs.keys()) - {"betas", "seeds"}):
-            if mine.get(name) != theirs.get(name):
-                raise typer.BadParameter(
-                    f"--resume: got {name} {mine.get(name)!r}, takes {theirs.get(name)!r} to go on with {self._out}"
-                )
-        names = {row["name"] for row in (*found["rows"], *self.about["rows"])}
-        betas = dict.fromkeys((*found["training"]["betas"], *self.about["training"]["betas"]))
-        self.about |= {key: found[key] for key in ("command", "environment", "data")}
-        self.about["rows"] = [line for line in map(line_of, _collage_rows.ROWS) if line["name"] in names]
-        self.about["training"] |= {
-            "betas": list(betas), "seeds": max(found["training"]["seeds"], self.about["training"]["seeds"]),
-        }  # fmt: skip
-        self.runs = [run for run in found["runs"] if "failed" not in run]
-
-    def has(self, task: Task) -> bool:
-        """Whether a run has been made."""
-        return any(map(task.is_of, self.runs))
-
-    def add(self, task: Task, result: Result) -> None:
-        """Keep a run, and say how it went."""
-        self.runs.append({"row": task.row, "beta2": task.beta2, "seed": task.seed} | result)
-        said = result.get("failed") or (
-            f"validation {_number(result['validation_loss'])}, training {_number(result['training_loss'])}, "
-            f"{result['step_ms']:.1f} ms a step, {result['seconds']:.1f} s"
-        )
-        print(f"{task.row}, beta2 {task.beta2:g}, seed {task.seed}: {said}", flush=True)
-
-    def write(self, left: Sequence[Task]) -> None:
-        """Written aside, then renamed: who is ended in the middle leaves the last whole file."""
-        unfinished = [{"row": t.row, "beta2": t.beta2, "seed": t.seed} for t in left]
-        results = self.about | {"runs": self.runs, "unfinished": unfinished}
-        aside = self._out.with_suffix(".tmp")
-        aside.write_text(json.dumps(_gather.rounded(results), separators=(",", ":")) + "\n")
-        os.replace(aside, self._out)
-
-
-def _number(x: float | None) -> str:
-    return "diverged" if x is None else f"{x:.4f}"
 
 
 def about(rows: Sequence[Row], setting: Setting, betas: Sequence[float], seeds: int) -> dict[str, Any]:
@@ -175,12 +115,12 @@ def study(
     seconds: float = float("inf"),
     resume: bool = False,
     dry: bool = False,
-) -> Study:
+) -> None:
     """Run it all, or as much as fits."""
     end = time.monotonic() + seconds
-    results = Study(out, about(rows, setting, betas, seeds), resume)
+    results = Study(out, about(rows, setting, betas, seeds), resume, grows=("betas", "seeds"))
     tasks = plan(rows, betas, seeds)
-    left = [task for task in tasks if not results.has(task)]
+    left = results.missing(tasks)
     a_step, beside = probe(setting) if left else (0.0, 0.0)
     a_run = setting.steps * a_step + beside
     print(
@@ -189,29 +129,16 @@ def study(
         f"{1e3 * a_step:.1f} ms a step, so about {a_run:.0f} s a run, {len(left) * a_run / 60:.1f} minutes",
         flush=True,
     )
-    for task in tasks if dry else ():
-        print(f"  {task.row}, beta2 {task.beta2:g}, seed {task.seed}{', there' if results.has(task) else ''}")
-    taken = [a_run]
-    while left and not dry:
-        if time.monotonic() + statistics.fmean(taken[-5:]) > end:
-            print(f"{len(left)} runs are left for another call with --resume", flush=True)
-            break
-        task = left.pop(0)
-        result = one(task, setting)
-        taken.append(result.get("seconds", a_run))
-        results.add(task, result)
-        results.write(left)
-    return results
+    if not dry:
+        results.make(tasks, functools.partial(one, setting=setting), end, expected=a_run)
+        return
+    for task in tasks:
+        print(f"  {task.row}, beta2 {task.beta2:g}, seed {task.seed}{', there' if results.of(task) else ''}")
 
 
 def one(task: Task, setting: Setting) -> Result:
-    """A run, or why there is none: the others go on."""
-    try:
-        return _language_run.train(_collage_rows.row(task.row).optimizer, setting, task.beta2, task.seed)
-    except RuntimeError as error:  # memory that was not to be had, a kernel that cannot be made
-        if setting.device != "cpu":
-            torch.cuda.empty_cache()
-        return {"failed": f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"}
+    """A run."""
+    return _language_run.train(_collage_rows.row(task.row).optimizer, setting, task.beta2, task.seed)
 
 
 def chosen(only: Sequence[str]) -> tuple[Row, ...]:
@@ -237,7 +164,7 @@ def setting_of(model: str, check: bool, given: dict[str, Any]) -> Setting:
 def main(
     out: _gather.Out,
     data: Annotated[Path | None, typer.Option(help="A text.", show_default="installed Python sources")] = None,
-    megabytes: Annotated[int | None, typer.Option(min=1, help="Of the installed sources, at most. [96]")] = None,
+    megabytes: Annotated[int | None, typer.Option(min=1, help="Of the installed sources, at most. [48]")] = None,
     model: Annotated[str | None, typer.Option(help="Model preset, causal or masked. [gpt2]")] = None,
     vocabulary: Annotated[int | None, typer.Option(help="Tokens of the byte-level BPE. [50257]")] = None,
     steps: Annotated[int | None, typer.Option(min=2, help="Optimizer steps of a run. [300]")] = None,
