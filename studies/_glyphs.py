@@ -1,13 +1,15 @@
 """An image task without a download: which letter or digit is it, in a font that was never trained on?
 
-Characters are rendered from the fonts that matplotlib brings, then turned, scaled, shifted, inverted and buried in
-noise, anew for every batch. Five fonts are for training and three others, of other families or weights, validate, so
-that accuracy stays below 100% and says something of what was learned. The network is a small ResNet.
+Characters are rendered from the fonts that matplotlib brings, then turned, scaled, shifted, inverted and buried
+in noise, anew for every batch. Five fonts are for training and three others, of other families or weights,
+validate, so that accuracy stays below 100% and says something of what was learned. The network is a small
+ResNet.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,7 +94,7 @@ def network(seed: int, width: int = 32) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         widths = (width, width, width, 2 * width, 2 * width, 4 * width, 4 * width)
-        blocks = [_Block(before, after) for before, after in zip(widths, widths[1:], strict=False)]
+        blocks = [_Block(before, after) for before, after in itertools.pairwise(widths)]
         return nn.Sequential(
             nn.Conv2d(1, width, 3, 1, 1, bias=False), *blocks, nn.BatchNorm2d(4 * width), nn.ReLU(),
             nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, len(CHARACTERS)),

@@ -14,7 +14,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -117,23 +117,40 @@ class Study:
                 taken.append(result.get("seconds", taken[-1]))
                 self.add(task, result, left)
         else:
-            context = multiprocessing.get_context("spawn")  # CUDA does not live through a fork
-            with ProcessPoolExecutor(jobs, context, _one_thread) as pool:
-                running: dict[Future[Result], Any] = {}
-                while running or (left and in_time()):
-                    while left and len(running) < jobs and in_time():
-                        task = left.pop(0)
-                        running[pool.submit(attempt, one, task)] = task
-                    done, _ = wait(running, return_when=FIRST_COMPLETED)
-                    for future in done:
-                        task, error = running.pop(future), future.exception()  # of a process that was killed
-                        result = failed(error) if error is not None else future.result()
-                        taken.append(result.get("seconds", taken[-1]))
-                        self.add(task, result, [*running.values(), *left])
+            try:
+                self._make_in_processes(left, one, in_time, taken, jobs)
+            except BrokenExecutor as error:  # a process was killed, and took the others' work with it
+                print(f"the processes ended: {error}", flush=True)
         if left:
             self.write(left)
             print(f"{len(left)} runs are left for another call with --resume", flush=True)
         return left
+
+    def _make_in_processes(
+        self,
+        left: list[Any],
+        one: Callable[[Any], Result],
+        in_time: Callable[[], bool],
+        taken: list[float],
+        jobs: int,
+    ) -> None:
+        """Take tasks from the front of a list, as many at a time as there are jobs."""
+        context = multiprocessing.get_context("spawn")  # CUDA does not live through a fork
+        running: dict[Future[Result], Any] = {}
+        try:
+            with ProcessPoolExecutor(jobs, context, _one_thread) as pool:
+                while running or (left and in_time()):
+                    while left and len(running) < jobs and in_time():
+                        future = pool.submit(attempt, one, left[0])  # which a broken pool refuses
+                        running[future] = left.pop(0)
+                    done, _ = wait(running, return_when=FIRST_COMPLETED)
+                    for future in done:
+                        task, error = running.pop(future), future.exception()
+                        result = failed(error) if error is not None else future.result()
+                        taken.append(result.get("seconds", taken[-1]))
+                        self.add(task, result, [*running.values(), *left])
+        finally:
+            left[:0] = running.values()
 
 
 def attempt(one: Callable[[Any], Result], task: Any) -> Result:

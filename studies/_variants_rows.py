@@ -1,8 +1,9 @@
 """Optimizers of the 8-bit paper in 32 and in 8 bits, and other libraries': what `adam_variants.py` compares.
 
-A family is an equation; its first row keeps 32 bits, and the learning rate that is best for that one is everybody's,
-as in the paper, which changes nothing but the states. Weights and gradients are fp32, so that what two rows of a
-family differ in is what they keep. 8-bit rows of this library have `log8` states, its default, or the paper's codes.
+A family is an equation; its first row keeps 32 bits, and the learning rate that is best for that one is
+everybody's, as in the paper, which changes nothing but the states. Weights and gradients are fp32, so that what
+two rows of a family differ in is what they keep. 8-bit rows of this library have `log8` states, its default, or
+the paper's codes.
 """
 
 from __future__ import annotations

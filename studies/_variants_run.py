@@ -1,4 +1,5 @@
-"""One run of the optimizer study: a language model, a masked one, characters in pictures, or an ablated 8-bit Adam.
+"""One run of the optimizer study: a language model, a masked one, characters in pictures, or an ablated 8-bit
+Adam.
 
 The first three train a row of `_variants_rows` at a learning rate; the last one is the 8-bit study's own run
 (`_eight_bit_adam`), at a learning rate above the one that was chosen, where parts that only seemed to be needed

@@ -3,9 +3,9 @@
     python studies/adam_variants.py --device cuda --jobs 8 --seconds 500 --resume --out studies/results/NAME.json
     python studies/adam_variants.py --check --out runs/check.json             # a toy, seconds on a CPU
 
-Three tasks: a causal and a masked language model on the Python sources that are installed, and characters in pictures
-(`_glyphs`). On each, 32-bit Adam (Momentum on pictures), torch's Adafactor, AdaGrad, and their 8-bit forms: this
-library's two, bitsandbytes', torchao's and FlashOptim's where they are installed. A sweep with one seed finds the
+Three tasks: a causal and a masked language model on the Python sources that are installed, and characters in
+pictures (`_glyphs`). On each, 32-bit Adam (Momentum on pictures), torch's Adafactor, AdaGrad, and their 8-bit forms:
+this library's two, bitsandbytes', torchao's and FlashOptim's where they are installed. A sweep with one seed finds the
 learning rate of a family for its 32-bit row, and all its rows get that one, each with several seeds.
 
 Then Table 3's rows again at several times the causal model's learning rate, with several seeds: which of
@@ -58,7 +58,7 @@ def sweep(kind: str, family: str) -> list[Task]:
 
 
 def best(results: Study, kind: str, family: str) -> float | None:
-    """The learning rate with the lowest validation loss; None before the sweep has ended, or if nothing ended well."""
+    """The learning rate with the lowest validation loss; None before the sweep's end, or if nothing ended well."""
     found = {task.lr: results.of(task) for task in sweep(kind, family)}
     if not all(found.values()):
         return None

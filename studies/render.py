@@ -27,6 +27,7 @@ import _noise_tables
 import _pictures
 import _quantization_tables
 import _state_tables
+import _variants_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "studies" / "results"
@@ -40,6 +41,7 @@ TABLES = {
     "eight_bit_adam": _eight_bit_adam_tables.TABLES,
     "state_codecs": _state_tables.TABLES,
     "loss_spikes": _loss_spikes_tables.TABLES,
+    "adam_variants": _variants_tables.TABLES,
     "memory_plans": _memory_tables.TABLES,
 }
 FACTS = {
@@ -50,6 +52,7 @@ FACTS = {
     "eight_bit_adam": _eight_bit_adam_tables.facts,
     "state_codecs": _state_tables.state_facts,
     "loss_spikes": _loss_spikes_tables.facts,
+    "adam_variants": _variants_tables.facts,
 }
 TABLE = re.compile(r"(<!-- table: (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 PICTURE = re.compile(r"\]\((\w+)\.png\)")
