@@ -4,9 +4,9 @@
     python studies/adam_variants.py --check --out runs/check.json             # a toy, seconds on a CPU
 
 Three tasks: a causal and a masked language model on the Python sources that are installed, and characters in
-pictures (`_glyphs`). On each, 32-bit Adam (Momentum on pictures), torch's Adafactor, AdaGrad, and their 8-bit forms:
-this library's two, bitsandbytes', torchao's and FlashOptim's where they are installed. A sweep with one seed finds the
-learning rate of a family for its 32-bit row, and all its rows get that one, each with several seeds.
+pictures (`_glyphs`). On each, 32-bit Adam (Momentum on pictures), torch's Adafactor, AdaGrad, and their 8-bit
+forms: this library's two, bitsandbytes', torchao's and FlashOptim's where they are installed. A sweep with one seed
+finds the learning rate of a family for its 32-bit row, and all its rows get that one, each with several seeds.
 
 Then Table 3's rows again at several times the causal model's learning rate, with several seeds: which of
 dynamic codes, blocks and the stable embedding keeps a run from diverging. At the best rate `eight_bit_adam.py` has
