@@ -8,6 +8,7 @@ and device. What may differ is how much of it is asked for.
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -160,6 +161,7 @@ def attempt(one: Callable[[Any], Result], task: Any) -> Result:
     except Exception as error:  # memory, a kernel that cannot be made, another library's refusal
         return failed(error)
     finally:
+        gc.collect()  # models and optimizers hang in circles, and the next run's peak would have them in it
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 

@@ -37,7 +37,7 @@ import torch
 import typer
 from _collage_rows import EXTRA, REFERENCE, Row
 from _language_run import Result, Setting
-from _resumable import Study
+from _resumable import Study, attempt
 
 from narrowgauge.cli._environment import describe_environment
 from narrowgauge.trainers import parameter_count, presets
@@ -100,7 +100,11 @@ def line_of(row: Row) -> dict[str, Any]:
 def probe(setting: Setting) -> tuple[float, float]:
     """Seconds of a step of D, and of a run beside its steps, from a run of few steps."""
     few = replace(setting, steps=min(PROBED, setting.steps))
-    result = _language_run.train(_collage_rows.row(REFERENCE).optimizer, few, 0.999, 0)
+    result = attempt(
+        lambda beta2: _language_run.train(_collage_rows.row(REFERENCE).optimizer, few, beta2, 0), 0.999
+    )
+    if "failed" in result:
+        raise RuntimeError(f"{REFERENCE} cannot be trained here: {result['failed']}")
     a_step = result["step_ms"] / 1e3
     return a_step, max(0.0, result["seconds"] - few.steps * a_step)
 

@@ -27,6 +27,7 @@ import _noise_tables
 import _pictures
 import _quantization_tables
 import _state_tables
+import _throughput_tables
 import _variants_tables
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,6 +38,7 @@ TABLES = {
     "inner_product_noise": _noise_tables.TABLES,
     "collage_float8": _float8_tables.TABLES,
     "collage_training": _collage_tables.TABLES,
+    "collage_throughput": _throughput_tables.TABLES,
     "bytes_and_loss": _bytes_tables.TABLES,
     "eight_bit_adam": _eight_bit_adam_tables.TABLES,
     "state_codecs": _state_tables.TABLES,
@@ -49,6 +51,7 @@ FACTS = {
     "inner_product_noise": _noise_tables.noise_facts,
     "bytes_and_loss": _bytes_tables.facts,
     "collage_training": _collage_tables.facts,
+    "collage_throughput": _throughput_tables.facts,
     "eight_bit_adam": _eight_bit_adam_tables.facts,
     "state_codecs": _state_tables.state_facts,
     "loss_spikes": _loss_spikes_tables.facts,
