@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from _collage_tables import Results, runs_of
+from _collage_tables import REFERENCE, Results, first_of
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from narrowgauge.cli._drawing import INK, PALETTE
 
@@ -26,26 +27,47 @@ Points = Callable[[Results], tuple[list[float], list[float]]]
 
 
 def progress(results: Results) -> Figure:
-    """Three panels at the first decay rate, seed 0."""
+    """Four panels at the first decay rate, seed 0; in the last one what perplexities of that size do not show."""
     beta2 = results["training"]["betas"][0]
-    figure = Figure((14, 4.6), layout="constrained", facecolor="white")
-    lost, perplexity, quality = figure.subplots(1, 3)
+    reference = first_of(results, REFERENCE, beta2)
+    figure = Figure((13, 8), layout="constrained", facecolor="white")
+    (lost, quality), (perplexity, above) = figure.subplots(2, 2)
     for name, (colour, dashes) in LOOKS.items():
-        runs = runs_of(results, name, beta2)
-        if not runs:
+        run = first_of(results, name, beta2)
+        if run is None:
             continue
         style = {"color": colour, "linewidth": 1.8, "linestyle": (0, dashes) if dashes else "-", "label": name}
         for axis, points in ((lost, _lost), (perplexity, _perplexity), (quality, _quality)):
-            axis.plot(*points(runs[0]), **style)
+            axis.plot(*points(run), **style)
+        if reference is not None:
+            above.plot(*_above(run, reference), **style)
     lost.set_title("lost updates, %", color=INK)
+    quality.set_title("effective descent quality", color=INK)
     perplexity.set_title("training perplexity", color=INK)
     perplexity.set_yscale("log")
-    quality.set_title("effective descent quality", color=INK)
-    for axis in (lost, perplexity, quality):
+    plain_numbers(perplexity.yaxis)
+    above.set_title("training loss − that of D", color=INK)
+    for axis in (perplexity, above):
         axis.set_xlabel("step")
     handles, labels = perplexity.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=7, frameon=False, handlelength=2.6)
     return figure
+
+
+def plain_numbers(axis: Any) -> None:
+    """Labels of a logarithmic axis: 20, 50, 100; between them no label."""
+    axis.set_major_locator(LogLocator(10, (1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+    axis.set_minor_locator(NullLocator())
+
+
+def _above(run: Results, reference: Results) -> tuple[list[float], list[float]]:
+    pairs = [
+        (step, loss - other)
+        for (step, loss), (_, other) in zip(run["curve"], reference["curve"], strict=False)
+        if loss is not None and other is not None
+    ]
+    return [step for step, _ in pairs], [x for _, x in pairs]
 
 
 def _lost(run: Results) -> tuple[list[float], list[float]]:

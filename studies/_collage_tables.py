@@ -62,8 +62,13 @@ def spread(results: Results, beta2: float) -> float | None:
     return max(losses) - min(losses) if len(losses) > 1 else None
 
 
+def first_of(results: Results, row: str, beta2: float) -> Results | None:
+    """The run with seed 0, which every row has: means over other seeds are no comparison."""
+    return next((run for run in runs_of(results, row, beta2) if run["seed"] == 0), None)
+
+
 def perplexity(results: Results) -> str:
-    """Train and validation perplexity, the paper's and ours, by decay rate."""
+    """Train and validation perplexity with seed 0, the paper's and ours, by decay rate."""
     columns = betas(results)
     paper = PAPER.get(results["training"]["model"], {})
     head = ["option", "what is kept", "bytes"]
@@ -74,22 +79,18 @@ def perplexity(results: Results) -> str:
         line = [f"`{row['name']}`", row["title"], f"{row['bytes']:.2f}"]
         for beta2 in columns:
             said = paper.get(row["name"], {}).get(beta2, ())
-            line += [" / ".join(f"{x:.2f}" for x in said), _perplexities(runs_of(results, row["name"], beta2))]
+            line += [" / ".join(f"{x:.2f}" for x in said), _perplexities(first_of(results, row["name"], beta2))]
         lines.append(line)
     return markdown(head, lines, words=2)
 
 
-def _perplexities(runs: Sequence[Results]) -> str:
-    """Train / validation, of the mean loss over seeds."""
-    if not runs:
+def _perplexities(run: Results | None) -> str:
+    """Train / validation."""
+    if run is None:
         return ""
-    good = [run for run in runs if not run["diverged"]]
-    bad = f"{len(runs) - len(good)} of {len(runs)} diverged" if len(good) < len(runs) else ""
-    if not good:
-        return bad
-    parts = [math.exp(statistics.fmean(run[key] for run in good)) for key in ("training_loss", "validation_loss")]
-    shown = " / ".join(f"{part:.2f}" for part in parts)
-    return f"{shown}, {bad}" if bad else shown
+    if run["diverged"]:
+        return "diverged"
+    return " / ".join(f"{math.exp(run[key]):.2f}" for key in ("training_loss", "validation_loss"))
 
 
 def losses(results: Results) -> str:
@@ -101,8 +102,16 @@ def losses(results: Results) -> str:
         if row["name"] != REFERENCE
     ]
     spreads = ["" if (s := spread(results, b)) is None else f"{s:.4f}" for b in columns]
+    bad = [
+        f"{row['name']} with β2 {run['beta2']:g} and seed {run['seed']}"
+        for row in results["rows"]
+        for b in columns
+        for run in runs_of(results, row["name"], b)
+        if run["diverged"]
+    ]
     lines.append([f"*`{REFERENCE}`, largest minus smallest of its seeds*", *spreads])
-    return markdown(("loss − D", *(f"β2 {b:g}" for b in columns)), lines)
+    table = markdown(("loss − D", *(f"β2 {b:g}" for b in columns)), lines)
+    return table + (f"\n*Diverged: {', '.join(bad)}.*\n" if bad else "")
 
 
 def _signed(values: Sequence[float]) -> str:

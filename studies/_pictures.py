@@ -17,6 +17,7 @@ import _collage_picture
 import _eight_bit_adam_picture
 import _loss_spikes_picture
 import _state_picture
+import _throughput_picture
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
@@ -68,6 +69,8 @@ def draw(results: Path, path: Path) -> None:
             figure = _bytes_picture.bytes_against_loss(found)
         elif path.stem.startswith("collage_training"):
             figure = _collage_picture.progress(found)
+        elif path.stem.startswith("collage_throughput"):
+            figure = _throughput_picture.peaks(found)
         elif path.stem.startswith("eight_bit_adam"):
             figure = _eight_bit_adam_picture.sensitivity(found)
         elif path.stem.startswith("state_codecs"):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import _eight_bit_adam_plan as planned
 import _variants_rows as rows
 from _collage_tables import left_out, text
-from _tables import Results, markdown
+from _tables import Results, markdown, significant
 from _variants_run import name_of
 
 # Table 1, by task and row: the language models of 1.5 billion parameters (perplexity), RoBERTa-base (perplexity),
@@ -80,8 +80,12 @@ def compared(results: Results, kind: str) -> str:
     for family in rows.FAMILIES[kind]:
         for row in rows.family(family):
             runs = made(results, kind, row.name)
-            paper = TABLE_1.get((kind, row.name), "") or (TABLE_7.get(row.name, "") if family == "adagrad" else "")
-            line = [row.name, row.title, paper]
+            said = [
+                f"{x}{y}"
+                for x, y in (("", TABLE_1.get((kind, row.name))), ("Table 7: ", _seven(kind, row.name)))
+                if y
+            ]
+            line = [row.name, row.title, "; ".join(said)]
             if not runs:
                 lines.append([*line, _why_not(results, kind, row.name), "", "", "", ""])
                 continue
@@ -96,6 +100,10 @@ def compared(results: Results, kind: str) -> str:
         "ms a step",
     )  # fmt: skip
     return markdown(head, lines, words=2)
+
+
+def _seven(kind: str, row: str) -> str | None:
+    return TABLE_7.get(row) if kind == "language" else None
 
 
 def _why_not(results: Results, kind: str, row: str) -> str:
@@ -170,7 +178,7 @@ def ablation(results: Results) -> str:
             runs = ablated(results, name, lr)
             good = [run["validation_loss"] for run in runs if run["unstable"] is None]
             line.append(f"{len(runs) - len(good)} of {len(runs)}" if runs else "")
-            line.append(f"{math.exp(min(statistics.median(good), 99.0)):.1f}" if good else "")
+            line.append(significant(math.exp(min(statistics.median(good), 99.0)), 4) if good else "")
         lines.append(line)
     return markdown(head, lines, words=2)
 

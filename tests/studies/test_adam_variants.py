@@ -197,18 +197,25 @@ def test_the_tables_say_what_the_runs_say(tmp_path: Path, monkeypatch: pytest.Mo
     results = {"runs": made_up(), "training": {"seeds": 2}}
     _, _, *body = cells(tables.language(results))
     middle = 4 * (1 + math.exp(0.5))
-    assert body[0][2:] == ["9.0", f"{middle:.2f} (8.00 … {8 * math.exp(0.5):.2f})", "", "0.002", "8.00", "5.0"]
-    assert body[1][2] == "9.0"
+    assert body[0][2:] == [
+        "9.0; Table 7: 16.7",
+        f"{middle:.2f} (8.00 … {8 * math.exp(0.5):.2f})",
+        "",
+        "0.002",
+        "8.00",
+        "5.0",
+    ]
+    assert body[1][2] == "9.0; Table 7: 16.4"
     assert body[1][4:7] == ["+0.0100 (+0.0100 … +0.0100)", "0.002", "2.00"]
     assert [row[3] for row in body if row[0] == "torchao Adam8bit"] == ["no"]
-    assert [row[2] for row in body if row[0] == "32-bit AdaGrad"] == ["19.4"]
+    assert [row[2] for row in body if row[0] == "32-bit AdaGrad"] == ["Table 7: 19.4"]
     _, _, *body = cells(tables.images(results))
     assert body[1][2:5] == ["77.2", "81.00", "+1.00"]
     head, _, *body = cells(tables.ablation(results))
     assert head[4:] == ["lr 0.008: unstable", "perplexity"]
-    assert body[0] == ["32-bit", "usual", "0 %", "16.7", "0 of 2", "4.0"]
+    assert body[0] == ["32-bit", "usual", "0 %", "16.7", "0 of 2", "4.000"]
     assert body[2][2:] == ["90 %", "253.0", "2 of 2", ""]
-    assert body[5][2:] == ["", "", "1 of 2", "4.0"]
+    assert body[5][2:] == ["", "", "1 of 2", "4.000"]
     assert cells(tables.sweep(results))[2][2:] == [
         "0.001: 2.3794",
         "0.002: 2.0794",
