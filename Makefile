@@ -30,6 +30,9 @@ bench: $(VENV)/.bench  ## every benchmark, one after the other
 	@test -d benchmarks || { echo 'make bench: there is no folder benchmarks yet' >&2; exit 1; }
 	@set -e; for file in benchmarks/bench_*.py; do echo "$$file"; $(BIN)/python "$$file" $(ARGS); done
 
+study-%: $(VENV)/.bench  ## run a study, as in make study-collage_training ARGS='--check --out runs/check.json'
+	$(BIN)/python studies/$*.py $(ARGS)
+
 docs: $(VENV)/.docs  ## build the documentation site into site/
 	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
 

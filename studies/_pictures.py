@@ -1,4 +1,4 @@
-"""The studies' pictures: Figures 3, 4 and 5 of the 8-bit paper measured anew, noise and bytes against loss.
+"""The studies' pictures: which one a name asks for, Figures 4 and 5 of the 8-bit paper measured anew, and noise.
 
 Colours are after Okabe and Ito, or viridis and its kin for maps: safe for colour-blind readers, and lines differ in
 dashes too.
@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import _bytes_picture
+import _collage_picture
 import _eight_bit_adam_picture
 import _loss_spikes_picture
 import _state_picture
+import _throughput_picture
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
@@ -65,6 +67,10 @@ def draw(results: Path, path: Path) -> None:
                 figure = adam_maps(found, dict(arrays))
         elif path.stem.startswith("bytes_and_loss"):
             figure = _bytes_picture.bytes_against_loss(found)
+        elif path.stem.startswith("collage_training"):
+            figure = _collage_picture.progress(found)
+        elif path.stem.startswith("collage_throughput"):
+            figure = _throughput_picture.peaks(found)
         elif path.stem.startswith("eight_bit_adam"):
             figure = _eight_bit_adam_picture.sensitivity(found)
         elif path.stem.startswith("state_codecs"):

@@ -1,0 +1,203 @@
+"""Collage's tables on a real model: GPT-2 small, or a masked model of BERT's size, under every precision strategy.
+
+    python studies/collage_training.py --device cuda --seconds 500 --resume --out studies/results/NAME.json
+    python studies/collage_training.py --device cuda --model bert --out studies/results/NAME.json
+    python studies/collage_training.py --check --out runs/check.json          # seconds on a CPU
+
+Tables 3, 5 (its first column) and 6, and Figure 3: validation and training perplexity, effective descent
+quality (EDQ) and lost updates of options A, B, C, D, D-MW and Kahan, and of this library's other ways to keep a
+weight, with states of 8 bits too. Every run of a column, which is a beta2, has the same initial weights and the
+same batches, so that a loss minus D's is what the strategy did. Rows near to D have several seeds; how far D's
+lie apart is the measure of it.
+
+The plan and its time are told first. Results are written after every run; `--seconds` begins no run that would
+not end in time, and `--resume` goes on with what is missing in the file that is there.
+
+The text is the Python sources that are installed where this runs, whole packages of them held out; `--data`
+takes another.
+
+Source: Collage (Yu et al. 2024), Sections 5.1 and 5.2, Appendices E and F.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import _collage_rows
+import _gather
+import _language_run
+import torch
+import typer
+from _collage_rows import EXTRA, REFERENCE, Row
+from _language_run import Result, Setting
+from _resumable import Study, attempt
+
+from narrowgauge.cli._environment import describe_environment
+from narrowgauge.trainers import parameter_count, presets
+
+PROBED = 25  # steps of D by which the time is estimated
+# What a masked model differs in: BERT's own sequence, Table 10's learning rate, and the paper's decay rates.
+MASKED = {"sequence": 128, "batch": 64, "lr": 4e-4, "windows": 1024}
+BETAS = {"causal": (0.999, 0.95, 0.99), "masked": (0.999, 0.98)}
+CHECK = {
+    "megabytes": 1, "vocabulary": 300, "sequence": 24, "batch": 4, "steps": 6, "warmup": 2, "gauge_every": 2,
+    "windows": 8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Task:
+    """A run: a row, a decay rate, a seed."""
+
+    row: str
+    beta2: float
+    seed: int
+
+
+def plan(rows: Sequence[Row], betas: Sequence[float], seeds: int) -> list[Task]:
+    """All runs, the most important first: by seed, then by decay rate; what is extra comes last.
+
+    Args:
+        rows: those with `close` get all seeds, others one.
+        betas: the first is that of the extra rows.
+        seeds: of the rows near to D.
+    """
+    tasks = [
+        Task(row.name, beta2, seed)
+        for seed in range(seeds)
+        for beta2 in betas
+        for row in rows
+        if row.tier != EXTRA and (seed == 0 or row.close)
+    ]
+    return tasks + [Task(row.name, betas[0], 0) for row in rows if row.tier == EXTRA]
+
+
+def about(rows: Sequence[Row], setting: Setting, betas: Sequence[float], seeds: int) -> dict[str, Any]:
+    """What a results file says of the study before anything has run."""
+    model = _language_run.start_of(setting.model, setting.vocabulary, setting.sequence, 0)
+    return {
+        "command": _gather.command(sys.argv),
+        "environment": describe_environment(torch.device(setting.device)),
+        "training": setting.plain() | {"seed": 0, "seeds": seeds, "betas": list(betas)},
+        "data": _language_run.about_text(setting),
+        "parameters": parameter_count(model),
+        "rows": [line_of(row) for row in rows],
+    }
+
+
+def line_of(row: Row) -> dict[str, Any]:
+    """What a results file says of a row."""
+    return {"name": row.name, "title": row.title, "tier": row.tier, "bytes": row.recipe.bytes_per_parameter()}
+
+
+def probe(setting: Setting) -> tuple[float, float]:
+    """Seconds of a step of D, and of a run beside its steps, from a run of few steps."""
+    few = replace(setting, steps=min(PROBED, setting.steps))
+    result = attempt(
+        lambda beta2: _language_run.train(_collage_rows.row(REFERENCE).optimizer, few, beta2, 0), 0.999
+    )
+    if "failed" in result:
+        raise RuntimeError(f"{REFERENCE} cannot be trained here: {result['failed']}")
+    a_step = result["step_ms"] / 1e3
+    return a_step, max(0.0, result["seconds"] - few.steps * a_step)
+
+
+def study(
+    out: Path,
+    rows: Sequence[Row],
+    setting: Setting,
+    *,
+    betas: Sequence[float],
+    seeds: int = 2,
+    seconds: float = float("inf"),
+    resume: bool = False,
+    dry: bool = False,
+) -> None:
+    """Run it all, or as much as fits."""
+    end = time.monotonic() + seconds
+    results = Study(out, about(rows, setting, betas, seeds), resume, grows=("betas", "seeds"))
+    tasks = plan(rows, betas, seeds)
+    left = results.missing(tasks)
+    a_step, beside = probe(setting) if left else (0.0, 0.0)
+    a_run = setting.steps * a_step + beside
+    print(
+        f"{setting.model}, {results.about['parameters']:,} parameters: {len(tasks)} runs of {setting.steps} steps "
+        f"of {setting.batch} x {setting.sequence} tokens, {len(tasks) - len(left)} of them there; D takes "
+        f"{1e3 * a_step:.1f} ms a step, so about {a_run:.0f} s a run, {len(left) * a_run / 60:.1f} minutes",
+        flush=True,
+    )
+    if not dry:
+        results.make(tasks, functools.partial(one, setting=setting), end, expected=a_run)
+        return
+    for task in tasks:
+        print(f"  {task.row}, beta2 {task.beta2:g}, seed {task.seed}{', there' if results.of(task) else ''}")
+
+
+def one(task: Task, setting: Setting) -> Result:
+    """A run."""
+    return _language_run.train(_collage_rows.row(task.row).optimizer, setting, task.beta2, task.seed)
+
+
+def chosen(only: Sequence[str]) -> tuple[Row, ...]:
+    """The rows whose names match a pattern, or all.
+
+    Raises:
+        typer.BadParameter: if there are none.
+    """
+    rows = tuple(r for r in _collage_rows.ROWS if not only or any(fnmatch.fnmatchcase(r.name, p) for p in only))
+    if not rows:
+        known = ", ".join(row.name for row in _collage_rows.ROWS)
+        raise typer.BadParameter(f"--only: got {', '.join(only)}, takes patterns of {known}")
+    return rows
+
+
+def setting_of(model: str, check: bool, given: dict[str, Any]) -> Setting:
+    """The defaults of a model, those of a check over them, and over all what was given."""
+    masked = model in presets("masked")
+    values = {"model": model} | (MASKED if masked else {}) | (CHECK if check else {})
+    return Setting(**values | {name: value for name, value in given.items() if value is not None})
+
+
+def main(
+    out: _gather.Out,
+    data: Annotated[Path | None, typer.Option(help="A text.", show_default="installed Python sources")] = None,
+    megabytes: Annotated[int | None, typer.Option(min=1, help="Of the installed sources, at most. [48]")] = None,
+    model: Annotated[str | None, typer.Option(help="Model preset, causal or masked. [gpt2]")] = None,
+    vocabulary: Annotated[int | None, typer.Option(help="Tokens of the byte-level BPE. [50257]")] = None,
+    steps: Annotated[int | None, typer.Option(min=2, help="Optimizer steps of a run. [300]")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Windows a step. [8; masked: 64]")] = None,
+    sequence: Annotated[int | None, typer.Option(help="Tokens a window. [1024; masked: 128]")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate. [6e-4; masked: 4e-4]")] = None,
+    warmup: Annotated[int | None, typer.Option(help="Steps of its rise. [60]")] = None,
+    beta2: Annotated[list[float] | None, typer.Option(help="Decay rates, the most wanted first.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Of rows near to D; others have one.")] = 2,
+    gauge_every: Annotated[int | None, typer.Option(min=0, help="Steps between measured updates. [10]")] = None,
+    device: _gather.Device = "cpu",
+    seconds: Annotated[float, typer.Option(help="Begin no run that would not end in time.")] = float("inf"),
+    resume: Annotated[bool, typer.Option(help="Make what is missing in the results file.")] = False,
+    only: Annotated[list[str] | None, typer.Option(help="Rows by pattern; several are joined.")] = None,
+    dry: Annotated[bool, typer.Option("--dry", help="Tell the plan and its time, and train nothing.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="A toy of seconds, to see that all of it runs.")] = False,
+) -> None:
+    """Train one model under every precision strategy, and write what each lost."""
+    given = {
+        "data": data, "megabytes": megabytes, "vocabulary": vocabulary, "steps": steps, "batch": batch,
+        "sequence": sequence, "lr": lr, "warmup": warmup, "gauge_every": gauge_every, "device": device,
+    }  # fmt: skip
+    if check:
+        torch.set_num_threads(1)  # two threads on cores that others use are slower than one
+    setting = setting_of(model or ("micro" if check else "gpt2"), check, given)
+    kind = "masked" if setting.model in presets("masked") else "causal"
+    betas = beta2 or list(BETAS[kind][: 1 if check else None])
+    study(out, chosen(only or []), setting, betas=betas, seeds=seeds, seconds=seconds, resume=resume, dry=dry)
+
+
+if __name__ == "__main__":
+    typer.run(main)

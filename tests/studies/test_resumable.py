@@ -1,0 +1,101 @@
+"""Studies that go on: several processes make what one makes, and one that is killed loses no other's work."""
+
+import json
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from _resumable import Study, attempt
+
+
+@dataclass(frozen=True)
+class Task:
+    row: str
+    seed: int
+
+
+def squared(task: Task) -> dict[str, Any]:
+    return {"validation_loss": float(task.seed**2), "seconds": 0.0}
+
+
+def killed_at_two(task: Task) -> dict[str, Any]:
+    if task.seed == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return squared(task)
+
+
+def about(**changes: Any) -> dict[str, Any]:
+    training = {"lr": 1e-3, "seeds": 2, "betas": [0.9]} | changes
+    return {
+        "command": "python x.py", "environment": {"device": "cpu"}, "training": training, "data": {},
+        "rows": [{"name": "a"}],
+    }  # fmt: skip
+
+
+TASKS = [Task("a", seed) for seed in range(4)]
+NEVER = float("inf")
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_every_run_is_made_once(jobs: int, tmp_path: Path) -> None:
+    out = tmp_path / "x.json"
+    study = Study(out, about(), resume=False)
+    assert study.make(TASKS[:2], squared, NEVER) == []
+    assert study.make(TASKS, squared, NEVER, jobs=jobs) == []
+    found = json.loads(out.read_text())
+    assert sorted((run["seed"], run["validation_loss"]) for run in found["runs"]) == [
+        (0, 0),
+        (1, 1),
+        (2, 4),
+        (3, 9),
+    ]
+    assert found["unfinished"] == []
+
+
+def test_a_killed_process_loses_its_own_work_alone(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    out = tmp_path / "x.json"
+    left = Study(out, about(), resume=False).make(TASKS, killed_at_two, NEVER, jobs=2)
+    found = json.loads(out.read_text())
+    assert {run["seed"] for run in found["runs"] if "failed" not in run} >= {0}
+    assert any(run["seed"] == 2 and "BrokenProcessPool" in run["failed"] for run in found["runs"])
+    made = {run["seed"] for run in found["runs"] if "failed" not in run}
+    again = Study(out, about(), resume=True)
+    assert {task.seed for task in again.missing(TASKS)} == set(range(4)) - made >= {task.seed for task in left}
+    again.make(TASKS, squared, NEVER)
+    assert {run["seed"] for run in json.loads(out.read_text())["runs"]} == set(range(4))
+
+
+def test_what_may_grow_grows(tmp_path: Path) -> None:
+    out = tmp_path / "x.json"
+    Study(out, about(seeds=3), resume=False).make(TASKS[:1], squared, NEVER)
+    new = about(betas=[0.99]) | {"rows": [{"name": "b"}]}
+    study = Study(out, new, resume=True, grows=("seeds", "betas"))
+    assert study.about["training"] == {"lr": 1e-3, "seeds": 3, "betas": [0.9, 0.99]}
+    assert [row["name"] for row in study.about["rows"]] == ["a", "b"]
+    with pytest.raises(typer.BadParameter, match=r"--resume: got lr 0.01, takes 0.001"):
+        Study(out, about(lr=1e-2, seeds=3), resume=True)
+
+
+def test_another_device_is_another_study(tmp_path: Path) -> None:
+    out = tmp_path / "x.json"
+    Study(out, about(), resume=False).make(TASKS[:1], squared, NEVER)
+    other = about() | {"environment": {"device": "NVIDIA H200"}}
+    with pytest.raises(typer.BadParameter, match="--resume: got device 'NVIDIA H200', takes 'cpu'"):
+        Study(out, other, resume=True)
+
+
+def test_no_run_is_begun_that_would_end_too_late(tmp_path: Path) -> None:
+    study = Study(tmp_path / "x.json", about(), resume=False)
+    assert study.make(TASKS, squared, 0.0, expected=1.0) == TASKS
+    assert study.make(TASKS, squared, 0.0, expected=1.0, jobs=2) == TASKS
+
+
+def test_an_exception_is_a_result() -> None:
+    def broken(task: Task) -> dict[str, Any]:
+        raise ValueError("lr: got -1\ntakes more")
+
+    assert attempt(broken, TASKS[0]) == {"failed": "ValueError: lr: got -1"}
