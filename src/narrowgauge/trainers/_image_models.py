@@ -20,7 +20,7 @@ import torch
 from ._tokens import END_OF_TEXT
 
 if TYPE_CHECKING:
-    from transformers import CLIPModel
+    from transformers import CLIPModel, ViTForImageClassification
 
 ImageObjective = Literal["contrastive", "classes"]
 
@@ -102,18 +102,12 @@ def build_image_model(
     Returns:
         The model: fp32, on the CPU, in training mode.
     """
-    from transformers import ViTConfig, ViTForImageClassification
-
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         if isinstance(sizes, ClipSizes):
             within = replace(sizes, context=min(context, sizes.context), vocabulary=outputs)
             return clip_model(within, end=end, attention=attention)
-        config = ViTConfig(
-            image_size=sizes.image, patch_size=sizes.patch, num_labels=outputs, **_tower(sizes.vision)
-        )
-        config._attn_implementation = attention
-        return ViTForImageClassification(config).train()
+        return vit_model(sizes, outputs, attention=attention)
 
 
 def clip_model(sizes: ClipSizes, *, end: int, attention: str = "sdpa") -> CLIPModel:
@@ -138,6 +132,16 @@ def clip_model(sizes: ClipSizes, *, end: int, attention: str = "sdpa") -> CLIPMo
     config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=sizes.projection)
     config._attn_implementation = attention
     return CLIPModel(config).train()
+
+
+def vit_model(sizes: VitSizes, classes: int, *, attention: str = "sdpa") -> ViTForImageClassification:
+    """A ViT with a linear layer behind its class token, in training mode; otherwise as `clip_model`."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    tower = _tower(sizes.vision)
+    config = ViTConfig(image_size=sizes.image, patch_size=sizes.patch, num_labels=classes, **tower)
+    config._attn_implementation = attention
+    return ViTForImageClassification(config).train()
 
 
 def _tower(of: Tower) -> dict[str, int]:

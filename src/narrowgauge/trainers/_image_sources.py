@@ -10,7 +10,7 @@ Nothing is decoded here: a picture is a place in a file and a caption. What cann
 a file that is not there, half a pair) is counted, the first few by name.
 
 Without validation data of their own, pairs are held out by caption, 5% of them in the order of a hash, so that no
-held-out caption has been seen; of classes, 5% of each one's images.
+held-out caption has been seen, and no image of one; of classes, 5% of each one's images.
 """
 
 from __future__ import annotations
@@ -287,6 +287,12 @@ def _members(archive: tarfile.TarFile, shard: str, found: _Found) -> None:
                 images[key] = (member.name, member.offset_data, member.size)
             elif kind.lower() == "txt" or (kind.lower() == "json" and key not in captions):
                 captions[key] = _caption(archive, member)
+        else:
+            # Behind the first header tarfile takes a damaged one for the end, which is zeros.
+            with open(shard, "rb") as file:
+                file.seek(archive.offset)
+                if file.read(tarfile.BLOCKSIZE).strip(b"\0"):
+                    found.left_out["damaged archives"].append(f"{base}: damaged header at byte {archive.offset}")
     except (tarfile.TarError, OSError) as error:
         found.left_out["damaged archives"].append(f"{base}: {error}")
     for key, (name, offset, size) in images.items():
