@@ -41,7 +41,7 @@ BACKGROUNDS = (
     (246, 174, 169), (215, 174, 251),
 )  # fmt: skip
 _HELD_OUT = 6  # one in so many variants
-_WIDEST = 1.6  # ems; what is wider is several pictures beside one another
+_WIDEST = 1.3  # times its widest part; a sequence that is wider is several pictures beside one another
 
 _LINE = re.compile(r"^([0-9A-F ]+?)\s*;\s*fully-qualified\s*#\s*\S+ E[\d.]+ (.+)$")
 _GENDER = re.compile(r"\b(woman|man|women|men|person|people)\b(?!’)\s*")
@@ -133,7 +133,7 @@ class Drawer:
         plain = text.replace("\ufe0f", "")
         if len(plain) > 1 and not self.sequences:
             return "sequences: Pillow has no raqm"
-        if self._font.getlength(text) > _WIDEST * self._size:
+        if self._font.getlength(text) > _WIDEST * max(map(self._font.getlength, plain)):
             return "sequences: not in the font"
         image = self._drawn(text)
         box = image.getchannel("A").getbbox()

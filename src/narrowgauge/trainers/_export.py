@@ -54,7 +54,8 @@ def export_model(model: Any, folder: Path) -> tuple[str, ...]:
             logging.enable_progress_bar()
     if not apart:
         return ()
-    save_file(apart, folder / ADDITIONS, kinds)
+    # One entry: several would be written in any order.
+    save_file(apart, folder / ADDITIONS, {"added": json.dumps(kinds)})
     return (f"{' and '.join(kinds)}: in {ADDITIONS}; {NEEDS_LOADER}",)
 
 
@@ -74,6 +75,7 @@ def load_model(folder: Path | str) -> Any:
     """
     import transformers
     from safetensors import safe_open
+    from safetensors.torch import load_file
 
     path = Path(folder)
     try:
@@ -82,8 +84,9 @@ def load_model(folder: Path | str) -> Any:
         raise ValueError(f"folder: got {path}, takes one that narrowgauge train ended in ({error})") from None
     model: Any = getattr(transformers, kind).from_pretrained(path)
     if (path / ADDITIONS).is_file():
+        state = load_file(path / ADDITIONS)
         with safe_open(path / ADDITIONS, "pt") as file:
-            kinds, state = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            kinds = json.loads(file.metadata()["added"])
         add_unfolded(model, kinds)
         if set(unfolded(model)[0]) != state.keys():
             raise ValueError(f"folder: got {path}, whose {ADDITIONS} is not of its model")
