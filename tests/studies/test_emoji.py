@@ -91,6 +91,11 @@ def test_what_is_held_out_is_known_in_another_skin_tone_or_gender() -> None:
     assert held_out([*emoji, Emoji("x", "sun")]) == apart
 
 
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def test_what_the_font_has_not_is_left_out_and_counted(names: Path, tmp_path: Path) -> None:
     drawer = Drawer(FONT, size=64)
     more = [Emoji("\u263a", "person smiling"), Emoji("\u2639", "man smiling"), Emoji("\u263b", "woman smiling")]
@@ -102,13 +107,13 @@ def test_what_the_font_has_not_is_left_out_and_counted(names: Path, tmp_path: Pa
     assert told["validation"] == {"emoji": 1, "images": 1}
     assert json.loads((tmp_path / "out" / "emoji.json").read_text()) == told
     for side in ("train", "validation"):
-        rows = list(csv.DictReader((tmp_path / "out" / f"{side}.csv").open(encoding="utf-8")))
+        rows = table(tmp_path / "out" / f"{side}.csv")
         assert len(rows) == told[side]["images"]
         for row in rows:
             image = Image.open(tmp_path / "out" / row["filepath"])
             assert (image.mode, image.size) == ("RGB", (24, 24))
             assert len(image.getcolors(24 * 24) or ()) > 2  # ink on a background
-    captions = {row["title"] for row in csv.DictReader((tmp_path / "out" / "train.csv").open(encoding="utf-8"))}
+    captions = {row["title"] for row in table(tmp_path / "out" / "train.csv")}
     assert {"grinning face", "smiling face", "snowman"} <= captions
     assert "nazar amulet" not in captions
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -255,3 +256,23 @@ def test_a_checkpoint_from_before_an_option_goes_on_under_its_default(tmp_path: 
     refuse_others(now, saved, tmp_path)
     with pytest.raises(SettingsError, match=r"--kq-norm: got True, takes False to go on"):
         refuse_others(replace(now, kq_norm=True), saved, tmp_path)
+
+
+@pytest.mark.parametrize("model", ["clip", "vit"])
+def test_compiled_it_learns_the_same(
+    model: str, clip: TrainSettings, vit: TrainSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the compiler that makes no code: what is captured is what is tested."""
+    graphs = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    small = replace({"clip": clip, "vit": vit}[model], kq_norm=True, patch_norm="before", layer_scale=0.5)
+    plain = run(small, tmp_path / "plain")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
+    compiled = run(small, tmp_path / "compiled", compile=True, gauges_every=2)
+    assert compiled == pytest.approx(plain, rel=1e-5)
+    assert graphs
+    torch._dynamo.reset()

@@ -14,7 +14,8 @@ from pictured import csv_pairs
 from PIL import Image
 
 from narrowgauge.trainers import DataError
-from narrowgauge.trainers._image_sources import Picture, open_images
+from narrowgauge.trainers._image_readers import Picture
+from narrowgauge.trainers._image_sources import open_images
 from narrowgauge.trainers._images import (
     DEVIATION,
     MEAN,

@@ -142,8 +142,9 @@ def _before(layer: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     images, *others = arguments
     (height, width), (batch, channels) = layer.kernel_size, images.shape[:2]
     rows, columns = images.shape[2] // height, images.shape[3] // width
-    patches = images.view(batch, channels, rows, height, columns, width).permute(0, 2, 4, 1, 3, 5)
-    normed = layer.patch_norm(patches.flatten(3)).view(patches.shape).permute(0, 3, 1, 4, 2, 5)
+    images = images[:, :, : rows * height, : columns * width]  # a convolution leaves the rest as well
+    patches = images.reshape(batch, channels, rows, height, columns, width).permute(0, 2, 4, 1, 3, 5)
+    normed = layer.patch_norm(patches.flatten(3)).reshape(patches.shape).permute(0, 3, 1, 4, 2, 5)
     return (normed.reshape(images.shape).to(images.dtype), *others)
 
 

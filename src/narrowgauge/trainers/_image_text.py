@@ -23,7 +23,8 @@ from torch.nn import functional as F
 
 from ._captions import Captions
 from ._flops import flops_per_image
-from ._image_sources import NAMED, ImageSet, named
+from ._image_readers import NAMED, named
+from ._image_sources import ImageSet
 from ._images import ImageLoader, normalized
 from ._language import Examples
 
@@ -110,8 +111,7 @@ class ImageTextTask(ImageTask):
         captions: makes tokens.
         context: tokens of a row.
         loader: of the training's pictures.
-        batch: pairs a step.
-        count: how many held-out pairs to validate on, at most; in whole batches where there are as many.
+        count: how many held-out pairs to validate on, at most. They are contrasted in parts of about a batch.
         patch_dropout: share of patches that training drops, by which throughput is reckoned.
         max_logit_scale: what e^logit_scale is bounded by after a step; 0 for no bound.
 
@@ -120,19 +120,18 @@ class ImageTextTask(ImageTask):
     """
 
     def __init__(
-        self, data: ImageSet, captions: Captions, loader: ImageLoader, *, context: int, batch: int, count: int,
+        self, data: ImageSet, captions: Captions, loader: ImageLoader, *, context: int, count: int,
         patch_dropout: float, max_logit_scale: float,
     ) -> None:  # fmt: skip
         super().__init__(loader, patch_dropout, context)
         self._captions, self._most = captions, max_logit_scale
         pixels, held_out = loader.middles(data.validation[:count])
-        whole = len(held_out) // batch * batch or len(held_out)
-        said = [picture.caption for picture in held_out[:whole]]
+        said = [picture.caption for picture in held_out]
         prompts = data.prompts or tuple(dict.fromkeys(said))
         number = {prompt: n for n, prompt in enumerate(prompts)}
         self._prompts = captions.rows(prompts, context)
         self._validation = {
-            "images": pixels[:whole], "tokens": captions.rows(said, context),
+            "images": pixels, "tokens": captions.rows(said, context),
             "prompts": torch.tensor([number[caption] for caption in said]),
         }  # fmt: skip
 
@@ -161,7 +160,8 @@ class ImageTextTask(ImageTask):
         scores, right = [], []
         for part in examples():
             images = _unit(model.get_image_features(pixel_values=normalized(part["images"])))
-            scores.append(images @ texts.T)
+            with torch.autocast(device.type, enabled=False):
+                scores.append(images @ texts.T)
             right.append(part["prompts"])
         found = accuracy(torch.cat(scores), torch.cat(right))
         return {f"zero_shot_top{top}": share for top, share in found.items()}

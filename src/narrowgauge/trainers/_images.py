@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ._corpus import DataError
-from ._image_sources import Picture
+from ._image_readers import Picture
 
 # Of CLIP's training images (Radford et al. 2021), as open_clip has them.
 MEAN, DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)

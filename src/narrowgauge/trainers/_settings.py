@@ -45,8 +45,6 @@ class TrainSettings:
     """Everything that a run depends on; each field's ``help`` says what it is."""
 
     data: Path | None = _option(None, "Text: a file, a folder, prepared tokens. Images: a CSV, tar files, classes.")
-    validation_data: Path | None = _option(None, "Images to validate on; none: a part of --data.")
-    columns: str = _option(COLUMNS, "Columns of a CSV: paths of images and captions.")
     out: Path = _option(Path("runs/train"), "The run's folder, and at the end the model's.")
     model: str = _option("mini", "Model preset.")
     recipe: str = _option("adamw8bit-split8", "Recipe of the optimizer, or A, B, C, D, D-MW.")
@@ -55,6 +53,8 @@ class TrainSettings:
     accumulate: int = _option(1, "Parts that a step's windows are divided into, one after the other.")
     sequence: int = _option(128, "Tokens a window, or at most of a caption.")
     vocabulary: int | None = _option(None, "Tokens of the byte-level BPE; of prepared ones theirs, else 4096.")
+    validation_data: Path | None = _option(None, "Images to validate on; none: a part of --data.")
+    columns: str = _option(COLUMNS, "Columns of a CSV: paths of images and captions.")
     seed: int = _option(0, "Of weights, batches and stochastic rounding.")
     lr: float = _option(3e-4, "Learning rate, at its highest.")
     schedule: str = _option("cosine", "After the warm-up: constant, linear or cosine.")

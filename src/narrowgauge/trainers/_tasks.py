@@ -92,7 +92,7 @@ def _pairs(
     else:
         captions = read_captions(data.tokenizer, settings.vocabulary)
     task = ImageTextTask(
-        data, captions, loader, context=context, batch=settings.batch, count=settings.validation_windows,
+        data, captions, loader, context=context, count=settings.validation_windows,
         patch_dropout=settings.patch_dropout, max_logit_scale=settings.max_logit_scale,
     )  # fmt: skip
     digest = hashlib.sha256(f"{data.fingerprint} {captions.fingerprint}".encode()).hexdigest()
