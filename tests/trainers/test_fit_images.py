@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -76,6 +77,14 @@ def test_a_run_that_stops_goes_on_as_if_it_had_not(
     assert all(torch.equal(a[name], b[name]) for name in a)
     top = "top1" if case == "vit" else "zero_shot_top1"
     assert all(0 <= r[top] <= 1 for r in records[0] if "validation_loss" in r)
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "adamw8bit-split8", "master", "collage-plus"])
+def test_the_scale_stays_within_its_bound(recipe: str, clip: TrainSettings, tmp_path: Path) -> None:
+    """It would rise above e^2.66, where it begins; low words and copies of it do not bring it back."""
+    run(clip, tmp_path, recipe=recipe, max_logit_scale=3.0, steps=4)
+    scale = weights(tmp_path)["logit_scale"].item()
+    assert 0.9 * math.log(3) < scale < 1.01 * math.log(3)
 
 
 def test_dropped_patches_are_the_seeds(clip: TrainSettings, tmp_path: Path) -> None:
@@ -226,6 +235,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "all patches": ({"patch_dropout": 1.0}, r"--patch-dropout: got 1.0, takes a number from 0 to below 1"),
     "a scale below one": ({"max_logit_scale": 0.5}, r"--max-logit-scale: got 0.5, takes a number from 1, or 0 for"),
     "a crop of nothing": ({"crop_scale": 0.0}, r"--crop-scale: got 0.0, takes a number above 0, at most 1"),
+    "one column": ({"columns": "filepath"}, r"--columns: got 'filepath', takes two names with a comma between"),
     "no threads": ({"workers": 0}, r"--workers: got 0, takes an integer from 1 to 1024"),
     "images for text": ({"model": "micro", "flip": True, "workers": None}, r"--flip: got True, takes nothing"),
     "words of a classifier": ({"model": "vit-micro"}, r"--vocabulary: got 300, takes nothing with --model vit"),

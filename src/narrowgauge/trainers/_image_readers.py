@@ -1,4 +1,4 @@
-"""Readers of images with captions: a CSV, tar files, a folder of classes; `_image_sources` says what each looks like.
+"""Readers of images with captions: a CSV, tar files, a folder of classes; `_image_sources` says how they look.
 
 A reader gives what it found, in an order that names fix, and what it left out by reason. Only the last thing that
 can be wrong with a picture is not seen here: whether its bytes are an image.

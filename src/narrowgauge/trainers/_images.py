@@ -12,6 +12,7 @@ Pillow decodes and resizes without holding Python's lock, which is why these are
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import os
@@ -42,8 +43,15 @@ _Pixels = NDArray[np.uint8]
 
 def normalized(images: Tensor) -> Tensor:
     """Bytes (n, 3, height, width) as float32 with CLIP's mean and standard deviation, on their device."""
-    mean, deviation = (torch.tensor(of, device=images.device).view(3, 1, 1) for of in (MEAN, DEVIATION))
+    mean, deviation = _constants(images.device)
     return (images.float() / 255 - mean) / deviation
+
+
+@functools.cache
+def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
+    # Once a device: making them waits for it.
+    mean, deviation = (torch.tensor(of, device=device).view(3, 1, 1) for of in (MEAN, DEVIATION))
+    return mean, deviation
 
 
 def decode(picture: Picture) -> Any:

@@ -208,6 +208,7 @@ def _checks(s: TrainSettings) -> list[tuple[str, str, bool]]:
         ("lr", "a number above 0", 0 < s.lr < finite),
         ("final_lr", "a number from 0 to 1", 0 <= s.final_lr <= 1),
         ("clip", "a number above 0, or 0 for none", 0 <= s.clip < finite),
+        ("columns", "two names with a comma between them", len([*filter(str.strip, s.columns.split(","))]) == 2),
         ("patch_dropout", "a number from 0 to below 1", 0 <= s.patch_dropout < 1),
         (
             "max_logit_scale",
