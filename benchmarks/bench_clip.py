@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from _clip_graph import as_if_capturing, captured
-from _clip_model import MODELS, clip_batch, clip_model, clip_rows, encoders
+from _clip_model import MODELS, clip_batch, clip_model, clip_rows, encoders, settings
 from torch import nn
 
 from narrowgauge import optim
@@ -137,8 +137,8 @@ def bench(
         optimizer.step()
 
     kept = clip_rows(of, args.batch, args.patch_dropout) if args.filter else None
-    settings = of.settings(args.batch) | {"filter": args.filter, "graph": args.graph}
-    found: dict[str, Any] = {"settings": settings, "rows": {}}
+    shown = settings(of, args.batch) | {"filter": args.filter, "graph": args.graph}
+    found: dict[str, Any] = {"settings": shown, "rows": {}}
     rows, ready = found["rows"], []
     for layer in layers:
         try:

@@ -98,7 +98,7 @@ class TrainDisplay:
             sys.stdout.flush()
 
     def stage(self, stage: str, fraction: float) -> None:
-        """Progress of preparing the text, 0 to 1."""
+        """Progress of preparing the data, 0 to 1."""
         if stage not in self._stages:
             self._stages[stage] = self._progress.add_task(STAGES.get(stage, stage), total=1.0, note="")
         self._progress.update(self._stages[stage], completed=fraction)

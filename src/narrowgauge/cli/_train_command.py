@@ -41,7 +41,7 @@ def train_command(run: Callable[[TrainSettings], int]) -> Callable[..., int]:
 
     def command(**values: Any) -> int:
         values.pop("config")
-        for name in ("data", "out"):
+        for name in ("data", "validation_data", "out"):
             if values[name] is not None:
                 values[name] = _expanded(name, values[name])
         return run(TrainSettings(**values))
@@ -63,8 +63,8 @@ def train_command(run: Callable[[TrainSettings], int]) -> Callable[..., int]:
     made.__signature__ = inspect.Signature([*parameters, last], return_annotation=int)
     made.__annotations__ = {p.name: p.annotation for p in (*parameters, last)} | {"return": int}
     made.__doc__ = (
-        "Train a language model on text, and leave a folder that transformers loads. After a kill the same command "
-        "goes on from the last checkpoint."
+        "Train a language model on text, or CLIP or ViT on images, and leave a folder that transformers loads. "
+        "After a kill the same command goes on from the last checkpoint."
     )
     return command
 

@@ -1,4 +1,4 @@
-"""Training: text to tokens, models from configurations, a loop that measures, and one that trains for real."""
+"""Training: text and images to examples, models from configurations, a loop that measures, one that trains."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from narrowgauge.trainers._batches import Batches, validation_windows
 from narrowgauge.trainers._config import values_of as config_values
 from narrowgauge.trainers._corpus import Corpus, DataError, load_corpus
+from narrowgauge.trainers._export import load_model
 from narrowgauge.trainers._language import LanguageTask, Task
 from narrowgauge.trainers._models import (
     ModelError,
@@ -51,6 +52,7 @@ __all__ = [
     "evaluate",
     "fit",
     "load_corpus",
+    "load_model",
     "make_optimizer",
     "next_token_loss",
     "parameter_count",

@@ -12,12 +12,13 @@ output layer shared the table, it keeps the table as it was, and is no longer ti
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.nn import LayerScale, StableEmbedding
+from narrowgauge.nn import HeadLayerNorm, LayerScale, PatchNorm, StableEmbedding, add_patch_norm, add_qk_norm
 
 
 def add_stable_embedding(model: Any, seed: int) -> None:
@@ -32,7 +33,7 @@ def add_stable_embedding(model: Any, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
         table = StableEmbedding(old.num_embeddings, old.embedding_dim, padding_idx=old.padding_idx)
     model.set_input_embeddings(table)
-    if model.config.tie_word_embeddings:
+    if getattr(model.config, "tie_word_embeddings", False):
         model.tie_weights()
 
 
@@ -55,6 +56,25 @@ def folded_state(model: nn.Module) -> dict[str, Tensor]:
                 state[f"{name}.bias"] = (bias.double() * gamma).to(bias.dtype)
             _drop(state, f"{name}.layer_scale.")
     return state
+
+
+def unfolded(model: nn.Module) -> tuple[list[str], dict[str, str]]:
+    """What cannot be folded: names of its tensors, and which options it comes from, with their values."""
+    names: list[str] = []
+    kinds: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, HeadLayerNorm | PatchNorm):
+            names += [f"{name}.{part}" for part in module.state_dict()]
+            kinds |= {"patch_norm": module.where} if isinstance(module, PatchNorm) else {"kq_norm": "true"}
+    return names, kinds
+
+
+def add_unfolded(model: nn.Module, kinds: Mapping[str, str]) -> None:
+    """Add to a model what `unfolded` says that another one has."""
+    if "kq_norm" in kinds:
+        add_qk_norm(model)
+    if "patch_norm" in kinds:
+        add_patch_norm(model, "before" if kinds["patch_norm"] == "before" else "after")
 
 
 def unties(model: nn.Module) -> bool:

@@ -12,18 +12,21 @@ from torch import nn
 
 from narrowgauge import recipes
 from narrowgauge.linear import swap_linears
-from narrowgauge.nn import add_layer_scale
+from narrowgauge.nn import add_layer_scale, add_patch_dropout, add_patch_norm, add_qk_norm
 from narrowgauge.optim import NarrowOptimizer
 from narrowgauge.scaling import DynamicLossScaler, LossScaler, StaticLossScaler, TensorLossScaler
 
 from ._additions import add_stable_embedding
-from ._models import build_model, parameter_count
+from ._image_models import build_image_model
+from ._models import Preset, build_model, parameter_count, preset
 from ._settings import SettingsError, TrainSettings
+from ._tokens import END_OF_TEXT
 
 _SCALERS = {"dynamic": DynamicLossScaler, "static": StaticLossScaler, "tensor": TensorLossScaler}
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-_HEADS = ("lm_head", "cls")  # stay in high precision: their noise would be the loss's
+# They stay in high precision: their noise would be the loss's.
+_HEADS = ("lm_head", "cls", "visual_projection", "text_projection", "classifier")
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,13 +56,37 @@ class Parts:
         return torch.autocast(next(self.model.parameters()).device.type, self.autocast)
 
 
-def build_parts(settings: TrainSettings, vocabulary: int, device: torch.device) -> Parts:
+def _model(settings: TrainSettings, outputs: int, end: int) -> Any:
+    """The model as transformers has it."""
+    sizes, sequence, how = preset(settings.model), settings.sequence, settings.attention
+    if isinstance(sizes, Preset):
+        return build_model(sizes, vocabulary=outputs, sequence=sequence, seed=settings.seed, attention=how)
+    return build_image_model(sizes, outputs, context=sequence, seed=settings.seed, attention=how, end=end)
+
+
+def _added(model: Any, settings: TrainSettings) -> Any:
+    """The model with what is added around it."""
+    if settings.stable_embedding:
+        add_stable_embedding(getattr(model, "text_model", model), settings.seed)
+    if settings.layer_scale is not None:
+        add_layer_scale(model, settings.layer_scale)
+    if settings.kq_norm:
+        add_qk_norm(model)
+    if settings.patch_norm != "none":
+        add_patch_norm(model, "before" if settings.patch_norm == "before" else "after")
+    if settings.patch_dropout:
+        add_patch_dropout(model, settings.patch_dropout)
+    return model
+
+
+def build_parts(settings: TrainSettings, outputs: int, device: torch.device, *, end: int = END_OF_TEXT) -> Parts:
     """Make model, optimizer and scaler.
 
     Args:
         settings: of the run.
-        vocabulary: number of tokens of the text.
+        outputs: number of tokens of the text, or of classes.
         device: where to train.
+        end: the token that ends a caption.
 
     Raises:
         SettingsError, ValueError: for what does not go together, by name.
@@ -70,17 +97,7 @@ def build_parts(settings: TrainSettings, vocabulary: int, device: torch.device) 
             f"--autocast: got {settings.autocast!r}, takes none with --recipe {recipe.name}, whose weights are "
             f"{recipe.dtype} already"
         )
-    model: Any = build_model(
-        settings.model,
-        vocabulary=vocabulary,
-        sequence=settings.sequence,
-        seed=settings.seed,
-        attention=settings.attention,
-    )
-    if settings.stable_embedding:
-        add_stable_embedding(model, settings.seed)
-    if settings.layer_scale is not None:
-        add_layer_scale(model, settings.layer_scale)
+    model = _added(_model(settings, outputs, end), settings)
     if settings.gradient_checkpointing:
         # Renamed in transformers 5; the same.
         by = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"

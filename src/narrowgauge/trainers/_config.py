@@ -13,6 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from ._export import ADDITIONS, NEEDS_LOADER
 from ._settings import SettingsError, TrainSettings, flag
 
 
@@ -23,6 +24,9 @@ def config_text(settings: TrainSettings) -> str:
         SettingsError: for text that TOML cannot hold, such as a path that is not UTF-8.
     """
     lines = ["# narrowgauge train --config THIS repeats the run; flags beside it win."]
+    if settings.kq_norm or settings.patch_norm != "none":
+        lines.append(f"# The model has norms that its class has no place for, in {ADDITIONS}:")
+        lines.append(f"# {NEEDS_LOADER}.")
     for name, value in settings.plain().items():
         try:
             f"{value}".encode()

@@ -1,7 +1,8 @@
 """The trained model as a folder that `transformers.AutoModel….from_pretrained` loads, tokenizer and all.
 
 What was added around the model is folded into its weights (`_additions`), low words of the optimizer's weight
-storage are left behind: they are for training.
+storage are left behind: they are for training. Norms of queries and keys or of patches cannot be folded, and
+transformers' classes have no place for them: they are written beside the model, and `load_model` puts them back.
 """
 
 from __future__ import annotations
@@ -10,29 +11,39 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ._additions import folded_state, unties
+from ._additions import add_unfolded, folded_state, unfolded, unties
 from ._models import SPECIAL, Objective
 
+ADDITIONS = "additions.safetensors"
+NEEDS_LOADER = "transformers leaves them out, narrowgauge.trainers.load_model puts them back"
 PAD_TOKEN, MASK_TOKEN = "<pad>", "<mask>"
 
 
-def export_model(model: Any, folder: Path) -> None:
+def export_model(model: Any, folder: Path) -> tuple[str, ...]:
     """Write a model's configuration and its weights, in safetensors.
 
     Args:
         model: of transformers, neither compiled nor wrapped.
         folder: is there.
+
+    Returns:
+        What its reader has to know, in lines fit to print.
     """
+    from safetensors.torch import save_file
     from transformers.utils import logging
 
     state = {name: tensor.detach().contiguous() for name, tensor in folded_state(model).items()}
+    beside, kinds = unfolded(model)
+    apart = {name: state.pop(name) for name in beside}
+    (folder / ADDITIONS).unlink(missing_ok=True)
     config = model.config
-    kept = {name: getattr(config, name, None) for name in ("use_cache", "tie_word_embeddings")}
+    kept = {name: getattr(config, name) for name in ("use_cache", "tie_word_embeddings") if hasattr(config, name)}
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        config.use_cache = True  # off for training only
-        if unties(model):
+        if "use_cache" in kept:
+            config.use_cache = True  # off for training only
+        if "tie_word_embeddings" in kept and unties(model):
             config.tie_word_embeddings = False
             state = {name: tensor.clone() for name, tensor in state.items()}
         model.save_pretrained(folder, state_dict=state)
@@ -41,6 +52,46 @@ def export_model(model: Any, folder: Path) -> None:
             setattr(config, name, value)
         if shown:
             logging.enable_progress_bar()
+    if not apart:
+        return ()
+    # One entry: several would be written in any order.
+    save_file(apart, folder / ADDITIONS, {"added": json.dumps(kinds)})
+    return (f"{' and '.join(kinds)}: in {ADDITIONS}; {NEEDS_LOADER}",)
+
+
+def load_model(folder: Path | str) -> Any:
+    """The model that `narrowgauge train` left in a folder, with norms that transformers' class has no place for.
+
+    Without such norms it is what ``from_pretrained`` of the class gives.
+
+    Args:
+        folder: the run's.
+
+    Returns:
+        A model of transformers, in evaluation mode.
+
+    Raises:
+        ValueError: for a folder without a trained model, or whose norms are not those of its model.
+    """
+    import transformers
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+
+    path = Path(folder)
+    try:
+        (kind,) = json.loads((path / "config.json").read_text(encoding="utf-8"))["architectures"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"folder: got {path}, takes one that narrowgauge train ended in ({error})") from None
+    model: Any = getattr(transformers, kind).from_pretrained(path)
+    if (path / ADDITIONS).is_file():
+        state = load_file(path / ADDITIONS)
+        with safe_open(path / ADDITIONS, "pt") as file:
+            kinds = json.loads(file.metadata()["added"])
+        add_unfolded(model, kinds)
+        if set(unfolded(model)[0]) != state.keys():
+            raise ValueError(f"folder: got {path}, whose {ADDITIONS} is not of its model")
+        model.load_state_dict(state, strict=False)
+    return model.eval()
 
 
 def export_tokenizer(tokenizer: Any, folder: Path, *, objective: Objective, sequence: int) -> None:

@@ -1,4 +1,4 @@
-"""Train a language model for real: `narrowgauge train`.
+"""Train a model for real: `narrowgauge train`.
 
 A step draws its examples, divides them into as many parts as memory asks for, and adds up the gradients of the
 parts' mean; the optimizer unscales and clips in its own pass. The loop waits for the device only where it looks at
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,15 +20,14 @@ from narrowgauge import gauges
 
 from ._around import Clock, determinism
 from ._build import Parts, build_parts
-from ._export import export_model, export_tokenizer
+from ._export import export_model
 from ._flops import peak_flops
 from ._history import History
-from ._language import Examples, LanguageTask, Task
-from ._models import preset
+from ._language import Examples, Task
 from ._run_folder import GAUGES, Keeper, begin, find_checkpoint, make_folder
 from ._schedule import schedule
 from ._settings import TrainSettings
-from ._sources import open_source
+from ._tasks import open_task
 from ._train import mean_loss
 
 
@@ -36,7 +35,7 @@ class Observer(Protocol):
     """Who is told how a run goes."""
 
     def stage(self, stage: str, fraction: float) -> None:
-        """Progress of preparing the text, 0 to 1."""
+        """Progress of preparing the data, 0 to 1."""
 
     def say(self, text: str) -> None:
         """A line worth reading."""
@@ -84,18 +83,16 @@ def fit(
     """
     make_folder(settings.out)
     checkpoint = find_checkpoint(settings)
-    source = open_source(settings.data, settings.vocabulary, observer.stage)
-    for note in source.notes:
+    opened = open_task(settings, observer.stage)
+    for note in opened.notes:
         observer.say(note)
-    objective = preset(settings.model).objective
-    task = LanguageTask(
-        source, objective, batch=settings.batch, sequence=settings.sequence,
-        windows=settings.validation_windows, seed=settings.seed,
-    )  # fmt: skip
-    parts = build_parts(settings, source.vocabulary, device)
+    task = opened.task
+    parts = build_parts(settings, opened.outputs, device, end=opened.end)
     for note in parts.notes:
         observer.say(note)
-    keeper = Keeper(settings, parts, task, source.fingerprint)
+    if settings.patch_dropout:
+        torch.manual_seed(settings.seed)  # the patches' places; a checkpoint brings its own random states
+    keeper = Keeper(settings, parts, task, opened.fingerprint)
     step = 0
     if checkpoint is not None:
         step = keeper.load(checkpoint)
@@ -105,8 +102,9 @@ def fit(
     with determinism(settings.deterministic):
         outcome = loop.run(step, stop)
     if not (outcome.stopped or outcome.diverged):
-        export_model(parts.model, settings.out)
-        export_tokenizer(source.tokenizer, settings.out, objective=objective, sequence=settings.sequence)
+        opened.export(parts.model, settings.out)
+        for note in export_model(parts.model, settings.out):
+            observer.say(note)
     return outcome
 
 
@@ -182,6 +180,7 @@ class Loop:
         else:
             scaler.step(parts.optimizer)
             scaler.update()
+        self.task.stepped(parts.model)
         return total
 
     def _rate(self, number: int) -> float:
@@ -214,6 +213,7 @@ class Loop:
         history.add(step=number, **speed, **({} if mfu is None else {"mfu": round(mfu, 4)}))
         history.flush()
         self._losses.clear()
+        self._tell()
         self.observer.progress(number, losses[-1], units, self.task.unit, mfu)
         return any(map(math.isfinite, losses))
 
@@ -229,20 +229,30 @@ class Loop:
         """Mean loss over the validation examples, a step's part at a time."""
         parts, size = self.parts, max(1, self.settings.batch // self.settings.accumulate)
         held_out = self.task.validation()
+
+        def examples() -> Iterator[Examples]:
+            for part in _divided(held_out, math.ceil(_count(held_out) / size)):
+                yield _moved(part, self._device)
+
         parts.model.eval()
         try:
             with parts.computing():
-                loss = mean_loss(
-                    (self.task.loss(parts.model, _moved(examples, self._device)), _count(examples))
-                    for examples in _divided(held_out, math.ceil(_count(held_out) / size))
-                )
+                loss = mean_loss((self.task.loss(parts.model, part), _count(part)) for part in examples())
+                asked = self.task.asked(parts.model, examples)
         finally:
             parts.model.train()
         if history is not None:
-            history.add(step=number, validation_loss=loss, **self.task.also(loss))
+            history.add(step=number, validation_loss=loss, **self.task.also(loss), **asked)
             history.flush()
+        self._tell()
         self.observer.validated(number, loss)
+        if asked:
+            self.observer.say(", ".join(f"{name.replace('_', ' ')} {100 * v:.1f} %" for name, v in asked.items()))
         return loss
+
+    def _tell(self) -> None:
+        for line in self.task.news():
+            self.observer.say(line)
 
 
 def _due(number: int, every: int) -> bool:

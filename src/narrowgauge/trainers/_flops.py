@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from narrowgauge.nn import patches_left
+
 # Words of the device's name, the more special first; FLOP/s in bf16, dense.
 _PEAKS = (
     ("B200", 2.25e15),
@@ -55,8 +57,39 @@ def flops_per_token(model: Any, sequence: int) -> int:
         model: a language model with a configuration that names its layers and width.
         sequence: tokens that it reads at a time.
     """
-    weights: int = 0
-    for module in model.modules():
-        if isinstance(module, nn.Linear) or type(module).__name__.endswith("Conv1D"):
-            weights += module.weight.numel()
-    return 6 * weights + 12 * int(model.config.num_hidden_layers) * int(model.config.hidden_size) * sequence
+    return 6 * _weights(model) + _attention(model.config, sequence)
+
+
+def flops_per_image(model: Any, share: float, context: int) -> int:
+    """Floating-point operations that training a CLIP on an image with its caption takes, or a ViT on an image.
+
+    Args:
+        model: a CLIPModel or ViTForImageClassification of transformers.
+        share: of the patches that are dropped.
+        context: tokens of a row of captions.
+    """
+    clip = hasattr(model, "vision_model")
+    config = model.config.vision_config if clip else model.config
+    tower = model.vision_model if clip else model.vit
+    patches = (config.image_size // config.patch_size) ** 2
+    seen = 1 + patches_left(patches, share)
+    (embedding,) = (m for m in tower.embeddings.modules() if isinstance(m, nn.Conv2d))
+    # What stands behind the towers reads one token of each.
+    heads = sum(
+        _weights(m) for name, m in model.named_children() if name not in ("vision_model", "vit", "text_model")
+    )
+    cost = 6 * (patches * embedding.weight.numel() + heads)
+    cost += seen * (6 * _weights(tower) + _attention(config, seen))
+    if clip:
+        cost += context * (6 * _weights(model.text_model) + _attention(model.config.text_config, context))
+    return int(cost)
+
+
+def _weights(model: nn.Module) -> int:
+    """Weights of the linear layers."""
+    found = (m for m in model.modules() if isinstance(m, nn.Linear) or type(m).__name__.endswith("Conv1D"))
+    return sum(m.get_parameter("weight").numel() for m in found)
+
+
+def _attention(config: Any, sequence: int) -> int:
+    return 12 * int(config.num_hidden_layers) * int(config.hidden_size) * sequence

@@ -8,7 +8,7 @@ sees does not depend on how it is divided.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -45,8 +45,25 @@ class Task(Protocol):
         """Mean loss of examples on the model's device; a float32 scalar."""
         ...
 
+    def stepped(self, model: nn.Module) -> None:
+        """What is done to the model after each optimizer step."""
+        ...
+
     def validation(self) -> Examples:
         """The examples that are validated on, always the same ones; on the CPU."""
+        ...
+
+    def asked(self, model: nn.Module, examples: Callable[[], Iterable[Examples]]) -> dict[str, float]:
+        """What the loss does not say of the held-out examples, such as accuracy, by name.
+
+        Args:
+            model: in evaluation mode, not compiled.
+            examples: gives them again, a part at a time, on the model's device.
+        """
+        ...
+
+    def news(self) -> tuple[str, ...]:
+        """What a person should hear of the data since the last call, in lines."""
         ...
 
     def flops_per_unit(self, model: nn.Module) -> float:
@@ -104,8 +121,17 @@ class LanguageTask:
     def draw(self) -> Examples:
         return self._examples(next(self._batches), self._masks)
 
+    def stepped(self, model: nn.Module) -> None:
+        pass
+
     def validation(self) -> Examples:
         return self._validation
+
+    def asked(self, model: nn.Module, examples: Callable[[], Iterable[Examples]]) -> dict[str, float]:
+        return {}
+
+    def news(self) -> tuple[str, ...]:
+        return ()
 
     def loss(self, model: nn.Module, examples: Examples) -> Tensor:
         if self._objective == "causal":

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ._image_models import IMAGE_PRESETS, ImageObjective, ImageSizes
 from ._tokens import END_OF_TEXT, at_least
 
 if TYPE_CHECKING:
@@ -83,20 +84,34 @@ _PRESETS = {
 }
 
 
-def presets(objective: Objective | None = "causal") -> tuple[str, ...]:
+def presets(objective: Objective | ImageObjective | None = "causal") -> tuple[str, ...]:
     """Names of the presets of an objective, or all for None, each family from small to large."""
-    return tuple(name for name, sizes in _PRESETS.items() if objective in (None, sizes.objective))
+    every: dict[str, Preset | ImageSizes] = {**_PRESETS, **IMAGE_PRESETS}
+    return tuple(name for name, sizes in every.items() if objective in (None, sizes.objective))
 
 
-def preset(name: str) -> Preset:
+def preset(name: str) -> Preset | ImageSizes:
     """A preset by name.
 
     Raises:
         ModelError: if there is none of that name.
     """
-    if name not in _PRESETS:
-        raise ModelError(f"--model takes one of {', '.join(_PRESETS)}, got {name!r}")
-    return _PRESETS[name]
+    found = _PRESETS.get(name) or IMAGE_PRESETS.get(name)
+    if found is None:
+        raise ModelError(f"--model takes one of {', '.join(presets(None))}, got {name!r}")
+    return found
+
+
+def language_preset(model: str | Preset) -> Preset:
+    """The preset of a language model, by name or as it is.
+
+    Raises:
+        ModelError: if there is none of that name.
+    """
+    found = preset(model) if isinstance(model, str) else model
+    if not isinstance(found, Preset):
+        raise ModelError(f"--model takes a language model: one of {', '.join(_PRESETS)}, got {model!r}")
+    return found
 
 
 def build_model(
@@ -121,7 +136,7 @@ def build_model(
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
     settings = configuration(model, vocabulary=vocabulary, sequence=sequence)
-    sizes = preset(model) if isinstance(model, str) else model
+    sizes = language_preset(model)
     kind = AutoModelForCausalLM if sizes.objective == "causal" else AutoModelForMaskedLM
     # Not torch.manual_seed, which would reseed the GPUs too.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -136,7 +151,7 @@ def configuration(model: str | Preset, *, vocabulary: int, sequence: int) -> Pre
     """The transformers configuration that `build_model` builds from; arguments and errors as there."""
     from transformers import BertConfig, GPT2Config, LlamaConfig, RobertaConfig
 
-    sizes = preset(model) if isinstance(model, str) else model
+    sizes = language_preset(model)
     at_least("vocabulary", vocabulary, 256)
     at_least("sequence", sequence, 2)
     common = {

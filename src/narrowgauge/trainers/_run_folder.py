@@ -123,7 +123,7 @@ class Keeper:
             raise SettingsError(f"--resume: got {path}, takes a checkpoint of narrowgauge train")
         refuse_others(self.settings, extra["settings"], path)
         if extra["data"] != self.fingerprint:
-            raise SettingsError(f"--data: got {self.settings.data}, whose text is not that of {path}")
+            raise SettingsError(f"--data: got {self.settings.data}, whose content is not that of {path}")
         if found.step > self.settings.steps:
             raise SettingsError(f"--steps: got {self.settings.steps}, takes at least the {found.step} of {path}")
         self.task.load_state_dict(extra["task"])

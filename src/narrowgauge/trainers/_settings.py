@@ -14,12 +14,22 @@ from typing import Any
 from narrowgauge import recipes
 from narrowgauge.linear import LinearPlan, named_plan
 
+from ._image_sources import COLUMNS
 from ._models import preset
 from ._schedule import SCHEDULES
 
 SCALERS = ("none", "dynamic", "static", "tensor")
 AUTOCAST = ("none", "bf16", "fp16")
 ATTENTION = ("sdpa", "eager")
+PATCH_NORMS = ("none", "before", "after")
+
+_ALL = ("causal", "masked", "contrastive", "classes")
+# Options that not every kind of model takes; under others they have to be what they are by default.
+_TAKEN_BY = {
+    "validation_data": _ALL[2:], "columns": _ALL[2:3], "patch_norm": _ALL[2:], "patch_dropout": _ALL[2:],
+    "max_logit_scale": _ALL[2:3], "crop_scale": _ALL[2:], "flip": _ALL[2:], "workers": _ALL[2:],
+    "sequence": _ALL[:3], "vocabulary": _ALL[:3], "stable_embedding": _ALL[:3],
+}  # fmt: skip
 
 
 class SettingsError(ValueError):
@@ -34,15 +44,17 @@ def _option(default: Any, help: str) -> Any:
 class TrainSettings:
     """Everything that a run depends on; each field's ``help`` says what it is."""
 
-    data: Path | None = _option(None, "A text file, a folder of them, or of prepared tokens.")
+    data: Path | None = _option(None, "Text: a file, a folder, prepared tokens. Images: a CSV, tar files, classes.")
     out: Path = _option(Path("runs/train"), "The run's folder, and at the end the model's.")
     model: str = _option("mini", "Model preset.")
     recipe: str = _option("adamw8bit-split8", "Recipe of the optimizer, or A, B, C, D, D-MW.")
     steps: int = _option(1000, "Optimizer steps.")
-    batch: int = _option(16, "Windows a step.")
+    batch: int = _option(16, "Windows, or images, a step.")
     accumulate: int = _option(1, "Parts that a step's windows are divided into, one after the other.")
-    sequence: int = _option(128, "Tokens a window.")
+    sequence: int = _option(128, "Tokens a window, or at most of a caption.")
     vocabulary: int | None = _option(None, "Tokens of the byte-level BPE; of prepared ones theirs, else 4096.")
+    validation_data: Path | None = _option(None, "Images to validate on; none: a part of --data.")
+    columns: str = _option(COLUMNS, "Columns of a CSV: paths of images and captions.")
     seed: int = _option(0, "Of weights, batches and stochastic rounding.")
     lr: float = _option(3e-4, "Learning rate, at its highest.")
     schedule: str = _option("cosine", "After the warm-up: constant, linear or cosine.")
@@ -59,13 +71,20 @@ class TrainSettings:
     scaler: str = _option("none", "Loss scaler: none, dynamic, static or tensor.")
     stable_embedding: bool = _option(False, "A layer norm behind the token embedding, Xavier's initialization.")
     layer_scale: float | None = _option(None, "Learned scales behind each branch of a block, from this value.")
+    kq_norm: bool = _option(False, "Layer norms on queries and keys, head by head.")
+    patch_norm: str = _option("none", "Layer norm on patches: none, before their embedding, or after.")
+    patch_dropout: float = _option(0.0, "Share of the patches of an image that training drops.")
+    max_logit_scale: float = _option(100.0, "What CLIP's scale of cosines is at most; 0 for no bound.")
+    crop_scale: float = _option(0.9, "Least share of an image's area in a random crop; 1 for its middle.")
+    flip: bool = _option(False, "Mirror one image in two.")
+    workers: int | None = _option(None, "Threads that decode images; none: one a core, at most 16.")
     attention: str = _option("sdpa", "sdpa (flash attention where there is one) or eager.")
     gradient_checkpointing: bool = _option(False, "Keep blocks' inputs alone, and compute the rest again.")
     deterministic: bool = _option(False, "Kernels that give the same bits each time, on a GPU too; slower.")
     compile: bool = _option(False, "torch.compile the model.")
     device: str = _option("auto", "cpu, cuda, cuda:1, or auto: a GPU if there is one.")
     validate_every: int = _option(100, "Steps between validations; 0 for one at the end.")
-    validation_windows: int = _option(64, "Windows of held-out text to validate on.")
+    validation_windows: int = _option(64, "Windows of held-out text, or images, to validate on.")
     log_every: int = _option(10, "Steps between looks at the loss, which wait for the device.")
     gauges_every: int = _option(10, "Steps between measurements of the gauges; 0 for none.")
     save_every: int = _option(500, "Steps between checkpoints; 0 for one at the end.")
@@ -84,8 +103,23 @@ class TrainSettings:
                     f"{flag(name)}: got {getattr(self, name)!r}, takes nothing with --recipe {recipe.name}, whose "
                     f"{recipe.optimizer.__name__} has none"
                 )
-        preset(self.model)
+        self._refuse_what_the_model_has_not(preset(self.model).objective)
         _ = self.plan
+
+    def _refuse_what_the_model_has_not(self, objective: str) -> None:
+        for f in fields(self):
+            got = getattr(self, f.name)
+            if objective not in _TAKEN_BY.get(f.name, _ALL) and got != f.default:
+                got = str(got) if isinstance(got, Path) else got
+                raise SettingsError(f"{flag(f.name)}: got {got!r}, takes nothing with --model {self.model}")
+        if objective == "contrastive":
+            if self.accumulate > 1:
+                raise SettingsError(
+                    f"--accumulate: got {self.accumulate}, takes 1 with --model {self.model}: an image is "
+                    "contrasted with all captions of a step. --gradient-checkpointing saves memory too"
+                )
+            if self.batch < 2:
+                raise SettingsError(f"--batch: got {self.batch}, takes at least 2 with --model {self.model}")
 
     @property
     def plan(self) -> LinearPlan | None:
@@ -126,6 +160,7 @@ def flag(name: str) -> str:
 IDENTITY = (
     "model", "recipe", "batch", "sequence", "seed", "beta1", "beta2", "beta2_schedule", "eps", "weight_decay",
     "clip", "linear", "autocast", "scaler", "stable_embedding", "layer_scale",
+    "kq_norm", "patch_norm", "patch_dropout", "max_logit_scale", "crop_scale", "flip",
 )  # fmt: skip
 
 
@@ -136,10 +171,13 @@ def refuse_others(settings: TrainSettings, saved: Mapping[str, Any], where: Path
         SettingsError: naming the first flag that differs.
     """
     now = settings.plain()
+    defaults = {f.name: f.default for f in fields(settings)}
     for name in IDENTITY:
-        if now.get(name) != saved.get(name):
+        # What a checkpoint does not know of was added since, and by default changes nothing.
+        was = saved.get(name, defaults[name])
+        if now.get(name) != was:
             raise SettingsError(
-                f"{flag(name)}: got {now.get(name)!r}, takes {saved.get(name)!r} to go on from {where}; "
+                f"{flag(name)}: got {now.get(name)!r}, takes {was!r} to go on from {where}; "
                 "another --out begins anew"
             )
 
@@ -154,7 +192,13 @@ def _checks(s: TrainSettings) -> list[tuple[str, str, bool]]:
         (name, f"an integer from {least} to 2^31 - 1", least <= getattr(s, name) < 2**31)
         for name, least in counts.items()
     ]
-    choices = {"schedule": SCHEDULES, "scaler": SCALERS, "autocast": AUTOCAST, "attention": ATTENTION}
+    choices = {
+        "schedule": SCHEDULES,
+        "scaler": SCALERS,
+        "autocast": AUTOCAST,
+        "attention": ATTENTION,
+        "patch_norm": PATCH_NORMS,
+    }
     found += [(name, f"one of {', '.join(of)}", getattr(s, name) in of) for name, of in choices.items()]
     finite = float("inf")
     return [
@@ -164,5 +208,14 @@ def _checks(s: TrainSettings) -> list[tuple[str, str, bool]]:
         ("lr", "a number above 0", 0 < s.lr < finite),
         ("final_lr", "a number from 0 to 1", 0 <= s.final_lr <= 1),
         ("clip", "a number above 0, or 0 for none", 0 <= s.clip < finite),
+        ("columns", "two names with a comma between them", len([*filter(str.strip, s.columns.split(","))]) == 2),
+        ("patch_dropout", "a number from 0 to below 1", 0 <= s.patch_dropout < 1),
+        (
+            "max_logit_scale",
+            "a number from 1, or 0 for no bound",
+            1 <= s.max_logit_scale < finite or s.max_logit_scale == 0,
+        ),
+        ("crop_scale", "a number above 0, at most 1", 0 < s.crop_scale <= 1),
+        ("workers", "an integer from 1 to 1024", s.workers is None or 1 <= s.workers <= 1024),
         ("layer_scale", "a number", s.layer_scale is None or abs(s.layer_scale) < finite),
     ]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.trainers import presets
-from narrowgauge.trainers._models import configuration, preset
+from narrowgauge.trainers._models import configuration, language_preset
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmbt]?)", re.IGNORECASE)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -28,7 +28,7 @@ def find_model(text: str, vocabulary: int | None, sequence: int | None) -> tuple
     """
     tokens = _SEQUENCE if sequence is None else sequence
     if text in presets():
-        family = preset(text).family
+        family = language_preset(text).family
         size = _VOCABULARY[family] if vocabulary is None else vocabulary
         return configuration(text, vocabulary=size, sequence=tokens), tokens
     if vocabulary is not None:

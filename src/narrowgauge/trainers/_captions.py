@@ -1,0 +1,133 @@
+"""Captions as tokens: a byte-level BPE of the training's captions, or the tokenizer that comes with the data.
+
+A row is a caption's tokens and the end, which fills what is left of the row. Of a tokenizer learned here the end is
+the byte 0, which captions cannot have; it is exported under the name `<end>`. One of the data's own has to have an
+end among its special tokens, and may have a start.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ._corpus import Corpus, DataError, Document
+from ._sources import DEFAULT_VOCABULARY
+from ._tokens import END_OF_TEXT, Progress, learn
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+END_TOKEN = "<end>"
+_ENDS = (END_TOKEN, "<|endoftext|>", "</s>", "[SEP]")
+_STARTS = ("<|startoftext|>", "<s>", "[CLS]")
+
+
+@dataclass(frozen=True, eq=False)
+class Captions:
+    """Makes rows of tokens of captions.
+
+    Attributes:
+        tokenizer: without rules of its own for what stands around a text.
+        end, start: those tokens; a caption may have no start.
+        end_name, start_name: how the tokenizer writes them.
+        vocabulary: number of tokens there can be.
+    """
+
+    tokenizer: Tokenizer
+    end: int
+    end_name: str
+    start: int | None
+    start_name: str | None
+    vocabulary: int
+
+    def rows(self, captions: Sequence[str], context: int) -> Tensor:
+        """Tokens of captions, int64 (n, context); a caption that is too long loses its end, not the row's."""
+        rows = torch.full((len(captions), context), self.end)
+        before = [] if self.start is None else [self.start]
+        encodings = self.tokenizer.encode_batch_fast(list(captions), add_special_tokens=False)
+        for row, encoding in zip(rows, encodings, strict=True):
+            ids = (before + encoding.ids)[: context - 1]
+            row[: len(ids)] = torch.tensor(ids)
+        return rows
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal tokens."""
+        return self.tokenizer.to_str()
+
+    def export(self, folder: Path, context: int) -> None:
+        """Write it as transformers reads it: it adds what stands around a caption, and fills up rows."""
+        from tokenizers import Tokenizer, processors
+        from transformers import PreTrainedTokenizerFast
+
+        make: Callable[[str], Any] = Tokenizer.from_str
+        end = self.end_name
+        if self.end_name not in _ENDS:
+            tokenizer, end = make(_with_end(self.tokenizer.to_str())), END_TOKEN
+        else:
+            tokenizer = make(self.tokenizer.to_str())
+        around = [(end, self.end)] + ([(self.start_name, self.start)] if self.start_name else [])
+        start = f"{self.start_name} " if self.start_name else ""
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{start}$A {end}", pair=None, special_tokens=around
+        )
+        names = {"eos_token": end, "pad_token": end, **({"bos_token": self.start_name} if start else {})}
+        wrapped: Any = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, model_max_length=context, model_input_names=["input_ids"], **names
+        )
+        wrapped.save_pretrained(folder)
+
+
+def learned_captions(texts: Sequence[str], vocabulary: int | None, on_progress: Progress) -> Captions:
+    """A tokenizer of the training's captions, of so many tokens; None for 4096."""
+    size = DEFAULT_VOCABULARY if vocabulary is None else vocabulary
+    corpus = Corpus("captions", tuple(Document("", text) for text in texts), (), {})
+    tokenizer = learn(corpus, size, on_progress)
+    name = tokenizer.id_to_token(END_OF_TEXT)
+    assert name is not None
+    return Captions(tokenizer, END_OF_TEXT, name, None, None, size)
+
+
+def read_captions(path: Path, vocabulary: int | None) -> Captions:
+    """The tokenizer in a file.
+
+    Raises:
+        DataError: if it cannot be read, or has no token that ends a text.
+        ValueError: for a vocabulary that it has not.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer: Any = Tokenizer.from_file(str(path))
+    except Exception as error:  # the reader raises that and nothing else
+        raise DataError(f"--data: {path} cannot be read: {error}") from None
+    size = tokenizer.get_vocab_size()
+    if vocabulary not in (None, size):
+        raise ValueError(f"--vocabulary: got {vocabulary}, takes the {size} of {path}")
+    end = next((name for name in _ENDS if tokenizer.token_to_id(name) is not None), None)
+    if end is None:
+        raise DataError(f"--data: {path} has no token that ends a text; takes one with {', '.join(_ENDS)}")
+    start = next((name for name in _STARTS if tokenizer.token_to_id(name) is not None), None)
+    number = tokenizer.token_to_id(end)
+    if number == 2:
+        # transformers takes this number for a mark of old configurations, and reads another place.
+        raise DataError(f"--data: {path} has {end} as token 2, which transformers' CLIP cannot end captions with")
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return Captions(tokenizer, number, end, tokenizer.token_to_id(start) if start else None, start, size)
+
+
+def _with_end(text: str) -> str:
+    """A tokenizer, as JSON, whose token of the byte 0 is the special token `END_TOKEN`."""
+    said = json.loads(text)
+    vocabulary = said["model"]["vocab"]
+    said["model"]["vocab"] = {END_TOKEN if n == END_OF_TEXT else token: n for token, n in vocabulary.items()}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    said["added_tokens"] = [{"id": END_OF_TEXT, "content": END_TOKEN, "special": True, **flags}]
+    return json.dumps(said)

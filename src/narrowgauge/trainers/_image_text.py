@@ -1,0 +1,200 @@
+"""CLIP: images beside their captions.
+
+Both towers give a vector of length one. In a batch of n pairs every image should be nearest to its own caption, and
+every caption to its own image: two cross entropies over the n x n cosines, times a learned scale. The scale is
+e^logit_scale, and bounded after each step, at 100 as CLIP's authors have it; beyond that training is unstable.
+
+    loss = (CE(s I Tᵀ) + CE(s T Iᵀ)) / 2
+
+Zero-shot accuracy asks of a held-out image which of all held-out captions (or of all classes) is nearest.
+
+Source: Radford et al. 2021, Figure 3 and Section 2.5.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ._captions import Captions
+from ._flops import flops_per_image
+from ._image_readers import NAMED, named
+from ._image_sources import ImageSet
+from ._images import ImageLoader, normalized
+from ._language import Examples
+
+_TOP = 5
+_PROMPTS = 1024  # captions that the text tower reads at a time
+
+
+def contrastive_loss(images: Tensor, texts: Tensor, logit_scale: Tensor) -> Tensor:
+    """Mean cross entropy of both directions.
+
+    Args:
+        images, texts: features of pairs, (n, width), of any length and float format.
+        logit_scale: logarithm of what cosines are multiplied by; a scalar.
+
+    Returns:
+        float32 scalar in nats; computed in float32.
+    """
+    with torch.autocast(images.device.type, enabled=False):
+        i, t = (F.normalize(of.float(), dim=-1) for of in (images, texts))
+        logits = logit_scale.float().exp() * i @ t.T
+        places = torch.arange(len(logits), device=logits.device)
+        return (F.cross_entropy(logits, places) + F.cross_entropy(logits.T, places)) / 2
+
+
+def accuracy(scores: Tensor, right: Tensor) -> dict[int, float]:
+    """Share of rows whose right column is the highest, and among the five highest.
+
+    What is as high as the right one counts as higher: a model that says the same of all is never right.
+
+    Args:
+        scores: (n, columns).
+        right: int64 (n,).
+    """
+    own = scores.gather(1, right[:, None])
+    rank = (scores >= own).sum(1) - 1
+    return {top: (rank < top).double().mean().item() for top in (1, _TOP)}
+
+
+class ImageTask:
+    """What tasks of images have in common.
+
+    Args:
+        loader: of the training's pictures.
+        share: of the patches that training drops, by which throughput is reckoned.
+        context: tokens that are read beside an image.
+    """
+
+    unit = "images"
+    units_per_example = 1
+
+    def __init__(self, loader: ImageLoader, share: float, context: int) -> None:
+        self._loader, self._share, self._context = loader, share, context
+        self._told = 0
+
+    def stepped(self, model: nn.Module) -> None:
+        pass
+
+    def news(self) -> tuple[str, ...]:
+        # The first few by name, then the number when it has doubled.
+        damaged = self._loader.damaged
+        if len(damaged) <= self._told or NAMED <= self._told < len(damaged) < 2 * self._told:
+            return ()
+        self._told = len(damaged)
+        return (named("skipped damaged images", damaged),)
+
+    def flops_per_unit(self, model: nn.Module) -> float:
+        return flops_per_image(model, self._share, self._context)
+
+    def also(self, loss: float) -> dict[str, float]:
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._loader.load_state_dict(state)
+
+
+class ImageTextTask(ImageTask):
+    """Images and captions for a CLIP.
+
+    Args:
+        data: the pictures.
+        captions: makes tokens.
+        context: tokens of a row.
+        loader: of the training's pictures.
+        count: how many held-out pairs to validate on, at most. They are contrasted in parts of about a batch.
+        patch_dropout: share of patches that training drops, by which throughput is reckoned.
+        max_logit_scale: what e^logit_scale is bounded by after a step; 0 for no bound.
+
+    Raises:
+        DataError: if there are too few pictures, or none that can be read.
+    """
+
+    def __init__(
+        self, data: ImageSet, captions: Captions, loader: ImageLoader, *, context: int, count: int,
+        patch_dropout: float, max_logit_scale: float,
+    ) -> None:  # fmt: skip
+        super().__init__(loader, patch_dropout, context)
+        self._captions, self._most = captions, max_logit_scale
+        pixels, held_out = loader.middles(data.validation[:count])
+        said = [picture.caption for picture in held_out]
+        prompts = data.prompts or tuple(dict.fromkeys(said))
+        number = {prompt: n for n, prompt in enumerate(prompts)}
+        self._prompts = captions.rows(prompts, context)
+        self._validation = {
+            "images": pixels, "tokens": captions.rows(said, context),
+            "prompts": torch.tensor([number[caption] for caption in said]),
+        }  # fmt: skip
+
+    def draw(self) -> Examples:
+        pixels, pictures = self._loader.draw()
+        return {"images": pixels, "tokens": self._captions.rows([p.caption for p in pictures], self._context)}
+
+    def loss(self, model: nn.Module, examples: Examples) -> Tensor:
+        found = model(input_ids=examples["tokens"], pixel_values=normalized(examples["images"]))
+        scale: Any = model.get_parameter("logit_scale")
+        return contrastive_loss(found.image_embeds, found.text_embeds, scale)
+
+    @torch.no_grad()
+    def stepped(self, model: nn.Module) -> None:
+        if self._most:
+            model.get_parameter("logit_scale").clamp_(0.0, math.log(self._most))
+
+    def validation(self) -> Examples:
+        return self._validation
+
+    def asked(self, model: Any, examples: Callable[[], Iterable[Examples]]) -> dict[str, float]:
+        device = model.logit_scale.device
+        texts = torch.cat(
+            [_unit(model.get_text_features(rows.to(device))) for rows in torch.split(self._prompts, _PROMPTS)]
+        )
+        scores, right = [], []
+        for part in examples():
+            images = _unit(model.get_image_features(pixel_values=normalized(part["images"])))
+            with torch.autocast(device.type, enabled=False):
+                scores.append(images @ texts.T)
+            right.append(part["prompts"])
+        found = accuracy(torch.cat(scores), torch.cat(right))
+        return {f"zero_shot_top{top}": share for top, share in found.items()}
+
+
+def _unit(output: Any) -> Tensor:
+    return F.normalize(output.pooler_output.float(), dim=-1)
+
+
+class ImageClassTask(ImageTask):
+    """Images and classes for a ViT; arguments and errors as of `ImageTextTask`."""
+
+    def __init__(self, data: ImageSet, loader: ImageLoader, *, count: int, patch_dropout: float) -> None:
+        super().__init__(loader, patch_dropout, 0)
+        pixels, held_out = loader.middles(data.validation[:count])
+        self._validation = {"images": pixels, "labels": _labels(held_out)}
+
+    def draw(self) -> Examples:
+        pixels, pictures = self._loader.draw()
+        return {"images": pixels, "labels": _labels(pictures)}
+
+    def loss(self, model: nn.Module, examples: Examples) -> Tensor:
+        logits = model(pixel_values=normalized(examples["images"])).logits
+        return F.cross_entropy(logits.float(), examples["labels"])
+
+    def validation(self) -> Examples:
+        return self._validation
+
+    def asked(self, model: nn.Module, examples: Callable[[], Iterable[Examples]]) -> dict[str, float]:
+        parts = [(model(pixel_values=normalized(p["images"])).logits.float(), p["labels"]) for p in examples()]
+        found = accuracy(torch.cat([scores for scores, _ in parts]), torch.cat([right for _, right in parts]))
+        return {f"top{top}": share for top, share in found.items()}
+
+
+def _labels(pictures: Sequence[Any]) -> Tensor:
+    return torch.tensor([picture.label for picture in pictures])

@@ -1,0 +1,136 @@
+"""From settings to a task: what kind of data a model takes, read and ready to be drawn from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ._captions import Captions, learned_captions, read_captions
+from ._corpus import DataError
+from ._export import export_tokenizer
+from ._image_models import ClipSizes, VitSizes
+from ._image_sources import ImageSet, open_images
+from ._image_text import ImageClassTask, ImageTextTask
+from ._images import DEVIATION, MEAN, ImageLoader
+from ._language import LanguageTask, Task
+from ._models import preset
+from ._settings import TrainSettings
+from ._sources import open_source
+from ._tokens import END_OF_TEXT, Progress
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """A task, and what a model for it needs to know.
+
+    Attributes:
+        task: the task.
+        outputs: number of tokens of the text, or of classes.
+        end: the token that ends a text.
+        fingerprint: equal for equal data.
+        notes: what was left out, in lines fit to print.
+        export: writes what stands beside the model in a folder; the model is told its classes.
+    """
+
+    task: Task
+    outputs: int
+    end: int
+    fingerprint: str
+    notes: tuple[str, ...]
+    export: Callable[[Any, Path], None]
+
+
+def open_task(settings: TrainSettings, on_progress: Progress) -> Opened:
+    """Read what a run trains on.
+
+    Args:
+        settings: of the run.
+        on_progress: as of `tokenize`.
+
+    Raises:
+        DataError, ValueError: if it cannot be trained on, in one line that names the option.
+    """
+    sizes = preset(settings.model)
+    if not isinstance(sizes, ClipSizes | VitSizes):
+        return _text(settings, on_progress)
+    data = open_images(settings.data, settings.validation_data, settings.columns)
+    loader = ImageLoader(
+        data.train, batch=settings.batch, size=sizes.image, seed=settings.seed, crop_scale=settings.crop_scale,
+        flip=settings.flip, workers=settings.workers,
+    )  # fmt: skip
+    if isinstance(sizes, ClipSizes):
+        return _pairs(settings, sizes, data, loader, on_progress)
+    return _classes(settings, sizes, data, loader)
+
+
+def _text(settings: TrainSettings, on_progress: Progress) -> Opened:
+    source = open_source(settings.data, settings.vocabulary, on_progress)
+    objective = preset(settings.model).objective
+    assert objective in ("causal", "masked")
+    task = LanguageTask(
+        source, objective, batch=settings.batch, sequence=settings.sequence,
+        windows=settings.validation_windows, seed=settings.seed,
+    )  # fmt: skip
+
+    def export(model: Any, folder: Path) -> None:
+        export_tokenizer(source.tokenizer, folder, objective=objective, sequence=settings.sequence)
+
+    return Opened(task, source.vocabulary, END_OF_TEXT, source.fingerprint, source.notes, export)
+
+
+def _pairs(
+    settings: TrainSettings, sizes: ClipSizes, data: ImageSet, loader: ImageLoader, on_progress: Progress
+) -> Opened:
+    context = min(settings.sequence, sizes.context)
+    if data.tokenizer is None:
+        captions = learned_captions([p.caption for p in data.train], settings.vocabulary, on_progress)
+    else:
+        captions = read_captions(data.tokenizer, settings.vocabulary)
+    task = ImageTextTask(
+        data, captions, loader, context=context, count=settings.validation_windows,
+        patch_dropout=settings.patch_dropout, max_logit_scale=settings.max_logit_scale,
+    )  # fmt: skip
+    digest = hashlib.sha256(f"{data.fingerprint} {captions.fingerprint}".encode()).hexdigest()
+    export = partial(_export_pairs, captions, context, sizes.image)
+    return Opened(task, captions.vocabulary, captions.end, digest, data.notes, export)
+
+
+def _classes(settings: TrainSettings, sizes: VitSizes, data: ImageSet, loader: ImageLoader) -> Opened:
+    if not data.classes:
+        raise DataError(f"--data: got {settings.data}, takes a folder of classes with --model {settings.model}")
+    strange = [picture.name for picture in data.validation if picture.label < 0]
+    if strange:
+        raise DataError(f"--validation-data: got {strange[0]}, whose class --data has not; takes its classes alone")
+    task = ImageClassTask(
+        data, loader, count=settings.validation_windows, patch_dropout=settings.patch_dropout
+    )  # fmt: skip
+    export = partial(_export_classes, data.classes, sizes.image)
+    return Opened(task, len(data.classes), END_OF_TEXT, data.fingerprint, data.notes, export)
+
+
+def _export_pairs(captions: Captions, context: int, size: int, model: Any, folder: Path) -> None:
+    captions.export(folder, context)
+    _export_processor(size, folder)
+
+
+def _export_classes(classes: tuple[str, ...], size: int, model: Any, folder: Path) -> None:
+    model.config.id2label = dict(enumerate(classes))
+    model.config.label2id = {name: number for number, name in enumerate(classes)}
+    _export_processor(size, folder)
+
+
+def _export_processor(size: int, folder: Path) -> None:
+    """How images become a model's input, as transformers' AutoImageProcessor reads it: the validation's way."""
+    said = {
+        "image_processor_type": "CLIPImageProcessor", "do_convert_rgb": True,
+        "do_resize": True, "size": {"shortest_edge": size}, "resample": 3,
+        "do_center_crop": True, "crop_size": {"height": size, "width": size},
+        "do_rescale": True, "rescale_factor": 1 / 255,
+        "do_normalize": True, "image_mean": MEAN, "image_std": DEVIATION,
+    }  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,288 @@
+"""CLIP and ViT trained small: each option does what it says, and what is left loads."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fitted import CPU, Silent, quiet_surroundings, run, weights
+from pictured import class_folder, csv_pairs
+
+from narrowgauge.nn import HeadLayerNorm, LayerScale, PatchNorm, StableEmbedding
+from narrowgauge.trainers import SettingsError, TrainSettings, fit, load_model
+from narrowgauge.trainers import _fit as fitting
+from narrowgauge.trainers._build import build_parts
+from narrowgauge.trainers._export import ADDITIONS, export_model
+from narrowgauge.trainers._history import FILE, read_history
+from narrowgauge.trainers._image_sources import open_images
+from narrowgauge.trainers._images import decode, normalized
+from narrowgauge.trainers._settings import refuse_others
+from narrowgauge.trainers._tasks import open_task
+
+
+@pytest.fixture(scope="module", autouse=True)
+def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with quiet_surroundings(tmp_path_factory.mktemp("cache")):
+        yield
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> TrainSettings:
+    return TrainSettings(
+        data=csv_pairs(tmp_path_factory.mktemp("pairs"), repeat=3), model="clip-micro", recipe="fp32", steps=6,
+        batch=8, vocabulary=300, lr=2e-3, warmup=2, validation_windows=8, validate_every=3, gauges_every=0,
+        save_every=0, log_every=1, device="cpu", workers=2,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def vit(clip: TrainSettings, tmp_path_factory: pytest.TempPathFactory) -> TrainSettings:
+    data = class_folder(tmp_path_factory.mktemp("classes"), each=20)
+    return replace(clip, data=data, model="vit-micro", vocabulary=None)
+
+
+ADDED: dict[str, Any] = {"kq_norm": True, "patch_norm": "after", "layer_scale": 0.5, "patch_dropout": 0.5}
+STOPPED: dict[str, dict[str, Any]] = {
+    "clip": {"recipe": "adamw8bit-split8", **ADDED, "stable_embedding": True},
+    "clip, a plan, stochastic rounding": {"recipe": "stochastic", "linear": "SWITCHBACK", "flip": True},
+    "clip, autocast, a scaler": {"autocast": "bf16", "scaler": "tensor", "gradient_checkpointing": True},
+    "vit": {"recipe": "adamw8bit-split8", **ADDED, "patch_norm": "before", "accumulate": 2},
+}
+
+
+@pytest.mark.parametrize("case", STOPPED)
+def test_a_run_that_stops_goes_on_as_if_it_had_not(
+    case: str, clip: TrainSettings, vit: TrainSettings, tmp_path: Path
+) -> None:
+    small, changes = vit if case == "vit" else clip, STOPPED[case]
+    whole = run(small, tmp_path / "whole", **changes)
+    asked = iter([False, False, True, False, False, False])
+    halves = replace(small, out=tmp_path / "halves", **changes)
+    assert fit(halves, CPU, Silent(), lambda: next(asked)).stopped
+    torch.manual_seed(999)  # whatever happens in between
+    assert fit(replace(halves, workers=3), CPU, Silent()).step == 6
+    records = [
+        [r for r in read_history(tmp_path / name / FILE) if "images_per_second" not in r]
+        for name in ("whole", "halves")
+    ]
+    assert records[0] == records[1]
+    assert len(whole) == 6
+    a, b = weights(tmp_path / "whole"), weights(tmp_path / "halves")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    top = "top1" if case == "vit" else "zero_shot_top1"
+    assert all(0 <= r[top] <= 1 for r in records[0] if "validation_loss" in r)
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "adamw8bit-split8", "master", "collage-plus"])
+def test_the_scale_stays_within_its_bound(recipe: str, clip: TrainSettings, tmp_path: Path) -> None:
+    """It would rise above e^2.66, where it begins; low words and copies of it do not bring it back."""
+    run(clip, tmp_path, recipe=recipe, max_logit_scale=3.0, steps=4)
+    scale = weights(tmp_path)["logit_scale"].item()
+    assert 0.9 * math.log(3) < scale < 1.01 * math.log(3)
+
+
+def test_dropped_patches_are_the_seeds(clip: TrainSettings, tmp_path: Path) -> None:
+    found = []
+    for n in range(2):
+        torch.manual_seed(n)  # whatever came before
+        found.append(run(clip, tmp_path / str(n), patch_dropout=0.5))
+    assert found[0] == found[1] != run(clip, tmp_path / "all")
+
+
+@pytest.mark.parametrize("model", ["clip", "vit"])
+def test_it_learns(model: str, clip: TrainSettings, vit: TrainSettings, tmp_path: Path) -> None:
+    """Colours and shapes: of held-out captions, and of three classes."""
+    small = {"clip": clip, "vit": vit}[model]
+    losses = run(small, tmp_path, steps=60, batch=16, validate_every=30, validation_windows=16, gauges_every=20)
+    assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
+    first, last = (r for r in read_history(tmp_path / FILE) if "validation_loss" in r)
+    assert last["validation_loss"] < first["validation_loss"]
+    # Chance is a third; and of nine held-out captions a ninth.
+    assert last[{"clip": "zero_shot_top5", "vit": "top1"}[model]] > 0.6
+
+
+@pytest.mark.parametrize("name", ["clip-micro", "vit-micro"])
+@pytest.mark.parametrize("beside", [False, True])
+def test_what_is_left_loads_and_says_the_same(
+    name: str, beside: bool, clip: TrainSettings, vit: TrainSettings, tmp_path: Path
+) -> None:
+    import transformers
+
+    small = replace(clip if name == "clip-micro" else vit, layer_scale=0.5, stable_embedding=name == "clip-micro")
+    if beside:
+        small = replace(small, kq_norm=True, patch_norm="after")
+    model = build_parts(small, 300, CPU).model.eval()
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, LayerScale | StableEmbedding | HeadLayerNorm | PatchNorm):
+                for parameter in module.parameters():
+                    parameter.copy_(torch.rand(parameter.shape, generator=draw) + 0.5)
+    notes = export_model(model, tmp_path)
+    kind = transformers.CLIPModel if name == "clip-micro" else transformers.ViTForImageClassification
+    plain, told = kind.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(told.values()), told
+    assert (tmp_path / ADDITIONS).exists() == beside == bool(notes)
+    assert not hasattr(plain.config, "use_cache")
+    inputs: dict[str, torch.Tensor] = {"pixel_values": torch.randn(2, 3, 32, 32, generator=draw)}
+    if name == "clip-micro":
+        inputs["input_ids"] = torch.tensor([[5, 6, 188, 188], [7, 8, 9, 188]])
+    logits = "logits_per_image" if name == "clip-micro" else "logits"
+    with torch.no_grad():
+        said, back, bare = (getattr(m(**inputs), logits) for m in (model, load_model(tmp_path), plain.eval()))
+    assert (back - said).abs().max() <= 3e-6 * said.abs().max()
+    assert ((bare - said).abs().max() > 1e-3 * said.abs().max()) == beside
+
+
+def test_norms_of_a_language_model_come_back_too(clip: TrainSettings, tmp_path: Path) -> None:
+    model = build_parts(TrainSettings(model="llama-micro", recipe="fp32", kq_norm=True), 300, CPU).model.eval()
+    (note,) = export_model(model, tmp_path)
+    assert note.startswith("kq_norm: in additions.safetensors; transformers leaves them out")
+    tokens = torch.randint(300, (2, 9), generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(load_model(tmp_path)(tokens).logits, model(tokens).logits, atol=1e-6)
+    # A later model without them leaves none behind.
+    assert export_model(build_parts(TrainSettings(model="llama-micro"), 300, CPU).model, tmp_path) == ()
+    assert not (tmp_path / ADDITIONS).exists()
+    with pytest.raises(ValueError, match=r"folder: got .*nowhere, takes one that narrowgauge train ended in"):
+        load_model(tmp_path / "nowhere")
+
+
+def test_a_run_leaves_tokenizer_processor_and_notes(clip: TrainSettings, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel
+
+    observer = Silent()
+    fit(replace(clip, out=tmp_path, kq_norm=True, patch_norm="before"), CPU, observer)
+    assert any(line.startswith("kq_norm and patch_norm: in additions.safetensors;") for line in observer.told)
+    config = (tmp_path / "config.toml").read_text()
+    assert "# The model has norms that its class has no place for, in additions.safetensors:" in config
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    texts = tokenizer(["a red disc on blue", "a bar"], padding=True, return_tensors="pt")
+    assert texts.keys() == {"input_ids"}
+    opened = open_task(clip, lambda stage, fraction: None)
+    # Held-out images through transformers' processor are what was validated on.
+    processor = CLIPImageProcessorPil.from_pretrained(tmp_path)
+    pictures = open_images(clip.data).validation[:8]
+    theirs = processor([decode(picture) for picture in pictures], return_tensors="pt")["pixel_values"]
+    ours = normalized(opened.task.validation()["images"])
+    assert ours.shape == theirs.shape
+    assert (ours - theirs).abs().mean() < 0.03  # they crop after resizing to whole pixels
+    assert CLIPModel.from_pretrained(tmp_path)(**texts, pixel_values=ours).logits_per_image.shape == (8, 2)
+
+
+def test_a_vit_knows_its_classes(vit: TrainSettings, tmp_path: Path) -> None:
+    from transformers import AutoModelForImageClassification
+
+    run(vit, tmp_path, steps=1)
+    config = AutoModelForImageClassification.from_pretrained(tmp_path).config
+    assert config.id2label == {0: "blue_bar", 1: "green_cross", 2: "red_disc"}
+    assert config.label2id == {"blue_bar": 0, "green_cross": 1, "red_disc": 2}
+
+
+def test_a_plan_takes_the_layers_of_blocks(clip: TrainSettings, vit: TrainSettings) -> None:
+    for small, layers in ((clip, 24), (vit, 12)):
+        parts = build_parts(replace(small, linear="SWITCHBACK", kq_norm=True, layer_scale=0.0), 300, CPU)
+        planned = [n for n, m in parts.model.named_modules() if getattr(m, "plan", None) is not None]
+        assert len(planned) == layers
+        assert all(".layers." in name for name in planned)
+
+
+def test_attention_and_captions_reach_the_model(clip: TrainSettings) -> None:
+    model = build_parts(replace(clip, attention="eager", sequence=9), 300, CPU, end=42).model
+    assert model.vision_model.config._attn_implementation == "eager"
+    assert model.text_model.embeddings.position_embedding.weight.shape[0] == 9
+    assert model.text_model.eos_token_id == 42
+    assert build_parts(clip, 300, CPU).model.text_model.config._attn_implementation == "sdpa"
+    assert build_parts(clip, 300, CPU).model.config.text_config.max_position_embeddings == 16  # the preset's
+
+
+def test_damaged_images_are_told_by_name(clip: TrainSettings, tmp_path: Path) -> None:
+    table = csv_pairs(tmp_path / "pairs")
+    captions = [p.name for p in open_images(table).train]
+    for n, name in enumerate(captions[:12]):
+        (table.parent / name).write_bytes(b"x" * n)
+    with table.open("a") as file:
+        file.write("images/gone.png,nothing\n")
+    observer = Silent()
+    fit(replace(clip, data=table, out=tmp_path / "run", steps=12), CPU, observer)
+    said = [line for line in observer.told if line.startswith("skipped")]
+    assert said[0] == "skipped missing images: 1 (images/gone.png)"
+    assert all(line.startswith("skipped damaged images: ") for line in said[1:])
+    assert 1 <= len(said[1:]) <= 7
+    assert ": cannot identify image file" in said[1]
+    again = Silent()
+    fit(replace(clip, data=table, out=tmp_path / "again", steps=12, workers=1), CPU, again)
+    assert [line for line in again.told if line.startswith("skipped")] == said
+
+
+def test_utilisation_counts_images(clip: TrainSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "peak_flops", lambda device: 1e12)
+    run(clip, tmp_path, steps=2)
+    found = [r for r in read_history(tmp_path / FILE) if "mfu" in r]
+    assert len(found) == 2
+    assert all(r["images_per_second"] > 0 for r in found)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "parts of what is contrasted": ({"accumulate": 2}, r"--accumulate: got 2, takes 1 with --model clip-micro: a"),
+    "one pair": ({"batch": 1}, r"--batch: got 1, takes at least 2 with --model clip-micro"),
+    "a norm elsewhere": ({"patch_norm": "behind"}, r"--patch-norm: got 'behind', takes one of none, before, after"),
+    "all patches": ({"patch_dropout": 1.0}, r"--patch-dropout: got 1.0, takes a number from 0 to below 1"),
+    "a scale below one": ({"max_logit_scale": 0.5}, r"--max-logit-scale: got 0.5, takes a number from 1, or 0 for"),
+    "a crop of nothing": ({"crop_scale": 0.0}, r"--crop-scale: got 0.0, takes a number above 0, at most 1"),
+    "one column": ({"columns": "filepath"}, r"--columns: got 'filepath', takes two names with a comma between"),
+    "no threads": ({"workers": 0}, r"--workers: got 0, takes an integer from 1 to 1024"),
+    "images for text": ({"model": "micro", "flip": True, "workers": None}, r"--flip: got True, takes nothing"),
+    "words of a classifier": ({"model": "vit-micro"}, r"--vocabulary: got 300, takes nothing with --model vit"),
+    "a table of classes": ({"model": "vit-micro", "vocabulary": None}, r"--data: got .*pairs.csv, takes a fol"),
+    "a larger batch": ({"batch": 1000}, r"--data takes more images: got 171 to train on, --batch 1000"),
+    "nothing": ({"data": None}, r"--data: got nothing, takes a CSV, tar files"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused_by_name(case: str, clip: TrainSettings, tmp_path: Path) -> None:
+    changes, says = REFUSED[case]
+    with pytest.raises(ValueError, match=says) as caught:
+        fit(replace(clip, out=tmp_path, **changes), CPU, Silent())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_class_that_training_has_not_is_refused(vit: TrainSettings, tmp_path: Path) -> None:
+    class_folder(tmp_path, each=2)
+    (tmp_path / "red_disc").rename(tmp_path / "teal_disc")
+    with pytest.raises(ValueError, match=r"--validation-data: got teal_disc/00\d.png, whose class --data has not"):
+        fit(replace(vit, validation_data=tmp_path, out=tmp_path / "run"), CPU, Silent())
+
+
+def test_a_checkpoint_from_before_an_option_goes_on_under_its_default(tmp_path: Path) -> None:
+    now = TrainSettings(data=tmp_path)
+    saved = {k: v for k, v in now.plain().items() if k not in ("kq_norm", "patch_norm", "max_logit_scale")}
+    refuse_others(now, saved, tmp_path)
+    with pytest.raises(SettingsError, match=r"--kq-norm: got True, takes False to go on"):
+        refuse_others(replace(now, kq_norm=True), saved, tmp_path)
+
+
+@pytest.mark.parametrize("model", ["clip", "vit"])
+def test_compiled_it_learns_the_same(
+    model: str, clip: TrainSettings, vit: TrainSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the compiler that makes no code: what is captured is what is tested."""
+    graphs = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    small = replace({"clip": clip, "vit": vit}[model], kq_norm=True, patch_norm="before", layer_scale=0.5)
+    plain = run(small, tmp_path / "plain")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
+    compiled = run(small, tmp_path / "compiled", compile=True, gauges_every=2)
+    assert compiled == pytest.approx(plain, rel=1e-5)
+    assert graphs
+    torch._dynamo.reset()
