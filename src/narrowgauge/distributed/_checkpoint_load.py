@@ -38,6 +38,7 @@ from narrowgauge.distributed._checkpoint_random import set_random_states
 from narrowgauge.distributed._checkpoint_ranks import on_first, ranks, together
 from narrowgauge.distributed._checkpoint_read import open_checkpoint, read_into
 from narrowgauge.distributed._checkpoint_state import (
+    is_ours,
     is_sharded,
     load_model_state,
     model_state,
@@ -45,7 +46,6 @@ from narrowgauge.distributed._checkpoint_state import (
     parameter_names,
     state_owners,
 )
-from narrowgauge.optim import NarrowOptimizer
 from narrowgauge.optim._clip_gradients import HISTORY
 
 
@@ -195,7 +195,7 @@ def _loaded_model(manifest: Manifest, state: Mapping[str, Any], tensors: Mapping
 
 def _apart(model: nn.Module, optimizer: torch.optim.Optimizer | None, manifest: Manifest) -> dict[str, Blocks]:
     """Words in blocks that are put together from boxes: of what is sharded here, or was when it was saved."""
-    if not isinstance(optimizer, NarrowOptimizer) or manifest.values["optimizer"] is None:
+    if optimizer is None or not is_ours(optimizer) or manifest.values["optimizer"] is None:
         return {}
     order = parameter_names(model, optimizer)
     sharded = {
@@ -241,8 +241,8 @@ def _targets(
     targets = {}
     for key in wanted:
         stored, p = manifest.tensors[key], owners.get(key)
-        ours = isinstance(optimizer, NarrowOptimizer)  # says itself what it cannot take
-        if isinstance(p, DTensor) and stored.shape and tuple(p.shape) != stored.shape and not ours:
+        plain = not is_ours(optimizer)
+        if isinstance(p, DTensor) and stored.shape and tuple(p.shape) != stored.shape and plain:
             raise ValueError(
                 f"optimizer: {key.removeprefix('optimizer/')!r} was saved in blocks of a whole parameter, which is "
                 "a DTensor here; takes states of 'fp32', 'bf16' or 'expansion': load it unsharded into those, "
