@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +85,7 @@ def load_checkpoint(
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    random_states: bool = False,
+    random_states: bool | Literal["own"] = False,
 ) -> LoadedCheckpoint:
     """Take over what `save_checkpoint` saved, on as many ranks as there are now.
 
@@ -96,8 +96,9 @@ def load_checkpoint(
         path: a checkpoint, as `save_checkpoint` and `latest_checkpoint` return it.
         model: of the same parameters, in the same dtypes; sharded as it may be.
         optimizer: of this model's parameters, in the same groups; None leaves the states.
-        random_states: also put back the states of random generators; takes a checkpoint that was saved with them,
-            by as many ranks as there are now.
+        random_states: also put back the states of random generators; True takes a checkpoint that was saved with
+            them, by as many ranks as there are now. ``"own"``: where this rank's were saved; on a rank that there
+            was not, generators stay as they are.
 
     Returns:
         The step, and `extra`.
@@ -107,6 +108,8 @@ def load_checkpoint(
         DamagedCheckpointError: (a ValueError) if it is not what was written, naming the file.
         RuntimeError: naming the rank that cannot load it, on the others. Nothing is changed then, on any rank.
     """
+    if random_states not in (True, False, "own"):
+        raise ValueError(f"random_states: got {random_states!r}, takes True, False or 'own'")
     folder = Path(path)
     us = ranks()
 
@@ -117,7 +120,7 @@ def load_checkpoint(
         _check_model(model, manifest)
         apart = _apart(model, optimizer, manifest)
         targets = _targets(model, optimizer, manifest, apart)
-        if random_states and str(us.rank) not in (manifest.values["random"] or {}):
+        if random_states is True and str(us.rank) not in (manifest.values["random"] or {}):
             raise ValueError(
                 f"random_states: got True, {folder} has none of rank {us.rank}; takes a checkpoint that was saved "
                 "with random_states=True by as many ranks"
@@ -154,8 +157,9 @@ def load_checkpoint(
         if optimizer is not None and states_before:  # it was another rank that failed
             optimizer.load_state_dict(states_before[0])
         raise
-    if random_states:
-        set_random_states(decode_value(manifest.values["random"][str(us.rank)], targets))
+    own = (manifest.values["random"] or {}).get(str(us.rank))
+    if random_states and own is not None:
+        set_random_states(decode_value(own, targets))
     return LoadedCheckpoint(manifest.step, extra)
 
 

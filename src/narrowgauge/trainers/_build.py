@@ -14,11 +14,13 @@ from narrowgauge import recipes
 from narrowgauge.linear import swap_linears
 from narrowgauge.nn import add_layer_scale
 from narrowgauge.optim import NarrowOptimizer
+from narrowgauge.recipes import cast
 from narrowgauge.scaling import DynamicLossScaler, LossScaler, StaticLossScaler, TensorLossScaler
 
 from ._additions import add_stable_embedding
 from ._models import build_model, parameter_count
 from ._settings import SettingsError, TrainSettings
+from ._team import ALONE, Team
 
 _SCALERS = {"dynamic": DynamicLossScaler, "static": StaticLossScaler, "tensor": TensorLossScaler}
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -32,7 +34,7 @@ class Parts:
 
     Attributes:
         model: of transformers, with what was added around it; on its device, cast by the recipe.
-        runs: what is called: the model, or the model compiled.
+        runs: what is called: the model, or around it what averages gradients, and what compiles it.
         optimizer: the recipe's.
         scaler: the loss scaler, or None.
         autocast: the format to compute in, or None for that of the weights.
@@ -53,23 +55,8 @@ class Parts:
         return torch.autocast(next(self.model.parameters()).device.type, self.autocast)
 
 
-def build_parts(settings: TrainSettings, vocabulary: int, device: torch.device) -> Parts:
-    """Make model, optimizer and scaler.
-
-    Args:
-        settings: of the run.
-        vocabulary: number of tokens of the text.
-        device: where to train.
-
-    Raises:
-        SettingsError, ValueError: for what does not go together, by name.
-    """
-    recipe = recipes.get(settings.recipe)
-    if settings.autocast != "none" and recipe.dtype != torch.float32:
-        raise SettingsError(
-            f"--autocast: got {settings.autocast!r}, takes none with --recipe {recipe.name}, whose weights are "
-            f"{recipe.dtype} already"
-        )
+def plain_model(settings: TrainSettings, vocabulary: int) -> Any:
+    """A model with what is added around it, in fp32 on the CPU."""
     model: Any = build_model(
         settings.model,
         vocabulary=vocabulary,
@@ -81,14 +68,36 @@ def build_parts(settings: TrainSettings, vocabulary: int, device: torch.device) 
         add_stable_embedding(model, settings.seed)
     if settings.layer_scale is not None:
         add_layer_scale(model, settings.layer_scale)
+    return model
+
+
+def build_parts(settings: TrainSettings, vocabulary: int, device: torch.device, team: Team = ALONE) -> Parts:
+    """Make model, optimizer and scaler.
+
+    Args:
+        settings: of the run.
+        vocabulary: number of tokens of the text.
+        device: where to train.
+        team: who trains together.
+
+    Raises:
+        SettingsError, ValueError: for what does not go together, by name.
+    """
+    recipe = recipes.get(settings.recipe)
+    if settings.autocast != "none" and recipe.dtype != torch.float32:
+        raise SettingsError(
+            f"--autocast: got {settings.autocast!r}, takes none with --recipe {recipe.name}, whose weights are "
+            f"{recipe.dtype} already"
+        )
+    model = plain_model(settings, vocabulary)
     if settings.gradient_checkpointing:
         # Renamed in transformers 5; the same.
         by = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
         enable = getattr(model, f"{by}_checkpointing_enable")
         enable(**{f"{by}_checkpointing_kwargs": {"use_reentrant": False}})
     model.to(device)
-    optimizer = recipe.apply(model, settings.lr, **settings.hyperparameters)
     count = parameter_count(model)
+    cast(model, recipe.dtype)
     notes = [
         f"{settings.model}: {count:,} parameters, {recipe.bytes_per_parameter():.2f} bytes each by {recipe.name}: "
         f"{recipe.title}"
@@ -99,6 +108,11 @@ def build_parts(settings: TrainSettings, vocabulary: int, device: torch.device) 
         if not report.swapped:
             raise SettingsError(f"--linear: got {settings.linear!r}, but no layer of {settings.model} can take it")
         notes.append(f"{report.plan.title}: {len(report.swapped)} layers, {len(report.kept)} kept")
+    runs: Any = team.wrap(model)
+    # Once parameters are those that are trained: swapping keeps them, sharding makes others.
+    optimizer = recipe.apply(model, settings.lr, **settings.hyperparameters)
+    if team.joined:
+        notes.append(f"{team.world} processes, {team.parallel}")
     scaler = None if settings.scaler == "none" else _SCALERS[settings.scaler](device.type)
-    runs: Any = torch.compile(model) if settings.compile else model
+    runs = torch.compile(runs) if settings.compile else runs
     return Parts(model, runs, optimizer, scaler, _AUTOCAST.get(settings.autocast), tuple(notes))

@@ -20,6 +20,7 @@ from ._schedule import SCHEDULES
 SCALERS = ("none", "dynamic", "static", "tensor")
 AUTOCAST = ("none", "bf16", "fp16")
 ATTENTION = ("sdpa", "eager")
+PARALLEL = ("ddp", "fsdp")
 
 
 class SettingsError(ValueError):
@@ -64,6 +65,7 @@ class TrainSettings:
     deterministic: bool = _option(False, "Kernels that give the same bits each time, on a GPU too; slower.")
     compile: bool = _option(False, "torch.compile the model.")
     device: str = _option("auto", "cpu, cuda, cuda:1, or auto: a GPU if there is one.")
+    parallel: str = _option("ddp", "How processes of torchrun train together: ddp, or fsdp (sharded).")
     validate_every: int = _option(100, "Steps between validations; 0 for one at the end.")
     validation_windows: int = _option(64, "Windows of held-out text to validate on.")
     log_every: int = _option(10, "Steps between looks at the loss, which wait for the device.")
@@ -154,7 +156,13 @@ def _checks(s: TrainSettings) -> list[tuple[str, str, bool]]:
         (name, f"an integer from {least} to 2^31 - 1", least <= getattr(s, name) < 2**31)
         for name, least in counts.items()
     ]
-    choices = {"schedule": SCHEDULES, "scaler": SCALERS, "autocast": AUTOCAST, "attention": ATTENTION}
+    choices = {
+        "schedule": SCHEDULES,
+        "scaler": SCALERS,
+        "autocast": AUTOCAST,
+        "attention": ATTENTION,
+        "parallel": PARALLEL,
+    }
     found += [(name, f"one of {', '.join(of)}", getattr(s, name) in of) for name, of in choices.items()]
     finite = float("inf")
     return [
