@@ -17,8 +17,7 @@ Source: ZeRO-Offload (Ren et al. 2021), whose CPU step begins when all gradients
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -27,14 +26,15 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from torch.utils.hooks import RemovableHandle
 
-from narrowgauge.distributed._offload_pieces import Piece, Pieces
-from narrowgauge.optim import Description, NarrowOptimizer, UpdateStats
+from narrowgauge.distributed._offload_pieces import Piece, Pieces, refuse_parameter
+from narrowgauge.distributed._offload_views import ShowsInner
+from narrowgauge.optim import NarrowOptimizer
 from narrowgauge.optim._arriving import ArrivingDispatch
 
 _SCALED = ("grad_scale", "found_inf")  # what torch's GradScaler leaves for the time of a step
 
 
-class CPUOffload(torch.optim.Optimizer):
+class CPUOffload(ShowsInner):
     """An optimizer of this library whose states are on the CPU, for parameters on a GPU.
 
         optimizer = ng.distributed.CPUOffload(ng.optim.AdamW, model.parameters(), lr=1e-3, weights="split8")
@@ -87,9 +87,8 @@ class CPUOffload(torch.optim.Optimizer):
         self._transfer, self._frees = transfer, gradients == "freed"
         self._groups: list[dict[str, Any]] = []
         self._pieces, self._handles = Pieces(), dict[Tensor, RemovableHandle]()
-        self._walked, self._within = 0, False
+        self._walked = 0
         self._late = 0
-        self._inner: NarrowOptimizer | None = None
         super().__init__(params, {})
         made = optimizer([self._copied(group) for group in self._groups], **options)
         if not isinstance(made, NarrowOptimizer):
@@ -101,12 +100,6 @@ class CPUOffload(torch.optim.Optimizer):
         self._take_options()
         for group in self._groups:
             self._watch(group["params"])
-
-    @property
-    def inner(self) -> NarrowOptimizer:
-        """The optimizer of the copies on the CPU."""
-        assert self._inner is not None
-        return self._inner
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -135,7 +128,7 @@ class CPUOffload(torch.optim.Optimizer):
         """A group of copies on the host."""
         names = group.get("param_names")
         for number, p in enumerate(group["params"]):
-            _refuse(names[number] if names else f"parameter {number} of a group", p)
+            refuse_parameter(names[number] if names else f"parameter {number} of a group", p)
         hosts = self._pieces.add(group["params"])
         named = list(zip(names, hosts, strict=True)) if names else hosts
         return {**{k: v for k, v in group.items() if k not in ("params", "param_names")}, "params": named}
@@ -267,20 +260,6 @@ class CPUOffload(torch.optim.Optimizer):
         for piece in self._pieces.by_parameter.values():
             piece.forget()
 
-    @contextmanager
-    def unscaling(self, inverse: Tensor, whole: bool) -> Iterator[Any]:
-        """As `NarrowOptimizer.unscaling`: for loss scalers."""
-        self._within = True
-        try:
-            with self.inner.unscaling(inverse, whole) as asked:
-                yield asked
-        finally:
-            self._within = False
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        return self.inner._step_supports_amp_scaling
-
     def _take_options(self) -> None:
         """Show the options as `inner` has them now."""
         for mine, group in zip(self._groups, self.inner.param_groups, strict=True):
@@ -314,69 +293,8 @@ class CPUOffload(torch.optim.Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def torch_state_dict(self) -> dict[str, Any]:
-        """As `NarrowOptimizer.torch_state_dict`."""
-        self._prepare()
-        return self.inner.torch_state_dict()
-
-    def describe(self) -> Description:
-        """As `NarrowOptimizer.describe`, of the copies on the CPU."""
-        self._prepare()
-        return self.inner.describe()
-
-    def state_bytes(self) -> int:
-        """Bytes of states on the CPU."""
-        return self.inner.state_bytes()
-
-    def host_bytes(self) -> int:
-        """Bytes on the CPU beside the states: a copy of each weight, and room for each gradient."""
-        return self._pieces.nbytes()
-
-    @property
-    def skipped(self) -> dict[str, int]:
-        """Steps refused because of a gradient that was not finite, by parameter; those with none left out."""
-        return self.inner.skipped
-
-    @property
-    def grad_norm(self) -> Tensor:
-        """The norm that the last step clipped by: 0-d, float32, on the CPU.
-
-        Raises:
-            RuntimeError: if no step has measured it.
-        """
-        return self.inner.grad_norm
-
-    @property
-    def gauges(self) -> bool | Literal["sampled"]:
-        """As of `NarrowOptimizer`: whether steps measure what they did."""
-        return self.inner.gauges
-
-    @gauges.setter
-    def gauges(self, value: bool | Literal["sampled"]) -> None:
-        self.inner.gauges = value
-
-    @property
-    def last_stats(self) -> Mapping[str, UpdateStats]:
-        """What the last step measured, by parameter name."""
-        return self.inner.last_stats
-
     def __getstate__(self) -> NoReturn:
         raise TypeError("CPUOffload: cannot be copied or pickled; make another one and load state_dict() into it")
-
-
-def _refuse(name: str, p: Tensor) -> None:
-    """Refuse a parameter that cannot be carried.
-
-    Raises:
-        ValueError: naming it.
-    """
-    if hasattr(p, "to_local"):
-        raise ValueError(
-            f"params: {name} is a DTensor, takes whole tensors; with fully_shard(…, offload_policy="
-            "CPUOffloadPolicy()) shards are on the CPU, and every optimizer steps them there"
-        )
-    if p.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"params: {name} is on {p.device}, takes CUDA devices and the CPU")
 
 
 def _several_ranks() -> bool:

@@ -181,3 +181,18 @@ class Pieces:
 
     def leave(self, p: Tensor) -> None:
         self._by_host[p].leave()
+
+
+def refuse_parameter(name: str, p: Tensor) -> None:
+    """Refuse a parameter that cannot be carried.
+
+    Raises:
+        ValueError: naming it.
+    """
+    if hasattr(p, "to_local"):
+        raise ValueError(
+            f"params: {name} is a DTensor, takes whole tensors; with fully_shard(…, offload_policy="
+            "CPUOffloadPolicy()) shards are on the CPU, and every optimizer steps them there"
+        )
+    if p.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"params: {name} is on {p.device}, takes CUDA devices and the CPU")

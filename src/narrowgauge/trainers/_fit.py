@@ -30,7 +30,7 @@ from ._run_folder import GAUGES, Keeper, begin, find_checkpoint, make_folder
 from ._schedule import schedule
 from ._settings import TrainSettings
 from ._sources import open_source
-from ._team import ALONE, Team, whole_state
+from ._team import ALONE, Team, Unheard, whole_state
 
 
 class Observer(Protocol):
@@ -280,20 +280,6 @@ class Loop:
                 sums += torch.stack([mean * _count(examples), torch.full_like(mean, _count(examples))])
         total, count = self.team.sum(sums).tolist()
         return float(total / count)
-
-
-class Unheard:
-    """An observer that nobody listens to: of all processes but the first."""
-
-    def stage(self, stage: str, fraction: float) -> None: ...
-
-    def say(self, text: str) -> None: ...
-
-    def begin(self, step: int, steps: int) -> None: ...
-
-    def progress(self, step: int, loss: float, units: float, unit: str, mfu: float | None) -> None: ...
-
-    def validated(self, step: int, loss: float) -> None: ...
 
 
 def _due(number: int, every: int) -> bool:
