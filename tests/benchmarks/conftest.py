@@ -19,6 +19,7 @@ MODULES = (
     "_small_tables",
     "bench_clip",
     "bench_memory",
+    "bench_offload",
 )
 for module in MODULES:
     importlib.import_module(module)

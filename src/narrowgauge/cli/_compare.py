@@ -73,6 +73,8 @@ def compare(options: CompareOptions, command: str) -> int:
     Raises:
         ValueError: for input that cannot work, in one line that names the option.
     """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("compare: started as several processes (WORLD_SIZE), takes one; train takes torchrun")
     device = _check(options)
     display = Display()
     facts: dict[str, Any] = {

@@ -14,6 +14,7 @@ from rich.progress import TaskID
 from narrowgauge.cli._display import STAGES, complain, make_console, make_progress
 from narrowgauge.cli._environment import find_device, out_of_memory
 from narrowgauge.trainers import TrainSettings, fit
+from narrowgauge.trainers._team import Team, processes
 
 
 def train(settings: TrainSettings) -> int:
@@ -26,11 +27,11 @@ def train(settings: TrainSettings) -> int:
     Raises:
         ValueError: for input that cannot work, in one line that names the option.
     """
-    device = find_device(settings.device)
     display = TrainDisplay()
     try:
-        with display, _asked_to_stop(display) as asked:
+        with processes(find_device(settings.device)) as device, display, _asked_to_stop(display) as asked:
             outcome = fit(settings, device, display, lambda: bool(asked))
+            first = Team.of(settings).first
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
@@ -39,6 +40,8 @@ def train(settings: TrainSettings) -> int:
             "larger --accumulate, or --gradient-checkpointing"
         )
         return 2
+    if not first:  # the first one says it
+        return 1 if outcome.diverged else 130 if outcome.stopped else 0
     if outcome.diverged:
         complain(f"--lr {settings.lr}: no loss was finite up to step {outcome.step}; takes a lower one, or --clip")
         return 1

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from narrowgauge.distributed._checkpoint_random import set_random_states
 from narrowgauge.distributed._checkpoint_ranks import on_first, ranks, together
 from narrowgauge.distributed._checkpoint_read import open_checkpoint, read_into
 from narrowgauge.distributed._checkpoint_state import (
+    is_ours,
     is_sharded,
     load_model_state,
     model_state,
@@ -45,7 +46,6 @@ from narrowgauge.distributed._checkpoint_state import (
     parameter_names,
     state_owners,
 )
-from narrowgauge.optim import NarrowOptimizer
 from narrowgauge.optim._clip_gradients import HISTORY
 
 
@@ -85,7 +85,7 @@ def load_checkpoint(
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    random_states: bool = False,
+    random_states: bool | Literal["own"] = False,
 ) -> LoadedCheckpoint:
     """Take over what `save_checkpoint` saved, on as many ranks as there are now.
 
@@ -96,8 +96,9 @@ def load_checkpoint(
         path: a checkpoint, as `save_checkpoint` and `latest_checkpoint` return it.
         model: of the same parameters, in the same dtypes; sharded as it may be.
         optimizer: of this model's parameters, in the same groups; None leaves the states.
-        random_states: also put back the states of random generators; takes a checkpoint that was saved with them,
-            by as many ranks as there are now.
+        random_states: also put back the states of random generators; True takes a checkpoint that was saved with
+            them, by as many ranks as there are now. ``"own"``: where this rank's were saved; on a rank that there
+            was not, generators stay as they are.
 
     Returns:
         The step, and `extra`.
@@ -107,6 +108,8 @@ def load_checkpoint(
         DamagedCheckpointError: (a ValueError) if it is not what was written, naming the file.
         RuntimeError: naming the rank that cannot load it, on the others. Nothing is changed then, on any rank.
     """
+    if random_states not in (True, False, "own"):
+        raise ValueError(f"random_states: got {random_states!r}, takes True, False or 'own'")
     folder = Path(path)
     us = ranks()
 
@@ -117,7 +120,7 @@ def load_checkpoint(
         _check_model(model, manifest)
         apart = _apart(model, optimizer, manifest)
         targets = _targets(model, optimizer, manifest, apart)
-        if random_states and str(us.rank) not in (manifest.values["random"] or {}):
+        if random_states is True and str(us.rank) not in (manifest.values["random"] or {}):
             raise ValueError(
                 f"random_states: got True, {folder} has none of rank {us.rank}; takes a checkpoint that was saved "
                 "with random_states=True by as many ranks"
@@ -154,8 +157,9 @@ def load_checkpoint(
         if optimizer is not None and states_before:  # it was another rank that failed
             optimizer.load_state_dict(states_before[0])
         raise
-    if random_states:
-        set_random_states(decode_value(manifest.values["random"][str(us.rank)], targets))
+    own = (manifest.values["random"] or {}).get(str(us.rank))
+    if random_states and own is not None:
+        set_random_states(decode_value(own, targets))
     return LoadedCheckpoint(manifest.step, extra)
 
 
@@ -195,7 +199,7 @@ def _loaded_model(manifest: Manifest, state: Mapping[str, Any], tensors: Mapping
 
 def _apart(model: nn.Module, optimizer: torch.optim.Optimizer | None, manifest: Manifest) -> dict[str, Blocks]:
     """Words in blocks that are put together from boxes: of what is sharded here, or was when it was saved."""
-    if not isinstance(optimizer, NarrowOptimizer) or manifest.values["optimizer"] is None:
+    if optimizer is None or not is_ours(optimizer) or manifest.values["optimizer"] is None:
         return {}
     order = parameter_names(model, optimizer)
     sharded = {
@@ -241,8 +245,8 @@ def _targets(
     targets = {}
     for key in wanted:
         stored, p = manifest.tensors[key], owners.get(key)
-        ours = isinstance(optimizer, NarrowOptimizer)  # says itself what it cannot take
-        if isinstance(p, DTensor) and stored.shape and tuple(p.shape) != stored.shape and not ours:
+        plain = not is_ours(optimizer)
+        if isinstance(p, DTensor) and stored.shape and tuple(p.shape) != stored.shape and plain:
             raise ValueError(
                 f"optimizer: {key.removeprefix('optimizer/')!r} was saved in blocks of a whole parameter, which is "
                 "a DTensor here; takes states of 'fp32', 'bf16' or 'expansion': load it unsharded into those, "

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.distributed._checkpoint_format import DTYPE_NAMES, decode_value, encode_value, tensor_keys
 from narrowgauge.distributed._checkpoint_random import read_random_states
+from narrowgauge.distributed._offload import CPUOffload
 from narrowgauge.optim import NarrowOptimizer
 from narrowgauge.optim._shard_words import SHARDS, Pieces
 
@@ -137,7 +138,7 @@ def _optimizer_values(
         name = identities[identity]
         for word, value in entry.items():
             plain = isinstance(value, Tensor) and not isinstance(value, DTensor) and value.dim()
-            if name in shards and plain and not isinstance(optimizer, NarrowOptimizer):
+            if name in shards and plain and not is_ours(optimizer):
                 raise ValueError(
                     f"optimizer: {word!r} of {name} is not sharded as its parameter is; takes states that are kept "
                     "element by element beside sharded parameters"
@@ -160,7 +161,16 @@ def _optimizer_values(
                 ),
             }
         )
-    return {"groups": groups, "state": {"dict": states}, "class": type(optimizer).__name__}
+    return {
+        "groups": groups,
+        "state": {"dict": states},
+        "class": type(getattr(optimizer, "inner", optimizer)).__name__,
+    }
+
+
+def is_ours(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether an optimizer is of this library, and says itself what it cannot take."""
+    return isinstance(optimizer, NarrowOptimizer | CPUOffload)
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -148,9 +148,19 @@ class Dispatch:
             self._known[key] = _Known(optimizer, ps, grads, [(at, turns[at][0]) for at in sorted(alone)], together)
         elif judge is not None:
             judge([], lambda _: [])
-        for place in sorted(alone):
+        self._step_alone(optimizer, {place: turns[place] for place in sorted(alone)}, factor, judge)
+
+    def _step_alone(
+        self,
+        optimizer: NarrowOptimizer,
+        turns: Mapping[int, Turn],
+        factor: GradientFactor | None,
+        judge: Judged | None,
+    ) -> None:
+        """Step parameters one by one; `turns` by place."""
+        for place, turn in turns.items():
             summed = judge.summed.get(place) if judge is not None else None
-            optimizer._step_parameter(*turns[place], factor, place, summed)
+            optimizer._step_parameter(*turn, factor, place, summed)
 
     def step_one(self, optimizer: NarrowOptimizer, turn: Turn) -> None:
         """Step one parameter."""

@@ -103,12 +103,16 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
     with torch.no_grad():
         for module in model.modules():
             for p in module.parameters(recurse=False):
-                if p.is_floating_point():
+                if p.is_floating_point() and p.dtype != dtype:  # sharded ones must be left as they are
                     grad, p.grad = p.grad, None
                     p.data = p.data.to(dtype)
                     p.grad = None if grad is None else grad.to(dtype)
             for name, buffer in module.named_buffers(recurse=False):
-                if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+                if (
+                    buffer.is_floating_point()
+                    and buffer.dtype != dtype
+                    and name not in module._non_persistent_buffers_set
+                ):
                     setattr(module, name, buffer.to(dtype))
 
 

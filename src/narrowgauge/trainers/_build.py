@@ -14,12 +14,14 @@ from narrowgauge import recipes
 from narrowgauge.linear import swap_linears
 from narrowgauge.nn import add_layer_scale, add_patch_dropout, add_patch_norm, add_qk_norm
 from narrowgauge.optim import NarrowOptimizer
+from narrowgauge.recipes import cast
 from narrowgauge.scaling import DynamicLossScaler, LossScaler, StaticLossScaler, TensorLossScaler
 
 from ._additions import add_stable_embedding
 from ._image_models import build_image_model
 from ._models import Preset, build_model, parameter_count, preset
 from ._settings import SettingsError, TrainSettings
+from ._team import ALONE, Team
 from ._tokens import END_OF_TEXT
 
 _SCALERS = {"dynamic": DynamicLossScaler, "static": StaticLossScaler, "tensor": TensorLossScaler}
@@ -35,7 +37,7 @@ class Parts:
 
     Attributes:
         model: of transformers, with what was added around it; on its device, cast by the recipe.
-        runs: what is called: the model, or the model compiled.
+        runs: what is called: the model, or around it what averages gradients, and what compiles it.
         optimizer: the recipe's.
         scaler: the loss scaler, or None.
         autocast: the format to compute in, or None for that of the weights.
@@ -64,8 +66,9 @@ def _model(settings: TrainSettings, outputs: int, end: int) -> Any:
     return build_image_model(sizes, outputs, context=sequence, seed=settings.seed, attention=how, end=end)
 
 
-def _added(model: Any, settings: TrainSettings) -> Any:
-    """The model with what is added around it."""
+def plain_model(settings: TrainSettings, outputs: int, end: int) -> Any:
+    """A model with what is added around it, in fp32 on the CPU; arguments as of `build_parts`."""
+    model = _model(settings, outputs, end)
     if settings.stable_embedding:
         add_stable_embedding(getattr(model, "text_model", model), settings.seed)
     if settings.layer_scale is not None:
@@ -79,13 +82,16 @@ def _added(model: Any, settings: TrainSettings) -> Any:
     return model
 
 
-def build_parts(settings: TrainSettings, outputs: int, device: torch.device, *, end: int = END_OF_TEXT) -> Parts:
+def build_parts(
+    settings: TrainSettings, outputs: int, device: torch.device, team: Team = ALONE, *, end: int = END_OF_TEXT
+) -> Parts:
     """Make model, optimizer and scaler.
 
     Args:
         settings: of the run.
         outputs: number of tokens of the text, or of classes.
         device: where to train.
+        team: who trains together.
         end: the token that ends a caption.
 
     Raises:
@@ -97,15 +103,15 @@ def build_parts(settings: TrainSettings, outputs: int, device: torch.device, *, 
             f"--autocast: got {settings.autocast!r}, takes none with --recipe {recipe.name}, whose weights are "
             f"{recipe.dtype} already"
         )
-    model = _added(_model(settings, outputs, end), settings)
+    model = plain_model(settings, outputs, end)
     if settings.gradient_checkpointing:
         # Renamed in transformers 5; the same.
         by = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
         enable = getattr(model, f"{by}_checkpointing_enable")
         enable(**{f"{by}_checkpointing_kwargs": {"use_reentrant": False}})
     model.to(device)
-    optimizer = recipe.apply(model, settings.lr, **settings.hyperparameters)
     count = parameter_count(model)
+    cast(model, recipe.dtype)
     notes = [
         f"{settings.model}: {count:,} parameters, {recipe.bytes_per_parameter():.2f} bytes each by {recipe.name}: "
         f"{recipe.title}"
@@ -116,6 +122,11 @@ def build_parts(settings: TrainSettings, outputs: int, device: torch.device, *, 
         if not report.swapped:
             raise SettingsError(f"--linear: got {settings.linear!r}, but no layer of {settings.model} can take it")
         notes.append(f"{report.plan.title}: {len(report.swapped)} layers, {len(report.kept)} kept")
+    runs: Any = team.wrap(model)
+    # Once parameters are those that are trained: swapping keeps them, sharding makes others.
+    optimizer = recipe.apply(model, settings.lr, **settings.hyperparameters)
+    if team.joined:
+        notes.append(f"{team.world} processes, {team.parallel}")
     scaler = None if settings.scaler == "none" else _SCALERS[settings.scaler](device.type)
-    runs: Any = torch.compile(model) if settings.compile else model
+    runs = torch.compile(runs) if settings.compile else runs
     return Parts(model, runs, optimizer, scaler, _AUTOCAST.get(settings.autocast), tuple(notes))

@@ -11,15 +11,16 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from narrowgauge import gauges
+from narrowgauge import gauges, recipes
+from narrowgauge.recipes import cast
 
 from ._around import Clock, determinism
-from ._build import Parts, build_parts
+from ._build import Parts, build_parts, plain_model
 from ._export import export_model
 from ._flops import peak_flops
 from ._history import History
@@ -27,8 +28,8 @@ from ._language import Examples, Task
 from ._run_folder import GAUGES, Keeper, begin, find_checkpoint, make_folder
 from ._schedule import schedule
 from ._settings import TrainSettings
-from ._tasks import open_task
-from ._train import mean_loss
+from ._tasks import Opened, open_task
+from ._team import ALONE, Team, Unheard, whole_state
 
 
 class Observer(Protocol):
@@ -72,6 +73,9 @@ def fit(
 ) -> Outcome:
     """Train, and leave a folder that transformers loads.
 
+    The processes of the default process group, if there is one, train together, and all call this with the same
+    settings and a folder that all of them see.
+
     Args:
         settings: of the run.
         device: where to train.
@@ -81,31 +85,49 @@ def fit(
     Raises:
         SettingsError, DataError, ValueError: for input that cannot work, in one line that names the option.
     """
+    team = Team.of(settings)
+    observer = observer if team.first else Unheard()
     make_folder(settings.out)
     checkpoint = find_checkpoint(settings)
-    opened = open_task(settings, observer.stage)
+    opened = team.in_turn(lambda: open_task(settings, observer.stage))
     for note in opened.notes:
         observer.say(note)
     task = opened.task
-    parts = build_parts(settings, opened.outputs, device, end=opened.end)
+    parts = build_parts(settings, opened.outputs, device, team, end=opened.end)
     for note in parts.notes:
         observer.say(note)
     if settings.patch_dropout:
-        torch.manual_seed(settings.seed)  # the patches' places; a checkpoint brings its own random states
+        torch.manual_seed(
+            settings.seed + team.rank
+        )  # the patches' places; a checkpoint brings its own random states
     keeper = Keeper(settings, parts, task, opened.fingerprint)
     step = 0
     if checkpoint is not None:
         step = keeper.load(checkpoint)
         observer.say(f"going on from {checkpoint}")
-    begin(settings, step)
-    loop = Loop(settings, parts, task, keeper, observer)
+    if team.first:
+        begin(settings, step)
+    loop = Loop(settings, parts, task, keeper, observer, team)
     with determinism(settings.deterministic):
         outcome = loop.run(step, stop)
     if not (outcome.stopped or outcome.diverged):
-        opened.export(parts.model, settings.out)
-        for note in export_model(parts.model, settings.out):
-            observer.say(note)
+        model = parts.model if not team.shards else _gathered(settings, opened, parts.model, team)
+        if team.first:
+            opened.export(model, settings.out)
+            for note in export_model(model, settings.out):
+                observer.say(note)
     return outcome
+
+
+def _gathered(settings: TrainSettings, opened: Opened, sharded: Any, team: Team) -> Any:
+    """A model with all of a sharded one's weights, in the first process; None elsewhere."""
+    state = whole_state(sharded)
+    if not team.first:
+        return None
+    model = plain_model(settings, opened.outputs, opened.end)
+    cast(model, recipes.get(settings.recipe).dtype)
+    model.load_state_dict(state)
+    return model
 
 
 @dataclass(eq=False)
@@ -114,6 +136,7 @@ class Loop:
 
     Attributes:
         settings, parts, task, keeper, observer: of the run.
+        team: who trains together.
     """
 
     settings: TrainSettings
@@ -121,6 +144,7 @@ class Loop:
     task: Task
     keeper: Keeper
     observer: Observer
+    team: Team = ALONE
     _losses: list[Tensor] = field(default_factory=list)
     _device: torch.device = field(init=False)
 
@@ -131,7 +155,7 @@ class Loop:
         """Take the steps behind `after`."""
         settings, clock = self.settings, Clock(self._device)
         self._speed()
-        history = History(settings.out, after)
+        history = History(settings.out if self.team.first else None, after)
         self.observer.begin(after, settings.steps)
         validated: float | None = None
         try:
@@ -139,8 +163,11 @@ class Loop:
                 for number in range(after + 1, settings.steps + 1):
                     loss = self._step(number, watch)
                     self._losses.append(loss)
-                    last, ends = number == settings.steps, stop()
-                    looks = last or ends or _due(number, settings.log_every)
+                    last = number == settings.steps
+                    looks = last or _due(number, settings.log_every)
+                    # Several have to agree, and do so when they look.
+                    ends = self.team.any(stop()) if looks or self.team.world == 1 else False
+                    looks = looks or ends
                     if looks and not self._log(number, history, clock):
                         return Outcome(number, None, diverged=True)
                     if _due(number, settings.validate_every) or last:
@@ -167,12 +194,14 @@ class Loop:
             group["lr"] = self._rate(number)
         parts.optimizer.zero_grad()
         total = torch.zeros((), device=self._device)
-        for examples in _divided(self.task.draw(), settings.accumulate):
-            with parts.computing():
-                loss = self.task.loss(parts.runs, _moved(examples, self._device))
-            share = loss / settings.accumulate
-            total += share.detach()
-            torch.autograd.backward(share if scaler is None else scaler.scale(share))
+        divided = _divided(self.team.share(self.task.draw()), settings.accumulate)
+        for place, examples in enumerate(divided, start=1):
+            with self.team.together(parts.runs, place == len(divided)):
+                with parts.computing():
+                    loss = self.task.loss(parts.runs, _moved(examples, self._device))
+                share = loss / settings.accumulate
+                total += share.detach()
+                torch.autograd.backward(share if scaler is None else scaler.scale(share))
         if watch is not None:
             watch.loss(total)
         if scaler is None:
@@ -203,7 +232,7 @@ class Loop:
         """Write down the losses since the last look; whether any was finite."""
         if not self._losses:
             return True
-        losses = torch.stack(self._losses).tolist()
+        losses = (self.team.sum(torch.stack(self._losses)) / self.team.world).tolist()
         first = number - len(losses) + 1
         for step, loss in enumerate(losses, start=first):
             history.add(step=step, loss=loss, lr=self._rate(step))
@@ -220,14 +249,15 @@ class Loop:
     def _speed(self) -> None:
         """Find out what a token or an image costs, and what the device could do."""
         self._flops = self.task.flops_per_unit(self.parts.model)
-        self._peak = peak_flops(self._device)
-        if self._peak is None:
+        peak = peak_flops(self._device)
+        self._peak = None if peak is None else peak * self.team.world
+        if peak is None:
             self.observer.say(f"no peak FLOP/s known of {_name(self._device)}: utilisation (MFU) is left out")
 
     @torch.no_grad()
     def _validate(self, number: int, history: History | None) -> float:
         """Mean loss over the validation examples, a step's part at a time."""
-        parts, size = self.parts, max(1, self.settings.batch // self.settings.accumulate)
+        parts, size = self.parts, max(1, self.settings.batch // self.settings.accumulate // self.team.world)
         held_out = self.task.validation()
 
         def examples() -> Iterator[Examples]:
@@ -237,7 +267,7 @@ class Loop:
         parts.model.eval()
         try:
             with parts.computing():
-                loss = mean_loss((self.task.loss(parts.model, part), _count(part)) for part in examples())
+                loss = self._mean_loss(held_out, size)
                 asked = self.task.asked(parts.model, examples)
         finally:
             parts.model.train()
@@ -253,6 +283,18 @@ class Loop:
     def _tell(self) -> None:
         for line in self.task.news():
             self.observer.say(line)
+
+    def _mean_loss(self, held_out: Examples, size: int) -> float:
+        """Mean over all examples, of whose parts each is one process's."""
+        divided = _divided(held_out, math.ceil(_count(held_out) / size))
+        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
+        for number, counts in self.team.turns(len(divided)):
+            examples = divided[number]
+            mean = self.task.loss(self.parts.model, _moved(examples, self._device)).double()
+            if counts:
+                sums += torch.stack([mean * _count(examples), torch.full_like(mean, _count(examples))])
+        total, count = self.team.sum(sums).tolist()
+        return float(total / count)
 
 
 def _due(number: int, every: int) -> bool:

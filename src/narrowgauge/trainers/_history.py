@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 FILE = "history.jsonl"
 
@@ -40,11 +40,14 @@ class History:
     """Writes records to a run's folder.
 
     Args:
-        folder: the run's.
+        folder: the run's; None keeps nothing.
         after: the step that the run goes on from; records of later ones are cut off.
     """
 
-    def __init__(self, folder: Path, after: int) -> None:
+    def __init__(self, folder: Path | None, after: int) -> None:
+        self._file: TextIO | None = None
+        if folder is None:
+            return
         path = folder / FILE
         kept = [record for record in read_history(path) if record["step"] <= after]
         aside = folder / f".{FILE}.new"
@@ -54,15 +57,18 @@ class History:
 
     def add(self, **record: Any) -> None:
         """Write a record."""
-        self._file.write(_line(record))
+        if self._file is not None:
+            self._file.write(_line(record))
 
     def flush(self) -> None:
         """Hand what was written to the system, which keeps it if this process dies."""
-        self._file.flush()
+        if self._file is not None:
+            self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def _line(record: Mapping[str, Any]) -> str:

@@ -65,7 +65,10 @@ def make_folder(out: Path) -> None:
 
 
 def begin(settings: TrainSettings, after: int) -> None:
-    """Keep a run's settings in its folder, and clear away what an attempt without a checkpoint left."""
+    """Keep a run's settings in its folder, and clear away what an attempt without a checkpoint left.
+
+    One process does.
+    """
     if after == 0:
         for name in (GAUGES, FILE):
             (settings.out / name).unlink(missing_ok=True)
@@ -117,7 +120,7 @@ class Keeper:
             path.parent.name == CHECKPOINTS and written.is_file()
         ):  # names the flag, where loading would name a tensor that does not fit
             refuse_others(self.settings, values_of(written), path)
-        found = load_checkpoint(path, model=self.parts.model, optimizer=self.parts.optimizer, random_states=True)
+        found = load_checkpoint(path, model=self.parts.model, optimizer=self.parts.optimizer, random_states="own")
         extra = found.extra
         if not isinstance(extra, Mapping) or not {"settings", "data", "task", "scaler"} <= extra.keys():
             raise SettingsError(f"--resume: got {path}, takes a checkpoint of narrowgauge train")

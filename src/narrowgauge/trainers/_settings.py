@@ -22,6 +22,7 @@ SCALERS = ("none", "dynamic", "static", "tensor")
 AUTOCAST = ("none", "bf16", "fp16")
 ATTENTION = ("sdpa", "eager")
 PATCH_NORMS = ("none", "before", "after")
+PARALLEL = ("ddp", "fsdp")
 
 _ALL = ("causal", "masked", "contrastive", "classes")
 # Options that not every kind of model takes; under others they have to be what they are by default.
@@ -83,6 +84,7 @@ class TrainSettings:
     deterministic: bool = _option(False, "Kernels that give the same bits each time, on a GPU too; slower.")
     compile: bool = _option(False, "torch.compile the model.")
     device: str = _option("auto", "cpu, cuda, cuda:1, or auto: a GPU if there is one.")
+    parallel: str = _option("ddp", "How processes of torchrun train together: ddp, or fsdp (sharded).")
     validate_every: int = _option(100, "Steps between validations; 0 for one at the end.")
     validation_windows: int = _option(64, "Windows of held-out text, or images, to validate on.")
     log_every: int = _option(10, "Steps between looks at the loss, which wait for the device.")
@@ -198,6 +200,7 @@ def _checks(s: TrainSettings) -> list[tuple[str, str, bool]]:
         "autocast": AUTOCAST,
         "attention": ATTENTION,
         "patch_norm": PATCH_NORMS,
+        "parallel": PARALLEL,
     }
     found += [(name, f"one of {', '.join(of)}", getattr(s, name) in of) for name, of in choices.items()]
     finite = float("inf")

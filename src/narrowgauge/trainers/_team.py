@@ -1,0 +1,227 @@
+"""One training on several processes, as `torchrun` starts them: who has which examples, and what they agree on.
+
+Every process draws the whole step's examples, by the same generator, and keeps its share. So what a run sees does
+not depend on how many train it, and it may go on with another number. The share's gradients are averaged by
+DistributedDataParallel, or summed into shards by FSDP2 (`fully_shard`), of which each block of a model is a unit.
+
+The first process alone writes files and tells how it goes; all save their part of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from narrowgauge.storage import mark_states, marked_states
+
+from ._models import preset
+from ._settings import SettingsError, TrainSettings
+
+Result = TypeVar("Result")
+
+
+class _Rows(Protocol):
+    def items(self) -> Any: ...
+
+
+@contextlib.contextmanager
+def processes(device: torch.device) -> Iterator[torch.device]:
+    """Join the processes that `torchrun` has started, for the time of a training; alone, nothing is done.
+
+    Args:
+        device: as asked for.
+
+    Yields:
+        This process's device: of GPUs the one with its local rank.
+
+    Raises:
+        SettingsError: for one GPU where each process needs its own, or more processes than GPUs.
+    """
+    if "WORLD_SIZE" not in os.environ or dist.is_initialized():
+        yield device
+        return
+    if device.type == "cuda":
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        if device.index is not None and int(os.environ["WORLD_SIZE"]) > 1:
+            raise SettingsError(f"--device: got {device}, takes cuda under torchrun: each process has its own")
+        if local >= torch.cuda.device_count():
+            raise SettingsError(
+                f"--device: got cuda with {local + 1} processes on a machine of {torch.cuda.device_count()}; "
+                "takes torchrun --nproc-per-node of as many"
+            )
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    # The host's own agreements go by gloo, and wait for no GPU.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Team:
+    """The processes of a training.
+
+    Attributes:
+        rank, world: this one's number, and how many.
+        parallel: ``"ddp"`` or ``"fsdp"``.
+        joined: whether there is a process group.
+    """
+
+    rank: int = 0
+    world: int = 1
+    parallel: str = "ddp"
+    joined: bool = False
+
+    @classmethod
+    def of(cls, settings: TrainSettings) -> Team:
+        """Those of the default process group.
+
+        Raises:
+            SettingsError: for a batch or a model that they cannot divide, or FSDP without them.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            if settings.parallel == "fsdp":
+                raise SettingsError("--parallel: got 'fsdp', takes ddp in a process that torchrun has not started")
+            return cls()
+        team = cls(dist.get_rank(), dist.get_world_size(), settings.parallel, True)
+        if team.world > 1 and preset(settings.model).objective == "contrastive":
+            raise SettingsError(
+                f"--model: got {settings.model!r} in {team.world} processes, takes one: an image is contrasted "
+                "with all captions of a step"
+            )
+        parts = team.world * settings.accumulate
+        if settings.batch % parts:
+            raise SettingsError(
+                f"--batch: got {settings.batch}, takes a multiple of {parts}: {team.world} processes times "
+                f"--accumulate {settings.accumulate}"
+            )
+        return team
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes and tells."""
+        return self.rank == 0
+
+    @property
+    def shards(self) -> bool:
+        """Whether each process has a part of every parameter."""
+        return self.joined and self.parallel == "fsdp"
+
+    def in_turn(self, work: Callable[[], Result]) -> Result:
+        """Do something in the first process, and then in the others, which find what it has left on the disk."""
+        if self.world == 1:
+            return work()
+        failure: Exception | None = None
+        result: Result | None = None
+        for turn in (True, False):
+            if self.first is turn and failure is None:
+                try:
+                    result = work()
+                except Exception as error:
+                    failure = error
+            # A failed one's error is its own; the others are to end too, and not to wait for it.
+            if self.any(failure is not None):
+                raise failure or RuntimeError("another process has failed; its message says why")
+        return result  # type: ignore[return-value]  # set where nothing failed
+
+    def share(self, examples: _Rows) -> dict[str, Tensor]:
+        """This process's part of a step's examples."""
+        return {name: tensor.chunk(self.world)[self.rank] for name, tensor in examples.items()}
+
+    def turns(self, count: int) -> list[tuple[int, bool]]:
+        """Which of so many parts this process takes, one after the other, and whether each counts.
+
+        All take as many, as sharded models need; who has none left takes the first again, which does not count.
+        """
+        rounds = range(self.rank, -(-count // self.world) * self.world, self.world)
+        return [(number, True) if number < count else (0, False) for number in rounds]
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is so in any process; waits for all, not for their devices."""
+        if self.world == 1:
+            return flag
+        said = torch.tensor(int(flag))
+        dist.all_reduce(said, dist.ReduceOp.MAX)
+        return bool(said)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """A tensor added up over all, in float64."""
+        total = x.to(torch.float64)
+        if self.world > 1:
+            total = total.clone()
+            dist.all_reduce(total)
+        return total
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """A model whose gradients are everybody's; of FSDP2 the model itself, whose parameters become DTensors."""
+        if not self.joined:
+            return model
+        if self.parallel == "ddp":
+            return nn.parallel.DistributedDataParallel(model)
+        return self._sharded(model)
+
+    def _sharded(self, model: nn.Module) -> nn.Module:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        device = next(model.parameters()).device
+        mesh = init_device_mesh(device.type, (self.world,))
+        marks = {name: marked_states(p) for name, p in model.named_parameters()}
+        for block in _blocks(model):
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        for name, p in model.named_parameters():
+            mark = marks[name]
+            if mark is not None:  # sharded parameters are new ones
+                mark_states(p, mark)
+        return model
+
+    def together(self, runs: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """The context of a part's backward pass: gradients travel with the last part's."""
+        if last or not isinstance(runs, nn.parallel.DistributedDataParallel):
+            return contextlib.nullcontext()
+        return runs.no_sync()
+
+
+ALONE = Team()
+
+
+class Unheard:
+    """An observer that nobody listens to: of all processes but the first."""
+
+    def stage(self, stage: str, fraction: float) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+    def begin(self, step: int, steps: int) -> None: ...
+
+    def progress(self, step: int, loss: float, units: float, unit: str, mfu: float | None) -> None: ...
+
+    def validated(self, step: int, loss: float) -> None: ...
+
+
+def _blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of the outermost lists of a model: its layers."""
+    for child in model.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from _blocks(child)
+
+
+def whole_state(model: nn.Module) -> dict[str, Any]:
+    """A model's state with all of each tensor, on the CPU; all processes call it."""
+    state = model.state_dict()
+    return {
+        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().cpu()
+        for name, value in state.items()
+    }

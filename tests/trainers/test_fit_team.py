@@ -1,0 +1,142 @@
+"""A training on two processes is the training of one: the same batches, losses and weights, and one folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fitted import CPU, Silent, quiet_surroundings, small_settings, weights
+from team_runs import Trainings
+
+from narrowgauge.trainers import SettingsError, TrainSettings, fit
+from narrowgauge.trainers._history import FILE, read_history
+from narrowgauge.trainers._team import Team
+
+
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainings]:
+    cache = tmp_path_factory.mktemp("cache")
+    with quiet_surroundings(cache):
+        made = Trainings(cache)
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> TrainSettings:
+    return replace(small_settings(tmp_path / "text.txt"), keep=3)
+
+
+def losses(out: Path) -> list[float]:
+    return [record["loss"] for record in read_history(out / FILE) if "loss" in record]
+
+
+def validations(out: Path) -> list[float]:
+    return [record["validation_loss"] for record in read_history(out / FILE) if "validation_loss" in record]
+
+
+def given(settings: TrainSettings, **changes: Any) -> dict[str, Any]:
+    return asdict(replace(settings, **changes))
+
+
+def ended(answers: list[Any]) -> list[Any]:
+    for answer in answers:
+        assert not isinstance(answer, str), answer
+        assert not answer["initialized"]
+    return answers
+
+
+def assert_close(out: Path, reference: Path, least: float = 1e-5) -> None:
+    for found, wanted in ((losses, losses), (validations, validations)):
+        torch.testing.assert_close(found(out), wanted(reference), rtol=least, atol=least)
+    one, two = weights(out), weights(reference)
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        assert value.dtype == two[name].dtype
+        torch.testing.assert_close(value.float(), two[name].float(), rtol=100 * least, atol=100 * least)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_two_processes_train_as_one(
+    trainings: Trainings, small: TrainSettings, tmp_path: Path, parallel: str, accumulate: int
+) -> None:
+    changes: dict[str, Any] = {"accumulate": accumulate, "gauges_every": 2, "stable_embedding": accumulate == 2}
+    if accumulate == 2:
+        changes |= {"layer_scale": 0.5, "validation_windows": 5}  # parts that two cannot share evenly
+    fit(replace(small, out=tmp_path / "one", **changes), CPU, Silent())
+    answers = ended(
+        trainings(given(small, out=tmp_path / "two", parallel=parallel, **changes), tmp_path / "answers")
+    )
+    assert_close(tmp_path / "two", tmp_path / "one")
+    first, other = answers
+    assert first["outcome"] == other["outcome"]
+    assert first["told"]
+    assert not other["told"]
+    assert f"2 processes, {parallel}" in first["told"]
+    files = {p.name for p in (tmp_path / "two").iterdir()}
+    assert files == {p.name for p in (tmp_path / "one").iterdir()}
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_run_goes_on_with_another_number_of_processes(
+    trainings: Trainings, small: TrainSettings, tmp_path: Path, parallel: str
+) -> None:
+    recipe = {"schedule": "constant", "validate_every": 0}
+    fit(replace(small, out=tmp_path / "one", **recipe), CPU, Silent())
+    out = tmp_path / "moved"
+    (first, other) = ended(trainings(given(small, out=out, steps=2, parallel=parallel, **recipe), tmp_path / "a"))
+    assert first["outcome"]["step"] == other["outcome"]["step"] == 2
+    fit(replace(small, out=out, steps=4, **recipe), CPU, Silent())
+    ended(trainings(given(small, out=out, parallel=parallel, **recipe), tmp_path / "b"))
+    assert len(losses(out)) == 6
+    torch.testing.assert_close(losses(out), losses(tmp_path / "one"), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(validations(out)[-1:], validations(tmp_path / "one"), rtol=1e-4, atol=1e-4)
+
+
+def test_one_that_is_asked_to_stop_stops_all(trainings: Trainings, small: TrainSettings, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    answers = ended(trainings(given(small, out=out, log_every=2), tmp_path / "a", stops={1: 1}))
+    assert [a["outcome"]["step"] for a in answers] == [2, 2]
+    assert all(a["outcome"]["stopped"] for a in answers)
+    answers = ended(trainings(given(small, out=out, log_every=2), tmp_path / "b"))
+    fit(replace(small, out=tmp_path / "one"), CPU, Silent())
+    assert_close(out, tmp_path / "one")
+
+
+def test_an_error_of_one_ends_all(trainings: Trainings, small: TrainSettings, tmp_path: Path) -> None:
+    first, other = trainings(given(small, out=tmp_path / "out", data=tmp_path / "none.txt"), tmp_path / "a")
+    assert "--data" in first.splitlines()[-1]
+    assert "another process has failed" in other
+    for answer in trainings(given(small, out=tmp_path / "out", batch=6, accumulate=2), tmp_path / "b"):
+        assert "--batch: got 6, takes a multiple of 4" in answer
+
+
+def test_what_is_refused_and_shared() -> None:
+    with pytest.raises(SettingsError, match="--parallel: got 'fsdp', takes ddp"):
+        Team.of(TrainSettings(parallel="fsdp"))
+    with pytest.raises(SettingsError, match="--parallel: got 'tp', takes one of ddp, fsdp"):
+        TrainSettings(parallel="tp")
+    x = {"a": torch.arange(12), "b": torch.arange(24).view(12, 2)}
+    shares = [Team(rank, 3, joined=True).share(x) for rank in range(3)]
+    for name, whole in x.items():
+        assert torch.equal(torch.cat([share[name] for share in shares]), whole)
+    for world, count in ((1, 4), (3, 7), (4, 2)):
+        turns = [Team(rank, world).turns(count) for rank in range(world)]
+        assert len({len(of) for of in turns}) == 1
+        taken = [number for of in turns for number, counts in of if counts]
+        assert sorted(taken) == list(range(count))
+
+
+def test_what_is_contrasted_with_a_whole_step_is_not_divided(
+    small: TrainSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    assert Team.of(replace(small, batch=4)).world == 2
+    with pytest.raises(SettingsError, match=r"^--model: got 'clip-micro' in 2 processes, takes one"):
+        Team.of(replace(small, model="clip-micro", batch=4))
