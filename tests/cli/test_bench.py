@@ -121,7 +121,11 @@ class Machine:
             event.at = max(self.free, self.now)
 
         event.record, event.elapsed_time = record, lambda later: 1e3 * (later.at - event.at)
+        event.query = lambda: event.at <= self.now
         return event
+
+    def sleep(self, cycles: int) -> None:
+        self.free = max(self.free, self.now) + cycles / 1.7e9
 
 
 @given(st.floats(1e-5, 2e-3), st.floats(1e-5, 2e-3), st.floats(0, 1))
@@ -134,11 +138,23 @@ def test_a_step_on_a_gpu_costs_what_the_slower_of_host_and_device_takes(
         patch.setattr(torch.cuda, "Event", machine.event)
         patch.setattr(torch.cuda, "synchronize", machine.synchronize)
         patch.setattr(torch.cuda, "current_stream", lambda device: None)
+        patch.setattr(torch.cuda, "_sleep", machine.sleep)
         times = _times.time_steps(machine.step, torch.device("cuda"), seconds=0.3)
     assert times.seconds == pytest.approx(max(host, device), rel=1e-9)
     assert times.host_seconds == pytest.approx(host, rel=1e-9)
+    assert times.device_seconds == pytest.approx(device, rel=1e-9)  # whichever is the slower
     assert 50 <= times.steps <= machine.steps
     assert times.steps * max(host, device) >= min(0.25, 5000 * max(host, device))  # long runs
+
+
+def test_a_step_whose_launches_the_device_does_not_wait_for_has_no_time_of_its_own() -> None:
+    machine = Machine(host=1e-3, device=1e-3, launched=0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, stand_in in (("Event", machine.event), ("synchronize", machine.synchronize)):
+            patch.setattr(torch.cuda, name, stand_in)
+        patch.setattr(torch.cuda, "current_stream", lambda device: None)
+        patch.setattr(torch.cuda, "_sleep", lambda cycles: None)  # as where the queue is full
+        assert _times.timed_behind(machine.step, 1e-3, torch.device("cuda")) is None
 
 
 def test_what_fails_is_a_result_of_its_own(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
