@@ -7,14 +7,14 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from narrowgauge.cli import main
 from narrowgauge.gauges import read_records
+
+pytestmark = pytest.mark.usefixtures("surroundings")
 
 TINY = (
     "--model", "micro", "--vocabulary", "256", "--sequence", "16", "--batch", "2", "--validation-windows", "4",
@@ -27,18 +27,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("".join(f"{n} bottles of beer on the wall, {n} bottles of beer.\n" for n in range(400)))
     return path
-
-
-@pytest.fixture(scope="module", autouse=True)
-def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache of this module's own, in which compiled steps are found again, and one thread: models are tiny."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        patch.setenv("COLUMNS", "200")
-        yield
-    torch.set_num_threads(threads)
 
 
 def train(*arguments: object) -> int:

@@ -11,7 +11,6 @@ import sys
 import tarfile
 import time
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,8 @@ import torch
 from PIL import Image, ImageDraw
 
 from narrowgauge.cli import main
+
+pytestmark = pytest.mark.usefixtures("surroundings")
 
 OPTIONS = (
     "--model", "clip-micro", "--vocabulary", "280", "--batch", "4", "--validation-windows", "4", "--warmup", "2",
@@ -43,18 +44,6 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
                     info.size = len(content)
                     archive.addfile(info, io.BytesIO(content))
     return folder
-
-
-@pytest.fixture(scope="module", autouse=True)
-def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache of this module's own, in which compiled steps are found again, and one thread: models are tiny."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        patch.setenv("COLUMNS", "200")
-        yield
-    torch.set_num_threads(threads)
 
 
 def history(out: Path) -> list[dict]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 STUDIES = Path(__file__).resolve().parents[2] / "studies"
 sys.path.append(str(STUDIES))
@@ -29,3 +31,12 @@ def trained(training: Any) -> Any:
     import _gather
 
     return _gather.run(training, (0.25, 1.0))
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Such small products take longer on two cores that others use."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -93,6 +93,9 @@ class Watched(torch.optim.Optimizer):
     def foresee_samples(self, turn: int) -> list[Foreseen]:
         """The same of all parameters of which it can be said, from samples of the long ones.
 
+        Where a format rounds by chance the random numbers are others than those of the step, and with them some of
+        the codes: their errors are as large.
+
         Args:
             turn: which sample is taken.
         """

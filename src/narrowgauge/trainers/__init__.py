@@ -26,9 +26,9 @@ from narrowgauge.trainers._tokens import TokenizedCorpus, tokenize
 from narrowgauge.trainers._train import Run, Settings, evaluate, make_optimizer, train
 
 if TYPE_CHECKING:
-    from narrowgauge.trainers._fit import Observer as Observer
     from narrowgauge.trainers._fit import Outcome as Outcome
     from narrowgauge.trainers._fit import fit as fit
+    from narrowgauge.trainers._observer import Observer as Observer
 
 __all__ = [
     "DEFAULT_VOCABULARY",

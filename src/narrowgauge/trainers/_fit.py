@@ -11,7 +11,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,30 +25,12 @@ from ._export import export_model
 from ._flops import peak_flops
 from ._history import History
 from ._language import Examples, Task
+from ._observer import Observer, Unheard
 from ._run_folder import GAUGES, Keeper, begin, find_checkpoint, make_folder
 from ._schedule import schedule
 from ._settings import TrainSettings
 from ._tasks import Opened, open_task
-from ._team import ALONE, Team, Unheard, whole_state
-
-
-class Observer(Protocol):
-    """Who is told how a run goes."""
-
-    def stage(self, stage: str, fraction: float) -> None:
-        """Progress of preparing the data, 0 to 1."""
-
-    def say(self, text: str) -> None:
-        """A line worth reading."""
-
-    def begin(self, step: int, steps: int) -> None:
-        """Training starts after this step, of so many."""
-
-    def progress(self, step: int, loss: float, units: float, unit: str, mfu: float | None) -> None:
-        """The loss of a step, units a second, and the share of the device's peak, where that is known."""
-
-    def validated(self, step: int, loss: float) -> None:
-        """The validation loss after a step."""
+from ._team import ALONE, Team, whole_state
 
 
 @dataclass(frozen=True)

@@ -195,20 +195,6 @@ class Team:
 ALONE = Team()
 
 
-class Unheard:
-    """An observer that nobody listens to: of all processes but the first."""
-
-    def stage(self, stage: str, fraction: float) -> None: ...
-
-    def say(self, text: str) -> None: ...
-
-    def begin(self, step: int, steps: int) -> None: ...
-
-    def progress(self, step: int, loss: float, units: float, unit: str, mfu: float | None) -> None: ...
-
-    def validated(self, step: int, loss: float) -> None: ...
-
-
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:
     """The modules of the outermost lists of a model: its layers."""
     for child in model.children():
