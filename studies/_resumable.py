@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -118,10 +119,7 @@ class Study:
                 taken.append(result.get("seconds", taken[-1]))
                 self.add(task, result, left)
         else:
-            try:
-                self._make_in_processes(left, one, in_time, taken, jobs)
-            except BrokenExecutor as error:  # a process was killed, and took the others' work with it
-                print(f"the processes ended: {error}", flush=True)
+            self._make_in_processes(left, one, in_time, taken, jobs)
         if left:
             self.write(left)
             print(f"{len(left)} runs are left for another call with --resume", flush=True)
@@ -135,23 +133,24 @@ class Study:
         taken: list[float],
         jobs: int,
     ) -> None:
-        """Take tasks from the front of a list, as many at a time as there are jobs."""
-        context = multiprocessing.get_context("spawn")  # CUDA does not live through a fork
-        running: dict[Future[Result], Any] = {}
-        try:
-            with ProcessPoolExecutor(jobs, context, _one_thread) as pool:
-                while running or (left and in_time()):
-                    while left and len(running) < jobs and in_time():
-                        future = pool.submit(attempt, one, left[0])  # which a broken pool refuses
-                        running[future] = left.pop(0)
-                    done, _ = wait(running, return_when=FIRST_COMPLETED)
-                    for future in done:
-                        task, error = running.pop(future), future.exception()
-                        result = failed(error) if error is not None else future.result()
-                        taken.append(result.get("seconds", taken[-1]))
-                        self.add(task, result, [*running.values(), *left])
-        finally:
-            left[:0] = running.values()
+        """Take tasks from the front of a list, as many at a time as there are jobs.
+
+        Each job has a pool of one process: a pool is lost with any of its processes, and with it all that they do.
+        """
+        running: dict[Future[Result], tuple[Any, ProcessPoolExecutor]] = {}
+        with ExitStack() as pools:
+            idle = [pools.enter_context(_process()) for _ in range(jobs)]
+            while running or (left and in_time()):
+                while left and idle and in_time():
+                    task, pool = left.pop(0), idle.pop()
+                    running[pool.submit(attempt, one, task)] = task, pool
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    (task, pool), error = running.pop(future), future.exception()
+                    result = failed(error) if error is not None else future.result()
+                    idle.append(pools.enter_context(_process()) if isinstance(error, BrokenExecutor) else pool)
+                    taken.append(result.get("seconds", taken[-1]))
+                    self.add(task, result, [*(waiting for waiting, _ in running.values()), *left])
 
 
 def attempt(one: Callable[[Any], Result], task: Any) -> Result:
@@ -169,6 +168,11 @@ def attempt(one: Callable[[Any], Result], task: Any) -> Result:
 def failed(error: BaseException) -> Result:
     """The result of a run that raised."""
     return {"failed": f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"}
+
+
+def _process() -> ProcessPoolExecutor:
+    context = multiprocessing.get_context("spawn")  # CUDA does not live through a fork
+    return ProcessPoolExecutor(1, context, _one_thread)
 
 
 def _one_thread() -> None:
