@@ -313,12 +313,3 @@ def test_ctrl_c_keeps_the_recipes_that_are_finished(text: Path, tmp_path: Path) 
     assert results["recipes"]["A"]["validation_loss"] > 0
     assert "Interrupted" in printed
     assert "interrupted" in (out / "report.html").read_text().lower()
-
-
-def test_several_processes_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert compare("--out", tmp_path / "out") == 2
-    assert "started as several processes" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

@@ -1,7 +1,8 @@
 """`narrowgauge compare`: the same training under each recipe, side by side.
 
 All that can be refused is refused before anything is trained. Runs go seed by seed, so that an interrupted
-comparison has whole pairs; after each run the results so far are on disk.
+comparison has whole pairs; after each run the results so far are on disk. Under `torchrun` processes share the
+runs, and the first writes (`_crew`).
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import torch
 
 from narrowgauge import recipes as recipe_book
 from narrowgauge import trainers
+from narrowgauge.cli._crew import Crew
 from narrowgauge.cli._display import Display, complain
 from narrowgauge.cli._environment import describe_environment, find_device, out_of_memory
 from narrowgauge.cli._report import write_report
 from narrowgauge.cli._results import assemble, set_aside, write_results
 from narrowgauge.trainers import Run, Settings, TokenizedCorpus
+from narrowgauge.trainers._team import own_device
 
 
 @dataclass(frozen=True)
@@ -73,38 +76,78 @@ def compare(options: CompareOptions, command: str) -> int:
     Raises:
         ValueError: for input that cannot work, in one line that names the option.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("compare: started as several processes (WORLD_SIZE), takes one; train takes torchrun")
-    device = _check(options)
-    display = Display()
+    device = own_device(_check(options))
+    crew = Crew.find()
+    display = Display(quiet=not crew.first)
     facts: dict[str, Any] = {
         "command": command,
         "environment": describe_environment(device),
         "settings": options.as_json(),
         "reference": _reference(options.recipes),
     }
-    runs: dict[str, list[Run]] = {}
+    if crew.world > 1:
+        facts["environment"]["processes"] = f"{crew.world}, each with runs of its own"
+    record = Record(options, display, facts)
     status = 0
     try:
         with display:
             tokens = _prepare(options, display, facts)
-            _train_all(options, tokens, device, display, runs, facts)
+            _train_all(options, tokens, device, crew, record)
     except KeyboardInterrupt:
         status = 130
-    except RuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        complain(f"--batch {options.batch}, --sequence {options.sequence}: out of memory, takes smaller ones")
-        status = 2
-    if not runs:
-        complain("stopped before the first run was complete; nothing was written")
+    if not crew.first:
         return status
-    results = assemble(runs, facts, interrupted=status != 0)
-    write_results(results, options.out)
-    write_report(results, options.out / "report.html")
-    display.table(results)
-    display.say(f"{options.out / 'results.json'}\n{options.out / 'report.html'}")
-    return status
+    record.keep(crew.handed_in(len(record.tasks)))  # what others finished before an interruption
+    if crew.failure:
+        complain(crew.failure)
+        status = 2
+    return record.close(status)
+
+
+class Record:
+    """The runs that are finished, and their files.
+
+    Attributes:
+        tasks: recipe and seed of each run that was asked for, in the order in which they are made.
+    """
+
+    def __init__(self, options: CompareOptions, display: Display, facts: dict[str, Any]) -> None:
+        """Nothing is written before the first run is in."""
+        seeds = range(options.seed, options.seed + options.seeds)
+        self.tasks = [(name, seed) for seed in seeds for name in options.recipes]
+        self.display = display
+        self._out, self._facts = options.out, facts
+        self._runs: dict[int, Run] = {}
+
+    def keep(self, runs: dict[int, Run]) -> None:
+        """Write down runs by the numbers of their tasks, at once."""
+        if not runs:
+            return
+        if not self._runs:
+            set_aside(self._out)
+        for number, run in sorted(runs.items()):
+            self.display.finish(self.tasks[number][0], run)
+        self._runs |= runs
+        # Until the last run is in, the file says that it is not complete: a kill leaves it as it stands.
+        write_results(self._results(interrupted=True), self._out)
+
+    def close(self, status: int) -> int:
+        """Write the results and the report, and show the table; give the exit status that was handed over."""
+        if not self._runs:
+            complain("stopped before the first run was complete; nothing was written")
+            return status
+        results = self._results(interrupted=status != 0)
+        write_results(results, self._out)
+        write_report(results, self._out / "report.html")
+        self.display.table(results)
+        self.display.say(f"{self._out / 'results.json'}\n{self._out / 'report.html'}")
+        return status
+
+    def _results(self, interrupted: bool) -> dict[str, Any]:
+        by_recipe: dict[str, list[Run]] = {}
+        for number, run in sorted(self._runs.items()):
+            by_recipe.setdefault(self.tasks[number][0], []).append(run)
+        return assemble(by_recipe, self._facts, interrupted=interrupted)
 
 
 def _check(options: CompareOptions) -> torch.device:
@@ -194,18 +237,20 @@ def _model(options: CompareOptions, tokens: TokenizedCorpus, seed: int) -> torch
 
 
 def _train_all(
-    options: CompareOptions,
-    tokens: TokenizedCorpus,
-    device: torch.device,
-    display: Display,
-    runs: dict[str, list[Run]],
-    facts: dict[str, Any],
+    options: CompareOptions, tokens: TokenizedCorpus, device: torch.device, crew: Crew, record: Record
 ) -> None:
     windows = trainers.validation_windows(tokens.validation, options.sequence, options.validation_windows)
-    display.plan(len(options.recipes) * options.seeds, options.steps, options.batch * options.sequence)
-    for seed in range(options.seed, options.seed + options.seeds):
-        for name in options.recipes:
-            display.begin(name, seed)
+    display, count = record.display, len(record.tasks)
+    display.plan(count, options.steps, options.batch * options.sequence)
+
+    def on_step(number: int, loss: float) -> None:
+        display.step(number, loss)
+        crew.beat()
+
+    for number in crew.numbers(count):
+        name, seed = record.tasks[number]
+        display.begin(name, seed)
+        try:
             run = trainers.train(
                 recipe_book.get(name),
                 _model(options, tokens, seed).to(device),
@@ -213,11 +258,17 @@ def _train_all(
                 windows,
                 options.settings(),
                 seed=seed,
-                on_step=display.step,
+                on_step=on_step,
             )
-            if not runs:
-                set_aside(options.out)
-            runs.setdefault(name, []).append(run)
-            # Until the last run is in, the file says that it is not complete: a kill leaves it as it stands.
-            write_results(assemble(runs, facts, interrupted=True), options.out)
-            display.finish(name, run)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            sizes = f"--batch {options.batch}, --sequence {options.sequence}"
+            crew.fail(number, f"{sizes}: out of memory, takes smaller ones")
+            break
+        crew.hand_in(number, run)
+        if crew.first:
+            record.keep(crew.handed_in(count))
+    if crew.first:
+        for runs in crew.rest(count):
+            record.keep(runs)

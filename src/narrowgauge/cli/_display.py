@@ -30,11 +30,11 @@ class _PatientConsole(Console):
         os.close(nowhere)
 
 
-def make_console() -> Console:
-    """Where a command prints to."""
+def make_console(quiet: bool = False) -> Console:
+    """Where a command prints to; quiet in processes that have nothing to tell."""
     # A pipe or a log has no width of its own, and a table folded at 80 columns cannot be read.
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 150
-    return _PatientConsole(width=width, highlight=False)
+    return _PatientConsole(width=width, highlight=False, quiet=quiet)
 
 
 def make_progress(console: Console) -> Progress:
@@ -59,13 +59,13 @@ def complain(text: str) -> None:
 class Display:
     """Progress bars on a terminal, one line a run elsewhere; then the table."""
 
-    def __init__(self) -> None:
-        self.console = make_console()
+    def __init__(self, quiet: bool = False) -> None:
+        self.console = make_console(quiet)
         self._progress = make_progress(self.console)
         self._stages: dict[str, TaskID] = {}
         self._all: TaskID | None = None
         self._run: TaskID | None = None
-        self._steps = self._tokens = 0
+        self._steps = self._tokens = self._finished = 0
         self._started = 0.0
 
     def __enter__(self) -> Display:
@@ -109,12 +109,13 @@ class Display:
         seconds = max(1e-9, self._progress.get_time() - self._started)
         note = f"loss {loss:.3f}, {number * self._tokens / seconds:,.0f} tokens/s"
         self._progress.update(self._run, completed=number, note=note)
-        self._progress.advance(self._all)
+        self._progress.update(self._all, completed=self._finished * self._steps + number)
 
     def finish(self, name: str, run: Run) -> None:
-        """A run is done; it leaves a line."""
+        """A run is done, here or in another process; it leaves a line."""
         assert self._all is not None
-        self._progress.advance(self._all, self._steps - len(run.loss) + (1 if run.diverged else 0))
+        self._finished += 1
+        self._progress.update(self._all, completed=self._finished * self._steps)
         if run.validation_loss is None:
             outcome = f"diverged at step {len(run.loss)}"
         else:

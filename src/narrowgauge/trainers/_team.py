@@ -47,23 +47,34 @@ def processes(device: torch.device) -> Iterator[torch.device]:
     if "WORLD_SIZE" not in os.environ or dist.is_initialized():
         yield device
         return
-    if device.type == "cuda":
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        if device.index is not None and int(os.environ["WORLD_SIZE"]) > 1:
-            raise SettingsError(f"--device: got {device}, takes cuda under torchrun: each process has its own")
-        if local >= torch.cuda.device_count():
-            raise SettingsError(
-                f"--device: got cuda with {local + 1} processes on a machine of {torch.cuda.device_count()}; "
-                "takes torchrun --nproc-per-node of as many"
-            )
-        device = torch.device("cuda", local)
-        torch.cuda.set_device(device)
+    device = own_device(device)
     # The host's own agreements go by gloo, and wait for no GPU.
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
         yield device
     finally:
         dist.destroy_process_group()
+
+
+def own_device(device: torch.device) -> torch.device:
+    """This process's device among those that `torchrun` has started: of GPUs the one with its local rank.
+
+    Raises:
+        SettingsError: as `processes`.
+    """
+    if device.type != "cuda" or "WORLD_SIZE" not in os.environ:
+        return device
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if device.index is not None and int(os.environ["WORLD_SIZE"]) > 1:
+        raise SettingsError(f"--device: got {device}, takes cuda under torchrun: each process has its own")
+    if local >= torch.cuda.device_count():
+        raise SettingsError(
+            f"--device: got cuda with {local + 1} processes on a machine of {torch.cuda.device_count()}; "
+            "takes torchrun --nproc-per-node of as many"
+        )
+    device = torch.device("cuda", local)
+    torch.cuda.set_device(device)
+    return device
 
 
 @dataclass(frozen=True)
