@@ -93,7 +93,7 @@ class Ours(Row):
                 if isinstance(module, nn.Embedding):
                     mark_states(module.weight, self.embeddings)
         known = self.recipe.known(options)
-        return self.recipe.apply(model, block_size=self.block_size, seed=seed, **known)
+        return self.recipe.apply(model, decay_all=True, block_size=self.block_size, seed=seed, **known)
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Row:
 
     def optimizer(self, model: nn.Module, options: dict[str, Any]) -> NarrowOptimizer:
         """Cast the model, and make its optimizer."""
-        return self.recipe.apply(model, arithmetic=self.arithmetic, **self.recipe.known(options))
+        return self.recipe.apply(model, decay_all=True, arithmetic=self.arithmetic, **self.recipe.known(options))
 
 
 def _named(name: str, tier: int, close: bool = False) -> Row:

@@ -72,7 +72,7 @@ class Row:
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Over all parameters."""
         if self.recipe is not None:
-            return self.recipe.apply(model, LR)
+            return self.recipe.apply(model, LR, decay_all=True)
         return torch.optim.AdamW(model.parameters(), LR, fused=True)
 
 

@@ -49,6 +49,29 @@ def test_applying_one_keeps_what_it_says_and_trains(name: str) -> None:
     assert held / sum(p.numel() for p in trained) == pytest.approx(recipe.bytes_per_parameter(), rel=1e-3)
 
 
+class Attention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(8)
+        self.linear = torch.nn.Linear(8, 8)
+
+
+@pytest.mark.parametrize("name", ["fp32", "adamw8bit-split8", "lion8bit"])
+def test_norms_and_biases_shrink_only_when_asked(name: str) -> None:
+    kept, shrunk = Attention(), Attention()
+    optimizers = [recipes.get(name).apply(kept, lr=0.1, weight_decay=0.5)]
+    optimizers += [recipes.get(name).apply(shrunk, lr=0.1, weight_decay=0.5, decay_all=True)]
+    assert [len(optimizer.param_groups) for optimizer in optimizers] == [2, 1]
+    before = kept.linear.weight.detach().clone()
+    for model, optimizer in zip((kept, shrunk), optimizers, strict=True):
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+    assert kept.norm.weight.eq(1).all()
+    torch.testing.assert_close(shrunk.norm.weight.float(), torch.full((8,), 0.95), rtol=2**-8, atol=0)
+    torch.testing.assert_close(kept.linear.weight, before * 0.95, rtol=2**-7, atol=0)
+
+
 def test_a_recipe_may_name_its_optimizer_which_has_its_own_learning_rate() -> None:
     made = {name: recipes.get(name).apply(torch.nn.Linear(4, 4)) for name in recipes.names()}
     kinds = {name: type(optimizer) for name, optimizer in made.items()}

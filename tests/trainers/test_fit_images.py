@@ -266,6 +266,10 @@ def test_a_checkpoint_from_before_an_option_goes_on_under_its_default(tmp_path: 
     refuse_others(now, saved, tmp_path)
     with pytest.raises(SettingsError, match=r"--kq-norm: got True, takes False to go on"):
         refuse_others(replace(now, kq_norm=True), saved, tmp_path)
+    del saved["decay_all"]
+    refuse_others(replace(now, decay_all=True), saved, tmp_path)
+    with pytest.raises(SettingsError, match=r"--decay-all: got False, takes True to go on"):
+        refuse_others(now, saved, tmp_path)
 
 
 @pytest.mark.parametrize("model", ["clip", "vit"])

@@ -30,14 +30,8 @@ def split_decay(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, takes a torch.nn.Module")
-    embeddings: set[int] = set()
-    undecayed: set[int] = set()
-    for module in model.modules():
-        own = list(module.named_parameters(recurse=False))
-        if isinstance(module, _EMBEDDINGS):
-            embeddings |= {id(p) for _, p in own}
-        norm = type(module).__name__.lower().rstrip("0123456789d").endswith("norm")
-        undecayed |= {id(p) for name, p in own if norm or p.dim() < 2 or "bias" in name.split("_")}
+    embeddings = {id(p) for m in model.modules() if isinstance(m, _EMBEDDINGS) for p in m.parameters(recurse=False)}
+    bare = undecayed(model)
     groups: list[dict[str, Any]] = [
         {"params": [], "weight_decay": weight_decay},
         {"params": [], "weight_decay": 0.0},
@@ -45,5 +39,16 @@ def split_decay(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     ]
     for name, p in model.named_parameters():
         if p.requires_grad:
-            groups[1 if id(p) in undecayed else 2 if id(p) in embeddings else 0]["params"].append((name, p))
+            groups[1 if id(p) in bare else 2 if id(p) in embeddings else 0]["params"].append((name, p))
     return [group for group in groups if group["params"]]
+
+
+def undecayed(model: nn.Module) -> set[int]:
+    """The ids of a model's parameters that weight decay would only disturb; see `split_decay`."""
+    found: set[int] = set()
+    for module in model.modules():
+        norm = type(module).__name__.lower().rstrip("0123456789d").endswith("norm")
+        for name, p in module.named_parameters(recurse=False):
+            if norm or p.dim() < 2 or "bias" in name.split("_"):
+                found.add(id(p))
+    return found

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from narrowgauge.optim import AdamW, Lion, NarrowOptimizer, StableAdamW
+from narrowgauge.optim._groups import undecayed
 from narrowgauge.optim._plan import slot_storages
 from narrowgauge.storage import weight_storage
 
@@ -70,7 +71,9 @@ class Recipe:
         taken = inspect.signature(self.optimizer).parameters
         return {name: value for name, value in hyperparameters.items() if name in taken}
 
-    def apply(self, model: nn.Module, lr: float | None = None, **optimizer_arguments: Any) -> NarrowOptimizer:
+    def apply(
+        self, model: nn.Module, lr: float | None = None, *, decay_all: bool = False, **optimizer_arguments: Any
+    ) -> NarrowOptimizer:
         """Cast the model in place and make its optimizer.
 
         Parameters and the buffers that a checkpoint holds are cast; buffers that are not saved (tables of
@@ -79,6 +82,9 @@ class Recipe:
         Args:
             model: the model, with its parameters where they will be trained.
             lr: learning rate; the optimizer's default if None.
+            decay_all: whether norms and biases decay too. They are a group of their own otherwise, with
+                ``weight_decay=0.0``; which they are, `narrowgauge.optim.split_decay` says. Embeddings decay, and
+                have the recipe's states.
             **optimizer_arguments: what else it takes; `weights` and `states` follow from the recipe.
 
         Raises:
@@ -91,7 +97,15 @@ class Recipe:
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         options = optimizer_arguments if lr is None else {"lr": lr, **optimizer_arguments}
         make: Callable[..., NarrowOptimizer] = self.optimizer  # the named classes, which take more than their base
-        return make(trained, weights=self.weights, states=self.states, **options)
+        groups = trained if decay_all else _groups(trained, undecayed(model))
+        return make(groups, weights=self.weights, states=self.states, **options)
+
+
+def _groups(trained: list[tuple[str, nn.Parameter]], bare: set[int]) -> list[dict[str, Any]]:
+    """What decays, as the optimizer is told to, and what does not; of no parameters there is no group."""
+    parts = ([one for one in trained if (id(one[1]) in bare) is has_none] for has_none in (False, True))
+    both = [{"params": part, **given} for part, given in zip(parts, ({}, {"weight_decay": 0.0}), strict=True)]
+    return [group for group in both if group["params"]]
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:

@@ -124,7 +124,7 @@ def build_parts(
         notes.append(f"{report.plan.title}: {len(report.swapped)} layers, {len(report.kept)} kept")
     runs: Any = team.wrap(model)
     # Once parameters are those that are trained: swapping keeps them, sharding makes others.
-    optimizer = recipe.apply(model, settings.lr, **settings.hyperparameters)
+    optimizer = recipe.apply(model, settings.lr, decay_all=settings.decay_all, **settings.hyperparameters)
     if team.joined:
         notes.append(f"{team.world} processes, {team.parallel}")
     scaler = None if settings.scaler == "none" else _SCALERS[settings.scaler](device.type)

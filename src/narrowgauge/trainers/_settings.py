@@ -66,6 +66,7 @@ class TrainSettings:
     beta2_schedule: float | None = _option(None, "lambda of beta2 = 1 - step^-lambda, in place of --beta2.")
     eps: float | None = _option(None, "Added to the root of the second moment.")
     weight_decay: float = _option(0.1, "Decoupled weight decay.")
+    decay_all: bool = _option(False, "Decay norms and biases too.")
     clip: float = _option(1.0, "Norm of all gradients together at most; 0 for no clipping.")
     linear: str = _option("none", "Plan of the linear layers, such as SWITCHBACK:e4m3.")
     autocast: str = _option("none", "Format that fp32 models compute in: none, bf16 or fp16.")
@@ -161,9 +162,13 @@ def flag(name: str) -> str:
 # others (how long, how fast, on what, how often) may change from one part of a run to the next.
 IDENTITY = (
     "model", "recipe", "batch", "sequence", "seed", "beta1", "beta2", "beta2_schedule", "eps", "weight_decay",
-    "clip", "linear", "autocast", "scaler", "stable_embedding", "layer_scale",
+    "decay_all", "clip", "linear", "autocast", "scaler", "stable_embedding", "layer_scale",
     "kq_norm", "patch_norm", "patch_dropout", "max_logit_scale", "crop_scale", "flip",
 )  # fmt: skip
+
+
+# What a checkpoint of before an option has, where that is not the option's default.
+_BEFORE = {"decay_all": True}
 
 
 def refuse_others(settings: TrainSettings, saved: Mapping[str, Any], where: Path) -> None:
@@ -175,8 +180,8 @@ def refuse_others(settings: TrainSettings, saved: Mapping[str, Any], where: Path
     now = settings.plain()
     defaults = {f.name: f.default for f in fields(settings)}
     for name in IDENTITY:
-        # What a checkpoint does not know of was added since, and by default changes nothing.
-        was = saved.get(name, defaults[name])
+        # What a checkpoint does not know of was added since.
+        was = saved.get(name, _BEFORE.get(name, defaults[name]))
         if now.get(name) != was:
             raise SettingsError(
                 f"{flag(name)}: got {now.get(name)!r}, takes {was!r} to go on from {where}; "

@@ -111,7 +111,8 @@ def make_optimizer(recipe: Recipe, model: nn.Module, settings: Settings, seed: i
         "min_quantized_size": settings.min_quantized_size,
         "seed": seed,
     }
-    return recipe.apply(model, settings.lr, arithmetic=settings.arithmetic_of(recipe), **recipe.known(options))
+    arithmetic = settings.arithmetic_of(recipe)
+    return recipe.apply(model, settings.lr, decay_all=True, arithmetic=arithmetic, **recipe.known(options))
 
 
 def train(

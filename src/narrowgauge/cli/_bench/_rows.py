@@ -85,7 +85,7 @@ class Row:
 
 def apply_recipe(parameters: list[nn.Parameter], name: str) -> torch.optim.Optimizer:
     """The optimizer of a recipe, as two lines of a training script make it."""
-    return recipes.get(name).apply(nn.ParameterList(parameters))
+    return recipes.get(name).apply(nn.ParameterList(parameters), decay_all=True)
 
 
 def _ours(
