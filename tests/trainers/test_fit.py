@@ -116,12 +116,13 @@ def test_a_plan_takes_all_layers_but_the_head(small: TrainSettings, tmp_path: Pa
 
 def test_the_optimizer_is_given_what_was_asked(small: TrainSettings) -> None:
     changes = {"beta1": 0.8, "beta2": 0.97, "weight_decay": 0.2, "clip": 0.5, "eps": 1e-6, "beta2_schedule": 0.7}
-    (group,) = build_parts(replace(small, seed=7, **changes), 256, CPU).optimizer.param_groups  # type: ignore[arg-type]
-    assert group["betas"] == (0.8, 0.97)
-    assert (group["weight_decay"], group["eps"], group["beta2_schedule"]) == (0.2, 1e-6, 0.7)
-    assert (group["max_grad_norm"], group["seed"]) == (0.5, 7)
-    (group,) = build_parts(replace(small, clip=0.0), 256, CPU).optimizer.param_groups
-    assert group["max_grad_norm"] is None
+    groups = build_parts(replace(small, seed=7, **changes), 256, CPU).optimizer.param_groups  # type: ignore[arg-type]
+    assert [group["weight_decay"] for group in groups] == [0.2, 0.0]
+    for group in groups:
+        assert (group["betas"], group["eps"], group["beta2_schedule"]) == ((0.8, 0.97), 1e-6, 0.7)
+        assert (group["max_grad_norm"], group["seed"]) == (0.5, 7)
+    (group,) = build_parts(replace(small, clip=0.0, decay_all=True), 256, CPU).optimizer.param_groups
+    assert (group["max_grad_norm"], group["weight_decay"]) == (None, 0.1)
 
 
 def test_the_rate_follows_the_schedule(small: TrainSettings, tmp_path: Path) -> None:
