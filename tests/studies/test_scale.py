@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import _scale_measured
+import _scale_model
 import pytest
 import scale
 
@@ -21,34 +27,72 @@ def test_the_page_is_what_the_script_prints() -> None:
 
 
 def test_models_have_the_parameters_that_they_are_called_after() -> None:
-    counts = {model.name: model.parameters for model in scale.MODELS.values()}
+    counts = {model.name: model.parameters for model in _scale_model.MODELS.values()}
     # Those of LLaMA 7B, and of Llama 3 70B and 405B.
     assert counts == {"7B": 6_738_415_616, "70B": 70_553_706_496, "405B": 405_853_388_800}
 
 
-@pytest.mark.parametrize("gpus", scale.GPUS)
+@pytest.mark.parametrize("gpus", _scale_model.MODELS)
 def test_shards(gpus: int) -> None:
-    model = scale.MODELS[gpus]
+    model = _scale_model.MODELS[gpus]
     for shape in set(model.shapes()):
         rows = [len(range(shape[0])[rank * math.ceil(shape[0] / gpus) :][: math.ceil(shape[0] / gpus)])
                 for rank in range(gpus)]  # fmt: skip
         assert sum(rows) == shape[0]
-        assert scale.fullest(shape, gpus) == max(rows) * math.prod(shape[1:])
+        assert _scale_model.fullest(shape, gpus) == max(rows) * math.prod(shape[1:])
     for recipe in scale.RECIPES:
-        even, most = scale.sharded_bytes(model, gpus, recipe)
+        even, most = _scale_model.sharded_bytes(model, gpus, recipe)
         assert even <= most
         assert even * gpus == pytest.approx(model.parameters * recipes.get(recipe).bytes_per_parameter())
 
 
 def test_more_failures_ask_for_more_checkpoints() -> None:
-    found = [scale.best_interval(gpus, 30.0) for gpus in scale.GPUS]
+    found = [_scale_model.best_interval(gpus, 30.0) for gpus in _scale_model.MODELS]
     assert sorted(found, key=lambda one: -one[0]) == found
     assert sorted(found, key=lambda one: one[1]) == found
     interval, lost = found[-1]
-    between = 1 / (scale.FAILURES * scale.GPUS[-1])
+    between = 1 / (_scale_model.FAILURES * max(_scale_model.MODELS))
     assert between == pytest.approx(54 * 24 * 3600 / 419)
     for other in (interval / 1.1, interval * 1.1):  # none is better
         assert 30.0 / other + other / 2 / between > lost
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model on two processes of this machine, all ways."""
+    folder = tmp_path_factory.mktemp("trained")
+    script = Path(__file__).resolve().parents[2] / "benchmarks" / "bench_data_parallel.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    command += ["--model", "micro", "--vocabulary", "256", "--batch", "1", "--sequence", "16", "--repeats", "1"]
+    subprocess.run(
+        [*command, "--json", str(folder / "data_parallel_cpu.json")],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True, timeout=240,
+    )  # fmt: skip
+    return folder
+
+
+def test_the_calculation_is_what_processes_hold_send_and_save(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = json.loads((trained / "data_parallel_cpu.json").read_text())
+    assert list(results["rows"]) == [
+        "alone", "DDP", "DDP, 8-bit codes", "DDP, 4-bit codes", "FSDP", "FSDP, option D",
+    ]  # fmt: skip
+    listed = 1000 * _scale_model.WORDS * len(results["shapes"])  # names, sizes and checksums of pieces
+    exempt = sum(math.prod(shape) for shape in results["shapes"] if len(shape) == 1 or math.prod(shape) < 4096)
+    for way, row in results["rows"].items():
+        said = _scale_measured.calculated(results, way)
+        # Small parameters keep fp32 states, as the page's large models have next to none.
+        more = 0 if way == "FSDP, option D" else 6 * exempt
+        assert said["held"] <= row["held_bytes"] * 1.0001
+        assert row["held_bytes"] == pytest.approx(said["held"], abs=more + 1e4)
+        sent = 4 * exempt / 2 if "codes" in way else 0
+        assert row["sent_bytes"] == pytest.approx(said["sent"], abs=sent + 1e4)
+        if way != "alone":
+            assert row["checkpoint_bytes"] == pytest.approx(said["checkpoint"], abs=more + listed)
+    lines = _scale_measured.measured(trained).splitlines()
+    assert len(lines) == 2 + len(results["rows"])
+    assert lines[3].startswith("| micro on 2 | DDP |")
 
 
 def test_a_page_with_a_table_that_there_is_not() -> None:

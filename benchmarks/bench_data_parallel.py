@@ -1,0 +1,222 @@
+"""Training on several GPUs of one host: tokens a second, bytes held and sent, by how processes train together.
+
+Every process has its share of each step's windows, of random tokens, and a whole model (DDP) or a shard of it
+(FSDP2). `alone` is the same step without anybody: what the others are to come near. Times are the slowest
+process's. Beside each step: what a process holds in weights, gradients and states, and its peak; what it sent,
+which for compressed gradients is counted and else follows from the collectives of rings; and a checkpoint's bytes
+and seconds. `studies/scale.py` sets its calculation beside these.
+
+    torchrun --nproc-per-node 4 benchmarks/bench_data_parallel.py [--model gpt2-medium] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from narrowgauge import formats
+from narrowgauge.distributed import compressed_allreduce_hook, save_checkpoint
+from narrowgauge.trainers import TrainSettings
+from narrowgauge.trainers._build import Parts, build_parts
+from narrowgauge.trainers._models import next_token_loss
+from narrowgauge.trainers._team import ALONE, Team, own_device
+
+STEPS = 3  # timed together
+BUCKET = 2**27  # elements of the all-reduce that says how fast the link is; on a CPU 2^20
+
+# Name: recipe, how processes train together (None for each alone), what gradients travel as.
+ROWS: dict[str, tuple[str, str | None, dict[str, Any] | None]] = {
+    "alone": ("adamw8bit-split8", None, None),
+    "DDP": ("adamw8bit-split8", "ddp", None),
+    "DDP, 8-bit codes": ("adamw8bit-split8", "ddp", {}),
+    "DDP, 4-bit codes": ("adamw8bit-split8", "ddp", {"codebook": formats.codebook("dynamic", bits=4)}),
+    "FSDP": ("adamw8bit-split8", "fsdp", None),
+    "FSDP, option D": ("master", "fsdp", None),
+}
+
+
+def local(tensor: Any) -> Tensor:
+    """What lies here of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def held_bytes(parts: Parts) -> int:
+    """Weights, gradients and states of this process, as they lie between backward pass and step."""
+    weights = [local(p.detach()) for p in parts.model.parameters()]
+    gradients = [local(p.grad) for p in parts.model.parameters() if p.grad is not None]
+    return sum(t.nbytes for t in (*weights, *gradients)) + parts.optimizer.state_bytes()
+
+
+def sent_bytes(parts: Parts, how: str | None, hook: Any, ranks: int) -> int:
+    """What this process sends a step: of rings, but for messages that the hook has counted."""
+    if hook is not None:
+        return int(hook.bytes_sent)
+    times = {None: 0, "ddp": 2, "fsdp": 3}[how]  # the gradients twice; the weights twice and the gradients once
+    whole = sum(p.numel() * p.element_size() for p in parts.model.parameters())
+    return times * whole * (ranks - 1) // ranks
+
+
+def slowest(seconds: float, device: torch.device) -> float:
+    found = torch.tensor(seconds, device=device, dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def bandwidth(device: torch.device, repeats: int) -> float:
+    """Bytes a second that a process sends in a large all-reduce, as a ring counts them."""
+    x = torch.ones(BUCKET if device.type == "cuda" else 2**20, device=device, dtype=torch.bfloat16)
+    times = []
+    for _ in range(repeats + 2):
+        synchronize(device)
+        dist.barrier()
+        begin = time.perf_counter()
+        dist.all_reduce(x)
+        synchronize(device)
+        times.append(time.perf_counter() - begin)
+    ranks = dist.get_world_size()
+    return 2 * (ranks - 1) / ranks * x.nbytes / slowest(statistics.median(times[2:]), device)
+
+
+def measured(
+    settings: TrainSettings,
+    vocabulary: int,
+    how: str | None,
+    options: dict[str, Any] | None,
+    device: torch.device,
+    repeats: int,
+) -> dict[str, Any]:
+    """One row."""
+    team = ALONE if how is None else Team.of(settings)
+    ranks = dist.get_world_size()
+    parts = build_parts(settings, vocabulary, device, team)
+    hook = None
+    if options is not None:
+        hook = compressed_allreduce_hook(**options)
+        parts.runs.register_comm_hook(None, hook)
+    share = settings.batch // ranks
+    windows = torch.randint(0, vocabulary, (share, settings.sequence + 1), device=device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def step() -> None:
+        parts.optimizer.zero_grad()
+        torch.autograd.backward(next_token_loss(parts.runs, windows))
+        parts.optimizer.step()
+
+    for _ in range(3):
+        step()
+    times = []
+    for _ in range(repeats):
+        synchronize(device)
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(STEPS):
+            step()
+        synchronize(device)
+        times.append((time.perf_counter() - begin) / STEPS)
+    seconds = slowest(statistics.median(times), device)
+    row = {
+        "step_ms": 1e3 * seconds,
+        "tokens_per_second": settings.batch * settings.sequence / seconds,
+        "held_bytes": held_bytes(parts),
+        "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        "sent_bytes": sent_bytes(parts, how, hook, ranks),
+        "feedback_bytes": 0 if hook is None else hook.memory_bytes(),
+    }
+    if how is not None:
+        row |= checkpoint(parts)
+    return row
+
+
+def checkpoint(parts: Parts) -> dict[str, Any]:
+    """Seconds and bytes of a checkpoint of all, in memory where there is a folder for that."""
+    with shared_folder() as folder:
+        dist.barrier()
+        begin = time.perf_counter()
+        path = save_checkpoint(folder, model=parts.model, optimizer=parts.optimizer, step=1)
+        dist.barrier()
+        seconds = time.perf_counter() - begin
+        size = sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())
+    return {"checkpoint_bytes": size, "checkpoint_seconds": seconds}
+
+
+@contextmanager
+def shared_folder() -> Iterator[str]:
+    """One folder for all processes of this host."""
+    ram = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=ram if ram.is_dir() else None) as own:
+        names: list[Any] = [own]
+        dist.broadcast_object_list(names, src=0)
+        yield names[0]
+        dist.barrier()
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="gpt2-medium", help="preset of a causal model")
+    parser.add_argument("--batch", type=int, default=8, help="windows of each process")
+    parser.add_argument("--sequence", type=int, default=1024)
+    parser.add_argument("--vocabulary", type=int, default=50257, help="GPT-2's, if nothing else is said")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", help="comma-separated parts of names of rows")
+    parser.add_argument("--json", type=Path, help="write results here")
+    args = parser.parse_args(arguments)
+    cuda = torch.cuda.is_available()
+    device = own_device(torch.device("cuda" if cuda else "cpu"))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    ranks, first = dist.get_world_size(), dist.get_rank() == 0
+    results: dict[str, Any] = {
+        "command": f"torchrun --nproc-per-node {ranks} benchmarks/bench_data_parallel.py --model {args.model}",
+        "device": torch.cuda.get_device_name(device) if cuda else platform.processor(), "torch": torch.__version__,
+        "ranks": ranks, "model": args.model, "batch": args.batch * ranks, "sequence": args.sequence,
+        "bus_bytes_per_second": bandwidth(device, args.repeats), "rows": {},
+    }  # fmt: skip
+    for name, (recipe, how, options) in ROWS.items():
+        if args.only and not any(part in name for part in args.only.split(",")):
+            continue
+        settings = TrainSettings(
+            model=args.model, recipe=recipe, batch=args.batch * ranks, sequence=args.sequence, gauges_every=0,
+            parallel=how or "ddp",
+        )  # fmt: skip
+        row = measured(settings, args.vocabulary, how, options, device, args.repeats)
+        if cuda:
+            torch.cuda.empty_cache()
+        results["rows"][name] = {"recipe": recipe, **row}
+        if first:
+            print(f"{name:18}" + ", ".join(_said(*cell) for cell in row.items()), flush=True)
+            if args.json is not None:  # row by row: a call that is cut off leaves what it has
+                args.json.write_text(json.dumps(results, indent=1) + "\n")
+    if first:
+        model = build_parts(settings, args.vocabulary, torch.device("cpu")).model
+        results["shapes"] = [list(p.shape) for p in model.parameters()]
+        if args.json is not None:
+            args.json.write_text(json.dumps(results, indent=1) + "\n")
+    dist.destroy_process_group()
+    return results
+
+
+def _said(name: str, value: float | None) -> str:
+    if value is None:
+        return f"{name} -"
+    return f"{name} {value:,.0f}" if value >= 1000 else f"{name} {value:.4g}"
+
+
+if __name__ == "__main__":
+    main()
