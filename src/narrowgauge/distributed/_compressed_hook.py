@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from narrowgauge.distributed._compressed_fused import passes_of
 from narrowgauge.distributed._compressed_layout import Layout
 from narrowgauge.distributed._compressed_memory import Memory
+from narrowgauge.distributed._compressed_passes import Task
 from narrowgauge.distributed._compressed_round import reduction
 from narrowgauge.distributed._compressed_wire import Wire
 
@@ -95,7 +97,8 @@ class CompressedAllReduce:
             self.step, self.bytes_sent, self._complete = step + 1, self._sending, True
         if ranks == 1:
             return _done(buffer)
-        stages = reduction(self._wire, layout, self._memory, buffer, self._group, step)
+        task = Task(self._wire, layout, self._memory, buffer, dist.get_rank(self._group), step)
+        stages = reduction(passes_of(task), layout, buffer, self._group)
         return self._launch(stages, buffer) if buffer.is_cuda else self._queue(stages, buffer, last)
 
     def error(self, parameter: Tensor) -> Tensor | None:
