@@ -113,12 +113,12 @@ def kernels_of(wire: Wire, memory: Memory | None, dtype: torch.dtype, device: to
 
 
 @functools.lru_cache(maxsize=64)
-def _kernels(
-    wire: Wire, memory: torch.dtype | None, dtype: torch.dtype, device: torch.device
-) -> Kernels | str:
+def _kernels(wire: Wire, memory: torch.dtype | None, dtype: torch.dtype, device: torch.device) -> Kernels | str:
     if dtype not in GRADIENTS:
         return f"gradients of {dtype}"
-    kind = Kind(wire.coder(torch.device("cpu")), wire.block_size, wire.bits, wire.rounding == "stochastic", dtype, memory)
+    kind = Kind(
+        wire.coder(torch.device("cpu")), wire.block_size, wire.bits, wire.rounding == "stochastic", dtype, memory
+    )
     try:
         if device.type == "cpu":
             return CMessages(kind)

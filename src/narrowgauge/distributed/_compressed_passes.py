@@ -1,4 +1,4 @@
-"""What a rank does between collectives with one bucket, by eager torch: the specification of `_compressed_fused`."""
+"""What a rank does between collectives with one bucket, by eager torch: what `_compressed_fused` must equal."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Passes(Protocol):
         """The message, uint8 (1, bytes), of the sum of those that this rank got."""
 
     def finish(self, received: Tensor) -> None:
-        """Put the means that all ranks' sums (ranks, bytes) stand for into the buffer, and remember what is lost."""
+        """Put the means of all ranks' sums (ranks, bytes) into the buffer, and remember what is lost."""
 
 
 class EagerPasses:

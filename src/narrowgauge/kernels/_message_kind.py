@@ -19,8 +19,8 @@ import torch
 from narrowgauge.formats import Coder
 from narrowgauge.kernels._c_codecs import Table
 
-# The most elements of a block: it is kept in a stack, or in the registers of a program.
-LARGEST_BLOCK = 8192
+# The most elements of a block: it is kept in a stack, or in the registers of a program, where twice as many spill.
+LARGEST_BLOCK = 4096
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -46,7 +46,7 @@ class Kind:
 
     @cached_property
     def table(self) -> Table | None:
-        """What encodes by one look-up; None if the codebook is not one of mirrored values with a boundary a cell."""
+        """What encodes by one look-up; None if values are not mirrored, or a cell would hold two boundaries."""
         values = self.coder.values.numpy()
         negative, positive = values[values < 0], values[values > 0]
         if len(negative) > len(positive) or not np.array_equal(-negative[::-1], positive[: len(negative)]):
