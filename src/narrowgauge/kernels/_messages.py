@@ -17,6 +17,7 @@ from narrowgauge.kernels._c_library import Unavailable
 from narrowgauge.kernels._launches import Launches
 from narrowgauge.kernels._message_kind import Kind, Numbers, Place
 from narrowgauge.kernels._tables import sent as sent_once
+from narrowgauge.kernels._triton import instructions
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Elements a program, eight a thread: 16 bytes of bf16. A warp then has blocks of 256 to itself.
@@ -47,7 +48,9 @@ class TritonMessages:
             "ABSOLUTE": kind.coder.lowest == -1, "STOCHASTIC": kind.stochastic, "COUNT": len(kind.coder.values),
         }  # fmt: skip
         warps = min(_MOST_WARPS, max(1, size * rows // _EACH))
-        self._options = {"num_warps": warps, "enable_fp_fusion": False}
+        # Said or not, none needs more; unsaid, the compiler has spilled one in a kernel that takes 56.
+        most = {"maxnreg": 128} if instructions()[0] else {}  # other compilers know no such option
+        self._options = {"num_warps": warps, "enable_fp_fusion": False, **most}
         self._grad, self._memory = _NAMES[kind.dtype], "" if kind.memory is None else _NAMES[kind.memory]
 
     def encode(self, places: Sequence[Place], numbers: Numbers, grads: Tensor, sent: Tensor) -> None:
