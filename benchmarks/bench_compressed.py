@@ -44,7 +44,7 @@ HOOKS: dict[str, dict[str, Any]] = {
 }
 PLAIN = {"all-reduce fp32": torch.float32, "all-reduce bf16": torch.bfloat16}
 GPU = (1 << 20, 1 << 22, 12_500_000, 1 << 26)  # 12.5 million bf16 gradients are DDP's default bucket of 25 MB
-CPU = (1 << 16, 1 << 20, 1 << 23)
+CPU = (1 << 16, 1 << 18, 1 << 20)
 
 
 class Bucket:
