@@ -76,7 +76,8 @@ def pairs_of(settings: TrainSettings) -> Pairs:
     data = installed_emoji() if settings.data is None else settings.data
     return _load(
         data, settings.validation_data, settings.columns, settings.vocabulary,
-        min(settings.sequence, sizes.context), sizes.image, settings.validation_windows, settings.max_logit_scale, settings.workers, _device(settings),
+        min(settings.sequence, sizes.context), sizes.image, settings.validation_windows, settings.max_logit_scale,
+        settings.workers, _device(settings),
     )  # fmt: skip
 
 
