@@ -131,7 +131,7 @@ def one(task: Task, settings: TrainSettings) -> Result:
         "accuracy_top5": None if last is None else last["zero_shot_top5"],
         "diverged": diverged(trained, settings.batch),
         "rise": trained.rise if trained.finite else None,
-        "curve": trained.curve(),
+        "curve": trained.curve(50),
         "validations": {key: [each[key] for each in trained.validations] for key in keys},
         "magnitudes": {
             key: [each[key] for each in trained.magnitudes] for key in ("step", "mean", "absmax")
@@ -144,13 +144,13 @@ def one(task: Task, settings: TrainSettings) -> Result:
 
 
 def diverged(trained: _clip_run.Trained, batch: int) -> str | None:
-    """How a run diverged, or None: a loss that is not finite, that rose, or that never left a guess's."""
+    """How a run diverged, or None."""
     if not trained.finite:
-        return f"the loss of step {len(trained.losses)} is not finite"
+        return "the loss was not finite"
     if trained.rise > RISE:
-        return f"ended {trained.rise:.2f} nats above its best"
+        return f"the loss ended more than {RISE:g} nats above its lowest"
     if statistics.fmean(trained.losses[-_clip_run.LAST :]) > math.log(batch) - GUESSING:
-        return "no better than a guess at the end"
+        return "the loss never left that of a guess"
     return None
 
 
