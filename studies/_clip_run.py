@@ -299,7 +299,7 @@ def _watched(model: nn.Module) -> Iterator[Seen]:
 def _note(seen: list[tuple[Tensor, Tensor]], block: nn.Module, arguments: Any, output: Any) -> None:
     x = tensor_in(output)
     assert x is not None
-    stats = feature_stats(x, ())
+    stats = feature_stats(x, ("bf16",))  # sums are what is asked for; it takes a format
     seen.append((stats.sums, stats.absmax))
 
 

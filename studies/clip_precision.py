@@ -45,7 +45,7 @@ from narrowgauge.trainers import DataError, SettingsError, TrainSettings, parame
 
 RISE = 0.5  # nats above its best that a run ends at that counts as diverged
 GUESSING = 0.1  # nats below a guess's loss that a run must reach to have learned anything
-MODELS, RATES = ("clip-small", "clip-deep"), (2e-3,)
+MODELS, RATES = ("clip-small", "clip-deep"), (2e-3, 8e-3)
 # The paper's: StableAdamW, weight decay 0.2, half of the patches dropped, a quarter of the steps for the warm-up,
 # no clipping. Its learning rate too; its batch is 32 times as large.
 SETTINGS = TrainSettings(
@@ -210,7 +210,7 @@ def main(
     model: Annotated[
         list[str] | None, typer.Option(help="CLIP presets, the first for all. [clip-small, clip-deep]")
     ] = None,
-    lr: Annotated[list[float] | None, typer.Option(help="Learning rates, the first for all. [2e-3]")] = None,
+    lr: Annotated[list[float] | None, typer.Option(help="Learning rates, the first for all. [2e-3, 8e-3]")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of a run.")] = SETTINGS.steps,
     warmup: Annotated[int | None, typer.Option(min=0, help="Steps of its rise. [a quarter]")] = None,
     batch: Annotated[int, typer.Option(min=2, help="Pairs a step.")] = SETTINGS.batch,
@@ -229,7 +229,7 @@ def main(
     """Train a CLIP with linear layers in 16 bits and in every 8 bits, and write what became of it."""
     rows, adds = matching("--only", only, ROWS), matching("--added", added, ADDED)
     models: Sequence[str] = model or (("clip-micro",) if check else MODELS)
-    rates: Sequence[float] = lr or RATES
+    rates: Sequence[float] = lr or RATES[: 1 if check else None]
     given = {
         "data": data, "device": device, "steps": steps, "warmup": steps // 4 if warmup is None else warmup,
         "batch": batch, "patch_dropout": patch_dropout, "validate_every": validate_every,
