@@ -201,5 +201,7 @@ def crops(pixels: Tensor, size: int, scale: float, flip: bool, generator: torch.
     sign = torch.where(mirrored < 0.5, -1.0, 1.0) if flip else torch.ones_like(width)
     x, y = (1 - width) * (2 * left - 1), (1 - height) * (2 * top - 1)
     theta = torch.stack([torch.stack([sign * width, zero, x], 1), torch.stack([zero, height, y], 1)], 1)
-    grid = F.affine_grid(theta, [n, 3, size, size], align_corners=False)
-    return F.grid_sample(pixels.float(), grid, "bicubic", "border", align_corners=False).clamp(0, 255)
+    # Autocast would multiply the grid in bf16, whose coordinates are a quarter of a pixel apart.
+    with torch.autocast(pixels.device.type, enabled=False):
+        grid = F.affine_grid(theta, [n, 3, size, size], align_corners=False)
+        return F.grid_sample(pixels.float(), grid, "bicubic", "border", align_corners=False).clamp(0, 255)

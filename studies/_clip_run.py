@@ -149,6 +149,12 @@ def start(settings: TrainSettings, pairs: Pairs) -> Parts:
     return build_parts(settings, pairs.vocabulary, pairs.pixels.device, end=pairs.end)
 
 
+def drawing(settings: TrainSettings, pairs: Pairs) -> Draw:
+    """The steps of a run."""
+    s = settings
+    return Draw(pairs, batch=s.batch, seed=s.seed, scale=s.crop_scale, flip=s.flip)
+
+
 def options_of(settings: TrainSettings) -> dict[str, Any]:
     """What an optimizer is made of."""
     given = {
@@ -182,8 +188,7 @@ class _Run:
         self.optimizer: torch.optim.Optimizer = self.parts.optimizer
         if self.make is not None:
             self.optimizer = self.make(self.parts.model, options_of(self.settings))
-        s = self.settings
-        self.draw = Draw(self.pairs, batch=s.batch, seed=s.seed, scale=s.crop_scale, flip=s.flip)
+        self.draw = drawing(self.settings, self.pairs)
         self._seconds: list[float] = []
 
     def go(self) -> None:
@@ -230,8 +235,9 @@ class _Run:
         kind = {"steps": settings.steps, "warmup": settings.warmup, "final": settings.final_lr}
         set_rate(optimizer, settings.lr * schedule(settings.schedule, number, **kind))
         optimizer.zero_grad()
+        examples = self.draw.next()
         with parts.computing():
-            loss = self.pairs.task.loss(parts.runs, self.draw.next())
+            loss = self.pairs.task.loss(parts.runs, examples)
         torch.autograd.backward(loss if parts.scaler is None else parts.scaler.scale(loss))
         if parts.scaler is None:
             self._clip()

@@ -1,6 +1,6 @@
 """SwitchBack's accuracy on real runs: CLIP on image-text pairs, its linear layers in 16 bits and in every 8 bits.
 
-    python studies/clip_precision.py --device cuda --jobs 4 --seconds 500 --resume --data DIR --out studies/results/NAME.json
+    python studies/clip_precision.py --device cuda --jobs 8 --seconds 500 --resume --out studies/results/NAME.json
     python studies/clip_precision.py --check --out runs/check.json          # seconds on a CPU
 
 Figures 1 and 2 and Section 2.2.1: zero-shot accuracy, loss and the blocks' feature magnitudes of bf16, SwitchBack
@@ -17,7 +17,7 @@ everything is trained; with the others only what the paper's figures show, once.
 `--seconds` begins no run that would not end in time, and `--resume` goes on with what is missing.
 
 Source: Wortsman et al. 2023, Sections 2.2 and 2.3, Figures 1, 2 and 9.
-"""  # noqa: E501  # a command is one line
+"""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from _clip_rows import ADDED, ROWS, Added, Row, Task, in_figures, settings_of
 from _resumable import Result, Study
 
 from narrowgauge.cli._environment import describe_environment
-from narrowgauge.trainers import DataError, SettingsError, TrainSettings, parameter_count
+from narrowgauge.trainers import DataError, ModelError, SettingsError, TrainSettings, parameter_count
 
 RISE = 0.5  # nats above its best that a run ends at that counts as diverged
 GUESSING = 0.1  # nats below a guess's loss that a run must reach to have learned anything
@@ -53,7 +53,7 @@ SETTINGS = TrainSettings(
     final_lr=0.0, beta2=0.99, weight_decay=0.2, clip=0.0, patch_dropout=0.5, sequence=16, validate_every=50,
     validation_windows=1024,
 )  # fmt: skip
-CHECK = {"batch": 16, "steps": 4, "warmup": 2, "validate_every": 2, "validation_windows": 32, "vocabulary": 300}
+CHECK = {"batch": 16, "steps": 4, "validate_every": 2, "validation_windows": 32, "vocabulary": 300}
 
 
 def plan(
@@ -96,6 +96,7 @@ def about(
     """What a results file says of the study before anything has run."""
     pairs = pairs_of(settings)
     device = pairs.pixels.device
+    _clip_run.drawing(settings, pairs)  # before the first run: whether there are enough of them
     return {
         "command": _gather.command(sys.argv),
         "environment": describe_environment(device),
@@ -201,6 +202,13 @@ def matching(kind: str, patterns: Sequence[str] | None, known: Sequence[Any]) ->
     return found
 
 
+def setting_of(check: bool, given: dict[str, Any]) -> TrainSettings:
+    """The study's settings, those of a check over them, and over all what was given."""
+    values = (CHECK if check else {}) | {name: value for name, value in given.items() if value is not None}
+    steps = values.get("steps", SETTINGS.steps)
+    return replace(SETTINGS, **{"warmup": steps // 4, **values})
+
+
 def main(
     out: _gather.Out,
     data: Annotated[
@@ -211,12 +219,12 @@ def main(
         list[str] | None, typer.Option(help="CLIP presets, the first for all. [clip-small, clip-deep]")
     ] = None,
     lr: Annotated[list[float] | None, typer.Option(help="Learning rates, the first for all. [2e-3, 8e-3]")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of a run.")] = SETTINGS.steps,
-    warmup: Annotated[int | None, typer.Option(min=0, help="Steps of its rise. [a quarter]")] = None,
-    batch: Annotated[int, typer.Option(min=2, help="Pairs a step.")] = SETTINGS.batch,
-    patch_dropout: Annotated[float, typer.Option(help="Share of the patches dropped.")] = SETTINGS.patch_dropout,
-    seeds: Annotated[int, typer.Option(min=1, help="Of everything on the first model at the first rate.")] = 3,
-    validate_every: Annotated[int, typer.Option(min=1, help="Steps between accuracies.")] = SETTINGS.validate_every,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps of a run. [300]")] = None,
+    warmup: Annotated[int | None, typer.Option(min=0, help="Steps of the rate's rise. [a quarter]")] = None,
+    batch: Annotated[int | None, typer.Option(min=2, help="Pairs a step. [512]")] = None,
+    patch_dropout: Annotated[float | None, typer.Option(help="Share of the patches dropped. [0.5]")] = None,
+    validate_every: Annotated[int | None, typer.Option(min=1, help="Steps between accuracies. [50]")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Of all but the further learning rates. [3]")] = None,
     only: Annotated[list[str] | None, typer.Option(help="Rows by pattern; several are joined.")] = None,
     added: Annotated[list[str] | None, typer.Option(help="What is added, by pattern; several are joined.")] = None,
     device: _gather.Device = "cpu",
@@ -228,21 +236,19 @@ def main(
 ) -> None:
     """Train a CLIP with linear layers in 16 bits and in every 8 bits, and write what became of it."""
     rows, adds = matching("--only", only, ROWS), matching("--added", added, ADDED)
-    models: Sequence[str] = model or (("clip-micro",) if check else MODELS)
-    rates: Sequence[float] = lr or RATES[: 1 if check else None]
-    given = {
-        "data": data, "device": device, "steps": steps, "warmup": steps // 4 if warmup is None else warmup,
-        "batch": batch, "patch_dropout": patch_dropout, "validate_every": validate_every,
-    }  # fmt: skip
     if check:
         torch.set_num_threads(1)  # two threads on cores that others use are slower than one
-        given, seeds = given | CHECK, 1
+    given = {
+        "data": data, "device": device, "steps": steps, "warmup": warmup, "batch": batch,
+        "patch_dropout": patch_dropout, "validate_every": validate_every,
+    }  # fmt: skip
     try:
         study(
-            out, replace(SETTINGS, **given), rows=rows, added=adds, models=models, rates=rates, seeds=seeds,
-            jobs=jobs, seconds=seconds, resume=resume, dry=dry,
+            out, setting_of(check, given), rows=rows, added=adds,
+            models=model or (("clip-micro",) if check else MODELS), rates=lr or RATES[: 1 if check else None],
+            seeds=seeds or (1 if check else 3), jobs=jobs, seconds=seconds, resume=resume, dry=dry,
         )  # fmt: skip
-    except (DataError, SettingsError) as error:
+    except (DataError, ModelError, SettingsError) as error:
         raise typer.BadParameter(str(error)) from None
 
 

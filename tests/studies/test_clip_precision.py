@@ -134,9 +134,24 @@ def test_words_that_there_are_not(pictures: Path, tmp_path: Path, monkeypatch: p
     missing = called("--check", "--out", out)
     assert missing.exit_code == 2
     assert "there is no emoji font to draw" in " ".join(missing.output.replace("│", " ").split())
-    few = called("--check", "--data", str(pictures / "nothing.csv"), "--out", out)
-    assert few.exit_code == 2
-    assert "--data" in few.output
+    for words, complaint in (
+        (("--data", str(pictures / "nothing.csv")), "--data"),
+        (("--data", str(pictures), "--batch", "64"), "got 32 to train on, --batch 64"),
+        (("--data", str(pictures), "--model", "clip-huge"), "--model takes one of"),
+        (("--data", str(pictures), "--patch-dropout", "1"), "--patch-dropout: got 1.0"),
+    ):
+        refused = called("--check", "--out", out, *words)
+        assert refused.exit_code == 2, refused.output
+        assert complaint in " ".join(refused.output.replace("│", " ").split())
+
+
+def test_what_is_given_goes_before_a_check() -> None:
+    short = study.setting_of(True, {"steps": 8, "batch": None})
+    assert (short.steps, short.warmup, short.batch, short.vocabulary) == (8, 2, 16, 300)
+    assert study.setting_of(True, {"warmup": 0}).warmup == 0
+    usual = study.setting_of(False, {"steps": None, "patch_dropout": 0.0})
+    assert (usual.steps, usual.warmup, usual.patch_dropout) == (300, 75, 0.0)
+    assert usual == study.replace(study.SETTINGS, patch_dropout=0.0)
 
 
 ACCURACY = {"bf16": 0.40, "SwitchBack int8": 0.39, "LLM.int8()": 0.30, rows.TENSORWISE: 0.003}

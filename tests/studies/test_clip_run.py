@@ -185,6 +185,9 @@ def test_crops_of_all_of_it_are_the_image() -> None:
     pixels = torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     whole = crops(pixels, 16, 1.0, False, torch.Generator().manual_seed(0))
     torch.testing.assert_close(whole, pixels.float(), atol=0.05, rtol=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        again = crops(pixels, 16, 1.0, False, torch.Generator().manual_seed(0))
+    assert torch.equal(again, whole)
     turned = crops(pixels, 16, 1.0, True, torch.Generator().manual_seed(0))
     kinds = [
         (torch.allclose(t, p.float(), atol=0.05), torch.allclose(t, p.flip(-1).float(), atol=0.05))
