@@ -5,16 +5,16 @@
 
 Figures 1 and 2 and Section 2.2.1: zero-shot accuracy, loss and the blocks' feature magnitudes of bf16, SwitchBack
 (int8 and float8), SwitchBackM, SwitchBackQ, LLM.int8() and tensor-wise float8, each with nothing, with layer scale
-from zero, with layer norms on keys and queries, with gradients clipped. Runs of a seed have the same initial weights,
-pictures, crops and dropped patches, so that a difference from bf16 of that seed is what eight bits did.
+from zero, with layer norms on keys and queries, with gradients clipped. Runs of a seed have the same initial
+weights, pictures, crops and dropped patches: a difference from bf16 of that seed is what eight bits did.
 
 The pairs are those of the colour emoji font (`_emoji.py`): drawn where this runs if the font is installed, or from
 `--data`, which takes prepared ones and any other CSV, tar files or folder that `narrowgauge train` takes. Held out
 are combinations: a person or gesture that training has, in a skin tone or gender that it has not.
 
-How hard it is can be asked for: `--model` and `--lr` may be given several times. The first of each is where
-everything is trained; with the others only what the paper's figures show, once. Results are written after every run;
-`--seconds` begins no run that would not end in time, and `--resume` goes on with what is missing.
+How hard it is can be asked for: `--model` and `--lr` may be given several times. Everything is trained with the first
+of each; with the others what the paper's figures show, and with other rates one seed of it. Results are written
+after every run; `--seconds` begins no run that would not end in time, and `--resume` goes on with what is missing.
 
 Source: Wortsman et al. 2023, Sections 2.2 and 2.3, Figures 1, 2 and 9.
 """
