@@ -194,7 +194,9 @@ class _Run:
     def go(self) -> None:
         """All steps, or those up to a loss that is not finite."""
         settings = self.settings
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+        gpu = [self.device] if self.device.type == "cuda" else []
+        # In a thread of autograd's own every layer's Python costs twice as long, and steps are bound by it.
+        with torch.random.fork_rng(devices=gpu), torch.autograd.set_multithreading_enabled(False):
             torch.manual_seed(settings.seed)  # the places of dropped patches
             if settings.validate_every:
                 self._validate(0)
