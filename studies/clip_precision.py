@@ -15,8 +15,8 @@ are combinations: a person or gesture that training has, in a skin tone or gende
 How hard it is can be asked for: `--model` and `--lr` may be given several times. Everything is trained with the
 first of each; with the others what the paper's figures show, and with other rates one seed of it. Results are
 written after every run; `--seconds` begins no run that would not end in time, and `--resume` goes on with what is
-missing. Steps of small models are bound by the host, so several `--jobs` share a GPU well; times of their steps then
-say nothing of the layers' speed.
+missing. Steps of small models are bound by the host, so several `--jobs` share a GPU well; times of their steps
+then say nothing of the layers' speed.
 
 Source: Wortsman et al. 2023, Sections 2.2 and 2.3, Figures 1, 2 and 9.
 """
