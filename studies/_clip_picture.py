@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import Any
 
@@ -83,10 +84,11 @@ def _losses(axis: Any, results: Results, place: tuple[str, float]) -> None:
             runs = runs_of(results, place, name, added.name)
             if not runs:
                 continue
-            points = [(step, value) for step, value in runs[0]["curve"] if value is not None]
+            steps, values = zip(*runs[0]["curve"], strict=True)
+            values = [math.nan if value is None else value for value in values]
             dashes = ADDITIONS[added.name]
             style = {"color": LOOKS[name][0], "linewidth": 1.4, "linestyle": (0, dashes) if dashes else "-"}
-            axis.plot(*zip(*points, strict=True), **style, label=f"{name}, {added.name}")
+            axis.plot(steps, values, **style, label=f"{name}, {added.name}")
     axis.set_xlabel("step")
     axis.set_title("training loss, seed 0", color=INK)
     axis.legend(frameon=False, loc="upper right", handlelength=2.6, fontsize=8)

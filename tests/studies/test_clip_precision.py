@@ -236,6 +236,19 @@ def test_what_parts_from_bf16_and_what_does_not(results: dict[str, Any]) -> None
     assert tables.separated(results, place, "LLM.int8()", "nothing") is False
 
 
+def test_a_run_that_ended_at_once_is_drawn(results: dict[str, Any], tmp_path: Path) -> None:
+    lost = next(run for run in results["runs"] if run["row"] == rows.TENSORWISE)
+    lost |= {"curve": [[3, None]], "validation_loss": None, "training_loss": None, "accuracy": None, "rise": None}
+    lost["validations"] = {key: values[:1] for key, values in lost["validations"].items()}
+    lost["magnitudes"] = {key: values[:1] for key, values in lost["magnitudes"].items()}
+    (tmp_path / "clip_precision_x.json").write_text(json.dumps(results))
+    _pictures.draw(tmp_path, tmp_path / "clip_precision_x.png")
+    assert (tmp_path / "clip_precision_x.png").read_bytes().startswith(b"\x89PNG")
+    assert "2 of 2 diverged" in tables.figure_1(results)
+    assert tables.magnitudes(results)
+    assert tables.facts(results)["diverged_tensor_wise_float8"] == "2 of 2"
+
+
 def test_a_page_takes_tables_and_numbers(
     results: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
