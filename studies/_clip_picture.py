@@ -72,6 +72,7 @@ def _ends(axis: Any, results: Results, place: tuple[str, float]) -> None:
                     color=LOOKS[name][0],
                 )  # fmt: skip
     axis.set_xticks(range(len(names)), [name.replace(" ", "\n", 1) for name in names], fontsize=8)
+    axis.set(xlim=(-0.5, len(names) - 0.5))
     axis.set_ylim(bottom=0)
     dots = ", ".join(added.name for added in ADDED)
     axis.set_title(f"at the end; left to right: {dots}" + ("; × diverged" if lost else ""), color=INK, fontsize=10)

@@ -1,12 +1,16 @@
 """Tables and facts of the CLIPs with 8-bit linear layers: the paper's figures beside ours.
 
 A run is compared with that of bf16 of the same model, learning rate, addition and seed, from the same weights and
-pictures. Accuracies are zero-shot, of held-out pictures, in per cent; their differences are in points. How far
-bf16's own runs lie apart over the seeds is what a difference is held against.
+pictures. Accuracies are zero-shot, of held-out pictures, in per cent; their differences are in points.
+
+Runs that differ in any rounding part, and end a little apart, by chance. How much is seen in how differences of one
+row change from seed to seed. Two or three seeds say that badly, so it is pooled over all rows and additions of a
+model and learning rate; a mean that is further from zero than `CERTAIN` standard errors of that is no chance.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,7 +20,8 @@ from _tables import Results, markdown, significant
 
 PAPER = {row.name: row.paper for row in ROWS}
 BECOMES = {added.name: added.paper for added in ADDED}
-ALIKE = 2  # runs at least, before anything is said to separate
+CERTAIN = 3.0  # standard errors: of two dozen means none is further from zero by chance, 19 times in 20
+FREE = 4  # degrees of freedom at least, before anything is said of chance
 
 
 def places(results: Results) -> list[tuple[str, float]]:
@@ -51,10 +56,23 @@ def _good(runs: Sequence[Results]) -> list[Results]:
     return [run for run in runs if run["diverged"] is None]
 
 
-def spread(results: Results, place: tuple[str, float], added: str, key: str) -> float | None:
-    """How far bf16's runs lie apart over the seeds: largest minus smallest; None for one seed."""
-    values = [run[key] for run in _good(runs_of(results, place, REFERENCE, added))]
-    return max(values) - min(values) if len(values) > 1 else None
+def chance(results: Results, place: tuple[str, float], key: str) -> float | None:
+    """Standard deviation over the seeds of a difference from bf16, pooled; None where there are too few runs."""
+    squares, free = 0.0, 0
+    for row in results["rows"]:
+        for added in ADDED:
+            values = differences(results, place, row["name"], added.name, key)
+            if row["name"] != REFERENCE and len(values) > 1:
+                mean = statistics.fmean(values)
+                squares += sum((x - mean) ** 2 for x in values)
+                free += len(values) - 1
+    return math.sqrt(squares / free) if free >= FREE else None
+
+
+def margin(results: Results, place: tuple[str, float], key: str, runs: int) -> float | None:
+    """What the mean difference of so many runs has to exceed."""
+    deviation = chance(results, place, key)
+    return None if deviation is None or not runs else CERTAIN * deviation / math.sqrt(runs)
 
 
 def figure_1(results: Results) -> str:
@@ -71,9 +89,10 @@ def figure_1(results: Results) -> str:
             line.append(_accuracy(runs_of(results, place, name, NOTHING)))
             line += ["", ""] if name == REFERENCE else _both(results, place, name, NOTHING)
         lines.append(line)
-    last = [f"*{REFERENCE}, largest minus smallest of its seeds*", ""]
+    last = [f"*{CERTAIN:g} standard errors of a difference*", ""]
     for place in columns:
-        points, loss = (spread(results, place, NOTHING, key) for key in ("accuracy", "validation_loss"))
+        most = max(len(runs_of(results, place, row["name"], NOTHING)) for row in results["rows"])
+        points, loss = (margin(results, place, key, most) for key in ("accuracy", "validation_loss"))
         last += ["", "" if points is None else f"{100 * points:.1f}", "" if loss is None else f"{loss:.4f}"]
     return markdown(head, [*lines, last])
 
@@ -134,9 +153,9 @@ def _signed(values: Sequence[float], digits: int) -> str:
 
 
 def separated(results: Results, place: tuple[str, float], row: str, added: str) -> bool | None:
-    """Whether a row parts from bf16: all of its losses on one side, by more than bf16's own lie apart on average.
+    """Whether a row parts from bf16: its mean loss differs by more than `margin`, or it alone diverged.
 
-    A row of which a run diverged, and bf16's of that seed did not, parts from it. None for fewer than two seeds.
+    None where there are too few runs to say.
     """
     reference = {run["seed"]: run for run in runs_of(results, place, REFERENCE, added)}
     pairs = [
@@ -145,11 +164,8 @@ def separated(results: Results, place: tuple[str, float], row: str, added: str) 
     if any(run["diverged"] is not None and other["diverged"] is None for run, other in pairs):
         return True
     values = differences(results, place, row, added, "validation_loss")
-    own = spread(results, place, added, "validation_loss")
-    if len(values) < ALIKE or own is None:
-        return None
-    one_side = min(values) > 0 or max(values) < 0
-    return one_side and abs(statistics.fmean(values)) > own
+    most = margin(results, place, "validation_loss", len(values))
+    return None if most is None else abs(statistics.fmean(values)) > most
 
 
 def separation(results: Results) -> str:
@@ -240,18 +256,19 @@ def facts(results: Results) -> dict[str, str]:
     """Numbers in sentences at the first place: by row, and by addition where it is not nothing.
 
     `accuracy_LLM_int8`, `points_…`, `loss_…`, and `diverged_…` as in `1 of 3`; `apart_…` is yes, no or too few;
-    `first_…` and `last_…` are magnitudes of blocks at the end; `spread` and `spread_points` are bf16's.
+    `first_…` and `last_…` are magnitudes of blocks at the end; `margin` and `margin_points` are what means of all
+    seeds have to exceed.
     """
     named = {"runs": str(len(results["runs"])), "seeds": str(results["training"]["seeds"])}
     named |= {"steps": str(results["training"]["steps"]), "batch": str(results["training"]["batch"])}
     if not places(results):
         return named
     place = places(results)[0]
+    seeds = results["training"]["seeds"]
+    if (loss := margin(results, place, "validation_loss", seeds)) is not None:
+        points = margin(results, place, "accuracy", seeds)
+        named |= {"margin": f"{loss:.4f}", "margin_points": f"{100 * (points or 0):.1f}"}
     for added in ADDED:
-        if (loss := spread(results, place, added.name, "validation_loss")) is not None:
-            points = spread(results, place, added.name, "accuracy")
-            named |= {_key("spread", added.name): f"{loss:.4f}"}
-            named |= {_key("spread_points", added.name): f"{100 * (points or 0):.1f}"}
         for row in results["rows"]:
             if runs := runs_of(results, place, row["name"], added.name):
                 named |= _facts_of(results, place, row["name"], added.name, runs)

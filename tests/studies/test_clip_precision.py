@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -158,11 +159,16 @@ ACCURACY = {"bf16": 0.40, "SwitchBack int8": 0.39, "LLM.int8()": 0.30, rows.TENS
 LOSS = {"bf16": 1.0, "SwitchBack int8": 1.001, "LLM.int8()": 1.3, rows.TENSORWISE: 4.9}
 
 
+# Differences of three cells, three seeds each, change from seed to seed in one: by -0.02, 0 and 0.02.
+MARGIN = 3 * math.sqrt(2 * 0.02**2 / (3 * 2)) / math.sqrt(3)
+
+
 def made_up(row: str, added: str, seed: int) -> dict[str, Any]:
-    """Seeds of bf16 are 0.1 nats and 2 points apart; float8 diverges unless there is a layer scale."""
+    """Seeds are 0.1 nats and 2 points apart; float8 diverges unless there is a layer scale, and wavers with one."""
     lost = row == rows.TENSORWISE and added == "nothing"
-    own = "bf16" if row == rows.TENSORWISE and not lost else row
-    loss, accuracy = LOSS[own] + 0.1 * seed, ACCURACY[own] + 0.02 * seed
+    wavers = row == rows.TENSORWISE and not lost
+    own = "bf16" if wavers else row
+    loss, accuracy = LOSS[own] + 0.1 * seed + (0.02 * (seed - 1) if wavers else 0.0), ACCURACY[own] + 0.02 * seed
     end = 2.0 if added == "layer scale" else 30.0
     return {
         "model": "clip-small", "row": row, "added": added, "lr": 0.002, "seed": seed, "validation_loss": loss,
@@ -185,14 +191,14 @@ def results() -> dict[str, Any]:
     return {
         "command": "python studies/clip_precision.py", "environment": {"device": "H200", "torch": "2.11.0+cu"},
         "training": {
-            "model": "clip-small", "lr": 0.002, "seed": 0, "seeds": 2, "models": ["clip-small", "clip-deep"],
+            "model": "clip-small", "lr": 0.002, "seed": 0, "seeds": 3, "models": ["clip-small", "clip-deep"],
             "rates": [0.002], "steps": 300, "warmup": 75, "batch": 512, "patch_dropout": 0.5, "final_lr": 0.0,
             "beta2": 0.99, "weight_decay": 0.2, "recipe": "stable-adamw",
         },
         "data": {"source": "emoji", "images": 13332, "captions": 3333, "held_out": 322, "prompts": 322},
         "parameters": {"clip-small": 30_000_000},
         "rows": [{"name": row.name, "title": row.title} for row in ROWS if row.name in LOSS],
-        "runs": [made_up(*cell, seed) for seed in (0, 1) for cell in cells],
+        "runs": [made_up(*cell, seed) for seed in (0, 1, 2) for cell in cells],
         "unfinished": [{}],
     }  # fmt: skip
 
@@ -204,23 +210,23 @@ def cells(table: str) -> list[list[str]]:
 def test_the_tables_say_what_the_runs_say(results: dict[str, Any]) -> None:
     head, _, *body = cells(tables.figure_1(results))
     assert head[2:] == ["clip-small, lr 0.002: accuracy", "points", "loss − bf16"]
-    assert body[0] == ["bf16", "", "41.0 (40.0 … 42.0)", "", ""]
-    assert body[1][1:3] == ["−0.1", "40.0 (39.0 … 41.0)"]
+    assert body[0] == ["bf16", "", "42.0 (40.0 … 44.0)", "", ""]
+    assert body[1][1:3] == ["−0.1", "41.0 (39.0 … 43.0)"]
     assert body[2][3:] == ["-10.0 (-10.0 … -10.0)", "+0.3000 (+0.3000 … +0.3000)"]
-    assert body[3] == [rows.TENSORWISE, "diverges", "2 of 2 diverged", "", ""]
-    assert body[4][3:] == ["2.0", "0.1000"]
+    assert body[3] == [rows.TENSORWISE, "diverges", "3 of 3 diverged", "", ""]
+    assert body[4] == ["*3 standard errors of a difference*", "", "", "0.0", f"{MARGIN:.4f}"]
     _, _, *body = cells(tables.figure_2(results))
-    assert body[0][1:] == ["diverges", "41.0 (40.0 … 42.0)", "2 of 2 diverged", ""]
-    assert body[1][3:] == ["41.0 (40.0 … 42.0)", "+0.0000 (+0.0000 … +0.0000)"]
+    assert body[0][1:] == ["diverges", "42.0 (40.0 … 44.0)", "3 of 3 diverged", ""]
+    assert body[1][3:] == ["42.0 (40.0 … 44.0)", "+0.0000 (-0.0200 … +0.0200)"]
     assert body[2] == ["KQ norm", "diverges", "", "", ""]
     _, _, *body = cells(tables.grid(results))
-    assert body[1][1:4] == ["40.0 (39.0 … 41.0)", "+0.0010 (+0.0010 … +0.0010)", ""]
+    assert body[1][1:4] == ["41.0 (39.0 … 43.0)", "+0.0010 (+0.0010 … +0.0010)", ""]
     head, _, *body = cells(tables.magnitudes(results))
     assert body[0][4:] == ["0.500", "0.600", "0.700", "1.00", "5.00", "30.0", "99.0"]
     assert body[1][9] == "2.00"
     told = tables.origin(results)
     assert "1 runs were left out" in told
-    assert "Of 12 runs 2 diverged: the loss was not finite." in told
+    assert "Of 18 runs 3 diverged: the loss was not finite." in told
 
 
 def test_what_parts_from_bf16_and_what_does_not(results: dict[str, Any]) -> None:
@@ -229,11 +235,16 @@ def test_what_parts_from_bf16_and_what_does_not(results: dict[str, Any]) -> None
     assert body[1][1:] == ["layer scale", "none", rows.TENSORWISE]
     place = tables.places(results)[0]
     assert tables.separated(results, place, "SwitchBackM int8", "nothing") is None
-    # On both sides of bf16 nothing parts, however far.
-    for run in results["runs"]:
-        if run["row"] == "LLM.int8()" and run["seed"] == 1:
-            run["validation_loss"] -= 2.0
-    assert tables.separated(results, place, "LLM.int8()", "nothing") is False
+    # Just within and just beyond what chance makes.
+    for factor, apart in ((0.99, False), (1.01, True)):
+        for run in results["runs"]:
+            if run["row"] == "LLM.int8()":
+                run["validation_loss"] = LOSS["bf16"] + 0.1 * run["seed"] - factor * MARGIN
+        assert tables.separated(results, place, "LLM.int8()", "nothing") is apart
+    # Of one seed nothing is known of chance.
+    alone = results | {"runs": [run for run in results["runs"] if run["seed"] == 0]}
+    assert tables.separated(alone, place, "LLM.int8()", "nothing") is None
+    assert tables.separated(alone, place, rows.TENSORWISE, "nothing") is True
 
 
 def test_a_run_that_ended_at_once_is_drawn(results: dict[str, Any], tmp_path: Path) -> None:
@@ -244,9 +255,9 @@ def test_a_run_that_ended_at_once_is_drawn(results: dict[str, Any], tmp_path: Pa
     (tmp_path / "clip_precision_x.json").write_text(json.dumps(results))
     _pictures.draw(tmp_path, tmp_path / "clip_precision_x.png")
     assert (tmp_path / "clip_precision_x.png").read_bytes().startswith(b"\x89PNG")
-    assert "2 of 2 diverged" in tables.figure_1(results)
+    assert "3 of 3 diverged" in tables.figure_1(results)
     assert tables.magnitudes(results)
-    assert tables.facts(results)["diverged_tensor_wise_float8"] == "2 of 2"
+    assert tables.facts(results)["diverged_tensor_wise_float8"] == "3 of 3"
 
 
 def test_a_page_takes_tables_and_numbers(
@@ -257,12 +268,12 @@ def test_a_page_takes_tables_and_numbers(
     render.results.cache_clear()
     number = "<!--=clip_precision_x.json points_LLM_int8-->?<!--/-->"
     drawn = render.rendered(f"<!-- table: clip_precision_x.json figure_2 -->\n<!-- end --> {number}")
-    assert "2 of 2 diverged" in drawn
+    assert "3 of 3 diverged" in drawn
     assert "-->-10.0<!--/-->" in drawn
     named = tables.facts(results)
     assert named["apart_LLM_int8"] == "yes"
     assert named["apart_SwitchBack_int8"] == "no"
     assert named["last_bf16_layer_scale"] == "2.00"
-    assert named["diverged_tensor_wise_float8"] == "2 of 2"
+    assert named["diverged_tensor_wise_float8"] == "3 of 3"
     assert "accuracy_tensor_wise_float8" not in named
-    assert (named["spread"], named["spread_points"]) == ("0.1000", "2.0")
+    assert (named["margin"], named["margin_points"]) == (f"{MARGIN:.4f}", "0.0")
