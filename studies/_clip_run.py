@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from _clip_pairs import Draw, Pairs, pairs_of
+from _language_run import set_rate
 from torch import Tensor, nn
 
 from narrowgauge.gauges import feature_stats
@@ -51,16 +52,8 @@ Scalars = Callable[[nn.Module, torch.optim.Optimizer], Mapping[str, Tensor]]
 
 # Of no meaning to a run here: they say where a command writes, what it prints and how it goes on.
 _NOT_SAID = (
-    "out",
-    "resume",
-    "keep",
-    "save_every",
-    "log_every",
-    "gauges_every",
-    "parallel",
-    "accumulate",
-    "workers",
-)
+    "out", "resume", "keep", "save_every", "log_every", "gauges_every", "parallel", "accumulate", "workers",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -319,12 +312,3 @@ def _read(seen: Seen) -> dict[str, list[float]]:
         mean.append(sums[3] / (sums[0] - sums[1]))
         largest.append(torch.stack([top for _, top in parts]).amax())
     return {"mean": torch.stack(mean).tolist(), "absmax": torch.stack(largest).tolist()}
-
-
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """A learning rate for all groups, in place where an optimizer wants a tensor."""
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
