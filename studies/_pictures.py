@@ -16,6 +16,7 @@ import _bytes_picture
 import _collage_picture
 import _eight_bit_adam_picture
 import _loss_spikes_picture
+import _scaling_picture
 import _state_picture
 import _throughput_picture
 import numpy as np
@@ -75,6 +76,8 @@ def draw(results: Path, path: Path) -> None:
             figure = _eight_bit_adam_picture.sensitivity(found)
         elif path.stem.startswith("state_codecs"):
             figure = _state_picture.error_over_steps(found)
+        elif path.stem.startswith("loss_scaling"):
+            figure = _scaling_picture.gradients_and_spikes(found)
         elif path.stem.startswith("loss_spikes"):
             figure = _loss_spikes_picture.around_the_switch(found)
         else:
