@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import _bytes_picture
+import _clip_picture
 import _collage_picture
 import _eight_bit_adam_picture
 import _loss_spikes_picture
@@ -68,6 +69,8 @@ def draw(results: Path, path: Path) -> None:
                 figure = adam_maps(found, dict(arrays))
         elif path.stem.startswith("bytes_and_loss"):
             figure = _bytes_picture.bytes_against_loss(found)
+        elif path.stem.startswith("clip_precision"):
+            figure = _clip_picture.progress(found)
         elif path.stem.startswith("collage_training"):
             figure = _collage_picture.progress(found)
         elif path.stem.startswith("collage_throughput"):

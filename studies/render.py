@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import _bytes_tables
+import _clip_tables
 import _collage_tables
 import _eight_bit_adam_tables
 import _evidence
@@ -43,6 +44,7 @@ OTHERS = (ROOT / "README.md", ROOT / "docs" / "evidence.md")
 TABLES = {
     "quantization_error": _quantization_tables.TABLES,
     "inner_product_noise": _noise_tables.TABLES,
+    "clip_precision": _clip_tables.TABLES,
     "collage_float8": _float8_tables.TABLES,
     "collage_training": _collage_tables.TABLES,
     "collage_throughput": _throughput_tables.TABLES,
@@ -58,6 +60,7 @@ FACTS = {
     "quantization_error": _quantization_tables.quantization_facts,
     "inner_product_noise": _noise_tables.noise_facts,
     "bytes_and_loss": _bytes_tables.facts,
+    "clip_precision": _clip_tables.facts,
     "collage_training": _collage_tables.facts,
     "collage_throughput": _throughput_tables.facts,
     "eight_bit_adam": _eight_bit_adam_tables.facts,
