@@ -51,7 +51,7 @@ SMALL = replace(
     LARGE,
     language=replace(
         LARGE.language, megabytes=4, model="micro", vocabulary=1024, sequence=64, batch=8, steps=120, warmup=20,
-        lr=1e-3, windows=64,
+        lr=5e-4, windows=64,
     ),
 )  # fmt: skip
 CHECK = replace(

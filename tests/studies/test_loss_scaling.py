@@ -257,5 +257,23 @@ def test_tables_of_a_study_that_has_no_runs_yet(results: dict[str, Any]) -> None
     assert "1 runs were left out" in tables.origin(empty)
 
 
+def test_the_page_holds_for_what_is_committed() -> None:
+    """Sentences of the page that no table says: each would be wrong, were the results others."""
+    committed = json.loads((Path(study.__file__).parent / "results" / "loss_scaling_cpu.json").read_text())
+
+    def cost(injection: str, row: str) -> list[float]:
+        return tables.apart(tables.runs_of(committed, injection, row), tables.runs_of(committed, "none", row))
+
+    columns = zip(*(cost("inf × 20", name) for name in ("by tensor", "whole step", "dynamic")), strict=True)
+    assert all(by_tensor < whole < dynamic for by_tensor, whole, dynamic in columns)
+    assert cost("large × 20", "by tensor") == cost("large × 20", "whole step")
+    assert min(cost("large × 20", "dynamic")) > max(cost("large × 20", "by tensor"))
+    reference = tables.runs_of(committed, "formats", "fp32")
+    alone = tables.apart(tables.runs_of(committed, "formats", "fp16 alone, dynamic"), reference)
+    assert min(alone) > 0
+    errors = [[scale["error"] for scale in made["fp16"]] for made in tables.looks(committed)]
+    assert all(abs(at[1] - at[3]) < 0.1 * at[3] for at in errors)
+
+
 def test_powers_are_written_as_such() -> None:
     assert [tables.power(x) for x in (2.0**16, 8.0, 2.0**-4, 1024.0)] == ["2¹⁶", "8", "2⁻⁴", "1,024"]
