@@ -18,6 +18,7 @@ import _collage_picture
 import _eight_bit_adam_picture
 import _loss_spikes_picture
 import _scaling_picture
+import _stability_picture
 import _state_picture
 import _throughput_picture
 import numpy as np
@@ -81,6 +82,8 @@ def draw(results: Path, path: Path) -> None:
             figure = _state_picture.error_over_steps(found)
         elif path.stem.startswith("loss_scaling"):
             figure = _scaling_picture.gradients_and_spikes(found)
+        elif path.stem.startswith("stability"):
+            figure = _stability_picture.losses_and_rms(found)
         elif path.stem.startswith("loss_spikes"):
             figure = _loss_spikes_picture.around_the_switch(found)
         else:

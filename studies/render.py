@@ -32,6 +32,7 @@ import _noise_tables
 import _pictures
 import _quantization_tables
 import _scaling_tables
+import _stability_tables
 import _state_tables
 import _throughput_tables
 import _variants_tables
@@ -54,6 +55,7 @@ TABLES = {
     "loss_scaling": _scaling_tables.TABLES,
     "loss_spikes": _loss_spikes_tables.TABLES,
     "adam_variants": _variants_tables.TABLES,
+    "stability": _stability_tables.TABLES,
     "memory_plans": _memory_tables.TABLES,
 }
 FACTS = {
@@ -68,6 +70,7 @@ FACTS = {
     "loss_scaling": _scaling_tables.facts,
     "loss_spikes": _loss_spikes_tables.facts,
     "adam_variants": _variants_tables.facts,
+    "stability": _stability_tables.facts,
 }
 TABLE = re.compile(r"(<!-- table: (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 PICTURE = re.compile(r"\]\((\w+)\.png\)")
