@@ -108,6 +108,8 @@ def _varied(results: Results, field: str, title: str) -> str:
     values = sorted({run[field] for run in results["runs"]}, key=_order(results, field))
     lines = []
     for value in values:
+        if not runs_of(results, row=PLAIN, **{field: value}):
+            continue
         line = [f"{value:g}" if not isinstance(value, str) else value]
         for beta2 in (LONG, SHORT):
             runs = runs_of(results, row=PLAIN, beta2=beta2, **{field: value})
