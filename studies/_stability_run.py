@@ -86,6 +86,7 @@ class Plan:
 
     Attributes:
         settings: of a training; model, learning rate and batch are those that are not varied.
+        sizes: models beside that of the settings.
         judged_from: the first step at which a spike could be found: the heuristics leave out a warm-up.
         switch: share of the steps after which the patch embedding gets its whole gradient.
     """
@@ -97,6 +98,7 @@ class Plan:
             validation_windows=1024, sequence=16, device="cpu",
         )
     )  # fmt: skip
+    sizes: tuple[str, ...] = ("clip-deep", "clip-mini")
     judged_from: int = 101
     switch: float = 0.5
 

@@ -49,7 +49,6 @@ from narrowgauge.trainers import parameter_count
 LONG, SHORT = 0.999, 0.95
 BETAS = {PLAIN.name: (LONG, 0.99, SHORT, 0.9), STABLE.name: (LONG, 0.99, SHORT), CLIPPED.name: (LONG, 0.99, SHORT)}
 FACTORS = {"rates": (2.0, 0.5, 0.25), "batches": (4.0, 0.25)}  # times the base's
-SIZES = ("clip-deep", "clip-mini")  # beside the base's
 KINDS = ("shift", "ways", "rates", "batches", "sizes")
 SHIFTED = ((PLAIN.name, LONG), (STABLE.name, LONG), (CLIPPED.name, LONG), (PLAIN.name, SHORT))
 DIM = 1 / 16
@@ -57,13 +56,15 @@ SMALL = Plan(
     replace(
         Plan().settings, model="clip-micro", batch=64, steps=240, warmup=40, autocast="none",
         validation_windows=256,
-    )
+    ),
+    sizes=("clip-mini",),
 )  # fmt: skip
 CHECK = Plan(
     replace(
         Plan().settings, model="clip-micro", batch=8, steps=12, warmup=3, sequence=8, vocabulary=280,
         autocast="none", validation_windows=8, workers=1,
     ),
+    sizes=("clip-mini",),
     judged_from=4,
 )  # fmt: skip
 
@@ -84,7 +85,7 @@ def tasks_of(kind: str, plan: Plan, seed: int) -> list[Task]:
     elif kind == "batches":
         varied = [replace(here, batch=round(base.batch * factor)) for factor in FACTORS[kind]]
     elif kind == "sizes":
-        varied = [replace(here, model=model) for model in SIZES if model != base.model]
+        varied = [replace(here, model=model) for model in plan.sizes if model != base.model]
     return [replace(task, beta2=beta2) for task in varied for beta2 in (LONG, SHORT)]
 
 
@@ -98,7 +99,7 @@ def about(plan: Plan, seeds: int) -> dict[str, Any]:
     """What a results file says of the study before anything has run."""
     pairs = _clip_pairs.pairs_of(plan.settings)
     _clip_run.drawing(plan.settings, pairs)  # before the first run: whether there are enough of them
-    models = dict.fromkeys((plan.settings.model, *SIZES))
+    models = dict.fromkeys((plan.settings.model, *plan.sizes))
     sizes = {
         model: parameter_count(_clip_run.start(replace(plan.settings, model=model), pairs).model)
         for model in models
