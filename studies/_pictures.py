@@ -17,6 +17,8 @@ import _clip_picture
 import _collage_picture
 import _eight_bit_adam_picture
 import _loss_spikes_picture
+import _scaling_picture
+import _stability_picture
 import _state_picture
 import _throughput_picture
 import numpy as np
@@ -78,6 +80,10 @@ def draw(results: Path, path: Path) -> None:
             figure = _eight_bit_adam_picture.sensitivity(found)
         elif path.stem.startswith("state_codecs"):
             figure = _state_picture.error_over_steps(found)
+        elif path.stem.startswith("loss_scaling"):
+            figure = _scaling_picture.gradients_and_spikes(found)
+        elif path.stem.startswith("stability"):
+            figure = _stability_picture.losses_and_rms(found)
         elif path.stem.startswith("loss_spikes"):
             figure = _loss_spikes_picture.around_the_switch(found)
         else:

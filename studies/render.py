@@ -31,6 +31,8 @@ import _memory_tables
 import _noise_tables
 import _pictures
 import _quantization_tables
+import _scaling_tables
+import _stability_tables
 import _state_tables
 import _throughput_tables
 import _variants_tables
@@ -50,8 +52,10 @@ TABLES = {
     "bytes_and_loss": _bytes_tables.TABLES,
     "eight_bit_adam": _eight_bit_adam_tables.TABLES,
     "state_codecs": _state_tables.TABLES,
+    "loss_scaling": _scaling_tables.TABLES,
     "loss_spikes": _loss_spikes_tables.TABLES,
     "adam_variants": _variants_tables.TABLES,
+    "stability": _stability_tables.TABLES,
     "memory_plans": _memory_tables.TABLES,
 }
 FACTS = {
@@ -63,8 +67,10 @@ FACTS = {
     "collage_throughput": _throughput_tables.facts,
     "eight_bit_adam": _eight_bit_adam_tables.facts,
     "state_codecs": _state_tables.state_facts,
+    "loss_scaling": _scaling_tables.facts,
     "loss_spikes": _loss_spikes_tables.facts,
     "adam_variants": _variants_tables.facts,
+    "stability": _stability_tables.facts,
 }
 TABLE = re.compile(r"(<!-- table: (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 PICTURE = re.compile(r"\]\((\w+)\.png\)")
