@@ -99,8 +99,8 @@ def train(
     begun, setting = time.perf_counter(), plan.language
     model = _language_run.start(setting, seed)
     optimizer = row.recipe.apply(
-        model, lr=setting.lr, betas=(setting.beta1, plan.beta2), eps=setting.eps, weight_decay=setting.weight_decay,
-        max_grad_norm=setting.clip or None, seed=seed,
+        model, lr=setting.lr, decay_all=True, betas=(setting.beta1, plan.beta2), eps=setting.eps,
+        weight_decay=setting.weight_decay, max_grad_norm=setting.clip or None, seed=seed,
     )  # fmt: skip
     device = torch.device(setting.device).type
     scaler = row.scaler(device, plan.interval) if row.scaler else None
