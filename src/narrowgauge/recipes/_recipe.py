@@ -94,15 +94,17 @@ class Recipe:
             if name in optimizer_arguments:
                 raise ValueError(f"{name}: got {optimizer_arguments[name]!r}, follows from recipe {self.name!r}")
         cast(model, self.dtype)
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         options = optimizer_arguments if lr is None else {"lr": lr, **optimizer_arguments}
         make: Callable[..., NarrowOptimizer] = self.optimizer  # the named classes, which take more than their base
-        groups = trained if decay_all else _groups(trained, undecayed(model))
-        return make(groups, weights=self.weights, states=self.states, **options)
+        return make(decay_groups(model, decay_all), weights=self.weights, states=self.states, **options)
 
 
-def _groups(trained: list[tuple[str, nn.Parameter]], bare: set[int]) -> list[dict[str, Any]]:
-    """What decays, as the optimizer is told to, and what does not; of no parameters there is no group."""
+def decay_groups(model: nn.Module, decay_all: bool) -> list[Any]:
+    """A model's named parameters for an optimizer: all alike, or in a group without decay what should not."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if decay_all:
+        return trained
+    bare = undecayed(model)
     parts = ([one for one in trained if (id(one[1]) in bare) is has_none] for has_none in (False, True))
     both = [{"params": part, **given} for part, given in zip(parts, ({}, {"weight_decay": 0.0}), strict=True)]
     return [group for group in both if group["params"]]
