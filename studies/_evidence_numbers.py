@@ -43,7 +43,7 @@ def compressed(results: Results) -> dict[str, str]:
     """Bytes of 8-bit gradients with error feedback as a share of bf16's, and below which bandwidth they pay."""
     buckets = results["runs"][0]["buckets"]
     row = buckets[max(buckets, key=int)]["8 bits, feedback"]
-    return {"share": f"{row['share of bf16']:.2f}", "pays": f"{row['pays below GB/s']:.2f}"}
+    return {"share": f"{row['share of bf16']:.2f}", "pays": f"{row['codec']['2 ranks pay below GB/s']:.2f}"}
 
 
 def loss_spikes(results: Results) -> dict[str, str]:
