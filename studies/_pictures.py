@@ -17,6 +17,7 @@ import _clip_picture
 import _collage_picture
 import _eight_bit_adam_picture
 import _loss_spikes_picture
+import _magnitudes_picture
 import _scaling_picture
 import _stability_picture
 import _state_picture
@@ -82,6 +83,8 @@ def draw(results: Path, path: Path) -> None:
             figure = _state_picture.error_over_steps(found)
         elif path.stem.startswith("loss_scaling"):
             figure = _scaling_picture.gradients_and_spikes(found)
+        elif path.stem.startswith("training_magnitudes"):
+            figure = _magnitudes_picture.magnitudes(found)
         elif path.stem.startswith("stability"):
             figure = _stability_picture.losses_and_rms(found)
         elif path.stem.startswith("loss_spikes"):

@@ -27,6 +27,7 @@ import _evidence
 import _evidence_numbers
 import _float8_tables
 import _loss_spikes_tables
+import _magnitudes_tables
 import _memory_tables
 import _noise_tables
 import _pictures
@@ -56,6 +57,7 @@ TABLES = {
     "loss_spikes": _loss_spikes_tables.TABLES,
     "adam_variants": _variants_tables.TABLES,
     "stability": _stability_tables.TABLES,
+    "training_magnitudes": _magnitudes_tables.TABLES,
     "memory_plans": _memory_tables.TABLES,
 }
 FACTS = {
@@ -71,6 +73,7 @@ FACTS = {
     "loss_spikes": _loss_spikes_tables.facts,
     "adam_variants": _variants_tables.facts,
     "stability": _stability_tables.facts,
+    "training_magnitudes": _magnitudes_tables.facts,
 }
 TABLE = re.compile(r"(<!-- table: (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 PICTURE = re.compile(r"\]\((\w+)\.png\)")

@@ -23,6 +23,7 @@ def test_there_is_a_page_for_each_study() -> None:
         "memory_plans",
         "quantization_error",
         "state_codecs",
+        "training_magnitudes",
     ]
     assert {render.study_of(path.name) for path in RESULTS} == {page.stem for page in PAGES}
 
