@@ -19,7 +19,7 @@ from torch import Tensor
 from narrowgauge import gauges, recipes
 from narrowgauge.recipes import cast
 
-from ._around import Clock, determinism
+from ._around import Clock, determinism, unwarned
 from ._build import Parts, build_parts, plain_model
 from ._examples import divided
 from ._export import export_model
@@ -93,7 +93,7 @@ def fit(
     if team.first:
         begin(settings, step)
     loop = Loop(settings, parts, task, keeper, observer, team)
-    with determinism(settings.deterministic):
+    with determinism(settings.deterministic), unwarned():
         outcome = loop.run(step, stop)
     if not (outcome.stopped or outcome.diverged):
         model = parts.model if not team.shards else _gathered(settings, opened, parts.model, team)

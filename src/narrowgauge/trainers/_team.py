@@ -196,8 +196,9 @@ class Team:
             return
         for p in _single(model):
             if p.grad is not None:
-                dist.all_reduce(p.grad)
-                p.grad /= self.world
+                total = p.grad.to(torch.float32)
+                dist.all_reduce(total)
+                p.grad.copy_(total / self.world)
 
     @contextlib.contextmanager
     def whole(self, model: nn.Module) -> Iterator[None]:
