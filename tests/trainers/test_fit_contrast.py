@@ -84,9 +84,7 @@ def assert_equal_gradients(some: list[torch.Tensor], wanted: list[torch.Tensor],
 
 def assert_equal_runs(out: Path, reference: Path, least: float = 1e-5) -> None:
     """Losses, validations, accuracies and weights."""
-    one, two = (
-        [r for r in read_history(of / FILE) if "images_per_second" not in r] for of in (out, reference)
-    )
+    one, two = ([r for r in read_history(of / FILE) if "images_per_second" not in r] for of in (out, reference))
     assert len(one) == len(two) > 3
     for a, b in zip(one, two, strict=True):
         assert a == pytest.approx(b, rel=least, abs=least)

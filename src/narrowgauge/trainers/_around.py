@@ -1,4 +1,4 @@
-"""What surrounds the steps of a run: the time that they take, torch's promise to repeat itself, and its warnings."""
+"""What surrounds a run's steps: the time they take, torch's promise to repeat itself, a warning that is none."""
 
 from __future__ import annotations
 

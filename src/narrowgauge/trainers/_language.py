@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from ._batches import Batches, validation_windows
 from ._examples import Examples
 from ._flops import flops_per_token
-from ._gradients import Step
-from ._held_out import HeldOut
 from ._models import MASK, SPECIAL, Objective, masked_token_loss, next_token_loss
 from ._sources import TokenSource
+
+if TYPE_CHECKING:  # they bring processes and gauges with them
+    from ._gradients import Step
+    from ._held_out import HeldOut
 
 COVERED = 0.15  # of the tokens of a window are to be said; Devlin et al. 2019, Section 3.1
 _MASKED, _RANDOM = 0.8, 0.1  # of those: shown as the mask, shown as any token; the rest as they are
