@@ -52,6 +52,7 @@ STOPPED: dict[str, dict[str, Any]] = {
     "clip": {"recipe": "adamw8bit-split8", **ADDED, "stable_embedding": True},
     "clip, a plan, stochastic rounding": {"recipe": "stochastic", "linear": "SWITCHBACK", "flip": True},
     "clip, autocast, a scaler": {"autocast": "bf16", "scaler": "tensor", "gradient_checkpointing": True},
+    "clip, in parts": {"recipe": "adamw8bit-split8", "patch_dropout": 0.5, "accumulate": 2, "gauges_every": 2},
     "vit": {"recipe": "adamw8bit-split8", **ADDED, "patch_norm": "before", "accumulate": 2},
 }
 
