@@ -38,7 +38,7 @@ from narrowgauge.gauges._modules import tensor_in
 from narrowgauge.optim import NarrowOptimizer
 from narrowgauge.trainers import TrainSettings, parameter_count
 from narrowgauge.trainers._build import Parts, build_parts
-from narrowgauge.trainers._language import Examples
+from narrowgauge.trainers._examples import Examples
 from narrowgauge.trainers._schedule import schedule
 from narrowgauge.trainers._train import mean_loss
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from narrowgauge.optim import NarrowOptimizer, UpdateStats
 from narrowgauge.trainers import Corpus, LanguageTask, TokenizedCorpus, load_corpus, tokenize
 from narrowgauge.trainers._additions import add_stable_embedding
-from narrowgauge.trainers._language import Examples
+from narrowgauge.trainers._examples import Examples
 from narrowgauge.trainers._models import preset
 from narrowgauge.trainers._schedule import schedule
 from narrowgauge.trainers._train import mean_loss

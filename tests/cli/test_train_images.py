@@ -125,7 +125,7 @@ def test_other_images_are_not_gone_on_with(shards: Path, tmp_path: Path, capsys)
         (("--flip",), "--flip: got True, takes False to go on from"),
         (("--data", str(shards / "bars-000.tar")), "whose content is not that of"),
         (("--data", "nowhere.csv"), "--data: got nowhere.csv, where nothing is; takes a CSV, tar files"),
-        (("--accumulate", "2"), "--accumulate: got 2, takes 1 with --model clip-micro"),
+        (("--accumulate", "3"), "--accumulate: got 3, takes a divisor of --batch 4"),
     ):
         assert asked(*more) == 2
         complaint = capsys.readouterr().err

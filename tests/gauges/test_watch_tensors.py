@@ -1,5 +1,6 @@
 """Gradients, features and moments of a watched training, beside the functions that measure one tensor."""
 
+import contextlib
 import logging
 from typing import Any
 
@@ -115,6 +116,25 @@ def test_accumulated_batches_count_together() -> None:
             loss_of(net, *batch(step, rows=step + 2)).backward()
         optimizer.step()
     same(of_kind(watch.rows(), "activation", name="blocks.0")[0], *seen)
+
+
+def test_a_pass_that_will_be_made_again_is_not_measured() -> None:
+    """Nor what the context was left by; a watch that measures no features has it too."""
+    rows = []
+    for again in (False, True):
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        with gauges.watch(net, optimizer, every=1) as watch:
+            if again:
+                with contextlib.suppress(KeyError), torch.no_grad(), watch.paused():
+                    net(batch(0)[0])
+                    raise KeyError
+            train(net, optimizer, 2, watch)
+        rows.append([row for row in watch.rows() if row["kind"].startswith("activation")])
+    assert rows[0] == rows[1]
+    assert rows[0]
+    with gauges.watch(net, optimizer, every=1, activations=False) as watch, watch.paused():
+        net(batch(0)[0])
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from narrowgauge.trainers import TrainSettings, fit
 from narrowgauge.trainers._history import FILE, read_history
@@ -35,6 +36,22 @@ def small_settings(path: Path) -> TrainSettings:
         data=path, model="micro", recipe="fp32", steps=6, batch=4, sequence=16, vocabulary=256, lr=0.01, warmup=2,
         validation_windows=6, validate_every=3, gauges_every=0, save_every=0, log_every=1, device="cpu",
     )  # fmt: skip
+
+
+@contextlib.contextmanager
+def gradients_kept() -> Iterator[list[list[torch.Tensor]]]:
+    """All gradients that optimizers in this context step with, whole, step by step."""
+    kept: list[list[torch.Tensor]] = []
+
+    def keep(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        kept.append([(g.full_tensor() if hasattr(g, "full_tensor") else g).clone() for g in grads])
+
+    handle = register_optimizer_step_pre_hook(keep)
+    try:
+        yield kept
+    finally:
+        handle.remove()
 
 
 class Silent:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 def train(request: dict[str, Any], rank: int) -> None:
     """One process of a training, as torchrun starts it."""
-    from fitted import Silent
+    from fitted import Silent, gradients_kept
 
     from narrowgauge.trainers import TrainSettings, fit
     from narrowgauge.trainers._team import processes
@@ -35,8 +35,9 @@ def train(request: dict[str, Any], rank: int) -> None:
         looks.append(1)
         return stops is not None and len(looks) >= stops
 
-    with processes(torch.device("cpu")) as device:
+    with processes(torch.device("cpu")) as device, gradients_kept() as gradients:
         outcome = fit(settings, device, observer, stop)
+    torch.save(gradients, Path(request["answers"], f"{rank}.pt"))
     answer = {"outcome": outcome.__dict__, "told": observer.told, "initialized": dist.is_initialized()}
     Path(request["answers"], f"{rank}.json").write_text(json.dumps(answer))
 
@@ -44,11 +45,11 @@ def train(request: dict[str, Any], rank: int) -> None:
 def serve() -> None:
     """Read requests, a line of JSON each, and run them."""
     import fitted
+    from transformers import CLIPModel, GPT2LMHeadModel
 
     from narrowgauge.trainers import fit
 
-    assert fitted
-    assert fit
+    assert all((fitted, CLIPModel, GPT2LMHeadModel, fit))
     for line in sys.stdin:
         request = json.loads(line)
         children = []

@@ -52,6 +52,7 @@ STOPPED: dict[str, dict[str, Any]] = {
     "clip": {"recipe": "adamw8bit-split8", **ADDED, "stable_embedding": True},
     "clip, a plan, stochastic rounding": {"recipe": "stochastic", "linear": "SWITCHBACK", "flip": True},
     "clip, autocast, a scaler": {"autocast": "bf16", "scaler": "tensor", "gradient_checkpointing": True},
+    "clip, in parts": {"recipe": "adamw8bit-split8", "patch_dropout": 0.5, "accumulate": 2, "gauges_every": 2},
     "vit": {"recipe": "adamw8bit-split8", **ADDED, "patch_norm": "before", "accumulate": 2},
 }
 
@@ -229,7 +230,7 @@ def test_utilisation_counts_images(clip: TrainSettings, tmp_path: Path, monkeypa
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "parts of what is contrasted": ({"accumulate": 2}, r"--accumulate: got 2, takes 1 with --model clip-micro: a"),
+    "parts of a pair": ({"accumulate": 3}, r"--accumulate: got 3, takes a divisor of --batch 8"),
     "one pair": ({"batch": 1}, r"--batch: got 1, takes at least 2 with --model clip-micro"),
     "a norm elsewhere": ({"patch_norm": "behind"}, r"--patch-norm: got 'behind', takes one of none, before, after"),
     "all patches": ({"patch_dropout": 1.0}, r"--patch-dropout: got 1.0, takes a number from 0 to below 1"),

@@ -133,16 +133,6 @@ def test_what_is_refused_and_shared() -> None:
         assert sorted(taken) == list(range(count))
 
 
-def test_what_is_contrasted_with_a_whole_step_is_not_divided(
-    small: TrainSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):
-        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
-    assert Team.of(replace(small, batch=4)).world == 2
-    with pytest.raises(SettingsError, match=r"^--model: got 'clip-micro' in 2 processes, takes one"):
-        Team.of(replace(small, model="clip-micro", batch=4))
-
-
 def test_gathering_codes_changes_no_bit(trainings: Trainings, small: TrainSettings, tmp_path: Path) -> None:
     changes = {"parallel": "fsdp", "linear": "SWITCHBACK"}
     runs = {}

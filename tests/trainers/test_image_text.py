@@ -19,7 +19,7 @@ from narrowgauge.trainers import DataError, TrainSettings
 from narrowgauge.trainers._captions import learned_captions, read_captions
 from narrowgauge.trainers._flops import flops_per_image
 from narrowgauge.trainers._image_models import IMAGE_PRESETS, ClipSizes, build_image_model, clip_model, vit_model
-from narrowgauge.trainers._image_text import accuracy, contrastive_loss
+from narrowgauge.trainers._image_text import accuracy, contrast, contrastive_loss, unit_pairs
 from narrowgauge.trainers._images import normalized
 from narrowgauge.trainers._tasks import open_task
 from narrowgauge.trainers._tokens import END_OF_TEXT
@@ -52,6 +52,21 @@ def test_the_loss_in_float64(n: int, width: int, scale: float, seed: int) -> Non
     order = torch.randperm(n, generator=draw)
     again = contrastive_loss(8 * images[order], texts[order] / 4, torch.tensor(scale))
     assert again.item() == pytest.approx(found.item(), abs=1e-4)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.floats(0.0, 3.0), st.integers(0, 2**31))
+def test_equal_shares_have_the_loss_and_gradients_of_all(shares: int, each: int, scale: float, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    images, texts = (torch.randn(shares * each, 5, generator=draw).requires_grad_() for _ in range(2))
+    logit_scale = torch.tensor(scale, requires_grad=True)
+    leaves, pairs = [images, texts, logit_scale], unit_pairs(images, texts)
+    assert pairs.detach().view(-1, 2, 5).norm(dim=2).sub(1).abs().max() < 1e-6
+    rows = [slice(n * each, (n + 1) * each) for n in range(shares)]
+    mean = torch.stack([contrast(pairs, some, logit_scale) for some in rows]).mean()
+    whole = contrastive_loss(images, texts, logit_scale)
+    torch.testing.assert_close(mean, whole, rtol=1e-5, atol=1e-5)
+    for one, two in zip(torch.autograd.grad(mean, leaves), torch.autograd.grad(whole, leaves), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
 
 
 def test_the_loss_is_transformers_own(pairs: TrainSettings) -> None:

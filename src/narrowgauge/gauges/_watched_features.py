@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -60,6 +61,19 @@ class WatchedFeatures:
         self.forget()
         if self._hooks is not None:
             self._hooks.due = due
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What passes in this context is not seen."""
+        hooks = self._hooks
+        if hooks is None:
+            yield
+            return
+        due, hooks.due = hooks.due, False
+        try:
+            yield
+        finally:
+            hooks.due = due
 
     def forget(self) -> None:
         """Drop what has been seen."""

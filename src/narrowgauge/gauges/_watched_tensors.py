@@ -6,6 +6,7 @@ it, so that ranks' tables fit together. What has nothing has zeros and makes no 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -80,6 +81,10 @@ class WatchedTensors:
     @property
     def _in_backward(self) -> bool:
         return getattr(self._optimizer, "in_backward", None) is not None
+
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        """The context of forward passes whose features are not measured."""
+        return self._features.paused()
 
     def expect(self, step: int) -> None:
         """The step that comes next: what of it has to be prepared before the forward pass."""

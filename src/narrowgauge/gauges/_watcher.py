@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import weakref
@@ -131,6 +132,13 @@ class Watch:
             except (TypeError, ValueError):
                 raise TypeError(f"value: got {value!r}, takes a number, or a tensor of one element") from None
         self._steps.told(value)
+
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        """The context of a forward pass that is not measured: one that will be made again, as for gradient caching.
+
+        Of what modules return in it there is no record. Steps are not to be taken in it.
+        """
+        return self._tensors.paused()
 
     def rows(self) -> list[Record]:
         """The records until now, in order; waits for what is on its way from the device.

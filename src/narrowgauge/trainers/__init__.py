@@ -28,6 +28,8 @@ from narrowgauge.trainers._train import Run, Settings, evaluate, make_optimizer,
 if TYPE_CHECKING:
     from narrowgauge.trainers._fit import Outcome as Outcome
     from narrowgauge.trainers._fit import fit as fit
+    from narrowgauge.trainers._gradients import Step as Step
+    from narrowgauge.trainers._held_out import HeldOut as HeldOut
     from narrowgauge.trainers._observer import Observer as Observer
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "Corpus",
     "DamagedShardError",
     "DataError",
+    "HeldOut",
     "LanguageTask",
     "ModelError",
     "Observer",
@@ -43,6 +46,7 @@ __all__ = [
     "Run",
     "Settings",
     "SettingsError",
+    "Step",
     "Task",
     "TokenizedCorpus",
     "TrainSettings",
@@ -65,7 +69,7 @@ __all__ = [
 
 # What brings checkpoints over processes and gauges with it: imported when it is asked for, so that a command that
 # trains nothing answers at once.
-_FIT = ("Observer", "Outcome", "fit")
+_FIT = ("HeldOut", "Observer", "Outcome", "Step", "fit")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,10 +1,11 @@
-"""What surrounds the steps of a run: the time that they take, and torch's promise to repeat itself."""
+"""What surrounds a run's steps: the time they take, torch's promise to repeat itself, a warning that is none."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import time
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -50,3 +51,11 @@ def determinism(asked: bool) -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@contextlib.contextmanager
+def unwarned() -> Iterator[None]:
+    """Without FSDP2's warning of models that return views, as CLIP's logits are: nothing here writes to them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+        yield

@@ -1,15 +1,15 @@
 """Train a model for real: `narrowgauge train`.
 
-A step draws its examples, divides them into as many parts as memory asks for, and adds up the gradients of the
-parts' mean; the optimizer unscales and clips in its own pass. The loop waits for the device only where it looks at
-the loss (`log_every`), validates or saves. What is measured changes no bit of what is computed.
+A step draws its examples and divides them into as many parts as memory asks for; the task makes the gradients, and
+the optimizer unscales and clips in its own pass. The loop waits for the device only where it looks at the loss
+(`log_every`), validates or saves. What is measured changes no bit of what is computed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +19,15 @@ from torch import Tensor
 from narrowgauge import gauges, recipes
 from narrowgauge.recipes import cast
 
-from ._around import Clock, determinism
+from ._around import Clock, determinism, unwarned
 from ._build import Parts, build_parts, plain_model
+from ._examples import divided
 from ._export import export_model
 from ._flops import peak_flops
+from ._gradients import Step
+from ._held_out import HeldOut
 from ._history import History
-from ._language import Examples, Task
+from ._language import Task
 from ._observer import Observer, Unheard
 from ._run_folder import GAUGES, Keeper, begin, find_checkpoint, make_folder
 from ._schedule import schedule
@@ -90,7 +93,7 @@ def fit(
     if team.first:
         begin(settings, step)
     loop = Loop(settings, parts, task, keeper, observer, team)
-    with determinism(settings.deterministic):
+    with determinism(settings.deterministic), unwarned():
         outcome = loop.run(step, stop)
     if not (outcome.stopped or outcome.diverged):
         model = parts.model if not team.shards else _gathered(settings, opened, parts.model, team)
@@ -175,24 +178,17 @@ class Loop:
         for group in parts.optimizer.param_groups:
             group["lr"] = self._rate(number)
         parts.optimizer.zero_grad()
-        total = torch.zeros((), device=self._device)
-        divided = _divided(self.team.share(self.task.draw()), settings.accumulate)
-        for place, examples in enumerate(divided, start=1):
-            with self.team.together(parts.runs, place == len(divided)):
-                with parts.computing():
-                    loss = self.task.loss(parts.runs, _moved(examples, self._device))
-                share = loss / settings.accumulate
-                total += share.detach()
-                torch.autograd.backward(share if scaler is None else scaler.scale(share))
+        share = divided(self.team.share(self.task.draw()), settings.accumulate)
+        loss = self.task.gradients(Step(parts, self.team, share, self._device, watch))
         if watch is not None:
-            watch.loss(total)
+            watch.loss(loss)
         if scaler is None:
             parts.optimizer.step()
         else:
             scaler.step(parts.optimizer)
             scaler.update()
         self.task.stepped(parts.model)
-        return total
+        return loss
 
     def _rate(self, number: int) -> float:
         s = self.settings
@@ -238,19 +234,16 @@ class Loop:
 
     @torch.no_grad()
     def _validate(self, number: int, history: History | None) -> float:
-        """Mean loss over the validation examples, a step's part at a time."""
-        parts, size = self.parts, max(1, self.settings.batch // self.settings.accumulate // self.team.world)
-        held_out = self.task.validation()
-
-        def examples() -> Iterator[Examples]:
-            for part in _divided(held_out, math.ceil(_count(held_out) / size)):
-                yield _moved(part, self._device)
-
+        """Mean loss over the validation examples, and what else the task asks of them."""
+        settings, parts, team = self.settings, self.parts, self.team
+        size = max(1, settings.batch // settings.accumulate // team.world)
+        held_out = HeldOut(parts.model, team, self.task.validation(), settings.batch, size, self._device)
         parts.model.eval()
         try:
             with parts.computing():
-                loss = self._mean_loss(held_out, size)
-                asked = self.task.asked(parts.model, examples)
+                loss = self.task.held_out_loss(held_out)
+                with team.whole(parts.model):
+                    asked = self.task.asked(parts.model, held_out.parts)
         finally:
             parts.model.train()
         if history is not None:
@@ -266,37 +259,9 @@ class Loop:
         for line in self.task.news():
             self.observer.say(line)
 
-    def _mean_loss(self, held_out: Examples, size: int) -> float:
-        """Mean over all examples, of whose parts each is one process's."""
-        divided = _divided(held_out, math.ceil(_count(held_out) / size))
-        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
-        for number, counts in self.team.turns(len(divided)):
-            examples = divided[number]
-            mean = self.task.loss(self.parts.model, _moved(examples, self._device)).double()
-            if counts:
-                sums += torch.stack([mean * _count(examples), torch.full_like(mean, _count(examples))])
-        total, count = self.team.sum(sums).tolist()
-        return float(total / count)
-
 
 def _due(number: int, every: int) -> bool:
     return every > 0 and number % every == 0
-
-
-def _divided(examples: Examples, count: int) -> list[Examples]:
-    """Examples in equal parts, but for the last."""
-    chunks = zip(*(tensor.chunk(count) for tensor in examples.values()), strict=True)
-    return [dict(zip(examples, rows, strict=True)) for rows in chunks]
-
-
-def _count(examples: Examples) -> int:
-    return len(next(iter(examples.values())))
-
-
-def _moved(examples: Examples, device: torch.device) -> Examples:
-    if device.type == "cuda":
-        return {name: t.pin_memory().to(device, non_blocking=True) for name, t in examples.items()}
-    return {name: t.to(device) for name, t in examples.items()}
 
 
 def _name(device: torch.device) -> str:

@@ -6,6 +6,9 @@ e^logit_scale, and bounded after each step, at 100 as CLIP's authors have it; be
 
     loss = (CE(s I Tᵀ) + CE(s T Iᵀ)) / 2
 
+All pairs of a step are told from each other, in however many parts and processes they are read: each process takes
+its own rows of both matrices, and the mean over processes is this loss.
+
 Zero-shot accuracy asks of a held-out image which of all held-out captions (or of all classes) is nearest.
 
 Source: Radford et al. 2021, Figure 3 and Section 2.5.
@@ -22,11 +25,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ._captions import Captions
+from ._examples import Examples
 from ._flops import flops_per_image
+from ._gradients import Step
+from ._held_out import HeldOut
 from ._image_readers import NAMED, named
 from ._image_sources import ImageSet
 from ._images import ImageLoader, normalized
-from ._language import Examples
 
 _TOP = 5
 _PROMPTS = 1024  # captions that the text tower reads at a time
@@ -42,11 +47,31 @@ def contrastive_loss(images: Tensor, texts: Tensor, logit_scale: Tensor) -> Tens
     Returns:
         float32 scalar in nats; computed in float32.
     """
+    pairs = unit_pairs(images, texts)
+    return contrast(pairs, slice(0, len(pairs)), logit_scale)
+
+
+def unit_pairs(images: Tensor, texts: Tensor) -> Tensor:
+    """Features of pairs side by side, each of length one: float32 (n, 2 width); arguments as `contrastive_loss`."""
     with torch.autocast(images.device.type, enabled=False):
-        i, t = (F.normalize(of.float(), dim=-1) for of in (images, texts))
-        logits = logit_scale.float().exp() * i @ t.T
-        places = torch.arange(len(logits), device=logits.device)
-        return (F.cross_entropy(logits, places) + F.cross_entropy(logits.T, places)) / 2
+        return torch.cat([F.normalize(of.float(), dim=-1) for of in (images, texts)], dim=1)
+
+
+def contrast(pairs: Tensor, some: slice, logit_scale: Tensor) -> Tensor:
+    """Mean cross entropy of some images beside all captions and of their captions beside all images.
+
+    Args:
+        pairs: of all, as `unit_pairs` makes them.
+        some: which rows; of equal shares of all rows the mean is the `contrastive_loss` of all.
+        logit_scale: as there.
+    """
+    with torch.autocast(pairs.device.type, enabled=False):
+        i, t = pairs.chunk(2, dim=1)
+        places = torch.arange(len(pairs), device=pairs.device)[some]
+        scaled = logit_scale.float().exp() * i
+        by_image = scaled[some] @ t.T
+        by_text = by_image.T if len(places) == len(pairs) else t[some] @ scaled.T
+        return (F.cross_entropy(by_image, places) + F.cross_entropy(by_text, places)) / 2
 
 
 def accuracy(scores: Tensor, right: Tensor) -> dict[int, float]:
@@ -140,9 +165,22 @@ class ImageTextTask(ImageTask):
         return {"images": pixels, "tokens": self._captions.rows([p.caption for p in pictures], self._context)}
 
     def loss(self, model: nn.Module, examples: Examples) -> Tensor:
+        pairs = self._pairs(model, examples)
+        return contrast(pairs, slice(0, len(pairs)), model.get_parameter("logit_scale"))
+
+    def gradients(self, step: Step) -> Tensor:
+        return step.of_all(self._pairs, contrast, step.parts.model.logit_scale)
+
+    def held_out_loss(self, held_out: HeldOut) -> float:
+        pairs, scale = held_out.rows(self._pairs), held_out.model.get_parameter("logit_scale")
+        # Of about a step's pairs, and as many in every part, so that all have as many captions to tell from.
+        parts = pairs.chunk(math.ceil(len(pairs) / held_out.batch))
+        losses = [contrast(part, slice(0, len(part)), scale).double() * len(part) for part in parts]
+        return torch.stack(losses).sum().item() / len(pairs)
+
+    def _pairs(self, model: nn.Module, examples: Examples) -> Tensor:
         found = model(input_ids=examples["tokens"], pixel_values=normalized(examples["images"]))
-        scale: Any = model.get_parameter("logit_scale")
-        return contrastive_loss(found.image_embeds, found.text_embeds, scale)
+        return unit_pairs(found.image_embeds, found.text_embeds)
 
     @torch.no_grad()
     def stepped(self, model: nn.Module) -> None:
@@ -186,6 +224,12 @@ class ImageClassTask(ImageTask):
     def loss(self, model: nn.Module, examples: Examples) -> Tensor:
         logits = model(pixel_values=normalized(examples["images"])).logits
         return F.cross_entropy(logits.float(), examples["labels"])
+
+    def gradients(self, step: Step) -> Tensor:
+        return step.of_each(self.loss)
+
+    def held_out_loss(self, held_out: HeldOut) -> float:
+        return held_out.mean(self.loss)
 
     def validation(self) -> Examples:
         return self._validation

@@ -1,7 +1,8 @@
 """What a training loop needs to know of what it trains on, and how language models answer.
 
-A `Task` draws the examples of a step and says what the loss of some of them is; the loop moves them to the device,
-divides them for accumulation, and knows nothing of tokens. Examples are drawn a whole step at a time, so what a run
+A `Task` draws the examples of a step, says what the loss of some of them is, and how that of all is made where they
+are divided (`Step`, `HeldOut`); the loop divides them among processes and for accumulation, and knows nothing of
+tokens. Examples are drawn a whole step at a time, so what a run
 sees does not depend on how it is divided.
 """
 
@@ -9,18 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ._batches import Batches, validation_windows
+from ._examples import Examples
 from ._flops import flops_per_token
 from ._models import MASK, SPECIAL, Objective, masked_token_loss, next_token_loss
 from ._sources import TokenSource
 
-Examples = Mapping[str, Tensor]
-"""Tensors by name whose first dimension counts the examples."""
+if TYPE_CHECKING:  # they bring processes and gauges with them
+    from ._gradients import Step
+    from ._held_out import HeldOut
 
 COVERED = 0.15  # of the tokens of a window are to be said; Devlin et al. 2019, Section 3.1
 _MASKED, _RANDOM = 0.8, 0.1  # of those: shown as the mask, shown as any token; the rest as they are
@@ -42,7 +45,15 @@ class Task(Protocol):
         ...
 
     def loss(self, model: nn.Module, examples: Examples) -> Tensor:
-        """Mean loss of examples on the model's device; a float32 scalar."""
+        """Mean loss of examples on the model's device, by themselves; a float32 scalar."""
+        ...
+
+    def gradients(self, step: Step) -> Tensor:
+        """Add a step's gradients to the parameters', and give the loss of this process's examples, detached."""
+        ...
+
+    def held_out_loss(self, held_out: HeldOut) -> float:
+        """Mean loss of `validation`'s examples; the same in all processes."""
         ...
 
     def stepped(self, model: nn.Module) -> None:
@@ -137,6 +148,12 @@ class LanguageTask:
         if self._objective == "causal":
             return next_token_loss(model, examples["windows"])
         return masked_token_loss(model, examples["inputs"], examples["labels"])
+
+    def gradients(self, step: Step) -> Tensor:
+        return step.of_each(self.loss)
+
+    def held_out_loss(self, held_out: HeldOut) -> float:
+        return held_out.mean(self.loss)
 
     def flops_per_unit(self, model: nn.Module) -> float:
         return flops_per_token(model, self.units_per_example)

@@ -51,7 +51,7 @@ class TrainSettings:
     recipe: str = _option("adamw8bit-split8", "Recipe of the optimizer, or A, B, C, D, D-MW.")
     steps: int = _option(1000, "Optimizer steps.")
     batch: int = _option(16, "Windows, or images, a step.")
-    accumulate: int = _option(1, "Parts that a step's windows are divided into, one after the other.")
+    accumulate: int = _option(1, "Parts that a step's windows, or images, are divided into, one after the other.")
     sequence: int = _option(128, "Tokens a window, or at most of a caption.")
     vocabulary: int | None = _option(None, "Tokens of the byte-level BPE; of prepared ones theirs, else 4096.")
     validation_data: Path | None = _option(None, "Images to validate on; none: a part of --data.")
@@ -118,14 +118,8 @@ class TrainSettings:
             if objective not in _TAKEN_BY.get(f.name, _ALL) and got != f.default:
                 got = str(got) if isinstance(got, Path) else got
                 raise SettingsError(f"{flag(f.name)}: got {got!r}, takes nothing with --model {self.model}")
-        if objective == "contrastive":
-            if self.accumulate > 1:
-                raise SettingsError(
-                    f"--accumulate: got {self.accumulate}, takes 1 with --model {self.model}: an image is "
-                    "contrasted with all captions of a step. --gradient-checkpointing saves memory too"
-                )
-            if self.batch < 2:
-                raise SettingsError(f"--batch: got {self.batch}, takes at least 2 with --model {self.model}")
+        if objective == "contrastive" and self.batch < 2:
+            raise SettingsError(f"--batch: got {self.batch}, takes at least 2 with --model {self.model}")
 
     @property
     def plan(self) -> LinearPlan | None:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from narrowgauge.storage import mark_states, marked_states
 
-from ._models import preset
 from ._settings import SettingsError, TrainSettings
 
 Result = TypeVar("Result")
@@ -97,18 +96,13 @@ class Team:
         """Those of the default process group.
 
         Raises:
-            SettingsError: for a batch or a model that they cannot divide, or FSDP without them.
+            SettingsError: for a batch that they cannot divide, or FSDP without them.
         """
         if not (dist.is_available() and dist.is_initialized()):
             if settings.parallel == "fsdp":
                 raise SettingsError("--parallel: got 'fsdp', takes ddp in a process that torchrun has not started")
             return cls()
         team = cls(dist.get_rank(), dist.get_world_size(), settings.parallel, True)
-        if team.world > 1 and preset(settings.model).objective == "contrastive":
-            raise SettingsError(
-                f"--model: got {settings.model!r} in {team.world} processes, takes one: an image is contrasted "
-                "with all captions of a step"
-            )
         parts = team.world * settings.accumulate
         if settings.batch % parts:
             raise SettingsError(
@@ -189,12 +183,35 @@ class Team:
         marks = {name: marked_states(p) for name, p in model.named_parameters()}
         for block in blocks(model):
             fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        fully_shard(model, mesh=mesh, ignored_params={*_single(model)})
         for name, p in model.named_parameters():
             mark = marks[name]
             if mark is not None:  # sharded parameters are new ones
                 mark_states(p, mark)
         return model
+
+    def average_whole(self, model: nn.Module) -> None:
+        """Average the gradients of the parameters that FSDP leaves whole, once those of a step are there."""
+        if not self.shards or self.world == 1:
+            return
+        for p in _single(model):
+            if p.grad is not None:
+                total = p.grad.to(torch.float32)
+                dist.all_reduce(total)
+                p.grad.copy_(total / self.world)
+
+    @contextlib.contextmanager
+    def whole(self, model: nn.Module) -> Iterator[None]:
+        """The context in which other methods of a model than its forward pass may be called."""
+        if not self.shards:
+            yield
+            return
+        sharded: Any = model
+        sharded.unshard()
+        try:
+            yield
+        finally:
+            sharded.reshard()
 
     def together(self, runs: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:
         """The context of a part's backward pass: gradients travel with the last part's."""
@@ -204,6 +221,11 @@ class Team:
 
 
 ALONE = Team()
+
+
+def _single(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters without dimensions, such as CLIP's logit scale, which FSDP2 cannot shard."""
+    return [p for p in model.parameters() if not p.dim()]
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
