@@ -93,7 +93,7 @@ def _check_folder(out: Path) -> None:
         return
     if not out.is_dir():
         raise ValueError(f"--out: got {out}, which is a file, takes a folder")
-    if is_shards(out):
+    if (out / INDEX).exists() and is_shards(out):  # which comes last
         raise ValueError(f"--out: got {out}, which has prepared tokens already, takes an empty folder")
     others = [
         path.name for path in out.iterdir() if path.suffix not in (".tokens", ".new") and path.name != TOKENIZER
