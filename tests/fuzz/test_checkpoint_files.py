@@ -21,7 +21,12 @@ def made(seed: int) -> tuple[nn.Linear, AdamW]:
     torch.manual_seed(seed)
     model = nn.Linear(9, 7, dtype=torch.bfloat16)
     return model, AdamW(
-        list(model.named_parameters()), lr=1e-2, weights="split8", states="log8", min_quantized_size=32, block_size=32
+        list(model.named_parameters()),
+        lr=1e-2,
+        weights="split8",
+        states="log8",
+        min_quantized_size=32,
+        block_size=32,
     )
 
 
@@ -63,7 +68,9 @@ def test_a_damaged_checkpoint_is_what_was_saved_or_is_named(run: Path, tries: in
             assert why is None or str(run) in why, done
         else:
             # It says that it is whole: then it is.
-            assert all(map(torch.equal, words(*loaded(newest)), wanted[f"step-00000000{newest_step(newest)}"])), done
+            assert all(map(torch.equal, words(*loaded(newest)), wanted[f"step-00000000{newest_step(newest)}"])), (
+                done
+            )
         for path in sorted(run.glob("*step-*")):
             model, optimizer = made(1)
             before = words(model, optimizer)

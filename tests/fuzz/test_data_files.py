@@ -158,7 +158,9 @@ def test_damaged_pairs_are_left_out_and_named_and_the_others_are_there(made, tmp
         lost = captions.keys() - names
         if done.kind in ("flip", "zero", "cut", "empty", "delete", "dangling", "loop", "pipe", "folder"):
             assert made is not as_classes or lost <= {done.name}, done
-            gone = (done.kind == "delete" and made is not as_table) or (done.kind == "folder" and made is as_classes)
+            gone = (done.kind == "delete" and made is not as_table) or (
+                done.kind == "folder" and made is as_classes
+            )
             assert not lost or gone or found.notes or done.name == "train.csv", done
         for name in damaged or ():
             assert name.partition(":")[0] in done.name or done.name in name or done.kind in ("swap", "insert"), done

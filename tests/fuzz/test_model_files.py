@@ -76,7 +76,10 @@ def test_nobodys_code_runs(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     build_model("micro", vocabulary=256, sequence=4, seed=0).save_pretrained(folder)
     said = json.loads((folder / "config.json").read_text())
-    said |= {"model_type": "theirs", "auto_map": {"AutoConfig": "theirs.Theirs", "AutoModelForCausalLM": "theirs.M"}}
+    said |= {
+        "model_type": "theirs",
+        "auto_map": {"AutoConfig": "theirs.Theirs", "AutoModelForCausalLM": "theirs.M"},
+    }
     (folder / "theirs.py").write_text(f"import pathlib\npathlib.Path({str(mark)!r}).touch()\n")
     for architectures in (["AutoModelForCausalLM"], ["GPT2LMHeadModel"], ["pipeline"], ["torch"], [3]):
         (folder / "config.json").write_text(json.dumps(said | {"architectures": architectures}))

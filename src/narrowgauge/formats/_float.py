@@ -19,6 +19,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from narrowgauge._arguments import check_fields
 from narrowgauge.formats._table import Binade, CodeTable, NotableRow, binades, notable
 
 
@@ -48,6 +49,7 @@ class FloatFormat:
     has_nan: bool = True
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("exponent_bits", "mantissa_bits"):
             if type(getattr(self, name)) is not int:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, takes an integer")

@@ -14,11 +14,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from narrowgauge._arguments import typed
 from narrowgauge.formats._float import FloatFormat
 
 Rounding = Literal["nearest", "stochastic"]
 
 
+@typed
 def round_to(
     x: Tensor, fmt: FloatFormat, rounding: Rounding = "nearest", generator: torch.Generator | None = None
 ) -> Tensor:
@@ -55,6 +57,7 @@ def round_to(
     raise ValueError(f"rounding: got {rounding!r}, takes 'nearest' or 'stochastic'")
 
 
+@typed
 def round_with_bits(x: Tensor, fmt: FloatFormat, bits: Tensor) -> Tensor:
     """Round stochastically with given random bits.
 

@@ -16,9 +16,12 @@ import math
 import torch
 from torch import Tensor
 
+from narrowgauge._arguments import typed
+
 _TINY = 2.0**-126
 
 
+@typed
 def effective_descent_quality(update: Tensor, effective_update: Tensor) -> Tensor:
     """Projection of the effective update on the direction of the intended one.
 
@@ -41,6 +44,7 @@ def effective_descent_quality(update: Tensor, effective_update: Tensor) -> Tenso
     return torch.where(norm > 0, (intended * effective).sum() / norm, 0.0)
 
 
+@typed
 def relative_descent_quality(update: Tensor, effective_update: Tensor) -> Tensor:
     """The effective descent quality over ||update||: 1 if nothing is missing along the intended update.
 
@@ -62,6 +66,7 @@ def relative_descent_quality(update: Tensor, effective_update: Tensor) -> Tensor
     return torch.where(norm > 0, quality / norm, torch.nan)
 
 
+@typed
 def lost_updates(before: Tensor, update: Tensor, after: Tensor) -> Tensor:
     """Share of the updates other than zero that changed nothing.
 
@@ -87,6 +92,7 @@ def lost_updates(before: Tensor, update: Tensor, after: Tensor) -> Tensor:
     return lost / intended.sum().clamp_min(1)
 
 
+@typed
 def rms_ratio(grad: Tensor, second_moment: Tensor, eps: float = 1e-6) -> Tensor:
     """RMS_t: by how much a gradient is larger than its second moment says, sqrt(mean of g^2 / max(u, eps^2)).
 

@@ -32,6 +32,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from narrowgauge._arguments import typed
 from narrowgauge.formats import FP8_E4M3, FP8_E5M2, FloatFormat, round_to
 
 Scaling = Literal["row", "column", "tensor"]
@@ -77,6 +78,7 @@ class ScaledCodes(NamedTuple):
         return (self.codes.to(torch.float32) * self.scale).to(dtype)
 
 
+@typed
 def quantize(x: Tensor, scaling: Scaling, format: Format = "int8", absmax: Tensor | None = None) -> ScaledCodes:
     """A matrix in eight bits.
 

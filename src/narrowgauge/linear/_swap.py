@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import nn
 
+from narrowgauge._arguments import typed
 from narrowgauge.linear._candidates import READ_BY_ATTENTION, Candidate, candidates, matches
 from narrowgauge.linear._module import Planned, forget_plan
 from narrowgauge.linear._plan import LinearPlan
@@ -84,6 +85,7 @@ class SwapReport:
         return "\n".join(lines)
 
 
+@typed
 def swap_linears(
     model: nn.Module,
     plan: LinearPlan,

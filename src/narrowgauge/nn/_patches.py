@@ -21,6 +21,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from narrowgauge._arguments import Size, typed
+
 PatchPlace = Literal["before", "after"]
 _EMBEDDINGS = ("CLIPVisionEmbeddings", "ViTEmbeddings")
 
@@ -34,13 +36,15 @@ class PatchNorm(nn.LayerNorm):
         eps, device, dtype: as `nn.LayerNorm` takes them.
     """
 
+    @typed
     def __init__(
-        self, features: int, where: PatchPlace, eps: float = 1e-5, *, device: Any = None, dtype: Any = None
+        self, features: Size, where: PatchPlace, eps: float = 1e-5, *, device: Any = None, dtype: Any = None
     ) -> None:
         super().__init__(features, eps, device=device, dtype=dtype)
         self.where = where
 
 
+@typed
 def patches_left(patches: int, share: float) -> int:
     """How many patches are kept of an image if a share goes: at least one."""
     return max(1, round(patches * (1 - share)))
@@ -65,6 +69,7 @@ def drop_patches(tokens: Tensor, share: float) -> Tensor:
     return tokens.gather(1, places.unsqueeze(-1).expand(-1, -1, width))
 
 
+@typed
 def add_patch_dropout(model: nn.Module, share: float) -> Callable[[], None]:
     """Drop a share of each image's patches while the model trains; in evaluation it sees them all.
 
@@ -86,6 +91,7 @@ def add_patch_dropout(model: nn.Module, share: float) -> Callable[[], None]:
     return embeddings.register_forward_hook(partial(_drop, float(share))).remove
 
 
+@typed
 def add_patch_norm(model: nn.Module, where: PatchPlace, eps: float = 1e-5) -> str:
     """Put a layer norm on the patches of an image tower.
 

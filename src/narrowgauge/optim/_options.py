@@ -147,8 +147,9 @@ def show_options(init: Callable[..., None]) -> None:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a real number; True and False are none."""
-    return isinstance(value, Real) and not isinstance(value, bool)
+    """Whether a value is a real number; True and False are none, nor are integers that torch has no room for."""
+    fits = not isinstance(value, int) or -(2**63) <= value < 2**63
+    return isinstance(value, Real) and not isinstance(value, bool) and fits
 
 
 def is_whole(value: object) -> bool:
@@ -163,6 +164,12 @@ def check_options(name: str, rule: Rule, group: Mapping[str, Any]) -> None:
         ValueError: naming the argument, what it got, what it takes.
         RuntimeError: for `fused` with `foreach` or `differentiable`, as torch does.
     """
+    for option in _SWITCHES:
+        if not isinstance(group.get(option, False), bool):
+            raise ValueError(f"{option}: got {group[option]!r}, takes True or False")
+    for option in ("foreach", "fused"):
+        if not isinstance(group[option], bool | None):
+            raise ValueError(f"{option}: got {group[option]!r}, takes True, False or None")
     if group["fused"] and group["differentiable"]:
         raise RuntimeError("`fused` does not support `differentiable`")
     if group["fused"] and group["foreach"]:
@@ -175,12 +182,6 @@ def check_options(name: str, rule: Rule, group: Mapping[str, Any]) -> None:
     for option, least in (("block_size", 1), ("min_quantized_size", 0), ("seed", 0)):
         if not is_whole(group[option]) or group[option] < least:
             raise ValueError(f"{option}: got {group[option]!r}, takes an integer of at least {least}")
-    for option in _SWITCHES:
-        if not isinstance(group.get(option, False), bool):
-            raise ValueError(f"{option}: got {group[option]!r}, takes True or False")
-    for option in ("foreach", "fused"):
-        if not isinstance(group[option], bool | None):
-            raise ValueError(f"{option}: got {group[option]!r}, takes True, False or None")
     if not is_number(group["percentile_clipping"]) or not 1 <= group["percentile_clipping"] <= 100:
         raise ValueError(f"percentile_clipping: got {group['percentile_clipping']!r}, takes a number from 1 to 100")
     check_limits([group])

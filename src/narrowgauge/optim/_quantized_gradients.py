@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge._arguments import typed
 from narrowgauge.formats import Coder, codebook, random_bits
 from narrowgauge.formats._rounding import Rounding
 from narrowgauge.optim._options import is_whole
@@ -51,6 +52,7 @@ class QuantizedGradients(torch.optim.Optimizer):
     Source: Lecture 11, Mixed Precision Training, "Error compensation".
     """
 
+    @typed
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from narrowgauge._arguments import typed
 from narrowgauge.linear import LinearPlan
 from narrowgauge.recipes._recipe import Recipe, get
 from narrowgauge.recipes._search import largest
@@ -135,6 +136,7 @@ class MemoryPlan:
         }
 
 
+@typed
 def plan_memory(
     model_or_config: nn.Module | int | Any,
     recipe: Recipe | str,

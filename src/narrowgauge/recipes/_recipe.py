@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from narrowgauge._arguments import check_fields, typed
 from narrowgauge.optim import AdamW, Lion, NarrowOptimizer, StableAdamW
 from narrowgauge.optim._groups import undecayed
 from narrowgauge.optim._plan import slot_storages
@@ -42,6 +43,10 @@ class Recipe:
     states: str | Mapping[str, str] = "fp32"
     letters: str | None = None
     optimizer: type[NarrowOptimizer] = AdamW
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        weight_storage(self.weights)
 
     @property
     def has_strict_arithmetic(self) -> bool:
@@ -71,6 +76,7 @@ class Recipe:
         taken = inspect.signature(self.optimizer).parameters
         return {name: value for name, value in hyperparameters.items() if name in taken}
 
+    @typed
     def apply(
         self, model: nn.Module, lr: float | None = None, *, decay_all: bool = False, **optimizer_arguments: Any
     ) -> NarrowOptimizer:
@@ -108,6 +114,7 @@ def _groups(trained: list[tuple[str, nn.Parameter]], bare: set[int]) -> list[dic
     return [group for group in both if group["params"]]
 
 
+@typed
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast a model's float parameters and saved float buffers in place.
 
@@ -161,6 +168,7 @@ def names() -> tuple[str, ...]:
     return tuple(recipe.name for recipe in _RECIPES)
 
 
+@typed
 def get(name: str) -> Recipe:
     """A recipe by its name or the paper's letters.
 

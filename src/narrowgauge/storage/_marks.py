@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from narrowgauge._arguments import typed
 from narrowgauge.storage._states import state_storage
 
 # The attribute of a parameter that holds it.
 MARK = "narrowgauge_states"
 
 
+@typed
 def mark_states(p: Tensor, states: str) -> None:
     """Have every optimizer of this library keep a parameter's moments in a state storage, over its own option.
 

@@ -165,7 +165,7 @@ def verify(path: Path, tokens: NDArray[Any], sha256: str) -> None:
 
 
 def is_shards(folder: Path) -> bool:
-    """Whether a folder holds prepared tokens, also where a file of theirs is missing: it is no folder of texts then."""
+    """Whether a folder holds prepared tokens; where a file of theirs is missing it is no folder of texts either."""
     shards = sorted(folder.glob("*.tokens"))
     return (bool(shards) and (folder / INDEX).exists()) or any(map(_has_magic, (folder / INDEX, *shards)))
 

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ._corpus import Corpus, DataError, load_corpus
-from ._shards import INDEX, TOKENIZER, DamagedShardError, TokenShards, is_shards, open_shards, read_bytes, read_index
+from ._shards import (
+    INDEX,
+    TOKENIZER,
+    DamagedShardError,
+    TokenShards,
+    is_shards,
+    open_shards,
+    read_bytes,
+    read_index,
+)
 from ._tokens import Progress, tokenize
 
 if TYPE_CHECKING:

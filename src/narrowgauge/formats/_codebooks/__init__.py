@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from narrowgauge._arguments import typed
 from narrowgauge.formats._codebooks._map import CodebookMap, checked
 
 __all__ = ["CodebookMap", "codebook", "codebook_map", "codebook_names", "register_codebook"]
@@ -26,6 +27,7 @@ __all__ = ["CodebookMap", "codebook", "codebook_map", "codebook_names", "registe
 _MAPS: dict[str, CodebookMap] = {}
 
 
+@typed
 def codebook(name: str, signed: bool = True, bits: int = 8, *, data: Tensor | None = None) -> Tensor:
     """A codebook by name.
 
@@ -55,6 +57,7 @@ def codebook(name: str, signed: bool = True, bits: int = 8, *, data: Tensor | No
     return checked(found.build_from(data, signed, bits), bits)
 
 
+@typed
 def codebook_map(name: str) -> CodebookMap:
     """The definition behind a name.
 
@@ -71,6 +74,7 @@ def codebook_names() -> tuple[str, ...]:
     return tuple(sorted(_MAPS))
 
 
+@typed
 def register_codebook(new: CodebookMap) -> None:
     """Make a codebook known by its name, in this process.
 
