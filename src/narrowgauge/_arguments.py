@@ -6,9 +6,9 @@ which one it is, what it got and what it takes. What a type cannot say (a range,
 together) the function says itself.
 
 Each annotation stands for what Python programmers mean by it: a float takes an integer too but no bool, and no
-integer that is beyond it; an int takes what counts as one (numpy's); a path takes text; a sequence is no text. A
-tensor has strides, and numbers: neither sparse ones nor those of the meta device are looked into. What is not in
-the table (a protocol, a type variable) is not looked at.
+integer that torch has no room for; an int takes what counts as one (numpy's); a path takes text; a sequence is no
+text. A tensor has strides, and numbers: neither sparse ones nor those of the meta device. What is not in the table
+(a protocol, a type variable) is not looked at. `Annotated` says more: `Count`, `Size`, `Share`, `FloatDtype`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numbers
 import os
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 
@@ -30,15 +30,23 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True)
-class AtLeast:
-    """Beside a number's annotation: the least that is taken."""
+class Where:
+    """Beside an annotation: what of its values is taken.
 
-    least: float
+    Attributes:
+        good: whether a value is.
+        takes: which ones are, behind what the type is called.
+    """
+
+    good: Callable[[Any], bool]
+    takes: str
 
 
-# How many there are, of what there may be none and of what there is one at least.
-Count = Annotated[int, AtLeast(0)]
-Size = Annotated[int, AtLeast(1)]
+# How many there are, of what there may be none and of what there is one at least; a part that leaves something.
+Count = Annotated[int, Where(lambda value: value >= 0, "at least 0")]
+Size = Annotated[int, Where(lambda value: value >= 1, "at least 1")]
+Share = Annotated[float, Where(lambda value: 0 <= value < 1, "from 0 to below 1")]
+FloatDtype = Annotated[torch.dtype, Where(lambda value: value.is_floating_point, "of floats")]
 
 # Whether a value is what an annotation means, and how errors call that.
 Check = tuple[Callable[[Any], bool], str]
@@ -110,11 +118,7 @@ def _shown(value: Any) -> str:
 def _is_float(value: Any) -> bool:
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return False
-    try:
-        float(value)
-    except OverflowError:
-        return False
-    return True
+    return not isinstance(value, int) or _is_int(value)
 
 
 def _is_int(value: Any) -> bool:
@@ -136,14 +140,9 @@ def _has_numbers(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta
 
 
-def _is_collection(of: type) -> Callable[[Any], bool]:
-    # Arrays and tensors are sequences of their numbers, but for those that have no dimension.
-    return lambda value: isinstance(value, of) and not isinstance(value, str | bytes) and _dims(value) > 0
-
-
 def _dims(value: Any) -> int:
     dims = getattr(value, "ndim", 1)
-    return dims if isinstance(dims, int) else 1
+    return 0 if getattr(value, "is_meta", False) else dims if isinstance(dims, int) else 1
 
 
 _KNOWN: dict[Any, Check] = {
@@ -157,8 +156,6 @@ _KNOWN: dict[Any, Check] = {
     torch.device: (_is_device, "a device"),
     Mapping: (lambda value: isinstance(value, Mapping), "a mapping"),
     Callable: (callable, "a function"),
-    Sequence: (_is_collection(Iterable), "a sequence"),
-    Iterable: (_is_collection(Iterable), "several values"),
 }
 
 
@@ -170,7 +167,7 @@ def _check_of(hint: Any) -> Check | None:
         takes = " or ".join(map(repr, choices))
         return lambda value: isinstance(value, bool | int | str | None) and value in choices, takes
     if origin is Annotated:
-        return _ranged(hint)
+        return _narrower(hint)
     if origin in (typing.Union, types.UnionType):
         parts = typing.get_args(hint)
         if any(map(_is_pathlike, parts)):
@@ -180,6 +177,13 @@ def _check_of(hint: Any) -> Check | None:
             parts = tuple(part for part in parts if part is not str)
         checks = [_check_of(part) for part in parts]
         return None if None in checks else _any_of(typing.cast(list[Check], checks))
+    if origin in (Sequence, Iterable):
+        least = Sized if origin is Sequence else Iterable
+        return _several(
+            "a sequence" if origin is Sequence else "several", [*map(_check_of, typing.get_args(hint))], least
+        )
+    if origin is tuple:
+        return _tuple(typing.get_args(hint))
     if origin is not None and not _is_pathlike(hint):
         return _KNOWN.get(origin, None if not isinstance(origin, type) else _instance(origin))
     if hint is Any:
@@ -194,15 +198,39 @@ def _check_of(hint: Any) -> Check | None:
     return _instance(hint)
 
 
-def _ranged(hint: Any) -> Check | None:
-    """The check of an annotation with a least value beside it."""
+def _narrower(hint: Any) -> Check | None:
+    """The check of an annotation with more beside it."""
     kind, *beside = typing.get_args(hint)
     inner = _check_of(kind)
-    least = next((of.least for of in beside if isinstance(of, AtLeast)), None)
-    if inner is None or least is None:
+    more = next((of for of in beside if isinstance(of, Where)), None)
+    if inner is None or more is None:
         return inner
-    good, takes = inner
-    return lambda value: good(value) and value >= least, f"{takes}, at least {least}"
+    (good, takes), where = inner, more.good
+    return lambda value: good(value) and where(value), f"{takes} {more.takes}"
+
+
+def _several(takes: str, of: list[Check | None], least: type) -> Check:
+    """The check of a sequence; elements are looked at where that uses nothing up."""
+    each = of[0] if len(of) == 1 or (len(of) == 2 and of[1] is None) else None
+
+    def good(value: Any) -> bool:
+        if not isinstance(value, least) or isinstance(value, str | bytes | Mapping) or _dims(value) != 1:
+            return False
+        return each is None or not isinstance(value, list | tuple | set | frozenset) or all(map(each[0], value))
+
+    return good, takes if each is None else f"{takes} (each {each[1]})"
+
+
+def _tuple(of: tuple[Any, ...]) -> Check:
+    """The check of a tuple of so many."""
+    checks = [] if Ellipsis in of else list(map(_check_of, of))
+
+    def good(value: Any) -> bool:
+        fits = isinstance(value, tuple) and (not checks or len(value) == len(checks))
+        return fits and all(c is None or c[0](v) for c, v in zip(checks, value, strict=False))
+
+    each = ", ".join(c[1] for c in checks if c is not None)
+    return good, f"a tuple ({each})" if each else "a tuple"
 
 
 def _is_pathlike(hint: Any) -> bool:

@@ -92,7 +92,9 @@ def optimizer(cls: type, **more: Any) -> Call:
         aliases=(
             ("lr", "learning rate"),
             ("betas", "beta"),
-            ("eps", "epsilon"), ("weight_decay", "weight decay"), ("adjust_lr_fn", "learning rate function"),
+            ("eps", "epsilon"),
+            ("weight_decay", "weight decay"),
+            ("adjust_lr_fn", "learning rate function"),
             ("params", "optimiz|parameter|can't|iterable"),
         ),
     )
@@ -303,16 +305,12 @@ CALLS: dict[str, Call] = {
         lambda: {"in_features": 16, "out_features": 16, "bias": True, "plan": linear.SWITCHBACK, "device": None,
                  "dtype": None},
     ),
-    "linear.LowPrecisionMultiheadAttention": Call(
-        linear.LowPrecisionMultiheadAttention,
-        lambda: {"embed_dim": 16, "num_heads": 2},
-    ),
     "linear.linear": Call(
         linear.linear,
         lambda: {"input": tensor(4, 16), "weight": tensor(16, 16), "bias": tensor(16), "plan": linear.SWITCHBACK,
                  "averages": None},
     ),
-    "linear.named_plan": Call(linear.named_plan, lambda: {"text": "SWITCHBACK"}),
+    "linear.named_plan": Call(linear.named_plan, lambda: {"text": "SWITCHBACK"}, aliases=(("text", "plan"),)),
     "linear.quantize": Call(
         linear.quantize, lambda: {"x": tensor(4, 16), "scaling": "row", "format": "int8", "absmax": None}
     ),
@@ -417,7 +415,7 @@ CALLS: dict[str, Call] = {
     "recipes.Recipe.apply": Call(recipes.get("bf16").apply, lambda: {"model": model(), "lr": 1e-3}, stepped,
                                  aliases=(("lr", "learning rate"),)),
     "recipes.cast": Call(recipes.cast, lambda: {"model": model(), "dtype": torch.bfloat16}),
-    "recipes.get": Call(recipes.get, lambda: {"name": "bf16"}),
+    "recipes.get": Call(recipes.get, lambda: {"name": "bf16"}, aliases=(("name", "recipe"),)),
     "recipes.names": Call(recipes.names, dict),
     "recipes.plan_memory": Call(
         recipes.plan_memory,
@@ -451,6 +449,7 @@ EXEMPT = {
         _INNER,
     ),
     "linear.LowPrecisionConv1D": "transformers' Conv1D, whose arguments are its own; swapping makes it",
+    "linear.LowPrecisionMultiheadAttention": "torch's, whose arguments are its own; swapping makes it",
     "formats.register_codebook": "what it is given stays for the whole process; tests/formats/test_codebooks.py has it",
     "linear.tune": "times kernels of a GPU",
 }  # fmt: skip

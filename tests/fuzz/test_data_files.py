@@ -54,7 +54,7 @@ def test_damaged_shards_are_all_of_them_or_named(tokens: Path, tries: int) -> No
         with reading(tokens):
             found, why = refusal(lambda: all_tokens(tokens))
         put(tokens, whole)
-        assert found == wanted or str(why).startswith("--data: ") and str(tokens) in str(why), (done, why)
+        assert found == wanted or (str(why).startswith("--data: ") and str(tokens) in str(why)), (done, why)
 
     fuzz(tries, check)
 
@@ -148,7 +148,7 @@ def test_damaged_pairs_are_left_out_and_named_and_the_others_are_there(made, tmp
             warnings.simplefilter("ignore")
             found, why = refusal(lambda: open_images(folder))
             damaged, spoilt = refusal(lambda: drawn(found)) if found is not None else ([], None)
-        assert why is None or why.startswith("--data: ") and str(folder) in why, done
+        assert why is None or (why.startswith("--data: ") and str(folder) in why), done
         assert spoilt is None or spoilt.startswith("--data: "), done
         if found is None:
             return

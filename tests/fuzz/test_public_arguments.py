@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 from calls import CALLS, EXEMPT, FOLDER, Call
-from damage import fuzz, tried
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 ROOMS = ("formats", "storage", "rules", "optim", "linear", "nn", "scaling", "distributed", "gauges", "recipes")
@@ -93,6 +91,10 @@ def complaint(call: Call, name: str, arguments: dict[str, Any]) -> str | None:
             return None
         except (ValueError, TypeError) as error:
             said = str(error)
+        except OSError as error:
+            if error.filename is None:
+                return f"{type(error).__name__}: {error}"
+            said = f"{name}: {error}"  # which names the file
         except Exception as error:
             return f"{type(error).__name__}: {str(error)[:150]}"
     alias = dict(call.aliases).get(name, name)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from damage import contents, damages, dumped, fuzz, other_json, put, reading, refusal, tried
 from hypothesis import strategies as st
-from recorded import sound
 from rich.console import Console
 
 from narrowgauge.cli._bench_linear._resume import resumed
@@ -20,6 +19,7 @@ from narrowgauge.gauges._records import line_of
 from narrowgauge.trainers import TrainSettings, config_values
 from narrowgauge.trainers._config import config_text
 from narrowgauge.trainers._history import History, read_history
+from recorded import sound
 
 
 def lines_before(data: bytes, at: int) -> int:

@@ -78,6 +78,8 @@ class CPUOffload(ShowsInner):
         gradients: Literal["kept", "freed"] = "kept",
         **options: Any,
     ) -> None:
+        if not callable(optimizer) or (isinstance(optimizer, type) and not issubclass(optimizer, NarrowOptimizer)):
+            raise TypeError(f"optimizer: got {optimizer!r}, takes one of narrowgauge.optim")
         if transfer not in (None, "backward", "step"):
             raise ValueError(f"transfer: got {transfer!r}, takes 'backward', 'step' or None")
         if gradients not in ("kept", "freed"):

@@ -83,8 +83,8 @@ class Coder:
         return self.values[codes.to(torch.int32)]
 
 
-@functools.lru_cache(maxsize=64)
 @typed
+@functools.lru_cache(maxsize=64)
 def coder(name: str, signed: bool, device: torch.device, bits: int = 8) -> Coder:
     """The coder of a named codebook on a device, made once."""
     made = Coder.of(codebook(name, signed, bits))

@@ -67,6 +67,8 @@ def random_bits(
     Returns:
         An int64 tensor of shape (count,) with values in [0, 2^32).
     """
+    if isinstance(step, Tensor) and (step.numel() != 1 or step.is_complex()):
+        raise ValueError(f"step: got {step.dtype} of shape {tuple(step.shape)}, takes one number")
     first = offset // 4
     blocks = torch.arange(first, (offset + count + 3) // 4, dtype=torch.int64, device=device)
     step = torch.as_tensor(step, device=device).to(torch.int64)

@@ -14,7 +14,7 @@ from narrowgauge.gauges._history import Record
 
 
 @typed
-def write_report(records: Iterable[Record], path: Path) -> None:
+def write_report(records: Iterable[Record], path: str | Path) -> None:
     """Write records as one self-contained page of HTML, whole or not at all.
 
     Args:
@@ -31,5 +31,6 @@ def write_report(records: Iterable[Record], path: Path) -> None:
             raise
         hint = f"a report needs {error.name}; install it with: pip install 'narrowgauge[train]'"
         raise ModuleNotFoundError(hint, name=error.name) from None
+    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_run_report(records, path, path.stem)

@@ -67,10 +67,12 @@ def _check(input: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan,
     """Refuse what does not go together. Kernels get addresses alone: they would read past the end, or elsewhere."""
     if not isinstance(plan, LinearPlan):
         raise ValueError(f"plan: got {plan!r}, takes a LinearPlan such as narrowgauge.linear.SWITCHBACK")
+    for name, given in (("input", input), ("weight", weight), *((("bias", bias),) if bias is not None else ())):
+        if not isinstance(given, Tensor) or not given.is_floating_point() or given.layout != torch.strided:
+            got = f"a tensor of {given.dtype}" if isinstance(given, Tensor) else type(given).__name__
+            raise ValueError(f"{name}: got {got}, takes a dense tensor of floats")
     if weight.dim() != 2:
         raise ValueError(f"weight: got shape {tuple(weight.shape)}, takes (out_features, in_features)")
-    if not input.is_floating_point():
-        raise ValueError(f"input: got {input.dtype}, takes floats")
     out_features, in_features = weight.shape
     if input.dim() == 0 or input.shape[-1] != in_features:
         raise ValueError(f"input: got shape {tuple(input.shape)}, takes (..., {in_features})")

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from narrowgauge._arguments import Count, typed
+from narrowgauge._arguments import FloatDtype, Count, typed
 from narrowgauge.linear._function import linear
 from narrowgauge.linear._ops import path
 from narrowgauge.linear._plan import SWITCHBACK, LinearPlan
@@ -96,7 +96,7 @@ class LowPrecisionLinear(Planned, nn.Linear):
         bias: bool = True,
         plan: LinearPlan = SWITCHBACK,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: FloatDtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.set_plan(plan)

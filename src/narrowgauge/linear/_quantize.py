@@ -105,6 +105,9 @@ def quantize(x: Tensor, scaling: Scaling, format: Format = "int8", absmax: Tenso
     if format not in FORMATS:
         raise ValueError(f"format: got {format!r}, takes one of {', '.join(map(repr, FORMATS))}")
     own = largest_magnitude(x, scaling, format)
+    if absmax is not None and (absmax.shape != own.shape or not absmax.is_floating_point()):
+        got = f"{absmax.dtype} of shape {tuple(absmax.shape)}"
+        raise ValueError(f"absmax: got {got}, takes floats of shape {tuple(own.shape)}")
     return quantize_by(x, own, own if absmax is None else absmax, format)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge._arguments import Size, typed
+from narrowgauge._arguments import FloatDtype, Size, typed
 
 
 class LayerScale(nn.Module):
@@ -38,7 +38,7 @@ class LayerScale(nn.Module):
         init: float = 0.0,
         *,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: FloatDtype | None = None,
     ) -> None:
         super().__init__()
         self.gamma = nn.Parameter(torch.full((dim,), float(init), device=device, dtype=dtype))

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from narrowgauge._arguments import Size, typed
+from narrowgauge._arguments import Count, Share, Size, typed
 
 PatchPlace = Literal["before", "after"]
 _EMBEDDINGS = ("CLIPVisionEmbeddings", "ViTEmbeddings")
@@ -45,7 +45,7 @@ class PatchNorm(nn.LayerNorm):
 
 
 @typed
-def patches_left(patches: int, share: float) -> int:
+def patches_left(patches: Count, share: Share) -> int:
     """How many patches are kept of an image if a share goes: at least one."""
     return max(1, round(patches * (1 - share)))
 
@@ -70,7 +70,7 @@ def drop_patches(tokens: Tensor, share: float) -> Tensor:
 
 
 @typed
-def add_patch_dropout(model: nn.Module, share: float) -> Callable[[], None]:
+def add_patch_dropout(model: nn.Module, share: Share) -> Callable[[], None]:
     """Drop a share of each image's patches while the model trains; in evaluation it sees them all.
 
     Places are drawn by the global generator of the images' device. No parameter is added.

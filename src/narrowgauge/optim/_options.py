@@ -157,12 +157,11 @@ def is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def check_options(name: str, rule: Rule, group: Mapping[str, Any]) -> None:
-    """Refuse options that no parameter could be served with.
+def check_switches(group: Mapping[str, Any]) -> None:
+    """Refuse switches that are neither on nor off: before anybody asks whether they are.
 
     Raises:
         ValueError: naming the argument, what it got, what it takes.
-        RuntimeError: for `fused` with `foreach` or `differentiable`, as torch does.
     """
     for option in _SWITCHES:
         if not isinstance(group.get(option, False), bool):
@@ -170,6 +169,15 @@ def check_options(name: str, rule: Rule, group: Mapping[str, Any]) -> None:
     for option in ("foreach", "fused"):
         if not isinstance(group[option], bool | None):
             raise ValueError(f"{option}: got {group[option]!r}, takes True, False or None")
+
+
+def check_options(name: str, rule: Rule, group: Mapping[str, Any]) -> None:
+    """Refuse options that no parameter could be served with.
+
+    Raises:
+        ValueError: naming the argument, what it got, what it takes.
+        RuntimeError: for `fused` with `foreach` or `differentiable`, as torch does.
+    """
     if group["fused"] and group["differentiable"]:
         raise RuntimeError("`fused` does not support `differentiable`")
     if group["fused"] and group["foreach"]:
@@ -231,6 +239,8 @@ def check_hyperparameters(rule: Rule, group: Mapping[str, Any], refusals: Mappin
             real = not value.is_complex() if isinstance(value, Tensor) else is_number(value)
             if not real or not 0.0 <= float(value) < math.inf:
                 raise ValueError(f"{words}: {value!r}, takes a finite number of at least 0")
+    if not is_number(group.get("dampening", 0.0)):
+        raise ValueError(f"dampening: got {group['dampening']!r}, takes a number")
     _check_betas(rule, group.get("betas", (0.0,) * rule.betas))
     schedule = group.get("beta2_schedule")
     if schedule is not None and not (is_number(schedule) and 0.0 < schedule <= 1.0):

@@ -66,6 +66,8 @@ def step_in_backward(model: torch.nn.Module, optimizer: Callable[..., Stepper], 
         raise TypeError("model: got DistributedDataParallel, whose averaging comes after each step; takes a module")
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, takes a torch.nn.Module")
+    if not callable(optimizer) or (isinstance(optimizer, type) and not issubclass(optimizer, NarrowOptimizer)):
+        raise TypeError(f"optimizer: got {optimizer!r}, takes an optimizer of narrowgauge")
     made = optimizer(model.named_parameters(), **options)
     if not isinstance(made, NarrowOptimizer):
         kind = type(made)  # type: ignore[unreachable]

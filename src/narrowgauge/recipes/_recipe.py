@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from narrowgauge._arguments import check_fields, typed
+from narrowgauge._arguments import FloatDtype, check_fields, typed
 from narrowgauge.optim import AdamW, Lion, NarrowOptimizer, StableAdamW
 from narrowgauge.optim._groups import undecayed
 from narrowgauge.optim._plan import slot_storages
@@ -38,7 +38,7 @@ class Recipe:
 
     name: str
     title: str
-    dtype: torch.dtype
+    dtype: FloatDtype
     weights: str = "plain"
     states: str | Mapping[str, str] = "fp32"
     letters: str | None = None
@@ -46,6 +46,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if not issubclass(self.optimizer, NarrowOptimizer):
+            raise TypeError(f"optimizer: got {self.optimizer.__name__}, takes a class of narrowgauge.optim")
         weight_storage(self.weights)
 
     @property
@@ -99,10 +101,14 @@ class Recipe:
         for name in ("weights", "states"):
             if name in optimizer_arguments:
                 raise ValueError(f"{name}: got {optimizer_arguments[name]!r}, follows from recipe {self.name!r}")
-        cast(model, self.dtype)
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         options = optimizer_arguments if lr is None else {"lr": lr, **optimizer_arguments}
         make: Callable[..., NarrowOptimizer] = self.optimizer  # the named classes, which take more than their base
+        # What it refuses it refuses before the model is another.
+        make(
+            [nn.Parameter(torch.zeros(1, 1, dtype=self.dtype))], weights=self.weights, states=self.states, **options
+        )
+        cast(model, self.dtype)
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         groups = trained if decay_all else _groups(trained, undecayed(model))
         return make(groups, weights=self.weights, states=self.states, **options)
 
@@ -115,7 +121,7 @@ def _groups(trained: list[tuple[str, nn.Parameter]], bare: set[int]) -> list[dic
 
 
 @typed
-def cast(model: nn.Module, dtype: torch.dtype) -> None:
+def cast(model: nn.Module, dtype: FloatDtype) -> None:
     """Cast a model's float parameters and saved float buffers in place.
 
     `Module.to` would round the tables that models compute once in fp32 and do not save: a rotary embedding's

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from narrowgauge._arguments import typed
 from narrowgauge.storage._states import state_storage
 
 # The attribute of a parameter that holds it.
 MARK = "narrowgauge_states"
 
 
-@typed
 def mark_states(p: Tensor, states: str) -> None:
     """Have every optimizer of this library keep a parameter's moments in a state storage, over its own option.
 
@@ -26,6 +24,8 @@ def mark_states(p: Tensor, states: str) -> None:
     Raises:
         ValueError: for an unknown storage.
     """
+    if not isinstance(p, Tensor):
+        raise TypeError(f"p: got {type(p).__name__}, takes a parameter")
     setattr(p, MARK, state_storage(states).name)
 
 

@@ -253,4 +253,7 @@ def from_classes(folder: Path) -> Found:
 
 
 def _is_class(entry: os.DirEntry[str]) -> bool:
-    return entry.is_dir() and not entry.name.startswith(".")
+    try:
+        return entry.is_dir() and not entry.name.startswith(".")
+    except OSError:  # a link to itself
+        return False

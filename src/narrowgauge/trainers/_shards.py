@@ -198,13 +198,13 @@ def read_index(folder: Path) -> dict[str, Any]:
         vocabulary, bytes_per_token = index["vocabulary"], index["bytes_per_token"]
         if type(vocabulary) is not int or not 256 <= vocabulary <= MOST_TOKENS:
             raise ValueError(f"vocabulary: got {vocabulary!r}, takes an integer from 256 to {MOST_TOKENS}")
-        if not 0 < bytes_per_token < math.inf:
+        if not 0 < float(bytes_per_token) < math.inf:
             raise ValueError(f"bytes_per_token: got {bytes_per_token!r}, takes a number above 0")
         if not all(isinstance(note, str) for note in index.get("notes", [])):
             raise ValueError("notes: takes a list of texts")
     except DamagedShardError:
         raise
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise DamagedShardError(f"--data: {path} is damaged: {type(error).__name__}: {error}") from None
     return dict(index)
 

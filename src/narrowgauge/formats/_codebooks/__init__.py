@@ -69,6 +69,17 @@ def codebook_map(name: str) -> CodebookMap:
     return _MAPS[name]
 
 
+def known(name: str) -> str:
+    """A codebook's name, where an argument that is called `codebook` may be one.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if name not in _MAPS:
+        raise ValueError(f"codebook: got {name!r}, takes one of {', '.join(map(repr, sorted(_MAPS)))}")
+    return name
+
+
 def codebook_names() -> tuple[str, ...]:
     """The names of all codebooks, in alphabetical order."""
     return tuple(sorted(_MAPS))
