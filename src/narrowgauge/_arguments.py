@@ -86,7 +86,7 @@ def check_fields(made: Any) -> None:
 
 @functools.cache
 def _field_checks(cls: type) -> dict[str, Check]:
-    return _checks(typing.get_type_hints(cls), inspect.signature(cls))
+    return _checks(typing.get_type_hints(cls, include_extras=True), inspect.signature(cls))
 
 
 def _checks(hints: Mapping[str, Any], signature: inspect.Signature) -> dict[str, Check]:

@@ -321,7 +321,7 @@ CALLS: dict[str, Call] = {
     ),
     # nn
     "nn.HeadLayerNorm": Call(ng.nn.HeadLayerNorm, lambda: {"head_dim": 16, "eps": 1e-6}, used),
-    "nn.LayerScale": Call(ng.nn.LayerScale, lambda: {"dim": 16, "init": 0.0, "device": None, "dtype": None}, used),
+    "nn.LayerScale": Call(ng.nn.LayerScale, lambda: {"dim": 16, "init": 0.0, "device": None, "dtype": None}, lambda made: None),
     "nn.PatchNorm": Call(ng.nn.PatchNorm, lambda: {"features": 16, "where": "after", "eps": 1e-5}),
     "nn.StableEmbedding": Call(ng.nn.StableEmbedding, lambda: {"num_embeddings": 8, "embedding_dim": 4}),
     "nn.add_layer_scale": Call(ng.nn.add_layer_scale, lambda: {"model": clip(), "init": 0.0}),

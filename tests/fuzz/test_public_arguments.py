@@ -99,7 +99,8 @@ def complaint(call: Call, name: str, arguments: dict[str, Any]) -> str | None:
             return f"{type(error).__name__}: {str(error)[:150]}"
     alias = dict(call.aliases).get(name, name)
     # Of two that do not go together either may be named.
-    beside = "|".join(rf"^{other}: got" for other in arguments)
+    # torch has its words for a model without parameters, and a path of "" is the folder "."
+    beside = "parameter list|^[.] has no checkpoint[.]json|" + "|".join(rf"^{other}: got" for other in arguments)
     if not re.search(rf"(?<![A-Za-z]){name}(?![A-Za-z])|{alias}|{beside}", said, re.IGNORECASE):
         return f"unnamed: {said[:150]}"
     changed = [key for key, value in arguments.items() if snapshot(value) != before[key]]

@@ -26,8 +26,8 @@ from narrowgauge.distributed._compressed_hook import CompressedAllReduce, Exempt
 from narrowgauge.distributed._compressed_memory import Memory
 from narrowgauge.distributed._compressed_wire import Wire
 from narrowgauge.formats import codebook as named_codebook
-from narrowgauge.formats._codebooks._map import checked
 from narrowgauge.formats._codebooks import known
+from narrowgauge.formats._codebooks._map import checked
 from narrowgauge.formats._rounding import Rounding
 
 

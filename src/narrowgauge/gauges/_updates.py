@@ -85,8 +85,10 @@ def lost_updates(before: Tensor, update: Tensor, after: Tensor) -> Tensor:
     """
     _same_shape("update", update, before)
     _same_shape("after", after, before)
+    if update.is_complex():
+        raise ValueError(f"update: got {update.dtype}, takes real numbers")
     # Comparisons that NaN fails, as in the sums that the optimizer's step makes.
-    intended = update.abs() > 0
+    intended = (update > 0) | (update < 0)
     change = after.to(torch.float64) - before.to(torch.float64)
     lost = (intended & ~(change.abs() > 0)).sum().to(torch.float64)
     return lost / intended.sum().clamp_min(1)

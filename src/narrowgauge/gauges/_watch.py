@@ -119,6 +119,8 @@ def watch(
         raise ValueError(f"ranks: got {ranks!r}, takes 'all' or 'own'")
     if on_alarm is not None and not callable(on_alarm):
         raise TypeError(f"on_alarm: got {type(on_alarm).__name__}, takes a function of a record")
+    if not targets(formats):
+        raise ValueError("formats: got none, takes at least one format")
     sources = Sources(updates, gradients, activations, targets(formats), every, states_every, rms_every, rms_of)
     return Watch(
         model,

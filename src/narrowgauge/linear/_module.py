@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from narrowgauge._arguments import FloatDtype, Count, typed
+from narrowgauge._arguments import Count, FloatDtype, typed
 from narrowgauge.linear._function import linear
 from narrowgauge.linear._ops import path
 from narrowgauge.linear._plan import SWITCHBACK, LinearPlan

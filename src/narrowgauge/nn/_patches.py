@@ -62,6 +62,9 @@ def drop_patches(tokens: Tensor, share: float) -> Tensor:
 
     Source: Li et al. 2023.
     """
+    if not isinstance(tokens, Tensor) or tokens.is_sparse or tokens.dim() != 3 or tokens.shape[1] < 1:
+        got = f"shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise ValueError(f"tokens: got {got}, takes (batch, 1 + patches, width)")
     batch, count, width = tokens.shape
     kept = patches_left(count - 1, share)
     places = torch.rand(batch, count - 1, device=tokens.device).topk(kept, dim=1).indices + 1
