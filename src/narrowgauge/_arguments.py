@@ -25,6 +25,11 @@ from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 
 import torch
 
+
+class ArgumentError(TypeError, ValueError):
+    """An argument that is none: by its type, as Python says, or by its value, as docstrings here announce."""
+
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -56,8 +61,7 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
     """Have a function, or a class's `__init__`, refuse arguments that its annotations exclude.
 
     Raises (the function does):
-        TypeError: for another type.
-        ValueError: for a value that is not one of a `Literal`'s.
+        ArgumentError: naming the argument, what it got and what it takes.
     """
     signature = inspect.signature(function)
 
@@ -97,10 +101,7 @@ def _checks(hints: Mapping[str, Any], signature: inspect.Signature) -> dict[str,
 def _hold(name: str, value: Any, check: Check) -> None:
     good, takes = check
     if not good(value):
-        # A text that is none of those that are taken, a number out of range: of the right type.
-        valued = (isinstance(value, str) and "'" in takes) or (isinstance(value, int | float) and "number" in takes)
-        kind = ValueError if valued or (isinstance(value, int) and "integer" in takes) else TypeError
-        raise kind(f"{name}: got {_shown(value)}, takes {takes}")
+        raise ArgumentError(f"{name}: got {_shown(value)}, takes {takes}")
 
 
 def _shown(value: Any) -> str:
@@ -111,7 +112,7 @@ def _shown(value: Any) -> str:
     if value is None or isinstance(value, bool | float | complex | str | bytes | torch.dtype | torch.device):
         return repr(value) if not isinstance(value, str | bytes) or len(value) < 80 else f"{value[:80]!r}..."
     if isinstance(value, int):
-        return repr(value) if abs(value) < 10**40 else "an integer of over 40 digits"
+        return repr(value) if abs(value) < 2**63 else "an integer beyond 64 bits"
     return value.__name__ if isinstance(value, type) else type(value).__name__
 
 
@@ -148,10 +149,10 @@ def _dims(value: Any) -> int:
 _KNOWN: dict[Any, Check] = {
     type(None): (lambda value: value is None, "None"),
     bool: (lambda value: isinstance(value, bool), "True or False"),
-    int: (_is_int, "an integer of 64 bits"),
+    int: (_is_int, "an integer"),
     float: (_is_float, "a number"),
     str: (lambda value: isinstance(value, str), "a text"),
-    torch.Tensor: (_has_numbers, "a dense tensor with numbers in it"),
+    torch.Tensor: (_has_numbers, "a tensor that has strides and numbers"),
     torch.dtype: (lambda value: isinstance(value, torch.dtype), "a torch.dtype"),
     torch.device: (_is_device, "a device"),
     Mapping: (lambda value: isinstance(value, Mapping), "a mapping"),
@@ -239,8 +240,10 @@ def _is_pathlike(hint: Any) -> bool:
 
 
 def _instance(of: type) -> Check:
-    return lambda value: isinstance(value, of), f"a {of.__module__.partition('.')[0]} {of.__name__}"
+    # As users import it: torch.nn.Module, and not torch.nn.modules.module.Module.
+    where = {"torch.nn.modules.module": "torch.nn.", "torch.optim.optimizer": "torch.optim."}.get(of.__module__, "")
+    return lambda value: isinstance(value, of), f"a {where}{of.__name__}"
 
 
 def _any_of(checks: list[Check]) -> Check:
-    return lambda value: any(good(value) for good, _ in checks), ", ".join(takes for _, takes in checks)
+    return lambda value: any(good(value) for good, _ in checks), " or ".join(takes for _, takes in checks)

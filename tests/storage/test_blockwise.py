@@ -336,7 +336,7 @@ def test_more_than_2_to_the_31_elements() -> None:
 def test_bad_arguments_are_named() -> None:
     for block in (0, -3, 2.5, True, "rows"):
         with pytest.raises(
-            ValueError, match=r"block_size: got .*, takes an integer of at least 1, 'row', 'column'"
+            ValueError, match=r"block_size: got .*, takes an integer"
         ):
             quantize(torch.ones(3), SIGNED, block)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^codebook: "):

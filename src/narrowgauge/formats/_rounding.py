@@ -20,7 +20,6 @@ from narrowgauge.formats._float import FloatFormat
 Rounding = Literal["nearest", "stochastic"]
 
 
-@typed
 def round_to(
     x: Tensor, fmt: FloatFormat, rounding: Rounding = "nearest", generator: torch.Generator | None = None
 ) -> Tensor:

@@ -270,8 +270,8 @@ def _named(held: Held) -> dict[str, int]:
 
 def _of_count(count: int, recipe: Recipe, shards: int, common: dict[str, Any]) -> MemoryPlan:
     if not 1 <= count < 2**63:
-        shown = count if count < 1 else "2^63 or more"
-        raise ValueError(f"model_or_config: got {shown}, takes 1 to 2^63 - 1 parameters")
+        got = count if count < 1 else "2^63 or more"
+        raise ValueError(f"model_or_config: got {got}, takes at least 1 parameter, and under 2^63")
     low = weight_storage(recipe.weights).bytes_added(recipe.dtype)
     each = recipe.byte_breakdown()
     held = {
