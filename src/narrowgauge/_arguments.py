@@ -89,7 +89,7 @@ def check_fields(made: Any) -> None:
 
 
 @functools.cache
-def _field_checks(cls: type) -> dict[str, Check]:
+def _field_checks(cls: Any) -> dict[str, Check]:
     return _checks(typing.get_type_hints(cls, include_extras=True), inspect.signature(cls))
 
 
@@ -117,7 +117,7 @@ def _shown(value: Any) -> str:
 
 
 def _is_float(value: Any) -> bool:
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return False
     return not isinstance(value, int) or _is_int(value)
 

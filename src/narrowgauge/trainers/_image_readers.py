@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, cast
 
 from ._corpus import DataError
 
@@ -156,7 +156,7 @@ def from_tars(shards: list[str], flag: str) -> Found:
         try:
             if os.path.exists(shard) and _size(shard) is None:
                 raise IsADirectoryError(0, "it is no file")
-            with open(shard, "rb") as file, tarfile.open(fileobj=_Bounded(file), mode="r:") as archive:  # type: ignore[arg-type]
+            with open(shard, "rb") as file, tarfile.open(fileobj=cast(Any, _Bounded(file)), mode="r:") as archive:
                 _members(archive, shard, found)
         except (FileNotFoundError, IsADirectoryError) as error:
             raise DataError(f"{flag}: {shard}: {error.strerror}") from None
@@ -188,7 +188,7 @@ def _members(archive: tarfile.TarFile, shard: str, found: Found) -> None:
             stem, _, kind = name.partition(".")
             key = f"{folder}/{stem}".lstrip("/")
             if member.size < 0:  # tarfile would go backwards
-                raise tarfile.InvalidHeaderError(f"{member.name} has {member.size} bytes")
+                raise tarfile.ReadError(f"{member.name} has {member.size} bytes")
             if not member.isreg() or not stem or member.issparse():
                 continue
             if f".{kind.lower()}" in _PICTURES:
