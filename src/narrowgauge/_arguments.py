@@ -84,7 +84,7 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
 
 def check_fields(made: Any) -> None:
     """The same for the fields of a dataclass: called in `__post_init__`."""
-    for name, check in _field_checks(type(made)).items():
+    for name, check in _field_checks(typing.cast(Any, type(made))).items():
         _hold(name, getattr(made, name), check)
 
 
@@ -117,13 +117,11 @@ def _shown(value: Any) -> str:
 
 
 def _is_float(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        return False
-    return not isinstance(value, int) or _is_int(value)
+    return _is_int(value) or (isinstance(value, numbers.Real) and not isinstance(value, int))
 
 
 def _is_int(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and -(2**63) <= int(value) < 2**63
 
 
 def _is_path(value: Any) -> bool:

@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """A valid call of every public callable: what `test_public_arguments` spoils, one argument after the other.
 
 A new function needs one line in `CALLS`, under the name by which users reach it: what makes its arguments anew, and

@@ -1,3 +1,4 @@
+# ruff: noqa: E501, RUF059
 """Damage to files, and what no reader may do about it: hang, take memory by what a file claims, write, run code.
 
 `damaged` changes the files of a folder in one way that disks, kills, people and adversaries do. `reading` is the

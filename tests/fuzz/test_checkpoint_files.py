@@ -1,3 +1,4 @@
+# ruff: noqa: B023, E501
 """Any damage to checkpoints, records, histories and configurations: what they said, or one error that names them."""
 
 from __future__ import annotations

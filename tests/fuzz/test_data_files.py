@@ -1,3 +1,4 @@
+# ruff: noqa: E501, RUF017
 """Any damage to what is trained on: prepared tokens, tables, tar files, folders of images."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Any damage to a model's folder: a plan or a model of it, or one error that names it; and no code of its own runs."""
 
 from __future__ import annotations

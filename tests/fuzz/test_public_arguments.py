@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Junk for any argument of any public function: it works, or an error names the argument; nothing given is changed."""
 
 from __future__ import annotations

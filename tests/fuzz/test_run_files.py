@@ -1,3 +1,4 @@
+# ruff: noqa: E501, PT018
 """Any damage to what a run leaves behind: records, history, configuration, results."""
 
 from __future__ import annotations

@@ -17,8 +17,9 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -138,7 +139,7 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def open_file(path: Path) -> BinaryIO:
+def open_file(path: Path) -> BufferedReader:
     """A file to read from; opening a pipe in its place would wait for a writer for ever.
 
     Raises:

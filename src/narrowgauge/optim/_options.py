@@ -148,8 +148,9 @@ def show_options(init: Callable[..., None]) -> None:
 
 def is_number(value: object) -> bool:
     """Whether a value is a real number; True and False are none, nor are integers that torch has no room for."""
-    fits = not isinstance(value, int) or -(2**63) <= value < 2**63
-    return isinstance(value, Real) and not isinstance(value, bool) and fits
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    return -(2**63) <= value < 2**63 if isinstance(value, int) else True  # type: ignore[unreachable]
 
 
 def is_whole(value: object) -> bool:
