@@ -121,7 +121,7 @@ def _is_float(value: Any) -> bool:
 
 
 def _is_int(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and -(2**63) <= int(value) < 2**63
+    return not isinstance(value, bool) and isinstance(value, numbers.Integral) and -(2**63) <= int(value) < 2**63
 
 
 def _is_path(value: Any) -> bool:
