@@ -1,4 +1,5 @@
-"""Small tables on pages that are about something else: planned memory beside measured, what watching costs.
+"""Small tables on pages that are about something else: planned memory beside measured, what watching costs, what
+compressed gradients take.
 
 Each stands between `<!-- NAME -->` and `<!-- end -->` on its page, and is empty as long as nothing was measured.
 """
@@ -49,6 +50,39 @@ def watch(results: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"{what}, every {results['every']}th step measured. {_origin(results)}"])
 
 
+def compressed(results: dict[str, Any]) -> str:
+    """A bucket reduced in several ways: bytes, times, and where codes pay."""
+    elements = max(results["runs"][0]["buckets"], key=int)
+    lines = [
+        "| ranks | gradients | bytes sent | all-reduce | encode + add + decode | of a copy's speed | pays below |",
+        "| ---: | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for run in results["runs"]:
+        ranks = run["ranks"]
+        for name, row in run["buckets"][elements].items():
+            if name == "copy":
+                continue
+            codec = row.get("codec")
+            more = ["", "", ""]
+            if codec:
+                times = " + ".join(f"{codec[f'{part}_ms']:.3g}" for part in PASSES)
+                shares = " / ".join(f"{100 * codec[f'{part} of limit']:.0f} %" for part in PASSES)
+                more = [f"{times} ms", shares, f"{codec[f'{ranks} ranks pay below GB/s']:.3g} GB/s"]
+            cells = [
+                str(ranks),
+                name.removeprefix("all-reduce "),
+                f"{row['bytes'] / 1e6:.1f} MB",
+                f"{row['ms']:.3g} ms",
+            ]
+            lines.append("| " + " | ".join([*cells, *more]) + " |")
+    bandwidths = ", ".join(
+        f"{run['buckets'][elements]['all-reduce bf16']['GB/s']:.3g} GB/s on {run['ranks']}"
+        for run in results["runs"]
+    )
+    said = f"A bucket of {int(elements):,} gradients in bf16. Bf16's own all-reduce had {bandwidths} ranks."
+    return "\n".join([*lines, "", f"{said} {_origin(results)}"])
+
+
 def _is_cost(found: Any) -> bool:
     return isinstance(found, dict) and "cost" in found
 
@@ -57,10 +91,13 @@ def _origin(results: dict[str, Any]) -> str:
     return f"`{results['command']}`; {results['device']}, torch {results['torch'].split('+')[0]}."
 
 
+PASSES = ("encode", "add", "finish")
 # By name: the page, the results, how they are drawn.
 TABLES: dict[str, tuple[str, str, Callable[[dict[str, Any]], str]]] = {
     "memory": ("plan.md", "memory_h200.json", memory),
     "watch": ("gauges.md", "watch_h200.json", watch),
+    "compressed on CPUs": ("distributed.md", "compressed_cpu.json", compressed),
+    "compressed on GPUs": ("distributed.md", "compressed_h200.json", compressed),
 }
 
 
@@ -78,3 +115,11 @@ def rendered(text: str, name: str, folder: Path) -> str:
     return re.sub(
         rf"(<!-- {name} -->\n).*?(<!-- end -->)", lambda match: match[1] + drawn + match[2], text, flags=re.DOTALL
     )
+
+
+def all_rendered(text: str, page: str, folder: Path) -> str:
+    """A page with all of its tables drawn anew; arguments as of `rendered`."""
+    for name, (where, _, _) in TABLES.items():
+        if where == page:
+            text = rendered(text, name, folder)
+    return text

@@ -1,16 +1,17 @@
 """Compressed gradients beside torch's all-reduce: time and bytes of a bucket, and from what bandwidth on they pay.
 
 A bucket of gradients is reduced in several ways by 2 or more processes, on GPUs with NCCL, and on the CPU with gloo
-where there are fewer GPUs than ranks. Three times are taken of the compressed ways: the reduction; its local part,
-with copies in the place of the collectives; and on a GPU what the host needs to launch it. A step of
+where there are fewer GPUs than ranks. Times are taken of the compressed ways: the reduction; its local part, with
+copies in the place of the collectives; on a GPU what the host needs to launch it; and each of its three passes
+alone (the device's time), beside the bytes that it has to move, as a share of what a copy moves. A step of
 DistributedDataParallel, forward and backward of some linear layers, shows what of it hides behind that.
 
 The model: a rank that sends s bytes over a link of b bytes a second needs s / b. With the local part c of a
 compressed reduction it pays where c + s8 / b < s16 / b, that is below b = (s16 - s8) / c. That is the bandwidth a
 rank has for itself while all of them send, what NCCL's tests call the bus bandwidth; the figure of bf16's
-all-reduce is what there is.
+all-reduce is what there is. For other numbers of ranks c is that of the passes.
 
-    python benchmarks/bench_compressed.py [--ranks 2] [--json FILE] [--repeats 20] [--elements 1048576 ...]
+    python benchmarks/bench_compressed.py [--ranks 2 4] [--json FILE] [--repeats 20] [--elements 1048576 ...]
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _compressed_codec import codec_row, copy_speed, task_of
 from torch import Tensor, nn
 
 from narrowgauge import formats
@@ -122,17 +124,18 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def bucket_rows(elements: int, repeats: int, device: torch.device) -> dict[str, dict[str, float]]:
+def bucket_rows(elements: int, repeats: int, device: torch.device) -> dict[str, dict[str, Any]]:
     """All ways of reducing a bucket."""
     ranks = dist.get_world_size()
-    rows: dict[str, dict[str, float]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for name, dtype in PLAIN.items():
         x = torch.randn(elements // 1024 * 1024, device=device).to(dtype)
-        row = timed(lambda x=x: dist.all_reduce(x.mul_(1 / ranks)), repeats, device)  # type: ignore[misc]
+        row: dict[str, Any] = timed(lambda x=x: dist.all_reduce(x.mul_(1 / ranks)), repeats, device)  # type: ignore[misc]
         row["bytes"] = 2 * (ranks - 1) * x.nbytes // ranks
         row["GB/s"] = row["bytes"] / row["ms"] / 1e6
         rows[name] = row
-    sent = rows["all-reduce bf16"]["bytes"]
+    sent, copied = rows["all-reduce bf16"]["bytes"], copy_speed(device)
+    rows["copy"] = {"GB/s": copied / 1e9}
     for name, options in HOOKS.items():
         bucket: Any = Bucket(elements, device)
         hook = compressed_allreduce_hook(**options)
@@ -142,6 +145,8 @@ def bucket_rows(elements: int, repeats: int, device: torch.device) -> dict[str, 
         row |= {"local_ms": local["ms"], "bytes": hook.bytes_sent, "memory_bytes": hook.memory_bytes()}
         row["share of bf16"] = hook.bytes_sent / sent
         row["pays below GB/s"] = (sent - hook.bytes_sent) / local["ms"] / 1e6
+        row["times bf16's"] = row["ms"] / rows["all-reduce bf16"]["ms"]
+        row["codec"] = codec_row(task_of(hook, bucket, ranks), copied, repeats, device)
         rows[name] = row
     return rows
 
@@ -169,53 +174,64 @@ def step_rows(
     return rows
 
 
-def on_a_rank(rank: int, folder: str, args: argparse.Namespace) -> None:
+def on_a_rank(rank: int, folder: str, ranks: int, args: argparse.Namespace) -> None:
     device = torch.device("cuda", rank) if args.cuda else torch.device("cpu")
     if args.cuda:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
     dist.init_process_group(
-        "nccl" if args.cuda else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=args.ranks
+        "nccl" if args.cuda else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
     )
     results: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if args.cuda else "CPU, a thread a rank",
-        "torch": torch.__version__, "ranks": args.ranks, "backend": dist.get_backend(), "buckets": {},
+        "torch": torch.__version__, "ranks": ranks, "backend": dist.get_backend(), "buckets": {},
     }  # fmt: skip
     for elements in args.elements:
         rows = results["buckets"][str(elements)] = bucket_rows(elements, args.repeats, device)
-        show(f"a bucket of {elements:,} gradients, {args.ranks} ranks", rows, rank)
+        show(f"a bucket of {elements:,} gradients, {ranks} ranks", rows, rank)
     layers, width, batch = (24, 4096, 2048) if args.cuda else (4, 256, 64)
     rows = step_rows(width, layers, batch, args.repeats, device)
     results["step"] = {"layers": layers, "width": width, "batch": batch, "rows": rows}
     show(f"forward and backward, {layers} layers of {width} x {width}, batch {batch}", rows, rank)
-    if args.json and rank == 0:
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    if rank == 0:
+        (Path(folder) / "results.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 
 
-def show(title: str, rows: dict[str, dict[str, float]], rank: int) -> None:
+def show(title: str, rows: dict[str, dict[str, Any]], rank: int) -> None:
     if rank:
         return
     print(f"\n{title}", flush=True)
     for name, row in rows.items():
-        cells = (
-            f"{key} {value:,.0f}" if key.endswith("bytes") else f"{key} {value:.4g}" for key, value in row.items()
-        )
-        print(f"  {name:26}" + ", ".join(cells), flush=True)
+        for part, shown in ((name, row), ("  of that the passes", row.get("codec", {}))):
+            cells = (
+                f"{key} {value:,.0f}" if key.endswith("bytes") else f"{key} {value:.4g}"
+                for key, value in shown.items()
+                if key != "codec"
+            )
+            if shown:
+                print(f"  {part:26}" + ", ".join(cells), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--elements", type=int, nargs="*", help="of a bucket")
     args = parser.parse_args()
-    args.cuda = torch.cuda.device_count() >= args.ranks
+    args.cuda = torch.cuda.device_count() >= max(args.ranks)
     args.elements = args.elements or (GPU if args.cuda else CPU)
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(on_a_rank, (folder, args), nprocs=args.ranks)  # type: ignore[no-untyped-call]
+    found = []
+    for ranks in args.ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(on_a_rank, (folder, ranks, args), nprocs=ranks)  # type: ignore[no-untyped-call]
+            found.append(json.loads((Path(folder) / "results.json").read_text()))
+    if args.json:
+        command = f"python benchmarks/bench_compressed.py --ranks {' '.join(map(str, args.ranks))}"
+        results = {"command": command, "device": found[0]["device"], "torch": torch.__version__, "runs": found}
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 Every process has its share of each step's windows, of random tokens, and a whole model (DDP) or a shard of it
 (FSDP2). `alone` is the same step without anybody: what the others are to come near. Times are the slowest
-process's. Beside each step: what a process holds in weights, gradients and states, and its peak; what it sent,
-which for compressed gradients is counted and else follows from the collectives of rings; and a checkpoint's bytes
-and seconds. `studies/scale.py` sets its calculation beside these.
+process's. Beside each step: what a process holds in weights, gradients and states, and its peak; what its
+collectives sent in one step; and a checkpoint's bytes and seconds. `studies/scale.py` sets its calculation beside
+these.
 
     torchrun --nproc-per-node 4 benchmarks/bench_data_parallel.py [--model gpt2-medium] [--json FILE]
 """
@@ -20,30 +20,36 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import narrowgauge as ng
 from narrowgauge import formats
-from narrowgauge.distributed import compressed_allreduce_hook, save_checkpoint
+from narrowgauge.distributed import compressed_allreduce_hook, gather_codes, save_checkpoint
 from narrowgauge.trainers import TrainSettings
 from narrowgauge.trainers._build import Parts, build_parts
 from narrowgauge.trainers._models import next_token_loss
-from narrowgauge.trainers._team import ALONE, Team, own_device
+from narrowgauge.trainers._team import ALONE, Team, blocks, own_device
 
+RECIPE = "adamw8bit-split8"
 STEPS = 3  # timed together
 BUCKET = 2**27  # elements of the all-reduce that says how fast the link is; on a CPU 2^20
 
-# Name: recipe, how processes train together (None for each alone), what gradients travel as.
-ROWS: dict[str, tuple[str, str | None, dict[str, Any] | None]] = {
-    "alone": ("adamw8bit-split8", None, None),
-    "DDP": ("adamw8bit-split8", "ddp", None),
-    "DDP, 8-bit codes": ("adamw8bit-split8", "ddp", {}),
-    "DDP, 4-bit codes": ("adamw8bit-split8", "ddp", {"codebook": formats.codebook("dynamic", bits=4)}),
-    "FSDP": ("adamw8bit-split8", "fsdp", None),
-    "FSDP, option D": ("master", "fsdp", None),
+# Name: settings that differ (how processes train together, or each alone), what gradients travel as.
+SWITCHBACK = {"parallel": "fsdp", "linear": "SWITCHBACK:e4m3"}
+ROWS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "alone": ({}, None),
+    "DDP": ({"parallel": "ddp"}, None),
+    "DDP, 8-bit codes": ({"parallel": "ddp"}, {}),
+    "DDP, 4-bit codes": ({"parallel": "ddp"}, {"codebook": formats.codebook("dynamic", bits=4)}),
+    "FSDP": ({"parallel": "fsdp"}, None),
+    "FSDP, option D": ({"parallel": "fsdp", "recipe": "master"}, None),
+    "FSDP, SwitchBack": (SWITCHBACK, None),
+    "FSDP, SwitchBack, codes gathered": (SWITCHBACK | {"gather_codes": True}, None),
 }
 
 
@@ -59,13 +65,24 @@ def held_bytes(parts: Parts) -> int:
     return sum(t.nbytes for t in (*weights, *gradients)) + parts.optimizer.state_bytes()
 
 
-def sent_bytes(parts: Parts, how: str | None, hook: Any, ranks: int) -> int:
-    """What this process sends a step: of rings, but for messages that the hook has counted."""
-    if hook is not None:
-        return int(hook.bytes_sent)
-    times = {None: 0, "ddp": 2, "fsdp": 3}[how]  # the gradients twice; the weights twice and the gradients once
-    whole = sum(p.numel() * p.element_size() for p in parts.model.parameters())
-    return times * whole * (ranks - 1) // ranks
+class Sent(TorchDispatchMode):
+    """Counts what collectives send, as rings do, or every rank to every other."""
+
+    TIMES: ClassVar[dict[str, tuple[int, int]]] = {  # how often around, and which argument
+        "allreduce_": (2, 0), "_allgather_base_": (1, 0), "_reduce_scatter_base_": (1, 1), "alltoall_base_": (1, 1),
+    }  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            ranks = dist.get_world_size()
+            times, place = self.TIMES[func._schema.name.removeprefix("c10d::")]
+            moved = args[place] if isinstance(args[place], list) else [args[place]]
+            self.bytes += times * (ranks - 1) / ranks * sum(tensor.nbytes for tensor in moved)
+        return func(*args, **(kwargs or {}))
 
 
 def slowest(seconds: float, device: torch.device) -> float:
@@ -97,13 +114,13 @@ def bandwidth(device: torch.device, repeats: int) -> float:
 def measured(
     settings: TrainSettings,
     vocabulary: int,
-    how: str | None,
+    together: bool,
     options: dict[str, Any] | None,
     device: torch.device,
     repeats: int,
 ) -> dict[str, Any]:
     """One row."""
-    team = ALONE if how is None else Team.of(settings)
+    team = Team.of(settings) if together else ALONE
     ranks = dist.get_world_size()
     parts = build_parts(settings, vocabulary, device, team)
     hook = None
@@ -132,15 +149,17 @@ def measured(
         synchronize(device)
         times.append((time.perf_counter() - begin) / STEPS)
     seconds = slowest(statistics.median(times), device)
+    with Sent() as sent:
+        step()
     row = {
         "step_ms": 1e3 * seconds,
         "tokens_per_second": settings.batch * settings.sequence / seconds,
         "held_bytes": held_bytes(parts),
         "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-        "sent_bytes": sent_bytes(parts, how, hook, ranks),
+        "sent_bytes": int(sent.bytes),
         "feedback_bytes": 0 if hook is None else hook.memory_bytes(),
     }
-    if how is not None:
+    if together:
         row |= checkpoint(parts)
     return row
 
@@ -188,24 +207,29 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "ranks": ranks, "model": args.model, "batch": args.batch * ranks, "sequence": args.sequence,
         "bus_bytes_per_second": bandwidth(device, args.repeats), "rows": {},
     }  # fmt: skip
-    for name, (recipe, how, options) in ROWS.items():
+    given = {
+        "model": args.model, "recipe": RECIPE, "batch": args.batch * ranks, "sequence": args.sequence,
+        "gauges_every": 0,
+    }  # fmt: skip
+    for name, (changes, options) in ROWS.items():
         if args.only and not any(part in name for part in args.only.split(",")):
             continue
-        settings = TrainSettings(
-            model=args.model, recipe=recipe, batch=args.batch * ranks, sequence=args.sequence, gauges_every=0,
-            parallel=how or "ddp",
-        )  # fmt: skip
-        row = measured(settings, args.vocabulary, how, options, device, args.repeats)
+        settings = TrainSettings(**(given | changes))
+        row = measured(settings, args.vocabulary, "parallel" in changes, options, device, args.repeats)
         if cuda:
             torch.cuda.empty_cache()
-        results["rows"][name] = {"recipe": recipe, **row}
+        results["rows"][name] = {"recipe": settings.recipe, **row}
         if first:
-            print(f"{name:18}" + ", ".join(_said(*cell) for cell in row.items()), flush=True)
+            print(f"{name:34}" + ", ".join(_said(*cell) for cell in row.items()), flush=True)
             if args.json is not None:  # row by row: a call that is cut off leaves what it has
                 args.json.write_text(json.dumps(results, indent=1) + "\n")
     if first:
-        model = build_parts(settings, args.vocabulary, torch.device("cpu")).model
+        model = build_parts(TrainSettings(**given), args.vocabulary, torch.device("cpu")).model
         results["shapes"] = [list(p.shape) for p in model.parameters()]
+        layers = sum(p.numel() for block in blocks(model) for p in block.parameters())
+        results["outside_layers"] = sum(p.numel() for p in model.parameters()) - layers
+        ng.linear.swap_linears(model, ng.linear.SWITCHBACK, keep=("lm_head",))
+        results["coded"] = [list(model.get_submodule(name).weight.shape) for name in gather_codes(model)]
         if args.json is not None:
             args.json.write_text(json.dumps(results, indent=1) + "\n")
     dist.destroy_process_group()

@@ -78,15 +78,15 @@ def rendered(text: str) -> str:
 def main() -> int:
     readme, steps_page, layers_page = ROOT / "README.md", DOCS / "speed.md", DOCS / "which_linear.md"
     steps, layers = _steps.found(ROOT / "benchmarks" / "results"), _layers.found(ROOT / "benchmarks" / "results")
-    small = {DOCS / page: name for name, (page, _, _) in _small_tables.TABLES.items()}
+    small = [DOCS / page for page, _, _ in _small_tables.TABLES.values()]
     was = {path: path.read_text() for path in (readme, steps_page, layers_page, *small)}
     now = {
         readme: rendered(was[readme]),
         steps_page: _steps.rendered(was[steps_page], steps),
         layers_page: _layers.rendered(was[layers_page], layers),
         **{
-            page: _small_tables.rendered(was[page], name, ROOT / "benchmarks" / "results")
-            for page, name in small.items()
+            page: _small_tables.all_rendered(was[page], page.name, ROOT / "benchmarks" / "results")
+            for page in small
         },
     }
     pictures = {DOCS / name: partial(_steps_picture.draw, results) for name, results in steps.items()}

@@ -39,6 +39,13 @@ def quantiles(results: Results) -> dict[str, str]:
     return {"sort": f"{times['torch.sort, 2^28 float32'] / times['estimate_quantiles, 2^28 float32']:.1f}"}
 
 
+def compressed(results: Results) -> dict[str, str]:
+    """Bytes of 8-bit gradients with error feedback as a share of bf16's, and below which bandwidth they pay."""
+    buckets = results["runs"][0]["buckets"]
+    row = buckets[max(buckets, key=int)]["8 bits, feedback"]
+    return {"share": f"{row['share of bf16']:.2f}", "pays": f"{row['codec']['2 ranks pay below GB/s']:.2f}"}
+
+
 def loss_spikes(results: Results) -> dict[str, str]:
     """RMS_t at the switch by optimizer, and whether loss spikes follow RMS spikes."""
     ways, switch = spikes.by_way(results), results["training"]["switch"]
@@ -120,6 +127,7 @@ NUMBERS: dict[str, Callable[[Results], dict[str, str]]] = {
     "linear_": linear,
     "optimizers_": optimizers,
     "quantiles_": quantiles,
+    "compressed_": compressed,
     "loss_spikes": loss_spikes,
     "collage_float8": collage_float8,
     "eight_bit_adam": eight_bit_adam,

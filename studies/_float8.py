@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from narrowgauge.formats import FP8_E4M3, round_to
 from narrowgauge.optim import AdamW
 from narrowgauge.recipes import Recipe
+from narrowgauge.recipes._recipe import decay_groups
 from narrowgauge.storage import StateContext, StateStorage, WeightStorage, state_storage
 
 SCALE = 2.0**-8
@@ -129,13 +130,16 @@ class Float8Recipe(Recipe):
         """Bytes a parameter that real float8 would take: weight, gradient, moments, low words; scales apart."""
         return 4.0 + self.expansion + self.plus
 
-    def apply(self, model: nn.Module, lr: float = 1e-3, **optimizer_arguments: Any) -> AdamW:
+    def apply(
+        self, model: nn.Module, lr: float | None = None, *, decay_all: bool = False, **optimizer_arguments: Any
+    ) -> AdamW:
         model.to(torch.bfloat16)
         with torch.no_grad():
             for p in model.parameters():
                 p.copy_(to_float8(p, SCALE))
         options = {k: v for k, v in optimizer_arguments.items() if k != "weights"}
-        return Float8AdamW(list(model.named_parameters()), lr, expansion=self.expansion, plus=self.plus, **options)
+        options |= {} if lr is None else {"lr": lr}
+        return Float8AdamW(decay_groups(model, decay_all), expansion=self.expansion, plus=self.plus, **options)
 
 
 RECIPES = (

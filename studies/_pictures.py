@@ -13,9 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import _bytes_picture
+import _clip_picture
 import _collage_picture
 import _eight_bit_adam_picture
 import _loss_spikes_picture
+import _magnitudes_picture
+import _scaling_picture
+import _stability_picture
 import _state_picture
 import _throughput_picture
 import numpy as np
@@ -67,6 +71,8 @@ def draw(results: Path, path: Path) -> None:
                 figure = adam_maps(found, dict(arrays))
         elif path.stem.startswith("bytes_and_loss"):
             figure = _bytes_picture.bytes_against_loss(found)
+        elif path.stem.startswith("clip_precision"):
+            figure = _clip_picture.progress(found)
         elif path.stem.startswith("collage_training"):
             figure = _collage_picture.progress(found)
         elif path.stem.startswith("collage_throughput"):
@@ -75,6 +81,12 @@ def draw(results: Path, path: Path) -> None:
             figure = _eight_bit_adam_picture.sensitivity(found)
         elif path.stem.startswith("state_codecs"):
             figure = _state_picture.error_over_steps(found)
+        elif path.stem.startswith("loss_scaling"):
+            figure = _scaling_picture.gradients_and_spikes(found)
+        elif path.stem.startswith("training_magnitudes"):
+            figure = _magnitudes_picture.magnitudes(found)
+        elif path.stem.startswith("stability"):
+            figure = _stability_picture.losses_and_rms(found)
         elif path.stem.startswith("loss_spikes"):
             figure = _loss_spikes_picture.around_the_switch(found)
         else:

@@ -75,7 +75,7 @@ class Study:
         self.runs.append(asdict(task) | result)
         self.write(left)
         named = ", ".join(
-            str(value) if name in ("kind", "row") else f"{name} {value:g}" for name, value in asdict(task).items()
+            value if isinstance(value, str) else f"{name} {value:g}" for name, value in asdict(task).items()
         )
         print(f"{named}: {result.get('failed') or _said(result)}", flush=True)
 

@@ -11,7 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from _scale_model import BLOCK, GB, GRADIENT, WEIGHT, checkpoint_bytes, kept, padded, sharded_bytes
+from _scale_model import (
+    BLOCK,
+    GB,
+    GRADIENT,
+    WEIGHT,
+    checkpoint_bytes,
+    gathered_and_scattered,
+    kept,
+    padded,
+    sharded_bytes,
+)
 from _tables import markdown
 
 
@@ -42,8 +52,12 @@ def calculated(results: dict[str, Any], way: str) -> dict[str, float]:
     bits = {"DDP, 8-bit codes": 1.0, "DDP, 4-bit codes": 0.5}
     if way in bits:
         sent = 2 * (bits[way] + 4 / BLOCK) * model.parameters * padded(model, gpus) * share
+    elif way in ("alone", "DDP"):
+        sent = 2 * GRADIENT * model.parameters * share if way == "DDP" else 0.0
     else:
-        sent = {"alone": 0, "DDP": 2 * GRADIENT}.get(way, 3 * WEIGHT) * model.parameters * share
+        coded = sum(map(math.prod, results["coded"])) if way.endswith("codes gathered") else 0
+        both = gathered_and_scattered(model.parameters, results["outside_layers"])
+        sent = (both - 2 * (WEIGHT - 1) * coded) * share
     return {
         "held": sharded_bytes(model, gpus, recipe)[1] if way.startswith("FSDP") else whole,
         "sent": sent,

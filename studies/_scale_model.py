@@ -47,6 +47,11 @@ class Model:
         w, i = self.width, self.inner
         return [(w, w), (self.kv, w), (self.kv, w), (w, w), (i, w), (i, w), (w, i), (w,), (w,)]
 
+    @property
+    def outside_layers(self) -> int:
+        """Parameters of the embedding, the last norm and the head."""
+        return self.parameters - self.layers * sum(map(math.prod, self.block()))
+
     def shapes(self) -> list[tuple[int, ...]]:
         table = (self.vocabulary, self.width)
         return [table, *self.block() * self.layers, (self.width,), table]
@@ -94,6 +99,13 @@ def whole_bytes(model: Model) -> float:
     """What FSDP2 has whole at a time: two layers' weights, one of them on its way, and a layer's gradients."""
     layer = sum(map(math.prod, model.block()))
     return layer * (2 * WEIGHT + GRADIENT)
+
+
+def gathered_and_scattered(parameters: int, outside: int) -> int:
+    """Bytes of FSDP2's collectives a step: weights for both passes, but for what is outside of layers, which stays
+    gathered; and the gradients.
+    """
+    return 2 * WEIGHT * parameters - WEIGHT * outside + GRADIENT * parameters
 
 
 def step_seconds(model: Model) -> float:

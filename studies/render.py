@@ -20,16 +20,20 @@ from pathlib import Path
 from typing import Any
 
 import _bytes_tables
+import _clip_tables
 import _collage_tables
 import _eight_bit_adam_tables
 import _evidence
 import _evidence_numbers
 import _float8_tables
 import _loss_spikes_tables
+import _magnitudes_tables
 import _memory_tables
 import _noise_tables
 import _pictures
 import _quantization_tables
+import _scaling_tables
+import _stability_tables
 import _state_tables
 import _throughput_tables
 import _variants_tables
@@ -42,26 +46,34 @@ OTHERS = (ROOT / "README.md", ROOT / "docs" / "evidence.md")
 TABLES = {
     "quantization_error": _quantization_tables.TABLES,
     "inner_product_noise": _noise_tables.TABLES,
+    "clip_precision": _clip_tables.TABLES,
     "collage_float8": _float8_tables.TABLES,
     "collage_training": _collage_tables.TABLES,
     "collage_throughput": _throughput_tables.TABLES,
     "bytes_and_loss": _bytes_tables.TABLES,
     "eight_bit_adam": _eight_bit_adam_tables.TABLES,
     "state_codecs": _state_tables.TABLES,
+    "loss_scaling": _scaling_tables.TABLES,
     "loss_spikes": _loss_spikes_tables.TABLES,
     "adam_variants": _variants_tables.TABLES,
+    "stability": _stability_tables.TABLES,
+    "training_magnitudes": _magnitudes_tables.TABLES,
     "memory_plans": _memory_tables.TABLES,
 }
 FACTS = {
     "quantization_error": _quantization_tables.quantization_facts,
     "inner_product_noise": _noise_tables.noise_facts,
     "bytes_and_loss": _bytes_tables.facts,
+    "clip_precision": _clip_tables.facts,
     "collage_training": _collage_tables.facts,
     "collage_throughput": _throughput_tables.facts,
     "eight_bit_adam": _eight_bit_adam_tables.facts,
     "state_codecs": _state_tables.state_facts,
+    "loss_scaling": _scaling_tables.facts,
     "loss_spikes": _loss_spikes_tables.facts,
     "adam_variants": _variants_tables.facts,
+    "stability": _stability_tables.facts,
+    "training_magnitudes": _magnitudes_tables.facts,
 }
 TABLE = re.compile(r"(<!-- table: (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 PICTURE = re.compile(r"\]\((\w+)\.png\)")

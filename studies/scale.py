@@ -11,6 +11,7 @@ take (`Recipe.byte_breakdown`) and the constants of `_scale_model.py`; change on
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,7 @@ from _scale_model import (
     buckets,
     checkpoint_bytes,
     fullest,
+    gathered_and_scattered,
     kept,
     manifest_bytes,
     muon_seconds,
@@ -64,11 +66,14 @@ def wire() -> str:
     for gpus, model in MODELS.items():
         n, share = model.parameters, (gpus - 1) / gpus
         more = padded(model, gpus)
+        matrices = model.layers * sum(math.prod(shape) for shape in model.block() if len(shape) == 2)
+        sharded = gathered_and_scattered(n, model.outside_layers)
         ways = {
             "DDP, bf16": (4 * n * share, 2 * buckets(model)),
             "DDP, 8-bit codes": (2 * (1 + 4 / BLOCK) * n * more * share, 2 * buckets(model)),
             "DDP, 4-bit codes": (2 * (0.5 + 4 / BLOCK) * n * more * share, 2 * buckets(model)),
-            "FSDP, bf16": (3 * WEIGHT * n * share, 3 * (model.layers + 1)),
+            "FSDP, bf16": (sharded * share, 3 * model.layers + 2),
+            "FSDP, weights as 8-bit codes": ((sharded - 2 * (WEIGHT - 1) * matrices) * share, 3 * model.layers + 2),
         }
         for way, (sent, messages) in ways.items():
             of_bytes, of_hops = ring_seconds(sent, messages, gpus)

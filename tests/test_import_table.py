@@ -28,7 +28,7 @@ TABLE: dict[str, set[str]] = {
     # What torch's own optimizers intended is worked out by the rules' equations.
     "gauges": {"formats", "storage", "rules", "kernels"},
     "optim": {"formats", "storage", "rules", "kernels"},
-    "distributed": {"formats", "storage", "optim", "linear", "scaling"},
+    "distributed": {"formats", "storage", "kernels", "optim", "linear", "scaling"},
     "recipes": {"formats", "storage", "rules", "kernels", "optim", "linear", "nn", "scaling"},
 }
 TABLE["trainers"] = set(TABLE)

@@ -26,6 +26,15 @@ def watch() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def compressed() -> dict[str, Any]:
+    codec: dict[str, float] = {"2 ranks pay below GB/s": 1.234, "encode_ms": 1, "add_ms": 2.5, "finish_ms": 0.125}
+    codec |= {"encode of limit": 0.5, "add of limit": 0.75, "finish of limit": 1.5}
+    plain = {"all-reduce bf16": {"bytes": 2e6, "ms": 4.0, "GB/s": 0.5}, "copy": {"GB/s": 9.0}}
+    bucket = {**plain, "8 bits": {"bytes": 1.01e6, "ms": 3.14159, "codec": codec}}
+    run = {"ranks": 2, "buckets": {"1000000": bucket, "64000": {}}}
+    return {"device": "a CPU", "torch": "2.13.0+cpu", "command": "python bench.py", "runs": [run]}
+
+
 def test_planned_beside_measured() -> None:
     lines = _small_tables.memory(memory()).splitlines()
     assert lines[2] == "| tiny | `D` | 2 x 8 | bf16 | yes | 1.01 | 1.00 | 1.010 |"
@@ -43,8 +52,29 @@ def test_what_watching_costs() -> None:
     assert "GPT-2 of 124 million parameters, 8 x 1024 tokens, every 10th step" in lines[-1]
 
 
+def test_what_compressed_gradients_take() -> None:
+    lines = _small_tables.compressed(compressed()).splitlines()
+    assert lines[2:4] == [
+        "| 2 | bf16 | 2.0 MB | 4 ms |  |  |  |",
+        "| 2 | 8 bits | 1.0 MB | 3.14 ms | 1 + 2.5 + 0.125 ms | 50 % / 75 % / 150 % | 1.23 GB/s |",
+    ]
+    assert lines[-1].startswith(
+        "A bucket of 1,000,000 gradients in bf16. Bf16's own all-reduce had 0.5 GB/s on 2 ranks."
+    )
+
+
+def test_tables_of_one_page_do_not_replace_each_other(tmp_path: Path) -> None:
+    page = PAGE.replace("NAME", "compressed on CPUs") + PAGE.replace("NAME", "compressed on GPUs")
+    for file in ("compressed_cpu.json", "compressed_h200.json"):
+        (tmp_path / file).write_text(json.dumps(compressed() | {"device": file}))
+    drawn = _small_tables.all_rendered(page, "distributed.md", tmp_path)
+    assert "compressed_cpu.json" in drawn
+    assert "compressed_h200.json" in drawn
+    assert _small_tables.all_rendered(page, "plan.md", tmp_path) == page
+
+
 def test_a_page_has_its_table_once_there_are_results(tmp_path: Path) -> None:
-    for name, made in (("memory", memory()), ("watch", watch())):
+    for name, made in (("memory", memory()), ("watch", watch()), ("compressed on CPUs", compressed())):
         page = PAGE.replace("NAME", name)
         _, file, draw = _small_tables.TABLES[name]
         assert _small_tables.rendered(page, name, tmp_path) == page.replace("stale\n", "")

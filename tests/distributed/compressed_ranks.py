@@ -116,7 +116,7 @@ def variants(rank: int, world: int) -> dict[str, Any]:
         hook = compressed_allreduce_hook(**options)
         done[name] = run(rank, hook, dtype)
         done[name] |= {"repr": repr(hook), "memory": hook.memory_bytes()}
-        done[name] |= {"sent": hook.bytes_sent, "step": hook.step}
+        done[name] |= {"sent": hook.bytes_sent, "step": hook.step, "described": str(hook.describe())}
     done["none"] = run(rank, None, torch.float32)
     done["none bf16"] = run(rank, None, torch.bfloat16)
     return done

@@ -349,3 +349,16 @@ def test_the_scenarios_have_what_they_say(tmp_path: Path) -> None:
     assert sizes["small"] < 4096 < sizes["bias"]
     # The last rank of four has nothing of it.
     assert 3 * -(-sizes["ragged"] // 1024) * 256 < sizes["ragged"]
+
+
+@worlds
+def test_it_is_said_what_takes_each_parameter(runs: Runs, world: int) -> None:
+    wanted = "fused Triton" if on_gpus(world) else "fused C"
+    for one in runs(world):
+        head, _, *rows = one["variants"]["4 bits bf16"]["described"].splitlines()
+        assert head.split() == ["parameter", "shape", "dtype", "sent", "memory", "path", "why"]
+        assert len(rows) == len(SHAPES)
+        taken = [row for row in rows if wanted in row]
+        assert len(taken) == len(COMPRESSED)
+        assert all("linear, 4 bits, blocks of 256, nearest" in row for row in taken)
+        assert sum("all-reduce" in row and row.endswith("exempt") for row in rows) == len(SHAPES) - len(COMPRESSED)

@@ -18,10 +18,12 @@ def test_there_is_a_page_for_each_study() -> None:
         "collage_float8",
         "eight_bit_adam",
         "inner_product_noise",
+        "loss_scaling",
         "loss_spikes",
         "memory_plans",
         "quantization_error",
         "state_codecs",
+        "training_magnitudes",
     ]
     assert {render.study_of(path.name) for path in RESULTS} == {page.stem for page in PAGES}
 

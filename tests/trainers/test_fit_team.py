@@ -13,6 +13,7 @@ from fitted import CPU, Silent, quiet_surroundings, small_settings, weights
 from team_runs import Trainings
 
 from narrowgauge.trainers import SettingsError, TrainSettings, fit
+from narrowgauge.trainers._build import build_parts
 from narrowgauge.trainers._history import FILE, read_history
 from narrowgauge.trainers._team import Team
 
@@ -140,3 +141,24 @@ def test_what_is_contrasted_with_a_whole_step_is_not_divided(
     assert Team.of(replace(small, batch=4)).world == 2
     with pytest.raises(SettingsError, match=r"^--model: got 'clip-micro' in 2 processes, takes one"):
         Team.of(replace(small, model="clip-micro", batch=4))
+
+
+def test_gathering_codes_changes_no_bit(trainings: Trainings, small: TrainSettings, tmp_path: Path) -> None:
+    changes = {"parallel": "fsdp", "linear": "SWITCHBACK"}
+    runs = {}
+    for name, codes in (("plain", False), ("codes", True)):
+        answers = ended(
+            trainings(given(small, out=tmp_path / name, gather_codes=codes, **changes), tmp_path / f"a{name}")
+        )
+        runs[name] = answers[0]["told"]
+    assert losses(tmp_path / "codes") == losses(tmp_path / "plain")
+    one, two = weights(tmp_path / "codes"), weights(tmp_path / "plain")
+    assert all(torch.equal(value, two[name]) for name, value in one.items())
+    assert "gathered as codes: weights of 8 layers" in runs["codes"]
+
+
+def test_codes_are_gathered_of_such_weights_alone(small: TrainSettings, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="--gather-codes: got it alone, takes --parallel fsdp and a"):
+        replace(small, gather_codes=True)
+    with pytest.raises(SettingsError, match="--gather-codes: got --linear LLM_INT8, takes a plan"):
+        build_parts(replace(small, gather_codes=True, parallel="fsdp", linear="LLM_INT8"), 256, CPU)

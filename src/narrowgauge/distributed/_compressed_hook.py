@@ -10,8 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from narrowgauge.distributed._compressed_describe import SentRow, SentTable
+from narrowgauge.distributed._compressed_fused import passes_of, path_of
 from narrowgauge.distributed._compressed_layout import Layout
 from narrowgauge.distributed._compressed_memory import Memory
+from narrowgauge.distributed._compressed_passes import Task
 from narrowgauge.distributed._compressed_round import reduction
 from narrowgauge.distributed._compressed_wire import Wire
 
@@ -95,7 +98,8 @@ class CompressedAllReduce:
             self.step, self.bytes_sent, self._complete = step + 1, self._sending, True
         if ranks == 1:
             return _done(buffer)
-        stages = reduction(self._wire, layout, self._memory, buffer, self._group, step)
+        task = Task(self._wire, layout, self._memory, buffer, dist.get_rank(self._group), step)
+        stages = reduction(passes_of(task), layout, buffer, self._group)
         return self._launch(stages, buffer) if buffer.is_cuda else self._queue(stages, buffer, last)
 
     def error(self, parameter: Tensor) -> Tensor | None:
@@ -113,6 +117,27 @@ class CompressedAllReduce:
     def memory_bytes(self) -> int:
         """Bytes of this rank's error feedback."""
         return 0 if self._memory is None else self._memory.nbytes
+
+    def describe(self) -> SentTable:
+        """What is done with each parameter that has been seen, in the order of their buckets: a table that prints.
+
+        Returns:
+            The table. A path is ``"fused Triton"``, ``"fused C"``, ``"eager torch"`` (then it is said why), or
+            ``"all-reduce"`` for what is exempt; ``"none"`` with one rank.
+        """
+        return SentTable(tuple(self._row(parameter, key) for parameter, key in self._keys.items()))
+
+    def _row(self, parameter: Tensor, key: str) -> SentRow:
+        wire, dtype = self._wire, parameter.dtype
+        sent, path, why = str(dtype).removeprefix("torch."), "all-reduce", "exempt"
+        if key in self._sizes:
+            sent = f"{self._name}, {wire.bits} bits, blocks of {wire.block_size}, {wire.rounding}"
+            path, why = path_of(wire, self._memory, dtype, parameter.device)
+        elif dist.get_world_size(self._group) == 1:
+            path, why = "none", "one rank"
+        error = None if self._memory is None else self._memory.get(key)
+        memory = 0 if error is None else error.nbytes
+        return SentRow(key, tuple(parameter.shape), str(dtype).removeprefix("torch."), sent, memory, path, why)
 
     def state_dict(self) -> dict[str, Any]:
         """The step and this rank's errors: of each rank another one, so each rank has to keep its own.

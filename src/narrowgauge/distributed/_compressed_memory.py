@@ -33,11 +33,11 @@ class Memory:
     def get(self, key: str) -> Tensor | None:
         return self._errors.get(key)
 
-    def read(self, piece: Piece, device: torch.device) -> Tensor | None:
-        """What is remembered of a parameter, on its device; None if nothing."""
+    def of(self, piece: Piece, device: torch.device) -> Tensor:
+        """What is remembered of a parameter, on its device: zeros at first."""
         error = self._errors.get(piece.key)
         if error is None:
-            return None
+            error = self._errors[piece.key] = torch.zeros(piece.numel, dtype=self.dtype, device=device)
         if error.numel() != piece.numel:
             raise ValueError(
                 f"state_dict: {piece.key} has {error.numel()} errors, takes {piece.numel}; it is another model's"
@@ -48,10 +48,7 @@ class Memory:
 
     def write(self, piece: Piece, lost: Tensor, keep: Tensor) -> None:
         """Remember a parameter's part of a matrix (ranks, width); what it has been if keep, a 0-d bool."""
-        error = self._errors.get(piece.key)
-        if error is None:
-            error = self._errors[piece.key] = torch.zeros(piece.numel, dtype=self.dtype, device=lost.device)
-        for place, old in piece.views(lost, error):
+        for place, old in piece.views(lost, self.of(piece, lost.device)):
             old.copy_(torch.where(keep, old.to(torch.float32), place))
 
     def state(self, rank: int) -> dict[str, Tensor]:

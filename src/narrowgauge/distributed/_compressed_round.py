@@ -34,54 +34,34 @@ import torch.distributed as dist
 from torch import Tensor
 
 from narrowgauge.distributed._compressed_layout import Layout
-from narrowgauge.distributed._compressed_memory import Memory
-from narrowgauge.distributed._compressed_wire import Wire
+from narrowgauge.distributed._compressed_passes import Passes
 
 
-def reduction(
-    wire: Wire, layout: Layout, memory: Memory | None, buffer: Tensor, group: Any, step: int
-) -> Iterator[None]:
+def reduction(passes: Passes, layout: Layout, buffer: Tensor, group: Any) -> Iterator[None]:
     """The stages of a bucket: yields after the first and the second, with a collective under way.
 
     Args:
-        wire: how numbers are encoded.
+        passes: what is done between collectives with what is compressed.
         layout: of the bucket.
-        memory: what this rank remembers; None if it does not.
         buffer: the bucket's gradients, flat; the means in the end.
         group: the ranks; all run the stages of all buckets in one order.
-        step: how many reductions came before.
     """
-    ranks, rank, device = layout.ranks, dist.get_rank(group), buffer.device
     small, small_work = _start_exempt(layout, buffer, group)
     if layout.compressed:
-        rows = _rows(layout, memory, buffer)
-        sent = wire.encode(rows, wire.random(layout, step, rank, range(ranks), device))
-        # In the place of what was to be sent: what the codes lost of it.
-        lost = rows.sub_(wire.decode(sent, layout.width)) if memory is not None else None
+        sent = passes.encode()
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, group=group, async_op=True)
         yield
 
         work.wait()
-        total, *others = wire.decode(received, layout.width)
-        # One after the other: the same bits wherever in a bucket a shard stands.
-        for other in others:
-            total += other
-        sent = wire.encode(total[None], wire.random(layout, step, None, range(rank, rank + 1), device))
+        summed = passes.add(received)
         received = torch.empty_like(received)
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name before torch 2.13
-        work = gather(received.view(-1), sent.view(-1), group=group, async_op=True)
+        work = gather(received.view(-1), summed.view(-1), group=group, async_op=True)
         yield
 
         work.wait()
-        mean = (wire.decode(received, layout.width) / ranks).to(buffer.dtype)
-        for piece in layout.compressed:
-            for place, gradient in piece.views(mean, buffer[piece.begin : piece.end]):
-                gradient.copy_(place)
-        if memory is not None and lost is not None:
-            lost[rank] += total - mean[rank].to(torch.float32) * ranks
-            for piece in layout.compressed:
-                memory.write(piece, lost, keep=~torch.isfinite(piece.columns(mean)).all())
+        passes.finish(received)
     else:
         yield
         yield
@@ -99,16 +79,3 @@ def _start_exempt(layout: Layout, buffer: Tensor, group: Any) -> tuple[Tensor, A
     # Divided before the sum, as torch does: in float16 the sum could overflow where the mean does not.
     small = torch.cat([buffer[piece.begin : piece.end] for piece in layout.exempt]).div_(layout.ranks)
     return small, dist.all_reduce(small, group=group, async_op=True)
-
-
-def _rows(layout: Layout, memory: Memory | None, buffer: Tensor) -> Tensor:
-    """The float32 matrix (ranks, width) of a bucket's gradients, each with what is remembered of it."""
-    rows = torch.zeros((layout.ranks, layout.width), dtype=torch.float32, device=buffer.device)
-    for piece in layout.compressed:
-        for place, gradient in piece.views(rows, buffer[piece.begin : piece.end]):
-            place.copy_(gradient)
-        error = None if memory is None else memory.read(piece, buffer.device)
-        if error is not None:
-            for place, remembered in piece.views(rows, error):
-                place.add_(remembered)
-    return rows

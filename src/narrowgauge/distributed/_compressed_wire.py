@@ -60,7 +60,7 @@ class Wire:
             rows: the matrix.
             random: bits in its shape, or None to round to nearest.
         """
-        codes, scales = encode_blocks(rows, self._coder(rows.device), self.block_size, random)
+        codes, scales = encode_blocks(rows, self.coder(rows.device), self.block_size, random)
         finite = torch.isfinite(rows).view(-1, self.block_size).all(dim=1)
         scales = torch.where(finite, scales, torch.nan).view(len(rows), -1)
         packed = pack_pairs(codes) if self.bits == 4 else codes
@@ -72,7 +72,7 @@ class Wire:
         scales = messages[:, :split].contiguous().view(torch.float32).view(-1)
         codes, shape = messages[:, split:], torch.Size((len(messages), width))
         codes = unpack_pairs(codes.reshape(-1), shape) if self.bits == 4 else codes.contiguous()
-        return decode_blocks(codes, scales, self._coder(messages.device).values, self.block_size)
+        return decode_blocks(codes, scales, self.coder(messages.device).values, self.block_size)
 
     def random(
         self, layout: Layout, step: int, sender: int | None, rows: range, device: torch.device
@@ -94,7 +94,7 @@ class Wire:
             quarter = piece.width // 4
             first = torch.arange(rows.start, rows.stop, device=device)[:, None] * quarter
             places.append(first + torch.arange(quarter, device=device))
-            streams.append(torch.full((quarter,), zlib.crc32(piece.key.encode()), device=device))
+            streams.append(torch.full((quarter,), stream_of(piece.key), device=device))
         place = torch.cat(places, dim=1)
         when = torch.full((), step & _MASK, device=device)
         who = torch.full((), 0 if sender is None else 1 + sender, device=device)
@@ -102,8 +102,14 @@ class Wire:
         words = philox((place & _MASK, torch.cat(streams).expand_as(place), when, who), key)
         return torch.stack(words, dim=-1).view(len(rows), -1)
 
-    def _coder(self, device: torch.device) -> Coder:
+    def coder(self, device: torch.device) -> Coder:
+        """The codebook made ready for a device."""
         return _on_device(self, device)
+
+
+def stream_of(key: str) -> int:
+    """Which random numbers are a parameter's."""
+    return zlib.crc32(key.encode())
 
 
 @functools.lru_cache(maxsize=64)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from narrowgauge.linear._coded import Coded, Form
 from narrowgauge.linear._direct import Operations, operations
 from narrowgauge.linear._ops import eager_product
 from narrowgauge.linear._plan import LinearPlan, Operand, Quantity
@@ -27,11 +28,14 @@ class Multiplies:
         wants: whether the gradients of input, weight and bias are wanted.
         saved: in the backward pass, what the forward pass saved.
         run: the way to the operations; that for these tensors if None.
+        coded: the weight's codes, where it is there as these alone.
+        form: what saved codes of such a weight are codes of.
     """
 
     def __init__(
         self, plan: LinearPlan, averages: Tensor | None, dtype: torch.dtype, matrices: dict[Quantity, Tensor],
-        wants: Wants, saved: Sequence[Tensor] = (), run: Operations | None = None,
+        wants: Wants, saved: Sequence[Tensor] = (), run: Operations | None = None, coded: Coded | None = None,
+        form: Form | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.averages, self.dtype, self.matrices, self.wants = plan, averages, dtype, matrices, wants
         # A compiler looks through caches, and says so.
@@ -42,8 +46,9 @@ class Multiplies:
         # Of quantities with a tensor-wise scale under averages: their own absmax, and the one in use, (2,).
         self.absmax: dict[Quantity, Tensor] = {}
         self.sums: Tensor | None = None  # of the columns of the gradient of the output
+        self.coded = coded
         if saved:
-            self._restore(saved)
+            self._restore(saved, form)
 
     def output(self, bias: Tensor | None) -> Tensor:
         """X Wᵀ, and the bias."""
@@ -74,6 +79,9 @@ class Multiplies:
         """A quantity in high precision: itself, or what its saved codes stand for."""
         if quantity in self.matrices:
             return self.matrices[quantity]
+        if quantity == "weight" and self.coded is not None:
+            matrix = self.matrices["weight"] = self.run.dequantize(*self.coded[:2], self.coded.form.dtype)
+            return matrix
         found = next(codes for codes in self.codes if codes.operand.quantity == quantity)
         codes, scale = self.codes[found]
         if found.order == "straight":
@@ -90,16 +98,21 @@ class Multiplies:
         """What the backward pass needs for the gradients that are wanted."""
         saved: list[Tensor] = []
         for quantity, kept in self.schedule.kept:
-            saved.extend([self.matrices[quantity]] if kept is None else self.quantized(kept))
+            if quantity == "weight" and self.coded is not None:
+                saved.extend(self.coded[:2])
+            else:
+                saved.extend([self.matrices[quantity]] if kept is None else self.quantized(kept))
         if self.averages is not None:
             none = self.averages.new_zeros(2, dtype=torch.float32)
             saved.extend(self.absmax.get(quantity, none) for quantity in ("input", "weight"))
         return saved
 
-    def _restore(self, saved: Sequence[Tensor]) -> None:
+    def _restore(self, saved: Sequence[Tensor], form: Form | None) -> None:
         tensors = iter(saved)
         for quantity, kept in self.schedule.kept:
-            if kept is None:
+            if quantity == "weight" and form is not None:
+                self.coded = Coded(next(tensors), next(tensors), form)
+            elif kept is None:
                 self.matrices[quantity] = next(tensors)
             else:
                 self.codes[kept] = next(tensors), next(tensors)
@@ -127,7 +140,19 @@ class Multiplies:
     def _quantize(self, operand: Operand) -> None:
         """Make the codes of an operand in all orders that will be wanted."""
         quantity, scaling, form = operand
-        matrix, (straight, transposed) = self.matrices[quantity], self.schedule.orders[operand]
+        straight, transposed = self.schedule.orders[operand]
+        if (
+            quantity == "weight"
+            and self.coded is not None
+            and (scaling, form) == ("tensor", self.coded.form.format)
+        ):
+            codes, scale = self.coded[:2]
+            if straight is not None:
+                self.codes[straight] = codes, scale
+            if transposed is not None:
+                self.codes[transposed] = codes.t(), scale
+            return
+        matrix = self.matrix(quantity)
         # Float64 is summed in itself.
         sums = (
             quantity == "grad_output" and self.wants[2] and self.sums is None and matrix.dtype != torch.float64

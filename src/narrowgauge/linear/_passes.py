@@ -14,8 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from narrowgauge.linear import _direct
+from narrowgauge.linear._coded import Coded, Form
 from narrowgauge.linear._multiplies import Multiplies
-from narrowgauge.linear._plan import LinearPlan
+from narrowgauge.linear._plan import LinearPlan, Quantity
 from narrowgauge.linear._schedule import Wants
 
 # The long way is gone so many times before a pass is recorded: recording takes as long as a few of them, and where
@@ -33,35 +34,48 @@ def forget() -> None:
 
 
 def forward(
-    plan: LinearPlan, averages: Tensor | None, x: Tensor, w: Tensor, bias: Tensor | None, wants: Wants
+    plan: LinearPlan, averages: Tensor | None, x: Tensor, w: Tensor | Coded, bias: Tensor | None, wants: Wants
 ) -> tuple[Tensor, list[Tensor]]:
     """The output of a layer, and what its backward pass needs.
 
     Args:
         plan, averages, wants: as `Multiplies` takes them.
         x: (tokens, in_features).
-        w: (out_features, in_features).
+        w: (out_features, in_features), or its codes.
         bias: (out_features,) or None.
     """
-    run = _direct.operations(x, w) if bias is None else _direct.operations(x, w, bias)
+    coded = w if isinstance(w, Coded) else None
+    weights = w[:2] if isinstance(w, Coded) else (w,)
+    run = _direct.operations(x, *weights) if bias is None else _direct.operations(x, *weights, bias)
 
-    def whole(x: Tensor, w: Tensor, bias: Tensor | None) -> list[Tensor]:
-        multiplies = Multiplies(plan, averages, x.dtype, {"input": x, "weight": w}, wants, run=run)
+    def whole(x: Tensor, bias: Tensor | None, *weights: Tensor) -> list[Tensor]:
+        matrices: dict[Quantity, Tensor] = {"input": x}
+        given = coded
+        if given is None:
+            matrices["weight"] = weights[0]
+        else:
+            given = given._replace(codes=weights[0], scale=weights[1])
+        multiplies = Multiplies(plan, averages, x.dtype, matrices, wants, run=run, coded=given)
         return [multiplies.output(bias), *multiplies.save()]
 
     if run is not _direct.CUDA or averages is not None:
-        y, *saved = whole(x, w, bias)
+        y, *saved = whole(x, bias, *weights)
         return y, saved
     key = (
-        plan, wants, x.shape, x.stride(), x.dtype, w.shape, w.stride(), x.device,
-        None if bias is None else (bias.dtype, bias.stride()),
+        plan, wants, x.shape, x.stride(), x.dtype, weights[0].shape, weights[0].stride(), x.device,
+        None if bias is None else (bias.dtype, bias.stride()), None if coded is None else coded.form,
     )  # fmt: skip
-    y, *saved = _played(key, whole, (x, w, bias))
+    y, *saved = _played(key, whole, (x, bias, *weights))
     return y, saved
 
 
 def backward(
-    plan: LinearPlan, averages: Tensor | None, g: Tensor, wants: Wants, saved: Sequence[Tensor]
+    plan: LinearPlan,
+    averages: Tensor | None,
+    g: Tensor,
+    wants: Wants,
+    saved: Sequence[Tensor],
+    form: Form | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients that are wanted of input (tokens, in_features), weight and bias.
 
@@ -69,11 +83,12 @@ def backward(
         plan, averages, wants: as `Multiplies` takes them.
         g: (tokens, out_features), the gradient of the output.
         saved: what `forward` has returned.
+        form: what the weight's codes are codes of, where it was there as these.
     """
     run = _direct.operations(g, *saved)
 
     def whole(g: Tensor, *saved: Tensor) -> list[Tensor]:
-        multiplies = Multiplies(plan, averages, g.dtype, {"grad_output": g}, wants, saved, run)
+        multiplies = Multiplies(plan, averages, g.dtype, {"grad_output": g}, wants, saved, run, form=form)
         made = [multiplies.grad_input()] if wants[0] else []
         made += [multiplies.grad_weight()] if wants[1] else []
         made += [multiplies.grad_bias()] if wants[2] else []
@@ -84,7 +99,8 @@ def backward(
         made: Sequence[Tensor] = whole(g, *saved)
     else:
         of = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in saved]
-        made = _played((plan, wants, g.shape, g.stride(), g.dtype, g.device, *of), whole, (g, *saved))
+        key = (plan, wants, g.shape, g.stride(), g.dtype, g.device, form, *of)
+        made = _played(key, whole, (g, *saved))
     gradients = iter(made)
     one, two, three = (next(gradients) if wanted else None for wanted in wants)
     return one, two, three

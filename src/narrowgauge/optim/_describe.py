@@ -39,10 +39,7 @@ class Description:
 
     def __str__(self) -> str:
         head = ("parameter", "shape", "dtype", "rule", "weights", "states", "bytes", "path", "skipped", "why")
-        cells = [head, *(self._cells(row) for row in self.rows)]
-        widths = [max(len(line[column]) for line in cells) for column in range(len(head))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
-        return "\n".join([lines[0].rstrip(), "-" * len(lines[0]), *(line.rstrip() for line in lines[1:])])
+        return as_text(head, map(self._cells, self.rows))
 
     @staticmethod
     def _cells(row: Row) -> tuple[str, ...]:
@@ -51,6 +48,14 @@ class Description:
             row.parameter, shape, row.dtype, row.rule, row.weights, row.states,
             f"{row.bytes:,}", row.path, str(row.skipped), row.why,
         )  # fmt: skip
+
+
+def as_text(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """Lines of a table with columns as wide as what is in them."""
+    cells = [head, *rows]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+    return "\n".join([lines[0].rstrip(), "-" * len(lines[0]), *(line.rstrip() for line in lines[1:])])
 
 
 def describe(

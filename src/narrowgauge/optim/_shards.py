@@ -103,8 +103,12 @@ def local(x: Any) -> Tensor:
     `to_local` makes a new Parameter of it at every call; a step asks for it three hundred times.
     """
     inner = getattr(x, "_local_tensor", x)
-    # What a collective has not finished yet.
-    return inner if type(inner) is Tensor or not hasattr(inner, "wait") else inner.wait()  # type: ignore[no-any-return]
+    if type(inner) is Tensor:
+        return inner
+    if hasattr(inner, "wait"):  # what a collective has not finished yet
+        return inner.wait()  # type: ignore[no-any-return]
+    # What says for itself how it is gathered is a tensor of torch below (`distributed.gather_codes`).
+    return getattr(inner, "plain", inner)  # type: ignore[no-any-return]
 
 
 def local_gradient(p: Any, grad: Any) -> Any:

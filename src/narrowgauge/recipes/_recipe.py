@@ -108,13 +108,15 @@ class Recipe:
             [nn.Parameter(torch.zeros(1, 1, dtype=self.dtype))], weights=self.weights, states=self.states, **options
         )
         cast(model, self.dtype)
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        groups = trained if decay_all else _groups(trained, undecayed(model))
-        return make(groups, weights=self.weights, states=self.states, **options)
+        return make(decay_groups(model, decay_all), weights=self.weights, states=self.states, **options)
 
 
-def _groups(trained: list[tuple[str, nn.Parameter]], bare: set[int]) -> list[dict[str, Any]]:
-    """What decays, as the optimizer is told to, and what does not; of no parameters there is no group."""
+def decay_groups(model: nn.Module, decay_all: bool) -> list[Any]:
+    """A model's named parameters for an optimizer: all alike, or in a group without decay what should not."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if decay_all:
+        return trained
+    bare = undecayed(model)
     parts = ([one for one in trained if (id(one[1]) in bare) is has_none] for has_none in (False, True))
     both = [{"params": part, **given} for part, given in zip(parts, ({}, {"weight_decay": 0.0}), strict=True)]
     return [group for group in both if group["params"]]

@@ -2,8 +2,9 @@
 
 A preset is a value, the sizes of transformers' class: open_clip's for `clip-b-16`, `clip-l-14` and `clip-h-14`
 (Radford et al. 2021; Cherti et al. 2023), those of Dosovitskiy et al. 2021 for `vit-b-16`, `vit-l-16` and
-`vit-h-14`, Touvron et al. 2021 for `vit-s-16`. The others are small: `-micro` for tests, `clip-mini` and
-`clip-small` for studies of small pictures. Weights are fresh, in fp32, and drawn on the CPU from a seed.
+`vit-h-14`, Touvron et al. 2021 for `vit-s-16`. The others are small: `-micro` for tests, `clip-mini`, `clip-small`
+and `clip-deep` (with as many blocks as `clip-l-14`) for studies of small pictures. Weights are fresh, in fp32, and
+drawn on the CPU from a seed.
 
 Captions have no token of their own: the byte 0, which no text has, ends each one and fills what is left of the
 row (`_captions`). transformers reads a caption's features at the first such token, and attention is causal, so
@@ -75,6 +76,7 @@ IMAGE_PRESETS: dict[str, ImageSizes] = {
     "clip-micro": ClipSizes(Tower(64, 2, 2), Tower(32, 2, 2), 8, 32, image=32, context=16),
     "clip-mini": ClipSizes(Tower(192, 6, 3), Tower(128, 4, 4), 8, 128, image=64, context=32),
     "clip-small": ClipSizes(Tower(384, 12, 6), Tower(256, 8, 4), 8, 256, image=64, context=32),
+    "clip-deep": ClipSizes(Tower(384, 24, 6), Tower(256, 8, 4), 8, 256, image=64, context=32),
     "clip-b-16": ClipSizes(Tower(768, 12, 12), Tower(512, 12, 8), 16, 512),
     "clip-l-14": ClipSizes(Tower(1024, 24, 16), Tower(768, 12, 12), 14, 768),
     "clip-h-14": ClipSizes(Tower(1280, 32, 16), Tower(1024, 24, 16), 14, 1024),

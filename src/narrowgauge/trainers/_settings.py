@@ -86,6 +86,7 @@ class TrainSettings:
     compile: bool = _option(False, "torch.compile the model.")
     device: str = _option("auto", "cpu, cuda, cuda:1, or auto: a GPU if there is one.")
     parallel: str = _option("ddp", "How processes of torchrun train together: ddp, or fsdp (sharded).")
+    gather_codes: bool = _option(False, "Under fsdp, gather weights that --linear scales by the tensor as codes.")
     validate_every: int = _option(100, "Steps between validations; 0 for one at the end.")
     validation_windows: int = _option(64, "Windows of held-out text, or images, to validate on.")
     log_every: int = _option(10, "Steps between looks at the loss, which wait for the device.")
@@ -106,6 +107,8 @@ class TrainSettings:
                     f"{flag(name)}: got {getattr(self, name)!r}, takes nothing with --recipe {recipe.name}, whose "
                     f"{recipe.optimizer.__name__} has none"
                 )
+        if self.gather_codes and (self.parallel != "fsdp" or self.linear == "none"):
+            raise SettingsError("--gather-codes: got it alone, takes --parallel fsdp and a plan of --linear")
         self._refuse_what_the_model_has_not(preset(self.model).objective)
         _ = self.plan
 

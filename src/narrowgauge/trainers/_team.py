@@ -187,7 +187,7 @@ class Team:
         device = next(model.parameters()).device
         mesh = init_device_mesh(device.type, (self.world,))
         marks = {name: marked_states(p) for name, p in model.named_parameters()}
-        for block in _blocks(model):
+        for block in blocks(model):
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
         for name, p in model.named_parameters():
@@ -206,13 +206,13 @@ class Team:
 ALONE = Team()
 
 
-def _blocks(model: nn.Module) -> Iterator[nn.Module]:
+def blocks(model: nn.Module) -> Iterator[nn.Module]:
     """The modules of the outermost lists of a model: its layers."""
     for child in model.children():
         if isinstance(child, nn.ModuleList):
             yield from child
         else:
-            yield from _blocks(child)
+            yield from blocks(child)
 
 
 def whole_state(model: nn.Module) -> dict[str, Any]:

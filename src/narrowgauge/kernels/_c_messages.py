@@ -1,0 +1,111 @@
+"""Passes of compressed gradients on a CPU: each one function in C over all parameters of a bucket."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.kernels._c_codecs import source
+from narrowgauge.kernels._c_library import Unavailable, load
+from narrowgauge.kernels._message_kind import Kind, Numbers, Place, table_of
+
+_C_TYPES = {
+    torch.float32: ("float", "float32"),
+    torch.bfloat16: ("u16", "bfloat16"),
+    torch.float16: ("_Float16", "float16"),
+}
+_LANES = 16  # of the widest vectors
+_MASK = 0xFFFFFFFF
+
+
+class CMessages:
+    """The three passes, compiled for a kind of messages.
+
+    Raises:
+        Unavailable: if there is no compiler, or it refuses.
+    """
+
+    def __init__(self, kind: Kind) -> None:
+        refused = kind.refused()
+        if refused is not None:
+            raise Unavailable(refused)
+        library = load(_source(kind))
+        self._arrays = (kind.values, kind.boundaries if kind.table is None else kind.table.cells)
+        self._tables = (ctypes.c_void_p * 2)(*(array.ctypes.data for array in self._arrays))
+        self._passes: list[Any] = [library.encode, library.add, library.finish]
+        for function, tensors in zip(self._passes, (2, 3, 4), strict=True):
+            function.argtypes, function.restype = [ctypes.c_void_p] * (3 + tensors), None
+
+    def encode(self, places: Sequence[Place], numbers: Numbers, grads: Tensor, sent: Tensor) -> None:
+        """Gradients, with what is remembered of them, to a message for each rank.
+
+        Args:
+            places: of the parameters.
+            numbers: of the bucket.
+            grads: the bucket's buffer.
+            sent: uint8 (ranks, bytes of a message), to be written.
+        """
+        self._call(0, places, numbers, grads, sent)
+
+    def add(
+        self, places: Sequence[Place], numbers: Numbers, received: Tensor, sent: Tensor, total: Tensor | None
+    ) -> None:
+        """All ranks' messages to the sum's.
+
+        Args:
+            places, numbers: as of `encode`.
+            received: uint8 (ranks, bytes of a message).
+            sent: uint8 (bytes of a message,), to be written.
+            total: float32 (width,), the sum itself, to be written unless it is None.
+        """
+        self._call(1, places, numbers, received, sent, total)
+
+    def finish(
+        self, places: Sequence[Place], numbers: Numbers, grads: Tensor, sent: Tensor, received: Tensor,
+        total: Tensor | None,
+    ) -> None:  # fmt: skip
+        """The sums' messages to means in the place of gradients; what is remembered, anew.
+
+        Args:
+            places, numbers, grads: as of `encode`.
+            sent: what `encode` wrote.
+            received: uint8 (ranks, bytes of a message), of the sums.
+            total: what `add` wrote.
+        """
+        self._call(2, places, numbers, grads, sent, received, total)
+
+    def _call(self, which: int, places: Sequence[Place], numbers: Numbers, *tensors: Tensor | None) -> None:
+        table = table_of(places)
+        seed = numbers.seed & _MASK, numbers.seed >> 32 & _MASK
+        given = (ctypes.c_long * 8)(
+            len(places), numbers.ranks, numbers.rank, numbers.width, *seed, numbers.step & _MASK,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        self._passes[which](given, table.ctypes.data, *addresses, self._tables)
+
+
+def _source(kind: Kind) -> str:
+    lowest, table = kind.coder.lowest, kind.table
+    grad, grad_name = _C_TYPES[kind.dtype]
+    defined = {
+        "SIZE": kind.block,
+        "BLOCK": -(-kind.block // _LANES) * _LANES,
+        "BITS": kind.bits,
+        "VALUES": len(kind.coder.values),
+        "STOCHASTIC": int(kind.stochastic),
+        "SEARCHED": int(table is None),
+        "KIND": "ABSOLUTE" if lowest == -1 else "SIGNED",
+        "GRAD": grad, "FROM_GRAD": f"from_{grad_name}", "TO_GRAD": f"to_{grad_name}",
+    }  # fmt: skip
+    if table is not None:
+        defined |= {"ZERO": table.zero, "FIRST": table.first}
+    if kind.memory is not None:
+        memory, name = _C_TYPES[kind.memory]
+        defined |= {"MEMORY": memory, "FROM_MEMORY": f"from_{name}", "TO_MEMORY": f"to_{name}"}
+    files = ("words.h", "pairs.h", "random.h", "lookup.h", "table.h", "messages.h")
+    return "\n".join([*(f"#define {name} {value}" for name, value in defined.items()), *map(source, files)])

@@ -1,0 +1,258 @@
+"""SwitchBack's accuracy on real runs: CLIP on image-text pairs, its linear layers in 16 bits and in every 8 bits.
+
+    python studies/clip_precision.py --device cuda --jobs 8 --seconds 500 --resume --out studies/results/NAME.json
+    python studies/clip_precision.py --check --out runs/check.json          # seconds on a CPU
+
+Figures 1 and 2 and Section 2.2.1: zero-shot accuracy, loss and the blocks' feature magnitudes of bf16, SwitchBack
+(int8 and float8), SwitchBackM, SwitchBackQ, LLM.int8() and tensor-wise float8, each with nothing, with layer scale
+from zero, with layer norms on keys and queries, with gradients clipped. Runs of a seed have the same initial
+weights, pictures, crops and dropped patches: a difference from bf16 of that seed is what eight bits did.
+
+The pairs are those of the colour emoji font (`_emoji.py`): drawn where this runs if the font is installed, or from
+`--data`, which takes prepared ones and any other CSV, tar files or folder that `narrowgauge train` takes. Held out
+are combinations: a person or gesture that training has, in a skin tone or gender that it has not.
+
+How hard it is can be asked for: `--model` and `--lr` may be given several times. Everything is trained with the
+first of each; with the others what the paper's figures show, and with other rates one seed of it. Results are
+written after every run; `--seconds` begins no run that would not end in time, and `--resume` goes on with what is
+missing. Steps of small models are bound by the host, so several `--jobs` share a GPU well; times of their steps
+then say nothing of the layers' speed.
+
+Source: Wortsman et al. 2023, Sections 2.2 and 2.3, Figures 1, 2 and 9.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import math
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import _clip_run
+import _gather
+import torch
+import typer
+from _clip_pairs import pairs_of
+from _clip_rows import ADDED, ROWS, Added, Row, Task, in_figures, settings_of
+from _resumable import Result, Study
+
+from narrowgauge.cli._environment import describe_environment
+from narrowgauge.trainers import DataError, ModelError, SettingsError, TrainSettings, parameter_count
+
+RISE = 0.5  # nats above its best that a run ends at that counts as diverged
+GUESSING = 0.1  # nats below a guess's loss that a run must reach to have learned anything
+MODELS, RATES = ("clip-small", "clip-deep"), (2e-3, 8e-3)
+# The paper's: StableAdamW, weight decay 0.2, half of the patches dropped, a quarter of the steps for the warm-up,
+# no clipping. Its learning rate too; its batch is 32 times as large.
+SETTINGS = TrainSettings(
+    model=MODELS[0], recipe="stable-adamw", autocast="bf16", batch=512, steps=300, warmup=75, lr=RATES[0],
+    final_lr=0.0, beta2=0.99, weight_decay=0.2, clip=0.0, patch_dropout=0.5, sequence=16, validate_every=50,
+    validation_windows=1024,
+)  # fmt: skip
+CHECK = {"batch": 16, "steps": 4, "validate_every": 2, "validation_windows": 32, "vocabulary": 300}
+
+
+def plan(
+    rows: Sequence[Row], added: Sequence[Added], models: Sequence[str], rates: Sequence[float], seeds: int
+) -> list[Task]:
+    """All runs, the most telling first.
+
+    What the paper's figures show, seed 0, on the first model and on the others, then its other seeds on the first
+    model; then the other learning rates; then everything else on the first model; then the other models' seeds.
+
+    Args:
+        rows, added: to combine.
+        models, rates: the first of each is where everything is trained.
+        seeds: of everything but other learning rates.
+    """
+
+    def cells(shown: bool, model: str, lr: float, seed: int) -> list[Task]:
+        return [
+            Task(model, row.name, add.name, lr, seed)
+            for add in added
+            for row in rows
+            if in_figures(row.name, add.name) == shown
+        ]
+
+    (first, *others), (rate, *rates_left) = models, rates
+    later = range(1, seeds)
+    groups = [
+        *(cells(True, model, rate, 0) for model in models),
+        *(cells(True, first, rate, seed) for seed in later),
+        *(cells(True, first, lr, 0) for lr in rates_left),
+        *(cells(False, first, rate, seed) for seed in range(seeds)),
+        *(cells(True, model, rate, seed) for model in others for seed in later),
+    ]
+    return [task for group in groups for task in group]
+
+
+def about(
+    rows: Sequence[Row], settings: TrainSettings, models: Sequence[str], rates: Sequence[float], seeds: int
+) -> dict[str, Any]:
+    """What a results file says of the study before anything has run."""
+    pairs = pairs_of(settings)
+    device = pairs.pixels.device
+    _clip_run.drawing(settings, pairs)  # before the first run: whether there are enough of them
+    return {
+        "command": _gather.command(sys.argv),
+        "environment": describe_environment(device),
+        "training": _clip_run.plain(settings)
+        | {"seed": 0, "pairs": pairs.about["fingerprint"]}
+        | {"seeds": seeds, "models": list(models), "rates": list(rates)},
+        "data": pairs.about,
+        "parameters": {model: _parameters(replace(settings, model=model)) for model in models},
+        "rows": [{"name": row.name, "title": row.title, "linear": row.linear} for row in rows],
+    }
+
+
+def _parameters(settings: TrainSettings) -> int:
+    return parameter_count(_clip_run.start(settings, pairs_of(settings)).model)
+
+
+def one(task: Task, settings: TrainSettings) -> Result:
+    """A run, as a results file has it.
+
+    Returns:
+        `validation_loss` and `training_loss` (a mean of the last steps), None if the loss was not finite;
+        `accuracy` and `accuracy_top5` at the end; `diverged`, None or how; `rise`, see `Trained`; `curve` of
+        training losses; `validations`: of step, loss, accuracy, top 5, scale of the logits a list each;
+        `magnitudes`: of the image tower's blocks, by validation; `step_ms`, `peak_memory`, `seconds`.
+    """
+    trained = _clip_run.train(settings_of(task, settings))
+    last = trained.validations[-1] if trained.finite and trained.validations else None
+    keys = ("step", "loss", "zero_shot_top1", "zero_shot_top5", "logit_scale")
+    return {
+        "validation_loss": None if last is None else last["loss"],
+        "training_loss": statistics.fmean(trained.losses[-_clip_run.LAST :]) if trained.finite else None,
+        "accuracy": None if last is None else last["zero_shot_top1"],
+        "accuracy_top5": None if last is None else last["zero_shot_top5"],
+        "diverged": diverged(trained, settings.batch),
+        "rise": trained.rise if trained.finite else None,
+        "curve": trained.curve(50),
+        "validations": {key: [each[key] for each in trained.validations] for key in keys},
+        "magnitudes": {
+            key: [each[key] for each in trained.magnitudes] for key in ("step", "mean", "absmax")
+        },
+        "parameters": trained.parameters,
+        "step_ms": trained.step_ms,
+        "peak_memory": trained.peak_memory,
+        "seconds": trained.seconds,
+    }  # fmt: skip
+
+
+def diverged(trained: _clip_run.Trained, batch: int) -> str | None:
+    """How a run diverged, or None."""
+    if not trained.finite:
+        return "the loss was not finite"
+    if trained.rise > RISE:
+        return f"the loss ended more than {RISE:g} nats above its lowest"
+    if statistics.fmean(trained.losses[-_clip_run.LAST :]) > math.log(batch) - GUESSING:
+        return "the loss never left that of a guess"
+    return None
+
+
+def study(
+    out: Path,
+    settings: TrainSettings,
+    *,
+    rows: Sequence[Row] = ROWS,
+    added: Sequence[Added] = ADDED,
+    models: Sequence[str] = MODELS,
+    rates: Sequence[float] = RATES,
+    seeds: int = 3,
+    jobs: int = 1,
+    seconds: float = math.inf,
+    resume: bool = False,
+    dry: bool = False,
+) -> None:
+    """Run it all, or as much as fits."""
+    end = time.monotonic() + seconds
+    settings = replace(settings, model=models[0], lr=rates[0])
+    grows = ("seeds", "models", "rates")
+    results = Study(out, about(rows, settings, models, rates, seeds), resume, grows=grows)
+    tasks = plan(rows, added, models, rates, seeds)
+    sizes = ", ".join(f"{name} of {count:,} parameters" for name, count in results.about["parameters"].items())
+    print(
+        f"{sizes}: {len(tasks)} runs of {settings.steps} steps of {settings.batch} pairs, "
+        f"{len(tasks) - len(results.missing(tasks))} of them there",
+        flush=True,
+    )
+    if not dry:
+        results.make(tasks, functools.partial(one, settings=settings), end, jobs=jobs)
+        return
+    for task in tasks:
+        there = ", there" if results.of(task) else ""
+        print(f"  {task.model}, {task.row}, {task.added}, lr {task.lr:g}, seed {task.seed}{there}")
+
+
+def matching(kind: str, patterns: Sequence[str] | None, known: Sequence[Any]) -> list[Any]:
+    """What has a name that matches a pattern, or all.
+
+    Raises:
+        typer.BadParameter: if there is nothing.
+    """
+    found = [each for each in known if not patterns or any(fnmatch.fnmatchcase(each.name, p) for p in patterns)]
+    if not found:
+        names = ", ".join(each.name for each in known)
+        raise typer.BadParameter(f"{kind}: got {', '.join(patterns or ())}, takes patterns of {names}")
+    return found
+
+
+def setting_of(check: bool, given: dict[str, Any]) -> TrainSettings:
+    """The study's settings, those of a check over them, and over all what was given."""
+    values = (CHECK if check else {}) | {name: value for name, value in given.items() if value is not None}
+    steps = values.get("steps", SETTINGS.steps)
+    return replace(SETTINGS, **{"warmup": steps // 4, **values})
+
+
+def main(
+    out: _gather.Out,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Image-text pairs, as of narrowgauge train.", show_default="the emoji font's"),
+    ] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="CLIP presets, the first for all. [clip-small, clip-deep]")
+    ] = None,
+    lr: Annotated[list[float] | None, typer.Option(help="Learning rates, the first for all. [2e-3, 8e-3]")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps of a run. [300]")] = None,
+    warmup: Annotated[int | None, typer.Option(min=0, help="Steps of the rate's rise. [a quarter]")] = None,
+    batch: Annotated[int | None, typer.Option(min=2, help="Pairs a step. [512]")] = None,
+    patch_dropout: Annotated[float | None, typer.Option(help="Share of the patches dropped. [0.5]")] = None,
+    validate_every: Annotated[int | None, typer.Option(min=1, help="Steps between accuracies. [50]")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Of all but the further learning rates. [3]")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Rows by pattern; several are joined.")] = None,
+    added: Annotated[list[str] | None, typer.Option(help="What is added, by pattern; several are joined.")] = None,
+    device: _gather.Device = "cpu",
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each in a process of its own.")] = 1,
+    seconds: Annotated[float, typer.Option(help="Begin no run that would not end in time.")] = math.inf,
+    resume: Annotated[bool, typer.Option(help="Make what is missing in the results file.")] = False,
+    dry: Annotated[bool, typer.Option("--dry", help="Tell the plan, and train nothing.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="A toy of seconds, to see that all of it runs.")] = False,
+) -> None:
+    """Train a CLIP with linear layers in 16 bits and in every 8 bits, and write what became of it."""
+    rows, adds = matching("--only", only, ROWS), matching("--added", added, ADDED)
+    if check:
+        torch.set_num_threads(1)  # two threads on cores that others use are slower than one
+    given = {
+        "data": data, "device": device, "steps": steps, "warmup": warmup, "batch": batch,
+        "patch_dropout": patch_dropout, "validate_every": validate_every,
+    }  # fmt: skip
+    try:
+        study(
+            out, setting_of(check, given), rows=rows, added=adds,
+            models=model or (("clip-micro",) if check else MODELS), rates=lr or RATES[: 1 if check else None],
+            seeds=seeds or (1 if check else 3), jobs=jobs, seconds=seconds, resume=resume, dry=dry,
+        )  # fmt: skip
+    except (DataError, ModelError, SettingsError) as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+if __name__ == "__main__":
+    typer.run(main)
