@@ -1,9 +1,9 @@
 """What a public function takes: its annotations, held to.
 
 Python calls a function with anything, and what does not fit is found out somewhere inside, by another name or by
-none ('NoneType' object has no attribute 'dtype'). `typed` looks at arguments where they come in, once, and says
-which one it is, what it got and what it takes. What a type cannot say (a range, a shape, two arguments that belong
-together) the function says itself.
+none ('NoneType' object has no attribute 'dtype'). `typed` looks at the arguments of a call that has failed so, and
+says which one it is, what it got and what it takes. What a type cannot say (a range, a shape, two arguments that
+belong together) the function says itself.
 
 Each annotation stands for what Python programmers mean by it: a float takes an integer too but no bool, and no
 integer that torch has no room for; an int takes what counts as one (numpy's); a path takes text; a sequence is no
@@ -58,28 +58,63 @@ Check = tuple[Callable[[Any], bool], str]
 
 
 def typed(function: Callable[P, R]) -> Callable[P, R]:
-    """Have a function, or a class's `__init__`, refuse arguments that its annotations exclude.
+    """Have a function, or a class's `__init__`, say which argument its annotations exclude, where it fails by one.
+
+    What the function says itself stands if it names an argument. Nothing is looked at where nothing fails, so this
+    costs next to nothing, and what the function can work with it works with.
 
     Raises (the function does):
         ArgumentError: naming the argument, what it got and what it takes.
     """
-    signature = inspect.signature(function)
-
-    @functools.cache
-    def checks() -> dict[str, Check]:  # when it is first called: annotations may name what is imported later
-        return _checks(typing.get_type_hints(function, include_extras=True), signature)
-
-    names = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    looked = _Arguments(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        known = checks()
-        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
-            if name in known:
-                _hold(name, value, known[name])
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if not _names_one(error, looked.signature.parameters):
+                looked.hold(args, kwargs, error)
+            raise
+
+    return call
+
+
+def held(function: Callable[P, R]) -> Callable[P, R]:
+    """The same before the function runs: for one that would take anything, and fail later or elsewhere."""
+    looked = _Arguments(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        looked.hold(args, kwargs)
         return function(*args, **kwargs)
 
     return call
+
+
+class _Arguments:
+    """What a function's annotations take."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.signature = inspect.signature(function)
+        of = self.signature.parameters.values()
+        self._names = [p.name for p in of if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+    @functools.cached_property
+    def _known(self) -> dict[str, Check]:  # when it is first wanted: annotations may name what is imported later
+        return _checks(typing.get_type_hints(self._function, include_extras=True), self.signature)
+
+    def hold(self, args: Any, kwargs: Mapping[str, Any], cause: Exception | None = None) -> None:
+        """Refuse the first argument that is none."""
+        for name, value in (*zip(self._names, args, strict=False), *kwargs.items()):
+            if name in self._known:
+                _hold(name, value, self._known[name], cause)
+
+
+def _names_one(error: Exception, arguments: Iterable[str]) -> bool:
+    """Whether an error is one of ours, which begin with an argument."""
+    return isinstance(error, ValueError | TypeError) and str(error).partition(":")[0] in set(arguments)
 
 
 def check_fields(made: Any) -> None:
@@ -98,10 +133,10 @@ def _checks(hints: Mapping[str, Any], signature: inspect.Signature) -> dict[str,
     return {name: check for name, check in found.items() if check is not None}
 
 
-def _hold(name: str, value: Any, check: Check) -> None:
+def _hold(name: str, value: Any, check: Check, cause: Exception | None = None) -> None:
     good, takes = check
     if not good(value):
-        raise ArgumentError(f"{name}: got {_shown(value)}, takes {takes}")
+        raise ArgumentError(f"{name}: got {_shown(value)}, takes {takes}") from cause
 
 
 def _shown(value: Any) -> str:
@@ -163,7 +198,7 @@ def _check_of(hint: Any) -> Check | None:
     origin = typing.get_origin(hint)
     if origin is Literal:
         choices = typing.get_args(hint)
-        takes = " or ".join(map(repr, choices))
+        takes = " or ".join([", ".join(map(repr, choices[:-1])), repr(choices[-1])][len(choices) == 1 :])
         return lambda value: isinstance(value, bool | int | str | None) and value in choices, takes
     if origin is Annotated:
         return _narrower(hint)
@@ -240,8 +275,9 @@ def _is_pathlike(hint: Any) -> bool:
 def _instance(of: type) -> Check:
     # As users import it: torch.nn.Module, and not torch.nn.modules.module.Module.
     where = {"torch.nn.modules.module": "torch.nn.", "torch.optim.optimizer": "torch.optim."}.get(of.__module__, "")
-    return lambda value: isinstance(value, of), f"a {where}{of.__name__}"
+    article = "an" if (where or of.__name__)[0] in "AEIOU" else "a"
+    return lambda value: isinstance(value, of), f"{article} {where}{of.__name__}"
 
 
 def _any_of(checks: list[Check]) -> Check:
-    return lambda value: any(good(value) for good, _ in checks), " or ".join(takes for _, takes in checks)
+    return lambda value: any(good(value) for good, _ in checks), ", or ".join(takes for _, takes in checks)

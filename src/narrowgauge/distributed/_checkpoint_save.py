@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from narrowgauge._arguments import typed
+from narrowgauge._arguments import held, typed
 from narrowgauge.distributed._checkpoint_ranks import new_token, ranks
 from narrowgauge.distributed._checkpoint_state import gather, local_piece, writes
 from narrowgauge.distributed._checkpoint_write import Job, Part, write_checkpoint
@@ -86,7 +86,7 @@ def save_checkpoint(
     return write_checkpoint(_job(directory, model, optimizer, step, keep_last, extra, random_states, timeout))
 
 
-@typed
+@held
 def save_checkpoint_async(
     directory: str | Path,
     *,

@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from narrowgauge._arguments import typed
+from narrowgauge._arguments import held, typed
 
 _TINY = 2.0**-126
 
@@ -44,7 +44,7 @@ def effective_descent_quality(update: Tensor, effective_update: Tensor) -> Tenso
     return torch.where(norm > 0, (intended * effective).sum() / norm, 0.0)
 
 
-@typed
+@held
 def relative_descent_quality(update: Tensor, effective_update: Tensor) -> Tensor:
     """The effective descent quality over ||update||: 1 if nothing is missing along the intended update.
 

@@ -111,6 +111,8 @@ def watch(
     for name, given in (("path", path), ("tensorboard", tensorboard)):
         if given is not None and not isinstance(given, str | os.PathLike):
             raise TypeError(f"{name}: got {type(given).__name__}, takes a path")
+        if given is not None and "\0" in os.fspath(given):
+            raise ValueError(f"{name}: got {given!r}, takes a path")
     if not isinstance(updates, bool) and updates != "sampled":
         raise ValueError(f"updates: got {updates!r}, takes 'sampled', True or False")
     if not isinstance(gradients, bool):

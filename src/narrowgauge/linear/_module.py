@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from narrowgauge._arguments import Count, FloatDtype, typed
+from narrowgauge._arguments import Count, FloatDtype, held
 from narrowgauge.linear._function import linear
 from narrowgauge.linear._ops import path
 from narrowgauge.linear._plan import SWITCHBACK, LinearPlan
@@ -88,7 +88,7 @@ class LowPrecisionLinear(Planned, nn.Linear):
     Source: Wortsman et al. 2023, Algorithms 1 and 3 to 5.
     """
 
-    @typed
+    @held
     def __init__(
         self,
         in_features: Count,

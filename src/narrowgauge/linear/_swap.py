@@ -147,7 +147,7 @@ def swap_linears(
         warnings.warn(
             f"swap_linears: no module of the model is called {listed}; "
             "give a name, its last part, or a pattern with *",
-            stacklevel=2,
+            stacklevel=3,  # `typed` stands between
         )
     report = SwapReport(plan)
     found = list(candidates(model, patterns, min_features))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge._arguments import FloatDtype, Size, typed
+from narrowgauge._arguments import FloatDtype, Size, held, typed
 
 
 class LayerScale(nn.Module):
@@ -31,7 +31,7 @@ class LayerScale(nn.Module):
     Source: Touvron et al. 2021; Wortsman et al. 2023, Section 2.3.
     """
 
-    @typed
+    @held
     def __init__(
         self,
         dim: Size,

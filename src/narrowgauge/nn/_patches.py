@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from narrowgauge._arguments import Count, Share, Size, typed
+from narrowgauge._arguments import Count, Share, Size, held, typed
 
 PatchPlace = Literal["before", "after"]
 _EMBEDDINGS = ("CLIPVisionEmbeddings", "ViTEmbeddings")
@@ -36,7 +36,7 @@ class PatchNorm(nn.LayerNorm):
         eps, device, dtype: as `nn.LayerNorm` takes them.
     """
 
-    @typed
+    @held
     def __init__(
         self, features: Size, where: PatchPlace, eps: float = 1e-5, *, device: Any = None, dtype: Any = None
     ) -> None:
@@ -50,7 +50,8 @@ def patches_left(patches: Count, share: Share) -> int:
     return max(1, round(patches * (1 - share)))
 
 
-def drop_patches(tokens: Tensor, share: float) -> Tensor:
+@typed
+def drop_patches(tokens: Tensor, share: Share) -> Tensor:
     """Keep the class token and a random part of the patches of each image.
 
     Args:

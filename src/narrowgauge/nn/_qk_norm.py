@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge._arguments import Size, typed
+from narrowgauge._arguments import Size, held, typed
 
 
 class HeadLayerNorm(nn.LayerNorm):
@@ -43,7 +43,7 @@ class HeadLayerNorm(nn.LayerNorm):
     Source: Dehghani et al. 2023, Section 2.
     """
 
-    @typed
+    @held
     def __init__(self, head_dim: Size, eps: float = 1e-6, *, device: Any = None, dtype: Any = None) -> None:
         super().__init__(head_dim, eps, device=device, dtype=dtype)
 
