@@ -25,6 +25,7 @@ from narrowgauge.distributed._checkpoint_format import (
     MANIFEST,
     DamagedCheckpointError,
     Manifest,
+    open_file,
     read_manifest,
     verify_file,
 )
@@ -173,7 +174,8 @@ def newest_whole(folder: Path) -> Path | None:
         raise DamagedCheckpointError(f"latest_checkpoint: no checkpoint in {folder} is whole: {'; '.join(broken)}")
     told += broken
     try:
-        said = (folder / LATEST).read_text(encoding="utf-8", errors="replace").strip()
+        with open_file(folder / LATEST) as file:
+            said = file.read().decode(errors="replace").strip()
     except OSError:
         said = None
     if said is not None and not (_NAME.fullmatch(said) and (folder / said).is_dir()):

@@ -17,6 +17,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,8 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_bytes())
+        with open_file(path) as file:
+            content = json.loads(file.read())
     except FileNotFoundError:
         raise DamagedCheckpointError(f"{folder} has no {MANIFEST}: it is no checkpoint, or half of one") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -135,6 +137,17 @@ def read_manifest(folder: Path) -> Manifest:
     except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
         raise DamagedCheckpointError(f"{path} lacks what a manifest has: {error!r}") from error
     return manifest
+
+
+def open_file(path: Path) -> BufferedReader:
+    """A file to read from; opening a pipe in its place would wait for a writer for ever.
+
+    Raises:
+        OSError: if it is not there, or no file.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError("it is no file")
+    return path.open("rb")
 
 
 def _parse(content: Mapping[str, Any]) -> Manifest:
@@ -194,7 +207,7 @@ def _keys_of(values: Mapping[str, Any]) -> Iterator[str]:
                 raise TypeError("a group has no options")
         for name, words in optimizer["state"]["dict"]:
             yield from tensor_keys(words)
-            if name not in names or not isinstance(words["dict"], list):
+            if name not in names or not all(isinstance(word, str) for word, _ in words["dict"]):
                 raise KeyError(name)
 
 
@@ -212,7 +225,7 @@ def verify_file(folder: Path, name: str, said: tuple[int, str], content: bool = 
     size, digest = said
     path = folder / name
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             found = file.seek(0, 2)
             file.seek(0)
             if found != size:

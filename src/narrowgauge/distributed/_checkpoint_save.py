@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from narrowgauge._arguments import held, typed
 from narrowgauge.distributed._checkpoint_ranks import new_token, ranks
 from narrowgauge.distributed._checkpoint_state import gather, local_piece, writes
 from narrowgauge.distributed._checkpoint_write import Job, Part, write_checkpoint
@@ -44,6 +45,7 @@ class PendingCheckpoint:
         return self._future.result()
 
 
+@typed
 def save_checkpoint(
     directory: str | Path,
     *,
@@ -84,6 +86,7 @@ def save_checkpoint(
     return write_checkpoint(_job(directory, model, optimizer, step, keep_last, extra, random_states, timeout))
 
 
+@held
 def save_checkpoint_async(
     directory: str | Path,
     *,

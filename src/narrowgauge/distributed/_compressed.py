@@ -21,14 +21,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from narrowgauge._arguments import typed
 from narrowgauge.distributed._compressed_hook import CompressedAllReduce, Exempt, is_integer
 from narrowgauge.distributed._compressed_memory import Memory
 from narrowgauge.distributed._compressed_wire import Wire
 from narrowgauge.formats import codebook as named_codebook
+from narrowgauge.formats._codebooks import known
 from narrowgauge.formats._codebooks._map import checked
 from narrowgauge.formats._rounding import Rounding
 
 
+@typed
 def compressed_allreduce_hook(
     codebook: str | Tensor = "dynamic",
     error_feedback: bool = True,
@@ -106,7 +109,7 @@ def compressed_allreduce_hook(
 def _values(codebook: str | Tensor, bits: int | None) -> Tensor:
     """The values of the argument `codebook`, checked, on the host."""
     if isinstance(codebook, str):
-        return named_codebook(codebook, signed=True, bits=8 if bits is None else bits)
+        return named_codebook(known(codebook), signed=True, bits=8 if bits is None else bits)
     if not isinstance(codebook, Tensor):
         raise ValueError(f"codebook: got {codebook!r}, takes a name such as 'dynamic' or a tensor of values")
     if bits is not None:

@@ -19,6 +19,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from narrowgauge._arguments import FloatDtype, check_fields, typed
 from narrowgauge.formats._table import Binade, CodeTable, NotableRow, binades, notable
 
 
@@ -44,10 +45,11 @@ class FloatFormat:
     exponent_bits: int
     mantissa_bits: int
     has_infinity: bool = True
-    dtype: torch.dtype | None = field(default=None, compare=False)
+    dtype: FloatDtype | None = field(default=None, compare=False)
     has_nan: bool = True
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("exponent_bits", "mantissa_bits"):
             if type(getattr(self, name)) is not int:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, takes an integer")
@@ -143,6 +145,7 @@ class FloatFormat:
     @overload
     def ulp(self, x: Tensor) -> Tensor: ...
 
+    @typed
     def ulp(self, x: float | Tensor) -> float | Tensor:
         """The spacing of the format at each element, 2^(max(e, e_min) - mantissa_bits).
 
@@ -205,6 +208,7 @@ class FloatFormat:
     @overload
     def encode(self, value: Tensor) -> Tensor: ...
 
+    @typed
     def encode(self, value: float | Tensor) -> int | Tensor:
         """The code of the number nearest to a value, ties to even.
 
@@ -228,6 +232,7 @@ class FloatFormat:
     @overload
     def decode(self, code: Tensor) -> Tensor: ...
 
+    @typed
     def decode(self, code: int | Tensor) -> float | Tensor:
         """The value that a code means.
 

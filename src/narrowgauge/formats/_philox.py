@@ -14,6 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from narrowgauge._arguments import Count, typed
+
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
@@ -40,13 +42,14 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
     return c0, c1, c2, c3
 
 
+@typed
 def random_bits(
-    count: int,
+    count: Count,
     *,
     seed: int,
     stream: int,
     step: int | Tensor,
-    offset: int = 0,
+    offset: Count = 0,
     device: torch.device | str = "cpu",
 ) -> Tensor:
     """Uniform 32-bit words, one an element, a pure function of the arguments.
@@ -64,6 +67,8 @@ def random_bits(
     Returns:
         An int64 tensor of shape (count,) with values in [0, 2^32).
     """
+    if isinstance(step, Tensor) and (step.numel() != 1 or step.is_complex()):
+        raise ValueError(f"step: got {step.dtype} of shape {tuple(step.shape)}, takes one number")
     first = offset // 4
     blocks = torch.arange(first, (offset + count + 3) // 4, dtype=torch.int64, device=device)
     step = torch.as_tensor(step, device=device).to(torch.int64)
@@ -72,15 +77,16 @@ def random_bits(
     return words.reshape(-1)[offset - 4 * first :][:count]
 
 
+@typed
 def random_halves(
-    count: int,
+    count: Count,
     *,
     seed: int,
     stream: int,
     step: int | Tensor,
     purpose: int,
     device: torch.device,
-    offset: int = 0,
+    offset: Count = 0,
 ) -> Tensor:
     """Uniform 16-bit numbers, one an element: element i takes half ``i % 2``, the lower first, of word ``i // 2``.
 

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from narrowgauge._arguments import typed
 from narrowgauge.formats._float import FloatFormat
 
 Rounding = Literal["nearest", "stochastic"]
@@ -55,6 +56,7 @@ def round_to(
     raise ValueError(f"rounding: got {rounding!r}, takes 'nearest' or 'stochastic'")
 
 
+@typed
 def round_with_bits(x: Tensor, fmt: FloatFormat, bits: Tensor) -> Tensor:
     """Round stochastically with given random bits.
 
@@ -73,6 +75,9 @@ def round_with_bits(x: Tensor, fmt: FloatFormat, bits: Tensor) -> Tensor:
         the largest of the format overflows, as nearest rounding of a larger one would.
     """
     # Float64 has room for the spacings of subnormals, which float32 has not for its own.
+    if bits.shape != x.shape or bits.is_floating_point() or bits.is_complex():
+        got = f"{bits.dtype} of shape {tuple(bits.shape)}"
+        raise ValueError(f"bits: got {got}, takes integers of shape {tuple(x.shape)}")
     wide = x.to(torch.float64)
     ulp = fmt.ulp(wide)
     steps = wide.abs() / ulp

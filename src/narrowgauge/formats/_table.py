@@ -55,6 +55,8 @@ class CodeTable(Sequence[CodeRow]):
     """All codes of a format in order, each row made when it is read (fp32 has 2^32 of them)."""
 
     def __init__(self, fmt: FloatFormat) -> None:
+        if not hasattr(fmt, "exponent_bits"):
+            raise TypeError(f"fmt: got {type(fmt).__name__}, takes a FloatFormat")
         self._fmt = fmt
 
     def __len__(self) -> int:

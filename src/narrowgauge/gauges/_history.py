@@ -92,6 +92,8 @@ class History:
 
     def add(self, record: Record) -> None:
         """Take one more record."""
+        if not isinstance(record, Mapping):
+            raise TypeError(f"records: got {type(record).__name__} for one, takes mappings")
         self.count += 1
         self.memo.clear()
         kind, step = record.get("kind"), record.get("step")

@@ -15,16 +15,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from narrowgauge._arguments import typed
 from narrowgauge.gauges._updates import _same_shape
 
 CODES = 256
 
 
+@runtime_checkable
 class Coded(Protocol):
     """A tensor as codes: `narrowgauge.storage.Quantized`, or a moment of an optimizer."""
 
@@ -79,6 +81,7 @@ class QuantizationError:
         return float(-torch.xlogy(share, share).sum() / torch.log(share.new_tensor(2.0)))
 
 
+@typed
 def quantization_error(x: Tensor, quantized: Coded) -> QuantizationError:
     """Compare a tensor with its quantized self.
 
@@ -183,6 +186,7 @@ class AdamErrorMap:
         return _ratio(use[error.argsort(descending=True, stable=True)[:count]].sum(), use.sum())
 
 
+@typed
 def adam_error_map(m: Tensor, v: Tensor, m8: Coded, v8: Coded | None, eps: float = 1e-8) -> AdamErrorMap:
     """Compare Adam's update with the one that its quantized moments give, code by code.
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from narrowgauge._arguments import typed
 from narrowgauge.gauges._history import Record
 
 
-def write_report(records: Iterable[Record], path: Path) -> None:
+@typed
+def write_report(records: Iterable[Record], path: str | Path) -> None:
     """Write records as one self-contained page of HTML, whole or not at all.
 
     Args:
@@ -29,5 +31,6 @@ def write_report(records: Iterable[Record], path: Path) -> None:
             raise
         hint = f"a report needs {error.name}; install it with: pip install 'narrowgauge[train]'"
         raise ModuleNotFoundError(hint, name=error.name) from None
+    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_run_report(records, path, path.stem)

@@ -16,9 +16,12 @@ import math
 import torch
 from torch import Tensor
 
+from narrowgauge._arguments import held, typed
+
 _TINY = 2.0**-126
 
 
+@typed
 def effective_descent_quality(update: Tensor, effective_update: Tensor) -> Tensor:
     """Projection of the effective update on the direction of the intended one.
 
@@ -41,6 +44,7 @@ def effective_descent_quality(update: Tensor, effective_update: Tensor) -> Tenso
     return torch.where(norm > 0, (intended * effective).sum() / norm, 0.0)
 
 
+@held
 def relative_descent_quality(update: Tensor, effective_update: Tensor) -> Tensor:
     """The effective descent quality over ||update||: 1 if nothing is missing along the intended update.
 
@@ -62,6 +66,7 @@ def relative_descent_quality(update: Tensor, effective_update: Tensor) -> Tensor
     return torch.where(norm > 0, quality / norm, torch.nan)
 
 
+@typed
 def lost_updates(before: Tensor, update: Tensor, after: Tensor) -> Tensor:
     """Share of the updates other than zero that changed nothing.
 
@@ -80,13 +85,16 @@ def lost_updates(before: Tensor, update: Tensor, after: Tensor) -> Tensor:
     """
     _same_shape("update", update, before)
     _same_shape("after", after, before)
+    if update.is_complex():
+        raise ValueError(f"update: got {update.dtype}, takes real numbers")
     # Comparisons that NaN fails, as in the sums that the optimizer's step makes.
-    intended = update.abs() > 0
+    intended = (update > 0) | (update < 0)
     change = after.to(torch.float64) - before.to(torch.float64)
     lost = (intended & ~(change.abs() > 0)).sum().to(torch.float64)
     return lost / intended.sum().clamp_min(1)
 
 
+@typed
 def rms_ratio(grad: Tensor, second_moment: Tensor, eps: float = 1e-6) -> Tensor:
     """RMS_t: by how much a gradient is larger than its second moment says, sqrt(mean of g^2 / max(u, eps^2)).
 

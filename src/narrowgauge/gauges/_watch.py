@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from narrowgauge._arguments import typed
 from narrowgauge.gauges._alarms import Alarms
 from narrowgauge.gauges._features import FORMATS
 from narrowgauge.gauges._formats import Target, targets
@@ -35,6 +36,7 @@ from narrowgauge.gauges._watched_run import Output, Sources, parameters_of
 from narrowgauge.gauges._watcher import Watch
 
 
+@typed
 def watch(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -109,6 +111,8 @@ def watch(
     for name, given in (("path", path), ("tensorboard", tensorboard)):
         if given is not None and not isinstance(given, str | os.PathLike):
             raise TypeError(f"{name}: got {type(given).__name__}, takes a path")
+        if given is not None and "\0" in os.fspath(given):
+            raise ValueError(f"{name}: got {given!r}, takes a path")
     if not isinstance(updates, bool) and updates != "sampled":
         raise ValueError(f"updates: got {updates!r}, takes 'sampled', True or False")
     if not isinstance(gradients, bool):
@@ -117,6 +121,8 @@ def watch(
         raise ValueError(f"ranks: got {ranks!r}, takes 'all' or 'own'")
     if on_alarm is not None and not callable(on_alarm):
         raise TypeError(f"on_alarm: got {type(on_alarm).__name__}, takes a function of a record")
+    if not targets(formats):
+        raise ValueError("formats: got none, takes at least one format")
     sources = Sources(updates, gradients, activations, targets(formats), every, states_every, rms_every, rms_of)
     return Watch(
         model,

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from narrowgauge._arguments import typed
 from narrowgauge.linear import _passes
 from narrowgauge.linear._coded import CodedWeight
 from narrowgauge.linear._plan import LinearPlan
@@ -25,6 +26,7 @@ Result = TypeVar("Result")
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
 
+@typed
 def linear(
     input: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, averages: Tensor | None = None
 ) -> Tensor:
@@ -68,10 +70,10 @@ def _check(input: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan,
     """Refuse what does not go together. Kernels get addresses alone: they would read past the end, or elsewhere."""
     if not isinstance(plan, LinearPlan):
         raise ValueError(f"plan: got {plan!r}, takes a LinearPlan such as narrowgauge.linear.SWITCHBACK")
-    if weight.dim() != 2:
-        raise ValueError(f"weight: got shape {tuple(weight.shape)}, takes (out_features, in_features)")
     if not input.is_floating_point():
         raise ValueError(f"input: got {input.dtype}, takes floats")
+    if weight.dim() != 2:
+        raise ValueError(f"weight: got shape {tuple(weight.shape)}, takes (out_features, in_features)")
     out_features, in_features = weight.shape
     if input.dim() == 0 or input.shape[-1] != in_features:
         raise ValueError(f"input: got shape {tuple(input.shape)}, takes (..., {in_features})")

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from narrowgauge._arguments import Count, FloatDtype, held
 from narrowgauge.linear._function import linear
 from narrowgauge.linear._ops import path
 from narrowgauge.linear._plan import SWITCHBACK, LinearPlan
@@ -87,14 +88,15 @@ class LowPrecisionLinear(Planned, nn.Linear):
     Source: Wortsman et al. 2023, Algorithms 1 and 3 to 5.
     """
 
+    @held
     def __init__(
         self,
-        in_features: int,
-        out_features: int,
+        in_features: Count,
+        out_features: Count,
         bias: bool = True,
         plan: LinearPlan = SWITCHBACK,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: FloatDtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.set_plan(plan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from narrowgauge._arguments import typed
 from narrowgauge.linear._plan import (
     HIGH_PRECISION,
     LLM_INT8,
@@ -19,6 +20,7 @@ _PLANS = {
 }
 
 
+@typed
 def named_plan(text: str) -> LinearPlan:
     """A plan by its name and format: ``SWITCHBACK``, ``switchback:e4m3``, ``TENSORWISE_FP8:e4m3/e5m2``.
 

@@ -30,6 +30,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
+from narrowgauge._arguments import check_fields
 from narrowgauge.linear._quantize import FORMATS, Format, Scaling
 
 Quantity = Literal["input", "weight", "grad_output"]
@@ -71,6 +72,7 @@ class EightBit:
     right_format: Format | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("left", "right"):
             if getattr(self, name) not in ("row", "column", "tensor"):
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, takes 'row', 'column' or 'tensor'")
@@ -144,6 +146,7 @@ class LinearPlan:
     _decay: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for multiply in MULTIPLIES:
             _check_multiply(multiply, getattr(self, multiply))
         for name, taken in _CHOICES.items():

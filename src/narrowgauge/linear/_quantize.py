@@ -32,6 +32,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from narrowgauge._arguments import typed
 from narrowgauge.formats import FP8_E4M3, FP8_E5M2, FloatFormat, round_to
 
 Scaling = Literal["row", "column", "tensor"]
@@ -77,6 +78,7 @@ class ScaledCodes(NamedTuple):
         return (self.codes.to(torch.float32) * self.scale).to(dtype)
 
 
+@typed
 def quantize(x: Tensor, scaling: Scaling, format: Format = "int8", absmax: Tensor | None = None) -> ScaledCodes:
     """A matrix in eight bits.
 
@@ -103,6 +105,9 @@ def quantize(x: Tensor, scaling: Scaling, format: Format = "int8", absmax: Tenso
     if format not in FORMATS:
         raise ValueError(f"format: got {format!r}, takes one of {', '.join(map(repr, FORMATS))}")
     own = largest_magnitude(x, scaling, format)
+    if absmax is not None and (absmax.shape != own.shape or not absmax.is_floating_point()):
+        got = f"{absmax.dtype} of shape {tuple(absmax.shape)}"
+        raise ValueError(f"absmax: got {got}, takes floats of shape {tuple(own.shape)}")
     return quantize_by(x, own, own if absmax is None else absmax, format)
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import nn
 
+from narrowgauge._arguments import typed
 from narrowgauge.linear._candidates import READ_BY_ATTENTION, Candidate, candidates, matches
 from narrowgauge.linear._module import Planned, forget_plan
 from narrowgauge.linear._plan import LinearPlan
@@ -84,6 +85,7 @@ class SwapReport:
         return "\n".join(lines)
 
 
+@typed
 def swap_linears(
     model: nn.Module,
     plan: LinearPlan,
@@ -145,7 +147,7 @@ def swap_linears(
         warnings.warn(
             f"swap_linears: no module of the model is called {listed}; "
             "give a name, its last part, or a pattern with *",
-            stacklevel=2,
+            stacklevel=3,  # `typed` stands between
         )
     report = SwapReport(plan)
     found = list(candidates(model, patterns, min_features))

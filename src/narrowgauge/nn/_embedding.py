@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
+from narrowgauge._arguments import Size, held
 from narrowgauge.storage import mark_states, marked_states
 
 
@@ -30,7 +31,8 @@ class StableEmbedding(nn.Embedding):
     Source: 8-bit Optimizers via Block-wise Quantization, Section 2.3.
     """
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, *args: Any, **options: Any) -> None:
+    @held
+    def __init__(self, num_embeddings: Size, embedding_dim: Size, *args: Any, **options: Any) -> None:
         super().__init__(num_embeddings, embedding_dim, *args, **options)
         self.norm = nn.LayerNorm(embedding_dim, device=self.weight.device, dtype=self.weight.dtype)
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge._arguments import FloatDtype, Size, held, typed
+
 
 class LayerScale(nn.Module):
     """x times a learned vector along the last dimension.
@@ -29,13 +31,14 @@ class LayerScale(nn.Module):
     Source: Touvron et al. 2021; Wortsman et al. 2023, Section 2.3.
     """
 
+    @held
     def __init__(
         self,
-        dim: int,
+        dim: Size,
         init: float = 0.0,
         *,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: FloatDtype | None = None,
     ) -> None:
         super().__init__()
         self.gamma = nn.Parameter(torch.full((dim,), float(init), device=device, dtype=dtype))
@@ -81,6 +84,7 @@ class AddedLayerScales:
         return "\n".join([f"layer scale: {len(self.scales)}", *(f"  {name}" for name in self.scales)])
 
 
+@typed
 def add_layer_scale(model: nn.Module, init: float = 0.0) -> AddedLayerScales:
     """Multiply what each block of a transformer adds to its residual stream by a learned vector.
 

@@ -21,6 +21,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from narrowgauge._arguments import Count, Share, Size, held, typed
+
 PatchPlace = Literal["before", "after"]
 _EMBEDDINGS = ("CLIPVisionEmbeddings", "ViTEmbeddings")
 
@@ -34,19 +36,22 @@ class PatchNorm(nn.LayerNorm):
         eps, device, dtype: as `nn.LayerNorm` takes them.
     """
 
+    @held
     def __init__(
-        self, features: int, where: PatchPlace, eps: float = 1e-5, *, device: Any = None, dtype: Any = None
+        self, features: Size, where: PatchPlace, eps: float = 1e-5, *, device: Any = None, dtype: Any = None
     ) -> None:
         super().__init__(features, eps, device=device, dtype=dtype)
         self.where = where
 
 
-def patches_left(patches: int, share: float) -> int:
+@typed
+def patches_left(patches: Count, share: Share) -> int:
     """How many patches are kept of an image if a share goes: at least one."""
     return max(1, round(patches * (1 - share)))
 
 
-def drop_patches(tokens: Tensor, share: float) -> Tensor:
+@typed
+def drop_patches(tokens: Tensor, share: Share) -> Tensor:
     """Keep the class token and a random part of the patches of each image.
 
     Args:
@@ -58,6 +63,9 @@ def drop_patches(tokens: Tensor, share: float) -> Tensor:
 
     Source: Li et al. 2023.
     """
+    if not isinstance(tokens, Tensor) or tokens.is_sparse or tokens.dim() != 3 or tokens.shape[1] < 1:
+        got = f"shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise ValueError(f"tokens: got {got}, takes (batch, 1 + patches, width)")
     batch, count, width = tokens.shape
     kept = patches_left(count - 1, share)
     places = torch.rand(batch, count - 1, device=tokens.device).topk(kept, dim=1).indices + 1
@@ -65,7 +73,8 @@ def drop_patches(tokens: Tensor, share: float) -> Tensor:
     return tokens.gather(1, places.unsqueeze(-1).expand(-1, -1, width))
 
 
-def add_patch_dropout(model: nn.Module, share: float) -> Callable[[], None]:
+@typed
+def add_patch_dropout(model: nn.Module, share: Share) -> Callable[[], None]:
     """Drop a share of each image's patches while the model trains; in evaluation it sees them all.
 
     Places are drawn by the global generator of the images' device. No parameter is added.
@@ -86,6 +95,7 @@ def add_patch_dropout(model: nn.Module, share: float) -> Callable[[], None]:
     return embeddings.register_forward_hook(partial(_drop, float(share))).remove
 
 
+@typed
 def add_patch_norm(model: nn.Module, where: PatchPlace, eps: float = 1e-5) -> str:
     """Put a layer norm on the patches of an image tower.
 

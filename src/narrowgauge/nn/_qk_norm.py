@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge._arguments import Size, held, typed
+
 
 class HeadLayerNorm(nn.LayerNorm):
     """A layer norm over the features of each head; all heads share its gain and bias.
@@ -41,7 +43,8 @@ class HeadLayerNorm(nn.LayerNorm):
     Source: Dehghani et al. 2023, Section 2.
     """
 
-    def __init__(self, head_dim: int, eps: float = 1e-6, *, device: Any = None, dtype: Any = None) -> None:
+    @held
+    def __init__(self, head_dim: Size, eps: float = 1e-6, *, device: Any = None, dtype: Any = None) -> None:
         super().__init__(head_dim, eps, device=device, dtype=dtype)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -100,6 +103,7 @@ class AddedQKNorms:
         return "\n".join(lines)
 
 
+@typed
 def add_qk_norm(model: nn.Module, eps: float = 1e-6) -> AddedQKNorms:
     """Normalize the queries and keys of each attention of a transformer, head by head.
 

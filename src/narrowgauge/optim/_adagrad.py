@@ -9,7 +9,7 @@ from torch.optim.optimizer import ParamsT
 
 from narrowgauge.optim._eight_bit import EightBit
 from narrowgauge.optim._optimizer import NarrowOptimizer
-from narrowgauge.optim._options import Options
+from narrowgauge.optim._options import Options, is_number
 from narrowgauge.rules import ADAGRAD
 
 
@@ -60,7 +60,7 @@ class Adagrad(NarrowOptimizer):
         }
         # Schedulers ask the defaults whether there is a momentum to cycle: OneCycleLR would switch it on
         # unasked, as it does for SGD. torch's AdaGrad shows it none.
-        if momentum != 0:
+        if not is_number(momentum) or momentum != 0:
             hyperparameters["momentum"] = momentum
         super().__init__(params, hyperparameters, {**options, "foreach": foreach})
 

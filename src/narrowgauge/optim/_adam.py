@@ -173,7 +173,7 @@ class CollageAdamW(AdamW):
         self, params: ParamsT, *args: Any, variant: Literal["light", "plus"] = "plus", **options: Any
     ) -> None:
         states = {"light": "bf16", "plus": "expansion"}
-        if variant not in states:
+        if not isinstance(variant, str) or variant not in states:
             raise ValueError(f"variant: got {variant!r}, takes 'light' or 'plus'")
         for name in ("weights", "states"):
             if name in options:

@@ -66,7 +66,7 @@ def _our_group(optimizer: str, number: int, live: Group, saved: Group) -> dict[s
         raise ValueError(f"state_dict: group {number} has {VERSION_KEY}={version!r}, this version reads {VERSION}")
     for option in ("weights", "states", "block_size", "rule"):
         if option not in saved:
-            raise ValueError(f"state_dict: group {number} has no {option!r}, got {sorted(saved)}")
+            raise ValueError(f"state_dict: group {number} has no {option!r}, got {sorted(map(str, saved))}")
     block_size = saved["block_size"]
     if not is_whole(block_size) or block_size < 1:
         raise ValueError(

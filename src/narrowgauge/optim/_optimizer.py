@@ -31,6 +31,7 @@ from narrowgauge.optim._options import (
     check_hyperparameters,
     check_limits,
     check_options,
+    check_switches,
     show_options,
     with_defaults,
 )
@@ -118,6 +119,7 @@ class NarrowOptimizer(TakesFactor, Watched, Shares):
             ValueError: naming the argument, what it got, what it takes.
             RuntimeError: where torch has that type for it.
         """
+        check_switches(group)
         rule = self.rule_for(group)
         check_hyperparameters(rule, group, self.refusals)
         check_options(type(self).__name__, rule, group)

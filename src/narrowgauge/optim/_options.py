@@ -147,13 +147,29 @@ def show_options(init: Callable[..., None]) -> None:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a real number; True and False are none."""
-    return isinstance(value, Real) and not isinstance(value, bool)
+    """Whether a value is a real number; True and False are none, nor are integers that torch has no room for."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    return -(2**63) <= value < 2**63 if isinstance(value, int) else True  # type: ignore[unreachable]
 
 
 def is_whole(value: object) -> bool:
     """Whether a value is an integer; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_switches(group: Mapping[str, Any]) -> None:
+    """Refuse switches that are neither on nor off: before anybody asks whether they are.
+
+    Raises:
+        ValueError: naming the argument, what it got, what it takes.
+    """
+    for option in _SWITCHES:
+        if not isinstance(group.get(option, False), bool):
+            raise ValueError(f"{option}: got {group[option]!r}, takes True or False")
+    for option in ("foreach", "fused"):
+        if not isinstance(group[option], bool | None):
+            raise ValueError(f"{option}: got {group[option]!r}, takes True, False or None")
 
 
 def check_options(name: str, rule: Rule, group: Mapping[str, Any]) -> None:
@@ -175,12 +191,6 @@ def check_options(name: str, rule: Rule, group: Mapping[str, Any]) -> None:
     for option, least in (("block_size", 1), ("min_quantized_size", 0), ("seed", 0)):
         if not is_whole(group[option]) or group[option] < least:
             raise ValueError(f"{option}: got {group[option]!r}, takes an integer of at least {least}")
-    for option in _SWITCHES:
-        if not isinstance(group.get(option, False), bool):
-            raise ValueError(f"{option}: got {group[option]!r}, takes True or False")
-    for option in ("foreach", "fused"):
-        if not isinstance(group[option], bool | None):
-            raise ValueError(f"{option}: got {group[option]!r}, takes True, False or None")
     if not is_number(group["percentile_clipping"]) or not 1 <= group["percentile_clipping"] <= 100:
         raise ValueError(f"percentile_clipping: got {group['percentile_clipping']!r}, takes a number from 1 to 100")
     check_limits([group])
@@ -230,6 +240,8 @@ def check_hyperparameters(rule: Rule, group: Mapping[str, Any], refusals: Mappin
             real = not value.is_complex() if isinstance(value, Tensor) else is_number(value)
             if not real or not 0.0 <= float(value) < math.inf:
                 raise ValueError(f"{words}: {value!r}, takes a finite number of at least 0")
+    if not is_number(group.get("dampening", 0.0)):
+        raise ValueError(f"dampening: got {group['dampening']!r}, takes a number")
     _check_betas(rule, group.get("betas", (0.0,) * rule.betas))
     schedule = group.get("beta2_schedule")
     if schedule is not None and not (is_number(schedule) and 0.0 < schedule <= 1.0):

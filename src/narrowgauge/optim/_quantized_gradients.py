@@ -23,7 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge._arguments import typed
 from narrowgauge.formats import Coder, codebook, random_bits
+from narrowgauge.formats._codebooks import known
 from narrowgauge.formats._rounding import Rounding
 from narrowgauge.optim._options import is_whole
 from narrowgauge.optim._shards import any_shared
@@ -51,6 +53,7 @@ class QuantizedGradients(torch.optim.Optimizer):
     Source: Lecture 11, Mixed Precision Training, "Error compensation".
     """
 
+    @typed
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -210,7 +213,9 @@ class QuantizedGradients(torch.optim.Optimizer):
 def _values(named: str | Tensor) -> Tensor:
     if not isinstance(named, str | Tensor):
         raise ValueError(f"codebook: got {named!r}, takes a name or a tensor of values")
-    values = codebook(named) if isinstance(named, str) else named
+    values = codebook(known(named)) if isinstance(named, str) else named
+    if values.is_complex() or values.is_meta:
+        raise ValueError(f"codebook: got {values.dtype} on {values.device}, takes float32 values")
     if values.dim() == 1 and len(values) and values[0] >= 0:
         raise ValueError("codebook: got one without negative values, takes one for gradients of both signs")
     return values

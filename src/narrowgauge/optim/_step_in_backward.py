@@ -66,12 +66,21 @@ def step_in_backward(model: torch.nn.Module, optimizer: Callable[..., Stepper], 
         raise TypeError("model: got DistributedDataParallel, whose averaging comes after each step; takes a module")
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, takes a torch.nn.Module")
+    if not makes_optimizers(optimizer):
+        raise TypeError(f"optimizer: got {optimizer!r}, takes an optimizer of narrowgauge")
     made = optimizer(model.named_parameters(), **options)
     if not isinstance(made, NarrowOptimizer):
         kind = type(made)  # type: ignore[unreachable]
         raise TypeError(f"optimizer: got {kind.__module__}.{kind.__qualname__}, takes an optimizer of narrowgauge")
     made.in_backward = InBackward(made)
     return made
+
+
+def makes_optimizers(given: object) -> bool:
+    """Whether an argument may be a class of this library's optimizers, or a function that makes one."""
+    if isinstance(given, type):
+        return issubclass(given, NarrowOptimizer)
+    return callable(given) and not isinstance(given, torch.nn.Module)
 
 
 class InBackward:

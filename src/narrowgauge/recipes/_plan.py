@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from narrowgauge._arguments import typed
 from narrowgauge.linear import LinearPlan
 from narrowgauge.recipes._recipe import Recipe, get
 from narrowgauge.recipes._search import largest
@@ -135,6 +136,7 @@ class MemoryPlan:
         }
 
 
+@typed
 def plan_memory(
     model_or_config: nn.Module | int | Any,
     recipe: Recipe | str,
@@ -267,8 +269,9 @@ def _named(held: Held) -> dict[str, int]:
 
 
 def _of_count(count: int, recipe: Recipe, shards: int, common: dict[str, Any]) -> MemoryPlan:
-    if count < 1:
-        raise ValueError(f"model_or_config: got {count}, takes at least 1 parameter")
+    if not 1 <= count < 2**63:
+        got = count if count < 1 else "2^63 or more"
+        raise ValueError(f"model_or_config: got {got}, takes at least 1 parameter, and under 2^63")
     low = weight_storage(recipe.weights).bytes_added(recipe.dtype)
     each = recipe.byte_breakdown()
     held = {

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from narrowgauge._arguments import FloatDtype, check_fields, typed
 from narrowgauge.optim import AdamW, Lion, NarrowOptimizer, StableAdamW
 from narrowgauge.optim._groups import undecayed
 from narrowgauge.optim._plan import slot_storages
@@ -37,11 +38,17 @@ class Recipe:
 
     name: str
     title: str
-    dtype: torch.dtype
+    dtype: FloatDtype
     weights: str = "plain"
     states: str | Mapping[str, str] = "fp32"
     letters: str | None = None
     optimizer: type[NarrowOptimizer] = AdamW
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not issubclass(self.optimizer, NarrowOptimizer):
+            raise TypeError(f"optimizer: got {self.optimizer.__name__}, takes a class of narrowgauge.optim")
+        weight_storage(self.weights)
 
     @property
     def has_strict_arithmetic(self) -> bool:
@@ -71,6 +78,7 @@ class Recipe:
         taken = inspect.signature(self.optimizer).parameters
         return {name: value for name, value in hyperparameters.items() if name in taken}
 
+    @typed
     def apply(
         self, model: nn.Module, lr: float | None = None, *, decay_all: bool = False, **optimizer_arguments: Any
     ) -> NarrowOptimizer:
@@ -93,9 +101,13 @@ class Recipe:
         for name in ("weights", "states"):
             if name in optimizer_arguments:
                 raise ValueError(f"{name}: got {optimizer_arguments[name]!r}, follows from recipe {self.name!r}")
-        cast(model, self.dtype)
         options = optimizer_arguments if lr is None else {"lr": lr, **optimizer_arguments}
         make: Callable[..., NarrowOptimizer] = self.optimizer  # the named classes, which take more than their base
+        # What it refuses it refuses before the model is another.
+        make(
+            [nn.Parameter(torch.zeros(1, 1, dtype=self.dtype))], weights=self.weights, states=self.states, **options
+        )
+        cast(model, self.dtype)
         return make(decay_groups(model, decay_all), weights=self.weights, states=self.states, **options)
 
 
@@ -110,7 +122,8 @@ def decay_groups(model: nn.Module, decay_all: bool) -> list[Any]:
     return [group for group in both if group["params"]]
 
 
-def cast(model: nn.Module, dtype: torch.dtype) -> None:
+@typed
+def cast(model: nn.Module, dtype: FloatDtype) -> None:
     """Cast a model's float parameters and saved float buffers in place.
 
     `Module.to` would round the tables that models compute once in fp32 and do not save: a rotary embedding's
@@ -163,6 +176,7 @@ def names() -> tuple[str, ...]:
     return tuple(recipe.name for recipe in _RECIPES)
 
 
+@typed
 def get(name: str) -> Recipe:
     """A recipe by its name or the paper's letters.
 

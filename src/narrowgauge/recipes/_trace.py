@@ -28,6 +28,7 @@ from narrowgauge.recipes._timeline import Recorder, Timeline, rounded
 
 # Elements of a program of the step: where all is plain words, and where something is in blocks (kernels._step).
 _PLAIN, _BLOCKS = 512, 4096
+_MOST_LAYERS = 10_000  # each is made, one after the other
 
 # From a model, a batch and a sequence to a loss.
 Loss = Callable[[nn.Module, int, int], Tensor]
@@ -94,12 +95,15 @@ def from_config(config: Any) -> nn.Module:
             f"model_or_config: got {type(config).__name__}, takes a torch.nn.Module, a transformers "
             "configuration or a number of parameters"
         )
-    named = [name for name in config.architectures or () if hasattr(library, name)]
+    layers = getattr(config, "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > _MOST_LAYERS:
+        raise ValueError(f"model_or_config: got one with {layers} layers, takes at most {_MOST_LAYERS}")
     masked = type(config) in library.MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
     make = library.AutoModelForMaskedLM if masked else library.AutoModelForCausalLM
-    kind: Callable[..., Any] = getattr(library, named[0])._from_config if named else make.from_config
 
     def made(attention: str) -> nn.Module:
+        named = [name for name in config.architectures or () if hasattr(library, name)]
+        kind: Callable[..., Any] = getattr(library, named[0])._from_config if named else make.from_config
         with torch.device("meta"):
             model: nn.Module = kind(copy.deepcopy(config), attn_implementation=attention, dtype=torch.float32)
         return model
@@ -109,11 +113,15 @@ def from_config(config: Any) -> nn.Module:
             model = made("sdpa")
         except ValueError:  # a few have none that is fused
             model = made("eager")
-    except ValueError as error:
-        raise ValueError(f"model_or_config: got a {type(config).__name__}: {error}") from None
+    except Exception as error:  # whatever the models' classes make of values that they do not expect
+        raise ValueError(f"model_or_config: got a {type(config).__name__}: {_told(error)}") from error
     config_of: Any = model.config
     config_of.use_cache = False
     return model.train()
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
 def token_loss(model: nn.Module, batch: int, sequence: int) -> Tensor:
@@ -121,7 +129,9 @@ def token_loss(model: nn.Module, batch: int, sequence: int) -> Tensor:
     windows = torch.empty((batch, sequence + 1), dtype=torch.int64, device="meta")
     try:
         logits = model(input_ids=windows[:, :-1]).logits
-    except (TypeError, AttributeError) as error:
+    except RuntimeError:  # of which the tracing makes its own error
+        raise
+    except Exception as error:
         raise ValueError(
             f"loss: got None for a {type(model).__name__}, takes a function of model, batch and sequence for what "
             f"does not take input_ids and return logits ({error})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -265,8 +266,9 @@ def check_number(name: str, value: object, takes: str, low: float, high: float) 
     Raises:
         ValueError: naming the argument, what it got, what it takes.
     """
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or not low < value < high:  # type: ignore[operator]
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    # Comparisons that NaN fails; an integer may be too large for a float.
+    if not number or not low < value < high or not value <= sys.float_info.max:  # type: ignore[operator]
         raise ValueError(f"{name}: got {value!r}, takes {takes}")
 
 

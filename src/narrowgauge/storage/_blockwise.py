@@ -38,6 +38,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from narrowgauge._arguments import typed
 from narrowgauge.formats import Coder
 from narrowgauge.formats._rounding import Rounding
 
@@ -85,6 +86,7 @@ class Quantized:
 
 
 @torch.no_grad()
+@typed
 def quantize(
     x: Tensor,
     codebook: Tensor,

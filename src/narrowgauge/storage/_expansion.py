@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from narrowgauge.storage._rounded import PRECISION, WIDE, add, check, fma, product_error, scale, sub
+from narrowgauge.storage._rounded import PRECISION, WIDE, add, check, check_pair, fma, product_error, scale, sub
 from narrowgauge.storage._rounded import mul as times
 
 Expansion = tuple[Tensor, Tensor]
@@ -130,6 +130,7 @@ def scaling(a: Expansion, v: Tensor) -> Expansion:
 
     Source: Collage, Appendix C, Algorithm 6; Joldes, Muller and Popescu, Algorithm 9 (DWTimesFP3).
     """
+    check_pair("a", a)
     check(WIDE, **{"a[0]": a[0], "a[1]": a[1], "v": v})
     x, e = _two_prod_fma(a[0], v)
     return _fast_two_sum(x, fma(a[1], v, e))
@@ -149,6 +150,8 @@ def mul(a: Expansion, b: Expansion) -> Expansion:
     Source: Collage, Appendix C, Algorithm 7; Joldes, Muller and Popescu, Algorithm 10 (DWTimesDW1, 7 u^2 there);
     Muller and Rideau (5 u^2).
     """
+    check_pair("a", a)
+    check_pair("b", b)
     check(WIDE, **{"a[0]": a[0], "a[1]": a[1], "b[0]": b[0], "b[1]": b[1]})
     x, e = _two_prod_fma(a[0], b[0])
     return _fast_two_sum(x, add(e, add(times(a[0], b[1]), times(a[1], b[0]))))
@@ -166,6 +169,7 @@ def grow(x: Expansion, a: Tensor) -> Expansion:
     Source: Collage, Algorithm 1; Joldes, Muller and Popescu, Algorithm 4 (DWPlusFP, which orders nothing and takes
     `two_sum` for the first sum; the same words, given |hi| >= |a|).
     """
+    check_pair("x", x)
     check(PRECISION, **{"x[0]": x[0], "x[1]": x[1], "a": a})
     u, v = _fast_two_sum(x[0], a)
     return _fast_two_sum(u, add(x[1], v))

@@ -24,6 +24,8 @@ def mark_states(p: Tensor, states: str) -> None:
     Raises:
         ValueError: for an unknown storage.
     """
+    if not isinstance(p, Tensor):
+        raise TypeError(f"p: got {type(p).__name__}, takes a parameter")
     setattr(p, MARK, state_storage(states).name)
 
 

@@ -45,6 +45,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from narrowgauge._arguments import typed
+
 _PIECE = 16
 _STRIPES = 256
 _SUBSET = _PIECE * _STRIPES
@@ -55,6 +57,7 @@ _CHUNK = 264
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+@typed
 def estimate_quantiles(x: Tensor, count: int = 256) -> Tensor:
     """Quantiles of a tensor's values at probabilities (i + 1/2) / count, estimated from subsets of 4096.
 

@@ -106,6 +106,31 @@ def check(takes: Collection[torch.dtype], **operands: Tensor) -> None:
     for name, other in names.items():
         if other != dtype:
             raise ValueError(f"{name}: got {other}, takes {dtype}, the dtype of {first}")
+    sides = operands[first]
+    for name, operand in operands.items():
+        if operand.device != sides.device or operand.layout != torch.strided:
+            got = f"one on {operand.device} of layout {operand.layout}"
+            raise ValueError(f"{name}: got {got}, takes a dense one on {sides.device}, where {first} is")
+        if operand.shape != sides.shape and not _go_together(operand, sides):
+            shapes = tuple(operand.shape), tuple(sides.shape)
+            raise ValueError(
+                f"{name}: got shape {shapes[0]}, takes one that goes with {shapes[1]}, that of {first}"
+            )
+
+
+def _go_together(a: Tensor, b: Tensor) -> bool:
+    """Whether torch broadcasts two tensors: sides from the last on are equal, or one of them is 1."""
+    return all(m == n or 1 in (m, n) for m, n in zip(reversed(a.shape), reversed(b.shape), strict=False))
+
+
+def check_pair(name: str, pair: object) -> None:
+    """Refuse what is not an expansion's two words.
+
+    Raises:
+        ValueError: naming the argument, what it got and what it takes.
+    """
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise ValueError(f"{name}: got {type(pair).__name__}, takes a pair of tensors, hi and lo")
 
 
 def _wide(a: Tensor) -> Tensor:

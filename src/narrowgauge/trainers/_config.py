@@ -46,7 +46,7 @@ def values_of(path: Path) -> dict[str, Any]:
     """
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SettingsError(f"--config: {path}: {getattr(error, 'strerror', None) or error}") from None
     known = {flag(f.name)[2:]: f for f in fields(TrainSettings)}
     found: dict[str, Any] = {}
@@ -58,5 +58,8 @@ def values_of(path: Path) -> dict[str, Any]:
         if not isinstance(value, good) or (isinstance(value, bool) and kind != "bool"):
             takes = {"int": "an integer", "float": "a number", "bool": "true or false"}.get(kind, "a string")
             raise SettingsError(f"--config: {path}: {key}: got {value!r}, takes {takes}")
-        found[known[key].name] = float(value) if kind == "float" else value
+        try:
+            found[known[key].name] = float(value) if kind == "float" else value
+        except OverflowError:
+            raise SettingsError(f"--config: {path}: {key}: got an integer beyond 1e308, takes a number") from None
     return found

@@ -28,12 +28,21 @@ def read_history(path: Path) -> list[dict[str, Any]]:
     for line in text.splitlines():
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             break
-        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        if not _is_record(record):
             break
         found.append(record)
     return found
+
+
+def _is_record(record: Any) -> bool:
+    """Whether a JSON value is what `_line` writes: a step, and numbers."""
+    return (
+        isinstance(record, dict)
+        and type(record.get("step")) is int
+        and all(value is None or isinstance(value, int | float | str) for value in record.values())
+    )
 
 
 class History:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import csv
 import json
 import os
+import stat
 import tarfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, BinaryIO, cast
 
 from ._corpus import DataError
 
@@ -21,6 +23,7 @@ TEMPLATE = "a photo of a {}"
 NAMED = 5  # of what is left out, in a note
 
 _SEPARATORS = "\t,;|"
+_MOST = 1 << 20  # bytes of a caption, and of what a header of a tar file has beside itself
 _PICTURES = (".jpg", ".jpeg", ".png", ".webp")
 
 
@@ -81,15 +84,13 @@ def from_csv(path: Path, columns: str, flag: str) -> Found:
     # Bytes that are not UTF-8 come as lone surrogates, line by line.
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         header = file.readline().rstrip("\r\n")
-        separator = next(
-            (s for s in _SEPARATORS if set(wanted) <= set(next(csv.reader([header], delimiter=s)))), None
-        )
+        separator = next((s for s in _SEPARATORS if set(wanted) <= set(_header(header, s))), None)
         if len(wanted) != 2 or separator is None:
             raise DataError(
                 f"{flag}: got {path} with the header {header[:100]!r}, takes one with the columns {columns!r} "
                 "(--columns), between tabs, commas, semicolons or bars"
             )
-        names = next(csv.reader([header], delimiter=separator))
+        names = _header(header, separator)
         at = [names.index(name) for name in wanted]
         for line, row in _lines(csv.reader(file, delimiter=separator)):
             place = f"{path.name}:{line + 1}"
@@ -100,13 +101,29 @@ def from_csv(path: Path, columns: str, flag: str) -> Found:
                 found.left_out["damaged lines"].append(place)
                 continue
             file_path = os.path.join(path.parent, said[0])
-            try:
-                size = os.stat(file_path).st_size
-            except OSError:
+            size = _size(file_path)
+            if size is None:
                 found.left_out["missing images"].append(said[0])
                 continue
             found.pictures.append(Picture(said[0], file_path, 0, size, said[1]))
     return found
+
+
+def _size(path: str) -> int | None:
+    """Bytes of a file; None for what is not there, or no file (opening a pipe would wait for a writer for ever)."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+def _header(line: str, separator: str) -> list[str]:
+    """The columns that a line names; none where it is no line of a table."""
+    try:
+        return next(csv.reader([line], delimiter=separator), [])
+    except csv.Error:
+        return []
 
 
 def _lines(reader: Iterable[list[str]]) -> Iterator[tuple[int, list[str] | None]]:
@@ -137,14 +154,27 @@ def from_tars(shards: list[str], flag: str) -> Found:
     found = Found()
     for shard in shards:
         try:
-            with tarfile.open(shard, "r:") as archive:
+            if os.path.exists(shard) and _size(shard) is None:
+                raise IsADirectoryError(0, "it is no file")
+            with open(shard, "rb") as file, tarfile.open(fileobj=cast(Any, _Bounded(file)), mode="r:") as archive:
                 _members(archive, shard, found)
-        except (OSError, tarfile.TarError) as error:
+        except (FileNotFoundError, IsADirectoryError) as error:
+            raise DataError(f"{flag}: {shard}: {error.strerror}") from None
+        except Exception as error:  # whatever tarfile makes of damage, which is of many kinds
             why = getattr(error, "strerror", None) or error
-            if isinstance(error, FileNotFoundError | IsADirectoryError):
-                raise DataError(f"{flag}: {shard}: {why}") from None
             found.left_out["damaged archives"].append(f"{os.path.basename(shard)}: {why}")
     return found
+
+
+class _Bounded:
+    """A file for tarfile, which would ask for as much at once as a header says."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.tell, self.seek = file.tell, file.seek
+
+    def read(self, count: int = -1) -> bytes:
+        return self._file.read(min(count, _MOST) if count >= 0 else _MOST)
 
 
 def _members(archive: tarfile.TarFile, shard: str, found: Found) -> None:
@@ -157,7 +187,9 @@ def _members(archive: tarfile.TarFile, shard: str, found: Found) -> None:
             folder, _, name = member.name.rpartition("/")
             stem, _, kind = name.partition(".")
             key = f"{folder}/{stem}".lstrip("/")
-            if not member.isreg() or not stem:
+            if member.size < 0:  # tarfile would go backwards
+                raise tarfile.ReadError(f"{member.name} has {member.size} bytes")
+            if not member.isreg() or not stem or member.issparse():
                 continue
             if f".{kind.lower()}" in _PICTURES:
                 if member.offset_data + member.size > end:
@@ -172,7 +204,7 @@ def _members(archive: tarfile.TarFile, shard: str, found: Found) -> None:
                 file.seek(archive.offset)
                 if file.read(tarfile.BLOCKSIZE).strip(b"\0"):
                     found.left_out["damaged archives"].append(f"{base}: damaged header at byte {archive.offset}")
-    except (tarfile.TarError, OSError) as error:
+    except Exception as error:  # as above
         found.left_out["damaged archives"].append(f"{base}: {error}")
     for key, (name, offset, size) in images.items():
         if key not in captions:
@@ -188,12 +220,14 @@ def _members(archive: tarfile.TarFile, shard: str, found: Found) -> None:
 
 def _caption(archive: tarfile.TarFile, member: tarfile.TarInfo) -> str:
     """A member's caption; empty for one that cannot be read."""
+    if member.size > _MOST:
+        return ""
     file = archive.extractfile(member)
     data = file.read() if file else b""
     try:
         text = data.decode()
         said = text if member.name.lower().endswith(".txt") else json.loads(text).get("caption")
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return ""
     return said.strip() if isinstance(said, str) else ""
 
@@ -210,10 +244,16 @@ def from_classes(folder: Path) -> Found:
                 if not file.lower().endswith(_PICTURES):
                     found.left_out["files that are no images by their names"].append(said)
                     continue
-                size = os.stat(path).st_size
+                size = _size(path)
+                if size is None:
+                    found.left_out["missing images"].append(said)
+                    continue
                 found.pictures.append(Picture(said, path, 0, size, caption_of(name), label))
     return found
 
 
 def _is_class(entry: os.DirEntry[str]) -> bool:
-    return entry.is_dir() and not entry.name.startswith(".")
+    try:
+        return entry.is_dir() and not entry.name.startswith(".")
+    except OSError:  # a link to itself
+        return False

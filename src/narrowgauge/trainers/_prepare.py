@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ._corpus import DataError, Document, load_corpus
-from ._shards import INDEX, MAGIC, TOKENIZER, VERSION, is_shards, write_shard
+from ._shards import INDEX, MAGIC, MOST_TOKENS, TOKENIZER, VERSION, is_shards, write_shard
 from ._sources import left_out
 from ._tokens import Progress, at_least, encode, learn
 
@@ -38,7 +38,7 @@ def prepare_tokens(
     Args:
         data: a text file, a folder of them, or None for Python's standard library; read into memory.
         out: a new or empty folder, or one whose preparing was interrupted.
-        vocabulary: number of tokens, at least 256.
+        vocabulary: number of tokens, from 256 to 2^20.
         workers: processes that encode; with several, a program that calls this needs the usual guard of its main
             module (``if __name__ == "__main__"``).
         shard_bytes: bytes of text after which a shard ends; a document is never divided.
@@ -55,6 +55,8 @@ def prepare_tokens(
         ("vocabulary", vocabulary, 256), ("workers", workers, 1), ("shard_bytes", shard_bytes, 1),
     ):  # fmt: skip
         at_least(name, value, least)
+    if vocabulary > MOST_TOKENS:
+        raise ValueError(f"vocabulary: got {vocabulary}, takes at most {MOST_TOKENS}")
     _check_folder(out)
     corpus = load_corpus(data, without="lines")
     tokenizer = learn(corpus, vocabulary, on_progress)
@@ -91,7 +93,7 @@ def _check_folder(out: Path) -> None:
         return
     if not out.is_dir():
         raise ValueError(f"--out: got {out}, which is a file, takes a folder")
-    if is_shards(out):
+    if (out / INDEX).exists() and is_shards(out):  # which comes last
         raise ValueError(f"--out: got {out}, which has prepared tokens already, takes an empty folder")
     others = [
         path.name for path in out.iterdir() if path.suffix not in (".tokens", ".new") and path.name != TOKENIZER

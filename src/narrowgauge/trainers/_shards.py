@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +46,7 @@ INDEX = "index.json"
 TOKENIZER = "tokenizer.json"
 _HEADER = struct.Struct("<8sIIQ32s8x")
 _DTYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
+MOST_TOKENS = 1 << 20  # in a vocabulary: what --vocabulary takes, and an embedding may be made for
 _CHUNK = 1 << 22  # bytes hashed at a time
 
 
@@ -110,18 +112,29 @@ def write_shard(path: Path, tokens: NDArray[Any], width: int) -> dict[str, Any]:
     return {"file": path.name, "tokens": len(tokens), "sha256": digest.hexdigest()}
 
 
+def read_bytes(path: Path, most: int = -1) -> bytes:
+    """A file's content, or its first bytes.
+
+    Raises:
+        DamagedShardError: if it is not there, or no file: opening a pipe would wait for a writer for ever.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            raise OSError(0, "it is no file")
+        with path.open("rb") as file:
+            return file.read(most)
+    except OSError as error:
+        raise DamagedShardError(f"--data: {path}: {error.strerror}") from None
+
+
 def open_shard(path: Path) -> tuple[NDArray[Any], str]:
     """A shard's tokens, mapped into memory, and the checksum of its header, which is not compared yet.
 
     Raises:
         DamagedShardError: for another magic, version or length, or a file that cannot be read.
     """
-    try:
-        with path.open("rb") as file:
-            head = file.read(_HEADER.size)
-        size = path.stat().st_size
-    except OSError as error:
-        raise DamagedShardError(f"--data: {path}: {error.strerror}") from None
+    head = read_bytes(path, _HEADER.size)
+    size = path.stat().st_size
     if len(head) < _HEADER.size or not head.startswith(MAGIC):
         raise DamagedShardError(f"--data: {path} is no shard of tokens: it does not begin with {MAGIC.decode()}")
     _, version, width, count, digest = _HEADER.unpack(head)
@@ -152,8 +165,16 @@ def verify(path: Path, tokens: NDArray[Any], sha256: str) -> None:
 
 
 def is_shards(folder: Path) -> bool:
-    """Whether a folder holds prepared tokens."""
-    return (folder / INDEX).is_file() and any(folder.glob("*.tokens"))
+    """Whether a folder holds prepared tokens; where a file of theirs is missing it is no folder of texts either."""
+    shards = sorted(folder.glob("*.tokens"))
+    return (bool(shards) and (folder / INDEX).exists()) or any(map(_has_magic, (folder / INDEX, *shards)))
+
+
+def _has_magic(path: Path) -> bool:
+    try:
+        return MAGIC in read_bytes(path, _HEADER.size)
+    except DamagedShardError:
+        return False
 
 
 def read_index(folder: Path) -> dict[str, Any]:
@@ -164,18 +185,26 @@ def read_index(folder: Path) -> dict[str, Any]:
     """
     path = folder / INDEX
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))
+        index = json.loads(read_bytes(path).decode())
         if index["magic"] != MAGIC.decode() or index["version"] != VERSION:
             raise DamagedShardError(
                 f"--data: {path}: got version {index['version']!r}, takes {VERSION} of {MAGIC.decode()}"
             )
         for side in ("train", "validation"):
             for entry in index[side]:
-                _ = entry["file"], entry["tokens"], entry["sha256"]
-        _ = int(index["vocabulary"]), float(index["bytes_per_token"])
+                _ = entry["tokens"], entry["sha256"]
+                if Path(entry["file"]).name != entry["file"] or "\0" in entry["file"]:
+                    raise ValueError(f"{entry['file']!r} is no name of a file beside it")
+        vocabulary, bytes_per_token = index["vocabulary"], index["bytes_per_token"]
+        if type(vocabulary) is not int or not 256 <= vocabulary <= MOST_TOKENS:
+            raise ValueError(f"vocabulary: got {vocabulary!r}, takes an integer from 256 to {MOST_TOKENS}")
+        if not 0 < float(bytes_per_token) < math.inf:
+            raise ValueError(f"bytes_per_token: got {bytes_per_token!r}, takes a number above 0")
+        if not all(isinstance(note, str) for note in index.get("notes", [])):
+            raise ValueError("notes: takes a list of texts")
     except DamagedShardError:
         raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise DamagedShardError(f"--data: {path} is damaged: {type(error).__name__}: {error}") from None
     return dict(index)
 

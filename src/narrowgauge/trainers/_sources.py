@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ._corpus import Corpus, DataError, load_corpus
-from ._shards import INDEX, TOKENIZER, DamagedShardError, TokenShards, is_shards, open_shards, read_index
+from ._shards import (
+    INDEX,
+    TOKENIZER,
+    DamagedShardError,
+    TokenShards,
+    is_shards,
+    open_shards,
+    read_bytes,
+    read_index,
+)
 from ._tokens import Progress, tokenize
 
 if TYPE_CHECKING:
@@ -104,10 +113,7 @@ def _from_shards(folder: Path, vocabulary: int | None) -> TokenSource:
 
 
 def _checked(path: Path, index: dict[str, object]) -> str:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise DamagedShardError(f"--data: {path}: {error.strerror}") from None
+    data = read_bytes(path)
     if hashlib.sha256(data).hexdigest() != index.get("tokenizer_sha256"):
         raise DamagedShardError(f"--data: {path} is damaged: it is not the tokenizer that {INDEX} names")
     return data.decode()

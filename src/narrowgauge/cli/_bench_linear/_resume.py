@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
+
+_NO_SECTIONS = ("command", "dtype", "seconds", "resumed")
 
 
 def resumed(path: Path | None, results: dict[str, Any]) -> dict[str, Any]:
@@ -23,21 +25,33 @@ def resumed(path: Path | None, results: dict[str, Any]) -> dict[str, Any]:
     """
     if path is None:
         raise ValueError("--resume: got it without --json, takes the results file to go on with")
-    if not path.exists():
-        return results
     try:
         known = json.loads(path.read_text())
-        kept = {"environment": known["environment"], "dtype": known["dtype"], "layers": known["layers"]}
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"--resume: {path} holds no results to go on with") from None
+    except FileNotFoundError:
+        return results
+    except (OSError, ValueError, RecursionError):
+        known = None
+    if not _is_results(known):
+        raise ValueError(f"--resume: {path} holds no results to go on with")
     # A package that one of the runs did not ask for says nothing against the other.
-    for name in kept["environment"].keys() & results["environment"].keys():
-        before, now = kept["environment"][name], results["environment"][name]
+    for name in known["environment"].keys() & results["environment"].keys():
+        before, now = known["environment"][name], results["environment"][name]
         if before != now:
             raise ValueError(f"--resume: {path} is of {name} {before}, this run is of {now}")
-    if kept["dtype"] != results["dtype"]:
-        raise ValueError(f"--resume: {path} is of dtype {kept['dtype']}, this run is of {results['dtype']}")
+    if known["dtype"] != results["dtype"]:
+        raise ValueError(f"--resume: {path} is of dtype {known['dtype']}, this run is of {results['dtype']}")
     known["environment"] |= results["environment"]
     known["layers"] |= results["layers"]
     known["resumed"] = [*known.get("resumed", ()), results["command"]]
-    return dict(known)
+    return known
+
+
+def _is_results(known: Any) -> TypeGuard[dict[str, Any]]:
+    """Whether a JSON value has what a run writes, in the types that it goes on with: sections are all but a few."""
+    return (
+        isinstance(known, dict)
+        and {"environment", "dtype", "layers"} <= known.keys()
+        and all(isinstance(of, dict) for name, of in known.items() if name not in _NO_SECTIONS)
+        and all(isinstance(of, dict) for of in known.get("tuned", {}).values())
+        and isinstance(known.get("resumed", []), list)
+    )

@@ -38,7 +38,8 @@ def find_model(text: str, vocabulary: int | None, sequence: int | None) -> tuple
     if (found := _COUNT.fullmatch(text)) is not None:
         return round(float(found[1]) * _UNITS[found[2].lower()]), tokens
     config = _read(Path(text))
-    positions = getattr(config, "max_position_embeddings", None) or tokens
+    positions = getattr(config, "max_position_embeddings", None)
+    positions = positions if isinstance(positions, int) and positions > 0 else tokens
     return config, min(tokens, positions) if sequence is None else tokens
 
 
@@ -52,6 +53,7 @@ def _read(path: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(file, local_files_only=True)
-    except (ValueError, OSError, KeyError) as error:
+        # Code that a folder brings along is not run, and nobody is asked whether to.
+        return AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever the configurations' classes make of it
         raise ValueError(f"MODEL: {str(file)!r} is no configuration of transformers: {error}") from None

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from narrowgauge._arguments import typed
 from narrowgauge.formats._codebooks._map import CodebookMap, checked
 
 __all__ = ["CodebookMap", "codebook", "codebook_map", "codebook_names", "register_codebook"]
@@ -26,6 +27,7 @@ __all__ = ["CodebookMap", "codebook", "codebook_map", "codebook_names", "registe
 _MAPS: dict[str, CodebookMap] = {}
 
 
+@typed
 def codebook(name: str, signed: bool = True, bits: int = 8, *, data: Tensor | None = None) -> Tensor:
     """A codebook by name.
 
@@ -55,6 +57,7 @@ def codebook(name: str, signed: bool = True, bits: int = 8, *, data: Tensor | No
     return checked(found.build_from(data, signed, bits), bits)
 
 
+@typed
 def codebook_map(name: str) -> CodebookMap:
     """The definition behind a name.
 
@@ -66,11 +69,23 @@ def codebook_map(name: str) -> CodebookMap:
     return _MAPS[name]
 
 
+def known(name: str) -> str:
+    """A codebook's name, where an argument that is called `codebook` may be one.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if name not in _MAPS:
+        raise ValueError(f"codebook: got {name!r}, takes one of {', '.join(map(repr, sorted(_MAPS)))}")
+    return name
+
+
 def codebook_names() -> tuple[str, ...]:
     """The names of all codebooks, in alphabetical order."""
     return tuple(sorted(_MAPS))
 
 
+@typed
 def register_codebook(new: CodebookMap) -> None:
     """Make a codebook known by its name, in this process.
 
