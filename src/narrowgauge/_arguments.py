@@ -73,9 +73,9 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            if not _names_one(error, looked.signature.parameters):
+            if type(error).__module__ == "builtins" and not _names_one(error, looked.signature.parameters):
                 looked.hold(args, kwargs, error)
-            raise
+            raise  # also what is no error: to stop a recomputation torch raises an exception of its own
 
     return call
 

@@ -207,7 +207,7 @@ def test_schedules_closures_and_groups_reach_the_optimizer() -> None:
 def test_bad_arguments_are_named() -> None:
     inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
     for options, words in (
-        ({"codebook": "dynamical"}, "name: got 'dynamical'"),
+        ({"codebook": "dynamical"}, "codebook: got 'dynamical'"),
         ({"codebook": codebook("dynamic", signed=False)}, "codebook: got one without negative values"),
         ({"codebook": None}, "codebook: got None, takes a name or a tensor"),
         ({"codebook": torch.empty(0)}, r"codebook: got torch.float32 of shape \(0,\)"),

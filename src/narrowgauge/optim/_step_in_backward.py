@@ -67,7 +67,8 @@ def step_in_backward(model: torch.nn.Module, optimizer: Callable[..., Stepper], 
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, takes a torch.nn.Module")
     if not makes_optimizers(optimizer):
-        raise TypeError(f"optimizer: got {optimizer!r}, takes an optimizer of narrowgauge")
+        got = f"{optimizer.__module__}.{optimizer.__qualname__}" if isinstance(optimizer, type) else repr(optimizer)
+        raise TypeError(f"optimizer: got {got}, takes an optimizer of narrowgauge")
     made = optimizer(model.named_parameters(), **options)
     if not isinstance(made, NarrowOptimizer):
         kind = type(made)  # type: ignore[unreachable]
