@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from narrowgauge import linear, recipes
-from narrowgauge.recipes._plan import WORKSPACE
+from narrowgauge.recipes._losses import token_loss
+from narrowgauge.recipes._planner import WORKSPACE
 from narrowgauge.recipes._search import largest
 from narrowgauge.recipes._sizes import parse_bytes
 from narrowgauge.recipes._timeline import Recorder, rounded
-from narrowgauge.recipes._trace import Traced, bare, enable_checkpointing, token_loss
+from narrowgauge.recipes._trace import Traced, bare, enable_checkpointing
 from narrowgauge.trainers import build_model
 from narrowgauge.trainers._memory import peak_memory
 from narrowgauge.trainers._models import configuration, next_token_loss

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from narrowgauge import recipes
-from narrowgauge.distributed import gather_codes
+from narrowgauge.distributed import CPUOffload, gather_codes
 from narrowgauge.linear import swap_linears
+from narrowgauge.linear._heads import output_heads
 from narrowgauge.nn import add_layer_scale, add_patch_dropout, add_patch_norm, add_qk_norm
 from narrowgauge.optim import NarrowOptimizer
 from narrowgauge.recipes import cast
@@ -28,9 +30,6 @@ from ._tokens import END_OF_TEXT
 _SCALERS = {"dynamic": DynamicLossScaler, "static": StaticLossScaler, "tensor": TensorLossScaler}
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-# They stay in high precision: their noise would be the loss's.
-_HEADS = ("lm_head", "cls", "visual_projection", "text_projection", "classifier")
-
 
 @dataclass(frozen=True, eq=False)
 class Parts:
@@ -39,7 +38,7 @@ class Parts:
     Attributes:
         model: of transformers, with what was added around it; on its device, cast by the recipe.
         runs: what is called: the model, or around it what averages gradients, and what compiles it.
-        optimizer: the recipe's.
+        optimizer: the recipe's, or around it what keeps its states on the CPU.
         scaler: the loss scaler, or None.
         autocast: the format to compute in, or None for that of the weights.
         notes: what was swapped, in lines fit to print.
@@ -47,7 +46,7 @@ class Parts:
 
     model: Any
     runs: nn.Module
-    optimizer: NarrowOptimizer
+    optimizer: NarrowOptimizer | CPUOffload
     scaler: LossScaler | None
     autocast: torch.dtype | None
     notes: tuple[str, ...]
@@ -128,8 +127,7 @@ def build_parts(
         f"{recipe.title}"
     ]
     if settings.plan is not None:
-        heads = [name for name, _ in model.named_children() if name in _HEADS]
-        report = swap_linears(model, settings.plan, keep=heads)
+        report = swap_linears(model, settings.plan, keep=output_heads(model))
         if not report.swapped:
             raise SettingsError(f"--linear: got {settings.linear!r}, but no layer of {settings.model} can take it")
         notes.append(f"{report.plan.title}: {len(report.swapped)} layers, {len(report.kept)} kept")
@@ -137,7 +135,15 @@ def build_parts(
             notes.append(f"gathered as codes: weights of {len(_gathered_as_codes(settings, model))} layers")
     runs: Any = team.wrap(model)
     # Once parameters are those that are trained: swapping keeps them, sharding makes others.
-    optimizer = recipe.apply(model, settings.lr, decay_all=settings.decay_all, **settings.hyperparameters)
+    optimizer: NarrowOptimizer | CPUOffload
+    given: dict[str, Any] = {"lr": settings.lr, "decay_all": settings.decay_all, **settings.hyperparameters}
+    if settings.offload == "none":
+        optimizer = recipe.apply(model, **given)
+    else:
+        kept: Any = "freed" if settings.offload == "gradients" else "kept"
+        optimizer = recipe.apply(model, around=partial(CPUOffload, gradients=kept), **given)
+        what = "states, low words and gradients" if kept == "freed" else "states and low words"
+        notes.append(f"the step is the CPU's: {what} are there, beside copies of {optimizer.host_bytes():,} bytes")
     if team.joined:
         notes.append(f"{team.world} processes, {team.parallel}")
     scaler = None if settings.scaler == "none" else _SCALERS[settings.scaler](device.type)

@@ -3,8 +3,7 @@
 Both towers give a vector of length one. In a batch of n pairs every image should be nearest to its own caption, and
 every caption to its own image: two cross entropies over the n x n cosines, times a learned scale. The scale is
 e^logit_scale, and bounded after each step, at 100 as CLIP's authors have it; beyond that training is unstable.
-
-    loss = (CE(s I Tᵀ) + CE(s T Iᵀ)) / 2
+`narrowgauge.recipes._losses` has the loss.
 
 Zero-shot accuracy asks of a held-out image which of all held-out captions (or of all classes) is nearest.
 
@@ -21,32 +20,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from narrowgauge.recipes._losses import class_loss, normalized, pair_loss
+
 from ._captions import Captions
 from ._flops import flops_per_image
 from ._image_readers import NAMED, named
 from ._image_sources import ImageSet
-from ._images import ImageLoader, normalized
+from ._images import ImageLoader
 from ._language import Examples
 
 _TOP = 5
 _PROMPTS = 1024  # captions that the text tower reads at a time
-
-
-def contrastive_loss(images: Tensor, texts: Tensor, logit_scale: Tensor) -> Tensor:
-    """Mean cross entropy of both directions.
-
-    Args:
-        images, texts: features of pairs, (n, width), of any length and float format.
-        logit_scale: logarithm of what cosines are multiplied by; a scalar.
-
-    Returns:
-        float32 scalar in nats; computed in float32.
-    """
-    with torch.autocast(images.device.type, enabled=False):
-        i, t = (F.normalize(of.float(), dim=-1) for of in (images, texts))
-        logits = logit_scale.float().exp() * i @ t.T
-        places = torch.arange(len(logits), device=logits.device)
-        return (F.cross_entropy(logits, places) + F.cross_entropy(logits.T, places)) / 2
 
 
 def accuracy(scores: Tensor, right: Tensor) -> dict[int, float]:
@@ -140,9 +124,7 @@ class ImageTextTask(ImageTask):
         return {"images": pixels, "tokens": self._captions.rows([p.caption for p in pictures], self._context)}
 
     def loss(self, model: nn.Module, examples: Examples) -> Tensor:
-        found = model(input_ids=examples["tokens"], pixel_values=normalized(examples["images"]))
-        scale: Any = model.get_parameter("logit_scale")
-        return contrastive_loss(found.image_embeds, found.text_embeds, scale)
+        return pair_loss(model, examples["images"], examples["tokens"])
 
     @torch.no_grad()
     def stepped(self, model: nn.Module) -> None:
@@ -184,8 +166,7 @@ class ImageClassTask(ImageTask):
         return {"images": pixels, "labels": _labels(pictures)}
 
     def loss(self, model: nn.Module, examples: Examples) -> Tensor:
-        logits = model(pixel_values=normalized(examples["images"])).logits
-        return F.cross_entropy(logits.float(), examples["labels"])
+        return class_loss(model, examples["images"], examples["labels"])
 
     def validation(self) -> Examples:
         return self._validation

@@ -109,6 +109,11 @@ class Team:
                 f"--model: got {settings.model!r} in {team.world} processes, takes one: an image is contrasted "
                 "with all captions of a step"
             )
+        if settings.offload == "gradients":
+            raise SettingsError(
+                "--offload: got 'gradients' under torchrun, takes none or states: DDP writes means to gradients "
+                "when the backward pass is over"
+            )
         parts = team.world * settings.accumulate
         if settings.batch % parts:
             raise SettingsError(
