@@ -260,6 +260,19 @@ def test_a_line_takes_few_looks() -> None:
     assert len(looks) < 12
 
 
+@pytest.mark.parametrize(("square", "memory"), [(12.0, 80e9), (12.0, 5e9), (1e-3, 80e9)])
+def test_a_curve_takes_few_looks(square: float, memory: float) -> None:
+    looks: list[int] = []
+
+    def peak(count: int) -> float:
+        looks.append(count)
+        return 1e7 + 1e4 * count + square * count * count
+
+    found = largest(peak, memory, 1 << 20)
+    assert len(looks) < 18
+    assert found == 1 << 20 or peak(found) <= memory < peak(found + 1)
+
+
 def test_ddp_adds_buckets_and_fsdp_cuts(config: Any) -> None:
     alone = recipes.plan_memory(config, "D", batch=2, sequence=64)
     ddp = recipes.plan_memory(config, "D", batch=2, sequence=64, gpus=8)

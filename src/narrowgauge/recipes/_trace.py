@@ -30,7 +30,7 @@ from narrowgauge.recipes._timeline import Recorder, Timeline, rounded
 # Elements of a program of the step: where all is plain words, and where something is in blocks (kernels._step).
 _PLAIN, _BLOCKS = 512, 4096
 
-_COUNTERS = 2 * 8  # bytes: how many steps a parameter has taken, and how many were skipped
+_COUNTERS = 4 + 8  # bytes: how many steps a parameter has taken, and how many were skipped
 
 # Which model is trained of a configuration that names none.
 _IMAGE_MODELS = {"clip": "CLIPModel", "vit": "ViTForImageClassification"}

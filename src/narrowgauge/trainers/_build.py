@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -15,12 +15,11 @@ from narrowgauge import recipes
 from narrowgauge.distributed import CPUOffload, gather_codes
 from narrowgauge.linear import swap_linears
 from narrowgauge.linear._heads import output_heads
-from narrowgauge.nn import add_layer_scale, add_patch_dropout, add_patch_norm, add_qk_norm
 from narrowgauge.optim import NarrowOptimizer
 from narrowgauge.recipes import cast
 from narrowgauge.scaling import DynamicLossScaler, LossScaler, StaticLossScaler, TensorLossScaler
 
-from ._additions import add_stable_embedding
+from ._additions import Additions
 from ._image_models import build_image_model
 from ._models import Preset, build_model, parameter_count, preset
 from ._settings import SettingsError, TrainSettings
@@ -69,16 +68,8 @@ def _model(settings: TrainSettings, outputs: int, end: int) -> Any:
 def plain_model(settings: TrainSettings, outputs: int, end: int) -> Any:
     """A model with what is added around it, in fp32 on the CPU; arguments as of `build_parts`."""
     model = _model(settings, outputs, end)
-    if settings.stable_embedding:
-        add_stable_embedding(getattr(model, "text_model", model), settings.seed)
-    if settings.layer_scale is not None:
-        add_layer_scale(model, settings.layer_scale)
-    if settings.kq_norm:
-        add_qk_norm(model)
-    if settings.patch_norm != "none":
-        add_patch_norm(model, "before" if settings.patch_norm == "before" else "after")
-    if settings.patch_dropout:
-        add_patch_dropout(model, settings.patch_dropout)
+    names = (f.name for f in fields(Additions))
+    Additions(**{name: getattr(settings, name) for name in names}).add(model, settings.seed)
     return model
 
 
