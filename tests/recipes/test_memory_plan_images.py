@@ -54,7 +54,8 @@ def inputs(model: Any, batch: int, sequence: int) -> tuple[Tensor, Tensor]:
         (CLIP, "fp32", False, Additions(stable_embedding=True)),
         (CLIP, "A", False, Additions()),
         (CLIP, "fp32", True, ADDED),
-        (VIT, "A", False, ADDED),
+        # Not in bf16, whose backward pass takes float32 buffers on a CPU: 2% of a model that small.
+        (VIT, "fp32", False, ADDED),
         (VIT, "fp32", True, Additions()),
     ],
 )
@@ -74,8 +75,11 @@ def test_a_trace_is_what_a_real_step_takes(
         enable_checkpointing(model)
     loss_of = pair_loss if sequence else class_loss
     images, others = inputs(model, batch, sequence)
-    mean_and_deviation = 2 * rounded(12)
-    there = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers(), others)}
+
+    def loss() -> Tensor:
+        return loss_of(model, images.clone(), others.clone())  # as a training moves them to the device
+
+    there = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
     saved: dict[int, torch.UntypedStorage] = {}
 
     def keep(x: Tensor) -> Tensor:
@@ -83,20 +87,19 @@ def test_a_trace_is_what_a_real_step_takes(
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        loss = loss_of(model, images, others)
+        kept = loss()
     real = sum(rounded(storage.nbytes()) for at, storage in saved.items() if at not in there)
-    assert timeline.at("backward").total == pytest.approx(real, rel=0.01, abs=mean_and_deviation)
-    del loss
+    assert timeline.at("backward").total == pytest.approx(real, rel=0.01)
+    del kept
     saved.clear()
 
     def step() -> None:
-        torch.autograd.backward(loss_of(model, images, others))
+        torch.autograd.backward(loss())
 
     step()
     for p in model.parameters():
         p.grad = None
-    # A step without memory makes its inputs itself.
-    _, peak = peak_memory(step, images.nbytes + others.nbytes, torch.device("cpu"))
+    _, peak = peak_memory(step, 0, torch.device("cpu"))
     assert timeline.peak().total == pytest.approx(peak, rel=0.01)
 
 
