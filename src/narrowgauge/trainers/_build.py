@@ -132,7 +132,9 @@ def build_parts(
         optimizer = recipe.apply(model, **given)
     else:
         kept: Any = "freed" if settings.offload == "gradients" else "kept"
-        optimizer = recipe.apply(model, around=partial(CPUOffload, gradients=kept), **given)
+        # Under DDP a gradient is not what it was before the backward pass was over.
+        when: Any = "step" if team.joined else "backward"
+        optimizer = recipe.apply(model, around=partial(CPUOffload, gradients=kept, transfer=when), **given)
         what = "states, low words and gradients" if kept == "freed" else "states and low words"
         notes.append(f"the step is the CPU's: {what} are there, beside copies of {optimizer.host_bytes():,} bytes")
     if team.joined:
