@@ -86,7 +86,7 @@ def test_two_processes_train_as_one(
 def test_states_on_the_cpu_are_those_of_two_processes(
     trainings: Trainings, small: TrainSettings, tmp_path: Path
 ) -> None:
-    changes: dict[str, Any] = {"recipe": "adamw8bit-split8", "accumulate": 2, "gauges_every": 3}
+    changes: dict[str, Any] = {"recipe": "adamw8bit-split8", "accumulate": 2, "gauges_every": 3, "steps": 3}
     for offload in ("none", "states"):
         ended(trainings(given(small, out=tmp_path / offload, offload=offload, **changes), tmp_path / f"a{offload}"))
     assert losses(tmp_path / "states") == losses(tmp_path / "none")
