@@ -23,10 +23,12 @@ def memory(results: dict[str, Any]) -> str:
         found = [row.get("error", ""), "", ""]
         if "ratio" in row:
             found = [f"{row['planned'] / 1e9:.2f}", f"{row['measured'] / 1e9:.2f}", f"{row['ratio']:.3f}"]
-        cells = [
-            row["model"], f"`{row['recipe']}`", f"{row['batch']} x {row['sequence']}", row["linear"] or "bf16",
-            "yes" if row["checkpointing"] else "", *found,
-        ]  # fmt: skip
+        model = row["model"] + (", half of the patches" if row.get("patch_dropout") else "")
+        recipe = f"`{row['recipe']}`"
+        if row.get("offload", "none") != "none":
+            recipe += f", {row['offload']} on the host"
+        what = f"{row['batch']} x {row['sequence']}" if row["sequence"] else f"{row['batch']} images"
+        cells = [model, recipe, what, row["linear"] or "bf16", "yes" if row["checkpointing"] else "", *found]
         lines.append("| " + " | ".join(cells) + " |")
     ratios = [row["ratio"] for row in results["rows"] if "ratio" in row]
     off = max(abs(ratio - 1) for ratio in ratios)

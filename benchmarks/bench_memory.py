@@ -6,12 +6,13 @@ over them is what was predicted. Rows that fail are kept with their error. `befo
 before the row began: cuBLAS's workspaces, and nothing else if nothing leaks; `workspaces` at the top is what
 one product, forward and backward, leaves behind.
 
-    python benchmarks/bench_memory.py [--json FILE] [--only gpt2,bert] [--most 120] [--seconds 140] [--list]
+    python benchmarks/bench_memory.py [--json FILE] [--only gpt2,bert-base] [--most 120] [--seconds 140] [--list]
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import shlex
@@ -25,8 +26,20 @@ import torch
 from torch import Tensor
 
 from narrowgauge import linear, recipes
-from narrowgauge.recipes._trace import enable_checkpointing
+from narrowgauge.distributed import CPUOffload
+from narrowgauge.linear._heads import output_heads
+from narrowgauge.nn import add_patch_dropout
+from narrowgauge.recipes._losses import class_loss, pair_loss
+from narrowgauge.recipes._trace import enable_checkpointing, from_config
+from narrowgauge.trainers._image_models import (
+    IMAGE_PRESETS,
+    ClipSizes,
+    VitSizes,
+    clip_configuration,
+    vit_configuration,
+)
 from narrowgauge.trainers._models import Preset, configuration, next_token_loss
+from narrowgauge.trainers._tokens import END_OF_TEXT
 
 STEPS = 3
 PLANS = {
@@ -39,7 +52,9 @@ PLANS = {
 
 @dataclass(frozen=True)
 class Row:
-    """A configuration: model, recipe, sequences a step, tokens a sequence, linear plan, checkpointing."""
+    """A configuration: model, recipe, sequences or images a step, tokens of each (0: images without captions),
+    linear plan, checkpointing, share of patches dropped, what is on the host.
+    """
 
     model: str
     recipe: str
@@ -47,6 +62,8 @@ class Row:
     sequence: int = 1024
     linear: str = ""
     checkpointing: bool = False
+    patch_dropout: float = 0.0
+    offload: str = "none"
 
 
 ROWS = (
@@ -72,6 +89,17 @@ ROWS = (
     Row("bert-base", "A", 32, 512),
     Row("bert-base", "adamw8bit-split8", 64, 128),
     Row("bert-base", "master", 32, 512, checkpointing=True),
+    Row("clip-b-16", "A", 256, 77),
+    Row("clip-b-16", "adamw8bit-split8", 512, 77, patch_dropout=0.5),
+    Row("clip-b-16", "D", 128, 32, offload="gradients"),
+    Row("clip-l-14", "C", 64, 77, linear="SWITCHBACK"),
+    Row("clip-l-14", "fp32", 64, 77, checkpointing=True),
+    Row("clip-h-14", "adamw8bit-split8", 128, 77, checkpointing=True),
+    Row("vit-b-16", "D", 256, 0),
+    Row("vit-b-16", "fp32", 64, 0),
+    Row("vit-l-16", "adamw8bit-split8", 128, 0, patch_dropout=0.5),
+    Row("gpt2-large", "adamw8bit-split8", 4, offload="states"),
+    Row("gpt2-large", "D", 1, 128, offload="gradients"),
 )
 
 
@@ -81,6 +109,11 @@ def config_of(row: Row) -> Any:
         from transformers import BertConfig
 
         return BertConfig(architectures=["BertForMaskedLM"])
+    sizes = IMAGE_PRESETS.get(row.model)
+    if isinstance(sizes, ClipSizes):
+        return clip_configuration(sizes, end=END_OF_TEXT)
+    if isinstance(sizes, VitSizes):
+        return vit_configuration(sizes, 1000)
     llama = Preset("llama", layers=22, width=2048, heads=32, hidden=5632, positions=2048)  # TinyLlama's, ungrouped
     model = llama if row.model == "llama-1b" else row.model
     return configuration(model, vocabulary=32000 if row.model == "llama-1b" else 50257, sequence=row.sequence)
@@ -88,9 +121,14 @@ def config_of(row: Row) -> Any:
 
 def planned(row: Row) -> recipes.MemoryPlan:
     """The plan of a row."""
+    model: Any = config_of(row)
+    if row.patch_dropout:
+        model = from_config(model)
+        add_patch_dropout(model, row.patch_dropout)
+    offload: Any = row.offload
     return recipes.plan_memory(
-        config_of(row), row.recipe, batch=row.batch, sequence=row.sequence, linear=PLANS[row.linear],
-        checkpointing=row.checkpointing,
+        model, row.recipe, batch=row.batch, sequence=row.sequence or None, linear=PLANS[row.linear],
+        checkpointing=row.checkpointing, offload=offload,
     )  # fmt: skip
 
 
@@ -99,11 +137,14 @@ def made(row: Row, device: torch.device) -> Any:
     import transformers
 
     config = config_of(row)
-    kind = transformers.BertForMaskedLM if row.model == "bert-base" else transformers.AutoModelForCausalLM
-    make = kind._from_config if row.model == "bert-base" else kind.from_config
+    named = {"bert": "BertForMaskedLM", "clip": "CLIPModel", "vit": "ViTForImageClassification"}
+    kind = named.get(config.model_type)
+    make = getattr(transformers, kind)._from_config if kind else transformers.AutoModelForCausalLM.from_config
     with device:
         model = make(config, attn_implementation="sdpa", dtype=torch.float32)
     model.config.use_cache = False
+    if row.patch_dropout:
+        add_patch_dropout(model, row.patch_dropout)
     return model.train()
 
 
@@ -112,27 +153,40 @@ def measured(row: Row, device: torch.device) -> list[int]:
     model = made(row, device)
     if row.checkpointing:
         enable_checkpointing(model)
-    optimizer = recipes.get(row.recipe).apply(model, lr=1e-5)
+    freed = functools.partial(CPUOffload, gradients="freed")
+    around: Any = {"none": None, "states": CPUOffload, "gradients": freed}[row.offload]
+    optimizer: Any = recipes.get(row.recipe).apply(model, lr=1e-5, around=around)
     plan = PLANS[row.linear]
     if plan is not None:
-        linear.swap_linears(model, plan)
+        linear.swap_linears(model, plan, keep=output_heads(model))
     generator = torch.Generator(device).manual_seed(0)
-    shape, words = (row.batch, row.sequence + 1), model.config.vocab_size
     peaks = []
     for _ in range(STEPS):
         torch.cuda.reset_peak_memory_stats(device)
-        windows = torch.randint(0, words, shape, device=device, generator=generator)
-        step(model, optimizer, windows)
+        optimizer.zero_grad()  # gradients are dropped before each step
+        torch.autograd.backward(loss_of(row, model, generator))
+        optimizer.step()
         torch.cuda.synchronize(device)
         peaks.append(torch.cuda.max_memory_allocated(device))
     return peaks
 
 
-def step(model: Any, optimizer: torch.optim.Optimizer, windows: Tensor) -> None:
-    """A training step, gradients dropped before it."""
-    optimizer.zero_grad()
-    torch.autograd.backward(next_token_loss(model, windows))
-    optimizer.step()
+def loss_of(row: Row, model: Any, generator: torch.Generator) -> Tensor:
+    """The loss of a batch, which goes as soon as nobody needs it."""
+    config, options = model.config, {"device": generator.device, "generator": generator}
+
+    def integers(most: int, *shape: int) -> Tensor:
+        return torch.randint(0, most, shape, **options)
+
+    def images(edge: int) -> Tensor:
+        return torch.randint(0, 256, (row.batch, 3, edge, edge), dtype=torch.uint8, **options)
+
+    if config.model_type == "clip":
+        words = config.text_config.vocab_size
+        return pair_loss(model, images(config.vision_config.image_size), integers(words, row.batch, row.sequence))
+    if config.model_type == "vit":
+        return class_loss(model, images(config.image_size), integers(config.num_labels, row.batch))
+    return next_token_loss(model, integers(config.vocab_size, row.batch, row.sequence + 1))
 
 
 def workspaces(device: torch.device) -> int:
@@ -189,6 +243,8 @@ def line(found: dict[str, Any]) -> str:
     """A row as text."""
     name = f"{found['model']} {found['recipe']} {found['batch']}x{found['sequence']}"
     name += f" {found['linear']}" * bool(found["linear"]) + " checkpointing" * found["checkpointing"]
+    name += " patches dropped" * bool(found["patch_dropout"])
+    name += f" {found['offload']} on the host" * (found["offload"] != "none")
     if "error" in found:
         return f"{name:58} {found['error']}"
     steps = ", ".join(f"{peak / 1e9:.3f}" for peak in found["steps"])
@@ -199,13 +255,13 @@ def line(found: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="results file")
-    parser.add_argument("--only", default="", help="comma-separated parts of a model's or a recipe's name")
+    parser.add_argument("--only", default="", help="comma-separated: models, recipes, what is on the host")
     parser.add_argument("--most", type=float, default=120.0, help="GB that a row may be planned to take")
     parser.add_argument("--seconds", type=float, default=140.0, help="after which no row is begun")
     parser.add_argument("--list", action="store_true", help="plan only, without a GPU")
     given = parser.parse_args()
     parts = [part for part in given.only.split(",") if part]
-    rows = [row for row in ROWS if not parts or any(part in (row.model, row.recipe) for part in parts)]
+    rows = [row for row in ROWS if not parts or any(part in (row.model, row.recipe, row.offload) for part in parts)]
     if given.list:
         for row in rows:
             started = time.perf_counter()

@@ -18,7 +18,13 @@ def test_there_are_enough_rows_and_none_twice() -> None:
         "gpt2-large",
         "llama-1b",
         "bert-base",
+        "clip-b-16",
+        "clip-l-14",
+        "clip-h-14",
+        "vit-b-16",
+        "vit-l-16",
     }
+    assert {row.offload for row in bench_memory.ROWS} == {"none", "states", "gradients"}
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama-1b", "bert-base"])
@@ -29,6 +35,26 @@ def test_a_row_is_planned_as_it_says(model: str) -> None:
     sizes = {"gpt2": 124_439_808, "llama-1b": 1_261_529_088, "bert-base": 109_514_298}
     assert plan.parameters == sizes[model]
     assert plan.peak < 120e9
+
+
+@pytest.mark.parametrize(("model", "parameters"), [("clip-b-16", 149_620_737), ("vit-b-16", 86_567_656)])
+def test_a_row_of_images_is_planned_as_it_says(model: str, parameters: int) -> None:
+    row = next(row for row in bench_memory.ROWS if row.model == model)
+    plan = bench_memory.planned(row)
+    assert (plan.batch, plan.sequence or 0, plan.parameters) == (row.batch, row.sequence, parameters)
+
+
+@pytest.mark.parametrize("offload", ["none", "gradients"])
+@pytest.mark.parametrize("model", ["clip-micro", "vit-micro", "micro"])
+def test_a_row_takes_steps(model: str, offload: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs on a GPU, on a CPU whose memory nobody counts."""
+    for name in ("reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
+    patches = 0.0 if model == "micro" else 0.5
+    row = bench_memory.Row(model, "A", 3, 0 if model == "vit-micro" else 16, "SWITCHBACK", False, patches, offload)
+    assert bench_memory.measured(row, torch.device("cpu")) == [7, 7, 7]
+    assert bench_memory.planned(row).offload == offload
 
 
 @pytest.fixture

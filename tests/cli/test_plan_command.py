@@ -11,6 +11,10 @@ import pytest
 from narrowgauge import linear, recipes
 from narrowgauge.cli import main
 from narrowgauge.cli._plan._text import PARTS, size
+from narrowgauge.trainers import TrainSettings, presets
+from narrowgauge.trainers._additions import Additions
+from narrowgauge.trainers._build import plain_model
+from narrowgauge.trainers._image_models import IMAGE_PRESETS, build_image_model
 from narrowgauge.trainers._models import configuration
 
 SMALL = ["--batch", "2", "--sequence", "64", "--vocabulary", "1000"]
@@ -98,6 +102,62 @@ def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert "fits" not in page
 
 
+def test_an_image_model_is_planned_with_what_training_adds(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "plan.json"
+    added = Additions(
+        stable_embedding=True, layer_scale=0.0, kq_norm=True, patch_norm="after", patch_dropout=0.5
+    )  # fmt: skip
+    flags = ["--stable-embedding", "--layer-scale=0", "--kq-norm", "--patch-norm=after", "--patch-dropout=0.5"]
+    words = ["clip-micro", "--batch", "32", "--vocabulary", "300", "--recipe", "adamw8bit-split8", *flags]
+    page = read(capsys, *words, "--memory", "300MB", "--offload", "states", "--json", str(file))
+    model = build_image_model(IMAGE_PRESETS["clip-micro"], 300, context=77, seed=0)
+    added.add(model, 0)
+    one = recipes.plan_memory(model, "adamw8bit-split8", batch=32, offload="states", device_memory="300MB")
+    (record,) = json.loads(file.read_text())["plans"]
+    assert record["largest_batch"] == one.largest_batch() > 32
+    assert record["longest_sequence"] == 16
+    assert one.record().items() <= record.items()
+    said = " ".join(page.split())
+    assert "32 images with 16 tokens each a step, stable embedding, layer scale 0.0, kq norm, patch norm" in said
+    assert "after, patch dropout 0.5, states on the host" in said
+    assert cells(page, "copies of weights") == [size(one.host["weights"])]
+    assert cells(page, "in all, on the host") == [size(sum(one.host.values()))]
+    assert "low words" not in page.split("GB on the host")[0]
+
+
+def test_a_classifier_has_images_and_no_tokens(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "plan.svg"
+    words = ["vit-micro", "--classes", "7", "--batch", "3", "--recipe", "A", "--memory", "200MB"]
+    page = read(capsys, *words, "--offload", "gradients", "--figure", str(file))
+    one = recipes.plan_memory(
+        build_image_model(IMAGE_PRESETS["vit-micro"], 7, context=0, seed=0), "A", batch=3, offload="gradients"
+    )
+    assert f"{one.parameters:,} parameters; 3 images a step, states and gradients on the host" in page
+    assert cells(page, "peak") == [size(one.peak)]
+    assert "largest batch on each GPU" in page
+    assert "longest sequence" not in page
+    assert "ViTForImageClassification, 3 images" in file.read_text()
+
+
+@pytest.mark.parametrize("preset", ["clip-micro", "vit-micro", "bert-micro", "roberta-micro"])
+def test_a_folder_of_any_kind_is_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path, preset: str) -> None:
+    settings = TrainSettings(model=preset)
+    model = plain_model(settings, 300, 0)
+    model.config.save_pretrained(tmp_path)
+    file = tmp_path / "plan.json"
+    read(capsys, str(tmp_path), "--recipe", "A", "--json", str(file))
+    (record,) = json.loads(file.read_text())["plans"]
+    assert record["model"] == type(model).__name__
+    assert record["parameters"] == sum(p.numel() for p in model.parameters())
+    capsys.readouterr()
+    assert preset in presets(None)
+    read(capsys, preset, "--recipe", "A", "--json", str(file))  # and by its name
+    (named,) = json.loads(file.read_text())["plans"]
+    assert (named["model"], named["example"]) == (record["model"], record["example"])
+
+
 def test_a_folder_with_a_configuration_is_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = configuration("micro", vocabulary=1000, sequence=96)
     config.save_pretrained(tmp_path)
@@ -140,6 +200,14 @@ ERRORS = {
     "figure": (["micro", "--figure", "x.gif"], "--figure: got 'x.gif'"),
     "count": (["7B", "--batch", "3"], "--batch: got it for a number of parameters"),
     "vocabulary": (["7B", "--vocabulary", "300"], "--vocabulary: got 300 for '7B'"),
+    "words of images": (["vit-micro", "--vocabulary", "300"], "--vocabulary: got 300 for 'vit-micro', takes a pre"),
+    "no words": (["clip-micro", "--vocabulary", "0"], "--vocabulary: got 0, takes at least 1"),
+    "classes": (["micro", "--classes", "3"], "--classes: got 3 for 'micro', takes a preset of ViT"),
+    "no classes": (["vit-micro", "--classes", "0"], "--classes: got 0, takes at least 1"),
+    "a caption": (["clip-micro", "--sequence", "40"], "sequence: got 40, takes at most 16"),
+    "patches of text": (["micro", "--patch-dropout", "0.5"], "--patch-dropout: got GPT2LMHeadModel, takes one"),
+    "added to a count": (["7B", "--layer-scale", "0"], "--layer-scale: got it for a number of parameters"),
+    "offload": (["micro", "--offload", "all"], "offload: got 'all', takes 'none', 'states' or 'gradients'"),
 }  # fmt: skip
 
 

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from narrowgauge import linear, recipes
-from narrowgauge.recipes._plan import WORKSPACE
+from narrowgauge.recipes._losses import token_loss
+from narrowgauge.recipes._planner import WORKSPACE
 from narrowgauge.recipes._search import largest
 from narrowgauge.recipes._sizes import parse_bytes
 from narrowgauge.recipes._timeline import Recorder, rounded
-from narrowgauge.recipes._trace import Traced, bare, enable_checkpointing, token_loss
+from narrowgauge.recipes._trace import Traced, bare, enable_checkpointing
 from narrowgauge.trainers import build_model
 from narrowgauge.trainers._memory import peak_memory
 from narrowgauge.trainers._models import configuration, next_token_loss
@@ -257,6 +258,19 @@ def test_a_line_takes_few_looks() -> None:
 
     assert largest(peak, 80e9, 1 << 20) == int(79e9 / 12_345_678)
     assert len(looks) < 12
+
+
+@pytest.mark.parametrize(("square", "memory"), [(12.0, 80e9), (12.0, 5e9), (1e-3, 80e9)])
+def test_a_curve_takes_few_looks(square: float, memory: float) -> None:
+    looks: list[int] = []
+
+    def peak(count: int) -> float:
+        looks.append(count)
+        return 1e7 + 1e4 * count + square * count * count
+
+    found = largest(peak, memory, 1 << 20)
+    assert len(looks) < 18
+    assert found == 1 << 20 or peak(found) <= memory < peak(found + 1)
 
 
 def test_ddp_adds_buckets_and_fsdp_cuts(config: Any) -> None:

@@ -18,8 +18,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 import narrowgauge as ng
+from narrowgauge.recipes._losses import normalized
 from narrowgauge.trainers import DataError, TrainSettings
-from narrowgauge.trainers._images import normalized
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

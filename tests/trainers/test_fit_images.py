@@ -15,13 +15,14 @@ from fitted import CPU, Silent, quiet_surroundings, run, weights
 from pictured import class_folder, csv_pairs
 
 from narrowgauge.nn import HeadLayerNorm, LayerScale, PatchNorm, StableEmbedding
+from narrowgauge.recipes._losses import normalized
 from narrowgauge.trainers import SettingsError, TrainSettings, fit, load_model
 from narrowgauge.trainers import _fit as fitting
 from narrowgauge.trainers._build import build_parts
 from narrowgauge.trainers._export import ADDITIONS, export_model
 from narrowgauge.trainers._history import FILE, read_history
 from narrowgauge.trainers._image_sources import open_images
-from narrowgauge.trainers._images import decode, normalized
+from narrowgauge.trainers._images import decode
 from narrowgauge.trainers._settings import refuse_others
 from narrowgauge.trainers._tasks import open_task
 

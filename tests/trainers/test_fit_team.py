@@ -83,6 +83,17 @@ def test_two_processes_train_as_one(
     assert files == {p.name for p in (tmp_path / "one").iterdir()}
 
 
+def test_states_on_the_cpu_are_those_of_two_processes(
+    trainings: Trainings, small: TrainSettings, tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {"recipe": "adamw8bit-split8", "accumulate": 2, "gauges_every": 3, "steps": 3}
+    for offload in ("none", "states"):
+        ended(trainings(given(small, out=tmp_path / offload, offload=offload, **changes), tmp_path / f"a{offload}"))
+    assert losses(tmp_path / "states") == losses(tmp_path / "none")
+    one, two = weights(tmp_path / "states"), weights(tmp_path / "none")
+    assert all(torch.equal(one[name], two[name]) for name in two)
+
+
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_run_goes_on_with_another_number_of_processes(
     trainings: Trainings, small: TrainSettings, tmp_path: Path, parallel: str

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from pictured import class_folder, csv_pairs
 from torch import nn
 
+from narrowgauge.recipes._losses import contrast, contrastive_loss, normalized, unit_pairs
 from narrowgauge.trainers import DataError, TrainSettings
 from narrowgauge.trainers._captions import learned_captions, read_captions
 from narrowgauge.trainers._flops import flops_per_image
 from narrowgauge.trainers._image_models import IMAGE_PRESETS, ClipSizes, build_image_model, clip_model, vit_model
-from narrowgauge.trainers._image_text import accuracy, contrast, contrastive_loss, unit_pairs
-from narrowgauge.trainers._images import normalized
+from narrowgauge.trainers._image_text import accuracy
 from narrowgauge.trainers._tasks import open_task
 from narrowgauge.trainers._tokens import END_OF_TEXT
 

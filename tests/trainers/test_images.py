@@ -13,16 +13,14 @@ from hypothesis import strategies as st
 from pictured import csv_pairs
 from PIL import Image
 
+from narrowgauge.recipes._losses import DEVIATION, MEAN, normalized
 from narrowgauge.trainers import DataError
 from narrowgauge.trainers._image_readers import Picture
 from narrowgauge.trainers._image_sources import open_images
 from narrowgauge.trainers._images import (
-    DEVIATION,
-    MEAN,
     ImageLoader,
     center_crop,
     decode,
-    normalized,
     random_crop,
 )
 

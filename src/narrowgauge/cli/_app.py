@@ -194,7 +194,8 @@ def _watch(
 @app.command(name="plan")
 def _plan(
     model: Annotated[
-        str, typer.Argument(help=f"{', '.join(presets())}; a folder with a config.json; or parameters, such as 7B.")
+        str,
+        typer.Argument(help=f"{', '.join(presets(None))}; a folder with a config.json; or parameters, such as 7B."),
     ],
     recipe: Annotated[
         str, _option("Comma-separated, a column each: names, or A, B, C, D, D-MW.", "--recipe", "--recipes")
@@ -202,17 +203,30 @@ def _plan(
     linear: Annotated[
         str | None, _option("Plan of the linear layers: SWITCHBACK:int8, SWITCHBACK_M, ...", show_default="none")
     ] = None,
-    batch: Annotated[int | None, _option("Sequences a step on each GPU.", show_default="8")] = None,
+    batch: Annotated[int | None, _option("Sequences or images a step on each GPU.", show_default="8")] = None,
     sequence: Annotated[
-        int | None, _option("Tokens a sequence.", show_default="1024, or the model's positions")
+        int | None, _option("Tokens a sequence or a caption.", show_default="1024, or the model's positions")
     ] = None,
     vocabulary: Annotated[int | None, _option("Tokens of a preset.", show_default="its family's")] = None,
+    classes: Annotated[int | None, _option("Classes of a preset of ViT.", show_default="1000")] = None,
     checkpointing: Annotated[
         bool, _option("Blocks keep their inputs only, and run again in the backward pass.", "--checkpointing")
     ] = False,
     accumulate: Annotated[
         bool, _option("Gradients of several micro-batches are added up; --batch is one of them.", "--accumulate")
     ] = False,
+    stable_embedding: Annotated[
+        bool, _option("A layer norm behind the token embedding, whose states are fp32.", "--stable-embedding")
+    ] = False,
+    layer_scale: Annotated[
+        float | None, _option("Learned scales behind each branch of a block.", show_default="none")
+    ] = None,
+    kq_norm: Annotated[bool, _option("Layer norms on queries and keys, head by head.", "--kq-norm")] = False,
+    patch_norm: Annotated[str, _option("Layer norm on patches: none, before their embedding, or after.")] = "none",
+    patch_dropout: Annotated[float, _option("Share of the patches of an image that is dropped.")] = 0.0,
+    offload: Annotated[
+        str, _option("On the CPU, with the step: none, states (low words too), or gradients as well.")
+    ] = "none",
     memory: Annotated[str | None, _option("Of each GPU: 80GB, 79GiB. Also says what would fit.")] = None,
     gpus: Annotated[int, _option("GPUs that share the training.")] = 1,
     parallel: Annotated[str, _option("How they do: 'ddp' or 'fsdp'.")] = "ddp",

@@ -151,6 +151,10 @@ class Pieces:
             if piece is not None:
                 del self._by_host[piece.host]
 
+    def parameter(self, host: Tensor) -> Tensor:
+        """The parameter that a copy is of."""
+        return self._by_host[host].p
+
     def nbytes(self) -> int:
         """Bytes of weights and gradients on the host."""
         return sum(piece.nbytes for piece in self.by_parameter.values())

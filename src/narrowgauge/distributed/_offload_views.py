@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge.distributed._offload_pieces import Pieces
-from narrowgauge.optim import Description, NarrowOptimizer, UpdateStats
+from narrowgauge.optim import Description, NarrowOptimizer
+from narrowgauge.optim._stats import StepStats
 
 
 class ShowsInner(torch.optim.Optimizer):
@@ -19,6 +20,9 @@ class ShowsInner(torch.optim.Optimizer):
     _inner: NarrowOptimizer | None = None
     _pieces: Pieces
     _within = False  # a loss scaler's step
+
+    on_host = True
+    """That steps are taken on the CPU, wherever the parameters are."""
 
     def _prepare(self) -> None:
         """Let `inner` know what has changed since the last time."""
@@ -86,6 +90,46 @@ class ShowsInner(torch.optim.Optimizer):
         self.inner.gauges = value
 
     @property
-    def last_stats(self) -> Mapping[str, UpdateStats]:
+    def last_stats(self) -> StepStats:
         """What the last step measured, by parameter name."""
         return self.inner.last_stats
+
+    @last_stats.setter
+    def last_stats(self, value: StepStats) -> None:
+        self.inner.last_stats = value
+
+    # For those who watch a training, as `narrowgauge.optim._watched` has it.
+
+    def measured(self) -> list[tuple[list[Tensor], Tensor]]:
+        """The sums in `last_stats`, with the parameters as the model has them; tables on the CPU."""
+        return [([self._pieces.parameter(p) for p in ps], rows) for ps, rows in self.inner.measured()]
+
+    def names_of(self, ps: Iterable[Tensor]) -> dict[Tensor, str]:
+        """What `last_stats` calls some parameters."""
+        names = self.inner.names_of(self._hosts(ps))
+        return {self._pieces.parameter(p): name for p, name in names.items()}
+
+    def measure_ratios(self, ps: Iterable[Tensor], turn: int) -> None:
+        """As of `NarrowOptimizer`."""
+        self.inner.measure_ratios(self._hosts(ps), turn)
+
+    def ratios(self) -> dict[Tensor, Tensor]:
+        """As of `NarrowOptimizer`; tensors on the CPU."""
+        return {self._pieces.parameter(p): sums for p, sums in self.inner.ratios().items()}
+
+    def cannot_foresee(self, p: Tensor | None = None, group: Mapping[str, Any] | None = None) -> str:
+        """Why nobody can say what the next step does: it begins before its gradients are there."""
+        return "gradients are on their way to the CPU until they are stepped"
+
+    def inverse_scale(self) -> Tensor | None:
+        """As of `NarrowOptimizer`; on the scaler's device."""
+        scale = getattr(self, "grad_scale", None)
+        return self.inner.inverse_scale() if scale is None else scale.double().reciprocal().float()
+
+    def keeps_codes(self, p: Tensor) -> bool:
+        """Whether a moment of a parameter is quantized."""
+        return self.inner.keeps_codes(self._pieces.by_parameter[p].host)
+
+    def _hosts(self, ps: Iterable[Tensor]) -> list[Tensor]:
+        known = self._pieces.by_parameter
+        return [known[p].host for p in ps if p in known]

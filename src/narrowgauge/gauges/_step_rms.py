@@ -104,7 +104,8 @@ class StepRms:
         self._held = getattr(self._optimizer, "found_inf", None)
         if not self._own:
             return
-        if any(flat(p).is_cuda for p in self._places):
+        on_host = getattr(self._optimizer, "on_host", False)  # states on the CPU, parameters on a GPU
+        if not on_host and any(flat(p).is_cuda for p in self._places):
             self._sampled = OwnSteps(self._optimizer, "sampled")
             self._sampled.begin(0)
         else:

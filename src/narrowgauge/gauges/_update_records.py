@@ -66,7 +66,7 @@ class OtherSteps:
 
 def measures_itself(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is an optimizer of narrowgauge, which nothing here may import."""
-    return hasattr(type(optimizer), "measured") and hasattr(type(optimizer), "foresee")
+    return hasattr(type(optimizer), "measured") and hasattr(type(optimizer), "cannot_foresee")
 
 
 def update_records(

@@ -19,16 +19,15 @@ from torch import nn
 
 from narrowgauge._arguments import typed
 from narrowgauge.linear import LinearPlan
+from narrowgauge.recipes._losses import Example, Loss, Step, step_of
+from narrowgauge.recipes._planner import MOST, OFFLOADS, Offload, Planner, bytes_each
 from narrowgauge.recipes._recipe import Recipe, get
 from narrowgauge.recipes._search import largest
-from narrowgauge.recipes._share import PARALLEL, Parallel, gathered
+from narrowgauge.recipes._share import PARALLEL, Parallel
 from narrowgauge.recipes._sizes import parse_bytes
-from narrowgauge.recipes._timeline import PARTS, Moment
-from narrowgauge.recipes._trace import Held, Loss, Traced, bare, from_config, token_loss
-from narrowgauge.storage import weight_storage
+from narrowgauge.recipes._trace import Traced, bare, from_config
 
-WORKSPACE = 2 * (32 << 20)
-_MOST = 1 << 20  # sequences of a batch, tokens of a sequence
+_SEQUENCE = 1024  # tokens, if nobody says
 
 
 @dataclass(frozen=True)
@@ -39,11 +38,15 @@ class MemoryPlan:
         model: what was planned: a class of models, or a number of parameters.
         parameters: how many it has.
         recipe, linear: names of the recipe and of the linear layers' plan.
-        batch, sequence: sequences a step on each GPU, and tokens of each; None for a number of parameters.
+        example: what a batch counts: ``"sequence"`` of tokens, ``"pair"`` of an image and its caption, ``"image"``.
+        batch, sequence: examples a step on each GPU, and tokens of each; None for a number of parameters, and
+            tokens of images without captions.
         checkpointing: whether blocks run again in the backward pass.
         accumulate: whether there are gradients of an earlier micro-batch.
         gpus, parallel: how many GPUs share the training, and how.
+        offload: what is on the host: ``"none"``, ``"states"`` with low words, or ``"gradients"`` as well.
         held: what is kept from step to step, gradients included: weights, buffers, gradients, states, low words.
+        host: bytes on the host, by what they are; empty without offloading.
         saved: what the forward pass leaves for the backward pass; None for a number of parameters.
         at_peak: what is there at the worst moment, by what it is: what is held (of the gradients those that exist
             then), activations, what the loss makes of the model's output, what the backward pass has for itself,
@@ -56,18 +59,21 @@ class MemoryPlan:
     parameters: int
     recipe: str
     linear: str | None
+    example: Example
     batch: int | None
     sequence: int | None
     checkpointing: bool
     accumulate: bool
     gpus: int
     parallel: Parallel
+    offload: Offload
     held: Mapping[str, int]
+    host: Mapping[str, int]
     saved: int | None
     at_peak: Mapping[str, int]
     where: str
     device_memory: int | None
-    _planner: _Planner | None = field(repr=False, compare=False)
+    _planner: Planner | None = field(repr=False, compare=False)
     _bytes: float = field(repr=False, compare=False)
 
     @property
@@ -81,26 +87,27 @@ class MemoryPlan:
         return None if self.device_memory is None else self.peak <= self.device_memory
 
     def largest_batch(self, device_memory: int | str | None = None) -> int:
-        """The most sequences a step on each GPU, at this length; 0 if not one fits.
+        """The most examples a step on each GPU, at this length; 0 if not one fits.
 
         Raises:
             ValueError: without a memory, or for a plan of a mere number of parameters.
         """
         planner, memory = self._asked(device_memory)
-        assert self.sequence is not None
-        sequence = self.sequence
-        return largest(lambda batch: sum(planner.at(batch, sequence)[0].values()), memory, _MOST)
+        sequence = self.sequence or 0
+        return largest(lambda batch: planner.peak(batch, sequence), memory, MOST)
 
     def longest_sequence(self, device_memory: int | str | None = None) -> int:
         """The most tokens a sequence, in this batch; 0 if not even one. Learned positions are a limit as well.
 
         Raises:
-            ValueError: as `largest_batch` does.
+            ValueError: as `largest_batch` does, and for images without captions.
         """
         planner, memory = self._asked(device_memory)
+        if self.sequence is None:
+            raise ValueError(f"model_or_config: got a {self.model}, takes a model that reads tokens")
         assert self.batch is not None
         batch = self.batch
-        return largest(lambda tokens: sum(planner.at(batch, tokens)[0].values()), memory, planner.positions)
+        return largest(lambda tokens: planner.peak(batch, tokens), memory, planner.positions)
 
     def largest_model(self, device_memory: int | str | None = None) -> int:
         """How many parameters of a model fit by what the recipe keeps for each, without activations.
@@ -116,7 +123,7 @@ class MemoryPlan:
             raise ValueError("device_memory: got None, takes bytes, or a text such as '80GB'")
         return memory
 
-    def _asked(self, device_memory: int | str | None) -> tuple[_Planner, int]:
+    def _asked(self, device_memory: int | str | None) -> tuple[Planner, int]:
         if self._planner is None:
             raise ValueError(
                 f"model_or_config: got {self.model}, takes a model or a configuration where batch and sequence "
@@ -127,13 +134,11 @@ class MemoryPlan:
     def record(self) -> dict[str, Any]:
         """The plan as plain values, for JSON."""
         names = (
-            "model", "parameters", "recipe", "linear", "batch", "sequence", "checkpointing", "accumulate", "gpus",
-            "parallel", "saved", "where", "peak", "device_memory", "fits",
+            "model", "parameters", "recipe", "linear", "example", "batch", "sequence", "checkpointing",
+            "accumulate", "gpus", "parallel", "offload", "saved", "where", "peak", "device_memory", "fits",
         )  # fmt: skip
-        return {name: getattr(self, name) for name in names} | {
-            "held": dict(self.held),
-            "at_peak": dict(self.at_peak),
-        }
+        parts = {"held": dict(self.held), "host": dict(self.host), "at_peak": dict(self.at_peak)}
+        return {name: getattr(self, name) for name in names} | parts
 
 
 @typed
@@ -142,13 +147,14 @@ def plan_memory(
     recipe: Recipe | str,
     *,
     batch: int = 1,
-    sequence: int = 1024,
+    sequence: int | None = None,
     device_memory: int | str | None = None,
     linear: LinearPlan | None = None,
     checkpointing: bool = False,
     gpus: int = 1,
     parallel: Parallel = "ddp",
     accumulate: bool = False,
+    offload: Offload = "none",
     loss: Loss | None = None,
     **optimizer_arguments: Any,
 ) -> MemoryPlan:
@@ -156,10 +162,11 @@ def plan_memory(
 
     Args:
         model_or_config: a module (left alone: a copy without memory is planned with), a transformers configuration
-            of a language model, or a number of parameters.
+            of a language model, a CLIP or a ViT, or a number of parameters.
         recipe: a recipe or its name.
-        batch: sequences a step on each GPU; with accumulation, of one micro-batch.
-        sequence: tokens a sequence.
+        batch: sequences, pairs of image and caption, or images a step on each GPU; with accumulation, of one
+            micro-batch.
+        sequence: tokens a sequence or a caption; as many as there are positions, 1024 at most, if None.
         device_memory: bytes of each GPU, or a text such as ``"80GB"`` (10^9) or ``"80GiB"`` (2^30).
         linear: what linear layers compute by; None leaves them.
         checkpointing: whether a transformers model's blocks keep their inputs only and run again in the backward
@@ -167,9 +174,12 @@ def plan_memory(
         gpus: how many share the training.
         parallel: how: ``"ddp"`` or ``"fsdp"``, see `narrowgauge.recipes._share`.
         accumulate: whether gradients of several micro-batches are added up: all of them live through the step then.
+        offload: what `narrowgauge.distributed.CPUOffload` keeps on the host: ``"states"``, with low words, or
+            ``"gradients"`` as well, each of which leaves the GPU as soon as it is made.
         loss: a function of a model without memory, a batch and a sequence that makes its own inputs on the meta
-            device, runs the model once and returns the loss. If None, the cross entropy of a language model that
-            takes `input_ids` and returns `logits`.
+            device, runs the model once and returns the loss. If None, that of `narrowgauge.recipes._losses`: of
+            transformers' CLIP the contrastive loss, of its ViT that of classes, of all else the cross entropy of a
+            language model that takes `input_ids` and returns `logits`.
         **optimizer_arguments: as `Recipe.apply` takes them.
 
     Raises:
@@ -179,18 +189,23 @@ def plan_memory(
     if not isinstance(recipe, Recipe):
         raise ValueError(f"recipe: got {type(recipe).__name__}, takes a Recipe or its name")
     for name, count in (("batch", batch), ("sequence", sequence), ("gpus", gpus)):
-        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= _MOST:
-            raise ValueError(f"{name}: got {count!r}, takes an integer from 1 to {_MOST}")
-    if parallel not in PARALLEL:
-        raise ValueError(f"parallel: got {parallel!r}, takes 'ddp' or 'fsdp'")
+        if count is None and name == "sequence":
+            continue
+        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MOST:
+            raise ValueError(f"{name}: got {count!r}, takes an integer from 1 to {MOST}")
+    for name, got, choices in (("parallel", parallel, PARALLEL), ("offload", offload, OFFLOADS)):
+        if got not in choices:
+            raise ValueError(f"{name}: got {got!r}, takes {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}")
+    _refuse_offload(offload, gpus, parallel, accumulate)
     memory = None if device_memory is None else parse_bytes("device_memory", device_memory)
-    shards = gpus if parallel == "fsdp" else 1
+    device, host = bytes_each(recipe, gpus, parallel, offload)
     common: dict[str, Any] = {
         "recipe": recipe.name,
         "gpus": gpus,
         "parallel": parallel,
+        "offload": offload,
         "device_memory": memory,
-        "_bytes": recipe.bytes_per_parameter() / shards + _buckets(recipe, gpus, parallel),
+        "_bytes": sum(device.values()),
     }
     if isinstance(model_or_config, int) and not isinstance(model_or_config, bool):
         refused: dict[str, Any] = {"linear": linear, "loss": loss, "checkpointing": checkpointing or None}
@@ -198,26 +213,29 @@ def plan_memory(
         for name, value in refused.items():
             if value is not None:
                 raise ValueError(f"{name}: got {value!r}, takes None for a mere number of parameters")
-        return _of_count(model_or_config, recipe, shards, common)
+        return _of_count(model_or_config, device, host, common)
     given: Any = model_or_config
     model = bare(given) if isinstance(given, nn.Module) else from_config(given)
-    traced = Traced(model, recipe, linear, checkpointing, loss or token_loss, optimizer_arguments, accumulate)
-    planner = _Planner(traced, gpus, parallel)
-    if sequence > planner.positions:
-        raise ValueError(
-            f"sequence: got {sequence}, takes at most {planner.positions}, which is the number of positions that "
-            f"{type(model).__name__} has"
-        )
-    at_peak, saved, where = planner.at(batch, sequence)
+    step = step_of(model) if loss is None else Step("sequence", loss)
+    if step.example == "pair":
+        _refuse_division(gpus, accumulate, type(model).__name__)
+    traced = Traced(
+        model, recipe, linear, checkpointing, step.loss, optimizer_arguments, accumulate, offload == "gradients"
+    )
+    planner = Planner(traced, gpus, parallel, offload)
+    tokens = _tokens(sequence, planner.positions, step, type(model).__name__)
+    at_peak, saved, where = planner.at(batch, tokens or 0)
     return MemoryPlan(
         model=type(model).__name__,
         parameters=traced.parameters,
         linear=None if linear is None else str(linear).splitlines()[0],
+        example=step.example,
         batch=batch,
-        sequence=sequence,
+        sequence=tokens,
         checkpointing=checkpointing,
         accumulate=accumulate,
-        held=_named(planner.held) | {"gradients": planner.held.gradients},
+        held=planner.held,
+        host=planner.host,
         saved=saved,
         at_peak=at_peak,
         where=where,
@@ -226,77 +244,58 @@ def plan_memory(
     )
 
 
-class _Planner:
-    """A traced model on its GPUs: what a step of any batch and sequence takes on each."""
-
-    def __init__(self, traced: Traced, gpus: int, parallel: Parallel) -> None:
-        self._traced = traced
-        self._sharded = parallel == "fsdp" and gpus > 1
-        self.held = traced.held(gpus if self._sharded else 1)
-        self._communication = 0
-        if gpus > 1:
-            self._communication = gathered(traced.model) if self._sharded else self.held.gradients
-
-    @property
-    def positions(self) -> int:
-        """The most tokens that the model has positions for."""
-        config = getattr(self._traced.model, "config", None)
-        # Rotary positions can be worked out for any token; learned ones are rows of a table.
-        if getattr(config, "rope_theta", None) is not None or getattr(config, "rope_parameters", None):
-            return _MOST
-        return int(getattr(config, "max_position_embeddings", None) or _MOST)
-
-    def at(self, batch: int, sequence: int) -> tuple[dict[str, int], int, str]:
-        """Bytes at the worst moment by what they are, those saved for the backward pass, where that moment is."""
-        timeline = self._traced.trace(batch, sequence)
-        if self._sharded:
-            moment = timeline.peak(("activations", "loss", "backward"))
-            moment = Moment(moment.where, {**moment.live, "gradients": self.held.gradients})
-        else:
-            moment = timeline.peak()
-            if self._traced.accumulate:
-                moment = Moment(moment.where, {**moment.live, "gradients": self.held.gradients})
-        saved = timeline.at("backward").total
-        parts = _named(self.held) | {str(part): moment.live[part] for part in PARTS}
-        parts |= {"communication": self._communication, "workspaces": WORKSPACE}
-        return parts, saved, moment.where
+def _refuse_offload(offload: Offload, gpus: int, parallel: Parallel, accumulate: bool) -> None:
+    if offload != "none" and parallel == "fsdp":
+        raise ValueError(f"offload: got {offload!r}, takes 'none' with parallel 'fsdp', which divides states")
+    if offload == "gradients" and (gpus > 1 or accumulate):
+        what = f"{gpus} GPUs, whose gradients are averaged" if gpus > 1 else "accumulate, whose gradients stay"
+        raise ValueError(f"offload: got 'gradients', takes 'none' or 'states' with {what}")
 
 
-def _named(held: Held) -> dict[str, int]:
-    return {
-        "weights": held.weights, "buffers": held.buffers, "states": held.states, "low words": held.low_words,
-    }  # fmt: skip
+def _refuse_division(gpus: int, accumulate: bool, kind: str) -> None:
+    """Processes gather each other's features, and parts are run twice: neither is traced."""
+    for name, got, takes in (("gpus", gpus, 1), ("accumulate", accumulate, False)):
+        if got != takes:
+            raise ValueError(
+                f"{name}: got {got} for a {kind}, takes {takes}, or a loss of your own: an image is contrasted "
+                "with all captions of a step, and what that takes in parts is not planned"
+            )
 
 
-def _of_count(count: int, recipe: Recipe, shards: int, common: dict[str, Any]) -> MemoryPlan:
+def _tokens(sequence: int | None, positions: int, step: Step, kind: str) -> int | None:
+    """Tokens of an example: as asked for, or as many as there are positions."""
+    if not step.has_tokens:
+        if sequence is not None:
+            raise ValueError(f"sequence: got {sequence}, takes None for a {kind}, whose images have no captions")
+        return None
+    if sequence is not None and sequence > positions:
+        raise ValueError(
+            f"sequence: got {sequence}, takes at most {positions}, the number of positions that a {kind} has"
+        )
+    return min(positions, _SEQUENCE) if sequence is None else sequence
+
+
+def _of_count(
+    count: int, device: Mapping[str, float], host: Mapping[str, float], common: dict[str, Any]
+) -> MemoryPlan:
     if not 1 <= count < 2**63:
         got = count if count < 1 else "2^63 or more"
         raise ValueError(f"model_or_config: got {got}, takes at least 1 parameter, and under 2^63")
-    low = weight_storage(recipe.weights).bytes_added(recipe.dtype)
-    each = recipe.byte_breakdown()
-    held = {
-        "weights": each["weights"], "buffers": 0.0, "states": each["states"] - low, "low words": float(low),
-        "gradients": each["gradients"],
-    }  # fmt: skip
-    parts = {name: int(size * count / shards) for name, size in held.items()}
-    buckets = int(_buckets(recipe, common["gpus"], common["parallel"]) * count)
+    parts = {name: int(size * count) for name, size in device.items()}
     return MemoryPlan(
         model=f"{count:,} parameters",
         parameters=count,
         linear=None,
+        example="sequence",
         batch=None,
         sequence=None,
         checkpointing=False,
         accumulate=False,
-        held=parts,
+        held={name: size for name, size in parts.items() if name != "communication"},
+        host={name: int(size * count) for name, size in host.items()},
         saved=None,
-        at_peak=parts | {"communication": buckets},
+        at_peak=parts,
         where="optimizer",
         _planner=None,
         **common,
     )
-
-
-def _buckets(recipe: Recipe, gpus: int, parallel: Parallel) -> float:
-    """Bytes a parameter of DDP's buckets."""
-    return float(recipe.dtype.itemsize) if gpus > 1 and parallel == "ddp" else 0.0

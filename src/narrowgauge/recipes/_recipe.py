@@ -11,7 +11,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -21,6 +22,8 @@ from narrowgauge.optim import AdamW, Lion, NarrowOptimizer, StableAdamW
 from narrowgauge.optim._groups import undecayed
 from narrowgauge.optim._plan import slot_storages
 from narrowgauge.storage import weight_storage
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -78,10 +81,28 @@ class Recipe:
         taken = inspect.signature(self.optimizer).parameters
         return {name: value for name, value in hyperparameters.items() if name in taken}
 
+    @overload
+    def apply(
+        self, model: nn.Module, lr: float | None = ..., *, decay_all: bool = ..., around: None = ...,
+        **optimizer_arguments: Any,
+    ) -> NarrowOptimizer: ...  # fmt: skip
+
+    @overload
+    def apply(
+        self, model: nn.Module, lr: float | None = ..., *, decay_all: bool = ..., around: Callable[..., Made],
+        **optimizer_arguments: Any,
+    ) -> Made: ...  # fmt: skip
+
     @typed
     def apply(
-        self, model: nn.Module, lr: float | None = None, *, decay_all: bool = False, **optimizer_arguments: Any
-    ) -> NarrowOptimizer:
+        self,
+        model: nn.Module,
+        lr: float | None = None,
+        *,
+        decay_all: bool = False,
+        around: Callable[..., Any] | None = None,
+        **optimizer_arguments: Any,
+    ) -> Any:
         """Cast the model in place and make its optimizer.
 
         Parameters and the buffers that a checkpoint holds are cast; buffers that are not saved (tables of
@@ -93,6 +114,8 @@ class Recipe:
             decay_all: whether norms and biases decay too. They are a group of their own otherwise, with
                 ``weight_decay=0.0``; which they are, `narrowgauge.optim.split_decay` says. Embeddings decay, and
                 have the recipe's states.
+            around: what makes the optimizer, of its class, the groups and its arguments, in place of the class:
+                `narrowgauge.distributed.CPUOffload`.
             **optimizer_arguments: what else it takes; `weights` and `states` follow from the recipe.
 
         Raises:
@@ -102,11 +125,11 @@ class Recipe:
             if name in optimizer_arguments:
                 raise ValueError(f"{name}: got {optimizer_arguments[name]!r}, follows from recipe {self.name!r}")
         options = optimizer_arguments if lr is None else {"lr": lr, **optimizer_arguments}
-        make: Callable[..., NarrowOptimizer] = self.optimizer  # the named classes, which take more than their base
-        # What it refuses it refuses before the model is another.
-        make(
-            [nn.Parameter(torch.zeros(1, 1, dtype=self.dtype))], weights=self.weights, states=self.states, **options
-        )
+        # The named classes take more than their base.
+        make: Callable[..., Any] = self.optimizer if around is None else partial(around, self.optimizer)
+        if around is None:  # what it refuses it refuses before the model is another
+            probe = nn.Parameter(torch.zeros(1, 1, dtype=self.dtype))
+            make([probe], weights=self.weights, states=self.states, **options)
         cast(model, self.dtype)
         return make(decay_groups(model, decay_all), weights=self.weights, states=self.states, **options)
 

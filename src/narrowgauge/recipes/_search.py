@@ -1,8 +1,9 @@
 """The largest count whose peak fits, found with few looks.
 
 A peak grows with the batch nearly along a line, and with the sequence along a line as well where attention is
-fused. So the next count to look at is where the line through the last two crosses the memory; between what fits
-and what does not there is always one more look, so a wrong guess costs a look and no correctness.
+fused; the cosines of a contrastive loss bend it, as they grow with the batch's square. So the next count to look
+at is where the line through the last two crosses the memory; between what fits and what does not there is always
+one more look, so a wrong guess costs a look and no correctness.
 """
 
 from __future__ import annotations
@@ -28,15 +29,19 @@ def largest(peak: Callable[[int], float], memory: float, limit: int) -> int:
         # A little beyond the crossing, so that the next look is on the other side of it.
         guess = low + 1 + int(1.02 * (memory - low_peak) / slope) if slope > 0 else limit
         high = max(low + 1, min(guess, 64 * low))
+    # How far each end is from the memory. The end that stays is taken for half as far each time, so that a curve
+    # cannot keep the looks on one side: the Illinois rule.
+    below, above, last = memory - low_peak, high_peak - memory, 0
     while high - low > 1:
-        share = (memory - low_peak) / (high_peak - low_peak)
+        share = below / (below + above)
         middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
         there = peak(middle)
         if there <= memory:
-            low, low_peak = middle, there
-            # The line is tight: most often the very next count does not fit.
-            if high - low > 1 and peak(low + 1) > memory:
-                return low
+            low, below = middle, memory - there
+            above = above / 2 if last == 1 else above
+            last = 1
         else:
-            high, high_peak = middle, there
+            high, above = middle, there - memory
+            below = below / 2 if last == -1 else below
+            last = -1
     return low

@@ -14,15 +14,16 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from narrowgauge.linear import LinearPlan, swap_linears
+from narrowgauge.linear._heads import output_heads
 from narrowgauge.optim._plan import ParameterPlan
 from narrowgauge.recipes._cuda_ways import WORKSPACES, as_on_cuda
+from narrowgauge.recipes._losses import Loss
 from narrowgauge.recipes._recipe import Recipe
 from narrowgauge.recipes._timeline import Recorder, Timeline, rounded
 
@@ -30,8 +31,10 @@ from narrowgauge.recipes._timeline import Recorder, Timeline, rounded
 _PLAIN, _BLOCKS = 512, 4096
 _MOST_LAYERS = 10_000  # each is made, one after the other
 
-# From a model, a batch and a sequence to a loss.
-Loss = Callable[[nn.Module, int, int], Tensor]
+_COUNTERS = 4 + 8  # bytes: how many steps a parameter has taken, and how many were skipped
+
+# Which model is trained of a configuration that names none.
+_IMAGE_MODELS = {"clip": "CLIPModel", "vit": "ViTForImageClassification"}
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def from_config(config: Any) -> nn.Module:
     """The transformers model of a configuration, on the meta device, with fused attention where it has that.
 
     Raises:
-        ValueError: for what is no configuration of a language model.
+        ValueError: for what is no configuration of a language model, a CLIP or a ViT.
     """
     library: Any = sys.modules.get("transformers")  # loaded, if there is a configuration of its
     if library is None or not isinstance(config, library.PretrainedConfig):
@@ -103,6 +106,7 @@ def from_config(config: Any) -> nn.Module:
 
     def made(attention: str) -> nn.Module:
         named = [name for name in config.architectures or () if hasattr(library, name)]
+        named += [_IMAGE_MODELS[config.model_type]] if config.model_type in _IMAGE_MODELS else []
         kind: Callable[..., Any] = getattr(library, named[0])._from_config if named else make.from_config
         with torch.device("meta"):
             model: nn.Module = kind(copy.deepcopy(config), attn_implementation=attention, dtype=torch.float32)
@@ -124,21 +128,6 @@ def _told(error: Exception) -> str:
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
-def token_loss(model: nn.Module, batch: int, sequence: int) -> Tensor:
-    """Mean cross entropy of a language model over all tokens, logits in fp32 from there on."""
-    windows = torch.empty((batch, sequence + 1), dtype=torch.int64, device="meta")
-    try:
-        logits = model(input_ids=windows[:, :-1]).logits
-    except RuntimeError:  # of which the tracing makes its own error
-        raise
-    except Exception as error:
-        raise ValueError(
-            f"loss: got None for a {type(model).__name__}, takes a function of model, batch and sequence for what "
-            f"does not take input_ids and return logits ({error})"
-        ) from error
-    return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
-
-
 class Traced:
     """A model under a recipe, ready to be traced with one batch after the other.
 
@@ -150,6 +139,7 @@ class Traced:
         loss: the forward pass.
         options: of the optimizer.
         accumulate: whether there are gradients of an earlier micro-batch, which a step adds to.
+        frees: whether each gradient goes as soon as it is made.
     """
 
     def __init__(
@@ -161,15 +151,18 @@ class Traced:
         loss: Loss,
         options: Mapping[str, Any],
         accumulate: bool = False,
+        frees: bool = False,
     ) -> None:
         if checkpointing:
             enable_checkpointing(model)
         self.optimizer = recipe.apply(model, **options)
         if linear is not None:
-            report = swap_linears(model, linear)
+            # As `narrowgauge train` does; of anybody else's model what `swap_linears` does.
+            heads: dict[str, Any] = {"keep": output_heads(model)} if hasattr(model, "config") else {}
+            report = swap_linears(model, linear, **heads)
             if not report.swapped:
                 raise ValueError(f"linear: got {linear}, takes a model with linear layers; all were kept")
-        self.model, self._loss, self.accumulate = model, loss, accumulate
+        self.model, self._loss, self.accumulate, self._frees = model, loss, accumulate, frees
         self.trace = functools.cache(self._trace)
 
     @property
@@ -200,6 +193,17 @@ class Traced:
             low_words=total(low),
         )
 
+    def host(self) -> dict[str, int]:
+        """Bytes on the CPU if states are there: copies of what is trained, room for gradients, what steps keep."""
+        plans = self.optimizer._all_plans()
+        words = [(s.storage.nbytes(p.numel(), s.block_size)) for p, plan in plans for s in plan.slots]
+        return {
+            "weights": sum(p.nbytes for p, _ in plans),
+            "gradients": sum(p.nbytes for p, _ in plans),
+            "states": sum(map(int, words)) + _COUNTERS * len(plans),
+            "low words": sum(p.numel() * plan.weight.bytes_added(p.dtype) for p, plan in plans),
+        }
+
     def _trace(self, batch: int, sequence: int) -> Timeline:
         """A step of `batch` sequences of `sequence` tokens."""
         for p in self.model.parameters():
@@ -208,6 +212,14 @@ class Traced:
         known += [p.grad for p in self.model.parameters() if p.grad is not None]
         recorder = Recorder(known, WORKSPACES)
         timeline = recorder.timeline
+
+        def leaves(p: Tensor) -> None:
+            assert p.grad is not None
+            recorder.is_gradient(p.grad)
+            p.grad = None
+
+        trained = [p for p in self.model.parameters() if p.requires_grad] if self._frees else []
+        hooks = [cast(Any, p).register_post_accumulate_grad_hook(leaves) for p in trained]
         with warnings.catch_warnings(), as_on_cuda(), recorder, _loss_apart(self.model, recorder):
             warnings.simplefilter("ignore")
             timeline.mark("forward")
@@ -226,6 +238,8 @@ class Traced:
                 if p.grad is not None:
                     recorder.is_gradient(p.grad)
             timeline.mark("optimizer")
+        for hook in hooks:
+            hook.remove()
         for p in self.model.parameters():
             p.grad = None
         return timeline

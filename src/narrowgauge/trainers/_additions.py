@@ -12,24 +12,81 @@ output layer shared the table, it keeps the table as it was, and is no longer ti
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.nn import HeadLayerNorm, LayerScale, PatchNorm, StableEmbedding, add_patch_norm, add_qk_norm
+from narrowgauge.nn import (
+    HeadLayerNorm,
+    LayerScale,
+    PatchNorm,
+    StableEmbedding,
+    add_layer_scale,
+    add_patch_dropout,
+    add_patch_norm,
+    add_qk_norm,
+)
+
+
+@dataclass(frozen=True)
+class Additions:
+    """What a model is given before it is trained; each field is a flag of that name, and off by default."""
+
+    stable_embedding: bool = False
+    layer_scale: float | None = None
+    kq_norm: bool = False
+    patch_norm: str = "none"
+    patch_dropout: float = 0.0
+
+    def add(self, model: Any, seed: int) -> None:
+        """Add it all, in place.
+
+        Args:
+            model: of transformers, in fp32, on the CPU or without memory.
+            seed: of weights that are drawn.
+
+        Raises:
+            ValueError: for what the model has no place for, by its flag.
+        """
+        where: Any = self.patch_norm
+        ways: dict[str, Callable[[], Any]] = {
+            "stable_embedding": lambda: add_stable_embedding(getattr(model, "text_model", model), seed),
+            "layer_scale": lambda: add_layer_scale(model, self.layer_scale or 0.0),
+            "kq_norm": lambda: add_qk_norm(model),
+            "patch_norm": lambda: add_patch_norm(model, where),
+            "patch_dropout": lambda: add_patch_dropout(model, self.patch_dropout),
+        }
+        for name in self.given:
+            try:
+                ways[name]()
+            except ValueError as error:
+                said = str(error).partition(": ")[2]
+                raise ValueError(f"--{name.replace('_', '-')}: {said}") from None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What is added, by flag, in order."""
+        off = Additions()
+        return {name: value for name, value in vars(self).items() if value != getattr(off, name)}
 
 
 def add_stable_embedding(model: Any, seed: int) -> None:
     """Give a transformers model a `StableEmbedding` of the size of its token embedding, in place.
 
     Args:
-        model: the model, with its weights in fp32 on the CPU.
+        model: the model, with its weights in fp32, on the CPU or without memory.
         seed: of the table. The global random state is neither read nor changed.
+
+    Raises:
+        ValueError: for a model without a token embedding.
     """
     old = model.get_input_embeddings()
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    if not isinstance(old, nn.Embedding):
+        raise ValueError(f"model: got a {type(model).__name__}, takes one with an embedding of tokens")
+    with torch.random.fork_rng(devices=[]), old.weight.device:
         torch.default_generator.manual_seed(seed)
         table = StableEmbedding(old.num_embeddings, old.embedding_dim, padding_idx=old.padding_idx)
     model.set_input_embeddings(table)

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from narrowgauge import recipes
-from narrowgauge.distributed import gather_codes
+from narrowgauge.distributed import CPUOffload, gather_codes
 from narrowgauge.linear import swap_linears
-from narrowgauge.nn import add_layer_scale, add_patch_dropout, add_patch_norm, add_qk_norm
+from narrowgauge.linear._heads import output_heads
 from narrowgauge.optim import NarrowOptimizer
 from narrowgauge.recipes import cast
 from narrowgauge.scaling import DynamicLossScaler, LossScaler, StaticLossScaler, TensorLossScaler
 
-from ._additions import add_stable_embedding
+from ._additions import Additions
 from ._image_models import build_image_model
 from ._models import Preset, build_model, parameter_count, preset
 from ._settings import SettingsError, TrainSettings
@@ -28,9 +29,6 @@ from ._tokens import END_OF_TEXT
 _SCALERS = {"dynamic": DynamicLossScaler, "static": StaticLossScaler, "tensor": TensorLossScaler}
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-# They stay in high precision: their noise would be the loss's.
-_HEADS = ("lm_head", "cls", "visual_projection", "text_projection", "classifier")
-
 
 @dataclass(frozen=True, eq=False)
 class Parts:
@@ -39,7 +37,7 @@ class Parts:
     Attributes:
         model: of transformers, with what was added around it; on its device, cast by the recipe.
         runs: what is called: the model, or around it what averages gradients, and what compiles it.
-        optimizer: the recipe's.
+        optimizer: the recipe's, or around it what keeps its states on the CPU.
         scaler: the loss scaler, or None.
         autocast: the format to compute in, or None for that of the weights.
         notes: what was swapped, in lines fit to print.
@@ -47,7 +45,7 @@ class Parts:
 
     model: Any
     runs: nn.Module
-    optimizer: NarrowOptimizer
+    optimizer: NarrowOptimizer | CPUOffload
     scaler: LossScaler | None
     autocast: torch.dtype | None
     notes: tuple[str, ...]
@@ -70,16 +68,8 @@ def _model(settings: TrainSettings, outputs: int, end: int) -> Any:
 def plain_model(settings: TrainSettings, outputs: int, end: int) -> Any:
     """A model with what is added around it, in fp32 on the CPU; arguments as of `build_parts`."""
     model = _model(settings, outputs, end)
-    if settings.stable_embedding:
-        add_stable_embedding(getattr(model, "text_model", model), settings.seed)
-    if settings.layer_scale is not None:
-        add_layer_scale(model, settings.layer_scale)
-    if settings.kq_norm:
-        add_qk_norm(model)
-    if settings.patch_norm != "none":
-        add_patch_norm(model, "before" if settings.patch_norm == "before" else "after")
-    if settings.patch_dropout:
-        add_patch_dropout(model, settings.patch_dropout)
+    names = (f.name for f in fields(Additions))
+    Additions(**{name: getattr(settings, name) for name in names}).add(model, settings.seed)
     return model
 
 
@@ -128,8 +118,7 @@ def build_parts(
         f"{recipe.title}"
     ]
     if settings.plan is not None:
-        heads = [name for name, _ in model.named_children() if name in _HEADS]
-        report = swap_linears(model, settings.plan, keep=heads)
+        report = swap_linears(model, settings.plan, keep=output_heads(model))
         if not report.swapped:
             raise SettingsError(f"--linear: got {settings.linear!r}, but no layer of {settings.model} can take it")
         notes.append(f"{report.plan.title}: {len(report.swapped)} layers, {len(report.kept)} kept")
@@ -137,7 +126,17 @@ def build_parts(
             notes.append(f"gathered as codes: weights of {len(_gathered_as_codes(settings, model))} layers")
     runs: Any = team.wrap(model)
     # Once parameters are those that are trained: swapping keeps them, sharding makes others.
-    optimizer = recipe.apply(model, settings.lr, decay_all=settings.decay_all, **settings.hyperparameters)
+    optimizer: NarrowOptimizer | CPUOffload
+    given: dict[str, Any] = {"lr": settings.lr, "decay_all": settings.decay_all, **settings.hyperparameters}
+    if settings.offload == "none":
+        optimizer = recipe.apply(model, **given)
+    else:
+        kept: Any = "freed" if settings.offload == "gradients" else "kept"
+        # Under DDP a gradient is not what it was before the backward pass was over.
+        when: Any = "step" if team.joined else "backward"
+        optimizer = recipe.apply(model, around=partial(CPUOffload, gradients=kept, transfer=when), **given)
+        what = "states, low words and gradients" if kept == "freed" else "states and low words"
+        notes.append(f"the step is the CPU's: {what} are there, beside copies of {optimizer.host_bytes():,} bytes")
     if team.joined:
         notes.append(f"{team.world} processes, {team.parallel}")
     scaler = None if settings.scaler == "none" else _SCALERS[settings.scaler](device.type)

@@ -203,6 +203,8 @@ class Loop:
             self.parts.runs, self.parts.optimizer, settings.gauges_every, path=path,
             # Inside a compiled region features are not seen.
             activations=not settings.compile, scaler=self.parts.scaler,
+            # Those that left the GPU are nowhere to be seen.
+            gradients=settings.offload != "gradients",
             resume_from=after or None,
         )  # fmt: skip
 

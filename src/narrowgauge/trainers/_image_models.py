@@ -21,7 +21,7 @@ import torch
 from ._tokens import END_OF_TEXT
 
 if TYPE_CHECKING:
-    from transformers import CLIPModel, ViTForImageClassification
+    from transformers import CLIPConfig, CLIPModel, ViTConfig, ViTForImageClassification
 
 ImageObjective = Literal["contrastive", "classes"]
 
@@ -120,7 +120,16 @@ def clip_model(sizes: ClipSizes, *, end: int, attention: str = "sdpa") -> CLIPMo
         end: the token that ends a caption and fills the row behind it.
         attention: ``"sdpa"`` or ``"eager"``.
     """
-    from transformers import CLIPConfig, CLIPModel
+    from transformers import CLIPModel
+
+    config = clip_configuration(sizes, end=end)
+    config._attn_implementation = attention
+    return CLIPModel(config).train()
+
+
+def clip_configuration(sizes: ClipSizes, *, end: int) -> CLIPConfig:
+    """The transformers configuration that `clip_model` builds from; arguments as there."""
+    from transformers import CLIPConfig
 
     text = {
         "vocab_size": sizes.vocabulary, "max_position_embeddings": sizes.context, "hidden_act": "gelu",
@@ -131,19 +140,24 @@ def clip_model(sizes: ClipSizes, *, end: int, attention: str = "sdpa") -> CLIPMo
         "image_size": sizes.image, "patch_size": sizes.patch, "hidden_act": "gelu", **_tower(sizes.vision),
         "projection_dim": sizes.projection,
     }  # fmt: skip
-    config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=sizes.projection)
-    config._attn_implementation = attention
-    return CLIPModel(config).train()
+    return CLIPConfig(text_config=text, vision_config=vision, projection_dim=sizes.projection)
 
 
 def vit_model(sizes: VitSizes, classes: int, *, attention: str = "sdpa") -> ViTForImageClassification:
     """A ViT with a linear layer behind its class token, in training mode; otherwise as `clip_model`."""
-    from transformers import ViTConfig, ViTForImageClassification
+    from transformers import ViTForImageClassification
 
-    tower = _tower(sizes.vision)
-    config = ViTConfig(image_size=sizes.image, patch_size=sizes.patch, num_labels=classes, **tower)
+    config = vit_configuration(sizes, classes)
     config._attn_implementation = attention
     return ViTForImageClassification(config).train()
+
+
+def vit_configuration(sizes: VitSizes, classes: int) -> ViTConfig:
+    """The transformers configuration that `vit_model` builds from; arguments as there."""
+    from transformers import ViTConfig
+
+    tower = _tower(sizes.vision)
+    return ViTConfig(image_size=sizes.image, patch_size=sizes.patch, num_labels=classes, **tower)
 
 
 def _tower(of: Tower) -> dict[str, int]:

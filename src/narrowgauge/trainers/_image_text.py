@@ -3,8 +3,7 @@
 Both towers give a vector of length one. In a batch of n pairs every image should be nearest to its own caption, and
 every caption to its own image: two cross entropies over the n x n cosines, times a learned scale. The scale is
 e^logit_scale, and bounded after each step, at 100 as CLIP's authors have it; beyond that training is unstable.
-
-    loss = (CE(s I Tᵀ) + CE(s T Iᵀ)) / 2
+`narrowgauge.recipes._losses` has the loss.
 
 All pairs of a step are told from each other, in however many parts and processes they are read: each process takes
 its own rows of both matrices, and the mean over processes is this loss.
@@ -24,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from narrowgauge.recipes._losses import class_loss, contrast, normalized, unit_pairs
+
 from ._captions import Captions
 from ._examples import Examples
 from ._flops import flops_per_image
@@ -31,47 +32,10 @@ from ._gradients import Step
 from ._held_out import HeldOut
 from ._image_readers import NAMED, named
 from ._image_sources import ImageSet
-from ._images import ImageLoader, normalized
+from ._images import ImageLoader
 
 _TOP = 5
 _PROMPTS = 1024  # captions that the text tower reads at a time
-
-
-def contrastive_loss(images: Tensor, texts: Tensor, logit_scale: Tensor) -> Tensor:
-    """Mean cross entropy of both directions.
-
-    Args:
-        images, texts: features of pairs, (n, width), of any length and float format.
-        logit_scale: logarithm of what cosines are multiplied by; a scalar.
-
-    Returns:
-        float32 scalar in nats; computed in float32.
-    """
-    pairs = unit_pairs(images, texts)
-    return contrast(pairs, slice(0, len(pairs)), logit_scale)
-
-
-def unit_pairs(images: Tensor, texts: Tensor) -> Tensor:
-    """Features of pairs side by side, each of length one: float32 (n, 2 width); arguments as `contrastive_loss`."""
-    with torch.autocast(images.device.type, enabled=False):
-        return torch.cat([F.normalize(of.float(), dim=-1) for of in (images, texts)], dim=1)
-
-
-def contrast(pairs: Tensor, some: slice, logit_scale: Tensor) -> Tensor:
-    """Mean cross entropy of some images beside all captions and of their captions beside all images.
-
-    Args:
-        pairs: of all, as `unit_pairs` makes them.
-        some: which rows; of equal shares of all rows the mean is the `contrastive_loss` of all.
-        logit_scale: as there.
-    """
-    with torch.autocast(pairs.device.type, enabled=False):
-        i, t = pairs.chunk(2, dim=1)
-        places = torch.arange(len(pairs), device=pairs.device)[some]
-        scaled = logit_scale.float().exp() * i
-        by_image = scaled[some] @ t.T
-        by_text = by_image.T if len(places) == len(pairs) else t[some] @ scaled.T
-        return (F.cross_entropy(by_image, places) + F.cross_entropy(by_text, places)) / 2
 
 
 def accuracy(scores: Tensor, right: Tensor) -> dict[int, float]:
@@ -222,8 +186,7 @@ class ImageClassTask(ImageTask):
         return {"images": pixels, "labels": _labels(pictures)}
 
     def loss(self, model: nn.Module, examples: Examples) -> Tensor:
-        logits = model(pixel_values=normalized(examples["images"])).logits
-        return F.cross_entropy(logits.float(), examples["labels"])
+        return class_loss(model, examples["images"], examples["labels"])
 
     def gradients(self, step: Step) -> Tensor:
         return step.of_each(self.loss)

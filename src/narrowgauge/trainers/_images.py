@@ -12,7 +12,6 @@ Pillow decodes and resizes without holding Python's lock, which is why these are
 
 from __future__ import annotations
 
-import functools
 import io
 import math
 import os
@@ -30,28 +29,12 @@ from torch import Tensor
 from ._corpus import DataError
 from ._image_readers import Picture
 
-# Of CLIP's training images (Radford et al. 2021), as open_clip has them.
-MEAN, DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-
 _AHEAD = 2  # steps that are decoded before they are asked for
 _TRIES = 32  # images in a row that cannot be decoded before it is not the images' fault
 _RATIOS = (3 / 4, 4 / 3)  # of a random crop; torchvision's
 _MOST_WORKERS = 16
 
 _Pixels = NDArray[np.uint8]
-
-
-def normalized(images: Tensor) -> Tensor:
-    """Bytes (n, 3, height, width) as float32 with CLIP's mean and standard deviation, on their device."""
-    mean, deviation = _constants(images.device)
-    return (images.float() / 255 - mean) / deviation
-
-
-@functools.cache
-def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
-    # Once a device: making them waits for it.
-    mean, deviation = (torch.tensor(of, device=device).view(3, 1, 1) for of in (MEAN, DEVIATION))
-    return mean, deviation
 
 
 def decode(picture: Picture) -> Any:

@@ -23,6 +23,7 @@ AUTOCAST = ("none", "bf16", "fp16")
 ATTENTION = ("sdpa", "eager")
 PATCH_NORMS = ("none", "before", "after")
 PARALLEL = ("ddp", "fsdp")
+OFFLOADS = ("none", "states", "gradients")
 
 _ALL = ("causal", "masked", "contrastive", "classes")
 # Options that not every kind of model takes; under others they have to be what they are by default.
@@ -86,6 +87,7 @@ class TrainSettings:
     compile: bool = _option(False, "torch.compile the model.")
     device: str = _option("auto", "cpu, cuda, cuda:1, or auto: a GPU if there is one.")
     parallel: str = _option("ddp", "How processes of torchrun train together: ddp, or fsdp (sharded).")
+    offload: str = _option("none", "On the CPU, with the step: none, states (low words too), or gradients as well.")
     gather_codes: bool = _option(False, "Under fsdp, gather weights that --linear scales by the tensor as codes.")
     validate_every: int = _option(100, "Steps between validations; 0 for one at the end.")
     validation_windows: int = _option(64, "Windows of held-out text, or images, to validate on.")
@@ -109,6 +111,16 @@ class TrainSettings:
                 )
         if self.gather_codes and (self.parallel != "fsdp" or self.linear == "none"):
             raise SettingsError("--gather-codes: got it alone, takes --parallel fsdp and a plan of --linear")
+        if self.offload != "none" and self.parallel == "fsdp":
+            raise SettingsError(
+                f"--offload: got {self.offload!r}, takes none with --parallel fsdp, which divides states among "
+                "GPUs; CPUOffload carries whole parameters"
+            )
+        if self.offload == "gradients" and self.accumulate > 1:
+            raise SettingsError(
+                f"--offload: got 'gradients', takes none or states with --accumulate {self.accumulate}: what left "
+                "the GPU cannot be added to there"
+            )
         self._refuse_what_the_model_has_not(preset(self.model).objective)
         _ = self.plan
 
@@ -203,6 +215,7 @@ def _checks(s: TrainSettings) -> list[tuple[str, str, bool]]:
         "attention": ATTENTION,
         "patch_norm": PATCH_NORMS,
         "parallel": PARALLEL,
+        "offload": OFFLOADS,
     }
     found += [(name, f"one of {', '.join(of)}", getattr(s, name) in of) for name, of in choices.items()]
     finite = float("inf")

@@ -10,13 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from narrowgauge.recipes._losses import DEVIATION, MEAN
+
 from ._captions import Captions, learned_captions, read_captions
 from ._corpus import DataError
 from ._export import export_tokenizer
 from ._image_models import ClipSizes, VitSizes
 from ._image_sources import ImageSet, open_images
 from ._image_text import ImageClassTask, ImageTextTask
-from ._images import DEVIATION, MEAN, ImageLoader
+from ._images import ImageLoader
 from ._language import LanguageTask, Task
 from ._models import preset
 from ._settings import TrainSettings

@@ -103,6 +103,11 @@ class Team:
                 raise SettingsError("--parallel: got 'fsdp', takes ddp in a process that torchrun has not started")
             return cls()
         team = cls(dist.get_rank(), dist.get_world_size(), settings.parallel, True)
+        if settings.offload == "gradients":
+            raise SettingsError(
+                "--offload: got 'gradients' under torchrun, takes none or states: DDP writes means to gradients "
+                "when the backward pass is over"
+            )
         parts = team.world * settings.accumulate
         if settings.batch % parts:
             raise SettingsError(

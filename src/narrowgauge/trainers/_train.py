@@ -112,7 +112,8 @@ def make_optimizer(recipe: Recipe, model: nn.Module, settings: Settings, seed: i
         "seed": seed,
     }
     arithmetic = settings.arithmetic_of(recipe)
-    return recipe.apply(model, settings.lr, decay_all=True, arithmetic=arithmetic, **recipe.known(options))
+    options = recipe.known(options) | {"arithmetic": arithmetic}
+    return recipe.apply(model, settings.lr, decay_all=True, around=None, **options)
 
 
 def train(

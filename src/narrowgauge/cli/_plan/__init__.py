@@ -8,7 +8,7 @@ Nothing is run on a GPU, none is needed, and no weights are made.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,8 +20,11 @@ from narrowgauge.cli._plan._text import show
 from narrowgauge.linear import LinearPlan
 from narrowgauge.recipes import MemoryPlan
 from narrowgauge.recipes._sizes import parse_bytes
+from narrowgauge.recipes._trace import from_config
+from narrowgauge.trainers._additions import Additions
 
 _SUFFIXES = (".svg", ".png", ".pdf")
+_OF_A_MODEL = ("linear", "batch", "sequence", "checkpointing", "accumulate")
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,25 @@ class PlanOptions:
     batch: int | None = None
     sequence: int | None = None
     vocabulary: int | None = None
+    classes: int | None = None
     checkpointing: bool = False
     accumulate: bool = False
+    stable_embedding: bool = False
+    layer_scale: float | None = None
+    kq_norm: bool = False
+    patch_norm: str = "none"
+    patch_dropout: float = 0.0
+    offload: str = "none"
     memory: str | None = None
     gpus: int = 1
     parallel: str = "ddp"
     json: Path | None = None
     figure: Path | None = None
+
+    @property
+    def additions(self) -> Additions:
+        """What is added to the model."""
+        return Additions(**{f.name: getattr(self, f.name) for f in fields(Additions)})
 
 
 @dataclass(frozen=True)
@@ -69,30 +84,35 @@ def plan(options: PlanOptions) -> int:
     found = {recipe.name: recipe for recipe in map(recipes.get, names)}
     memory = None if options.memory is None else parse_bytes("--memory", options.memory)
     linear = None if options.linear is None else _linear(options.linear)
-    model, sequence = find_model(options.model, options.vocabulary, options.sequence)
+    model = find_model(options.model, options.vocabulary, options.sequence, options.classes)
     if isinstance(model, int):
-        for name in ("linear", "batch", "sequence", "checkpointing", "accumulate"):
-            if getattr(options, name):
-                raise ValueError(
-                    f"--{name}: got it for a number of parameters, takes a model: activations are not known here"
-                )
+        asked = {name: getattr(options, name) for name in _OF_A_MODEL} | options.additions.given
+        for name in (name for name, value in asked.items() if value is not None and value is not False):
+            raise ValueError(
+                f"--{name.replace('_', '-')}: got it for a number of parameters, takes a model: activations are "
+                "not known here"
+            )
+    elif options.additions.given:
+        model = from_config(model)
+        options.additions.add(model, 0)
     plans = [
         recipes.plan_memory(
             model,
             recipe,
             batch=8 if options.batch is None else options.batch,
-            sequence=sequence,
+            sequence=options.sequence,
             device_memory=memory,
             linear=linear,
             checkpointing=options.checkpointing,
             accumulate=options.accumulate,
+            offload=cast(Any, options.offload),
             gpus=options.gpus,
             parallel=cast(Any, options.parallel),
         )
         for recipe in found.values()
     ]
     answers = None if memory is None else [_answers(one) for one in plans]
-    show(Printer(), plans, answers)
+    show(Printer(), plans, answers, options.additions)
     if options.json is not None:
         _write("json", options.json, _as_json(plans, answers).encode())
     if options.figure is not None:
@@ -115,7 +135,8 @@ def _linear(text: str) -> LinearPlan:
 def _answers(one: MemoryPlan) -> Answers:
     if one.batch is None:
         return Answers(None, None, one.largest_model())
-    return Answers(one.largest_batch(), one.longest_sequence(), one.largest_model())
+    longest = None if one.sequence is None else one.longest_sequence()
+    return Answers(one.largest_batch(), longest, one.largest_model())
 
 
 def _as_json(plans: list[MemoryPlan], answers: list[Answers] | None) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from narrowgauge.cli._drawing import INK, MUTED, PALETTE, SERIES, drawing, printable
-from narrowgauge.cli._plan._text import PARTS, size
+from narrowgauge.cli._plan._text import PARTS, of_a_step, size
 from narrowgauge.recipes import MemoryPlan
 
 # Hatches beside colours: no share is told by its colour alone.
@@ -45,7 +45,7 @@ def picture(plans: Sequence[MemoryPlan], kind: str) -> bytes:
         axis.set_yticks(range(len(plans)), [printable(one.recipe) for one in plans])
         axis.grid(False, axis="y")
         first = plans[0]
-        step = "" if first.batch is None else f", {first.batch} x {first.sequence} tokens"
+        step = f", {of_a_step(first)}" if of_a_step(first) else ""
         axis.set_title(f"{printable(first.model)}{step}")
         figure.legend(loc="outside lower center", ncols=min(len(names), 5), frameon=False)
         file = io.BytesIO()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from narrowgauge.cli._formats._text import MISSING, Printer
 from narrowgauge.recipes import MemoryPlan
+from narrowgauge.trainers._additions import Additions
 
 if TYPE_CHECKING:
     from narrowgauge.cli._plan import Answers
@@ -23,6 +24,7 @@ MEANING = {
     "communication": "communication",
     "workspaces": "cuBLAS workspaces",
 }
+_OFFLOADED = {"states": "states", "gradients": "states and gradients"}
 _WIDTH = 60
 
 
@@ -32,10 +34,12 @@ def size(nbytes: float) -> str:
     return f"{gb:,.1f}" if gb >= 100 else f"{gb:.2f}" if gb >= 0.1 or not nbytes else f"{gb:.4f}"
 
 
-def show(printer: Printer, plans: Sequence[MemoryPlan], answers: Sequence[Answers] | None) -> None:
+def show(
+    printer: Printer, plans: Sequence[MemoryPlan], answers: Sequence[Answers] | None, added: Additions
+) -> None:
     """Print plans of one model, a column each."""
     first = plans[0]
-    printer.say(_headline(first))
+    printer.say(_headline(first, added))
     names = [part for part in PARTS if any(one.at_peak.get(part) for one in plans)]
     rows = [[MEANING.get(part, part), *(size(one.at_peak.get(part, 0)) for one in plans)] for part in names]
     when = "in all" if first.batch is None else "peak"
@@ -45,6 +49,8 @@ def show(printer: Printer, plans: Sequence[MemoryPlan], answers: Sequence[Answer
         rows.append(["gradients, all of them", *(size(one.held["gradients"]) for one in plans)])
         rows.append(["saved for the backward pass", *(size(one.saved or 0) for one in plans)])
     printer.table(["GB on each GPU", *(one.recipe for one in plans)], rows)
+    if first.host:
+        _host(printer, plans)
     _bars(printer, plans, names)
     if answers is not None:
         _fits(printer, plans, answers)
@@ -54,14 +60,34 @@ def show(printer: Printer, plans: Sequence[MemoryPlan], answers: Sequence[Answer
         printer.say("CUDA's own context, about 0.5 GB, and what the allocator cannot use come on top.")
 
 
-def _headline(one: MemoryPlan) -> str:
+def of_a_step(one: MemoryPlan) -> str:
+    """What a step is of; nothing for a number of parameters."""
+    if one.batch is None:
+        return ""
+    if one.example == "sequence":
+        return f"{one.batch} x {one.sequence} tokens"
+    return f"{one.batch} images" + (f" with {one.sequence} tokens each" if one.example == "pair" else "")
+
+
+def _host(printer: Printer, plans: Sequence[MemoryPlan]) -> None:
+    copies = {"weights": "copies of weights", "gradients": "room for gradients"}
+    names = [part for part in PARTS if any(one.host.get(part) for one in plans)]
+    rows = [[copies.get(p, MEANING.get(p, p)), *(size(one.host.get(p, 0)) for one in plans)] for p in names]
+    rows.append(["in all, on the host", *(size(sum(one.host.values())) for one in plans)])
+    printer.table(["GB on the host for each GPU", *(one.recipe for one in plans)], rows)
+
+
+def _headline(one: MemoryPlan, added: Additions) -> str:
     shared = "" if one.gpus == 1 else f", {one.gpus} GPUs under {one.parallel.upper()}"
+    shared += f", {_OFFLOADED[one.offload]} on the host" if one.host else ""
     if one.batch is None:
         return f"{one.model}{shared}"
     what = f", linear layers by {one.linear}" if one.linear else ""
     what += ", gradient checkpointing" if one.checkpointing else ""
     what += ", gradients accumulated" if one.accumulate else ""
-    return f"{one.model}, {one.parameters:,} parameters; {one.batch} x {one.sequence} tokens a step{what}{shared}"
+    for name, value in added.given.items():
+        what += f", {name.replace('_', ' ')}" + ("" if value is True else f" {value}")
+    return f"{one.model}, {one.parameters:,} parameters; {of_a_step(one)} a step{what}{shared}"
 
 
 def _where(one: MemoryPlan) -> str:
@@ -90,6 +116,7 @@ def _fits(printer: Printer, plans: Sequence[MemoryPlan], answers: Sequence[Answe
     rows = [["fits", *("yes" if one.fits else "no" for one in plans)]]
     if plans[0].batch is not None:
         rows.append(["largest batch on each GPU", *(_count(one.largest_batch) for one in answers)])
+    if plans[0].sequence is not None:
         rows.append(["longest sequence", *(_count(one.longest_sequence) for one in answers)])
     rows.append(["largest model, no activations", *(f"{one.largest_model / 1e9:.2f}B" for one in answers)])
     printer.table([f"into {size(plans[0].device_memory or 0)} GB", *(one.recipe for one in plans)], rows)

@@ -1,0 +1,186 @@
+"""What a training step computes of a batch: the losses that trainers train with, and that plans trace.
+
+Memory is a matter of every tensor between the data and the loss, so a plan runs the very functions that a training
+runs. A language model's are cross entropies of tokens. Image models read bytes, made to numbers on the device:
+
+    pairs (CLIP)     loss = (CE(s I Tᵀ) + CE(s T Iᵀ)) / 2, over the n x n cosines of a step
+    classes (ViT)    loss = CE(logits)
+
+Source: Radford et al. 2021, Figure 3.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+# From a model, a batch and a sequence to a loss.
+Loss = Callable[[nn.Module, int, int], Tensor]
+
+# Of CLIP's training images (Radford et al. 2021), as open_clip has them.
+MEAN, DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+def normalized(images: Tensor) -> Tensor:
+    """Bytes (n, 3, height, width) as float32 with CLIP's mean and standard deviation, on their device."""
+    mean, deviation = _constants(images.device)
+    return (images.float() / 255 - mean) / deviation
+
+
+@functools.cache
+def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
+    # Once a device: making them waits for it.
+    mean, deviation = (torch.tensor(of, device=device).view(3, 1, 1) for of in (MEAN, DEVIATION))
+    return mean, deviation
+
+
+def contrastive_loss(images: Tensor, texts: Tensor, logit_scale: Tensor) -> Tensor:
+    """Mean cross entropy of both directions.
+
+    Args:
+        images, texts: features of pairs, (n, width), of any length and float format.
+        logit_scale: logarithm of what cosines are multiplied by; a scalar.
+
+    Returns:
+        float32 scalar in nats; computed in float32.
+    """
+    pairs = unit_pairs(images, texts)
+    return contrast(pairs, slice(0, len(pairs)), logit_scale)
+
+
+def unit_pairs(images: Tensor, texts: Tensor) -> Tensor:
+    """Features of pairs side by side, each of length one: float32 (n, 2 width); arguments as `contrastive_loss`."""
+    with _without_autocast(images.device):
+        return torch.cat([F.normalize(of.float(), dim=-1) for of in (images, texts)], dim=1)
+
+
+def contrast(pairs: Tensor, some: slice, logit_scale: Tensor) -> Tensor:
+    """Mean cross entropy of some images beside all captions and of their captions beside all images.
+
+    Args:
+        pairs: of all, as `unit_pairs` makes them.
+        some: which rows; of equal shares of all rows the mean is the `contrastive_loss` of all.
+        logit_scale: as there.
+    """
+    with _without_autocast(pairs.device):
+        i, t = pairs.chunk(2, dim=1)
+        places = torch.arange(len(pairs), device=pairs.device)[some]
+        scaled = logit_scale.float().exp() * i
+        by_image = scaled[some] @ t.T
+        by_text = by_image.T if len(places) == len(pairs) else t[some] @ scaled.T
+        return (F.cross_entropy(by_image, places) + F.cross_entropy(by_text, places)) / 2
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    # A device without memory has no autocast, on or off.
+    return contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
+def pair_loss(model: nn.Module, images: Tensor, tokens: Tensor) -> Tensor:
+    """The contrastive loss of a CLIP of transformers.
+
+    Args:
+        model: in any dtype.
+        images: uint8 (n, 3, height, width).
+        tokens: int64 (n, length), each row's caption with its end.
+
+    Returns:
+        float32 scalar in nats.
+    """
+    found = model(input_ids=tokens, pixel_values=normalized(images))
+    scale: Any = model.get_parameter("logit_scale")
+    return contrastive_loss(found.image_embeds, found.text_embeds, scale)
+
+
+def class_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    """The cross entropy of a classifier of transformers.
+
+    Args:
+        model: in any dtype.
+        images: uint8 (n, 3, height, width).
+        labels: int64 (n,).
+
+    Returns:
+        float32 scalar in nats.
+    """
+    logits = model(pixel_values=normalized(images)).logits
+    return F.cross_entropy(logits.float(), labels)
+
+
+Example = Literal["sequence", "pair", "image"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """How a kind of model is trained, for a plan.
+
+    Attributes:
+        example: what a batch counts: sequences of tokens, images with a caption each, or images.
+        loss: makes inputs without memory, and the loss of them.
+    """
+
+    example: Example
+    loss: Loss
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether an example has a number of tokens."""
+        return self.example != "image"
+
+
+def step_of(model: nn.Module) -> Step:
+    """How a model is trained if nobody says: transformers' CLIP and ViT by their losses, all else by tokens."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if kind == "clip":
+        _constants(torch.device("meta"))  # made once, and so in no plan
+        return Step("pair", _pairs)
+    if kind == "vit":
+        _constants(torch.device("meta"))
+        return Step("image", _images)
+    return Step("sequence", token_loss)
+
+
+def token_loss(model: nn.Module, batch: int, sequence: int) -> Tensor:
+    """Mean cross entropy of a language model over all tokens, logits in fp32 from there on."""
+    windows = torch.empty((batch, sequence + 1), dtype=torch.int64, device="meta")
+    with _named(model, "take input_ids and return logits"):
+        logits = model(input_ids=windows[:, :-1]).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
+
+
+def _pairs(model: nn.Module, batch: int, sequence: int) -> Tensor:
+    config: Any = model.config
+    tokens = torch.empty((batch, sequence), dtype=torch.int64, device="meta")
+    with _named(model, "take input_ids and pixel_values and return embeddings of both"):
+        return pair_loss(model, _bytes(batch, config.vision_config), tokens)
+
+
+def _images(model: nn.Module, batch: int, _: int) -> Tensor:
+    labels = torch.empty(batch, dtype=torch.int64, device="meta")
+    with _named(model, "take pixel_values and return logits"):
+        return class_loss(model, _bytes(batch, model.config), labels)
+
+
+def _bytes(batch: int, config: Any) -> Tensor:
+    edge = config.image_size
+    height, width = (edge, edge) if isinstance(edge, int) else edge
+    return torch.empty((batch, 3, height, width), dtype=torch.uint8, device="meta")
+
+
+@contextlib.contextmanager
+def _named(model: nn.Module, what: str) -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, AttributeError) as error:
+        raise ValueError(
+            f"loss: got None for a {type(model).__name__}, takes a function of model, batch and sequence for what "
+            f"does not {what} ({error})"
+        ) from error

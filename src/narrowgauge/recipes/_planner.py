@@ -1,0 +1,105 @@
+"""What a traced model takes on each of its GPUs, for any batch and sequence; what plans and searches ask.
+
+States may be on the host (`narrowgauge.distributed.CPUOffload`): then a GPU has weights and gradients, and the host
+a copy of each weight, room for each gradient, states and low words. Gradients may leave as well, each as soon as
+the backward pass has made it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from narrowgauge.recipes._recipe import Recipe
+from narrowgauge.recipes._share import Parallel, gathered
+from narrowgauge.recipes._timeline import PARTS, Moment
+from narrowgauge.recipes._trace import Held, Traced
+from narrowgauge.storage import weight_storage
+
+MOST = 1 << 20  # sequences of a batch, tokens of a sequence
+WORKSPACE = 2 * (32 << 20)
+
+Offload = Literal["none", "states", "gradients"]
+OFFLOADS: tuple[Offload, ...] = ("none", "states", "gradients")
+
+
+class Planner:
+    """A traced model on its GPUs: what a step of any batch and sequence takes on each.
+
+    Args:
+        traced: the model.
+        gpus, parallel: how many GPUs share the training, and how.
+        offload: what is on the host.
+
+    Attributes:
+        held: bytes that each GPU keeps from step to step, by what they are; gradients are all of them.
+        host: bytes on the host, by what they are; none without offloading.
+    """
+
+    def __init__(self, traced: Traced, gpus: int, parallel: Parallel, offload: Offload) -> None:
+        self._traced = traced
+        self._sharded = parallel == "fsdp" and gpus > 1
+        self.held = _named(traced.held(gpus if self._sharded else 1))
+        self.host: dict[str, int] = {}
+        if offload != "none":
+            self.host = traced.host()
+            self.held |= {"states": 0, "low words": 0} | ({"gradients": 0} if offload == "gradients" else {})
+        self._communication = 0
+        if gpus > 1:
+            self._communication = gathered(traced.model) if self._sharded else self.held["gradients"]
+
+    @property
+    def positions(self) -> int:
+        """The most tokens that the model has positions for."""
+        config: Any = getattr(self._traced.model, "config", None)
+        config = getattr(config, "text_config", config)  # of a model of images and texts
+        # Rotary positions can be worked out for any token; learned ones are rows of a table.
+        if getattr(config, "rope_theta", None) is not None or getattr(config, "rope_parameters", None):
+            return MOST
+        return int(getattr(config, "max_position_embeddings", None) or MOST)
+
+    def peak(self, batch: int, sequence: int) -> int:
+        """Bytes at the worst moment."""
+        return sum(self.at(batch, sequence)[0].values())
+
+    def at(self, batch: int, sequence: int) -> tuple[dict[str, int], int, str]:
+        """Bytes at the worst moment by what they are, those saved for the backward pass, where that moment is."""
+        timeline = self._traced.trace(batch, sequence)
+        if self._sharded:
+            moment = timeline.peak(("activations", "loss", "backward"))
+            moment = Moment(moment.where, {**moment.live, "gradients": self.held["gradients"]})
+        else:
+            moment = timeline.peak()
+            if self._traced.accumulate:
+                moment = Moment(moment.where, {**moment.live, "gradients": self.held["gradients"]})
+        saved = timeline.at("backward").total
+        parts = {name: size for name, size in self.held.items() if name != "gradients"}
+        parts |= {str(part): moment.live[part] for part in PARTS}
+        parts |= {"communication": self._communication, "workspaces": WORKSPACE}
+        return parts, saved, moment.where
+
+
+def _named(held: Held) -> dict[str, int]:
+    return {
+        "weights": held.weights, "buffers": held.buffers, "states": held.states, "low words": held.low_words,
+        "gradients": held.gradients,
+    }  # fmt: skip
+
+
+def bytes_each(
+    recipe: Recipe, gpus: int, parallel: Parallel, offload: Offload
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Bytes a parameter that a recipe keeps, by what they are: on each GPU, with DDP's buckets, and on the host."""
+    low = float(weight_storage(recipe.weights).bytes_added(recipe.dtype))
+    all_of = recipe.byte_breakdown()
+    device = {
+        "weights": all_of["weights"], "buffers": 0.0, "states": all_of["states"] - low, "low words": low,
+        "gradients": all_of["gradients"],
+    }  # fmt: skip
+    host: dict[str, float] = {}
+    if offload != "none":
+        host = {name: size for name, size in device.items() if name != "buffers"}
+        device |= {"states": 0.0, "low words": 0.0} | ({"gradients": 0.0} if offload == "gradients" else {})
+    shards = gpus if parallel == "fsdp" else 1
+    device = {name: size / shards for name, size in device.items()}
+    device["communication"] = float(recipe.dtype.itemsize) if gpus > 1 and parallel == "ddp" else 0.0
+    return device, host

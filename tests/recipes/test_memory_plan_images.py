@@ -1,0 +1,228 @@
+"""Memory plans of image models: steps traced beside real ones on the CPU, with all that a training adds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from narrowgauge import linear, recipes
+from narrowgauge.recipes._losses import class_loss, contrastive_loss, normalized, pair_loss, step_of
+from narrowgauge.recipes._timeline import rounded
+from narrowgauge.recipes._trace import Traced, bare, enable_checkpointing
+from narrowgauge.trainers._additions import Additions
+from narrowgauge.trainers._image_models import (
+    IMAGE_PRESETS,
+    ClipSizes,
+    ImageSizes,
+    Tower,
+    VitSizes,
+    build_image_model,
+    clip_configuration,
+    vit_configuration,
+)
+from narrowgauge.trainers._memory import peak_memory
+
+# Wide enough for features to outweigh the 512 bytes that a number takes, small enough for one thread.
+CLIP = ClipSizes(Tower(128, 3, 2), Tower(96, 3, 2), 8, 64, image=64, context=32)
+VIT = VitSizes(Tower(192, 3, 3), 8, image=64)
+ADDED = Additions(layer_scale=0.1, kq_norm=True, patch_norm="after", patch_dropout=0.5)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Models are small, and processors shared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def inputs(model: Any, batch: int, sequence: int) -> tuple[Tensor, Tensor]:
+    """Images, and captions or classes."""
+    edge = getattr(model.config, "vision_config", model.config).image_size
+    images = torch.randint(0, 256, (batch, 3, edge, edge), dtype=torch.uint8)
+    return images, torch.randint(0, 300, (batch, sequence) if sequence else (batch,))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "recipe", "checkpointing", "added"),
+    [
+        (CLIP, "fp32", False, Additions(stable_embedding=True)),
+        (CLIP, "A", False, Additions()),
+        (CLIP, "fp32", True, ADDED),
+        # Not in bf16, whose backward pass takes float32 buffers on a CPU: 2% of a model that small.
+        (VIT, "fp32", False, ADDED),
+        (VIT, "fp32", True, Additions()),
+    ],
+)
+@pytest.mark.usefixtures("one_thread")
+def test_a_trace_is_what_a_real_step_takes(
+    sizes: ImageSizes, recipe: str, checkpointing: bool, added: Additions
+) -> None:
+    """Storages that autograd really saves, and the allocator's own count of a step, on the CPU."""
+    batch = 12
+    model = build_image_model(sizes, 300, context=32, seed=0)
+    added.add(model, 0)
+    sequence = 32 if sizes is CLIP else 0
+    traced = Traced(bare(model), recipes.get(recipe), None, checkpointing, step_of(model).loss, {})
+    timeline = traced.trace(batch, sequence)
+    recipes.cast(model, recipes.get(recipe).dtype)
+    if checkpointing:
+        enable_checkpointing(model)
+    loss_of = pair_loss if sequence else class_loss
+    images, others = inputs(model, batch, sequence)
+
+    def loss() -> Tensor:
+        return loss_of(model, images.clone(), others.clone())  # as a training moves them to the device
+
+    there = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        saved[x.untyped_storage()._cdata] = x.untyped_storage()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        kept = loss()
+    real = sum(rounded(storage.nbytes()) for at, storage in saved.items() if at not in there)
+    assert timeline.at("backward").total == pytest.approx(real, rel=0.01)
+    del kept
+    saved.clear()
+
+    def step() -> None:
+        torch.autograd.backward(loss())
+
+    step()
+    for p in model.parameters():
+        p.grad = None
+    _, peak = peak_memory(step, 0, torch.device("cpu"))
+    assert timeline.peak().total == pytest.approx(peak, rel=0.01)
+
+
+def test_cosines_grow_with_the_square_of_the_batch() -> None:
+    """By hand: what the loss keeps of the cosines of n pairs, beside features."""
+    config = clip_configuration(IMAGE_PRESETS["clip-micro"], end=0)  # type: ignore[arg-type]
+    saved = {n: recipes.plan_memory(config, "fp32", batch=n).saved for n in (2048, 4096)}
+    logits, logs = 4 * 4096**2, 4 * 4096**2
+    # The scaled cosines, for the scale's gradient, and the log softmax of rows and of columns.
+    bent = saved[4096] - 2 * saved[2048]  # type: ignore[operator]
+    assert bent == pytest.approx((logits + 2 * logs) / 2, rel=0.35)
+
+
+def test_a_step_without_memory_is_the_trainers() -> None:
+    """`pair_loss` and `class_loss` against a direct computation."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    tokens = torch.ones(4, 16, dtype=torch.int64)
+    clip = build_image_model(IMAGE_PRESETS["clip-micro"], 300, context=16, seed=0)
+    made = clip(input_ids=tokens, pixel_values=normalized(images))
+    wanted = contrastive_loss(made.image_embeds, made.text_embeds, clip.logit_scale)
+    assert torch.equal(pair_loss(clip, images, tokens), wanted)
+    vit = build_image_model(IMAGE_PRESETS["vit-micro"], 5, context=0, seed=0)
+    labels = torch.tensor([0, 1, 4, 2])
+    logits = vit(pixel_values=normalized(images)).logits
+    assert torch.equal(class_loss(vit, images, labels), nn.CrossEntropyLoss()(logits, labels))
+
+
+@pytest.fixture(scope="module")
+def clip() -> Any:
+    return clip_configuration(IMAGE_PRESETS["clip-micro"], end=0)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def vit() -> Any:
+    return vit_configuration(IMAGE_PRESETS["vit-micro"], 1000)  # type: ignore[arg-type]
+
+
+def test_the_largest_that_fits_fits_and_one_more_does_not(clip: Any, vit: Any) -> None:
+    for config, memory in ((clip, "700MB"), (vit, "300MB")):
+        plan = recipes.plan_memory(config, "D", batch=2, device_memory=memory)
+        batch = plan.largest_batch()
+        fits, not_so = (recipes.plan_memory(config, "D", batch=n, device_memory=memory) for n in (batch, batch + 1))
+        assert batch > 100
+        assert fits.fits
+        assert not not_so.fits
+        assert plan.largest_batch(plan.peak) == 2
+        assert plan.largest_batch(plan.peak - 1) == 1
+        assert recipes.plan_memory(config, "D", batch=2).peak == plan.peak  # again, and the same
+        assert plan.largest_model() == int(plan.device_memory / 16)  # type: ignore[operator]
+    clips = recipes.plan_memory(clip, "D", batch=2, device_memory="700MB")
+    assert (clips.example, clips.sequence, clips.longest_sequence()) == ("pair", 16, 16)
+    words = recipes.plan_memory(clip, "D", batch=64, sequence=8)
+    longer = recipes.plan_memory(clip, "D", batch=64)
+    assert words.saved < longer.saved  # type: ignore[operator]
+    plan = recipes.plan_memory(vit, "D", device_memory="300MB")
+    assert (plan.example, plan.sequence, plan.record()["sequence"]) == ("image", None, None)
+    with pytest.raises(ValueError, match=r"^model_or_config: got a ViTForImageClassification, takes a model that"):
+        plan.longest_sequence()
+
+
+def test_patches_that_are_dropped_take_nothing(vit: Any) -> None:
+    def saved(share: float) -> int:
+        model = build_image_model(IMAGE_PRESETS["vit-micro"], 5, context=0, seed=0)
+        Additions(patch_dropout=share).add(model, 0)
+        found = recipes.plan_memory(model, "A", batch=64).saved
+        assert found is not None
+        return found
+
+    whole, half = saved(0.0), saved(0.5)
+    # 16 patches and a class token: 9 of 17 rows are left in the blocks; pixels and embeddings stay.
+    assert 9 / 17 < half / whole < 0.65
+
+
+def test_the_heads_stay_as_they_are(clip: Any) -> None:
+    plan = recipes.plan_memory(clip, "A", batch=4, linear=linear.SWITCHBACK)
+    plain = recipes.plan_memory(clip, "A", batch=4)
+    assert plan.linear
+    assert plan.held == plain.held
+    traced = Traced(
+        bare(build_image_model(IMAGE_PRESETS["clip-micro"], 300, context=16, seed=0)), recipes.get("A"),
+        linear.SWITCHBACK, False, step_of(nn.Linear(1, 1)).loss, {},
+    )  # fmt: skip
+    planned = [n for n, m in traced.model.named_modules() if getattr(m, "plan", None) is not None]
+    assert len(planned) == 24
+    assert all(".layers." in name for name in planned)
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "tokens of a classifier": ("vit", {"sequence": 16}, "sequence: got 16, takes None for a ViTForImageClas"),
+    "a longer caption": ("clip", {"sequence": 17}, "sequence: got 17, takes at most 16"),
+    "several": ("clip", {"gpus": 2}, "gpus: got 2 for a CLIPModel, takes 1, or a loss of your own"),
+    "parts": ("clip", {"accumulate": True}, "accumulate: got True for a CLIPModel, takes False"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused_by_name(case: str, clip: Any, vit: Any) -> None:
+    model, options, message = REFUSED[case]
+    with pytest.raises(ValueError, match=r"^[a-z_]+: got") as error:
+        recipes.plan_memory({"clip": clip, "vit": vit}[model], "A", **options)
+    assert str(error.value).startswith(message)
+
+
+def test_a_tower_alone_needs_a_loss() -> None:
+    from transformers import ViTModel
+
+    model = ViTModel(vit_configuration(IMAGE_PRESETS["vit-micro"], 5))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^loss: got None for a ViTModel, takes a function of model, batch and"):
+        recipes.plan_memory(model, "A")
+
+
+FLAGS: dict[str, tuple[Additions, str]] = {
+    "stable_embedding": (Additions(stable_embedding=True), "--stable-embedding: got a ViTForImage"),
+    "patch_norm": (Additions(patch_norm="behind"), "--patch-norm: got 'behind', takes 'before' or 'after'"),
+    "patch_dropout": (Additions(patch_dropout=1.0), "--patch-dropout: got 1.0, takes a number from 0"),
+}
+
+
+@pytest.mark.parametrize("case", FLAGS)
+def test_what_cannot_be_added_is_named_by_its_flag(case: str) -> None:
+    added, message = FLAGS[case]
+    assert list(added.given) == [case]
+    with pytest.raises(ValueError, match=r"^--[a-z-]+: got") as error:
+        added.add(build_image_model(IMAGE_PRESETS["vit-micro"], 5, context=0, seed=0), 0)
+    assert str(error.value).startswith(message)
