@@ -73,9 +73,12 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            if type(error).__module__ == "builtins" and not _names_one(error, looked.signature.parameters):
+            # What is no error passes: to stop a recomputation torch raises an exception of its own.
+            ours = isinstance(error, ArgumentError)  # of a function that this one calls, about its own arguments
+            plain = type(error).__module__ == "builtins"
+            if (ours or plain) and not _names_one(error, looked.signature.parameters):
                 looked.hold(args, kwargs, error)
-            raise  # also what is no error: to stop a recomputation torch raises an exception of its own
+            raise
 
     return call
 

@@ -21,7 +21,7 @@ from narrowgauge.distributed._compressed_memory import Memory
 from narrowgauge.distributed._compressed_wire import Wire
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown codebook": ({"codebook": "dynamik"}, r"^name: got 'dynamik', takes one of "),
+    "unknown codebook": ({"codebook": "dynamik"}, r"^codebook: got 'dynamik', takes one of "),
     "no codebook": ({"codebook": 8}, r"^codebook: got 8, takes a name such as 'dynamic' or a tensor of values$"),
     "values that are none": ({"codebook": torch.tensor([-1.0, 1.0])}, "^codebook: takes ascending"),
     "unsigned": ({"codebook": formats.codebook("dynamic", signed=False)}, "^codebook: got values without negative"),

@@ -30,7 +30,7 @@ from narrowgauge.distributed._offload_pieces import Piece, Pieces, refuse_parame
 from narrowgauge.distributed._offload_views import ShowsInner
 from narrowgauge.optim import NarrowOptimizer
 from narrowgauge.optim._arriving import ArrivingDispatch
-from narrowgauge.optim._step_in_backward import makes_optimizers
+from narrowgauge.optim._step_in_backward import refuse_other
 
 _SCALED = ("grad_scale", "found_inf")  # what torch's GradScaler leaves for the time of a step
 
@@ -79,8 +79,7 @@ class CPUOffload(ShowsInner):
         gradients: Literal["kept", "freed"] = "kept",
         **options: Any,
     ) -> None:
-        if not makes_optimizers(optimizer):
-            raise TypeError(f"optimizer: got {optimizer!r}, takes one of narrowgauge.optim")
+        refuse_other(optimizer, "one of narrowgauge.optim")
         if transfer not in (None, "backward", "step"):
             raise ValueError(f"transfer: got {transfer!r}, takes 'backward', 'step' or None")
         if gradients not in ("kept", "freed"):

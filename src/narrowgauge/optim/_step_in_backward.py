@@ -66,9 +66,7 @@ def step_in_backward(model: torch.nn.Module, optimizer: Callable[..., Stepper], 
         raise TypeError("model: got DistributedDataParallel, whose averaging comes after each step; takes a module")
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, takes a torch.nn.Module")
-    if not makes_optimizers(optimizer):
-        got = f"{optimizer.__module__}.{optimizer.__qualname__}" if isinstance(optimizer, type) else repr(optimizer)
-        raise TypeError(f"optimizer: got {got}, takes an optimizer of narrowgauge")
+    refuse_other(optimizer, "an optimizer of narrowgauge")
     made = optimizer(model.named_parameters(), **options)
     if not isinstance(made, NarrowOptimizer):
         kind = type(made)  # type: ignore[unreachable]
@@ -77,11 +75,13 @@ def step_in_backward(model: torch.nn.Module, optimizer: Callable[..., Stepper], 
     return made
 
 
-def makes_optimizers(given: object) -> bool:
-    """Whether an argument may be a class of this library's optimizers, or a function that makes one."""
+def refuse_other(given: object, takes: str) -> None:
+    """Refuse an argument `optimizer` that is no class of this library's optimizers, nor a function to make one."""
     if isinstance(given, type):
-        return issubclass(given, NarrowOptimizer)
-    return callable(given) and not isinstance(given, torch.nn.Module)
+        if not issubclass(given, NarrowOptimizer):
+            raise TypeError(f"optimizer: got {given.__module__}.{given.__qualname__}, takes {takes}")
+    elif not callable(given) or isinstance(given, torch.nn.Module):
+        raise TypeError(f"optimizer: got {given!r}, takes {takes}")
 
 
 class InBackward:

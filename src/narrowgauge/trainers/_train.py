@@ -113,7 +113,8 @@ def make_optimizer(recipe: Recipe, model: nn.Module, settings: Settings, seed: i
     }
     arithmetic = settings.arithmetic_of(recipe)
     options = recipe.known(options) | {"arithmetic": arithmetic}
-    return recipe.apply(model, settings.lr, decay_all=True, around=None, **options)
+    made: NarrowOptimizer = recipe.apply(model, settings.lr, decay_all=True, **options)
+    return made
 
 
 def train(
