@@ -53,7 +53,7 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-@tried(40, 3000)
+@tried(20, 3000)
 def test_a_damaged_checkpoint_is_what_was_saved_or_is_named(run: Path, tries: int) -> None:
     whole = contents(run)
     wanted = {}

@@ -26,7 +26,7 @@ def planned(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@tried(25, 1500)
+@tried(12, 1500)
 def test_a_configuration_is_planned_or_named(family: str, tmp_path: Path, tries: int) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
@@ -52,7 +52,7 @@ def test_a_configuration_is_planned_or_named(family: str, tmp_path: Path, tries:
     assert peak > 0
 
 
-@tried(25, 1500)
+@tried(12, 1500)
 def test_a_trained_model_is_loaded_or_named(tmp_path: Path, tries: int) -> None:
     folder = tmp_path / "model"
     build_model("micro", vocabulary=256, sequence=4, seed=0).save_pretrained(folder)
