@@ -90,7 +90,8 @@ def test_the_calculation_is_what_processes_hold_send_and_save(
         sent = 4 * exempt / 2 if "codes" in way else 0
         assert row["sent_bytes"] == pytest.approx(said["sent"], abs=sent + 1e4)
         if way != "alone":
-            assert row["checkpoint_bytes"] == pytest.approx(said["checkpoint"], abs=more + listed)
+            # All that is calculated is there, and beside it no more than the lists.
+            assert said["checkpoint"] <= row["checkpoint_bytes"] <= said["checkpoint"] + more + listed
     lines = _scale_measured.measured(trained).splitlines()
     assert len(lines) == 2 + len(results["rows"])
     assert lines[3].startswith("| micro on 2 | DDP |")
