@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,10 @@ import torch
 
 STUDIES = Path(__file__).resolve().parents[2] / "studies"
 sys.path.append(str(STUDIES))
+
+COLOURS = {"red": (220, 30, 30), "green": (30, 200, 60), "blue": (30, 60, 220), "white": (240, 240, 240)}
+GROUNDS = {"black": (0, 0, 0), "grey": (128, 128, 128), "yellow": (230, 210, 40), "pink": (240, 130, 200)}
+HELD_OUT = {("red", "grey"), ("blue", "pink"), ("green", "black")}
 
 
 @pytest.fixture(scope="session")
@@ -40,3 +45,23 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def squares(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Squares of one colour on another; some pairs of colours are held out."""
+    from PIL import Image
+
+    folder = tmp_path_factory.mktemp("squares")
+    tables: dict[str, list[tuple[str, str]]] = {"train.csv": [], "validation.csv": []}
+    for mark, inner in COLOURS.items():
+        for ground, outer in GROUNDS.items():
+            image = Image.new("RGB", (36, 36), outer)
+            image.paste(inner, (9, 9, 27, 27))
+            image.save(folder / f"{mark}{ground}.png")
+            name = "validation.csv" if (mark, ground) in HELD_OUT else "train.csv"
+            tables[name].append((f"{mark}{ground}.png", f"{mark} on {ground}"))
+    for name, rows in tables.items():
+        with (folder / name).open("w", newline="") as file:
+            csv.writer(file).writerows([("filepath", "title"), *rows])
+    return folder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 import torch
 from _clip_pairs import Draw, crops, pairs_of
 from _clip_run import train
-from PIL import Image
 from torch import Tensor, nn
 
 import narrowgauge as ng
@@ -23,29 +21,11 @@ from narrowgauge.trainers import DataError, TrainSettings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-COLOURS = {"red": (220, 30, 30), "green": (30, 200, 60), "blue": (30, 60, 220), "white": (240, 240, 240)}
-GROUNDS = {"black": (0, 0, 0), "grey": (128, 128, 128), "yellow": (230, 210, 40), "pink": (240, 130, 200)}
-HELD_OUT = {("red", "grey"), ("blue", "pink"), ("green", "black")}
-
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> TrainSettings:
-    """Squares of one colour on another; some pairs of colours are held out."""
-    folder = tmp_path_factory.mktemp("squares")
-    tables: dict[str, list[tuple[str, str]]] = {"train.csv": [], "validation.csv": []}
-    for mark, inner in COLOURS.items():
-        for ground, outer in GROUNDS.items():
-            image = Image.new("RGB", (36, 36), outer)
-            image.paste(inner, (9, 9, 27, 27))
-            image.save(folder / f"{mark}{ground}.png")
-            apart = (mark, ground) in HELD_OUT
-            row = (f"{mark}{ground}.png", f"{mark} on {ground}")
-            tables["validation.csv" if apart else "train.csv"].append(row)
-    for name, rows in tables.items():
-        with (folder / name).open("w", newline="") as file:
-            csv.writer(file).writerows([("filepath", "title"), *rows])
+def settings(squares: Path) -> TrainSettings:
     return TrainSettings(
-        model="clip-micro", data=folder, recipe="stable-adamw", batch=8, sequence=8, vocabulary=280, steps=6,
+        model="clip-micro", data=squares, recipe="stable-adamw", batch=8, sequence=8, vocabulary=280, steps=6,
         warmup=2, lr=1e-3, validate_every=3, clip=0.0, patch_dropout=0.5, device="cpu", workers=1,
     )  # fmt: skip
 

@@ -1,6 +1,5 @@
 """Stability: RMS_t is what the optimizer saw, spikes are found and counted, plans share their runs."""
 
-import csv
 import json
 import math
 from dataclasses import asdict, replace
@@ -16,34 +15,17 @@ import stability as study
 import torch
 import typer
 from _stability_run import CLIPPED, EPS, PLAIN, SCHEDULED, STABLE, Plan, Task, Watched, after, optimizer_of, run
-from PIL import Image
 from torch import nn
 from typer.testing import CliRunner
 
 from narrowgauge.gauges import rms_ratio
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-COLOURS = {"red": (220, 30, 30), "green": (30, 200, 60), "blue": (30, 60, 220), "white": (240, 240, 240)}
-GROUNDS = {"black": (0, 0, 0), "grey": (128, 128, 128), "yellow": (230, 210, 40), "pink": (240, 130, 200)}
-HELD_OUT = {("red", "grey"), ("blue", "pink"), ("green", "black")}
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
-    """Squares of one colour on another; some pairs of colours are held out."""
-    folder = tmp_path_factory.mktemp("squares")
-    tables: dict[str, list[tuple[str, str]]] = {"train.csv": [], "validation.csv": []}
-    for mark, inner in COLOURS.items():
-        for ground, outer in GROUNDS.items():
-            image = Image.new("RGB", (36, 36), outer)
-            image.paste(inner, (9, 9, 27, 27))
-            image.save(folder / f"{mark}{ground}.png")
-            name = "validation.csv" if (mark, ground) in HELD_OUT else "train.csv"
-            tables[name].append((f"{mark}{ground}.png", f"{mark} on {ground}"))
-    for name, rows in tables.items():
-        with (folder / name).open("w", newline="") as file:
-            csv.writer(file).writerows([("filepath", "title"), *rows])
-    return replace(study.CHECK, settings=replace(study.CHECK.settings, data=folder, vocabulary=280))
+def plan(squares: Path) -> Plan:
+    return replace(study.CHECK, settings=replace(study.CHECK.settings, data=squares, vocabulary=280))
 
 
 def task_of(plan: Plan, row: str = PLAIN.name, beta2: float = 0.999, signal: float = 1.0) -> Task:
