@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 from hypothesis import strategies as st
+
+from narrowgauge.gauges._packed import packed
 
 Record = dict[str, Any]
 
@@ -63,11 +66,11 @@ def sound(steps: int = 200) -> list[Record]:
             records += [tensor("activation_gradient", number, name) for name in BLOCKS]
         if number % 50 == 0:
             records += [state(number, NAMES[1], slot) for slot in ("m", "v")]
-            cells = [[100 + i, 100 + j, 1 + i] for i in range(4) for j in range(4)]
-            errors = [[i, j, 0.01 * count] for i, j, count in cells]
+            cells = np.zeros((256, 256))
+            cells[100:104, 100:104] = np.arange(1, 5)[:, None]
             records.append(
                 {"kind": "adam_error", "step": number, "name": "", "mean_relative": 0.05, "mean_absolute": 0.006,
-                 "usage": cells, "error": errors}
+                 "usage": packed(cells.astype("<u4")), "error": packed((0.01 * cells).astype("<f4"))}
             )  # fmt: skip
     return records
 

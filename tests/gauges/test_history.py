@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import math
+import zlib
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,7 @@ from hypothesis import strategies as st
 from narrowgauge.gauges import advise
 from narrowgauge.gauges._advice_ranges import blocks
 from narrowgauge.gauges._history import History, is_embedding
+from narrowgauge.gauges._packed import packed, unpacked
 from recorded import BLOCKS, NAMES, STRANGE, header, sound, state, step, tensor, update
 
 
@@ -81,23 +85,37 @@ def test_codes_and_maps_are_added_up() -> None:
     history = History([state(50, "a", "m", usage=[1, 2, 0]), state(100, "a", "m", usage=[0, 2, 4])])
     assert history.usage["a", "m"].tolist() == [1, 4, 4]
     assert history.series("state", "relative_norm", "a [m]").values.tolist() == [0.02, 0.02]
-    record = {
-        "kind": "adam_error",
-        "step": 50,
-        "name": "",
-        "usage": [[1, 2, 3], [255, 255, 1]],
-        "error": [[1, 2, 0.5]],
-    }
+    usage, sums = np.zeros((256, 256), "<u4"), np.zeros((256, 256), "<f4")
+    usage[1, 2], usage[255, 255], sums[1, 2] = 3, 1, 0.5
+    record = {"kind": "adam_error", "step": 50, "name": "", "usage": packed(usage), "error": packed(sums)}
     history = History([record, record])
     use, error = history.maps[""]
     assert (use[1, 2], use[255, 255], use.sum()) == (6, 2, 8)
     assert (error[1, 2], error.sum()) == (1.0, 1.0)
 
 
-def test_cells_outside_of_the_map_are_left_out() -> None:
-    cells = [[256, 0, 1], [-1, 0, 1], [0, 0], "abc", [0.5, 0, 1], [0, 0, "x"], [3, 4, 1]]
-    history = History([{"kind": "adam_error", "step": 1, "name": "", "usage": cells, "error": 7}])
-    assert history.maps[""][0].sum() == 1
+def test_a_packed_array_is_read_as_its_docstring_says() -> None:
+    array = np.random.default_rng(0).random((256, 256)).astype("<f4")
+    value = json.loads(json.dumps(packed(array)))
+    read = np.frombuffer(zlib.decompress(base64.b64decode(value["zlib"])), value["type"]).reshape(value["shape"])
+    np.testing.assert_array_equal(read, array)
+    np.testing.assert_array_equal(unpacked(value, (256, 256)), array)
+    assert unpacked(value, (256, 255)) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"type": "<f8"}, {"type": ["<f4"]}, {"shape": [1 << 40, 1]}, {"shape": None}, {"zlib": "no base64"},
+     {"zlib": "é"}, {"zlib": "AAAA"}, {"zlib": 7}, {"zlib": packed(np.zeros(100_000_000, "u1"))["zlib"]},
+     {"zlib": packed(np.zeros(9, "<u4"))["zlib"]}, {"zlib": packed(np.full((256, 256), np.nan, "<f4"))["zlib"]}],
+)  # fmt: skip
+def test_what_is_no_map_is_left_out(change: dict[str, Any]) -> None:
+    cells = packed(np.ones((256, 256), "<f4"))
+    history = History(
+        [{"kind": "adam_error", "step": 1, "name": "", "usage": cells | change, "error": [[1, 2, 3]]}]
+    )
+    assert not history.maps[""][0].any()
+    assert not history.maps[""][1].any()
 
 
 def test_the_start_is_a_twentieth_of_the_run_and_1000_steps_at_most() -> None:

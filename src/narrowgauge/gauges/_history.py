@@ -20,6 +20,8 @@ from typing import Any, NamedTuple, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
+from narrowgauge.gauges._packed import unpacked
+
 Floats = NDArray[np.float64]
 Record = Mapping[str, Any]
 
@@ -162,12 +164,9 @@ class History:
         for total, cells in zip(
             self._maps.setdefault(name, fresh), map(record.get, ("usage", "error")), strict=True
         ):
-            for cell in cells if isinstance(cells, Sequence) else ():
-                if not (isinstance(cell, Sequence) and len(cell) == 3):
-                    continue
-                i, j = cell[:2]
-                if _is_count(i) and _is_count(j) and max(i, j) < _CODES:
-                    total[i, j] += _count(cell[2])
+            found = unpacked(cells, (_CODES, _CODES))
+            if found is not None:
+                total += np.where(np.isfinite(found) & (found > 0), found, 0)
 
     def names(self, kind: str) -> list[str]:
         """Tensors of which there are records of a kind, in the order of the model or the records; "" is none."""

@@ -2,29 +2,32 @@
 
 The moments that a step makes live in registers; what stays are their codes. So what this needs is worked out
 once more by the optimizer's specification, before the step is taken: the moments as the step will have them, and
-the codes that it will write, of a sample of every long parameter. That waits for the device and takes some hundreds
-of operations, which is why it is done seldom.
+the codes that it will write, of a sample of every long parameter. That asks the device which gradients are finite,
+and waits for the answer, and takes some hundreds of operations, which is why it is done seldom. The sums go to the
+host as those of other gauges do, and records are made of them there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from narrowgauge.gauges._packed import packed
 from narrowgauge.gauges._quantization import (
     CODES,
     AdamErrorMap,
-    QuantizationError,
     adam_error_map,
+    error_ratios,
     error_terms,
     quantization_error,
 )
+from narrowgauge.gauges._rank_sums import Part
 from narrowgauge.gauges._records import Record
 from narrowgauge.kernels._tables import sent
 
@@ -51,8 +54,8 @@ def reasons(optimizer: Any, names: Mapping[Tensor, str]) -> dict[str, list[str]]
     return found
 
 
-def moment_records(optimizer: Any, names: Mapping[Tensor, str], step: int, turn: int) -> Iterator[Record]:
-    """Records of every quantized moment, and of Adam's update made of them all.
+def moment_parts(optimizer: Any, names: Mapping[Tensor, str], step: int, turn: int) -> list[Part]:
+    """Tables of every quantized moment, and of Adam's update made of them all, and the records that they make.
 
     Args:
         optimizer: one of narrowgauge's, before a step, with gradients.
@@ -60,28 +63,29 @@ def moment_records(optimizer: Any, names: Mapping[Tensor, str], step: int, turn:
         step: the number of the step, for the records.
         turn: which samples are taken.
     """
+    parts: list[Part] = []
     maps: list[AdamErrorMap] = []
-    found: dict[Tensor, list[Record]] = {}
     for some in optimizer.foresee_samples(turn):
         for moment in some.moments:
-            for p, error in zip(some.ps, _errors(moment, some.counts, some.each), strict=True):
-                record: Record = {
-                    "kind": "state", "step": step, "name": names[p], "slot": moment.slot, "format": moment.format,
-                    "mean_absolute": error.mean_absolute, "relative_norm": error.relative_norm,
-                    "flushed": error.flushed, "usage": error.usage.to(torch.int64).numpy().tolist(),
-                }  # fmt: skip
-                found.setdefault(p, []).append(record)
+            of = [names[p] for p in some.ps]
+            parts.append(
+                (
+                    _table(moment, some.counts, some.each),
+                    (),
+                    partial(_records, step, moment.slot, moment.format, of),
+                )
+            )
         by_slot = {moment.slot: moment for moment in some.moments}
         if by_slot.keys() == {"m", "v"} and by_slot["m"].eps:
             maps.append(_map(by_slot["m"], by_slot["v"]))
-    for p in names:
-        yield from found.get(p, ())
     if maps:
-        yield _map_record(AdamErrorMap.total(maps), step)
+        total = AdamErrorMap.total(maps)
+        parts.append((torch.cat([total.cells.flatten(), total.sums]), (), partial(_map_records, step)))
+    return parts
 
 
-def _errors(moment: Any, counts: Sequence[int], each: int) -> list[QuantizationError]:
-    """What `quantization_error` says of every parameter's part of a moment, on the host.
+def _table(moment: Any, counts: Sequence[int], each: int) -> Tensor:
+    """What `quantization_error` says of every parameter's part of a moment: usage and sums, a row each.
 
     Args:
         moment: of some parameters, one after the other.
@@ -90,7 +94,7 @@ def _errors(moment: Any, counts: Sequence[int], each: int) -> list[QuantizationE
     """
     if len(counts) == 1:
         error = quantization_error(moment.exact, moment)
-        return [QuantizationError(error.usage.cpu(), error.sums.cpu())]
+        return torch.cat([error.usage, error.sums])[None]
     device, rows = moment.codes.device, [count // each for count in counts]
     repeats = sent(np.array(rows, dtype=np.int64), device)
     owners = torch.arange(len(rows), device=device).repeat_interleave(repeats, output_size=sum(rows))
@@ -98,8 +102,19 @@ def _errors(moment: Any, counts: Sequence[int], each: int) -> list[QuantizationE
     usage = torch.bincount(codes, minlength=CODES * len(rows)).to(torch.float64).view(-1, CODES)
     sums = torch.stack([column.view(-1, each).sum(1) for column in error_terms(moment.exact, moment)], dim=1)
     total = torch.segment_reduce(sums, "sum", lengths=repeats, axis=0, unsafe=True)
-    table = torch.cat([usage, total], dim=1).cpu()
-    return [QuantizationError(row[:CODES], row[CODES:]) for row in table]
+    return torch.cat([usage, total], dim=1)
+
+
+def _records(step: int, slot: str, kept_as: str, names: Sequence[str], table: Tensor) -> list[Record]:
+    usage, sums = table[:, :CODES], table[:, CODES:]
+    numbers, counts = error_ratios(usage, sums).T.tolist(), usage.to(torch.int64).numpy().tolist()
+    return [
+        {
+            "kind": "state", "step": step, "name": name, "slot": slot, "format": kept_as,
+            "mean_absolute": mean, "relative_norm": norm, "flushed": flushed, "usage": row,
+        }
+        for name, mean, norm, flushed, row in zip(names, *numbers, counts, strict=True)
+    ]  # fmt: skip
 
 
 def _map(m: Any, v: Any) -> AdamErrorMap:
@@ -108,16 +123,13 @@ def _map(m: Any, v: Any) -> AdamErrorMap:
     return adam_error_map(exact[0], exact[1], kept[0], kept[1], eps=m.eps)
 
 
-def _map_record(total: AdamErrorMap, step: int) -> Record:
-    cells = total.cells.cpu().numpy()
-    return {
-        "kind": "adam_error", "step": step, "name": "",
-        "mean_relative": total.mean_relative, "mean_absolute": total.mean_absolute,
-        "usage": _sparse(cells[0].astype(np.int64)), "error": _sparse(cells[2]),
-    }  # fmt: skip
-
-
-def _sparse(cells: npt.NDArray[Any]) -> list[list[int | float]]:
-    """[row, column, value] of the cells other than zero."""
-    rows, columns = cells.nonzero()  # numpy makes lists some ten times as fast as torch
-    return [list(cell) for cell in zip(rows.tolist(), columns.tolist(), cells[rows, columns].tolist(), strict=True)]
+def _map_records(step: int, table: Tensor) -> list[Record]:
+    total = AdamErrorMap(table[:-2].view(-1, CODES, CODES), table[-2:])
+    usage, _, error, _ = total.cells.numpy()
+    return [
+        {
+            "kind": "adam_error", "step": step, "name": "",
+            "mean_relative": total.mean_relative, "mean_absolute": total.mean_absolute,
+            "usage": packed(usage.astype("<u4")), "error": packed(error.astype("<f4")),
+        }
+    ]  # fmt: skip

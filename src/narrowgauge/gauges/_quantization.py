@@ -62,17 +62,17 @@ class QuantizationError:
     @property
     def mean_absolute(self) -> float:
         """Mean of |x - q| over the elements."""
-        return _ratio(self.sums[0], self.usage.sum())
+        return float(error_ratios(self.usage, self.sums)[0])
 
     @property
     def relative_norm(self) -> float:
         """‖x - q‖ / ‖x‖."""
-        return math.sqrt(_ratio(self.sums[1], self.sums[2]))
+        return float(error_ratios(self.usage, self.sums)[1])
 
     @property
     def flushed(self) -> float:
         """Share of the elements other than zero that became zero."""
-        return _ratio(self.sums[4], self.sums[3])
+        return float(error_ratios(self.usage, self.sums)[2])
 
     @property
     def entropy(self) -> float:
@@ -97,6 +97,15 @@ def quantization_error(x: Tensor, quantized: Coded) -> QuantizationError:
     _same_shape("quantized", quantized.codes, x)
     usage = torch.bincount(_codes(quantized), minlength=CODES).to(torch.float64)
     return QuantizationError(usage, torch.stack([term.sum() for term in error_terms(x, quantized)]))
+
+
+def error_ratios(usage: Tensor, sums: Tensor) -> Tensor:
+    """Mean |x - q|, ‖x - q‖ / ‖x‖, share that was flushed: (..., 3), of usage (..., 256) and sums (..., 5)."""
+    shares = torch.stack([sums[..., 0], sums[..., 1], sums[..., 4]], dim=-1)
+    wholes = torch.stack([usage.sum(-1), sums[..., 2], sums[..., 3]], dim=-1)
+    ratios = torch.where(wholes != 0, shares / wholes, torch.nan)
+    ratios[..., 1] = ratios[..., 1].sqrt()
+    return ratios
 
 
 def error_terms(x: Tensor, quantized: Coded) -> list[Tensor]:

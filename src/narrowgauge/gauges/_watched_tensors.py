@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from narrowgauge.gauges._magnitudes import as_records, table_of, width
 from narrowgauge.gauges._measured_steps import SUMS
 from narrowgauge.gauges._modules import chosen
-from narrowgauge.gauges._moment_errors import moment_records, reasons
+from narrowgauge.gauges._moment_errors import moment_parts, reasons
 from narrowgauge.gauges._rank_sums import Part, Ranks
 from narrowgauge.gauges._records import LOG, MISSED, Record
 from narrowgauge.gauges._segments import flat
@@ -139,17 +139,19 @@ class WatchedTensors:
         if self._updates is not None:
             self._updates.begin(self._turn(step))
 
-    def moments(self, step: int) -> Iterator[Record]:
-        """Records of the quantized moments, if they are due; before the step is taken."""
+    def moments(self, step: int) -> tuple[list[Record], list[Part]]:
+        """Quantized moments, if they are due, before the step is taken: what has no table, and the tables."""
         every, optimizer = self._sources.states_every, cast(Any, self._optimizer)
         if not every or step % every or not measures_itself(optimizer):
-            return
+            return [], []
+        missing: list[Record] = []
         if not self._said:
             self._said = True
             for why, names in reasons(optimizer, self.names).items():
-                yield from _missing("state", step, names, why)
-        if optimizer.cannot_foresee() is None:
-            yield from moment_records(optimizer, self.names, step, step // every)
+                missing += _missing("state", step, names, why)
+        if optimizer.cannot_foresee() is not None:
+            return missing, []
+        return missing, moment_parts(optimizer, self.names, step, step // every)
 
     def unseen(self, step: int) -> Iterator[Record]:
         """After the first due step: which watched modules returned nothing that a hook saw."""

@@ -184,7 +184,10 @@ class Watch:
             self._steps.scale = self._history.look(self._optimizer)
         self._tensors.begin(self._steps.taken + 1)
         if self._ranks.first:
-            self._put(list(self._tensors.moments(self._steps.taken + 1)))
+            missing, found = self._tensors.moments(self._steps.taken + 1)
+            self._put(missing)
+            if found:  # of this rank alone
+                self._arriving.append(self._message(found).send(Ranks()))
 
     @torch.no_grad()
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -207,16 +210,20 @@ class Watch:
 
     def _send(self, found: Sequence[Part]) -> None:
         """Send what is known of the last steps, and tables of the present one."""
-        message = Message(self._tensors.home)
         table, steps = self._steps.table(self._tensors.home)
 
         def take_steps(rows: Tensor) -> None:
             self._put(steps(rows, self._history))
 
+        message = Message(self._tensors.home)
         message.add(table, take_steps, largest=StepRows.LARGEST)
+        self._arriving.append(self._message(found, message).send(self._ranks))
+
+    def _message(self, found: Sequence[Part], message: Message | None = None) -> Message:
+        message = message or Message(self._tensors.home)
         for part, largest, records in found:
             message.add(part, self._taker(records), largest)
-        self._arriving.append(message.send(self._ranks))
+        return message
 
     def _taker(self, records: Callable[[Tensor], list[Record]]) -> Callable[[Tensor], None]:
         def take(table: Tensor) -> None:

@@ -41,11 +41,19 @@ class Blocks:
 
     def of(self, x: Tensor) -> Tensor:
         """The items of a parameter's tensor, or of a word of its state, that belong to these; a count as it is."""
+        rows = self.rows(x)
+        return x if rows is None else rows.flatten(0, 1)
+
+    def rows(self, x: Tensor) -> Tensor | None:
+        """The same with a row for what is taken at a time, a view where it can be; None of a count."""
         n, each = self.elements, self.each
         x = x.reshape(-1) if x.numel() == n else x
         items = {n: each, -(-n // 2): each // 2}.get(len(x), each // self.a_scale) if x.dim() else 0
         if not items:
-            return x
+            return None
         blocks = n // each
+        if x.dim() == 1 and x.is_contiguous():  # as below, in one operation
+            size = len(range(self.first, blocks, self.share)), items
+            return x.as_strided(size, (self.share * items, 1), x.storage_offset() + self.first * items)
         parts = x[: blocks * items].reshape(blocks, items, *x.shape[1:])
-        return parts[self.first :: self.share].flatten(0, 1)
+        return parts[self.first :: self.share]

@@ -139,10 +139,10 @@ def _taking_part(optimizer: NarrowOptimizer, turn: int) -> Iterator[_Piece]:
     if not found:
         return
     # Asked of the device at once: which gradients are finite, and how many steps were taken.
-    largest = [norm.to(torch.float64) for norm in _largest([grad for _, _, grad, _ in found])]
-    steps = [state["step"].to(torch.float64) for *_, state in found]
-    home = steps[0].device
-    known = torch.stack([x.to(home) for x in (*largest, *steps)]).view(2, -1)
+    largest = _largest([grad for _, _, grad, _ in found])
+    steps = _column([state["step"] for *_, state in found])
+    known = torch.stack([largest.to(steps.device), steps])
+    home = known.device
     inverse = optimizer.inverse_scale()
     if inverse is not None:
         known[0] *= inverse.to(home)
@@ -159,15 +159,23 @@ def _taking_part(optimizer: NarrowOptimizer, turn: int) -> Iterator[_Piece]:
         yield _Piece(p, plan, group, grad, state, blocks, int(step) + 1)
 
 
-def _largest(grads: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The largest magnitude of each."""
+def _largest(grads: Sequence[Tensor]) -> Tensor:
+    """The largest magnitude of each: float64."""
     devices: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, grad in enumerate(grads):
         devices.setdefault((grad.device, grad.dtype), []).append(place)
     found: dict[int, Tensor] = {}
     for places in devices.values():
         found |= zip(places, torch._foreach_norm([grads[place] for place in places], torch.inf), strict=True)
-    return [found[place] for place in range(len(grads))]
+    return _column([found[place] for place in range(len(grads))])
+
+
+def _column(numbers: Sequence[Tensor]) -> Tensor:
+    """Tensors of one number each as one: float64, on the first one's device."""
+    first = numbers[0]
+    if any((x.device, x.dtype) != (first.device, first.dtype) for x in numbers):
+        numbers = [x.to(first.device, torch.float64) for x in numbers]
+    return torch.stack(list(numbers)).to(torch.float64)
 
 
 def _by_element(plan: ParameterPlan, group: Mapping[str, Any]) -> bool:
@@ -194,14 +202,20 @@ def _cut(pieces: list[_Piece]) -> Iterator[list[_Piece]]:
 def _together(pieces: list[_Piece], inverse: Tensor | None) -> Foreseen:
     """The moments of samples of some parameters that are kept in the same way, and have taken as many steps."""
     first = pieces[0]
-    p = torch.cat([one.blocks.of(one.p.detach()) for one in pieces])
-    grad = _scaled(torch.cat([one.blocks.of(one.grad) for one in pieces]), inverse)
-    state = {
-        key: torch.cat([one.blocks.of(one.state[key]) for one in pieces]) if word.dim() else word
-        for key, word in first.state.items()
-    }
+    blocks = [one.blocks for one in pieces]
+    p = _samples(blocks, [one.p.detach() for one in pieces])
+    grad = _scaled(_samples(blocks, [one.grad for one in pieces]), inverse)
+    state = {key: _samples(blocks, [one.state[key] for one in pieces]) for key in first.state}
     moments = _moments(first.plan, p, grad, state, first.group, first.step)
     return Foreseen([one.p for one in pieces], [one.blocks.count for one in pieces], first.blocks.each, moments)
+
+
+def _samples(blocks: Sequence[Blocks], tensors: Sequence[Tensor]) -> Tensor:
+    """Samples of some tensors, one after the other; of counts the first."""
+    rows = [some.rows(x) for some, x in zip(blocks, tensors, strict=True)]
+    if rows[0] is None:
+        return tensors[0]
+    return torch.cat([row for row in rows if row is not None]).flatten(0, 1)
 
 
 def _scaled(grad: Tensor, inverse: Tensor | None) -> Tensor:
