@@ -222,6 +222,9 @@ def test_the_readmes_speed_ups_of_linear_layers_are_those_of_the_committed_resul
         small = results["shapes"]["32768x1280x1280"][layer]
         assert small["speedup"] < 1 < small["graph_speedup"]
     assert f"is {ranges[0]} as fast as `nn.Linear` with SwitchBack in float8 and {ranges[1]} with tensor" in text
+    clip = json.loads((ROOT / "benchmarks" / "results" / "clip_h200.json").read_text())["models"]["vit-h-14"]
+    times = clip["rows"]["SWITCHBACK e4m3"]["graph_speedup"]
+    assert f"replayed from a graph, is {times:.2f} times as fast with SwitchBack in float8" in text
 
 
 def test_the_readmes_times_on_a_gpu_are_those_of_the_committed_results() -> None:
