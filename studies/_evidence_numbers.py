@@ -26,6 +26,15 @@ def linear(results: Results) -> dict[str, str]:
     return found
 
 
+def clip_steps(results: Results) -> dict[str, str]:
+    """Speed-ups of a training step of CLIP over nn.Linear, replayed from a CUDA graph, in per cent by model."""
+    return {
+        f"{model} {layer}": f"{100 * (row['graph_speedup'] - 1):.0f}"
+        for model, of in results["models"].items()
+        for layer, row in of["rows"].items()
+    }
+
+
 def optimizers(results: Results) -> dict[str, str]:
     """Times of a step over that of 8-bit AdamW, for large tensors."""
     rows = results["lists"]["big"]["rows"]
@@ -125,6 +134,7 @@ def plans(results: Results) -> dict[str, str]:
 
 NUMBERS: dict[str, Callable[[Results], dict[str, str]]] = {
     "linear_": linear,
+    "clip_h200": clip_steps,
     "optimizers_": optimizers,
     "quantiles_": quantiles,
     "compressed_": compressed,
