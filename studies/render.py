@@ -3,13 +3,13 @@
     python studies/render.py            # rewrites docs/studies/*.md, docs/evidence.md, README.md and pictures
     python studies/render.py --check    # only says whether the pages are what the results say
 
-Markers name what stands between them: `<!-- table: FILE.json NAME -->` ... `<!-- end -->` a table of the study, and
-`<!--=FILE.json NAME-->` ... `<!--/-->` a number in a sentence. Files are of `studies/results`; for a table of
+Markers name what stands between them: `<!-- table: FILE.json NAME -->` ... `<!-- end -->` a table of the study,
+and `<!--=FILE.json NAME-->` ... `<!--/-->` a number in a sentence. Files are of `studies/results`; for a table of
 several runs they are joined by commas. A picture is drawn if a page shows it; one between
-`<!-- picture: NAME.png WORDS -->` and `<!-- end -->` is shown as soon as there are results. Where there are none yet,
-tables and such pictures say so, with the command that makes them (`_unmeasured`). On `docs/evidence.md`,
-`<!-- evidence: NAME -->` ... `<!-- end -->` is a part of `_evidence`, whose figures may be of `benchmarks/results`
-too.
+`<!-- picture: NAME.png WORDS -->` and `<!-- end -->` is shown as soon as there are results. Where there are none
+yet, tables and such pictures say so, with the command that makes them (`_unmeasured`). On `docs/evidence.md`,
+`<!-- evidence: NAME -->` ... `<!-- end -->` is a part of `_evidence`, whose figures may be of
+`benchmarks/results` too.
 """
 
 from __future__ import annotations
