@@ -42,14 +42,20 @@ def _perplexities(results: Results) -> Iterator[Reading]:
 def _against_d(results: Results, name: str, beta2: float, worse: bool, at: str, figures: str) -> Reading:
     verb = "ends behind" if worse else "ends where"
     statement = f"`{name}` {verb} D{'' if worse else ' does'}, β2 {beta2:g}"
-    costs, known, lost = differences(results, name, beta2), spread(results, beta2), diverged(results, name, beta2)
+    costs, known, lost = differences(results, name, beta2), _spread(results), diverged(results, name, beta2)
     here = _readings.several(costs, "+.4f")
     if lost:
         here = ", ".join(filter(None, (here, f"{lost} of {len(runs_of(results, name, beta2))} diverged")))
     elif here:
-        here += f"; D's seeds {known:.4f} apart" if known is not None else "; one seed of D"
+        here += f"; D's seeds up to {known:.4f} apart" if known is not None else "; one seed of D"
     rule = _readings.behind if worse else _readings.alike
     return Reading(statement, at, figures, here, rule(costs, known, lost > 0))
+
+
+def _spread(results: Results) -> float | None:
+    """How far D's seeds lie apart at the most, at any beta2: of two seeds some are close to each other by luck."""
+    known = [found for beta2 in betas(results) if (found := spread(results, beta2)) is not None]
+    return max(known, default=None)
 
 
 def diverged(results: Results, name: str, beta2: float) -> int:

@@ -35,11 +35,12 @@ def _gradients(results: Results) -> Iterator[Reading]:
         min(outputs) > 0.5 if outputs else None,
     )  # fmt: skip
     errors = [[look["fp16"][SCALES.index(scale)]["error"] for look in found] for scale in (LECTURE, max(SCALES))]
-    here = f"error {percent(max(errors[0]), 2)} at most, with {power(max(SCALES))} {percent(max(errors[1]), 2)}"
+    small, large = (percent(max(each, default=0.0), 2) for each in errors)
     yield Reading(
         f"A scale of {LECTURE:g} does: the gradient is no further off than with a larger one",
-        "lecture, Loss scaling", f"c = {LECTURE:g}", here if found else "",
-        all(small <= CLOSE * large for small, large in zip(*errors, strict=True)) if found else None,
+        "lecture, Loss scaling", f"c = {LECTURE:g}",
+        f"error {small} at most, with {power(max(SCALES))} {large}" if found else "",
+        all(mine <= CLOSE * theirs for mine, theirs in zip(*errors, strict=True)) if found else None,
     )  # fmt: skip
 
 

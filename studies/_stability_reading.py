@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import _readings
 from _readings import Reading
-from _stability_tables import LONG, PLAIN, SHORT, STABLE, TENSORS, Results, caused, match, runs_of, unclipped
+from _stability_tables import LONG, PAPER, PLAIN, SHORT, STABLE, TENSORS, Results, caused, match, runs_of, unclipped
 
 CLIPPED, THRESHOLD = "AdamW, clipped to 1", 2.3
 FOLLOWS = 0.01  # chance of as many loss spikes behind RMS spikes, below which the loss follows
@@ -86,7 +86,8 @@ def _too_short(results: Results) -> Reading:
     if len(found) < 2:
         return Reading(statement, at, "curves")
     least, best = min(found), max(found, key=lambda beta2: found[beta2][0])
-    here = f"β2 {least:g} {_accuracy(found[least])}, β2 {best:g} {_accuracy(found[best])}"
+    here = f"β2 {least:g} {_accuracy(found[least])}"
+    here += f", β2 {best:g} {_accuracy(found[best])}" if best != least else ", no other has more"
     return Reading(statement, at, "curves", here, _ahead(results, found[best], found[least]))
 
 
@@ -124,20 +125,23 @@ def _near_one(results: Results) -> Reading:
 
 def _follow(results: Results) -> Iterator[Reading]:
     runs = unclipped(results)
-    for tensor, follows, paper in (("patches", True, "28 of 30, by chance 1 %"), ("middle", False, "none of 15")):
+    for tensor, follows in (("patches", True), ("middle", False)):
         what = f"Loss spikes {'' if follows else 'do not '}follow RMS spikes of {TENSORS[tensor]}"
         at = f"{'Section 3.4, ' * follows}Figure{'s 15 and 16' if follows else ' 20'}"
+        if not runs:
+            yield Reading(what, at, PAPER[tensor])
+            continue
         found = match(runs, results, tensor)
-        here = f"{found.followed} of {found.loss_spikes}; chance of as many {found.probability:.2g}" if runs else ""
+        here = f"{found.followed} of {found.loss_spikes}; chance of as many {found.probability:.2g}"
         follow = True if found.probability < FOLLOWS else False if found.loss_spikes >= ENOUGH else None
-        yield Reading(what, at, paper, here, None if follow is None else follow == follows)
+        yield Reading(what, at, PAPER[tensor], here, None if follow is None else follow == follows)
 
 
 def _removed(results: Results) -> Iterator[Reading]:
-    for name, words in ((STABLE, "StableAdamW"), (CLIPPED, "clipping gradients")):
+    for name, words in ((STABLE, "StableAdamW has"), (CLIPPED, "Clipping gradients leaves")):
         shared = {run["beta2"] for run in runs_of(results, row=name)}
         pairs = [pair for beta2 in shared for pair in _pairs(results, (name, beta2), (PLAIN, beta2))]
-        yield _counted(f"With {words} fewer spikes than AdamW's", "Figure 5", "no spikes, spikes", pairs)
+        yield _counted(f"{words} fewer spikes than AdamW, equal β2", "Figure 5", "no spikes, spikes", pairs)
 
 
 def _stable_is_ahead(results: Results) -> Reading:
