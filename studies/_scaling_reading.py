@@ -92,7 +92,7 @@ def _spikes(results: Results) -> Iterator[Reading]:
     less = [costs[0][seed] < costs[1][seed] for seed in seeds]
     shown = [_readings.several([each[seed] for seed in seeds], "+.4f") for each in costs]
     yield Reading(
-        "It bears the spike better: less loss than with the dynamic scale, with every seed",
+        "Skipping by tensor costs less loss than a dynamic scale, with every seed",
         "SwitchBack, Appendix G", "fp16 ViT-Huge trains", f"{shown[0]}; dynamic {shown[1]}" if seeds else "",
         {len(less): True, 0: False}.get(sum(less)) if seeds else None,
     )  # fmt: skip

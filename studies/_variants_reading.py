@@ -54,7 +54,7 @@ def reading(results: Results) -> str:
 
 def _pair(results: Results, kind: str, row: str, reference: str, at: str, paper: str, worse: bool) -> Reading:
     title = tables.TITLES[kind]
-    statement = f"{title}: {row} {f'ends behind {reference}' if worse else f'ends where {reference} does'}"
+    statement = f"{title}: `{row}` {f'ends behind `{reference}`' if worse else f'ends where `{reference}` does'}"
     metric, value = tables.metric(kind)
     runs, theirs = made(results, kind, row), {run["seed"]: run for run in made(results, kind, reference)}
     sign = -1 if kind == "images" else 1

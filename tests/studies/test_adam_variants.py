@@ -228,14 +228,14 @@ def test_what_the_paper_says_is_read_from_the_runs(readings: Callable[[str], dic
     nothing = readings(_variants_reading.reading(results | {"runs": []}))
     assert {tuple(cells[1:]) for cells in nothing.values()} == {("not run", "")}
     found = readings(_variants_reading.reading(results))
-    same = "causal language model: 8-bit Adam ends where 32-bit Adam does"
+    same = "causal language model: `8-bit Adam` ends where `32-bit Adam` does"
     assert found[same] == [
         "perplexity 9.0 and 9.0, 1.5B",
         "loss +0.0100 (+0.0100 … +0.0100); its seeds 0.5000 apart",
         "holds",
     ]
-    assert found["masked language model: 32-bit Adafactor ends behind 32-bit Adam"][1:] == ["not run", ""]
-    pictures = "characters in pictures: 8-bit Momentum ends where 32-bit Momentum does"
+    assert found["masked language model: `32-bit Adafactor` ends behind `32-bit Adam`"][1:] == ["not run", ""]
+    pictures = "characters in pictures: `8-bit Momentum` ends where `32-bit Momentum` does"
     assert found[pictures][1:] == ["accuracy +1.00; one seed", "cannot tell"]
     # Linear codes: unstable with the usual embedding, half of the runs with the stable one; dynamic ones never.
     unstable = {name: cells[1:] for name, cells in found.items() if "fewer" in name}
