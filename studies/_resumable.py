@@ -14,9 +14,9 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -113,11 +113,12 @@ class Study:
             return time.monotonic() + statistics.fmean(taken[-RECENT:]) <= end
 
         if jobs == 1:
-            while left and in_time():
-                task = left.pop(0)
-                result = attempt(one, task)
-                taken.append(result.get("seconds", taken[-1]))
-                self.add(task, result, left)
+            with _only_runs_collected():
+                while left and in_time():
+                    task = left.pop(0)
+                    result = attempt(one, task)
+                    taken.append(result.get("seconds", taken[-1]))
+                    self.add(task, result, left)
         else:
             self._make_in_processes(left, one, in_time, taken, jobs)
         if left:
@@ -163,6 +164,17 @@ def attempt(one: Callable[[Any], Result], task: Any) -> Result:
         gc.collect()  # models and optimizers hang in circles, and the next run's peak would have them in it
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
+
+
+@contextmanager
+def _only_runs_collected() -> Iterator[None]:
+    """Leave what was there before out of the collections after runs: modules alone take longer than a small run."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def failed(error: BaseException) -> Result:

@@ -142,8 +142,12 @@ def sizes(results: Results) -> str:
 
 
 def unclipped(results: Results) -> list[Results]:
-    """The runs that Figures 15, 16 and 20 are of: AdamW, whatever its beta2, at the base and beside it."""
-    return [run for run in results["runs"] if "failed" not in run and (run["row"], run["signal"]) == (PLAIN, 1.0)]
+    """The runs that Figures 15, 16 and 20 are of: AdamW, whatever its beta2, at the base and beside it.
+
+    Those that ended before spikes are judged have none.
+    """
+    runs = [run for run in results["runs"] if "failed" not in run and (run["row"], run["signal"]) == (PLAIN, 1.0)]
+    return [run for run in runs if run["steps_made"] >= results["training"]["judged_from"]]
 
 
 def matches(results: Results) -> str:

@@ -54,7 +54,7 @@ def rate_of(results: Results, kind: str, family: str) -> float | None:
     return min(losses, key=lambda lr: losses[lr]) if losses else None
 
 
-def _metric(kind: str) -> tuple[str, Callable[[Results], float | None]]:
+def metric(kind: str) -> tuple[str, Callable[[Results], float | None]]:
     """What a task is judged by, larger or smaller, and a run's."""
     if kind == "images":
         return "accuracy", lambda run: None if run["accuracy"] is None else 100 * run["accuracy"]
@@ -63,7 +63,7 @@ def _metric(kind: str) -> tuple[str, Callable[[Results], float | None]]:
 
 def differences(results: Results, kind: str, row: str) -> list[float]:
     """A row's loss, or accuracy in per cent, minus that of its family's 32-bit row, by seed."""
-    _, value = _metric(kind)
+    _, value = metric(kind)
     reference = {
         run["seed"]: value(run) for run in made(results, kind, rows.family(rows.variant(row).family)[0].name)
     }
@@ -113,7 +113,7 @@ def _why_not(results: Results, kind: str, row: str) -> str:
 
 def _shown(kind: str, runs: Sequence[Results]) -> str:
     """The median over seeds with its ends: accuracy in per cent, or perplexity."""
-    _, value = _metric(kind)
+    _, value = metric(kind)
     values = sorted(
         x if kind == "images" else math.exp(min(x, 99.0)) for run in runs if (x := value(run)) is not None
     )

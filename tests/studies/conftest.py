@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +66,39 @@ def squares(tmp_path_factory: pytest.TempPathFactory) -> Path:
         with (folder / name).open("w", newline="") as file:
             csv.writer(file).writerows([("filepath", "title"), *rows])
     return folder
+
+
+@pytest.fixture
+def page_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+    """A study's page as its results make it: `page_with("stability", {"stability_h200.json": results})`."""
+    import render
+
+    committed = render.RESULTS
+
+    def drawn(study: str, files: dict[str, Any]) -> str:
+        text = (render.PAGES / f"{study}.md").read_text()
+        for path in committed.glob(f"{study}_*.json"):  # another device's, which the page may have too
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+        for name, results in files.items():
+            (tmp_path / name).write_text(json.dumps(results))
+        forget()
+        return render.rendered(text)
+
+    def forget() -> None:
+        render.results.cache_clear()
+        render.figures.cache_clear()
+
+    monkeypatch.setattr(render, "RESULTS", tmp_path)
+    yield drawn
+    forget()
+
+
+@pytest.fixture
+def readings() -> Callable[[str], dict[str, list[str]]]:
+    """A table of readings, by statement: what the paper has, what was measured, how it reads; place by place."""
+
+    def found(table: str) -> dict[str, list[str]]:
+        _, _, *lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+        return {statement.partition("<br>")[0]: cells for statement, *cells in lines}
+
+    return found

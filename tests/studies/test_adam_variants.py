@@ -4,11 +4,13 @@ import dataclasses
 import functools
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import _eight_bit_adam_plan as planned
 import _glyphs
+import _variants_reading
 import _variants_rows as rows
 import _variants_run
 import _variants_tables as tables
@@ -131,7 +133,7 @@ def test_the_study_sweeps_chooses_and_goes_on(plan: Plan, tmp_path: Path, capsys
     assert second["training"]["seeds"] == 2
 
 
-def test_the_check_makes_every_kind_of_run(training: Any, tmp_path: Path) -> None:
+def test_the_check_makes_every_kind_of_run(training: Any, tmp_path: Path, page_with: Callable[..., str]) -> None:
     app = typer.Typer()
     app.command()(study.main)
     out = tmp_path / "adam_variants_check.json"
@@ -144,6 +146,7 @@ def test_the_check_makes_every_kind_of_run(training: Any, tmp_path: Path) -> Non
     for table in tables.TABLES.values():
         assert table(results).strip()
     assert not [run for run in results["runs"] if "failed" in run and "not installed" not in run["failed"]]
+    assert "Not measured yet" not in page_with("adam_variants", {"adam_variants_h200.json": results})
 
 
 def test_a_task_that_there_is_not(tmp_path: Path) -> None:
@@ -218,3 +221,36 @@ def test_the_tables_say_what_the_runs_say(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(render, "RESULTS", tmp_path)
     render.results.cache_clear()
     assert "-->+0.0100<!--/-->" in render.rendered("<!--=adam_variants_x.json language_8_bit_Adam-->?<!--/-->")
+
+
+def test_what_the_paper_says_is_read_from_the_runs(readings: Callable[[str], dict[str, list[str]]]) -> None:
+    results = {"runs": made_up(), "training": {"seeds": 2}}
+    nothing = readings(_variants_reading.reading(results | {"runs": []}))
+    assert {tuple(cells[1:]) for cells in nothing.values()} == {("not run", "")}
+    found = readings(_variants_reading.reading(results))
+    same = "causal language model: `8-bit Adam` ends where `32-bit Adam` does"
+    assert found[same] == [
+        "perplexity 9.0 and 9.0, 1.5B",
+        "loss +0.0100 (+0.0100 … +0.0100); its seeds 0.5000 apart",
+        "holds",
+    ]
+    assert found["masked language model: `32-bit Adafactor` ends behind `32-bit Adam`"][1:] == ["not run", ""]
+    pictures = "characters in pictures: `8-bit Momentum` ends where `32-bit Momentum` does"
+    assert found[pictures][1:] == ["accuracy +1.00; one seed", "cannot tell"]
+    # Linear codes: unstable with the usual embedding, half of the runs with the stable one; dynamic ones never.
+    unstable = {name: cells[1:] for name, cells in found.items() if "fewer" in name}
+    assert unstable == {
+        "Dynamic codes make fewer runs unstable than linear ones": ["0 of 8, 6 of 8", "holds"],
+        "Blocks make fewer runs unstable, dynamic codes": ["0 of 4, 0 of 4", "cannot tell"],
+        "The stable embedding makes fewer 8-bit runs unstable": ["2 of 8, 4 of 8", "cannot tell"],
+    }
+    for run in results["runs"]:
+        if run["row"] == "8-bit Adam":
+            run["validation_loss"] += 0.6
+        if run["kind"] == "images":
+            run["accuracy"] -= 0.5 * (run["row"] == "8-bit Momentum")
+    results["runs"] += [run | {"seed": 1} for run in results["runs"] if run["kind"] == "images"]
+    found = readings(_variants_reading.reading(results))
+    assert found[same][2] == "does not hold"
+    assert found[pictures][1] == "accuracy -49.00 (-49.00 … -49.00); its seeds 0.00 apart"
+    assert found[pictures][2] == "does not hold"

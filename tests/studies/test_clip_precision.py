@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import _clip_reading
 import _clip_rows as rows
 import _clip_tables as tables
 import _pictures
@@ -245,6 +247,49 @@ def test_what_parts_from_bf16_and_what_does_not(results: dict[str, Any]) -> None
     alone = results | {"runs": [run for run in results["runs"] if run["seed"] == 0]}
     assert tables.separated(alone, place, "LLM.int8()", "nothing") is None
     assert tables.separated(alone, place, rows.TENSORWISE, "nothing") is True
+
+
+def test_what_the_paper_says_is_read_from_the_runs(
+    results: dict[str, Any], readings: Callable[[str], dict[str, list[str]]]
+) -> None:
+    found = readings(_clip_reading.reading(results))
+    assert [found[f"{row} ends where bf16 does"][2] for row in ("SwitchBack int8", "SwitchBackM int8")] == [
+        "holds",
+        "",
+    ]
+    assert found["LLM.int8() ends behind bf16"] == [
+        "−5.9",
+        f"loss +0.3000, {MARGIN:.4f} to be sure; -10.0 points",
+        "holds",
+    ]
+    plain, scaled = (
+        f"{rows.TENSORWISE}, {a} added, {b}" for a, b in (("nothing", "diverges"), ("layer scale", "trains"))
+    )
+    assert found[plain] == ["diverges", "3 of 3 diverged", "holds"]
+    assert found[scaled][2] == "holds"
+    assert found["Features of bf16 grow with depth"][2] == "holds"
+    assert found["Layer scale from zero keeps them small"][1:] == ["last block 2 with it, 30 without", "holds"]
+    # Some runs diverged and some did not; LLM.int8() is ahead; scales for each row are better.
+    for run in results["runs"]:
+        run["diverged"] = run["diverged"] if run["seed"] else None
+        if run["row"] == "LLM.int8()":
+            run["validation_loss"] -= 0.6
+    results["rows"].append({"name": "SwitchBackQ int8", "title": ""})
+    results["runs"] += [made_up("bf16", "nothing", seed) | {"row": "SwitchBackQ int8"} for seed in (0, 1, 2)]
+    found = readings(_clip_reading.reading(results))
+    assert found[plain][2] == "cannot tell"
+    assert found["LLM.int8() ends behind bf16"][2] == "does not hold"
+    gain = "SwitchBackQ int8 ends no better than SwitchBack int8"
+    assert found[gain][2] == "holds"
+    for run in results["runs"]:
+        run["validation_loss"] -= 5.0 if run["row"] == "SwitchBackQ int8" else 0.0
+    assert readings(_clip_reading.reading(results))[gain][2] == "does not hold"
+
+
+def test_its_page(results: dict[str, Any], page_with: Callable[..., str]) -> None:
+    drawn = page_with("clip_precision", {"clip_precision_h200.json": results})
+    assert "Not measured yet" not in drawn
+    assert "](clip_precision_h200.png)" in drawn
 
 
 def test_a_run_that_ended_at_once_is_drawn(results: dict[str, Any], tmp_path: Path) -> None:

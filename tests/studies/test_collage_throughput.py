@@ -1,10 +1,12 @@
 """Throughput and peaks: what is measured is a step, what does not fit is a result, tables follow from two times."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import _pictures
+import _throughput_reading
 import _throughput_tables as tables
 import collage_throughput as study
 import pytest
@@ -130,3 +132,41 @@ def test_the_tables_say_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(render, "RESULTS", tmp_path)
     render.results.cache_clear()
     assert "-->1.25<!--/-->" in render.rendered("<!--=collage_throughput_x.json speed_C_GPT_6_7B-->?<!--/-->")
+
+
+def test_what_the_paper_says_is_read_from_what_was_measured(
+    page_with: Callable[..., str], readings: Callable[[str], dict[str, list[str]]]
+) -> None:
+    """D takes 150 ms at every size, the optimizer less the more of it an option leaves out."""
+    results = made_up()
+    drawn = page_with("collage_throughput", {"collage_throughput_h200.json": results})
+    assert "Not measured yet" not in drawn
+    assert "](collage_throughput_h200.png)" in drawn
+    nothing = readings(_throughput_reading.reading(results | {"runs": []}))
+    assert {tuple(cells[1:]) for cells in nothing.values()} == {("not run", "")}
+    faster, grows = "`C` is faster than D at every size", "The larger the model, the more `C` gains"
+    found = readings(_throughput_reading.reading(results))
+    assert found[faster] == ["1.67× to 3.57×", "1.25×, 1 of 4 models", "cannot tell"]
+    assert found["A plan is within 5 % of the peak"][1:] == ["off by 10.0 % at most, 2 plans", "does not hold"]
+    results["runs"] = [
+        {
+            "kind": model, "row": row, "out_of_memory": False, "forward_backward_ms": 100.0,
+            "optimizer_ms": 50.0 - step * gain, "peak_memory": 1e9 * (10 - gain), "planned": 1e9 * (10 - gain),
+        }
+        for step, model in enumerate(("GPT-1.3B", "GPT-2.7B", "GPT-6.7B"), start=1)
+        for gain, row in enumerate("DCBA")
+    ]  # fmt: skip
+    found = readings(_throughput_reading.reading(results))
+    ratios = [150 / (150 - step) for step in (1, 2, 3)]
+    assert found[faster][1:] == [f"{ratios[0]:.2f}× to {ratios[2]:.2f}×, 3 of 4 models", "does not hold"]
+    assert found[grows][2] == "does not hold"
+    for run in results["runs"]:
+        run["optimizer_ms"] -= 10 * (50.0 - run["optimizer_ms"])
+    found = readings(_throughput_reading.reading(results))
+    assert (found[faster][2], found[grows][2]) == ("holds", "holds")
+    order = "Peaks rise from `A` to `B`, `C` and D, at every size"
+    assert found[order][1:] == ["3 of 3 models", "holds"]
+    assert found["`C` saves memory against D, GPT-6.7B"][1] == "1.0 GB"
+    results["runs"][0]["peak_memory"] = 8.5e9
+    found = readings(_throughput_reading.reading(results))
+    assert found[order][1:] == ["2 of 3 models", "does not hold"]

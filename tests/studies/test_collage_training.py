@@ -3,9 +3,11 @@
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import _collage_reading
 import _collage_rows as rows
 import _collage_tables as tables
 import _language_run
@@ -248,3 +250,48 @@ def test_a_page_takes_tables_and_numbers(
     assert "+0.4000" in drawn
     assert "-->0.250<!--/-->" in drawn
     assert {"loss_A_999", "spread_95", "lost_C_95"} <= tables.facts(results).keys()
+
+
+def test_what_the_paper_says_is_read_from_the_runs(
+    results: dict[str, Any], readings: Callable[[str], dict[str, list[str]]]
+) -> None:
+    nothing = readings(_collage_reading.reading(results | {"runs": []}))
+    assert {tuple(cells[1:]) for cells in nothing.values()} == {("not run", "")}
+    found = readings(_collage_reading.reading(results))
+    assert found["`C` ends where D does, β2 0.999"] == [
+        "perplexity 15.18, D 15.03: loss +0.0099",
+        "+0.0010 (+0.0010 … +0.0010); D's seeds up to 0.5000 apart",
+        "holds",
+    ]
+    assert found["`A` ends behind D, β2 0.999"][2] == "cannot tell"
+    assert found["`A` ends behind D, β2 0.95"][1:] == ["not run", ""]
+    assert found["`A` loses most of its updates"][1:] == ["75 %", "holds"]
+    # Closer seeds at one beta2 do not make a difference there one that counts.
+    for run in results["runs"]:
+        run["validation_loss"] -= 0.499 * run["seed"] if run["beta2"] == 0.999 else 0.48 * run["seed"]
+    found = readings(_collage_reading.reading(results))
+    assert found["`A` ends behind D, β2 0.999"][1:] == ["+0.4000; D's seeds up to 0.0200 apart", "holds"]
+    assert found["`C` ends where D does, β2 0.999"][2] == "holds"
+    quality = "Descent quality of `A` is below `B`'s, that below `C`'s, and that is D's"
+    assert found[quality][1:] == ["not run", ""]
+    middle = made_up("D", 0.999, 0) | {"row": "B"}
+    results["rows"].append({"name": "B", "title": "B", "tier": 0, "bytes": 10.0})
+    results["runs"].append(middle)
+    assert readings(_collage_reading.reading(results))[quality][2] == "does not hold"
+    middle["gauges"] = middle["gauges"] | {"edq": [0.9, 0.9]}
+    assert readings(_collage_reading.reading(results))[quality][2] == "holds"
+    for run in results["runs"]:
+        if run["row"] == "C":
+            run |= {"validation_loss": None, "diverged": True}
+    found = readings(_collage_reading.reading(results))
+    assert found["`C` ends where D does, β2 0.999"][1:] == ["2 of 2 diverged", "does not hold"]
+
+
+def test_its_page(results: dict[str, Any], page_with: Callable[..., str]) -> None:
+    masked = results | {"training": results["training"] | {"model": "bert"}}
+    drawn = page_with(
+        "collage_training", {"collage_training_h200.json": results, "collage_training_bert_h200.json": masked}
+    )
+    assert "Not measured yet" not in drawn
+    assert "](collage_training_bert_h200.png)" in drawn
+    assert "perplexity 6.23, D 5.26: loss +0.1692" in drawn

@@ -3,12 +3,14 @@
 import json
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import _pictures
 import _scaling_look as look
+import _scaling_reading
 import _scaling_rows as rows
 import _scaling_tables as tables
 import loss_scaling as study
@@ -250,7 +252,18 @@ def test_tables_picture_and_page(
     assert "-->40,000<!--/-->" in drawn
 
 
-def test_tables_of_a_study_that_has_no_runs_yet(results: dict[str, Any]) -> None:
+def test_its_page(results: dict[str, Any], page_with: Callable[..., str]) -> None:
+    assert page_with("loss_scaling", {}).count("Not measured yet") == 8
+    drawn = page_with("loss_scaling", {"loss_scaling_h200.json": results})
+    assert "Not measured yet" not in drawn
+    assert "](loss_scaling_h200.png)" in drawn
+
+
+def test_tables_of_a_study_that_has_no_runs_yet(
+    results: dict[str, Any], readings: Callable[[str], dict[str, list[str]]]
+) -> None:
+    found = readings(_scaling_reading.reading(results | {"runs": []}))
+    assert {tuple(cells[1:]) for cells in found.values()} == {("not run", "")}
     empty = results | {"runs": [], "unfinished": [{"kind": "none", "row": "dynamic", "seed": 0}]}
     for table in tables.TABLES.values():
         assert isinstance(table(empty), str)
@@ -274,6 +287,25 @@ def test_the_page_holds_for_what_is_committed() -> None:
     assert min(alone) > 0
     errors = [[scale["error"] for scale in made["fp16"]] for made in tables.looks(committed)]
     assert all(abs(at[1] - at[3]) < 0.1 * at[3] for at in errors)
+
+
+def test_what_was_said_is_read_from_what_is_committed(readings: Callable[[str], dict[str, list[str]]]) -> None:
+    """The page's own sentences on the small model, drawn from its results by rule."""
+    committed = json.loads((Path(study.__file__).parent / "results" / "loss_scaling_cpu.json").read_text())
+    found = readings(_scaling_reading.reading(committed))
+    assert [cells[2] for cells in found.values()] == [
+        "does not hold", "does not hold", "holds", "cannot tell", "holds", "holds", "cannot tell", *["holds"] * 3,
+    ]  # fmt: skip
+    assert found["A scale that skips tensor by tensor stays"][1] == "2¹⁶ throughout"
+    for made in committed["runs"]:
+        if (made["kind"], made["row"], made["seed"]) == ("inf × 20", "by tensor", 0):
+            made |= {"validation_loss": made["validation_loss"] + 1, "scales": [[0, 2.0**16], [9, 4.0]]}
+        if (made["kind"], made["row"]) == ("formats", "fp16"):
+            made["validation_loss"] += 0.03
+    found = readings(_scaling_reading.reading(committed))
+    assert found["A scale that skips tensor by tensor stays"][1:] == ["down to 4", "does not hold"]
+    assert found["fp16 without scaling ends behind fp32"][2] == "holds"
+    assert found["Skipping by tensor costs less loss than a dynamic scale, with every seed"][2] == "cannot tell"
 
 
 def test_powers_are_written_as_such() -> None:

@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import _unmeasured
 import pytest
 import render
 
@@ -14,18 +15,24 @@ RESULTS = sorted((STUDIES / "results").glob("*.json"))
 
 def test_there_is_a_page_for_each_study() -> None:
     assert [page.stem for page in PAGES] == [
+        "adam_variants",
         "bytes_and_loss",
+        "clip_precision",
         "collage_float8",
+        "collage_throughput",
+        "collage_training",
         "eight_bit_adam",
         "inner_product_noise",
         "loss_scaling",
         "loss_spikes",
         "memory_plans",
         "quantization_error",
+        "stability",
         "state_codecs",
         "training_magnitudes",
     ]
-    assert {render.study_of(path.name) for path in RESULTS} == {page.stem for page in PAGES}
+    waiting = {render.study_of(name) for name in _unmeasured.OPTIONS}
+    assert {render.study_of(path.name) for path in RESULTS} | waiting == {page.stem for page in PAGES}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -34,6 +41,7 @@ def test_a_page_is_what_its_results_say(page: Path) -> None:
     assert render.rendered(text) == text, "run: python studies/render.py"
     assert len(render.NUMBER.findall(text)) == text.count("<!--=")
     assert len(render.TABLE.findall(text)) == text.count("<!-- table:")
+    assert len(render.SHOWN.findall(text)) == text.count("<!-- picture:")
     for picture in render.PICTURE.findall(text):
         assert (page.parent / f"{picture}.png").is_file()
 
@@ -59,10 +67,28 @@ def test_results_say_where_they_come_from(path: Path) -> None:
     assert not re.search(r'"[^"]*(/home|/root|/tmp|/work|[A-Z]:\\)', path.read_text())
 
 
-@pytest.mark.parametrize("study", ["quantization_error", "inner_product_noise"])
-def test_pictures_are_drawn(study: str, tmp_path: Path) -> None:
-    suffixes = ("_maps", "_codes") if study == "quantization_error" else ("",)
-    for suffix in suffixes:
-        picture = tmp_path / f"{study}_cpu{suffix}.png"
-        render._pictures.draw(STUDIES / "results", picture)
-        assert picture.read_bytes().startswith(b"\x89PNG")
+@pytest.mark.parametrize("suffix", ["_maps", "_codes"])
+def test_pictures_are_drawn(suffix: str, tmp_path: Path) -> None:
+    picture = tmp_path / f"quantization_error_cpu{suffix}.png"
+    render._pictures.draw(STUDIES / "results", picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_page_gets_its_picture_with_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "inner_product_noise.md"
+    marks = [
+        f"<!-- picture: {name}.png Noise\nagainst length -->\n"
+        for name in ("inner_product_noise_cpu", "stability_h200")
+    ]
+    page.write_text("".join(f"{mark}<!-- end -->\n" for mark in marks))
+    monkeypatch.setattr(render, "PAGES", tmp_path)
+    monkeypatch.setattr(render, "OTHERS", ())
+    monkeypatch.setattr(render.sys, "argv", ["render.py", "--check"])
+    assert render.main() == 1
+    monkeypatch.setattr(render.sys, "argv", ["render.py"])
+    assert render.main() == 0
+    shown, waiting = page.read_text().split(marks[1])
+    assert shown == f"{marks[0]}![Noise against length](inner_product_noise_cpu.png)\n<!-- end -->\n"
+    assert waiting.startswith("Not measured yet.\n\n`python studies/stability.py ")
+    assert [path.name for path in tmp_path.glob("*.png")] == ["inner_product_noise_cpu.png"]
+    assert next(tmp_path.glob("*.png")).read_bytes().startswith(b"\x89PNG")

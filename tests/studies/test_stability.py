@@ -2,12 +2,14 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import _clip_run
 import _pictures
+import _stability_reading
 import _stability_tables as tables
 import pytest
 import render
@@ -176,7 +178,7 @@ def results() -> dict[str, Any]:
     runs += [made_up("StableAdamW", 0.999, 0, signal=0.0625, loss_spikes=[305], after=moved)]
     return {
         "command": "python studies/stability.py", "environment": {"device": "H200", "torch": "2.11.0+cu"},
-        "training": Plan().plain() | {"seed": 0, "seeds": 2}, "data": {},
+        "training": Plan().plain() | {"seed": 0, "seeds": 2}, "data": {"held_out": 322},
         "parameters": {"clip-small": 29_000_000, "clip-mini": 4_000_000, "clip-deep": 50_000_000},
         "rows": [{"name": "AdamW"}, {"name": "StableAdamW"}], "runs": runs,
         "unfinished": [{"row": "AdamW"}],
@@ -219,6 +221,62 @@ def test_a_page_takes_numbers(results: dict[str, Any], tmp_path: Path, monkeypat
     render.results.cache_clear()
     assert "-->2 of 4<!--/-->" in drawn
     assert tables.facts(results)["rise_StableAdamW_999"] == "+0.60"
+
+
+def test_what_the_paper_says_is_read_from_the_runs(
+    results: dict[str, Any], readings: Callable[[str], dict[str, list[str]]]
+) -> None:
+    nothing = readings(_stability_reading.reading(results | {"runs": []}))
+    assert {tuple(cells[1:]) for cells in nothing.values()} == {("not run", "")}
+    found = readings(_stability_reading.reading(results))
+    assert found["The larger the learning rate, the more spikes a run, β2 0.999"][1:] == [
+        "2 (0.008), 0, diverged (0.016)",
+        "holds",
+    ]
+    assert found["The larger the model, the more spikes a run, β2 0.999"][1:] == ["not run", ""]
+    fewer = "A shorter memory spikes less: β2 0.95, 0.999"
+    assert found[fewer][1:] == ["0 spikes, 4; 2 pairs of runs", "cannot tell"]
+    follow = "Loss spikes follow RMS spikes of the patch embedding"
+    assert found[follow] == ["28 of 30, by chance 1 %", "2 of 4; chance of as many 0.00023", "holds"]
+    middle = "Loss spikes do not follow RMS spikes of a layer in the middle"
+    assert found[middle][1:] == ["0 of 4; chance of as many 1", "cannot tell"]
+    shifted = "StableAdamW, β2 0.999, does not spike when the signal of the patch embedding grows"
+    assert found[shifted][1:] == ["1 of 1 runs spike", "does not hold"]
+    assert found["RMS_t of the patch embedding passes 2.3 with the long memory alone"][2] == "holds"
+    for made in results["runs"]:
+        if (made["row"], made["beta2"]) == ("AdamW", 0.999):
+            made["loss_spikes"] = [205, 300, 400]
+    found = readings(_stability_reading.reading(results))
+    assert found[fewer][1:] == ["0 spikes, 6; 2 pairs of runs", "holds"]
+    assert found[middle][2] == "holds"
+
+
+def test_accuracies_are_read_by_how_many_pictures_there_are(
+    results: dict[str, Any], readings: Callable[[str], dict[str, list[str]]]
+) -> None:
+    shares = {("AdamW", 0.95): 0.30, ("AdamW", 0.999): 0.20, ("StableAdamW", 0.95): 0.45}
+    for made in results["runs"]:
+        made["accuracy"] = shares.get((made["row"], made["beta2"]), 0.25)
+    clipped = [made_up("AdamW, clipped to 1", 0.99, seed, accuracy=0.30) for seed in (0, 1)]
+    rising = [made_up("AdamW, β2 = 1 − t^−0.5", 0.959, seed, accuracy=0.31) for seed in (0, 1)]
+    results["runs"] += [*clipped, *rising]
+    results["rows"] += [{"name": made["row"]} for made in (clipped[0], rising[0])]
+    ahead = "StableAdamW ends with more accuracy than clipping and AdamW, each with its best β2"
+    rises = "A β2 that rises ends with no more accuracy than the best fixed one"
+    found = readings(_stability_reading.reading(results))
+    assert found[ahead][1:] == ["StableAdamW 45.0 %, AdamW, clipped to 1 30.0 %, AdamW 30.0 %", "holds"]
+    assert found[rises][1:] == ["31.0 %, fixed 30.0 %", "holds"]
+    results["data"]["held_out"] = 20
+    assert readings(_stability_reading.reading(results))[ahead][2] == "cannot tell"
+    results["data"]["held_out"] = 100_000
+    assert readings(_stability_reading.reading(results))[rises][2] == "does not hold"
+
+
+def test_its_page(results: dict[str, Any], page_with: Callable[..., str]) -> None:
+    drawn = page_with("stability", {"stability_h200.json": results})
+    assert "Not measured yet" not in drawn
+    assert "](stability_h200.png)" in drawn
+    assert "| AdamW | 0.999 | 2, 2 |" in drawn
 
 
 def test_rms_of_a_gradient_that_is_the_moment_is_one() -> None:

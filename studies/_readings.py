@@ -1,0 +1,98 @@
+"""Statements of a paper beside what was measured, and whether they hold here: made from the numbers by a rule.
+
+What a paper says of many runs is seldom a single figure, so a reading is one of three: the statement holds, it does
+not, or these runs cannot tell. "Cannot tell" is what there is where a difference is no larger than chance makes it.
+The rules are functions of this module; which one a statement is held to is said on the study's page.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from _tables import markdown
+
+SURE = 0.05  # probability below which a count is not put down to chance
+WORDS = {True: "holds", False: "does not hold", None: "cannot tell"}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A statement.
+
+    Attributes:
+        statement: what the paper says, in words.
+        at: table, figure or section.
+        paper: its figures.
+        here: ours, and nothing where it has not been run.
+        holds: whether the statement holds here; None where these runs cannot tell.
+    """
+
+    statement: str
+    at: str
+    paper: str
+    here: str = ""
+    holds: bool | None = None
+
+
+def table(readings: Iterable[Reading]) -> str:
+    """Statement, paper, here, reading."""
+    lines = [[f"{r.statement}<br>{r.at}", r.paper, r.here or "not run", verdict(r)] for r in readings]
+    return markdown(("statement", "paper", "here", "reading"), lines, words=4)
+
+
+def verdict(reading: Reading) -> str:
+    """The reading in words, nothing for what has not been run."""
+    return WORDS[reading.holds] if reading.here else ""
+
+
+def behind(costs: Sequence[float], spread: float | None, lost: bool = False) -> bool | None:
+    """Whether a row costs more than its reference does.
+
+    Args:
+        costs: by seed, what it costs more.
+        spread: how far the reference's own seeds lie apart; None where there is one seed.
+        lost: whether a run of the row diverged where the reference's did not.
+
+    Returns:
+        True and False for a mean cost above `spread` and below minus that; None between, where seeds tell nothing.
+    """
+    if lost:
+        return True
+    if not costs or spread is None or abs(statistics.fmean(costs)) <= spread:
+        return None
+    return statistics.fmean(costs) > 0
+
+
+def alike(costs: Sequence[float], spread: float | None, lost: bool = False) -> bool | None:
+    """Whether a row's mean cost is within the spread of its reference's seeds; None where that is not known."""
+    if lost:
+        return False
+    return None if not costs or spread is None else abs(statistics.fmean(costs)) <= spread
+
+
+def fewer(less: int, more: int) -> bool | None:
+    """Whether one of two equally long series has fewer events, beyond what a fair coin for each would do."""
+    both = less + more
+    if both and sum(math.comb(both, k) for k in range(more, both + 1)) < SURE * 2**both:
+        return True
+    return False if less > more else None
+
+
+def rarer(less: int, of_less: int, more: int, of_more: int) -> bool | None:
+    """Whether a smaller share of some runs has an event than of others: Fisher's exact test, one-sided."""
+    runs, events = of_less + of_more, less + more
+    ways = [math.comb(of_more, k) * math.comb(of_less, events - k) for k in range(more, min(of_more, events) + 1)]
+    if events and sum(ways) < SURE * math.comb(runs, events):
+        return True
+    return False if less * of_more > more * of_less else None
+
+
+def several(values: Sequence[float], form: str) -> str:
+    """A mean, with the smallest and the largest if there are several; nothing for none."""
+    if not values:
+        return ""
+    mean = format(statistics.fmean(values), form)
+    return mean if len(values) == 1 else f"{mean} ({min(values):{form}} … {max(values):{form}})"
