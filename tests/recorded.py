@@ -110,7 +110,7 @@ _kinds = st.sampled_from(
 _fields = st.sampled_from(
     ["loss", "loss_scale", "skipped", "seconds", "norm", "rms", "lost", "lost_visible", "descent_quality", "absmax",
      "mean", "nonfinite", "formats", "slot", "format", "usage", "error", "relative_norm", "flushed", "optimizer",
-     "parameters", "depth", "every", "of", "value", "threshold"]
+     "parameters", "embeddings", "depth", "every", "of", "value", "threshold"]
 )  # fmt: skip
 _names = st.sampled_from(["", "wte.weight", "h.0", "h.1", "h.2"]) | _words
 _steps = st.integers(0, 40) | _numbers

@@ -109,6 +109,14 @@ def test_only_embeddings_foretell_where_there_are_any() -> None:
     assert found == ["second moment out of date", "loss spikes of another cause"]
 
 
+def test_the_header_says_which_are_embeddings_where_names_do_not() -> None:
+    """Rows of `nn.Sequential` are numbers; which of them are embeddings is known while training."""
+    records = spiking(300, range(304, 307), tensor="h.1.fc.weight")
+    named = [header() | {"embeddings": ["h.1.fc.weight"]}, *records[1:]]
+    assert rules(named) == rules(spiking(300, range(304, 307)))
+    assert rules([header() | {"embeddings": 7}, *records[1:]]) == rules(records)
+
+
 def test_an_optimizer_that_clips_is_not_told_to_clip() -> None:
     records = changed(sound(), "update", ["wte.weight"], range(100, 101), rms=4.1)
     assert advise([header(optimizer="StableAdamW"), *records[1:]]) == []

@@ -70,6 +70,7 @@ def test_records_have_the_agreed_shape() -> None:
     assert header["optimizer"] == "AdamW8bit"
     assert list(header["parameters"]) == names  # in the model's order, the tied one once
     assert header["parameters"]["embed.weight"] == [40, 48]
+    assert header["embeddings"] == ["embed.weight"]
     assert header["depth"]["embed.weight"] == header["depth"]["embed"] == 0
     assert header["depth"]["blocks.1"] == header["depth"]["blocks.1.0.weight"] == 2
     assert [row["step"] for row in of_kind(rows, "step")] == [1, 2, 3, 4]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from narrowgauge.gauges._advice import HABIT, Advice, Evidence, count, habits, listed, percent, show, worst
-from narrowgauge.gauges._history import History, is_embedding
+from narrowgauge.gauges._history import History
 from narrowgauge.gauges._run_options import listed_in, uses_float8
 
 # Ours: a tensor is the culprit if it takes part in so large a share of the steps with inf or NaN, and culprits are
@@ -218,11 +218,11 @@ def coarse_states(history: History) -> Iterator[Advice]:
     ]  # fmt: skip
     if not bad:
         return
-    bad.sort(key=lambda e: (not is_embedding(e.name.split(" [")[0]), -e.value / (e.threshold or 1), e.name))
+    bad.sort(key=lambda e: (not history.is_embedding(e.name.split(" [")[0]), -e.value / (e.threshold or 1), e.name))
     first, names = bad[0], list(dict.fromkeys(e.name for e in bad))
     text = f"{first.name}: {first.quantity} {percent(first.value)}; {count(len(names), 'state')} in all: "
     text += f"{listed(names)}."
-    if is_embedding(first.name.split(" [")[0]):
+    if history.is_embedding(first.name.split(" [")[0]):
         action = "Give embeddings 32-bit states (ng.optim.split_decay marks them) or use ng.nn.StableEmbedding."
         source = "8-bit Optimizers, Section 2.3 and Appendix C"
     else:

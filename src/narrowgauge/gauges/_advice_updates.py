@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from narrowgauge.gauges._advice import Advice, Evidence, count, habits, late, listed, median, percent, show, worst
-from narrowgauge.gauges._history import History, as_number, is_embedding
+from narrowgauge.gauges._history import History, as_number
 from narrowgauge.gauges._precursors import RMS_THRESHOLD, Precursors, find_precursors
 from narrowgauge.gauges._run_options import clips, group_of, low_words
 
@@ -36,7 +36,7 @@ def out_of_date(history: History) -> Iterator[Advice]:
     if not peaks:
         return
     # The paper found the relation to loss spikes in the embedding, and none in the middle of the network.
-    order = sorted(peaks.values(), key=lambda e: (not is_embedding(e.name), -e.value, e.name))
+    order = sorted(peaks.values(), key=lambda e: (not history.is_embedding(e.name), -e.value, e.name))
     first, total = order[0], sum(len(steps) for steps in found.rms.values())
     followed = [step for step, (name, _) in found.matched.items() if name in peaks]
     clipped = clips(history, first.name)
@@ -55,7 +55,7 @@ def out_of_date(history: History) -> Iterator[Advice]:
         evidence = [_loss_at(history, step) for step in followed] + evidence
     else:
         text += " No loss spike has followed so far." if len(history.loss.steps) else " No losses were recorded."
-        if not is_embedding(first.name):
+        if not history.is_embedding(first.name):
             text += (
                 " In the paper's runs those of embeddings foretold loss spikes, and those of other layers did not."
             )

@@ -213,6 +213,11 @@ class History:
         shapes: dict[str, list[int]] = self.memo["parameters"]
         return shapes
 
+    def is_embedding(self, name: str) -> bool:
+        """Whether a parameter is an embedding's weight: the header says so, or its name does."""
+        known = self.header.get("embeddings")
+        return (isinstance(known, list) and name in known) or is_embedding(name)
+
     @property
     def loss(self) -> Series:
         """The loss of every step of which it is known."""

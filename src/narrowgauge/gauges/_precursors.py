@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from narrowgauge.gauges._history import History, Series, is_embedding
+from narrowgauge.gauges._history import History, Series
 from narrowgauge.gauges._matches import match_spikes
 from narrowgauge.gauges._spikes import LossSpikes, RmsSpikes, find_rms_spikes, find_spikes
 
@@ -55,7 +55,7 @@ def _find(history: History) -> Precursors:
         values = history.series("update", "rms", name)
         if len(values.steps):
             rms[name] = find_rms_spikes(values.values.tolist(), warmup=warmup, steps=values.steps.tolist())
-    tellers = [name for name in rms if is_embedding(name)] or list(rms)
+    tellers = [name for name in rms if history.is_embedding(name)] or list(rms)
     at = {step: name for name in reversed(tellers) for step in rms[name]}
     judged = _judged(series, warmup)
     match = match_spikes(list(at), loss, most=REACH, judged=judged)

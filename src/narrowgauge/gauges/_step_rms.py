@@ -60,18 +60,24 @@ def parameters_with_rms(
         if unknown:
             raise ValueError(f"rms_of: got {unknown[0]!r}, takes names of the model's parameters")
         return [owners[name] for name in given]
+    found = embeddings(model, names)
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor) and weight in names and weight.dim() >= 2 and weight not in found:
+            return [*found, weight]
+    return list(found)
+
+
+def embeddings(model: nn.Module, names: Mapping[Tensor, str]) -> dict[Tensor, None]:
+    """The weights of embeddings, by what their modules are or how they are called; arguments as above."""
     found: dict[Tensor, None] = {}
-    first: Tensor | None = None
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if not isinstance(weight, Tensor) or weight not in names or weight.dim() < 2:
             continue
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) or is_embedding(plain_name(f"{name}.weight")):
             found[weight] = None
-        elif first is None:
-            first = weight
-    found |= {p: None for p, name in names.items() if p.dim() >= 2 and is_embedding(name)}
-    return [*found, *([first] if first is not None and first not in found else [])]
+    return found | {p: None for p, name in names.items() if p.dim() >= 2 and is_embedding(name)}
 
 
 class StepRms:

@@ -18,6 +18,7 @@ from narrowgauge.gauges._outlet import Outlet
 from narrowgauge.gauges._records import VERSION, Record, Writer, read_records
 from narrowgauge.gauges._run_options import options_record
 from narrowgauge.gauges._segments import flat
+from narrowgauge.gauges._step_rms import embeddings
 from narrowgauge.gauges._tensorboard import Board
 from narrowgauge.gauges._update_records import Updates
 
@@ -99,5 +100,6 @@ def header(
         "device": kind, "torch": torch.__version__, "narrowgauge": __version__,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "parameters": {name: list(p.shape) for p, name in names.items()}, "depth": depths(model),
+        "embeddings": [names[p] for p in embeddings(model, names)],
         **options_record(model, optimizer, names),
     }  # fmt: skip

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from narrowgauge.gauges._history import Floats, History, Series, is_embedding
+from narrowgauge.gauges._history import Floats, History, Series
 from narrowgauge.gauges._precursors import find_precursors
 
 # What a heat map shows at most, in rows and columns; beyond, neighbours share a cell.
@@ -86,7 +86,7 @@ def embedding_and_middle(history: History) -> tuple[str | None, str | None]:
     names = [name for name in history.names("update") if len(history.series("update", "rms", name).finite.steps)]
     shapes = history.parameters
     matrices = [name for name in names if len(shapes.get(name) or []) >= 2] or names
-    embeddings = [name for name in matrices if is_embedding(name)]
+    embeddings = [name for name in matrices if history.is_embedding(name)]
     rest = [name for name in matrices if name not in embeddings]
     inside = [name for name in rest if re.search(r"\.\d+\.", name)] or rest
     foretold = [name for name, _ in find_precursors(history).matched.values()]
