@@ -135,7 +135,7 @@ def read_checkpoint(
         ValueError: for what is no checkpoint, or none that this optimizer can take over.
     """
     name = type(optimizer).__name__
-    _check_form(given)
+    check_form(given)
     live, saved = optimizer.param_groups, given["param_groups"]
     if [len(group["params"]) for group in live] != [len(group["params"]) for group in saved]:
         return None
@@ -210,7 +210,7 @@ def _merge(live: Mapping[str, Any], saved: Mapping[str, Any], stays: Iterable[st
     return {**{option: value for option, value in live.items() if option != "params"}, **saved, **kept}
 
 
-def _check_form(given: Mapping[str, Any]) -> None:
+def check_form(given: Mapping[str, Any]) -> None:
     """Refuse what is no state_dict of any optimizer.
 
     Raises:
