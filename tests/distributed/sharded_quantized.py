@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from sharded_steps import collectives, cut, fsdp, meshes, same, spread
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import narrowgauge as ng
 from narrowgauge.distributed import load_checkpoint, save_checkpoint
@@ -99,6 +101,7 @@ def quantizing(rank: int, folder: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     told: dict[Any, Any] = {(i, r): compare(i, r) for i in INNER for r in ("nearest", "stochastic")}
     told["odd"] = blocks_of_its_own()
+    told["columns and copies"] = columns_and_copies()
     told["saved"] = saving(folder)
     told["by torch"] = by_torch()
     told["refused"] = refused()
@@ -114,6 +117,27 @@ def blocks_of_its_own() -> bool:
     wanted = ng.storage.quantize(p.grad.to_local().clone(), COARSE, BLOCK).dequantize()
     optimizer.step()
     return same(p.grad.to_local(), wanted)
+
+
+def columns_and_copies() -> dict[str, bool]:
+    """A parameter cut by columns, and one that all ranks have, whose gradient is still to be summed up."""
+    mesh = meshes()["rows"]
+    wide, copied = torch.linspace(-1, 1, 24).reshape(4, 6), torch.linspace(0, 1, 9)
+    p = nn.Parameter(distribute_tensor(wide.clone(), mesh, [Shard(1)]))
+    q = nn.Parameter(distribute_tensor(copied.clone(), mesh, [Replicate()]))
+    inner = ng.optim.SGD([("p", p), ("q", q)], lr=1.0)
+    optimizer = ng.optim.QuantizedGradients(inner, COARSE, error_feedback=True)
+    p.grad = spread(p, wide)
+    q.grad = DTensor.from_local(copied / dist.get_world_size(), mesh, [Partial()])
+    optimizer.step()
+    parts = {"p": cut(p, wide).contiguous(), "q": copied}
+    told = {}
+    for name, one in (("p", p), ("q", q)):
+        wanted = ng.storage.quantize(parts[name], COARSE).dequantize()
+        told[f"{name} arrives"] = same(one.grad.to_local(), wanted) and one.grad.placements == one.placements
+        told[f"{name} is remembered"] = same(optimizer._residuals[one], parts[name] - wanted)
+        told[f"{name} has moved"] = same(one.detach().to_local(), parts[name] - wanted)
+    return told
 
 
 def model(shared: bool, seed: int = 0) -> tuple[nn.ParameterDict, ng.optim.QuantizedGradients]:

@@ -39,6 +39,11 @@ def test_blocks_begin_with_the_shard(ranks: Any) -> None:
     assert all(told["odd"] for told in ranks[1])
 
 
+def test_columns_and_copies(ranks: Any) -> None:
+    for told in ranks[1]:
+        assert all(told["columns and copies"].values()), told["columns and copies"]
+
+
 def test_saved_by_two_ranks_and_resumed_on_any_number(ranks: Any) -> None:
     folder, all_told = ranks
     for told in all_told:
