@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.optim._checkpoint import check_form
+from narrowgauge.optim._checkpoint_form import check_form, check_members
 from narrowgauge.optim._options import is_whole
 from narrowgauge.optim._shards import as_shared, is_shared, local, part_of, shard_of
 
@@ -39,17 +39,16 @@ def taken_apart(optimizer: torch.optim.Optimizer, given: Any) -> tuple[dict[str,
     Raises:
         ValueError: for anything else.
     """
-    if not isinstance(given, Mapping):
-        raise ValueError(f"state_dict: got {type(given).__name__}, takes a dict")
     check_form(given)
     groups, live = given["param_groups"], optimizer.param_groups
     sizes, wanted = ([len(group["params"]) for group in some] for some in (groups, live))
     if sizes != wanted:
         raise ValueError(f"state_dict: got groups of {sizes} parameters, takes {wanted}")
+    check_members(groups)
     if any(STEPS not in group for group in groups):
         raise ValueError(f"state_dict: got groups without {STEPS!r}, takes one of QuantizedGradients")
     counts = [group[STEPS] for group in groups]
-    if any(not is_whole(count) or count < 0 or count != counts[0] for count in counts):
+    if any(not is_whole(count) or not 0 <= count < 2**63 or count != counts[0] for count in counts):
         raise ValueError(f"state_dict: {STEPS!r} is {', '.join(map(repr, counts))}, takes one count of steps")
     state, residuals = dict(given["state"]), {}
     for number, (p, identity) in enumerate(_members(optimizer, groups)):
@@ -76,10 +75,9 @@ def _here(p: Any, residual: Any, number: int) -> Tensor:
     which = f"state_dict: the residual of parameter {number}"
     if not isinstance(residual, Tensor):
         raise ValueError(f"{which} is a {type(residual).__name__}, takes a tensor")
-    if residual.shape != p.shape or not residual.is_floating_point() or residual.is_meta:
+    if residual.shape != p.shape or not residual.is_floating_point():
         raise ValueError(
-            f"{which} is {residual.dtype} of shape {tuple(residual.shape)} on {residual.device}, takes floats of "
-            f"shape {tuple(p.shape)}"
+            f"{which} is {residual.dtype} of shape {tuple(residual.shape)}, takes floats of shape {tuple(p.shape)}"
         )
     if is_shared(residual):
         if not is_shared(p):
