@@ -247,6 +247,8 @@ def check_hyperparameters(rule: Rule, group: Mapping[str, Any], refusals: Mappin
                 raise ValueError(f"Tensor {option} must be 1-element, got {value.numel()} elements")
             if not is_real(value) or not 0.0 <= float(value) < math.inf:
                 raise ValueError(f"{words}: {value!r}, takes a finite number of at least 0")
+    if group.get("clip_updates") and not float(group.get("eps", 0.0)) < 2.0**64:
+        raise ValueError(f"eps: got {group['eps']!r} with clip_updates=True, takes less than 2^64: it is squared")
     dampening = group.get("dampening", 0.0)
     if not is_number(dampening) or not math.isfinite(dampening):
         raise ValueError(f"dampening: got {dampening!r}, takes a finite number")
