@@ -224,7 +224,6 @@ def refusing(rank: int, folder: Path) -> dict[str, Any]:
         ng.optim.step_in_backward, net, ng.optim.AdamW, lr=1e-3, nonfinite="propagate"
     )
     optimizer = ng.optim.AdamW(list(ps.items()))
-    told["quantized gradients"] = message(ng.optim.QuantizedGradients, optimizer)
     for p in ps.values():
         p.grad = None
     local = ps["long"]

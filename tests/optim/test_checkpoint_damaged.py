@@ -112,7 +112,7 @@ HOSTILE = [
     (lambda s: changed(s, rule=["adam"]), r"group 0 has rule=\['adam'\], takes the name of a rule"),
     (lambda s: changed(s, lr=None), "group 0: Invalid learning rate: None"),
     (lambda s: changed(s, betas=0.9), "group 0: Invalid betas: 0.9"),
-    (lambda s: put(s, m=torch.zeros(7, 13, device="meta")), "'m' of odd is on the meta device"),
+    (lambda s: put(s, m=torch.zeros(7, 13, device="meta")), "'m' in the state of 1 is of torch.float32"),
 ]
 
 

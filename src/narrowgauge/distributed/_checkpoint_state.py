@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from narrowgauge.distributed._checkpoint_format import DTYPE_NAMES, decode_value, encode_value, tensor_keys
 from narrowgauge.distributed._checkpoint_random import read_random_states
 from narrowgauge.distributed._offload import CPUOffload
-from narrowgauge.optim import NarrowOptimizer
+from narrowgauge.optim import NarrowOptimizer, QuantizedGradients
 from narrowgauge.optim._shard_words import SHARDS, Pieces
 
 # What wrappers put into names.
@@ -164,13 +164,18 @@ def _optimizer_values(
     return {
         "groups": groups,
         "state": {"dict": states},
-        "class": type(getattr(optimizer, "inner", optimizer)).__name__,
+        "class": type(getattr(_stepping(optimizer), "inner", _stepping(optimizer))).__name__,
     }
 
 
 def is_ours(optimizer: torch.optim.Optimizer | None) -> bool:
     """Whether an optimizer is of this library, and says itself what it cannot take."""
-    return isinstance(optimizer, NarrowOptimizer | CPUOffload)
+    return isinstance(_stepping(optimizer), NarrowOptimizer | CPUOffload)
+
+
+def _stepping(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
+    """The optimizer that moves weights, where another one hands it gradients."""
+    return optimizer.optimizer if isinstance(optimizer, QuantizedGradients) else optimizer
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -161,14 +161,14 @@ class CompressedAllReduce:
             ValueError: for a state that is none, that lacks what this rank takes, or of errors that a hook without
                 error feedback would drop. That errors are another model's is seen at the next step.
         """
-        try:
-            step, saved, memory = (state_dict[name] for name in ("step", "ranks", "memory"))
-        except (KeyError, TypeError):
+        wanted = ("step", "ranks", "memory")
+        if not isinstance(state_dict, Mapping) or any(name not in state_dict for name in wanted):
             raise ValueError(
                 f"state_dict: got {state_dict!r:.100}, takes a dictionary of 'step', 'ranks' and 'memory'"
-            ) from None
+            )
+        step, saved, memory = (state_dict[name] for name in wanted)
         for name, number, least in (("step", step, 0), ("ranks", saved, 1)):
-            if not is_integer(number) or number < least:
+            if not is_integer(number) or not least <= number < 2**63:
                 raise ValueError(f"state_dict: got {number!r} for {name!r}, takes an integer of at least {least}")
         if not isinstance(memory, Mapping):
             raise ValueError(f"state_dict: got {memory!r:.100} for 'memory', takes a dictionary")

@@ -65,14 +65,18 @@ class Memory:
         for name, error in state.items():
             owner, _, key = str(name).partition("/")
             known = owner.isdecimal() and key and isinstance(error, Tensor) and error.is_floating_point()
-            if not known:
+            if not known or error.is_meta or error.layout is not torch.strided:
                 raise ValueError(f"state_dict: got {name!r} in 'memory', takes float tensors by 'rank/parameter'")
+            if not torch.isfinite(error).all():
+                raise ValueError(f"state_dict: {name!r} in 'memory' is not finite: it was damaged")
             found.setdefault(int(owner), {})[key] = error.detach().reshape(-1)
         wanted = range(rank, saved_ranks, ranks)
-        if missing := [one for one in wanted if found and one not in found]:
+        # As many as are said to be there, whatever is: no list of them.
+        missing = next((one for one in wanted if one not in found), None) if found else None
+        if missing is not None:
             there = ", ".join(map(str, sorted(found)))
             raise ValueError(
-                f"state_dict: rank {rank} of {ranks} takes the memory of rank {missing[0]} of {saved_ranks}, got "
+                f"state_dict: rank {rank} of {ranks} takes the memory of rank {missing} of {saved_ranks}, got "
                 f"that of {there}; merge the 'memory' of all ranks, or leave it empty to begin anew"
             )
         share = ranks / saved_ranks
@@ -80,5 +84,10 @@ class Memory:
         for one in wanted if found else []:
             for key, error in found[one].items():
                 wide = error.to(torch.float32, copy=True) * share
+                if key in errors and len(errors[key]) != len(wide):
+                    raise ValueError(
+                        f"state_dict: '{one}/{key}' in 'memory' has {len(wide)} elements, those of ranks before "
+                        f"it {len(errors[key])}"
+                    )
                 errors[key] = errors[key] + wide if key in errors else wide
         self._errors = {key: error.to(self.dtype) for key, error in errors.items()}

@@ -30,6 +30,7 @@ from narrowgauge.distributed._offload_pieces import Piece, Pieces, refuse_parame
 from narrowgauge.distributed._offload_views import ShowsInner
 from narrowgauge.optim import NarrowOptimizer
 from narrowgauge.optim._arriving import ArrivingDispatch
+from narrowgauge.optim._checkpoint_form import check_form
 from narrowgauge.optim._step_in_backward import refuse_other
 
 _SCALED = ("grad_scale", "found_inf")  # what torch's GradScaler leaves for the time of a step
@@ -285,6 +286,7 @@ class CPUOffload(ShowsInner):
         Raises:
             ValueError: as there; nothing is changed then.
         """
+        check_form(state_dict)
         self._prepare()
         given = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from narrowgauge.optim._checkpoint_form import check_form, check_members
 from narrowgauge.optim._checkpoint_layouts import VERSION_KEY, layout_of
 from narrowgauge.optim._checkpoint_words import Notes, WordReader
 from narrowgauge.optim._options import LIMIT, check_limits
@@ -135,14 +136,11 @@ def read_checkpoint(
         ValueError: for what is no checkpoint, or none that this optimizer can take over.
     """
     name = type(optimizer).__name__
-    _check_form(given)
+    check_form(given)
     live, saved = optimizer.param_groups, given["param_groups"]
     if [len(group["params"]) for group in live] != [len(group["params"]) for group in saved]:
         return None
-    for number, group in enumerate(saved):
-        named, count = group.get("param_names"), len(group["params"])
-        if named is not None and (not isinstance(named, list | tuple) or len(named) != count):
-            raise ValueError(f"state_dict: group {number} has param_names={named!r}, takes {count} names")
+    check_members(saved)
     layout = layout_of(given)
     translated = [layout.group(name, number, *pair) for number, pair in enumerate(zip(live, saved, strict=True))]
     stays = (*_STAYS, *optimizer.identity)
@@ -157,16 +155,16 @@ def read_checkpoint(
         if group["rule"] != old["rule"] and not {group["rule"], old["rule"]} <= _ALIKE:
             what = f"took moments of {old['rule']!r} for those of {group['rule']!r}, which may be other averages"
             checkpoint.notes.add(what, f"group {number}")
-        for option in _LIMITS:
-            if group[option] != live[number][option]:
-                what = f"took {option}={group[option]!r} from the checkpoint, for {live[number][option]!r}"
-                checkpoint.notes.add(what, f"group {number}")
         try:
             optimizer.check({**group, "params": members})
             rule = optimizer.rule_for(group)
             kept = slot_storages(rule, {**group, "states": old["states"]})
         except ValueError as error:
             raise ValueError(f"state_dict: group {number}: {error}") from error
+        for option in _LIMITS:
+            if group[option] != live[number][option]:
+                what = f"took {option}={group[option]!r} from the checkpoint, for {live[number][option]!r}"
+                checkpoint.notes.add(what, f"group {number}")
         for p, identity in zip(members, group["params"], strict=True):
             plan = plan_parameter(rule, group, p, next(names), 0)
             entry = checkpoint.others.pop(identity, None)
@@ -208,23 +206,3 @@ def _here(
 def _merge(live: Mapping[str, Any], saved: Mapping[str, Any], stays: Iterable[str]) -> dict[str, Any]:
     kept = {option: live[option] for option in stays if option in live}
     return {**{option: value for option, value in live.items() if option != "params"}, **saved, **kept}
-
-
-def _check_form(given: Mapping[str, Any]) -> None:
-    """Refuse what is no state_dict of any optimizer.
-
-    Raises:
-        ValueError: saying where it is none.
-    """
-    if not {"state", "param_groups"} <= given.keys():
-        raise ValueError(f"state_dict: got {sorted(map(str, given))}, takes 'state' and 'param_groups'")
-    if not isinstance(given["state"], Mapping):
-        raise ValueError(f"state_dict: 'state' is a {type(given['state']).__name__}, takes a dict")
-    for identity, entry in given["state"].items():
-        if not isinstance(entry, Mapping):
-            raise ValueError(f"state_dict: the state of {identity!r} is a {type(entry).__name__}, takes a dict")
-    if not isinstance(given["param_groups"], list | tuple):
-        raise ValueError(f"state_dict: 'param_groups' is a {type(given['param_groups']).__name__}, takes a list")
-    for number, group in enumerate(given["param_groups"]):
-        if not isinstance(group, Mapping) or not isinstance(group.get("params"), list | tuple):
-            raise ValueError(f"state_dict: group {number} is {group!r}, takes a dict with a list of 'params'")

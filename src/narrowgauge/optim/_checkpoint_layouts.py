@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.formats import codebook
-from narrowgauge.optim._options import is_whole
+from narrowgauge.optim._options import is_number, is_whole
 from narrowgauge.optim._plan import ParameterPlan
 from narrowgauge.storage import Quantized
 
@@ -62,7 +62,7 @@ def layout_of(given: Mapping[str, Any]) -> Layout:
 
 def _our_group(optimizer: str, number: int, live: Group, saved: Group) -> dict[str, Any]:
     version = saved.get(VERSION_KEY)
-    if version != VERSION:
+    if not is_whole(version) or version != VERSION:
         raise ValueError(f"state_dict: group {number} has {VERSION_KEY}={version!r}, this version reads {VERSION}")
     for option in ("weights", "states", "block_size", "rule"):
         if option not in saved:
@@ -79,10 +79,9 @@ def _our_group(optimizer: str, number: int, live: Group, saved: Group) -> dict[s
 
 def _our_state(plan: ParameterPlan, entry: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in entry.items():
-        if not isinstance(value, Tensor | int | float):
-            raise ValueError(f"state_dict: {key!r} of {plan.name} is a {type(value).__name__}, takes a tensor")
-        if isinstance(value, Tensor) and value.is_meta:
-            raise ValueError(f"state_dict: {key!r} of {plan.name} is on the meta device, takes a tensor with data")
+        if not isinstance(value, Tensor) and not is_number(value):
+            said = f"{value}" if isinstance(value, int | float) else f"a {type(value).__name__}"
+            raise ValueError(f"state_dict: {key!r} of {plan.name} is {said}, takes a tensor or a number")
     return dict(entry)
 
 
@@ -97,7 +96,7 @@ def _foreign(live: Group, saved: Group, storage: str) -> dict[str, Any]:
 
 
 def _torch_group(optimizer: str, number: int, live: Group, saved: Group) -> dict[str, Any]:
-    if saved.get("amsgrad"):
+    if saved.get("amsgrad") is True:
         raise ValueError(
             f"state_dict: group {number} was written with amsgrad=True, {optimizer} has no max_exp_avg_sq; "
             "takes amsgrad=False"
@@ -119,7 +118,8 @@ def _torch_state(plan: ParameterPlan, entry: Mapping[str, Any]) -> dict[str, Any
 
 
 def _moment(value: Any) -> Any:
-    return value.detach().to(torch.float32) if isinstance(value, Tensor) else value
+    floats = isinstance(value, Tensor) and value.is_floating_point()
+    return value.detach().to(torch.float32) if floats else value
 
 
 TORCH = Layout(_torch_group, _torch_state)
@@ -131,6 +131,13 @@ def _bnb_group(optimizer: str, number: int, live: Group, saved: Group) -> dict[s
         group["momentum"], group["dampening"] = saved["betas"]
         group.pop("eps", None)  # always 0 there, and unused
     return _foreign(live, group, "8bit")
+
+
+def _is_vector(x: Any, count: int) -> bool:
+    """Whether something is so many finite float32 numbers."""
+    return (
+        isinstance(x, Tensor) and x.shape == (count,) and x.dtype == torch.float32 and bool(torch.isfinite(x).all())
+    )
 
 
 def _bnb_state(plan: ParameterPlan, entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,9 +152,9 @@ def _bnb_state(plan: ParameterPlan, entry: Mapping[str, Any]) -> dict[str, Any]:
             )
         codes = words.pop(f"state{number}")
         values, scales = words.pop(f"qmap{number}", None), words.pop(f"absmax{number}", None)
-        if codes.dtype != torch.uint8:
+        if not isinstance(codes, Tensor) or codes.dtype != torch.uint8:
             state[slot.name] = _moment(codes)
-        elif values is None or scales is None or scales.numel() != -(-codes.numel() // _BLOCK):
+        elif not _is_vector(values, 256) or not _is_vector(scales, -(-codes.numel() // _BLOCK)):
             raise ValueError(
                 f"state_dict: 'state{number}' of {plan.name} is not block-wise (no qmap{number}, or no "
                 f"absmax{number} for each {_BLOCK} elements); takes states in blocks of {_BLOCK}, or in float32"

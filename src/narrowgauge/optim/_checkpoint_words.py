@@ -88,10 +88,15 @@ class WordReader:
         for key in fresh.keys() - new.keys() - slots - {self.plan.weight_key}:
             if key in self.entry:
                 value = torch.as_tensor(self.entry[key])
-                if not (value >= 0).all() or (key == "step" and (value % 1 != 0).any()):
+                # Behind 2^63 there are no integers for random bits.
+                good = (value >= 0).all() and (key != "step" or ((value < 2.0**63) & (value % 1 == 0)).all())
+                if not good:
                     raise ValueError(f"state_dict: {key!r} of {self.plan.name} is {value}, takes a count of steps")
-                if value.shape != fresh[key].shape and value.numel() != 1:
-                    raise ValueError(f"state_dict: {key!r} of {self.plan.name} has shape {tuple(value.shape)}")
+                if value.numel() != fresh[key].numel():
+                    raise ValueError(
+                        f"state_dict: {key!r} of {self.plan.name} has shape {tuple(value.shape)}, takes "
+                        f"{tuple(fresh[key].shape)}"
+                    )
                 new[key] = value.reshape(fresh[key].shape)
 
     def _moment(self, slot: SlotPlan, words: Mapping[str, Any], new: Mapping[str, Tensor]) -> dict[str, Tensor]:

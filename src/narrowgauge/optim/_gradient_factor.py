@@ -206,7 +206,10 @@ class GradientFactor:
             rows.append((mine, FLAGS, flag))
             if one.squares is not None:
                 rows.append((mine, SQUARES, one.squares[:, None]))
-        self.shards.add_up(rows, with_terms)
+        if self.shards.agreed is not None and not (with_terms or self.squares or self._norms):
+            self.shards.recall(rows)
+        else:
+            self.shards.add_up(rows, with_terms)
         for one, flag in flags:
             one.flags.copy_(flag[:, 0] > 0)
             if one.squares is not None:

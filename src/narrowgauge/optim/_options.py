@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, Literal, TypedDict, get_type_hints
 
+import torch
 from torch import Tensor
 
 from narrowgauge.optim._plan import slot_storages
@@ -153,6 +154,13 @@ def is_number(value: object) -> bool:
     return -(2**63) <= value < 2**63 if isinstance(value, int) else True  # type: ignore[unreachable]
 
 
+def is_real(value: object) -> bool:
+    """Whether a value is a real number, or a tensor of real numbers that can be read."""
+    if isinstance(value, Tensor):
+        return not (value.is_complex() or value.is_meta or value.layout is not torch.strided)
+    return is_number(value)
+
+
 def is_whole(value: object) -> bool:
     """Whether a value is an integer; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool)
@@ -237,11 +245,13 @@ def check_hyperparameters(rule: Rule, group: Mapping[str, Any], refusals: Mappin
             value = group[option]
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise ValueError(f"Tensor {option} must be 1-element, got {value.numel()} elements")
-            real = not value.is_complex() if isinstance(value, Tensor) else is_number(value)
-            if not real or not 0.0 <= float(value) < math.inf:
+            if not is_real(value) or not 0.0 <= float(value) < math.inf:
                 raise ValueError(f"{words}: {value!r}, takes a finite number of at least 0")
-    if not is_number(group.get("dampening", 0.0)):
-        raise ValueError(f"dampening: got {group['dampening']!r}, takes a number")
+    if group.get("clip_updates") and not float(group.get("eps", 0.0)) < 2.0**64:
+        raise ValueError(f"eps: got {group['eps']!r} with clip_updates=True, takes less than 2^64: it is squared")
+    dampening = group.get("dampening", 0.0)
+    if not is_number(dampening) or not math.isfinite(dampening):
+        raise ValueError(f"dampening: got {dampening!r}, takes a finite number")
     _check_betas(rule, group.get("betas", (0.0,) * rule.betas))
     schedule = group.get("beta2_schedule")
     if schedule is not None and not (is_number(schedule) and 0.0 < schedule <= 1.0):
@@ -256,7 +266,7 @@ def _check_betas(rule: Rule, betas: Any) -> None:
     for index, beta in enumerate(betas):
         if isinstance(beta, Tensor) and beta.numel() != 1:
             raise ValueError(f"Tensor betas[{index}] must be 1-element, got {beta.numel()} elements")
-        if not (isinstance(beta, Tensor) or is_number(beta)) or not 0.0 <= beta < 1.0:
+        if not is_real(beta) or not 0.0 <= beta < 1.0:
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}, takes a number in [0, 1)")
     if len({isinstance(beta, Tensor) for beta in betas}) > 1:
         raise ValueError(f"betas must be either both floats or both Tensors, got {betas!r}")

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from narrowgauge.optim._fused_numbers import sent
-from narrowgauge.optim._shards import MOST_TERMS, TERMS, is_split, shard_of
+from narrowgauge.optim._shards import FLAGS, MOST_TERMS, TERMS, is_split, shard_of
 
 # Places of rows, the first column, and columns of them; written over.
 Rows = tuple[Sequence[int], int, Tensor]
@@ -35,9 +35,13 @@ class ShardSums:
 
     Args:
         ps: all its parameters, in order.
+
+    Attributes:
+        agreed: flags that ranks have agreed on before this step, as `add_up` left them; None where they have not.
     """
 
     def __init__(self, ps: Sequence[Tensor]) -> None:
+        self.agreed: Sequence[Rows] | None = None
         self._count = len(ps)
         shared: dict[int, Any] = {place: p for place, p in enumerate(ps) if shard_of(p) is not None}
         self.places = frozenset(shared)
@@ -85,6 +89,17 @@ class ShardSums:
             whole = torch.where(reach.on("members", device), given, whole)
             for index, columns, table in cells:
                 table.copy_(whole[index, columns])
+
+    def recall(self, some: Sequence[Rows]) -> None:
+        """Write into rows of flags what has been agreed on."""
+        assert self.agreed is not None
+        for places, first, table in some:
+            if not len(places):
+                continue
+            flags = torch.zeros(self._count, dtype=torch.float64, device=table.device)
+            for known, begin, agreed in self.agreed:
+                flags[self._index(known, table.device)] = agreed[:, FLAGS - begin].to(table.device)
+            table[:, FLAGS - first] = flags[self._index(places, table.device)].to(table.dtype)
 
     def _index(self, places: Sequence[int], device: torch.device) -> Tensor:
         key = device, tuple(places)

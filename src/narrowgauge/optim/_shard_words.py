@@ -24,7 +24,7 @@ from torch import Tensor
 
 from narrowgauge.optim._clip_gradients import HISTORY
 from narrowgauge.optim._plan import ParameterPlan
-from narrowgauge.optim._shards import Shard, is_shared, is_split, local
+from narrowgauge.optim._shards import Shard, as_shared, is_shared, is_split, local
 
 # The key, in a state_dict, of what tells shards whose blocks are their own.
 SHARDS = "shards"
@@ -86,9 +86,7 @@ def wrapped(p: Any, plan: ParameterPlan, state: Words) -> dict[str, Any]:
             pad = (0, 0) * (word.dim() - 1) + (0, padding)
             given[key] = _along(p, torch.nn.functional.pad(word, pad) if padding else word)
         elif _is_word(key, word) and word.shape == here.shape:
-            given[key] = type(p.data).from_local(
-                word, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-            )
+            given[key] = as_shared(p, word)
         else:
             given[key] = word
     if items and not _aligned_everywhere(p, plan):

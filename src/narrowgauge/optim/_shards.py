@@ -130,6 +130,21 @@ def local_gradient(p: Any, grad: Any) -> Any:
     return local(grad)
 
 
+def as_shared(p: Any, here: Tensor) -> Any:
+    """A DTensor cut as its parameter is, of what lies here."""
+    return type(p.data).from_local(
+        here, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )
+
+
+def part_of(shard: Shard | None, whole: Tensor) -> Tensor:
+    """What lies here of a whole tensor, as a view."""
+    if shard is not None:
+        for dim, (offset, size) in enumerate(zip(shard.offsets, shard.sizes, strict=True)):
+            whole = whole.narrow(dim, offset, size)
+    return whole
+
+
 def is_split(placement: Any) -> bool:
     """Whether ranks along a mesh dimension have different parts."""
     return not placement.is_replicate()
@@ -168,10 +183,7 @@ def of_whole(shard: Shard | None, x: Tensor, function: Callable[[Tensor], Tensor
     assert shard.layout is not None
     stride = tuple(math.prod(shard.shape[dim + 1 :]) for dim in range(len(shard.shape)))
     whole = DTensor.from_local(x, *shard.layout, run_check=False, shape=torch.Size(shard.shape), stride=stride)
-    made = function(whole.full_tensor())
-    for dim, (offset, size) in enumerate(zip(shard.offsets, shard.sizes, strict=True)):
-        made = made.narrow(dim, offset, size)
-    return made
+    return part_of(shard, function(whole.full_tensor()))
 
 
 def any_shared(ps: Iterable[Tensor]) -> bool:

@@ -43,6 +43,10 @@ class Shares(torch.optim.Optimizer):
         """Whether a parameter is a DTensor."""
         return self._look_at_shares()[2]
 
+    def all_shard_sums(self) -> ShardSums | None:
+        """What ranks add up where a step asks for it; None where no parameter is shared."""
+        return self._look_at_shares()[3]
+
     def _shard_sums(self) -> ShardSums | None:
         """What the ranks of this step add up; None where they have nothing to agree on.
 

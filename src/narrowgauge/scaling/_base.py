@@ -231,12 +231,21 @@ class LossScaler(torch.amp.GradScaler):
                     raise ValueError(f"state_dict: got no {key!r}, takes the state of a loss scaler")
                 check_number(f"state_dict[{key!r}]", state_dict[key], "a finite number", -math.inf, math.inf)
             self._check_saved(state_dict)
-        super().load_state_dict(dict(state_dict))
+        # Floats, as torch writes them to its tensors.
+        super().load_state_dict({**state_dict, "scale": float(state_dict["scale"])} if state_dict else {})
         self._counts.restart(state_dict.get("skipped", {}))
         self._skipped_steps = state_dict.get("skipped_steps", 0)
 
     def _check_saved(self, state_dict: Mapping[str, Any]) -> None:
         check_scale("state_dict['scale']", state_dict["scale"])
+        check_count("state_dict['growth_interval']", state_dict["growth_interval"], 1)
+        check_count("state_dict['_growth_tracker']", state_dict["_growth_tracker"], 0)
+        check_count("state_dict['skipped_steps']", state_dict.get("skipped_steps", 0), 0)
+        skipped = state_dict.get("skipped", {})
+        if not isinstance(skipped, Mapping) or not all(isinstance(name, str) for name in skipped):
+            raise ValueError(f"state_dict['skipped']: got {skipped!r:.100}, takes a dict of counts by name")
+        for name, count in skipped.items():
+            check_count(f"state_dict['skipped'][{name!r}]", count, 0)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
@@ -270,6 +279,16 @@ def check_number(name: str, value: object, takes: str, low: float, high: float) 
     # Comparisons that NaN fails; an integer may be too large for a float.
     if not number or not low < value < high or not value <= sys.float_info.max:  # type: ignore[operator]
         raise ValueError(f"{name}: got {value!r}, takes {takes}")
+
+
+def check_count(name: str, value: object, least: int) -> None:
+    """Refuse what is no integer that torch has room for, from `least` on.
+
+    Raises:
+        ValueError: naming the argument, what it got, what it takes.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
+        raise ValueError(f"{name}: got {value!r:.100}, takes an integer of at least {least}")
 
 
 def inverse_of(scale: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from narrowgauge.scaling._base import LossScaler, check_number
+from narrowgauge.scaling._base import LossScaler, check_count, check_number
 
 
 class DynamicLossScaler(LossScaler):
@@ -67,8 +67,7 @@ class DynamicLossScaler(LossScaler):
         Raises:
             ValueError: if it is no integer of at least 1.
         """
-        if not isinstance(new_interval, int) or isinstance(new_interval, bool) or new_interval < 1:
-            raise ValueError(f"growth_interval: got {new_interval!r}, takes an integer of at least 1")
+        check_count("growth_interval", new_interval, 1)
         super().set_growth_interval(new_interval)
 
     def _check_saved(self, state_dict: Mapping[str, Any]) -> None:
@@ -78,6 +77,8 @@ class DynamicLossScaler(LossScaler):
                 f"state_dict: got growth_factor={state_dict['growth_factor']}, the state of a fixed scale; "
                 "takes that of a DynamicLossScaler or torch.amp.GradScaler"
             )
+        backoff = state_dict["backoff_factor"]
+        check_number("state_dict['backoff_factor']", backoff, "a number between 0 and 1, both excluded", 0.0, 1.0)
 
     def _tell(self, names: str, scale: float) -> None:
         scale *= self._backoff_factor
