@@ -80,10 +80,8 @@ class QuantizedGradients(torch.optim.Optimizer):
     Source: Lecture 11, Mixed Precision Training, "Error compensation".
     """
 
-    _known: tuple[Any, ShardSums | None] = (
-        None,
-        None,
-    )  # by the places of parameters, where another optimizer has none
+    # Where the optimizer keeps none of its own: of which parameters, and their sums.
+    _known: tuple[tuple[int, ...] | None, ShardSums | None] = None, None
 
     @typed
     def __init__(
