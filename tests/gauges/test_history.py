@@ -114,8 +114,17 @@ def test_what_is_no_map_is_left_out(change: dict[str, Any]) -> None:
     history = History(
         [{"kind": "adam_error", "step": 1, "name": "", "usage": cells | change, "error": [[1, 2, 3]]}]
     )
-    assert not history.maps[""][0].any()
-    assert not history.maps[""][1].any()
+    assert not history.maps
+    assert history.ignored == 1
+
+
+def test_a_map_is_taken_with_both_of_its_halves_and_of_few_names() -> None:
+    cells = packed(np.ones((256, 256), "<f4"))
+    whole = {"kind": "adam_error", "step": 1, "name": "", "usage": cells, "error": cells}
+    history = History([whole, whole | {"error": None}, whole | {"usage": None}])
+    assert [half.sum() for half in history.maps[""]] == [65536, 65536]
+    assert history.ignored == 2
+    assert len(History(whole | {"name": f"{number}"} for number in range(99)).maps) < 20
 
 
 def test_the_start_is_a_twentieth_of_the_run_and_1000_steps_at_most() -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from watched import batch, loss_of, model, of_kind, train, watched
 
-from narrowgauge import gauges, optim
+from narrowgauge import gauges, optim, scaling
 from narrowgauge.gauges import FeatureStats, feature_stats
 from narrowgauge.gauges._formats import TARGETS, targets
 from narrowgauge.gauges._magnitudes import as_records, table_of
@@ -359,6 +360,9 @@ def test_samples_of_all_parameters_are_parts_of_what_is_foreseen_of_each(
         for name, moments in wanted.items():
             blocks = moments[0].exact.numel() // 64
             share = max(1, min(moments[0].exact.numel() // most, blocks))
+            width = moments[0].exact.shape[1]
+            while share > 1 and math.gcd(share, width // math.gcd(width, 64)) > 1:
+                share += 1
             for moment, (count, (slot, exact, codes, kept)) in zip(moments, found[name], strict=True):
                 assert slot == moment.slot
                 whole = [x.reshape(-1) for x in (moment.exact, moment.codes, moment.kept)]
@@ -370,6 +374,92 @@ def test_samples_of_all_parameters_are_parts_of_what_is_foreseen_of_each(
                     assert torch.equal(codes, whole[1])
                     assert torch.equal(kept, whole[2])
     assert "4.weight" in found  # of 10 blocks and a half: by itself
+
+
+def test_samples_of_a_matrix_are_of_all_its_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One band of columns that differs from the others is in every sample with its share."""
+    monkeypatch.setattr(_foreseen, "MOST", 1 << 10)
+    net = nn.Linear(256, 64, bias=False)  # four blocks a row, and a sample of one block in sixteen
+    optimizer = optim.AdamW(net.parameters(), 1e-3, states="8bit", min_quantized_size=64, block_size=64)
+    net.weight.grad = torch.arange(256.0).expand(64, 256).clone()
+    for turn in range(5):
+        (some,) = optimizer.foresee_samples(turn)
+        columns = (some.moments[0].exact.view(-1, 64)[:, 0] / (1 - 0.9)).round()
+        assert set(columns.tolist()) == {0.0, 64.0, 128.0, 192.0}
+
+
+def moving(watched_at: int | None = None, **options: Any) -> tuple[Any, Any, list[dict[str, Any]]]:
+    """Four steps of a parameter whose options change between them; once without a watch, once within one."""
+    torch.manual_seed(0)
+    net = nn.ParameterDict({"w": torch.randn(40, 64), "none": torch.zeros(0, 4)})
+    optimizer = optim.AdamW(net.values(), 1e-3, min_quantized_size=0, **options)
+    rows: list[dict[str, Any]] = []
+    with (
+        gauges.watch(net, optimizer, 1, states_every=watched_at) if watched_at else contextlib.nullcontext() as seen
+    ):
+        for step in range(4):
+            net["w"].grad, net["none"].grad = torch.full((40, 64), 0.1 * (step + 1)), torch.zeros(0, 4)
+            if step == 2:
+                optimizer.param_groups[0]["block_size"] = 128
+            optimizer.step()
+        if seen is not None:
+            rows = seen.rows()
+    return net, optimizer, rows
+
+
+def test_options_that_change_and_empty_parameters_end_no_training() -> None:
+    plain, _, _ = moving(states="8bit")
+    seen, _, rows = moving(1, states="8bit")
+    assert torch.equal(plain["w"], seen["w"])
+    assert [row["step"] for row in of_kind(rows, "state")] == [1, 1, 2, 2, 3, 3, 4, 4]
+
+
+def test_a_step_that_raised_is_recorded_when_it_is_taken() -> None:
+    net = nn.Linear(64, 64, bias=False)
+    optimizer = optim.AdamW(net.parameters(), 1e-3, states="8bit", min_quantized_size=64)
+    with gauges.watch(net, optimizer, 1, states_every=1) as watch:
+        for step in range(3):
+            net.weight.grad = torch.ones(64, 64)
+            if step == 1:
+                optimizer.param_groups[0]["lr"] = "much"
+                with pytest.raises((TypeError, ValueError)):
+                    optimizer.step()
+                optimizer.param_groups[0]["lr"] = 1e-3
+            optimizer.step()
+    assert [row["step"] for row in of_kind(watch.rows(), "state")] == [1, 1, 2, 2, 3, 3]
+    assert len(of_kind(watch.rows(), "adam_error")) == 3
+
+
+def test_a_step_that_a_loss_scaler_holds_has_no_moments() -> None:
+    net = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
+    optimizer = optim.AdamW(net.parameters(), 1e-3, states="8bit", min_quantized_size=64)
+    scaler = scaling.DynamicLossScaler(init_scale=2.0)
+    with gauges.watch(net, optimizer, 1, states_every=1, scaler=scaler) as watch:
+        for step in range(3):
+            for p in net.parameters():
+                p.grad = torch.ones(64, 64)
+            if step == 1:
+                net[1].weight.grad[3, 3] = torch.inf
+            scaler.scale(torch.zeros(()))
+            scaler.step(optimizer)
+            scaler.update()
+    steps = {row["step"] for row in of_kind(watch.rows(), "state")}
+    assert len(of_kind(watch.rows(), "state")) == 8
+    assert len(steps) == 2
+
+
+def test_a_map_counts_every_update_whatever_its_sample_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_foreseen, "MOST", 1 << 10)
+    net = nn.ModuleList([nn.Linear(64, 256, bias=False), nn.Linear(64, 8, bias=False)])
+    optimizer = optim.AdamW(net.parameters(), 1e-3, states="8bit", min_quantized_size=64, block_size=64)
+    with gauges.watch(net, optimizer, 1, states_every=1) as watch:
+        for p in net.parameters():
+            p.grad = torch.randn(p.shape)
+        optimizer.step()
+    (row,) = of_kind(watch.rows(), "adam_error")
+    usage = unpacked(row["usage"], (256, 256))
+    assert usage is not None
+    assert usage.sum() == pytest.approx(64 * 264, rel=1e-5)
 
 
 def test_moments_of_rules_with_sums_are_taken_whole() -> None:

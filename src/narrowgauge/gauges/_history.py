@@ -30,6 +30,7 @@ _NOT_COLUMNS = {"kind", "step", "name", "usage", "error", "sums"}
 _CODES = 256
 # Records have numbers in numbers at most so deep ("formats.e4m3.underflow"); what nests on is none of ours.
 _DEEPEST = 4
+_MOST_MAPS = 16  # this library writes one
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 # SwitchBack leaves the first 1000 of 20 000 steps out when it looks for spikes (Section 3.2, Appendix E): there
@@ -71,7 +72,7 @@ class History:
         header: the first record of kind "run", empty if there was none.
         runs: how many headers there were: more than one for a run that was resumed into the same file.
         count: how many records were taken.
-        ignored: how many had no step, counted from 1, or no name.
+        ignored: how many had no step, counted from 1, no name, or a map that is none.
         missing: what was not recorded and why: (kind, reason), and the names of which.
         alarms: the records of what was raised while training: kinds "spike" and "nonfinite", in order.
         memo: what was worked out of the records so far, by name; emptied by every record that is added.
@@ -160,13 +161,14 @@ class History:
             self._usage[key] = counts if old is None or len(old) != len(counts) else old + counts
 
     def _add_map(self, name: str, record: Record) -> None:
-        fresh = (np.zeros((_CODES, _CODES)), np.zeros((_CODES, _CODES)))
-        for total, cells in zip(
-            self._maps.setdefault(name, fresh), map(record.get, ("usage", "error")), strict=True
-        ):
-            found = unpacked(cells, (_CODES, _CODES))
-            if found is not None:
-                total += np.where(np.isfinite(found) & (found > 0), found, 0)
+        """Both halves or none, and no more names than somebody would look at."""
+        usage, error = (unpacked(record.get(key), (_CODES, _CODES)) for key in ("usage", "error"))
+        if usage is None or error is None or not all((np.isfinite(x) & (x >= 0)).all() for x in (usage, error)):
+            self.ignored += 1
+        elif name in self._maps or len(self._maps) < _MOST_MAPS:
+            total = self._maps.setdefault(name, (np.zeros((_CODES, _CODES)), np.zeros((_CODES, _CODES))))
+            total[0][:] += usage
+            total[1][:] += error
 
     def names(self, kind: str) -> list[str]:
         """Tensors of which there are records of a kind, in the order of the model or the records; "" is none."""

@@ -77,7 +77,7 @@ def moment_parts(optimizer: Any, names: Mapping[Tensor, str], step: int, turn: i
             )
         by_slot = {moment.slot: moment for moment in some.moments}
         if by_slot.keys() == {"m", "v"} and by_slot["m"].eps:
-            maps.append(_map(by_slot["m"], by_slot["v"]))
+            maps.append(_map(by_slot["m"], by_slot["v"], _weights(some)))
     if maps:
         total = AdamErrorMap.total(maps)
         parts.append((torch.cat([total.cells.flatten(), total.sums]), (), partial(_map_records, step)))
@@ -117,10 +117,17 @@ def _records(step: int, slot: str, kept_as: str, names: Sequence[str], table: Te
     ]  # fmt: skip
 
 
-def _map(m: Any, v: Any) -> AdamErrorMap:
+def _weights(some: Any) -> Tensor:
+    """How many elements of its parameter each of a sample's stands for."""
+    rows = [count // some.each for count in some.counts]
+    shares = np.repeat([p.numel() / count for p, count in zip(some.ps, some.counts, strict=True)], rows)
+    return sent(shares, some.moments[0].codes.device).repeat_interleave(some.each)
+
+
+def _map(m: Any, v: Any, weights: Tensor) -> AdamErrorMap:
     exact = [moment.exact.to(torch.float64) / moment.correction for moment in (m, v)]
     kept = [_Corrected(x.codes, x.kept.to(torch.float64) / x.correction) for x in (m, v)]
-    return adam_error_map(exact[0], exact[1], kept[0], kept[1], eps=m.eps)
+    return adam_error_map(exact[0], exact[1], kept[0], kept[1], m.eps, weights)
 
 
 def _map_records(step: int, table: Tensor) -> list[Record]:
@@ -130,6 +137,6 @@ def _map_records(step: int, table: Tensor) -> list[Record]:
         {
             "kind": "adam_error", "step": step, "name": "",
             "mean_relative": total.mean_relative, "mean_absolute": total.mean_absolute,
-            "usage": packed(usage.astype("<u4")), "error": packed(error.astype("<f4")),
+            "usage": packed(usage.astype("<f4")), "error": packed(error.astype("<f4")),
         }
     ]  # fmt: skip

@@ -196,7 +196,9 @@ class AdamErrorMap:
 
 
 @typed
-def adam_error_map(m: Tensor, v: Tensor, m8: Coded, v8: Coded | None, eps: float = 1e-8) -> AdamErrorMap:
+def adam_error_map(
+    m: Tensor, v: Tensor, m8: Coded, v8: Coded | None, eps: float = 1e-8, weights: Tensor | None = None
+) -> AdamErrorMap:
     """Compare Adam's update with the one that its quantized moments give, code by code.
 
     Args:
@@ -205,6 +207,7 @@ def adam_error_map(m: Tensor, v: Tensor, m8: Coded, v8: Coded | None, eps: float
         m8: m quantized.
         v8: v quantized; None leaves v exact, so that the error is that of m alone.
         eps: Adam's, above zero.
+        weights: how many updates each of these stands for, where they are a sample: float64, as many. One, if None.
 
     Returns:
         The sums, on the moments' device. A GPU adds in no fixed order: the last digits may differ between calls.
@@ -224,9 +227,10 @@ def adam_error_map(m: Tensor, v: Tensor, m8: Coded, v8: Coded | None, eps: float
     relative = torch.where(zero, 0.0, delta / exact.abs())
     columns = 1 if v8 is None else CODES
     index = _codes(m8) if v8 is None else _codes(m8) * CODES + _codes(v8)
-    usage, zeros = (_cells(index[chosen], None, columns) for chosen in (slice(None), zero))
-    cells = [usage, _cells(index, delta, columns), _cells(index, relative, columns), usage - zeros]
-    return AdamErrorMap(torch.stack(cells), torch.stack([delta.square().sum(), exact.square().sum()]))
+    count = torch.ones_like(delta) if weights is None else weights.reshape(-1)
+    terms = (count, count * delta, count * relative, count * ~zero)
+    sums = torch.stack([(count * delta.square()).sum(), (count * exact.square()).sum()])
+    return AdamErrorMap(torch.stack([_cells(index, term, columns) for term in terms]), sums)
 
 
 def adam_update(m: Tensor, v: Tensor, eps: float) -> Tensor:
@@ -242,8 +246,8 @@ def _codes(quantized: Coded) -> Tensor:
     return quantized.codes.reshape(-1).to(torch.int64)
 
 
-def _cells(index: Tensor, weights: Tensor | None, columns: int) -> Tensor:
-    """The sum of the weights, or the number of elements, at each index: float64 (256, columns)."""
+def _cells(index: Tensor, weights: Tensor, columns: int) -> Tensor:
+    """The sum of the weights at each index: float64 (256, columns)."""
     return torch.bincount(index, weights, minlength=CODES * columns).to(torch.float64).view(CODES, columns)
 
 

@@ -8,6 +8,7 @@ stepped as one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -105,6 +106,7 @@ def foresee(optimizer: NarrowOptimizer, p: Tensor, group: Mapping[str, Any]) -> 
 
 def foresee_samples(optimizer: NarrowOptimizer, turn: int) -> list[Foreseen]:
     """See `Watched.foresee_samples`."""
+    optimizer._follow()  # options that have changed since the last step: so the step will have it
     found: list[Foreseen] = []
     lists: dict[Any, list[_Piece]] = {}
     for piece in _taking_part(optimizer, turn):
@@ -123,7 +125,7 @@ def _gradient(plan: ParameterPlan, p: Tensor) -> Tensor | None:
     """A parameter's gradient if its step can be foreseen, but for numbers that are not finite."""
     quantized = any(slot.storage.quantized for slot in plan.slots)
     grad = p.grad
-    if not quantized or plan.strict or grad is None or grad.layout is not torch.strided:
+    if not quantized or plan.strict or grad is None or grad.layout is not torch.strided or not p.numel():
         return None
     return grad
 
@@ -138,25 +140,57 @@ def _taking_part(optimizer: NarrowOptimizer, turn: int) -> Iterator[_Piece]:
                 found.append((group, p, grad, optimizer.state.get(p) or plan.init(p, group)))
     if not found:
         return
-    # Asked of the device at once: which gradients are finite, and how many steps were taken.
-    largest = _largest([grad for _, _, grad, _ in found])
-    steps = _column([state["step"] for *_, state in found])
-    known = torch.stack([largest.to(steps.device), steps])
-    home = known.device
-    inverse = optimizer.inverse_scale()
-    if inverse is not None:
-        known[0] *= inverse.to(home)
-    for (group, p, grad, state), top, step in zip(found, *known.tolist(), strict=True):
-        if not top < torch.finfo(torch.float32).max or HISTORY in state:
+    answers = _answers(optimizer, [grad for _, _, grad, _ in found], [state["step"] for *_, state in found])
+    for (group, p, grad, state), finite, step in zip(found, *(answers or ((), ())), strict=answers is not None):
+        if not finite or HISTORY in state:
             continue
         blocks = Blocks(p.numel(), group["block_size"], 1, 0)
         share = min(p.numel() // MOST, p.numel() // blocks.each)
         if share > 1:
+            share = _apart(share, p, blocks.each)
             blocks = replace(blocks, share=share, first=turn % share)
         plan = optimizer._plan(p)
         if isinstance(plan.rule, ClipUpdates):  # which looks at all of a parameter, and leaves moments alone
             plan = replace(plan, rule=plan.rule.rule)
-        yield _Piece(p, plan, group, grad, state, blocks, int(step) + 1)
+        yield _Piece(p, plan, group, grad, state, blocks, step + 1)
+
+
+def _answers(
+    optimizer: NarrowOptimizer, grads: Sequence[Tensor], counts: Sequence[Tensor]
+) -> tuple[list[bool], list[int]] | None:
+    """Which gradients are finite once unscaled, and how many steps were taken: asked of the device at once.
+
+    None where the step will move no parameter, as whoever scaled the loss holds all of them for one.
+    """
+    asked, held = optimizer._unscaling, getattr(optimizer, "found_inf", None)
+    looked = list(grads)
+    if asked is not None and asked.whole:
+        own = set(map(id, grads))
+        all_grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        looked += [x for x in all_grads if x is not None and id(x) not in own and _is_dense(x)]
+    steps, inverse = _column(counts), optimizer.inverse_scale()
+    largest = _largest(looked).to(steps.device)
+    if inverse is not None:
+        largest = largest * inverse.to(steps.device)
+    verdict = steps.new_zeros(1) if held is None else held.reshape(1).to(steps)
+    *numbers, stop = torch.cat([largest, steps, verdict]).tolist()
+    finite = [top < torch.finfo(torch.float32).max for top in numbers[: len(looked)]]
+    if stop > 0 or (asked is not None and asked.whole and not all(finite)):
+        return None
+    return finite[: len(grads)], [int(count) for count in numbers[len(looked) :]]
+
+
+def _is_dense(grad: Tensor) -> bool:
+    return grad.layout is torch.strided and not hasattr(grad, "to_local") and grad.numel() > 0
+
+
+def _apart(share: int, p: Tensor, each: int) -> int:
+    """How many blocks samples of a matrix lie apart, at least `share`, so that not all are of the same columns."""
+    width = math.prod(p.shape[1:])
+    period = width // math.gcd(width, each)  # blocks after which columns repeat
+    while math.gcd(share, period) > 1 and share < p.numel() // each:
+        share += 1
+    return share
 
 
 def _largest(grads: Sequence[Tensor]) -> Tensor:

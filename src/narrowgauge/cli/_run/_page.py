@@ -78,7 +78,7 @@ def _alarms(history: History) -> list[tuple[str, str]]:
     if not history.header and history.count:
         found.append(("The header is missing.", "Optimizer and parameters of the run are not known."))
     if history.ignored:
-        found.append(("Some records were not read.", f"{history.ignored:,} have no step or no name."))
+        found.append(("Some records were not read.", f"{history.ignored:,} have no step, no name or no map."))
     if not history.count:
         found.append(("There are no records.", "Nothing was written before the run ended."))
     return found
