@@ -8,9 +8,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from interpreted import quicken
+
 if not torch.cuda.is_available():
     # Kernels run in triton's interpreter, which has to be said before anything imports triton.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    quicken()
 
 # The same examples on every machine and at every run, and no clock in the verdict. A search for new examples is
 # one option away: --hypothesis-profile=explore.
