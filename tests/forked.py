@@ -23,8 +23,8 @@ START = "forkserver"
 multiprocessing.set_forkserver_preload(
     [
         "pytest", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "narrowgauge.cli._app",
-        "narrowgauge.distributed", "narrowgauge.gauges", "narrowgauge.trainers", "transformers.models.gpt2.modeling_gpt2",
-        "transformers.models.clip.modeling_clip", "tokenizers", "matplotlib.pyplot", "jinja2",
+        "narrowgauge.distributed", "narrowgauge.gauges", "narrowgauge.trainers", "tokenizers", "matplotlib.pyplot",
+        "jinja2", "transformers.models.gpt2.modeling_gpt2", "transformers.models.clip.modeling_clip",
     ]
 )  # fmt: skip
 
@@ -49,7 +49,7 @@ class Command:
     """The command line in a process of its own, which can be sent signals.
 
     Attributes:
-        returncode: the exit status, or the number of the signal that ended it, negative; None until it is waited for.
+        returncode: the exit status, or minus the number of the signal that ended it; None until it is waited for.
     """
 
     def __init__(self, arguments: list[str], folder: Path) -> None:
