@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +26,24 @@ settings.load_profile("fixed")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # The workers share the cores already; more threads in each would only wait for one another.
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of the tests' own, in which compiled steps and tokens of one test are found again by the next."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def surroundings(cache: Path) -> Iterator[None]:
+    """Those of small trainings: the tests' own cache, one thread, and a terminal that is wide enough."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        patch.setenv("COLUMNS", "200")
+        yield
+    torch.set_num_threads(threads)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

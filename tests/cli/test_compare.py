@@ -14,6 +14,8 @@ import torch
 from forked import Command
 from narrowgauge.cli import main
 
+pytestmark = pytest.mark.usefixtures("surroundings")
+
 SMALL = ("--steps", "8", "--batch", "2", "--sequence", "16", "--vocabulary", "256", "--validation-windows", "4")
 
 
@@ -22,12 +24,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("".join(f"{n} bottles of beer on the wall, {n} bottles of beer.\n" for n in range(400)))
     return path
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("COLUMNS", "200")
 
 
 def compare(*arguments: object) -> int:
