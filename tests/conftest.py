@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from forked import START
 from interpreted import quicken
 
 if not torch.cuda.is_available():
@@ -44,6 +46,15 @@ def surroundings(cache: Path) -> Iterator[None]:
         patch.setenv("COLUMNS", "200")
         yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks for spawned processes is given forks of the server, with its imports."""
+    plain = multiprocessing.get_context
+    monkeypatch.setattr(
+        multiprocessing, "get_context", lambda method=None: plain(START if method == "spawn" else method)
+    )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -11,11 +11,9 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 START = "forkserver"
@@ -32,17 +30,6 @@ multiprocessing.set_forkserver_preload(
 def run_ranks(work: Callable[..., None], world: int, *arguments: Any) -> None:
     """Call `work(rank, *arguments)` in so many processes; raises what one of them raises."""
     torch.multiprocessing.start_processes(work, arguments, world, start_method=START)
-
-
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who asks for spawned processes is given forks of the server."""
-    plain = multiprocessing.get_context
-
-    def get_context(method: str | None = None) -> BaseContext:
-        return plain(START if method == "spawn" else method)
-
-    monkeypatch.setattr(multiprocessing, "get_context", get_context)
 
 
 class Command:
