@@ -39,17 +39,18 @@ class Command:
         returncode: the exit status, or minus the number of the signal that ended it; None until it is waited for.
     """
 
-    def __init__(self, arguments: list[str], folder: Path) -> None:
+    def __init__(self, arguments: list[str], folder: Path, **environment: str) -> None:
         """Start it.
 
         Args:
             arguments: what follows `narrowgauge`.
             folder: where what it prints is kept.
+            environment: what it has beside the test's.
         """
         self._printed = [folder / f"{id(self)}.{name}" for name in ("out", "err")]
         paths = list(map(str, self._printed))
         self._process = multiprocessing.get_context(START).Process(
-            target=_command, args=(arguments, paths, dict(os.environ))
+            target=_command, args=(arguments, paths, os.environ | environment)
         )
         self._process.start()
         self.returncode: int | None = None
