@@ -15,7 +15,7 @@ compare: $(VENV)/.train  ## run the main job: train one small GPT under several 
 	$(BIN)/narrowgauge compare --out $(OUT) $(ARGS)
 
 test: check  ## lint, types and the whole CPU test suite
-	$(RUN) pytest -n $(JOBS) $(ARGS)
+	$(RUN) pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 check: $(VENV)/.test  ## lint and types
 	$(RUN) ruff check .

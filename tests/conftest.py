@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from forked import START
+from interpreted import quicken
+
 if not torch.cuda.is_available():
     # Kernels run in triton's interpreter, which has to be said before anything imports triton.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    quicken()
 
 # The same examples on every machine and at every run, and no clock in the verdict. A search for new examples is
 # one option away: --hypothesis-profile=explore.
@@ -21,6 +28,33 @@ settings.load_profile("fixed")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # The workers share the cores already; more threads in each would only wait for one another.
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of the tests' own, in which compiled steps and tokens of one test are found again by the next."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def surroundings(cache: Path) -> Iterator[None]:
+    """Those of small trainings: the tests' own cache, one thread, and a terminal that is wide enough."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        patch.setenv("COLUMNS", "200")
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks for spawned processes is given forks of the server, with its imports."""
+    plain = multiprocessing.get_context
+    monkeypatch.setattr(
+        multiprocessing, "get_context", lambda method=None: plain(START if method == "spawn" else method)
+    )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

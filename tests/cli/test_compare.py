@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from forked import Command
 from narrowgauge.cli import main
+
+pytestmark = pytest.mark.usefixtures("surroundings")
 
 SMALL = ("--steps", "8", "--batch", "2", "--sequence", "16", "--vocabulary", "256", "--validation-windows", "4")
 
@@ -21,12 +24,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("".join(f"{n} bottles of beer on the wall, {n} bottles of beer.\n" for n in range(400)))
     return path
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("COLUMNS", "200")
 
 
 def compare(*arguments: object) -> int:
@@ -288,16 +285,9 @@ def test_help_and_version_answer(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_ctrl_c_keeps_the_recipes_that_are_finished(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "narrowgauge.cli", "compare", "--out", str(out), "--data", str(text), *SMALL]
+    command = ["compare", "--out", str(out), "--data", str(text), *SMALL, "--recipes", "A,D"]
     # The first recipe is short of work; the seeds after it never end within the test.
-    process = subprocess.Popen(
-        [*command, "--recipes", "A,D", "--seeds", "100000"],
-        # A test run in the background may have been told to ignore Ctrl-C, and its children with it.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = Command([*command, "--seeds", "100000"], tmp_path)
     try:
         deadline = time.monotonic() + 120
         while not (out / "results.json").exists() and time.monotonic() < deadline:

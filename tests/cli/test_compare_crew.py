@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from forked import Command
 from narrowgauge.cli import main
 from narrowgauge.cli._crew import Crew
 from narrowgauge.optim import UpdateStats
@@ -51,12 +53,17 @@ def numbers(out: Path) -> dict[str, Any]:
 
 
 def test_processes_share_the_runs_of_one(text: Path, tmp_path: Path) -> None:
+    """Processes as torchrun starts them; torchrun itself starts those of the next test."""
     asked = ("--data", text, "--recipes", "D,A,adamw8bit-split8", "--seeds", "2", *SMALL)
-    process = started("--out", tmp_path / "two", *asked)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        there = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    command = ["compare", "--out", str(tmp_path / "two"), *map(str, asked)]
+    processes = [Command(command, tmp_path, RANK=str(rank), **there) for rank in range(2)]
     assert main(["compare", "--out", str(tmp_path / "one"), *map(str, asked)]) == 0
-    printed, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    assert printed.count(": validation loss") == 6
+    (printed, errors), (other, complaints) = (process.communicate(timeout=120) for process in processes)
+    assert [process.returncode for process in processes] == [0, 0], errors + complaints
+    assert (printed + other).count(": validation loss") == 6
     assert numbers(tmp_path / "two") == numbers(tmp_path / "one")
     results = json.loads((tmp_path / "two" / "results.json").read_text())
     assert results["interrupted"] is False

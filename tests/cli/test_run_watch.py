@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import os
@@ -127,7 +128,9 @@ def test_ctrl_c_ends_it_quietly(path: Path) -> None:
     path.write_text("".join(map(line_of, sound(20))))
     parent, child = pty.openpty()
     command = [sys.executable, "-m", "narrowgauge.cli", "watch", str(path), "--interval", "0.1"]
-    process = subprocess.Popen(command, stdin=child, stdout=child, stderr=subprocess.PIPE)
+    # A test run in the background may have been told to ignore Ctrl-C, and its children with it.
+    default = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stdin=child, stdout=child, stderr=subprocess.PIPE, preexec_fn=default)
     os.close(child)
     seen = b""
     try:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from forked import Command
 from narrowgauge.cli import main
 from narrowgauge.gauges import read_records
 
@@ -44,21 +45,8 @@ def losses(out: Path) -> list[tuple]:
     ]
 
 
-def started(out: Path, text: Path, *more: str) -> subprocess.Popen:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "narrowgauge.cli",
-        "train",
-        "--out",
-        str(out),
-        "--data",
-        str(text),
-        *TINY,
-        *more,
-    ]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def typed(out: Path, text: Path, *more: str) -> list[str]:
+    return ["train", "--out", str(out), "--data", str(text), *TINY, *more]
 
 
 def test_killed_in_the_middle_it_ends_as_if_it_had_not_been(text: Path, tmp_path: Path) -> None:
@@ -67,7 +55,7 @@ def test_killed_in_the_middle_it_ends_as_if_it_had_not_been(text: Path, tmp_path
         "--steps", "60", "--save-every", "7", "--validate-every", "10", "--gauges-every", "3", "--log-every", "1",
         "--scaler", "dynamic", "--stable-embedding", "--layer-scale", "0.5", "--accumulate", "2",
     )  # fmt: skip
-    process, reference = started(killed, text, *options), started(whole, text, *options)
+    process, reference = (Command(typed(out, text, *options), tmp_path) for out in (killed, whole))
     deadline = time.monotonic() + 120
     while not list((killed / "checkpoints").glob("step-*")) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -78,7 +66,7 @@ def test_killed_in_the_middle_it_ends_as_if_it_had_not_been(text: Path, tmp_path
     assert not (killed / "model.safetensors").exists(), "it had ended before it was killed"
     saved = sorted((killed / "checkpoints").glob("step-*"))
     assert saved
-    resumed = started(killed, text, *options)
+    resumed = Command(typed(killed, text, *options), tmp_path)
     told, complaints = resumed.communicate()
     assert (resumed.returncode, complaints) == (0, "")
     assert "going on from" in told
@@ -238,7 +226,7 @@ def test_a_run_is_not_continued_as_another_or_begun_over_one(text: Path, tmp_pat
 
 def test_ctrl_c_saves_and_the_same_command_goes_on(text: Path, tmp_path: Path) -> None:
     options = ("--steps", "4000", "--log-every", "1", "--gauges-every", "0", "--validate-every", "0")
-    process = started(tmp_path, text, *options)
+    process = Command(typed(tmp_path, text, *options), tmp_path)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not (
         (tmp_path / "history.jsonl").exists() and len(history(tmp_path)) > 4
@@ -253,7 +241,10 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(text: Path, tmp_path: Path) -
 
 
 def test_it_goes_on_when_nobody_reads_what_it_prints(text: Path, tmp_path: Path) -> None:
-    process = started(tmp_path, text, "--steps", "20", "--log-every", "1")
+    """As a program of its own, which the others of this file are forked from."""
+    command = [sys.executable, "-m", "narrowgauge.cli", *typed(tmp_path, text, "--steps", "20", "--log-every", "1")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=-1, stderr=-1, text=True)
     assert process.stdout is not None
     assert process.stderr is not None
     assert "parameters" in process.stdout.readline()

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import signal
-import subprocess
-import sys
 import tarfile
 import time
 import tomllib
@@ -17,6 +14,7 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
+from forked import Command
 from narrowgauge.cli import main
 
 pytestmark = pytest.mark.usefixtures("surroundings")
@@ -54,11 +52,9 @@ def records(out: Path) -> list[dict]:
     return [record for record in history(out) if "images_per_second" not in record]
 
 
-def started(out: Path, shards: Path, *more: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "narrowgauge.cli", "train", "--out", str(out), *OPTIONS]
-    command += ["--data", str(shards / "bars-{000..001}.tar"), *more]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def started(out: Path, shards: Path, *more: str) -> Command:
+    data = str(shards / "bars-{000..001}.tar")
+    return Command(["train", "--out", str(out), *OPTIONS, "--data", data, *more], out.parent)
 
 
 def test_killed_in_the_middle_it_ends_as_if_it_had_not_been(shards: Path, tmp_path: Path) -> None:

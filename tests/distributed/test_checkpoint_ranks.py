@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -19,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from forked import run_ranks
 from narrowgauge.distributed import (
     _checkpoint_write,
     export_checkpoint,
@@ -29,11 +29,6 @@ from narrowgauge.distributed import (
 )
 
 WORLD = 2
-# Processes are forked off one that has imported what takes long.
-START = "forkserver"
-multiprocessing.get_context(START).set_forkserver_preload(
-    ["torch.distributed.fsdp", "torch._dynamo", "narrowgauge.distributed", "pytest"]
-)
 # Storages whose words are sharded element by element as parameters are, or in blocks that begin with shards.
 SHARDED: dict[str, tuple[torch.dtype, Callable]] = {
     "torch AdamW": KINDS["torch AdamW"],
@@ -88,7 +83,7 @@ def on_a_rank(rank: int, world: int, folder: str, work: Callable[[int, Path], An
 
 def on_ranks(world: int, folder: Path, work: Callable[[int, Path], Any]) -> list[Any]:
     """What each rank returned."""
-    torch.multiprocessing.start_processes(on_a_rank, (world, str(folder), work), world, start_method=START)
+    run_ranks(on_a_rank, world, world, str(folder), work)
     return [torch.load(folder / f"{work.__name__}-{rank}.pt") for rank in range(world)]
 
 
@@ -321,7 +316,7 @@ def dying(rank: int, world: int, folder: str, who: int) -> None:
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_dies_in_the_middle_is_named_by_the_other(who: int, tmp_path: Path) -> None:
-    torch.multiprocessing.start_processes(dying, (WORLD, str(tmp_path), who), WORLD, start_method=START)
+    run_ranks(dying, WORLD, WORLD, str(tmp_path), who)
     said = (tmp_path / "said").read_text()
     what = "rank 1 has not written its part of" if who == 1 else "rank 0 has not completed"
     assert said.startswith(f"save_checkpoint: {what} {tmp_path}/run/.step-000000002.")

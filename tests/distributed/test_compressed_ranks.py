@@ -12,6 +12,7 @@ import torch.distributed as dist
 from compressed_ranks import COMPRESSED, SHAPES, STEPS, VARIANTS, gradients, on_a_rank, on_gpus
 from torch import Tensor
 
+from forked import run_ranks
 from narrowgauge import formats, storage
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
@@ -28,7 +29,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     def of(world: int) -> list[dict[str, Any]]:
         if world not in done:
             folder = tmp_path_factory.mktemp(f"ranks{world}")
-            torch.multiprocessing.spawn(on_a_rank, (world, str(folder)), nprocs=world)
+            run_ranks(on_a_rank, world, world, str(folder))
             done[world] = [torch.load(folder / str(rank), map_location="cpu") for rank in range(world)]
         return done[world]
 

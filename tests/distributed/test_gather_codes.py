@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 import narrowgauge as ng
+from forked import run_ranks
 from narrowgauge.distributed import gather_codes, latest_checkpoint, load_checkpoint, save_checkpoint
 from narrowgauge.linear import LinearPlan, swap_linears
 
@@ -180,7 +181,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     if request.param == "nccl" and torch.cuda.device_count() < WORLD:
         pytest.skip(f"takes {WORLD} GPUs, torch sees {torch.cuda.device_count()}")
     folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(on_a_rank, (str(folder), request.param), nprocs=WORLD)
+    run_ranks(on_a_rank, WORLD, str(folder), request.param)
     done = [torch.load(folder / str(rank), weights_only=False, map_location="cpu") for rank in range(WORLD)]
     return lambda key: [one[key] for one in done]
 

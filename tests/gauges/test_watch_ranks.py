@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from watched import batch, model, of_kind
 
+from forked import run_ranks
 from narrowgauge import gauges, optim
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
@@ -88,7 +89,7 @@ def one_way(rank: int, world: int, folder: str, how: str, make: str) -> None:
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of all ways, each in a folder of its own: one start of processes for all of them."""
     folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(work, (2, str(folder)), nprocs=2)
+    run_ranks(work, 2, 2, str(folder))
     return folder
 
 

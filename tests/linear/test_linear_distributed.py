@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import narrowgauge as ng
+from forked import run_ranks
 from narrowgauge.linear import LinearPlan, LowPrecisionLinear, swap_linears
 
 WORLD, BATCH, DIM, STEPS = 2, 12, 32, 3
@@ -116,7 +117,7 @@ Runs = Callable[[str, str], list[dict]]
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """What two processes did, by how and by plan: a result for each rank. Starting them is what takes long."""
     folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(on_a_rank, (WORLD, str(folder)), nprocs=WORLD)
+    run_ranks(on_a_rank, WORLD, WORLD, str(folder))
     done = [torch.load(folder / str(rank)) for rank in range(WORLD)]
     return lambda how, name: [one[how, name] for one in done]
 

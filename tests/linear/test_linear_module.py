@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
+from forked import run_ranks
 from narrowgauge.linear import LinearPlan, LowPrecisionLinear, linear
 
 AVERAGED = ng.linear.TENSORWISE_FP8.with_moving_average()
@@ -249,7 +250,7 @@ def in_two(rank: int, world: int, store: str, out: str, plan: LinearPlan) -> Non
 
 def test_data_parallel_on_two_processes_averages_their_gradients(tmp_path: Path) -> None:
     plan = ng.linear.SWITCHBACK
-    torch.multiprocessing.spawn(in_two, (2, str(tmp_path / "store"), str(tmp_path / "out"), plan), nprocs=2)
+    run_ranks(in_two, 2, 2, str(tmp_path / "store"), str(tmp_path / "out"), plan)
     torch.manual_seed(0)
     model = nn.Sequential(LowPrecisionLinear(16, 24, plan=plan), nn.ReLU(), LowPrecisionLinear(24, 4, plan=plan))
     x = torch.randn(8, 16)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import narrowgauge as ng
+from forked import run_ranks
 from narrowgauge.linear import SWITCHBACK, LowPrecisionLinear, _speeds, swap_linears
 
 # Without a GPU's clock: seconds of nn.Linear are 1, seconds of a plan by what the test says.
@@ -291,7 +292,7 @@ def on_a_rank(rank: int, world: int, folder: str) -> None:
 
 
 def test_ranks_of_a_process_group_decide_alike(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(on_a_rank, (2, str(tmp_path)), nprocs=2)
+    run_ranks(on_a_rank, 2, 2, str(tmp_path))
     assert torch.load(tmp_path / "out0") == ([], {"shared": 0.5})
     assert torch.load(tmp_path / "out1") == (["own"], {"shared": 0.5, "own": 2.0})
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
+from forked import run_ranks
 from narrowgauge import optim
 from narrowgauge.optim import SGD, AdamW, Muon, step_in_backward
 
@@ -247,4 +248,4 @@ def test_shards_on_one_rank(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_shards_on_two_ranks(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(sharded_steps, (2, tmp_path), nprocs=2)
+    run_ranks(sharded_steps, 2, 2, tmp_path)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
+from forked import run_ranks
 from narrowgauge.scaling import TensorLossScaler
 
 
@@ -57,5 +58,5 @@ def test_on_one_rank(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_on_two_ranks(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(step_on, (2, tmp_path), nprocs=2)
+    run_ranks(step_on, 2, 2, tmp_path)
     check(tmp_path, 2)

@@ -161,6 +161,7 @@ def test_the_first_questions_are_answered_first() -> None:
     assert len(set(tasks)) == len(tasks) == 2 * (len(rows) + len(anchors))
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_failure_takes_nothing_with_it(setting: Setting) -> None:
     """An unknown row raises in its process; the next one is served by a fresh process."""
     told = {}
@@ -173,6 +174,7 @@ def test_a_failure_takes_nothing_with_it(setting: Setting) -> None:
         assert pool.run(tasks, 0.0, lambda task, result: None) == tasks
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_study_writes_what_it_found(setting: Setting, tmp_path: Path) -> None:
     out = tmp_path / "deep" / "results.json"
     rows = bytes_and_loss.chosen(["D", "A", "FlashAdamW"], ["A*"])

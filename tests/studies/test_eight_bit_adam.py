@@ -211,6 +211,7 @@ def test_every_run_is_planned_once() -> None:
             assert dataclasses.replace(a, codebook=b.codebook, blocks=b.blocks) == b
 
 
+@pytest.mark.usefixtures("forked")
 def test_processes_find_what_one_process_finds_and_report_what_fails(shared: pool.Shared, tensors: Any) -> None:
     trials = [BASE, dataclasses.replace(BASE, codebook="nonsense"), planned.in_32_bits(BASE)]
     found: list[dict[Any, Any]] = [{}, {}]

@@ -36,6 +36,8 @@ def about(**changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 TASKS = [Task("a", seed) for seed in range(4)]
 NEVER = float("inf")
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -16,17 +15,6 @@ from narrowgauge.trainers import TrainSettings, fit
 from narrowgauge.trainers._history import FILE, read_history
 
 CPU = torch.device("cpu")
-
-
-@contextlib.contextmanager
-def quiet_surroundings(cache: Path) -> Iterator[None]:
-    """A cache of one's own, in which compiled steps are found again, and one thread: models are tiny."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(cache))
-        yield
-    torch.set_num_threads(threads)
 
 
 def small_settings(path: Path) -> TrainSettings:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fitted import CPU, Silent, quiet_surroundings, run, small_settings, weights
+from fitted import CPU, Silent, run, small_settings, weights
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from narrowgauge.scaling import LossScaler
@@ -22,11 +21,7 @@ from narrowgauge.trainers._history import FILE, read_history
 from narrowgauge.trainers._models import build_model, parameter_count
 from narrowgauge.trainers._settings import TrainSettings
 
-
-@pytest.fixture(scope="module", autouse=True)
-def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with quiet_surroundings(tmp_path_factory.mktemp("cache")):
-        yield
+pytestmark = pytest.mark.usefixtures("surroundings")
 
 
 @pytest.fixture(scope="module")

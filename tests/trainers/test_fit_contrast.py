@@ -6,14 +6,13 @@ Gradients are compared as the optimizer is given them: Adam and clipping would h
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fitted import CPU, Silent, gradients_kept, quiet_surroundings, weights
+from fitted import CPU, Silent, gradients_kept, weights
 from pictured import csv_pairs
 from team_runs import Trainings
 
@@ -30,18 +29,7 @@ from narrowgauge.trainers._run_folder import GAUGES
 from narrowgauge.trainers._tasks import open_task
 from narrowgauge.trainers._team import ALONE
 
-
-@pytest.fixture(scope="module", autouse=True)
-def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with quiet_surroundings(tmp_path_factory.mktemp("cache")):
-        yield
-
-
-@pytest.fixture(scope="module")
-def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainings]:
-    trainings = Trainings(tmp_path_factory.mktemp("team"))
-    yield trainings
-    trainings.close()
+pytestmark = pytest.mark.usefixtures("surroundings")
 
 
 @pytest.fixture(scope="module")

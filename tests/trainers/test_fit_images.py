@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fitted import CPU, Silent, quiet_surroundings, run, weights
+from fitted import CPU, Silent, run, weights
 from pictured import class_folder, csv_pairs
 
 from narrowgauge.nn import HeadLayerNorm, LayerScale, PatchNorm, StableEmbedding
@@ -26,11 +25,7 @@ from narrowgauge.trainers._images import decode
 from narrowgauge.trainers._settings import refuse_others
 from narrowgauge.trainers._tasks import open_task
 
-
-@pytest.fixture(scope="module", autouse=True)
-def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with quiet_surroundings(tmp_path_factory.mktemp("cache")):
-        yield
+pytestmark = pytest.mark.usefixtures("surroundings")
 
 
 @pytest.fixture(scope="module")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fitted import CPU, Silent, quiet_surroundings, run, small_settings, weights
+from fitted import CPU, Silent, run, small_settings, weights
 from pictured import csv_pairs
 
 from narrowgauge.distributed import CPUOffload
@@ -21,11 +20,7 @@ from narrowgauge.trainers._history import FILE, read_history
 from narrowgauge.trainers._run_folder import GAUGES
 from narrowgauge.trainers._team import Team
 
-
-@pytest.fixture(scope="module", autouse=True)
-def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with quiet_surroundings(tmp_path_factory.mktemp("cache")):
-        yield
+pytestmark = pytest.mark.usefixtures("surroundings")
 
 
 @pytest.fixture(scope="module")

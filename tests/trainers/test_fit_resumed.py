@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fitted import CPU, Silent, quiet_surroundings, run, small_settings, weights
+from fitted import CPU, Silent, run, small_settings, weights
 
 from narrowgauge.distributed import save_checkpoint
 from narrowgauge.gauges import read_records
@@ -21,11 +20,7 @@ from narrowgauge.trainers._language import LanguageTask
 from narrowgauge.trainers._run_folder import Keeper
 from narrowgauge.trainers._sources import open_source
 
-
-@pytest.fixture(scope="module", autouse=True)
-def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with quiet_surroundings(tmp_path_factory.mktemp("cache")):
-        yield
+pytestmark = pytest.mark.usefixtures("surroundings")
 
 
 @pytest.fixture(scope="module")

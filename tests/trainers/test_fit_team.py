@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fitted import CPU, Silent, quiet_surroundings, small_settings, weights
+from fitted import CPU, Silent, small_settings, weights
 from team_runs import Trainings
 
 from narrowgauge.trainers import SettingsError, TrainSettings, fit
@@ -17,14 +16,7 @@ from narrowgauge.trainers._build import build_parts
 from narrowgauge.trainers._history import FILE, read_history
 from narrowgauge.trainers._team import Team
 
-
-@pytest.fixture(scope="module")
-def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainings]:
-    cache = tmp_path_factory.mktemp("cache")
-    with quiet_surroundings(cache):
-        made = Trainings(cache)
-        yield made
-        made.close()
+pytestmark = pytest.mark.usefixtures("surroundings")
 
 
 @pytest.fixture

@@ -40,6 +40,7 @@ def shards(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("forked")
 def test_workers_change_nothing(text: Path, shards: Path, tmp_path: Path) -> None:
     told: list[tuple[str, float]] = []
     prepare_tokens(
