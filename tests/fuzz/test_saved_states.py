@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from damage import tried
-from states import SUBJECTS, Case, Subject, all_cases, some, spoil, whole
+from saved_states import SUBJECTS, Case, Subject, all_cases, some, spoil, whole
 from torch import nn
 
 import narrowgauge as ng
