@@ -43,11 +43,8 @@ def _against_d(results: Results, name: str, beta2: float, worse: bool, at: str, 
     verb = "ends behind" if worse else "ends where"
     statement = f"`{name}` {verb} D{'' if worse else ' does'}, β2 {beta2:g}"
     costs, known, lost = differences(results, name, beta2), _spread(results), diverged(results, name, beta2)
-    here = _readings.several(costs, "+.4f")
-    if lost:
-        here = ", ".join(filter(None, (here, f"{lost} of {len(runs_of(results, name, beta2))} diverged")))
-    elif here:
-        here += f"; D's seeds up to {known:.4f} apart" if known is not None else "; one seed of D"
+    apart = "" if known is None else f"up to {known:.4f} apart"
+    here = _readings.told(_readings.several(costs, "+.4f"), lost, len(runs_of(results, name, beta2)), apart, "D")
     rule = _readings.behind if worse else _readings.alike
     return Reading(statement, at, figures, here, rule(costs, known, lost > 0))
 

@@ -73,6 +73,22 @@ def alike(costs: Sequence[float], spread: float | None, lost: bool = False) -> b
     return None if not costs or spread is None else abs(statistics.fmean(costs)) <= spread
 
 
+def told(costs: str, lost: int, count: int, spread: str, reference: str) -> str:
+    """What was measured of a row, in words.
+
+    Args:
+        costs: by seed, as printed; nothing where no run came to its end.
+        lost: how many of its `count` runs diverged.
+        spread: how far the reference's seeds lie apart, as printed; nothing where there is one.
+        reference: its name.
+    """
+    if lost:
+        return ", ".join(filter(None, (costs, f"{lost} of {count} diverged")))
+    if not costs:
+        return ""
+    return f"{costs}; " + (f"{reference}'s seeds {spread}" if spread else f"one seed of {reference}")
+
+
 def fewer(less: int, more: int) -> bool | None:
     """Whether one of two equally long series has fewer events, beyond what a fair coin for each would do."""
     both = less + more

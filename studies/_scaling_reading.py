@@ -65,10 +65,8 @@ def _formats(results: Results) -> Iterator[Reading]:
         spread = max(good.values()) - min(good.values()) if len(good) > 1 else None
         lost = sum(run["validation_loss"] is None and run["seed"] in good for run in runs)
         here = f"loss {_readings.several(costs, '+.4f')}" if costs else ""
-        if lost:
-            here = ", ".join(filter(None, (here, f"{lost} of {len(runs)} diverged")))
-        elif here:
-            here += f"; fp32's seeds {spread:.4f} apart" if spread is not None else "; one seed of fp32"
+        known = "" if spread is None else f"{spread:.4f} apart"
+        here = _readings.told(here, lost, len(runs), known, "fp32")
         rule = _readings.behind if worse else _readings.alike
         yield Reading(statement, at, paper, here, rule(costs, spread, lost > 0))
 

@@ -72,7 +72,7 @@ class History:
         header: the first record of kind "run", empty if there was none.
         runs: how many headers there were: more than one for a run that was resumed into the same file.
         count: how many records were taken.
-        ignored: how many had no step, counted from 1, no name, or a map that is none.
+        ignored: how many had no step, counted from 1, no name, or a map that is none or one too many.
         missing: what was not recorded and why: (kind, reason), and the names of which.
         alarms: the records of what was raised while training: kinds "spike" and "nonfinite", in order.
         memo: what was worked out of the records so far, by name; emptied by every record that is added.
@@ -163,12 +163,13 @@ class History:
     def _add_map(self, name: str, record: Record) -> None:
         """Both halves or none, and no more names than somebody would look at."""
         usage, error = (unpacked(record.get(key), (_CODES, _CODES)) for key in ("usage", "error"))
-        if usage is None or error is None or not all((np.isfinite(x) & (x >= 0)).all() for x in (usage, error)):
+        fits = name in self._maps or len(self._maps) < _MOST_MAPS
+        if not fits or usage is None or error is None or not (_is_sum(usage) and _is_sum(error)):
             self.ignored += 1
-        elif name in self._maps or len(self._maps) < _MOST_MAPS:
-            total = self._maps.setdefault(name, (np.zeros((_CODES, _CODES)), np.zeros((_CODES, _CODES))))
-            total[0][:] += usage
-            total[1][:] += error
+            return
+        total = self._maps.setdefault(name, (np.zeros((_CODES, _CODES)), np.zeros((_CODES, _CODES))))
+        total[0][:] += usage
+        total[1][:] += error
 
     def names(self, kind: str) -> list[str]:
         """Tensors of which there are records of a kind, in the order of the model or the records; "" is none."""
@@ -275,6 +276,10 @@ def _count(value: object) -> float:
     """A number of elements, or a sum of errors over them; nothing for what cannot be one."""
     number = as_number(value)
     return number if number is not None and 0 <= number < 2**63 else 0.0
+
+
+def _is_sum(cells: NDArray[Any]) -> bool:
+    return bool((np.isfinite(cells) & (cells >= 0)).all())
 
 
 def _is_count(value: object) -> TypeGuard[int]:

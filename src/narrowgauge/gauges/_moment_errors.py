@@ -68,13 +68,8 @@ def moment_parts(optimizer: Any, names: Mapping[Tensor, str], step: int, turn: i
     for some in optimizer.foresee_samples(turn):
         for moment in some.moments:
             of = [names[p] for p in some.ps]
-            parts.append(
-                (
-                    _table(moment, some.counts, some.each),
-                    (),
-                    partial(_records, step, moment.slot, moment.format, of),
-                )
-            )
+            records = partial(_records, step, moment.slot, moment.format, of)
+            parts.append((_table(moment, some.counts, some.each), (), records))
         by_slot = {moment.slot: moment for moment in some.moments}
         if by_slot.keys() == {"m", "v"} and by_slot["m"].eps:
             maps.append(_map(by_slot["m"], by_slot["v"], _weights(some)))
