@@ -81,7 +81,8 @@ def main() -> None:
     if cuda:
         torch.cuda.set_device(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    net = nn.Sequential(*(Layer(arguments.width) for _ in range(arguments.layers))).to(device, torch.bfloat16)
+    with device:
+        net = nn.Sequential(*(Layer(arguments.width) for _ in range(arguments.layers))).to(torch.bfloat16)
     for layer in net:
         fully_shard(layer, mesh=mesh)
     fully_shard(net, mesh=mesh)

@@ -19,12 +19,12 @@ run() { # a command of Python's; what it takes is told, and the next one follows
     echo "$((SECONDS - begun)) s: $*"
 }
 study() { run "studies/$1.py" --device cuda --resume --out "$studies/$1_h200.json" "${@:2}"; }
-torchrun() { run -m torch.distributed.run --nproc-per-node "$GPUS" "$@"; }
+torchrun() { OMP_NUM_THREADS=${OMP_NUM_THREADS:-8} run -m torch.distributed.run --nproc-per-node "$GPUS" "$@"; }
 
 part() {
     case $1 in
-    tests) run -m pytest -q -m gpu tests/optim tests/scaling tests/kernels tests/gauges tests/linear tests/nn \
-        tests/distributed tests/trainers tests/benchmarks tests/cli ;;
+    tests) run -m pytest -q -p no:benchmark -n 8 -m gpu tests/optim tests/scaling tests/kernels tests/gauges \
+        tests/linear tests/nn tests/distributed tests/trainers tests/benchmarks tests/cli ;;
     sanitize) for tool in memcheck racecheck initcheck; do
         compute-sanitizer --tool $tool "$python" benchmarks/bench_fused_step.py --check --only split8:log8 plain:8bit
     done ;;
@@ -40,7 +40,7 @@ part() {
         --json "$bench/watch_h200.json" ;;
     memory) run benchmarks/bench_memory.py --seconds 400 --json "$bench/memory_h200.json" ;;
     offload) run benchmarks/bench_offload.py --lists 1b 7b --json "$bench/offload_h200.json" ;;
-    collage_training) study collage_training --seconds 500 ;;
+    collage_training) study collage_training --jobs 2 --seconds 500 ;;
     collage_throughput) study collage_throughput --seconds 400 ;;
     adam_variants) study adam_variants --jobs 8 --seconds 500 ;;
     clip_precision) study clip_precision --jobs 8 --seconds 500 ${EMOJI:+--data "$EMOJI"} ;;
@@ -50,7 +50,8 @@ part() {
     data_parallel) torchrun benchmarks/bench_data_parallel.py --json "$bench/data_parallel_${GPUS}_h200.json" ;;
     compressed) run benchmarks/bench_compressed.py --ranks "$GPUS" --json "$bench/compressed_h200.json" ;;
     sharded) torchrun benchmarks/bench_sharded_step.py --json "$bench/sharded_step_${GPUS}_h200.json" ;;
-    several) run -m pytest -q tests/distributed -k "gpus or nccl" ;;
+    several) run -m pytest -q -p no:benchmark -n 4 tests/distributed \
+        -k "gpus or nccl or compressed_ranks or checkpoint_ranks" ;;
     *) echo "gpu_results.sh: got '$1', takes one of: $(grep -oE '^    [a-z_]+\)' "$0" | tr -d ' )' | xargs)" >&2
        return 2 ;;
     esac

@@ -20,6 +20,7 @@ from typing import Any
 
 import _emoji
 import torch
+from PIL import features
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -130,10 +131,15 @@ def installed_emoji() -> Path:
     """A folder with the installed colour emoji font's pairs, drawn once and kept in the user's cache.
 
     Raises:
-        DataError: if there is no font, or no list of names.
+        DataError: if there is no font, no list of names, or nothing that draws what is held out.
     """
     folder = cache_folder() / "emoji"
     if not (folder / "emoji.json").is_file():  # written last
+        if not features.check("raqm"):
+            raise DataError(
+                "--data: got nothing, and Pillow has no raqm here, without which no emoji can be drawn that is "
+                "held out; takes libfribidi (Debian: libfribidi0), or pairs"
+            )
         try:
             _emoji.write_pairs(
                 _emoji.read_names(_emoji.NAMES), _emoji.Drawer(_emoji.FONT), folder, size=72, renders=4, seed=0

@@ -151,24 +151,17 @@ def late(run: Results, key: str) -> list[float]:
 
 
 def cost(results: Results) -> str:
-    """Time of a step and memory, against D's."""
+    """Memory of a run. Speed is `collage_throughput.py`'s: runs here may share a GPU."""
     beta2 = results["training"]["betas"][0]
-    reference = runs_of(results, REFERENCE, beta2)
     lines = []
     for row in results["rows"]:
         runs = runs_of(results, row["name"], beta2)
         if not runs:
             continue
         line = [f"`{row['name']}`", f"{row['bytes']:.2f}", f"{runs[0]['bytes']['total']:.2f}"]
-        line += [f"{runs[0]['step_ms']:.1f}"]
-        line.append(f"{reference[0]['step_ms'] / runs[0]['step_ms']:.2f}" if reference else "")
-        line += [f"{r / GB:.2f}" if (r := runs[0]["peak_memory"]) is not None else "", f"{runs[0]['seconds']:.1f}"]
+        line += [f"{r / GB:.2f}" if (r := runs[0]["peak_memory"]) is not None else ""]
         lines.append(line)
-    head = (
-        "option", "bytes a parameter", "found in tensors", "ms a step", "times as fast as D", "peak, GB",
-        "seconds of the run",
-    )  # fmt: skip
-    return markdown(head, lines)
+    return markdown(("option", "bytes a parameter", "found in tensors", "peak, GB"), lines)
 
 
 def origin(*runs: Results) -> str:

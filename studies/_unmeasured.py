@@ -13,8 +13,8 @@ OPTIONS = {
     "adam_variants_h200.json": "--device cuda --jobs 8",
     "clip_precision_h200.json": "--device cuda --jobs 8",
     "collage_throughput_h200.json": "--device cuda",
-    "collage_training_h200.json": "--device cuda",
-    "collage_training_bert_h200.json": "--device cuda --model bert",
+    "collage_training_h200.json": "--device cuda --jobs 2",
+    "collage_training_bert_h200.json": "--device cuda --jobs 2 --model bert",
     "loss_scaling_h200.json": "--device cuda",
     "stability_h200.json": "--device cuda --jobs 8",
 }

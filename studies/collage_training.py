@@ -10,8 +10,9 @@ weight, with states of 8 bits too. Every run of a column, which is a beta2, has 
 same batches, so that a loss minus D's is what the strategy did. Rows near to D have several seeds; how far D's
 lie apart is the measure of it.
 
-The plan and its time are told first. Results are written after every run; `--seconds` begins no run that would
-not end in time, and `--resume` goes on with what is missing in the file that is there.
+Runs may share the GPU (`--jobs`): what they end at does not change by it, and `collage_throughput.py` tells how
+fast they are. The plan and its time are told first. Results are written after every run; `--seconds` begins no
+run that would not end in time, and `--resume` goes on with what is missing in the file that is there.
 
 The text is the Python sources that are installed where this runs, whole packages of them held out; `--data`
 takes another.
@@ -117,6 +118,7 @@ def study(
     betas: Sequence[float],
     seeds: int = 2,
     seconds: float = float("inf"),
+    jobs: int = 1,
     resume: bool = False,
     dry: bool = False,
 ) -> None:
@@ -134,7 +136,7 @@ def study(
         flush=True,
     )
     if not dry:
-        results.make(tasks, functools.partial(one, setting=setting), end, expected=a_run)
+        results.make(tasks, functools.partial(one, setting=setting), end, expected=jobs * a_run, jobs=jobs)
         return
     for task in tasks:
         print(f"  {task.row}, beta2 {task.beta2:g}, seed {task.seed}{', there' if results.of(task) else ''}")
@@ -180,6 +182,7 @@ def main(
     seeds: Annotated[int, typer.Option(min=1, help="Of rows near to D; others have one.")] = 2,
     gauge_every: Annotated[int | None, typer.Option(min=0, help="Steps between measured updates. [10]")] = None,
     device: _gather.Device = "cpu",
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each in a process of its own.")] = 1,
     seconds: Annotated[float, typer.Option(help="Begin no run that would not end in time.")] = float("inf"),
     resume: Annotated[bool, typer.Option(help="Make what is missing in the results file.")] = False,
     only: Annotated[list[str] | None, typer.Option(help="Rows by pattern; several are joined.")] = None,
@@ -196,7 +199,10 @@ def main(
     setting = setting_of(model or ("micro" if check else "gpt2"), check, given)
     kind = "masked" if setting.model in presets("masked") else "causal"
     betas = beta2 or list(BETAS[kind][: 1 if check else None])
-    study(out, chosen(only or []), setting, betas=betas, seeds=seeds, seconds=seconds, resume=resume, dry=dry)
+    study(
+        out, chosen(only or []), setting, betas=betas, seeds=seeds, seconds=seconds, jobs=jobs, resume=resume,
+        dry=dry,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ MULTIPLIES = ("output", "grad_input", "grad_weight")
 NARROW = ("quantize X", "quantize W", "quantize G", "dequantize")  # what eight bits cost
 # The order in which they are stacked; what has none of these names comes after, under torch's.
 OPERATIONS = (*MULTIPLIES, *NARROW, "bias")
+_RUN_SECONDS = 0.02  # there are a hundred of them and more, and a layer's passes say what power does
 _NOTHING = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::_unsafe_view"}
 _MULTIPLY_NAMES = {"mm", "addmm", "linear", "multiply_codes", "_int_mm", "_scaled_mm"}
 
@@ -131,7 +132,7 @@ def time_operations(
                 continue
             names = [name for name, _ in calls]
             alone |= {(layer.name, name, i): run for i, (name, run) in enumerate(zip(names, runs, strict=True))}
-        timed = take_turns(alone, device, seconds * len(layers) / max(len(alone), 1))
+        timed = take_turns(alone, device, seconds * len(layers) / max(len(alone), 1), _RUN_SECONDS)
         for key in alone:
             of, name, _ = key
             found[of][name] = found[of].get(name, 0.0) + timed.ms(key) / len(pairs)

@@ -87,17 +87,20 @@ class Timed:
         return statistics.median(other / own for other, own in pairs)
 
 
-def take_turns(passes: Mapping[Name, Pass], device: torch.device, seconds: float) -> Timed:
+def take_turns(
+    passes: Mapping[Name, Pass], device: torch.device, seconds: float, run_seconds: float = _RUN_SECONDS
+) -> Timed:
     """Time passes in rounds, each round all of them.
 
     Args:
         passes: what to time; has run before.
         device: where.
         seconds: how long to go on for each; at least five rounds.
+        run_seconds: how long the passes in a row of a round take at the least, on a GPU.
     """
     found: dict[Name, list[float]] = {name: [] for name in passes}
     host: dict[Name, list[float]] = {name: [] for name in passes}
-    counts = {name: _count(run, device, seconds) for name, run in passes.items()}
+    counts = {name: _count(run, device, seconds, run_seconds) for name, run in passes.items()}
     end = time.perf_counter() + seconds * len(passes)
     for rounds in range(_MOST_ROUNDS):
         if rounds >= _ROUNDS and time.perf_counter() >= end:
@@ -112,12 +115,12 @@ def take_turns(passes: Mapping[Name, Pass], device: torch.device, seconds: float
     return Timed(found, host if device.type == "cuda" else {})
 
 
-def _count(run: Pass, device: torch.device, seconds: float) -> int:
+def _count(run: Pass, device: torch.device, seconds: float, run_seconds: float) -> int:
     """Passes of a run on a GPU, so that a few rounds take the seconds."""
     if device.type != "cuda":
         return 1
     about, _ = timed_run(run, _RUN_LEAST, device)
-    wanted = max(seconds / (2 * _ROUNDS), _RUN_SECONDS)
+    wanted = max(seconds / (2 * _ROUNDS), run_seconds)
     return min(max(math.ceil(wanted / max(about, 1e-9)), _RUN_LEAST), _RUN_MOST)
 
 
