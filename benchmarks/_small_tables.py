@@ -53,11 +53,12 @@ def watch(results: dict[str, Any]) -> str:
 
 
 def compressed(results: dict[str, Any]) -> str:
-    """A bucket reduced in several ways: bytes, times, and where codes pay."""
+    """A bucket reduced in several ways: bytes, times, where codes pay; and steps of DDP, bf16's its own."""
     elements = max(results["runs"][0]["buckets"], key=int)
     lines = [
-        "| ranks | gradients | bytes sent | all-reduce | encode + add + decode | of a copy's speed | pays below |",
-        "| ---: | --- | ---: | ---: | ---: | ---: | ---: |",
+        "| ranks | gradients | bytes sent | all-reduce | encode + add + decode | of a copy's speed | pays below "
+        "| step of DDP |",
+        "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for run in results["runs"]:
         ranks = run["ranks"]
@@ -70,18 +71,20 @@ def compressed(results: dict[str, Any]) -> str:
                 times = " + ".join(f"{codec[f'{part}_ms']:.3g}" for part in PASSES)
                 shares = " / ".join(f"{100 * codec[f'{part} of limit']:.0f} %" for part in PASSES)
                 more = [f"{times} ms", shares, f"{codec[f'{ranks} ranks pay below GB/s']:.3g} GB/s"]
-            cells = [
-                str(ranks),
-                name.removeprefix("all-reduce "),
-                f"{row['bytes'] / 1e6:.1f} MB",
-                f"{row['ms']:.3g} ms",
-            ]
-            lines.append("| " + " | ".join([*cells, *more]) + " |")
+            name = name.removeprefix("all-reduce ")
+            step = run["step"]["rows"].get("DDP" if name == "bf16" else name)
+            cells = [str(ranks), name, f"{row['bytes'] / 1e6:.1f} MB", f"{row['ms']:.3g} ms", *more]
+            lines.append("| " + " | ".join([*cells, f"{step['ms']:.3g} ms" if step else ""]) + " |")
     bandwidths = ", ".join(
         f"{run['buckets'][elements]['all-reduce bf16']['GB/s']:.3g} GB/s on {run['ranks']}"
         for run in results["runs"]
     )
-    said = f"A bucket of {int(elements):,} gradients in bf16. Bf16's own all-reduce had {bandwidths} ranks."
+    model = results["runs"][0]["step"]
+    said = (
+        f"A bucket of {int(elements):,} gradients in bf16. Bf16's own all-reduce had {bandwidths} ranks. A step is "
+        f"forward and backward of {model['layers']} layers of {model['width']} x {model['width']}, {model['batch']} "
+        "rows a rank."
+    )
     return "\n".join([*lines, "", f"{said} {_origin(results)}"])
 
 

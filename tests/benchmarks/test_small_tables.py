@@ -31,7 +31,8 @@ def compressed() -> dict[str, Any]:
     codec |= {"encode of limit": 0.5, "add of limit": 0.75, "finish of limit": 1.5}
     plain = {"all-reduce bf16": {"bytes": 2e6, "ms": 4.0, "GB/s": 0.5}, "copy": {"GB/s": 9.0}}
     bucket = {**plain, "8 bits": {"bytes": 1.01e6, "ms": 3.14159, "codec": codec}}
-    run = {"ranks": 2, "buckets": {"1000000": bucket, "64000": {}}}
+    step = {"layers": 3, "width": 64, "batch": 5, "rows": {"DDP": {"ms": 10.0}, "8 bits": {"ms": 8.25}}}
+    run = {"ranks": 2, "buckets": {"1000000": bucket, "64000": {}}, "step": step}
     return {"device": "a CPU", "torch": "2.13.0+cpu", "command": "python bench.py", "runs": [run]}
 
 
@@ -55,11 +56,12 @@ def test_what_watching_costs() -> None:
 def test_what_compressed_gradients_take() -> None:
     lines = _small_tables.compressed(compressed()).splitlines()
     assert lines[2:4] == [
-        "| 2 | bf16 | 2.0 MB | 4 ms |  |  |  |",
-        "| 2 | 8 bits | 1.0 MB | 3.14 ms | 1 + 2.5 + 0.125 ms | 50 % / 75 % / 150 % | 1.23 GB/s |",
+        "| 2 | bf16 | 2.0 MB | 4 ms |  |  |  | 10 ms |",
+        "| 2 | 8 bits | 1.0 MB | 3.14 ms | 1 + 2.5 + 0.125 ms | 50 % / 75 % / 150 % | 1.23 GB/s | 8.25 ms |",
     ]
     assert lines[-1].startswith(
-        "A bucket of 1,000,000 gradients in bf16. Bf16's own all-reduce had 0.5 GB/s on 2 ranks."
+        "A bucket of 1,000,000 gradients in bf16. Bf16's own all-reduce had 0.5 GB/s on 2 ranks. A step is forward "
+        "and backward of 3 layers of 64 x 64, 5 rows a rank."
     )
 
 
