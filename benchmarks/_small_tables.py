@@ -79,11 +79,11 @@ def compressed(results: dict[str, Any]) -> str:
         f"{run['buckets'][elements]['all-reduce bf16']['GB/s']:.3g} GB/s on {run['ranks']}"
         for run in results["runs"]
     )
-    model = results["runs"][0]["step"]
+    of = results["runs"][0]["step"]
+    shape = f"{of['layers']} layers of {of['width']} x {of['width']}"
     said = (
         f"A bucket of {int(elements):,} gradients in bf16. Bf16's own all-reduce had {bandwidths} ranks. A step is "
-        f"forward and backward of {model['layers']} layers of {model['width']} x {model['width']}, {model['batch']} "
-        "rows a rank."
+        f"forward and backward of {shape}, {of['batch']} rows a rank."
     )
     return "\n".join([*lines, "", f"{said} {_origin(results)}"])
 

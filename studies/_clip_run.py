@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from _clip_pairs import Draw, Pairs, pairs_of
+from _graphed import Gradients
 from _language_run import set_rate
 from torch import Tensor, nn
 
@@ -66,6 +67,7 @@ class Trained:
         validations: by step: `step`, `loss`, `zero_shot_top1`, `zero_shot_top5`, `logit_scale`.
         magnitudes: of the image tower's blocks, in order, on held-out pictures: `step`, `mean` (E|x_k|), `absmax`.
         parameters: their number.
+        passes: eager or from a graph, see `_graphed`.
         step_ms: median of a step between looks; the first look, which has compiled kernels in it, is left out.
         peak_memory: in bytes; None on a CPU.
         seconds: of all of it.
@@ -76,6 +78,7 @@ class Trained:
     validations: list[dict[str, float]]
     magnitudes: list[dict[str, Any]]
     parameters: int
+    passes: str
     step_ms: float
     peak_memory: int | None
     seconds: float
@@ -132,7 +135,7 @@ def train(
     run.go()
     device = run.device
     return Trained(
-        run.losses, run.scalars, run.validations, run.magnitudes, run.parameters, run.step_ms,
+        run.losses, run.scalars, run.validations, run.magnitudes, run.parameters, run.gradients.how, run.step_ms,
         torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None, time.perf_counter() - begun,
     )  # fmt: skip
 
@@ -182,6 +185,7 @@ class _Run:
         if self.make is not None:
             self.optimizer = self.make(self.parts.model, options_of(self.settings))
         self.draw = drawing(self.settings, self.pairs)
+        self.gradients = Gradients(self.parts.model, self._loss, self.device)
         self._seconds: list[float] = []
 
     def go(self) -> None:
@@ -229,11 +233,8 @@ class _Run:
         settings, parts, optimizer = self.settings, self.parts, self.optimizer
         kind = {"steps": settings.steps, "warmup": settings.warmup, "final": settings.final_lr}
         set_rate(optimizer, settings.lr * schedule(settings.schedule, number, **kind))
-        optimizer.zero_grad()
-        examples = self.draw.next()
-        with parts.computing():
-            loss = self.pairs.task.loss(parts.runs, examples)
-        torch.autograd.backward(loss if parts.scaler is None else parts.scaler.scale(loss))
+        factor = None if parts.scaler is None else parts.scaler.scale(torch.ones((), device=self.device))
+        loss = self.gradients(self.draw.next(), factor)
         if parts.scaler is None:
             self._clip()
             optimizer.step()
@@ -244,8 +245,12 @@ class _Run:
             parts.scaler.step(optimizer)
             parts.scaler.update()
         self.pairs.task.stepped(parts.model)
-        said = {"loss": loss.detach()}
+        said = {"loss": loss}
         return said | dict(self.asked(parts.model, optimizer)) if self.asked is not None else said
+
+    def _loss(self, examples: Mapping[str, Tensor]) -> Tensor:
+        with self.parts.computing():
+            return self.pairs.task.loss(self.parts.runs, dict(examples))
 
     def _clip(self) -> None:
         # Those of this library clip in their own pass.

@@ -22,6 +22,7 @@ from typing import Any
 import _installed
 import torch
 from _bytes_training import measured_bytes, start_of
+from _graphed import Gradients
 from torch import Tensor, nn
 
 from narrowgauge.optim import NarrowOptimizer, UpdateStats
@@ -125,7 +126,8 @@ def train(make: Maker, setting: Setting, beta2: float, seed: int) -> Result:
 
     Returns:
         `validation_loss` and `training_loss` in nats a token (None if diverged), `curve` of training losses,
-        `gauges` by step, `bytes` a parameter, `peak_memory` in bytes (None on a CPU), `step_ms`, `seconds`.
+        `gauges` by step, `bytes` a parameter, `peak_memory` in bytes (None on a CPU), `passes` (eager or from a
+        graph), `step_ms`, `seconds`.
     """
     begun = time.perf_counter()
     device = torch.device(setting.device)
@@ -155,6 +157,7 @@ def train(make: Maker, setting: Setting, beta2: float, seed: int) -> Result:
         "gauges": run.gauges(),
         "bytes": measured_bytes(model, optimizer),
         "peak_memory": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        "passes": run.gradients.how,
         "step_ms": 1e3 * statistics.median(run.seconds),
         "seconds": time.perf_counter() - begun,
     }
@@ -175,7 +178,8 @@ class _Run:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, task: LanguageTask, setting: Setting
     ) -> None:
-        self._model, self._optimizer, self._task, self._setting = model, optimizer, task, setting
+        self._optimizer, self._task, self._setting = optimizer, task, setting
+        self.gradients = Gradients(model, functools.partial(task.loss, model), setting.device)
         self._stats: dict[int, UpdateStats] = {}
         self.seconds: list[float] = []  # of a step, between looks; the first look has compiled kernels in it
 
@@ -209,13 +213,11 @@ class _Run:
         measured = isinstance(optimizer, NarrowOptimizer) and _due(number, setting.gauge_every)
         if isinstance(optimizer, NarrowOptimizer):
             optimizer.gauges = measured
-        optimizer.zero_grad()
-        loss = self._task.loss(self._model, moved(self._task.draw(), setting.device))
-        torch.autograd.backward(loss)
+        loss = self.gradients(moved(self._task.draw(), setting.device))
         optimizer.step()
         if measured:
             self._stats[number] = UpdateStats.total(list(optimizer.last_stats.values()))
-        return loss.detach()
+        return loss
 
     def gauges(self) -> dict[str, list[float]]:
         """Of the measured steps their numbers, what the updates' quality was and how many were lost.

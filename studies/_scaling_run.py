@@ -6,6 +6,7 @@ clipping and skipping are left to the optimizer's step, so nothing waits for a d
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
@@ -18,6 +19,7 @@ import _language_run
 import _scaling_look as looking
 import _scaling_rows as rows
 import torch
+from _graphed import Gradients
 from _language_run import LAST, LOOK_EVERY, Result, Setting, moved
 from torch import Tensor, nn
 
@@ -121,6 +123,7 @@ def train(
         **scaled,
         **loop.around(),
         **({"gradients": loop.looks} if look else {}),
+        "passes": loop.gradients.how,
         "step_ms": 1e3 * statistics.median(loop.seconds),
         "seconds": time.perf_counter() - begun,
     }
@@ -136,6 +139,7 @@ class _Loop:
         self._model, self._optimizer, self._scaler, self._plan = model, optimizer, scaler, plan
         self._injection, self._embedding = injection, rows.embedding_of(model)
         self.task = _language_run.task_of(plan.language, seed)
+        self.gradients = Gradients(model, functools.partial(self.task.loss, model), plan.language.device)
         self._one = torch.ones((), device=plan.language.device)
         self.losses: list[float] = []
         self._scales: list[float] = []
@@ -167,12 +171,9 @@ class _Loop:
         examples = moved(task.draw(), setting.device)
         if looked_at:
             self._look(number, examples)
-        self._optimizer.zero_grad()
-        loss = task.loss(self._model, examples)
         hit = injection is not None and injection.on(number, self._plan.spiked)
-        driven = loss * injection.factor if injection is not None and hit else loss
         scale = self._one if self._scaler is None else self._scaler.scale(self._one).clone()
-        torch.autograd.backward(driven if self._scaler is None else self._scaler.scale(driven))
+        loss = self.gradients(examples, scale * injection.factor if injection is not None and hit else scale)
         if injection is not None and hit:
             injection.break_gradient(self._embedding)
         updates = looking.Updates(self._model) if looked_at else None
@@ -183,7 +184,7 @@ class _Loop:
             self._scaler.update()
         if updates is not None:
             self.looks[-1]["updates"] = updates.found()
-        return torch.stack([loss.detach().float(), scale])
+        return torch.stack([loss.float(), scale])
 
     def _look(self, number: int, examples: Mapping[str, Tensor]) -> None:
         def loss(model: nn.Module) -> Tensor:

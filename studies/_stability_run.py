@@ -161,9 +161,12 @@ class Watched:
 
     def __init__(self, how: Way, beta2: float) -> None:
         self._how, self._beta2, self._step = how, beta2, 0
+        self._share: Tensor | None = None
 
     def __call__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         self._step += 1
+        if self._share is not None and self._step + 1 == self._switched:
+            self._share.fill_(1.0)
         # A scheduled beta2 begins at 0 and needs no correction.
         correction = 1.0 if self._how.schedule is not None else 1 - self._beta2**self._step
         looked_at = {name: model.get_parameter(p) for name, p in tensors(model).items()}
@@ -171,12 +174,10 @@ class Watched:
 
     def dim(self, model: nn.Module, signal: float, switched: int) -> None:
         """Leave a share of the patch embedding's gradient in the steps before one."""
-
-        def hook(gradient: Tensor) -> Tensor:
-            before = self._step + 1 < switched  # steps are counted when they have been made
-            return gradient * signal if before else gradient
-
-        model.get_parameter(PATCHES).register_hook(hook)
+        p = model.get_parameter(PATCHES)
+        # On the device, where a graph of the passes finds what it is now.
+        self._share, self._switched = torch.full((), signal, device=p.device), switched
+        p.register_hook(lambda gradient: gradient * self._share)
 
     def _rms(self, p: Tensor, optimizer: torch.optim.Optimizer, correction: float) -> Tensor:
         state = optimizer.state[p]
@@ -208,6 +209,7 @@ def found_in(trained: Trained, plan: Plan, keep: bool) -> Result:
             name: {"mean": statistics.fmean(values), "max": max(values)} if values else None
             for name, values in rms.items()
         },
+        "passes": trained.passes,
         "step_ms": trained.step_ms,
         "seconds": trained.seconds,
     }

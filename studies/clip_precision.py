@@ -122,7 +122,7 @@ def one(task: Task, settings: TrainSettings) -> Result:
         `validation_loss` and `training_loss` (a mean of the last steps), None if the loss was not finite;
         `accuracy` and `accuracy_top5` at the end; `diverged`, None or how; `rise`, see `Trained`; `curve` of
         training losses; `validations`: of step, loss, accuracy, top 5, scale of the logits a list each;
-        `magnitudes`: of the image tower's blocks, by validation; `step_ms`, `peak_memory`, `seconds`.
+        `magnitudes`: of the image tower's blocks, by validation; `passes`, `step_ms`, `peak_memory`, `seconds`.
     """
     trained = _clip_run.train(settings_of(task, settings))
     last = trained.validations[-1] if trained.finite and trained.validations else None
@@ -140,6 +140,7 @@ def one(task: Task, settings: TrainSettings) -> Result:
             key: [each[key] for each in trained.magnitudes] for key in ("step", "mean", "absmax")
         },
         "parameters": trained.parameters,
+        "passes": trained.passes,
         "step_ms": trained.step_ms,
         "peak_memory": trained.peak_memory,
         "seconds": trained.seconds,

@@ -66,7 +66,7 @@ def test_the_plan_begins_with_what_the_paper_shows() -> None:
 
 
 def ended(losses: list[float]) -> Trained:
-    return Trained(losses, {}, [], [], 1, 1.0, None, 1.0)
+    return Trained(losses, {}, [], [], 1, "eager", 1.0, None, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_a_share_of_the_gradient_is_not_seen_until_it_ends(plan: Plan) -> None:
 
 def trained(losses: list[float], rms: list[float]) -> _clip_run.Trained:
     scalars = {"patches": rms, "middle": [1.0] * len(rms)}
-    return _clip_run.Trained(losses, scalars, [], [], 1, 1.0, None, 1.0)
+    return _clip_run.Trained(losses, scalars, [], [], 1, "eager", 1.0, None, 1.0)
 
 
 def test_what_a_switch_does_is_told_from_the_steps_around_it() -> None:
