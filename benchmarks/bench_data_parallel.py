@@ -1,10 +1,10 @@
 """Training on several GPUs of one host: tokens a second, bytes held and sent, by how processes train together.
 
 Every process has its share of each step's windows, of random tokens, and a whole model (DDP) or a shard of it
-(FSDP2). `alone` is the same step without anybody: what the others are to come near. Times are the slowest
-process's. Beside each step: what a process holds in weights, gradients and states, and its peak; what its
-collectives sent in one step; and a checkpoint's bytes and seconds. `studies/scale.py` sets its calculation beside
-these.
+(FSDP2). `alone` is the same step without anybody: what the others are to come near. Rows of torch's AdamW, fused
+and on bf16 weights, say what of the time is torch's engine. Times are the slowest process's. Beside each step: what
+a process holds in weights, gradients and states, and its peak; what its collectives sent in one step; and a
+checkpoint's bytes and seconds. `studies/scale.py` sets its calculation beside these.
 
     torchrun --nproc-per-node 4 benchmarks/bench_data_parallel.py [--model gpt2-medium] [--json FILE]
 """
@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,6 +37,7 @@ from narrowgauge.trainers._models import next_token_loss
 from narrowgauge.trainers._team import ALONE, Team, blocks, own_device
 
 RECIPE = "adamw8bit-split8"
+TORCHS = ", torch's AdamW"  # ends the names of rows whose optimizer is torch's
 STEPS = 3  # timed together
 BUCKET = 2**27  # elements of the all-reduce that says how fast the link is; on a CPU 2^20
 
@@ -44,9 +46,11 @@ SWITCHBACK = {"parallel": "fsdp", "linear": "SWITCHBACK:e4m3"}
 ROWS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "alone": ({}, None),
     "DDP": ({"parallel": "ddp"}, None),
+    f"DDP{TORCHS}": ({"parallel": "ddp", "recipe": "bf16"}, None),
     "DDP, 8-bit codes": ({"parallel": "ddp"}, {}),
     "DDP, 4-bit codes": ({"parallel": "ddp"}, {"codebook": formats.codebook("dynamic", bits=4)}),
     "FSDP": ({"parallel": "fsdp"}, None),
+    f"FSDP{TORCHS}": ({"parallel": "fsdp", "recipe": "bf16"}, None),
     "FSDP, option D": ({"parallel": "fsdp", "recipe": "master"}, None),
     "FSDP, SwitchBack": (SWITCHBACK, None),
     "FSDP, SwitchBack, codes gathered": (SWITCHBACK | {"gather_codes": True}, None),
@@ -62,7 +66,20 @@ def held_bytes(parts: Parts) -> int:
     """Weights, gradients and states of this process, as they lie between backward pass and step."""
     weights = [local(p.detach()) for p in parts.model.parameters()]
     gradients = [local(p.grad) for p in parts.model.parameters() if p.grad is not None]
-    return sum(t.nbytes for t in (*weights, *gradients)) + parts.optimizer.state_bytes()
+    return sum(t.nbytes for t in (*weights, *gradients)) + state_bytes(parts.optimizer)
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """What an optimizer keeps of parameters; torch's counters of steps aside."""
+    if hasattr(optimizer, "state_bytes"):
+        return int(optimizer.state_bytes())
+    tensors = (local(t) for state in optimizer.state.values() for name, t in state.items() if name != "step")
+    return sum(t.nbytes for t in tensors)
+
+
+def with_torchs(parts: Parts) -> Parts:
+    """The same with torch's AdamW."""
+    return replace(parts, optimizer=torch.optim.AdamW(parts.model.parameters(), 1e-4, fused=True))  # type: ignore[arg-type]
 
 
 class Sent(TorchDispatchMode):
@@ -112,17 +129,15 @@ def bandwidth(device: torch.device, repeats: int) -> float:
 
 
 def measured(
-    settings: TrainSettings,
-    vocabulary: int,
-    together: bool,
-    options: dict[str, Any] | None,
-    device: torch.device,
-    repeats: int,
+    name: str, settings: TrainSettings, vocabulary: int, device: torch.device, repeats: int
 ) -> dict[str, Any]:
     """One row."""
+    changes, options = ROWS[name]
+    together = "parallel" in changes
     team = Team.of(settings) if together else ALONE
     ranks = dist.get_world_size()
     parts = build_parts(settings, vocabulary, device, team)
+    parts = with_torchs(parts) if name.endswith(TORCHS) else parts
     hook = None
     if options is not None:
         hook = compressed_allreduce_hook(**options)
@@ -211,11 +226,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "model": args.model, "recipe": RECIPE, "batch": args.batch * ranks, "sequence": args.sequence,
         "gauges_every": 0,
     }  # fmt: skip
-    for name, (changes, options) in ROWS.items():
+    for name, (changes, _) in ROWS.items():
         if args.only and not any(part in name for part in args.only.split(",")):
             continue
         settings = TrainSettings(**(given | changes))
-        row = measured(settings, args.vocabulary, "parallel" in changes, options, device, args.repeats)
+        row = measured(name, settings, args.vocabulary, device, args.repeats)
         if cuda:
             torch.cuda.empty_cache()
         results["rows"][name] = {"recipe": settings.recipe, **row}

@@ -52,8 +52,8 @@ def calculated(results: dict[str, Any], way: str) -> dict[str, float]:
     bits = {"DDP, 8-bit codes": 1.0, "DDP, 4-bit codes": 0.5}
     if way in bits:
         sent = 2 * (bits[way] + 4 / BLOCK) * model.parameters * padded(model, gpus) * share
-    elif way in ("alone", "DDP"):
-        sent = 2 * GRADIENT * model.parameters * share if way == "DDP" else 0.0
+    elif not way.startswith("FSDP"):
+        sent = 2 * GRADIENT * model.parameters * share if way != "alone" else 0.0
     else:
         coded = sum(map(math.prod, results["coded"])) if way.endswith("codes gathered") else 0
         both = gathered_and_scattered(model.parameters, results["outside_layers"])
