@@ -84,6 +84,15 @@ def test_rms_is_that_of_the_embedding_that_foretold() -> None:
     assert embedding_and_middle(History([head, *records]))[0] == "embed_pixels.weight"
 
 
+def test_where_no_loss_spike_was_found_it_says_where_one_was_looked_for() -> None:
+    first = 101  # a hundred losses are before it
+    assert f"No loss spike was found from step {first} on." in look(sound())[0].text
+    short = [record for record in sound() if record.get("step", 0) <= 60]
+    text = look(short)[0].text
+    assert "No loss spike was found" not in text
+    assert "No loss was judged yet: that takes 100 losses before it" in text
+
+
 def test_advice_stands_on_top_with_its_numbers() -> None:
     records = changed(sound(), "update", ["ln.weight"], lost=1.0, descent_quality=0.0)
     parsed, source = look(records)

@@ -18,6 +18,7 @@ from narrowgauge.gauges._spikes import LossSpikes, RmsSpikes, find_rms_spikes, f
 
 RMS_THRESHOLD = RmsSpikes().threshold
 LOSS_DEVIATIONS = LossSpikes().deviations
+LOSS_WINDOW = LossSpikes().window
 # How many steps after an RMS spike a loss spike is looked for.
 REACH = 8
 
@@ -31,12 +32,14 @@ class Precursors:
         rms: the same of RMS_t, for each parameter of which it is recorded.
         matched: for a loss spike that follows an RMS spike, that one's tensor and step.
         chance: the probability that at least as many follow by chance; None if none did or nothing was judged.
+        judged: the steps at which a loss spike could have been found; None if there were none yet.
     """
 
     loss: list[int]
     rms: dict[str, list[int]]
     matched: dict[int, tuple[str, int]]
     chance: float | None
+    judged: range | None
 
 
 def find_precursors(history: History) -> Precursors:
@@ -60,11 +63,10 @@ def _find(history: History) -> Precursors:
     judged = _judged(series, warmup)
     match = match_spikes(list(at), loss, most=REACH, judged=judged)
     matched = {step: (at[before], before) for step, before in match.pairs if before is not None}
-    return Precursors(loss, rms, matched, match.probability if matched and judged else None)
+    return Precursors(loss, rms, matched, match.probability if matched and judged else None, judged)
 
 
 def _judged(series: Series, warmup: int) -> range | None:
-    window = LossSpikes().window
-    if len(series.steps) <= window:
+    if len(series.steps) <= LOSS_WINDOW:
         return None
-    return range(max(warmup + 1, int(series.steps[window])), int(series.steps[-1]) + 1) or None
+    return range(max(warmup + 1, int(series.steps[LOSS_WINDOW])), int(series.steps[-1]) + 1) or None

@@ -7,7 +7,7 @@ from markupsafe import Markup
 
 from narrowgauge.cli._drawing import MUTED, SERIES, Look, drawing, new_figure, to_svg
 from narrowgauge.gauges._history import History, Series
-from narrowgauge.gauges._precursors import LOSS_DEVIATIONS, REACH, RMS_THRESHOLD, find_precursors
+from narrowgauge.gauges._precursors import LOSS_DEVIATIONS, LOSS_WINDOW, REACH, RMS_THRESHOLD, find_precursors
 
 from ._columns import ROWS, embedding_and_middle, grid, number, span
 from ._figure import FIRST, PLAIN, SECOND, STEPS, Figure, Table
@@ -64,7 +64,11 @@ def loss(history: History) -> Figure | str:
     if not len(history.loss.steps):
         caption += " The loss was not recorded."
     if len(history.loss.steps) and not spikes.loss:
-        caption += f" No loss spike was found from step {history.settled} on, with a hundred losses before."
+        caption += (
+            f" No loss spike was found from step {spikes.judged.start:,} on."
+            if spikes.judged
+            else f" No loss was judged yet: that takes {LOSS_WINDOW} losses before it, and the start is left out."
+        )
     legend = {name: look for name, (_, look) in lines.items()}
     if len(history.loss.steps):
         legend = {"training loss": PLAIN, **legend}
