@@ -93,7 +93,7 @@ class Plan:
 
     settings: TrainSettings = field(
         default_factory=lambda: TrainSettings(
-            model="clip-small", recipe="fp32", batch=512, steps=600, warmup=150, lr=8e-3, beta1=0.9, eps=EPS,
+            model="clip-small", recipe="fp32", batch=512, steps=600, warmup=150, lr=2e-3, beta1=0.9, eps=EPS,
             weight_decay=0.2, clip=0.0, patch_dropout=0.5, final_lr=0.0, autocast="bf16", validate_every=0,
             validation_windows=1024, sequence=16, device="cpu",
         )

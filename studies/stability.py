@@ -48,7 +48,7 @@ from narrowgauge.trainers import parameter_count
 
 LONG, SHORT = 0.999, 0.95
 BETAS = {PLAIN.name: (LONG, 0.99, SHORT, 0.9), STABLE.name: (LONG, 0.99, SHORT), CLIPPED.name: (LONG, 0.99, SHORT)}
-FACTORS = {"rates": (2.0, 0.5, 0.25), "batches": (4.0, 0.25)}  # times the base's
+FACTORS = {"rates": (4.0, 2.0, 0.5), "batches": (4.0, 0.25)}  # times the base's
 KINDS = ("shift", "ways", "rates", "batches", "sizes")
 SHIFTED = ((PLAIN.name, LONG), (STABLE.name, LONG), (CLIPPED.name, LONG), (PLAIN.name, SHORT))
 DIM = 1 / 16
@@ -152,7 +152,7 @@ def main(
     steps: Annotated[int | None, typer.Option(min=10, help="Optimizer steps of a run. [600]")] = None,
     warmup: Annotated[int | None, typer.Option(help="Steps of the learning rate's rise. [150]")] = None,
     batch: Annotated[int | None, typer.Option(min=2, help="Pairs a step. [512]")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate. [8e-3]")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate. [2e-3]")] = None,
     patch_dropout: Annotated[float | None, typer.Option(help="Share of the patches that is dropped. [0.5]")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="0, 1, 2, ...")] = 2,
     device: _gather.Device = "cpu",

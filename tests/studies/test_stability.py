@@ -152,7 +152,7 @@ def test_kinds_that_there_are_not() -> None:
 def made_up(row: str, beta2: float, seed: int, **other: Any) -> dict[str, Any]:
     """AdamW with the long memory spikes at step 205, 4 steps after RMS_t of the patches, and at 400."""
     bad = (row, beta2) == ("AdamW", 0.999)
-    run = asdict(Task(row, "clip-small", 8e-3, 512, beta2, 1.0, seed)) | {
+    run = asdict(Task(row, "clip-small", 2e-3, 512, beta2, 1.0, seed)) | {
         "validation_loss": 2.0 + bad, "accuracy": 0.25 - 0.05 * bad, "training_loss": 1.5, "diverged": False,
         "steps_made": 600, "loss_spikes": [205, 400] if bad else [], "seconds": 1.0,
         "rms_spikes": {"patches": [201] if bad else [], "middle": [300] if bad else [], "tokens": []},
@@ -173,7 +173,7 @@ def results() -> dict[str, Any]:
         "diverged": True,
         "steps_made": 50,
     }
-    runs += [made_up("AdamW", 0.999, 0, lr=16e-3, loss_spikes=[], **diverged), made_up("AdamW", 0.95, 0, lr=16e-3)]
+    runs += [made_up("AdamW", 0.999, 0, lr=4e-3, loss_spikes=[], **diverged), made_up("AdamW", 0.95, 0, lr=4e-3)]
     moved = {"rms": {"patches": 9.0, "middle": 1.1}, "rise": 0.6, "quiet": 0.1}
     runs += [made_up("StableAdamW", 0.999, 0, signal=0.0625, loss_spikes=[305], after=moved)]
     return {
@@ -194,8 +194,8 @@ def test_the_tables_say_what_the_runs_say(results: dict[str, Any]) -> None:
     assert body[0] == ["AdamW", "0.999", "2, 2", "1, 1", "1.00", "4.0", "1.500", "20.0 (20.0 … 20.0) %"]
     assert body[2][:3] == ["StableAdamW", "0.999", "0, 0"]
     _, _, *body = cells(tables.rates(results))
-    assert body[0] == ["0.008", "2, 2", "4.0", "20.0 (20.0 … 20.0) %", "0, 0", "1.5", "25.0 (25.0 … 25.0) %"]
-    assert body[1][:2] == ["0.016", "0; 1 of 1 diverged"]
+    assert body[0] == ["0.002", "2, 2", "4.0", "20.0 (20.0 … 20.0) %", "0, 0", "1.5", "25.0 (25.0 … 25.0) %"]
+    assert body[1][:2] == ["0.004", "0; 1 of 1 diverged"]
     _, _, *body = cells(tables.shift(results))
     assert body[0][:7] == ["StableAdamW", "0.999", "9.0", "1.1", "1 of 1", "+0.60", "+0.10"]
     assert "1 runs were left out" in tables.origin(results)
@@ -230,7 +230,7 @@ def test_what_the_paper_says_is_read_from_the_runs(
     assert {tuple(cells[1:]) for cells in nothing.values()} == {("not run", "")}
     found = readings(_stability_reading.reading(results))
     assert found["The larger the learning rate, the more spikes a run, β2 0.999"][1:] == [
-        "2 (0.008), 0, diverged (0.016)",
+        "2 (0.002), 0, diverged (0.004)",
         "holds",
     ]
     assert found["The larger the model, the more spikes a run, β2 0.999"][1:] == ["not run", ""]
