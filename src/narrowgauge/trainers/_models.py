@@ -169,6 +169,8 @@ def configuration(model: str | Preset, *, vocabulary: int, sequence: int) -> Pre
             n_head=sizes.heads,
             n_inner=sizes.hidden,
             n_positions=max(sizes.positions, sequence),
+            # GPT-2's own in one operation of torch; "gelu_new" is eight, and keeps what lies between them.
+            activation_function="gelu_pytorch_tanh",
             embd_pdrop=0.0,
             attn_pdrop=0.0,
             resid_pdrop=0.0,
