@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
+import threading
 from typing import Any
 
 import pytest
@@ -224,6 +226,31 @@ def test_tables_are_made_once(monkeypatch: pytest.MonkeyPatch, path: str) -> Non
     assert counts == [2, 2, 4, 4]
 
 
+def test_calls_do_not_grow_with_the_number_of_parameters() -> None:
+    """A bucket of many parameters keeps the host as long as one of a matrix and a bias."""
+    counts = []
+    for names in ("a bias", "a b bias norm", "c bias norm small b a"):
+        model = model_of(torch.bfloat16)
+        hook = begun(OPTIONS, model)
+        buckets: Any = [buckets_of(model, [names], step)[0] for step in range(4)]
+        for bucket in buckets[:3]:
+            hook(None, bucket)
+        calls = 0
+
+        def seen(frame: Any, event: str, argument: Any) -> None:
+            nonlocal calls
+            calls += event == "call" and "narrowgauge" in frame.f_code.co_filename
+
+        sys.setprofile(seen)
+        try:
+            hook(None, buckets[3])
+        finally:
+            sys.setprofile(None)
+        counts.append(calls)
+    assert len(set(counts)) == 1
+    assert 10 < counts[0] < 40
+
+
 def test_two_hooks_at_once() -> None:
     """Their buckets, of the same parameters, come by turns."""
     model, names = model_of(torch.bfloat16), ["a bias", "b c"]
@@ -285,7 +312,9 @@ def test_a_copy_goes_on_and_leaves_the_other_alone(copied: Any) -> None:
     model, names = model_of(torch.bfloat16), ["a bias", "b c"]
     hook = begun(OPTIONS, model)
     take(hook, model, names, 0)
+    hook._sides[torch.device("cuda", 0)] = threading.Lock()  # which cannot be copied, as streams cannot
     other_model, other = copied((model, hook))
+    assert not other._sides
     wanted = take(hook, model, names, 1)
     error = hook.error(model["a"]).clone()
     assert same(take(other, other_model, names, 1), wanted)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from narrowgauge.distributed._compressed_describe import SentRow, SentTable
 from narrowgauge.distributed._compressed_fused import passes_of, path_of
-from narrowgauge.distributed._compressed_layout import Layout
+from narrowgauge.distributed._compressed_layout import Layout, Told
 from narrowgauge.distributed._compressed_memory import Memory
 from narrowgauge.distributed._compressed_passes import Task
 from narrowgauge.distributed._compressed_round import reduction
@@ -86,7 +86,7 @@ class CompressedAllReduce:
         self._plans: dict[int, Plan] = {}  # by the bucket's index; when buckets are built anew, so are these
         self._sending = 0
         self._pending: list[_Waiting] = []
-        self._sides: dict[torch.device, Beside] = {}
+        self._sides: dict[torch.device, Beside] = Told()
         # DistributedDataParallel asks for these, as of a function, and takes no annotations that are strings.
         self.__name__ = self.__qualname__ = "compressed_allreduce_hook"
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD

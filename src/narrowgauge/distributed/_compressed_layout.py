@@ -59,7 +59,7 @@ class Piece:
 
 
 class Told(dict[Any, Any]):
-    """What has been made ready for a layout. Whoever gets a copy of the layout makes it anew."""
+    """What has been made ready on the way. A copy of its owner begins with none of it."""
 
     def __reduce__(self) -> tuple[type[Told], tuple[()]]:
         return Told, ()
