@@ -9,6 +9,8 @@ import copy
 import pickle
 import sys
 import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowgauge.distributed import CompressedAllReduce, compressed_allreduce_hook
+from narrowgauge.distributed import CompressedAllReduce, _compressed_hook, compressed_allreduce_hook
 from narrowgauge.distributed import _compressed_fused as fused
 from narrowgauge.distributed._compressed_layout import Layout
 
@@ -249,6 +251,35 @@ def test_calls_do_not_grow_with_the_number_of_parameters() -> None:
         counts.append(calls)
     assert len(set(counts)) == 1
     assert 10 < counts[0] < 40
+
+
+def test_on_a_gpu_all_stages_are_launched_beside_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as can be seen without one: on one stream of the hook's own, the future made there too."""
+    told: list[str] = []
+
+    class Side:
+        def __init__(self, device: torch.device, own: bool) -> None:
+            assert own
+            told.append("made")
+
+        def __enter__(self) -> None:
+            told.append("begins")
+
+        def __exit__(self, *error: object) -> None:
+            told.append("ends")
+
+    monkeypatch.setattr(_compressed_hook, "Beside", Side)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.futures, "Future", lambda devices=None: SimpleNamespace(set_result=told_of(told)))
+    hook, buffer = compressed_allreduce_hook(), torch.zeros(3)
+    for _ in range(2):
+        hook._launch(iter(told.append(f"stage {i}") for i in range(3)), buffer)
+    once = ["begins", "stage 0", "stage 1", "stage 2", "set", "ends"]
+    assert told == ["made", *once, *once]
+
+
+def told_of(told: list[str]) -> Any:
+    return lambda result: told.append("set")
 
 
 def test_two_hooks_at_once() -> None:
