@@ -20,7 +20,9 @@ _EAGER_ON_CPU = 1 << 20  # elements; more take seconds
 
 def task_of(hook: Any, bucket: Any, ranks: int) -> Task:
     """The bucket as the hook hands it to its passes."""
-    return Task(hook._wire, hook._layout(bucket, ranks), hook._memory, bucket.buffer(), 0, 1)
+    buffer = bucket.buffer()
+    plan = hook._plan(bucket.index(), bucket.parameters(), buffer.dtype, ranks)
+    return Task(hook._wire, plan.layout, hook._memory, buffer, 0, 1)
 
 
 def codec_row(task: Task, copied: float, repeats: int, device: torch.device) -> dict[str, float]:

@@ -43,7 +43,7 @@ def compiled(kind: Kind, name: str, aligned: bool = True, target: GPUTarget = TA
     """A kernel of a kind, compiled as it is launched."""
     kernel = getattr(_message_kernels, name)
     made = _messages.TritonMessages(kind)
-    constants = {**made._tile, **made._coding, "GRAD": made._grad, "MEMORY": made._memory, "ALIGNED": aligned}
+    constants = {**made.tile, **made.coding, "GRAD": made.grad, "MEMORY": made.memory, "ALIGNED": aligned}
     constants |= {"TOTAL": kind.memory is not None, "MANY": _messages._SCALES}
     if kind.memory is None:
         constants |= {"total": None, "flags": None}
@@ -60,7 +60,7 @@ def compiled(kind: Kind, name: str, aligned: bool = True, target: GPUTarget = TA
     ]  # fmt: skip
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned_at}
     source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=target, options=made._options)
+    return triton.compile(source, target=target, options=made.options)
 
 
 def kinds(every: bool) -> dict[str, Kind]:
@@ -112,8 +112,8 @@ def main() -> None:
                 continue
             made = compiled(kind, kernel, aligned=not args.every or hash(name) % 2 == 0)
             made_for = _messages.TritonMessages(kind)
-            tile = made_for._tile["SIZE"] * made_for._tile["ROWS"]
-            found = measured(made, max(1, tile // (32 * made_for._options["num_warps"])))
+            tile = made_for.tile["SIZE"] * made_for.tile["ROWS"]
+            found = measured(made, max(1, tile // (32 * made_for.options["num_warps"])))
             print("compiled", name, kernel, found, flush=True)
             if found["spills"]:
                 spilled.append(f"{name} {kernel}")

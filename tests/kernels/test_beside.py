@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,6 +51,17 @@ def test_it_begins_after_what_was_and_ends_before_what_comes(done: list[Any]) ->
         ("before", "records", "main"), ("side", "waits for", "before"), "work", ("after", "records", "side"),
         ("main", "waits for", "after"),
     ]  # fmt: skip
+
+
+def test_a_stream_of_ones_own_is_another_each_time(monkeypatch: pytest.MonkeyPatch, done: list[Any]) -> None:
+    names = iter(("first", "second"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: next(names))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda _: None, wait=lambda _: None))
+    (current,) = done
+    for name in ("first", "second"):
+        with Beside(torch.device("cuda", 0), own=True):
+            assert current == [name]
+    assert current == ["main"]
 
 
 def test_after_an_error_the_stream_is_the_one_it_was(done: list[Any]) -> None:

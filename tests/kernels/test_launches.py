@@ -305,6 +305,18 @@ def test_addresses_off_16_bytes_have_their_own_kernel(launch: Launch) -> None:
     assert [given[0] for _, given in kernel.runs] == [X[2:].data_ptr(), X.data_ptr(), X[4:].data_ptr()]
 
 
+def test_numbers_that_change_come_after_the_sizes(launches: Launches) -> None:
+    """And change no kernel, though of other numbers it matters whether they are 1 or multiples of 16."""
+    kernel = launches.kernel
+    kernel.arg_names = ["x", "y", "n", "step", "SIZE", "FLAG"]
+    launch = Launch(launches, (5,), (48,), CONSTANTS, OPTIONS)
+    for step in (3, 1, 16, -7):
+        launch(0, (X.data_ptr(), 0), lambda: (X, None), (), (step,))
+    launch(0, (X[1:].data_ptr(), 0), lambda: (X[1:], None), (), (5,))
+    assert [call["arguments"][2:] for call in kernel.compiled] == [(48, 3), (48, 5)]
+    assert [given for _, given in kernel.runs] == [(X.data_ptr(), 0, 48, step, 64, True) for step in (1, 16, -7)]
+
+
 def test_a_launch_is_on_the_tensors_device(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     current = [0]
 

@@ -27,19 +27,20 @@ from narrowgauge.kernels._triton import unavailable
 EAGER = "eager torch"
 
 
+class BucketKernels(Protocol):
+    """The three passes over a bucket's places; see `kernels._c_messages.CBucket`."""
+
+    def encode(self, grads: Tensor, sent: Tensor, step: int) -> None: ...
+
+    def add(self, received: Tensor, sent: Tensor, total: Tensor | None, step: int) -> None: ...
+
+    def finish(self, grads: Tensor, sent: Tensor, received: Tensor, total: Tensor | None) -> None: ...
+
+
 class Kernels(Protocol):
-    """The three passes over a list of places; see `kernels._c_messages.CMessages`."""
+    """The passes of all buckets; see `kernels._c_messages.CMessages`."""
 
-    def encode(self, places: list[Place], numbers: Numbers, grads: Tensor, sent: Tensor) -> None: ...
-
-    def add(
-        self, places: list[Place], numbers: Numbers, received: Tensor, sent: Tensor, total: Tensor | None
-    ) -> None: ...
-
-    def finish(
-        self, places: list[Place], numbers: Numbers, grads: Tensor, sent: Tensor, received: Tensor,
-        total: Tensor | None,
-    ) -> None: ...  # fmt: skip
+    def bucket(self, places: list[Place], numbers: Numbers, device: torch.device) -> BucketKernels: ...
 
 
 class FusedPasses:
@@ -52,42 +53,52 @@ class FusedPasses:
 
     def __init__(self, task: Task, kernels: Kernels) -> None:
         self._task, self._kernels = task, kernels
-        layout = task.layout
-        self._numbers = Numbers(layout.ranks, task.rank, layout.width, task.wire.seed, task.step)
-        self._bytes = task.wire.nbytes(layout.width)
+        self._bytes, self._device = task.wire.nbytes(task.layout.width), task.buffer.device
         self._sent: Tensor
         self._total: Tensor | None = None
 
     def encode(self) -> Tensor:
-        self._sent = self._messages(self._task.layout.ranks)
-        self._kernels.encode(self._places(), self._numbers, self._task.buffer, self._sent)
+        task = self._task
+        self._sent = self._messages(task.layout.ranks)
+        self._bucket().encode(task.buffer, self._sent, task.step)
         return self._sent
 
     def add(self, received: Tensor) -> Tensor:
         task, sent = self._task, self._messages(1)
         if task.memory is not None:
-            self._total = torch.empty(task.layout.width, dtype=torch.float32, device=sent.device)
-        self._kernels.add(self._places(), self._numbers, received, sent, self._total)
+            self._total = torch.empty(task.layout.width, dtype=torch.float32, device=self._device)
+        self._bucket().add(received, sent, self._total, task.step)
         return sent
 
     def finish(self, received: Tensor) -> None:
-        buffer, total = self._task.buffer, self._total
-        self._kernels.finish(self._places(), self._numbers, buffer, self._sent, received, total)
+        buffer = self._task.buffer
+        self._bucket().finish(buffer, self._sent, received, self._total)
         increment_version(buffer)
 
     def _messages(self, count: int) -> Tensor:
-        return torch.empty((count, self._bytes), dtype=torch.uint8, device=self._task.buffer.device)
+        return torch.empty((count, self._bytes), dtype=torch.uint8, device=self._device)
+
+    def _bucket(self) -> BucketKernels:
+        """The kernels, told where the parameters are; asked for at each pass, as a memory may be loaded between."""
+        task, kernels = self._task, self._kernels
+        memory, told = task.memory, task.layout.told
+        moves = 0 if memory is None else memory.moves
+        found: tuple[int, BucketKernels] | None = told.get((kernels, memory, task.rank))
+        if found is None or found[0] != moves:
+            numbers = Numbers(task.layout.ranks, task.rank, task.layout.width, task.wire.seed)
+            bucket = kernels.bucket(self._places(), numbers, self._device)
+            found = (0 if memory is None else memory.moves), bucket  # places are where errors have been moved to
+            told[kernels, memory, task.rank] = found
+        return found[1]
 
     def _places(self) -> list[Place]:
-        """Where the parameters are; asked for at each pass, as a memory may have been loaded between."""
-        task = self._task
-        memory, device = task.memory, task.buffer.device
+        memory, device = self._task.memory, self._device
         return [
             Place(
                 piece.begin, piece.numel, piece.width, piece.column, stream_of(piece.key),
                 0 if memory is None else memory.of(piece, device).data_ptr(),
             )
-            for piece in task.layout.compressed
+            for piece in self._task.layout.compressed
         ]  # fmt: skip
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,11 +14,12 @@ from torch import Tensor
 
 from narrowgauge.distributed._compressed_describe import SentRow, SentTable
 from narrowgauge.distributed._compressed_fused import passes_of, path_of
-from narrowgauge.distributed._compressed_layout import Layout
+from narrowgauge.distributed._compressed_layout import Layout, Told
 from narrowgauge.distributed._compressed_memory import Memory
 from narrowgauge.distributed._compressed_passes import Task
 from narrowgauge.distributed._compressed_round import reduction
 from narrowgauge.distributed._compressed_wire import Wire
+from narrowgauge.kernels._beside import Beside
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -24,6 +27,29 @@ if TYPE_CHECKING:
 _COMPRESSED = (torch.float32, torch.bfloat16, torch.float16)
 Exempt = Callable[[Tensor], bool]
 _Waiting = tuple[Iterator[None], torch.futures.Future[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is the same at every step of a bucket.
+
+    Attributes:
+        parameters: in it.
+        dtype: of their gradients.
+        layout: of them.
+        nbytes: that a rank sends.
+    """
+
+    parameters: list[Tensor]
+    dtype: torch.dtype
+    layout: Layout
+    nbytes: int
+
+    def is_of(self, parameters: list[Tensor], dtype: torch.dtype, ranks: int) -> bool:
+        """Whether it is the plan of these very parameters."""
+        mine = self.parameters
+        alike = self.dtype == dtype and self.layout.ranks == ranks and len(mine) == len(parameters)
+        return alike and all(map(is_, mine, parameters))
 
 
 class CompressedAllReduce:
@@ -57,10 +83,10 @@ class CompressedAllReduce:
         self._sizes: dict[str, int] = {}  # of those that are compressed
         self._counts: dict[torch.dtype, int] = {}
         self._complete = False  # whether all parameters have been seen
-        self._layouts: dict[tuple[str, ...], Layout] = {}
+        self._plans: dict[int, Plan] = {}  # by the bucket's index; when buckets are built anew, so are these
         self._sending = 0
         self._pending: list[_Waiting] = []
-        self._streams: dict[torch.device, Any] = {}
+        self._sides: dict[torch.device, Beside] = Told()
         # DistributedDataParallel asks for these, as of a function, and takes no annotations that are strings.
         self.__name__ = self.__qualname__ = "compressed_allreduce_hook"
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -88,18 +114,19 @@ class CompressedAllReduce:
         if buffer.layout is not torch.strided:
             raise ValueError(f"bucket: got gradients of layout {buffer.layout}, takes dense ones")
         ranks = dist.get_world_size(self._group)
-        if bucket.index() == 0:
+        index = bucket.index()
+        if index == 0:
             # What is left of a backward pass that was not finished has no effect.
             self._pending, self._sending = [], 0
-        layout = self._layout(bucket, ranks)
-        self._sending += self._bytes(layout, buffer.element_size())
+        plan = self._plan(index, bucket.parameters(), buffer.dtype, ranks)
+        self._sending += plan.nbytes
         step = self.step
         if last:
             self.step, self.bytes_sent, self._complete = step + 1, self._sending, True
         if ranks == 1:
             return _done(buffer)
-        task = Task(self._wire, layout, self._memory, buffer, dist.get_rank(self._group), step)
-        stages = reduction(passes_of(task), layout, buffer, self._group)
+        task = Task(self._wire, plan.layout, self._memory, buffer, dist.get_rank(self._group), step)
+        stages = reduction(passes_of(task), plan.layout, buffer, self._group)
         return self._launch(stages, buffer) if buffer.is_cuda else self._queue(stages, buffer, last)
 
     def error(self, parameter: Tensor) -> Tensor | None:
@@ -191,14 +218,14 @@ class CompressedAllReduce:
     def _launch(self, stages: Iterator[None], buffer: Tensor) -> torch.futures.Future[Tensor]:
         """All stages on a stream beside that of the backward pass, which goes on."""
         device = buffer.device
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream = self._streams[device]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            for _ in stages:
-                pass
-            return _done(buffer)
+        # Nothing waits for the side as a whole: futures do, for a bucket each.
+        with torch.cuda.device(device):
+            if device not in self._sides:
+                self._sides[device] = Beside(device, own=True)
+            with self._sides[device]:
+                for _ in stages:
+                    pass
+                return _done(buffer)
 
     def _queue(self, stages: Iterator[None], buffer: Tensor, last: bool) -> torch.futures.Future[Tensor]:
         """The first stage now, the next ones of those before at this call and at later ones; all at the last."""
@@ -209,10 +236,16 @@ class CompressedAllReduce:
             self._pending = _advanced(self._pending)
         return future
 
-    def _layout(self, bucket: GradBucket, ranks: int) -> Layout:
-        """The layout of a bucket, made when it is first seen."""
-        parameters = bucket.parameters()
-        dtype = bucket.buffer().dtype
+    def _plan(self, index: int, parameters: list[Tensor], dtype: torch.dtype, ranks: int) -> Plan:
+        """The plan of a bucket, made when it is first seen."""
+        plan = self._plans.get(index)
+        if plan is None or not plan.is_of(parameters, dtype, ranks):
+            layout = self._layout(parameters, dtype, ranks)
+            plan = self._plans[index] = Plan(parameters, dtype, layout, self._bytes(layout, dtype.itemsize))
+        return plan
+
+    def _layout(self, parameters: list[Tensor], dtype: torch.dtype, ranks: int) -> Layout:
+        """The layout of parameters, which are given names if they are new."""
         # Buckets come from the model's end, and those of the first step hold parameters in the model's order:
         # counted backwards, a parameter has the same number whatever the size of the buckets.
         for parameter in reversed(parameters):
@@ -226,16 +259,9 @@ class CompressedAllReduce:
                 small = parameter.numel() < max(1, self._min_size)
                 if dtype in _COMPRESSED and ranks > 1 and not small and not self._exempt(parameter):
                     self._sizes[key] = parameter.numel()
-        keys = tuple(self._keys[parameter] for parameter in parameters)
-        if keys not in self._layouts:
-            self._layouts[keys] = Layout.of(
-                keys,
-                [parameter.numel() for parameter in parameters],
-                [key not in self._sizes for key in keys],
-                ranks,
-                self._wire.block_size,
-            )
-        return self._layouts[keys]
+        keys = [self._keys[parameter] for parameter in parameters]
+        sizes, exempt = [parameter.numel() for parameter in parameters], [key not in self._sizes for key in keys]
+        return Layout.of(keys, sizes, exempt, ranks, self._wire.block_size)
 
     def _bytes(self, layout: Layout, itemsize: int) -> int:
         """What a rank sends for a bucket."""

@@ -16,7 +16,9 @@ ranks x block_size elements, as matrices usually do.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
@@ -56,6 +58,13 @@ class Piece:
             yield own[full, :rest], flat[full * self.width :]
 
 
+class Told(dict[Any, Any]):
+    """What has been made ready on the way. A copy of its owner begins with none of it."""
+
+    def __reduce__(self) -> tuple[type[Told], tuple[()]]:
+        return Told, ()
+
+
 @dataclass(frozen=True)
 class Layout:
     """The parameters of a bucket.
@@ -65,12 +74,23 @@ class Layout:
         exempt: the others.
         ranks: rows of the matrix.
         width: columns of the matrix.
+        told: what passes keep of it, from one reduction to the next.
     """
 
     compressed: tuple[Piece, ...]
     exempt: tuple[Piece, ...]
     ranks: int
     width: int
+    told: Told = field(default_factory=Told, compare=False, repr=False)
+
+    @cached_property
+    def spans(self) -> list[tuple[int, int]]:
+        """Where exempt elements begin and end in the buffer: one span of parameters that are neighbours."""
+        found: list[tuple[int, int]] = []
+        for piece in self.exempt:
+            begin = found.pop()[0] if found and found[-1][1] == piece.begin else piece.begin
+            found.append((begin, piece.end))
+        return found
 
     @classmethod
     def of(

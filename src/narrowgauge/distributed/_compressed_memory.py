@@ -20,10 +20,12 @@ class Memory:
 
     Attributes:
         dtype: that they are kept in.
+        moves: how often errors may have come to lie elsewhere than they did.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+        self.moves = 0
         self._errors: dict[str, Tensor] = {}
 
     @property
@@ -44,6 +46,7 @@ class Memory:
             )
         if error.device != device:
             error = self._errors[piece.key] = error.to(device)
+            self.moves += 1
         return error
 
     def write(self, piece: Piece, lost: Tensor, keep: Tensor) -> None:
@@ -91,3 +94,4 @@ class Memory:
                     )
                 errors[key] = errors[key] + wide if key in errors else wide
         self._errors = {key: error.to(self.dtype) for key, error in errors.items()}
+        self.moves += 1

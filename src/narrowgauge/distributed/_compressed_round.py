@@ -46,7 +46,7 @@ def reduction(passes: Passes, layout: Layout, buffer: Tensor, group: Any) -> Ite
         buffer: the bucket's gradients, flat; the means in the end.
         group: the ranks; all run the stages of all buckets in one order.
     """
-    small, small_work = _start_exempt(layout, buffer, group)
+    spans, small, small_work = _start_exempt(layout, buffer, group)
     if layout.compressed:
         sent = passes.encode()
         received = torch.empty_like(sent)
@@ -55,9 +55,9 @@ def reduction(passes: Passes, layout: Layout, buffer: Tensor, group: Any) -> Ite
 
         work.wait()
         summed = passes.add(received)
-        received = torch.empty_like(received)
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name before torch 2.13
-        work = gather(received.view(-1), summed.view(-1), group=group, async_op=True)
+        # To where the messages were that have been summed.
+        work = gather(received, summed, group=group, async_op=True)
         yield
 
         work.wait()
@@ -67,15 +67,14 @@ def reduction(passes: Passes, layout: Layout, buffer: Tensor, group: Any) -> Ite
         yield
     if small_work is not None:
         small_work.wait()
-        parts = torch.split(small, [piece.numel for piece in layout.exempt])
-        for piece, part in zip(layout.exempt, parts, strict=True):
-            buffer[piece.begin : piece.end] = part
+        torch._foreach_copy_(spans, small.split_with_sizes([end - begin for begin, end in layout.spans]))
 
 
-def _start_exempt(layout: Layout, buffer: Tensor, group: Any) -> tuple[Tensor, Any]:
-    """The gradients that travel as they are, and the work that sums them; None where there are none."""
-    if not layout.exempt:
-        return buffer[:0], None
+def _start_exempt(layout: Layout, buffer: Tensor, group: Any) -> tuple[list[Tensor], Tensor, Any]:
+    """The gradients that travel as they are, their copy, and the work that sums it; None where there are none."""
+    spans = [buffer[begin:end] for begin, end in layout.spans]
+    if not spans:
+        return spans, buffer, None
     # Divided before the sum, as torch does: in float16 the sum could overflow where the mean does not.
-    small = torch.cat([buffer[piece.begin : piece.end] for piece in layout.exempt]).div_(layout.ranks)
-    return small, dist.all_reduce(small, group=group, async_op=True)
+    small = (spans[0] if len(spans) == 1 else torch.cat(spans)).div(layout.ranks)
+    return spans, small, dist.all_reduce(small, group=group, async_op=True)

@@ -19,10 +19,11 @@ class Beside:
 
     Args:
         device: a CUDA device, the current one within.
+        own: whether its stream is not the one that all others on the device share.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = _stream(device)
+    def __init__(self, device: torch.device, own: bool = False) -> None:
+        self._stream = torch.cuda.Stream(device) if own else _stream(device)  # type: ignore[no-untyped-call]
         self._before, self._after = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
         self._main: torch.cuda.Stream | None = None
 

@@ -40,53 +40,67 @@ class CMessages:
         for function, tensors in zip(self._passes, (2, 3, 4), strict=True):
             function.argtypes, function.restype = [ctypes.c_void_p] * (3 + tensors), None
 
-    def encode(self, places: Sequence[Place], numbers: Numbers, grads: Tensor, sent: Tensor) -> None:
-        """Gradients, with what is remembered of them, to a message for each rank.
+    def bucket(self, places: Sequence[Place], numbers: Numbers, device: torch.device) -> CBucket:
+        """The passes of a bucket whose parameters are at some places, until one of them changes.
 
         Args:
             places: of the parameters.
             numbers: of the bucket.
+            device: where it is.
+        """
+        return CBucket(self, places, numbers)
+
+
+class CBucket:
+    """The three passes of a bucket."""
+
+    def __init__(self, made: CMessages, places: Sequence[Place], numbers: Numbers) -> None:
+        self._passes, self._tables = made._passes, made._tables
+        self._places = table_of(places)
+        seed = numbers.seed & _MASK, numbers.seed >> 32 & _MASK
+        self._numbers = (ctypes.c_long * 8)(len(places), numbers.ranks, numbers.rank, numbers.width, *seed)
+        self._known = self._numbers, self._places.ctypes.data
+
+    def encode(self, grads: Tensor, sent: Tensor, step: int) -> None:
+        """Gradients, with what is remembered of them, to a message for each rank.
+
+        Args:
             grads: the bucket's buffer.
             sent: uint8 (ranks, bytes of a message), to be written.
+            step: of random numbers.
         """
-        self._call(0, places, numbers, grads, sent)
+        self._set(step)
+        self._passes[0](*self._known, grads.data_ptr(), sent.data_ptr(), self._tables)
 
-    def add(
-        self, places: Sequence[Place], numbers: Numbers, received: Tensor, sent: Tensor, total: Tensor | None
-    ) -> None:
+    def add(self, received: Tensor, sent: Tensor, total: Tensor | None, step: int) -> None:
         """All ranks' messages to the sum's.
 
         Args:
-            places, numbers: as of `encode`.
             received: uint8 (ranks, bytes of a message).
             sent: uint8 (bytes of a message,), to be written.
             total: float32 (width,), the sum itself, to be written unless it is None.
+            step: as of `encode`.
         """
-        self._call(1, places, numbers, received, sent, total)
+        self._set(step)
+        address = None if total is None else total.data_ptr()
+        self._passes[1](*self._known, received.data_ptr(), sent.data_ptr(), address, self._tables)
 
-    def finish(
-        self, places: Sequence[Place], numbers: Numbers, grads: Tensor, sent: Tensor, received: Tensor,
-        total: Tensor | None,
-    ) -> None:  # fmt: skip
+    def finish(self, grads: Tensor, sent: Tensor, received: Tensor, total: Tensor | None) -> None:
         """The sums' messages to means in the place of gradients; what is remembered, anew.
 
         Args:
-            places, numbers, grads: as of `encode`.
+            grads: as of `encode`.
             sent: what `encode` wrote.
             received: uint8 (ranks, bytes of a message), of the sums.
             total: what `add` wrote.
         """
-        self._call(2, places, numbers, grads, sent, received, total)
+        self._set(0)
+        address = None if total is None else total.data_ptr()
+        given = grads.data_ptr(), sent.data_ptr(), received.data_ptr(), address
+        self._passes[2](*self._known, *given, self._tables)
 
-    def _call(self, which: int, places: Sequence[Place], numbers: Numbers, *tensors: Tensor | None) -> None:
-        table = table_of(places)
-        seed = numbers.seed & _MASK, numbers.seed >> 32 & _MASK
-        given = (ctypes.c_long * 8)(
-            len(places), numbers.ranks, numbers.rank, numbers.width, *seed, numbers.step & _MASK,
-            torch.get_num_threads(),
-        )  # fmt: skip
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        self._passes[which](given, table.ctypes.data, *addresses, self._tables)
+    def _set(self, step: int) -> None:
+        self._numbers[6], self._numbers[7] = step & _MASK, torch.get_num_threads()
 
 
 def _source(kind: Kind) -> str:

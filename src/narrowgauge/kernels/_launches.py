@@ -215,7 +215,7 @@ class Launch:
         launches: the kernel.
         grid: programs along one to three sides.
         sizes: whole numbers, which come after the tensors in the kernel's arguments.
-        constants: the rest of its arguments.
+        constants: the rest of its arguments, but for numbers that change from call to call.
         options: of the compiler.
         describers: of the descriptors that come before the tensors, if there are any.
     """
@@ -232,6 +232,7 @@ class Launch:
         self.launches, self.grid, self.sizes, self.describers = launches, grid, sizes, describers
         self.constants, self.options = constants, options
         self.three, self.rest = _three(grid), (*sizes, *constants.values())
+        self._values = tuple(constants.values())
         self._ready: dict[int, Compiled] = {}
 
     def __call__(
@@ -240,6 +241,7 @@ class Launch:
         addresses: tuple[int, ...],
         arguments: Callable[[], tuple[Any, ...]],
         matrices: tuple[Tensor, ...] = (),
+        numbers: tuple[int, ...] = (),
     ) -> None:
         """Launch on a device and its current stream.
 
@@ -249,17 +251,19 @@ class Launch:
             arguments: makes the tensors themselves (None for one that is not there), of the same types at every
                 call, after their descriptors if there are any; called where addresses do not do.
             matrices: of the descriptors.
+            numbers: of 32 bits, which come after the sizes; the kernel does not specialize on them.
         """
         ready, bits = self._ready.get(device), 0
         for address in addresses:
             bits |= address
         if ready is None or bits & 15:
-            self._find(device, bits & 15 == 0, addresses, arguments, matrices)
+            self._find(device, bits & 15 == 0, addresses, arguments, matrices, numbers)
         elif current_device() != device:
             with torch.cuda.device(device):
-                self(device, addresses, arguments, matrices)
+                self(device, addresses, arguments, matrices, numbers)
         else:
-            ready(device, self.three, addresses + self.rest, self.describers, matrices)
+            rest = self.sizes + numbers + self._values if numbers else self.rest
+            ready(device, self.three, addresses + rest, self.describers, matrices)
 
     def ready(self, device: int) -> Compiled | None:
         """The kernel of aligned addresses, if it has run on a device."""
@@ -267,13 +271,13 @@ class Launch:
 
     def _find(
         self, device: int | Records, aligned: bool, addresses: tuple[int, ...],
-        arguments: Callable[[], tuple[Any, ...]], matrices: tuple[Tensor, ...],
+        arguments: Callable[[], tuple[Any, ...]], matrices: tuple[Tensor, ...], numbers: tuple[int, ...],
     ) -> None:  # fmt: skip
         """Launch by the tensors themselves, and remember the kernel where it is the one of aligned addresses."""
         if not isinstance(device, int):
             device.record(self, addresses, arguments, matrices)
             return
-        given = (*arguments(), *self.sizes)
+        given = (*arguments(), *self.sizes, *numbers)
         if device < 0 or current_device() == device:
             found = self.launches(self.grid, given, self.constants, self.options)
         else:

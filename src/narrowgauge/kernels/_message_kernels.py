@@ -195,12 +195,12 @@ def _write(
     tl.store(half + 1, (scale >> 16).to(tl.int16), mask=here)
 
 
-_PLAIN = ["ranks", "rank", "step", "seed", "above"]
+_PLAIN = ["ranks", "rank", "seed", "above", "step"]
 
 
 @triton.jit(do_not_specialize=_PLAIN)
 def encode(
-    places, owners, grads, codes, halves, values, table, pitch, codes_at, ranks, rank, step, seed, above,
+    places, owners, grads, codes, halves, values, table, pitch, codes_at, ranks, rank, seed, above, step,
     BLOCK: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr, FIRST: tl.constexpr,
     ZERO: tl.constexpr, ABSOLUTE: tl.constexpr, STOCHASTIC: tl.constexpr, COUNT: tl.constexpr,
     GRAD: tl.constexpr, MEMORY: tl.constexpr, ALIGNED: tl.constexpr,
@@ -221,14 +221,15 @@ def encode(
 
 @triton.jit(do_not_specialize=_PLAIN)
 def add(
-    places, owners, codes_in, halves_in, codes, halves, total, values, table, pitch, codes_at, ranks, rank, step,
-    seed, above,
+    places, owners, codes_in, halves_in, codes, halves, total, flags, values, table, pitch, codes_at, ranks, rank,
+    seed, above, step,
     BLOCK: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr, FIRST: tl.constexpr,
     ZERO: tl.constexpr, ABSOLUTE: tl.constexpr, STOCHASTIC: tl.constexpr, COUNT: tl.constexpr,
     TOTAL: tl.constexpr,
 ):  # fmt: skip
-    """The sum of all ranks' messages, one rank after the other, as a message; and as it is, if asked for."""
-    place, unit, _ = _place(places, owners)
+    """The sum of all ranks' messages, one rank after the other, as a message; and as it is, if asked for. Then it
+    makes flags ready for `look`."""
+    place, unit, owner = _place(places, owners)
     shard, column = tl.load(place + 2), tl.load(place + 3)
     block = unit * ROWS + tl.arange(0, ROWS)[:, None]
     here = block < shard // BLOCK
@@ -242,6 +243,7 @@ def add(
     if TOTAL:
         first = unit.to(tl.int64) * (ROWS * BLOCK)
         _store(total, column + first, x, shard - first, BLOCK, SIZE, ROWS, True)
+        tl.store(flags + owner, 0, mask=unit == 0)
     start = rank.to(tl.int64) * shard + block.to(tl.int64) * BLOCK
     _write(
         x, codes, halves, none, index, here, pitch, codes_at, values, table, start, tl.load(place + 4), step,

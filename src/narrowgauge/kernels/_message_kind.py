@@ -2,7 +2,8 @@
 
 A message is what `narrowgauge.distributed` sends of a bucket of gradients: scales of its blocks, then codes. Three
 passes make it and take it apart: gradients to codes, all ranks' codes to those of their sum, those of the sums to
-gradients. `_c_messages` has them for the CPU and `_messages` for GPUs, with the same three methods.
+gradients. `_c_messages` has them for the CPU and `_messages` for GPUs, with the same methods: what is the same at
+every step is told once a bucket, and its three passes are then called with what is not.
 """
 
 from __future__ import annotations
@@ -97,14 +98,13 @@ class Place(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """What is the same for all parameters of a bucket: ranks and which one this is, elements of a message, and seed
-    and step of random numbers."""
+    """What is the same for all parameters of a bucket and at every step: ranks and which one this is, elements of a
+    message, and the seed of random numbers."""
 
     ranks: int
     rank: int
     width: int
     seed: int
-    step: int
 
 
 def table_of(places: Sequence[Place]) -> npt.NDArray[np.int64]:

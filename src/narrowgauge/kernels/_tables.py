@@ -21,15 +21,16 @@ _SMALL = 2**16  # bytes; of larger ones the host would have to keep, and compare
 def sent(values: npt.NDArray[Any], device: torch.device) -> Tensor:
     """An array on a device, without waiting for it; the same tensor for the same array, not to be written to."""
     if values.nbytes > _SMALL:
-        return _sent(values, device)
+        return sent_anew(values, device)
     return _known(values.tobytes(), values.dtype.str, values.shape, device)
 
 
 @functools.lru_cache(maxsize=256)
 def _known(values: bytes, dtype: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    return _sent(np.frombuffer(values, dtype=dtype).reshape(shape).copy(), device)
+    return sent_anew(np.frombuffer(values, dtype=dtype).reshape(shape).copy(), device)
 
 
-def _sent(values: npt.NDArray[Any], device: torch.device) -> Tensor:
+def sent_anew(values: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """An array on a device, without waiting for it."""
     with torch.inference_mode(False):  # what is kept must serve elsewhere, too
         return torch.from_numpy(values).to(device, non_blocking=True)

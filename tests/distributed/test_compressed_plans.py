@@ -1,0 +1,353 @@
+"""What a hook keeps of a bucket from step to step, beside a hook that keeps nothing: one is made for every step.
+
+In one process: the other of two ranks has the same gradients, and its sums are this one's.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from narrowgauge.distributed import CompressedAllReduce, _compressed_hook, compressed_allreduce_hook
+from narrowgauge.distributed import _compressed_fused as fused
+from narrowgauge.distributed._compressed_layout import Layout
+
+# Triton's interpreter warns where kernels divide by a scale of zero.
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{said}") for said in ("divide by zero", "invalid value", "overflow")
+]
+
+OPTIONS: dict[str, Any] = {"block_size": 32, "min_compressed_size": 100}
+SIZES = {"a": (40, 10), "b": (30, 7), "bias": (300,), "norm": (20,), "c": (9, 33), "small": (3, 3)}
+# Names of parameters by bucket and step.
+STEPS: dict[str, list[list[str]]] = {
+    "the same": [["c small", "a b bias norm"]] * 4,
+    "built anew": [["a b bias norm c small"], *[["c small bias", "b norm a"]] * 3],
+    "another size": [["c small bias a", "b norm"], ["c", "a b bias norm small"], ["c small bias a", "b norm"]],
+    "another order": [["a b", "c"], ["b a", "c"], ["a b", "c"]],
+    "exempt alone": [["a b", "bias norm small"]] * 3,
+}
+
+
+class Work:
+    def wait(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exchange(received: Tensor, sent: Tensor, **_: Any) -> Work:
+        received.copy_(sent[:1].expand_as(sent))
+        return Work()
+
+    def gather(received: Tensor, sent: Tensor, **_: Any) -> Work:
+        received.view(2, -1).copy_(sent.view(1, -1).expand(2, -1))
+        return Work()
+
+    def add(x: Tensor, **_: Any) -> Work:
+        x.mul_(2)
+        return Work()
+
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
+    given = {"all_to_all_single": exchange, "all_gather_into_tensor": gather, "all_gather_single": gather}
+    for name, function in {**given, "all_reduce": add}.items():
+        monkeypatch.setattr(dist, name, function, raising=False)
+
+
+@pytest.fixture(params=["C", "Triton"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Triton's kernels are interpreted, on the CPU as well."""
+    if request.param == "Triton":
+        pytest.importorskip("triton", reason="triton is not installed: kernels cannot be run")
+        from narrowgauge.kernels import _messages
+
+        monkeypatch.setattr(fused, "CMessages", _messages.TritonMessages)
+    return str(request.param)
+
+
+class Bucket:
+    """What DistributedDataParallel hands to a hook."""
+
+    def __init__(self, model: dict[str, Tensor], names: str, index: int, last: bool, step: int) -> None:
+        self._parameters = [model[name] for name in names.split()]
+        seeds = [100 * step + list(model).index(name) for name in names.split()]
+        parts = [
+            torch.randn(p.numel(), generator=torch.Generator().manual_seed(seed)).to(p.dtype)
+            for p, seed in zip(self._parameters, seeds, strict=True)
+        ]
+        self._buffer, self._index, self._last = torch.cat(parts), index, last
+        self.given = self._buffer.clone()
+
+    def buffer(self) -> Tensor:
+        return self._buffer
+
+    def parameters(self) -> list[Tensor]:
+        return list(self._parameters)  # another list each time, as torch makes it
+
+    def index(self) -> int:
+        return self._index
+
+    def is_last(self) -> bool:
+        return self._last
+
+    def gradients(self, model: dict[str, Tensor]) -> dict[str, Tensor]:
+        parts = self._buffer.split([p.numel() for p in self._parameters])
+        names = {id(p): name for name, p in model.items()}
+        return {names[id(p)]: part.clone() for p, part in zip(self._parameters, parts, strict=True)}
+
+
+def model_of(dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: torch.zeros(shape, dtype=dtype) for name, shape in SIZES.items()}
+
+
+def buckets_of(model: dict[str, Tensor], names: list[str], step: int) -> list[Bucket]:
+    return [Bucket(model, one, i, i + 1 == len(names), step) for i, one in enumerate(names)]
+
+
+def take(hook: CompressedAllReduce, model: dict[str, Tensor], names: list[str], step: int) -> dict[str, Tensor]:
+    """The gradients that come out, and what is remembered."""
+    buckets: Any = buckets_of(model, names, step)
+    futures = [hook(None, bucket) for bucket in buckets]
+    assert all(future.done() for future in futures)
+    return results(hook, model, buckets)
+
+
+def results(hook: CompressedAllReduce, model: dict[str, Tensor], buckets: list[Bucket]) -> dict[str, Tensor]:
+    found = {name: x for bucket in buckets for name, x in bucket.gradients(model).items()}
+    errors = {f"error of {name}": hook.error(model[name]) for name in list(found)}
+    return found | {name: error.clone() for name, error in errors.items() if error is not None}
+
+
+def anew(
+    options: dict[str, Any], model: dict[str, Tensor], names: list[str], step: int, state: Any
+) -> tuple[dict[str, Tensor], Any]:
+    """A step of a hook that has kept nothing but what is in a state: results, and the state then."""
+    hook = compressed_allreduce_hook(**options)
+    # Names of parameters are those of the first buckets; seen before, they are the same in others.
+    everything = [" ".join(reversed(model))]
+    take(hook, model, everything, 0)
+    hook.load_state_dict(state)
+    return take(hook, model, names, step), hook.state_dict()
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def begun(options: dict[str, Any], model: dict[str, Tensor]) -> CompressedAllReduce:
+    """A hook that has names for the parameters, and remembers nothing."""
+    hook = compressed_allreduce_hook(**options)
+    take(hook, model, [" ".join(reversed(model))], 0)
+    hook.load_state_dict({"step": 0, "ranks": 2, "memory": {}})
+    return hook
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
+def test_what_is_kept_changes_no_bit(steps: list[list[str]], rounding: str, dtype: torch.dtype) -> None:
+    options, model = OPTIONS | {"rounding": rounding}, model_of(dtype)
+    hook = begun(options, model)
+    state = hook.state_dict()
+    for step, names in enumerate(steps):
+        wanted, state = anew(options, model, names, step, state)
+        assert same(take(hook, model, names, step), wanted), step
+    assert any(key.startswith("error") and bool(x.any()) for key, x in wanted.items())
+
+
+def test_what_is_kept_changes_no_bit_of_kernels_in_triton(path: str) -> None:
+    options = OPTIONS | {"rounding": "stochastic", "memory_dtype": torch.bfloat16}
+    model = model_of(torch.bfloat16)
+    hook = begun(options, model)
+    state = hook.state_dict()
+    for step, names in enumerate((["a b c"], ["b norm", "a"], ["b norm", "a"])):
+        wanted, state = anew(options, model, names, step, state)
+        assert same(take(hook, model, names, step), wanted), step
+
+
+def test_what_is_exempt_is_the_mean_whoever_its_neighbours_are() -> None:
+    model = model_of(torch.float32)
+    hook = begun(OPTIONS, model)
+    for step, names in enumerate(["bias norm a small", "a bias norm", "small b bias c norm", "bias small norm"]):
+        (bucket,) = given = buckets_of(model, [names], step)
+        hook(None, bucket)  # type: ignore[arg-type]
+        out = results(hook, model, given)
+        parts = bucket.given.split([model[name].numel() for name in names.split()])
+        for name, part in zip(names.split(), parts, strict=True):
+            assert torch.equal(out[name], part) == (name in ("bias", "norm", "small"))
+
+
+def test_neighbours_are_one_span() -> None:
+    layout = Layout.of("abcdef", [3, 4, 5, 6, 7, 8], [True, True, False, True, False, True], 2, 4)
+    assert layout.spans == [(0, 7), (12, 18), (25, 33)]
+    assert Layout.of("ab", [3, 4], [False, False], 2, 4).spans == []
+
+
+def test_a_plan_is_made_once_and_again_for_other_parameters() -> None:
+    model = model_of(torch.bfloat16)
+    hook = begun(OPTIONS, model)
+    take(hook, model, ["a b", "c"], 0)
+    first, second = hook._plans[0], hook._plans[1]
+    take(hook, model, ["a b", "c"], 1)
+    assert (hook._plans[0], hook._plans[1]) == (first, second)
+    assert hook._plans[0].layout.told is first.layout.told
+    take(hook, model, ["a", "b c"], 2)
+    assert [piece.numel for piece in hook._plans[0].layout.compressed] == [400]
+    assert [piece.numel for piece in hook._plans[1].layout.compressed] == [210, 297]
+
+
+def test_tables_are_made_once(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """After the first step no kernel is told anything again, until errors lie elsewhere."""
+    model, made = model_of(torch.bfloat16), 0
+    hook = begun(OPTIONS, model)
+    places = fused.FusedPasses._places
+
+    def counting(passes: fused.FusedPasses) -> Any:
+        nonlocal made
+        made += 1
+        return places(passes)
+
+    monkeypatch.setattr(fused.FusedPasses, "_places", counting)
+    counts = []
+    for step in range(4):
+        if step == 2:
+            hook.load_state_dict(hook.state_dict())
+        take(hook, model, ["a", "c"], step)
+        counts.append(made)
+    assert counts == [2, 2, 4, 4]
+
+
+def test_calls_do_not_grow_with_the_number_of_parameters() -> None:
+    """A bucket of many parameters keeps the host as long as one of a matrix and a bias."""
+    counts = []
+    for names in ("a bias", "a b bias norm", "c bias norm small b a"):
+        model = model_of(torch.bfloat16)
+        hook = begun(OPTIONS, model)
+        buckets: Any = [buckets_of(model, [names], step)[0] for step in range(4)]
+        for bucket in buckets[:3]:
+            hook(None, bucket)
+        calls = 0
+
+        def seen(frame: Any, event: str, argument: Any) -> None:
+            nonlocal calls
+            calls += event == "call" and "narrowgauge" in frame.f_code.co_filename
+
+        sys.setprofile(seen)
+        try:
+            hook(None, buckets[3])
+        finally:
+            sys.setprofile(None)
+        counts.append(calls)
+    assert len(set(counts)) == 1
+    assert 10 < counts[0] < 40
+
+
+def test_on_a_gpu_all_stages_are_launched_beside_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as can be seen without one: on one stream of the hook's own, the future made there too."""
+    told: list[str] = []
+
+    class Side:
+        def __init__(self, device: torch.device, own: bool) -> None:
+            assert own
+            told.append("made")
+
+        def __enter__(self) -> None:
+            told.append("begins")
+
+        def __exit__(self, *error: object) -> None:
+            told.append("ends")
+
+    monkeypatch.setattr(_compressed_hook, "Beside", Side)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.futures, "Future", lambda devices=None: SimpleNamespace(set_result=told_of(told)))
+    hook, buffer = compressed_allreduce_hook(), torch.zeros(3)
+    for _ in range(2):
+        hook._launch(iter(told.append(f"stage {i}") for i in range(3)), buffer)
+    once = ["begins", "stage 0", "stage 1", "stage 2", "set", "ends"]
+    assert told == ["made", *once, *once]
+
+
+def told_of(told: list[str]) -> Any:
+    return lambda result: told.append("set")
+
+
+def test_two_hooks_at_once() -> None:
+    """Their buckets, of the same parameters, come by turns."""
+    model, names = model_of(torch.bfloat16), ["a bias", "b c"]
+    other = {"rounding": "stochastic", "codebook": "linear"}
+    alone = [begun(OPTIONS | more, model) for more in ({}, other)]
+    wanted = [[take(hook, model, names, step) for step in range(3)] for hook in alone]
+    both = [begun(OPTIONS | more, model) for more in ({}, other)]
+    for step in range(3):
+        buckets: list[Any] = [buckets_of(model, names, step) for _ in both]
+        for index in range(len(names)):
+            for hook, own in zip(both, buckets, strict=True):
+                hook(None, own[index])
+        for number, (hook, own) in enumerate(zip(both, buckets, strict=True)):
+            assert same(results(hook, model, own), wanted[number][step])
+
+
+def test_a_state_that_is_loaded_between_steps(path: str) -> None:
+    model, names = model_of(torch.bfloat16), ["a bias", "b c"]
+    hook = begun(OPTIONS, model)
+    take(hook, model, names, 0)
+    state = hook.state_dict()
+    wanted = take(hook, model, names, 1)
+    take(hook, model, names, 2)
+    hook.load_state_dict(state)
+    assert same(take(hook, model, names, 1), wanted)
+
+
+def test_a_state_that_is_loaded_within_a_step(path: str) -> None:
+    """Between a bucket's first pass and its last one: what it remembers goes to where errors are then."""
+    model, names = model_of(torch.bfloat16), ["a bias", "b c"]
+    whole, hook = (begun(OPTIONS, model) for _ in range(2))
+    for one in (whole, hook):
+        take(one, model, names, 0)
+    wanted = take(whole, model, names, 1)
+    buckets: list[Any] = buckets_of(model, names, 1)
+    hook(None, buckets[0])
+    old = hook.error(model["a"])
+    before = old.clone()
+    hook.load_state_dict(hook.state_dict())
+    hook(None, buckets[1])
+    assert same(results(hook, model, buckets), wanted)
+    assert torch.equal(old, before)
+
+
+def test_errors_of_another_model_are_refused_after_steps_too() -> None:
+    model = model_of(torch.bfloat16)
+    hook = begun(OPTIONS, model)
+    take(hook, model, ["a", "c"], 0)
+    state = hook.state_dict()
+    (key,) = (key for key, x in state["memory"].items() if x.numel() == 400)
+    state["memory"][key] = torch.zeros(5)
+    hook.load_state_dict(state)
+    with pytest.raises(ValueError, match="has 5 errors, takes 400; it is another model's"):
+        take(hook, model, ["a", "c"], 1)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_goes_on_and_leaves_the_other_alone(copied: Any) -> None:
+    model, names = model_of(torch.bfloat16), ["a bias", "b c"]
+    hook = begun(OPTIONS, model)
+    take(hook, model, names, 0)
+    hook._sides[torch.device("cuda", 0)] = threading.Lock()  # which cannot be copied, as streams cannot
+    other_model, other = copied((model, hook))
+    assert not other._sides
+    wanted = take(hook, model, names, 1)
+    error = hook.error(model["a"]).clone()
+    assert same(take(other, other_model, names, 1), wanted)
+    take(other, other_model, names, 2)
+    assert torch.equal(hook.error(model["a"]), error)
