@@ -182,12 +182,15 @@ def test_the_lists_are_the_models() -> None:
         (["--lists", "huge"], "--lists: got 'huge', takes big, matrix, gpt2, gpt2-medium, vit-huge, or a shape"),
         (["--lists", ","], "--lists: got ',', takes big, matrix, gpt2, gpt2-medium, vit-huge, or a shape"),
         (["--lists", "8x8,8xe"], "--lists: got '8xe', takes big, matrix"),
+        (["--lists", "0x5"], "--lists: got '0x5', takes big, matrix"),
         (["--only", "nothing"], "--only: got 'nothing', takes parts of AdamW 8bit; AdamW 8bit, skip;"),
         (["--only", " , "], "--only: got ' , ', takes parts of AdamW 8bit;"),
         (["--only", "bitsandbytes"], "--only: got 'bitsandbytes', which takes --peers"),
         (["--device", "tpu"], "--device: got 'tpu'"),
         (["--device", "mps"], "--device: got 'mps', takes 'auto', 'cpu', 'cuda' or 'cuda:N'"),
-        (["--seconds", "0"], "--seconds: got 0.0, takes a number above 0"),
+        (["--seconds", "0"], "--seconds: got 0.0, takes a finite number above 0"),
+        (["--seconds", "inf"], "--seconds: got inf, takes a finite number above 0"),
+        (["--json", "/dev/null/b.json"], "--json: got '/dev/null/b.json', takes a file that can be written: "),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_a_line(
@@ -196,6 +199,17 @@ def test_what_makes_no_sense_is_refused_in_a_line(
     assert bench(*arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"narrowgauge: {message}")
+
+
+def test_a_folder_is_no_results_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Found out before anything is measured, and nothing is left beside it."""
+    folder = tmp_path / "results"
+    folder.mkdir()
+    assert bench("--json", folder) == 2
+    assert capsys.readouterr().err == (
+        f"narrowgauge: --json: got '{folder}', takes a file that can be written: it is a folder\n"
+    )
+    assert list(tmp_path.rglob("*")) == [folder]
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:

@@ -241,6 +241,23 @@ def test_tensors_that_are_moved_or_replaced(device: str, looks: list[int]) -> No
     assert len(looks) == 1 + len(changes)
 
 
+@pytest.mark.parametrize("size", [300, 900])
+def test_a_parameter_of_another_size_at_the_same_address(size: int, device: str) -> None:
+    """Its gradient may have the memory of the one before; a kernel would go on with the elements that were."""
+    memory, grads = torch.ones(1000, device=device), torch.ones(1000, device=device)
+    p = torch.nn.Parameter(memory[:600])
+    optimizer = optim.AdamW([p])
+    p.grad = grads[:600]
+    optimizer.step()
+    before = memory.clone()
+    p.grad = None
+    p.data = memory[:size]
+    p.grad = grads[:size]
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        optimizer.step()
+    assert torch.equal(memory, before)
+
+
 def test_a_gradient_at_an_odd_address(device: str, looks: list[int]) -> None:
     pair = Pair(device, shapes=((300,),), states="fp32")
     pair.step()

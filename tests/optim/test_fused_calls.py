@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from narrowgauge import optim
+from narrowgauge.optim._fused_cpu import kernel_of, words_for
+from narrowgauge.optim._fused_cpu_kernel import Kernel
 from narrowgauge.optim._optimizer import NarrowOptimizer
 
 SIZES = (700, 300, 1000)
@@ -108,3 +112,58 @@ def test_what_changes_is_noticed(change: str) -> None:
 
 def test_a_tensor_that_changes_in_place_is_noticed() -> None:
     compare(in_place, lambda: torch.tensor(1e-2))
+
+
+@pytest.mark.parametrize("what", ["p", "m.codes", "m.scales", "low"])
+@pytest.mark.parametrize("size", [3, 299, 301, 5000])
+def test_what_has_another_size_is_not_given_to_c(what: str, size: int) -> None:
+    """It would be read and written beyond its end."""
+    optimizer = made(fused=True)
+    stepped(optimizer, 1)
+    group = optimizer.param_groups[0]
+    p = group["params"][1]
+    state, plan = optimizer.state[p], optimizer._plans[p]
+    kernel = kernel_of(plan, p, group)
+    assert isinstance(kernel, Kernel)
+    assert p.grad is not None
+    assert words_for(kernel, plan, p, p.grad, state) is not None
+    if what == "p":
+        p.data = torch.ones(size, dtype=p.dtype)
+        p.grad = torch.ones_like(p)
+    else:
+        key = plan.weight_key if what == "low" else what
+        assert key is not None
+        state[key] = torch.zeros(size, dtype=state[key].dtype)
+    assert words_for(kernel, plan, p, p.grad, state) is None
+
+
+@pytest.fixture
+def hasty() -> Iterator[None]:
+    """Threads take turns all the time."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_optimizers_in_threads_do_not_meet() -> None:
+    """They share the kernel, which is given the numbers of one at a time."""
+
+    def trained(lr: float) -> torch.Tensor:
+        p = torch.nn.Parameter(torch.zeros(64))
+        optimizer = optim.StableAdamW([p], lr=lr, weight_decay=0.0)
+        p.grad = torch.ones(64)
+        for _ in range(1000):
+            optimizer.step()
+        return p.detach()
+
+    alone = {lr: trained(lr) for lr in (1e-3, 1e-1)}
+    found: dict[float, torch.Tensor] = {}
+    threads = [threading.Thread(target=lambda lr=lr: found.update({lr: trained(lr)})) for lr in alone]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for lr, p in alone.items():
+        assert torch.equal(found[lr], p), lr

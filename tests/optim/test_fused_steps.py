@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,11 @@ pytest.importorskip("triton", reason="triton is not installed: kernels cannot ru
 
 from fused_runs import entries, parameters, twins
 
+from narrowgauge.kernels._step._tables import Tables
+from narrowgauge.optim import _fused_board
 from narrowgauge.optim._fused_entry import Entry, why_not
 from narrowgauge.optim._fused_gpu import FusedSteps
+from narrowgauge.optim._fused_kinds import kernels_of
 from narrowgauge.optim._optimizer import NarrowOptimizer
 
 SHAPES = ((1,), (0,), (300,), (16, 64), (513,))
@@ -193,3 +197,81 @@ def test_a_rule_that_is_not_elementwise_is_left_to_the_eager_path(device: str) -
     give_gradients(pairs, 0)
     what = entries(a)
     assert FusedSteps()(what) == what
+
+
+class Interrupted(Tables):
+    """Tables of a step whose first launch is interrupted."""
+
+    by: Callable[[], None] | None = None
+
+    def buffer(self, *arguments: Any) -> Tensor:
+        by, Interrupted.by = Interrupted.by, None
+        if by is not None:
+            by()
+        return super().buffer(*arguments)
+
+
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> type[Interrupted]:
+    """For steps that have not been taken yet in this process."""
+    monkeypatch.setattr(_fused_board, "Tables", Interrupted)
+    kernels_of.cache_clear()
+    return Interrupted
+
+
+def test_a_first_step_that_raises_is_not_the_last(interrupted: type[Interrupted], device: str) -> None:
+    """As where there is no memory for it: the next one is taken."""
+
+    def full() -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    pairs, a, b = twins("AdamW", {}, parameters(SHAPES, torch.bfloat16, device))
+    give_gradients(pairs, 0)
+    run, interrupted.by = FusedSteps(), full
+    with pytest.raises(torch.OutOfMemoryError):
+        fused(run, entries(a))
+    fused(run, entries(a))
+    b.step()
+    agree(pairs, a, b)
+
+
+def test_a_step_is_taken_while_another_thread_takes_its_first(interrupted: type[Interrupted], device: str) -> None:
+    """Of the same kind, for which there is one set of kernels."""
+    pairs, a, b = twins("AdamW", {}, parameters(SHAPES, torch.bfloat16, device))
+    others, c, d = twins("AdamW", {}, parameters(SHAPES, torch.bfloat16, device, seed=1))
+    give_gradients(pairs, 0)
+    give_gradients(others, 1)
+    theirs = entries(c)
+
+    def step() -> None:
+        thread = threading.Thread(target=fused, args=(FusedSteps(), theirs))
+        thread.start()
+        thread.join()
+
+    interrupted.by = step
+    fused(FusedSteps(), entries(a))
+    b.step()
+    d.step()
+    agree(pairs, a, b)
+    agree(others, c, d)
+
+
+def test_what_could_not_be_sent_is_sent_by_the_next_step(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    pairs, a, b = twins("AdamW", {}, parameters(SHAPES, torch.bfloat16, device))
+    give_gradients(pairs, 0)
+    run = FusedSteps()
+    fused(run, entries(a))
+    b.step()
+    for optimizer in (a, b):
+        optimizer.param_groups[0]["lr"] = 0.5
+
+    def full(board: _fused_board.Board) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_fused_board.Board, "_send", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            fused(run, entries(a))
+    fused(run, entries(a))
+    b.step()
+    agree(pairs, a, b)

@@ -1,8 +1,9 @@
 """C source to functions: the machine's own compiler, and a folder that remembers what it has made.
 
 A step is compiled for the processor it runs on, when it is first needed, which takes about a second; afterwards it
-is found by the hash of its source, of the compiler, its flags and the processor. Where there is no compiler, or it
-refuses, `Unavailable` says why, and whoever asked does without.
+is found by the hash of its source, of the compiler, its flags and the processor. Its file's name has the file's own
+hash, too: one that a full disk or a power cut has left damaged would end the process when it is loaded, and is made
+anew. Where there is no compiler, or it refuses, `Unavailable` says why, and whoever asked does without.
 """
 
 from __future__ import annotations
@@ -49,15 +50,17 @@ def load(source: str) -> ctypes.CDLL:
     if sys.byteorder != "little":
         raise Unavailable("the processor is big-endian")
     compiler, version = _compiler()
-    name = hashlib.sha256("\0".join([source, version, _processor()]).encode()).hexdigest()[:32] + ".so"
-    kept = _cache.folder() / name
-    if kept.exists():
-        return _open(kept)
+    name, cache = _hash("\0".join([source, version, _processor()]).encode()), _cache.folder()
+    for kept in sorted(cache.glob(f"{name}-*.so")):
+        if _is_whole(kept):
+            return _open(kept)
     try:
-        kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as folder:
+            made = _compile(compiler, source, Path(folder))
+            kept = cache / f"{name}-{_hash(made.read_bytes())}.so"
             # Whoever compiles the same at the same time replaces it by the same.
-            os.replace(_compile(compiler, source, Path(folder)), kept)
+            os.replace(made, kept)
     except OSError:
         # Nothing can be kept: the library lives as long as the process.
         try:
@@ -66,6 +69,18 @@ def load(source: str) -> ctypes.CDLL:
         except OSError as error:
             raise Unavailable(f"no folder can be written to: {error}") from None
     return _open(kept)
+
+
+def _hash(contents: bytes) -> str:
+    return hashlib.sha256(contents).hexdigest()[:32]
+
+
+def _is_whole(kept: Path) -> bool:
+    """Whether a file has what it had when it was named."""
+    try:
+        return kept.stem.endswith("-" + _hash(kept.read_bytes()))
+    except OSError:
+        return False
 
 
 def _compile(compiler: tuple[str, ...], source: str, folder: Path) -> Path:
@@ -96,7 +111,11 @@ def _processor_flags() -> list[tuple[str, ...]]:
 @functools.lru_cache(maxsize=1)
 def _compiler() -> tuple[tuple[str, ...], str]:
     """The compiler's command and what it says of itself."""
-    command = tuple(shlex.split(os.environ.get("CC", ""))) or ("cc",)
+    asked = os.environ.get("CC", "")
+    try:
+        command = tuple(shlex.split(asked)) or ("cc",)
+    except ValueError as error:
+        raise Unavailable(f"no C compiler: CC is {asked!r}: {error}") from None
     if shutil.which(command[0]) is None:
         raise Unavailable(f"no C compiler: {command[0]} is not there")
     try:

@@ -79,6 +79,11 @@ class Step:
         low = (self.low,) if self.low is not None else ()
         return (p, grad, *low, *(word for moment in self.kept for word in moment.codec.words))
 
+    def nbytes(self, elements: int) -> list[int]:
+        """How long each of them is, for a parameter of so many elements."""
+        blocks = -(-elements // self.block)
+        return [word.nbytes(elements) if word.bits else blocks * word.nbytes(self.block) for word in self.words]
+
     @property
     def roots(self) -> tuple[Node, ...]:
         """What is computed for each element once the sums are known."""

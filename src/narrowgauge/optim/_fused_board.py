@@ -137,7 +137,7 @@ class Board:
             gradients: their addresses, for the whole list of entries; another array where one has changed.
             options: the groups'; other objects where something may have changed.
         """
-        changed, self._fresh = self._fresh, False
+        changed, self._fresh = self._fresh, True  # until it has been sent: there may be no memory to send it from
         if self._staged is None and not self._spare:
             self._spare = list(self._memory(_GRAPHS).unbind())
         if gradients is not self._gradients:
@@ -148,6 +148,7 @@ class Board:
             changed |= self._write_numbers(options)
         if changed:
             self._send()
+        self._fresh = False
         for target, number in self._on_device:
             # A number of the device may have changed without a sign.
             target.copy_(number.detach().reshape(()))

@@ -92,7 +92,11 @@ def words_for(
     for word in words:
         if not (word.is_contiguous() and word.is_cpu) or word.is_neg():
             return None
-    return words
+    # C is given addresses, and believes them.
+    made_for = kernel, p.numel()
+    if plan.kernels.get("made for") != made_for:
+        plan.kernels["made for"], plan.kernels["sizes"] = made_for, kernel.step.nbytes(p.numel())
+    return words if [word.nbytes for word in words] == plan.kernels["sizes"] else None
 
 
 def _keys(plan: ParameterPlan) -> list[str]:

@@ -31,6 +31,14 @@ class Place(NamedTuple):
     elements: int
 
 
+class _Known(NamedTuple):
+    """A rule's scalars, and what was made of them; no values where sums come first."""
+
+    given: Mapping[str, Any]
+    scalars: dict[str, float]
+    values: Any
+
+
 class Kernel:
     """A compiled step.
 
@@ -55,9 +63,7 @@ class Kernel:
             self._sum = library.sum_terms
             self._sum.argtypes, self._sum.restype = [*arguments, pointer], None
         self._addresses: Any = ctypes.c_void_p * len(step.words)
-        self._given: Mapping[str, Any] | None = None
-        self._scalars: dict[str, float] = {}
-        self._values: Any = None
+        self._last: _Known | None = None
         self._threaded = bool(ctypes.c_int.in_dll(library, "threaded"))
 
     def finite(self, grad: Tensor) -> bool:
@@ -70,10 +76,9 @@ class Kernel:
         """The sums of the rule's terms over what lies here, by name; args as of `take`."""
         if not self.step.terms:
             return {}
-        self._know(given)
         n = words[0].numel()
         sums = np.zeros((-(-n // self.step.block), len(self.step.terms)))
-        uniform = self._uniforms(self._term_roots, self._scalars)
+        uniform = self._uniforms(self._term_roots, self._know(given).scalars)
         self._over(self._sum, n, self._common(words, place, maximize), uniform, sums.ctypes.data)
         return dict(zip(self.step.terms, map(float, sums.sum(axis=0)), strict=True))
 
@@ -94,20 +99,22 @@ class Kernel:
             maximize: whether to go along the gradient.
             summed: the sums of the terms over the whole parameter, where this is not all of it.
         """
-        self._know(given)
-        values = self._values
+        _, scalars, values = self._know(given)
         if values is None:
             sums = self.sums(words, given, place, maximize) if summed is None else summed
-            values = self._uniforms(self._roots, {**self._scalars, **sums, "elements": float(place.elements)})
+            values = self._uniforms(self._roots, {**scalars, **sums, "elements": float(place.elements)})
         self._over(self._step, words[0].numel(), self._common(words, place, maximize), values)
         # What autograd has saved of them is not what it was: it looks at the version.
         increment_version([word for word in (words[0], *words[2:]) if not word.is_inference()])
 
-    def _know(self, given: Mapping[str, Any]) -> None:
-        if given is not self._given:
-            self._scalars = {name: float(value) for name, value in given.items()}
-            self._values = self._uniforms(self._roots, self._scalars) if not self.step.terms else None
-            self._given = given
+    def _know(self, given: Mapping[str, Any]) -> _Known:
+        # Optimizers share kernels, and threads may step them: what is known is one object, and read once.
+        known = self._last
+        if known is None or known.given is not given:
+            scalars = {name: float(value) for name, value in given.items()}
+            values = self._uniforms(self._roots, scalars) if not self.step.terms else None
+            self._last = known = _Known(given, scalars, values)
+        return known
 
     def _common(self, words: Sequence[Tensor], place: Place, maximize: bool) -> tuple[Any, ...]:
         step, eighth = place.step, place.origin // 8

@@ -4,8 +4,8 @@ A step of three hundred parameters takes a GPU a millisecond, and Python as long
 that is asked first, column by column, in loops that the interpreter runs by itself: some twenty looks a parameter.
 
 Noticed are: other parameters, gradients or groups, tensors that lie elsewhere (replaced, moved, `.data` swapped),
-other dtypes and layouts of parameters and gradients, and every option. Not noticed is what somebody puts by hand at
-the very same address: another dtype or size of a state's tensor, another size of a parameter whose gradient stays.
+other dtypes and layouts of parameters and gradients, other sizes of parameters, and every option. Not noticed is
+what somebody puts by hand at the very same address: another dtype or size of a state's tensor.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ class Seen:
         self, ps: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]
     ) -> None:
         self._weights, self._forms, self._words = _weights(ps), _forms(grads), _words(states)
-        self._sizes = list(map(Tensor.numel, ps))
         found = addresses(grads)
         self.gradients = np.array(found, dtype=np.int64) if found is not None else None
         self._found, self._offsets = found, self.gradients & 15 if self.gradients is not None else None
@@ -76,7 +75,7 @@ class Seen:
             return False
         if found != self._found:
             moved = np.array(found, dtype=np.int64)
-            if list(map(Tensor.numel, ps)) != self._sizes or (moved & 15 != self._offsets).any():
+            if (moved & 15 != self._offsets).any():
                 return False
             self._found, self.gradients = found, moved
         return True
@@ -92,7 +91,9 @@ def addresses(tensors: Iterable[Tensor]) -> list[int] | None:
 
 def _weights(ps: Sequence[Tensor]) -> tuple[Any, ...]:
     marks = [getattr(p, MARK, None) for p in ps]
-    return addresses(ps), list(map(_DTYPE, ps)), list(map(Tensor.is_contiguous, ps)), marks
+    # A gradient of another size may be given the memory of the one before.
+    sizes, contiguous = list(map(Tensor.numel, ps)), list(map(Tensor.is_contiguous, ps))
+    return addresses(ps), sizes, list(map(_DTYPE, ps)), contiguous, marks
 
 
 def _forms(grads: Sequence[Tensor]) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from narrowgauge.cli._bench._files import parts, write
+from narrowgauge.cli._bench._files import begin, check_seconds, parts, write
 from narrowgauge.cli._bench._lists import ParameterList, default_lists, parameter_list
 from narrowgauge.cli._bench._measure import measure
 from narrowgauge.cli._bench._report import Table
@@ -47,11 +47,9 @@ def bench_optimizers(options: BenchOptions, command: str) -> int:
     lists = _chosen_lists(options.lists, device)
     known, missing = _known_rows(options.peers, device)
     chosen = known if options.only is None else _chosen_rows(options.only, known, missing, device)
-    if not options.seconds > 0:
-        raise ValueError(f"--seconds: got {options.seconds}, takes a number above 0")
+    check_seconds(options.seconds)
     if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        write(options.json, {})  # before an hour of measuring, not after it
+        begin(options.json, {})
     speed = copy_speed(device)
     results: dict[str, Any] = {
         "command": command,

@@ -63,7 +63,7 @@ _LISTS = {
         ParameterList("vit-huge", "ViT-Huge/14", _vit_huge),
     )
 }
-_SHAPE = re.compile(r"\d+(x\d+)*")
+_SHAPE = re.compile(r"0*[1-9]\d*(x0*[1-9]\d*)*")
 
 
 def default_lists(device: torch.device) -> list[ParameterList]:

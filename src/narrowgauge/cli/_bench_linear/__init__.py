@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from narrowgauge.cli._bench._files import parts, write
+from narrowgauge.cli._bench._files import begin, check_seconds, parts, write
 from narrowgauge.cli._bench_linear import _layers, _report
 from narrowgauge.cli._bench_linear._layers import Layer
 from narrowgauge.cli._bench_linear._memory import MODELS, memory
@@ -80,8 +80,7 @@ class _Run:
         self.sections = _sections(options.sections)
         if options.dtype not in _DTYPES:
             raise ValueError(f"--dtype: got {options.dtype!r}, takes {', '.join(_DTYPES)}")
-        if not options.seconds > 0:
-            raise ValueError(f"--seconds: got {options.seconds}, takes a number above 0")
+        check_seconds(options.seconds)
         self.dtype, self.seconds = _DTYPES[options.dtype], options.seconds
         plans, grid = _plans(options.plans)
         self.layers, self.grid_layers = (_layers.baseline(), *plans), (_layers.baseline(), *grid)
@@ -103,8 +102,7 @@ class _Run:
         if options.resume:
             self.results = resumed(self.json, self.results)
         if self.json is not None:
-            self.json.parent.mkdir(parents=True, exist_ok=True)
-            write(self.json, self.results)  # before an hour of measuring, not after it
+            begin(self.json, self.results)
         self.report = _report.Report(self.results["environment"], options.dtype, self.device)
         self.tuner = Tuner(self.results, self.dtype, self.device) if options.tune else None
 

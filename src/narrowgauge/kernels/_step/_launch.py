@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -29,6 +30,15 @@ UNFUSED = {"enable_fp_fusion": False}
 
 _ADD_SQUARES = Launches(_squares.add_squares)
 _ADD_SLICES, _ADD_TENSORS = Launches(_gauges.add_slices), Launches(_gauges.add_tensors)
+
+
+class _Noted(threading.local):
+    """What the first call of a step is to compile, while it looks for that.
+
+    Optimizers share a step, and threads may take theirs at that time.
+    """
+
+    launches: list[tuple[Any, ...]] | None = None
 
 
 class Step:
@@ -61,9 +71,8 @@ class Step:
         squares: bool = False,
     ) -> None:
         self._launches: dict[str, Launches] = {}
-        # What the first call is to compile, while it looks for that.
         self._compiled = False
-        self._first: list[tuple[Any, ...]] | None = None
+        self._noted = _Noted()
         self.layout = layout
         self.skip = skip
         self.factor = factor
@@ -169,9 +178,12 @@ class Step:
         # Triton launches on the current device.
         with torch.cuda.device_of(tables.rows):
             if not self._compiled:
-                self._compiled, self._first = True, []
-                self._launch(tables, given, stats, summed)
-                first, self._first = self._first, None
+                first: list[tuple[Any, ...]] = []
+                self._compiled, self._noted.launches = True, first
+                try:
+                    self._launch(tables, given, stats, summed)
+                finally:  # after an error, too: what is noted is not launched
+                    self._noted.launches = None
                 compile_together(first)
             self._launch(tables, given, stats, summed)
 
@@ -204,8 +216,8 @@ class Step:
         constants: Mapping[str, Any], options: Mapping[str, Any],
     ) -> None:  # fmt: skip
         """Launch a kernel: by a name, if always on the same tensors; or note what it is to be compiled for."""
-        if self._first is not None:
-            self._first.append((launches, (programs,), given, constants, options))
+        if self._noted.launches is not None:
+            self._noted.launches.append((launches, (programs,), given, constants, options))
         elif name is None:
             launches((programs,), given, constants, options)
         else:
@@ -242,7 +254,7 @@ class Step:
             books = [tables.cut.turns, *books]
             # Programs that measure and those that do not write to different places. Beside the many of the latter,
             # the few of the former and the adding up of what they found take next to no time.
-            side = None if self._first is not None else tables.beside()
+            side = None if self._noted.launches is not None else tables.beside()
             with side or nullcontext():
                 self._run(tables, "step", sampled, (*given, *books), warps)
                 if stats is not None:

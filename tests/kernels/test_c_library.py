@@ -1,0 +1,63 @@
+"""Compiled libraries in the user's folder: found again, and made anew where they are damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from narrowgauge.kernels import _c_library
+from narrowgauge.kernels._c_library import Unavailable, load
+
+SOURCE = "int answer(void) { return 42; }"
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "narrowgauge"
+
+
+def a_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "empty": lambda file: file.write_bytes(file.read_bytes()[:0]),
+    "short": lambda file: file.write_bytes(file.read_bytes()[:100]),
+    "without its end": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
+    "another text": lambda file: file.write_bytes(b"x" * file.stat().st_size),
+    "a folder": a_folder,
+}
+
+
+def test_it_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load(SOURCE).answer() == 42
+    (kept,) = cache.iterdir()
+    monkeypatch.setattr(_c_library, "_compile", lambda *_: pytest.fail("it was there"))
+    assert load(SOURCE).answer() == 42
+    assert list(cache.iterdir()) == [kept]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_made_anew(cache: Path, damage: str) -> None:
+    """Loading a part of one would end the process."""
+    with pytest.MonkeyPatch.context() as patch:  # not by this process, whose loader would find it again by its name
+        patch.setattr(_c_library, "_open", lambda path: None)
+        load(SOURCE)
+    (kept,) = cache.iterdir()
+    DAMAGES[damage](kept)
+    assert load(SOURCE).answer() == 42
+
+
+def test_a_compiler_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "'gcc")
+    _c_library._compiler.cache_clear()
+    try:
+        with pytest.raises(Unavailable, match=r"CC is .*gcc.*: No closing quotation"):
+            load(SOURCE)
+    finally:
+        _c_library._compiler.cache_clear()
