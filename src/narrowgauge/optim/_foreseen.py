@@ -18,8 +18,7 @@ from torch import Tensor
 
 from narrowgauge.optim._blocks import Blocks
 from narrowgauge.optim._clip_gradients import HISTORY
-from narrowgauge.optim._equation import equation, scalar_graph
-from narrowgauge.optim._fused_numbers import Options
+from narrowgauge.optim._pieces import by_element
 from narrowgauge.optim._plan import ParameterPlan
 from narrowgauge.optim._update import Noise, next_moments
 from narrowgauge.rules import ClipUpdates
@@ -112,7 +111,7 @@ def foresee_samples(optimizer: NarrowOptimizer, turn: int) -> list[Foreseen]:
     for piece in _taking_part(optimizer, turn):
         plan, blocks = piece.plan, piece.blocks
         # The last block of a short parameter may not be whole.
-        if (blocks.share > 1 or blocks.count == blocks.elements) and _by_element(plan, piece.group):
+        if (blocks.share > 1 or blocks.count == blocks.elements) and by_element(plan, piece.group):
             key = id(piece.group), id(plan.rule), plan.weight, plan.slots, piece.p.dtype, piece.grad.dtype
             lists.setdefault((*key, piece.p.device, piece.step), []).append(piece)
         elif alone := foresee(optimizer, piece.p, piece.group):
@@ -210,17 +209,6 @@ def _column(numbers: Sequence[Tensor]) -> Tensor:
     if any((x.device, x.dtype) != (first.device, first.dtype) for x in numbers):
         numbers = [x.to(first.device, torch.float64) for x in numbers]
     return torch.stack(list(numbers)).to(torch.float64)
-
-
-def _by_element(plan: ParameterPlan, group: Mapping[str, Any]) -> bool:
-    """Whether a rule makes every element's moments of that element alone."""
-    options, names = Options.of(group), tuple(slot.slot.name for slot in plan.slots)
-    try:
-        # Rules are values, and have hashes.
-        scalars = scalar_graph(plan.rule, options.names, options.others)  # type: ignore[arg-type]
-        return not equation(plan.rule, names, tuple(scalars)).terms  # type: ignore[arg-type]
-    except NotImplementedError:
-        return False
 
 
 def _cut(pieces: list[_Piece]) -> Iterator[list[_Piece]]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from narrowgauge.optim._admission import admit, all_finite
 from narrowgauge.optim._clip_gradients import HISTORY, clip_to_percentile
 from narrowgauge.optim._gradient_factor import GradientFactor
+from narrowgauge.optim._pieces import Piece, pieces_of
 from narrowgauge.optim._plan import ParameterPlan
 from narrowgauge.optim._sampled_ratios import ratio_sums
 from narrowgauge.optim._shards import local, origin_of
@@ -76,15 +77,21 @@ def step_parameter(
         kernel.take(whole)
         state["step"] += 1 if keep is True else keep
         return
-    noise = Noise(group["seed"], plan.index, step, p, origin_of(plan.shard))
-    new_p, new_state, delta = update(plan, p, grad, state, group, step, noise, summed)
-    new_state |= norms
-    if kernel is not None:
-        # What was intended is the specification's; the step is the one taken without gauges, to the bit.
-        kernel.take(whole)
-        new_p, new_state = p, {}
-    for target, value in [(p, new_p), *((state[key], value) for key, value in new_state.items())]:
-        target.copy_(value if keep is True else torch.where(keep, value, target))
+    # What gauges ask of a step, they ask of a whole one.
+    whole_one = optimizer.gauges or kernel is not None or summed is not None or keep is not True
+    pieces = [Piece(p, grad, state, 0)] if whole_one else pieces_of(plan, p, grad, state, group)
+    for piece in pieces:
+        noise = Noise(group["seed"], plan.index, step, piece.p, origin_of(plan.shard) + piece.first)
+        new_p, new_state, delta = update(plan, piece.p, piece.grad, piece.state, group, step, noise, summed)
+        if kernel is not None:
+            # What was intended is the specification's; the step is the one taken without gauges, to the bit.
+            kernel.take(whole)
+            break
+        written = [(piece.p, new_p), *((piece.state[key], value) for key, value in new_state.items())]
+        for target, value in written:
+            target.copy_(value if keep is True else torch.where(keep, value, target))
+    for key, value in norms.items() if kernel is None else ():
+        state[key].copy_(value if keep is True else torch.where(keep, value, state[key]))
     state["step"] += 1 if keep is True else keep
     if before is not None:
         stats = UpdateStats.measure(delta, before, plan.exact(p, state), ratio)
