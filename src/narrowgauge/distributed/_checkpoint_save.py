@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from narrowgauge._arguments import held, typed
-from narrowgauge.distributed._checkpoint_ranks import new_token, ranks
+from narrowgauge._arguments import typed
+from narrowgauge.distributed._checkpoint_ranks import Ranks, new_token, ranks, say_refused
 from narrowgauge.distributed._checkpoint_state import gather, local_piece, writes
 from narrowgauge.distributed._checkpoint_write import Job, Part, write_checkpoint
 
@@ -86,7 +86,7 @@ def save_checkpoint(
     return write_checkpoint(_job(directory, model, optimizer, step, keep_last, extra, random_states, timeout))
 
 
-@held
+@typed
 def save_checkpoint_async(
     directory: str | Path,
     *,
@@ -142,7 +142,8 @@ _writer = _Writer()
 
 def _copied(job: Job) -> Job:
     parts = [Part(p.key, p.tensor.detach().to("cpu", copy=True), p.shape, p.offsets) for p in job.parts]
-    return replace(job, parts=parts)
+    # Where this process is now: it may go elsewhere while a thread writes.
+    return replace(job, folder=job.folder.absolute(), parts=parts)
 
 
 def _job(
@@ -157,6 +158,25 @@ def _job(
 ) -> Job:
     us = ranks()
     token = new_token(us)  # first: ranks count their saves, one that is refused too
+    try:
+        return _checked(us, token, directory, model, optimizer, step, keep_last, extra, random_states, timeout)
+    except Exception as error:
+        say_refused(us, token, error)
+        raise
+
+
+def _checked(
+    us: Ranks,
+    token: str,
+    directory: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    step: int,
+    keep_last: int | None,
+    extra: Any,
+    random_states: bool,
+    timeout: float,
+) -> Job:
     folder = Path(directory)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"directory: got {folder}, which is a file, takes a folder, or a name for one")
