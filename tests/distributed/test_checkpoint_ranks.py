@@ -332,12 +332,13 @@ def test_where_one_rank_is_asked_for_what_cannot_be_all_are_told_at_once(tmp_pat
     for who in (0, 1):
         mine, other = said[who][4 * who : 4 * who + 4], said[1 - who][4 * who : 4 * who + 4]
         assert mine[0].startswith("ValueError: extra: got object, takes None, bool")
-        assert mine[1] == "ValueError: step: got '1', takes a number of steps, 0 or more"
+        assert mine[1] == "ArgumentError: step: got '1', takes an integer"
         assert mine[2] == "ArgumentError: path: got None, takes a path"
         assert mine[3] == "ValueError: random_states: got 'no', takes True, False or 'own'"
-        for number, what in enumerate(("save_checkpoint: ", "save_checkpoint: ", "", "")):
-            begins = f"RuntimeError: {what}rank {who}" + (" failed: " if what else ": ")
-            assert other[number].startswith(begins + ("TypeError" if number == 2 else "ValueError"))
+        errors = ("ValueError", "ArgumentError", "TypeError", "ValueError")
+        for number, (what, error) in enumerate(zip(other, errors, strict=True)):
+            begins = f"save_checkpoint: rank {who} failed: " if number < 2 else f"rank {who}: "
+            assert what.startswith(f"RuntimeError: {begins}{error}")
         assert said[who][8].startswith("extra: got object")
 
 

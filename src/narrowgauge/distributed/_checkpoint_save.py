@@ -7,6 +7,7 @@ thread's (`_checkpoint_write` says what is written and in which order).
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from narrowgauge._arguments import typed
+from narrowgauge._arguments import held, typed
 from narrowgauge.distributed._checkpoint_ranks import Ranks, new_token, ranks, say_refused
 from narrowgauge.distributed._checkpoint_state import gather, local_piece, writes
 from narrowgauge.distributed._checkpoint_write import Job, Part, write_checkpoint
@@ -83,7 +84,9 @@ def save_checkpoint(
         TimeoutError: naming the ranks that did not write their part.
         RuntimeError: naming the rank that failed, on the others. In all cases earlier checkpoints are as they were.
     """
-    return write_checkpoint(_job(directory, model, optimizer, step, keep_last, extra, random_states, timeout))
+    return write_checkpoint(
+        _job(_checked, directory, model, optimizer, step, keep_last, extra, random_states, timeout)
+    )
 
 
 @typed
@@ -113,7 +116,8 @@ def save_checkpoint_async(
     Raises:
         ValueError: as `save_checkpoint`; everything else is raised by `PendingCheckpoint.wait`.
     """
-    job = _job(directory, model, optimizer, step, keep_last, extra, random_states, timeout)
+    # Types too: what is wrong with them would be found by the thread.
+    job = _job(held(_checked), directory, model, optimizer, step, keep_last, extra, random_states, timeout)
     return _writer.submit(job)
 
 
@@ -147,6 +151,7 @@ def _copied(job: Job) -> Job:
 
 
 def _job(
+    check: Callable[..., Job],
     directory: str | Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -159,7 +164,7 @@ def _job(
     us = ranks()
     token = new_token(us)  # first: ranks count their saves, one that is refused too
     try:
-        return _checked(us, token, directory, model, optimizer, step, keep_last, extra, random_states, timeout)
+        return check(us, token, directory, model, optimizer, step, keep_last, extra, random_states, timeout)
     except Exception as error:
         say_refused(us, token, error)
         raise
