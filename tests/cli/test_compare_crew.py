@@ -149,3 +149,15 @@ def test_the_first_waits_for_who_still_trains_and_not_for_who_is_silent() -> Non
         assert next(waiting) == {}
     with pytest.raises(RuntimeError, match="no step for 0 s in processes that still have runs to make: 1"):
         list(waiting)
+
+
+def test_a_process_that_was_started_otherwise_makes_no_runs() -> None:
+    store = dist.HashStore()
+    first, other, same = (Crew(store, rank, 3) for rank in range(3))
+    first.agree({"steps": 3, "recipes": ["A", "D"], "beta1": 0.9})
+    same.agree({"beta1": 0.9, "steps": 3, "recipes": ["A", "D"]})
+    assert first.failure is None
+    with pytest.raises(ValueError, match=r"--steps: got 4 here and 3 in another process; takes one value in all"):
+        other.agree({"steps": 4, "recipes": ["A", "D"], "beta1": 0.9})
+    assert str(first.failure).startswith("--steps: got 4 here")
+    assert list(first.numbers(6)) == []

@@ -23,7 +23,11 @@ from sharded_steps import (
     weights,
 )
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -188,7 +192,41 @@ def by_torch(rank: int, folder: Path) -> dict[str, Any]:
         ours = alone.torch_state_dict()["state"]
     told["to torch"] = all(same(theirs[i]["exp_avg"].full_tensor(), ours[i]["exp_avg"]) for i in range(len(SHAPES)))
     told["unsharded"] = message(alone.load_state_dict, optimizer.state_dict())
+    # As many blocks as the whole has, and others: of 240 elements ranks have 60, in blocks of 64 four either way.
+    mesh, gathered = meshes()["rows"], StateDictOptions(full_state_dict=True, cpu_offload=True)
+    net = nn.ParameterDict({"w": nn.Parameter(torch.randn(24, 10))})
+    fully_shard(net, mesh=mesh)
+    optimizer = made("AdamW", "plain, 8bit", [("w", net["w"])])
+    net["w"].grad = spread(net["w"], torch.randn(24, 10))
+    optimizer.step()
+    given = get_optimizer_state_dict(net, optimizer, options=gathered)
+    if rank == 0:
+        alone = made("AdamW", "plain, 8bit", [("w", nn.Parameter(torch.randn(24, 10)))])
+        group = {**given["param_groups"][0], "params": [0]}
+        told["gathered"] = message(
+            alone.load_state_dict, {"state": {0: given["state"]["w"]}, "param_groups": [group]}
+        )
     return told
+
+
+def without_rows(rank: int, folder: Path) -> list[str]:
+    """What is said where a rank has nothing of a parameter, and loads what was saved on as many ranks."""
+    said = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        net = nn.ParameterDict({"w": nn.Parameter(torch.randn(dist.get_world_size() - 1, 40).bfloat16())})
+        fully_shard(net, mesh=meshes()["rows"])
+        optimizer = made("AdamW", "split8, log8", [("w", net["w"])], min_quantized_size=16)
+        if seed == 0:
+            net["w"].grad = spread(net["w"], torch.randn(net["w"].shape).bfloat16())
+            optimizer.step()
+            path = save_checkpoint(folder / "run", model=net, optimizer=optimizer, step=1)
+        else:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                load_checkpoint(path, model=net, optimizer=optimizer)
+            said = [str(w.message) for w in caught if "anew" in str(w.message)]
+    return said
 
 
 def message(call: Any, *args: Any, **options: Any) -> str:

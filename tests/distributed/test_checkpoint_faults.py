@@ -100,6 +100,30 @@ def test_where_none_is_whole_nobody_begins_anew_by_mistake(run: Path) -> None:
         latest_checkpoint(run)
 
 
+@pytest.mark.parametrize("damage", [lambda p: flip(p, 0.5), lambda p: os.truncate(p, 100)], ids=["bytes", "size"])
+def test_a_damaged_one_is_not_among_those_that_are_kept(damage: Callable[[Path], Any], run: Path) -> None:
+    """Two are kept, so that one may be damaged: to count one that is would leave one."""
+    damage(newest(run) / FILE)
+    with pytest.warns(UserWarning, match="taking .*step-000000002"):
+        latest_checkpoint(run)
+    net, optimizer = made(KIND)
+
+    def left_after(step: int) -> list[str]:
+        save_checkpoint(run, model=net, optimizer=optimizer, step=step)
+        return sorted(path.name for path in run.glob("step-*"))
+
+    assert left_after(3) == ["step-000000002", "step-000000003", "step-000000004"]
+    # It goes with those that are as old, and one of its name is another.
+    assert left_after(4) == ["step-000000003", "step-000000004-1"]
+    assert left_after(5) == ["step-000000004-1", "step-000000005"]
+
+
+def test_a_link_to_a_folder_that_is_not_there_is_no_new_run(tmp_path: Path) -> None:
+    (tmp_path / "run").symlink_to(tmp_path / "not mounted")
+    with pytest.raises(ValueError, match=r"directory: got .*run, a link to what is not there, takes a folder"):
+        latest_checkpoint(tmp_path / "run")
+
+
 def test_another_version_is_named(run: Path) -> None:
     edit(newest(run), lambda said: said.update(version=2))
     with pytest.raises(ValueError, match=r"checkpoint\.json has version 2, this release reads version 1"):

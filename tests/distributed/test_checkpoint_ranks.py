@@ -298,6 +298,50 @@ def test_where_one_rank_fails_all_say_which(tmp_path: Path) -> None:
     assert second[2].startswith("ValueError: model: the checkpoint has no 'weight', 'bias'")
 
 
+def refusing(rank: int, folder: Path) -> list[str]:
+    """What one rank is asked that cannot be; then all is well again."""
+    told = []
+    run, net = folder / "run", DistributedDataParallel(Net())
+    options = {"model": net, "optimizer": None, "timeout": 20.0}
+    good = save_checkpoint(run, step=0, **options)
+    for who in (0, 1):
+        mine = rank == who
+        for work in (
+            lambda m=mine: save_checkpoint(run, step=1, extra=object() if m else None, **options),
+            lambda m=mine: save_checkpoint_async(run, step="1" if m else 1, **options).wait(),  # type: ignore[arg-type]
+            lambda m=mine: load_checkpoint(None if m else good, model=net, optimizer=None),  # type: ignore[arg-type]
+            lambda m=mine: load_checkpoint(good, model=net, optimizer=None, random_states="no" if m else False),  # type: ignore[arg-type]
+        ):
+            try:
+                work()
+            except (TypeError, ValueError, RuntimeError) as error:
+                told.append(f"{type(error).__name__}: {error}")
+            dist.barrier()
+    # All of them: nothing is written then.
+    try:
+        save_checkpoint(folder / "none", step=1, extra=object(), **options)
+    except ValueError as error:
+        told.append(str(error))
+    assert not (folder / "none").exists()
+    assert save_checkpoint(run, step=2, **options) == run / "step-000000002"
+    return told
+
+
+def test_where_one_rank_is_asked_for_what_cannot_be_all_are_told_at_once(tmp_path: Path) -> None:
+    said = on_ranks(WORLD, tmp_path, refusing)
+    for who in (0, 1):
+        mine, other = said[who][4 * who : 4 * who + 4], said[1 - who][4 * who : 4 * who + 4]
+        assert mine[0].startswith("ValueError: extra: got object, takes None, bool")
+        assert mine[1] == "ArgumentError: step: got '1', takes an integer"
+        assert mine[2] == "ArgumentError: path: got None, takes a path"
+        assert mine[3] == "ValueError: random_states: got 'no', takes True, False or 'own'"
+        errors = ("ValueError", "ArgumentError", "TypeError", "ValueError")
+        for number, (what, error) in enumerate(zip(other, errors, strict=True)):
+            begins = f"save_checkpoint: rank {who} failed: " if number < 2 else f"rank {who}: "
+            assert what.startswith(f"RuntimeError: {begins}{error}")
+        assert said[who][8].startswith("extra: got object")
+
+
 def dying(rank: int, world: int, folder: str, who: int) -> None:
     """One rank dies in the middle of a save; the other waits for it as long as it was told to."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)

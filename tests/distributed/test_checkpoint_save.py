@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpointed import KINDS, Net, contents, made, ours, train
+from checkpointed import KIND, KINDS, Net, contents, made, ours, train
 from torch import nn
 
 import narrowgauge as ng
@@ -291,3 +291,19 @@ def test_the_program_ends_when_the_last_one_is_written(tmp_path: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
     assert latest_checkpoint(tmp_path) == tmp_path / "step-000000005"
+
+
+def test_a_relative_folder_is_where_the_process_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside training the thread writes later than it was asked to."""
+    net, optimizer = made(KIND)
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    # The thread is busy until the process has gone elsewhere.
+    gone, real = threading.Event(), _checkpoint_save.write_checkpoint
+    monkeypatch.setattr(_checkpoint_save, "write_checkpoint", lambda job: (gone.wait(20), real(job))[1])
+    pending = save_checkpoint_async("run", model=net, optimizer=optimizer, step=1)
+    monkeypatch.chdir(tmp_path / "there")
+    gone.set()
+    assert pending.wait() == tmp_path / "here" / "run" / "step-000000001"
+    assert list((tmp_path / "there").iterdir()) == []

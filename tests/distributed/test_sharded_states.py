@@ -26,6 +26,7 @@ from sharded_states import (
     saving_on_meshes,
     steps_of_block,
     train,
+    without_rows,
 )
 from sharded_steps import STORAGES
 from test_checkpoint_ranks import on_ranks
@@ -93,12 +94,18 @@ def test_where_they_do_not_moments_are_encoded_anew_and_that_is_said(
 
 
 def test_by_torch_and_by_hand(tmp_path: Path) -> None:
-    for told in on_ranks(4, tmp_path, by_torch):
+    for rank, told in enumerate(on_ranks(4, tmp_path, by_torch)):
+        gathered = told.pop("gathered", "")
+        assert gathered.startswith("ValueError: state_dict: w has full tensors of blocks of 4 shards") == (not rank)
         refused, unsharded, wrong = (told.pop(key) for key in ("refused", "unsharded", "wrong"))
         assert all(told.values()), told
         assert refused.startswith("ValueError: state_dict: long was saved in blocks of 5 shards, it has 4 here")
         assert wrong == "ValueError: state_dict: 'weight.lo' of long has shape (3,), takes (33, 64)"
         assert unsharded.startswith("ValueError: state_dict: the state of long has DTensors, its parameter is none")
+
+
+def test_a_rank_without_rows_has_lost_nothing(tmp_path: Path) -> None:
+    assert on_ranks(3, tmp_path, without_rows) == [[]] * 3
 
 
 def test_refusals(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def train(request: dict[str, Any], rank: int) -> None:
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(request["world"]),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(request["port"]),
     }  # fmt: skip
-    said = request["settings"]
+    said = {**request["settings"], **(request["other"] if rank else {})}
     settings = TrainSettings(**{**said, "data": Path(said["data"]), "out": Path(said["out"])})
     observer, looks = Silent(), []
     stops = request["stops"].get(str(rank))
@@ -81,9 +81,14 @@ class Trainings:
         )  # fmt: skip
 
     def __call__(
-        self, settings: dict[str, Any], answers: Path, world: int = 2, stops: dict[int, int] | None = None
+        self,
+        settings: dict[str, Any],
+        answers: Path,
+        world: int = 2,
+        stops: dict[int, int] | None = None,
+        other: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Run one; what each process answered, or its error's text."""
+        """Run one, all but the first process with `other` settings; what each answered, or its error's text."""
         import socket
 
         with socket.socket() as free:
@@ -93,6 +98,7 @@ class Trainings:
         request = {
             "settings": {k: str(v) if isinstance(v, Path) else v for k, v in settings.items()},
             "world": world, "port": port, "answers": str(answers), "stops": stops or {},
+            "other": other or {},
         }  # fmt: skip
         assert self._process.stdin is not None
         assert self._process.stdout is not None

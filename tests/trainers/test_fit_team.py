@@ -155,3 +155,34 @@ def test_codes_are_gathered_of_such_weights_alone(small: TrainSettings, tmp_path
         replace(small, gather_codes=True)
     with pytest.raises(SettingsError, match="--gather-codes: got --linear LLM_INT8, takes a plan"):
         build_parts(replace(small, gather_codes=True, parallel="fsdp", linear="LLM_INT8"), 256, CPU)
+
+
+@pytest.mark.parametrize("changed", [{"lr": 0.5}, {"gauges_every": 1}, {"out": "elsewhere"}, {"layer_scale": 0.1}])
+def test_processes_that_were_started_otherwise_are_refused(
+    trainings: Trainings, small: TrainSettings, tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    """A learning rate of its own would part the copies of DDP without a word, other looks would wait for ever."""
+    answers = trainings(given(small, out=tmp_path / "two"), tmp_path / "answers", other=changed)
+    ((name, value),) = changed.items()
+    for answer in answers:
+        assert f"SettingsError: --{name.replace('_', '-')}: got " in answer
+        assert f" in process 0 and {value!r} in process 1; takes one value in all processes" in answer
+
+
+def test_other_data_of_the_same_settings_is_refused(
+    trainings: Trainings, small: TrainSettings, tmp_path: Path
+) -> None:
+    """Its place may differ, as with a disk for each machine."""
+    text = small.data.read_text()
+    (tmp_path / "same.txt").write_text(text)
+    (tmp_path / "other.txt").write_text(text[: len(text) // 2])
+    same = trainings(
+        given(small, out=tmp_path / "a", steps=1), tmp_path / "ok", other={"data": str(tmp_path / "same.txt")}
+    )
+    ended(same)
+    answers = trainings(
+        given(small, out=tmp_path / "b"), tmp_path / "no", other={"data": str(tmp_path / "other.txt")}
+    )
+    for answer in answers:
+        assert "SettingsError: --data: got " in answer
+        assert "whose content in process 1 is not that in process 0; takes the same in all" in answer

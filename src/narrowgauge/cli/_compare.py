@@ -62,6 +62,10 @@ class CompareOptions:
         return values | {"recipes": list(self.recipes)}
 
 
+# What may differ from one process to another: where things are, on the machine that it runs on.
+_OWN = ("out", "data", "device")
+
+
 def compare(options: CompareOptions, command: str) -> int:
     """Run the comparison; see the module.
 
@@ -78,6 +82,7 @@ def compare(options: CompareOptions, command: str) -> int:
     """
     device = own_device(_check(options))
     crew = Crew.find()
+    crew.agree({name: value for name, value in options.as_json().items() if name not in _OWN})
     display = Display(quiet=not crew.first)
     facts: dict[str, Any] = {
         "command": command,

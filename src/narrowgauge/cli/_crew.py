@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -59,6 +59,24 @@ class Crew:
     def first(self) -> bool:
         """Whether this process keeps the runs, and tells of them."""
         return self.rank == 0
+
+    def agree(self, options: Mapping[str, Any]) -> None:
+        """Refuse a process whose runs would be others than those of the first that has come here.
+
+        Args:
+            options: what all runs are made by, as JSON has it.
+
+        Raises:
+            ValueError: naming the first option that differs. The others begin no more runs then.
+        """
+        mine = json.dumps(dict(options), sort_keys=True)
+        theirs = json.loads(self._store.compare_set("options", "", mine))
+        for name, value in json.loads(mine).items():
+            if theirs[name] != value:
+                flag = f"--{name.replace('_', '-')}"
+                said = f"{flag}: got {value!r} here and {theirs[name]!r} in another process; takes one value in all"
+                self._store.set("failed", said)
+                raise ValueError(said)
 
     def numbers(self, count: int) -> Iterator[int]:
         """The next run that nobody has taken, until there is none of so many, or one has failed."""

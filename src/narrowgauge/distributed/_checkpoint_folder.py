@@ -34,6 +34,8 @@ LATEST = "latest"
 TOKEN = "token"  # locked by the saver as long as it lives
 _REMOVED = ".removed"
 _NAME = re.compile(r"step-(\d{9,})(?:-(\d+))?")
+# Checkpoints that this process has found damaged: where they are, and their serial numbers.
+_found_damaged: set[tuple[Path, int]] = set()
 
 
 def name_of(step: int) -> str:
@@ -83,7 +85,7 @@ def commit(written: Path, manifest: Callable[[int], Manifest], keep_last: int | 
     Args:
         written: the folder; everything in it is on disk.
         manifest: gives the manifest with a serial number.
-        keep_last: how many to keep, this one counted; None for all.
+        keep_last: how many to keep, this one counted, and damaged ones not; None for all.
         token: of this save.
 
     Returns:
@@ -96,11 +98,23 @@ def commit(written: Path, manifest: Callable[[int], Manifest], keep_last: int | 
         made = manifest(serial)
         _write_manifest(written, made)
         path = _rename(written, folder / name_of(made.step))
+        _found_damaged.discard((path.resolve(), serial))  # of one that somebody has removed
         sync_folder(folder)
         replace_file(folder / LATEST, f"{path.name}\n".encode(), token)
         if keep_last is not None:
-            _remove_old(folder, [other for other, _ in old][keep_last - 1 :], token)
+            _remove_old(folder, _beyond(old, keep_last - 1), token)
     return path
+
+
+def _beyond(old: list[tuple[Path, Manifest]], keep: int) -> list[Path]:
+    """All that are older than so many that look whole. Contents are not read again."""
+    for number, (path, manifest) in enumerate(old):
+        if not keep:
+            return [other for other, _ in old[number:]]
+        known = (path.resolve(), manifest.serial) in _found_damaged
+        if not known and not any(flaws(path, manifest, content=False)):
+            keep -= 1
+    return []
 
 
 def _write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -137,16 +151,17 @@ def clear_abandoned(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def flaws(path: Path, manifest: Manifest, share: slice = slice(None)) -> Iterator[str]:
-    """What is wrong with a checkpoint's files. Reads them.
+def flaws(path: Path, manifest: Manifest, share: slice = slice(None), content: bool = True) -> Iterator[str]:
+    """What is wrong with a checkpoint's files.
 
     Args:
         path, manifest: the checkpoint.
         share: which of its files to look at.
+        content: whether to read them; else sizes are looked at only.
     """
     for name in sorted(manifest.files)[share]:
         try:
-            verify_file(path, name, manifest.files[name])
+            verify_file(path, name, manifest.files[name], content)
         except DamagedCheckpointError as error:
             yield str(error)
 
@@ -156,8 +171,11 @@ def newest_whole(folder: Path) -> Path | None:
 
     Raises:
         DamagedCheckpointError: if there are checkpoints, and none is whole.
+        ValueError: if the folder is a file, or a link to nothing.
     """
     if not folder.exists():
+        if folder.is_symlink():  # a disk that is not mounted: nobody starts anew by mistake
+            raise ValueError(f"directory: got {folder}, a link to what is not there, takes a folder of checkpoints")
         return None
     if not folder.is_dir():
         raise ValueError(f"directory: got {folder}, which is a file, takes a folder of checkpoints")
@@ -169,6 +187,7 @@ def newest_whole(folder: Path) -> Path | None:
         if not found:
             best = path
             break
+        _found_damaged.add((path.resolve(), manifest.serial))
         broken += found
     if best is None and broken:
         raise DamagedCheckpointError(f"latest_checkpoint: no checkpoint in {folder} is whole: {'; '.join(broken)}")

@@ -76,7 +76,7 @@ def latest_checkpoint(directory: str | Path) -> Path | None:
         A checkpoint for `load_checkpoint`; None if the folder has none, or is not there.
 
     Raises:
-        ValueError: if `directory` is a file.
+        ValueError: if `directory` is a file, or a link to what is not there.
         DamagedCheckpointError: if there are checkpoints, but not one that is whole.
     """
     return on_first(lambda: newest_whole(Path(directory)))
@@ -111,12 +111,12 @@ def load_checkpoint(
         DamagedCheckpointError: (a ValueError) if it is not what was written, naming the file.
         RuntimeError: naming the rank that cannot load it, on the others. Nothing is changed then, on any rank.
     """
-    if random_states not in (True, False, "own"):
-        raise ValueError(f"random_states: got {random_states!r}, takes True, False or 'own'")
-    folder = Path(path)
     us = ranks()
 
-    def check() -> tuple[Manifest, dict[str, Tensor], dict[str, Blocks]]:
+    def check() -> tuple[Path, Manifest, dict[str, Tensor], dict[str, Blocks]]:
+        if random_states not in (True, False, "own"):
+            raise ValueError(f"random_states: got {random_states!r}, takes True, False or 'own'")
+        folder = Path(path)
         manifest = open_checkpoint(folder)
         for flaw in flaws(folder, manifest, slice(us.rank, None, us.world)):
             raise DamagedCheckpointError(flaw)
@@ -128,9 +128,9 @@ def load_checkpoint(
                 f"random_states: got True, {folder} has none of rank {us.rank}; takes a checkpoint that was saved "
                 "with random_states=True by as many ranks"
             )
-        return manifest, targets, apart
+        return folder, manifest, targets, apart
 
-    manifest, targets, apart = together(check)
+    folder, manifest, targets, apart = together(check)
     state = model_state(model)
     before = {name: value.detach().clone() for name, value in state.items() if isinstance(value, Tensor)}
 

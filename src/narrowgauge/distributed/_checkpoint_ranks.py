@@ -5,7 +5,9 @@ folder everybody can see who has written what: whoever waits says for whom, and 
 choice. A background thread can wait so without disturbing the collectives of training, on any backend. The folder
 must be one that all ranks see, as for every sharded checkpoint.
 
-One collective is used, once: the ranks agree on a word that no other run uses, and count saves from there.
+One collective is used, once: the ranks agree on a word that no other run uses, and count saves from there. A rank
+that takes no part in a save, because of what it was asked to keep, writes nothing: it leaves word under this save's
+token in the store by which the ranks have met.
 """
 
 from __future__ import annotations
@@ -13,9 +15,10 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -56,6 +59,35 @@ def new_token(us: Ranks) -> str:
         _agreed, _saves = (group, said[0]), 0
     _saves += 1
     return f"{_agreed[1]}-{_saves}"
+
+
+def say_refused(us: Ranks, token: str, error: BaseException) -> None:
+    """Let the other ranks of a save know that this one takes no part in it."""
+    if us.world > 1:
+        with suppress(RuntimeError):  # the store is gone: the others will say that this rank is missing
+            _store().set(_key(token), f"rank {us.rank} failed: {type(error).__name__}: {error}")
+
+
+def raise_refused(us: Ranks, token: str) -> None:
+    """Fail where another rank of this save takes no part in it.
+
+    Raises:
+        RuntimeError: naming the rank, and its error.
+    """
+    said = ""
+    if us.world > 1:
+        with suppress(RuntimeError):
+            said = _store().get(_key(token)).decode(errors="replace") if _store().check([_key(token)]) else ""
+    if said:
+        raise RuntimeError(f"save_checkpoint: {said}")
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _key(token: str) -> str:
+    return f"narrowgauge/save/{token}"
 
 
 def say_failed(folder: Path, name: str, error: BaseException) -> None:

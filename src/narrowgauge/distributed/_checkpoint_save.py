@@ -7,6 +7,7 @@ thread's (`_checkpoint_write` says what is written and in which order).
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from narrowgauge._arguments import held, typed
-from narrowgauge.distributed._checkpoint_ranks import new_token, ranks
+from narrowgauge.distributed._checkpoint_ranks import Ranks, new_token, ranks, say_refused
 from narrowgauge.distributed._checkpoint_state import gather, local_piece, writes
 from narrowgauge.distributed._checkpoint_write import Job, Part, write_checkpoint
 
@@ -83,10 +84,12 @@ def save_checkpoint(
         TimeoutError: naming the ranks that did not write their part.
         RuntimeError: naming the rank that failed, on the others. In all cases earlier checkpoints are as they were.
     """
-    return write_checkpoint(_job(directory, model, optimizer, step, keep_last, extra, random_states, timeout))
+    return write_checkpoint(
+        _job(_checked, directory, model, optimizer, step, keep_last, extra, random_states, timeout)
+    )
 
 
-@held
+@typed
 def save_checkpoint_async(
     directory: str | Path,
     *,
@@ -113,7 +116,8 @@ def save_checkpoint_async(
     Raises:
         ValueError: as `save_checkpoint`; everything else is raised by `PendingCheckpoint.wait`.
     """
-    job = _job(directory, model, optimizer, step, keep_last, extra, random_states, timeout)
+    # Types too: what is wrong with them would be found by the thread.
+    job = _job(held(_checked), directory, model, optimizer, step, keep_last, extra, random_states, timeout)
     return _writer.submit(job)
 
 
@@ -142,10 +146,12 @@ _writer = _Writer()
 
 def _copied(job: Job) -> Job:
     parts = [Part(p.key, p.tensor.detach().to("cpu", copy=True), p.shape, p.offsets) for p in job.parts]
-    return replace(job, parts=parts)
+    # Where this process is now: it may go elsewhere while a thread writes.
+    return replace(job, folder=job.folder.absolute(), parts=parts)
 
 
 def _job(
+    check: Callable[..., Job],
     directory: str | Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -157,6 +163,25 @@ def _job(
 ) -> Job:
     us = ranks()
     token = new_token(us)  # first: ranks count their saves, one that is refused too
+    try:
+        return check(us, token, directory, model, optimizer, step, keep_last, extra, random_states, timeout)
+    except Exception as error:
+        say_refused(us, token, error)
+        raise
+
+
+def _checked(
+    us: Ranks,
+    token: str,
+    directory: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    step: int,
+    keep_last: int | None,
+    extra: Any,
+    random_states: bool,
+    timeout: float,
+) -> Job:
     folder = Path(directory)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"directory: got {folder}, which is a file, takes a folder, or a name for one")

@@ -28,7 +28,7 @@ from narrowgauge.distributed._checkpoint_folder import (
     unfinished_name,
 )
 from narrowgauge.distributed._checkpoint_format import DTYPE_NAMES, Manifest, Piece, Stored
-from narrowgauge.distributed._checkpoint_ranks import FAILED, Ranks, say_failed, wait_for
+from narrowgauge.distributed._checkpoint_ranks import FAILED, Ranks, raise_refused, say_failed, wait_for
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _run_first(job: Job) -> Path:
 
 
 def _run_other(job: Job) -> Path:
-    wait_for(lambda: job.written.is_dir() or None, lambda: f"rank 0 has not made {job.written}", job.timeout)
+    wait_for(lambda: _begun(job), lambda: f"rank 0 has not made {job.written}", job.timeout)
     try:
         _write_part(job)
     except BaseException as error:
@@ -112,6 +112,12 @@ def _run_other(job: Job) -> Path:
         say_failed(job.written, job.name, error)
         raise
     return wait_for(lambda: _committed(job), lambda: f"rank 0 has not completed {job.written}", job.timeout)
+
+
+def _begun(job: Job) -> bool | None:
+    """Whether rank 0 has made the folder; None for not yet."""
+    raise_refused(job.us, job.token)
+    return job.written.is_dir() or None
 
 
 def _write_part(job: Job) -> None:
@@ -133,6 +139,7 @@ def _wait_for_notes(job: Job) -> list[dict[str, Any]]:
     paths = [job.written / f"rank-{rank:05d}.json" for rank in range(job.us.world)]
 
     def look() -> list[dict[str, Any]] | None:
+        raise_refused(job.us, job.token)
         for failure in job.written.glob(f"rank-*.{FAILED}"):
             rank = int(failure.stem.removeprefix("rank-"))
             raise RuntimeError(f"save_checkpoint: rank {rank} failed: {failure.read_text()}")

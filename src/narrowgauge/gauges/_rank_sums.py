@@ -48,7 +48,8 @@ class Ranks:
         if self.group is None:
             return vector
         rows = vector.new_empty((self.count, vector.numel()))
-        dist.all_gather_into_tensor(rows.view(-1), vector, group=self.group)
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name before torch 2.13
+        gather(rows.view(-1), vector, group=self.group)
         return torch.where(largest, rows.amax(0), rows.sum(0))
 
     def owns(self, x: Tensor) -> bool:

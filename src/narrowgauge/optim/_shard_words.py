@@ -139,15 +139,21 @@ def unwrapped(
     """
     if isinstance(entry, Pieces):
         return _put_together(p, plan, entry, block_size, read)
+    distributed, said = any(map(is_shared, entry.values())), entry.get(SHARDS)
+    if said is not None and not distributed and int(said[0]) > 1:
+        raise ValueError(
+            f"state_dict: {plan.name} has full tensors of blocks of {int(said[0])} shards, which are not the whole "
+            "parameter's; takes DTensors on as many ranks, or a checkpoint of narrowgauge.distributed "
+            "(load_checkpoint), which puts blocks together"
+        )
     if not is_shared(p):
-        if any(map(is_shared, entry.values())):
+        if distributed:
             raise ValueError(
                 f"state_dict: the state of {plan.name} has DTensors, its parameter is none; takes full tensors, or "
                 "a checkpoint of narrowgauge.distributed (load_checkpoint)"
             )
         return dict(entry), False
     sharded = plan.shard is not None
-    distributed = any(map(is_shared, entry.values()))
     if sharded and not distributed and any(_is_word(*item) for item in entry.items()):
         common = {key: value for key, value in entry.items() if not _is_word(key, value)}
         words = {key: value for key, value in entry.items() if key not in common}
@@ -159,7 +165,7 @@ def unwrapped(
         return found, False
     assert plan.shard is not None
     blocks = [key for key in found if key.endswith(f".{_CODES}")]
-    said, mine = entry.get(SHARDS), _layout(plan, largest(p))
+    mine = _layout(plan, largest(p))
     own = not any(s.storage.quantized for s in plan.slots) or not _aligned_everywhere(p, plan)
     if blocks and (said is not None or own) and not (said is not None and torch.equal(said.cpu(), mine)):
         was = f"{int(said[0])} shards" if said is not None else "shards whose blocks are the whole parameter's"
@@ -220,7 +226,7 @@ def _put_together(
     for slot in slots:
         parts = [(box, moments[slot]) for box, moments in decoded if slot in moments]
         made[slot] = _boxed(mine, parts) if parts else torch.empty(mine.sizes)  # no elements
-    return made, True
+    return made, mine.here > 0
 
 
 def whole_words(pieces: Pieces, block_size: int) -> dict[str, Tensor] | None:

@@ -31,7 +31,7 @@ from ._language import Task
 from ._observer import Observer, Unheard
 from ._run_folder import GAUGES, Keeper, begin, find_checkpoint, make_folder
 from ._schedule import schedule
-from ._settings import TrainSettings
+from ._settings import SettingsError, TrainSettings, refuse_unlike
 from ._tasks import Opened, open_task
 from ._team import ALONE, Team, whole_state
 
@@ -71,10 +71,17 @@ def fit(
         SettingsError, DataError, ValueError: for input that cannot work, in one line that names the option.
     """
     team = Team.of(settings)
+    refuse_unlike(team.all(settings.plain()))
     observer = observer if team.first else Unheard()
     make_folder(settings.out)
     checkpoint = find_checkpoint(settings)
     opened = team.in_turn(lambda: open_task(settings, observer.stage))
+    for rank, other in enumerate(data := team.all(opened.fingerprint)):
+        if other != data[0]:
+            raise SettingsError(
+                f"--data: got {settings.data}, whose content in process {rank} is not that in process 0; takes the "
+                "same in all"
+            )
     for note in opened.notes:
         observer.say(note)
     task = opened.task

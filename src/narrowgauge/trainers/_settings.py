@@ -6,7 +6,7 @@ A field is a flag of the same name (``weight_decay`` is ``--weight-decay``) and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -196,6 +196,29 @@ def refuse_others(settings: TrainSettings, saved: Mapping[str, Any], where: Path
                 f"{flag(name)}: got {now.get(name)!r}, takes {was!r} to go on from {where}; "
                 "another --out begins anew"
             )
+
+
+# What may differ from one process of a training to another: where things are, on the machine that it runs on.
+_OWN = ("data", "validation_data", "workers", "device")
+
+
+def refuse_unlike(said: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse processes of one training that were started with different settings.
+
+    Args:
+        said: what `TrainSettings.plain` gives in each process.
+
+    Raises:
+        SettingsError: naming the first flag that differs, and where.
+    """
+    for rank, theirs in enumerate(said):
+        for f in fields(TrainSettings):
+            first, other = (values.get(f.name, f.default) for values in (said[0], theirs))
+            if f.name not in _OWN and other != first:
+                raise SettingsError(
+                    f"{flag(f.name)}: got {first!r} in process 0 and {other!r} in process {rank}; takes one value "
+                    "in all processes of a training"
+                )
 
 
 def _checks(s: TrainSettings) -> list[tuple[str, str, bool]]:

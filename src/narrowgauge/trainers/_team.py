@@ -163,6 +163,14 @@ class Team:
         dist.all_reduce(said, dist.ReduceOp.MAX)
         return bool(said)
 
+    def all(self, said: Result) -> list[Result]:
+        """What all processes say, in their order."""
+        if self.world == 1:
+            return [said]
+        heard: list[Result | None] = [None] * self.world
+        dist.all_gather_object(heard, said)
+        return heard  # type: ignore[return-value]  # each is there
+
     def sum(self, x: Tensor) -> Tensor:
         """A tensor added up over all, in float64."""
         total = x.to(torch.float64)
