@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -342,25 +343,35 @@ def test_where_one_rank_is_asked_for_what_cannot_be_all_are_told_at_once(tmp_pat
         assert said[who][8].startswith("extra: got object")
 
 
-def dying(rank: int, world: int, folder: str, who: int) -> None:
-    """One rank dies in the middle of a save; the other waits for it as long as it was told to."""
+def dying(rank: int, world: int, folder: str, who: int, how: str) -> None:
+    """One rank dies or hangs in the middle of a save; the other waits for it as long as it was told to."""
+
+    def writes(*_: Any) -> None:
+        if how == "hangs":
+            (Path(folder) / "stopped").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     run, net = Path(folder) / "run", Net()
     save_checkpoint(run, model=net, optimizer=None, step=1)
     if rank == who:
-        _checkpoint_write.write_tensors = lambda *_: os._exit(0)
+        _checkpoint_write.write_tensors = writes
     said = "nothing"
     try:
         save_checkpoint(run, model=net, optimizer=None, step=2, random_states=True, timeout=1.0)
     except TimeoutError as error:
         said = str(error)
     (Path(folder) / "said").write_text(said)
+    if how == "hangs":  # it still did, all the while
+        os.kill(int((Path(folder) / "stopped").read_text()), signal.SIGCONT)
     os._exit(0)
 
 
+@pytest.mark.parametrize("how", ["dies", "hangs"])
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_that_dies_in_the_middle_is_named_by_the_other(who: int, tmp_path: Path) -> None:
-    run_ranks(dying, WORLD, WORLD, str(tmp_path), who)
+def test_a_rank_that_dies_in_the_middle_is_named_by_the_other(who: int, how: str, tmp_path: Path) -> None:
+    run_ranks(dying, WORLD, WORLD, str(tmp_path), who, how)
     said = (tmp_path / "said").read_text()
     what = "rank 1 has not written its part of" if who == 1 else "rank 0 has not completed"
     assert said.startswith(f"save_checkpoint: {what} {tmp_path}/run/.step-000000002.")
