@@ -75,13 +75,14 @@ def one_way(rank: int, world: int, folder: str, how: str, make: str) -> None:
         fully_shard(net)
     optimizer = MAKERS[make](net)
     calls = []
-    plain = dist.all_gather_into_tensor
-    dist.all_gather_into_tensor = lambda *args, **kwargs: (calls.append(1), plain(*args, **kwargs))[1]
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    plain = getattr(dist, name)
+    setattr(dist, name, lambda *args, **kwargs: (calls.append(1), plain(*args, **kwargs))[1])
     own = how == "own"
     path = f"{folder}/{rank if own else 'all'}.jsonl"
     with gauges.watch(run, optimizer, 2, path=path, updates=True, ranks="own" if own else "all") as watch:
         steps(run, optimizer, watch, rank, world)
-    dist.all_gather_into_tensor = plain
+    setattr(dist, name, plain)
     Path(f"{folder}/{rank}.json").write_text(json.dumps({"calls": len(calls), "rows": len(watch.rows())}))
 
 
