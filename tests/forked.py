@@ -10,11 +10,13 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 START = "forkserver"
 # What is not installed is passed over.
@@ -29,7 +31,23 @@ multiprocessing.set_forkserver_preload(
 
 def run_ranks(work: Callable[..., None], world: int, *arguments: Any) -> None:
     """Call `work(rank, *arguments)` in so many processes; raises what one of them raises."""
-    torch.multiprocessing.start_processes(work, arguments, world, start_method=START)
+    torch.multiprocessing.start_processes(_rank, (work, *arguments), world, start_method=START)
+
+
+def _rank(rank: int, work: Callable[..., None], *arguments: Any) -> None:
+    """The other side. A process group that is destroyed lives until DistributedDataParallel is gone, too.
+
+    Gloo's threads let go of a backward pass's collectives, and take the interpreter's lock for it; the group's end
+    waits for these threads with the lock held. So they are given a moment before it.
+    """
+    end = dist.destroy_process_group
+
+    def destroy(*given: Any) -> None:
+        time.sleep(0.05)
+        end(*given)
+
+    dist.destroy_process_group = destroy
+    work(rank, *arguments)
 
 
 class Command:
