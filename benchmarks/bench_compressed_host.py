@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from bench_compressed import Bucket
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -40,24 +40,12 @@ HOOKS: dict[str, dict[str, Any]] = {
 }
 
 
-class Bucket:
-    """What DistributedDataParallel hands to a hook, alone in its step."""
+class Small(Bucket):
+    """What DistributedDataParallel hands to a hook, of parameters of some shapes."""
 
     def __init__(self, shapes: list[tuple[int, ...]]) -> None:
         self._parameters = [torch.empty(shape, device="meta", dtype=torch.bfloat16) for shape in shapes]
         self._buffer = torch.randn(sum(p.numel() for p in self._parameters)).to(torch.bfloat16)
-
-    def buffer(self) -> Tensor:
-        return self._buffer
-
-    def parameters(self) -> list[Tensor]:
-        return self._parameters
-
-    def index(self) -> int:
-        return 0
-
-    def is_last(self) -> bool:
-        return True
 
 
 class Nothing:
@@ -149,7 +137,7 @@ def through_triton(nothing: Nothing) -> None:
 def rows(path: str, args: argparse.Namespace) -> None:
     for name, options in HOOKS.items():
         for title, shapes in BUCKETS.items():
-            hook, bucket = compressed_allreduce_hook(**options), Bucket(shapes)
+            hook, bucket = compressed_allreduce_hook(**options), Small(shapes)
 
             def call(hook: Any = hook, bucket: Bucket = bucket) -> None:
                 hook(None, bucket)
