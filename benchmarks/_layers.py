@@ -1,7 +1,8 @@
 """Times of linear layers as a page: a section from each results file of `narrowgauge bench linear`.
 
-Results are the files `linear_DEVICE.json` that there are, and beside them `clip_DEVICE.json` of `bench_clip.py`;
-their sections stand between `<!-- linear -->` and `<!-- end -->`. What a section answers follows from its numbers.
+Results are the files `linear_DEVICE.json` that there are, and beside them those of runs of their own: with peers
+(`peers_linear_`), and of `bench_clip.py` without and with its filter (`clip_`, `clip_filter_`). Sections stand
+between `<!-- linear -->` and `<!-- end -->`. What one answers follows from its numbers.
 """
 
 from __future__ import annotations
@@ -18,20 +19,22 @@ from _steps import short
 Results = Mapping[str, Any]
 Rows = Mapping[str, Mapping[str, Any]]
 BASELINE = "nn.Linear"
+BESIDE = ("peers_linear", "clip", "clip_filter")
 BLOCK = "a block, q, k, v as one layer"
 _MARKED = re.compile(r"(<!-- linear -->\n).*?(<!-- end -->)", re.DOTALL)
 _HOST_BOUND = 1.05  # launched one by one, a layer takes so many times its device's work
 
 
 def found(folder: Path) -> dict[str, Results]:
-    """The results in a folder by the device's short name, GPUs first; steps of CLIP under `clip`."""
+    """The results in a folder by the device's short name, GPUs first; other runs' within, by their names."""
     files = sorted(folder.glob("linear_*.json"), key=lambda path: (path.stem.endswith("cpu"), path.stem))
     results = {}
     for path in files:
         device = path.stem.removeprefix("linear_")
         results[device] = json.loads(path.read_text())
-        if (clip := folder / f"clip_{device}.json").is_file():
-            results[device]["clip"] = json.loads(clip.read_text())
+        for run in BESIDE:
+            if (file := folder / f"{run}_{device}.json").is_file():
+                results[device][run] = json.loads(file.read_text())
     return results
 
 
@@ -74,8 +77,16 @@ def section(results: Results, device: str) -> str:
         parts += ["### What is held between forward and backward", memory_table(results["memory"])]
     if "noise" in results:
         parts += ["### Noise", noise_table(results["noise"])]
+    if "peers_linear" in results:
+        beside = results["peers_linear"]
+        parts += ["### Beside torchao", origin(beside), speed_table(beside["shapes"], beside["layers"])]
     if "clip" in results:
         parts += ["### A training step of CLIP", clip_table(results["clip"])]
+    if "clip_filter" in results:
+        parts += [
+            "With the filter, which leaves layers that measured slower, as launched and by the device's work:",
+            clip_table(results["clip_filter"]),
+        ]
     if failed := failures(results):
         parts += ["Not measured:", "\n".join(f"- {line}" for line in failed)]
     return "\n\n".join(parts) + "\n"
@@ -243,8 +254,8 @@ def noise_table(kinds: Mapping[str, Rows]) -> str:
 def clip_table(clip: Results) -> str:
     """Steps of CLIP with each kind of linear layers, by model."""
     lines = [
-        "| model | linear layers | ms a step | times as fast | ceiling | peak GB | warm-up |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+        "| model | linear layers | in eight bits | ms a step | times as fast | ceiling | peak GB | warm-up |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for model, of in clip["models"].items():
         for name, row in of["rows"].items():
@@ -252,8 +263,8 @@ def clip_table(clip: Results) -> str:
                 continue
             peak = f"{row['peak_bytes'] / 1e9:.1f}" if row.get("peak_bytes") else "–"
             lines.append(
-                f"| {model} | {name} | {short(row['ms'])} | {_both(row)} | {row['ceiling']:.2f} | {peak} | "
-                f"{row['warm_up_seconds']:.0f} s |"
+                f"| {model} | {name} | {_layers(row)} | {short(row['ms'])} | {_both(row)} | {row['ceiling']:.2f} | "
+                f"{peak} | {row['warm_up_seconds']:.0f} s |"
             )
     shares = (f"{model} {100 * of['linear_share']:.0f} %" for model, of in clip["models"].items())
     return "\n".join(lines) + (
@@ -266,6 +277,12 @@ def clip_table(clip: Results) -> str:
             else ""
         )
     )
+
+
+def _layers(row: Mapping[str, Any]) -> str:
+    """How many layers are in eight bits, and in a graph where those are others."""
+    own, replayed = row["swapped"], row.get("graph_swapped", row["swapped"])
+    return f"{own}" + (f" (*{replayed}*)" if replayed != own else "")
 
 
 def _both(row: Mapping[str, Any]) -> str:

@@ -44,15 +44,18 @@ _GRAPHS = 64  # compiled variants of a block that may live side by side: towers,
 
 
 @contextmanager
-def swapped(model: nn.Module, layer: Layer, rows: Sequence[int] | None = None) -> Iterator[int]:
+def swapped(
+    model: nn.Module, layer: Layer, rows: Sequence[int] | None = None, launched: bool = True
+) -> Iterator[int]:
     """The linear layers of the blocks computed another way, in place; how many they are.
 
-    With the rows that each tower's layers get, a plan leaves those that are slower by it, the device's work alone.
+    With the rows that each tower's layers get, a plan leaves those that are slower by it: launched one by one, or
+    the device's work alone.
     """
     if layer.plan is not None:
         counts = rows or (None,) * len(list(encoders(model)))
         reports = [
-            swap_linears(encoder, layer.plan, tokens=count, launched=False)
+            swap_linears(encoder, layer.plan, tokens=count, launched=launched)
             for encoder, count in zip(encoders(model), counts, strict=True)
         ]
         try:
@@ -160,7 +163,7 @@ def bench(
         replays: dict[str, Callable[[], None]] = {}
         for layer in ready:
             try:
-                with swapped(model, layer, kept):
+                with swapped(model, layer, kept, launched=False) as rows[layer.name]["graph_swapped"]:
                     for _ in range(args.warm_up):
                         timed(functools.partial(step, True), device)
                     replays[layer.name] = captured(step)
@@ -246,7 +249,10 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     shown = ", ".join(name for name in MODELS if name != "tiny")
     parser.add_argument("--models", help=f"comma-separated: {shown} (all of them; without a GPU --check)")
     parser.add_argument("--plans", default=PLANS, help="comma-separated, as `narrowgauge bench linear` takes them")
-    parser.add_argument("--filter", action="store_true", help="leave layers that measured slower than nn.Linear")
+    parser.add_argument(
+        "--filter", action="store_true",
+        help="leave layers that measured slower than nn.Linear: launched, and for --graph by the device's work",
+    )  # fmt: skip
     parser.add_argument("--peers", action="store_true", help="torchao's float8 layers too, where installed")
     parser.add_argument(
         "--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile every block (inductor)"
@@ -318,9 +324,14 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
         for side, row in found["rows"].items():
             told = row.get("failed") or (
                 f"{row['ms']:.1f} ms, {row['speedup']:.3f} x"
-                + (f", from a graph {row['graph_ms']:.1f} ms, {row['graph_speedup']:.3f} x" if args.graph else "")
-                + f" (ceiling {row['ceiling']:.2f}), "
-                f"{row['swapped']} layers, warm-up {row['warm_up_seconds']:.0f} s, "
+                + f", {row['swapped']} layers"
+                + (
+                    f"; from a graph {row['graph_ms']:.1f} ms, {row['graph_speedup']:.3f} x, "
+                    f"{row['graph_swapped']} layers"
+                    if "graph_ms" in row
+                    else ""
+                )
+                + f" (ceiling {row['ceiling']:.2f}), warm-up {row['warm_up_seconds']:.0f} s, "
                 f"{row['compiled_graphs']} graphs, peak {row.get('peak_bytes', 0) / 1e9:.1f} GB"
             )
             print(f"  {side}: {told}", flush=True)

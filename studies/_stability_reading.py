@@ -17,6 +17,7 @@ from _stability_tables import LONG, PAPER, PLAIN, SHORT, STABLE, TENSORS, Result
 
 CLIPPED, THRESHOLD = "AdamW, clipped to 1", 2.3
 FOLLOWS = 0.01  # chance of as many loss spikes behind RMS spikes, below which the loss follows
+BEYOND = 3  # times what losses do just before the switch, in any run: a jump
 ENOUGH = 5  # loss spikes before it is said that they do not follow
 VARIED = {"model": "Figure 3", "batch": "Figure 12", "lr": "Figure 13"}
 TITLES = {"model": "the model", "batch": "the batch", "lr": "the learning rate"}
@@ -174,16 +175,21 @@ def _schedule(results: Results) -> Reading:
 def _switch(results: Results) -> Iterator[Reading]:
     """A changed learning signal, which the paper describes and this study provokes."""
     switched = results["training"]["switched"]
-    for name, spikes in ((PLAIN, True), (STABLE, False)):
-        runs = [
-            run
-            for run in results["runs"]
-            if "failed" not in run and run["signal"] != 1 and (run["row"], run["beta2"]) == (name, LONG)
-        ]
-        count = sum(bool(caused(run, switched)) for run in runs)
-        holds = {len(runs): spikes, 0: not spikes}.get(count) if runs else None
-        verb = "spikes" if spikes else "does not spike"
+    dimmed = [run for run in results["runs"] if "failed" not in run and run["signal"] != 1]
+    noise = max((abs(run["after"]["quiet"]) for run in dimmed if run["after"]), default=math.inf)
+    for name, jumps in ((PLAIN, True), (STABLE, False)):
+        runs = [run for run in dimmed if (run["row"], run["beta2"]) == (name, LONG)]
+        after = [run["after"] for run in runs if run["after"]]
+        jumped = sum(
+            bool(caused(run, switched)) or bool(run["after"] and run["after"]["rise"] > BEYOND * noise)
+            for run in runs
+        )
+        here = f"{jumped} of {len(runs)} runs"
+        if after:
+            rise, quiet = (statistics.fmean(x[key] for x in after) for key in ("rise", "quiet"))
+            here += f"; loss {rise:+.2f}, just before {quiet:+.2f}"
+        verb = "jumps" if jumps else "does not jump"
         yield Reading(
-            f"{name}, β2 {LONG:g}, {verb} when the signal of the patch embedding grows", "Section 3.4", "no figure",
-            f"{count} of {len(runs)} runs spike" if runs else "", holds,
+            f"The loss of {name}, β2 {LONG:g}, {verb} when the signal of the patch embedding grows", "Section 3.4",
+            "no figure", here if runs else "", {len(runs): jumps, 0: not jumps}.get(jumped) if runs else None,
         )  # fmt: skip

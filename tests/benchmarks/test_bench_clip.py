@@ -123,10 +123,12 @@ def test_the_filter_leaves_what_is_slower_at_a_towers_rows(model: Any, monkeypat
     # 16 patches of which half are dropped and a class token; texts of 12.
     rows = _clip_model.clip_rows(TINY, 4, 0.5)
     assert rows == (4 * 9, 4 * 12)
-    with bench_clip.swapped(model, plan_layer("SWITCHBACK"), rows) as count:
-        assert count == 12  # those of the images' tower
-        assert not any(type(m) is LowPrecisionLinear for m in model.text_model.encoder.modules())
-    assert not any(kind.launched for kind in asked)
+    for launched in (True, False):
+        asked.clear()
+        with bench_clip.swapped(model, plan_layer("SWITCHBACK"), rows, launched) as count:
+            assert count == 12  # those of the images' tower
+            assert not any(type(m) is LowPrecisionLinear for m in model.text_model.encoder.modules())
+        assert {kind.launched for kind in asked} == {launched}
 
 
 def test_a_peers_layers_are_put_in_place_and_taken_out(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

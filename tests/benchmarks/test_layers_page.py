@@ -138,7 +138,14 @@ def test_all_commands_are_told() -> None:
 
 
 def test_steps_of_clip_stand_beside_layers(tmp_path: Path) -> None:
-    row = {"ms": 301.2, "speedup": 1.156, "ceiling": 1.25, "peak_bytes": 41.2e9, "warm_up_seconds": 31.4}
+    row = {
+        "swapped": 144,
+        "ms": 301.2,
+        "speedup": 1.156,
+        "ceiling": 1.25,
+        "peak_bytes": 41.2e9,
+        "warm_up_seconds": 31.4,
+    }
     clip = {
         "command": "python benchmarks/bench_clip.py --compile",
         "models": {
@@ -151,12 +158,18 @@ def test_steps_of_clip_stand_beside_layers(tmp_path: Path) -> None:
     }
     (tmp_path / "linear_h200.json").write_text(json.dumps(made_up(gpu=True)))
     (tmp_path / "clip_h200.json").write_text(json.dumps(clip))
+    row |= {"swapped": 0, "graph_swapped": 24}
+    clip |= {"models": {"filtered": {"linear_share": 0.5, "rows": {"SWITCHBACK int8": row}}}}
+    (tmp_path / "clip_filter_h200.json").write_text(json.dumps(clip))
+    (tmp_path / "peers_linear_h200.json").write_text(json.dumps(made_up(gpu=True)))
     (tmp_path / "linear_cpu.json").write_text(json.dumps(made_up()))
     page = _layers.rendered("<!-- linear -->\nstale\n<!-- end -->\n", _layers.found(tmp_path))
     assert re.findall("^## (.*)", page, re.MULTILINE) == ["a GPU", "a CPU"]
     assert page.count("### A training step of CLIP") == 1
-    assert ["vit-h-14", "SWITCHBACK int8", "301", "1.16", "1.25", "41.2", "31 s"] in cells(page)
-    assert ["vit-b-16", "SWITCHBACK e4m3", "301", "1.16 (*2.00*)", "1.25", "41.2", "31 s"] in cells(page)
+    assert ["vit-h-14", "SWITCHBACK int8", "144", "301", "1.16", "1.25", "41.2", "31 s"] in cells(page)
+    assert ["vit-b-16", "SWITCHBACK e4m3", "144", "301", "1.16 (*2.00*)", "1.25", "41.2", "31 s"] in cells(page)
+    assert ["filtered", "SWITCHBACK int8", "0 (*24*)", "301", "1.16", "1.25", "41.2", "31 s"] in cells(page)
+    assert page.count("### Beside torchao") == page.count("With the filter") == 1
     assert "In brackets: the device's work alone" in " ".join(page.split())
     assert "vit-h-14 67 %, vit-b-16 50 % of the step" in " ".join(page.split())
     assert "stale" not in page

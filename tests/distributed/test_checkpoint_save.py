@@ -278,6 +278,30 @@ def test_what_modules_keep_beside_tensors_comes_back(tmp_path: Path) -> None:
         assert torch.equal(p, fresh.get_parameter(name))
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_tied_weights_are_written_once_and_read_by_both_names(tmp_path: Path, later: bool) -> None:
+    class Tied(nn.Module):
+        def __init__(self, tied: bool) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(50, 40), nn.Linear(40, 50, bias=False)
+            self.none, self.nothing = (nn.Parameter(torch.zeros(0)) for _ in range(2))
+            if tied:
+                self.head.weight = self.table.weight
+
+    saved = Tied(True)
+    if later:
+        path = save_checkpoint_async(tmp_path, model=saved, optimizer=None, step=1).wait()
+    else:
+        path = save_checkpoint(tmp_path, model=saved, optimizer=None, step=1)
+    assert 50 * 40 * 4 <= (path / "rank-00000.safetensors").stat().st_size < 2 * 50 * 40 * 4
+    for tied in (True, False):
+        fresh = Tied(tied)
+        load_checkpoint(path, model=fresh, optimizer=None)
+        assert torch.equal(fresh.table.weight, saved.table.weight)
+        assert torch.equal(fresh.head.weight, saved.table.weight)
+        assert (fresh.head.weight is fresh.table.weight) == tied
+
+
 def test_the_program_ends_when_the_last_one_is_written(tmp_path: Path) -> None:
     """And one that saves nothing does not wait for torch's distributed packages either."""
     program = (

@@ -56,9 +56,9 @@ def test_the_plan_begins_with_what_the_paper_shows() -> None:
     shown = 7 + 2 * 3
     assert [task.row for task in tasks[:7]] == [row.name for row in ROWS]
     assert {(t.model, t.lr, t.seed) for t in tasks[:shown]} == {("a", 1.0, 0)}
-    assert {(t.model, t.lr, t.seed) for t in tasks[shown : 2 * shown]} == {("b", 1.0, 0)}
-    assert {(t.model, t.lr, t.seed) for t in tasks[2 * shown : 4 * shown]} == {("a", 1.0, 1), ("a", 1.0, 2)}
-    assert {(t.model, t.lr, t.seed) for t in tasks[4 * shown : 5 * shown]} == {("a", 2.0, 0)}
+    assert {(t.model, t.lr, t.seed) for t in tasks[shown : 2 * shown]} == {("a", 2.0, 0)}
+    assert {(t.model, t.lr, t.seed) for t in tasks[2 * shown : 3 * shown]} == {("b", 1.0, 0)}
+    assert {(t.model, t.lr, t.seed) for t in tasks[3 * shown : 5 * shown]} == {("a", 1.0, 1), ("a", 1.0, 2)}
     full = [t for t in tasks if (t.model, t.lr) == ("a", 1.0)]
     assert len(full) == 3 * len(ROWS) * len(ADDED)
     assert len(tasks) == len(full) + shown + 3 * shown

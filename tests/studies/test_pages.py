@@ -78,11 +78,12 @@ def test_a_page_gets_its_picture_with_its_results(tmp_path: Path, monkeypatch: p
     page = tmp_path / "inner_product_noise.md"
     marks = [
         f"<!-- picture: {name}.png Noise\nagainst length -->\n"
-        for name in ("inner_product_noise_cpu", "stability_h200")
+        for name in ("inner_product_noise_cpu", "stability_waiting")
     ]
     page.write_text("".join(f"{mark}<!-- end -->\n" for mark in marks))
     monkeypatch.setattr(render, "PAGES", tmp_path)
     monkeypatch.setattr(render, "OTHERS", ())
+    monkeypatch.setitem(render._unmeasured.OPTIONS, "stability_waiting.json", "--device cuda")
     monkeypatch.setattr(render.sys, "argv", ["render.py", "--check"])
     assert render.main() == 1
     monkeypatch.setattr(render.sys, "argv", ["render.py"])

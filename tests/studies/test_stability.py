@@ -240,8 +240,16 @@ def test_what_the_paper_says_is_read_from_the_runs(
     assert found[follow] == ["28 of 30, by chance 1 %", "2 of 4; chance of as many 0.00023", "holds"]
     middle = "Loss spikes do not follow RMS spikes of a layer in the middle"
     assert found[middle][1:] == ["0 of 4; chance of as many 1", "cannot tell"]
-    shifted = "StableAdamW, β2 0.999, does not spike when the signal of the patch embedding grows"
-    assert found[shifted][1:] == ["1 of 1 runs spike", "does not hold"]
+    shifted = "The loss of StableAdamW, β2 0.999, does not jump when the signal of the patch embedding grows"
+    assert found[shifted][1:] == ["1 of 1 runs; loss +0.60, just before +0.10", "does not hold"]
+    (dimmed,) = [made for made in results["runs"] if made["signal"] != 1]
+    dimmed["loss_spikes"] = []  # the heuristic sees nothing
+    assert readings(_stability_reading.reading(results))[shifted][2] == "does not hold"
+    dimmed["after"]["quiet"] = -0.25  # as much of either sign
+    assert readings(_stability_reading.reading(results))[shifted][1:] == [
+        "0 of 1 runs; loss +0.60, just before -0.25",
+        "holds",
+    ]
     assert found["RMS_t of the patch embedding passes 2.3 with the long memory alone"][2] == "holds"
     for made in results["runs"]:
         if (made["row"], made["beta2"]) == ("AdamW", 0.999):

@@ -145,7 +145,7 @@ _writer = _Writer()
 
 
 def _copied(job: Job) -> Job:
-    parts = [Part(p.key, p.tensor.detach().to("cpu", copy=True), p.shape, p.offsets) for p in job.parts]
+    parts = [replace(part, tensor=part.tensor.detach().to("cpu", copy=True)) for part in job.parts]
     # Where this process is now: it may go elsewhere while a thread writes.
     return replace(job, folder=job.folder.absolute(), parts=parts)
 
@@ -192,12 +192,17 @@ def _checked(
     if not timeout > 0:
         raise ValueError(f"timeout: got {timeout!r}, takes seconds above 0")
     gathered = gather(model, optimizer, extra, random_states, us.rank)
-    parts = []
+    parts: dict[Any, Part] = {}
     for key, tensor in gathered.tensors.items():
         piece = local_piece(key, tensor)
         if piece is not None and writes(tensor, us.rank, key in gathered.own):
             part, offsets, sizes = piece
             if part.numel() or tuple(sizes) == tuple(tensor.shape):
-                parts.append(Part(key, part.detach(), tuple(tensor.shape), offsets))
+                new = Part(key, part.detach(), tuple(tensor.shape), offsets)
+                # Tied weights are written once. An empty tensor has no memory that would tell it from others.
+                memory = part.data_ptr(), part.device, part.dtype, part.shape, part.stride(), new.shape, offsets
+                place = memory if part.numel() else key
+                known = parts.get(place)
+                parts[place] = new if known is None else replace(known, also=(*known.also, key))
     held = list(gathered.tensors)
-    return Job(folder, step, keep_last, timeout, token, us, parts, held, gathered.values)
+    return Job(folder, step, keep_last, timeout, token, us, [*parts.values()], held, gathered.values)

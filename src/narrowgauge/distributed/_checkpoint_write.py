@@ -33,12 +33,13 @@ from narrowgauge.distributed._checkpoint_ranks import FAILED, Ranks, raise_refus
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank holds of a tensor and writes."""
+    """What a rank holds of a tensor and writes; `also` are other names of the same memory, as of tied weights."""
 
     key: str
     tensor: Tensor
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
+    also: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def _write_part(job: Job) -> None:
         for part, start in zip(job.parts, starts, strict=True):
             piece = Piece(file, start, part.offsets, tuple(part.tensor.shape))
             stored = Stored(DTYPE_NAMES[part.tensor.dtype], part.shape, (piece,))
-            said["tensors"][part.key] = asdict(stored)
+            said["tensors"] |= dict.fromkeys((part.key, *part.also), asdict(stored))
     write_file(job.written / f"{job.name}.json", json.dumps(said).encode())
 
 
