@@ -183,7 +183,8 @@ def encoded(asked: Sequence[Asked], mesh: Any) -> list[Gathered]:
     rows = [-(-one.size[0] // ranks) for one in asked]
     found = [find_absmax([pieces[at] for at in here], format) for format, here in places.items()]
     agreed = found[0] if len(found) == 1 else torch.cat(found)
-    dist.all_reduce(agreed, dist.ReduceOp.MAX, group=mesh.get_group())
+    if ranks > 1:
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=mesh.get_group())
     results: dict[int, Gathered] = {}
     each = torch.split(agreed, [len(here) for here in places.values()])
     for (format, here), absmax in zip(places.items(), each, strict=True):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from narrowgauge.linear._ops import _modules, no_kernels
+from narrowgauge.linear import _ops
 from narrowgauge.linear._quantize import FORMATS, Format, codes_by, largest_magnitude, scales_by
 
 _WIDTH = 4  # integers for each matrix, as kernels read them
@@ -26,7 +26,7 @@ def find_absmax(pieces: Sequence[Tensor], format: Format) -> Tensor:
         format: what codes they get.
     """
     if _have_kernels(pieces, format):
-        found: Tensor = _modules()[1].find_absmax([piece.contiguous() for piece in pieces], format)
+        found: Tensor = _ops._modules()[1].find_absmax([piece.contiguous() for piece in pieces], format)
         return found
     own = torch.cat([largest_magnitude(piece, "tensor", format) for piece in pieces])
     # A NaN of torch's may have a sign.
@@ -56,13 +56,13 @@ def encode(
 
 
 def _have_kernels(pieces: Sequence[Tensor], format: Format) -> bool:
-    return pieces[0].is_cuda and no_kernels(pieces[0].device, FORMATS[format].dtype) is None
+    return _ops.no_kernels(pieces[0].device, FORMATS[format].dtype) is None
 
 
 def _by_kernel(piece: Tensor, high: int, absmax: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     made = piece.new_empty if len(piece) == high else piece.new_zeros
     codes = made((high, piece.shape[1]), dtype=FORMATS[format].dtype)
-    return codes, _modules()[1].quantize_by(piece.contiguous(), format, absmax, codes)
+    return codes, _ops._modules()[1].quantize_by(piece.contiguous(), format, absmax, codes)
 
 
 def _eager(

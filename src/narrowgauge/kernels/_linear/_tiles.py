@@ -139,15 +139,19 @@ def _looked(
     launch, shape, high = _launch_look(rows, columns, x.dtype, format, column, sums)
     maxima = x.new_empty(shape, dtype=torch.int32)
     at, total = maxima.data_ptr(), None
-    if not sums:  # the kernel does not look at where they would go
-        launch(
-            x.get_device(), (x.data_ptr(), at, at, at), lambda: (x, maxima, maxima, maxima.view(torch.float32))
-        )  # fmt: skip
+    if not sums:
+        _look_into(x, maxima, launch)
     else:
         partial = x.new_empty((high, columns), dtype=torch.float32)
         launch(x.get_device(), (x.data_ptr(), at, at, partial.data_ptr()), lambda: (x, maxima, maxima, partial))
         total = add_up(partial, dtype)
     return maxima.amax(0, keepdim=True) if column else maxima, total
+
+
+def _look_into(x: Tensor, maxima: Tensor, launch: Launch) -> None:
+    """Look for maxima alone."""
+    at = maxima.data_ptr()  # also of sums, at which the kernel does not look
+    launch(x.get_device(), (x.data_ptr(), at, at, at), lambda: (x, maxima, maxima, maxima.view(torch.float32)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -271,17 +275,10 @@ def find_absmax(matrices: Sequence[Tensor], format: str) -> Tensor:
     launches = [_launch_look(*x.shape, x.dtype, format, False, False)[:2] if x.numel() else None for x in matrices]
     each = 4 * over(max((launch[1][0] for launch in launches if launch is not None), default=1), 4)
     maxima = matrices[0].new_zeros((len(matrices), 4, each // 4), dtype=torch.int32)
-    for place, (x, launch) in enumerate(zip(matrices, launches, strict=True)):
+    for x, launch, own in zip(matrices, launches, maxima.unbind(), strict=True):
         if launch is not None:
-            at = maxima.data_ptr() + place * each * maxima.element_size()
-            launch[0](x.get_device(), (x.data_ptr(), at, at, at), functools.partial(_looking, x, maxima, place))
+            _look_into(x, own, launch[0])
     return maxima.amax(2)
-
-
-def _looking(x: Tensor, maxima: Tensor, place: int) -> tuple[Tensor, ...]:
-    """What a launch of `_look` takes that leaves a matrix's maxima in their place."""
-    own = maxima[place]
-    return x, own, own, own.view(torch.float32)
 
 
 def quantize_by(x: Tensor, format: str, absmax: Tensor, codes: Tensor) -> Tensor:
