@@ -1,7 +1,7 @@
 """Which shards FSDP2 gathers together: those of a parameter group, in the order in which it asks them.
 
-FSDP2 tells nobody. What is read here is torch's own and has been so from 2.11 to 2.13; where it is not as expected,
-a shard has no mates, and is gathered alone.
+FSDP2 tells nobody. What is read here is torch's own, of 2.13, and of those before it, which have one group in the
+place of a list; where it is not as expected, a shard has no mates, and is gathered alone.
 """
 
 from __future__ import annotations
