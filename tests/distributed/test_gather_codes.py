@@ -81,15 +81,16 @@ def sharded(plan: LinearPlan, how: str, codes: bool) -> nn.Module:
 
 
 class Gathered(TorchDispatchMode):
-    """Bytes that all-gathers bring."""
+    """Bytes that all-gathers bring, and how many all-reduces there are."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes = 0
+        self.bytes = self.agreed = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "_allgather_base" in func.__name__:
             self.bytes += args[0].nbytes
+        self.agreed += "allreduce_" in func.__name__
         return func(*args, **(kwargs or {}))
 
 
@@ -109,7 +110,7 @@ def trained(made: nn.Module, rank: int, poison: bool = False) -> dict[str, Any]:
         gradients.append([p.grad.full_tensor() for p in made.parameters()])
         optimizer.step()
     return {
-        "losses": losses, "gradients": gradients, "bytes": gathered.bytes,
+        "losses": losses, "gradients": gradients, "bytes": gathered.bytes, "agreed": gathered.agreed,
         "weights": [p.full_tensor().detach() for p in made.parameters()],
         "paths": {row.path for row in optimizer.describe().rows},
     }  # fmt: skip
@@ -210,6 +211,13 @@ def test_a_byte_an_element_is_gathered(runs: Runs, name: str, how: str) -> None:
     times = plain // (width * (matrices + vectors))
     assert times == (1 if how == "kept" else 2) * (STEPS - 1)
     assert coded == times * (matrices + width * vectors)
+
+
+@pytest.mark.parametrize(("name", "how"), CASES)
+def test_a_group_agrees_in_one_collective(runs: Runs, name: str, how: str) -> None:
+    plain, coded = (runs((name, how, codes))[0]["agreed"] for codes in (False, True))
+    times = (1 if how == "kept" else 2) * (STEPS - 1)
+    assert (plain, coded) == (0, 3 * times)  # two blocks and the head
 
 
 @pytest.mark.parametrize("name", ["SWITCHBACK", "TENSORWISE_FP8"])

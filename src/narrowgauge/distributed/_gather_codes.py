@@ -6,6 +6,11 @@ can agree on the scale first (the largest absmax of all shards, a number), encod
 codes: a byte an element. The codes are those that the layer would have made of the whole weight, so the training is
 the same to the bit.
 
+FSDP2 gathers the parameters of a group together, and asks its shards one after the other in one call. All are
+encoded when the first is asked, by one maximum over ranks for all (`_groups` says which they are), and handed out
+when their turn comes. What is not asked for in this order is thrown away and encoded alone. Nothing is kept from
+one gather to the next: weights may have been written to without a sign, by `p.data`.
+
 FSDP2 asks a shard that has `fsdp_pre_all_gather` and `fsdp_post_all_gather` what to gather and what to make of it.
 So the shards are of a class of their own, and are otherwise plain tensors: the high-precision weights that
 optimizers step and checkpoints hold. `_Marked` is the parameter's class between `gather_codes` and `fully_shard`,
@@ -16,17 +21,22 @@ Source: for weights of float8 layers the idea is that of torchao's float8 all-ga
 
 from __future__ import annotations
 
+import functools
+import inspect
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from narrowgauge.distributed._groups import Asked, mates_of
 from narrowgauge.linear import LinearPlan, LowPrecisionConv1D, LowPrecisionLinear
 from narrowgauge.linear._coded import Coded, CodedWeight, Form
-from narrowgauge.linear._direct import operations
+from narrowgauge.linear._pieces import encode, find_absmax
 from narrowgauge.linear._plan import MULTIPLIES
-from narrowgauge.linear._quantize import FORMATS, Format, quantize_by
+from narrowgauge.linear._quantize import FORMATS, Format
 
 
 def gather_codes(model: nn.Module) -> list[str]:
@@ -74,6 +84,7 @@ def gather_codes(model: nn.Module) -> list[str]:
     return [name for name, _ in taking]
 
 
+@functools.lru_cache(maxsize=256)
 def coded_format(plan: LinearPlan) -> Format | None:
     """The format of W's codes, where they are all that a plan needs of it; else None."""
     found = {o for name in MULTIPLIES for o in plan.operands(name) or () if o.quantity == "weight"}
@@ -114,40 +125,89 @@ class _Shard(Tensor):
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Form]]:
         """This rank's codes, padded to the largest shard, and what all need to read them."""
-        if self.shape[1:] != outer_size[1:]:
-            raise ValueError(
-                f"weight: got a shard of {tuple(self.shape)} of {tuple(outer_size)}, takes rows: gather_codes goes "
-                "with fully_shard's own Shard(0)"
-            )
-        format = coded_format(module.plan)
-        if format is None:
-            raise ValueError(
-                f"plan: got {module.plan.title}, set after gather_codes; takes one that scales W by the tensor "
-                "alone"
-            )
-        x = self.plain if mp_policy.param_dtype is None else self.plain.to(mp_policy.param_dtype)
-        quantize_tensor = operations(x).quantize_tensor
-        own = quantize_tensor(x, None, format, False, False, False, x.dtype)[3]
-        # In int8 infinity and NaN are found by the absmax, and a maximum over ranks may lose a NaN.
-        absmax = own.nan_to_num(nan=torch.inf, posinf=torch.inf)
-        dist.all_reduce(absmax, dist.ReduceOp.MAX, group=mesh.get_group())
-        codes = quantize_tensor(x, absmax.view(()), format, True, False, False, x.dtype)[0].view(torch.uint8)
-        rows = -(-outer_size[0] // mesh.size())
-        if len(codes) < rows:
-            codes = torch.cat([codes, codes.new_zeros(rows - len(codes), outer_size[1])])
-        scale = quantize_by(absmax.new_zeros(1, 1), absmax, absmax, format).scale
-        return (codes,), (scale, Form(format, x.dtype))
+        waiting = _waiting.shards
+        if waiting and waiting[-1][0] is self:
+            return waiting.pop()[1]
+        waiting.clear()
+        mates = mates_of(Asked(self, outer_size, module, mp_policy))
+        first, *others = encoded(mates, mesh)
+        waiting.extend(zip((mate.shard for mate in mates[:0:-1]), others[::-1], strict=True))
+        return first
+
+    # FSDP2 looks at it at every gather, which takes longer than most of what is above.
+    fsdp_pre_all_gather.__signature__ = inspect.signature(fsdp_pre_all_gather)  # type: ignore[attr-defined]
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The whole weight as codes; `out` is that of the last time, whose memory these have."""
         (codes,), (scale, form) = all_gather_outputs, metadata
-        coded = Coded(codes.view(FORMATS[form.format].dtype), scale, form)
+        dtype = FORMATS[form.format].dtype
         if out is None:
-            return CodedWeight(coded), ()  # of all padded rows; FSDP2 takes the first ones by `as_strided`
-        out.coded = coded._replace(codes=coded.codes[: len(out)])
+            # Of all padded rows; FSDP2 takes the first ones by `as_strided`.
+            return CodedWeight(Coded(codes.view(dtype), scale, form)), ()
+        known = out.coded.codes
+        if known.dtype != dtype or known.data_ptr() != codes.data_ptr():
+            known = codes.view(dtype)[: len(out)]
+        out.coded = Coded(known, scale, form)
         return None
+
+
+Gathered = tuple[tuple[Tensor, ...], tuple[Tensor, Form]]
+
+
+class _Waiting(threading.local):
+    """Shards that were encoded with the first one of their group, the next one last: each thread's own gather."""
+
+    def __init__(self) -> None:
+        self.shards: list[tuple[Tensor, Gathered]] = []
+
+
+_waiting = _Waiting()
+
+
+def encoded(asked: Sequence[Asked], mesh: Any) -> list[Gathered]:
+    """What FSDP2 is to gather of shards that are asked in one gather, and what all ranks need to read it.
+
+    One collective: every rank is to ask for the same.
+    """
+    places: dict[Format, list[int]] = {}
+    for place, one in enumerate(asked):
+        places.setdefault(_format(one), []).append(place)
+    dtypes = [one.policy.param_dtype for one in asked]
+    pieces = [
+        one.shard.plain if dtype is None else one.shard.plain.to(dtype)
+        for one, dtype in zip(asked, dtypes, strict=True)
+    ]
+    ranks = mesh.size()
+    rows = [-(-one.size[0] // ranks) for one in asked]
+    found = [find_absmax([pieces[at] for at in here], format) for format, here in places.items()]
+    agreed = found[0] if len(found) == 1 else torch.cat(found)
+    if ranks > 1:
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=mesh.get_group())
+    results: dict[int, Gathered] = {}
+    each = torch.split(agreed, [len(here) for here in places.values()])
+    for (format, here), absmax in zip(places.items(), each, strict=True):
+        coded = encode([pieces[at] for at in here], [rows[at] for at in here], absmax, format)
+        for at, (codes, scale) in zip(here, coded, strict=True):
+            results[at] = (codes.view(torch.uint8),), (scale, Form(format, pieces[at].dtype))
+    return [results[at] for at in range(len(asked))]
+
+
+def _format(asked: Asked) -> Format:
+    """The format of a shard's codes, or why there can be none."""
+    if asked.shard.shape[1:] != asked.size[1:]:
+        raise ValueError(
+            f"weight: got a shard of {tuple(asked.shard.shape)} of {tuple(asked.size)}, takes rows: gather_codes "
+            "goes with fully_shard's own Shard(0)"
+        )
+    plan = asked.module.plan
+    format = coded_format(plan)
+    if format is None:
+        raise ValueError(
+            f"plan: got {plan.title}, set after gather_codes; takes one that scales W by the tensor alone"
+        )
+    return format
 
 
 _aten = torch.ops.aten

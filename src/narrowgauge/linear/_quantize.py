@@ -113,7 +113,12 @@ def quantize(x: Tensor, scaling: Scaling, format: Format = "int8", absmax: Tenso
 
 def quantize_by(x: Tensor, own: Tensor, absmax: Tensor, format: Format) -> ScaledCodes:
     """A matrix in eight bits by an absmax; `own` is what `largest_magnitude` says of it, of the same shape."""
-    x = x.to(torch.float32)
+    inverse, scale = scales_by(own, absmax, format)
+    return ScaledCodes(codes_by(x, inverse, format), scale)
+
+
+def scales_by(own: Tensor, absmax: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """What elements are multiplied by, and what the code 1 stands for, by an absmax; float32 all, of one shape."""
     # Two comparisons that NaN fails: int8 finds the non-finite in its own absmax, whatever was chosen.
     usable = (absmax >= SMALLEST_ABSMAX) & (own < torch.inf)
     target = FORMATS[format]
@@ -123,10 +128,18 @@ def quantize_by(x: Tensor, own: Tensor, absmax: Tensor, format: Format) -> Scale
     scale = torch.where(usable, absmax / largest, 0.0)
     if target.floats is None:
         scale = torch.where(own < torch.inf, scale, torch.nan)
-        codes = (x * inverse).nan_to_num(nan=0.0).round().clamp(-target.largest, target.largest).to(torch.int8)
-        return ScaledCodes(codes, scale)
+    return inverse, scale
+
+
+def codes_by(x: Tensor, inverse: Tensor, format: Format) -> Tensor:
+    """The codes of a matrix, by what its elements are multiplied by."""
+    target = FORMATS[format]
+    x = x.to(torch.float32)
+    if target.floats is None:
+        scaled = (x * inverse).nan_to_num(nan=0.0).round()
+        return scaled.clamp(-target.largest, target.largest).to(torch.int8)
     scaled = torch.where(x.isfinite(), (x * inverse).clamp(-target.largest, target.largest), torch.nan)
-    return ScaledCodes(round_to(scaled, target.floats), scale)
+    return round_to(scaled, target.floats)
 
 
 def largest_magnitude(x: Tensor, scaling: Scaling, format: Format) -> Tensor:
