@@ -106,6 +106,7 @@ def _on_a_rank(rank: int, results: Study, tasks: Sequence[Task], plan: Plan, end
             results.add(task, result, left)
         gc.collect()  # models hang in circles
     if rank == 0 and left:
+        results.write(left)
         print(f"{len(left)} runs are left for another call with --resume", flush=True)
     dist.destroy_process_group()
 

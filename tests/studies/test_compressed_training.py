@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ import _pictures
 import compressed_training as study
 import pytest
 import render
-import torch
 import torch.distributed as dist
 import typer
 from _compressed_run import Plan, Task
@@ -219,6 +219,22 @@ def test_what_it_does_not_take(words: list[str], message: str, tmp_path: Path) -
     assert message in result.output
 
 
+def test_its_page(results: dict[str, Any], page_with: Callable[..., str]) -> None:
+    drawn = page_with("compressed_training", {"compressed_training_h200.json": results})
+    assert "Not measured yet" not in drawn
+    assert "](compressed_training_h200.png)" in drawn
+
+
+def test_no_run_begins_that_would_not_end_in_time(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study, "START", START)
+    study.study(tmp_path / "x.json", plan, NAMES, 1, seconds=0.0)
+    found = json.loads((tmp_path / "x.json").read_text())
+    assert not found["runs"]
+    assert len(found["unfinished"]) == 2 * len(NAMES)
+
+
 def test_it_goes_on_where_it_ended(plan: Plan, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that is made again is the same, bit for bit, whatever the ranks did before it."""
     monkeypatch.setattr(study, "START", START)
@@ -229,4 +245,3 @@ def test_it_goes_on_where_it_ended(plan: Plan, file: Path, tmp_path: Path, monke
     again = json.loads(out.read_text())["runs"][-1]
     names = ("optimizer", "row", "validation_loss", "curve", "bytes_sent", "memory_bytes")
     assert [again[name] for name in names] == [lacking[name] for name in names]
-    assert torch.get_num_threads() == 1
