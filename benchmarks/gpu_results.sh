@@ -47,6 +47,7 @@ part() {
     stability) study stability --jobs 8 --seconds 480 ${EMOJI:+--data "$EMOJI"} ;;
     loss_scaling) study loss_scaling --seconds 450 ;;
     training_magnitudes) study training_magnitudes ;;
+    compressed_training) study compressed_training --seconds 240 ;;
     data_parallel) torchrun benchmarks/bench_data_parallel.py --json "$bench/data_parallel_${GPUS}_h200.json" ;;
     compressed) run benchmarks/bench_compressed.py --ranks "$GPUS" --json "$bench/compressed_h200.json" ;;
     sharded) torchrun benchmarks/bench_sharded_step.py --json "$bench/sharded_step_${GPUS}_h200.json" ;;

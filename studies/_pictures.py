@@ -15,6 +15,7 @@ from typing import Any
 import _bytes_picture
 import _clip_picture
 import _collage_picture
+import _compressed_picture
 import _eight_bit_adam_picture
 import _loss_spikes_picture
 import _magnitudes_picture
@@ -77,6 +78,8 @@ def draw(results: Path, path: Path) -> None:
             figure = _collage_picture.progress(found)
         elif path.stem.startswith("collage_throughput"):
             figure = _throughput_picture.peaks(found)
+        elif path.stem.startswith("compressed_training"):
+            figure = _compressed_picture.differences(found)
         elif path.stem.startswith("eight_bit_adam"):
             figure = _eight_bit_adam_picture.sensitivity(found)
         elif path.stem.startswith("state_codecs"):

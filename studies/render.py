@@ -26,6 +26,7 @@ import _clip_reading
 import _clip_tables
 import _collage_reading
 import _collage_tables
+import _compressed_tables
 import _eight_bit_adam_tables
 import _evidence
 import _evidence_numbers
@@ -59,6 +60,7 @@ TABLES = {
     "collage_float8": _float8_tables.TABLES,
     "collage_training": _collage_tables.TABLES | {"reading": _collage_reading.reading},
     "collage_throughput": _throughput_tables.TABLES | {"reading": _throughput_reading.reading},
+    "compressed_training": _compressed_tables.TABLES,
     "bytes_and_loss": _bytes_tables.TABLES,
     "eight_bit_adam": _eight_bit_adam_tables.TABLES,
     "state_codecs": _state_tables.TABLES,
@@ -76,6 +78,7 @@ FACTS = {
     "clip_precision": _clip_tables.facts,
     "collage_training": _collage_tables.facts,
     "collage_throughput": _throughput_tables.facts,
+    "compressed_training": _compressed_tables.facts,
     "eight_bit_adam": _eight_bit_adam_tables.facts,
     "state_codecs": _state_tables.state_facts,
     "loss_scaling": _scaling_tables.facts,

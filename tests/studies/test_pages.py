@@ -21,6 +21,7 @@ def test_there_is_a_page_for_each_study() -> None:
         "collage_float8",
         "collage_throughput",
         "collage_training",
+        "compressed_training",
         "eight_bit_adam",
         "inner_product_noise",
         "loss_scaling",
