@@ -31,6 +31,7 @@ from narrowgauge.distributed._offload_views import ShowsInner
 from narrowgauge.optim import NarrowOptimizer
 from narrowgauge.optim._arriving import ArrivingDispatch
 from narrowgauge.optim._checkpoint_form import check_form
+from narrowgauge.optim._gradient_hooks import on_gradient
 from narrowgauge.optim._step_in_backward import refuse_other
 
 _SCALED = ("grad_scale", "found_inf")  # what torch's GradScaler leaves for the time of a step
@@ -152,11 +153,7 @@ class CPUOffload(ShowsInner):
         if self._transfer == "step":
             return
         for p in ps:
-            trained = p.requires_grad
-            # torch takes no hook for a frozen parameter, but keeps one, so that it may be thawed later.
-            hooked: Any = p.requires_grad_(True)
-            self._handles[p] = hooked.register_post_accumulate_grad_hook(self._accumulated)
-            p.requires_grad_(trained)
+            self._handles[p] = on_gradient(p, self._accumulated)
 
     def remove(self) -> None:
         """Take the hooks off the parameters, so that another optimizer may have them; this one is done then."""

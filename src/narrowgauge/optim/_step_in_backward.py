@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from narrowgauge.optim._gradient_hooks import GradientHook, on_gradient
 from narrowgauge.optim._optimizer import NarrowOptimizer
 from narrowgauge.optim._options import LIMIT
 from narrowgauge.optim._shards import local_gradient, shard_of
@@ -132,7 +133,7 @@ class InBackward:
                     "LARS, clip_updates): ranks would have to agree on each by itself"
                 )
             hooks = (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()
-            if any(isinstance(getattr(hook, "__self__", None), InBackward) for hook in hooks):
+            if any(isinstance(hook, GradientHook) and isinstance(hook.owner, InBackward) for hook in hooks):
                 name = self._optimizer._plan(p).name
                 raise ValueError(
                     f"model: another optimizer steps {name} in backward; takes a model without, "
@@ -143,16 +144,13 @@ class InBackward:
         """Step the parameters of a group from now on."""
         for p in self._optimizer.param_groups[number]["params"]:
             self._numbers[p] = number
-            trained = p.requires_grad
-            # torch takes no hook for a frozen parameter, but keeps one, so that it may be thawed later.
-            self._handles.append(p.requires_grad_(True).register_post_accumulate_grad_hook(self._step))
-            p.requires_grad_(trained)
+            self._handles.append(on_gradient(p, self._step))
 
     def remove(self) -> None:
         """Take the hooks off the model: from now on gradients stay, and `step()` moves the weights.
 
         Between two steps, best: what `backward()` has moved since the last `step()` stays moved. The model then
-        takes another optimizer, and no longer keeps this one alive. Calling it again does nothing.
+        takes another optimizer. Calling it again does nothing.
         """
         for handle in self._handles:
             handle.remove()
