@@ -42,6 +42,7 @@ from narrowgauge.trainers._models import Preset, configuration, next_token_loss
 from narrowgauge.trainers._tokens import END_OF_TEXT
 
 STEPS = 3
+LEFT = 16 << 20  # bytes beyond workspaces that a row may find: more is a leak, and would be counted as its own
 PLANS = {
     "": None,
     "SWITCHBACK": linear.SWITCHBACK,
@@ -223,6 +224,8 @@ def results_of(rows: list[Row], device: torch.device, most: float, seconds: floa
         try:
             if started - begun > seconds:
                 raise TimeoutError(f"not begun within {seconds:g} s")
+            if found["before"] > results["workspaces"] + LEFT:
+                raise RuntimeError(f"not begun: {found['before'] / 1e6:.0f} MB of the row before are still there")
             plan = planned(row)
             found |= {"planned": plan.peak, "at_peak": dict(plan.at_peak), "where": plan.where}
             found["planning_s"] = round(time.perf_counter() - started, 2)

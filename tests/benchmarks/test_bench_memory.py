@@ -90,6 +90,15 @@ def test_rows_have_ratios_or_errors(
             assert "ratio 0.900" in line
 
 
+def test_a_row_is_not_measured_beside_what_the_one_before_left(
+    without_gpu: list[bench_memory.Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_memory, "freed", lambda device: 371 << 20)
+    (found,) = bench_memory.results_of(without_gpu[:1], torch.device("cuda"), 120.0)["rows"]
+    assert found["error"] == "RuntimeError: not begun: 389 MB of the row before are still there"
+    assert "ratio" not in found
+
+
 def test_a_row_too_large_is_not_run(without_gpu: list[bench_memory.Row]) -> None:
     (found,) = bench_memory.results_of(without_gpu[:1], torch.device("cuda"), 1.0)["rows"]
     assert "of 1.0 at most" in found["error"]
