@@ -36,6 +36,10 @@ part() {
         --json "$bench/linear_h200.json" ;;
     clip) run benchmarks/bench_clip.py --compile --graph --models vit-h-14,vit-l-14,vit-b-16 --resume \
         --json "$bench/clip_h200.json" ;;
+    clip_filter) run benchmarks/bench_clip.py --compile --graph --filter --models vit-b-16,vit-l-14 --resume \
+        --json "$bench/clip_filter_h200.json" ;;
+    peers) run -m narrowgauge.cli bench linear --device cuda --peers --sections shapes \
+        --shapes 32768x1280x5120,16384x4096x16384 --json "$bench/peers_linear_h200.json" ;;
     watch) run benchmarks/bench_watch.py --optimizers torch adamw8bit --ways all --rounds 13 \
         --json "$bench/watch_h200.json" ;;
     memory) run benchmarks/bench_memory.py --seconds 400 --json "$bench/memory_h200.json" ;;

@@ -130,6 +130,7 @@ def test_no_token_sees_what_follows(name: str) -> None:
         ("gpt2", 50257, 124_439_808),
         ("gpt2-medium", 50257, 354_823_168),
         ("gpt2-large", 50257, 774_030_080),
+        ("gpt2-xl", 50257, 1_557_611_200),
         ("llama-130m", 32000, 134_105_856),
     ],
 )
@@ -160,7 +161,7 @@ def test_the_initial_spread_is_the_presets() -> None:
 
 
 def test_names() -> None:
-    assert {"micro", "mini", "tiny", "gpt2", "gpt2-medium", "gpt2-large", "llama-micro"} < set(presets())
+    assert {"micro", "mini", "tiny", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "llama-micro"} < set(presets())
     assert isinstance(preset("micro"), Preset)
     with pytest.raises(ModelError) as caught:
         build_model("gpt-5", vocabulary=300, sequence=8, seed=0)

@@ -74,6 +74,7 @@ _PRESETS = {
     "gpt2": Preset("gpt2", layers=12, width=768, heads=12, hidden=3072, positions=1024),
     "gpt2-medium": Preset("gpt2", layers=24, width=1024, heads=16, hidden=4096, positions=1024),
     "gpt2-large": Preset("gpt2", layers=36, width=1280, heads=20, hidden=5120, positions=1024),
+    "gpt2-xl": Preset("gpt2", layers=48, width=1600, heads=25, hidden=6400, positions=1024),
     "llama-micro": Preset("llama", layers=2, width=96, heads=4, hidden=256),
     "llama-130m": Preset("llama", layers=12, width=768, heads=12, hidden=2048, positions=1024),
     "bert-micro": Preset("bert", layers=2, width=96, heads=4, hidden=384),
