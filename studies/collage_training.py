@@ -175,7 +175,7 @@ def main(
     data: Annotated[Path | None, typer.Option(help="A text.", show_default="installed Python sources")] = None,
     megabytes: Annotated[int | None, typer.Option(min=1, help="Of the installed sources, at most. [48]")] = None,
     model: Annotated[str | None, typer.Option(help="Model preset, causal or masked. [gpt2]")] = None,
-    vocabulary: Annotated[int | None, typer.Option(help="Tokens of the byte-level BPE. [50257; masked: 1022]")] = None,
+    vocabulary: Annotated[int | None, typer.Option(help="Tokens of the BPE. [50257; masked: 1022]")] = None,
     steps: Annotated[int | None, typer.Option(min=2, help="Optimizer steps of a run. [300; masked: 600]")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Windows a step. [8; masked: 64]")] = None,
     sequence: Annotated[int | None, typer.Option(help="Tokens a window. [1024; masked: 128]")] = None,
