@@ -129,6 +129,8 @@ def through_triton(nothing: Nothing) -> None:
     for launches in vars(_messages).values():
         if isinstance(launches, _launches.Launches):
             launches._known = nothing  # type: ignore[assignment]
+    launching: Any = _launches
+    launching.current_device = lambda: -1  # a torch with CUDA asks the driver, which need not be there
     replaced: Any = fused
     replaced.CMessages = _messages.TritonMessages
     fused._kernels.cache_clear()

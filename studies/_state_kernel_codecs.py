@@ -164,7 +164,7 @@ def pattern_encode(x, bits, P: tl.constexpr):
     s, base = word & 0xFFF, word & ~0xFFF
     step = _power(s)
     more = step >> 1 if bits is None else ((bits.to(tl.uint32) << 16) >> (32 - s).to(tl.uint32)).to(tl.int32)
-    k = tl.minimum((tl.maximum(pattern, lo) + (step - base) + more) >> s, ((_INFINITY - 1 - base) >> s) + 1)
+    k = tl.minimum((tl.maximum(pattern, lo) + (step - base) + more) >> s, ((-base + (_INFINITY - 1)) >> s) + 1)
     there = pattern >= _SMALLEST
     value = tl.where(there, k * step + (base - step), 0).to(tl.float32, bitcast=True)
     return tl.where(there, k, 0).to(tl.uint8), value, word.to(tl.float32, bitcast=True)
@@ -195,7 +195,7 @@ def whole_encode(x, bits, P: tl.constexpr):
     # n / step is 16 at most: with one over step rounded down the quotient is right, or one too small.
     k = tl.umulhi(n.to(tl.uint32), over).to(tl.int32)
     k += (n - k * step >= step).to(tl.int32)
-    k = tl.minimum(k, (_INFINITY - 1 - base) // positive.to(tl.int32) + 1)
+    k = tl.minimum(k, (-base + (_INFINITY - 1)) // positive.to(tl.int32) + 1)
     there = pattern >= _SMALLEST
     value = tl.where(there, k * step + (base - step), 0).to(tl.float32, bitcast=True)
     code = tl.where(there, k, 0).to(tl.uint8)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from narrowgauge.kernels._step._floats import (
+    ASSEMBLY,
     LARGEST,
     TINY,
     bits_of,
@@ -52,7 +53,10 @@ def _table_sums(y, cells, AT: tl.constexpr, SIGNED: tl.constexpr, MIRROR: tl.con
     they are above the one boundary inside. Negative numbers mirror the positive ones around code MIRROR / 2.
     """
     # Below the first cell all is zero; what is no number, or far from one, is dealt with elsewhere.
-    bits = bits_of(tl.maximum(tl.abs(y), float_of(tl.full([], AT << 16, tl.int32))))
+    magnitude = tl.abs(y)
+    if not ASSEMBLY:  # Triton 3.7's interpreter says of what is no number and a number that the larger is no number
+        magnitude = tl.where(y == y, magnitude, 0.0)
+    bits = bits_of(tl.maximum(magnitude, float_of(tl.full([], AT << 16, tl.int32))))
     sums = gather(cells - AT, (bits >> 16) & 0x7FFF) + (bits & 0xFFFF)
     if SIGNED:
         mirrored = tl.maximum((MIRROR << 16 | 0xFFFF) - sums, 0)

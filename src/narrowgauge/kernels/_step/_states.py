@@ -176,7 +176,8 @@ def _pattern_encode(bits, random, BITS: tl.constexpr):
     base, step, s = _range(lo, tl.maximum(hi, lo), BITS)
     clamped = tl.where(wild, hi, tl.maximum(bits, lo))
     codes, _ = _pattern_codes(clamped, step - base, step, s, random, BITS)
-    codes = tl.minimum(codes, (INFINITY - 1 - base) // step + 1)
+    # The constant last: Triton 3.7 makes a constant of what begins with one, and its interpreter refuses that.
+    codes = tl.minimum(codes, (-base + (INFINITY - 1)) // step + 1)
     codes = tl.where((there | wild) & (hi > 0), codes, 0)
     kept = tl.where(codes > 0, codes * step + (base - step), 0)
     return codes, tl.where(hi > 0, base, 0), tl.where(hi > 0, step, 0), float_of(kept)
