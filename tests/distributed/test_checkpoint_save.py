@@ -302,6 +302,26 @@ def test_tied_weights_are_written_once_and_read_by_both_names(tmp_path: Path, la
         assert (fresh.head.weight is fresh.table.weight) == tied
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_views_of_one_memory_come_back_as_they_were(tmp_path: Path, later: bool) -> None:
+    """Whatever their strides: also those that negate, and of one column, whose stride is that of rows."""
+    table, z = torch.arange(24.0).view(4, 6), torch.randn(5, dtype=torch.complex64)
+    views = {
+        "table": table, "again": table, "rows": table[1:], "column": table[:, :1], "first": table[:1, 0],
+        "corner": table[:1, :1], "turned": table[:4, :4].t(), "square": table[:4, :4], "number": table[0, 0],
+        "bits": table.view(torch.int32),
+        "spread": table[0, 0].expand(4, 6), "overlapping": table.as_strided((4, 4), (1, 1)),
+        "imaginary": z.imag, "negated": z.conj().imag, "minus": torch._neg_view(table),
+    }  # fmt: skip
+    save = save_checkpoint_async if later else save_checkpoint
+    saved = save(tmp_path, model=nn.Linear(1, 1), optimizer=None, step=1, extra=views)
+    path = saved if isinstance(saved, Path) else saved.wait()
+    found = load_checkpoint(path, model=nn.Linear(1, 1), optimizer=None)[1]
+    for name, view in views.items():
+        assert found[name].dtype == view.dtype
+        assert torch.equal(found[name], view.resolve_neg()), name
+
+
 def test_the_program_ends_when_the_last_one_is_written(tmp_path: Path) -> None:
     """And one that saves nothing does not wait for torch's distributed packages either."""
     program = (

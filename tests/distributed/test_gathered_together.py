@@ -104,6 +104,7 @@ def on_a_rank(rank: int, folder: str) -> None:
         done["one by one"] = alone(rank)
         done["changed"] = changed(rank)
         done["asked"] = asked()
+        done["kept by some"] = kept_by_some()
         torch.save(done, f"{folder}/{rank}")
     finally:
         dist.destroy_process_group()
@@ -132,6 +133,21 @@ def changed(rank: int) -> tuple[str, list[int]]:
         try:
             net(torch.ones(2, 16))
         except ValueError as error:
+            return str(error), seen.sizes
+    return "", seen.sizes
+
+
+def kept_by_some() -> tuple[str, list[int]]:
+    """Weights that two ranks each are to keep between the passes."""
+    net = nn.Sequential(nn.Linear(16, 16))
+    swap_linears(net, ng.linear.SWITCHBACK, min_features=1)
+    gather_codes(net)
+    fully_shard(net, mesh=init_device_mesh("cpu", (WORLD,)), reshard_after_forward=2)
+    fully_shard(whole := nn.Sequential(net), mesh=init_device_mesh("cpu", (WORLD,)))
+    with Collectives() as seen:
+        try:
+            whole(torch.ones(2, 16))
+        except (ValueError, RuntimeError) as error:
             return str(error), seen.sizes
     return "", seen.sizes
 
@@ -211,6 +227,14 @@ def test_without_groups_weights_are_gathered_one_by_one(runs: Runs) -> None:
 def test_a_plan_that_was_changed_is_refused_before_ranks_meet(runs: Runs) -> None:
     for said, sizes in runs("changed"):
         assert said.startswith("plan: got LLM_INT8: int8, set after gather_codes; takes one that scales W by")
+        assert sizes == []
+
+
+def test_codes_that_some_ranks_are_to_keep_are_refused_before_ranks_meet(runs: Runs) -> None:
+    for said, sizes in runs("kept by some"):
+        assert said.startswith(
+            "reshard_after_forward: got a number of ranks, takes True or False where gather_codes"
+        )
         assert sizes == []
 
 

@@ -56,3 +56,20 @@ def test_a_model_goes_on_without_an_optimizer_that_is_gone(name: str) -> None:
     model(torch.randn(4, 8)).sum().backward()
     again.step()
     assert not torch.equal(model[0].weight, before)
+
+
+def test_one_that_is_not_collected_yet_does_not_keep_others_from_a_model() -> None:
+    model = nn.Linear(8, 8)
+    gc.disable()
+    try:
+        first = ng.optim.step_in_backward(model, ng.optim.AdamW)
+        gone = weakref.ref(first)
+        del first
+        assert gone() is not None  # torch's optimizers are in cycles
+        second = ng.optim.step_in_backward(model, ng.optim.AdamW)
+    finally:
+        gc.enable()
+    assert gone() is None
+    with pytest.raises(ValueError, match="model: another optimizer steps weight in backward"):
+        ng.optim.step_in_backward(model, ng.optim.AdamW)
+    assert second.in_backward is not None

@@ -99,7 +99,8 @@ def write_tensors(path: Path, named: Sequence[tuple[str, Tensor]]) -> tuple[list
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    # Strides of dimensions of size 1 are any, but bytes are viewed by a stride of 1 only.
+    flat = tensor.detach().cpu().contiguous().resolve_neg().as_strided((tensor.numel(),), (1,))
     return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
 
 

@@ -199,8 +199,10 @@ def _checked(
             part, offsets, sizes = piece
             if part.numel() or tuple(sizes) == tuple(tensor.shape):
                 new = Part(key, part.detach(), tuple(tensor.shape), offsets)
-                # Tied weights are written once. An empty tensor has no memory that would tell it from others.
-                memory = part.data_ptr(), part.device, part.dtype, part.shape, part.stride(), new.shape, offsets
+                # Tied weights are written once. An empty tensor has no memory that would tell it from others; a
+                # view that negates (`z.conj().imag`) has the same memory and other numbers.
+                like = part.device, part.dtype, part.shape, part.stride(), part.is_neg()
+                memory = part.data_ptr(), *like, new.shape, offsets
                 place = memory if part.numel() else key
                 known = parts.get(place)
                 parts[place] = new if known is None else replace(known, also=(*known.also, key))

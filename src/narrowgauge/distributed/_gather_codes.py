@@ -56,7 +56,8 @@ def gather_codes(model: nn.Module) -> list[str]:
         TypeError: if the model is no module.
         ValueError: if no layer can take part, or one is sharded already.
 
-    A weight that another layer has too (tied ones) is gathered as it is.
+    A weight that another layer has too (tied ones) is gathered as it is; so is one that `to_empty` has put in the
+    place of another before `fully_shard`: a model on the meta device is sharded first.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, takes a torch.nn.Module")
@@ -65,23 +66,38 @@ def gather_codes(model: nn.Module) -> list[str]:
         for p in module.parameters(recurse=False):
             owners[id(p)] = owners.get(id(p), 0) + 1
     taking = [
-        (name, module.weight)
+        (name, module)
         for name, module in model.named_modules()
         if isinstance(module, LowPrecisionLinear | LowPrecisionConv1D)
         and coded_format(module.plan) is not None
         and owners[id(module.weight)] == 1
     ]
-    for name, weight in taking:
-        if hasattr(weight, "placements"):
+    for name, layer in taking:
+        if hasattr(layer.weight, "placements"):
             raise ValueError(f"model: got {name} sharded already, takes one that fully_shard has not seen")
     if not taking:
         raise ValueError(
             "model: got no layer whose plan scales W by the tensor alone; swap_linears with SWITCHBACK, "
             "SWITCHBACK_M or TENSORWISE_FP8 makes such"
         )
-    for _, weight in taking:
-        weight.__class__ = _Marked
+    for _, layer in taking:
+        if not isinstance(layer.weight, _Marked):
+            layer.weight.__class__ = _Marked
+            layer.register_load_state_dict_post_hook(_mark_again)  # type: ignore[no-untyped-call]  # torch's own
     return [name for name, _ in taking]
+
+
+def _mark_again(layer: nn.Module, keys: Any) -> None:
+    """Have it gathered as codes, too, what `load_state_dict(assign=True)` has put in a weight's place.
+
+    Before FSDP2 looks at it, whose hook comes after this one.
+    """
+    weight: Any = layer.weight
+    shard = getattr(weight, "_local_tensor", None)
+    if type(shard) is Tensor:
+        weight._local_tensor = _as_shards(shard)
+    elif type(weight) is nn.Parameter:
+        weight.__class__ = _Marked
 
 
 @functools.lru_cache(maxsize=256)
@@ -107,7 +123,9 @@ class _Shard(Tensor):
     ) -> Any:
         with torch._C._DisableTorchDispatch():
             result = func(*args, **(kwargs or {}))
-        return _as_shards(result) if func in _CUTTING else result
+        # By `to_empty` a shard on the meta device gets its memory.
+        given = func is _aten.empty_like.default and args[0].is_meta
+        return _as_shards(result) if given or func in _CUTTING else result
 
     @property
     def plain(self) -> Tensor:
@@ -201,13 +219,21 @@ def _format(asked: Asked) -> Format:
             f"weight: got a shard of {tuple(asked.shard.shape)} of {tuple(asked.size)}, takes rows: gather_codes "
             "goes with fully_shard's own Shard(0)"
         )
-    plan = asked.module.plan
-    format = coded_format(plan)
-    if format is None:
-        raise ValueError(
-            f"plan: got {plan.title}, set after gather_codes; takes one that scales W by the tensor alone"
-        )
-    return format
+    formats = []
+    for module in (asked.module, *asked.others):
+        plan = getattr(module, "plan", None)
+        if not isinstance(plan, LinearPlan):
+            raise ValueError(
+                f"weight: got one that {type(module).__name__} has too, tied after gather_codes; takes it tied "
+                "before, to be gathered as it is"
+            )
+        format = coded_format(plan)
+        if format is None:
+            raise ValueError(
+                f"plan: got {plan.title}, set after gather_codes; takes one that scales W by the tensor alone"
+            )
+        formats.append(format)
+    return formats[0]
 
 
 _aten = torch.ops.aten

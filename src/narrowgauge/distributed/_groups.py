@@ -21,12 +21,14 @@ class Asked(NamedTuple):
         size: of the whole weight.
         module: the layer.
         policy: the `MixedPrecisionPolicy`.
+        others: modules that have the same weight, as far as the group is known.
     """
 
     shard: Any
     size: torch.Size
     module: Any
     policy: Any
+    others: tuple[Any, ...] = ()
 
 
 # Of each layer the group of its weight, where there is one.
@@ -38,6 +40,9 @@ def mates_of(first: Asked) -> list[Asked]:
 
     All are on the devices where they are kept: one that was copied to be gathered (`CPUOffloadPolicy`, on a GPU) is
     not among them, and so alone.
+
+    Raises:
+        ValueError: for a group that is to keep a part of what it has gathered, which torch does with weights only.
     """
     kind = type(first.shard)
     if first.module not in _known:
@@ -45,6 +50,11 @@ def mates_of(first: Asked) -> list[Asked]:
         _find_groups(kind)
     of = _known[first.module]
     group = None if of is None else of()
+    if getattr(group, "_use_post_forward_mesh", False):
+        raise ValueError(
+            "reshard_after_forward: got a number of ranks, takes True or False where gather_codes was called: "
+            "torch can keep a part of weights between the passes, not of codes"
+        )
     mates = [] if group is None else _asked(group, kind)
     return mates if mates and mates[0].shard is first.shard else [first]
 
@@ -67,7 +77,8 @@ def _find_groups(kind: type) -> None:
 
 def _asked(group: Any, kind: type) -> list[Asked]:
     return [
-        Asked(shard, param._orig_size, param._module_info.module, param.mp_policy)
+        Asked(shard, param._orig_size, info.module, param.mp_policy, tuple(info.shared_modules))
         for param in group.fsdp_params
+        for info in [param._module_info]
         if isinstance(shard := param._sharded_local_tensor, kind)
     ]

@@ -13,6 +13,7 @@ gradient accumulation, two losses, a parameter shared by two reentrant checkpoin
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -85,6 +86,12 @@ def refuse_other(given: object, takes: str) -> None:
         raise TypeError(f"optimizer: got {given!r}, takes {takes}")
 
 
+def _is_stepped(p: Tensor) -> bool:
+    """Whether an optimizer steps a parameter in backward already."""
+    hooks = (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()
+    return any(isinstance(hook, GradientHook) and isinstance(hook.owner, InBackward) for hook in hooks)
+
+
 class InBackward:
     """The hooks of one optimizer, and what they have stepped since its last `step()`.
 
@@ -132,8 +139,9 @@ class InBackward:
                     "with nonfinite='propagate', and without percentile_clipping and sums over a parameter (LAMB, "
                     "LARS, clip_updates): ranks would have to agree on each by itself"
                 )
-            hooks = (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()
-            if any(isinstance(hook, GradientHook) and isinstance(hook.owner, InBackward) for hook in hooks):
+            if _is_stepped(p):
+                gc.collect()  # an optimizer that nobody has any more may still be there
+            if _is_stepped(p):
                 name = self._optimizer._plan(p).name
                 raise ValueError(
                     f"model: another optimizer steps {name} in backward; takes a model without, "
