@@ -19,7 +19,8 @@ BEHIND, NEAR, BEFORE, UNCLEAR = "behind", "with it", "ahead", "not told"
 
 def runs_of(results: Results, optimizer: str, row: str) -> list[Results]:
     """Runs that were made, by seed."""
-    found = [run for run in results["runs"] if (run["optimizer"], run["row"]) == (optimizer, row)]
+    made = [run for run in results["runs"] if "failed" not in run]
+    found = [run for run in made if (run["optimizer"], run["row"]) == (optimizer, row)]
     return sorted(found, key=lambda run: run["seed"])
 
 

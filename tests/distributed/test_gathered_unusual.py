@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from test_gathered_together import Collectives
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowgauge as ng
 from forked import run_ranks
@@ -83,21 +83,8 @@ WAYS: dict[str, Callable[[bool], nn.Module]] = {
 }  # fmt: skip
 
 
-class Agreed(TorchDispatchMode):
-    """Of how many weights ranks agree, gather by gather."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "allreduce_" in func.__name__ and args[0][0].dtype == torch.int32:
-            self.sizes.append(len(args[0][0]))
-        return func(*args, **(kwargs or {}))
-
-
 def trained(net: nn.Module, rank: int) -> tuple[list[Tensor], list[int]]:
-    optimizer, found, seen = torch.optim.SGD(net.parameters(), lr=0.1), [], Agreed()
+    optimizer, found, seen = torch.optim.SGD(net.parameters(), lr=0.1), [], Collectives()
     for step in range(2):
         x = torch.randn(6, 16, generator=torch.Generator().manual_seed(10 * step + rank))
         with seen:
@@ -116,7 +103,7 @@ def tied(first: bool) -> tuple[str, list[int]]:
     gather_codes(layer)
     table.weight = layer[0].weight
     net = sharded(nn.Sequential(table, layer) if first else nn.Sequential(layer, table))
-    with Agreed() as seen:
+    with Collectives() as seen:
         try:
             net(torch.arange(3))
         except (ValueError, RuntimeError, AttributeError) as error:
