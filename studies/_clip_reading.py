@@ -1,7 +1,8 @@
 """What the SwitchBack paper says of 8-bit linear layers, held against the runs of `clip_precision.py`.
 
 Place by place, as the paper's own statements depend on the size of the model. Whether a row parts from bf16 is
-`_clip_tables.separated`'s to say, a mean difference in loss of more than three of its standard errors.
+`_clip_tables.separated`'s to say, a mean difference in loss of more than three of its standard errors. It is asked
+with nothing added, as the paper does, and with norms on keys and queries, where runs do not part by chance as far.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import statistics
 from collections.abc import Callable
 
 import _readings
-from _clip_rows import ADDED, NOTHING, REFERENCE, TENSORWISE
+from _clip_rows import ADDED, NOTHING, REFERENCE, STEADY, TENSORWISE
 from _clip_tables import PAPER, Results, differences, margin, places, runs_of, separated
 from _readings import Reading
 from _tables import markdown
@@ -36,57 +37,67 @@ def reading(results: Results) -> str:
 
 
 def _readings_at(results: Results, place: Place) -> list[Reading]:
-    like_bf16 = ("SwitchBack int8", "SwitchBack float8", "SwitchBackM int8")
     return [
-        *(_alike(results, place, row) for row in like_bf16),
-        _behind(results, place, "LLM.int8()"),
-        _no_gain(results, place),
+        *(reading for added in (NOTHING, STEADY) for reading in _rows(results, place, added)),
         *(_float8(results, place, added.name, added.paper) for added in ADDED),
         _grows(results, place),
         _kept_small(results, place),
     ]
 
 
-def _here(results: Results, place: Place, row: str, added: str = NOTHING) -> str:
+def _rows(results: Results, place: Place, added: str) -> list[Reading]:
+    """Rows beside bf16, with the same added: the paper's statements are of nothing added."""
+    like_bf16 = ("SwitchBack int8", "SwitchBack float8", "SwitchBackM int8")
+    return [
+        *(_alike(results, place, row, added) for row in like_bf16),
+        _behind(results, place, "LLM.int8()", added),
+        _no_gain(results, place, added),
+    ]
+
+
+def _with(added: str) -> str:
+    return "" if added == NOTHING else f", {added} added"
+
+
+def _here(results: Results, place: Place, row: str, added: str) -> str:
     """How many diverged, and by how much the others' loss and accuracy are off."""
     runs = runs_of(results, place, row, added)
     lost = sum(run["diverged"] is not None for run in runs)
     words = [f"{lost} of {len(runs)} diverged"] if lost else []
     if row != REFERENCE and (losses := differences(results, place, row, added, "validation_loss")):
         points = 100 * statistics.fmean(differences(results, place, row, added, "accuracy"))
-        least = margin(results, place, "validation_loss", len(losses))
+        least = margin(results, place, added, "validation_loss", len(losses))
         beyond = f", {least:.4f} to be sure" if least is not None else ""
         words.append(f"loss {statistics.fmean(losses):+.4f}{beyond}; {points:+.1f} points")
     return ", ".join(words) or (f"0 of {len(runs)} diverged" if runs else "")
 
 
-def _alike(results: Results, place: Place, row: str) -> Reading:
-    apart = separated(results, place, row, NOTHING)
+def _alike(results: Results, place: Place, row: str, added: str) -> Reading:
+    apart = separated(results, place, row, added)
     holds = None if apart is None else not apart
     at = "Section 2.2.1" if row.startswith("SwitchBackM") else "Figure 1"
-    return Reading(f"{row} ends where bf16 does", at, PAPER[row], _here(results, place, row), holds)
+    statement = f"{row} ends where bf16 does{_with(added)}"
+    return Reading(statement, at, PAPER[row], _here(results, place, row, added), holds)
 
 
-def _behind(results: Results, place: Place, row: str) -> Reading:
-    apart = separated(results, place, row, NOTHING)
-    values = differences(results, place, row, NOTHING, "validation_loss")
+def _behind(results: Results, place: Place, row: str, added: str) -> Reading:
+    apart = separated(results, place, row, added)
+    values = differences(results, place, row, added, "validation_loss")
     # Apart by its losses it is behind or ahead; apart without any loss, all its runs diverged.
-    holds = None if not apart else not values or statistics.fmean(values) > 0 or _lost(results, place, row) > 0
-    return Reading(f"{row} ends behind bf16", "Figure 1", PAPER[row], _here(results, place, row), holds)
+    lost = any(run["diverged"] is not None for run in runs_of(results, place, row, added))
+    holds = None if not apart else not values or statistics.fmean(values) > 0 or lost
+    here = _here(results, place, row, added)
+    return Reading(f"{row} ends behind bf16{_with(added)}", "Figure 1", PAPER[row], here, holds)
 
 
-def _lost(results: Results, place: Place, row: str) -> int:
-    return sum(run["diverged"] is not None for run in runs_of(results, place, row, NOTHING))
-
-
-def _no_gain(results: Results, place: Place) -> Reading:
+def _no_gain(results: Results, place: Place, added: str) -> Reading:
     """Whether scales for each row of the weights are no better than one: by seed, both against bf16."""
     row, other = "SwitchBackQ int8", "SwitchBack int8"
-    mine, theirs = (differences(results, place, name, NOTHING, "validation_loss") for name in (row, other))
-    least = margin(results, place, "validation_loss", min(len(mine), len(theirs)))
+    mine, theirs = (differences(results, place, name, added, "validation_loss") for name in (row, other))
+    least = margin(results, place, added, "validation_loss", min(len(mine), len(theirs)))
     holds = None if least is None else statistics.fmean(mine) - statistics.fmean(theirs) >= -least
-    statement = f"{row} ends no better than {other}"
-    return Reading(statement, "Section 2.2.1", PAPER[row], _here(results, place, row), holds)
+    statement = f"{row} ends no better than {other}{_with(added)}"
+    return Reading(statement, "Section 2.2.1", PAPER[row], _here(results, place, row, added), holds)
 
 
 def _float8(results: Results, place: Place, added: str, paper: str) -> Reading:

@@ -4,8 +4,8 @@ A run is compared with that of bf16 of the same model, learning rate, addition a
 pictures. Accuracies are zero-shot, of held-out pictures, in per cent; their differences are in points.
 
 Runs that differ in any rounding part, and end a little apart, by chance. How much is seen in how differences of one
-row change from seed to seed. Two or three seeds say that badly, so it is pooled over all rows and additions of a
-model and learning rate; a mean that is further from zero than `CERTAIN` standard errors of that is no chance.
+row change from seed to seed, pooled over all rows of a model, learning rate and addition: additions differ in how far
+they let runs part. A mean that is further from zero than three standard errors of that is no chance.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from _clip_rows import ADDED, NOTHING, REFERENCE, ROWS, TENSORWISE
+import _readings
+from _clip_rows import ADDED, NOTHING, REFERENCE, ROWS, STEADY, TENSORWISE
 from _tables import Results, markdown, significant
 
 PAPER = {row.name: row.paper for row in ROWS}
 BECOMES = {added.name: added.paper for added in ADDED}
-CERTAIN = 3.0  # standard errors: of two dozen means none is further from zero by chance, 19 times in 20
-FREE = 4  # degrees of freedom at least, before anything is said of chance
 
 
 def places(results: Results) -> list[tuple[str, float]]:
@@ -56,27 +55,24 @@ def _good(runs: Sequence[Results]) -> list[Results]:
     return [run for run in runs if run["diverged"] is None]
 
 
-def chance(results: Results, place: tuple[str, float], key: str) -> float | None:
-    """Standard deviation over the seeds of a difference from bf16, pooled; None where there are too few runs."""
-    squares, free = 0.0, 0
-    for row in results["rows"]:
-        for added in ADDED:
-            values = differences(results, place, row["name"], added.name, key)
-            if row["name"] != REFERENCE and len(values) > 1:
-                mean = statistics.fmean(values)
-                squares += sum((x - mean) ** 2 for x in values)
-                free += len(values) - 1
-    return math.sqrt(squares / free) if free >= FREE else None
-
-
-def margin(results: Results, place: tuple[str, float], key: str, runs: int) -> float | None:
-    """What the mean difference of so many runs has to exceed."""
-    deviation = chance(results, place, key)
-    return None if deviation is None or not runs else CERTAIN * deviation / math.sqrt(runs)
+def margin(results: Results, place: tuple[str, float], added: str, key: str, runs: int) -> float | None:
+    """What the mean difference from bf16 of so many runs has to exceed; None where there are too few runs to say."""
+    others = [row["name"] for row in results["rows"] if row["name"] != REFERENCE]
+    deviation = _readings.chance(differences(results, place, row, added, key) for row in others)
+    return _readings.margin(deviation, runs)
 
 
 def figure_1(results: Results) -> str:
     """Nothing added: accuracy and loss of every row, and minus bf16's, place by place."""
+    return _rows_with(results, NOTHING)
+
+
+def steady(results: Results) -> str:
+    """The same with layer norms on keys and queries, which keep runs together."""
+    return _rows_with(results, STEADY)
+
+
+def _rows_with(results: Results, added: str) -> str:
     columns = places(results)
     head = ["linear layers", "paper: points"]
     for model, lr in columns:
@@ -86,13 +82,13 @@ def figure_1(results: Results) -> str:
         name = row["name"]
         line = [name, PAPER.get(name, "")]
         for place in columns:
-            line.append(_accuracy(runs_of(results, place, name, NOTHING)))
-            line += ["", ""] if name == REFERENCE else _both(results, place, name, NOTHING)
+            line.append(_accuracy(runs_of(results, place, name, added)))
+            line += ["", ""] if name == REFERENCE else _both(results, place, name, added)
         lines.append(line)
-    last = [f"*{CERTAIN:g} standard errors of a difference*", ""]
+    last = [f"*{_readings.CERTAIN:g} standard errors of a difference*", ""]
     for place in columns:
-        most = max(len(runs_of(results, place, row["name"], NOTHING)) for row in results["rows"])
-        points, loss = (margin(results, place, key, most) for key in ("accuracy", "validation_loss"))
+        most = max(len(runs_of(results, place, row["name"], added)) for row in results["rows"])
+        points, loss = (margin(results, place, added, key, most) for key in ("accuracy", "validation_loss"))
         last += ["", "" if points is None else f"{100 * points:.1f}", "" if loss is None else f"{loss:.4f}"]
     return markdown(head, [*lines, last])
 
@@ -164,7 +160,7 @@ def separated(results: Results, place: tuple[str, float], row: str, added: str) 
     if any(run["diverged"] is not None and other["diverged"] is None for run, other in pairs):
         return True
     values = differences(results, place, row, added, "validation_loss")
-    most = margin(results, place, "validation_loss", len(values))
+    most = margin(results, place, added, "validation_loss", len(values))
     return None if most is None else abs(statistics.fmean(values)) > most
 
 
@@ -256,8 +252,8 @@ def facts(results: Results) -> dict[str, str]:
     """Numbers in sentences at the first place: by row, and by addition where it is not nothing.
 
     `accuracy_LLM_int8`, `points_…`, `loss_…`, and `diverged_…` as in `1 of 3`; `apart_…` is yes, no or too few;
-    `first_…` and `last_…` are magnitudes of blocks at the end; `margin` and `margin_points` are what means of all
-    seeds have to exceed.
+    `first_…` and `last_…` are magnitudes of blocks at the end; `margin_…` and `margin_points_…` are what means of
+    all seeds have to exceed.
     """
     named = {"runs": str(len(results["runs"])), "seeds": str(results["training"]["seeds"])}
     named |= {"steps": str(results["training"]["steps"]), "batch": str(results["training"]["batch"])}
@@ -265,10 +261,11 @@ def facts(results: Results) -> dict[str, str]:
         return named
     place = places(results)[0]
     seeds = results["training"]["seeds"]
-    if (loss := margin(results, place, "validation_loss", seeds)) is not None:
-        points = margin(results, place, "accuracy", seeds)
-        named |= {"margin": f"{loss:.4f}", "margin_points": f"{100 * (points or 0):.1f}"}
     for added in ADDED:
+        if (loss := margin(results, place, added.name, "validation_loss", seeds)) is not None:
+            points = margin(results, place, added.name, "accuracy", seeds)
+            named[_key("margin", added.name)] = f"{loss:.4f}"
+            named[_key("margin_points", added.name)] = f"{100 * (points or 0):.1f}"
         for row in results["rows"]:
             if runs := runs_of(results, place, row["name"], added.name):
                 named |= _facts_of(results, place, row["name"], added.name, runs)
@@ -299,6 +296,7 @@ def _key(name: str, added: str) -> str:
 
 TABLES: dict[str, Callable[..., str]] = {
     "figure_1": figure_1,
+    "steady": steady,
     "figure_2": figure_2,
     "grid": grid,
     "separation": separation,

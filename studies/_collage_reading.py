@@ -1,7 +1,8 @@
 """What Collage says of its options, held against the runs of `collage_training.py`.
 
 The paper's perplexities of an option and of D give a difference in loss, the logarithm of their ratio. In one
-column these are either under 0.01 or over 0.039; `APART` lies between, and says which the paper takes for behind.
+column these are either under 0.01 or at least `BEHIND`, rounded; `APART` lies between, and says which the paper takes
+for behind.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import statistics
 from collections.abc import Iterator
 
 import _readings
-from _collage_tables import PAPER, REFERENCE, Results, betas, differences, late, runs_of, spread
+from _collage_tables import PAPER, REFERENCE, Results, betas, differences, late, margin, runs_of
 from _readings import Reading
 from _tables import percent
 
-APART = 0.02  # nats
+APART, BEHIND = 0.02, 0.04  # nats
 EQUAL = 0.02  # of effective descent quality
 PLACES = {"gpt2": "Table 6", "bert": "Table 3"}
 LETTERS = ("A", "B", "C", "D-MW", "A strict", "B strict", "C strict")
@@ -42,17 +43,17 @@ def _perplexities(results: Results) -> Iterator[Reading]:
 def _against_d(results: Results, name: str, beta2: float, worse: bool, at: str, figures: str) -> Reading:
     verb = "ends behind" if worse else "ends where"
     statement = f"`{name}` {verb} D{'' if worse else ' does'}, β2 {beta2:g}"
-    costs, known, lost = differences(results, name, beta2), _spread(results), diverged(results, name, beta2)
-    apart = "" if known is None else f"up to {known:.4f} apart"
-    here = _readings.told(_readings.several(costs, "+.4f"), lost, len(runs_of(results, name, beta2)), apart, "D")
+    costs, lost = differences(results, name, beta2), diverged(results, name, beta2)
+    least, runs = margin(results, beta2, len(costs)), runs_of(results, name, beta2)
+    here = _readings.several(costs, "+.4f")
+    if costs:
+        here += f"; {least:.4f} to be sure" if least is not None else "; too few seeds to be sure"
+    if lost:
+        here = ", ".join(filter(None, (here, f"{lost} of {len(runs)} diverged")))
+    # Where chance alone makes what the paper takes for behind, an equal end is no finding.
+    close = least if worse or least is None or least < BEHIND else None
     rule = _readings.behind if worse else _readings.alike
-    return Reading(statement, at, figures, here, rule(costs, known, lost > 0))
-
-
-def _spread(results: Results) -> float | None:
-    """How far D's seeds lie apart at the most, at any beta2: of two seeds some are close to each other by luck."""
-    known = [found for beta2 in betas(results) if (found := spread(results, beta2)) is not None]
-    return max(known, default=None)
+    return Reading(statement, at, figures, here, rule(costs, close, lost > 0))
 
 
 def diverged(results: Results, name: str, beta2: float) -> int:

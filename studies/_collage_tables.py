@@ -1,8 +1,8 @@
 """Tables and facts of the precision strategies of Collage: the paper's figures beside ours.
 
-A loss is compared with D's of the same beta2 and seed, from the same weights and batches; a difference is held
-against the spread of D's own losses over the seeds. Quality and loss of updates are means over the second half
-of a run.
+A loss is compared with D's of the same beta2 and seed, from the same weights and batches; a mean difference is held
+against three of its standard errors, from how differences change from seed to seed, pooled over all rows with that
+beta2. Quality and loss of updates are means over the second half of a run.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
+import _readings
 from _tables import Results, markdown, percent
 
 REFERENCE = "D"
@@ -56,10 +57,10 @@ def differences(results: Results, row: str, beta2: float) -> list[float]:
     ]
 
 
-def spread(results: Results, beta2: float) -> float | None:
-    """How far D's losses lie apart over the seeds: largest minus smallest; None for one seed."""
-    losses = [r["validation_loss"] for r in runs_of(results, REFERENCE, beta2) if r["validation_loss"] is not None]
-    return max(losses) - min(losses) if len(losses) > 1 else None
+def margin(results: Results, beta2: float, runs: int) -> float | None:
+    """What the mean difference from D of so many runs has to exceed; None where there are too few runs to say."""
+    others = [row["name"] for row in results["rows"] if row["name"] != REFERENCE]
+    return _readings.margin(_readings.chance(differences(results, row, beta2) for row in others), runs)
 
 
 def first_of(results: Results, row: str, beta2: float) -> Results | None:
@@ -101,7 +102,7 @@ def losses(results: Results) -> str:
         for row in results["rows"]
         if row["name"] != REFERENCE
     ]
-    spreads = ["" if (s := spread(results, b)) is None else f"{s:.4f}" for b in columns]
+    least = ["" if (found := margin(results, b, 1)) is None else f"{found:.4f}" for b in columns]
     bad = [
         f"{row['name']} with β2 {run['beta2']:g} and seed {run['seed']}"
         for row in results["rows"]
@@ -109,7 +110,7 @@ def losses(results: Results) -> str:
         for run in runs_of(results, row["name"], b)
         if run["diverged"]
     ]
-    lines.append([f"*`{REFERENCE}`, largest minus smallest of its seeds*", *spreads])
+    lines.append([f"*{_readings.CERTAIN:g} standard errors of a run's difference*", *least])
     table = markdown(("loss − D", *(f"β2 {b:g}" for b in columns)), lines)
     return table + (f"\n*Diverged: {', '.join(bad)}.*\n" if bad else "")
 
@@ -202,8 +203,8 @@ def facts(results: Results) -> dict[str, str]:
     named |= {"steps": str(results["training"]["steps"]), "tokens": f"{results['data']['train_tokens']:,}"}
     for beta2 in betas(results):
         key = f"{beta2:g}".partition(".")[2]
-        if (found := spread(results, beta2)) is not None:
-            named[f"spread_{key}"] = f"{found:.4f}"
+        if (found := margin(results, beta2, 1)) is not None:
+            named[f"margin_{key}"] = f"{found:.4f}"
         for row in results["rows"]:
             name = "".join(c if c.isalnum() else "_" for c in row["name"])
             runs = runs_of(results, row["name"], beta2)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from _tables import markdown
 
 SURE = 0.05  # probability below which a count is not put down to chance
+CERTAIN = 3.0  # standard errors: of two dozen means none is further from zero by chance, 19 times in 20
+FREE = 4  # degrees of freedom at least, before anything is said of chance
 WORDS = {True: "holds", False: "does not hold", None: "cannot tell"}
 
 
@@ -53,7 +55,7 @@ def behind(costs: Sequence[float], spread: float | None, lost: bool = False) -> 
 
     Args:
         costs: by seed, what it costs more.
-        spread: how far the reference's own seeds lie apart; None where there is one seed.
+        spread: how far chance takes a mean, as the reference's own seeds or `margin` say; None if that is not known.
         lost: whether a run of the row diverged where the reference's did not.
 
     Returns:
@@ -67,7 +69,7 @@ def behind(costs: Sequence[float], spread: float | None, lost: bool = False) -> 
 
 
 def alike(costs: Sequence[float], spread: float | None, lost: bool = False) -> bool | None:
-    """Whether a row's mean cost is within the spread of its reference's seeds; None where that is not known."""
+    """Whether a row's mean cost is no larger than chance makes one; None where that is not known."""
     if lost:
         return False
     return None if not costs or spread is None else abs(statistics.fmean(costs)) <= spread
@@ -87,6 +89,26 @@ def told(costs: str, lost: int, count: int, spread: str, reference: str) -> str:
     if not costs:
         return ""
     return f"{costs}; " + (f"{reference}'s seeds {spread}" if spread else f"one seed of {reference}")
+
+
+def chance(series: Iterable[Sequence[float]]) -> float | None:
+    """Standard deviation of a value about the mean of its series, pooled over all series.
+
+    Runs that differ in any rounding part, and end a little apart, by chance. Two or three seeds of one row say badly
+    how far; those of all rows together say it well. None below `FREE` degrees of freedom.
+    """
+    squares, free = 0.0, 0
+    for values in series:
+        if len(values) > 1:
+            mean = statistics.fmean(values)
+            squares += sum((x - mean) ** 2 for x in values)
+            free += len(values) - 1
+    return math.sqrt(squares / free) if free >= FREE else None
+
+
+def margin(deviation: float | None, runs: int) -> float | None:
+    """What the mean of so many runs has to exceed: `CERTAIN` standard errors of it."""
+    return None if deviation is None or not runs else CERTAIN * deviation / math.sqrt(runs)
 
 
 def fewer(less: int, more: int) -> bool | None:

@@ -66,7 +66,8 @@ def _losses(axis: Any, results: Results, name: str) -> None:
         axis.plot(steps, mean, label=row, **_style(colour, dashes))
     spiked = results["training"]["spiked"]
     axis.axvline(spiked, color=MUTED, linewidth=1.0)
-    axis.legend(frameon=False, loc="lower right", ncols=3, fontsize=12, columnspacing=1.2, handlelength=1.8)
+    if axis.lines[:-1]:
+        axis.legend(frameon=False, loc="lower right", ncols=3, fontsize=12, columnspacing=1.2, handlelength=1.8)
     axis.margins(x=0.01)
 
 

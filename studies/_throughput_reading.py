@@ -11,7 +11,7 @@ from itertools import pairwise
 import _readings
 from _readings import Reading
 from _tables import Results
-from _throughput_tables import GB, PAPER, REFERENCE, found, models, speed_up
+from _throughput_tables import GB, PAPER, REFERENCE, found, models, saved, speed_up
 from memory_plans import GIB, TABLE_12
 
 NOISE = 0.02
@@ -61,11 +61,10 @@ def _peaks(results: Results) -> Iterator[Reading]:
     )  # fmt: skip
     for option in ("B", "C"):
         said = -TABLE_12[LARGEST][option] * GIB / GB
-        peak, reference = (_peak(results, LARGEST, name) for name in (option, REFERENCE))
-        saved = None if peak is None or reference is None else (reference - peak) / GB
+        less = saved(results, LARGEST, option)
         yield Reading(
             f"`{option}` saves memory against D, {LARGEST}", "Table 12", f"{said:.1f} GB, on 8 GPUs",
-            "" if saved is None else f"{saved:.1f} GB", None if saved is None else saved > 0,
+            "" if less is None else f"{less / GB:.1f} GB", None if less is None else less > 0,
         )  # fmt: skip
     errors = [
         abs(run["planned"] / run["peak_memory"] - 1)

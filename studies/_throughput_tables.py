@@ -113,7 +113,7 @@ def memory(results: Results) -> str:
 
 
 def _memory(results: Results, model: str, row: str) -> list[str]:
-    run, reference = found(results, model, row), found(results, model, REFERENCE)
+    run = found(results, model, row)
     said = TABLE_12.get(model, {}).get(row)
     paper = "" if said is None or row == REFERENCE else f"{-said * GIB / GB:.1f}"
     if run is None:
@@ -123,10 +123,17 @@ def _memory(results: Results, model: str, row: str) -> list[str]:
         return [planned, "does not fit", "", paper]
     if run["peak_memory"] is None:
         return [planned, "", "", paper]
-    saved = ""
-    if row != REFERENCE and reference is not None and reference.get("peak_memory"):
-        saved = f"{(reference['peak_memory'] - run['peak_memory']) / GB:.2f}"
-    return [planned, f"{run['peak_memory'] / GB:.2f}", saved, paper]
+    less = saved(results, model, row)
+    return [planned, f"{run['peak_memory'] / GB:.2f}", "" if less is None else f"{less / GB:.2f}", paper]
+
+
+def saved(results: Results, model: str, row: str) -> float | None:
+    """D's peak minus an option's, in bytes; None where either was not measured, and for D itself."""
+    run, reference = found(results, model, row), found(results, model, REFERENCE)
+    if row == REFERENCE or run is None or reference is None:
+        return None
+    mine, whole = run.get("peak_memory"), reference.get("peak_memory")
+    return None if mine is None or whole is None else whole - mine
 
 
 def origin(results: Results) -> str:
@@ -148,7 +155,7 @@ def origin(results: Results) -> str:
 
 
 def facts(results: Results) -> dict[str, str]:
-    """Numbers in sentences: `speed_C_GPT_6_7B`, `accumulated_…`, and the worst error of a plan."""
+    """Numbers in sentences: `speed_C_GPT_6_7B`, `accumulated_…`, `saved_…` in GiB, and the worst error of a plan."""
     named = {}
     for name in models(results):
         for row in results["rows"]:
@@ -156,6 +163,8 @@ def facts(results: Results) -> dict[str, str]:
             for prefix, n in (("speed", 1), ("accumulated", ACCUMULATED)):
                 if (ratio := speed_up(results, name, row["name"], n)) is not None:
                     named[f"{prefix}_{key}"] = f"{ratio:.2f}"
+            if (less := saved(results, name, row["name"])) is not None:
+                named[f"saved_{key}"] = f"{less / 2**30:.1f}"
     errors = [
         abs(run["planned"] / run["peak_memory"] - 1)
         for run in results["runs"]

@@ -55,7 +55,7 @@ def reading(results: Results) -> str:
 def _pair(results: Results, kind: str, row: str, reference: str, at: str, paper: str, worse: bool) -> Reading:
     title = tables.TITLES[kind]
     statement = f"{title}: `{row}` {f'ends behind `{reference}`' if worse else f'ends where `{reference}` does'}"
-    metric, value = tables.metric(kind)
+    metric, value = tables.metric(results, kind)
     runs, theirs = made(results, kind, row), {run["seed"]: run for run in made(results, kind, reference)}
     sign = -1 if kind == "images" else 1
     both = [(value(run), value(theirs[run["seed"]])) for run in runs if run["seed"] in theirs]

@@ -92,10 +92,17 @@ def _bitsandbytes_sgd(model: nn.Module, o: Options) -> torch.optim.Optimizer:
     return bitsandbytes.optim.SGD8bit(model.parameters(), o["lr"], momentum=MOMENTUM)
 
 
+def _flashoptim(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
+    import flashoptim
+
+    # Weights are fp32 here: low words beside them would be empty, and are refused.
+    return flashoptim.FlashAdamW(params, **options, master_weight_bits=None)
+
+
 def _flashoptim_sgd(model: nn.Module, o: Options) -> torch.optim.Optimizer:
     import flashoptim
 
-    return flashoptim.FlashSGD(list(model.parameters()), lr=o["lr"], momentum=MOMENTUM)
+    return flashoptim.FlashSGD(list(model.parameters()), lr=o["lr"], momentum=MOMENTUM, master_weight_bits=None)
 
 
 _LOG8 = "logarithmic 8-bit states, this library's default"
@@ -108,7 +115,7 @@ VARIANTS = (
         "bitsandbytes Adam8bit", "its 8-bit states", "adam", _peer(_bytes_rows._bitsandbytes), "bitsandbytes", True
     ),
     Variant("torchao Adam8bit", "its 8-bit states", "adam", _peer(_bytes_rows._torchao("AdamW8bit")), "torchao"),
-    Variant("FlashAdam", "companded 8-bit states", "adam", _peer(_bytes_rows._flashoptim), "flashoptim", True),
+    Variant("FlashAdam", "companded 8-bit states", "adam", _peer(_flashoptim), "flashoptim", True),
     Variant("32-bit Adafactor", "torch's: v as an outer product, no m", "adafactor", _adafactor),
     Variant("32-bit AdaGrad", "an fp32 sum of squares", "adagrad", _adagrad("fp32")),
     Variant("8-bit AdaGrad", _LOG8, "adagrad", _adagrad("log8")),

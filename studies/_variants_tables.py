@@ -54,16 +54,20 @@ def rate_of(results: Results, kind: str, family: str) -> float | None:
     return min(losses, key=lambda lr: losses[lr]) if losses else None
 
 
-def metric(kind: str) -> tuple[str, Callable[[Results], float | None]]:
-    """What a task is judged by, larger or smaller, and a run's."""
+def metric(results: Results, kind: str) -> tuple[str, Callable[[Results], float | None]]:
+    """What a task is judged by, larger or smaller, and a run's; None for one that diverged.
+
+    A loss above that of a uniform guess is one that has left: there is nothing to compare.
+    """
     if kind == "images":
         return "accuracy", lambda run: None if run["accuracy"] is None else 100 * run["accuracy"]
-    return "loss", lambda run: run["validation_loss"]
+    guess = math.log(results["training"]["vocabulary"])
+    return "loss", lambda run: None if (x := run["validation_loss"]) is None or x > guess else x
 
 
 def differences(results: Results, kind: str, row: str) -> list[float]:
     """A row's loss, or accuracy in per cent, minus that of its family's 32-bit row, by seed."""
-    _, value = metric(kind)
+    _, value = metric(results, kind)
     reference = {
         run["seed"]: value(run) for run in made(results, kind, rows.family(rows.variant(row).family)[0].name)
     }
@@ -90,7 +94,10 @@ def compared(results: Results, kind: str) -> str:
                 lines.append([*line, _why_not(results, kind, row.name), "", "", "", ""])
                 continue
             wide = row is rows.family(family)[0]
-            line += [_shown(kind, runs), "" if wide else _signed(differences(results, kind, row.name), kind)]
+            line += [
+                _shown(results, kind, runs),
+                "" if wide else _signed(differences(results, kind, row.name), kind),
+            ]
             line += [f"{runs[0]['lr']:g}", f"{runs[0]['bytes']['states']:.2f}", f"{runs[0]['step_ms']:.1f}"]
             lines.append(line)
     metric = "accuracy, %" if kind == "images" else "perplexity"
@@ -111,12 +118,10 @@ def _why_not(results: Results, kind: str, row: str) -> str:
     return reasons[0].removeprefix("RuntimeError: ") if reasons else "not run"
 
 
-def _shown(kind: str, runs: Sequence[Results]) -> str:
+def _shown(results: Results, kind: str, runs: Sequence[Results]) -> str:
     """The median over seeds with its ends: accuracy in per cent, or perplexity."""
-    _, value = metric(kind)
-    values = sorted(
-        x if kind == "images" else math.exp(min(x, 99.0)) for run in runs if (x := value(run)) is not None
-    )
+    _, value = metric(results, kind)
+    values = sorted(x if kind == "images" else math.exp(x) for run in runs if (x := value(run)) is not None)
     bad = f"{len(runs) - len(values)} of {len(runs)} diverged" if len(values) < len(runs) else ""
     if not values:
         return bad
@@ -226,7 +231,7 @@ def facts(results: Results) -> dict[str, str]:
                 key = f"{kind}_" + "".join(c if c.isalnum() else "_" for c in row.name)
                 if runs := made(results, kind, row.name):
                     named[key] = _signed(differences(results, kind, row.name), kind).partition(" ")[0]
-                    named[f"median_{key}"] = _shown(kind, runs).partition(" ")[0]
+                    named[f"median_{key}"] = _shown(results, kind, runs).partition(" ")[0]
                     named[f"bytes_{key}"] = f"{runs[0]['bytes']['states']:.2f}"
     return named
 

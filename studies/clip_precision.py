@@ -13,10 +13,9 @@ The pairs are those of the colour emoji font (`_emoji.py`): drawn where this run
 are combinations: a person or gesture that training has, in a skin tone or gender that it has not.
 
 How hard it is can be asked for: `--model` and `--lr` may be given several times. Everything is trained with the
-first of each; with the others what the paper's figures show, and with other rates one seed of it. Results are
-written after every run; `--seconds` begins no run that would not end in time, and `--resume` goes on with what is
-missing. Steps of small models are bound by the host, so several `--jobs` share a GPU well; times of their steps
-then say nothing of the layers' speed.
+first of each; with the others one seed of what tells most (`_clip_rows.telling`). Results are written after every
+run; `--seconds` begins no run that would not end in time, and `--resume` goes on with what is missing. Several
+`--jobs` share a GPU; times of their steps then say nothing of the layers' speed.
 
 Source: Wortsman et al. 2023, Sections 2.2 and 2.3, Figures 1, 2 and 9.
 """
@@ -39,7 +38,7 @@ import _gather
 import torch
 import typer
 from _clip_pairs import pairs_of
-from _clip_rows import ADDED, ROWS, Added, Row, Task, in_figures, settings_of
+from _clip_rows import ADDED, ROWS, Added, Row, Task, settings_of, telling
 from _resumable import Result, Study
 
 from narrowgauge.cli._environment import describe_environment
@@ -63,31 +62,29 @@ def plan(
 ) -> list[Task]:
     """All runs, the most telling first.
 
-    What the paper's figures show, seed 0: on the first model, at the other learning rates, on the other models;
-    then its other seeds on the first model; then everything else there; then the other models' seeds.
+    Those of `telling`: on the first model, seed by seed; seed 0 of them on the other models, and at the other
+    learning rates; then everything else on the first model, with seed 0.
 
     Args:
         rows, added: to combine.
         models, rates: the first of each is where everything is trained.
-        seeds: of everything but other learning rates.
+        seeds: of what is telling, at the first rate on the first model.
     """
 
-    def cells(shown: bool, model: str, lr: float, seed: int) -> list[Task]:
+    def cells(wanted: bool, model: str, lr: float, seed: int) -> list[Task]:
         return [
             Task(model, row.name, add.name, lr, seed)
             for add in added
             for row in rows
-            if in_figures(row.name, add.name) == shown
+            if telling(row.name, add.name) == wanted
         ]
 
-    (first, *others), rate = models, rates[0]
-    later = range(1, seeds)
+    (first, *others), (rate, *further) = models, rates
     groups = [
-        *(cells(True, first, lr, 0) for lr in rates),
+        *(cells(True, first, rate, seed) for seed in range(seeds)),
         *(cells(True, model, rate, 0) for model in others),
-        *(cells(True, first, rate, seed) for seed in later),
-        *(cells(False, first, rate, seed) for seed in range(seeds)),
-        *(cells(True, model, rate, seed) for model in others for seed in later),
+        *(cells(True, first, lr, 0) for lr in further),
+        cells(False, first, rate, 0),
     ]
     return [task for group in groups for task in group]
 
@@ -227,7 +224,7 @@ def main(
     batch: Annotated[int | None, typer.Option(min=2, help="Pairs a step. [512]")] = None,
     patch_dropout: Annotated[float | None, typer.Option(help="Share of the patches dropped. [0.5]")] = None,
     validate_every: Annotated[int | None, typer.Option(min=1, help="Steps between accuracies. [50]")] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Of all but the further learning rates. [3]")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Of what tells most, on the first model. [3]")] = None,
     only: Annotated[list[str] | None, typer.Option(help="Rows by pattern; several are joined.")] = None,
     added: Annotated[list[str] | None, typer.Option(help="What is added, by pattern; several are joined.")] = None,
     device: _gather.Device = "cpu",

@@ -7,8 +7,8 @@
 Tables 3, 5 (its first column) and 6, and Figure 3: validation and training perplexity, effective descent
 quality (EDQ) and lost updates of options A, B, C, D, D-MW and Kahan, and of this library's other ways to keep a
 weight, with states of 8 bits too. Every run of a column, which is a beta2, has the same initial weights and the
-same batches, so that a loss minus D's is what the strategy did. Rows near to D have several seeds; how far D's
-lie apart is the measure of it.
+same batches, so that a loss minus D's is what the strategy did, and chance, as runs part on any difference: how
+that minus changes from seed to seed, over all rows, is the measure of it.
 
 Runs may share the GPU (`--jobs`): what they end at does not change by it, and `collage_throughput.py` tells how
 fast they are. The plan and its time are told first. Results are written after every run; `--seconds` begins no
@@ -36,7 +36,7 @@ import _gather
 import _language_run
 import torch
 import typer
-from _collage_rows import EXTRA, REFERENCE, Row
+from _collage_rows import BESIDE, EXTRA, PAPER, REFERENCE, Row
 from _language_run import Result, Setting
 from _resumable import Study, attempt
 
@@ -66,19 +66,22 @@ class Task:
 
 
 def plan(rows: Sequence[Row], betas: Sequence[float], seeds: int) -> list[Task]:
-    """All runs, the most important first: by seed, then by decay rate; what is extra comes last.
+    """All runs, the most important first.
+
+    A seed of the paper's rows at every decay rate and of all rows at the first one, then the next seed; what is
+    extra comes last.
 
     Args:
-        rows: those with `close` get all seeds, others one.
-        betas: the first is that of the extra rows.
-        seeds: of the rows near to D.
+        rows: those of the paper get all seeds, others one less, but at least one.
+        betas: the first is that of the rows that are not the paper's.
+        seeds: of the paper's rows.
     """
     tasks = [
         Task(row.name, beta2, seed)
         for seed in range(seeds)
         for beta2 in betas
         for row in rows
-        if row.tier != EXTRA and (seed == 0 or row.close)
+        if row.tier == PAPER or (row.tier == BESIDE and beta2 == betas[0] and seed < max(1, seeds - 1))
     ]
     return tasks + [Task(row.name, betas[0], 0) for row in rows if row.tier == EXTRA]
 
@@ -119,7 +122,7 @@ def study(
     setting: Setting,
     *,
     betas: Sequence[float],
-    seeds: int = 2,
+    seeds: int = 3,
     seconds: float = float("inf"),
     jobs: int = 1,
     resume: bool = False,
@@ -182,7 +185,7 @@ def main(
     lr: Annotated[float | None, typer.Option(help="Learning rate. [6e-4; masked: 2e-4]")] = None,
     warmup: Annotated[int | None, typer.Option(help="Steps of its rise. [60; masked: 150]")] = None,
     beta2: Annotated[list[float] | None, typer.Option(help="Decay rates, the most wanted first.")] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Of rows near to D; others have one.")] = 2,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Of the paper's rows; others have one less. [3]")] = None,
     gauge_every: Annotated[int | None, typer.Option(min=0, help="Steps between measured updates. [10]")] = None,
     device: _gather.Device = "cpu",
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each in a process of its own.")] = 1,
@@ -202,6 +205,7 @@ def main(
     setting = setting_of(model or ("micro" if check else "gpt2"), check, given)
     kind = "masked" if setting.model in presets("masked") else "causal"
     betas = beta2 or list(BETAS[kind][: 1 if check else None])
+    seeds = seeds or (1 if check else 3)
     study(
         out, chosen(only or []), setting, betas=betas, seeds=seeds, seconds=seconds, jobs=jobs, resume=resume,
         dry=dry,

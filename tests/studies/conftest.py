@@ -70,7 +70,10 @@ def squares(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def page_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
-    """A study's page as its results make it: `page_with("stability", {"stability_h200.json": results})`."""
+    """A study's page as its results make it: `page_with("stability", {"stability_h200.json": results})`.
+
+    None in the place of results for a file that there is not.
+    """
     import render
 
     committed = render.RESULTS
@@ -80,7 +83,10 @@ def page_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         for path in committed.glob(f"{study}_*.json"):  # another device's, which the page may have too
             (tmp_path / path.name).write_bytes(path.read_bytes())
         for name, results in files.items():
-            (tmp_path / name).write_text(json.dumps(results))
+            if results is None:
+                (tmp_path / name).unlink(missing_ok=True)
+            else:
+                (tmp_path / name).write_text(json.dumps(results))
         forget()
         return render.rendered(text)
 

@@ -172,6 +172,7 @@ def test_results_of_all_sources_are_used() -> None:
         "peers_linear",
         "data_parallel_2",
         "sharded_step_2",
+        "offload",
     }
     for folder in ("studies", "benchmarks"):
         for path in (ROOT / folder / "results").glob("*.json"):
