@@ -5,9 +5,9 @@ the paper has it. What is added are the four ways of its Figure 2: nothing, laye
 keys and queries, gradients clipped at norm 1. Every row is trained with each of them.
 
 Not all of it tells as much. The paper shows all rows with nothing added (Figure 1, Section 2.2.1), and bf16 and
-tensor-wise float8 with everything (Figure 2). At the paper's learning rate attention of models this small grows until
-any rounding sends a run elsewhere; with norms on keys and queries it cannot, so all rows are compared there too. The
-rest has one seed.
+tensor-wise float8 with everything (Figure 2). At the paper's learning rate attention of models this small grows
+until any rounding sends a run elsewhere; with norms on keys and queries it cannot, so all rows are compared there
+too. The rest has one seed.
 """
 
 from __future__ import annotations

@@ -4,13 +4,12 @@ A run is compared with that of bf16 of the same model, learning rate, addition a
 pictures. Accuracies are zero-shot, of held-out pictures, in per cent; their differences are in points.
 
 Runs that differ in any rounding part, and end a little apart, by chance. How much is seen in how differences of one
-row change from seed to seed, pooled over all rows of a model, learning rate and addition: additions differ in how far
-they let runs part. A mean that is further from zero than three standard errors of that is no chance.
+row change from seed to seed, pooled over all rows of a model, learning rate and addition: additions differ in how
+far they let runs part. A mean that is further from zero than three standard errors of that is no chance.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -56,7 +55,7 @@ def _good(runs: Sequence[Results]) -> list[Results]:
 
 
 def margin(results: Results, place: tuple[str, float], added: str, key: str, runs: int) -> float | None:
-    """What the mean difference from bf16 of so many runs has to exceed; None where there are too few runs to say."""
+    """What the mean difference from bf16 of so many runs has to exceed; None with too few runs to say."""
     others = [row["name"] for row in results["rows"] if row["name"] != REFERENCE]
     deviation = _readings.chance(differences(results, place, row, added, key) for row in others)
     return _readings.margin(deviation, runs)

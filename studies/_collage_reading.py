@@ -1,8 +1,8 @@
 """What Collage says of its options, held against the runs of `collage_training.py`.
 
 The paper's perplexities of an option and of D give a difference in loss, the logarithm of their ratio. In one
-column these are either under 0.01 or at least `BEHIND`, rounded; `APART` lies between, and says which the paper takes
-for behind.
+column these are either under 0.01 or at least `BEHIND`, rounded; `APART` lies between, and says which the paper
+takes for behind.
 """
 
 from __future__ import annotations

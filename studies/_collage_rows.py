@@ -1,8 +1,8 @@
 """Collage's precision strategies, and those beside them: what `collage_training.py` trains.
 
-Rows come in tiers. `PAPER` are the rows of the paper's tables, with every seed; `BESIDE` are other ways to keep low
-words, and 8-bit states with and without them, a seed less; `EXTRA` are trained once, at the first beta2: the paper's
-own arithmetic, in which every operation is rounded, and everything in fp32.
+Rows come in tiers. `PAPER` are the rows of the paper's tables, with every seed; `BESIDE` are other ways to keep
+low words, and 8-bit states with and without them, a seed less; `EXTRA` are trained once, at the first beta2: the
+paper's own arithmetic, in which every operation is rounded, and everything in fp32.
 """
 
 from __future__ import annotations

@@ -139,7 +139,6 @@ NUMBERS: dict[str, Callable[[Results], dict[str, str]]] = {
     "quantiles_": quantiles,
     "compressed_cpu": compressed,
     "compressed_h200": compressed,
-    "compressed_h200": compressed,
     "loss_spikes": loss_spikes,
     "collage_float8": collage_float8,
     "eight_bit_adam": eight_bit_adam,

@@ -55,7 +55,7 @@ def behind(costs: Sequence[float], spread: float | None, lost: bool = False) -> 
 
     Args:
         costs: by seed, what it costs more.
-        spread: how far chance takes a mean, as the reference's own seeds or `margin` say; None if that is not known.
+        spread: how far chance takes a mean, as the reference's own seeds or `margin` say; None if not known.
         lost: whether a run of the row diverged where the reference's did not.
 
     Returns:
@@ -94,8 +94,8 @@ def told(costs: str, lost: int, count: int, spread: str, reference: str) -> str:
 def chance(series: Iterable[Sequence[float]]) -> float | None:
     """Standard deviation of a value about the mean of its series, pooled over all series.
 
-    Runs that differ in any rounding part, and end a little apart, by chance. Two or three seeds of one row say badly
-    how far; those of all rows together say it well. None below `FREE` degrees of freedom.
+    Runs that differ in any rounding part, and end a little apart, by chance. Two or three seeds of one row say
+    badly how far; those of all rows together say it well. None below `FREE` degrees of freedom.
     """
     squares, free = 0.0, 0
     for values in series:

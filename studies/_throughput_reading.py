@@ -11,7 +11,7 @@ from itertools import pairwise
 import _readings
 from _readings import Reading
 from _tables import Results
-from _throughput_tables import GB, PAPER, REFERENCE, found, models, saved, speed_up
+from _throughput_tables import GB, PAPER, found, models, saved, speed_up
 from memory_plans import GIB, TABLE_12
 
 NOISE = 0.02

@@ -155,7 +155,7 @@ def origin(results: Results) -> str:
 
 
 def facts(results: Results) -> dict[str, str]:
-    """Numbers in sentences: `speed_C_GPT_6_7B`, `accumulated_…`, `saved_…` in GiB, and the worst error of a plan."""
+    """Numbers in sentences: `speed_C_GPT_6_7B`, `accumulated_…`, `saved_…` in GiB, and a plan's worst error."""
     named = {}
     for name in models(results):
         for row in results["rows"]:

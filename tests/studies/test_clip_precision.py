@@ -169,7 +169,7 @@ MARGIN, STEADY = (3 * math.sqrt(2 * 0.02**2 / (count * 2)) / math.sqrt(3) for co
 
 
 def made_up(row: str, added: str, seed: int) -> dict[str, Any]:
-    """Seeds are 0.1 nats and 2 points apart; float8 diverges with nothing and is bf16 with something, but wavers."""
+    """Seeds are 0.1 nats and 2 points apart; float8 diverges with nothing, wavers about bf16 with something."""
     lost = row == rows.TENSORWISE and added == "nothing"
     own = "bf16" if row == rows.TENSORWISE and not lost else row
     wavers = own != row or (row == "SwitchBack int8" and added == "nothing")

@@ -269,7 +269,7 @@ def test_what_the_paper_says_is_read_from_the_runs(
     assert found["`A` ends behind D, β2 0.999"][1:] == [f"+0.4000; {MARGIN:.4f} to be sure", "holds"]
     assert found["`A` ends behind D, β2 0.95"][1:] == ["not run", ""]
     assert found["`A` loses most of its updates"][1:] == ["75 %", "holds"]
-    # What chance alone makes is neither behind nor, where it is as much as the paper takes for behind, an equal end.
+    # What chance makes is not behind, nor, where it is as much as the paper takes for behind, an equal end.
     for factor, verdict in ((1.5, "does not hold"), (0.5, "holds")):
         for run in results["runs"]:
             if run["row"] == "C":
