@@ -1,5 +1,5 @@
 """Small tables on pages that are about something else: planned memory beside measured, what watching costs, what
-compressed gradients take.
+compressed gradients take, what it costs to have states on the CPU.
 
 Each stands between `<!-- NAME -->` and `<!-- end -->` on its page, and is empty as long as nothing was measured.
 """
@@ -88,6 +88,27 @@ def compressed(results: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"{said} {_origin(results)}"])
 
 
+def offload(results: dict[str, Any]) -> str:
+    """Steps of the largest model with states on the GPU and on the host, and the memory of both."""
+    of = max(results["lists"].values(), key=lambda found: found["parameters"])
+    lines = [
+        "| optimizer | backward pass and step | step alone | GPU at most | host |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for name, row in of["rows"].items():
+        host = f"{row['host_bytes'] / 1e9:.1f} GB" if row.get("host_bytes") else ""
+        times = [f"{row[key]:.0f} ms" for key in ("ms", "step_ms")] if "ms" in row else [row["failed"], ""]
+        peak = f"{row['gpu_peak_bytes'] / 1e9:.1f} GB" if "gpu_peak_bytes" in row else ""
+        lines.append("| " + " | ".join([name, *times, peak, host]) + " |")
+    environment = results["environment"]
+    about = {"command": results["command"], "device": environment["device"], "torch": environment["torch"]}
+    said = (
+        f"{of['parameters'] / 1e9:.1f} billion parameters in bf16; a backward pass alone takes "
+        f"{of['backward_ms']:.0f} ms. {results['threads']} threads of {results['cores']} cores."
+    )
+    return "\n".join([*lines, "", f"{said} {_origin(about)}"])
+
+
 def _is_cost(found: Any) -> bool:
     return isinstance(found, dict) and "cost" in found
 
@@ -103,6 +124,7 @@ TABLES: dict[str, tuple[str, str, Callable[[dict[str, Any]], str]]] = {
     "watch": ("gauges.md", "watch_h200.json", watch),
     "compressed on CPUs": ("distributed.md", "compressed_cpu.json", compressed),
     "compressed on GPUs": ("distributed.md", "compressed_h200.json", compressed),
+    "offload": ("distributed.md", "offload_h200.json", offload),
 }
 
 

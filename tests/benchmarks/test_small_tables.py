@@ -36,6 +36,17 @@ def compressed() -> dict[str, Any]:
     return {"device": "a CPU", "torch": "2.13.0+cpu", "command": "python bench.py", "runs": [run]}
 
 
+def offload() -> dict[str, Any]:
+    row = {"ms": 1068.9, "step_ms": 983.9, "gpu_peak_bytes": 27.25e9, "host_bytes": 53.9e9}
+    peer = {"ms": 860.4, "step_ms": 758.6, "gpu_peak_bytes": 27.3e9}
+    rows = {"ours": row, "peer": peer, "absent": {"failed": "not installed"}}
+    large = {"parameters": 6.7e9, "backward_ms": 167.9, "rows": rows}
+    return {
+        "environment": {"device": "a GPU", "torch": "2.11.0"}, "command": "python bench.py", "cores": 32,
+        "threads": 24, "lists": {"7b": large, "1b": large | {"parameters": 1e9, "rows": {}}},
+    }  # fmt: skip
+
+
 def test_planned_beside_measured() -> None:
     lines = _small_tables.memory(memory()).splitlines()
     assert lines[2] == "| tiny | `D` | 2 x 8 | bf16 | yes | 1.01 | 1.00 | 1.010 |"
@@ -65,6 +76,18 @@ def test_what_compressed_gradients_take() -> None:
     )
 
 
+def test_what_states_on_the_host_cost() -> None:
+    lines = _small_tables.offload(offload()).splitlines()
+    assert lines[2:5] == [
+        "| ours | 1069 ms | 984 ms | 27.2 GB | 53.9 GB |",
+        "| peer | 860 ms | 759 ms | 27.3 GB |  |",
+        "| absent | not installed |  |  |  |",
+    ]
+    assert lines[-1].startswith(
+        "6.7 billion parameters in bf16; a backward pass alone takes 168 ms. 24 threads of 32"
+    )
+
+
 def test_tables_of_one_page_do_not_replace_each_other(tmp_path: Path) -> None:
     page = PAGE.replace("NAME", "compressed on CPUs") + PAGE.replace("NAME", "compressed on GPUs")
     for file in ("compressed_cpu.json", "compressed_h200.json"):
@@ -76,7 +99,8 @@ def test_tables_of_one_page_do_not_replace_each_other(tmp_path: Path) -> None:
 
 
 def test_a_page_has_its_table_once_there_are_results(tmp_path: Path) -> None:
-    for name, made in (("memory", memory()), ("watch", watch()), ("compressed on CPUs", compressed())):
+    tables = {"memory": memory(), "watch": watch(), "compressed on CPUs": compressed(), "offload": offload()}
+    for name, made in tables.items():
         page = PAGE.replace("NAME", name)
         _, file, draw = _small_tables.TABLES[name]
         assert _small_tables.rendered(page, name, tmp_path) == page.replace("stale\n", "")
