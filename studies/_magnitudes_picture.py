@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from _magnitudes_tables import DECAY, runs_of
+from _magnitudes_tables import DECAY, rows_of, runs_of
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
@@ -15,7 +15,7 @@ WARM, COOL, OTHER = (PALETTE[name][0] for name in ("series-1", "series-2", "seri
 
 def magnitudes(results: dict[str, Any]) -> Figure:
     """A row for each model, of its first seed."""
-    rows = [row for row in results["rows"] if runs_of(results, row["name"])]
+    rows = rows_of(results)
     figure = Figure((13, 3.9 * len(rows)), layout="constrained", facecolor="white")
     grid = figure.subplots(len(rows), 3, squeeze=False)
     for row, (norms, gradients, features) in zip(rows, grid, strict=True):

@@ -139,7 +139,7 @@ def _norm(tensors: list[Tensor]) -> Tensor:
 
 LARGE = Plan(
     Setting(gauge_every=0),
-    Setting(gauge_every=0, model="bert", vocabulary=30522, sequence=128, batch=64, lr=4e-4),
+    Setting(gauge_every=0, model="bert", **_language_run.MASKED),
 )
 _TINY = {"megabytes": 4, "vocabulary": 1024, "sequence": 64, "batch": 8, "steps": 200, "warmup": 40, "lr": 1e-3}
 SMALL = Plan(

@@ -18,6 +18,11 @@ def runs_of(results: Results, kind: str) -> list[Results]:
     return sorted(found, key=lambda run: run["seed"])
 
 
+def rows_of(results: Results) -> list[Results]:
+    """The models that there are runs of."""
+    return [row for row in results["rows"] if runs_of(results, row["name"])]
+
+
 def warm(results: Results, kind: str) -> int:
     """The first step after the warm-up, as an index."""
     return int(results["training"][kind]["warmup"])
@@ -67,7 +72,7 @@ def jumps(results: Results, kind: str, series: str) -> list[float]:
 
 def norms(results: Results) -> str:
     rows = []
-    for row in results["rows"]:
+    for row in rows_of(results):
         kind, ratios = row["name"], norm_ratios(results, row["name"])
         ends = [(run["weight_norm"][-1], max(run["update_norm"])) for run in runs_of(results, kind)]
         rows.append([
@@ -81,7 +86,7 @@ def norms(results: Results) -> str:
 
 def gradients(results: Results) -> str:
     rows = []
-    for row in results["rows"]:
+    for row in rows_of(results):
         over, beside = (gradient_ratios(results, row["name"], of) for of in ("median", "largest"))
         rows.append([
             row["title"], f"{statistics.median(over):.1f}", f"{max(over):.1f}", f"{statistics.median(beside):.1f}",
@@ -96,7 +101,7 @@ def gradients(results: Results) -> str:
 
 def averages(results: Results) -> str:
     rows = []
-    for row in results["rows"]:
+    for row in rows_of(results):
         for series in (GRADIENT, *FEATURES):
             over, jump = overs(results, row["name"], series), jumps(results, row["name"], series)
             rows.append([
@@ -112,15 +117,17 @@ def averages(results: Results) -> str:
 
 
 def origin(results: Results) -> str:
-    t, kinds = results["training"], ", ".join(f"{r['model']} of {r['parameters']:,}" for r in results["rows"])
-    causal = t["causal"]
-    environment = results["environment"]
+    training, environment, told = results["training"], results["environment"], []
+    for row in rows_of(results):
+        t, runs = training[row["name"]], runs_of(results, row["name"])
+        told.append(
+            f"{row['model']} of {row['parameters']:,} parameters, {len(runs)} seeds, {t['steps']} steps of "
+            f"{t['batch']} × {t['sequence']:,} tokens, learning rate {t['lr']:g} after {t['warmup']} steps"
+        )
     return (
-        f"`{results['command']}`: {kinds} parameters, {causal['steps']} steps of {causal['batch']} × "
-        f"{causal['sequence']} tokens of {results['data']['source']}; AdamW in fp32, β2 0.999, learning rate "
-        f"{causal['lr']:g} after {causal['warmup']} steps of warm-up, norm of gradients at most "
-        f"{causal['clip']:g}; {t['seeds']} seeds; {environment['device']}, "
-        f"torch {environment['torch'].partition('+')[0]}.\n"
+        f"`{results['command']}`: {'; '.join(told)}; {results['data']['source']}; AdamW in fp32, β2 0.999, norm of "
+        f"gradients at most {training['causal']['clip']:g}; {environment['device']}, torch "
+        f"{environment['torch'].partition('+')[0]}.\n"
     )
 
 
@@ -136,6 +143,7 @@ def facts(results: Results) -> dict[str, str]:
         steady = [max(j, 1 / j) - 1 for series in FEATURES for j in jumps(results, kind, series)]
         gradient, moves = overs(results, kind, GRADIENT), jumps(results, kind, GRADIENT)
         found |= {
+            f"tokens_{kind}": f"{results['training'][kind]['batch'] * results['training'][kind]['sequence']:,}",
             f"norms_{kind}": f"{significant(statistics.median(ratios), 2)}",
             f"norms_least_{kind}": f"{significant(min(ratios), 2)}",
             f"embedding_{kind}": f"{statistics.median(over):.0f}",

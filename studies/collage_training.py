@@ -37,18 +37,13 @@ import _language_run
 import torch
 import typer
 from _collage_rows import BESIDE, EXTRA, PAPER, REFERENCE, Row
-from _language_run import Result, Setting
+from _language_run import MASKED, Result, Setting
 from _resumable import Study, attempt
 
 from narrowgauge.cli._environment import describe_environment
 from narrowgauge.trainers import parameter_count, presets
 
 PROBED = 25  # steps of D by which the time is estimated
-# What a masked model differs in: BERT's own sequence, and the paper's decay rates. Table 10's learning rate is for
-# batches 256 times as large; at it, and with 50,257 tokens, nothing but their frequencies is learned in 300 steps.
-MASKED = {
-    "vocabulary": 1022, "sequence": 128, "batch": 64, "steps": 600, "lr": 2e-4, "warmup": 150, "windows": 1024,
-}  # fmt: skip
 BETAS = {"causal": (0.999, 0.95, 0.99), "masked": (0.999, 0.98)}
 CHECK = {
     "megabytes": 1, "vocabulary": 300, "sequence": 24, "batch": 4, "steps": 6, "warmup": 2, "gauge_every": 2,

@@ -43,7 +43,7 @@ def test_the_check_makes_both_models(results: dict) -> None:
         assert all(a >= b for a, b in zip(one["largest_gradient"], one["median_gradient"], strict=True))
     for table in tables.TABLES.values():
         assert table(results).endswith("\n")
-    assert len(tables.facts(results)) == 1 + 2 * 11
+    assert len(tables.facts(results)) == 1 + 2 * 12
 
 
 def test_what_is_written_is_what_a_step_has() -> None:
