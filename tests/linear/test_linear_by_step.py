@@ -157,10 +157,11 @@ def test_a_step_that_fails_leaves_nothing_swapped(at: int, error: type[BaseExcep
     assert all(type(layer) is nn.Linear for layer in model.values())
 
 
-def test_what_is_no_step_is_refused() -> None:
+@pytest.mark.parametrize(("step", "got"), [(3, "int"), (nn.Linear(4, 4), "Linear")])
+def test_what_is_no_step_is_refused(step: object, got: str) -> None:
     model = layers()
-    with pytest.raises(ValueError, match="step: got 3, takes a function without arguments"):
-        swap_linears(model, SWITCHBACK, step=3)
+    with pytest.raises(ValueError, match=f"step: got {got}, takes a function without arguments, one training step"):
+        swap_linears(model, SWITCHBACK, step=step)
     assert type(model["a"]) is nn.Linear
 
 

@@ -162,8 +162,8 @@ def swap_linears(
         raise ValueError(f"keep: got {keep!r}, takes a list of names such as ({keep!r},)")
     if not _is_count(min_features):
         raise ValueError(f"min_features: got {min_features!r}, takes an integer of at least 1")
-    if not (step is None or callable(step)):
-        raise ValueError(f"step: got {step!r}, takes a function without arguments that takes a training step")
+    if not (step is None or callable(step)) or isinstance(step, nn.Module):
+        raise ValueError(f"step: got {type(step).__name__}, takes a function without arguments, one training step")
     rows = _rows_by_name(tokens)
     patterns = tuple(keep) if isinstance(keep, Iterable) else (keep,)
     if not all(isinstance(pattern, str) for pattern in patterns):
