@@ -84,7 +84,8 @@ def section(results: Results, device: str) -> str:
         parts += ["### A training step of CLIP", clip_table(results["clip"])]
     if "clip_filter" in results:
         parts += [
-            "With the filter, which leaves layers that measured slower, as launched and by the device's work:",
+            "With the filter, which leaves layers that measured slower as launched, and all of them if the step is "
+            "no faster with the others; in brackets, those slower by the device's work. Its steps are warm-up:",
             clip_table(results["clip_filter"]),
         ]
     if failed := failures(results):

@@ -6,7 +6,9 @@ patches are dropped, each block is checkpointed, parameters, activations and gra
 and one optimizer: the layers of its blocks are swapped in place, so that every side steps the same tensors, and the
 sides take turns, round by round. With `--compile` each block is compiled by itself: blocks of a tower share what
 was compiled for the first. With `--graph` a step of each side is captured as a CUDA graph as well, and replays
-are timed: the device's work alone, where the host launches more slowly than the device works.
+are timed: the device's work alone, where the host launches more slowly than the device works. With `--filter` a
+plan is for the layers that `swap_linears` swaps by the step launched, and in a graph for those that are faster by
+the device's work.
 
     python benchmarks/bench_clip.py --compile [--graph] [--models vit-h-14] [--plans SWITCHBACK:int8] [--json FILE]
     python benchmarks/bench_clip.py --check        # a tiny model, in seconds, on a CPU too
@@ -20,14 +22,15 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from _clip_graph import as_if_capturing, captured
 from _clip_model import MODELS, clip_batch, clip_model, clip_rows, encoders, settings
+from _clip_sides import chosen, swapped
 from torch import nn
 
 from narrowgauge import optim
@@ -36,46 +39,11 @@ from narrowgauge.cli._bench._times import timed
 from narrowgauge.cli._bench_linear._layers import Layer, baseline, peer_version, peers, plan_layer
 from narrowgauge.cli._bench_linear._resume import resumed
 from narrowgauge.cli._environment import describe_environment, find_device
-from narrowgauge.linear import swap_linears
+from narrowgauge.linear import SwapReport
 
 PLANS = "SWITCHBACK:int8,SWITCHBACK:e4m3,TENSORWISE_FP8:e4m3"
 _MULTIPLIES = {"aten::mm", "aten::addmm", "aten::mkldnn_linear", "aten::_addmm_activation"}
 _GRAPHS = 64  # compiled variants of a block that may live side by side: towers, sides, with and without gradients
-
-
-@contextmanager
-def swapped(
-    model: nn.Module, layer: Layer, rows: Sequence[int] | None = None, launched: bool = True
-) -> Iterator[int]:
-    """The linear layers of the blocks computed another way, in place; how many they are.
-
-    With the rows that each tower's layers get, a plan leaves those that are slower by it: launched one by one, or
-    the device's work alone.
-    """
-    if layer.plan is not None:
-        counts = rows or (None,) * len(list(encoders(model)))
-        reports = [
-            swap_linears(encoder, layer.plan, tokens=count, launched=launched)
-            for encoder, count in zip(encoders(model), counts, strict=True)
-        ]
-        try:
-            yield sum(len(report.swapped) for report in reports)
-        finally:
-            for report in reports:
-                report.undo()
-        return
-    changed: list[tuple[nn.Module, str, nn.Module]] = []
-    if layer.recipe is not None:
-        for encoder in encoders(model):
-            for parent in list(encoder.modules()):
-                changed += [(parent, name, own) for name, own in parent.named_children() if type(own) is nn.Linear]
-    try:
-        for parent, name, own in changed:
-            setattr(parent, name, layer.converted(own))
-        yield len(changed)
-    finally:
-        for parent, name, own in changed:
-            setattr(parent, name, own)
 
 
 def linear_share(step: Callable[[], Any], device: torch.device) -> float:
@@ -142,18 +110,18 @@ def bench(
         loss.backward()
         optimizer.step()
 
-    kept = clip_rows(of, args.batch, args.patch_dropout) if args.filter else None
+    counts = clip_rows(of, args.batch, args.patch_dropout) if args.filter else None
     shown = settings(of, args.batch) | {"filter": args.filter, "graph": args.graph, "mode": args.mode}
     found: dict[str, Any] = {"settings": shown, "rows": {}}
-    rows, ready = found["rows"], []
+    rows, ready, reports = found["rows"], [], {}
     for layer in layers:
         try:
-            rows[layer.name] = _warmed(model, layer, step, device, args.warm_up, kept)
+            rows[layer.name], reports[layer.name] = _warmed(model, layer, step, device, args.warm_up, counts)
             ready.append(layer)
         except Exception as error:  # whatever a peer raises is its result
             rows[layer.name] = _failed(error)
     before = _graphs()
-    times = _rounds(model, ready, step, device, args, kept)
+    times = _rounds(model, ready, step, device, args, reports)
     found["recompiled"] = _graphs() - before  # none, or a swap would be compiled again in each turn
     replayed: dict[str, list[float]] = {}
     if args.graph:
@@ -163,14 +131,15 @@ def bench(
         replays: dict[str, Callable[[], None]] = {}
         for layer in ready:
             try:
-                with swapped(model, layer, kept, launched=False) as rows[layer.name]["graph_swapped"]:
+                report = chosen(model, layer, counts)
+                with swapped(model, layer, report) as rows[layer.name]["graph_swapped"]:
                     for _ in range(args.warm_up):
                         timed(functools.partial(step, True), device)
                     replays[layer.name] = captured(step)
             except Exception as error:
                 rows[layer.name]["graph_failed"] = _failed(error)["failed"]
         captures = [layer for layer in ready if layer.name in replays]
-        replayed = _rounds(model, captures, step, device, args, kept, replays)
+        replayed = _rounds(model, captures, step, device, args, replays=replays)
     # After everything that is timed: a profiler leaves traces in the driver.
     found["linear_share"] = linear_share(functools.partial(step, args.graph), device)
     for layer in ready:
@@ -202,12 +171,12 @@ def _optimizer(name: str, model: nn.Module, device: torch.device) -> torch.optim
 
 def _warmed(
     model: nn.Module, layer: Layer, step: Callable[[], None], device: torch.device, steps: int,
-    kept: Sequence[int] | None,
-) -> dict[str, Any]:  # fmt: skip
-    """The first steps of a side: what compiling costs, and then the memory of one more."""
-    before = _graphs()
-    with swapped(model, layer, kept) as count:
-        begun = time.perf_counter()
+    counts: Sequence[int] | None,
+) -> tuple[dict[str, Any], SwapReport | None]:  # fmt: skip
+    """The first steps of a side: what compiling costs, and the filter, and then the memory of one more."""
+    before, begun = _graphs(), time.perf_counter()
+    report = chosen(model, layer, counts, step)
+    with swapped(model, layer, report) as count:
         for _ in range(steps):
             timed(step, device)
         row = {"swapped": count, "warm_up_seconds": time.perf_counter() - begun}
@@ -216,7 +185,10 @@ def _warmed(
             torch.cuda.reset_peak_memory_stats(device)
             timed(step, device)
             row["peak_bytes"] = torch.cuda.max_memory_allocated(device)
-    return row
+    if report is not None and report.step_seconds is not None:
+        # What the filter went by; none if every layer measured slower by itself.
+        row["filter_ms"], row["filter_linear_ms"] = (1e3 * seconds for seconds in report.step_seconds)
+    return row, report
 
 
 def _graphs() -> int:
@@ -230,7 +202,7 @@ def _rounds(
     step: Callable[[], None],
     device: torch.device,
     args: argparse.Namespace,
-    kept: Sequence[int] | None,
+    reports: Mapping[str, SwapReport | None] | None = None,
     replays: Mapping[str, Callable[[], None]] | None = None,
 ) -> dict[str, list[float]]:
     """Seconds of each step, the sides in turns; of a turn the first step, after a swap, is not counted."""
@@ -238,7 +210,8 @@ def _rounds(
     for _ in range(args.rounds):
         for layer in layers:
             run = step if replays is None else replays[layer.name]
-            with swapped(model, layer, kept) if replays is None else nullcontext():
+            report = None if reports is None else reports[layer.name]
+            with swapped(model, layer, report) if replays is None else nullcontext():
                 run()
                 times[layer.name] += [timed(run, device) for _ in range(args.steps)]
     return times
@@ -251,7 +224,8 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--plans", default=PLANS, help="comma-separated, as `narrowgauge bench linear` takes them")
     parser.add_argument(
         "--filter", action="store_true",
-        help="leave layers that measured slower than nn.Linear: launched, and for --graph by the device's work",
+        help="leave layers that measured slower than nn.Linear: launched, and all if the step is no faster; for "
+        "--graph by the device's work",
     )  # fmt: skip
     parser.add_argument("--peers", action="store_true", help="torchao's float8 layers too, where installed")
     parser.add_argument(

@@ -123,12 +123,31 @@ def test_the_filter_leaves_what_is_slower_at_a_towers_rows(model: Any, monkeypat
     # 16 patches of which half are dropped and a class token; texts of 12.
     rows = _clip_model.clip_rows(TINY, 4, 0.5)
     assert rows == (4 * 9, 4 * 12)
-    for launched in (True, False):
+    for step in (lambda: None, None):
         asked.clear()
-        with bench_clip.swapped(model, plan_layer("SWITCHBACK"), rows, launched) as count:
-            assert count == 12  # those of the images' tower
-            assert not any(type(m) is LowPrecisionLinear for m in model.text_model.encoder.modules())
-        assert {kind.launched for kind in asked} == {launched}
+        report = bench_clip.chosen(model, plan_layer("SWITCHBACK"), rows, step)
+        assert {kind.launched for kind in asked} == {step is not None}
+        assert not any(type(m) is LowPrecisionLinear for m in model.modules())
+    with bench_clip.swapped(model, plan_layer("SWITCHBACK"), report) as count:
+        assert count == 12  # those of the images' tower
+        assert not any(type(m) is LowPrecisionLinear for m in model.text_model.encoder.modules())
+    assert bench_clip.chosen(model, plan_layer("SWITCHBACK"), None) is None
+    assert bench_clip.chosen(model, baseline(), rows) is None
+
+
+def test_a_filtered_row_is_what_the_step_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Float8 is simulated on a CPU: each layer may say what it likes, the step is slower."""
+    monkeypatch.setattr("narrowgauge.linear._swap.speedups", lambda kinds: dict.fromkeys(kinds, 2.0))
+    args = bench_clip.arguments(["--check", "--filter", "--plans", "TENSORWISE_FP8", "--device", "cpu"])
+    rows = bench_clip.run(args, "python bench_clip.py")["models"]["tiny"]["rows"]
+    row = rows["TENSORWISE_FP8 e4m3"]
+    assert (row["swapped"], row["steps"]) == (0, 2)
+    assert row["filter_ms"] > row["filter_linear_ms"] > 0
+    assert "filter_ms" not in rows["nn.Linear"]
+    # What the clock says otherwise is kept.
+    monkeypatch.setattr("narrowgauge.linear._by_step.ENOUGH", 0)
+    rows = bench_clip.run(args, "python bench_clip.py")["models"]["tiny"]["rows"]
+    assert rows["TENSORWISE_FP8 e4m3"]["swapped"] == 24
 
 
 def test_a_peers_layers_are_put_in_place_and_taken_out(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -324,7 +324,7 @@ CALLS: dict[str, Call] = {
     "linear.swap_linears": Call(
         linear.swap_linears,
         lambda: {"model": model(), "plan": linear.SWITCHBACK, "keep": ("lm_head",), "min_features": 16,
-                 "tokens": None, "launched": True},
+                 "tokens": None, "launched": True, "step": None},
     ),
     # nn
     "nn.HeadLayerNorm": Call(ng.nn.HeadLayerNorm, lambda: {"head_dim": 16, "eps": 1e-6}, used),

@@ -197,40 +197,46 @@ def times(one: Callable[[], Any], other: Callable[[], Any], device: torch.device
     """
     steps, runs = (one, other), [1, 1]
     for step in steps:  # compiles kernels
-        _seconds(step, 1, device)
+        seconds(step, 1, device)
     most = _MOST_ROUNDS
     if device.type == "cuda":
-        runs = [max(1, min(100, int(_ROUND_SECONDS / _seconds(step, 3, device)))) for step in steps]
+        runs = [max(1, min(100, int(_ROUND_SECONDS / seconds(step, 3, device)))) for step in steps]
         most = _ROUNDS
     best, spent, rounds = [float("inf")] * 2, 0.0, 0
     while rounds < _ROUNDS or (rounds < most and spent < _SECONDS):
         for i, step in enumerate(steps):
-            seconds = _seconds(step, runs[i], device)
-            spent += seconds * runs[i]
-            best[i] = min(best[i], seconds)
+            took = seconds(step, runs[i], device)
+            spent += took * runs[i]
+            best[i] = min(best[i], took)
         rounds += 1
     return best[0], best[1]
 
 
-def _seconds(step: Callable[[], Any], runs: int, device: torch.device) -> float:
-    """Seconds a step, of some in a row: the device's, or the host's where those are longer."""
-    if device.type == "cuda":
+def seconds(step: Callable[[], Any], runs: int, *devices: torch.device) -> float:
+    """Seconds a step, of some in a row: the devices', or the host's where those are longer."""
+    gpus = [device for device in devices if device.type == "cuda"]
+    for device in gpus:
         torch.cuda.synchronize(device)
     begun = time.perf_counter()
     for _ in range(runs):
         step()
-    if device.type == "cuda":
+    for device in gpus:
         torch.cuda.synchronize(device)
     return max(time.perf_counter() - begun, 1e-9) / runs
 
 
 def _agreed(found: dict[str, float]) -> dict[str, float]:
-    """The same figures on all ranks of a process group, where there is one."""
+    """The same figures on all ranks of a process group, those of the lowest rank that has them."""
+    return {key: speedup for one in reversed(of_all_ranks(found)) for key, speedup in one.items()}
+
+
+def of_all_ranks(mine: Any) -> list[Any]:
+    """What each rank of the process group says, in order; of one process, where there is no group."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return found
+        return [mine]
     told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, found)
-    return {key: speedup for one in reversed(told) for key, speedup in one.items()}
+    dist.all_gather_object(told, mine)
+    return told
 
 
 def _path() -> Path:

@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 from torch import nn
 
 from narrowgauge._arguments import typed
+from narrowgauge.linear._by_step import shown, time_step
 from narrowgauge.linear._candidates import READ_BY_ATTENTION, Candidate, candidates, matches
 from narrowgauge.linear._module import Planned, forget_plan
 from narrowgauge.linear._plan import LinearPlan
-from narrowgauge.linear._speeds import LayerKind, speedups
+from narrowgauge.linear._speeds import LayerKind, of_all_ranks, speedups
 
 _KEEP = ("lm_head",)
 
@@ -45,12 +46,15 @@ class SwapReport:
         swapped: their names.
         kept: why each other linear layer stayed as it was, by name.
         speedups: how many times as fast as nn.Linear layers were measured, by name; empty where nothing was asked.
+        step_seconds: of the training step that was given, with the layers swapped and without; None where none was,
+            or no layer was left to be swapped.
     """
 
     plan: LinearPlan
     swapped: list[str] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)
     speedups: dict[str, float] = field(default_factory=dict)
+    step_seconds: tuple[float, float] | None = None
     _undo: list[_Swapped] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
@@ -66,15 +70,26 @@ class SwapReport:
                     f"undo: got {one.name!r}, which has become a {type(one.layer).__name__} since, "
                     f"takes a {one.became.__name__}: take off first what was put on after swapping"
                 )
-        for one in self._undo:
-            forget_plan(one.layer)
-            one.layer.__class__ = one.was  # type: ignore[assignment]
+        self._turn(False)
         self._undo.clear()
+
+    def _turn(self, on: bool) -> None:
+        """Have the layers compute by the plan, or as they did; they may do so already."""
+        for one in self._undo:
+            if on:
+                one.layer.__class__ = one.became
+                one.layer.set_plan(self.plan)
+            elif type(one.layer) is one.became:
+                forget_plan(one.layer)
+                one.layer.__class__ = one.was  # type: ignore[assignment]
 
     def __str__(self) -> str:
         paths = sorted({one.layer.path for one in self._undo})
         where = f" ({'; '.join(paths)})" if paths else ""
-        lines = [str(self.plan), f"swapped: {len(self.swapped)}{where}"]
+        lines = [str(self.plan)]
+        if self.step_seconds is not None:
+            lines.append(f"step: {shown(self.step_seconds)}")
+        lines.append(f"swapped: {len(self.swapped)}{where}")
         width = max(map(len, self.swapped), default=0)
         for name in self.swapped:
             told = f"{_times(self.speedups[name])} nn.Linear" if name in self.speedups else ""
@@ -94,6 +109,7 @@ def swap_linears(
     *,
     tokens: int | Mapping[str, int] | None = None,
     launched: bool = True,
+    step: Callable[[], Any] | None = None,
 ) -> SwapReport:
     """Let the linear layers of a model compute by a plan, in place.
 
@@ -106,6 +122,13 @@ def swap_linears(
     that is on: call this where the training would call the model. In a process group all ranks have to call it, and
     act on the same figures. Without `tokens` nothing is measured.
 
+    With `step`, the training step itself has the last word: it is timed with the layers that are to be swapped and
+    without, in turns, and unless it is faster with them in nearly all rounds, all of them stay as they are. That
+    is 48 steps, the same number on all ranks of a process group, which have to make the call and decide alike, by
+    the slowest. The step does all that it does: it moves weights and states, draws random numbers and takes batches
+    if it is written so, and nothing of that is taken back. So give one that clears gradients and moves no weights
+    (the optimizer with a learning rate of 0, or without it), or load a checkpoint after.
+
     Args:
         model: the model, or a part of it.
         plan: a `LinearPlan`.
@@ -116,15 +139,20 @@ def swap_linears(
             the first that fits: ``{"visual": 65536, "text": 19712}``. A layer that none fits is kept.
         launched: whether measured layers are launched one by one from Python, as in eager training, where that can
             take longer than the GPU's work. False where the model is compiled or replayed from a CUDA graph, and
-            the GPU's time alone counts. On a CPU both are the same.
+            the GPU's time alone counts. On a CPU both are the same. A `step` is timed as it runs, with either.
+        step: takes one training step as the training will, forward and backward pass at least. What it compiles it
+            compiles for both sides, and versions of both count against ``torch._dynamo.config.recompile_limit``
+            from then on. Leave it out where steps are replayed from a CUDA graph: what has been captured before
+            does not change with the layers, and what a step takes from Python says nothing of it.
 
     Returns:
         What was swapped, what was kept and why; `undo()` takes it back.
 
     Raises:
         ValueError: for what is no model or no plan, a `keep` that is one string or has what is no name, a
-            `min_features` below 1, `tokens` that are no integers of at least 1, or a model on the meta device with
-            `tokens`.
+            `min_features` below 1, `tokens` that are no integers of at least 1, a model on the meta device with
+            `tokens`, or a `step` that cannot be called.
+        Exception: what `step` raises; then no layer is swapped.
     """
     if not isinstance(plan, LinearPlan):
         raise ValueError(f"plan: got {plan!r}, takes a LinearPlan such as narrowgauge.linear.SWITCHBACK")
@@ -134,6 +162,8 @@ def swap_linears(
         raise ValueError(f"keep: got {keep!r}, takes a list of names such as ({keep!r},)")
     if not _is_count(min_features):
         raise ValueError(f"min_features: got {min_features!r}, takes an integer of at least 1")
+    if not (step is None or callable(step)) or isinstance(step, nn.Module):
+        raise ValueError(f"step: got {type(step).__name__}, takes a function without arguments, one training step")
     rows = _rows_by_name(tokens)
     patterns = tuple(keep) if isinstance(keep, Iterable) else (keep,)
     if not all(isinstance(pattern, str) for pattern in patterns):
@@ -164,7 +194,24 @@ def swap_linears(
         swapped.__class__ = one.becomes
         swapped.set_plan(plan)
         report._undo.append(_Swapped(one.name, swapped, kind, one.becomes))
+    if step is not None and any(of_all_ranks(bool(report.swapped))):
+        _decide(step, model, report)
     return report
+
+
+def _decide(step: Callable[[], Any], model: nn.Module, report: SwapReport) -> None:
+    """Leave layers swapped if the step is faster with them."""
+    try:
+        times = time_step(step, report._turn, {parameter.device for parameter in model.parameters()})
+    except BaseException:
+        report._turn(False)
+        raise
+    report.step_seconds = times.medians
+    report._turn(times.faster)  # anew: moving averages begin with the training
+    if not times.faster:
+        report.kept |= dict.fromkeys(report.swapped, f"the step measured {times}")
+        report.swapped.clear()
+        report._undo.clear()
 
 
 def _slow(
