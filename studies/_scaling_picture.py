@@ -50,7 +50,7 @@ def _histograms(axis: Any, found: list[Results], what: str) -> None:
     for place, words in ((-44.5, "below fp16's least"), (SMALLEST + 0.4, "subnormal")):
         axis.text(place, 1.03 * top, words, color=MUTED, fontsize=11)
     axis.xaxis.set_major_formatter(FuncFormatter(lambda k, _: power(2.0**k) if k else "1"))
-    axis.legend(frameon=False, loc="center left")
+    axis.legend(frameon=False, loc="upper right")
 
 
 def _losses(axis: Any, results: Results, name: str) -> None:
