@@ -53,7 +53,7 @@ def swapped(model: nn.Module, layer: Layer, report: SwapReport | None = None) ->
                 one.undo()
         return
     changed: list[tuple[nn.Module, str, nn.Module]] = []
-    if layer.recipe is not None:
+    if layer.peer is not None:
         for encoder in encoders(model):
             for parent in list(encoder.modules()):
                 changed += [(parent, name, own) for name, own in parent.named_children() if type(own) is nn.Linear]

@@ -79,7 +79,7 @@ def section(results: Results, device: str) -> str:
         parts += ["### Noise", noise_table(results["noise"])]
     if "peers_linear" in results:
         beside = results["peers_linear"]
-        parts += ["### Beside torchao", origin(beside), speed_table(beside["shapes"], beside["layers"])]
+        parts += ["### Beside other libraries", origin(beside), speed_table(beside["shapes"], beside["layers"])]
     if "clip" in results:
         parts += ["### A training step of CLIP", clip_table(results["clip"])]
     if "clip_filter" in results:

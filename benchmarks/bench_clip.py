@@ -36,11 +36,12 @@ from torch import nn
 from narrowgauge import optim
 from narrowgauge.cli._bench._files import parts, write
 from narrowgauge.cli._bench._times import timed
-from narrowgauge.cli._bench_linear._layers import Layer, baseline, peer_version, peers, plan_layer
+from narrowgauge.cli._bench_linear._layers import Layer, baseline, peer_versions, peers, plan_layer
 from narrowgauge.cli._bench_linear._resume import resumed
 from narrowgauge.cli._environment import describe_environment, find_device
 from narrowgauge.linear import SwapReport
 
+PEER = "torchao"
 PLANS = "SWITCHBACK:int8,SWITCHBACK:e4m3,TENSORWISE_FP8:e4m3"
 _MULTIPLIES = {"aten::mm", "aten::addmm", "aten::mkldnn_linear", "aten::_addmm_activation"}
 _GRAPHS = 64  # compiled variants of a block that may live side by side: towers, sides, with and without gradients
@@ -271,9 +272,9 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     if args.resume and args.json is None:
         parser.error("--resume: got it without --json, takes the results file to go on with")
     if args.peers:
-        if peer_version() is None:
-            parser.error("--peers: none is installed of torchao")
-        args.layers += [peer for peer in peers() if peer.recipe != "int8"]
+        if PEER not in peer_versions():
+            parser.error(f"--peers: none is installed of {PEER}")
+        args.layers += [peer for peer in peers() if peer.family == PEER and peer.recipe != "int8"]
     return args
 
 
@@ -281,7 +282,7 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
     """Measure all models, print rows, and write the results as they come."""
     results: dict[str, Any] = {
         "command": command,
-        "environment": describe_environment(args.device) | ({"torchao": peer_version()} if args.peers else {}),
+        "environment": describe_environment(args.device) | ({PEER: peer_versions()[PEER]} if args.peers else {}),
         "dtype": "bf16",
         "layers": {layer.name: layer.what for layer in args.layers},
         "models": {},

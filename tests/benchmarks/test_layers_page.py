@@ -169,7 +169,7 @@ def test_steps_of_clip_stand_beside_layers(tmp_path: Path) -> None:
     assert ["vit-h-14", "SWITCHBACK int8", "144", "301", "1.16", "1.25", "41.2", "31 s"] in cells(page)
     assert ["vit-b-16", "SWITCHBACK e4m3", "144", "301", "1.16 (*2.00*)", "1.25", "41.2", "31 s"] in cells(page)
     assert ["filtered", "SWITCHBACK int8", "0 (*24*)", "301", "1.16", "1.25", "41.2", "31 s"] in cells(page)
-    assert page.count("### Beside torchao") == page.count("With the filter") == 1
+    assert page.count("### Beside other libraries") == page.count("With the filter") == 1
     assert "In brackets: the device's work alone" in " ".join(page.split())
     assert "vit-h-14 67 %, vit-b-16 50 % of the step" in " ".join(page.split())
     assert "stale" not in page

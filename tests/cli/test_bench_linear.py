@@ -213,9 +213,9 @@ def test_results_of_another_kind_are_not_gone_on_with(
 def test_no_peer_at_all_is_refused_in_a_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(_layers, "peer_version", lambda: None)
+    monkeypatch.setattr(_layers, "peer_versions", dict)
     assert bench("--peers") == 2
-    assert capsys.readouterr().err == "narrowgauge: --peers: none is installed of torchao\n"
+    assert capsys.readouterr().err == "narrowgauge: --peers: none is installed of torchao, bitsandbytes\n"
 
 
 @pytest.mark.gpu

@@ -286,7 +286,7 @@ def _linear(
         _option("Comma-separated: shapes, memory, noise, operations, grid.", show_default="all"),
     ] = None,
     dtype: Annotated[str, _option("Of the layer: bf16, fp16 or fp32.")] = "bf16",
-    peers: Annotated[bool, _option("torchao's layers too, where installed, at --shapes.", "--peers")] = False,
+    peers: Annotated[bool, _option("torchao's and bitsandbytes' layers too, at --shapes.", "--peers")] = False,
     quick: Annotated[bool, _option("Fewer dims and tokens.", "--quick")] = False,
     tune: Annotated[bool, _option("Time all ways to multiply first, and keep the fastest.", "--tune")] = False,
     device: Annotated[str, _option("'cpu', 'cuda', 'cuda:1', or 'auto': a GPU if there is one.")] = "auto",

@@ -19,8 +19,10 @@ from narrowgauge import optim, recipes
 
 _FP32, _BF16 = torch.float32, torch.bfloat16
 _OPTIM, _BITSANDBYTES = optim.__name__, "bitsandbytes.optim"
-# What is read before anything is written: to know that all is finite, for update clipping, for LAMB's norms.
+# What is read before anything is written: to know that all is finite, for update clipping, for the norms of LARS
+# and LAMB.
 _GRAD, _GRAD_AND_V, _ALL = ("grad",), ("grad", "v"), ("grad", "weight", "state")
+_NORMS = ("grad", "weight")
 _CPU, _CUDA = ("cpu",), ("cuda",)
 
 
@@ -177,7 +179,11 @@ _ROWS = (
         _ours("StableAdamW 8bit", "8-bit states, update clipping", _STABLE, before=_GRAD_AND_V, states="8bit"),
         _ours("StableAdamW bf16", "all bf16, update clipping", _STABLE, before=_GRAD_AND_V, states="bf16"),
         _ours("StableAdamW fp32", "all fp32, update clipping", _STABLE, _FP32, _GRAD_AND_V),
+        _ours("LAMB 8bit", "bf16, the paper's 8-bit states", "LAMB", before=_ALL, states="8bit"),
         _ours("LAMB log8", "bf16, logarithmic 8-bit states", "LAMB", before=_ALL, states="log8"),
+        _ours("LAMB fp32", "everything in fp32", "LAMB", _FP32, _ALL),
+        _ours("LARS 8bit", "bf16, the paper's 8-bit momentum", "LARS", before=_NORMS, states="8bit"),
+        _ours("LARS fp32", "everything in fp32", "LARS", _FP32, _NORMS),
         Row(
             "optimi StableAdamW", "Kahan-summed bf16, update clipping", _BF16, "optimi", _STABLE,
             _TRITON, ("grad", "exp_avg_sq"), _CUDA,
@@ -191,6 +197,8 @@ _ROWS = (
         "One moment, or three",
         _ours("SGD 8bit", "bf16, the paper's 8-bit momentum", "SGD", states="8bit", momentum=0.9),
         _ours("SGD log8", "bf16, logarithmic momentum", "SGD", states="log8", momentum=0.9),
+        _ours("SGD fp32", "everything in fp32", "SGD", _FP32, momentum=0.9),
+        Row("torch SGD fused, fp32", "everything in fp32", _FP32, "torch.optim", "SGD", _FUSED | {"momentum": 0.9}),
         _ours("Lion 8bit", "bf16, the paper's 8-bit momentum", "Lion", states="8bit"),
         _ours("Lion log8", "bf16, logarithmic momentum", "Lion", states="log8"),
         Row(

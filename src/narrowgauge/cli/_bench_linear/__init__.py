@@ -1,4 +1,4 @@
-"""`narrowgauge bench linear`: what a linear layer costs by each plan, beside `nn.Linear` and torchao's layers.
+"""`narrowgauge bench linear`: what a linear layer costs by each plan, beside `nn.Linear` and other libraries'.
 
 It makes Figures 6, 7 (left) and 10 of Wortsman et al. 2023 for this machine, and what they leave out: what layers
 hold between forward and backward, and how noisy they are. Five sections, each written as soon as there is something
@@ -84,12 +84,12 @@ class _Run:
         self.dtype, self.seconds = _DTYPES[options.dtype], options.seconds
         plans, grid = _plans(options.plans)
         self.layers, self.grid_layers = (_layers.baseline(), *plans), (_layers.baseline(), *grid)
-        version = _peers(options, self.sections)
-        self.peers = _layers.peers() if version is not None else ()
+        versions = _peers(options, self.sections)
+        self.peers = tuple(peer for peer in _layers.peers() if peer.family in versions)
         if options.tune:
             refuse_tuning(self.device, plans)
         self.json, self.failed = options.json, False
-        environment = describe_environment(self.device) | ({"torchao": version} if version else {})
+        environment = describe_environment(self.device) | versions
         if self.device.type == "cpu":
             environment["threads"] = str(torch.get_num_threads())
         self.results: dict[str, Any] = {
@@ -194,16 +194,17 @@ def _plans(names: str | None) -> tuple[tuple[Layer, ...], tuple[Layer, ...]]:
     return chosen, chosen
 
 
-def _peers(options: LinearOptions, sections: tuple[str, ...]) -> str | None:
-    """The peer's version if its layers are to be measured."""
+def _peers(options: LinearOptions, sections: tuple[str, ...]) -> dict[str, str]:
+    """Versions of the libraries whose layers are to be measured."""
     if not options.peers:
-        return None
+        return {}
     if "shapes" not in sections:
         raise ValueError("--peers: got it without the section shapes, which is where peers are measured")
-    version = _layers.peer_version()
-    if version is None:
-        raise ValueError("--peers: none is installed of torchao")
-    return version
+    versions = _layers.peer_versions()
+    if not versions:
+        known = ", ".join(dict.fromkeys(peer.family for peer in _layers.peers()))
+        raise ValueError(f"--peers: none is installed of {known}")
+    return versions
 
 
 def _about(layer: Layer) -> dict[str, Any]:

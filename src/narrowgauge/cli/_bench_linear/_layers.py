@@ -1,7 +1,8 @@
-"""The layers that are timed: `nn.Linear`, plans, and torchao's where it is installed.
+"""The layers that are timed: `nn.Linear`, plans, and those of torchao and bitsandbytes where they are installed.
 
-torchao is named, not imported: the library knows no peer. Its layers are compiled, as its users compile them:
-without, each step of a quantization is a pass over memory of its own.
+Peers are named, not imported: the library knows none. torchao's layers are compiled, as its users compile them:
+without, each step of a quantization is a pass over memory of its own. bitsandbytes' have kernels of their own,
+those of LLM.int8(), and run as they are.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ _DEFAULT = (
 )  # fmt: skip
 _GRID = ("SWITCHBACK:int8", "SWITCHBACK:e4m3", "TENSORWISE_FP8:e4m3")
 # torchao's float8 recipes, and its int8 training, by what of a layer is in eight bits.
-_RECIPES = {
+_TORCHAO, _RECIPES = "torchao", {
     "tensorwise": ("float8, all three multiplies", 3),
     "rowwise": ("float8 by row and column, all three", 3),
     "rowwise_with_gw_hp": ("float8 but for the weight gradient", 2),
     "int8": ("int8 by row and column, all three", 3),
-}
+}  # fmt: skip
+_BITSANDBYTES, _LAYER = "bitsandbytes", "Linear8bitLt"
 
 
 @dataclass(frozen=True)
@@ -41,29 +43,36 @@ class Layer:
         what: what is in eight bits, in a line.
         eight_bits: how many of the three multiplies are.
         plan: ours, or None.
-        recipe: torchao's, or None.
+        peer: the other library that it is of, or None.
+        recipe: of torchao, the layer of bitsandbytes.
     """
 
     name: str
     what: str
     eight_bits: int
     plan: LinearPlan | None = None
-    recipe: str | None = None
+    peer: str | None = None
+    recipe: str = ""
 
     @property
     def family(self) -> str:
         """The package."""
-        if self.recipe is not None:
-            return "torchao"
-        return "torch" if self.plan is None else "narrowgauge"
+        return self.peer or ("torch" if self.plan is None else "narrowgauge")
 
     def converted(self, linear: nn.Linear) -> nn.Module:
-        """A layer that computes this way with the parameters of another: the same tensors, not copies."""
+        """A layer that computes this way with the parameters of another: the same memory, not copies."""
         if self.plan is not None:
             return LowPrecisionLinear.from_linear(linear, self.plan)
-        if self.recipe is None:
+        if self.peer is None:
             return linear
-        own = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        sizes = linear.in_features, linear.out_features, linear.bias is not None
+        if self.peer == _BITSANDBYTES:
+            module = _module(_BITSANDBYTES, "nn")
+            layer: nn.Module = getattr(module, self.recipe)(*sizes, has_fp16_weights=True, device="meta")
+            layer.weight = module.Int8Params(linear.weight.detach(), requires_grad=True, has_fp16_weights=True)
+            layer.bias = linear.bias
+            return layer
+        own = nn.Linear(*sizes, device="meta")
         own.weight, own.bias = linear.weight, linear.bias
         if self.recipe == "int8":
             config = _module(self.family, "prototype.quantized_training").Int8MixedPrecisionTrainingConfig
@@ -76,7 +85,7 @@ class Layer:
     def made(self, linear: nn.Linear) -> nn.Module:
         """The same, as its users run it: torchao's compiled."""
         layer = self.converted(linear)
-        return layer if self.recipe is None else cast(nn.Module, torch.compile(layer, dynamic=False))
+        return cast(nn.Module, torch.compile(layer, dynamic=False)) if self.peer == _TORCHAO else layer
 
 
 def _module(package: str, name: str) -> Any:
@@ -89,18 +98,24 @@ def baseline() -> Layer:
 
 
 def peers() -> tuple[Layer, ...]:
-    """torchao's layers."""
-    return tuple(Layer(f"torchao {recipe}", *about, recipe=recipe) for recipe, about in _RECIPES.items())
+    """The layers of other libraries, installed or not."""
+    eight = "int8 by row and column, output and weight gradient"
+    return (
+        *(Layer(f"{_TORCHAO} {name}", *about, peer=_TORCHAO, recipe=name) for name, about in _RECIPES.items()),
+        Layer(f"{_BITSANDBYTES} {_LAYER}", eight, 2, peer=_BITSANDBYTES, recipe=_LAYER),
+    )
 
 
-def peer_version() -> str | None:
-    """torchao's version, or None where it is not installed."""
-    if importlib.util.find_spec(peers()[0].family) is None:
-        return None
-    try:
-        return metadata.version(peers()[0].family)
-    except metadata.PackageNotFoundError:
-        return "unknown"
+def peer_versions() -> dict[str, str]:
+    """Versions of the libraries that are installed, by name."""
+    found = {}
+    for name in dict.fromkeys(peer.family for peer in peers()):
+        if importlib.util.find_spec(name) is not None:
+            try:
+                found[name] = metadata.version(name)
+            except metadata.PackageNotFoundError:
+                found[name] = "unknown"
+    return found
 
 
 def default_plans() -> tuple[Layer, ...]:
