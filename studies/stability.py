@@ -50,6 +50,7 @@ LONG, SHORT = 0.999, 0.95
 BETAS = {PLAIN.name: (LONG, 0.99, SHORT, 0.9), STABLE.name: (LONG, 0.99, SHORT), CLIPPED.name: (LONG, 0.99, SHORT)}
 FACTORS = {"rates": (4.0, 2.0, 0.5), "batches": (4.0, 0.25)}  # times the base's
 KINDS = ("shift", "ways", "rates", "batches", "sizes")
+REPEATED = ("shift", "ways")  # with every seed; the others ask how spikes depend on a number, over a range of it
 SHIFTED = ((PLAIN.name, LONG), (STABLE.name, LONG), (CLIPPED.name, LONG), (PLAIN.name, SHORT))
 DIM = 1 / 16
 SMALL = Plan(
@@ -90,8 +91,14 @@ def tasks_of(kind: str, plan: Plan, seed: int) -> list[Task]:
 
 
 def plan_of(kinds: Sequence[str], plan: Plan, seeds: int) -> list[Task]:
-    """All runs, the most important first: a seed of everything, then the next."""
-    tasks = [task for seed in range(seeds) for kind in kinds for task in tasks_of(kind, plan, seed)]
+    """All runs, the most important first: a seed of everything, then the next of what is compared in pairs."""
+    tasks = [
+        task
+        for seed in range(seeds)
+        for kind in kinds
+        if not seed or kind in REPEATED
+        for task in tasks_of(kind, plan, seed)
+    ]
     return list(dict.fromkeys(tasks))
 
 
@@ -154,7 +161,7 @@ def main(
     batch: Annotated[int | None, typer.Option(min=2, help="Pairs a step. [512]")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate. [2e-3]")] = None,
     patch_dropout: Annotated[float | None, typer.Option(help="Share of the patches that is dropped. [0.5]")] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="0, 1, 2, ...")] = 2,
+    seeds: Annotated[int, typer.Option(min=1, help="Of ways and shift: 0, 1, 2, ...")] = 2,
     device: _gather.Device = "cpu",
     seconds: Annotated[float, typer.Option(help="Begin no run that would not end in time.")] = math.inf,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each in a process of its own.")] = 1,

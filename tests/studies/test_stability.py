@@ -105,6 +105,8 @@ def test_kinds_share_the_runs_of_the_base() -> None:
     tasks = study.plan_of(study.KINDS, plan, 2)
     assert len(set(tasks)) == len(tasks)
     assert {t.seed for t in tasks[: len(tasks) // 2]} == {0}
+    again = {t for t in tasks if t.seed == 1}
+    assert again == {t for kind in study.REPEATED for t in study.tasks_of(kind, plan, 1)}
     rates = study.tasks_of("rates", plan, 0)
     assert plan.settings.lr not in {t.lr for t in rates}
     assert {t.beta2 for t in rates} == {study.LONG, study.SHORT}
