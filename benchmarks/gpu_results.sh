@@ -30,6 +30,8 @@ part() {
     done ;;
     optimizers) run -m narrowgauge.cli bench optimizers --device cuda --peers --seconds 0.1 \
         --json "$bench/optimizers_h200.json" ;;
+    table_5) run -m narrowgauge.cli bench optimizers --device cuda --peers --lists big --seconds 0.1 \
+        --only "AdamW 8bit,AdamW fp32,AdamW fused,SGD,LAMB,LARS" --json "$bench/table_5_h200.json" ;;
     linear) run -m narrowgauge.cli bench linear --device cuda --tune --sections shapes,memory,noise \
         --json "$bench/linear_h200.json" ;;
     operations) run -m narrowgauge.cli bench linear --device cuda --sections operations,grid --quick --resume \
