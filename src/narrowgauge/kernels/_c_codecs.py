@@ -1,7 +1,7 @@
 """How moments are kept, as C functions: which words each takes in memory, and how it is called.
 
-The functions are in `c/`. Each decodes or encodes one block, whose length is a constant of the compilation. A codec
-here is a value that says what their arguments are; that is all an emitter, or a test, needs to call them.
+The functions are in `c/`. Numbers of a block are written when all of it is known: what has such is encoded a block at
+a time. All else, and all decoding, is of a part of a block at a time. A codec here is a value that says what their arguments are; that is all an emitter, or a test, needs to call them.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ class Word:
     c_type: str
     bits: int
     count: int = 1
+
+    def part_of(self, block: str) -> str:
+        """The address in C of the part of a block that begins at element o, from the block's address."""
+        return f"(void *)({block} + o * {self.bits} / 8)" if self.bits else f"(void *)({block})"
 
     def nbytes(self, elements: int) -> int:
         """Bytes that a block of so many elements takes of it."""
@@ -104,6 +108,11 @@ class Codec:
     relative: bool = False
     random: bool = False
 
+    @property
+    def blockwise(self) -> bool:
+        """Whether it has numbers of a block, and is encoded a block at a time."""
+        return any(not word.bits for word in self.words)
+
 
 def source(name: str) -> str:
     """A file of `c/`."""
@@ -156,16 +165,21 @@ def codec_source(codec: Codec, block: int) -> str:
     ``encode`` and ``decode`` take (blocks, x, words, tables, second moment, key).
     """
     files = [source(name) for name in ("words.h", *codec.sources)]
-    pointers = [f"(void *)((char *)words[{k}] + b * {word.nbytes(block)})" for k, word in enumerate(codec.words)]
-    beside = ["v ? v + b * BLOCK : 0"] if codec.relative else []
+    blocks = [f"(char *)words[{k}] + b * {word.nbytes(block)}" for k, word in enumerate(codec.words)]
+    parts = [word.part_of(place) for word, place in zip(codec.words, blocks, strict=True)]
     tables = ["tables[0]", "tables[1]"] if codec.table is not None else []
-    more = [*beside, *tables, *codec.constants]
+
+    def more(beside: str) -> list[str]:
+        return [*([f"v ? {beside} : 0"] if codec.relative else []), *tables, *codec.constants]
+
     random = "u16 random[BLOCK]; random_halves(random, b, key, 1);" if codec.random else ""
-    encode = ["x", *pointers, *(["random"] if codec.random else []), *more]
+    words = [f"(void *)({place})" for place in blocks] if codec.blockwise else parts
+    encode = ["x" if codec.blockwise else "x + o", *words, *(["random"] if codec.random else []), *more("v + b * BLOCK")]
+    decode = [*parts, "x + o", *more("v + b * BLOCK + o")]
     signature = "(long blocks, float *x, void **words, const void **tables, const float *v, const u32 *key) {"
-    loop = "for (long b = 0; b < blocks; b++, x += BLOCK) {"
+    loop, each = "for (long b = 0; b < blocks; b++, x += BLOCK) {", "" if codec.blockwise else "PARTS "
     functions = [
-        f"void encode{signature} {loop} {random} {codec.name}_encode({', '.join(encode)}); }} }}",
-        f"void decode{signature} {loop} {codec.name}_decode({', '.join([*pointers, 'x', *more])}); }} }}",
+        f"void encode{signature} {loop} {random} {each}{codec.name}_encode({', '.join(encode)}); }} }}",
+        f"void decode{signature} {loop} PARTS {codec.name}_decode({', '.join(decode)}); }} }}",
     ]
     return "\n".join([f"#define BLOCK {block}", *files, *functions])

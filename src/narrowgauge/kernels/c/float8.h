@@ -31,5 +31,5 @@ INLINE void float8_encode(const float *restrict x, u8 *restrict codes, float *re
 INLINE void float8_decode(const u8 *restrict codes, const float *restrict scale, float *restrict x, const int kind) {
     const float unit = *scale;
     (void)kind;
-    EACH x[i] = from_e4m3(codes[i]) * unit;
+    EACH_OF_PART x[i] = from_e4m3(codes[i]) * unit;
 }

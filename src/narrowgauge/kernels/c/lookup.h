@@ -1,22 +1,22 @@
-/* Look-ups in tables, a block of them. Compilers do not use a processor's gathers in a loop that does anything
+/* Look-ups in tables, some at a time: a multiple of 16. Compilers do not use a processor's gathers in a loop that does anything
  * else, and one number at a time takes three times as long; so these are loops of their own. */
 
 #ifdef __AVX512F__
 #include <immintrin.h>
 
-INLINE void look_up(const i32 *restrict keys, const u32 *restrict cells, u32 *restrict entries) {
-    for (int i = 0; i < BLOCK; i += 16)
+INLINE void look_up(const i32 *restrict keys, const u32 *restrict cells, u32 *restrict entries, const int count) {
+    for (int i = 0; i < count; i += 16)
         _mm512_storeu_si512(entries + i, _mm512_i32gather_epi32(_mm512_loadu_si512(keys + i), cells, 4));
 }
 #else
 static __attribute__((noinline)) void look_up(
-    const i32 *restrict keys, const u32 *restrict cells, u32 *restrict entries
+    const i32 *restrict keys, const u32 *restrict cells, u32 *restrict entries, const int count
 ) {
-    EACH entries[i] = cells[keys[i]];
+    for (int i = 0; i < count; i++) entries[i] = cells[keys[i]];
 }
 #endif
 
-#if defined __AVX512VBMI__ && BLOCK % 64 == 0
+#if defined __AVX512VBMI__ && PART == 64
 /* One byte of the values of 64 codes. */
 INLINE __m512i one_byte(const u8 *plane, __m512i codes, __mmask64 upper) {
     const __m512i *t = (const __m512i *)plane;
@@ -27,12 +27,12 @@ INLINE __m512i one_byte(const u8 *plane, __m512i codes, __mmask64 upper) {
 
 /* 256 bytes are a table in four registers. The lowest bytes of the values are one, the next ones another; what is
  * found is put together. */
-INLINE void values_of(const u8 *restrict codes, const float *restrict values, const float unit, float *restrict x) {
+INLINE void values_of(const u8 *restrict codes, const float *restrict values, const float unit, float *restrict x, const int count) {
     /* In lanes of 16 bytes that bytes are put together in, the elements come out in order. */
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const u8 *planes = (const u8 *)(values + 256);
     const __m512 by = _mm512_set1_ps(unit);
-    for (int i = 0; i < BLOCK; i += 64) {
+    for (int i = 0; i < count; i += 64) {
         const __m512i some = _mm512_permutexvar_epi32(order, _mm512_loadu_si512(codes + i));
         const __mmask64 upper = _mm512_movepi8_mask(some);
         const __m512i b0 = one_byte(planes, some, upper), b1 = one_byte(planes + 256, some, upper);
@@ -49,8 +49,8 @@ INLINE void values_of(const u8 *restrict codes, const float *restrict values, co
 }
 #else
 static __attribute__((noinline)) void values_of(
-    const u8 *restrict codes, const float *restrict values, const float unit, float *restrict x
+    const u8 *restrict codes, const float *restrict values, const float unit, float *restrict x, const int count
 ) {
-    EACH x[i] = values[codes[i]] * unit;
+    for (int i = 0; i < count; i++) x[i] = values[codes[i]] * unit;
 }
 #endif

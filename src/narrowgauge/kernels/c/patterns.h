@@ -101,7 +101,7 @@ INLINE void pattern_codes(
 
 INLINE void pattern_values(const u8 *restrict codes, const i32 *restrict range, float *restrict x, const int width) {
     const i32 base = base_of(range, width), step = step_of(range, width);
-    EACH {
+    EACH_OF_PART {
         const i32 code = codes[i], b = base + (code - 1) * step;
         x[i] = number(code > 0 ? b : 0);
     }
@@ -119,7 +119,7 @@ INLINE void pattern4_encode(const float *restrict x, u8 *restrict pairs, i32 *re
     pack(codes, pairs);
 }
 INLINE void pattern4_decode(const u8 *restrict pairs, const i32 *restrict range, float *restrict x) {
-    u8 codes[BLOCK];
-    unpack(pairs, codes);
+    u8 codes[PART];
+    unpack(pairs, codes, PART);
     pattern_values(codes, range, x, 4);
 }

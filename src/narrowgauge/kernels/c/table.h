@@ -94,19 +94,21 @@ INLINE void table_encode(
     const u32 *restrict cells, const int kind, const i32 zero, const i32 first
 ) {
     float room[BLOCK], inverse;
-    i32 keys[BLOCK];
-    u32 entries[BLOCK];
     const float *y = over_scale(x, kind, room, scale, &inverse);
     (void)values;
-    EACH {
-        const i32 b = pattern(y[i] * inverse), m = kind == UNSIGNED ? larger(b, 0) : b & 0x7FFFFFFF;
-        keys[i] = larger((m >> 16) - first, 0);
-    }
-    look_up(keys, cells, entries);
-    EACH {
-        const i32 b = pattern(y[i] * inverse), m = kind == UNSIGNED ? larger(b, 0) : b;
-        const i32 code = (i32)((entries[i] + ((u32)m & 0xFFFF)) >> 16), minus = m >> 31;
-        codes[i] = (u8)larger(zero + ((code ^ minus) - minus), 0);
+    PARTS {
+        i32 m[PART], keys[PART];
+        u32 entries[PART];
+        EACH_OF_PART {
+            const i32 b = pattern(y[o + i] * inverse);
+            m[i] = kind == UNSIGNED ? larger(b, 0) : b;
+            keys[i] = larger(((m[i] & 0x7FFFFFFF) >> 16) - first, 0);
+        }
+        look_up(keys, cells, entries, PART);
+        EACH_OF_PART {
+            const i32 code = (i32)((entries[i] + ((u32)m[i] & 0xFFFF)) >> 16), minus = m[i] >> 31;
+            codes[o + i] = (u8)(kind == UNSIGNED ? code : larger(zero + ((code ^ minus) - minus), 0));
+        }
     }
 }
 
@@ -115,7 +117,7 @@ INLINE void table_decode(
     const u32 *restrict cells, const int kind, const i32 zero, const i32 first
 ) {
     (void)cells, (void)kind, (void)zero, (void)first;
-    values_of(codes, values, *scale, x);
+    values_of(codes, values, *scale, x, PART);
 }
 
 INLINE void packed_table_encode(
@@ -131,7 +133,7 @@ INLINE void packed_table_decode(
     const u8 *restrict pairs, const float *restrict scale, float *restrict x, const float *restrict values,
     const u32 *restrict cells, const int kind, const i32 zero, const i32 first
 ) {
-    u8 codes[BLOCK];
-    unpack(pairs, codes);
+    u8 codes[PART];
+    unpack(pairs, codes, PART);
     table_decode(codes, scale, x, values, cells, kind, zero, first);
 }
