@@ -1,7 +1,8 @@
 """How moments are kept, as C functions: which words each takes in memory, and how it is called.
 
-The functions are in `c/`. Numbers of a block are written when all of it is known: what has such is encoded a block at
-a time. All else, and all decoding, is of a part of a block at a time. A codec here is a value that says what their arguments are; that is all an emitter, or a test, needs to call them.
+The functions are in `c/`. Numbers of a block are written when all of it is known: what has such is encoded a block
+at a time, all else, and all that is decoded, a part at a time. Lengths of both are constants of the compilation. A
+codec here is a value that says what their arguments are; that is all an emitter, or a test, needs to call them.
 """
 
 from __future__ import annotations
@@ -50,14 +51,16 @@ class Table:
     """A codebook made ready for look-ups; see `c/table.h`.
 
     Attributes:
-        values: float32, what 256 codes mean, and as much again for the bytes of these, the lowest ones first.
+        values: float32, what 256 codes mean.
         cells: uint32, a code and what carries into it beyond the boundary.
+        entries: uint32, the cells without the patterns that they begin with: a pattern added, its code is above.
         zero: the code of zero.
         first: the upper half of the pattern that the first cell stands for.
     """
 
     values: NDArray[np.float32]
     cells: NDArray[np.uint32]
+    entries: NDArray[np.uint32]
     zero: int
     first: int
 
@@ -81,9 +84,9 @@ class Table:
         carry[upper - first] = 0xFFFF - (patterns & 0xFFFF)
         below = np.searchsorted(upper, np.arange(first, last + 1), side="left").astype(np.uint32)
         padded = np.pad(values, (0, 256 - len(values)))
-        planes = np.ascontiguousarray(padded.view(np.uint8).reshape(256, 4).T).view(np.float32)
-        both = np.concatenate([padded, planes.reshape(-1)])
-        return cls(both, (below << 16 | carry).astype(np.uint32), len(boundaries) - len(positive), first)
+        cells = (below << 16 | carry).astype(np.uint32)
+        entries = cells - (np.arange(first, last + 1, dtype=np.uint32) << 16)
+        return cls(padded, cells, entries, len(boundaries) - len(positive), first)
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +177,12 @@ def codec_source(codec: Codec, block: int) -> str:
 
     random = "u16 random[BLOCK]; random_halves(random, b, key, 1);" if codec.random else ""
     words = [f"(void *)({place})" for place in blocks] if codec.blockwise else parts
-    encode = ["x" if codec.blockwise else "x + o", *words, *(["random"] if codec.random else []), *more("v + b * BLOCK")]
+    encode = [
+        "x" if codec.blockwise else "x + o",
+        *words,
+        *(["random"] if codec.random else []),
+        *more("v + b * BLOCK"),
+    ]
     decode = [*parts, "x + o", *more("v + b * BLOCK + o")]
     signature = "(long blocks, float *x, void **words, const void **tables, const float *v, const u32 *key) {"
     loop, each = "for (long b = 0; b < blocks; b++, x += BLOCK) {", "" if codec.blockwise else "PARTS "

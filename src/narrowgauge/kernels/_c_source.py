@@ -98,7 +98,9 @@ def step_source(step: Step) -> str:
     parts = [_prelude(step), source("finite.h"), tile]
     if step.terms:
         met = len(uniforms(step.terms.values()))
-        parts.append(_driver("sum_terms", "partial", _partial(step), met, ", double *sums", ", sums + block * TERMS"))
+        parts.append(
+            _driver("sum_terms", "partial", _partial(step), met, ", double *sums", ", sums + block * TERMS")
+        )
     return "\n".join(parts)
 
 
@@ -209,7 +211,9 @@ def _tile(step: Step) -> str:
         lines.append("float handed = 0.0f;")
         for m in handed:
             lines.append(f"const float lost_{m.name} = all_new_{m.name}[o + i] - all_kept_{m.name}[o + i];")
-            lines.append(f"handed += all_reach_{m.name}[o + i] * (is_finite(lost_{m.name}) ? lost_{m.name} : 0.0f);")
+            lines.append(
+                f"handed += all_reach_{m.name}[o + i] * (is_finite(lost_{m.name}) ? lost_{m.name} : 0.0f);"
+            )
         lines += ["delta[i] += handed;", "}", *add, "}"]
     return "\n".join([*lines, "}"])
 
@@ -271,7 +275,8 @@ def _encode(step: Step, moment: Moment, x: str) -> str:
     codec = moment.codec
     places = [f"(void *){at}" if codec.blockwise else word.part_of(at) for at, word in _places(step, moment)]
     halves = [f"random_{moment.name}"] if codec.random else []
-    call = f"{codec.name}_encode({', '.join([x, *places, *halves, *_further(step, moment, f'all_kept_{moment.beside}')])});"
+    further = _further(step, moment, f"all_kept_{moment.beside}")
+    call = f"{codec.name}_encode({', '.join([x, *places, *halves, *further])});"
     if not halves:
         return call
     return f"u16 {halves[0]}[BLOCK]; random_halves({halves[0]}, index, key, {moment.purpose}); {call}"

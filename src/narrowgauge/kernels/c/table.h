@@ -1,9 +1,9 @@
 /* Codes of a codebook and one scale a block: see storage/_blockwise.py, which these follow bit for bit.
  *
  * The nearest value is found with one look-up. The upper half of |x| as an integer names a cell, in which at most
- * one decision boundary lies. Its entry has the code below in its upper half and, in its lower half, what the lower
- * half of |x| has to be added to, to carry into the code beyond the boundary. `zero` is the code of zero: negative
- * numbers count down from it.
+ * one decision boundary lies. The sum of |x| as an integer and the cell's entry has the code in its upper half: beyond
+ * the boundary the lower half carries into it. `first` names the first cell, in which all is below its boundary, and
+ * what is smaller belongs to it. `zero` is the code of zero: negative numbers count down from it.
  *
  * Nearly all blocks are tame: nothing in them is infinite or NaN or so large that it needs care, and their scale is
  * not zero. Those have a way of their own. */
@@ -69,10 +69,11 @@ INLINE const float *over_scale(
 ) {
     i32 up = 0;
     u32 down = 0; /* as integers without a sign, negative numbers are the largest */
+    /* Without a sign no negative number counts, NaN and infinity among them. */
     EACH {
         const i32 b = pattern(x[i]);
         up = larger(up, b);
-        down = (u32)b > down ? (u32)b : down;
+        if (kind != UNSIGNED) down = (u32)b > down ? (u32)b : down;
     }
     const i32 below = down >> 31 ? (i32)(down & 0x7FFFFFFF) : 0, most = larger(up, below);
     const i32 top = kind == UNSIGNED ? up : most;
@@ -97,18 +98,20 @@ INLINE void table_encode(
     const float *y = over_scale(x, kind, room, scale, &inverse);
     (void)values;
     PARTS {
-        i32 m[PART], keys[PART];
+        i32 minus[PART], m[PART], keys[PART], found[PART];
         u32 entries[PART];
         EACH_OF_PART {
             const i32 b = pattern(y[o + i] * inverse);
-            m[i] = kind == UNSIGNED ? larger(b, 0) : b;
-            keys[i] = larger(((m[i] & 0x7FFFFFFF) >> 16) - first, 0);
+            minus[i] = kind == UNSIGNED ? 0 : b >> 31;
+            m[i] = larger(kind == UNSIGNED ? b : b & 0x7FFFFFFF, first << 16);
+            keys[i] = (m[i] >> 16) - first;
         }
         look_up(keys, cells, entries, PART);
         EACH_OF_PART {
-            const i32 code = (i32)((entries[i] + ((u32)m[i] & 0xFFFF)) >> 16), minus = m[i] >> 31;
-            codes[o + i] = (u8)(kind == UNSIGNED ? code : larger(zero + ((code ^ minus) - minus), 0));
+            const i32 code = (i32)((entries[i] + (u32)m[i]) >> 16);
+            found[i] = zero + ((code ^ minus[i]) - minus[i]);
         }
+        bytes_of(found, codes + o);
     }
 }
 

@@ -78,15 +78,11 @@ INLINE float join(u16 hi, i32 offset) {
     READ(name, LOW) { EACH_OF_PART w[i] = join(p[i], (i32)((u32)(i32)low[i] << SHIFT)); }      \
     ADD(name, LOW) {                                                                   \
         EACH_OF_PART {                                                                         \
+            /* The sign's bit is as it was: only those of NaN carry into it. */        \
             const float updated = w[i] + delta[i];                                     \
-            const u32 b = (u32)pattern(updated);                                       \
-            u32 magnitude = b & 0x7FFFFFFF;                                            \
-            if (SHIFT) magnitude = (magnitude + 0x80) >> 8 << 8;                       \
-            const u32 rounded = (magnitude + 0x8000) >> 16;                            \
-            const i32 lo = (i32)(magnitude - (rounded << 16)) >> SHIFT;                \
-            const u32 hi = (b >> 16 & 0x8000) | rounded;                               \
-            p[i] = (u16)(updated != updated ? 0x7FC0 : hi);                            \
-            low[i] = (LOW)(updated != updated ? 0 : lo);                               \
+            const u32 b = (u32)pattern(updated) + (SHIFT ? 0x80 : 0);                  \
+            p[i] = (u16)(updated != updated ? 0x7FC0 : (b + 0x8000) >> 16);            \
+            low[i] = (LOW)(updated != updated ? 0 : b >> SHIFT);                       \
         }                                                                              \
     }
 #ifdef WORD_IS_BFLOAT16

@@ -2,6 +2,10 @@
  * no branch depends on an element, and every loop is of one block, or of a part of one. BLOCK, the length of a block,
  * is defined by what includes this. A part is so short that a compiler unrolls its loops and keeps in registers what
  * one leaves for the next. */
+#if defined __GNUC__ && !defined __clang__
+/* A loop that copies becomes a call, or moves of another width than its neighbours': from memory, not registers. */
+#pragma GCC optimize("no-tree-loop-distribute-patterns")
+#endif
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
