@@ -75,8 +75,8 @@ INLINE void codes_between(
             const i32 far = held - base + d;
             /* The quotient is below 16: a float's is off by one at most, and only where it is next to a whole one. */
             code = (i32)((float)far * share);
-            code -= code * step > far;
-            code += (code + 1) * (long)step <= far;
+            const i32 rest = far - code * step;
+            code += (rest >= step) - (rest < 0);
         }
         const i32 there = -(i32)(wild || b >= SMALLEST_PATTERN);
         codes[i] = (u8)((smaller(code, highest) + 1) & there);
