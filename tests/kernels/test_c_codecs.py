@@ -36,7 +36,7 @@ def blocks(size: int) -> Tensor:
 
     rows = [normal(8), spread(-8, 2, 8), spread(-37, -30, 4), spread(30, 38, 4).clamp(-3e38, 3e38)]
     rows += [torch.zeros(1, size), -torch.zeros(1, size), normal() * 1e-41, spread(-45, -36, 4)]
-    for bad in (torch.inf, -torch.inf, torch.nan):
+    for bad in (torch.inf, -torch.inf, torch.nan, -torch.nan):
         row = spread(-4, 4, 3)
         row[0, size // 2], row[1, 0], row[2, ::3] = bad, bad, bad
         rows += [
