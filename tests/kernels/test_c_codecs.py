@@ -36,7 +36,7 @@ def blocks(size: int) -> Tensor:
 
     rows = [normal(8), spread(-8, 2, 8), spread(-37, -30, 4), spread(30, 38, 4).clamp(-3e38, 3e38)]
     rows += [torch.zeros(1, size), -torch.zeros(1, size), normal() * 1e-41, spread(-45, -36, 4)]
-    for bad in (torch.inf, -torch.inf, torch.nan):
+    for bad in (torch.inf, -torch.inf, torch.nan, -torch.nan):
         row = spread(-4, 4, 3)
         row[0, size // 2], row[1, 0], row[2, ::3] = bad, bad, bad
         rows += [
@@ -71,7 +71,7 @@ def functions(codec: Codec, size: int) -> ctypes.CDLL:
 def called(function: str, codec: Codec, x: Tensor, words: dict[str, Tensor], v: Tensor | None, size: int) -> None:
     """A codec's C function on every block of a tensor."""
     key = (ctypes.c_uint32 * 6)(SEED, STREAM, STEP & 0xFFFFFFFF, STEP >> 32)
-    table = [codec.table.values, codec.table.cells] if codec.table is not None else []
+    table = [codec.table.values, codec.table.entries] if codec.table is not None else []
     getattr(functions(codec, size), function)(
         ctypes.c_long(x.numel() // size),
         ctypes.c_void_p(x.data_ptr()),
@@ -120,6 +120,18 @@ def test_codes_and_values_are_the_storages(name: str, signed: bool, beside: bool
     called("decode", codec, values, expected, v, size)
     right = storage.decode(expected, context)
     assert torch.equal(bits(values), bits(right))
+
+
+def test_bfloat16_is_rounded_as_torch_does() -> None:
+    """Every upper half of a pattern with the lower halves that decide, in parts of one kind and of several."""
+    upper = torch.arange(1 << 16, dtype=torch.int64) << 16
+    lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    patterns = torch.cat([(upper + low) for low in lower])
+    shuffled = patterns[torch.randperm(len(patterns), generator=torch.Generator().manual_seed(0))]
+    x = torch.cat([patterns, shuffled]).to(torch.int32).view(torch.float32)
+    words = torch.zeros(len(x), dtype=torch.bfloat16)
+    called("encode", codec_of(state_storage("bf16"), True), x, {"": words}, None, 256)
+    assert torch.equal(bits(words), bits(x.bfloat16()))
 
 
 def test_random_words_are_philox() -> None:

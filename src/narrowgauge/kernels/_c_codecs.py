@@ -1,7 +1,8 @@
 """How moments are kept, as C functions: which words each takes in memory, and how it is called.
 
-The functions are in `c/`. Each decodes or encodes one block, whose length is a constant of the compilation. A codec
-here is a value that says what their arguments are; that is all an emitter, or a test, needs to call them.
+The functions are in `c/`. Numbers of a block are written when all of it is known: what has such is encoded a block
+at a time, all else, and all that is decoded, a part at a time. Lengths of both are constants of the compilation. A
+codec here is a value that says what their arguments are; that is all an emitter, or a test, needs to call them.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ class Word:
     bits: int
     count: int = 1
 
+    def part_of(self, block: str) -> str:
+        """The address in C of the part of a block that begins at element o, from the block's address."""
+        return f"(void *)({block} + o * {self.bits} / 8)" if self.bits else f"(void *)({block})"
+
     def nbytes(self, elements: int) -> int:
         """Bytes that a block of so many elements takes of it."""
         return (elements * self.bits + 7) // 8 if self.bits else 4 * self.count
@@ -46,14 +51,16 @@ class Table:
     """A codebook made ready for look-ups; see `c/table.h`.
 
     Attributes:
-        values: float32, what 256 codes mean, and as much again for the bytes of these, the lowest ones first.
+        values: float32, what 256 codes mean.
         cells: uint32, a code and what carries into it beyond the boundary.
+        entries: uint32, the cells without the patterns that they begin with: a pattern added, its code is above.
         zero: the code of zero.
         first: the upper half of the pattern that the first cell stands for.
     """
 
     values: NDArray[np.float32]
     cells: NDArray[np.uint32]
+    entries: NDArray[np.uint32]
     zero: int
     first: int
 
@@ -77,9 +84,9 @@ class Table:
         carry[upper - first] = 0xFFFF - (patterns & 0xFFFF)
         below = np.searchsorted(upper, np.arange(first, last + 1), side="left").astype(np.uint32)
         padded = np.pad(values, (0, 256 - len(values)))
-        planes = np.ascontiguousarray(padded.view(np.uint8).reshape(256, 4).T).view(np.float32)
-        both = np.concatenate([padded, planes.reshape(-1)])
-        return cls(both, (below << 16 | carry).astype(np.uint32), len(boundaries) - len(positive), first)
+        cells = (below << 16 | carry).astype(np.uint32)
+        entries = cells - (np.arange(first, last + 1, dtype=np.uint32) << 16)
+        return cls(padded, cells, entries, len(boundaries) - len(positive), first)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +110,11 @@ class Codec:
     table: Table | None = None
     relative: bool = False
     random: bool = False
+
+    @property
+    def blockwise(self) -> bool:
+        """Whether it has numbers of a block, and is encoded a block at a time."""
+        return any(not word.bits for word in self.words)
 
 
 def source(name: str) -> str:
@@ -156,16 +168,26 @@ def codec_source(codec: Codec, block: int) -> str:
     ``encode`` and ``decode`` take (blocks, x, words, tables, second moment, key).
     """
     files = [source(name) for name in ("words.h", *codec.sources)]
-    pointers = [f"(void *)((char *)words[{k}] + b * {word.nbytes(block)})" for k, word in enumerate(codec.words)]
-    beside = ["v ? v + b * BLOCK : 0"] if codec.relative else []
+    blocks = [f"(char *)words[{k}] + b * {word.nbytes(block)}" for k, word in enumerate(codec.words)]
+    parts = [word.part_of(place) for word, place in zip(codec.words, blocks, strict=True)]
     tables = ["tables[0]", "tables[1]"] if codec.table is not None else []
-    more = [*beside, *tables, *codec.constants]
+
+    def more(beside: str) -> list[str]:
+        return [*([f"v ? {beside} : 0"] if codec.relative else []), *tables, *codec.constants]
+
     random = "u16 random[BLOCK]; random_halves(random, b, key, 1);" if codec.random else ""
-    encode = ["x", *pointers, *(["random"] if codec.random else []), *more]
+    words = [f"(void *)({place})" for place in blocks] if codec.blockwise else parts
+    encode = [
+        "x" if codec.blockwise else "x + o",
+        *words,
+        *(["random"] if codec.random else []),
+        *more("v + b * BLOCK"),
+    ]
+    decode = [*parts, "x + o", *more("v + b * BLOCK + o")]
     signature = "(long blocks, float *x, void **words, const void **tables, const float *v, const u32 *key) {"
-    loop = "for (long b = 0; b < blocks; b++, x += BLOCK) {"
+    loop, each = "for (long b = 0; b < blocks; b++, x += BLOCK) {", "" if codec.blockwise else "PARTS "
     functions = [
-        f"void encode{signature} {loop} {random} {codec.name}_encode({', '.join(encode)}); }} }}",
-        f"void decode{signature} {loop} {codec.name}_decode({', '.join([*pointers, 'x', *more])}); }} }}",
+        f"void encode{signature} {loop} {random} {each}{codec.name}_encode({', '.join(encode)}); }} }}",
+        f"void decode{signature} {loop} PARTS {codec.name}_decode({', '.join(decode)}); }} }}",
     ]
     return "\n".join([f"#define BLOCK {block}", *files, *functions])

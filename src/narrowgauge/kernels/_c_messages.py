@@ -34,7 +34,7 @@ class CMessages:
         if refused is not None:
             raise Unavailable(refused)
         library = load(_source(kind))
-        self._arrays = (kind.values, kind.boundaries if kind.table is None else kind.table.cells)
+        self._arrays = (kind.values, kind.boundaries if kind.table is None else kind.table.entries)
         self._tables = (ctypes.c_void_p * 2)(*(array.ctypes.data for array in self._arrays))
         self._passes: list[Any] = [library.encode, library.add, library.finish]
         for function, tensors in zip(self._passes, (2, 3, 4), strict=True):

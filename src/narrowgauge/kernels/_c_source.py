@@ -1,10 +1,12 @@
 """A step as one C function, written from a graph and the storages of its operands.
 
-Memory is read once and written once. A block of elements (those that share a scale, or a thousand) is decoded into
-arrays on the stack, which stay in the nearest cache; one loop evaluates the graph; the results are encoded. Blocks
-are independent of each other, so threads take them as they come and the result does not depend on how many there
-are. Every loop runs over a whole block, whose length is a constant: a last block that is shorter is copied to
-memory that is long enough, and what lies beyond it counts as zero.
+Memory is read once and written once. A block of elements (those that share a scale, or a thousand) is done part by
+part: 64 elements are decoded, the graph is evaluated, the weights are written, all in registers, while memory that
+comes later is asked for. Moments that share a scale wait in arrays on the stack, which stay in the nearest cache,
+until all of the block is there, and are encoded then; so are weights that are given what a moment loses. Blocks are
+independent of each other, so threads take them as they come and the result does not depend on how many there are.
+The lengths of blocks and parts are constants: a last block that is shorter is copied to memory that is long enough,
+and what lies beyond it counts as zero.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from narrowgauge.kernels._c_codecs import Codec, Word, source
+from narrowgauge.kernels._c_driver import ARGUMENTS, driver
 from narrowgauge.kernels._c_statements import statements
 from narrowgauge.kernels._graph import Node, uniforms
 
@@ -92,9 +95,13 @@ class Step:
 
 def step_source(step: Step) -> str:
     """A C file with the functions ``step``, ``finite`` and, if there are terms, ``sums``."""
-    parts = [_prelude(step), source("finite.h"), _driver("take_step", "tile", _tile(step), "", "")]
+    tile = driver("take_step", "tile", _tile(step), len(uniforms(step.roots)))
+    parts = [_prelude(step), source("finite.h"), tile]
     if step.terms:
-        parts.append(_driver("sum_terms", "partial", _partial(step), ", double *sums", ", sums + block * TERMS"))
+        met = len(uniforms(step.terms.values()))
+        parts.append(
+            driver("sum_terms", "partial", _partial(step), met, ", double *sums", ", sums + block * TERMS")
+        )
     return "\n".join(parts)
 
 
@@ -118,6 +125,7 @@ def _prelude(step: Step) -> str:
             f"#define WORDS {len(step.words)}",
             f"#define WORD_BYTES {tail}",
             source("words.h"),
+            source("ahead.h"),
             source("weights.h"),
             *map(source, files),
             "static const long whole[WORDS] = {" + ", ".join(str(w.nbytes(step.block)) for w in step.words) + "};",
@@ -127,22 +135,29 @@ def _prelude(step: Step) -> str:
 
 
 def _load(step: Step, roots: Iterable[Node]) -> tuple[list[str], dict[Node, str]]:
-    """A function's first lines, which decode a block, and what the numbers of these graphs are called then."""
-    numbers = {node: f"c{k}" for k, node in enumerate(uniforms(roots))}
+    """Lines that decode the part from o on, and what the numbers of these graphs are called."""
+    p, grad, *_ = step.words
     lines = [
-        "    float w[BLOCK], g[BLOCK];",
-        "    (void)index, (void)n, (void)tables, (void)uniforms, (void)key;",
-        *(f"    const float {name} = (float)uniforms[{k}];" for k, name in enumerate(numbers.values())),
-        *(f"    float x_{m.name}[BLOCK];" for m in step.kept),
-        "    const GRAD *grad = (const GRAD *)at[1];",
-        "    EACH g[i] = sign * FROM_GRAD(grad[i]);",
-        f"    read_{step.weight}((void *)at[0], (void *){_low(step)}, w);",
+        "float g[PART];",
+        f"const GRAD *grad = {grad.part_of('at[1]')};",
+        "EACH_OF_PART g[i] = sign * FROM_GRAD(grad[i]);",
+        f"read_{step.weight}({p.part_of('at[0]')}, {_low(step)}, w);",
+        *(f"float x_{m.name}[PART];" for m in step.kept),
+        *(_decode(step, m, f"x_{m.name}", f"x_{m.beside}") for m in _ordered(step)),
     ]
-    return [*lines, *(f"    {_decode(step, moment, 'x_')}" for moment in _ordered(step))], numbers
+    return lines, {node: f"c{k}" for k, node in enumerate(uniforms(roots))}
+
+
+def _opening(name: str, numbers: Mapping[Node, str], more: str = "") -> list[str]:
+    return [
+        f"static void {name}({ARGUMENTS}{more}) {{",
+        "(void)index, (void)n, (void)ahead, (void)tables, (void)numbers, (void)key;",
+        *(f"const float {name} = numbers[{k}];" for k, name in enumerate(numbers.values())),
+    ]
 
 
 def _low(step: Step) -> str:
-    return "0" if step.low is None else "at[2]"
+    return "(void *)0" if step.low is None else step.low.part_of("at[2]")
 
 
 def _ordered(step: Step) -> list[Moment]:
@@ -152,127 +167,117 @@ def _ordered(step: Step) -> list[Moment]:
 
 def _tile(step: Step) -> str:
     """The function that does one block."""
-    loading, numbers = _load(step, step.roots)
-    lines = [f"static void tile({_ARGUMENTS}) {{", *loading, "    float delta[BLOCK];"]
-    lines += [f"    float kept_{m.name}[BLOCK], reach_{m.name}[BLOCK];" for m in step.kept]
-    lines += ["    EACH {", *_equation(step, numbers), "    }"]
-    if step.kept:
-        zeros = " ".join(f"x_{m.name}[i] = 0.0f;" for m in step.kept)
-        lines.append(f"    for (long i = n; i < BLOCK; i++) {{ {zeros} }}")
+    loading, names = _load(step, step.roots)
+    handed = [m for m in step.kept if m.hands_over and m.name in step.reach]
+    blockwise = [m for m in step.kept if m.codec.blockwise]
+    # What waits for the end of the block, and what does not.
+    waiting = [f"new_{m.name}" for m in blockwise] + [f"reach_{m.name}" for m in handed]
+    passing = [f"new_{m.name}" for m in step.kept if m not in blockwise]
+    (waiting if handed else passing).extend(["w", "delta"])
+    asked = [
+        f"ask_for(at[{k}] + (o + ahead) * {word.bits} / 8, PART * {word.bits} / 8);"
+        for k, word in enumerate(step.words)
+        if word.bits
+    ]
+    results = {f"new_{name}": node for name, node in step.moments.items()} | {"delta": step.delta}
+    results |= {f"reach_{m.name}": step.reach[m.name] for m in handed}
+    random = "random + o" if step.weight == "stochastic" else ""
+    add = [f"add_{step.weight}({', '.join(filter(None, [*_weights(step), 'w', 'delta', random]))});"]
+    lines = [
+        *_opening("tile", names),
+        *(f"float all_{name}[BLOCK];" for name in waiting),
+        *(["u32 random[BLOCK]; random_words(random, index, key);"] if random else []),
+        "PARTS {",
+        *asked,
+        *(f"float *const {name} = all_{name} + o;" for name in waiting),
+        *(f"float {name}[PART];" for name in passing),
+        *loading,
+        "EACH_OF_PART {",
+        *statements(step.roots, names),
+        *(f"{name}[i] = {names[node]};" for name, node in results.items()),
+        "}",
+        *(_encode(step, m, f"new_{m.name}") for m in step.kept if m not in blockwise),
+        *([] if handed else add),
+        "}",
+        *(f"for (long i = n; i < BLOCK; i++) all_new_{m.name}[i] = 0.0f;" for m in blockwise),
+    ]
     beside = {m.beside for m in step.kept}
-    for moment in _ordered(step):
-        lines.append(f"    {_encode(step, moment)}")
-        if moment.hands_over or moment.name in beside:
-            lines.append(f"    {_decode(step, moment, 'kept_')}")
-    handed = [moment.name for moment in step.kept if moment.hands_over and moment.name in step.reach]
-    lines.append("    EACH {")
-    lines.append("        float handed = 0.0f;")
-    for name in handed:
-        lines.append(f"        const float lost_{name} = x_{name}[i] - kept_{name}[i];")
-        lines.append(f"        handed += reach_{name}[i] * (is_finite(lost_{name}) ? lost_{name} : 0.0f);")
-    lines += ["        delta[i] += handed;", "    }"]
-    random = ""
-    if step.weight == "stochastic":
-        random = ", random"
-        lines.append("    u32 random[BLOCK]; random_words(random, index, key);")
-    lines += [f"    add_{step.weight}((void *)at[0], (void *){_low(step)}, w, delta{random});", "}"]
-    return "\n".join(lines)
+    for m in _ordered(step):
+        lines += [_encode(step, m, f"all_new_{m.name}")] if m in blockwise else []
+        if m in handed or m.name in beside:
+            lines.append(f"float all_kept_{m.name}[BLOCK];")
+            lines.append(f"PARTS {_decode(step, m, f'all_kept_{m.name} + o', f'all_kept_{m.beside} + o')}")
+    if handed:
+        lines += ["PARTS {", "float *const w = all_w + o, *const delta = all_delta + o;", "EACH_OF_PART {"]
+        lines.append("float handed = 0.0f;")
+        for m in handed:
+            lines.append(f"const float lost_{m.name} = all_new_{m.name}[o + i] - all_kept_{m.name}[o + i];")
+            lines.append(
+                f"handed += all_reach_{m.name}[o + i] * (is_finite(lost_{m.name}) ? lost_{m.name} : 0.0f);"
+            )
+        lines += ["delta[i] += handed;", "}", *add, "}"]
+    return "\n".join([*lines, "}"])
 
 
 def _partial(step: Step) -> str:
     """The function that sums the terms of one block."""
     terms = tuple(step.terms.values())
     loading, names = _load(step, terms)
-    lines = [f"static void partial({_ARGUMENTS}, double *sums) {{", *loading]
-    lines += [f"    double term_{k}[BLOCK];" for k in range(len(terms))]
-    lines += ["    EACH {", *(f"        {line}" for line in statements(terms, names))]
-    lines += [f"        term_{k}[i] = {names[node]};" for k, node in enumerate(terms)]
-    # What lies beyond the parameter is no term.
-    zeros = " ".join(f"term_{k}[i] = 0.0;" for k in range(len(terms)))
-    lines += ["    }", f"    for (long i = n; i < BLOCK; i++) {{ {zeros} }}"]
-    lines += [*(f"    sums[{k}] = total(term_{k});" for k in range(len(terms))), "}"]
+    lines = [
+        *_opening("partial", names, ", double *sums"),
+        *(f"double term_{k}[BLOCK];" for k in range(len(terms))),
+        "PARTS {",
+        "float w[PART];",
+        *loading,
+        "EACH_OF_PART {",
+        *statements(terms, names),
+        *(f"term_{k}[o + i] = {names[node]};" for k, node in enumerate(terms)),
+        "}",
+        "}",
+        # What lies beyond the parameter is no term.
+        *(f"for (long i = n; i < BLOCK; i++) term_{k}[i] = 0.0;" for k in range(len(terms))),
+        *(f"sums[{k}] = total(term_{k});" for k in range(len(terms))),
+        "}",
+    ]
     return "\n".join([f"#define TERMS {len(terms)}", source("total.h"), *lines])
 
 
-def _pointers(step: Step, moment: Moment) -> str:
+def _weights(step: Step) -> list[str]:
+    return [step.words[0].part_of("at[0]"), _low(step)]
+
+
+def _places(step: Step, moment: Moment) -> list[tuple[str, Word]]:
+    """Where a block of a moment is, and what."""
     place = 2 + (step.low is not None)
     for other in step.kept:
         if other is moment:
             break
         place += len(other.codec.words)
-    return ", ".join(f"(void *)at[{place + k}]" for k in range(len(moment.codec.words)))
+    return [(f"at[{place + k}]", word) for k, word in enumerate(moment.codec.words)]
 
 
-def _further(step: Step, moment: Moment, prefix: str) -> list[str]:
-    """A codec's arguments after the block, its words and random numbers."""
+def _further(step: Step, moment: Moment, beside: str) -> list[str]:
+    """A codec's arguments after the numbers, its words and random numbers."""
     codec = moment.codec
-    beside = [f"{prefix}{moment.beside}" if moment.beside else "(const float *)0"] if codec.relative else []
+    unit = [beside if moment.beside else "(const float *)0"] if codec.relative else []
     tables = [other for other in step.kept if other.codec.table is not None]
     places = [f"tables[{2 * tables.index(moment) + k}]" for k in range(2)] if codec.table is not None else []
-    return [*beside, *places, *codec.constants]
+    return [*unit, *places, *codec.constants]
 
 
-def _decode(step: Step, moment: Moment, prefix: str) -> str:
-    arguments = [_pointers(step, moment), prefix + moment.name, *_further(step, moment, prefix)]
-    return f"{moment.codec.name}_decode({', '.join(arguments)});"
+def _decode(step: Step, moment: Moment, x: str, beside: str) -> str:
+    """Of a part."""
+    places = [word.part_of(at) for at, word in _places(step, moment)]
+    return f"{moment.codec.name}_decode({', '.join([*places, x, *_further(step, moment, beside)])});"
 
 
-def _encode(step: Step, moment: Moment) -> str:
-    halves = [f"random_{moment.name}"] if moment.codec.random else []
-    arguments = [f"x_{moment.name}", _pointers(step, moment), *halves, *_further(step, moment, "kept_")]
-    call = f"{moment.codec.name}_encode({', '.join(arguments)});"
+def _encode(step: Step, moment: Moment, x: str) -> str:
+    """Of a block, or of a part where nothing asks for blocks."""
+    codec = moment.codec
+    places = [f"(void *){at}" if codec.blockwise else word.part_of(at) for at, word in _places(step, moment)]
+    halves = [f"random_{moment.name}"] if codec.random else []
+    further = _further(step, moment, f"all_kept_{moment.beside}")
+    call = f"{codec.name}_encode({', '.join([x, *places, *halves, *further])});"
     if not halves:
         return call
     return f"u16 {halves[0]}[BLOCK]; random_halves({halves[0]}, index, key, {moment.purpose}); {call}"
-
-
-def _equation(step: Step, numbers: Mapping[Node, str]) -> list[str]:
-    """The loop's body: every node once, then the results to their arrays."""
-    names = dict(numbers)
-    lines = [f"        {line}" for line in statements(step.roots, names)]
-    lines += [f"        x_{name}[i] = {names[node]};" for name, node in step.moments.items()]
-    handing = [moment.name for moment in step.kept if moment.hands_over]
-    lines += [f"        reach_{name}[i] = {names[node]};" for name, node in step.reach.items() if name in handing]
-    return [*lines, f"        delta[i] = {names[step.delta]};"]
-
-
-_ARGUMENTS = (
-    "const long index, const long n, unsigned char *const *at, const void *const *tables, "
-    "const double *uniforms, const u32 *key, const float sign"
-)
-
-
-def _driver(name: str, each: str, definition: str, more: str, further: str) -> str:
-    """A function that does blocks of a parameter, and that which does one."""
-    head = f"{definition}\n\n/* Blocks first to last of a parameter of n elements. */\nvoid {name}("
-    return head + _DRIVER.replace("MORE", more).replace("EACH_BLOCK", each).replace("FURTHER", further)
-
-
-_DRIVER = """long first, long last, long n, unsigned char *const *words, const void *const *tables,
-          const double *uniforms, const u32 *key, float sign, int threadsMORE) {
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 65536 / BLOCK + 1) if (threads > 1)
-    for (long block = first; block < last; block++) {
-        unsigned char *at[WORDS];
-        const long left = n - block * BLOCK;
-        for (int k = 0; k < WORDS; k++) at[k] = words[k] + block * whole[k];
-        if (left >= BLOCK) {
-            EACH_BLOCK(block, BLOCK, at, tables, uniforms, key, signFURTHER);
-            continue;
-        }
-        _Alignas(64) unsigned char copy[WORDS][WORD_BYTES];
-        unsigned char *copies[WORDS];
-        memset(copy, 0, sizeof copy);
-        for (int k = 0; k < WORDS; k++) {
-            copies[k] = copy[k];
-            memcpy(copy[k], at[k], bits[k] ? (left * bits[k] + 7) / 8 : whole[k]);
-        }
-        EACH_BLOCK(block, left, copies, tables, uniforms, key, signFURTHER);
-        for (int k = 0; k < WORDS; k++) {
-            if (k == 1) continue; /* the gradient */
-            /* The other half of a byte whose first half is the last code is zero. */
-            if (bits[k] == 4 && left % 2) copy[k][left / 2] &= 0xF;
-            memcpy(at[k], copy[k], bits[k] ? (left * bits[k] + 7) / 8 : whole[k]);
-        }
-    }
-}
-"""

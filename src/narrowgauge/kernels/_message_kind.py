@@ -65,10 +65,8 @@ class Kind:
 
     @cached_property
     def values(self) -> npt.NDArray[np.float32]:
-        """Float32 (512,): what codes mean, and the same by bytes; see `Table`."""
-        padded = np.pad(self.coder.values.numpy(), (0, 256 - len(self.coder.values)))
-        planes = np.ascontiguousarray(padded.view(np.uint8).reshape(256, 4).T).view(np.float32)
-        return np.concatenate([padded, planes.reshape(-1)])
+        """Float32 (256,): what codes mean."""
+        return np.pad(self.coder.values.numpy(), (0, 256 - len(self.coder.values)))
 
     def refused(self) -> str | None:
         """Why there are no kernels of this kind, None if there are."""

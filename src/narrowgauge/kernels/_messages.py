@@ -139,7 +139,7 @@ def _codebook(kind: Kind, device: torch.device) -> tuple[Tensor, Tensor]:
     """What codes mean, and what finds them: a table's cells or boundaries."""
     found = kind.boundaries if kind.table is None else kind.table.cells.view(np.int32)
     with torch.inference_mode(False):
-        return torch.from_numpy(kind.values[:256].copy()).to(device), torch.from_numpy(found).to(device)
+        return torch.from_numpy(kind.values.copy()).to(device), torch.from_numpy(found).to(device)
 
 
 def _signed(number: int) -> int:

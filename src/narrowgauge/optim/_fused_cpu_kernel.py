@@ -52,7 +52,7 @@ class Kernel:
         self._roots = uniforms(step.roots)
         self._term_roots = uniforms(step.terms.values())
         tables = [m.codec.table for m in step.kept if m.codec.table is not None]
-        self._arrays = [array for table in tables for array in (table.values, table.cells)]
+        self._arrays = [array for table in tables for array in (table.values, table.entries)]
         self._tables = (ctypes.c_void_p * (len(self._arrays) or 1))(*(a.ctypes.data for a in self._arrays))
         pointer, long = ctypes.c_void_p, ctypes.c_long
         arguments: list[Any] = [long, long, long, *[pointer] * 4, ctypes.c_float, ctypes.c_int]

@@ -21,7 +21,7 @@ INLINE void float8_encode(const float *restrict x, u8 *restrict codes, float *re
     *scale = top / 448.0f;
     EACH {
         float scaled = y[i] * inverse * 448.0f;
-        if (kind == UNSIGNED) scaled = scaled < 0 ? 0.0f : scaled;
+        if (kind == UNSIGNED) scaled = scaled >= 0 ? scaled : 0.0f; /* a NaN with a sign is not looked for */
         scaled = scaled > 448.0f ? 448.0f : scaled;
         scaled = scaled < -448.0f ? -448.0f : scaled;
         codes[i] = to_e4m3(scaled);
@@ -31,5 +31,5 @@ INLINE void float8_encode(const float *restrict x, u8 *restrict codes, float *re
 INLINE void float8_decode(const u8 *restrict codes, const float *restrict scale, float *restrict x, const int kind) {
     const float unit = *scale;
     (void)kind;
-    EACH x[i] = from_e4m3(codes[i]) * unit;
+    EACH_OF_PART x[i] = from_e4m3(codes[i]) * unit;
 }

@@ -37,7 +37,7 @@ INLINE void logarithm_decode(const u8 *restrict codes, const float *restrict ran
     const float foot = range[0], top = range[1];
     const i32 lo = pattern(foot);
     const float step = (float)(pattern(top + foot) - lo) / 127.0f;
-    EACH {
+    EACH_OF_PART {
         const i32 code = codes[i], k = code & 127;
         const float between = number(lo + (i32)rintf((float)k * step)) - foot, value = k == 127 ? top : between;
         x[i] = code >= 128 ? -value : value;

@@ -40,7 +40,7 @@ INLINE void nearest(const float *restrict x, u8 *restrict codes, float *scale, c
     EACH found[i] = 0;
     for (int half = 128; half; half /= 2) {
         EACH keys[i] = found[i] + half - 1;
-        look_up(keys, (const u32 *)tables[1], asked);
+        look_up(keys, (const u32 *)tables[1], asked, BLOCK);
         EACH found[i] += y[i] > number((i32)asked[i]) ? half : 0;
     }
     EACH codes[i] = (u8)found[i];
@@ -61,13 +61,13 @@ INLINE void by_chance(
     u32 low[BLOCK], high[BLOCK];
     exact_quotients(x, scale, y);
     EACH lower[i] = codes[i];
-    look_up(lower, values, low);
+    look_up(lower, values, low, BLOCK);
     EACH {
         lower[i] = smaller(larger(lower[i] - (number((i32)low[i]) > y[i]), 0), VALUES - 2);
         upper[i] = lower[i] + 1;
     }
-    look_up(lower, values, low);
-    look_up(upper, values, high);
+    look_up(lower, values, low, BLOCK);
+    look_up(upper, values, high, BLOCK);
     EACH {
         const double bottom = number((i32)low[i]), gap = (double)number((i32)high[i]) - bottom;
         const double uniform = (double)(i32)(random[i] >> 8) * 0x1p-24;
@@ -118,12 +118,12 @@ INLINE void read_block(
     u8 pairs[BLOCK / 2];
     memset(pairs + CODE_BYTES, 0, BLOCK / 2 - CODE_BYTES);
     memcpy(pairs, from, CODE_BYTES);
-    unpack(pairs, codes);
+    unpack(pairs, codes, BLOCK);
 #else
     memset(codes + SIZE, 0, BLOCK - SIZE);
     memcpy(codes, from, CODE_BYTES);
 #endif
-    values_of(codes, tables[0], scale_at(message, index), x);
+    values_of(codes, tables[0], scale_at(message, index), x, BLOCK);
     for (int i = SIZE; i < BLOCK; i++) x[i] = 0.0f;
 }
 

@@ -75,8 +75,8 @@ INLINE void codes_between(
             const i32 far = held - base + d;
             /* The quotient is below 16: a float's is off by one at most, and only where it is next to a whole one. */
             code = (i32)((float)far * share);
-            code -= code * step > far;
-            code += (code + 1) * (long)step <= far;
+            const i32 rest = far - code * step;
+            code += (rest >= step) - (rest < 0);
         }
         const i32 there = -(i32)(wild || b >= SMALLEST_PATTERN);
         codes[i] = (u8)((smaller(code, highest) + 1) & there);
@@ -101,7 +101,7 @@ INLINE void pattern_codes(
 
 INLINE void pattern_values(const u8 *restrict codes, const i32 *restrict range, float *restrict x, const int width) {
     const i32 base = base_of(range, width), step = step_of(range, width);
-    EACH {
+    EACH_OF_PART {
         const i32 code = codes[i], b = base + (code - 1) * step;
         x[i] = number(code > 0 ? b : 0);
     }
@@ -119,7 +119,7 @@ INLINE void pattern4_encode(const float *restrict x, u8 *restrict pairs, i32 *re
     pack(codes, pairs);
 }
 INLINE void pattern4_decode(const u8 *restrict pairs, const i32 *restrict range, float *restrict x) {
-    u8 codes[BLOCK];
-    unpack(pairs, codes);
+    u8 codes[PART];
+    unpack(pairs, codes, PART);
     pattern_values(codes, range, x, 4);
 }

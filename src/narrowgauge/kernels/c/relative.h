@@ -28,7 +28,7 @@ INLINE void relative8_decode(
     const u8 *restrict codes, const float *restrict scales, float *restrict x, const float *restrict v
 ) {
     const float scale = *scales;
-    EACH {
+    EACH_OF_PART {
         const float quotient = (float)(int8_t)codes[i] * scale;
         x[i] = v ? quotient * number(half_exponent(v, i) << 23) : quotient;
     }
@@ -52,10 +52,10 @@ INLINE void relative4_encode(
 INLINE void relative4_decode(
     const u8 *restrict pairs, const float *restrict scales, float *restrict x, const float *restrict v
 ) {
-    u8 codes[BLOCK];
+    u8 codes[PART];
     const float scale = *scales;
-    unpack(pairs, codes);
-    EACH {
+    unpack(pairs, codes, PART);
+    EACH_OF_PART {
         const i32 k = codes[i] & 7;
         const float above = number((k << 22) + (126 << 23)), a = k >= 2 ? above : 0.5f * (float)k;
         const float quotient = (codes[i] & 8 ? -a : a) * scale;

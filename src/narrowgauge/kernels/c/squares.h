@@ -1,7 +1,7 @@
-/* The sum of squares and the largest magnitude of each part of a gradient, 4096 elements. A square of a float is exact
+/* The sum of squares and the largest magnitude of each stretch of a gradient, 4096 elements. A square of a float is exact
  * in double. In sixteen sums, which two vectors hold: their order is the same everywhere, whatever the threads. NaN
  * shows in the sum, an infinity in both. */
-#define PART 4096
+#define STRETCH 4096
 
 INLINE void look_at(const GRAD *restrict x, const long n, double *sum, float *peak) {
     double sums[16] = {0};
@@ -23,8 +23,8 @@ INLINE void look_at(const GRAD *restrict x, const long n, double *sum, float *pe
 
 void look(long n, const GRAD *grad, double *sums, float *peaks, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (long part = 0; part < (n + PART - 1) / PART; part++) {
-        const long left = n - part * PART;
-        look_at(grad + part * PART, left < PART ? left : PART, sums + part, peaks + part);
+    for (long part = 0; part < (n + STRETCH - 1) / STRETCH; part++) {
+        const long left = n - part * STRETCH;
+        look_at(grad + part * STRETCH, left < STRETCH ? left : STRETCH, sums + part, peaks + part);
     }
 }

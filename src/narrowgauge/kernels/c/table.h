@@ -1,9 +1,9 @@
 /* Codes of a codebook and one scale a block: see storage/_blockwise.py, which these follow bit for bit.
  *
  * The nearest value is found with one look-up. The upper half of |x| as an integer names a cell, in which at most
- * one decision boundary lies. Its entry has the code below in its upper half and, in its lower half, what the lower
- * half of |x| has to be added to, to carry into the code beyond the boundary. `zero` is the code of zero: negative
- * numbers count down from it.
+ * one decision boundary lies. The sum of |x| as an integer and the cell's entry has the code in its upper half: beyond
+ * the boundary the lower half carries into it. `first` names the first cell, in which all is below its boundary, and
+ * what is smaller belongs to it. `zero` is the code of zero: negative numbers count down from it.
  *
  * Nearly all blocks are tame: nothing in them is infinite or NaN or so large that it needs care, and their scale is
  * not zero. Those have a way of their own. */
@@ -69,10 +69,11 @@ INLINE const float *over_scale(
 ) {
     i32 up = 0;
     u32 down = 0; /* as integers without a sign, negative numbers are the largest */
+    /* Without a sign no negative number counts, NaN and infinity among them. */
     EACH {
         const i32 b = pattern(x[i]);
         up = larger(up, b);
-        down = (u32)b > down ? (u32)b : down;
+        if (kind != UNSIGNED) down = (u32)b > down ? (u32)b : down;
     }
     const i32 below = down >> 31 ? (i32)(down & 0x7FFFFFFF) : 0, most = larger(up, below);
     const i32 top = kind == UNSIGNED ? up : most;
@@ -94,19 +95,23 @@ INLINE void table_encode(
     const u32 *restrict cells, const int kind, const i32 zero, const i32 first
 ) {
     float room[BLOCK], inverse;
-    i32 keys[BLOCK];
-    u32 entries[BLOCK];
     const float *y = over_scale(x, kind, room, scale, &inverse);
     (void)values;
-    EACH {
-        const i32 b = pattern(y[i] * inverse), m = kind == UNSIGNED ? larger(b, 0) : b & 0x7FFFFFFF;
-        keys[i] = larger((m >> 16) - first, 0);
-    }
-    look_up(keys, cells, entries);
-    EACH {
-        const i32 b = pattern(y[i] * inverse), m = kind == UNSIGNED ? larger(b, 0) : b;
-        const i32 code = (i32)((entries[i] + ((u32)m & 0xFFFF)) >> 16), minus = m >> 31;
-        codes[i] = (u8)larger(zero + ((code ^ minus) - minus), 0);
+    PARTS {
+        i32 minus[PART], m[PART], keys[PART], found[PART];
+        u32 entries[PART];
+        EACH_OF_PART {
+            const i32 b = pattern(y[o + i] * inverse);
+            minus[i] = kind == UNSIGNED ? 0 : b >> 31;
+            m[i] = larger(kind == UNSIGNED ? b : b & 0x7FFFFFFF, first << 16);
+            keys[i] = (m[i] >> 16) - first;
+        }
+        look_up(keys, cells, entries, PART);
+        EACH_OF_PART {
+            const i32 code = (i32)((entries[i] + (u32)m[i]) >> 16);
+            found[i] = zero + ((code ^ minus[i]) - minus[i]);
+        }
+        bytes_of(found, codes + o);
     }
 }
 
@@ -115,7 +120,7 @@ INLINE void table_decode(
     const u32 *restrict cells, const int kind, const i32 zero, const i32 first
 ) {
     (void)cells, (void)kind, (void)zero, (void)first;
-    values_of(codes, values, *scale, x);
+    values_of(codes, values, *scale, x, PART);
 }
 
 INLINE void packed_table_encode(
@@ -131,7 +136,7 @@ INLINE void packed_table_decode(
     const u8 *restrict pairs, const float *restrict scale, float *restrict x, const float *restrict values,
     const u32 *restrict cells, const int kind, const i32 zero, const i32 first
 ) {
-    u8 codes[BLOCK];
-    unpack(pairs, codes);
+    u8 codes[PART];
+    unpack(pairs, codes, PART);
     table_decode(codes, scale, x, values, cells, kind, zero, first);
 }

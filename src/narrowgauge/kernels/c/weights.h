@@ -1,12 +1,24 @@
 /* Weight storages: see storage/_weights.py, which these follow bit for bit. WORD is what a parameter's elements are
- * in memory, FROM and TO convert it, LEAST_NORMAL and MANTISSA_BITS are its format's. */
+ * in memory, FROM and TO convert it, LEAST_NORMAL and MANTISSA_BITS are its format's. A part at a time. */
+
+#ifdef WORD_IS_BFLOAT16
+#define WRITE bfloat16_encode
+#elif defined WORD_IS_FLOAT16
+#define WRITE float16_encode
+#else
+#define WRITE float32_encode
+#endif
 
 #define READ(name, LOW) INLINE void read_##name(const WORD *restrict p, const LOW *restrict low, float *restrict w)
 #define ADD(name, LOW) \
     INLINE void add_##name(WORD *restrict p, LOW *restrict low, const float *restrict w, const float *restrict delta)
 
-READ(plain, void) { EACH w[i] = FROM(p[i]); }
-ADD(plain, void) { EACH p[i] = TO(w[i] + delta[i]); }
+READ(plain, void) { EACH_OF_PART w[i] = FROM(p[i]); }
+ADD(plain, void) {
+    float updated[PART];
+    EACH_OF_PART updated[i] = w[i] + delta[i];
+    WRITE(updated, p);
+}
 
 /* The low word, cut to half a unit in the parameter's last place. Masks, since compilers make branches of conditions
  * that follow from each other, and of branches many instructions. */
@@ -21,9 +33,9 @@ INLINE float bounded(float p, float low) {
 
 INLINE float if_finite(float x, float lost) { return number(pattern(lost) & -(i32)is_finite(x)); }
 
-READ(kahan, WORD) { EACH w[i] = FROM(p[i]); }
+READ(kahan, WORD) { EACH_OF_PART w[i] = FROM(p[i]); }
 ADD(kahan, WORD) {
-    EACH {
+    EACH_OF_PART {
         const float owed = delta[i] + bounded(w[i], FROM(low[i]));
         const WORD hi = TO(w[i] + owed);
         const float lost = owed - (FROM(hi) - w[i]);
@@ -32,9 +44,9 @@ ADD(kahan, WORD) {
     }
 }
 
-READ(expansion, WORD) { EACH w[i] = FROM(p[i]) + bounded(FROM(p[i]), FROM(low[i])); }
+READ(expansion, WORD) { EACH_OF_PART w[i] = FROM(p[i]) + bounded(FROM(p[i]), FROM(low[i])); }
 ADD(expansion, WORD) {
-    EACH {
+    EACH_OF_PART {
         const float updated = w[i] + delta[i];
         const WORD hi = TO(updated);
         const float lost = updated - FROM(hi);
@@ -44,17 +56,15 @@ ADD(expansion, WORD) {
 }
 
 READ(master, float) {
-    EACH {
+    EACH_OF_PART {
         const float p_i = FROM(p[i]);
         w[i] = FROM(TO(low[i])) == p_i ? low[i] : p_i;
     }
 }
 ADD(master, float) {
-    EACH {
-        const float updated = w[i] + delta[i];
-        p[i] = TO(updated);
-        low[i] = updated;
-    }
+    float updated[PART];
+    EACH_OF_PART low[i] = updated[i] = w[i] + delta[i];
+    WRITE(updated, p);
 }
 
 /* A bf16 word and an integer low word: see storage/_words.py. */
@@ -65,18 +75,14 @@ INLINE float join(u16 hi, i32 offset) {
 }
 
 #define SPLIT(name, LOW, SHIFT)                                                        \
-    READ(name, LOW) { EACH w[i] = join(p[i], (i32)((u32)(i32)low[i] << SHIFT)); }      \
+    READ(name, LOW) { EACH_OF_PART w[i] = join(p[i], (i32)((u32)(i32)low[i] << SHIFT)); }      \
     ADD(name, LOW) {                                                                   \
-        EACH {                                                                         \
+        EACH_OF_PART {                                                                         \
+            /* The sign's bit is as it was: only those of NaN carry into it. */        \
             const float updated = w[i] + delta[i];                                     \
-            const u32 b = (u32)pattern(updated);                                       \
-            u32 magnitude = b & 0x7FFFFFFF;                                            \
-            if (SHIFT) magnitude = (magnitude + 0x80) >> 8 << 8;                       \
-            const u32 rounded = (magnitude + 0x8000) >> 16;                            \
-            const i32 lo = (i32)(magnitude - (rounded << 16)) >> SHIFT;                \
-            const u32 hi = (b >> 16 & 0x8000) | rounded;                               \
-            p[i] = (u16)(updated != updated ? 0x7FC0 : hi);                            \
-            low[i] = (LOW)(updated != updated ? 0 : lo);                               \
+            const u32 b = (u32)pattern(updated) + (SHIFT ? 0x80 : 0);                  \
+            p[i] = (u16)(updated != updated ? 0x7FC0 : (b + 0x8000) >> 16);            \
+            low[i] = (LOW)(updated != updated ? 0 : b >> SHIFT);                       \
         }                                                                              \
     }
 #ifdef WORD_IS_BFLOAT16
@@ -86,12 +92,12 @@ SPLIT(split8, int8_t, 8)
 
 #ifdef WORD_IS_BFLOAT16
 /* Rounded up where a random number falls below what would be cut off: 16 of a pattern's bits. Infinity and NaN stay. */
-READ(stochastic, void) { EACH w[i] = FROM(p[i]); }
+READ(stochastic, void) { EACH_OF_PART w[i] = FROM(p[i]); }
 INLINE void add_stochastic(
     u16 *restrict p, void *low, const float *restrict w, const float *restrict delta, const u32 *restrict random
 ) {
     (void)low;
-    EACH {
+    EACH_OF_PART {
         const float updated = w[i] + delta[i];
         const u32 b = (u32)pattern(updated), up = (random[i] >> 16) < (b & 0xFFFF) ? 1 : 0;
         p[i] = (u16)(is_finite(updated) ? (b >> 16) + up : to_bfloat16(updated));
