@@ -46,9 +46,9 @@ def squares(grad: Tensor) -> tuple[float, float] | None:
 @functools.lru_cache(maxsize=8)
 def _function(dtype: torch.dtype) -> Any:
     c_type, name = _KINDS[dtype]
-    defined = f"#define BLOCK 16\n#define GRAD {c_type}\n#define FROM_GRAD from_{name}\n"
+    defined = f"#define BLOCK 16\n#define GRAD {c_type}\n#define GRAD_IS_{name.upper()}\n"
     try:
-        function = load("\n".join([defined, source("words.h"), source("squares.h")])).look
+        function = load("\n".join([defined, source("words.h"), source("ahead.h"), source("squares.h")])).look
     except Unavailable:
         return None
     pointer = ctypes.c_void_p
