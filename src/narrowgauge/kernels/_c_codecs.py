@@ -138,7 +138,7 @@ PATTERNS = {
     for bits, ranges in _RANGES.items()
 }
 RELATIVE = {bits: _coded(f"relative{bits}", bits, _SCALES, "relative.h", relative=True) for bits in (4, 8)}
-LOGARITHMS = _coded("logarithm", 8, Word("ranges", "float", 0, count=2), "logarithms.h")
+LOGARITHMS = _coded("logarithm", 8, Word("ranges", "float", 0, count=2), "lookup.h", "logarithms.h")
 FLOAT8 = {
     signed: _coded(
         "float8", 8, _SCALES, "lookup.h", "table.h", "float8.h", constants=("ABSOLUTE" if signed else "UNSIGNED",)

@@ -23,13 +23,17 @@ INLINE void logarithm_encode(const float *restrict x, u8 *restrict codes, float 
     const i32 lo = pattern(foot);
     const float span = (float)(pattern(top + foot) - lo), rate = span > 0 ? (float)(127 << 16) / span : 0.0f;
     range[0] = foot, range[1] = top;
-    EACH {
-        const i32 b = pattern(x[i]), m = b & 0x7FFFFFFF;
-        const float magnitude = m == INFINITY_PATTERN ? top : number(m);
-        const i32 fine = (i32)((float)larger(pattern(magnitude + foot) - lo, 0) * rate);
-        const i32 nearest = smaller((fine + (1 << 15)) >> 16, 127), k = magnitude == top ? 127 : nearest;
-        const i32 code = k + (b < 0 && k > 0 ? 128 : 0);
-        codes[i] = (u8)(m >= SMALLEST_PATTERN && m <= INFINITY_PATTERN ? code : 0);
+    PARTS {
+        i32 found[PART];
+        EACH_OF_PART { /* masks, since of conditions that follow from each other compilers make branches */
+            const i32 b = pattern(x[o + i]), m = b & 0x7FFFFFFF, unbounded = -(i32)(m == INFINITY_PATTERN);
+            const float magnitude = number((pattern(top) & unbounded) | (m & ~unbounded));
+            const i32 fine = (i32)((float)larger(pattern(magnitude + foot) - lo, 0) * rate);
+            const i32 nearest = smaller((fine + (1 << 15)) >> 16, 127), largest = -(i32)(magnitude == top);
+            const i32 k = (127 & largest) | (nearest & ~largest), minus = b >> 31 & -(i32)(k > 0) & 128;
+            found[i] = (k + minus) & -(i32)((u32)(m - SMALLEST_PATTERN) <= INFINITY_PATTERN - SMALLEST_PATTERN);
+        }
+        bytes_of(found, codes + o);
     }
 }
 
