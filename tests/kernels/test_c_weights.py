@@ -13,7 +13,7 @@ from narrowgauge.kernels._c_codecs import source
 from narrowgauge.kernels._c_library import load
 from narrowgauge.storage import weight_storage
 
-BLOCK = 64
+BLOCKS = (64, 16)  # of one part of 64 elements and of one of 16, for which compilers make other code
 C_TYPES = {
     torch.bfloat16: ("u16", "bfloat16"),
     torch.float16: ("_Float16", "float16"),
@@ -25,11 +25,11 @@ CASES += [(torch.float16, name) for name in ("plain", "kahan", "expansion", "mas
 
 
 @functools.cache
-def functions(name: str, dtype: torch.dtype) -> ctypes.CDLL:
+def functions(name: str, dtype: torch.dtype, block: int) -> ctypes.CDLL:
     c_type, suffix = C_TYPES[dtype]
     low = {"plain": "u8", "split": "int16_t", "split8": "int8_t", "master": "float"}.get(name, c_type)
     text = [
-        f"#define BLOCK {BLOCK}",
+        f"#define BLOCK {block}",
         f"#define WORD {c_type}",
         f"#define FROM from_{suffix}",
         f"#define TO to_{suffix}",
@@ -63,9 +63,10 @@ def bits(x: Tensor) -> Tensor:
     return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[x.dtype.itemsize])
 
 
+@pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("lows", ["fitting", "wild"])
 @pytest.mark.parametrize(("dtype", "name"), CASES)
-def test_words_are_eager_torchs(dtype: torch.dtype, name: str, lows: str) -> None:
+def test_words_are_eager_torchs(dtype: torch.dtype, name: str, lows: str, block: int) -> None:
     storage = weight_storage(name)
     low_dtype = storage.low_dtype(dtype)
     p = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype).repeat(4)
@@ -83,7 +84,7 @@ def test_words_are_eager_torchs(dtype: torch.dtype, name: str, lows: str) -> Non
     expected_p, expected_low = storage.add(p, low, w, delta, lambda: p)
     made, kept, read = p.clone(), low.clone() if low is not None else torch.zeros(count), torch.empty(count)
     pointers = [ctypes.c_void_p(x.data_ptr()) for x in (made, kept, read, delta)]
-    functions(name, dtype).step(ctypes.c_long(count // BLOCK), *pointers)
+    functions(name, dtype, block).step(ctypes.c_long(count // block), *pointers)
     assert torch.equal(bits(read), bits(w))
     assert torch.equal(bits(made), bits(expected_p))
     if expected_low is not None:

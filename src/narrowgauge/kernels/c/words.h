@@ -5,6 +5,10 @@
 #if defined __GNUC__ && !defined __clang__
 /* A loop that copies becomes a call, or moves of another width than its neighbours': from memory, not registers. */
 #pragma GCC optimize("no-tree-loop-distribute-patterns")
+#ifdef __AVX512FP16__
+/* gcc 12, of vectors of 16 numbers: takes a number rounded to float16 and back for the number itself. */
+#pragma GCC target("no-avx512fp16")
+#endif
 #endif
 #include <math.h>
 #include <stdint.h>
