@@ -101,6 +101,8 @@ def test_codes_and_values_are_the_storages(name: str, signed: bool, beside: bool
             state_storage(name).encode(x.square().roll(1), StateContext(x.shape, False, size)),
             StateContext(x.shape, False, size),
         )
+        # One that is kept as a float can be NaN, of either sign.
+        v = v.index_fill(0, torch.tensor([3]), torch.nan).index_fill(0, torch.tensor([size + 5]), -torch.nan)
     context = StateContext(x.shape, signed, size, v)
     random = None
     if storage.stochastic(signed):

@@ -30,6 +30,10 @@ def test_the_unit_is_the_largest_power_of_two_not_above_the_root() -> None:
         assert math.log2(unit) == math.floor(math.log2(math.sqrt(x)) + 1e-12)
         assert unit * unit <= x < 4 * unit * unit
     assert unit_of(torch.zeros(1)).item() == 2.0**-64
+    # A NaN has the largest, whatever its sign and its other bits: what is beside it in a block keeps its scale.
+    nans = torch.tensor([0x7F800001, 0x7FC00000, 0x7FFFFFFF, -1, -0x400000, -0x7FFFFF], dtype=torch.int32)
+    assert nans.view(torch.float32).isnan().all()
+    assert set(unit_of(nans.view(torch.float32)).tolist()) == {2.0**64}
 
 
 @BITS

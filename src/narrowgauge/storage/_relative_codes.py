@@ -10,7 +10,8 @@ integers, and dividing by it is exact, so that codes are the same on every devic
 
 What is fixed here is fixed for every kernel, bit for bit:
 
-- The unit of an element of v with biased exponent E is 2^(floor((E + 127) / 2) - 127); of a zero, 2^-64.
+- The unit of an element of v with biased exponent E is 2^(floor((E + 127) / 2) - 127); of a zero, 2^-64; of a NaN,
+  whatever its sign, 2^64.
 - q is the element over its unit, and zero for what is not finite. A block keeps its scale, the largest |q| over
   127 (8 bits) or over 6 (4 bits), rounded to float32; a scale below 2^-126 is zero, and so is the block.
 - q is divided by the scale as a multiplication with 1 / scale, quotient and product rounded to float32. 8 bits:
@@ -45,7 +46,9 @@ def _over_unit(v: Tensor) -> Tensor:
 
 
 def _exponent(v: Tensor) -> Tensor:
-    return v.contiguous().view(torch.int32) >> 23
+    # Only a NaN can have a sign. With it the unit would be the smallest, not the largest, and the quotient so large
+    # that nothing is left of the block.
+    return (v.contiguous().view(torch.int32) & 0x7FFFFFFF) >> 23
 
 
 @dataclass(frozen=True)

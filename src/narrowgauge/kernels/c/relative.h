@@ -1,13 +1,17 @@
 /* Codes in units of the root of a second moment: see storage/_relative_codes.py, which these follow bit for bit. `v`
  * is that moment as it is kept, null for a unit of 1. */
 
-INLINE i32 half_exponent(const float *v, int i) { return v ? ((pattern(v[i]) >> 23) + 127) >> 1 : 127; }
+/* The unit's pattern: half of v's exponent. A sign is left out: only a NaN has one, and would have the smallest of
+ * units, not the largest. */
+INLINE i32 unit_pattern(const float *v, int i) {
+    return (((pattern(v[i]) & 0x7FFFFFFF) >> 1) + (127 << 22)) & INFINITY_PATTERN;
+}
 
 /* Elements over their units, and the scale that the largest of them asks for. */
 INLINE float quotients(const float *restrict x, const float *restrict v, const float outermost, float *restrict q) {
     i32 top = 0;
     EACH {
-        const float quotient = v ? x[i] * number((254 - half_exponent(v, i)) << 23) : x[i];
+        const float quotient = v ? x[i] * number((254 << 23) - unit_pattern(v, i)) : x[i];
         q[i] = is_finite(quotient) ? quotient : 0.0f;
         top = larger(top, pattern(q[i]) & 0x7FFFFFFF);
     }
@@ -30,7 +34,7 @@ INLINE void relative8_decode(
     const float scale = *scales;
     EACH_OF_PART {
         const float quotient = (float)(int8_t)codes[i] * scale;
-        x[i] = v ? quotient * number(half_exponent(v, i) << 23) : quotient;
+        x[i] = v ? quotient * number(unit_pattern(v, i)) : quotient;
     }
 }
 
@@ -59,6 +63,6 @@ INLINE void relative4_decode(
         const i32 k = codes[i] & 7;
         const float above = number((k << 22) + (126 << 23)), a = k >= 2 ? above : 0.5f * (float)k;
         const float quotient = (codes[i] & 8 ? -a : a) * scale;
-        x[i] = v ? quotient * number(half_exponent(v, i) << 23) : quotient;
+        x[i] = v ? quotient * number(unit_pattern(v, i)) : quotient;
     }
 }
