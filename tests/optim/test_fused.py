@@ -162,6 +162,18 @@ def test_gradients_that_are_not_finite(nonfinite: str) -> None:
     assert state["skipped"] == (nonfinite == "skip")
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_zero_keeps_its_sign(fused: bool) -> None:
+    """-0 - lr 0 is -0, as torch has it."""
+    p = torch.nn.Parameter(torch.tensor([-0.0, 0.0]))
+    optimizer = optim.SGD([p], lr=1e-2)
+    if not fused:
+        optimizer._kernel = lambda *_: None
+    p.grad = torch.zeros(2)
+    optimizer.step()
+    assert torch.signbit(p).tolist() == [True, False]
+
+
 def test_maximize_goes_the_other_way() -> None:
     runs = [trained("AdamW", {"maximize": True, "states": "8bit"}, fused=fused) for fused in (True, False)]
     check(*runs[0], *runs[1], 1e-2, 1)

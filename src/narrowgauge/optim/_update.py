@@ -94,7 +94,9 @@ def update(
         # Beside a device's numbers, which are of double precision, what has no dimensions becomes so, too.
         moments = {name: moment.to(torch.float32) for name, moment in moments.items()}
         new_state = _encode(plan, moments, noise)
-        delta = (delta + _handed_over(plan, read.weight, moments, new_state, scalars)).to(torch.float32)
+        handed = _handed_over(plan, read.weight, moments, new_state, scalars)
+        # Nothing is added where nothing is handed over: a zero would take the sign off another.
+        delta = (delta if handed is None else delta + handed).to(torch.float32)
         new_p, new_low = plan.weight.add(p, low, read.weight, delta, noise.words)
     if plan.weight_key is not None and new_low is not None:
         new_state[plan.weight_key] = new_low
@@ -241,15 +243,16 @@ def _handed_over(
     moments: Mapping[str, Tensor],
     state: Mapping[str, Tensor],
     scalars: Mapping[str, Scalar],
-) -> Tensor | float:
-    """What the weight is given now because its moments' words cannot keep it for later."""
+) -> Tensor | None:
+    """What the weight is given now because its moments' words cannot keep it for later; None for nothing."""
     slots = [slot for slot in plan.slots if slot.storage.hands_over(slot.slot.signed)]
     reach = plan.rule.reach(_FP32, weight, moments, scalars) if slots else {}
-    handed: Tensor | float = 0.0
+    handed: Tensor | None = None
     for slot in slots:
         name = slot.slot.name
         if name in reach:
             lost = moments[name] - slot.decode(state, weight.shape)
             # An infinite moment loses nothing that a weight could take.
-            handed = handed + reach[name] * torch.where(torch.isfinite(lost), lost, 0.0)
+            given = reach[name] * torch.where(torch.isfinite(lost), lost, 0.0)
+            handed = given if handed is None else handed + given
     return handed
