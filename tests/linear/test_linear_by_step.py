@@ -165,6 +165,37 @@ def test_what_is_no_step_is_refused(step: object, got: str) -> None:
     assert type(model["a"]) is nn.Linear
 
 
+def test_a_function_that_takes_no_step_when_called_is_refused() -> None:
+    model = layers()
+
+    def generator():
+        yield model["a"](torch.ones(32))
+
+    async def coroutine() -> None:
+        model["a"](torch.ones(32))
+
+    for step in (generator, coroutine):
+        with pytest.raises(ValueError, match="step: got a generator or coroutine function, which takes no step"):
+            swap_linears(model, SWITCHBACK, step=step)
+    assert type(model["a"]) is nn.Linear
+
+
+@pytest.mark.parametrize("at", [2, 5, STEPS])
+def test_a_step_that_changes_the_class_of_a_layer_is_refused(at: int) -> None:
+    """Turned to another class it would lose what was put into its own: here the weight itself."""
+    model, taken = layers(), []
+
+    def step() -> None:
+        taken.append(model["a"](torch.ones(32)))
+        if len(taken) == at:
+            nn.utils.parametrizations.weight_norm(model["a"])
+
+    with pytest.raises(RuntimeError, match=r"step: got one that makes .a. a Parametrized.*, takes one that leaves"):
+        swap_linears(model, SWITCHBACK, step=step)
+    assert type(model["b"]) is nn.Linear
+    assert torch.isfinite(model["a"](torch.ones(32))).all()
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -10,6 +10,7 @@ that is cut short, leaves the model as it was.
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -26,6 +27,8 @@ from narrowgauge.linear._plan import LinearPlan
 from narrowgauge.linear._speeds import LayerKind, of_all_ranks, speedups
 
 _KEEP = ("lm_head",)
+# Called, they do nothing yet.
+_LAZY = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
 class _Swapped(NamedTuple):
@@ -74,14 +77,32 @@ class SwapReport:
         self._undo.clear()
 
     def _turn(self, on: bool) -> None:
-        """Have the layers compute by the plan, or as they did; they may do so already."""
+        """Have the layers compute by the plan, or as they did; they may do so already.
+
+        One whose class has been changed otherwise keeps that, and what was put into it.
+        """
         for one in self._undo:
-            if on:
+            if on and type(one.layer) in (one.was, one.became):
                 one.layer.__class__ = one.became
                 one.layer.set_plan(self.plan)
-            elif type(one.layer) is one.became:
+            elif not on and type(one.layer) is one.became:
                 forget_plan(one.layer)
                 one.layer.__class__ = one.was  # type: ignore[assignment]
+
+    def _turn_all(self, on: bool) -> None:
+        """As `_turn`.
+
+        Raises:
+            RuntimeError: where a layer's class has been changed otherwise; then none is turned.
+        """
+        for one in self._undo:
+            kind = type(one.layer)
+            if kind not in (one.was, one.became):
+                raise RuntimeError(
+                    f"step: got one that makes {one.name!r} a {kind.__name__}, takes one that leaves the classes "
+                    "of layers: apply parametrizations and fully_shard before"
+                )
+        self._turn(on)
 
     def __str__(self) -> str:
         paths = sorted({one.layer.path for one in self._undo})
@@ -152,6 +173,7 @@ def swap_linears(
         ValueError: for what is no model or no plan, a `keep` that is one string or has what is no name, a
             `min_features` below 1, `tokens` that are no integers of at least 1, a model on the meta device with
             `tokens`, or a `step` that cannot be called.
+        RuntimeError: for a `step` that changes the class of a layer, as a parametrization and `fully_shard` do.
         Exception: what `step` raises; then no layer is swapped.
     """
     if not isinstance(plan, LinearPlan):
@@ -164,6 +186,8 @@ def swap_linears(
         raise ValueError(f"min_features: got {min_features!r}, takes an integer of at least 1")
     if not (step is None or callable(step)) or isinstance(step, nn.Module):
         raise ValueError(f"step: got {type(step).__name__}, takes a function without arguments, one training step")
+    if any(is_one(step) for is_one in _LAZY):
+        raise ValueError("step: got a generator or coroutine function, which takes no step when it is called")
     rows = _rows_by_name(tokens)
     patterns = tuple(keep) if isinstance(keep, Iterable) else (keep,)
     if not all(isinstance(pattern, str) for pattern in patterns):
@@ -202,12 +226,12 @@ def swap_linears(
 def _decide(step: Callable[[], Any], model: nn.Module, report: SwapReport) -> None:
     """Leave layers swapped if the step is faster with them."""
     try:
-        times = time_step(step, report._turn, {parameter.device for parameter in model.parameters()})
+        times = time_step(step, report._turn_all, {parameter.device for parameter in model.parameters()})
+        report._turn_all(times.faster)  # anew: moving averages begin with the training
     except BaseException:
         report._turn(False)
         raise
     report.step_seconds = times.medians
-    report._turn(times.faster)  # anew: moving averages begin with the training
     if not times.faster:
         report.kept |= dict.fromkeys(report.swapped, f"the step measured {times}")
         report.swapped.clear()
