@@ -46,6 +46,9 @@ PARTS: tuple[tuple[str, str, Chosen, Chosen], ...] = (
     ),
 )  # fmt: skip
 
+# Where seeds lie further apart than this, in nats or points, that two rows end alike is no finding.
+TELLING = {"loss": 0.25, "accuracy": 2.0}
+
 
 def reading(results: Results) -> str:
     """Every statement of the paper, and how it reads here."""
@@ -70,9 +73,10 @@ def _pair(results: Results, kind: str, row: str, reference: str, at: str, paper:
         here = ", ".join(filter(None, (here, f"{lost} of {len(both)} diverged")))
     elif here:
         here += f"; its seeds {spread:{form[1:]}} apart" if spread is not None else "; one seed"
-    return Reading(
-        statement, at, paper, here, (_readings.behind if worse else _readings.alike)(costs, spread, lost > 0)
-    )
+    if worse:
+        return Reading(statement, at, paper, here, _readings.behind(costs, spread, lost > 0))
+    tells = spread if spread is not None and spread <= TELLING[metric] else None
+    return Reading(statement, at, paper, here, _readings.alike(costs, tells, lost > 0))
 
 
 def _parts(results: Results) -> Iterator[Reading]:
