@@ -36,8 +36,8 @@ INLINE void add_sixteen(const floats g, doubles *sums, floats *peaks) {
         const doubles wide = __builtin_convertvector(halves[k], doubles);
         sums[k] += wide * wide;
     }
-    const ints size = (ints)g & 0x7FFFFFFF, larger = (floats)size > *peaks; /* of NaN nothing is larger */
-    *peaks = (floats)((size & larger) | ((ints)*peaks & ~larger));
+    const ints size = (ints)g & 0x7FFFFFFF, above = (floats)size > *peaks; /* of NaN nothing is larger */
+    *peaks = (floats)((size & above) | ((ints)*peaks & ~above));
 }
 
 INLINE void look_at(const GRAD *restrict x, const long n, const long ahead, double *sum, float *peak) {
