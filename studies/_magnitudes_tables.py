@@ -120,9 +120,10 @@ def origin(results: Results) -> str:
     training, environment, told = results["training"], results["environment"], []
     for row in rows_of(results):
         t, runs = training[row["name"]], runs_of(results, row["name"])
+        seeds = "1 seed" if len(runs) == 1 else f"{len(runs)} seeds"
         told.append(
-            f"{row['model']} of {row['parameters']:,} parameters, {len(runs)} seeds, {t['steps']} steps of "
-            f"{t['batch']} × {t['sequence']:,} tokens, learning rate {t['lr']:g} after {t['warmup']} steps"
+            f"{row['model']} of {row['parameters']:,} parameters, {seeds}, {t['steps']} steps of {t['batch']} × "
+            f"{t['sequence']:,} tokens, learning rate {t['lr']:g} after {t['warmup']} steps"
         )
     return (
         f"`{results['command']}`: {'; '.join(told)}; {results['data']['source']}; AdamW in fp32, β2 0.999, norm of "

@@ -67,7 +67,9 @@ def _losses(axis: Any, results: Results, name: str) -> None:
     spiked = results["training"]["spiked"]
     axis.axvline(spiked, color=MUTED, linewidth=1.0)
     if axis.lines[:-1]:
-        axis.legend(frameon=False, loc="lower right", ncols=3, fontsize=12, columnspacing=1.2, handlelength=1.8)
+        axis.legend(
+            loc="upper left", borderaxespad=0.0, edgecolor="none", framealpha=0.9, fontsize=12, handlelength=1.8
+        )
     axis.margins(x=0.01)
 
 

@@ -204,6 +204,7 @@ def facts(results: Results) -> dict[str, str]:
             named[f"missed_{key}"] = f"{statistics.fmean(run['missed'] for run in runs):.2f}"
             named[f"scale_{key}"] = power(lowest(runs))
             named[f"back_{key}"] = f"{back(results, runs):,}"
+            named[f"end_{key}"] = f"{statistics.fmean(run['validation_loss'] for run in runs):.2f}"
             if injection["name"] != QUIET and (change := apart(runs, runs_of(results, QUIET, row["name"]))):
                 named[f"loss_{key}"] = f"{statistics.fmean(change):+.4f}"
     losses = [run["validation_loss"] for run in runs_of(results, FORMATS, REFERENCE) if not run["diverged"]]

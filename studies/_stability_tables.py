@@ -207,6 +207,8 @@ def facts(results: Results) -> dict[str, str]:
             named[f"rms_{key}"] = f"{statistics.fmean(x['rms']['patches'] for x in after):.1f}"
             named[f"middle_{key}"] = f"{statistics.fmean(x['rms']['middle'] for x in after):.1f}"
     if runs := unclipped(results):
+        named["spikes_unclipped"] = str(sum(len(run["loss_spikes"]) for run in runs))
+        named["runs_unclipped"] = str(len(runs))
         for tensor in TENSORS:
             found = match(runs, results, tensor)
             named[f"followed_{tensor}"] = f"{found.followed} of {found.loss_spikes}"

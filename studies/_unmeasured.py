@@ -16,7 +16,6 @@ OPTIONS = {
     "collage_training_h200.json": "--device cuda --jobs 2",
     "collage_training_bert_h200.json": "--device cuda --jobs 2 --model bert",
     "compressed_training_h200.json": "--device cuda",
-    "loss_scaling_h200.json": "--device cuda",
     "stability_h200.json": "--device cuda --jobs 8",
 }
 

@@ -159,7 +159,11 @@ def test_steps_of_clip_stand_beside_layers(tmp_path: Path) -> None:
     (tmp_path / "linear_h200.json").write_text(json.dumps(made_up(gpu=True)))
     (tmp_path / "clip_h200.json").write_text(json.dumps(clip))
     row |= {"swapped": 0, "graph_swapped": 24}
-    clip |= {"models": {"filtered": {"linear_share": 0.5, "rows": {"SWITCHBACK int8": row}}}}
+    clip |= {
+        "models": {
+            "filtered": {"linear_share": 0.5, "rows": {"SWITCHBACK int8": row}, "settings": {"filter": True}}
+        }
+    }
     (tmp_path / "clip_filter_h200.json").write_text(json.dumps(clip))
     (tmp_path / "peers_linear_h200.json").write_text(json.dumps(made_up(gpu=True)))
     (tmp_path / "linear_cpu.json").write_text(json.dumps(made_up()))
@@ -172,6 +176,7 @@ def test_steps_of_clip_stand_beside_layers(tmp_path: Path) -> None:
     assert page.count("### Beside other libraries") == page.count("With the filter") == 1
     assert "In brackets: the device's work alone" in " ".join(page.split())
     assert "vit-h-14 67 %, vit-b-16 50 % of the step" in " ".join(page.split())
+    assert page.count("1.16 to 1.16 is what the host's launches make of the same step") == 1
     assert "stale" not in page
     assert _layers.rendered(page, _layers.found(tmp_path)) == page
 

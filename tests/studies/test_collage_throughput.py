@@ -134,6 +134,19 @@ def test_the_tables_say_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mo
     assert "-->1.25<!--/-->" in render.rendered("<!--=collage_throughput_x.json speed_C_GPT_6_7B-->?<!--/-->")
 
 
+def test_a_host_that_was_busy_during_one_option_does_not_count() -> None:
+    results = made_up()
+    before = tables.speed_up(results, "GPT-6.7B", "C")
+    assert tables.shared_pass(results, "GPT-6.7B") == 100.0
+    results["runs"][1]["forward_backward_ms"] = 140.0
+    assert tables.speed_up(results, "GPT-6.7B", "C") == before == 150 / 120
+    autocast = results["runs"][1] | {"row": "torch fused, fp32", "optimizer_ms": 60.0}
+    results["runs"].append(autocast)
+    results["rows"].append({"name": "torch fused, fp32", "title": "t", "bytes": 16.0})
+    assert tables.speed_up(results, "GPT-6.7B", "torch fused, fp32") == pytest.approx(150 / 200)
+    assert tables.speed_up(results, "GPT-6.7B", "torch fused, fp32", 16) == pytest.approx(1650 / 2300)
+
+
 def test_what_the_paper_says_is_read_from_what_was_measured(
     page_with: Callable[..., str], readings: Callable[[str], dict[str, list[str]]]
 ) -> None:

@@ -173,6 +173,7 @@ def test_results_of_all_sources_are_used() -> None:
         "data_parallel_2",
         "sharded_step_2",
         "offload",
+        "clip_filter",
     }
     for folder in ("studies", "benchmarks"):
         for path in (ROOT / folder / "results").glob("*.json"):
