@@ -59,6 +59,8 @@ def test_it_is_an_nn_linear_to_whoever_asks() -> None:
     assert made.weight is plain.weight
     assert made.bias is plain.bias
     assert LowPrecisionLinear.from_linear(nn.Linear(3, 4, bias=False)).bias is None
+    with pytest.raises(ValueError, match="layer: got Conv1d, takes"):
+        LowPrecisionLinear.from_linear(nn.Conv1d(3, 4, 1))
     assert repr(made) == (
         "LowPrecisionLinear(in_features=20, out_features=12, bias=True, plan='HIGH_PRECISION: high precision')"
     )
@@ -337,6 +339,17 @@ def test_averages_stay_float32_and_begin_at_zero_where_a_layer_gets_its_memory()
     assert torch.equal(layer[0].averages, torch.zeros(3))
     assert dict(layer.named_buffers())["0.absmax_averages"] is layer[0].averages
     assert "0.absmax_averages" not in layer.state_dict()
+
+
+def test_averages_begin_where_a_state_dict_is_assigned() -> None:
+    layer = nn.Sequential(LowPrecisionLinear(32, 16, plan=AVERAGED, device="meta"))
+    layer.load_state_dict(nn.Sequential(nn.Linear(32, 16)).state_dict(), assign=True)
+    assert torch.equal(layer[0].averages, torch.zeros(3))
+    layer(torch.randn(4, 32)).sum().backward()
+    assert (layer[0].averages > 0).all()
+    before = layer[0].averages.clone()
+    layer.load_state_dict(nn.Sequential(nn.Linear(32, 16)).state_dict(), assign=True)
+    assert torch.equal(layer[0].averages, before)  # as without `assign`
 
 
 @traced

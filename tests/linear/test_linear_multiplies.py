@@ -344,3 +344,24 @@ def test_averages_move_in_the_backward_pass_and_give_the_scale() -> None:
     assert averages.tolist() == [5, 0.5, 3]
     step(0.0, 3.0)
     assert averages.tolist() == [5, 0.5, 3]  # zeros do not move them
+
+
+@pytest.mark.parametrize("saved", ["input", "codes"])
+def test_averages_of_what_the_backward_pass_alone_scales_move_too(saved: str) -> None:
+    rows = EightBit("row", "row", "e4m3")
+    by_tensor = EightBit("tensor", "tensor", "e4m3")
+    plan = LinearPlan(rows, by_tensor, by_tensor, saved=saved).with_moving_average(decay=0.75)
+    averages = torch.zeros(3)
+    w = torch.full((4, 8), 0.5, requires_grad=True)
+
+    def step(size: float, gradient: float) -> None:
+        w.grad = None
+        x = torch.full((2, 8), size, requires_grad=True)
+        y = linear(x, w, None, plan, averages)
+        y.backward(torch.full_like(y, gradient))
+
+    step(4.0, 2.0)
+    assert averages.tolist() == [4, 0.5, 2]
+    step(8.0, 2.0)
+    assert torch.allclose(w.grad, torch.tensor(2 * 2.0 * 4), rtol=1e-6)  # 8 is beyond the average and saturates
+    assert averages.tolist() == [5, 0.5, 2]

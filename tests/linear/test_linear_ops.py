@@ -255,6 +255,9 @@ def test_tuning_takes_sizes_a_plan_and_a_gpu() -> None:
         ng.linear.tune(16, 16, 16, ng.linear.SWITCHBACK, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="no kernels to tune for int8: no kernels for cpu"):
         ng.linear.tune(16, 16, 16, ng.linear.SWITCHBACK, device="cpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="no kernels to tune on cuda: torch sees no CUDA device"):
+            ng.linear.tune(16, 16, 16, ng.linear.SWITCHBACK)
 
 
 def test_tuning_times_the_multiplies_in_eight_bits(kernels: str, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:

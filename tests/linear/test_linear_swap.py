@@ -218,6 +218,19 @@ def test_what_it_does_not_take() -> None:
         swap_linears(model, SWITCHBACK, keep="head")
     with pytest.raises(ValueError, match="min_features: got 0, takes an integer of at least 1"):
         swap_linears(model, SWITCHBACK, min_features=0)
+    with pytest.raises(ValueError, match="launched: got None, takes True"):
+        swap_linears(model, SWITCHBACK, tokens=8, launched=None)
+    with pytest.raises(ValueError, match="launched: got False without tokens"):
+        swap_linears(model, SWITCHBACK, launched=False)
+    assert type(model[0]) is nn.Linear
+
+
+def test_keep_knows_every_name_of_a_layer_that_stands_in_two_places() -> None:
+    shared = nn.Linear(16, 16)
+    model = nn.ModuleDict({"first": shared, "second": shared, "other": nn.Linear(16, 16)})
+    report = swap_linears(model, SWITCHBACK, keep=("second",))
+    assert report.swapped == ["other"]
+    assert report.kept == {"first": "named in keep: 'second'"}
 
 
 def test_hooks_optimizers_and_copies_go_on_working() -> None:

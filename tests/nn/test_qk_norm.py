@@ -66,11 +66,14 @@ def attention(kind: str) -> tuple[nn.Module, dict, list[str]]:
         return models.vit.modeling_vit.ViTAttention(transformers.ViTConfig(**sizes)), {}, names
     if kind == "clip":
         return models.clip.modeling_clip.CLIPAttention(transformers.CLIPVisionConfig(**sizes)), {}, names
-    config = transformers.BertConfig(**sizes)
-    return models.bert.modeling_bert.BertSelfAttention(config), {}, ["query.q_norm", "key.k_norm"]
+    names = ["query.q_norm", "key.k_norm"]
+    if kind == "roberta":
+        config = transformers.RobertaConfig(**sizes)
+        return models.roberta.modeling_roberta.RobertaSelfAttention(config), {}, names
+    return models.bert.modeling_bert.BertSelfAttention(transformers.BertConfig(**sizes)), {}, names
 
 
-KINDS = ("gpt2", "llama", "vit", "clip", "bert")
+KINDS = ("gpt2", "llama", "vit", "clip", "bert", "roberta")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -92,14 +95,14 @@ def test_attention_with_norms_is_the_equation(kind: str) -> None:
             one._forward_hooks.clear()
         if kind == "gpt2":
             q, k, v = bare.c_attn(x).chunk(3, -1)
-        elif kind == "bert":
+        elif kind in ("bert", "roberta"):
             q, k, v = bare.query(x), bare.key(x), bare.value(x)
         else:
             q, k, v = bare.q_proj(x), bare.k_proj(x), bare.v_proj(x)
         angles = options.get("position_embeddings")
         rope = None if angles is None else tuple(angle[:, None].double() for angle in angles)
         wanted = attended(q, k, v, norms, "attention_mask" in options, rope)
-        out = {"gpt2": "c_proj", "llama": "o_proj", "vit": "o_proj", "clip": "out_proj", "bert": None}[kind]
+        out = {"gpt2": "c_proj", "llama": "o_proj", "vit": "o_proj", "clip": "out_proj"}.get(kind)
         wanted = wanted if out is None else getattr(bare, out)(wanted)
     assert torch.allclose(got, wanted, rtol=1e-9, atol=1e-11)
     got.square().sum().backward()

@@ -60,16 +60,25 @@ def candidates(model: nn.Module, keep: tuple[str, ...], min_features: int) -> It
     """
     # named_modules names a module that stands in two places once, by the first.
     modules = {f"{name}.": module for name, module in model.named_modules()}
+    names = _names(model)
     for name, module in model.named_modules():
         becomes = _becomes(module)
         if becomes is None:
             continue
         parent = modules.get(name.rpartition(".")[0] + ".") if name else None
         holder = parent if isinstance(parent, nn.MultiheadAttention) else None
-        reason = _why_kept(name, module, becomes, holder, keep, min_features)
+        reason = _why_kept(names[module], module, becomes, holder, keep, min_features)
         if reason is None and _only_read(name, parent):
             reason = READ_WITH_BIASES
         yield Candidate(name, module, becomes, holder, reason)
+
+
+def _names(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Every module of a model with its names: more than one where it stands in more than one place."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    return names
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -101,13 +110,13 @@ def _only_read(name: str, parent: nn.Module | None) -> bool:
 
 
 def _why_kept(
-    name: str, module: Any, becomes: type[Planned], holder: nn.Module | None, keep: tuple[str, ...],
+    names: list[str], module: Any, becomes: type[Planned], holder: nn.Module | None, keep: tuple[str, ...],
     min_features: int,
 ) -> str | None:  # fmt: skip
     if isinstance(module, Planned):
         return f"has a plan already: {module.plan.title}"
     for pattern in keep:
-        if matches(name, pattern):
+        if any(matches(name, pattern) for name in names):
             return f"named in keep: {pattern!r}"
     # With the older hooks of torch (weight norm, pruning) the weight is an attribute that is no parameter.
     weight = module._parameters.get(becomes.WEIGHT)

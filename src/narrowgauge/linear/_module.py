@@ -66,6 +66,12 @@ class Planned(nn.Module):
             self._buffers[_AVERAGES] = kept
         return self
 
+    def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
+        # With `assign=True` a weight may get memory here; averages, which are in no checkpoint, begin beside it.
+        super()._load_from_state_dict(*args, **options)
+        if self.averages is not None and self.averages.is_meta:
+            self._buffers[_AVERAGES] = torch.zeros(self.AVERAGES, device=getattr(self, self.WEIGHT).device)
+
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None, averages: Tensor | None) -> Tensor:
         return linear(input, weight, bias, self.plan, averages)
 
@@ -103,7 +109,13 @@ class LowPrecisionLinear(Planned, nn.Linear):
 
     @classmethod
     def from_linear(cls, layer: nn.Linear, plan: LinearPlan = SWITCHBACK) -> LowPrecisionLinear:
-        """A layer with a plan that has the parameters of another: the same tensors, not copies."""
+        """A layer with a plan that has the parameters of another: the same tensors, not copies.
+
+        Raises:
+            ValueError: for what is no `nn.Linear`, or no plan.
+        """
+        if not isinstance(layer, nn.Linear):
+            raise ValueError(f"layer: got {type(layer).__name__}, takes a torch.nn.Linear")
         made = cls(layer.in_features, layer.out_features, layer.bias is not None, plan, device="meta")
         made.weight, made.bias = layer.weight, layer.bias
         made.set_plan(plan)

@@ -103,8 +103,7 @@ class Multiplies:
             else:
                 saved.extend([self.matrices[quantity]] if kept is None else self.quantized(kept))
         if self.averages is not None:
-            none = self.averages.new_zeros(2, dtype=torch.float32)
-            saved.extend(self.absmax.get(quantity, none) for quantity in ("input", "weight"))
+            saved.extend(self.absmax[quantity] for quantity in self.schedule.scaled)
         return saved
 
     def _restore(self, saved: Sequence[Tensor], form: Form | None) -> None:
@@ -117,7 +116,7 @@ class Multiplies:
             else:
                 self.codes[kept] = next(tensors), next(tensors)
         if self.averages is not None:
-            self.absmax["input"], self.absmax["weight"] = tensors
+            self.absmax.update(zip(self.schedule.scaled, tensors, strict=True))
 
     def move_averages(self) -> None:
         """One step of the averages. Zeros, inf and NaN do not move them; the first absmax starts them."""
@@ -178,7 +177,7 @@ class Multiplies:
             self.sums = total
 
     def _average(self, quantity: Quantity) -> Tensor | None:
-        """The absmax to use in place of a tensor's own, if above zero; it stays that of the forward pass."""
+        """The absmax to use in place of a tensor's own, if above zero; that of the forward pass, if it used one."""
         if self.averages is None:
             return None
         if quantity in self.absmax:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from typing import Literal, NamedTuple
 
-from narrowgauge.linear._plan import MULTIPLIES, LinearPlan, Multiply, Operand, Quantity
+from narrowgauge.linear._plan import MULTIPLIES, OPERANDS, LinearPlan, Multiply, Operand, Quantity
 
 Order = Literal["straight", "transposed"]
 # Whether the gradients of input, weight and bias are wanted.
@@ -40,11 +40,14 @@ class Schedule(NamedTuple):
         operands: left and right operand of each multiply in eight bits, None for one in high precision.
         orders: for each operand its straight codes and its transposed ones, None for those that are not wanted.
         kept: what goes from forward to backward: quantities, as codes or as they are (None).
+        scaled: the quantities that the forward pass scales tensor-wise; where scales are averages, those of the
+            backward pass are theirs.
     """
 
     operands: dict[Multiply, tuple[Codes, Codes] | None]
     orders: dict[Operand, tuple[Codes | None, Codes | None]]
     kept: tuple[tuple[Quantity, Codes | None], ...]
+    scaled: tuple[Quantity, ...]
 
 
 def work_out(plan: LinearPlan, wants: Wants) -> Schedule:
@@ -55,13 +58,15 @@ def work_out(plan: LinearPlan, wants: Wants) -> Schedule:
         operands[multiply] = None if pair is None else (Codes(pair[0], left), Codes(pair[1], right))
     kept = _kept(plan, wants, operands)
     wanted = {codes for _, codes in kept if codes is not None}
+    in_forward = {operand for operand, _ in (*wanted, *(operands["output"] or ())) if operand.scaling == "tensor"}
+    scaled = tuple(q for q in OPERANDS["output"] if any(operand.quantity == q for operand in in_forward))
     for multiply, runs in zip(MULTIPLIES, (True, *wants[:2]), strict=True):
         wanted.update(operands[multiply] or () if runs else ())
     orders = {}
     for operand, _ in wanted:
         both = Codes(operand, "straight"), Codes(operand, "transposed")
         orders[operand] = both[0] if both[0] in wanted else None, both[1] if both[1] in wanted else None
-    return Schedule(operands, orders, kept)
+    return Schedule(operands, orders, kept, scaled)
 
 
 # Of plans and wants, which are few.

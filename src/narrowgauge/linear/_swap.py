@@ -172,7 +172,7 @@ def swap_linears(
     Raises:
         ValueError: for what is no model or no plan, a `keep` that is one string or has what is no name, a
             `min_features` below 1, `tokens` that are no integers of at least 1, a model on the meta device with
-            `tokens`, or a `step` that cannot be called.
+            `tokens`, a `launched` that is no bool, or False without `tokens`, or a `step` that cannot be called.
         RuntimeError: for a `step` that changes the class of a layer, as a parametrization and `fully_shard` do.
         Exception: what `step` raises; then no layer is swapped.
     """
@@ -188,11 +188,15 @@ def swap_linears(
         raise ValueError(f"step: got {type(step).__name__}, takes a function without arguments, one training step")
     if any(is_one(step) for is_one in _LAZY):
         raise ValueError("step: got a generator or coroutine function, which takes no step when it is called")
+    if not isinstance(launched, bool):
+        raise ValueError(f"launched: got {launched!r}, takes True or False")
+    if tokens is None and not launched:
+        raise ValueError("launched: got False without tokens, takes it with them: else no layer is measured")
     rows = _rows_by_name(tokens)
     patterns = tuple(keep) if isinstance(keep, Iterable) else (keep,)
     if not all(isinstance(pattern, str) for pattern in patterns):
         raise ValueError(f"keep: got {keep!r}, takes a list of names such as ('lm_head',)")
-    names = [name for name, _ in model.named_modules()]
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     unknown = [
         p for p in (*(patterns if keep is not _KEEP else ()), *rows) if not any(matches(n, p) for n in names)
     ]

@@ -41,6 +41,8 @@ def tune(
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"dtype: got {dtype}, takes torch.bfloat16, torch.float16 or torch.float32")
     where = torch.device(device)
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(f"no kernels to tune on {where}: torch sees no CUDA device")
     for form in plan.formats:
         why = no_kernels(where, FORMATS[form].dtype)
         if why is not None:

@@ -65,6 +65,8 @@ _LAYERS: dict[str, dict[str, _Parts]] = {
     "ViTSelfAttention": {"query": _Q, "key": _K},
     "BertSelfAttention": {"query": _Q, "key": _K},
     "BertCrossAttention": {"query": _Q, "key": _K},
+    "RobertaSelfAttention": {"query": _Q, "key": _K},
+    "RobertaCrossAttention": {"query": _Q, "key": _K},
 }
 _GPT2: dict[str, _Parts] = {"c_attn": ("q_norm", "k_norm", "")}
 _GPT2_CROSS: dict[str, _Parts] = {"q_attn": _Q, "c_attn": ("k_norm", "")}
@@ -113,8 +115,8 @@ def add_qk_norm(model: nn.Module, eps: float = 1e-6) -> AddedQKNorms:
     Make the optimizer afterwards. Linear layers may be swapped before or after.
 
     Args:
-        model: a model with attentions of GPT-2, LLaMA, CLIP, ViT or BERT of transformers, of timm's ViT and EVA, or
-            of open_clip's blocks with options. `nn.MultiheadAttention` has no such place and is left.
+        model: a model with attentions of GPT-2, LLaMA, CLIP, ViT, BERT or RoBERTa of transformers, of timm's ViT
+            and EVA, or of open_clip's blocks with options. `nn.MultiheadAttention` has no such place and is left.
         eps: of the norms.
 
     Returns:
