@@ -27,7 +27,7 @@ def linear(results: Results) -> dict[str, str]:
 
 
 def clip_steps(results: Results) -> dict[str, str]:
-    """Speed-ups of a step of CLIP over nn.Linear by model: replayed from a CUDA graph in per cent, and launched."""
+    """Speed-ups of a step of CLIP over nn.Linear, by model: from a CUDA graph in per cent, and launched."""
     rows = [
         (f"{model} {layer}", row) for model, of in results["models"].items() for layer, row in of["rows"].items()
     ]
@@ -93,7 +93,7 @@ def eight_bit_adam(results: Results) -> dict[str, str]:
 
 
 def adam_variants(results: Results) -> dict[str, str]:
-    """The stable embedding's loss minus the usual one's with the same seed and rate: 32 bits, and dynamic blocks."""
+    """The stable embedding's loss minus the usual one's, same seed and rate: in 32 bits, and in dynamic blocks."""
     runs = [run for run in results["runs"] if run["kind"] == "ablation"]
     by = {(run["row"], run["lr"], run["seed"]): run["validation_loss"] for run in runs}
     found = {}
