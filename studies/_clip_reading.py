@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import _readings
 from _clip_rows import ADDED, NOTHING, REFERENCE, STEADY, TENSORWISE
-from _clip_tables import PAPER, Results, differences, margin, places, runs_of, separated
+from _clip_tables import PAPER, Results, differences, margin, places, runs_of, sees, separated
 from _readings import Reading
 from _tables import markdown
 
@@ -94,8 +94,11 @@ def _no_gain(results: Results, place: Place, added: str) -> Reading:
     """Whether scales for each row of the weights are no better than one: by seed, both against bf16."""
     row, other = "SwitchBackQ int8", "SwitchBack int8"
     mine, theirs = (differences(results, place, name, added, "validation_loss") for name in (row, other))
-    least = margin(results, place, added, "validation_loss", min(len(mine), len(theirs)))
-    holds = None if least is None else statistics.fmean(mine) - statistics.fmean(theirs) >= -least
+    runs = min(len(mine), len(theirs))
+    holds = None
+    if (least := margin(results, place, added, "validation_loss", runs)) is not None:
+        ahead = statistics.fmean(mine) - statistics.fmean(theirs) < -least
+        holds = False if ahead else True if sees(results, place, added, runs) else None
     statement = f"{row} ends no better than {other}{_with(added)}"
     return Reading(statement, "Section 2.2.1", PAPER[row], _here(results, place, row, added), holds)
 

@@ -59,20 +59,26 @@ def behind(costs: Sequence[float], spread: float | None, lost: bool = False) -> 
         lost: whether a run of the row diverged where the reference's did not.
 
     Returns:
-        True and False for a mean cost above `spread` and below minus that; None between, where seeds tell nothing.
+        True and False for a mean cost above `spread` and below minus that; None between, and where some seeds cost
+        more and others less, which tell nothing.
     """
     if lost:
         return True
-    if not costs or spread is None or abs(statistics.fmean(costs)) <= spread:
+    if not costs or spread is None or abs(statistics.fmean(costs)) <= spread or min(costs) * max(costs) < 0:
         return None
     return statistics.fmean(costs) > 0
 
 
 def alike(costs: Sequence[float], spread: float | None, lost: bool = False) -> bool | None:
-    """Whether a row's mean cost is no larger than chance makes one; None where that is not known."""
+    """Whether a row's mean cost is no larger than chance makes one; None where that is not known.
+
+    One seed may show that it is larger, but not that it is none: a single run may end near by chance.
+    """
     if lost:
         return False
-    return None if not costs or spread is None else abs(statistics.fmean(costs)) <= spread
+    if not costs or spread is None:
+        return None
+    return False if abs(statistics.fmean(costs)) > spread else True if len(costs) > 1 else None
 
 
 def told(costs: str, lost: int, count: int, spread: str, reference: str) -> str:

@@ -120,7 +120,7 @@ def _near_one(results: Results) -> Reading:
     if all(largest.values()):
         here = ", ".join(f"largest {max(values):.1f} with β2 {beta2:g}" for beta2, values in largest.items())
     holds = max(largest[SHORT]) < THRESHOLD <= max(largest[LONG]) if here else None
-    statement = f"RMS_t of the patch embedding passes {THRESHOLD:g} with the long memory alone"
+    statement = f"RMS_t of the patch embedding passes {THRESHOLD:g} with the long memory alone, first setting"
     return Reading(statement, "Figure 4", "curves", here, holds)
 
 
@@ -169,7 +169,8 @@ def _schedule(results: Results) -> Reading:
         return Reading(statement, "Figure 14", "curves")
     best, other = max(rising.values()), max(fixed.values())
     here = f"{_accuracy(best)}, fixed {_accuracy(other)}"
-    return Reading(statement, "Figure 14", "curves", here, _ahead(results, best, other) is not True)
+    ahead = _ahead(results, best, other)
+    return Reading(statement, "Figure 14", "curves", here, None if ahead is None else not ahead)
 
 
 def _switch(results: Results) -> Iterator[Reading]:

@@ -86,7 +86,7 @@ def test_a_figure_is_of_a_command_that_the_row_names(claim: Claim) -> None:
 @NAMED
 def test_decimals_are_looked_up_or_proved(claim: Claim) -> None:
     """What is no figure, setting or size of a model may be typed where a test proves it."""
-    typed = re.sub(r"β2 [\d.]+|[\d.]+M\b", "", evidence.FIGURE.sub("", claim.here))
+    typed = re.sub(r"β2 [\d.]+|[\d.]+[MB]\b", "", evidence.FIGURE.sub("", claim.here))
     assert not re.search(r"\d\.\d", typed) or any("::" in command for command in claim.run)
 
 

@@ -304,7 +304,17 @@ def test_what_was_said_is_read_from_what_is_committed(readings: Callable[[str], 
     found = readings(_scaling_reading.reading(committed))
     assert found["A scale that skips tensor by tensor stays"][1:] == ["down to 4", "does not hold"]
     assert found["fp16 without scaling ends behind fp32"][2] == "holds"
-    assert found["Skipping by tensor costs less loss than a dynamic scale, with every seed"][2] == "cannot tell"
+    less = "Skipping by tensor costs less loss than a dynamic scale, with every seed"
+    assert found[less][2] == "cannot tell"
+    # One seed tells what is larger than fp32's seeds lie apart, and no more.
+    for cost, verdict in ((0.03, "holds"), (0.001, "cannot tell")):
+        committed["runs"] = [run for run in committed["runs"] if run["seed"] == 0 or run["kind"] == "formats"]
+        by = {run["row"]: run for run in committed["runs"] if run["kind"] == "inf × 20"}
+        quiet = {run["row"]: run["validation_loss"] for run in committed["runs"] if run["kind"] == "none"}
+        by["dynamic"]["validation_loss"] = quiet["dynamic"] + cost
+        by["by tensor"]["validation_loss"] = quiet["by tensor"]
+        found = readings(_scaling_reading.reading(committed))
+        assert found[less][1:] == [f"+0.0000; dynamic {cost:+.4f}; 1 seed", verdict]
 
 
 def test_powers_are_written_as_such() -> None:

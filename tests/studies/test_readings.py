@@ -24,6 +24,8 @@ MARKED = re.compile(r"<!-- (?:table: (\S+\.json) \S+|picture: (\w+)\.png [^>]+?)
         ([0.3, 0.5], 0.3, False, True, False),
         ([0.1, 0.3], 0.3, False, None, True),
         ([-0.5], 0.3, False, False, False),
+        ([0.1], 0.3, False, None, None),  # one seed that ends near may do so by chance
+        ([1.0, -0.1], 0.3, False, None, False),  # ahead with one seed, behind with another
         ([0.0], None, False, None, None),
         ([], 0.3, False, None, None),
         ([], None, True, True, False),
