@@ -122,6 +122,8 @@ def test_a_link_to_a_folder_that_is_not_there_is_no_new_run(tmp_path: Path) -> N
     (tmp_path / "run").symlink_to(tmp_path / "not mounted")
     with pytest.raises(ValueError, match=r"directory: got .*run, a link to what is not there, takes a folder"):
         latest_checkpoint(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"directory: got .*run, a link to what is not there, takes a folder"):
+        save_checkpoint(tmp_path / "run", model=Net(), optimizer=None, step=1)
 
 
 def test_another_version_is_named(run: Path) -> None:
