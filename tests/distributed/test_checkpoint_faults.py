@@ -118,10 +118,20 @@ def test_a_damaged_one_is_not_among_those_that_are_kept(damage: Callable[[Path],
     assert left_after(5) == ["step-000000004-1", "step-000000005"]
 
 
+def test_one_that_cannot_be_read_for_a_while_is_not_the_newest_afterwards(run: Path) -> None:
+    manifest = newest(run) / "checkpoint.json"
+    manifest.rename(run / "elsewhere")
+    save_checkpoint(run, model=Net(), optimizer=None, step=5, keep_last=None)
+    (run / "elsewhere").rename(manifest)
+    assert latest_checkpoint(run) == run / "step-000000005"
+
+
 def test_a_link_to_a_folder_that_is_not_there_is_no_new_run(tmp_path: Path) -> None:
     (tmp_path / "run").symlink_to(tmp_path / "not mounted")
     with pytest.raises(ValueError, match=r"directory: got .*run, a link to what is not there, takes a folder"):
         latest_checkpoint(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"directory: got .*run, a link to what is not there, takes a folder"):
+        save_checkpoint(tmp_path / "run", model=Net(), optimizer=None, step=1)
 
 
 def test_another_version_is_named(run: Path) -> None:

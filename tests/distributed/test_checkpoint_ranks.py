@@ -7,6 +7,8 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from threading import Event
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from forked import run_ranks
 from narrowgauge.distributed import (
+    _checkpoint_ranks,
     _checkpoint_write,
     export_checkpoint,
     latest_checkpoint,
@@ -28,6 +31,7 @@ from narrowgauge.distributed import (
     save_checkpoint,
     save_checkpoint_async,
 )
+from narrowgauge.distributed._checkpoint_ranks import Ranks, raise_refused, say_refused
 
 WORLD = 2
 # Storages whose words are sharded element by element as parameters are, or in blocks that begin with shards.
@@ -286,6 +290,12 @@ def failing(rank: int, folder: Path) -> list[str]:
     except (ValueError, RuntimeError) as error:
         told.append(f"{type(error).__name__}: {error}")
     assert all(map(torch.equal, net.parameters(), kept))
+    # A folder that cannot be made, so that there is none to leave word in.
+    (folder / "file").touch()
+    try:
+        save_checkpoint(folder / "file" / "run", step=2, **options)
+    except (OSError, RuntimeError) as error:
+        told.append(f"{type(error).__name__}: {error}")
     return told
 
 
@@ -297,6 +307,47 @@ def test_where_one_rank_fails_all_say_which(tmp_path: Path) -> None:
     assert second[1] == "RuntimeError: save_checkpoint: rank 0 failed: OSError: [Errno 28] No space left on device"
     assert first[2].startswith("RuntimeError: rank 1: ValueError: model: the checkpoint has no 'weight', 'bias'")
     assert second[2].startswith("ValueError: model: the checkpoint has no 'weight', 'bias'")
+    assert first[3].startswith("NotADirectoryError")
+    assert second[3] == f"RuntimeError: save_checkpoint: rank 0 failed: {first[3]}"
+
+
+@pytest.mark.parametrize("ask", [raise_refused, lambda *save: say_refused(*save, OSError())])
+def test_a_store_of_a_process_that_hangs_is_not_waited_for(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, end = [], Event()
+
+    class Silent:
+        def check(self, keys: list[str]) -> None:
+            asked.append(keys)
+            end.wait(10)
+            raise RuntimeError
+
+    monkeypatch.setattr(_checkpoint_ranks, "_ANSWER", 0.01)
+    began = monotonic()
+    for _ in range(3):
+        ask(Ranks(1, 2, Silent()), f"of {ask}")
+    assert monotonic() - began < 5
+    assert len(asked) == 1
+    end.set()
+
+
+def leaving(rank: int, world: int, folder: str) -> None:
+    """Save beside, and be done with the process group before it is written."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    real = _checkpoint_write.write_tensors
+
+    def slowly(*args: Any) -> Any:
+        left.wait(20)
+        return real(*args)
+
+    left, _checkpoint_write.write_tensors = Event(), slowly
+    save_checkpoint_async(f"{folder}/run", model=Net(), optimizer=None, step=1, random_states=True, timeout=20.0)
+    dist.destroy_process_group()
+    left.set()
+
+
+def test_a_save_goes_on_after_the_process_group(tmp_path: Path) -> None:
+    run_ranks(leaving, WORLD, WORLD, str(tmp_path))
+    assert latest_checkpoint(tmp_path / "run") == tmp_path / "run" / "step-000000001"
 
 
 def refusing(rank: int, folder: Path) -> list[str]:

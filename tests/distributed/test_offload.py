@@ -260,7 +260,9 @@ def test_groups_come_later_and_marks_are_kept(copies: str) -> None:
         ng.storage.mark_states(model.up.weight, "fp32")
         one = maker(model.up.parameters(), lr=1e-2, min_quantized_size=1)
         train(model, one, range(2))
+        one.param_groups[0]["lr"] = 5e-3  # as a scheduler does, between the last step and the new group
         one.add_param_group({"params": list(model.down.parameters()), "lr": 1e-3})
+        assert [group["lr"] for group in one.param_groups] == [5e-3, 1e-3]
         train(model, one, range(2, 4))
         made.append(one)
     assert_same(plain, net)

@@ -93,8 +93,10 @@ def commit(written: Path, manifest: Callable[[int], Manifest], keep_last: int | 
     """
     folder = written.parent
     with locked(folder):
-        old = by_age(folder, lambda flaw: None)
-        serial = 1 + max((said.serial for _, said in old), default=-1)
+        unread: list[str] = []
+        old = by_age(folder, unread.append)
+        # Beyond those that cannot be read too: a disk that stumbles now may give them back.
+        serial = 1 + max((said.serial for _, said in old), default=-1) + len(unread)
         made = manifest(serial)
         _write_manifest(written, made)
         path = _rename(written, folder / name_of(made.step))

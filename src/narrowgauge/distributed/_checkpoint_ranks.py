@@ -13,6 +13,7 @@ token in the store by which the ranks have met.
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,20 +31,28 @@ FAILED = "failed"
 _POLL = 0.02  # seconds between two looks, at first; later longer
 _agreed: tuple[object, str] | None = None  # a process group, and its word
 _saves = 0  # of that group
+_ANSWER = 5.0  # seconds that the store has for an answer
+_silent = ""  # the save in which it had none
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that save together."""
+    """This process among those that save together.
+
+    Attributes:
+        rank, world: which of how many.
+        store: by which they have met; kept, for a save may go on after its process group was destroyed.
+    """
 
     rank: int
     world: int
+    store: Any = None
 
 
 def ranks() -> Ranks:
     """This process among all."""
     if dist.is_available() and dist.is_initialized():
-        return Ranks(dist.get_rank(), dist.get_world_size())
+        return Ranks(dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store())
     return Ranks(0, 1)
 
 
@@ -62,10 +71,14 @@ def new_token(us: Ranks) -> str:
 
 
 def say_refused(us: Ranks, token: str, error: BaseException) -> None:
-    """Let the other ranks of a save know that this one takes no part in it."""
+    """Let the other ranks of a save know that this one takes no part in it; what is said first counts."""
+
+    def say() -> None:
+        if not us.store.check([_key(token)]):
+            us.store.set(_key(token), f"rank {us.rank} failed: {type(error).__name__}: {error}")
+
     if us.world > 1:
-        with suppress(RuntimeError):  # the store is gone: the others will say that this rank is missing
-            _store().set(_key(token), f"rank {us.rank} failed: {type(error).__name__}: {error}")
+        _ask(say, token)
 
 
 def raise_refused(us: Ranks, token: str) -> None:
@@ -74,16 +87,37 @@ def raise_refused(us: Ranks, token: str) -> None:
     Raises:
         RuntimeError: naming the rank, and its error.
     """
-    said = ""
-    if us.world > 1:
-        with suppress(RuntimeError):
-            said = _store().get(_key(token)).decode(errors="replace") if _store().check([_key(token)]) else ""
+
+    def look() -> str:
+        return us.store.get(_key(token)).decode(errors="replace") if us.store.check([_key(token)]) else ""
+
+    said = _ask(look, token) if us.world > 1 else None
     if said:
         raise RuntimeError(f"save_checkpoint: {said}")
 
 
-def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()
+def _ask(question: Callable[[], Result], token: str) -> Result | None:
+    """What the store answers; None where it is gone, or does not answer, as one of a process that hangs.
+
+    It has no time-out of its own for this, so that a thread asks, and is left alone where nobody answers; the store
+    is not asked again then, of the same save.
+    """
+    global _silent
+    if _silent == token:
+        return None
+    answer = list[Result]()
+
+    def ask() -> None:
+        with suppress(RuntimeError):  # gone: whoever waits says which rank is missing
+            answer.append(question())
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_ANSWER)
+    if asking.is_alive():
+        _silent = token
+        return None
+    return answer[0] if answer else None
 
 
 def _key(token: str) -> str:

@@ -28,7 +28,14 @@ from narrowgauge.distributed._checkpoint_folder import (
     unfinished_name,
 )
 from narrowgauge.distributed._checkpoint_format import DTYPE_NAMES, Manifest, Piece, Stored
-from narrowgauge.distributed._checkpoint_ranks import FAILED, Ranks, raise_refused, say_failed, wait_for
+from narrowgauge.distributed._checkpoint_ranks import (
+    FAILED,
+    Ranks,
+    raise_refused,
+    say_failed,
+    say_refused,
+    wait_for,
+)
 
 
 @dataclass(frozen=True)
@@ -74,9 +81,11 @@ def write_checkpoint(job: Job) -> Path:
     Raises:
         OSError, TimeoutError, RuntimeError: see `save_checkpoint`.
     """
-    if job.us.rank == 0:
-        return _run_first(job)
-    return _run_other(job)
+    try:
+        return _run_first(job) if job.us.rank == 0 else _run_other(job)
+    except BaseException as error:
+        say_refused(job.us, job.token, error)  # a folder that cannot be made or written to says nothing
+        raise
 
 
 def _run_first(job: Job) -> Path:

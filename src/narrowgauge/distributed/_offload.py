@@ -146,7 +146,7 @@ class CPUOffload(ShowsInner):
         except Exception:
             self._pieces.drop(self._groups.pop()["params"])
             raise
-        self._take_options()
+        self._take_options(-1)  # options of the others may have changed since `inner` was told
         self._watch(self._groups[-1]["params"])
 
     def _watch(self, ps: list[Tensor]) -> None:
@@ -260,9 +260,9 @@ class CPUOffload(ShowsInner):
         for piece in self._pieces.by_parameter.values():
             piece.forget()
 
-    def _take_options(self) -> None:
-        """Show the options as `inner` has them now."""
-        for mine, group in zip(self._groups, self.inner.param_groups, strict=True):
+    def _take_options(self, first: int = 0) -> None:
+        """Show the options as `inner` has them now, of groups from one on."""
+        for mine, group in zip(self._groups[first:], self.inner.param_groups[first:], strict=True):
             mine.update({key: value for key, value in group.items() if key != "params"})
 
     def state_dict(self) -> dict[str, Any]:
