@@ -26,6 +26,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import struct
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -193,6 +194,7 @@ def read_index(folder: Path) -> dict[str, Any]:
         for side in ("train", "validation"):
             for entry in index[side]:
                 _ = entry["tokens"], entry["sha256"]
+                os.fsencode(entry["file"])  # a ValueError for what no file system can name
                 if Path(entry["file"]).name != entry["file"] or "\0" in entry["file"]:
                     raise ValueError(f"{entry['file']!r} is no name of a file beside it")
         vocabulary, bytes_per_token = index["vocabulary"], index["bytes_per_token"]
