@@ -150,6 +150,7 @@ REFUSED = {
     "a recipe there is not": (("--recipe", "magic"), "recipe: got 'magic'"),
     "no number": (("--lr", "fast"), "--lr"),
     "no steps": (("--steps", "0"), "--steps: got 0, takes an integer from 1"),
+    "no parts": (("--accumulate", "0"), "--accumulate: got 0, takes an integer from 1"),
     "a rate of nothing": (("--lr", "0"), "--lr: got 0.0, takes a number above 0"),
     "parts that do not divide": (("--accumulate", "3"), "--accumulate: got 3, takes a divisor of --batch 2"),
     "a schedule there is not": (("--schedule", "wave"), "--schedule: got 'wave', takes one of constant, linear"),

@@ -132,7 +132,7 @@ DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
     "the tokenizer": ("tokenizer.json", flipped(50), "is damaged"),
     "the index": ("index.json", lambda data: data[:100], "is damaged"),
     "a name of half a character": (
-        "index.json", lambda data: data.replace(b"train-00001.tokens", b"\\ud800"), "is damaged: UnicodeEncodeError",
+        "index.json", lambda data: data.replace(b"train-00001.tokens", b"\\ud800"), "damaged: UnicodeEncodeError",
     ),
     "the index's version": (
         "index.json", lambda data: data.replace(b'"version": 1', b'"version": 2'), "got version 2",

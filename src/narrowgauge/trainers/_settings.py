@@ -245,7 +245,7 @@ def _checks(s: TrainSettings) -> list[tuple[str, str, bool]]:
     return [
         *found,
         ("vocabulary", "an integer from 256 to 2^20", s.vocabulary is None or 256 <= s.vocabulary <= 2**20),
-        ("accumulate", f"a divisor of --batch {s.batch}", s.batch % s.accumulate == 0),
+        ("accumulate", f"a divisor of --batch {s.batch}", s.accumulate > 0 and s.batch % s.accumulate == 0),
         ("lr", "a number above 0", 0 < s.lr < finite),
         ("final_lr", "a number from 0 to 1", 0 <= s.final_lr <= 1),
         ("clip", "a number above 0, or 0 for none", 0 <= s.clip < finite),
