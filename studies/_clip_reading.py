@@ -95,10 +95,11 @@ def _no_gain(results: Results, place: Place, added: str) -> Reading:
     row, other = "SwitchBackQ int8", "SwitchBack int8"
     mine, theirs = (differences(results, place, name, added, "validation_loss") for name in (row, other))
     runs = min(len(mine), len(theirs))
-    holds = None
-    if (least := margin(results, place, added, "validation_loss", runs)) is not None:
-        ahead = statistics.fmean(mine) - statistics.fmean(theirs) < -least
-        holds = False if ahead else True if sees(results, place, added, runs) else None
+    least, holds = margin(results, place, added, "validation_loss", runs), None
+    if least is not None and statistics.fmean(mine) - statistics.fmean(theirs) < -least:
+        holds = False
+    elif least is not None and sees(results, place, added, runs):
+        holds = True
     statement = f"{row} ends no better than {other}{_with(added)}"
     return Reading(statement, "Section 2.2.1", PAPER[row], _here(results, place, row, added), holds)
 

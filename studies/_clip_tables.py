@@ -164,13 +164,9 @@ def separated(results: Results, place: tuple[str, float], row: str, added: str) 
     most = margin(results, place, added, "validation_loss", len(values))
     if most is None:
         return None
-    return (
-        True
-        if abs(statistics.fmean(values)) > most
-        else False
-        if sees(results, place, added, len(values))
-        else None
-    )
+    if abs(statistics.fmean(values)) > most:
+        return True
+    return False if sees(results, place, added, len(values)) else None
 
 
 def sees(results: Results, place: tuple[str, float], added: str, runs: int) -> bool:

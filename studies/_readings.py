@@ -78,7 +78,9 @@ def alike(costs: Sequence[float], spread: float | None, lost: bool = False) -> b
         return False
     if not costs or spread is None:
         return None
-    return False if abs(statistics.fmean(costs)) > spread else True if len(costs) > 1 else None
+    if abs(statistics.fmean(costs)) > spread:
+        return False
+    return True if len(costs) > 1 else None
 
 
 def told(costs: str, lost: int, count: int, spread: str, reference: str) -> str:

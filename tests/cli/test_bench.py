@@ -86,9 +86,9 @@ def test_a_row_is_known_by_its_name() -> None:
 @pytest.mark.parametrize("found", _rows.rows(CPU), ids=lambda found: found.name)
 def test_every_row_steps(found: Row) -> None:
     if not found.installed():
-        pytest.skip(f"not installed: {found.family}")
+        pytest.skip(reason=f"needs {found.family}, which is not installed")
     if found.family == "torchao":
-        pytest.skip(f"compiles for minutes: {found.name}")
+        pytest.skip(reason=f"takes minutes to compile: {found.name}")
     figures = _measure.measure(found, parameter_list("64x70"), CPU, 1e9, 1e-3)
     assert figures.get("ms", 0) > 0, figures
 
@@ -272,8 +272,8 @@ def test_on_a_gpu() -> None:
 @pytest.mark.parametrize("found", _rows.rows(torch.device("cuda")), ids=lambda found: found.name)
 def test_every_row_steps_on_a_gpu(found: Row) -> None:
     if not found.installed():
-        pytest.skip(f"not installed: {found.family}")
+        pytest.skip(reason=f"needs {found.family}, which is not installed")
     if found.family in ("torchao", "heavyball"):
-        pytest.skip(f"compiles for minutes: {found.name}")
+        pytest.skip(reason=f"takes minutes to compile: {found.name}")
     figures = _measure.measure(found, parameter_list("64x70"), torch.device("cuda"), 1e12, 1e-3)
     assert figures.get("ms", 0) > 0, figures

@@ -185,7 +185,7 @@ def test_a_speed_up_is_that_of_neighbours() -> None:
 @pytest.mark.parametrize("layer", _layers.peers(), ids=lambda layer: layer.name)
 def test_every_peer_computes(layer: _layers.Layer) -> None:
     if layer.family not in _layers.peer_versions():
-        pytest.skip(f"not installed: {layer.family}")
+        pytest.skip(reason=f"needs {layer.family}, which is not installed")
     rows = _speed.time_shape(Shape(64, 64, 128), [baseline(), layer], BF16, CPU, 0.001)
     assert rows[layer.name].get("ms", 0) > 0, rows
 
