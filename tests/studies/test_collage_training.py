@@ -38,7 +38,7 @@ def runs(setting: Setting) -> dict[str, Any]:
 
 def test_runs_of_a_seed_begin_alike_and_part(runs: dict[str, Any]) -> None:
     assert len({run["curve"][0][1] for run in runs.values()}) == 1
-    assert len({run["curve"][-1][1] for run in runs.values()}) == len(runs)
+    assert len({str(run["curve"]) for run in runs.values()}) == len(runs)  # a last loss can be two runs' by chance
 
 
 def test_gauges_see_what_an_option_loses(runs: dict[str, Any]) -> None:

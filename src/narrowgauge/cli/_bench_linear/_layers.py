@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, cast
@@ -68,6 +69,7 @@ class Layer:
         sizes = linear.in_features, linear.out_features, linear.bias is not None
         if self.peer == _BITSANDBYTES:
             module = _module(_BITSANDBYTES, "nn")
+            logging.getLogger(_BITSANDBYTES).setLevel(logging.ERROR)  # else a line a call, of a cast to fp16
             layer: nn.Module = getattr(module, self.recipe)(*sizes, has_fp16_weights=True, device="meta")
             layer.weight = module.Int8Params(linear.weight.detach(), requires_grad=True, has_fp16_weights=True)
             layer.bias = linear.bias
