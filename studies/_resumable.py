@@ -59,7 +59,9 @@ class Study:
             both = list(dict.fromkeys((*old, *new))) if isinstance(old, list) else max(old, new)
             self.about["training"][name] = both
         rows = {row["name"]: row for row in (*found["rows"], *self.about["rows"])}
-        self.about |= {key: found[key] for key in ("command", "environment", "data")} | {"rows": [*rows.values()]}
+        self.about |= {key: found[key] for key in ("environment", "data")} | {"rows": [*rows.values()]}
+        if "--only" in self.about["command"]:  # which does not make what is there
+            self.about["command"] = found["command"]
         self.runs = [run for run in found["runs"] if "failed" not in run]
 
     def of(self, task: Any) -> Result | None:

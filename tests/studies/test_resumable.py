@@ -70,6 +70,16 @@ def test_a_killed_process_loses_its_own_work_alone(tmp_path: Path) -> None:
     assert {run["seed"] for run in json.loads(out.read_text())["runs"]} == set(range(4))
 
 
+@pytest.mark.parametrize(
+    ("later", "kept"), [("python x.py --all", "python x.py --all"), ("python x.py --only a", "first")]
+)
+def test_the_command_is_the_last_that_makes_all_of_it(later: str, kept: str, tmp_path: Path) -> None:
+    out = tmp_path / "x.json"
+    Study(out, about() | {"command": "first"}, resume=False).make(TASKS[:1], squared, NEVER)
+    Study(out, about() | {"command": later}, resume=True).make(TASKS, squared, NEVER)
+    assert json.loads(out.read_text())["command"] == kept
+
+
 def test_what_may_grow_grows(tmp_path: Path) -> None:
     out = tmp_path / "x.json"
     Study(out, about(seeds=3), resume=False).make(TASKS[:1], squared, NEVER)
