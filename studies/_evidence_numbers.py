@@ -135,7 +135,11 @@ def loss_scaling(results: Results) -> dict[str, str]:
     skipped = [run["skipped"] for run in results["runs"] if run["kind"] in ("formats", "none") and run["skipped"]]
     names = {name for of in skipped for name in of if name != "others"}
     blocks = {match[1] for name in names if (match := re.search(r"\.h\.(\d+)\.", name))}
-    return {"overflowed": f"{len(skipped)}", "overflowed blocks": ", ".join(sorted(blocks, key=int))}
+    return {
+        "overflowed": f"{len(skipped)}",
+        "overflowed blocks": ", ".join(sorted(blocks, key=int)),
+        "overflowed unnamed": f"{max((of.get('others', 0) for of in skipped), default=0)}",
+    }
 
 
 def collage_throughput(results: Results) -> dict[str, str]:
