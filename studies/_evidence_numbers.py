@@ -6,6 +6,7 @@ figures as they are printed, by the name that `studies/evidence/*.toml` calls th
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable
 
@@ -23,6 +24,18 @@ def linear(results: Results) -> dict[str, str]:
         for what, key in (("called", "speedup"), ("device", "graph_speedup")):
             if ratios := [rows[layer][key] for rows in results["shapes"].values() if key in rows[layer]]:
                 found[f"{what} {layer}"] = f"{min(ratios):.2f} to {max(ratios):.2f}"
+    return found | _products(results)
+
+
+def _products(results: Results) -> dict[str, str]:
+    """By dim: times of int8 products over 16-bit ones, and of the input's quantization over such a product."""
+    found = {}
+    for size, rows in results.get("operations", {}).items():
+        dim = size.split("x")[-1]
+        wide, narrow = (rows[layer]["operations"] for layer in ("nn.Linear", "SWITCHBACK int8"))
+        both = [sum(of[name] for name in ("output", "grad_input")) for of in (narrow, wide)]
+        found[f"int8 product {dim}"] = f"{both[0] / both[1]:.2f}"
+        found[f"quantize over product {dim}"] = f"{narrow['quantize X'] / narrow['output']:.2f}"
     return found
 
 
@@ -93,19 +106,40 @@ def eight_bit_adam(results: Results) -> dict[str, str]:
 
 
 def adam_variants(results: Results) -> dict[str, str]:
-    """The stable embedding's loss minus the usual one's, same seed and rate: in 32 bits, and in dynamic blocks."""
+    """Table 3: losses of an arm minus another's, same seed and rate, and how many linear codes made diverge."""
     runs = [run for run in results["runs"] if run["kind"] == "ablation"]
     by = {(run["row"], run["lr"], run["seed"]): run["validation_loss"] for run in runs}
-    found = {}
-    for name, row in (("wide", "32-bit"), ("narrow", "dynamic, blocks")):
-        costs = [
-            loss - by[f"{row}, usual embedding", *rest]
-            for (key, *rest), loss in by.items()
-            if key == f"{row}, stable embedding" and None not in (loss, by[f"{row}, usual embedding", *rest])
-        ]
-        found[f"stable {name}"] = adam.mean(costs)
-        found["stable pairs"] = f"{len(costs)}"
-    return found
+
+    def apart(arm: str, other: str) -> list[float]:
+        pairs = [(loss, by[other, *rest]) for (row, *rest), loss in by.items() if row == arm]
+        return [loss - beside for loss, beside in pairs if None not in (loss, beside)]
+
+    stable, usual = "stable embedding", "usual embedding"
+    found = {
+        "stable wide": apart(f"32-bit, {stable}", f"32-bit, {usual}"),
+        "stable narrow": apart(f"dynamic, blocks, {stable}", f"dynamic, blocks, {usual}"),
+        "level stable": apart(f"dynamic, blocks, {stable}", f"32-bit, {stable}"),
+        "tensor stable": apart(f"dynamic, tensor, {stable}", f"dynamic, blocks, {stable}"),
+        "tensor usual": apart(f"dynamic, tensor, {usual}", f"dynamic, blocks, {usual}"),
+    }
+    linear_runs = [run for run in runs if run["row"].startswith("linear")]
+    diverged = sum(run["diverged"] for run in linear_runs)
+    return {name: adam.mean(losses) for name, losses in found.items()} | {
+        "stable pairs": f"{len(found['stable narrow'])}",
+        "unstable linear": f"{diverged} of {len(linear_runs)}",
+    }
+
+
+def loss_scaling(results: Results) -> dict[str, str]:
+    """Of runs that overflowed of themselves: how many, and the blocks of the tensors named; three a run are."""
+    skipped = [run["skipped"] for run in results["runs"] if run["kind"] in ("formats", "none") and run["skipped"]]
+    names = {name for of in skipped for name in of if name != "others"}
+    blocks = {match[1] for name in names if (match := re.search(r"\.h\.(\d+)\.", name))}
+    return {
+        "overflowed": f"{len(skipped)}",
+        "overflowed blocks": ", ".join(sorted(blocks, key=int)),
+        "overflowed unnamed": f"{max((of.get('others', 0) for of in skipped), default=0)}",
+    }
 
 
 def collage_throughput(results: Results) -> dict[str, str]:
@@ -166,6 +200,7 @@ NUMBERS: dict[str, Callable[[Results], dict[str, str]]] = {
     "collage_float8": collage_float8,
     "eight_bit_adam": eight_bit_adam,
     "adam_variants": adam_variants,
+    "loss_scaling": loss_scaling,
     "collage_throughput": collage_throughput,
     "quantization_error": quantization_error,
     "memory_plans": plans,
