@@ -50,10 +50,11 @@ def _against_d(results: Results, name: str, beta2: float, worse: bool, at: str, 
         here += f"; {least:.4f} to be sure" if least is not None else "; too few seeds to be sure"
     if lost:
         here = ", ".join(filter(None, (here, f"{lost} of {len(runs)} diverged")))
+    if worse:
+        return Reading(statement, at, figures, here, _readings.behind(costs, least, lost > 0))
     # Where chance alone makes what the paper takes for behind, an equal end is no finding.
-    close = least if worse or least is None or least < BEHIND else None
-    rule = _readings.behind if worse else _readings.alike
-    return Reading(statement, at, figures, here, rule(costs, close, lost > 0))
+    tells = least is not None and least < BEHIND
+    return Reading(statement, at, figures, here, _readings.alike(costs, least, lost > 0, tells=tells))
 
 
 def diverged(results: Results, name: str, beta2: float) -> int:

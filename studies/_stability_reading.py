@@ -1,8 +1,8 @@
 """What the SwitchBack paper says of loss spikes, held against the runs of `stability.py`.
 
 Spikes are counted over runs that have a partner: the same model, rate, batch and seed under the other optimizer.
-Accuracies are of a few hundred held-out pictures: a difference below two standard errors of counting them says
-nothing.
+Accuracies are of a few hundred held-out pictures, and seeds of one row end further apart than counting these makes
+them: a difference below two standard errors, by the larger of the two, says nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,20 @@ from collections.abc import Iterator, Sequence
 
 import _readings
 from _readings import Reading
-from _stability_tables import LONG, PAPER, PLAIN, SHORT, STABLE, TENSORS, Results, caused, match, runs_of, unclipped
+from _stability_tables import (
+    LONG,
+    PAPER,
+    PLAIN,
+    SHORT,
+    STABLE,
+    TENSORS,
+    Results,
+    caused,
+    deviation,
+    match,
+    runs_of,
+    unclipped,
+)
 
 CLIPPED, THRESHOLD = "AdamW, clipped to 1", 2.3
 FOLLOWS = 0.01  # chance of as many loss spikes behind RMS spikes, below which the loss follows
@@ -37,21 +50,30 @@ def _grow(results: Results) -> Iterator[Reading]:
     for field, figure in VARIED.items():
         values = {run[field] for run in runs_of_any(results, PLAIN, LONG, field)}
         order = results["parameters"].get if field == "model" else float
-        found = []
+        found, by_seed = [], []
         for value in sorted(values, key=order):
             runs = runs_of(results, row=PLAIN, beta2=LONG, **{field: value})
             lost = sum(run["diverged"] for run in runs)
             spikes = statistics.fmean(len(run["loss_spikes"]) for run in runs)
             found.append((value, lost / len(runs), spikes))
+            by_seed.append({run["seed"]: len(run["loss_spikes"]) for run in runs})
         counts = [(lost, spikes) for _, lost, spikes in found]
         here = ", ".join(f"{spikes:.3g}{', diverged' if lost else ''} ({value})" for value, lost, spikes in found)
-        holds = None
-        if len(counts) > 1 and any(map(any, counts)):
-            holds = counts == sorted(counts) and counts[0] < counts[-1]
+        holds = _rises(counts, by_seed) if len(counts) > 1 else None
         yield Reading(
             f"The larger {TITLES[field]}, the more spikes a run, β2 {LONG:g}", figure, "curves",
             here if len(counts) > 1 else "", holds,
         )  # fmt: skip
+
+
+def _rises(counts: Sequence[tuple[float, float]], by_seed: Sequence[dict[int, int]]) -> bool | None:
+    """Whether shares that diverged, or spikes, rise from first to last beyond chance and never fall between."""
+    (first, *_, last), seeds = counts, by_seed[0].keys() & by_seed[-1].keys()
+    if first[0] != last[0]:
+        rises: bool | None = first[0] < last[0]
+    else:
+        rises = _readings.fewer(*(sum(found[seed] for seed in seeds) for found in (by_seed[0], by_seed[-1])))
+    return None if rises and list(counts) != sorted(counts) else rises
 
 
 def runs_of_any(results: Results, row: str, beta2: float, field: str) -> list[Results]:
@@ -104,9 +126,11 @@ def _accuracy(found: tuple[float, int]) -> str:
 
 
 def _ahead(results: Results, mine: tuple[float, int], other: tuple[float, int]) -> bool | None:
-    """Whether an accuracy is larger by more than two standard errors of counting; None within them."""
-    pictures = results["data"]["held_out"]
-    error = math.sqrt(sum(share * (1 - share) / (pictures * runs) for share, runs in (mine, other)))
+    """Whether an accuracy is larger by more than two standard errors; None within them or where not known."""
+    by_seeds, pictures = deviation(results), results["data"]["held_out"]
+    if by_seeds is None:
+        return None
+    error = math.sqrt(sum(max(share * (1 - share) / pictures, by_seeds**2) / runs for share, runs in (mine, other)))
     difference = mine[0] - other[0]
     return None if abs(difference) <= 2 * error else difference > 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 
+import _readings
 from _tables import Results, markdown, percent, significant
 
 from narrowgauge.gauges import SpikeMatch, match_spikes
@@ -32,6 +33,13 @@ def match(runs: Sequence[Results], results: Results, tensor: str) -> SpikeMatch:
         for run in runs
         if run["steps_made"] >= first
     ])  # fmt: skip
+
+
+def deviation(results: Results) -> float | None:
+    """Standard deviation of an accuracy from seed to seed, pooled over the ways at the base."""
+    ways = dict.fromkeys((run["row"], run["beta2"]) for run in results["runs"] if "failed" not in run)
+    found = [[run["accuracy"] for run in runs_of(results, row=row, beta2=beta2)] for row, beta2 in ways]
+    return _readings.chance([x for x in values if x is not None] for values in found)
 
 
 def _mean(values: Sequence[float | None], form: str) -> str:
@@ -194,6 +202,8 @@ def facts(results: Results) -> dict[str, str]:
             named[f"made_{key}"] = str(len(runs))
             if accuracy := _mean([r["accuracy"] and 100 * r["accuracy"] for r in runs], ".1f"):
                 named[f"accuracy_{key}"] = f"{accuracy} %"
+    if (apart := deviation(results)) is not None:  # of two means, of two seeds each
+        named["margin_accuracy"] = significant(200 * apart, 2)
     switched = results["training"]["switched"]
     dimmed = [run for run in results["runs"] if "failed" not in run and run["signal"] != 1.0]
     for row, beta2 in dict.fromkeys((run["row"], run["beta2"]) for run in dimmed):

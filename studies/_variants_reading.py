@@ -75,8 +75,8 @@ def _pair(results: Results, kind: str, row: str, reference: str, at: str, paper:
         here += f"; its seeds {spread:{form[1:]}} apart" if spread is not None else "; one seed"
     if worse:
         return Reading(statement, at, paper, here, _readings.behind(costs, spread, lost > 0))
-    tells = spread if spread is not None and spread <= TELLING[metric] else None
-    return Reading(statement, at, paper, here, _readings.alike(costs, tells, lost > 0))
+    tells = spread is not None and spread <= TELLING[metric]
+    return Reading(statement, at, paper, here, _readings.alike(costs, spread, lost > 0, tells=tells))
 
 
 def _parts(results: Results) -> Iterator[Reading]:

@@ -36,15 +36,21 @@ def test_a_cost_is_held_against_a_spread(
 ) -> None:
     assert _readings.behind(costs, spread, lost) is behind
     assert _readings.alike(costs, spread, lost) is alike
+    # Where chance makes as much as there is to be seen, a cost beyond it is one all the same.
+    assert _readings.alike(costs, spread, lost, tells=False) is (None if alike else alike)
 
 
 def test_fewer_events_are_beyond_a_coin() -> None:
     """Against every way that coins can fall."""
     for less, more in itertools.product(range(7), repeat=2):
         fallen = list(itertools.product((0, 1), repeat=less + more))
-        chance = sum(sum(coins) >= more for coins in fallen) / len(fallen)
-        sure = less + more > 0 and chance < _readings.SURE
-        assert _readings.fewer(less, more) is (True if sure else False if less > more else None)
+        sure = [
+            less + more > 0 and sum(sum(coins) >= count for coins in fallen) / len(fallen) < _readings.SURE
+            for count in (more, less)
+        ]
+        assert _readings.fewer(less, more) is (True if sure[0] else False if sure[1] else None)
+    assert _readings.fewer(1, 0) is None  # a single spike more is no finding of more
+    assert _readings.fewer(5, 0) is False
     assert _readings.fewer(0, 4) is None
     assert _readings.fewer(0, 5) is True
 
@@ -55,11 +61,15 @@ def test_a_smaller_share_is_beyond_a_draw() -> None:
         for less, more in itertools.product(range(of_less + 1), range(of_more + 1)):
             runs = range(of_less + of_more)  # those of the other share come first
             drawn = list(itertools.combinations(runs, less + more))
-            chance = sum(sum(run < of_more for run in each) >= more for each in drawn) / len(drawn)
-            sure = less + more > 0 and chance < _readings.SURE
-            expected = True if sure else False if less * of_more > more * of_less else None
+            theirs = [sum(run < of_more for run in each) for each in drawn]
+            as_many = sum(count >= more for count in theirs) / len(drawn)
+            as_few = sum(count <= more for count in theirs) / len(drawn)
+            sure = [less + more > 0 and chance < _readings.SURE for chance in (as_many, as_few)]
+            expected = True if sure[0] else False if sure[1] else None
             assert _readings.rarer(less, of_less, more, of_more) is expected
     assert _readings.rarer(0, 4, 4, 4) is True
+    assert _readings.rarer(4, 4, 0, 4) is False
+    assert _readings.rarer(1, 4, 0, 4) is None
 
 
 def test_what_has_not_been_run_has_no_reading(readings: Callable[[str], dict[str, list[str]]]) -> None:

@@ -261,6 +261,25 @@ def test_what_the_paper_says_is_read_from_the_runs(
     assert found[middle][2] == "holds"
 
 
+def test_more_spikes_are_more_than_chance_makes(
+    results: dict[str, Any], readings: Callable[[str], dict[str, list[str]]]
+) -> None:
+    """With every value of what is varied, over the seeds that the first and the last have."""
+    statement = "The larger the learning rate, the more spikes a run, β2 0.999"
+    results["runs"] = [made for made in results["runs"] if made["lr"] == 2e-3]
+    for made in results["runs"]:
+        made["loss_spikes"] = []
+    results["runs"] += (between := [made_up("AdamW", 0.999, 0, lr=4e-3, loss_spikes=[])])
+    results["runs"] += (last := [made_up("AdamW", 0.999, 0, lr=8e-3)])
+    unsure = "cannot tell"
+    for spikes, middle, verdict in ((1, 0, unsure), (4, 1, unsure), (5, 1, "holds"), (5, 6, unsure)):
+        last[0]["loss_spikes"], between[0]["loss_spikes"] = [*range(200, 200 + spikes)], [*range(200, 200 + middle)]
+        assert readings(_stability_reading.reading(results))[statement][2] == verdict
+    first = next(r for r in results["runs"] if (r["row"], r["beta2"], r["seed"]) == ("AdamW", 0.999, 0))
+    first["loss_spikes"], last[0]["loss_spikes"] = [*range(200, 205)], []
+    assert readings(_stability_reading.reading(results))[statement][2] == "does not hold"
+
+
 def test_accuracies_are_read_by_how_many_pictures_there_are(
     results: dict[str, Any], readings: Callable[[str], dict[str, list[str]]]
 ) -> None:
@@ -278,6 +297,19 @@ def test_accuracies_are_read_by_how_many_pictures_there_are(
     assert found[rises][1:] == ["31.0 %, fixed 30.0 %", "cannot tell"]
     results["data"]["held_out"] = 20
     assert readings(_stability_reading.reading(results))[ahead][2] == "cannot tell"
+    results["data"]["held_out"] = 322
+    # Seeds that end apart by more than counting does say how far chance goes, whichever row's they are.
+    for made in rising:
+        made["accuracy"] += 0.2 * (made["seed"] - 0.5)
+    assert tables.facts(results)["margin_accuracy"] == "12"  # 200 (0.02 / 6)^0.5
+    assert readings(_stability_reading.reading(results))[ahead][2] == "holds"
+    for made in rising:
+        made["accuracy"] += 0.4 * (made["seed"] - 0.5)
+    assert readings(_stability_reading.reading(results))[ahead][2] == "cannot tell"
+    for made in rising:
+        made["accuracy"] = 0.31
+    single = results | {"runs": [made for made in results["runs"] if made["seed"] == 0]}
+    assert readings(_stability_reading.reading(single))[ahead][2] == "cannot tell"
     results["data"]["held_out"] = 100_000
     assert readings(_stability_reading.reading(results))[rises][2] == "does not hold"
     for made in rising:
