@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from _gather import Training
+from _quantile_adam import QuantileAdam
 from torch import Tensor, nn
 
 from narrowgauge.nn import StableEmbedding
@@ -65,7 +66,7 @@ class Trial:
 
     Attributes:
         codebook: of both moments; None for 32-bit states.
-        blocks: whether a scale serves a block or the whole tensor.
+        blocks: whether a scale serves a block or the whole tensor, as ``"quantile"`` codes always have it.
         embedding: the parts of the stable embedding that the model has.
         lr, beta1, beta2, eps: Adam's.
         seed: of weights and batches.
@@ -189,6 +190,8 @@ def make_optimizer(model: nn.Module, trial: Trial, lr: Tensor) -> Adam:
     named = list(model.named_parameters())
     if trial.codebook is None:
         return Adam(named, *numbers, nonfinite="propagate")
+    if trial.codebook == "quantile":
+        return QuantileAdam(named, *numbers, nonfinite="propagate")
     states = {"codebook": trial.codebook, "blocks": trial.blocks, "narrow": trial.narrow, "zero": trial.zero}
     return QuantizedAdam(named, *numbers, **states, nonfinite="propagate")
 

@@ -1,0 +1,107 @@
+"""Quantile and inverse dynamic codes for Adam's moments, in training: Appendix F of the 8-bit paper.
+
+    python studies/other_codes.py --jobs 2 --out studies/results/NAME.json    # 20 minutes on 2 CPU cores
+    python studies/other_codes.py --check --out runs/check.json               # seconds
+
+The paper says of both that they perform poorly in quantization or stability, and shows errors (Table 6, Figure 5),
+but no training. Here the model of `eight_bit_adam.py` is trained with them, at that study's best learning rate and
+at a quarter of it, beside 32-bit states and the paper's dynamic codes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any
+
+import _gather
+import torch
+import typer
+from _eight_bit_adam import build, train
+from _eight_bit_adam_plan import BASELINE
+from _gather import Training
+from _resumable import Study
+
+from narrowgauge.cli._environment import describe_environment
+from narrowgauge.trainers import load_corpus, parameter_count, tokenize, validation_windows
+
+RATES = (0.016, 0.004)  # the best of `eight_bit_adam.py`, and a quarter of it
+# Codebook of both moments, and whether a scale serves a block of 256 or the tensor; quantiles are the tensor's.
+ROWS: dict[str, tuple[str | None, bool]] = {
+    "32-bit": (None, False),
+    "dynamic": ("dynamic", False),
+    "dynamic, blocks": ("dynamic", True),
+    "inverse dynamic": ("inverse_dynamic", False),
+    "inverse dynamic, blocks": ("inverse_dynamic", True),
+    "quantile": ("quantile", False),
+}
+TRAINING = Training(
+    model="micro", vocabulary=2048, steps=400, batch=16, sequence=128, lr=math.nan, warmup=20, device="cpu"
+)  # fmt: skip
+CHECK = replace(TRAINING, vocabulary=300, steps=12, batch=4, sequence=32, warmup=4)
+VALIDATION = 128  # windows
+
+
+@dataclass(frozen=True)
+class Task:
+    """A run: a row, a learning rate and a seed."""
+
+    row: str
+    lr: float
+    seed: int
+
+
+@functools.cache
+def text(training: Training) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Tokens to train on, windows to validate on, and what a results file says of them."""
+    corpus = load_corpus(training.data)
+    found = tokenize(corpus, training.vocabulary)
+    about = {"source": corpus.source, "train_tokens": len(found.train)}
+    return found.train, validation_windows(found.validation, training.sequence, VALIDATION), about
+
+
+def run(task: Task, training: Training) -> dict[str, Any]:
+    """Train once; `diverged` is what `eight_bit_adam.py` calls unstable."""
+    codes, blocks = ROWS[task.row]
+    trial = replace(BASELINE, codebook=codes, blocks=blocks, lr=task.lr, seed=task.seed)
+    tokens, windows, _ = text(training)
+    found = train(trial, training, tokens, windows, graph=False)
+    kept = {key: found[key] for key in ("validation_loss", "training_loss", "unstable", "lost", "seconds")}
+    return kept | {"diverged": found["unstable"] is not None}
+
+
+def about(training: Training, seeds: int) -> dict[str, Any]:
+    """What a results file says of the study before anything has run."""
+    settings = {key: value for key, value in asdict(training).items() if key not in ("lr", "beta2", "data")}
+    return {
+        "command": _gather.command(sys.argv),
+        "environment": describe_environment(torch.device("cpu")),
+        "training": settings | {"rates": list(RATES), "seeds": seeds},
+        "data": text(training)[2],
+        "parameters": parameter_count(build(training, BASELINE)),
+        "rows": [{"name": name} for name in ROWS],
+    }
+
+
+def main(
+    out: _gather.Out,
+    data: _gather.Data = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Of every row.")] = 3,
+    seconds: Annotated[float, typer.Option(help="Begin no run that would not end in time.")] = math.inf,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each in a process of its own.")] = 1,
+    resume: Annotated[bool, typer.Option(help="Make what is missing in the results file.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="A toy of seconds, to see that all of it runs.")] = False,
+) -> None:
+    """Train a small GPT with quantile and inverse dynamic codes, and write what became of it."""
+    training = replace(CHECK if check else TRAINING, data=data)
+    end = time.monotonic() + seconds
+    study = Study(out, about(training, seeds), resume, grows=("seeds",))
+    tasks = [Task(row, lr, seed) for seed in range(seeds) for lr in RATES for row in ROWS]
+    study.make(tasks, functools.partial(run, training=training), end, jobs=jobs)
+
+
+if __name__ == "__main__":
+    typer.run(main)
