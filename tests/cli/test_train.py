@@ -291,3 +291,15 @@ def test_a_loss_that_is_never_finite_ends_the_run(text: Path, tmp_path: Path, ca
     assert train("--data", text, "--out", tmp_path, *TINY, "--steps", 50, *arguments) == 1
     assert "no loss was finite up to step" in capsys.readouterr().err
     assert not (tmp_path / "model.safetensors").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*steps skipped")
+def test_a_run_that_diverges_between_two_looks_keeps_its_good_checkpoints(
+    text: Path, tmp_path: Path, capsys
+) -> None:
+    often = ("--recipe", "fp32", "--warmup", "0", "--clip", "0", "--log-every", "20", "--save-every", "2")
+    assert train("--data", text, "--out", tmp_path, *TINY, "--steps", 2, *often, "--keep", 1) == 0
+    assert train("--data", text, "--out", tmp_path, *TINY, "--steps", 20, *often, "--keep", 1, "--lr", "1e30") == 1
+    assert "step 4: no checkpoint, as its loss is not finite" in capsys.readouterr().out
+    assert [folder.name for folder in (tmp_path / "checkpoints").glob("step-*")] == ["step-000000002"]
+    assert train("--data", text, "--out", tmp_path, *TINY, "--steps", 4, *often) == 0
