@@ -171,6 +171,31 @@ def test_an_image_of_a_held_out_caption_is_not_trained_on_under_another(tmp_path
     assert not seen & unseen
 
 
+def test_other_captions_of_held_out_images_are_few_counted_and_named(tmp_path: Path) -> None:
+    lines = ["filepath,title"]
+    for n in range(100):
+        paint(tmp_path / f"{n}.png", "red", "disc")
+        lines += [f"{n}.png,caption {k} of {n}" for k in range(5)]
+    (tmp_path / "pairs.csv").write_text("\n".join(lines))
+    data = open_images(tmp_path / "pairs.csv")
+    lost = 500 - len(every(data))
+    assert 25 <= len(data.validation) + lost < 30  # five of a hundred images, or one more
+    (note,) = data.notes
+    assert note.startswith(f"skipped other captions of held-out images: {lost} (")
+
+
+def test_two_archives_of_one_name_are_two(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        image = painted(tmp_path, "red", "disc")
+        pairs = [(f"{n}.png", image) for n in range(20)]
+        texts = [(f"{n}.txt", f"{n} of {folder}".encode()) for n in range(20)]
+        members(tmp_path / folder / "0.tar", pairs + texts)
+    data = open_images(tmp_path / "{a,b}" / "0.tar")
+    assert len(every(data)) == 40
+    assert data.notes == ()
+
+
 def test_the_fingerprint_is_that_of_names_sizes_and_captions(tmp_path: Path) -> None:
     csv_pairs(tmp_path)
     found = [open_images(tmp_path / "pairs.csv").fingerprint]

@@ -45,6 +45,11 @@ class Picture:
     caption: str
     label: int = -1
 
+    @property
+    def place(self) -> tuple[str, int]:
+        """Where its bytes are: equal for one image under several captions."""
+        return self.path, self.offset
+
 
 @dataclass(eq=False)
 class Found:
