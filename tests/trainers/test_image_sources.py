@@ -96,6 +96,7 @@ def test_tar_files_are_pairs_by_base_name(tmp_path: Path) -> None:
             "skipped images without a caption: 1 (s-000.tar:a/0002.PNG)",
             "skipped damaged captions: 2 (s-000.tar:0009, s-000.tar:0010)",
             "skipped captions without an image: 1 (s-000.tar:lonely)",
+            "skipped members that are neither image nor caption: 1 (s-000.tar:0012.cls)",
         }
 
 
@@ -182,6 +183,23 @@ def test_other_captions_of_held_out_images_are_few_counted_and_named(tmp_path: P
     assert 25 <= len(data.validation) + lost < 30  # five of a hundred images, or one more
     (note,) = data.notes
     assert note.startswith(f"skipped other captions of held-out images: {lost} (")
+
+
+def test_what_may_not_be_what_was_meant_is_named(tmp_path: Path) -> None:
+    class_folder(tmp_path / "classes", 3)
+    (tmp_path / "classes" / "void").mkdir()
+    assert "classes without an image: 1 (void)" in open_images(tmp_path / "classes").notes
+    for n in range(40):
+        paint(tmp_path / f"{n}.png", "red", "disc")
+    lines = ["filepath,title", *(f"{n}.png,number {n}" for n in range(38)), '38.png,"open', '39.png,"it closes"']
+    (tmp_path / "pairs.csv").write_text("\n".join(lines))
+    assert open_images(tmp_path / "pairs.csv").notes == ("rows over several lines, quoted: 1 (pairs.csv:40-41)",)
+    image = painted(tmp_path, "red", "disc")
+    pairs = [(f"{n}.{kind}", image if kind == "png" else b"%d" % n) for n in range(9) for kind in ("png", "txt")]
+    members(tmp_path / "s.tar", [*pairs, ("a.v2.png", image), ("a.v2.txt", b"x"), ("0.json", b"{}")])
+    assert open_images(tmp_path / "s.tar").notes == (
+        "skipped members that are neither image nor caption: 2 (s.tar:a.v2.png, s.tar:a.v2.txt)",
+    )
 
 
 def test_two_archives_of_one_name_are_two(tmp_path: Path) -> None:
