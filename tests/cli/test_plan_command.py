@@ -52,13 +52,17 @@ def test_the_table_is_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert cells(page, "fits") == ["yes", "yes"]
     records = json.loads(file.read_text())["plans"]
     for record, one in zip(records, plans, strict=True):
-        answers = {name: record.pop(name) for name in ("largest_batch", "longest_sequence", "largest_model")}
+        answers = {name: record.pop(name) for name in ("largest_batch", "largest_model")}
+        longest = record.pop("longest_sequence")
         assert record == one.record()
-        assert answers == {
-            "largest_batch": one.largest_batch(),
-            "longest_sequence": one.longest_sequence(),
-            "largest_model": one.largest_model(),
-        }
+        assert answers == {"largest_batch": one.largest_batch(), "largest_model": one.largest_model()}
+        # A preset has positions for as many tokens as it is trained on, so memory alone bounds them.
+        assert longest > one.longest_sequence() == one.positions
+        for tokens, fits in ((longest, True), (longest + 1, False)):
+            again = configuration("micro", vocabulary=1000, sequence=tokens)
+            assert (
+                recipes.plan_memory(again, one.recipe, batch=2, sequence=tokens, device_memory="300MB").fits is fits
+            )
     assert str(file) in page.replace("\n", "")
 
 

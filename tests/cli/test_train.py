@@ -164,7 +164,11 @@ REFUSED = {
         ("--recipe", "lion8bit", "--beta2-schedule", "0.8"),
         "--beta2-schedule: got 0.8, takes nothing with --recipe lion8bit, whose Lion has none",
     ),
-    "a decay out of range": (("--beta2", "1.5"), "beta"),
+    "a first decay out of range": (("--beta1", "-1"), "--beta1: got -1.0, takes a number from 0 to below 1"),
+    "a decay out of range": (("--beta2", "1.5"), "--beta2: got 1.5, takes a number from 0 to below 1"),
+    "a decay's schedule": (("--beta2-schedule", "2"), "--beta2-schedule: got 2.0, takes a number above 0, at most"),
+    "a negative epsilon": (("--eps", "-1"), "--eps: got -1.0, takes a number from 0"),
+    "a growing weight": (("--weight-decay", "-1"), "--weight-decay: got -1.0, takes a number from 0"),
     "a device there is not": (("--device", "abacus"), "--device: got 'abacus'"),
     "no checkpoint": (("--resume", "nowhere"), "--resume: got 'nowhere', takes auto, no, or the folder"),
     "a text that is not there": (("--data", "nowhere.txt"), "--data takes a UTF-8 text file"),
@@ -291,3 +295,15 @@ def test_a_loss_that_is_never_finite_ends_the_run(text: Path, tmp_path: Path, ca
     assert train("--data", text, "--out", tmp_path, *TINY, "--steps", 50, *arguments) == 1
     assert "no loss was finite up to step" in capsys.readouterr().err
     assert not (tmp_path / "model.safetensors").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*steps skipped")
+def test_a_run_that_diverges_between_two_looks_keeps_its_good_checkpoints(
+    text: Path, tmp_path: Path, capsys
+) -> None:
+    often = ("--recipe", "fp32", "--warmup", "0", "--clip", "0", "--log-every", "20", "--save-every", "2")
+    assert train("--data", text, "--out", tmp_path, *TINY, "--steps", 2, *often, "--keep", 1) == 0
+    assert train("--data", text, "--out", tmp_path, *TINY, "--steps", 20, *often, "--keep", 1, "--lr", "1e30") == 1
+    assert "step 4: no checkpoint, as its loss is not finite" in capsys.readouterr().out
+    assert [folder.name for folder in (tmp_path / "checkpoints").glob("step-*")] == ["step-000000002"]
+    assert train("--data", text, "--out", tmp_path, *TINY, "--steps", 4, *often) == 0

@@ -242,6 +242,21 @@ def test_the_largest_that_fits_fits_and_one_more_does_not(config: Any, recipe: s
     assert recipes.plan_memory(model + 1000, recipe).peak > room
 
 
+@pytest.mark.parametrize(("kind", "positions"), [("Roberta", 512), ("Bert", 514), ("GPT2", 514)])
+def test_positions_behind_that_of_padding_are_those_that_can_be_read(kind: str, positions: int) -> None:
+    import transformers
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = getattr(transformers, f"{kind}Config")(max_position_embeddings=514, vocab_size=300, **sizes)
+    model = transformers.AutoModelForMaskedLM.from_config(config) if kind != "GPT2" else None
+    plan = recipes.plan_memory(config, "D", batch=1, device_memory="80GB")
+    assert plan.longest_sequence() == plan.positions == plan.sequence == positions
+    if model is not None:
+        model(torch.ones(1, positions, dtype=torch.long) * 5)
+        with pytest.raises((IndexError, RuntimeError)):
+            model(torch.ones(1, positions + 1, dtype=torch.long) * 5)
+
+
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=300), st.integers(0, 2000))
 def test_the_search_finds_what_a_walk_finds(rises: list[int], memory: int) -> None:
     peaks = [sum(rises[: count + 1]) for count in range(len(rises))]

@@ -96,6 +96,7 @@ def test_tar_files_are_pairs_by_base_name(tmp_path: Path) -> None:
             "skipped images without a caption: 1 (s-000.tar:a/0002.PNG)",
             "skipped damaged captions: 2 (s-000.tar:0009, s-000.tar:0010)",
             "skipped captions without an image: 1 (s-000.tar:lonely)",
+            "skipped members that are neither image nor caption: 1 (s-000.tar:0012.cls)",
         }
 
 
@@ -169,6 +170,48 @@ def test_an_image_of_a_held_out_caption_is_not_trained_on_under_another(tmp_path
     seen, unseen = ({p.name for p in side} for side in (data.train, data.validation))
     assert unseen
     assert not seen & unseen
+
+
+def test_other_captions_of_held_out_images_are_few_counted_and_named(tmp_path: Path) -> None:
+    lines = ["filepath,title"]
+    for n in range(100):
+        paint(tmp_path / f"{n}.png", "red", "disc")
+        lines += [f"{n}.png,caption {k} of {n}" for k in range(5)]
+    (tmp_path / "pairs.csv").write_text("\n".join(lines))
+    data = open_images(tmp_path / "pairs.csv")
+    lost = 500 - len(every(data))
+    assert 25 <= len(data.validation) + lost < 30  # five of a hundred images, or one more
+    (note,) = data.notes
+    assert note.startswith(f"skipped other captions of held-out images: {lost} (")
+
+
+def test_what_may_not_be_what_was_meant_is_named(tmp_path: Path) -> None:
+    class_folder(tmp_path / "classes", 3)
+    (tmp_path / "classes" / "void").mkdir()
+    assert "classes without an image: 1 (void)" in open_images(tmp_path / "classes").notes
+    for n in range(40):
+        paint(tmp_path / f"{n}.png", "red", "disc")
+    lines = ["filepath,title", *(f"{n}.png,number {n}" for n in range(38)), '38.png,"open', '39.png,"it closes"']
+    (tmp_path / "pairs.csv").write_text("\n".join(lines))
+    assert open_images(tmp_path / "pairs.csv").notes == ("rows over several lines, quoted: 1 (pairs.csv:40-41)",)
+    image = painted(tmp_path, "red", "disc")
+    pairs = [(f"{n}.{kind}", image if kind == "png" else b"%d" % n) for n in range(9) for kind in ("png", "txt")]
+    members(tmp_path / "s.tar", [*pairs, ("a.v2.png", image), ("a.v2.txt", b"x"), ("0.json", b"{}")])
+    assert open_images(tmp_path / "s.tar").notes == (
+        "skipped members that are neither image nor caption: 2 (s.tar:a.v2.png, s.tar:a.v2.txt)",
+    )
+
+
+def test_two_archives_of_one_name_are_two(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        image = painted(tmp_path, "red", "disc")
+        pairs = [(f"{n}.png", image) for n in range(20)]
+        texts = [(f"{n}.txt", f"{n} of {folder}".encode()) for n in range(20)]
+        members(tmp_path / folder / "0.tar", pairs + texts)
+    data = open_images(tmp_path / "{a,b}" / "0.tar")
+    assert len(every(data)) == 40
+    assert data.notes == ()
 
 
 def test_the_fingerprint_is_that_of_names_sizes_and_captions(tmp_path: Path) -> None:

@@ -86,6 +86,11 @@ class MemoryPlan:
         """Whether the peak is within the device's memory; None if that was not given."""
         return None if self.device_memory is None else self.peak <= self.device_memory
 
+    @property
+    def positions(self) -> int | None:
+        """The most tokens that the model has positions for; None where no length can be asked."""
+        return None if self._planner is None or self.sequence is None else self._planner.positions
+
     def largest_batch(self, device_memory: int | str | None = None) -> int:
         """The most examples a step on each GPU, at this length; 0 if not one fits.
 

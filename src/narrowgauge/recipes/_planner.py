@@ -55,7 +55,14 @@ class Planner:
         # Rotary positions can be worked out for any token; learned ones are rows of a table.
         if getattr(config, "rope_theta", None) is not None or getattr(config, "rope_parameters", None):
             return MOST
-        return int(getattr(config, "max_position_embeddings", None) or MOST)
+        rows = int(getattr(config, "max_position_embeddings", None) or MOST)
+        # RoBERTa and its kin begin behind the row of padding.
+        skipped = [
+            module.padding_idx + 1
+            for name, module in self._traced.model.named_modules()
+            if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None
+        ]
+        return rows - max(skipped, default=0)
 
     def peak(self, batch: int, sequence: int) -> int:
         """Bytes at the worst moment."""

@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 
-def largest(peak: Callable[[int], float], memory: float, limit: int) -> int:
-    """The largest count from 1 to limit with `peak(count) <= memory`, for a peak that does not fall; 0 for none."""
-    if peak(1) > memory:
-        return 0
-    low, low_peak = 1, peak(1)
-    high, high_peak = 2, 0.0
+def largest(peak: Callable[[int], float], memory: float, limit: int, start: int = 1) -> int:
+    """The largest count from `start` to limit with `peak(count) <= memory`, for a peak that does not fall.
+
+    One less than `start` if that does not fit.
+    """
+    low, low_peak = start, peak(start)
+    if low_peak > memory:
+        return start - 1
+    high, high_peak = 2 * start, 0.0
     while True:
         if low == limit:
             return limit

@@ -138,6 +138,7 @@ class Loop:
     observer: Observer
     team: Team = ALONE
     _losses: list[Tensor] = field(default_factory=list)
+    _sound: bool = True  # whether the last loss that was looked at is finite
     _device: torch.device = field(init=False)
 
     def __post_init__(self) -> None:
@@ -167,10 +168,7 @@ class Loop:
                             validated = self._validate(number, history)
                     if _due(number, settings.save_every) or last or ends:
                         with clock.paused():
-                            self._log(number, history, clock)
-                            if watch is not None:
-                                watch.settle()
-                            self.keeper.save(number)
+                            self._save(number, history, clock, watch, anyway=last or ends)
                     if ends and not last:
                         return Outcome(number, None, stopped=True)
             if validated is None:  # a run that had ended already, and has it in its history
@@ -220,6 +218,7 @@ class Loop:
         if not self._losses:
             return True
         losses = (self.team.sum(torch.stack(self._losses)) / self.team.world).tolist()
+        self._sound = math.isfinite(losses[-1])
         first = number - len(losses) + 1
         for step, loss in enumerate(losses, start=first):
             history.add(step=step, loss=loss, lr=self._rate(step))
@@ -232,6 +231,18 @@ class Loop:
         self._tell()
         self.observer.progress(number, losses[-1], units, self.task.unit, mfu)
         return any(map(math.isfinite, losses))
+
+    def _save(
+        self, number: int, history: History, clock: Clock, watch: gauges.Watch | None, *, anyway: bool
+    ) -> None:
+        """Write a checkpoint; not of a run that may be diverging, which would push out the ones that are good."""
+        self._log(number, history, clock)
+        if not (self._sound or anyway):
+            self.observer.say(f"step {number}: no checkpoint, as its loss is not finite")
+            return
+        if watch is not None:
+            watch.settle()
+        self.keeper.save(number)
 
     def _speed(self) -> None:
         """Find out what a token or an image costs, and what the device could do."""

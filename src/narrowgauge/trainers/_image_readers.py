@@ -45,17 +45,24 @@ class Picture:
     caption: str
     label: int = -1
 
+    @property
+    def place(self) -> tuple[str, int]:
+        """Where its bytes are: equal for one image under several captions."""
+        return self.path, self.offset
+
 
 @dataclass(eq=False)
 class Found:
-    """What a source has, and what was left out of it by reason."""
+    """What a source has, what was left out by reason, and what is kept but may not be what was meant."""
 
     pictures: list[Picture] = field(default_factory=list)
     classes: tuple[str, ...] = ()
     left_out: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    doubtful: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
     def notes(self) -> Iterator[str]:
-        return (named(f"skipped {why}", names) for why, names in self.left_out.items())
+        yield from (named(f"skipped {why}", names) for why, names in self.left_out.items())
+        yield from (named(what, names) for what, names in self.doubtful.items())
 
 
 def named(what: str, names: list[str]) -> str:
@@ -92,8 +99,13 @@ def from_csv(path: Path, columns: str, flag: str) -> Found:
             )
         names = _header(header, separator)
         at = [names.index(name) for name in wanted]
+        before = 0
         for line, row in _lines(csv.reader(file, delimiter=separator)):
             place = f"{path.name}:{line + 1}"
+            if line > before + 1:
+                # A quote that nothing closes takes the lines behind it into its caption, up to the next quote.
+                found.doubtful["rows over several lines, quoted"].append(f"{path.name}:{before + 2}-{line + 1}")
+            before = line
             if row == []:
                 continue
             said = [row[i].strip() if row is not None and i < len(row) else "" for i in at]
@@ -198,6 +210,8 @@ def _members(archive: tarfile.TarFile, shard: str, found: Found) -> None:
                 images[key] = (member.name, member.offset_data, member.size)
             elif kind.lower() == "txt" or (kind.lower() == "json" and key not in captions):
                 captions[key] = _caption(archive, member)
+            elif kind.lower() != "json":
+                found.left_out["members that are neither image nor caption"].append(f"{base}:{member.name}")
         else:
             # Behind the first header tarfile takes a damaged one for the end, which is zeros.
             with open(shard, "rb") as file:
@@ -236,6 +250,7 @@ def from_classes(folder: Path) -> Found:
     """The images of a folder of classes, by class and name."""
     found = Found(classes=tuple(sorted(entry.name for entry in os.scandir(folder) if _is_class(entry))))
     for label, name in enumerate(found.classes):
+        before = len(found.pictures)
         for place, folders, files in os.walk(folder / name):
             folders.sort()
             for file in sorted(files):
@@ -249,6 +264,8 @@ def from_classes(folder: Path) -> Found:
                     found.left_out["missing images"].append(said)
                     continue
                 found.pictures.append(Picture(said, path, 0, size, caption_of(name), label))
+        if len(found.pictures) == before:
+            found.doubtful["classes without an image"].append(name)
     return found
 
 

@@ -10,7 +10,8 @@ Nothing is decoded here: a picture is a place in a file and a caption. What cann
 a file that is not there, half a pair) is counted, the first few by name.
 
 Without validation data of their own, pairs are held out by caption, 5% of them in the order of a hash, so that no
-held-out caption has been seen, and no image of one; of classes, 5% of each one's images.
+held-out caption has been seen, and no image of one: other captions of such images are left out too, and counted. Of
+classes 5% of each one's images are held out.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,14 +81,15 @@ def open_images(data: Path | None, validation: Path | None = None, columns: str 
     training, beside = _parts(data)
     found = _read(training, columns, "--data")
     own = validation or beside
-    notes = [*found.notes()]
+    notes: list[str] = []
     if own is not None:
         other = _read(_parts(own)[0], columns, "--validation-data" if validation else "--data")
-        notes += other.notes()
+        notes += [*found.notes(), *other.notes()]
         train, held_out, asked = found.pictures, _by_hash(_relabelled(other, found.classes)), other.classes
     else:
         train, held_out = _split(found)
         asked = found.classes
+        notes += found.notes()
         if not held_out or not train:
             raise DataError(
                 f"--data: got {data} with {len(found.pictures)} images, too few to hold some out; takes more, or "
@@ -155,22 +157,36 @@ def _expanded(text: str) -> Iterator[str]:
 
 
 def _split(found: Found) -> tuple[list[Picture], list[Picture]]:
-    """Pictures to train on, in their order, and those that are held out, by their hashes."""
+    """Pictures to train on, in their order, and those that are held out, by their hashes.
+
+    An image of several captions is held out under one of them and left out of training under the others, which
+    count as held out as well: so they stay few.
+    """
     groups: dict[str, list[Picture]] = defaultdict(list)
     for picture in found.pictures:
         groups[picture.caption].append(picture)
     held_out: list[Picture] = []
+    taken: set[tuple[str, int]] = set()
     if found.classes:
         for group in groups.values():
             held_out += _by_hash(group)[: min(len(group) - 1, max(1, round(_SHARE * len(group))))]
+        taken = {picture.place for picture in held_out}
     else:
-        wanted = _SHARE * len(found.pictures)
+        times = Counter(picture.place for picture in found.pictures)
+        wanted, gone = _SHARE * len(found.pictures), 0
         for caption in sorted(groups, key=_hash)[: len(groups) - 1]:
-            if len(held_out) >= wanted:
+            if gone >= wanted:
                 break
             held_out += groups[caption]
-    taken = {picture.name for picture in held_out}
-    return [picture for picture in found.pictures if picture.name not in taken], _by_hash(held_out)
+            new = {picture.place for picture in groups[caption]} - taken
+            gone += sum(times[place] for place in new)
+            taken |= new
+    kept = set(held_out)
+    train = [picture for picture in found.pictures if picture.place not in taken]
+    lost = [p.name for p in found.pictures if p.place in taken and p not in kept]
+    if lost:
+        found.left_out["other captions of held-out images"] += lost
+    return train, _by_hash(held_out)
 
 
 def _by_hash(pictures: Iterable[Picture]) -> list[Picture]:

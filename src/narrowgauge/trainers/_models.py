@@ -145,6 +145,7 @@ def build_model(
         built = kind.from_config(settings, attn_implementation=attention, dtype=torch.float32)
     if sizes.objective == "causal":
         built.generation_config.pad_token_id = END_OF_TEXT  # without one, `generate` warns
+        built.generation_config.use_cache = True  # taken from `settings`, which have none: that is for training
     return built.train()
 
 

@@ -8,17 +8,21 @@ Nothing is run on a GPU, none is needed, and no weights are made.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from narrowgauge import recipes
 from narrowgauge.cli._bench_linear._layers import plan_layer
 from narrowgauge.cli._formats._text import Printer
-from narrowgauge.cli._plan._models import find_model
+from narrowgauge.cli._plan._models import find_model, grows
 from narrowgauge.cli._plan._text import show
 from narrowgauge.linear import LinearPlan
-from narrowgauge.recipes import MemoryPlan
+from narrowgauge.recipes import MemoryPlan, Recipe
+from narrowgauge.recipes._planner import MOST
+from narrowgauge.recipes._search import largest
 from narrowgauge.recipes._sizes import parse_bytes
 from narrowgauge.recipes._trace import from_config
 from narrowgauge.trainers._additions import Additions
@@ -84,23 +88,14 @@ def plan(options: PlanOptions) -> int:
     found = {recipe.name: recipe for recipe in map(recipes.get, names)}
     memory = None if options.memory is None else parse_bytes("--memory", options.memory)
     linear = None if options.linear is None else _linear(options.linear)
-    model = find_model(options.model, options.vocabulary, options.sequence, options.classes)
-    if isinstance(model, int):
-        asked = {name: getattr(options, name) for name in _OF_A_MODEL} | options.additions.given
-        for name in (name for name, value in asked.items() if value is not None and value is not False):
-            raise ValueError(
-                f"--{name.replace('_', '-')}: got it for a number of parameters, takes a model: activations are "
-                "not known here"
-            )
-    elif options.additions.given:
-        model = from_config(model)
-        options.additions.add(model, 0)
-    plans = [
-        recipes.plan_memory(
+    model = _model(options, options.sequence)
+
+    def planned(recipe: Recipe, model: Any, sequence: int | None) -> MemoryPlan:
+        return recipes.plan_memory(
             model,
             recipe,
             batch=8 if options.batch is None else options.batch,
-            sequence=options.sequence,
+            sequence=sequence,
             device_memory=memory,
             linear=linear,
             checkpointing=options.checkpointing,
@@ -109,9 +104,14 @@ def plan(options: PlanOptions) -> int:
             gpus=options.gpus,
             parallel=cast(Any, options.parallel),
         )
-        for recipe in found.values()
-    ]
-    answers = None if memory is None else [_answers(one) for one in plans]
+
+    def peak(recipe: Recipe, sequence: int) -> int:
+        return planned(recipe, _model(options, sequence), sequence).peak
+
+    plans = [planned(recipe, model, options.sequence) for recipe in found.values()]
+    # Asked of each length anew where the model would be another one.
+    asked = peak if grows(options.model) else None
+    answers = None if memory is None else [_answers(one, memory, asked) for one in plans]
     show(Printer(), plans, answers, options.additions)
     if options.json is not None:
         _write("json", options.json, _as_json(plans, answers).encode())
@@ -132,11 +132,38 @@ def _linear(text: str) -> LinearPlan:
     return found
 
 
-def _answers(one: MemoryPlan) -> Answers:
+def _answers(one: MemoryPlan, memory: int, peak: Callable[[Recipe, int], int] | None) -> Answers:
+    """What fits.
+
+    Args:
+        peak: bytes by recipe and tokens, of a model that has positions for as many as it is trained on; else None.
+    """
     if one.batch is None:
         return Answers(None, None, one.largest_model())
     longest = None if one.sequence is None else one.longest_sequence()
+    if longest and peak is not None and longest == one.positions:
+        longest = largest(partial(peak, recipes.get(one.recipe)), memory, MOST, start=longest)
     return Answers(one.largest_batch(), longest, one.largest_model())
+
+
+def _model(options: PlanOptions, sequence: int | None) -> Any:
+    """The model, with what is added to it.
+
+    Raises:
+        ValueError: for what a number of parameters does not take.
+    """
+    model = find_model(options.model, options.vocabulary, sequence, options.classes)
+    if isinstance(model, int):
+        asked = {name: getattr(options, name) for name in _OF_A_MODEL} | options.additions.given
+        for name in (name for name, value in asked.items() if value is not None and value is not False):
+            raise ValueError(
+                f"--{name.replace('_', '-')}: got it for a number of parameters, takes a model: activations are "
+                "not known here"
+            )
+    elif options.additions.given:
+        model = from_config(model)
+        options.additions.add(model, 0)
+    return model
 
 
 def _as_json(plans: list[MemoryPlan], answers: list[Answers] | None) -> str:

@@ -54,6 +54,11 @@ def find_model(text: str, vocabulary: int | None, sequence: int | None, classes:
     return _read(Path(text))
 
 
+def grows(text: str) -> bool:
+    """Whether a MODEL has positions for as many tokens as it is trained on: a language preset, made for a run."""
+    return text in presets(None) and not isinstance(preset(text), ClipSizes | VitSizes)
+
+
 def _vit(sizes: VitSizes, classes: int | None) -> Any:
     if classes is not None and classes < 1:
         raise ValueError(f"--classes: got {classes}, takes at least 1")
