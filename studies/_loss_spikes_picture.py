@@ -20,7 +20,7 @@ def around_the_switch(results: dict[str, Any]) -> Figure:
     """A column for each optimizer: losses above, RMS_t of embedding and middle layer below, a thin line a seed."""
     ways = by_way(results)
     switch = results["training"]["switch"]
-    figure = Figure((12.5, 6.6), layout="constrained", facecolor="white")
+    figure = Figure((3.1 * len(ways), 6.6), layout="constrained", facecolor="white")
     grid = figure.subplots(2, len(ways), sharex=True, sharey="row")
     steps = range(switch - BEFORE + 1, switch + AFTER + 1)
     place = slice(steps[0] - 1, steps[-1])
@@ -34,7 +34,7 @@ def around_the_switch(results: dict[str, Any]) -> Figure:
             bottom.plot(steps, run["middle_rms"][place], label="a layer in the middle", **middle)
             for start, _ in caused(run, results):
                 top.plot(start, run["loss"][start - 1], "o", color=SPIKE, markersize=7, zorder=4)
-        top.set_title(name.replace(", gradients", ",\ngradients"), color=INK, fontsize=12)
+        top.set_title(name.replace(", gradients", ",\ngradients").replace(", m²", ",\nm²"), color=INK, fontsize=12)
         _switch(top, switch)
         _switch(bottom, switch)
         bottom.axhline(THRESHOLD, color=SPIKE, linewidth=1.2, linestyle=(0, (1, 1.5)))

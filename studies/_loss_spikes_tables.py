@@ -128,6 +128,7 @@ def facts(results: Results) -> dict[str, str]:
     """Numbers in sentences."""
     switch, ways = results["training"]["switch"], by_way(results)
     adam, stable = ways["AdamW, β2 0.999"], ways["StableAdamW, β2 0.999"]
+    by_first = ways["StableAdamW, m² for g², β2 0.999"]
     short, clipped = ways["AdamW, β2 0.95"], ways[f"AdamW, β2 0.999, {CLIPPED}"]
     first = [caused(run, results)[0] for run in adam if caused(run, results)]
     warned = [run for run in adam if switch + 1 in run["embedding_spikes"]]
@@ -144,6 +145,8 @@ def facts(results: Results) -> dict[str, str]:
         "stable_spikes": str(sum(bool(caused(run, results)) for run in stable)),
         "stable_rise": f"{statistics.fmean(rise(run, results) for run in stable):.2f}",
         "quiet_rise": f"{statistics.fmean(quiet_rise(run, results) for run in stable):.2f}",
+        "by_first_spikes": str(sum(bool(caused(run, results)) for run in by_first)),
+        "by_first_rise": f"{statistics.fmean(rise(run, results) for run in by_first):.2f}",
         "short_spikes": str(sum(bool(caused(run, results)) for run in short)),
         "short_rise": f"{statistics.fmean(rise(run, results) for run in short):.2f}",
         "clipped_spikes": str(sum(bool(caused(run, results)) for run in clipped)),

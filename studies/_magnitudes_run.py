@@ -48,7 +48,9 @@ def run(task: Task, plan: Plan) -> Result:
         `loss` of each step; `looked`, the steps at which `weight_norm` and `update_norm` were taken; of each step
         `embedding_gradient`, the largest magnitude in the gradient of the token embedding, `median_gradient` and
         `largest_gradient`, the median and the largest of that over all other matrices; `max` and `mean` magnitudes
-        of the gradient of a feed-forward weight in the middle, and of the output of the first and the last block.
+        of the gradient of a feed-forward weight in the middle, and of the output of the first and the last block;
+        `second_moment_orders`, at the looks, orders of magnitude that second moments span, `median` and `most` of
+        all matrices.
     """
     begun, setting = time.perf_counter(), getattr(plan, task.kind)
     model = _language_run.start(setting, task.seed)
@@ -123,9 +125,20 @@ class _Looker:
         moved = torch._foreach_sub([p.detach() for p in self._parameters], before)
         self._numbers["weight_norm"].append(_norm(before))
         self._numbers["update_norm"].append(_norm(moved))
+        spans = [orders(optimizer.state[p]["v"]) for p in self._parameters if p.dim() == 2]
+        for name, of in (("median", torch.median), ("most", torch.max)):
+            self._numbers[f"second_moment_orders, {name}"].append(of(torch.stack(spans)))
 
     def found(self) -> dict[str, list[float]]:
         return {name: torch.stack(numbers).tolist() for name, numbers in self._numbers.items()}
+
+
+def orders(v: Tensor) -> Tensor:
+    """Orders of magnitude that the elements of a matrix span, zeros and one in 1,000 at each end left aside."""
+    x = v[v > 0]
+    aside = x.numel() // 1000
+    least, most = (x.kthvalue(k).values for k in (aside + 1, x.numel() - aside))
+    return (most / least).log10()
 
 
 def _gradient(p: nn.Parameter) -> Tensor:

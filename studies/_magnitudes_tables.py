@@ -116,6 +116,25 @@ def averages(results: Results) -> str:
     return markdown(head, rows)
 
 
+def spans(results: Results, kind: str, of: str) -> list[float]:
+    """Orders of magnitude of second moments at the looks after the warm-up, all seeds; `of`: median or most."""
+    return [
+        orders for run in runs_of(results, kind)
+        for step, orders in zip(run["looked"], run[f"second_moment_orders, {of}"], strict=True)
+        if step > warm(results, kind)
+    ]  # fmt: skip
+
+
+def second_moments(results: Results) -> str:
+    rows = []
+    for row in rows_of(results):
+        middle, most = (spans(results, row["name"], of) for of in ("median", "most"))
+        rows.append([row["title"], *(f"{x:.1f}" for x in (min(middle), statistics.median(middle), max(middle))),
+                     f"{statistics.median(most):.1f}", f"{max(most):.1f}"])  # fmt: skip
+    head = ["", "median matrix: least", "median look", "most", "widest matrix: median look", "most"]
+    return markdown(head, rows)
+
+
 def origin(results: Results) -> str:
     training, environment, told = results["training"], results["environment"], []
     for row in rows_of(results):
@@ -157,9 +176,14 @@ def facts(results: Results) -> dict[str, str]:
             f"gradient_over_{kind}": f"{max(gradient):.1f}",
             f"gradient_far_{kind}": f"{sum(r > 1.5 for r in gradient) / len(gradient):.0%}",
         }
+        if "second_moment_orders, median" in runs_of(results, kind)[0]:  # later than the first results
+            middle = spans(results, kind, "median")
+            found[f"orders_{kind}"] = f"{min(middle):.1f} to {max(middle):.1f}"
+            found[f"orders_most_{kind}"] = f"{max(spans(results, kind, 'most')):.1f}"
     return found
 
 
 TABLES: dict[str, Callable[..., str]] = {
-    "norms": norms, "gradients": gradients, "averages": averages, "origin": origin,
+    "norms": norms, "gradients": gradients, "averages": averages, "second_moments": second_moments,
+    "origin": origin,
 }  # fmt: skip

@@ -47,7 +47,7 @@ class QuantileAdam(Adam):
 
 
 def rounded(x: Tensor, signed: bool) -> Tensor:
-    """Write into a tensor the nearest values of the quantile map of that tensor; one without a number but 0 stays."""
+    """Write into a tensor the nearest values of its own quantile map; zeros alone stay as they are."""
     largest = float(x.abs().max())
     if 0 < largest < math.inf:
         values = codebook("quantile", signed, data=x)

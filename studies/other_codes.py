@@ -98,7 +98,7 @@ def main(
     """Train a small GPT with quantile and inverse dynamic codes, and write what became of it."""
     training = replace(CHECK if check else TRAINING, data=data)
     end = time.monotonic() + seconds
-    study = Study(out, about(training, seeds), resume, grows=("seeds",))
+    study = Study(out, about(training, seeds), resume, grows=("seeds", "rates"))
     tasks = [Task(row, lr, seed) for seed in range(seeds) for lr in RATES for row in ROWS]
     study.make(tasks, functools.partial(run, training=training), end, jobs=jobs)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import training_magnitudes
 import typer
-from _magnitudes_run import CHECK, Task, run
+from _magnitudes_run import CHECK, Task, orders, run
 from typer.testing import CliRunner
 
 from narrowgauge.linear import TENSORWISE_FP8, linear
@@ -43,7 +43,15 @@ def test_the_check_makes_both_models(results: dict) -> None:
         assert all(a >= b for a, b in zip(one["largest_gradient"], one["median_gradient"], strict=True))
     for table in tables.TABLES.values():
         assert table(results).endswith("\n")
-    assert len(tables.facts(results)) == 1 + 2 * 12
+    assert len(tables.facts(results)) == 1 + 2 * 14
+
+
+def test_orders_of_magnitude() -> None:
+    """Ten elements in 10,000 at each end do not count, nor do zeros."""
+    v = torch.logspace(-9, -3, 10_000, dtype=torch.float64)
+    ends = torch.cat([v[10:-10], torch.full((10,), 1e-30), torch.full((10,), 1.0), torch.zeros(5_000)])
+    shuffled = ends[torch.randperm(len(ends), generator=torch.Generator().manual_seed(0))].view(100, 150)
+    assert float(orders(shuffled.double())) == pytest.approx(6, abs=0.02)
 
 
 def test_what_is_written_is_what_a_step_has() -> None:
