@@ -42,6 +42,19 @@ def test_quoted_captions_may_have_separators_and_columns_other_names(tmp_path: P
     ]  # fmt: skip
 
 
+def test_columns_of_what_has_none_are_refused(tmp_path: Path) -> None:
+    class_folder(tmp_path / "classes", 3)
+    with pytest.raises(DataError, match=r"^--columns: got 'url,alt' for .*classes, takes it for a CSV alone$"):
+        open_images(tmp_path / "classes", columns="url,alt")
+
+
+def test_compressed_archives_are_refused_by_their_name(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "pairs.tar.gz", "w:gz"):
+        pass
+    with pytest.raises(DataError, match=r"^--data: got .*pairs\.tar\.gz, takes tar files that are not compressed"):
+        open_images(tmp_path / "pairs.tar.gz")
+
+
 def test_what_is_damaged_or_missing_is_counted_and_the_first_few_named(tmp_path: Path) -> None:
     for name in "ab":
         paint(tmp_path / f"{name}.png", "red", "disc")

@@ -33,6 +33,7 @@ COLUMNS = "filepath,title"
 
 _SHARE = 0.05
 _HELD_OUT = ("validation", "val", "test")
+_COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _TAKES = "takes a CSV, tar files (a glob, or names in braces), or a folder of classes"
 
 
@@ -81,6 +82,8 @@ def open_images(data: Path | None, validation: Path | None = None, columns: str 
     training, beside = _parts(data)
     found = _read(training, columns, "--data")
     own = validation or beside
+    if columns != COLUMNS and not any(map(_is_table, (training, *([_parts(own)[0]] if own else ())))):
+        raise DataError(f"--columns: got {columns!r} for {data}, takes it for a CSV alone")
     notes: list[str] = []
     if own is not None:
         other = _read(_parts(own)[0], columns, "--validation-data" if validation else "--data")
@@ -119,6 +122,8 @@ def _read(path: Path, columns: str, flag: str) -> Found:
         found = from_tars(shards, flag)
     elif path.is_dir():
         found = from_classes(path)
+    elif path.name.endswith(_COMPRESSED):
+        raise DataError(f"{flag}: got {path}, takes tar files that are not compressed: images are read in place")
     elif path.is_file():
         found = from_csv(path, columns, flag)
     else:
@@ -127,6 +132,10 @@ def _read(path: Path, columns: str, flag: str) -> Found:
         why = "; ".join(found.notes())
         raise DataError(f"{flag}: got {path}, which has no images{f' ({why})' if why else ''}; {_TAKES}")
     return found
+
+
+def _is_table(path: Path) -> bool:
+    return path.is_file() and not path.name.endswith((".tar", *_COMPRESSED))
 
 
 def _shards(path: Path) -> list[str]:
