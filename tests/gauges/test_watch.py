@@ -16,6 +16,7 @@ from watched import batch, loss_of, model, of_kind, train, watched
 
 import narrowgauge as ng
 from narrowgauge import gauges, optim
+from narrowgauge.gauges._alarms import LOUD, Alarms
 
 BF16 = torch.bfloat16
 SMALL: dict[str, Any] = {"min_quantized_size": 64, "lr": 3e-3}
@@ -340,6 +341,22 @@ def test_alarms_are_called_out_and_logged(caplog: pytest.LogCaptureFixture) -> N
     assert [row for row in watch.rows() if row["kind"] in ("spike", "nonfinite")] == heard
     assert "step 7: RMS spike of embed.weight" in caplog.text
     assert "step 8: gradient of embed.weight: 1 elements are inf or NaN" in caplog.text
+
+
+def test_a_training_that_diverges_names_a_few_tensors(caplog: pytest.LogCaptureFixture) -> None:
+    heard: list[dict] = []
+    alarms = Alarms(heard.append, 0)
+    with caplog.at_level(logging.WARNING, "narrowgauge.gauges"):
+        for kind in ("gradient", "activation_gradient"):
+            for n in range(LOUD + 20):
+                alarms.of({"kind": kind, "step": 3, "name": f"h.{n}", "nonfinite": 7})
+    alarms.call_out()
+    assert len(heard) == 2 * (LOUD + 20)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2 * (LOUD + 1)
+    assert lines[LOUD - 1] == f"step 3: gradient of h.{LOUD - 1}: 7 elements are inf or NaN"
+    assert lines[LOUD] == "step 3: gradient of other tensors: inf or NaN, as recorded"
+    assert lines[-1] == "step 3: activation gradient of other tensors: inf or NaN, as recorded"
 
 
 def test_a_watch_that_ended_keeps_neither_model_nor_optimizer_alive_by_hooks() -> None:

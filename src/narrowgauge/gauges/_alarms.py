@@ -7,11 +7,13 @@ calls are made by the loop's (`call_out`).
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
 from narrowgauge.gauges._records import LOG, Record
 from narrowgauge.gauges._spikes import LossSpikes, RmsSpikes, Spike
+
+LOUD = 5  # tensors of a kind whose inf and NaN are logged by name: a training that diverges has them in all
 
 
 class Alarms:
@@ -27,6 +29,7 @@ class Alarms:
         self._loss = LossSpikes(warmup=warmup)
         self._rms: dict[str, RmsSpikes] = {}
         self._bad: set[tuple[str, str]] = set()
+        self._loud: Counter[str] = Counter()
         self._raised: deque[Record] = deque()
 
     def call_out(self) -> None:
@@ -40,9 +43,22 @@ class Alarms:
         """The alarms that a record raises; they have been logged, and wait to be called out."""
         found = self._found(record)
         for alarm in found:
-            LOG.warning(said(alarm))
+            self._log(alarm)
             self._raised.append(alarm)
         return found
+
+    def _log(self, alarm: Record) -> None:
+        of = alarm["of"]
+        if alarm["kind"] == "nonfinite":
+            self._loud[of] += 1
+            if self._loud[of] > LOUD + 1:
+                return
+            if self._loud[of] == LOUD + 1:
+                LOG.warning(
+                    f"step {alarm['step']}: {of.replace('_', ' ')} of other tensors: inf or NaN, as recorded"
+                )
+                return
+        LOG.warning(said(alarm))
 
     def recall(self, records: Iterable[Record]) -> None:
         """Know what was measured before a run went on; its alarms were raised then."""
