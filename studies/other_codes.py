@@ -14,6 +14,7 @@ import functools
 import math
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
@@ -73,13 +74,13 @@ def run(task: Task, training: Training) -> dict[str, Any]:
     return kept | {"diverged": found["unstable"] is not None}
 
 
-def about(training: Training, seeds: int) -> dict[str, Any]:
+def about(training: Training, rates: Sequence[float], seeds: int) -> dict[str, Any]:
     """What a results file says of the study before anything has run."""
     settings = {key: value for key, value in asdict(training).items() if key not in ("lr", "beta2", "data")}
     return {
         "command": _gather.command(sys.argv),
         "environment": describe_environment(torch.device("cpu")),
-        "training": settings | {"rates": list(RATES), "seeds": seeds},
+        "training": settings | {"rates": list(rates), "seeds": seeds},
         "data": text(training)[2],
         "parameters": parameter_count(build(training, BASELINE)),
         "rows": [{"name": name} for name in ROWS],
@@ -89,6 +90,7 @@ def about(training: Training, seeds: int) -> dict[str, Any]:
 def main(
     out: _gather.Out,
     data: _gather.Data = None,
+    lr: Annotated[list[float] | None, typer.Option(help="Learning rates.", show_default="0.016, 0.004")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Of every row.")] = 3,
     seconds: Annotated[float, typer.Option(help="Begin no run that would not end in time.")] = math.inf,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each in a process of its own.")] = 1,
@@ -98,8 +100,9 @@ def main(
     """Train a small GPT with quantile and inverse dynamic codes, and write what became of it."""
     training = replace(CHECK if check else TRAINING, data=data)
     end = time.monotonic() + seconds
-    study = Study(out, about(training, seeds), resume, grows=("seeds", "rates"))
-    tasks = [Task(row, lr, seed) for seed in range(seeds) for lr in RATES for row in ROWS]
+    rates = lr or RATES
+    study = Study(out, about(training, rates, seeds), resume, grows=("seeds", "rates"))
+    tasks = [Task(row, rate, seed) for seed in range(seeds) for rate in rates for row in ROWS]
     study.make(tasks, functools.partial(run, training=training), end, jobs=jobs)
 
 

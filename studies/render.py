@@ -35,6 +35,7 @@ import _loss_spikes_tables
 import _magnitudes_tables
 import _memory_tables
 import _noise_tables
+import _other_codes_tables
 import _pictures
 import _quantization_tables
 import _scaling_reading
@@ -63,6 +64,7 @@ TABLES = {
     "compressed_training": _compressed_tables.TABLES,
     "bytes_and_loss": _bytes_tables.TABLES,
     "eight_bit_adam": _eight_bit_adam_tables.TABLES,
+    "other_codes": _other_codes_tables.TABLES,
     "state_codecs": _state_tables.TABLES,
     "loss_scaling": _scaling_tables.TABLES | {"reading": _scaling_reading.reading},
     "loss_spikes": _loss_spikes_tables.TABLES,
@@ -80,6 +82,7 @@ FACTS = {
     "collage_throughput": _throughput_tables.facts,
     "compressed_training": _compressed_tables.facts,
     "eight_bit_adam": _eight_bit_adam_tables.facts,
+    "other_codes": _other_codes_tables.facts,
     "state_codecs": _state_tables.state_facts,
     "loss_scaling": _scaling_tables.facts,
     "loss_spikes": _loss_spikes_tables.facts,

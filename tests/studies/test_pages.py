@@ -27,6 +27,7 @@ def test_there_is_a_page_for_each_study() -> None:
         "loss_scaling",
         "loss_spikes",
         "memory_plans",
+        "other_codes",
         "quantization_error",
         "stability",
         "state_codecs",
