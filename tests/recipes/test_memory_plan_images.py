@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from forked import run_ranks
 from narrowgauge import linear, recipes
-from narrowgauge.recipes._losses import class_loss, contrastive_loss, normalized, pair_loss, step_of
+from narrowgauge.recipes._losses import (
+    class_loss,
+    contrast,
+    contrastive_loss,
+    normalized,
+    pair_loss,
+    pair_rows,
+    step_of,
+)
 from narrowgauge.recipes._timeline import rounded
 from narrowgauge.recipes._trace import Traced, bare, enable_checkpointing
 from narrowgauge.trainers._additions import Additions
+from narrowgauge.trainers._gradients import Step
 from narrowgauge.trainers._image_models import (
     IMAGE_PRESETS,
     ClipSizes,
@@ -113,6 +127,67 @@ def test_cosines_grow_with_the_square_of_the_batch() -> None:
     assert bent == pytest.approx((logits + 2 * logs) / 2, rel=0.35)
 
 
+FEW, PAIRS = (
+    ClipSizes(Tower(32, 1, 2), Tower(32, 1, 2), 8, 32, image=16, context=8),
+    512,
+)
+
+
+def peak_of_a_rank(rank: int, folder: Path) -> None:
+    """The trainer's own step of half of the pairs, and what the allocator counts of it."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    model = build_image_model(FEW, 300, context=8, seed=0)
+    images, tokens = inputs(model, PAIRS, 8)
+    team = SimpleNamespace(
+        world=2, rank=rank, together=lambda *_: nullcontext(), average_whole=lambda _: None
+    )  # fmt: skip
+    parts = SimpleNamespace(runs=model, model=model, scaler=None, computing=nullcontext)
+    step = Step(parts, team, [{"images": images, "tokens": tokens}], torch.device("cpu"))  # type: ignore[arg-type]
+
+    def pairs(model: Any, examples: dict[str, Tensor]) -> Tensor:
+        return pair_rows(model, examples["images"].clone(), examples["tokens"].clone())
+
+    for _ in range(2):  # the first time makes what stays
+        for p in model.parameters():
+            p.grad = None
+        _, peak = peak_memory(lambda: step.of_all(pairs, contrast, model.logit_scale), 0, torch.device("cpu"))
+    (folder / f"{rank}").write_text(str(peak))
+    dist.destroy_process_group()
+
+
+def test_a_trace_is_what_a_step_of_two_processes_takes(tmp_path: Path) -> None:
+    run_ranks(peak_of_a_rank, 2, tmp_path)
+    model = build_image_model(FEW, 300, context=8, seed=0)
+
+    def planned(gpus: int) -> int:
+        loss = step_of(model, gpus).loss
+        return Traced(bare(model), recipes.get("fp32"), None, False, loss, {}).trace(PAIRS, 8).peak().total
+
+    measured = [int((tmp_path / f"{rank}").read_text()) for rank in range(2)]
+    assert measured == pytest.approx([planned(2)] * 2, rel=0.01)
+    assert planned(2) > 1.2 * planned(1)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_clip_on_several_gpus(clip: Any, parallel: Any) -> None:
+    """By hand: the log softmax of n images beside all captions, and of n captions beside all images, is kept."""
+    n, gpus = 2048, 4
+    one = recipes.plan_memory(clip, "fp32", batch=n)
+    several = recipes.plan_memory(clip, "fp32", batch=n, gpus=gpus, parallel=parallel)
+    assert several.saved - one.saved == pytest.approx(4 * 2 * n * (gpus * n - n), rel=0.05)
+    shares = gpus if parallel == "fsdp" else 1
+    assert several.held["states"] == pytest.approx(one.held["states"] / shares, rel=0.05)
+    assert several.at_peak["communication"] > 0
+    plan = recipes.plan_memory(clip, "D", batch=2, gpus=gpus, parallel=parallel, device_memory="700MB")
+    fits, not_so = (
+        recipes.plan_memory(clip, "D", batch=k, gpus=gpus, parallel=parallel, device_memory="700MB").fits
+        for k in (plan.largest_batch(), plan.largest_batch() + 1)
+    )
+    assert fits
+    assert not not_so
+
+
 def test_a_step_without_memory_is_the_trainers() -> None:
     """`pair_loss` and `class_loss` against a direct computation."""
     generator = torch.Generator().manual_seed(0)
@@ -191,7 +266,6 @@ def test_the_heads_stay_as_they_are(clip: Any) -> None:
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "tokens of a classifier": ("vit", {"sequence": 16}, "sequence: got 16, takes None for a ViTForImageClas"),
     "a longer caption": ("clip", {"sequence": 17}, "sequence: got 17, takes at most 16"),
-    "several": ("clip", {"gpus": 2}, "gpus: got 2 for a CLIPModel, takes 1, or a loss of your own"),
     "parts": ("clip", {"accumulate": True}, "accumulate: got True for a CLIPModel, takes False"),
 }
 

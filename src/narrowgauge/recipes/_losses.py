@@ -95,9 +95,17 @@ def pair_loss(model: nn.Module, images: Tensor, tokens: Tensor) -> Tensor:
     Returns:
         float32 scalar in nats.
     """
+    rows = pair_rows(model, images, tokens)
+    return contrast(rows, slice(0, len(rows)), model.get_parameter("logit_scale"))
+
+
+def pair_rows(model: nn.Module, images: Tensor, tokens: Tensor) -> Tensor:
+    """What a CLIP of transformers makes of pairs, as `unit_pairs` has it; arguments as `pair_loss`.
+
+    All else that the model gives, its own cosines among it, is let go of.
+    """
     found = model(input_ids=tokens, pixel_values=normalized(images))
-    scale: Any = model.get_parameter("logit_scale")
-    return contrastive_loss(found.image_embeds, found.text_embeds, scale)
+    return unit_pairs(found.image_embeds, found.text_embeds)
 
 
 def class_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
@@ -136,12 +144,16 @@ class Step:
         return self.example != "image"
 
 
-def step_of(model: nn.Module) -> Step:
-    """How a model is trained if nobody says: transformers' CLIP and ViT by their losses, all else by tokens."""
+def step_of(model: nn.Module, gpus: int = 1) -> Step:
+    """How a model is trained if nobody says: transformers' CLIP and ViT by their losses, all else by tokens.
+
+    Args:
+        gpus: how many share a step: of a CLIP each has the rows of all, and tells its own from them.
+    """
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind == "clip":
         _constants(torch.device("meta"))  # made once, and so in no plan
-        return Step("pair", _pairs)
+        return Step("pair", functools.partial(_pairs, gpus))
     if kind == "vit":
         _constants(torch.device("meta"))
         return Step("image", _images)
@@ -156,11 +168,26 @@ def token_loss(model: nn.Module, batch: int, sequence: int) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
 
 
-def _pairs(model: nn.Module, batch: int, sequence: int) -> Tensor:
+def _pairs(gpus: int, model: nn.Module, batch: int, sequence: int) -> Tensor:
     config: Any = model.config
     tokens = torch.empty((batch, sequence), dtype=torch.int64, device="meta")
     with _named(model, "take input_ids and pixel_values and return embeddings of both"):
-        return pair_loss(model, _bytes(batch, config.vision_config), tokens)
+        rows = pair_rows(model, _bytes(batch, config.vision_config), tokens)
+    everyone: Tensor = _AsGathered.apply(rows, gpus) if gpus > 1 else rows  # type: ignore[no-untyped-call]
+    return contrast(everyone, slice(0, batch), model.get_parameter("logit_scale"))
+
+
+class _AsGathered(torch.autograd.Function):
+    """What gathering the rows of all processes makes of one's own, and of the gradient: shapes alone."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, gpus: int) -> Tensor:
+        ctx.own = rows.shape
+        return rows.new_empty(gpus * len(rows), *rows.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.new_empty(ctx.own), None
 
 
 def _images(model: nn.Module, batch: int, _: int) -> Tensor:

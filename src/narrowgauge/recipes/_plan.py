@@ -221,9 +221,12 @@ def plan_memory(
         return _of_count(model_or_config, device, host, common)
     given: Any = model_or_config
     model = bare(given) if isinstance(given, nn.Module) else from_config(given)
-    step = step_of(model) if loss is None else Step("sequence", loss)
-    if step.example == "pair":
-        _refuse_division(gpus, accumulate, type(model).__name__)
+    step = step_of(model, gpus) if loss is None else Step("sequence", loss)
+    if step.example == "pair" and accumulate:
+        raise ValueError(
+            f"accumulate: got True for a {type(model).__name__}, takes False, or a loss of your own: an image is "
+            "contrasted with all captions of a step, and what that takes in parts is not planned"
+        )
     traced = Traced(
         model, recipe, linear, checkpointing, step.loss, optimizer_arguments, accumulate, offload == "gradients"
     )
@@ -255,16 +258,6 @@ def _refuse_offload(offload: Offload, gpus: int, parallel: Parallel, accumulate:
     if offload == "gradients" and (gpus > 1 or accumulate):
         what = f"{gpus} GPUs, whose gradients are averaged" if gpus > 1 else "accumulate, whose gradients stay"
         raise ValueError(f"offload: got 'gradients', takes 'none' or 'states' with {what}")
-
-
-def _refuse_division(gpus: int, accumulate: bool, kind: str) -> None:
-    """Processes gather each other's features, and parts are run twice: neither is traced."""
-    for name, got, takes in (("gpus", gpus, 1), ("accumulate", accumulate, False)):
-        if got != takes:
-            raise ValueError(
-                f"{name}: got {got} for a {kind}, takes {takes}, or a loss of your own: an image is contrasted "
-                "with all captions of a step, and what that takes in parts is not planned"
-            )
 
 
 def _tokens(sequence: int | None, positions: int, step: Step, kind: str) -> int | None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from narrowgauge.recipes._losses import class_loss, contrast, normalized, unit_pairs
+from narrowgauge.recipes._losses import class_loss, contrast, normalized, pair_rows
 
 from ._captions import Captions
 from ._examples import Examples
@@ -143,8 +143,7 @@ class ImageTextTask(ImageTask):
         return torch.stack(losses).sum().item() / len(pairs)
 
     def _pairs(self, model: nn.Module, examples: Examples) -> Tensor:
-        found = model(input_ids=examples["tokens"], pixel_values=normalized(examples["images"]))
-        return unit_pairs(found.image_embeds, found.text_embeds)
+        return pair_rows(model, examples["images"], examples["tokens"])
 
     @torch.no_grad()
     def stepped(self, model: nn.Module) -> None:
