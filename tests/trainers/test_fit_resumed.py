@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,21 @@ def test_a_named_checkpoint_is_gone_on_from(small: TrainSettings, tmp_path: Path
     checkpoint = tmp_path / "whole" / "checkpoints" / "step-000000002"
     later = run(small, tmp_path / "later", resume=str(checkpoint))
     assert later == whole[2:]
+
+
+def test_what_is_in_the_way_of_a_newer_checkpoint_is_said(small: TrainSettings, tmp_path: Path) -> None:
+    settings = replace(small, out=tmp_path / "run", save_every=2, keep=2)
+    fit(settings, CPU, Silent())
+    newest = tmp_path / "run" / "checkpoints" / f"step-{small.steps:09}"
+    next(newest.glob("*.safetensors")).write_bytes(b"x")
+    observer = Silent()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nobody reads them between lines of progress
+        fit(replace(settings, steps=small.steps + 2), CPU, observer)
+    way, going = observer.told[0], next(line for line in observer.told if line.startswith("going on from"))
+    assert way.startswith("latest_checkpoint: ")
+    assert "has 1 bytes" in way
+    assert going.endswith(f"step-{small.steps - 2:09}")
 
 
 def test_checkpoints_are_saved_and_kept_as_asked(small: TrainSettings, tmp_path: Path) -> None:

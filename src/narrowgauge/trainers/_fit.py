@@ -74,7 +74,7 @@ def fit(
     refuse_unlike(team.all(settings.plain()))
     observer = observer if team.first else Unheard()
     make_folder(settings.out)
-    checkpoint = find_checkpoint(settings)
+    checkpoint = find_checkpoint(settings, observer.say)
     opened = team.in_turn(lambda: open_task(settings, observer.stage))
     for rank, other in enumerate(data := team.all(opened.fingerprint)):
         if other != data[0]:

@@ -13,7 +13,8 @@ was never stopped.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,8 +31,11 @@ CONFIG = "config.toml"
 CHECKPOINTS = "checkpoints"
 
 
-def find_checkpoint(settings: TrainSettings) -> Path | None:
+def find_checkpoint(settings: TrainSettings, say: Callable[[str], None]) -> Path | None:
     """The checkpoint that `--resume` means, or None for a new run.
+
+    Args:
+        say: told what is in the way of newer ones.
 
     Raises:
         SettingsError: if there is none where one is named, or a run where a new one is to begin.
@@ -39,7 +43,12 @@ def find_checkpoint(settings: TrainSettings) -> Path | None:
     """
     folder = settings.out / CHECKPOINTS
     if settings.resume == "auto":
-        return latest_checkpoint(folder)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found = latest_checkpoint(folder)
+        for warning in told:
+            say(str(warning.message))
+        return found
     if settings.resume == "no":
         if folder.exists() and any(folder.glob("step-*")):
             raise SettingsError(f"--resume: got 'no', but {settings.out} has a run; takes auto, or another --out")
