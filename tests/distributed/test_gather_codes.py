@@ -180,7 +180,7 @@ Runs = Callable[[Any], list[Any]]
 @pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     if request.param == "nccl" and torch.cuda.device_count() < WORLD:
-        pytest.skip(f"takes {WORLD} GPUs, torch sees {torch.cuda.device_count()}")
+        pytest.skip(f"gpu: needs {WORLD} of them, torch sees {torch.cuda.device_count()}")
     folder = tmp_path_factory.mktemp("ranks")
     run_ranks(on_a_rank, WORLD, str(folder), request.param)
     done = [torch.load(folder / str(rank), weights_only=False, map_location="cpu") for rank in range(WORLD)]

@@ -47,7 +47,7 @@ def test_on_gpus(tmp_path: Path) -> None:
     """By Triton's kernels and NCCL, on two or four GPUs."""
     world = 4 if torch.cuda.device_count() >= 4 else 2
     if torch.cuda.device_count() < world:
-        pytest.skip("takes two GPUs")
+        pytest.skip(f"gpu: needs {world} of them, torch sees {torch.cuda.device_count()}")
     for told in on_ranks(world, tmp_path, on_gpus):
         check(told)
         for (_, rule, storage), one in told.items():
