@@ -127,7 +127,7 @@ def through_triton(nothing: Nothing) -> None:
     from narrowgauge.distributed import _compressed_fused as fused
 
     for launches in vars(_messages).values():
-        if isinstance(launches, _launches.Launches):
+        if isinstance(launches, _launches.CachedKernel):
             launches._known = nothing  # type: ignore[assignment]
     launching: Any = _launches
     launching.current_device = lambda: -1  # a torch with CUDA asks the driver, which need not be there

@@ -6,7 +6,7 @@ bytes that a step must move at the speed of the copy. Every variant is checked f
 sizes, eager and fused; reported are the share of codes that differ and the largest difference of weights, in units
 of 2^-23 of the largest weight.
 
-With --gauges each variant is timed with gauges off, sampled, on and off again, in one run; their cost is the ratio.
+With --gauges each variant is timed with gauges off, on and off again, in one run; their cost is the ratio.
 
     python benchmarks/bench_fused_step.py [--gauges] [--json benchmarks/results/fused_step_h200.json]
         [--only split8:log8 ...] [--lists GPT2M] [--check]
@@ -29,8 +29,8 @@ import triton
 from torch import Tensor
 
 from narrowgauge import optim
-from narrowgauge.optim._fused_entry import Entry
-from narrowgauge.optim._fused_gpu import FusedSteps
+from narrowgauge.optim._plan import ParamStep
+from narrowgauge.optim._triton_backend import TritonSteps
 
 VARIANTS = [(w, s) for w in ("plain", "split8") for s in ("fp32", "bf16", "8bit", "log8", "fp8")]
 VARIANTS += [
@@ -57,15 +57,15 @@ def made(name: str, shapes: Sequence[tuple[int, ...]], options: dict[str, Any], 
     return getattr(optim, name)(ps, **options)
 
 
-def entries(optimizer: Any) -> list[Entry]:
-    optimizer._follow()
+def entries(optimizer: Any) -> list[ParamStep]:
+    optimizer._replan()
     found = []
     for group in optimizer.param_groups:
         for p in group["params"]:
-            plan, state = optimizer._plan(p), optimizer.state[p]
+            plan, state = optimizer.plan_of(p), optimizer.state[p]
             if not state:
                 state.update(plan.init(p, group))
-            found.append(Entry(plan, p, p.grad, state, group))
+            found.append(ParamStep(plan.index, plan, group, p, p.grad, state))
     return found
 
 
@@ -74,8 +74,7 @@ def check(name: str, options: dict[str, Any]) -> dict[str, float]:
     """How far three steps by kernels are from three eager ones."""
     options = {**options, "min_quantized_size": 0}
     eager, fused = made(name, ODD, options), made(name, ODD, options)
-    eager._dispatch.eager = "kernels are compared with it"
-    run = FusedSteps()
+    eager._engine.backends = ()
     for step in range(3):
         generator = torch.Generator("cuda").manual_seed(100 + step)
         for group, other in zip(eager.param_groups, fused.param_groups, strict=True):
@@ -84,7 +83,9 @@ def check(name: str, options: dict[str, Any]) -> dict[str, float]:
                 p.grad = (torch.randn(p.shape, device="cuda", generator=generator) * scale).to(p.dtype)
                 q.grad = p.grad.clone()
         eager.step()
-        run(entries(fused))
+        run = TritonSteps(entries(fused))
+        run.upload()
+        run.run(None)
     torch.cuda.synchronize()
     different, codes, worst = 0, 0, 0.0
     for p, q in zip(eager.param_groups[0]["params"], fused.param_groups[0]["params"], strict=True):
@@ -94,7 +95,7 @@ def check(name: str, options: dict[str, Any]) -> dict[str, float]:
                 different += int((value.view(torch.uint8) != fused.state[q][key].view(torch.uint8)).sum())
         assert torch.equal(eager.state[p]["step"], fused.state[q]["step"])
         if p.numel():
-            a, b = (o._plan(x).exact(x, o.state[x])[0] for o, x in ((eager, p), (fused, q)))
+            a, b = (o.plan_of(x).exact(x, o.state[x])[0] for o, x in ((eager, p), (fused, q)))
             worst = max(worst, float((a - b).abs().max() / a.abs().max() * 2**23))
     return {"codes that differ": different / max(codes, 1), "weights, units of 2^-23": worst}
 
@@ -125,11 +126,11 @@ def copy_speed(repeats: int) -> float:
     return 2 * source.nbytes / (gpu_ms(lambda: target.copy_(source), repeats)[0] * 1e-3)
 
 
-def bytes_moved(what: Sequence[Entry]) -> int:
+def bytes_moved(what: Sequence[ParamStep]) -> int:
     """What a step must read and write: gradients once, all else twice."""
     total = 0
     for entry in what:
-        tensors: list[Tensor] = [entry.p, *(v for k, v in entry.state.items() if k not in ("step", "skipped"))]
+        tensors: list[Tensor] = [entry.param, *(v for k, v in entry.state.items() if k not in ("step", "skipped"))]
         total += entry.grad.nbytes + 2 * sum(tensor.nbytes for tensor in tensors)
     return total
 
@@ -138,11 +139,13 @@ def timed(
     name: str, shapes: Any, options: dict[str, Any], repeats: int, speed: float, gauges: Any = False
 ) -> dict[str, Any]:
     optimizer = made(name, shapes, options)
-    what, run = entries(optimizer), FusedSteps(gauges)
-    count = sum(entry.p.numel() for entry in what)
-    ms, host = gpu_ms(lambda: run(what), repeats)
+    what = entries(optimizer)
+    run = TritonSteps(what, measured=gauges)
+    run.upload()
+    count = sum(entry.param.numel() for entry in what)
+    ms, host = gpu_ms(lambda: run.refresh() and run.run(None), repeats)
     limit = bytes_moved(what) / speed * 1e3
-    compiled = [k for board in run._boards for launch in board.launches for k in cache(launch.step.step)]
+    compiled = [k for tables in run._tables for launch in tables.launches for k in cache(launch.step.step)]
     return {
         "ms for 1e9": ms / count * 1e9,
         "host ms": host,
@@ -154,19 +157,18 @@ def timed(
 
 
 def gauged(name: str, shapes: Any, options: dict[str, Any], repeats: int, speed: float) -> dict[str, Any]:
-    """A row with gauges on, and how much longer than without it takes, and a sample: all in the same run."""
+    """A row with gauges on, and how much longer than without it takes: all in the same run."""
     rows = []
-    for gauges in (False, "sampled", True, False):
+    for gauges in (False, True, False):
         rows.append(timed(name, shapes, options, repeats, speed, gauges))
         torch.cuda.empty_cache()
-    without = [row["ms for 1e9"] for row in (rows[0], rows[3])]
-    hosts = [row["host ms"] for row in (rows[0], rows[3])]
+    without = [row["ms for 1e9"] for row in (rows[0], rows[2])]
+    hosts = [row["host ms"] for row in (rows[0], rows[2])]
     return {
-        **rows[2],
+        **rows[1],
         "ms without": without,
         "host ms without": hosts,
-        "ratio": rows[2]["ms for 1e9"] / statistics.mean(without),
-        "ratio, sampled": rows[1]["ms for 1e9"] / statistics.mean(without),
+        "ratio": rows[1]["ms for 1e9"] / statistics.mean(without),
     }
 
 

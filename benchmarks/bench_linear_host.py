@@ -96,7 +96,7 @@ def without_gpu() -> None:
     _launches.current_device = lambda: -1  # what tensors on the CPU say they are on
     for module in (_rows, _tiles, _multiply, _sums, _dequantize):
         for launches in vars(module).values():
-            if isinstance(launches, _launches.Launches):
+            if isinstance(launches, _launches.CachedKernel):
                 launches.kernel, launches.interpreted = Kernel(launches.kernel), False
     _ops.no_kernels = lambda device, dtype: None
     _choose._is_hopper = lambda device: True

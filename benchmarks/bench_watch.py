@@ -45,7 +45,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "gradients": {"updates": False, "activations": False, "rms_every": 0},
     "features": {"updates": False, "gradients": False, "rms_every": 0},
 }
-STATES_EVERY = 500  # the default, with every=10
+STATES_EVERY = 100  # the default, with every=10
 
 
 class Block(nn.Module):

@@ -23,18 +23,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from narrowgauge import optim
-from narrowgauge.kernels._step import _gauges, _squares
+from narrowgauge.kernels._step import _launch, _stats
 from narrowgauge.kernels._step._layout import AT, WIDTH
-from narrowgauge.optim._fused_entry import Entry
-from narrowgauge.optim._fused_kinds import kernels_of, kind_of
-from narrowgauge.optim._fused_numbers import Options
+from narrowgauge.optim._plan import ParamStep
+from narrowgauge.optim._tracing import Hyperparameters
+from narrowgauge.optim._triton_backend import kernels_of, launch_key
 
 _TARGET = GPUTarget("cuda", 90, 32)
 _TYPES = {
     "table": "*i64", "programs": "*i32", "uniforms": "*fp32", "steps": "*i32", "flags": "*i32", "partials": "*fp64",
     "hyper": "*fp64", "values0": "*fp32", "values1": "*fp32", "cells0": "*i32", "cells1": "*i32",
     "gauges": "*fp32", "sums": "*fp32", "ends": "*i32", "slices": "*fp64", "stats": "*fp64",
-    "turns": "*i32",
     "verdict": "*fp32", "squares": "*fp64", "totals": "*fp64",
 }  # fmt: skip
 # Weights, states, dtype, optimizer, options: every codec, every rule, sums, blocks of other sizes.
@@ -58,7 +57,7 @@ def step_of(
     states: str,
     dtype: torch.dtype = torch.bfloat16,
     name: str = "AdamW",
-    gauges: Any = False,
+    gauges: bool = False,
     factor: Any = "",
     **options: Any,
 ) -> Any:
@@ -66,9 +65,9 @@ def step_of(
     p = torch.nn.Parameter(torch.ones(8192, dtype=dtype))
     optimizer = getattr(optim, name)([p], weights=weights, states=states, **options)
     (group,) = optimizer.param_groups
-    plan = optimizer._plan(p)
-    entry = Entry(plan, p, torch.zeros_like(p), plan.init(p, group), group)
-    return kernels_of(kind_of(entry, Options.of(group), gauges, factor))
+    plan = optimizer.plan_of(p)
+    step = ParamStep(0, plan, group, p, torch.zeros_like(p), plan.init(p, group))
+    return kernels_of(launch_key(step, Hyperparameters.of(group), gauges, factor))
 
 
 def compile_step(step: Any) -> Any:
@@ -83,9 +82,9 @@ def compile_kernel(kernel: Any, layout: Any, constants: dict[str, Any], target: 
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in types}
     source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    options = {"num_warps": layout.warps, "enable_fp_fusion": False, "maxnreg": layout.registers}
-    if target.backend != "cuda":
-        del options["maxnreg"]
+    options = {"num_warps": layout.warps, "enable_fp_fusion": False}
+    if target.arch == 90:  # as `_triton.limits_registers` has it
+        options["maxnreg"] = layout.registers
     return triton.compile(source, target=target, options=options)
 
 
@@ -99,16 +98,11 @@ def compile_every(step: Any, target: GPUTarget = _TARGET) -> None:
                 compile_kernel(getattr(step, name), step.layout, constants, target)
     if step.squares:
         constants = {"WIDTH": WIDTH, "FIRST": AT["pass_first"], "PASSES": AT["passes"]}
-        compile_kernel(_squares.add_squares, step.layout, constants, target)
+        compile_kernel(_launch.add_squares, step.layout, constants, target)
     if step.layout.gauges:
-        places = {"WIDTH": WIDTH, "FIRST": AT["first"], "NUMEL": AT["numel"]}
-        constants = {**places, "EACH": step.layout.units * step.layout.unit, "RATIO": step.ratio}
-        if step.layout.turns:
-            compile_kernel(step.rest, step.others, {}, target)
-        else:
-            constants["turns"] = None
-        compile_kernel(_gauges.add_slices, step.layout, constants, target)
-        compile_kernel(_gauges.add_tensors, step.layout, constants, target)
+        constants = {"WIDTH": WIDTH, "NUMEL": AT["numel"], "RATIO": step.ratio}
+        compile_kernel(_stats.add_slices, step.layout, constants, target)
+        compile_kernel(_stats.add_tensors, step.layout, constants, target)
 
 
 def sass(cubin: bytes) -> list[tuple[int, str]]:
@@ -184,9 +178,7 @@ def main() -> None:
     parser.add_argument("--sass", type=Path, help="a folder for the machine code")
     parser.add_argument("--only", nargs="*", help="variants, as weights:states")
     parser.add_argument("--every", action="store_true", help="compile kernels of all kinds, count nothing")
-    parser.add_argument(
-        "--gauges", nargs="?", const=True, default=False, help="with the sums of the gauges, or sampled"
-    )
+    parser.add_argument("--gauges", action="store_true", help="with the sums of the gauges")
     parser.add_argument(
         "--factor", choices=("", "given", "norm"), default="", help="what gradients are multiplied by"
     )

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from narrowgauge.nn import StableEmbedding
 from narrowgauge.optim import Adam
-from narrowgauge.optim._plan import SlotPlan
+from narrowgauge.optim._plan import ParamPlan, SlotPlan
 from narrowgauge.storage import mark_states, state_storage
-from narrowgauge.storage._states import BlockwiseState
+from narrowgauge.storage._states import CodebookState
 from narrowgauge.trainers import Batches, build_model, evaluate, next_token_loss
 
 LAST = 20  # steps whose mean is a run's loss at some time: single steps are noisy
@@ -104,15 +104,15 @@ class QuantizedAdam(Adam):
         zero: bool = True,
         **options: Any,
     ) -> None:
-        self._storage = BlockwiseState(codebook, codebook=codebook)
+        self._storage = CodebookState(codebook, codebook=codebook)
         self._blocks, self._narrow, self._zero = blocks, narrow, zero
         super().__init__(params, *args, states="8bit", **options)
 
-    def _plan_group(self, number: int) -> None:
-        super()._plan_group(number)
+    def _plan_group(self, plans: dict[Tensor, ParamPlan], number: int) -> None:
+        super()._plan_group(plans, number)
         for p in self.param_groups[number]["params"]:
-            plan = self._plans[p]
-            self._plans[p] = replace(plan, slots=tuple(self._slot(slot, p) for slot in plan.slots))
+            plan = plans[p]
+            plans[p] = replace(plan, slots=tuple(self._slot(slot, p) for slot in plan.slots))
 
     def _slot(self, slot: SlotPlan, p: Tensor) -> SlotPlan:
         if not slot.storage.quantized:
@@ -132,7 +132,7 @@ class QuantizedAdam(Adam):
     def lost(self) -> float | None:
         """Of the elements whose v has 8 bits, the share whose v is zero and m is not: they are divided by eps."""
         lost = total = 0
-        for p, plan in self._plans.items():
+        for p, plan in self.plans():
             moments = {slot.slot.name: slot for slot in plan.slots}
             if moments["v"].storage.quantized:
                 m, v = (moments[name].decode(self.state[p], p.shape) for name in "mv")

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from narrowgauge.formats import FP8_E4M3, round_to
 from narrowgauge.optim import AdamW
+from narrowgauge.optim._plan import ParamPlan
 from narrowgauge.recipes import Recipe
 from narrowgauge.recipes._recipe import decay_groups
 from narrowgauge.storage import StateContext, StateStorage, WeightStorage, state_storage
@@ -103,14 +104,14 @@ class Float8AdamW(AdamW):
         self._second = Float8Pair("fp8 pair", torch.float8_e4m3fn, rounded=False) if plus else None
         super().__init__(params, *args, states="fp8", **options)
 
-    def _plan_group(self, number: int) -> None:
-        super()._plan_group(number)
+    def _plan_group(self, plans: dict[Tensor, ParamPlan], number: int) -> None:
+        super()._plan_group(plans, number)
         for p in self.param_groups[number]["params"]:
             slots = [
                 replace(s, storage=self._second) if self._second and s.slot.name == "v" else s
-                for s in self._plans[p].slots
+                for s in plans[p].slots
             ]
-            self._plans[p] = replace(self._plans[p], weight=self._float8, slots=tuple(slots))
+            plans[p] = replace(plans[p], weight=self._float8, slots=tuple(slots))
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,8 @@ def bank(fonts: tuple[str, ...]) -> Tensor:
     folder = Path(matplotlib.get_data_path(), "fonts", "ttf")
     drawn = torch.zeros(len(fonts), len(CHARACTERS), _DRAWN, _DRAWN)
     for row, font in enumerate(fonts):
-        face = ImageFont.truetype(str(folder / f"{font}.ttf"), 36)
+        # With fribidi, which comes with some fonts, Pillow's default places characters a pixel elsewhere.
+        face = ImageFont.truetype(str(folder / f"{font}.ttf"), 36, layout_engine=ImageFont.Layout.BASIC)
         for column, character in enumerate(CHARACTERS):
             image = Image.new("L", (_DRAWN, _DRAWN))
             ImageDraw.Draw(image).text((_DRAWN / 2, _DRAWN / 2), character, fill=255, font=face, anchor="mm")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from narrowgauge.formats import codebook
 from narrowgauge.optim import Adam
+from narrowgauge.optim._plan import ParamPlan
 from narrowgauge.storage import state_storage
 
 
@@ -28,14 +29,14 @@ class QuantileAdam(Adam):
         self._rounded: set[Tensor] = set()
         super().__init__(params, *args, states="8bit", **options)
 
-    def _plan_group(self, number: int) -> None:
-        super()._plan_group(number)
+    def _plan_group(self, plans: dict[Tensor, ParamPlan], number: int) -> None:
+        super()._plan_group(plans, number)
         wide = state_storage("fp32")
         for p in self.param_groups[number]["params"]:
-            plan = self._plans[p]
+            plan = plans[p]
             if any(slot.storage.quantized for slot in plan.slots):
                 self._rounded.add(p)
-                self._plans[p] = replace(plan, slots=tuple(replace(slot, storage=wide) for slot in plan.slots))
+                plans[p] = replace(plan, slots=tuple(replace(slot, storage=wide) for slot in plan.slots))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -146,7 +146,7 @@ def optimizer_of(how: Way, model: nn.Module, options: Mapping[str, Any]) -> torc
     """The optimizer of a way."""
     groups = [
         {"params": group["params"], "weight_decay": group["weight_decay"]}
-        for group in split_decay(model, options["weight_decay"])
+        for group in split_decay(model, options["weight_decay"], embeddings="fp32")
     ]
     shared: dict[str, Any] = {"lr": options["lr"], "betas": options["betas"], "eps": options["eps"]}
     if how.stable:

@@ -21,7 +21,7 @@ from _state_gradients import Gradients
 from torch import Tensor
 
 import narrowgauge as ng
-from narrowgauge.storage._relative_codes import unit_of
+from narrowgauge.storage._log_states import unit_of
 
 EXPLODED = 10.0  # times the largest displacement of any weight: a candidate's worst element
 # What each rule is run with; AdamW's are those of the usual simulation.

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from narrowgauge.formats import codebook
 from narrowgauge.storage import StateContext, state_storage
-from narrowgauge.storage._relative_codes import RelativeCodes
 
 Codec = Callable[[Tensor, Tensor], Tensor]
 
@@ -174,7 +173,7 @@ class Stored:
 
     def __call__(self, x: Tensor, noise: Tensor) -> Tensor:
         random = (noise * 2.0**16).to(torch.int32) if self.rounding == "stochastic" else None
-        storage = state_storage(self.states).for_slot(self.signed, beside=False)
+        storage = state_storage(self.states).for_slot(self.signed, has_normalizer=False)
         context = StateContext(x.shape, self.signed, x.shape[1])
         return storage.decode(storage.encode(x, context, random), context)
 
@@ -186,8 +185,9 @@ class Relative:
     bits: int
 
     def __call__(self, x: Tensor, noise: Tensor) -> Tensor:
-        codes, block_size = RelativeCodes(self.bits), x.shape[1]
-        return codes.decode(*codes.encode(x, None, block_size), None, block_size)
+        storage = state_storage(f"log{self.bits}").for_slot(signed=True, has_normalizer=True)
+        context = StateContext(x.shape, True, x.shape[1])
+        return storage.decode(storage.encode(x, context), context)
 
 
 @dataclass(frozen=True)

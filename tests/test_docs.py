@@ -18,6 +18,7 @@ from narrowgauge.cli import main
 from narrowgauge.cli._app import app
 from narrowgauge.cli._bench_linear import SECTIONS
 from narrowgauge.recipes import Recipe
+from narrowgauge.storage import _states
 from narrowgauge.trainers import presets
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,6 +39,7 @@ def rows(page: str, section: str | None = None) -> list[list[str]]:
 def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(registry, "_MAPS", dict(registry._MAPS))  # what a page registers is gone after it
+    monkeypatch.setattr(_states, "_STORAGES", dict(_states._STORAGES))
     torch.manual_seed(0)
     space: dict = {}
     for block in BLOCK.findall(page.read_text()):
@@ -249,7 +251,9 @@ def test_the_tables_of_readme_and_speed_are_those_of_the_committed_results() -> 
         assert (ROOT / picture).is_file(), picture
     speed = (ROOT / "docs" / "speed.md").read_text()
     files = sorted((ROOT / "benchmarks" / "results").glob("optimizers_*.json"))
-    assert sorted(re.findall(r"\]\(speed_(\w+)\.png\)", speed)) == [path.stem.split("_")[1] for path in files]
+    assert sorted(re.findall(r"\]\(speed_(\w+)\.png\)", speed)) == [
+        path.stem.removeprefix("optimizers_") for path in files
+    ]
 
 
 def test_the_front_page_says_how_near_memory_plans_are() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,66 @@ def forbidden(room: str, target: list[str]) -> str | None:
     return f"only {' and '.join(sorted(PROGRAMS))} may import it"
 
 
+def circle(source: Path) -> list[str]:
+    """Modules that import each other in a circle, the first of them twice; empty if there are none."""
+    files = {}
+    for path in source.rglob("*.py"):
+        parts = (PACKAGE, *path.relative_to(source).with_suffix("").parts)
+        files[parts[:-1] if parts[-1] == "__init__" else parts] = path
+    graph: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
+    for name, path in files.items():
+        package = list(name) if path.name == "__init__.py" else list(name[:-1])
+        found = [tuple(target) for _, target in imports(ast.parse(path.read_text(encoding="utf-8")), package)]
+        graph[name] = {target if target in files else target[:-1] for target in found} & set(files) - {name}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return [".".join(name) for name in error.args[1]]
+    return []
+
+
+def reaches(source: Path) -> list[str]:
+    """Every use of an optimizer's private attribute from outside, as `file:line name.attribute`."""
+    found = []
+    for path in sorted(source.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
+                continue
+            private = node.attr.startswith("_") and not node.attr.startswith("__")
+            if private and node.value.id in ("optimizer", "opt", "owner"):
+                found.append(f"{path.relative_to(source).as_posix()}:{node.lineno} {node.value.id}.{node.attr}")
+    return found
+
+
+def test_no_modules_import_each_other() -> None:
+    assert circle(SOURCE) == []
+
+
+def test_nobody_reaches_into_an_optimizer() -> None:
+    assert reaches(SOURCE) == []
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "from narrowgauge.optim._a import f",
+        "if TYPE_CHECKING:\n    from . import _a",
+        "def g():\n    from ._a import f",
+    ],
+)
+def test_a_planted_circle_is_found(tmp_path: Path, back: str) -> None:
+    plant(tmp_path, "optim/_a.py", "from narrowgauge.optim._b import g")
+    plant(tmp_path, "optim/_b.py", "import narrowgauge.formats")
+    assert circle(tmp_path) == []
+    plant(tmp_path, "optim/_b.py", back)
+    assert set(circle(tmp_path)) == {"narrowgauge.optim._a", "narrowgauge.optim._b"}
+
+
+def test_a_planted_reach_is_found(tmp_path: Path) -> None:
+    plant(tmp_path, "optim/_x.py", "def f(optimizer):\n    optimizer.step()\n    return optimizer._engine")
+    assert reaches(tmp_path) == ["optim/_x.py:3 optimizer._engine"]
+
+
 def test_the_source_keeps_to_the_table() -> None:
     assert violations(SOURCE) == []
 
@@ -130,7 +191,7 @@ def test_the_walk_sees_the_source() -> None:
 FORBIDDEN = {
     "absolute": ("formats/_x.py", "import narrowgauge.storage"),
     "absolute from": ("rules/_x.py", "from narrowgauge.formats import BF16"),
-    "absolute, a private module of another room": ("kernels/_x.py", "from narrowgauge.storage._words import cut"),
+    "absolute, a private module of another room": ("kernels/_x.py", "from narrowgauge.storage._weights import cut"),
     "room as a name": ("gauges/_x.py", "from narrowgauge import optim"),
     "second of two names": ("gauges/_x.py", "from narrowgauge import formats, optim"),
     "relative": ("storage/_x.py", "from ..optim import AdamW"),
@@ -180,7 +241,7 @@ def test_a_planted_violation_is_found(tmp_path: Path, path: str, code: str) -> N
 
 
 ALLOWED = {
-    "own room": ("storage/_x.py", "import narrowgauge.storage\nfrom ._words import cut\nfrom . import _y"),
+    "own room": ("storage/_x.py", "import narrowgauge.storage\nfrom ._weights import cut\nfrom . import _y"),
     "what the table grants": ("optim/_x.py", "from narrowgauge import formats, rules, storage, kernels"),
     "relative": ("recipes.py", "from .optim import AdamW\nfrom . import nn"),
     "gauges in a program": ("trainers/_x.py", "from narrowgauge.gauges import lost_updates"),

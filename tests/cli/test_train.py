@@ -68,9 +68,14 @@ def test_killed_in_the_middle_it_ends_as_if_it_had_not_been(text: Path, tmp_path
     assert saved
     resumed = Command(typed(killed, text, *options), tmp_path)
     told, complaints = resumed.communicate()
-    assert (resumed.returncode, complaints) == (0, "")
+    assert resumed.returncode == 0
     assert "going on from" in told
-    assert reference.communicate()[1] == ""
+    for said in (complaints, reference.communicate()[1]):
+        # One line: what a run that clips has no records of.
+        assert said.startswith(
+            "no records of quantized moments: max_grad_norm makes each step depend on all gradients"
+        )
+        assert len(said.splitlines()) == 1
     assert losses(killed) == losses(whole)
     assert [step for step, loss, *_ in losses(whole) if loss is not None] == list(range(1, 61))
     assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()

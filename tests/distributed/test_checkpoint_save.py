@@ -131,6 +131,17 @@ def test_parameters_are_found_by_name_and_groups_may_be_ordered_otherwise(tmp_pa
     assert train(fresh, turned, range(3, 6)) == wanted
 
 
+def test_an_optimizer_keeps_its_own_names(tmp_path: Path) -> None:
+    net, optimizer = made("fp32")
+    train(net, optimizer, range(1))
+    path = save_checkpoint(tmp_path, model=net, optimizer=optimizer, step=1)
+    other = ours([(f"mine.{name}", p) for name, p in net.named_parameters()])
+    load_checkpoint(path, model=net, optimizer=other)
+    names = [f"mine.{name}" for name, _ in net.named_parameters()]
+    assert other.param_groups[0]["param_names"] == names
+    assert [plan.name for _, plan in other.plans()] == names
+
+
 def test_states_load_into_other_storages(tmp_path: Path) -> None:
     net, optimizer = made("split, 8bit")
     train(net, optimizer, range(3))

@@ -53,8 +53,8 @@ def test_on_gpus(tmp_path: Path) -> None:
         for (_, rule, storage), one in told.items():
             assert one["skipped"] == (({}, {}) if rule == "propagate" else ({BAD: 1}, {BAD: 1}))
             assert one["collectives"] == [COLLECTIVES.get(rule, 1)] * 4
-            if rule not in ("percentile", "strict"):
-                assert one["paths"] == {"fused Triton, fp32"}, (rule, storage)
+            if rule != "strict":
+                assert all(path.startswith("fused Triton") for path in one["paths"]), (rule, storage)
 
 
 def test_on_other_paths(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_on_other_paths(tmp_path: Path) -> None:
             assert one["skipped"] == ({BAD: 1}, {BAD: 1})
             assert set(one["collectives"]) == {COLLECTIVES.get(rule, 1)}
             if how == "fused Triton":
-                assert one["paths"] == {"fused Triton, fp32"}
+                assert all(path.startswith("fused Triton") for path in one["paths"])
 
 
 def test_a_gradient_that_is_bad_on_one_rank_is_skipped_on_all(stepped: list[dict[Any, Any]]) -> None:

@@ -451,7 +451,8 @@ EXEMPT = {
         _TYPE,
     ),
     **dict.fromkeys(
-        ["formats.CodebookMap", "formats.Coder", "storage.StateContext", "rules.Slot", "rules.Muon",
+        ["formats.CodebookMap", "formats.Coder", "storage.Codec", "storage.StateContext", "storage.Word", "rules.Slot",
+         "rules.Muon",
          "rules.ClipUpdates", "rules.clipped", "rules.has_terms", "rules.squared_ratio", "optim.NarrowOptimizer",
          "scaling.LossScaler", "distributed.CompressedAllReduce", "gauges.Watch"],
         _INNER,
@@ -459,5 +460,6 @@ EXEMPT = {
     "linear.LowPrecisionConv1D": "transformers' Conv1D, whose arguments are its own; swapping makes it",
     "linear.LowPrecisionMultiheadAttention": "torch's, whose arguments are its own; swapping makes it",
     "formats.register_codebook": "what it is given stays for the whole process; tests/formats/test_codebooks.py has it",
+    "storage.register_state": "what it is given stays for the whole process; tests/storage/test_states.py has it",
     "linear.tune": "times kernels of a GPU",
 }  # fmt: skip

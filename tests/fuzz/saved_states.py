@@ -138,7 +138,7 @@ SUBJECTS: dict[str, Subject] = {
     "AdamW": ours("AdamW", torch.float32, lambda: of_torch() + of_bitsandbytes()),
     "AdamW8bit": ours("AdamW8bit", weights="split8"),
     "AdamW, 8bit": ours("AdamW", torch.float32, of_bitsandbytes, states="8bit"),
-    "StableAdamW": ours("StableAdamW", weights="kahan", states="fp8", percentile_clipping=50),
+    "StableAdamW": ours("StableAdamW", weights="kahan", states="fp8"),
     "SGD": ours("SGD", weights="split", states="4bit", momentum=0.9),
     "LAMB": ours("LAMB", torch.float16, weights="master", states="expansion"),
     "Lion": ours("Lion", weights="expansion", states="log4"),

@@ -112,7 +112,7 @@ FOUND: dict[str, list[tuple[str, str]]] = {
         ("state.1.state1", "zero"), ("state.1.qmap1", "None"), ("state.1.qmap1", "shorter"),
         ("state.1.qmap2", "of nan"), ("state.1.absmax1", "list"),
     ],
-    "StableAdamW": [("param_groups.0.eps", "a count beyond"), ("state.0.grad_norms", "scalar"), ("state.0.grad_norms", "1.5")],
+    "StableAdamW": [("param_groups.0.eps", "a count beyond")],
     "SGD": [("param_groups.0.dampening", "nan")],
     "Muon": [("state.0.step", "a count beyond")],
     "QuantizedGradients of AdamW8bit": [

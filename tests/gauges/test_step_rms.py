@@ -1,8 +1,8 @@
 """RMS_t of a few parameters at every step: the numbers of due steps, in between, and what is made of them."""
 
+import itertools
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +11,13 @@ from torch import nn
 from watched import batch, loss_of, model, of_kind, train, watched
 
 from narrowgauge import gauges, optim
+from narrowgauge.distributed import CPUOffload
 from narrowgauge.gauges._history import History
 from narrowgauge.gauges._segments import LONG
 from narrowgauge.gauges._step_rms import StepRms, parameters_with_rms
+from narrowgauge.optim._eager import next_number, squared_ratios
+from narrowgauge.optim._plan import ParamStep
+from narrowgauge.scaling import DynamicLossScaler
 
 BF16 = torch.bfloat16
 SMALL: dict[str, Any] = {"min_quantized_size": 64, "lr": 3e-3}
@@ -165,37 +169,145 @@ def test_whatever_stands_there_is_read(damage: Any) -> None:
     gauges.advise(history)
 
 
-class Measuring:
-    """What is known of one of narrowgauge's optimizers whose kernels have measured a list of parameters."""
-
-    def __init__(self, ps: dict[str, torch.Tensor]) -> None:
-        self.names = list(ps)
-        self.ps, self.asked, self.last_stats = ps, 0, self
-        self.rows = torch.arange(8.0 * len(ps), dtype=torch.float64).view(-1, 8)
-
-    def measured(self) -> None: ...
-
-    def foresee(self) -> None: ...
-
-    def tables(self) -> list[tuple[list[str], torch.Tensor]]:
-        return [(self.names, self.rows), (["of another list"], self.rows[:1])]
-
-    def names_of(self, ps: Any) -> dict[torch.Tensor, str]:
-        self.asked += 1
-        return {p: name for name, p in self.ps.items() if p in ps}
+STATES = ("fp32", "bf16", "expansion", "8bit", "fp8", "4bit", "log8", "log4")
 
 
-def test_what_kernels_have_measured_is_looked_up_once() -> None:
-    ps = {name: nn.Parameter(torch.zeros(2, 2)) for name in "abcd"}
-    optimizer = Measuring(ps)
-    rms = StepRms(optimizer, [ps["d"], ps["b"]])  # type: ignore[arg-type]
-    home, sums = torch.device("cpu"), []
-    for n in range(3):
-        rms._begun, rms._sampled = True, SimpleNamespace(abandon=lambda: None)  # type: ignore[assignment]
-        optimizer.rows = optimizer.rows + n
-        sums.append(rms.end(home))
-        assert sums[-1].tolist() == [optimizer.rows[3, -2:].tolist(), optimizer.rows[1, -2:].tolist()]
-    assert optimizer.asked == 4  # of each list: of the other, made anew, each time
-    optimizer.names = list(reversed(optimizer.names))
-    rms._begun, rms._sampled = True, SimpleNamespace(abandon=lambda: None)  # type: ignore[assignment]
-    assert rms.end(home).tolist() == [optimizer.rows[0, -2:].tolist(), optimizer.rows[2, -2:].tolist()]
+def third_step(shape: tuple[int, ...], **options: Any) -> tuple[Any, torch.Tensor]:
+    """An optimizer after two steps, and a parameter with its third gradient."""
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(shape, dtype=BF16))
+    optimizer = optim.AdamW([p], 1e-3, min_quantized_size=64, **options)
+    for _ in range(3):
+        if p.grad is not None:
+            optimizer.step()
+        p.grad = torch.randn_like(p) * torch.randn_like(p).exp()
+    return optimizer, p
+
+
+def squares_over_moments(optimizer: Any, p: torch.Tensor) -> torch.Tensor | None:
+    """`squared_ratios` of the step that comes."""
+    plan, group, grad = optimizer.plan_of(p), optimizer.param_groups[0], p.grad
+    assert grad is not None
+    step = ParamStep(0, plan, group, p.detach(), grad, optimizer.state[p] or plan.init(p.detach(), group))
+    return squared_ratios(step, next_number(step))
+
+
+def taken(optimizer: Any, ps: list[torch.Tensor], turn: int = 0) -> torch.Tensor:
+    """The sums of a step."""
+    rms = StepRms(optimizer, ps)
+    with torch.no_grad():
+        rms.begin(turn)
+        optimizer.step()
+        sums = rms.end(torch.device("cpu"))
+    assert sums is not None
+    return sums
+
+
+@pytest.mark.parametrize(
+    ("states", "weights"), list(zip(STATES, itertools.cycle(["plain", "split8", "expansion"]), strict=False))
+)
+@pytest.mark.parametrize(
+    ("shape", "block"), [((300, 301), 256), ((65_537,), 64), ((96, 1024), 1024), ((200, 1039), 3)]
+)
+def test_rows_are_taken_with_what_is_kept_of_them(
+    states: str, weights: str, shape: tuple[int, ...], block: int
+) -> None:
+    """One row in sixteen, of whole blocks, another at every turn."""
+    for turn in (0, 19):
+        optimizer, p = third_step(shape, states=states, weights=weights, block_size=block)
+        whole = squares_over_moments(optimizer, p)
+        assert whole is not None
+        n, row = p.numel(), math.lcm(1024, block if states in ("8bit", "fp8", "4bit", "log8", "log4") else 1)
+        rows = whole.reshape(-1)[: n // row * row].view(-1, row)[turn % 16 :: 16]
+        assert 1 < len(rows) < n // row
+        (sums,) = taken(optimizer, [p], turn)
+        assert float(sums[1]) == n
+        assert float(sums[0]) == pytest.approx(float(rows.mean(dtype=torch.float64)) * n, rel=1e-6)
+
+
+def test_short_parameters_are_taken_whole_and_rules_without_second_moment_have_none() -> None:
+    optimizer, p = third_step((50, 100), states="8bit")
+    whole = squares_over_moments(optimizer, p)
+    assert whole is not None
+    wanted = [pytest.approx(float(whole.sum(dtype=torch.float64)), rel=1e-6), 5000.0]
+    assert taken(optimizer, [p], 7).tolist() == [wanted]
+    assert taken(optim.Lion([p], 1e-3), [p]).tolist() == [[0.0, 0.0]]
+    other = nn.Parameter(torch.ones(3))
+    assert taken(optimizer, [other, p]).tolist()[0] == [0.0, 0.0], "of another optimizer"
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}, {"maximize": True}])
+def test_a_step_that_is_looked_at_is_the_same_step(options: dict[str, Any]) -> None:
+    for states in ("fp32", "8bit"):
+        (plain, p), (looked_at, q), (measured, r) = (
+            third_step((64, 128), states=states, weights="split8", **options) for _ in range(3)
+        )
+        measured.gauges = True
+        sums = taken(looked_at, [q])
+        for optimizer in (plain, measured):
+            optimizer.step()
+        assert torch.equal(p, q)
+        for key, word in plain.state[p].items():
+            assert torch.equal(word, looked_at.state[q][key]), key
+        assert len(looked_at.last_stats) == 0
+        (stats,) = measured.last_stats.values()
+        torch.testing.assert_close(sums[0], stats.sums[-2:], rtol=1e-5, atol=0)
+        assert torch.equal(p, r)
+
+
+@pytest.mark.parametrize("kind", [DynamicLossScaler, torch.amp.GradScaler])
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_are_unscaled_and_a_held_step_has_zeros(kind: Any, fused: bool) -> None:
+    """Both scalers leave unscaling to the step: ours always, torch's with fused=True."""
+    plain, p = third_step((64, 128))
+    scaled, q = third_step((64, 128), fused=fused)
+    (wanted,) = taken(plain, [p])
+    rms, found = StepRms(scaled, [q]), []
+
+    def begin(*_: Any) -> None:
+        rms.begin(0)
+
+    begin.unscales = True  # type: ignore[attr-defined]  # as the hook of `watch` says of itself
+    scaled.register_step_pre_hook(begin)
+    scaled.register_step_post_hook(lambda *_: found.append(rms.end(torch.device("cpu"))))
+    scaler = kind("cpu", init_scale=4.0)
+    assert q.grad is not None
+    for bad in (False, True):
+        q.grad.mul_(4.0)
+        if bad:
+            q.grad[0, 0] = torch.inf
+        scaler.scale(torch.zeros(()))
+        scaler.step(scaled)
+        scaler.update()
+    torch.testing.assert_close(found[0][0], wanted, rtol=1e-5, atol=0)
+    assert all(sums.tolist() == [[0.0, 0.0]] for sums in found[1:])
+    assert len(found) == 2 or (kind is torch.amp.GradScaler and not fused)
+
+
+def test_a_decay_in_the_gradient_is_in_its_second_moment() -> None:
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(30, 30))
+    optimizer = optim.Adam([p], 1e-3, weight_decay=0.3, weights="plain")
+    for _ in range(3):
+        p.grad = torch.randn_like(p)
+        before = squares_over_moments(optimizer, p)
+        assert before is not None
+        assert float(taken(optimizer, [p])[0, 0]) == pytest.approx(float(before.sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize("gradients", ["kept", "freed"])
+def test_offloaded_steps_have_what_others_have(gradients: Any) -> None:
+    rows = []
+    for offloaded in (False, True):
+        net = model(BF16)
+        options: dict[str, Any] = {"weights": "split8", **SMALL}
+        optimizer: Any = (
+            CPUOffload(optim.AdamW8bit, net.parameters(), gradients=gradients, **options)
+            if offloaded
+            else optim.AdamW8bit(net.parameters(), **options)
+        )
+        with gauges.watch(net, optimizer, every=100) as watch:
+            train(net, optimizer, 4, watch)
+        rows.append([row["rms"] for row in of_kind(watch.rows(), "step")])
+    assert rows[0] == rows[1]
+    assert all(len(row) == 2 for row in rows[0])

@@ -35,8 +35,8 @@ def test_numbers_and_histograms_are_there(tmp_path: Path) -> None:
     assert {"gradient/mean/embed.weight", "activation/absmax/blocks.1", "activation/e4m3 underflow/embed"} <= set(
         scalars
     )
-    state = of_kind(rows, "state", name="embed.weight", slot="m")[0]
-    (histogram,) = events.Histograms("state/usage/embed.weight [m]")
+    state = of_kind(rows, "state", slot="m")[0]
+    (histogram,) = events.Histograms(f"state/usage/{state['name']} [m]")
     assert histogram.step == 4
     assert histogram.histogram_value.num == sum(state["usage"])
     assert histogram.histogram_value.bucket == state["usage"]

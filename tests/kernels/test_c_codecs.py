@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from codec_functions import codec_source
 from narrowgauge.formats import Coder, coder, random_bits, random_halves
-from narrowgauge.kernels._c_codecs import Codec, codec_source, source, table_codec
+from narrowgauge.kernels._c_codecs import source
 from narrowgauge.kernels._c_library import load
-from narrowgauge.optim._fused_cpu import codec_of
+from narrowgauge.kernels._codec import CodebookTable, Codec
 from narrowgauge.storage import StateContext, StateStorage, state_storage
 
 CPU = torch.device("cpu")
@@ -59,8 +60,8 @@ def blocks(size: int) -> Tensor:
     return torch.cat(rows)
 
 
-def storage_of(name: str, signed: bool, beside: bool) -> StateStorage:
-    return state_storage(name).for_slot(signed, beside)
+def storage_of(name: str, signed: bool, has_normalizer: bool) -> StateStorage:
+    return state_storage(name).for_slot(signed, has_normalizer)
 
 
 @functools.cache
@@ -90,13 +91,14 @@ def bits(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("size", [16, 64, 256, 4096])
-@pytest.mark.parametrize(("name", "signed", "beside"), CASES)
-def test_codes_and_values_are_the_storages(name: str, signed: bool, beside: bool, size: int) -> None:
-    storage = storage_of(name, signed, beside)
-    codec = codec_of(storage, signed)
+@pytest.mark.parametrize(("name", "signed", "has_normalizer"), CASES)
+def test_codes_and_values_are_the_storages(name: str, signed: bool, has_normalizer: bool, size: int) -> None:
+    storage = storage_of(name, signed, has_normalizer)
+    codec = storage.codec(signed)
+    assert codec is not None
     x = blocks(size).reshape(-1).clone()
     v = None
-    if beside:
+    if has_normalizer:
         v = state_storage(name).decode(
             state_storage(name).encode(x.square().roll(1), StateContext(x.shape, False, size)),
             StateContext(x.shape, False, size),
@@ -105,7 +107,7 @@ def test_codes_and_values_are_the_storages(name: str, signed: bool, beside: bool
         v = v.index_fill(0, torch.tensor([3]), torch.nan).index_fill(0, torch.tensor([size + 5]), -torch.nan)
     context = StateContext(x.shape, signed, size, v)
     random = None
-    if storage.stochastic(signed):
+    if storage.stochastic:
         random = random_halves(x.numel(), seed=SEED, stream=STREAM, step=STEP, purpose=1, device=CPU)
     expected = storage.encode(x, context, random)
     words = {key: torch.full_like(word, 77) for key, word in expected.items()}
@@ -132,7 +134,9 @@ def test_bfloat16_is_rounded_as_torch_does() -> None:
     shuffled = patterns[torch.randperm(len(patterns), generator=torch.Generator().manual_seed(0))]
     x = torch.cat([patterns, shuffled]).to(torch.int32).view(torch.float32)
     words = torch.zeros(len(x), dtype=torch.bfloat16)
-    called("encode", codec_of(state_storage("bf16"), True), x, {"": words}, None, 256)
+    codec = state_storage("bf16").codec(signed=True)
+    assert codec is not None
+    called("encode", codec, x, {"": words}, None, 256)
     assert torch.equal(bits(words), bits(x.bfloat16()))
 
 
@@ -152,4 +156,4 @@ def test_random_words_are_philox() -> None:
 
 def test_a_cell_holds_one_boundary() -> None:
     with pytest.raises(ValueError, match="two boundaries"):
-        table_codec(Coder.of(torch.tensor([0.0, 0.5, 0.5001, 0.5002, 1.0])), 8)
+        CodebookTable.of(Coder.of(torch.tensor([0.0, 0.5, 0.5001, 0.5002, 1.0])))

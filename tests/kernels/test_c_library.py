@@ -53,6 +53,14 @@ def test_a_damaged_file_is_made_anew(cache: Path, damage: str) -> None:
     assert load(SOURCE).answer() == 42
 
 
+def test_a_compiler_that_is_gone_is_not_a_folder_that_cannot_be_written_to(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_c_library, "_compiler", lambda: (("/nonexistent/cc",), "1.0"))
+    with pytest.raises(Unavailable, match=r"/nonexistent/cc cannot be started: .*No such file"):
+        load(SOURCE)
+
+
 def test_a_compiler_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "'gcc")
     _c_library._compiler.cache_clear()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.kernels._c_library import Unavailable, load
-from narrowgauge.kernels._c_squares import squares
+from narrowgauge.kernels._c_squares import sums_of_squares
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = [1, 15, 16, 17, 4095, 4096, 4097, 5 * 4096 + 1030, 70_001]
@@ -29,6 +29,15 @@ def gradient(length: int, dtype: torch.dtype) -> Tensor:
     return (torch.randn(length, generator=generator) * scale).to(dtype)
 
 
+def squares(grad: Tensor) -> tuple[float, float]:
+    """The sum and the largest magnitude of one gradient, in a list of three."""
+    found = sums_of_squares([torch.ones(3), grad, torch.ones(5, dtype=torch.float16)])
+    assert found is not None
+    sums, peaks = found
+    assert (sums[0], sums[2], peaks[0], peaks[2]) == (3.0, 5.0, 1.0, 1.0)
+    return float(sums[1]), float(peaks[1])
+
+
 def lanes(grad: Tensor) -> float:
     """Sixteen sums of each stretch of 4096 elements, in order, and all of them one after the other, in float64."""
     exact = np.zeros(-(-grad.numel() // 4096) * 4096)
@@ -42,7 +51,6 @@ def lanes(grad: Tensor) -> float:
 def test_sums_are_those_of_float64_and_near_the_exact_ones(dtype: torch.dtype, length: int) -> None:
     grad = gradient(length, dtype)
     found = squares(grad)
-    assert found is not None
     assert found == (lanes(grad), grad.abs().max().item())
     exact = sum(Fraction(x) ** 2 for x in grad.double().tolist())
     # 256 additions in a lane, sixteen lanes, stretches one after the other: half an ulp each at most.
@@ -71,6 +79,5 @@ def test_what_is_not_finite_shows(dtype: torch.dtype, place: int) -> None:
         grad = gradient(70_001, dtype)
         grad[place] = bad
         found = squares(grad)
-        assert found is not None
         assert math.isnan(found[0]) if math.isnan(bad) else found == (math.inf, math.inf)
     assert squares(torch.full((70_001,), -0.0, dtype=dtype)) == (0.0, 0.0)

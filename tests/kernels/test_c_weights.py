@@ -33,6 +33,7 @@ def functions(name: str, dtype: torch.dtype, block: int) -> ctypes.CDLL:
         f"#define WORD {c_type}",
         f"#define FROM from_{suffix}",
         f"#define TO to_{suffix}",
+        f"#define WRITE {suffix}_encode",
         f"#define WORD_IS_{suffix.upper()}",
         f"#define LEAST_NORMAL {torch.finfo(dtype).smallest_normal!r}f",
         f"#define MANTISSA_BITS {MANTISSAS[dtype]}",
@@ -40,8 +41,8 @@ def functions(name: str, dtype: torch.dtype, block: int) -> ctypes.CDLL:
         source("weights.h"),
         f"void step(long blocks, WORD *p, {low} *low, float *w, float *delta) {{",
         "    for (long b = 0; b < blocks; b++, p += BLOCK, low += BLOCK, w += BLOCK, delta += BLOCK) {",
-        f"        read_{name}(p, (void *)low, w);",
-        f"        add_{name}(p, (void *)low, w, delta);",
+        f"        {name}_read(p, (void *)low, w);",
+        f"        {name}_add(p, (void *)low, w, delta);",
         "    }",
         "}",
     ]

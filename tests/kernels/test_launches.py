@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from narrowgauge.kernels import _launches
 from narrowgauge.kernels._descriptors import Describer
-from narrowgauge.kernels._launches import Fixed, Launch, Launches
+from narrowgauge.kernels._launches import BoundLaunch, CachedKernel, FixedLaunch
 from narrowgauge.kernels._step._compile import compile_together
 
 
@@ -67,8 +67,8 @@ class Driver:
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    made = Launches(Kernel())
+def launches(monkeypatch: pytest.MonkeyPatch) -> CachedKernel:
+    made = CachedKernel(Kernel())
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
     made.interpreted = False
     monkeypatch.setattr(_launches, "current_device", lambda: 0)
@@ -79,7 +79,7 @@ X, Y = torch.zeros(64), torch.zeros(64, dtype=torch.int32)
 CONSTANTS, OPTIONS = {"SIZE": 64, "FLAG": True}, {"num_warps": 4}
 
 
-def test_the_second_launch_is_found(launches: Launches) -> None:
+def test_the_second_launch_is_found(launches: CachedKernel) -> None:
     for _ in range(3):
         launches((5,), (X, None, 48), CONSTANTS, OPTIONS)
     assert len(launches.kernel.compiled) == 1
@@ -107,7 +107,7 @@ def test_the_second_launch_is_found(launches: Launches) -> None:
     ],
 )
 def test_whatever_code_depends_on_is_compiled_for(
-    launches: Launches, arguments: tuple[Any, ...], constants: dict[str, Any], options: dict[str, Any]
+    launches: CachedKernel, arguments: tuple[Any, ...], constants: dict[str, Any], options: dict[str, Any]
 ) -> None:
     launches((1,), (X, None, 48), CONSTANTS, OPTIONS)
     launches((1,), arguments, constants, options)
@@ -115,14 +115,14 @@ def test_whatever_code_depends_on_is_compiled_for(
     assert not launches.kernel.runs
 
 
-def test_another_device_has_its_own(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_device_has_its_own(launches: CachedKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     launches((1,), (X, None, 48), CONSTANTS, OPTIONS)
     monkeypatch.setattr(_launches, "current_device", lambda: 1)
     launches((1,), (X, None, 48), CONSTANTS, OPTIONS)
     assert len(launches.kernel.compiled) == 2
 
 
-def test_constants_have_the_kernels_order(launches: Launches) -> None:
+def test_constants_have_the_kernels_order(launches: CachedKernel) -> None:
     with pytest.raises(TypeError, match=r"kernel: got constants \['FLAG', 'SIZE'\], takes \['SIZE', 'FLAG'\]"):
         launches((1,), (X, None, 48), {"FLAG": True, "SIZE": 64}, OPTIONS)
 
@@ -137,7 +137,7 @@ def profiler() -> Iterator[list[str]]:
     triton.knobs.runtime.launch_enter_hook.remove(hook)
 
 
-def test_with_hooks_triton_launches_itself(launches: Launches, profiler: list[str]) -> None:
+def test_with_hooks_triton_launches_itself(launches: CachedKernel, profiler: list[str]) -> None:
     for _ in range(2):
         launches((1,), (X, None, 48), CONSTANTS, OPTIONS)
     assert not launches.kernel.runs
@@ -145,7 +145,7 @@ def test_with_hooks_triton_launches_itself(launches: Launches, profiler: list[st
 
 
 @pytest.mark.parametrize("hook", [None, print])
-def test_hooks_may_be_none_or_one(launches: Launches, hook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_may_be_none_or_one(launches: CachedKernel, hook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton.knobs.runtime, "launch_exit_hook", hook)
     for _ in range(2):
         launches((1,), (X, None, 48), CONSTANTS, OPTIONS)
@@ -171,14 +171,14 @@ class CudaLauncher:
 
 @pytest.mark.parametrize("scratch", [0, 128])
 def test_the_function_in_c_is_given_what_the_launcher_gives_it(
-    scratch: int, launches: Launches, monkeypatch: pytest.MonkeyPatch
+    scratch: int, launches: CachedKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = []
     for directly in (False, True):
-        monkeypatch.setattr(_launches, "_IN_C", directly)
+        monkeypatch.setattr(_launches, "launches_directly", lambda: directly)  # noqa: B023
         made = Compiled(Kernel())
         made.run = CudaLauncher(scratch)  # type: ignore[method-assign]
-        ready = _launches.Compiled(made)
+        ready = _launches.CompiledKernel(made)
         assert (ready.run is made.run.launch) == (directly and not scratch)
         ready(0, (2, 3, 4), (X.data_ptr(), 48))
         given.append(made.run.launched)
@@ -214,7 +214,7 @@ MATRIX = torch.zeros(32, 64, dtype=torch.int8)
 
 
 @pytest.fixture
-def described(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def described(launches: CachedKernel, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A launch with a descriptor; what it encodes, and what the function in C is given after the first 13."""
     encoded: list[int] = []
     given: list[tuple[Any, ...]] = []
@@ -225,14 +225,14 @@ def described(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> SimpleName
 
     monkeypatch.setattr(Driver, "utils", SimpleNamespace(fill_tma_descriptor=fill), raising=False)
     monkeypatch.setattr("triton.backends.nvidia.driver.make_tensordesc_arg", _encode)
-    monkeypatch.setattr(_launches, "_IN_C", True)
+    monkeypatch.setattr(_launches, "launches_directly", lambda: True)
     launcher = CudaLauncher(0)
     launcher.launch = _behind(lambda *arguments: given.append(arguments[13:]), [TOLD])
     monkeypatch.setattr(Compiled, "run", launcher)
     describer = Describer(MATRIX, [16, 64])
     launches.kernel.arg_names = ["matrix", "y", "n", "SIZE", "FLAG"]
     return SimpleNamespace(
-        launch=Launch(launches, (5,), (48,), CONSTANTS, OPTIONS, (describer,)), encoded=encoded, given=given,
+        launch=BoundLaunch(launches, (5,), (48,), CONSTANTS, OPTIONS, (describer,)), encoded=encoded, given=given,
         describer=describer,
     )  # fmt: skip
 
@@ -280,11 +280,11 @@ def test_with_hooks_triton_gets_descriptors(described: SimpleNamespace, profiler
 
 
 @pytest.fixture
-def launch(launches: Launches) -> Launch:
-    return Launch(launches, (5,), (48,), CONSTANTS, OPTIONS)
+def launch(launches: CachedKernel) -> BoundLaunch:
+    return BoundLaunch(launches, (5,), (48,), CONSTANTS, OPTIONS)
 
 
-def test_a_launch_asks_for_tensors_once(launch: Launch) -> None:
+def test_a_launch_asks_for_tensors_once(launch: BoundLaunch) -> None:
     asked: list[bool] = []
 
     def tensors() -> tuple[Any, ...]:
@@ -297,7 +297,7 @@ def test_a_launch_asks_for_tensors_once(launch: Launch) -> None:
     assert launch.launches.kernel.runs == 2 * [((5, 1, 1), (X.data_ptr(), 0, 48, 64, True))]
 
 
-def test_addresses_off_16_bytes_have_their_own_kernel(launch: Launch) -> None:
+def test_addresses_off_16_bytes_have_their_own_kernel(launch: BoundLaunch) -> None:
     kernel = launch.launches.kernel
     for x in (X[1:], X, X[2:], X, X[4:]):
         launch(0, (x.data_ptr(), 0), lambda x=x: (x, None))
@@ -305,11 +305,11 @@ def test_addresses_off_16_bytes_have_their_own_kernel(launch: Launch) -> None:
     assert [given[0] for _, given in kernel.runs] == [X[2:].data_ptr(), X.data_ptr(), X[4:].data_ptr()]
 
 
-def test_numbers_that_change_come_after_the_sizes(launches: Launches) -> None:
+def test_numbers_that_change_come_after_the_sizes(launches: CachedKernel) -> None:
     """And change no kernel, though of other numbers it matters whether they are 1 or multiples of 16."""
     kernel = launches.kernel
     kernel.arg_names = ["x", "y", "n", "step", "SIZE", "FLAG"]
-    launch = Launch(launches, (5,), (48,), CONSTANTS, OPTIONS)
+    launch = BoundLaunch(launches, (5,), (48,), CONSTANTS, OPTIONS)
     for step in (3, 1, 16, -7):
         launch(0, (X.data_ptr(), 0), lambda: (X, None), (), (step,))
     launch(0, (X[1:].data_ptr(), 0), lambda: (X[1:], None), (), (5,))
@@ -317,7 +317,7 @@ def test_numbers_that_change_come_after_the_sizes(launches: Launches) -> None:
     assert [given for _, given in kernel.runs] == [(X.data_ptr(), 0, 48, step, 64, True) for step in (1, 16, -7)]
 
 
-def test_a_launch_is_on_the_tensors_device(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_is_on_the_tensors_device(launch: BoundLaunch, monkeypatch: pytest.MonkeyPatch) -> None:
     current = [0]
 
     class Device:
@@ -348,14 +348,14 @@ def _add(x, n, BY: tl.constexpr):
 
 
 def test_a_kernel_runs(device: str) -> None:
-    run, x = Launches(_add), torch.zeros(16, device=device)
+    run, x = CachedKernel(_add), torch.zeros(16, device=device)
     for n in (1, 2, 2, 32, 1):
         run((1,), (x, n), {"BY": 0.5}, {"num_warps": 1})
     assert (x == 38 + 5 * 0.5).all()
 
 
-def test_a_fixed_launch_asks_its_tensors_once(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    fixed = _launches.Fixed(launches, (5,), (X, None, 48), CONSTANTS, OPTIONS)
+def test_a_fixed_launch_asks_its_tensors_once(launches: CachedKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    fixed = _launches.FixedLaunch(launches, (5,), (X, None, 48), CONSTANTS, OPTIONS)
     for _ in range(3):
         fixed()
     assert len(launches.kernel.compiled) == 1
@@ -368,17 +368,17 @@ def test_a_fixed_launch_asks_its_tensors_once(launches: Launches, monkeypatch: p
     assert len(launches.kernel.runs) == 2
 
 
-def test_a_fixed_launch_is_of_the_same_tensors_only(launches: Launches) -> None:
-    fixed = _launches.Fixed(launches, (5,), (X, None, 48), CONSTANTS, OPTIONS)
+def test_a_fixed_launch_is_of_the_same_tensors_only(launches: CachedKernel) -> None:
+    fixed = _launches.FixedLaunch(launches, (5,), (X, None, 48), CONSTANTS, OPTIONS)
     assert fixed.is_of(launches, (5,), (X, None, 48))
     assert not fixed.is_of(launches, (6,), (X, None, 48))
     assert not fixed.is_of(launches, (5,), (X.clone(), None, 48))
     assert not fixed.is_of(launches, (5,), (X, None))
-    assert not fixed.is_of(Launches(Kernel()), (5,), (X, None, 48))
+    assert not fixed.is_of(CachedKernel(Kernel()), (5,), (X, None, 48))
 
 
 def test_in_the_interpreter_a_fixed_launch_asks_for_no_device(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch
+    launches: CachedKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where torch is built for CUDA and there is no driver, asking is an error."""
 
@@ -387,7 +387,7 @@ def test_in_the_interpreter_a_fixed_launch_asks_for_no_device(
 
     monkeypatch.setattr(_launches, "current_device", ask)
     launches.interpreted = True
-    fixed = Fixed(launches, (5,), (X, None, 48), CONSTANTS, OPTIONS)
+    fixed = FixedLaunch(launches, (5,), (X, None, 48), CONSTANTS, OPTIONS)
     for _ in range(2):
         fixed()
     assert len(launches.kernel.compiled) == 2
@@ -396,7 +396,7 @@ def test_in_the_interpreter_a_fixed_launch_asks_for_no_device(
 # Kernels that are compiled side by side
 
 
-def _compiles(launches: Launches, seen: list[Any], error: Exception | None = None) -> Launches:
+def _compiles(launches: CachedKernel, seen: list[Any], error: Exception | None = None) -> CachedKernel:
     """Launches whose compilations wait for each other: one after another they would wait for ever."""
 
     def warmup(*arguments: Any, **rest: Any) -> None:
@@ -405,7 +405,7 @@ def _compiles(launches: Launches, seen: list[Any], error: Exception | None = Non
         if error is not None:
             raise error
 
-    made = Launches(SimpleNamespace(warmup=warmup))
+    made = CachedKernel(SimpleNamespace(warmup=warmup))
     made.interpreted = False
     return made
 
@@ -421,7 +421,9 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 both = threading.Barrier(2)
 
 
-def test_kernels_are_compiled_side_by_side_on_the_current_device(launches: Launches, devices: list[int]) -> None:
+def test_kernels_are_compiled_side_by_side_on_the_current_device(
+    launches: CachedKernel, devices: list[int]
+) -> None:
     seen: list[Any] = []
     one, other = _compiles(launches, seen), _compiles(launches, seen)
     compile_together([(one, (3,), (X, 1), {"SIZE": 2}, {"num_warps": 4}), (other, (5,), (Y,), {}, {})])
@@ -432,13 +434,13 @@ def test_kernels_are_compiled_side_by_side_on_the_current_device(launches: Launc
     assert devices == [1, 1]
 
 
-def test_what_does_not_compile_says_so(launches: Launches, devices: list[int]) -> None:
+def test_what_does_not_compile_says_so(launches: CachedKernel, devices: list[int]) -> None:
     bad = [_compiles(launches, [], ValueError("no such instruction")) for _ in range(2)]
     with pytest.raises(ValueError, match="no such instruction"):
         compile_together([(one, (1,), (), {}, {}) for one in bad])
 
 
-def test_one_kernel_alone_or_interpreted_ones_need_no_threads(launches: Launches, devices: list[int]) -> None:
+def test_one_kernel_alone_or_interpreted_ones_need_no_threads(launches: CachedKernel, devices: list[int]) -> None:
     launches.interpreted = True
     compile_together([(launches, (1,), (), {}, {})] * 3)
     launches.interpreted = False

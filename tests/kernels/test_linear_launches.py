@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="triton is not installed: there are no kern
 import triton
 
 from narrowgauge.kernels import _launches
-from narrowgauge.kernels._launches import Launch, Launches
+from narrowgauge.kernels._launches import BoundLaunch, CachedKernel
 from narrowgauge.kernels._linear import _choose, _multiply, _rows, _sizes, _sums, _tiles
 from narrowgauge.kernels._linear._ways import Way
 
@@ -85,15 +85,15 @@ def kernels() -> Iterator[list[Kernel]]:
         wanted: list[tuple[Any, ...]] = []
         for module in (_rows, _tiles, _multiply, _sums):
             for launches in list(vars(module).values()):
-                if isinstance(launches, Launches):
+                if isinstance(launches, CachedKernel):
                     made.append(Kernel(launches.kernel))
                     made[-1].wanted = wanted
                     patch.setattr(launches, "kernel", made[-1])
                     patch.setattr(launches, "interpreted", False)
                     patch.setattr(launches, "_known", {})
-        plain = Launch.__call__
+        plain = BoundLaunch.__call__
 
-        def call(self: Launch, device: int, addresses: Any, arguments: Callable[[], Any], *rest: Any) -> None:
+        def call(self: BoundLaunch, device: int, addresses: Any, arguments: Callable[[], Any], *rest: Any) -> None:
             these = (*arguments(), *self.sizes)
             wanted.append((dependencies(these, self.constants, self.options), these))
             plain(self, device, addresses, arguments, *rest)
@@ -102,7 +102,7 @@ def kernels() -> Iterator[list[Kernel]]:
             def get_current_stream(self, device: int) -> int:
                 return 0
 
-        patch.setattr(Launch, "__call__", call)
+        patch.setattr(BoundLaunch, "__call__", call)
         patch.setattr(_launches, "current_device", lambda: -1)
         patch.setattr(triton.runtime.driver, "_active", Driver())
         patch.setattr(_multiply, "_multiprocessors", lambda device: 132)

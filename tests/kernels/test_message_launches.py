@@ -16,7 +16,7 @@ import triton
 from narrowgauge import formats
 from narrowgauge.formats import Coder
 from narrowgauge.kernels import _launches, _message_kernels, _messages
-from narrowgauge.kernels._launches import Launches
+from narrowgauge.kernels._launches import CachedKernel
 from narrowgauge.kernels._message_kind import Kind, Numbers, Place
 
 PLACES = [Place(0, 4096, 2048, 0, 11, 0), Place(4096, 700, 512, 2048, 12, 0)]
@@ -51,7 +51,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     monkeypatch.setattr(_launches, "current_device", lambda: -1)  # as tensors of the CPU say
     for name in ("encode", "add", "look", "finish"):
-        launches = Launches(Kernel(getattr(_message_kernels, name), found.first, found.found))
+        launches = CachedKernel(Kernel(getattr(_message_kernels, name), found.first, found.found))
         launches.interpreted = False
         monkeypatch.setattr(_messages, f"_{name.upper()}", launches)
     return found

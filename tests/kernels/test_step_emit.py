@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed: kernels cannot run, not even interpreted")
 
 from narrowgauge.kernels._graph import Node
-from narrowgauge.kernels._step._emit import lines
+from narrowgauge.kernels._step._expressions import lines
 
 A, B, C, D = (Node("input", (name,)) for name in "abcd")
 KNOWN = {A: "a", B: "b", C: "c", D: "d"}

@@ -42,3 +42,32 @@ def test_what_fails_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert str(unavailable(CUDA)).startswith("Triton does not start: ")
+
+
+@pytest.mark.parametrize(
+    ("capability", "limited"), [((9, 0), True), ((8, 0), False), ((8, 9), False), ((10, 0), False)]
+)
+def test_registers_are_limited_where_the_limits_were_measured(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], limited: bool
+) -> None:
+    monkeypatch.setattr(_triton, "instructions", lambda: (True, True))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    limits = _triton.limits_registers.__wrapped__
+    assert limits(CUDA) == limited
+    assert limits(torch.device("cpu")), "compiled for elsewhere, which is an H100 or H200"
+    monkeypatch.setattr(_triton, "instructions", lambda: (False, False))
+    assert not limits(CUDA), "AMD's and Intel's compilers know no such option"
+
+
+@pytest.mark.parametrize("limited", [True, False])
+def test_a_step_is_launched_with_the_limit_or_without(monkeypatch: pytest.MonkeyPatch, limited: bool) -> None:
+    pytest.importorskip("triton")
+    from narrowgauge.kernels._step import _launch
+    from narrowgauge.kernels._step._layout import Layout
+    from narrowgauge.storage import weight_storage
+
+    weight = weight_storage("plain").codec(torch.bfloat16)
+    assert weight is not None
+    monkeypatch.setattr(_launch, "limits_registers", lambda device: limited)
+    layout = Layout(weight, "bf16", "bf16", (), 512, True)
+    assert _launch._options(layout, CUDA).get("maxnreg") == (128 if limited else None)

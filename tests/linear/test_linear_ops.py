@@ -13,6 +13,7 @@ from test_linear_multiplies import FORMS, PLANS, run, tensors
 from torch import Tensor
 
 import narrowgauge as ng
+from narrowgauge.kernels import _triton
 from narrowgauge.linear import LowPrecisionLinear, _direct, _ops, linear, quantize
 from narrowgauge.linear._plan import MULTIPLIES
 
@@ -137,6 +138,10 @@ def test_the_path_says_what_runs_and_why(monkeypatch: pytest.MonkeyPatch) -> Non
     assert _ops.path("e4m3", cuda, "real") == "e4m3 simulated (triton is not installed)"
     assert _ops.path("int8", cuda, "real") == "int8 real (triton is not installed)"
     monkeypatch.setattr(_ops, "no_kernels", lambda device, dtype: None)
+    monkeypatch.setattr(_triton, "launches_directly", lambda: False)
+    monkeypatch.setattr("triton.__version__", "3.9.0")
+    assert _ops.path("int8", cuda, "real") == "int8 real (Triton 3.9.0 by its own launcher)"
+    monkeypatch.setattr(_triton, "launches_directly", lambda: True)
     assert _ops.path("int8", cuda, "real") == "int8 real (Triton)"
     assert _ops.path("int8", cuda, "simulated") == "int8 simulated"
     assert layer.path == "e4m3 real (Triton, cuBLAS)"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from narrowgauge.optim import _dispatch
+from narrowgauge.optim import _engine
 
 
 @pytest.fixture(scope="session")
@@ -21,6 +21,6 @@ def device() -> str:
 def kernels(monkeypatch: pytest.MonkeyPatch, device: str) -> Iterator[None]:
     """Optimizers step by kernels on any device; the interpreter's numpy warns where floats do what they do."""
     if device == "cpu":
-        monkeypatch.setattr(_dispatch, "unavailable", lambda device: None)
+        monkeypatch.setattr(_engine, "unavailable", lambda device: None)
     with np.errstate(all="ignore"):
         yield

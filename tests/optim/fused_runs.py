@@ -11,28 +11,50 @@ import torch
 from torch import Tensor
 
 from narrowgauge import optim
-from narrowgauge.optim._fused_entry import Entry
-from narrowgauge.optim._fused_gpu import FusedSteps
+from narrowgauge.optim._eager import Noise, update
 from narrowgauge.optim._optimizer import NarrowOptimizer
-from narrowgauge.optim._plan import plan_parameter
-from narrowgauge.optim._update import Noise, update
+from narrowgauge.optim._plan import ParamStep, plan_param
+from narrowgauge.optim._triton_backend import TritonSteps
 from narrowgauge.rules import Rule, Slot
 
 State = dict[str, Tensor]
 
 
-def entries(optimizer: NarrowOptimizer) -> list[Entry]:
+class Kernels:
+    """Steps of lists by Triton's kernels alone: in the lists of the step before if they still hold."""
+
+    def __init__(self) -> None:
+        self._steps: TritonSteps | None = None
+        self._given: list[ParamStep] = []
+
+    def __call__(self, given: Sequence[ParamStep]) -> list[ParamStep]:
+        """Take a step; those that have no kernel, untouched."""
+        same = len(given) == len(self._given) and all(
+            a.plan is b.plan and a.param is b.param for a, b in zip(given, self._given, strict=True)
+        )
+        for mine, new in zip(self._given, given, strict=True) if same else ():
+            mine.grad, mine.state, mine.group = new.grad, new.state, new.group
+        columns = [step.grad for step in given], [step.state for step in given]
+        if self._steps is None or not same or not self._steps.refresh(*columns):
+            self._given = list(given)
+            self._steps = TritonSteps(self._given)
+            self._steps.upload()
+        self._steps.run(None)
+        return [given[position] for position in self._steps.left]
+
+
+def entries(optimizer: NarrowOptimizer) -> list[ParamStep]:
     """What the optimizer would step with now."""
-    optimizer._follow()
+    optimizer._replan()
     found = []
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.grad is None:
                 continue
-            plan, state = optimizer._plan(p), optimizer.state[p]
+            plan, state = optimizer.plan_of(p), optimizer.state[p]
             if not state:
                 state.update(plan.init(p, group))
-            found.append(Entry(plan, p, p.grad, state, group))
+            found.append(ParamStep(plan.index, plan, group, p, p.grad, state))
     return found
 
 
@@ -49,7 +71,7 @@ def twins(
     options = {"min_quantized_size": 0, **options}
     made = [getattr(optim, name)(some, **copy.deepcopy(options)) for some in (ps, qs)]
     for optimizer in made:
-        optimizer._dispatch.eager = "kernels are compared with it"
+        optimizer._engine.backends = ()
     return list(zip(ps, qs, strict=True)), made[0], made[1]
 
 
@@ -57,7 +79,7 @@ class Keep(Rule):
     """Keeps the gradient as m and the weight as v; the weight moves by what was kept before."""
 
     name = "keep"
-    moments = (Slot("m", signed=True, unit="v"), Slot("v", signed=False))
+    moments = (Slot("m", signed=True, normalizer="v"), Slot("v", signed=False))
 
     def __init__(self, slots: str, shown: str) -> None:
         self._slots, self._shown = slots, shown
@@ -72,7 +94,7 @@ class Keep(Rule):
         new = {"m": grad * 1.0, "v": weight * 1.0 if "m" in self._slots else grad * 1.0}
         return moments[self._shown] * 1.0, {name: new[name] for name in moments}
 
-    def reach(self, arithmetic: Any, weight: Tensor, moments: Any, s: Any) -> dict[str, Any]:
+    def remaining_effect(self, arithmetic: Any, weight: Tensor, moments: Any, s: Any) -> dict[str, Any]:
         return {"m": s["lr"]} if "m" in moments else {}
 
 
@@ -90,19 +112,17 @@ def kept(
     group |= {"nonfinite": "propagate", **options}
     eager, fused = [], []
     for i, (weight, grad) in enumerate(zip(values, grads, strict=True)):
-        plan = plan_parameter(rule, group, weight, str(i), i)
+        plan = plan_param(rule, group, weight, str(i), i)
         for results in (eager, fused):
             p = weight.detach().clone()
-            results.append(Entry(plan, p, grad.clone(), plan.init(p, group), group))
-    run = FusedSteps()
+            results.append(ParamStep(i, plan, group, p, grad.clone(), plan.init(p, group)))
+    run = Kernels()
     for step in (1, 2):
         for e in eager:
-            new_p, new_state, _ = update(
-                e.plan, e.p, e.grad, e.state, e.group, step, Noise(group["seed"], e.plan.index, step, e.p)
-            )
-            e.p.copy_(new_p)
+            new_p, new_state, _ = update(e, step, Noise(group["seed"], e.plan.index, step, e.param))
+            e.param.copy_(new_p)
             for key, value in new_state.items():
                 e.state[key].copy_(value)
         with np.errstate(all="ignore"):  # the interpreter's numpy warns where floats do what they do
             run(fused)
-    return [(e.p, dict(e.state)) for e in eager], [(e.p, dict(e.state)) for e in fused]
+    return [(e.param, dict(e.state)) for e in eager], [(e.param, dict(e.state)) for e in fused]

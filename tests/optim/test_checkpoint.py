@@ -3,6 +3,7 @@
 import copy
 import itertools
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -23,13 +24,13 @@ COARSE = {
 def moments(optimizer: NarrowOptimizer) -> dict[str, torch.Tensor]:
     return {
         f"{plan.name}.{slot.slot.name}": slot.decode(optimizer.state[p], p.shape)
-        for p, plan in optimizer._all_plans()
+        for p, plan in optimizer.plans()
         for slot in plan.slots
     }
 
 
 def weights(optimizer: NarrowOptimizer) -> dict[str, torch.Tensor]:
-    return {plan.name: plan.exact(p.detach(), optimizer.state[p])[0] for p, plan in optimizer._all_plans()}
+    return {plan.name: plan.exact(p.detach(), optimizer.state[p])[0] for p, plan in optimizer.plans()}
 
 
 @pytest.mark.parametrize(("old", "new"), list(itertools.product(state_storages(), repeat=2)), ids=str)
@@ -44,10 +45,10 @@ def test_every_state_storage_becomes_every_other(old: str, new: str) -> None:
         plain.load_state_dict(saved.state_dict())
         wanted = moments(saved)
         assert same(moments(plain), wanted)
-        for (p, plan), q in zip(loaded._all_plans(), saved.state, strict=True):
+        for (p, plan), q in zip(loaded.plans(), saved.state, strict=True):
             assert loaded.state[p]["step"] == 3
             for slot in plan.slots:
-                words, origin = slot.words(loaded.state[p]), slot.words(saved.state[q])
+                words, origin = slot.tensors(loaded.state[p]), slot.tensors(saved.state[q])
                 key = f"{plan.name}.{slot.slot.name}"
                 if old == new and block == 64:
                     assert same(words, origin)
@@ -94,6 +95,38 @@ def test_marked_and_renamed_parameters_resume() -> None:
     assert same(everything(saved), everything(same_marks))
     assert [row.states for row in no_marks.describe().rows] == ["m:4bit v:4bit", "m:4bit v:4bit", "m:fp32 v:fp32"]
     assert same(moments(no_marks)["odd.v"], moments(saved)["odd.v"])
+
+
+@pytest.mark.parametrize(
+    ("cls", "mark", "states"),
+    [
+        (AdamW, "8bit", "log8"), (AdamW, "log8", "8bit"), (AdamW, "log4", "4bit"),
+        (Lion, "4bit", "log4"), (Lion, "log4", "4bit"),
+    ],
+)  # fmt: skip
+def test_marks_tell_storages_whose_words_look_alike(cls: type, mark: str, states: str) -> None:
+    """A first moment of one may be one of the other. A second moment tells the two apart without a mark."""
+
+    def made(with_mark: bool) -> NarrowOptimizer:
+        parameters = model()
+        for _, p in parameters if with_mark else ():
+            mark_states(p, mark)
+        return cls(parameters, states=states, block_size=64, min_quantized_size=0)
+
+    saved, plain = made(True), made(False)
+    drive(saved, range(2))
+    drive(plain, range(2))
+    resumed = made(True)
+    resumed.load_state_dict(saved.state_dict())
+    assert same(everything(resumed), everything(saved))
+    if cls is AdamW:
+        for written, reader in ((plain, made(True)), (saved, made(False))):
+            reader.load_state_dict(written.state_dict())
+            wide = AdamW(model(), states="fp32")
+            wide.load_state_dict(written.state_dict())
+            assert same(moments(wide), moments(written))
+            for name, wanted in moments(written).items():
+                assert (moments(reader)[name] - wanted).abs().max() <= 0.3 * wanted.abs().max(), name
 
 
 def test_hyperparameters_come_from_the_checkpoint_and_storages_stay() -> None:
@@ -153,11 +186,28 @@ def test_pickles_and_copies_go_on_alike() -> None:
         assert same(weights(original), weights(twin))
 
 
-def test_percentile_histories_are_kept_where_both_sides_have_one() -> None:
-    saved, loaded = (AdamW(model(), percentile_clipping=90) for _ in range(2))
-    drive(saved, range(3))
-    loaded.load_state_dict(saved.state_dict())
-    assert same(everything(saved), everything(loaded))
+def test_norms_of_percentile_clipping_are_dropped() -> None:
+    """Earlier versions had that option: its norms are in their states, and its percentile in every group."""
+    for percentile, dropped in ((90, True), (100, False)):
+        saved, loaded = AdamW(model(), states="8bit"), AdamW(model(), states="8bit")
+        drive(saved, range(3))
+        former = copy.deepcopy(saved.state_dict())
+        former["param_groups"][0]["percentile_clipping"] = percentile
+        for state in former["state"].values() if dropped else ():
+            state["grad_norms"] = torch.full((100,), torch.inf)
+            state["grad_norms"][-3:] = torch.tensor([1.0, 2.0, 3.0])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loaded.load_state_dict(former)
+        assert [str(one.message) for one in caught] == [
+            "state_dict: dropped percentile_clipping, which AdamW does not have (group 0); "
+            "dropped 'grad_norms', which AdamW does not keep (weight, odd, bias)"
+        ] * dropped
+        assert ("grad_norms" in former["state"][0]) == dropped  # which stays as its owner has it
+        assert "percentile_clipping" not in loaded.param_groups[0]
+        assert same(everything(saved), everything(loaded))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'percentile_clipping'"):
+        AdamW(model(), percentile_clipping=5)
 
 
 def broken(change) -> dict:
@@ -250,3 +300,31 @@ def test_devices_may_change_between_saving_and_loading(states: str) -> None:
     assert same(everything(cpu)[0], everything(back)[0])
     wide.load_state_dict(cpu.state_dict())
     assert all(torch.equal(a.cpu(), b) for a, b in zip(moments(wide).values(), moments(cpu).values(), strict=True))
+
+
+def test_first_moments_survive_second_ones_that_were_kept_as_zero() -> None:
+    """An embedding's rows have scales of their own: the paper's codes forget some v, and `log8` drops their m."""
+    generator = torch.Generator().manual_seed(0)
+    table = torch.nn.Parameter(torch.zeros(64, 96))
+    saved, loaded, wide = (
+        AdamW([("embedding", table)], states=states, min_quantized_size=0) for states in ("8bit", "log8", "fp32")
+    )
+    scale = 10 ** (6 * torch.rand(64, 1, generator=generator) - 6)
+    for _ in range(20):
+        table.grad = scale * torch.randn(table.shape, generator=generator)
+        saved.step()
+    with pytest.warns(UserWarning, match=r"dropped 'm' where 'v' is 0 \(embedding\)"):
+        loaded.load_state_dict(saved.state_dict())
+    wide.load_state_dict(saved.state_dict())
+    wanted, found = moments(wide), moments(loaded)
+    there = wanted["embedding.v"] > 0
+    assert 0.05 < 1 - float(there.float().mean()) < 0.7
+    for rows in (scale.flatten() > 1e-2, scale.flatten() <= 1e-2):
+        m, n = (x["embedding.m"] * there for x in (wanted, found))
+        assert float((m - n)[rows].norm() / m[rows].norm()) < 0.02
+    assert not found["embedding.m"][~there].any()
+    # From then on every step is an ordinary one.
+    before = table.detach().clone()
+    table.grad = scale * torch.randn(table.shape, generator=generator)
+    loaded.step()
+    assert float((table.detach() - before).abs().max()) < 10e-3

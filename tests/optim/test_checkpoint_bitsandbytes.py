@@ -10,7 +10,7 @@ import torch
 
 from narrowgauge import optim
 from narrowgauge.formats import codebook
-from narrowgauge.optim import AdamW, AdamW8bit
+from narrowgauge.optim import AdamW, AdamW8bit, SGD8bit
 
 WRAPPED = "__bnb_optimizer_quant_state__"
 BIG = 5000
@@ -88,7 +88,7 @@ def test_public_8bit_states_convert(options: dict) -> None:
     state = bnb_state(True, False)
     ours = AdamW(pair(), **options)
     ours.load_state_dict(bnb_checkpoint(wrapped(state)))
-    p, plan = ours._all_plans()[0]
+    p, plan = ours.plans()[0]
     for number, (slot, coarse) in enumerate(zip(plan.slots, (0.0071, 0.0036), strict=True), start=1):
         exact = decoded(state[0], number)
         error = (slot.decode(ours.state[p], p.shape) - exact).abs().max()
@@ -119,7 +119,7 @@ def test_the_other_public_8bit_optimizers_map_alike(kind, signs, group: dict, wa
     else:
         ours.load_state_dict(checkpoint)
     assert {key: ours.param_groups[0][key] for key in wanted} == wanted
-    p, plan = ours._all_plans()[0]
+    p, plan = ours.plans()[0]
     for number, slot in enumerate(plan.slots, start=1):
         exact = decoded(state[0], number)
         error = (slot.decode(ours.state[p], p.shape) - exact).abs().max()
@@ -141,6 +141,12 @@ def test_what_the_public_8bit_optimizers_keep_beside_is_said_or_refused() -> Non
             ours.load_state_dict(bnb_checkpoint(bad))
     with pytest.raises(ValueError, match="large has no 'state2' for 'v', got"):
         ours.load_state_dict(bnb_checkpoint(wrapped(bnb_state(True))))
+    with pytest.raises(ValueError, match="'__bnb_optimizer_quant_state__' of large is a int, takes a dict"):
+        ours.load_state_dict(bnb_checkpoint(bnb_state(True, False) | {0: {WRAPPED: 5}}))
+    without = bnb_checkpoint(bnb_state(True))
+    del without["param_groups"][0]["betas"]
+    with pytest.raises(ValueError, match="group 0 has betas=None, takes momentum and dampening"):
+        SGD8bit(pair(), momentum=0.9).load_state_dict(without)
     assert all(
         torch.equal(a, b)
         for x, y in zip(before.values(), ours.state.values(), strict=True)

@@ -9,12 +9,12 @@ from checkpoint_runs import drive, model
 
 from narrowgauge.formats import BF16, FP16, FloatFormat
 from narrowgauge.optim import AdamW, NarrowOptimizer
-from narrowgauge.optim._checkpoint_words import low_word
+from narrowgauge.optim._checkpoint_convert import low_word
 from narrowgauge.storage import weight_storage, weight_storages
 
 
 def weights(optimizer: NarrowOptimizer) -> dict[str, torch.Tensor]:
-    return {plan.name: plan.exact(p.detach(), optimizer.state[p])[0] for p, plan in optimizer._all_plans()}
+    return {plan.name: plan.exact(p.detach(), optimizer.state[p])[0] for p, plan in optimizer.plans()}
 
 
 WEIGHTS = [
@@ -85,7 +85,7 @@ def test_a_low_word_left_over_from_another_weight_does_no_harm() -> None:
         ps = [p.detach().clone().requires_grad_() for p in saved.state]
         loaded = AdamW(zip(names, ps, strict=True), weights=new)
         loaded.load_state_dict(saved.state_dict())
-        for (p, _), value in zip(loaded._all_plans(), weights(loaded).values(), strict=True):
+        for (p, _), value in zip(loaded.plans(), weights(loaded).values(), strict=True):
             assert ((value - p.double()).abs() <= BF16.ulp(p.double()) / 2).all()
 
 

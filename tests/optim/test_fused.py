@@ -14,7 +14,7 @@ import torch
 
 from narrowgauge import optim
 from narrowgauge.kernels import _c_library
-from narrowgauge.optim._fused_cpu import Kernel, _made, kernel_of
+from narrowgauge.optim._c_backend import CKernel, _made, kernel_of
 from narrowgauge.optim._optimizer import NarrowOptimizer
 
 RULES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -57,7 +57,7 @@ def trained(
     p = torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
     optimizer = getattr(optim, name)([p], lr=lr, **{"min_quantized_size": 0, **options})
     if not fused:
-        optimizer._kernel = lambda *_: None
+        optimizer._engine.backends = ()
     sizes = 10.0 ** torch.empty(shape).uniform_(-6, 2, generator=generator)
     if dtype == torch.float16:
         sizes = sizes.clamp(1e-3, 1)
@@ -81,8 +81,10 @@ def check(
             assert (states[key] != value).double().mean() <= (0.5 if value.dtype == torch.float32 else 0.01)
         else:
             assert torch.equal(states[key], value), key
-    weight, right = (o._plans[x].exact(x.detach(), o.state[x])[0] for x, o in ((p, optimizer), (twin, eager)))
-    slack = ULPS[p.dtype] if optimizer._plans[p].weight.key is None else 2.0**-14
+    weight, right = (
+        o._engine.plans[x].exact(x.detach(), o.state[x])[0] for x, o in ((p, optimizer), (twin, eager))
+    )
+    slack = ULPS[p.dtype] if optimizer._engine.plans[p].weight.key is None else 2.0**-14
     # Where a second moment was rounded to zero a step is large, and is taken back later: rounded as what it was.
     least = lr if steps == 1 or not right.numel() else right.abs().max()
     assert ((weight - right).abs() <= slack * right.abs().clamp_min(least) * steps).all()
@@ -168,7 +170,7 @@ def test_a_zero_keeps_its_sign(fused: bool) -> None:
     p = torch.nn.Parameter(torch.tensor([-0.0, 0.0]))
     optimizer = optim.SGD([p], lr=1e-2)
     if not fused:
-        optimizer._kernel = lambda *_: None
+        optimizer._engine.backends = ()
     p.grad = torch.zeros(2)
     optimizer.step()
     assert torch.signbit(p).tolist() == [True, False]
@@ -200,18 +202,11 @@ def test_what_does_not_fit_is_stepped_all_the_same() -> None:
     torch.testing.assert_close(*found, rtol=1e-6, atol=0)
 
 
-REASONS = [
-    ({"states": "8bit", "block_size": 100}, "block_size 100"),
-    ({"percentile_clipping": 50}, "percentile_clipping"),
-]
-
-
-@pytest.mark.parametrize(("options", "reason"), REASONS)
-def test_describe_says_why_a_step_is_not_fused(options: dict[str, Any], reason: str) -> None:
-    _, optimizer = trained("AdamW", options, fused=True)
+def test_describe_says_why_a_step_is_not_fused() -> None:
+    _, optimizer = trained("AdamW", {"states": "8bit", "block_size": 100}, fused=True)
     (row,) = optimizer.describe().rows
     assert row.path == "eager torch, fp32"
-    assert reason in row.why
+    assert "block_size 100" in row.why
 
 
 @pytest.mark.parametrize("options", [{}, {"states": "log8", "weights": "split", "maximize": True}])
@@ -260,13 +255,13 @@ def test_without_openmp_pythons_threads_do_the_same() -> None:
         torch.set_num_threads(3)
         for threaded in (True, False):
             p, optimizer = trained("LAMB", {"states": "log8"}, fused=True, shape=(3, 70_001))
-            kernel = kernel_of(optimizer._plans[p], p, optimizer.param_groups[0])
-            assert isinstance(kernel, Kernel)
-            was, kernel._threaded = kernel._threaded, threaded and kernel._threaded
+            kernel = kernel_of(optimizer._engine.plans[p], optimizer.param_groups[0], p.dtype, False)
+            assert isinstance(kernel, CKernel)
+            was, kernel.threaded = kernel.threaded, threaded and kernel.threaded
             try:
                 optimizer.step()
             finally:
-                kernel._threaded = was
+                kernel.threaded = was
             found.append([p.detach(), *optimizer.state[p].values()])
     finally:
         torch.set_num_threads(before)

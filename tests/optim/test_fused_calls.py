@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from narrowgauge import optim
-from narrowgauge.optim._fused_cpu import kernel_of, words_for
-from narrowgauge.optim._fused_cpu_kernel import Kernel
+from narrowgauge.optim._c_backend import CKernel, fits, kernel_of
 from narrowgauge.optim._optimizer import NarrowOptimizer
+from narrowgauge.optim._plan import ParamStep
 
 SIZES = (700, 300, 1000)
 
@@ -29,7 +29,7 @@ def made(fused: bool, lr: Any = 1e-2) -> NarrowOptimizer:
         min_quantized_size=0,
     )
     if not fused:
-        optimizer._kernel = lambda *_: None  # type: ignore[method-assign]
+        optimizer._engine.backends = ()
     return optimizer
 
 
@@ -122,11 +122,11 @@ def test_what_has_another_size_is_not_given_to_c(what: str, size: int) -> None:
     stepped(optimizer, 1)
     group = optimizer.param_groups[0]
     p = group["params"][1]
-    state, plan = optimizer.state[p], optimizer._plans[p]
-    kernel = kernel_of(plan, p, group)
-    assert isinstance(kernel, Kernel)
+    state, plan = optimizer.state[p], optimizer._engine.plans[p]
+    kernel = kernel_of(plan, group, p.dtype, False)
+    assert isinstance(kernel, CKernel)
     assert p.grad is not None
-    assert words_for(kernel, plan, p, p.grad, state) is not None
+    assert fits(kernel, ParamStep(0, plan, group, p, p.grad, state))
     if what == "p":
         p.data = torch.ones(size, dtype=p.dtype)
         p.grad = torch.ones_like(p)
@@ -134,7 +134,7 @@ def test_what_has_another_size_is_not_given_to_c(what: str, size: int) -> None:
         key = plan.weight_key if what == "low" else what
         assert key is not None
         state[key] = torch.zeros(size, dtype=state[key].dtype)
-    assert words_for(kernel, plan, p, p.grad, state) is None
+    assert not fits(kernel, ParamStep(0, plan, group, p, p.grad, state))
 
 
 @pytest.fixture

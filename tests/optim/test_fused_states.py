@@ -13,12 +13,17 @@ import triton
 import triton.language as tl
 from fused_runs import Keep, kept
 
-from narrowgauge.kernels._step._blockwise import usual_e4m3_encode, usual_table_encode
-from narrowgauge.kernels._step._signed import usual_signed_encode
-from narrowgauge.kernels._step._states import usual_pattern4_encode, usual_pattern8_encode, usual_relative_encode
+from narrowgauge.kernels._step._codebooks import fast_codebook_encode, fast_float8_encode
+from narrowgauge.kernels._step._log_states import (
+    fast_log_signed_encode,
+    fast_log_unsigned4_encode,
+    fast_log_unsigned8_encode,
+    fast_normalized8_encode,
+)
+from narrowgauge.storage import _states, register_state
 
 SIZES = (1, 2 * 256 + 100)
-KINDS = ("one scale", "mixed", "zeros", "blocks of zeros", "tiny", "huge", "not finite", "ties")
+KINDS = ("one scale", "mixed", "zeros", "blocks of zeros", "tiny", "huge", "not finite", "ties", "some v zero")
 
 
 def numbers(kind: str, size: int, seed: int) -> Tensor:
@@ -39,6 +44,8 @@ def numbers(kind: str, size: int, seed: int) -> Tensor:
     if kind == "not finite":
         odd = torch.tensor([torch.inf, -torch.inf, torch.nan])[torch.randint(0, 3, (size,), generator=generator)]
         return torch.where(spread < 0.01 * (seed % 3), odd, x)
+    if kind == "some v zero":
+        return torch.where((spread < 0.1) & (seed < 20), 0.0, x)
     if kind == "ties":
         return (x * 4).round() / 4
     return x * 0.01
@@ -83,6 +90,28 @@ def test_first_moments_in_units_of_the_second(states: str, kind: str, device: st
     check(Keep("mv", "m"), {"m": states, "v": states}, 256, kind, device)
 
 
+@pytest.mark.parametrize("kind", ["mixed", "zeros", "not finite", "ties"])
+@pytest.mark.parametrize(("codebook", "bits"), [("dynamic_tree", 8), ("linear", 4), ("quantile", 8)])
+def test_first_moments_in_codebooks_with_minus_one(
+    codebook: str, bits: int, kind: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their scales are magnitudes."""
+    monkeypatch.setattr(_states, "_STORAGES", dict(_states._STORAGES))
+    register_state(codebook, _states.CodebookState(codebook, bits=bits, codebook=codebook))
+    check(Keep("mv", "m"), {"m": codebook, "v": "fp32"}, 256, kind, device)
+
+
+@pytest.mark.parametrize("kind", ["one scale", "mixed", "zeros", "not finite"])
+@pytest.mark.parametrize(("first", "second"), [("log8", "fp32"), ("log4", "bf16"), ("log8", "expansion")])
+def test_first_moments_in_units_of_a_second_in_floats(first: str, second: str, kind: str, device: str) -> None:
+    """Which has no blocks, leaves no value by itself, and may be NaN of either sign."""
+    check(Keep("mv", "m"), {"m": first, "v": second}, 256, kind, device)
+
+
+def test_first_moments_in_units_of_a_second_in_other_codes(device: str) -> None:
+    check(Keep("mv", "m"), {"m": "log8", "v": "8bit"}, 256, "mixed", device)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("states", ["log8", "log4"])
 def test_first_moments_that_are_alone(states: str, kind: str, device: str) -> None:
@@ -96,17 +125,17 @@ def test_block_sizes(states: str, block: int, device: str) -> None:
 
 
 @triton.jit
-def _unusual(x_at, cells, found):
-    """Which of the ways of the usual units have something against a block."""
+def _unusual(x_at, values, cells, found):
+    """Which of the fast encoders find a block unusual."""
     x = tl.load(x_at + tl.arange(0, 256)[None, :])
     random = tl.zeros([1, 256], tl.uint32)
-    _, _, table = usual_table_encode(x, cells, 0, True, 254)
-    _, _, unsigned = usual_table_encode(x, cells, 0, False, 254)
-    _, _, float8 = usual_e4m3_encode(x, True)
-    _, _, kept, pattern8 = usual_pattern8_encode(x, random)
-    _, _, _, _, pattern4 = usual_pattern4_encode(x, random)
-    _, _, _, relative = usual_relative_encode(x, kept, 8)
-    _, _, _, _, signed = usual_signed_encode(x)
+    _, _, _, table = fast_codebook_encode(x, values, cells, 127, 0, 1, 8, False)
+    _, _, _, unsigned = fast_codebook_encode(x, values, cells, 0, 0, 0, 8, False)
+    _, _, _, float8 = fast_float8_encode(x, 2, 8, False)
+    _, _, kept, pattern8 = fast_log_unsigned8_encode(x, random, 8, False)
+    _, _, _, _, pattern4 = fast_log_unsigned4_encode(x, random, 4, False)
+    _, _, _, relative = fast_normalized8_encode(x, kept, 8, False)
+    _, _, _, _, signed = fast_log_signed_encode(x, 8, False)
     column = tl.arange(0, 1)[:, None]
     tl.store(found + 0 + column, table.to(tl.int32))
     tl.store(found + 1 + column, unsigned.to(tl.int32))
@@ -120,15 +149,16 @@ def _unusual(x_at, cells, found):
 def test_zeros_are_nothing_unusual(device: str) -> None:
     """An embedding has many such blocks at first: done twice, they took five times as long as others."""
     cells = torch.zeros(1 << 15, dtype=torch.int32, device=device)
+    values = torch.zeros(1 << 15, device=device)
 
     def unusual(x: Tensor) -> list[int]:
         found = torch.full((7,), -1, dtype=torch.int32, device=device)
         with np.errstate(all="ignore"):
-            _unusual[(1,)](x.to(device), cells, found, enable_fp_fusion=False)
+            _unusual[(1,)](x.to(device), values, cells, found, enable_fp_fusion=False)
         return found.tolist()
 
     assert unusual(torch.zeros(256)) == [0] * 7
     assert unusual(torch.rand(256, generator=torch.Generator().manual_seed(0)) + 1) == [0] * 7
     one = torch.zeros(256)
     one[7] = 2.0**-130
-    assert unusual(one) == [1, 1, 1, 1, 1, 0, 1]  # in its unit, what is relative is none too small
+    assert unusual(one) == [1, 1, 1, 1, 1, 0, 1]  # in its unit it is not too small

@@ -13,14 +13,13 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed: kernels cannot run, not even interpreted")
 
-from fused_runs import entries, parameters, twins
+from fused_runs import Kernels, entries, parameters, twins
 
 from narrowgauge.kernels._step._tables import Tables
-from narrowgauge.optim import _fused_board
-from narrowgauge.optim._fused_entry import Entry, why_not
-from narrowgauge.optim._fused_gpu import FusedSteps
-from narrowgauge.optim._fused_kinds import kernels_of
+from narrowgauge.optim import _launch_tables
 from narrowgauge.optim._optimizer import NarrowOptimizer
+from narrowgauge.optim._plan import ParamStep
+from narrowgauge.optim._triton_backend import kernels_of, why_not
 
 SHAPES = ((1,), (0,), (300,), (16, 64), (513,))
 
@@ -44,7 +43,7 @@ KEPT = [
 ]  # fmt: skip
 
 
-def fused(run: FusedSteps, what: Sequence[Entry]) -> None:
+def fused(run: Kernels, what: Sequence[ParamStep]) -> None:
     with np.errstate(all="ignore"):
         run(what)
 
@@ -87,7 +86,7 @@ def agree(pairs: list[tuple[Tensor, Tensor]], a: NarrowOptimizer, b: NarrowOptim
 
 def meanings(p: Tensor, optimizer: NarrowOptimizer) -> dict[str, Tensor]:
     """What is kept of a parameter, words that are one number in one."""
-    words = {**optimizer.state[p], "weight": optimizer._plan(p).exact(p, optimizer.state[p])[0]}
+    words = {**optimizer.state[p], "weight": optimizer.plan_of(p).exact(p, optimizer.state[p])[0]}
     found = {}
     for name, value in words.items():
         if name.startswith("weight.") or name.endswith(".lo"):
@@ -103,7 +102,7 @@ def meanings(p: Tensor, optimizer: NarrowOptimizer) -> dict[str, Tensor]:
 
 def compare(name: str, dtype: torch.dtype, device: str, odd: bool = False, steps: int = 3, **options: Any) -> None:
     pairs, a, b = twins(name, options, parameters(SHAPES, dtype, device))
-    run = FusedSteps()
+    run = Kernels()
     for step in range(steps):
         give_gradients(pairs, step, odd and step == 1)
         a.step()
@@ -138,7 +137,7 @@ def test_learning_rates_that_change_and_groups_that_differ(device: str) -> None:
         extra = torch.nn.Parameter(torch.ones(700, device=device))
         optimizer.add_param_group({"params": [extra], "lr": 1e-1, "weight_decay": 0.5})
         pairs = [*pairs, (extra, extra)] if place == 0 else [*pairs[:-1], (pairs[-1][0], extra)]
-    run = FusedSteps()
+    run = Kernels()
     for step in range(3):
         give_gradients(pairs, step)
         for optimizer in (a, b):
@@ -153,7 +152,7 @@ def test_learning_rates_that_change_and_groups_that_differ(device: str) -> None:
 def test_one_launch_or_one_a_tensor(weights: str, states: str, device: str) -> None:
     options = {"weights": weights, "states": states}
     pairs, a, b = twins("AdamW", options, parameters(SHAPES, torch.bfloat16, device))
-    together, apart = FusedSteps(), [FusedSteps() for _ in SHAPES]
+    together, apart = Kernels(), [Kernels() for _ in SHAPES]
     for step in range(2):
         give_gradients(pairs, step)
         fused(together, entries(a))
@@ -168,7 +167,7 @@ def test_addresses_that_are_no_multiple_of_16_bytes(device: str) -> None:
     pool = torch.randn(2000, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16).to(device)
     ps = [torch.nn.Parameter(pool[1:701]), torch.nn.Parameter(pool[701:1301])]
     pairs, a, b = twins("AdamW", {"weights": "plain", "states": "log8"}, ps)
-    run = FusedSteps()
+    run = Kernels()
     for step in range(2):
         give_gradients(pairs, step)
         b.step()
@@ -181,22 +180,21 @@ def test_what_has_no_kernel_says_why(device: str) -> None:
     for options, why in (
         ({"arithmetic": "strict", "states": "bf16", "weights": "plain"}, "strict"),
         ({"states": "8bit", "block_size": 100}, "block_size"),
-        ({"percentile_clipping": 50}, "percentile"),
     ):
         pairs, a, _ = twins("AdamW", options, ps)
         give_gradients(pairs, 0)
         (entry,) = entries(a)
         assert why in str(why_not(entry))
-        before = entry.p.clone()
-        assert FusedSteps()([entry]) == [entry]
-        assert torch.equal(entry.p, before)
+        before = entry.param.clone()
+        assert Kernels()([entry]) == [entry]
+        assert torch.equal(entry.param, before)
 
 
 def test_a_rule_that_is_not_elementwise_is_left_to_the_eager_path(device: str) -> None:
     pairs, a, _ = twins("Muon", {"states": "fp32"}, parameters(((8, 4),), torch.float32, device))
     give_gradients(pairs, 0)
     what = entries(a)
-    assert FusedSteps()(what) == what
+    assert Kernels()(what) == what
 
 
 class Interrupted(Tables):
@@ -214,7 +212,7 @@ class Interrupted(Tables):
 @pytest.fixture
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> type[Interrupted]:
     """For steps that have not been taken yet in this process."""
-    monkeypatch.setattr(_fused_board, "Tables", Interrupted)
+    monkeypatch.setattr(_launch_tables, "Tables", Interrupted)
     kernels_of.cache_clear()
     return Interrupted
 
@@ -227,7 +225,7 @@ def test_a_first_step_that_raises_is_not_the_last(interrupted: type[Interrupted]
 
     pairs, a, b = twins("AdamW", {}, parameters(SHAPES, torch.bfloat16, device))
     give_gradients(pairs, 0)
-    run, interrupted.by = FusedSteps(), full
+    run, interrupted.by = Kernels(), full
     with pytest.raises(torch.OutOfMemoryError):
         fused(run, entries(a))
     fused(run, entries(a))
@@ -244,12 +242,12 @@ def test_a_step_is_taken_while_another_thread_takes_its_first(interrupted: type[
     theirs = entries(c)
 
     def step() -> None:
-        thread = threading.Thread(target=fused, args=(FusedSteps(), theirs))
+        thread = threading.Thread(target=fused, args=(Kernels(), theirs))
         thread.start()
         thread.join()
 
     interrupted.by = step
-    fused(FusedSteps(), entries(a))
+    fused(Kernels(), entries(a))
     b.step()
     d.step()
     agree(pairs, a, b)
@@ -259,17 +257,17 @@ def test_a_step_is_taken_while_another_thread_takes_its_first(interrupted: type[
 def test_what_could_not_be_sent_is_sent_by_the_next_step(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     pairs, a, b = twins("AdamW", {}, parameters(SHAPES, torch.bfloat16, device))
     give_gradients(pairs, 0)
-    run = FusedSteps()
+    run = Kernels()
     fused(run, entries(a))
     b.step()
     for optimizer in (a, b):
         optimizer.param_groups[0]["lr"] = 0.5
 
-    def full(board: _fused_board.Board) -> None:
+    def full(board: _launch_tables.LaunchTables) -> None:
         raise torch.OutOfMemoryError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(_fused_board.Board, "_send", full)
+        patch.setattr(_launch_tables.LaunchTables, "_send", full)
         with pytest.raises(torch.OutOfMemoryError):
             fused(run, entries(a))
     fused(run, entries(a))

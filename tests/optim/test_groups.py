@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from narrowgauge import recipes
 from narrowgauge.nn import StableEmbedding
 from narrowgauge.optim import AdamW, AdamW8bit, split_decay
 
@@ -26,7 +27,7 @@ class Block(nn.Module):
 
 def test_every_parameter_that_learns_is_in_one_group() -> None:
     model = Block()
-    decayed, bare, embeddings = split_decay(model, 0.1)
+    decayed, bare, embeddings = split_decay(model, 0.1, embeddings="fp32")
     names = [{name for name, _ in group["params"]} for group in (decayed, bare, embeddings)]
     assert names[0] == {"linear.weight", "conv.weight"}
     assert names[2] == {"embed.weight", "stable.weight"}
@@ -51,7 +52,8 @@ def test_what_is_no_model_is_refused() -> None:
 
 def test_an_optimizer_takes_the_groups_and_shows_them() -> None:
     model = nn.Sequential(nn.Embedding(500, 64), nn.Linear(64, 500))
-    rows = {row.parameter: row.states for row in AdamW8bit(split_decay(model, 0.1)).describe().rows}
+    groups = split_decay(model, 0.1, embeddings="fp32")
+    rows = {row.parameter: row.states for row in AdamW8bit(groups).describe().rows}
     assert rows == {"0.weight": "m:fp32 v:fp32", "1.weight": "m:log8 v:log8", "1.bias": "m:fp32 v:fp32"}
 
 
@@ -70,3 +72,24 @@ def test_norms_do_not_shrink_where_matrices_do(decay: float) -> None:
     optimizer.step()
     moved = [not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
     assert moved == [decay > 0, False, False, False]
+
+
+@pytest.mark.parametrize("recipe", ["adamw8bit", "adamw8bit-dynamic-split8", "lion8bit"])
+def test_recipes_and_groups_keep_embeddings_alike(recipe: str) -> None:
+    """One rule: as everything else is kept, in the bytes that a recipe states."""
+    model = nn.Sequential(nn.Embedding(512, 64), nn.LayerNorm(64), nn.Linear(64, 512, bias=False))
+    found = recipes.get(recipe)
+    applied = found.apply(model, weight_decay=0.1)
+    groups = split_decay(model, 0.1)
+    split = found.optimizer(groups, weights=found.weights, states=found.states)
+    by_recipe, by_groups = ({row.parameter: row for row in o.describe().rows} for o in (applied, split))
+    assert by_recipe == by_groups
+    assert by_recipe["0.weight"].states == by_recipe["2.weight"].states
+    assert [len(group["params"]) for group in applied.param_groups] == [len(group["params"]) for group in groups]
+    added = found.bytes_per_parameter() - 2 * found.dtype.itemsize
+    assert by_recipe["0.weight"].bytes == pytest.approx(added * model[0].weight.numel(), rel=1e-6)
+
+
+def test_an_unknown_storage_for_embeddings_is_refused() -> None:
+    with pytest.raises(ValueError, match="states: got 'fp31'"):
+        split_decay(nn.Embedding(3, 3), 0.1, embeddings="fp31")

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from narrowgauge.formats import random_bits, random_halves
 from narrowgauge.optim import AdamW
-from narrowgauge.optim._shard_words import Pieces, unwrapped, whole_words
-from narrowgauge.optim._shards import Shard
+from narrowgauge.optim._sharded_state import Chunks, from_dtensors, whole_state
+from narrowgauge.optim._sharding import Shard
 
 
 @st.composite
@@ -75,7 +75,7 @@ def test_words_are_put_together_from_boxes(states: str) -> None:
     words = [{k: v for k, v in part.items() if v.dim()} for part in parts]
     if states not in ("bf16",):
         blocks = [{k: v for k, v in part.items() if "." in k} for part in words]
-        joined = whole_words(Pieces(list(zip(shards, blocks, strict=True)), {}), 16)
+        joined = whole_state(Chunks(list(zip(shards, blocks, strict=True)), {}), 16)
         assert joined is not None
         for key, value in joined.items():
             assert value.shape == whole[key].shape
@@ -85,8 +85,10 @@ def test_words_are_put_together_from_boxes(states: str) -> None:
                 .view(torch.uint8)
                 .view(value.view(torch.uint8).shape),
             )
-        assert whole_words(Pieces(list(zip(shards, blocks, strict=True)), {}), 32) is None
-    plan = optimizer._plan(ps[0])
-    found, decoded = unwrapped(ps[0], plan, Pieces(list(zip(shards, words, strict=True)), {}), 16, lambda *_: {})
+        assert whole_state(Chunks(list(zip(shards, blocks, strict=True)), {}), 32) is None
+    plan = optimizer.plan_of(ps[0])
+    found, decoded = from_dtensors(
+        ps[0], plan, Chunks(list(zip(shards, words, strict=True)), {}), 16, lambda *_: {}
+    )
     assert not decoded
     assert found.keys() == {key for key, value in whole.items() if value.dim()}

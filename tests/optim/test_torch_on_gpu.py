@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import time
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from twins import NAMESAKES, backward, distance, ours, parameters, torchs, train, values
 
 from narrowgauge import optim
+from narrowgauge.kernels._cuda_graphs import release_destroyed
 
 pytestmark = pytest.mark.gpu
 
@@ -181,13 +184,62 @@ def test_a_whole_training_step_is_captured() -> None:
     assert torch.equal(*runs)
 
 
+def captured(optimizer: torch.optim.Optimizer) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    return graph
+
+
+def test_what_a_graph_reads_is_kept_as_long_as_the_graph() -> None:
+    ps = parameters("cuda")
+    optimizer = ours("AdamW")(ps)
+    backward(ps, 0)
+    optimizer.step()
+    before = release_destroyed()
+    for _ in range(6):
+        graph = captured(optimizer)
+        graph.replay()
+        optimizer.step()
+        assert release_destroyed() == before + 1
+        torch.cuda.synchronize()
+        del graph
+        until = time.monotonic() + 20
+        while release_destroyed() > before and time.monotonic() < until:
+            time.sleep(0.01)  # CUDA destroys what a graph owned in a thread of its own
+        assert release_destroyed() == before
+    assert all(optimizer.state[p]["step"] == 13 for p in ps)
+
+
+def test_a_graph_is_replayed_after_other_parameters_were_stepped() -> None:
+    runs = []
+    for graphed in (True, False):
+        ps = parameters("cuda")
+        optimizer = ours("AdamW")(ps, states="8bit", min_quantized_size=0)
+        backward(ps, 0)
+        optimizer.step()
+        step = captured(optimizer).replay if graphed else optimizer.step
+        step()
+        without, ps[0].grad = ps[0].grad, None
+        optimizer.step()  # a list without the first parameter takes the place of the captured one
+        ps[0].grad = without
+        gc.collect()
+        sizes = (64, 128, 256, 512, 1024, 2048)
+        others = [torch.full((size,), -1, dtype=torch.int64).pin_memory() for size in sizes for _ in range(8)]
+        step()
+        torch.cuda.synchronize()
+        del others
+        runs.append(values(ps))
+    assert torch.equal(*runs)
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_raising_waits_once_for_all() -> None:
     ps = parameters("cuda")
     optimizer = ours("AdamW")(ps, nonfinite="raise")
     backward(ps, 0)
     optimizer.step()
-    assert all(row.path == "fused Triton, fp32" for row in optimizer.describe().rows)
+    assert all(row.path.startswith("fused Triton") for row in optimizer.describe().rows)
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with pytest.warns(UserWarning, match="called a synchronizing") as waits:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from narrowgauge import optim
-from narrowgauge.optim import _dispatch
+from narrowgauge.optim import _engine
 from narrowgauge.scaling import DynamicLossScaler, StaticLossScaler, TensorLossScaler
 
 KINDS = [DynamicLossScaler, StaticLossScaler, TensorLossScaler]
@@ -28,7 +28,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         pytest.importorskip("triton", reason="triton is not installed: kernels cannot run, not even interpreted")
         if torch.cuda.is_available():
             pytest.skip("on a GPU tests/scaling/test_scaling_gpu.py has the kernels")
-        monkeypatch.setattr(_dispatch, "unavailable", lambda device: None)
+        monkeypatch.setattr(_engine, "unavailable", lambda device: None)
     with np.errstate(all="ignore"):
         yield request.param
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from narrowgauge.formats import FloatFormat
-from narrowgauge.storage import _rounded as rounded
+from narrowgauge.storage import _expansion as rounded
 from narrowgauge.storage import fast_two_sum, grow, mul, scaling, split, two_prod, two_prod_fma, two_sum
 
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -54,7 +54,7 @@ def value(*words: Tensor) -> Fraction:
 
 
 def is_normalised(hi: Tensor, lo: Tensor) -> bool:
-    return bool(rounded.add(hi, lo).to(torch.float64) == hi.to(torch.float64))
+    return bool(rounded._add(hi, lo).to(torch.float64) == hi.to(torch.float64))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -154,10 +154,10 @@ def test_the_fused_operation_rounds_once_at_any_distance() -> None:
         # (1 + s) 1.5 = 1.5 + 1.5 s lies midway of two numbers.
         a, b = number(1 + step, dtype), number(1.5, dtype)
         below, above = 1.5 + step, 1.5 + 2 * step
-        assert float(rounded.fma(a, b, number(far, dtype))) == above
-        assert float(rounded.fma(a, b, number(-far, dtype))) == below
+        assert float(rounded._fma(a, b, number(far, dtype))) == above
+        assert float(rounded._fma(a, b, number(-far, dtype))) == below
         assert (
-            float(rounded.fma(-a if dtype in DTYPES else number(-1 - step, dtype), b, number(-far, dtype)))
+            float(rounded._fma(-a if dtype in DTYPES else number(-1 - step, dtype), b, number(-far, dtype)))
             == -above
         )
 
@@ -249,15 +249,15 @@ def dekker(a: Tensor, b: Tensor, c: int) -> Pair:
     """Algorithms 3 and 4 with a shift of one's own."""
 
     def halves(x: Tensor) -> Pair:
-        t = rounded.scale(x, 2.0**c + 1)
-        hi = rounded.sub(t, rounded.sub(t, x))
-        return hi, rounded.sub(x, hi)
+        t = rounded._scale(x, 2.0**c + 1)
+        hi = rounded._sub(t, rounded._sub(t, x))
+        return hi, rounded._sub(x, hi)
 
-    hi = rounded.mul(a, b)
+    hi = rounded._times(a, b)
     (a_hi, a_lo), (b_hi, b_lo) = halves(a), halves(b)
-    error = rounded.sub(hi, rounded.mul(a_hi, b_hi))
-    error = rounded.sub(rounded.sub(error, rounded.mul(a_lo, b_hi)), rounded.mul(a_hi, b_lo))
-    return hi, rounded.sub(rounded.mul(a_lo, b_lo), error)
+    error = rounded._sub(hi, rounded._times(a_hi, b_hi))
+    error = rounded._sub(rounded._sub(error, rounded._times(a_lo, b_hi)), rounded._times(a_hi, b_lo))
+    return hi, rounded._sub(rounded._times(a_lo, b_lo), error)
 
 
 @pytest.mark.parametrize(

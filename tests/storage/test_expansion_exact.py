@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.formats import FloatFormat
-from narrowgauge.storage import _rounded as rounded
+from narrowgauge.storage import _expansion as rounded
 from narrowgauge.storage import fast_two_sum, split, two_prod, two_prod_fma, two_sum
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -110,12 +110,12 @@ def test_torch_rounds_each_operation_once(dtype: torch.dtype) -> None:
         cases.append(pairs(tiny, (wide(tiny) * 2.0 ** (fmt.min_exponent - exponent // 2)).to(dtype)))
     for a, b in cases:
         x, y = wide(a), wide(b)
-        assert torch.equal(wide(rounded.add(a, b)), nearest(x + y, fmt))
-        assert torch.equal(wide(rounded.sub(a, b)), nearest(x - y, fmt))
-        product = rounded.mul(a, b)
+        assert torch.equal(wide(rounded._add(a, b)), nearest(x + y, fmt))
+        assert torch.equal(wide(rounded._sub(a, b)), nearest(x - y, fmt))
+        product = rounded._times(a, b)
         assert torch.equal(wide(product), nearest(x * y, fmt))
         finite = product.isfinite()
-        error = rounded.product_error(a, b, product)
+        error = rounded._product_error(a, b, product)
         assert torch.equal(wide(error)[finite], nearest(x * y - wide(product), fmt)[finite])
 
 
@@ -126,7 +126,7 @@ def test_the_fused_operation_rounds_once(dtype: torch.dtype) -> None:
     a, b = next(lattice(dtype, range(1), 5 if dtype == BF16 else 61))
     for distance in range(-14, 26):
         c = (wide(a.flip(0)) * 2.0**-distance).to(dtype)
-        assert torch.equal(wide(rounded.fma(a, b, c)), nearest(wide(a) * wide(b) + wide(c), fmt))
+        assert torch.equal(wide(rounded._fma(a, b, c)), nearest(wide(a) * wide(b) + wide(c), fmt))
 
 
 def nearest_of_table(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -151,17 +151,17 @@ def test_float8_operations_round_once(dtype: torch.dtype) -> None:
 
     a, b = pairs(every(dtype), every(dtype))
     x, y = wide(a), wide(b)
-    rounds(rounded.add(a, b), x + y)
-    rounds(rounded.sub(a, b), x - y)
-    rounds(rounded.mul(a, b), x * y)
+    rounds(rounded._add(a, b), x + y)
+    rounds(rounded._sub(a, b), x - y)
+    rounds(rounded._times(a, b), x * y)
     inside = in_range(x * y, fmt)
     a, b, x, y = take(a, inside), take(b, inside), x[inside], y[inside]
-    product = rounded.mul(a, b)
-    rounds(rounded.product_error(a, b, product), x * y - wide(product))
+    product = rounded._times(a, b)
+    rounds(rounded._product_error(a, b, product), x * y - wide(product))
     half = (x >= y) & (y >= 0)
     a, b, x, y = take(a, half), take(b, half), x[half], y[half]
     for c in take(every(dtype), torch.arange(len(every(dtype))) % 3 == 0):
-        rounds(rounded.fma(a, b, c), x * y + wide(c))
+        rounds(rounded._fma(a, b, c), x * y + wide(c))
 
 
 # Exact sums and products

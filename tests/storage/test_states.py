@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from narrowgauge.storage import StateContext, state_storage, state_storages
+from narrowgauge.storage import (
+    StateContext,
+    StateStorage,
+    _states,
+    register_state,
+    state_storage,
+    state_storages,
+)
+from narrowgauge.storage._log_states import LogUnsignedState
 
 NAMES = state_storages()
 # Relative to the element, and to the block's largest element: half the widest gap of 8bit, near 1, and of the 4-bit
@@ -26,7 +34,7 @@ def test_decoding_what_was_encoded(name: str, signed: bool, shape: tuple[int, ..
     assert again.dtype == torch.float32
     assert sum(word.nbytes for word in words.values()) == storage.nbytes(x.numel(), 64)
     if name.startswith("log"):
-        # See test_log_codes for bounds: here, that an error is no larger than its element.
+        # See test_log_signed for bounds: here, that an error is no larger than its element.
         assert ((again - x).abs() <= x.abs() * (1 if signed else 3)).all()
     elif name in WORST:
         blocks = torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % 64)).view(-1, 64)
@@ -82,7 +90,7 @@ def test_the_largest_element_of_a_block_and_zeros_are_kept(name: str, signed: bo
     again = storage.decode(storage.encode(x, context), context)
     top = x.abs().argmax(dim=1, keepdim=True)
     exact = again.gather(1, top) / x.gather(1, top)
-    # Some scales are a rounded quotient; a step of the pattern may end beside (see test_pattern_codes).
+    # Some scales are a rounded quotient; a step of the pattern may end beside (see test_log_unsigned).
     rounded = {
         ("fp8", True): 2e-7,
         ("fp8", False): 2e-7,
@@ -95,3 +103,62 @@ def test_the_largest_element_of_a_block_and_zeros_are_kept(name: str, signed: bo
     assert not again[2].any()
     # A second moment in 4 bits has no zero: what is zero beside others reads as a sixteenth, and never divides.
     assert again[3, 5] == (x[3].max() / 16 if name == "4bit" and not signed else 0)
+
+
+def test_a_storage_is_registered_under_its_name_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_states, "_STORAGES", dict(_states._STORAGES))
+    half = StateStorage("fp16", torch.float16)
+    register_state("fp16", half)
+    register_state("fp16", half)  # as where a module is loaded again
+    assert state_storages()[-1] == "fp16"
+    assert state_storage("fp16") is half
+    assert half.codec(signed=True) is None, "kernels keep float32 and bfloat16"
+    with pytest.raises(ValueError, match="'fp16' is the name of another state storage"):
+        register_state("fp16", StateStorage("fp16", torch.bfloat16))
+    with pytest.raises(ValueError, match="name: got 'half', the storage's is 'fp16'"):
+        register_state("half", half)
+    with pytest.raises(TypeError, match="storage: got str, takes a StateStorage"):
+        register_state("fp16", "fp16")  # type: ignore[arg-type]
+
+
+def test_a_storage_that_says_something_else_than_its_codec_is_refused() -> None:
+    """Eager torch would hand the weight what the moment loses, and kernels would not."""
+    with pytest.raises(ValueError, match="'half' has error_feedback=True, its codec error_feedback=False"):
+        register_state("half", StateStorage("half", torch.bfloat16, error_feedback=True))
+    with pytest.raises(ValueError, match="'near' has stochastic=False, its codec needs_random=True"):
+        register_state("near", LogUnsignedState("near", stochastic=False))
+    assert not {"half", "near"} & set(state_storages())
+
+
+def test_a_storage_of_several_tensors_may_leave_validate_out() -> None:
+    tensors = {"codes": torch.zeros(3), "scales": torch.zeros(1)}
+    assert StateStorage("several", torch.uint8).validate(tensors, signed=False) is None
+    assert state_storage("fp32").validate({"": -torch.ones(3)}, signed=False) == "negative numbers"
+    words = {"hi": -torch.ones(3), "lo": torch.zeros(3)}
+    assert state_storage("expansion").validate(words, signed=False) == "negative numbers"
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("has_normalizer", [True, False])
+def test_a_codec_has_the_tensors_of_its_storage(name: str, signed: bool, has_normalizer: bool) -> None:
+    storage = state_storage(name).for_slot(signed, has_normalizer)
+    codec = storage.codec(signed)
+    assert codec is not None
+    assert codec == storage.codec(signed), "kernels are found by it"
+    flags = codec.normalized, codec.error_feedback, codec.needs_random
+    assert flags == (storage.normalized, storage.error_feedback, storage.stochastic)
+    tensors = storage.init(torch.zeros(3, 128), signed, 64)
+    assert [word.name for word in codec.words] == list(tensors)
+    for word in codec.words:
+        wanted = word.nbytes(64) * 6 if word.per_block else word.nbytes(3 * 128)
+        assert tensors[word.name].nbytes == wanted
+
+
+def test_what_replaces_a_function_has_no_codec() -> None:
+    class Doubled(StateStorage):
+        def decode(self, tensors: dict[str, torch.Tensor], context: StateContext) -> torch.Tensor:
+            return super().decode(tensors, context) * 2
+
+    assert Doubled("fp32", torch.float32).codec(signed=True) is None
+    assert state_storage("fp32").codec(signed=True) is not None

@@ -86,7 +86,7 @@ def test_embeddings_are_marked_where_the_row_says_so() -> None:
     row = next(row for row in OURS if row.embeddings)
     model = _bytes_training.build_model("micro", vocabulary=256, sequence=32, seed=0)
     optimizer = row.optimizer(model, {"lr": 1e-3}, 0)
-    words = {name: optimizer._plans[p].slots[0].storage.name for name, p in model.named_parameters()}
+    words = {name: optimizer._engine.plans[p].slots[0].storage.name for name, p in model.named_parameters()}
     assert words["transformer.wte.weight"] == words["transformer.wpe.weight"] == "fp32"
     assert words["transformer.h.0.mlp.c_fc.weight"] == "8bit"
 

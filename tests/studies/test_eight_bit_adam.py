@@ -121,12 +121,12 @@ def test_the_table_has_32_bit_states_if_and_only_if_it_is_said(training: Any, pa
     model = one_run.build(training, trial)
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     optimizer = one_run.make_optimizer(model, trial, torch.tensor(1e-3))
-    for _, plan in optimizer._all_plans():
+    for _, plan in optimizer.plans():
         narrow = sizes[plan.name] >= 4096 and not (plan.name == "transformer.wte.weight" and parts.wide)
         assert {s.storage.name for s in plan.slots} == {"dynamic" if narrow else "fp32"}
     model = one_run.build(training, planned.in_32_bits(trial))
     optimizer = one_run.make_optimizer(model, planned.in_32_bits(trial), torch.tensor(1e-3))
-    assert {s.storage.name for _, plan in optimizer._all_plans() for s in plan.slots} == {"fp32"}
+    assert {s.storage.name for _, plan in optimizer.plans() for s in plan.slots} == {"fp32"}
 
 
 def test_runs_share_start_and_batches_and_differ_in_states(training: Any, tensors: Any) -> None:

@@ -9,8 +9,7 @@ import pytest
 import torch
 from _state_bench import SETTINGS, Library, Reference, Simulation, exploded, run
 
-from narrowgauge.storage import _log_codes
-from narrowgauge.storage._pattern_codes import PatternCodes
+from narrowgauge.storage import StateContext, _log_states, state_storage
 
 FLAT = {"all": slice(0, 2048)}
 
@@ -167,7 +166,7 @@ def test_a_logarithmic_second_moment_is_never_zero(v: str) -> None:
 def test_the_quick_logarithm_of_a_first_moment_is_the_librarys() -> None:
     """Within a rounding of float32, which may once in a while decide for the neighbouring code."""
     m = blocks()
-    a, b = codecs.LinLog(knee=_log_codes._OFFSET)(m, m), codecs.Stored("log8", True)(m, m)
+    a, b = codecs.LinLog(knee=_log_states._OFFSET)(m, m), codecs.Stored("log8", True)(m, m)
     assert float(((a - b).abs() <= 1e-5 * b.abs()).float().mean()) > 0.999
 
 
@@ -211,8 +210,9 @@ def test_the_noise_of_a_second_moment_is_what_the_page_derives() -> None:
         exact = 0.99 * exact + 0.01 * g.square()
         v, noise = 0.99 * kept + 0.01 * g.square(), torch.rand(8, 256, generator=generator)
         kept = codecs.Pattern(rounding="stochastic")(v, noise)
-    codes = PatternCodes(8)
-    _, steps = codes.base_and_step(codes.encode(kept, 256)[1])
+    storage = state_storage("log8")
+    ranges = storage.encode(kept, StateContext(kept.shape, False, 256))["ranges"]
+    _, steps = storage.base_and_step(ranges)  # type: ignore[attr-defined]
     step = float(steps.float().mean()) / codecs.BINADE * math.log(2)
     assert float((kept / exact).log().std()) == pytest.approx(math.sqrt(step / 2), rel=0.25)
 

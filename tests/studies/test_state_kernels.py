@@ -20,14 +20,31 @@ import torch
 sys.path.append(sys.argv[1])
 import _state_kernels as kernels
 
-from narrowgauge.storage._pattern_codes import PatternCodes
-from narrowgauge.storage._relative_codes import RelativeCodes
+from narrowgauge.storage import StateContext, state_storage
+
+
+
+class Codes:
+    # A storage's codes one a byte, and the numbers of its blocks.
+
+    def __init__(self, bits, signed):
+        self.bits, self.signed = bits, signed
+        self.storage = state_storage(f"log{bits}").for_slot(signed, True)
+
+    def encode(self, x, v, width, random=None):
+        tensors = self.storage.encode(x, StateContext(x.shape, self.signed, width, v), random)
+        self.tensors = tensors
+        return self.storage.codes(tensors, x.shape), tensors["scales" if self.signed else "ranges"]
+
+    def decoded(self, shape, v, width):
+        return self.storage.decode(self.tensors, StateContext(shape, self.signed, width, v))
+
 
 BITS = {"log8": 8, "log4": 4, "relative": 8, "e2m1": 4}
 
 
 def check(m_kernel, v_kernel, random, decades):
-    m_codes, v_codes = RelativeCodes(BITS[m_kernel]), PatternCodes(BITS[v_kernel])
+    m_codes, v_codes = Codes(BITS[m_kernel], True), Codes(BITS[v_kernel], False)
     blocks, width = 8, 256
     generator = torch.Generator().manual_seed(0)
     scale = 10 ** (-decades * torch.rand(blocks, width, generator=generator)) / 100
@@ -38,10 +55,10 @@ def check(m_kernel, v_kernel, random, decades):
     g[3] = 0
     bits = torch.randint(0, 1 << 16, (blocks, width), generator=generator, dtype=torch.int32)
     weight = torch.randn(blocks, width, generator=generator)
-    v_code, words = v_codes.encode(v, width)
-    v = v_codes.decode(v_code, words, width)
+    v_code, words = v_codes.encode(v, None, width)
+    v = v_codes.decoded(v.shape, None, width)
     m_code, scales = m_codes.encode(m, v, width)
-    m = m_codes.decode(m_code, scales, v, width)
+    m = m_codes.decoded(m.shape, v, width)
 
     def step(weight, m, v, numbers, how):
         kernels._step[(blocks,)](
@@ -54,10 +71,10 @@ def check(m_kernel, v_kernel, random, decades):
     step(weight.clone(), first, second, torch.zeros(blocks, 4), (None, None, "", False, False))
     torch.testing.assert_close(first, 0.9 * m + 0.1 * g)
     torch.testing.assert_close(second, 0.999 * v + 0.001 * g * g)
-    v_new, words_new = v_codes.encode(second, width, bits if random else None)
-    kept = v_codes.decode(v_new, words_new, width)
+    v_new, words_new = v_codes.encode(second, None, width, bits if random else None)
+    kept = v_codes.decoded(v.shape, None, width)
     m_new, scales_new = m_codes.encode(first, kept, width)
-    handed = first - m_codes.decode(m_new, scales_new, kept, width)
+    handed = first - m_codes.decoded(m.shape, kept, width)
     expected = weight - 1e-3 * (first + 9 * handed) / (second.sqrt() + 1e-8)
 
     numbers = torch.zeros(blocks, 4)

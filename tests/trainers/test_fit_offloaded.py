@@ -112,12 +112,13 @@ def test_watched_states_are_named_as_missing(small: TrainSettings, tmp_path: Pat
     parts = build_parts(replace(small, offload="states", recipe="adamw8bit-split8", out=tmp_path), 256, CPU)
     assert isinstance(parts.optimizer, CPUOffload)
     assert measures_itself(parts.optimizer)
-    assert "on their way to the CPU" in parts.optimizer.cannot_foresee()
     assert any("the step is the CPU's: states and low words are there" in note for note in parts.notes)
     table, *_ = parts.model.parameters()
+    assert "on their way to the CPU" in parts.optimizer.preview_unavailable(table)
     assert parts.optimizer.keeps_codes(table)
-    names = {p: name for name, p in parts.model.named_parameters()}
-    assert parts.optimizer.names_of([table]) == {table: names[table]}
+    view = parts.optimizer.parameter_view(table)
+    assert view is not None
+    assert (view.p.device, view.p.shape) == (CPU, table.shape)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -250,8 +250,8 @@ def _optimizers(
     lists: Annotated[
         str | None,
         _option(
-            "Comma-separated: big, matrix, gpt2, gpt2-medium, vit-huge, or a shape such as 4096x4096.",
-            show_default="big,gpt2-medium,vit-huge on a GPU, else matrix",
+            "Comma-separated: big, matrix, many-64, many-768, gpt2, gpt2-medium, vit-huge, or a shape: 4096x4096.",
+            show_default="big,gpt2-medium,vit-huge on a GPU, else matrix,many-64,many-768",
         ),
     ] = None,
     only: Annotated[str | None, _option("Comma-separated parts of names of rows.", show_default="all")] = None,

@@ -8,7 +8,7 @@ and encoded anew.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from narrowgauge.distributed._checkpoint_format import DamagedCheckpointError, Manifest, decode_value
 from narrowgauge.distributed._checkpoint_read import mapped
-from narrowgauge.optim._shard_words import Pieces, whole_words
-from narrowgauge.optim._shards import Shard
+from narrowgauge.optim._sharded_state import Chunks, in_blocks, whole_state, without_padding
+from narrowgauge.optim._sharding import Shard
 
 # Words of one parameter's state that are kept in blocks: their keys among the manifest's tensors.
 Blocks = dict[str, str]
@@ -28,9 +28,8 @@ def block_words(said: Mapping[str, Any]) -> dict[str, Blocks]:
     found = {}
     for name, words in said["state"]["dict"]:
         keys = {word: value["tensor"] for word, value in words["dict"] if _is_tensor(value)}
-        slots = [word.removesuffix(".codes") for word in keys if word.endswith(".codes")]
-        blocks = {word: key for word, key in keys.items() if any(word.startswith(f"{slot}.") for slot in slots)}
-        if blocks:
+        kept = in_blocks(keys)
+        if blocks := {word: key for word, key in keys.items() if word in kept}:
             found[name] = blocks
     return found
 
@@ -61,27 +60,26 @@ def sources(folder: Path, manifest: Manifest, name: str, blocks: Blocks, block_s
     for piece in stored.pieces:
         box = Shard(tuple(stored.shape), tuple(piece.offsets), tuple(piece.sizes))
         words: dict[str, Tensor] = {}
+        packed = set()
         for word, key in blocks.items():
             kept = manifest.tensors[key]
             mine = next((one for one in kept.pieces if one.file == piece.file), None)
             if mine is None:
                 raise DamagedCheckpointError(f"{folder}: {piece.file} has a part of {name!r} and none of {key!r}")
-            value = mapped(folder, kept, mine)
-            if not word.endswith(".codes"):
-                value = value[: -(-box.here // block_size)]
-            elif tuple(value.shape) != box.sizes:  # two a byte
-                value = value[: -(-box.here // 2)]
-            words[word] = value
-        found.append((box, words))
+            words[word] = mapped(folder, kept, mine)
+            if word.endswith(".codes") and tuple(kept.shape) != tuple(stored.shape):
+                packed.add(word)
+        found.append((box, without_padding(box, words, packed, block_size)))
     return found
 
 
-def block_sizes(said: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """(name of a parameter, elements a block of its state) of a saved optimizer."""
+def block_sizes(said: Mapping[str, Any]) -> dict[str, int]:
+    """Elements a block of each parameter's state in a saved optimizer, by the parameter's name."""
+    sizes: dict[str, int] = {}
     for group in said["groups"]:
-        options = dict(group["options"]["dict"])
-        for name in group["params"]:
-            yield name, decode_value(options.get("block_size", 1), {})
+        size = decode_value(dict(group["options"]["dict"]).get("block_size", 1), {})
+        sizes |= dict.fromkeys(group["params"], size)
+    return sizes
 
 
 def whole_blocks(folder: Path, manifest: Manifest, said: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -91,11 +89,11 @@ def whole_blocks(folder: Path, manifest: Manifest, said: Mapping[str, Any]) -> d
         ValueError: where shards do not begin with a block of the whole parameter.
     """
     made: dict[str, Tensor] = {}
-    sizes = dict(block_sizes(said))
+    sizes = block_sizes(said)
     for name, blocks in block_words(said).items():
         if not in_pieces(manifest, name, blocks):
             continue
-        words = whole_words(Pieces(sources(folder, manifest, name, blocks, sizes[name]), {}), sizes[name])
+        words = whole_state(Chunks(sources(folder, manifest, name, blocks, sizes[name]), {}), sizes[name])
         if words is None:
             raise ValueError(
                 f"path: the shards of {name!r} do not begin with its blocks of {sizes[name]}, so that its moments "

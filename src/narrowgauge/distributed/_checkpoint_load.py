@@ -1,9 +1,8 @@
 """Go on from a checkpoint: on as many processes as there are now, and only if every byte is what was written.
 
-Nothing is changed before it is known that all can be: files are verified against their checksums (each rank takes
-a share of them), names, shapes and dtypes are compared with the model's and the optimizer's, and ranks tell each
-other what they found. What the optimizer alone can judge, its `load_state_dict` does; should it refuse, the model
-is put back to what it was.
+Everything is checked before anything is changed. Each rank verifies the checksums of some files. Names, shapes and
+dtypes are compared with the model's and the optimizer's. Ranks exchange what they found. The optimizer's
+`load_state_dict` checks the rest; if it refuses, the model is restored.
 
 Each rank then reads the pieces that overlap its own shards, whoever wrote them.
 """
@@ -39,15 +38,16 @@ from narrowgauge.distributed._checkpoint_random import set_random_states
 from narrowgauge.distributed._checkpoint_ranks import on_first, ranks, together
 from narrowgauge.distributed._checkpoint_read import open_checkpoint, read_into
 from narrowgauge.distributed._checkpoint_state import (
+    check_groups,
     is_ours,
     is_sharded,
     load_model_state,
     model_state,
     optimizer_state_dict,
     parameter_names,
+    parameters_of,
     state_owners,
 )
-from narrowgauge.optim._clip_gradients import HISTORY
 
 
 class LoadedCheckpoint(NamedTuple):
@@ -100,8 +100,8 @@ def load_checkpoint(
         model: of the same parameters, in the same dtypes; sharded as it may be.
         optimizer: of this model's parameters, in the same groups; None leaves the states.
         random_states: also put back the states of random generators; True takes a checkpoint that was saved with
-            them, by as many ranks as there are now. ``"own"``: where this rank's were saved; on a rank that there
-            was not, generators stay as they are.
+            them, by as many ranks as there are now. ``"own"``: only if this rank's were saved; else generators
+            stay as they are.
 
     Returns:
         The step, and `extra`.
@@ -144,7 +144,7 @@ def load_checkpoint(
             kept = optimizer.state_dict()
             order = parameter_names(model, optimizer)
             said = manifest.values["optimizer"]
-            sizes = dict(block_sizes(said))
+            sizes = block_sizes(said)
             boxes = {n: sources(folder, manifest, n, words, sizes[n]) for n, words in apart.items()}
             optimizer.load_state_dict(optimizer_state_dict(without(said, apart), order, targets, boxes))
             states_before.append(kept)
@@ -201,16 +201,10 @@ def _loaded_model(manifest: Manifest, state: Mapping[str, Any], tensors: Mapping
 
 
 def _apart(model: nn.Module, optimizer: torch.optim.Optimizer | None, manifest: Manifest) -> dict[str, Blocks]:
-    """Words in blocks that are put together from boxes: of what is sharded here, or was when it was saved."""
+    """Words in blocks that are joined from boxes: of parameters sharded here, or when they were saved."""
     if optimizer is None or not is_ours(optimizer) or manifest.values["optimizer"] is None:
         return {}
-    order = parameter_names(model, optimizer)
-    sharded = {
-        name
-        for names, group in zip(order, optimizer.param_groups, strict=True)
-        for name, p in zip(names, group["params"], strict=True)
-        if is_sharded(p)
-    }
+    sharded = {name for name, p in parameters_of(model).items() if is_sharded(p)}
     found = block_words(manifest.values["optimizer"])
     return {name: words for name, words in found.items() if name in sharded or in_pieces(manifest, name, words)}
 
@@ -218,13 +212,13 @@ def _apart(model: nn.Module, optimizer: torch.optim.Optimizer | None, manifest: 
 def _targets(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, manifest: Manifest, apart: Mapping[str, Blocks]
 ) -> dict[str, Tensor]:
-    """Room for all tensors that are no model's: sharded beside a sharded parameter, else whole, on the CPU.
+    """Empty tensors for all that is not the model's: sharded as their parameter, else whole on the CPU.
 
-    Words that are put together from boxes (`apart`) have none.
+    Words that are joined from boxes (`apart`) have none.
     """
     values = manifest.values
     wanted = tensor_keys(values["extra"])
-    # What modules keep as they like (`get_extra_state`); tensors of their own are read in place.
+    # Tensors in a module's `get_extra_state`; its own tensors are read in place.
     live = {f"model/{name}" for name, value in model_state(model).items() if isinstance(value, Tensor)}
     wanted += [key for key in tensor_keys(values["model"]) if key not in live]
     random = (values["random"] or {}).get(str(ranks().rank))
@@ -234,15 +228,9 @@ def _targets(
         said = values["optimizer"]
         if said is None:
             raise ValueError("optimizer: the checkpoint was saved with optimizer=None, takes None")
-        order = parameter_names(model, optimizer)
-        named = {
-            name: p
-            for names, group in zip(order, optimizer.param_groups, strict=True)
-            for name, p in zip(names, group["params"], strict=True)
-        }
-        # Refuses other groups.
-        optimizer_state_dict({**said, "state": {"dict": []}}, order, _Empty())
-        owners = {key: named[name] for key, name in state_owners(without(said, apart))}
+        check_groups(said, parameter_names(model, optimizer))
+        parameters = parameters_of(model)
+        owners = {key: parameters[name] for key, name in state_owners(without(said, apart))}
         wanted += list(owners)
         wanted += [key for group in said["groups"] for key in tensor_keys(group["options"])]
     targets = {}
@@ -255,16 +243,8 @@ def _targets(
                 "a DTensor here; takes states of 'fp32', 'bf16' or 'expansion': load it unsharded into those, "
                 "and save that"
             )
-        counts = key.endswith(f"/{HISTORY}")  # as many as a parameter may have elements, by chance
-        if isinstance(p, DTensor) and tuple(p.shape) == stored.shape and not counts:
+        if isinstance(p, DTensor) and tuple(p.shape) == stored.shape:
             targets[key] = torch.empty_like(p.detach(), dtype=DTYPES[stored.dtype])
         else:
             targets[key] = torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="cpu")
     return targets
-
-
-class _Empty(dict[str, Tensor]):
-    """Tensors that nobody looks at."""
-
-    def __missing__(self, key: str) -> Tensor:
-        return torch.empty(0)

@@ -183,9 +183,11 @@ def _checked(
     timeout: float,
 ) -> Job:
     folder = Path(directory)
-    if not folder.is_dir() and (folder.exists() or folder.is_symlink()):
-        what = "which is a file" if folder.exists() else "a link to what is not there"
-        raise ValueError(f"directory: got {folder}, {what}, takes a folder, or a name for one")
+    # `exists` first: another rank may make the folder between the two questions.
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"directory: got {folder}, which is a file, takes a folder, or a name for one")
+    if folder.is_symlink() and not folder.exists():
+        raise ValueError(f"directory: got {folder}, a link to what is not there, takes a folder, or a name for one")
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"step: got {step!r}, takes a number of steps, 0 or more")
     if keep_last is not None and (isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 1):

@@ -1,4 +1,4 @@
-"""A model and an optimizer as named tensors and plain values, the same however they are spread over processes.
+"""A model and an optimizer as named tensors and plain values, the same on any number of processes.
 
 A parameter has one name in every process: the one it has in the model without DDP's, compile's and activation
 checkpointing's wrappers. States are named by their parameters, so that neither the order of parameters nor the
@@ -8,7 +8,7 @@ number of processes matters. A sharded tensor (DTensor) is named once, and each 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from narrowgauge.distributed._checkpoint_format import DTYPE_NAMES, decode_value
 from narrowgauge.distributed._checkpoint_random import read_random_states
 from narrowgauge.distributed._offload import CPUOffload
 from narrowgauge.optim import NarrowOptimizer, QuantizedGradients
-from narrowgauge.optim._shard_words import SHARDS, Pieces
+from narrowgauge.optim._sharded_state import SHARDS, Chunks
 
 # What wrappers put into names.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -37,9 +37,9 @@ class Gathered:
         own: keys of tensors that are this rank's alone.
     """
 
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
-    own: set[str] = field(default_factory=set)
+    tensors: dict[str, Tensor]
+    values: dict[str, Any]
+    own: set[str]
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -71,13 +71,18 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     bare(model).load_state_dict({names[name]: value for name, value in state.items()})
 
 
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    """A model's parameters, by clean names."""
+    return {clean(name): p for name, p in bare(model).named_parameters()}
+
+
 def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
     """The names of an optimizer's parameters, by group.
 
     Raises:
         ValueError: for a parameter that the model does not have.
     """
-    names = {p: clean(name) for name, p in bare(model).named_parameters()}
+    names = {p: name for name, p in parameters_of(model).items()}
     for number, group in enumerate(optimizer.param_groups):
         for place, p in enumerate(group["params"]):
             if p not in names:
@@ -100,25 +105,23 @@ def gather(
     Raises:
         ValueError: for what cannot be kept, by name.
     """
-    gathered = Gathered()
-    held = gathered.tensors
-    state = model_state(model)
-    gathered.values["model"] = {
-        "dict": [[k, encode_value(v, f"model[{k!r}]", f"model/{k}", held)] for k, v in state.items()]
+    held: dict[str, Tensor] = {}
+    state = model_state(model).items()
+    values: dict[str, Any] = {
+        "model": {"dict": [[k, encode_value(v, f"model[{k!r}]", f"model/{k}", held)] for k, v in state]},
+        "optimizer": None if optimizer is None else _optimizer_values(model, optimizer, held),
+        "extra": encode_value(extra, "extra", "extra", held),
+        "random": None,
     }
-    gathered.values["optimizer"] = (
-        None if optimizer is None else _optimizer_values(model, optimizer, gathered.tensors)
-    )
-    gathered.values["extra"] = encode_value(extra, "extra", "extra", held)
-    gathered.values["random"] = None
+    own: set[str] = set()
     if random_states:
         before = set(held)
         value = encode_value(read_random_states(), "random_states", f"random/{rank}", held)
-        gathered.values["random"] = {str(rank): value}
-        gathered.own = set(held) - before
+        values["random"] = {str(rank): value}
+        own = set(held) - before
     for key, tensor in held.items():
         _check(key, tensor)
-    return gathered
+    return Gathered(held, values, own)
 
 
 def _optimizer_values(
@@ -210,7 +213,7 @@ def local_piece(key: str, tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tupl
 
 
 def writes(tensor: Tensor, rank: int, own: bool) -> bool:
-    """Whether a rank is the one that writes its part of a tensor: of equal ones the first."""
+    """Whether a rank writes its part of a tensor: the first rank that holds it does."""
     if own:
         return True
     if not isinstance(tensor, DTensor):
@@ -219,6 +222,26 @@ def writes(tensor: Tensor, rank: int, own: bool) -> bool:
     return place is not None and all(
         at == 0 for at, p in zip(place, tensor.placements, strict=True) if isinstance(p, Replicate)
     )
+
+
+def check_groups(said: Mapping[str, Any], order: list[list[str]]) -> None:
+    """Refuse a saved optimizer whose groups hold other parameters.
+
+    Args:
+        said: what `gather` made of the saved optimizer.
+        order: the live optimizer's names, by group.
+
+    Raises:
+        ValueError: naming the group, and what one side has alone.
+    """
+    if len(order) != len(said["groups"]):
+        raise ValueError(f"optimizer: got {len(order)} groups, the checkpoint has {len(said['groups'])}")
+    for number, (live, group) in enumerate(zip(order, said["groups"], strict=True)):
+        if set(live) != set(group["params"]):
+            raise ValueError(
+                f"optimizer: group {number} has other parameters than the checkpoint: "
+                f"{_difference(live, group['params'])}"
+            )
 
 
 def optimizer_state_dict(
@@ -231,32 +254,22 @@ def optimizer_state_dict(
 
     Args:
         said: what `gather` made of the saved optimizer.
-        order: the live optimizer's names, by group; None for the saved order.
+        order: the live optimizer's names, by group, which `check_groups` has passed; None for the saved order.
         tensors: by key.
         pieces: by parameter, the boxes of words in blocks that `said` is without.
-
-    Raises:
-        ValueError: if its groups hold other parameters.
     """
     groups: list[dict[str, Any]] = []
     identities: dict[str, int] = {}
-    if order is not None and len(order) != len(said["groups"]):
-        raise ValueError(f"optimizer: got {len(order)} groups, the checkpoint has {len(said['groups'])}")
     for number, group in enumerate(said["groups"]):
         named = group["params"] if order is None else order[number]
-        if set(named) != set(group["params"]):
-            raise ValueError(
-                f"optimizer: group {number} has other parameters than the checkpoint: "
-                f"{_difference(named, group['params'])}"
-            )
         first = len(identities)
         identities |= {name: first + place for place, name in enumerate(named)}
-        names = {"param_names": list(named)} if group["named"] else {}
+        names = {"param_names": list(named)} if group["named"] and order is None else {}  # else the live ones stay
         params = [identities[name] for name in named]
         groups.append({**decode_value(group["options"], tensors), **names, "params": params})
     states = decode_value(said["state"], tensors)
     for name, sources in (pieces or {}).items():
-        states[name] = Pieces(sources, states[name])
+        states[name] = Chunks(sources, states[name])
     return {"state": {identities[name]: state for name, state in states.items()}, "param_groups": groups}
 
 

@@ -29,9 +29,10 @@ from torch.utils.hooks import RemovableHandle
 from narrowgauge.distributed._offload_pieces import Piece, Pieces, refuse_parameter
 from narrowgauge.distributed._offload_views import ShowsInner
 from narrowgauge.optim import NarrowOptimizer
-from narrowgauge.optim._arriving import ArrivingDispatch
-from narrowgauge.optim._checkpoint_form import check_form
+from narrowgauge.optim._checkpoint import check_form
+from narrowgauge.optim._engine import refuse_sparse
 from narrowgauge.optim._gradient_hooks import on_gradient
+from narrowgauge.optim._optimizer import uncompiled
 from narrowgauge.optim._step_in_backward import refuse_other
 
 _SCALED = ("grad_scale", "found_inf")  # what torch's GradScaler leaves for the time of a step
@@ -99,7 +100,6 @@ class CPUOffload(ShowsInner):
             kind = type(made)  # type: ignore[unreachable]
             raise TypeError(f"optimizer: got {kind.__module__}.{kind.__qualname__}, takes one of narrowgauge.optim")
         self._inner = made
-        made._dispatch = ArrivingDispatch(self._pieces)
         self.defaults = made.defaults
         self._take_options()
         for group in self._groups:
@@ -179,8 +179,9 @@ class CPUOffload(ShowsInner):
         piece.fetch(grad, self._pieces.next_number(), free=self._frees, late=False)
 
     def _name(self, piece: Piece) -> str:
-        return self.inner._plan(piece.host).name
+        return self.inner.plan_of(piece.host).name
 
+    @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step: returns when the host has taken it, with the last weights on their way back.
@@ -201,7 +202,7 @@ class CPUOffload(ShowsInner):
         for group in self._groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    self.inner._refuse_gradient(group, self._pieces.by_parameter[p].host, p.grad)
+                    refuse_sparse(self._name(self._pieces.by_parameter[p]), p.grad)
         self._pieces.begin()
         try:
             self._bring()
@@ -242,8 +243,7 @@ class CPUOffload(ShowsInner):
         for name, value in given.items():
             setattr(inner, name, value)
         try:
-            inner._begin_step()
-            inner._dispatch.step(inner)
+            inner.take_step(self._pieces)
         finally:
             for name in given:
                 delattr(inner, name)

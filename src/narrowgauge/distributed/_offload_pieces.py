@@ -120,7 +120,7 @@ class Piece:
 
 
 class Pieces:
-    """All parameters of one optimizer; a `Carrier` of `narrowgauge.optim._arriving`."""
+    """All parameters of one optimizer; an `Arrival` of `narrowgauge.optim._verdict`."""
 
     def __init__(self) -> None:
         self.by_parameter: dict[Tensor, Piece] = {}
@@ -180,10 +180,10 @@ class Pieces:
     def order(self, ps: Sequence[Tensor]) -> Sequence[int]:
         return sorted(range(len(ps)), key=lambda place: self._by_host[ps[place]].number)
 
-    def arrive(self, p: Tensor) -> None:
+    def wait(self, p: Tensor) -> None:
         self._by_host[p].arrive()
 
-    def leave(self, p: Tensor) -> None:
+    def done(self, p: Tensor) -> None:
         self._by_host[p].leave()
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from narrowgauge.distributed._offload_pieces import Pieces
 from narrowgauge.optim import Description, NarrowOptimizer
+from narrowgauge.optim._preview import ParameterView
 from narrowgauge.optim._stats import StepStats
 
 
@@ -20,9 +21,6 @@ class ShowsInner(torch.optim.Optimizer):
     _inner: NarrowOptimizer | None = None
     _pieces: Pieces
     _within = False  # a loss scaler's step
-
-    on_host = True
-    """That steps are taken on the CPU, wherever the parameters are."""
 
     def _prepare(self) -> None:
         """Let `inner` know what has changed since the last time."""
@@ -81,12 +79,12 @@ class ShowsInner(torch.optim.Optimizer):
         return self.inner.grad_norm
 
     @property
-    def gauges(self) -> bool | Literal["sampled"]:
+    def gauges(self) -> bool:
         """As of `NarrowOptimizer`: whether steps measure what they did."""
         return self.inner.gauges
 
     @gauges.setter
-    def gauges(self, value: bool | Literal["sampled"]) -> None:
+    def gauges(self, value: bool) -> None:
         self.inner.gauges = value
 
     @property
@@ -98,27 +96,19 @@ class ShowsInner(torch.optim.Optimizer):
     def last_stats(self, value: StepStats) -> None:
         self.inner.last_stats = value
 
-    # For those who watch a training, as `narrowgauge.optim._watched` has it.
+    # What gauges read, as of `narrowgauge.optim.NarrowOptimizer`.
 
     def measured(self) -> list[tuple[list[Tensor], Tensor]]:
         """The sums in `last_stats`, with the parameters as the model has them; tables on the CPU."""
         return [([self._pieces.parameter(p) for p in ps], rows) for ps, rows in self.inner.measured()]
 
-    def names_of(self, ps: Iterable[Tensor]) -> dict[Tensor, str]:
-        """What `last_stats` calls some parameters."""
-        names = self.inner.names_of(self._hosts(ps))
-        return {self._pieces.parameter(p): name for p, name in names.items()}
+    def parameter_view(self, p: Tensor) -> ParameterView | None:
+        """As of `NarrowOptimizer`: what lies on the CPU."""
+        piece = self._pieces.by_parameter.get(p)
+        return self.inner.parameter_view(piece.host) if piece is not None else None
 
-    def measure_ratios(self, ps: Iterable[Tensor], turn: int) -> None:
-        """As of `NarrowOptimizer`."""
-        self.inner.measure_ratios(self._hosts(ps), turn)
-
-    def ratios(self) -> dict[Tensor, Tensor]:
-        """As of `NarrowOptimizer`; tensors on the CPU."""
-        return {self._pieces.parameter(p): sums for p, sums in self.inner.ratios().items()}
-
-    def cannot_foresee(self, p: Tensor | None = None, group: Mapping[str, Any] | None = None) -> str:
-        """Why nobody can say what the next step does: it begins before its gradients are there."""
+    def preview_unavailable(self, p: Tensor) -> str:
+        """Why no moments are previewed: a step begins before its gradients are there."""
         return "gradients are on their way to the CPU until they are stepped"
 
     def inverse_scale(self) -> Tensor | None:
@@ -129,7 +119,3 @@ class ShowsInner(torch.optim.Optimizer):
     def keeps_codes(self, p: Tensor) -> bool:
         """Whether a moment of a parameter is quantized."""
         return self.inner.keeps_codes(self._pieces.by_parameter[p].host)
-
-    def _hosts(self, ps: Iterable[Tensor]) -> list[Tensor]:
-        known = self._pieces.by_parameter
-        return [known[p].host for p in ps if p in known]

@@ -11,11 +11,14 @@ from narrowgauge.formats._float import (
     FP8_E5M2,
     FP16,
     FP32,
+    Binade,
+    CodeRow,
+    CodeTable,
     FloatFormat,
+    NotableRow,
 )
 from narrowgauge.formats._philox import random_bits, random_halves
 from narrowgauge.formats._rounding import round_to, round_with_bits
-from narrowgauge.formats._table import Binade, CodeRow, CodeTable, NotableRow
 
 __all__ = [
     "BF16",

@@ -223,7 +223,7 @@ def coarse_states(history: History) -> Iterator[Advice]:
     text = f"{first.name}: {first.quantity} {percent(first.value)}; {count(len(names), 'state')} in all: "
     text += f"{listed(names)}."
     if history.is_embedding(first.name.split(" [")[0]):
-        action = "Give embeddings 32-bit states (ng.optim.split_decay marks them) or use ng.nn.StableEmbedding."
+        action = "Give embeddings 32-bit states (an option of ng.optim.split_decay) or use ng.nn.StableEmbedding."
         source = "8-bit Optimizers, Section 2.3 and Appendix C"
     else:
         action = "Keep these states in 'log8' codes or in 32 bits, or take smaller blocks."

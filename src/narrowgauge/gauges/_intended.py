@@ -44,6 +44,16 @@ class After:
         return (x / by).sqrt()
 
 
+class Averaging(After):
+    """The arithmetic of a rule before its step: averages are made, in the format of what is given."""
+
+    def accumulate(self, average: Tensor, x: Tensor, decay: rules.Scalar, share: rules.Scalar) -> Tensor:
+        return decay * average + share * x
+
+    def accumulate_square(self, average: Tensor, x: Tensor, decay: rules.Scalar, share: rules.Scalar) -> Tensor:
+        return decay * average + share * x * x
+
+
 def rule_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> rules.Rule | None:
     """The rule that one of torch's optimizers follows; None for all others, subclasses too."""
     kind = type(optimizer)
@@ -71,10 +81,10 @@ def scalars_of(
     Numbers where the host knows them and they are the same for all parameters, else float64 on the device: 0-d, or
     (parameters,).
     """
-    return rule.scalars(_numbers(group), _steps(states, device))
+    return rule.scalars(numbers_of(group), _steps(states, device))
 
 
-def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+def numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Hyperparameters; those that are tensors in float64, where they are."""
 
     def number(value: Any) -> Any:

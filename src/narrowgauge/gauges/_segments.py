@@ -5,11 +5,13 @@ tensors are laid one after the other, each filled up with zeros to whole rows; w
 measured of all of them at once, rows are summed, and then the rows of each tensor.
 
 Long tensors can be sampled: one row in sixteen, others every time. Counts are estimates then, and ratios nearly
-exact, since they are of a sixteenth of a large number.
+exact, since they are of a sixteenth of a large number. Where moments are kept in blocks a row is a whole number of
+blocks, so that its scales can be sampled with it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +25,8 @@ from narrowgauge.kernels._tables import sent
 
 ROW = 1024
 SHARE = 16
-LONG = 4 * SHARE * ROW  # elements from which a tensor is sampled: at least 64 rows, of which 4 are taken
+LEAST = 4 * SHARE  # rows from which a tensor is sampled: 4 of them are taken
+LONG = LEAST * ROW
 
 
 def flat(x: Tensor) -> Tensor:
@@ -35,9 +38,9 @@ def flat(x: Tensor) -> Tensor:
     return local if local.dim() == 1 else local.reshape(-1)
 
 
-def is_sampled(elements: int, share: int) -> bool:
+def is_sampled(elements: int, share: int, row: int = ROW) -> bool:
     """Whether a vector is long enough to be sampled."""
-    return share > 1 and elements >= LONG
+    return share > 1 and elements >= LEAST * row
 
 
 def kept(elements: int, turn: int, share: int) -> int:
@@ -63,6 +66,45 @@ def kept_sample(x: Tensor, turn: int, share: int = SHARE) -> Tensor:
     """The same as a copy in any case."""
     taken = sample(x, turn, share)
     return taken.clone() if taken is x or taken._is_view() else taken
+
+
+@dataclass(frozen=True)
+class RowSample:
+    """One row in sixteen of a parameter, with what its state has for these elements; all of a short parameter.
+
+    Attributes:
+        elements: of the parameter.
+        block: elements that share a scale.
+        turn: which rows.
+    """
+
+    elements: int
+    block: int
+    turn: int
+
+    @property
+    def row(self) -> int:
+        """Elements of a row: whole blocks, and an even number."""
+        return math.lcm(ROW, self.block)
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is all of the parameter."""
+        return not is_sampled(self.elements, SHARE, self.row)
+
+    def of(self, x: Tensor) -> Tensor:
+        """The items of a parameter's tensor that belong to the sample, as a copy; of a short one the tensor.
+
+        Args:
+            x: with an item for an element, for two elements or for a block; a count is given back.
+        """
+        if self.whole or not x.dim():
+            return x
+        n, row, block = self.elements, self.row, self.block
+        x = x.reshape(-1) if x.numel() == n else x
+        items = {n: row, -(-n // 2): row // 2, -(-n // block): row // block}[len(x)]
+        rows = x[: n // row * items].reshape(n // row, items, *x.shape[1:])
+        return rows[self.turn % SHARE :: SHARE].flatten(0, 1)
 
 
 @dataclass(frozen=True)

@@ -5,35 +5,45 @@ eight steps after RMS_t: whoever looks at every tenth step misses most of it. So
 the paper found it to tell something, the embeddings, and of the first layer behind them, is taken at the steps
 between the due ones, too. It stays on the device, and goes to the host with the losses.
 
-Where it comes from:
+Of each tensor one row in sixteen is read, another at every step:
 
-- torch's Adam, AdamW and Adagrad leave gradient and second moment behind: a sixteenth of the rows of each is read.
-- An optimizer of narrowgauge on a GPU measures a sample of what its kernel does (``gauges = "sampled"``).
-- On a CPU the specification says it of a sample of these tensors, beside their compiled step (`measure_ratios`).
+- torch's Adam, AdamW and Adagrad leave gradient and second moment to be read after the step.
+- An optimizer of narrowgauge keeps its second moment in codes. So the moment is decoded before the step, and what
+  the step makes of it and of the gradient is worked out after it; a step that was not taken has nothing.
 
 Source: SwitchBack, Section 3.4 and Figure 20 (which layers), Appendix E (how many steps).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from narrowgauge import rules
 from narrowgauge.gauges._features import kernels_take
 from narrowgauge.gauges._history import is_embedding
-from narrowgauge.gauges._intended import After, moments_of, ratio_graph, rule_of, scalars_of, table_of
+from narrowgauge.gauges._intended import (
+    After,
+    Averaging,
+    moments_of,
+    numbers_of,
+    ratio_graph,
+    rule_of,
+    scalars_of,
+    table_of,
+)
 from narrowgauge.gauges._measured_steps import dense
 from narrowgauge.gauges._modules import plain_name
-from narrowgauge.gauges._segments import SHARE, Segments, flat, is_sampled, kept, sample
-from narrowgauge.gauges._update_records import OwnSteps, measures_itself
+from narrowgauge.gauges._segments import SHARE, RowSample, Segments, flat, is_sampled, kept, sample
+from narrowgauge.gauges._update_records import measures_itself
 from narrowgauge.kernels._tables import sent
-
-_LISTS = 64  # lists of names that are known
 
 
 def parameters_with_rms(
@@ -80,6 +90,73 @@ def embeddings(model: nn.Module, names: Mapping[Tensor, str]) -> dict[Tensor, No
     return found | {p: None for p, name in names.items() if p.dim() >= 2 and is_embedding(name)}
 
 
+@dataclass(frozen=True, eq=False)
+class _ParameterBefore:
+    """What one of narrowgauge's optimizers has of a parameter before a step, as a sample of its rows.
+
+    Attributes:
+        plan, group: the parameter's, as the optimizer shows them.
+        rows: the sample.
+        weight, second_moment: float32.
+        steps: how many steps the parameter has taken: 0-d.
+    """
+
+    plan: Any
+    group: Mapping[str, Any]
+    rows: RowSample
+    weight: Tensor
+    second_moment: Tensor
+    steps: Tensor
+
+    @classmethod
+    def of(cls, view: Any, turn: int) -> _ParameterBefore | None:
+        """That of a parameter; None where it has no elements, or its rule no second moment."""
+        plan, p = view.plan, view.p
+        slot = next((slot for slot in plan.slots if slot.slot.name == "v"), None)
+        if slot is None or not p.numel():
+            return None
+        rows = row_sample(view, turn)
+        some = rows.of(p)
+        state = view.state
+        if state:
+            read = [*slot.keyed(slot.tensors(state)), *([plan.weight_key] if plan.weight_key is not None else [])]
+            state = {"step": state["step"]} | {key: rows.of(state[key]) for key in read}
+        else:
+            state = plan.init(some, view.group)
+        low = state[plan.weight_key] if plan.weight_key is not None else None
+        weight = plan.weight.read(some, low).to(torch.float32, copy=True)
+        moment = slot.decode(state, some.shape).to(torch.float32, copy=True)
+        return cls(plan, view.group, rows, weight, moment, state["step"].clone())
+
+    def sums(self, after: Any, grad: Tensor, inverse: Tensor | None) -> Tensor | None:
+        """The two sums of the step that was taken, zeros if it was not: float64 (1, 2).
+
+        Args:
+            after: the parameter as the optimizer shows it after the step.
+            grad: the sample's.
+            inverse: of a loss scale; None without one.
+        """
+        grad = grad.reshape(self.weight.shape).to(torch.float32)
+        for factor in (inverse, after.clipping):
+            grad = grad if factor is None else grad * factor.to(grad.device, non_blocking=grad.is_cuda)
+        step = float(self.steps) + 1 if self.steps.is_cpu else self.steps.to(torch.float64) + 1
+        scalars = self.plan.rule.scalars(numbers_of(self.group), step)
+        ratio = rules.squared_ratio(
+            self.plan.rule, Averaging(), self.weight, grad, {"v": self.second_moment}, scalars
+        )
+        if ratio is None:
+            return None
+        total = ratio.sum(dtype=torch.float64) * (self.rows.elements / ratio.numel())
+        sums = torch.stack([total, torch.full_like(total, self.rows.elements)])[None]
+        return torch.where(after.state["step"] > self.steps, sums, 0.0) if after.state else torch.zeros_like(sums)
+
+
+def row_sample(view: Any, turn: int) -> RowSample:
+    """Which rows of a parameter are looked at: whole blocks of its moments."""
+    blocks = [slot.block_size for slot in view.plan.slots if slot.storage.quantized]
+    return RowSample(view.p.numel(), max(blocks, default=1), turn)
+
+
 class StepRms:
     """The sums of RMS_t of some parameters, one step at a time.
 
@@ -92,14 +169,12 @@ class StepRms:
         self._optimizer: Any = optimizer
         self._places = {p: place for place, p in enumerate(ps)}
         self._own = measures_itself(optimizer)
-        self._sampled: OwnSteps | None = None
+        self._before: dict[Tensor, _ParameterBefore] = {}
+        self._caught: dict[Tensor, Tensor] = {}  # samples of gradients that are freed within the step
+        self._hooks: list[RemovableHandle] = []
         self._held: Tensor | None = None
         self._begun, self._turn = False, 0
         self._segments: dict[tuple[int, ...], Segments] = {}
-        # Of tables of the optimizer's sums, by the list of names that they stand under: which rows are wanted, and
-        # their places here. Lists stay the same from step to step, and looking through hundreds of names each time
-        # would cost more than measuring.
-        self._wanted: dict[int, tuple[Sequence[str], Tensor, Tensor]] = {}
 
     def begin(self, turn: int) -> None:
         """A step is about to be taken; `turn` says which sample of long tensors is measured."""
@@ -110,12 +185,16 @@ class StepRms:
         self._held = getattr(self._optimizer, "found_inf", None)
         if not self._own:
             return
-        on_host = getattr(self._optimizer, "on_host", False)  # states on the CPU, parameters on a GPU
-        if not on_host and any(flat(p).is_cuda for p in self._places):
-            self._sampled = OwnSteps(self._optimizer, "sampled")
-            self._sampled.begin(0)
-        else:
-            self._optimizer.measure_ratios(self._places, turn)
+        for p in self._places:
+            view = self._optimizer.parameter_view(p)
+            before = _ParameterBefore.of(view, turn) if view is not None and p.requires_grad else None
+            if before is not None:
+                self._before[p] = before
+                if getattr(self._optimizer, "in_backward", None) is not None:
+                    self._hooks.append(p.register_hook(partial(self._catch, p)))  # type: ignore[no-untyped-call]
+
+    def _catch(self, p: Tensor, grad: Tensor) -> None:
+        self._caught.setdefault(p, self._before[p].rows.of(flat(grad)).clone())
 
     def end(self, home: torch.device) -> Tensor | None:
         """The sum of g^2 / max(v_hat, eps^2), and of how many elements: float64 (parameters, 2).
@@ -129,48 +208,33 @@ class StepRms:
         if not self._begun:
             return None
         rows = torch.zeros(len(self._places), 2, dtype=torch.float64, device=home)
-        for at, sums in self._sampled_rows(home) if self._sampled is not None else self._placed(home):
+        for ps, sums in self._found():
+            at = sent(np.array([self._places[p] for p in ps]), home)
             rows.index_copy_(0, at, sums.to(home, non_blocking=True))
         self.abandon()
         return rows
 
     def abandon(self) -> None:
-        """Leave the optimizer as its user left it."""
-        if self._sampled is not None:
-            self._sampled.abandon()
-        elif self._begun and self._own:
-            self._optimizer.ratios()
-        self._sampled, self._begun, self._held = None, False, None
+        """Forget a step that was begun."""
+        for hook in self._hooks:
+            hook.remove()
+        self._before, self._caught, self._hooks = {}, {}, []
+        self._begun, self._held = False, None
 
-    def _sampled_rows(self, home: torch.device) -> Iterable[tuple[Tensor, Tensor]]:
-        """Places, and sums, of what kernels have measured."""
-        for names, table in self._optimizer.last_stats.tables():
-            known = self._wanted.get(id(names))
-            if known is None or known[0] is not names:
-                if len(self._wanted) > _LISTS:
-                    self._wanted.clear()
-                known = self._wanted[id(names)] = (names, *self._looked_up(names, table.device, home))
-            _, picked, at = known
-            if at.numel():
-                yield at, table[:, -2:].index_select(0, picked)
-
-    def _looked_up(self, names: Sequence[str], device: torch.device, home: torch.device) -> tuple[Tensor, Tensor]:
-        own = self._optimizer.names_of(self._places)
-        places = {name: self._places[p] for p, name in own.items()}
-        found = [(n, places[name]) for n, name in enumerate(names) if name in places]
-        both = torch.tensor(found, dtype=torch.int64, device="cpu").view(-1, 2)
-        return both[:, 0].to(device, non_blocking=True), both[:, 1].to(home, non_blocking=True)
-
-    def _placed(self, home: torch.device) -> Iterable[tuple[Tensor, Tensor]]:
-        """The same of all others."""
-        for ps, sums in self._found():
-            yield sent(np.array([self._places[p] for p in ps]), home), sums
-
-    def _found(self) -> list[tuple[list[Tensor], Tensor]]:
-        if self._own:
-            ratios: dict[Tensor, Tensor] = self._optimizer.ratios()
-            return [([p], sums.view(1, 2)) for p, sums in ratios.items()]
-        return [found for group in self._optimizer.param_groups for found in self._of_group(group)]
+    def _found(self) -> Iterator[tuple[list[Tensor], Tensor]]:
+        if not self._own:
+            for group in self._optimizer.param_groups:
+                yield from self._of_group(group)
+            return
+        inverse = self._optimizer.inverse_scale()
+        for p, before in self._before.items():
+            view = self._optimizer.parameter_view(p)
+            grad = self._caught.get(p)
+            if grad is None and view.grad is not None:
+                grad = before.rows.of(view.grad)
+            sums = before.sums(view, grad, inverse) if grad is not None else None
+            if sums is not None:
+                yield [p], sums
 
     def _of_group(self, group: Mapping[str, Any]) -> Iterable[tuple[list[Tensor], Tensor]]:
         rule, state = rule_of(self._optimizer, group), self._optimizer.state

@@ -17,17 +17,16 @@ Table = tuple[list[Tensor], Tensor, str]  # parameters; float64 (parameters, 8);
 
 
 class OwnSteps:
-    """Steps of narrowgauge's optimizers, which measure themselves on the way."""
+    """Steps of narrowgauge's optimizers, which measure all of each tensor on the way."""
 
     def __init__(self, optimizer: Any, updates: Updates) -> None:
-        self._optimizer, self._wanted = optimizer, "sampled" if updates == "sampled" else True
-        self._given: Any = None
+        self._optimizer = optimizer
+        self._given: bool | None = None
 
     def begin(self, turn: int) -> None:
         """Have the step that comes measured."""
         self._given = self._optimizer.gauges
-        if not self._given:
-            self._optimizer.gauges = self._wanted
+        self._optimizer.gauges = True
 
     def end(self) -> list[Table]:
         """What the step did; the optimizer is as its user left it again."""
@@ -37,8 +36,8 @@ class OwnSteps:
 
     def abandon(self) -> None:
         """Leave the optimizer as its user left it."""
-        if self._given is not None and not self._given:
-            self._optimizer.gauges = self._given
+        if self._given is False:
+            self._optimizer.gauges = False
             # Off is off: what was measured was not asked for by who reads this.
             self._optimizer.last_stats = type(self._optimizer.last_stats)()
         self._given = None
@@ -66,7 +65,7 @@ class OtherSteps:
 
 def measures_itself(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is an optimizer of narrowgauge, which nothing here may import."""
-    return hasattr(type(optimizer), "measured") and hasattr(type(optimizer), "cannot_foresee")
+    return hasattr(type(optimizer), "measured") and hasattr(type(optimizer), "preview_unavailable")
 
 
 def update_records(

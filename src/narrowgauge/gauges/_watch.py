@@ -73,13 +73,14 @@ def watch(
         path: where records are written to, as they come: a new file, or an existing folder for a ``gauges.jsonl``.
             Without one they are kept in memory.
         tensorboard: a folder for TensorBoard's events.
-        updates: ``"sampled"`` measures one sixteenth of each long tensor; True all of it; False no updates.
+        updates: True measures all of every tensor; False no updates; ``"sampled"`` one sixteenth of each long
+            tensor, except where the optimizer is one of narrowgauge: its steps measure all or nothing.
         gradients: whether gradients are measured, as the optimizer sees them: without the loss scale.
         activations: True for the blocks and embeddings of the model, False for none, or names of modules. Sums
             of what they return while training, and of its gradient (with the loss scale).
         formats: what `feature_stats` asks about.
         states_every: quantized moments of narrowgauge's optimizers are compared with exact ones at every so manieth
-            step; by default 50 times `every`. 0 for never.
+            step, those of one parameter at a time, in turn; by default 10 times `every`. 0 for never.
         rms_every: RMS_t of a few parameters is measured at every so manieth step, also between those of `every`:
             a spike that foretells one of the loss is over in a few. 0 for never.
         rms_of: their names; by default embeddings and the first layer behind them, where such a spike shows.
@@ -103,7 +104,7 @@ def watch(
     optimizer = plain_optimizer(optimizer)
     _whole("every", every, 1)
     _whole("warmup", warmup, 0)
-    states_every = 50 * every if states_every is None else states_every
+    states_every = 10 * every if states_every is None else states_every
     _whole("states_every", states_every, 0)
     _whole("rms_every", rms_every, 0)
     if resume_from is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from narrowgauge.gauges._magnitudes import as_records, table_of, width
 from narrowgauge.gauges._measured_steps import SUMS
 from narrowgauge.gauges._modules import chosen
-from narrowgauge.gauges._moment_errors import moment_parts, reasons
+from narrowgauge.gauges._moment_preview import MomentPreview, reasons
 from narrowgauge.gauges._rank_sums import Part, Ranks
 from narrowgauge.gauges._records import LOG, MISSED, Record
 from narrowgauge.gauges._segments import flat
@@ -61,6 +61,7 @@ class WatchedTensors:
         self._gradients: dict[int, Tensor] = {}  # rows by the parameter's place
         self._early: list[RemovableHandle] = []  # hooks on parameters that are stepped in backward
         self._caught: dict[int, Tensor] = {}
+        self._preview: MomentPreview | None = None
         self._begun = False
         self._step = 0
         self._said = self._looked = False
@@ -73,6 +74,7 @@ class WatchedTensors:
         """Leave model and optimizer as they were."""
         self._features.detach()
         self._step_rms.abandon()
+        self._preview = None
         self._forget()
 
     def due(self, step: int) -> bool:
@@ -139,19 +141,24 @@ class WatchedTensors:
         if self._updates is not None:
             self._updates.begin(self._turn(step))
 
-    def moments(self, step: int) -> tuple[list[Record], list[Part]]:
-        """Quantized moments, if they are due, before the step is taken: what has no table, and the tables."""
-        every, optimizer = self._sources.states_every, cast(Any, self._optimizer)
+    def look_at_moments(self, step: int) -> list[Record]:
+        """A step is about to be taken: preview a parameter's moments, if due; gives records of what has none."""
+        every, optimizer = self._sources.states_every, self._optimizer
+        self._preview = None
         if not every or step % every or not measures_itself(optimizer):
-            return [], []
+            return []
         missing: list[Record] = []
         if not self._said:
             self._said = True
             for why, names in reasons(optimizer, self.names).items():
                 missing += _missing("state", step, names, why)
-        if optimizer.cannot_foresee() is not None:
-            return missing, []
-        return missing, moment_parts(optimizer, self.names, step, step // every)
+        self._preview = MomentPreview(optimizer, self.names, step, step // every)
+        return missing
+
+    def moments(self) -> list[Part]:
+        """The step has been taken: the tables of what was previewed."""
+        previewed, self._preview = self._preview, None
+        return previewed.parts() if previewed is not None else []
 
     def unseen(self, step: int) -> Iterator[Record]:
         """After the first due step: which watched modules returned nothing that a hook saw."""

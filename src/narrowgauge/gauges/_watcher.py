@@ -44,7 +44,6 @@ class Watch:
         self._model, self._optimizer, self._sources, self._output = model, optimizer, sources, output
         self._history, self._alarms = history, alarms
         self._tensors = WatchedTensors(unwrapped(model), optimizer, sources, parameters)
-        self._moments: list[Part] = []
         self._steps = StepRows(output.resume_from or 0, rms_of=[parameters[p] for p in self._tensors.rms_of])
         self._arriving: list[Arriving] = []
         self._ranks = Ranks()
@@ -185,8 +184,7 @@ class Watch:
             self._steps.scale = self._history.look(self._optimizer)
         self._tensors.begin(self._steps.taken + 1)
         if self._ranks.first:
-            missing, self._moments = self._tensors.moments(self._steps.taken + 1)
-            self._put(missing)
+            self._put(self._tensors.look_at_moments(self._steps.taken + 1))
 
     @torch.no_grad()
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -198,9 +196,8 @@ class Watch:
         if self._ranks.first:
             self._put(list(self._tensors.unseen(step)))
         found = self._tensors.end(step, self._ranks)
-        if self._moments:  # of a step that has been taken, and of this rank alone
-            self._arriving.append(self._message(self._moments).send(Ranks()))
-            self._moments = []
+        if moments := self._tensors.moments():  # of this rank alone
+            self._arriving.append(self._message(moments).send(Ranks()))
         home = self._tensors.home
         if found or (home.type == "cpu" and self._ranks.group is None):
             self._send(found)

@@ -1,9 +1,9 @@
 """The same graph with less to do for an element: numbers are gathered, divisions shared.
 
-An equation as people write it multiplies and divides an element by several numbers on its way. Each node is taken
-for a number times what is left of it, c x. Products and quotients pass their numbers on, a sum multiplies them into
-its terms, where a fused multiply-add has them for nothing, and where an element is needed at last they are one
-factor, worked out once, in double precision. Quotients of one divisor share its reciprocal.
+An equation as people write it multiplies and divides an element by several numbers on its way. Each node is read as
+a number times the rest of it, c x. Products and quotients pass their numbers on, a sum multiplies them into its
+terms, where a fused multiply-add has them for nothing, and where an element is needed at last they are one factor,
+worked out once, in double precision. Quotients of one divisor share its reciprocal.
 
 Results in float32 differ by an ulp or two for it.
 """
@@ -26,7 +26,7 @@ def simplified(roots: Mapping[Any, Node], besides: Mapping[Any, Node] | None = N
 
     Args:
         roots: the graphs.
-        besides: more of them, which share what they can and change nothing of the others.
+        besides: more graphs; they share what they can and never change those of `roots`.
     """
     work = _Work(roots)
     every = {**roots, **(besides or {})}
@@ -39,17 +39,17 @@ class _Work:
         self._uses = Counter(arg for node in every for arg in node.args if isinstance(arg, Node))
         self._uses.update(roots.values())
         self._scaled: dict[Node, _Scaled] = {}
-        # Of sums that a number may be spread into.
+        # Terms of sums that a number may enter.
         self._terms: dict[Node, list[tuple[Node, Node | None]]] = {}
         self._often: set[Node] = set()
-        # A divisor is shared if what is left of it is: those numbers aside.
+        # Divisors that differ by a number alone are shared.
         quotients = [node for node in every if node.op == "div" and not (node.scalar or node.args[1].scalar)]
         divisors = [self.scaled(node.args[1])[1] for node in quotients]
         self._often = {divisor for divisor, count in Counter(divisors).items() if count > 1}
         self._scaled, self._terms = {}, {}
 
     def scaled(self, node: Node) -> _Scaled:
-        """A node that is no number as c x; nothing is done to what is in double precision."""
+        """A node of elements as c x; what is in double precision stays as it is."""
         if node not in self._scaled:
             self._scaled[node] = self._taken_apart(node)
         return self._scaled[node]
@@ -61,14 +61,15 @@ class _Work:
         if not node.double:
             if op == "neg":
                 c, x = self.scaled(args[0])
-                return _negative(c), x
+                return _number("neg", c), x
             if op == "mul":
                 return self._product(*args)
             if op == "div":
                 return self._quotient(*args)
             if op in ("add", "sub"):
                 return self._sum(node)
-        return _ONE, Node(op, tuple(self._operand(arg) for arg in args), node.scalar, node.double)
+        made = (self.whole(self.scaled(x)) if isinstance(x, Node) and not x.scalar else x for x in args)
+        return _ONE, Node(op, tuple(made), node.scalar, node.double)
 
     def _product(self, a: Node, b: Node) -> _Scaled:
         if a.scalar or b.scalar:
@@ -91,7 +92,9 @@ class _Work:
         return _over(c, d), Node("div", (x, y))
 
     def _sum(self, node: Node) -> _Scaled:
-        terms = [self._scaled_term(arg) for arg in node.args]
+        terms: list[tuple[Node, Node | None]] = [
+            (arg, None) if arg.scalar else self.scaled(arg) for arg in node.args
+        ]
         made = Node(node.op, tuple(self._term(term) for term in terms))
         # To multiply both terms by one number more costs nothing where they have one already.
         alone = self._uses[node] == 1 and all(arg.scalar or self._uses[arg] == 1 for arg in node.args)
@@ -99,18 +102,12 @@ class _Work:
             self._terms[made] = terms
         return _ONE, made
 
-    def _scaled_term(self, arg: Node) -> tuple[Node, Node | None]:
-        return (arg, None) if arg.scalar else self.scaled(arg)
-
     def _term(self, term: tuple[Node, Node | None]) -> Node:
         c, x = term
         return c if x is None else self.whole((c, x))
 
-    def _operand(self, arg: Any) -> Any:
-        return self.whole(self.scaled(arg)) if isinstance(arg, Node) and not arg.scalar else arg
-
     def whole(self, scaled: _Scaled) -> Node:
-        """c x as a node; into a sum that nobody else needs, the number goes on to both terms."""
+        """c x as a node; into a sum that is used once, the number goes on to both terms."""
         c, x = scaled
         if c == _ONE:
             return x
@@ -134,7 +131,3 @@ def _times(a: Node, b: Node) -> Node:
 
 def _over(a: Node, b: Node) -> Node:
     return a if b == _ONE else _number("div", a, b)
-
-
-def _negative(a: Node) -> Node:
-    return _number("neg", a)

@@ -19,7 +19,7 @@ class Beside:
 
     Args:
         device: a CUDA device, the current one within.
-        own: whether its stream is not the one that all others on the device share.
+        own: whether it has its own stream, not the one the device's others share.
     """
 
     def __init__(self, device: torch.device, own: bool = False) -> None:

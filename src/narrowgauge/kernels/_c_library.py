@@ -2,8 +2,8 @@
 
 A step is compiled for the processor it runs on, when it is first needed, which takes about a second; afterwards it
 is found by the hash of its source, of the compiler, its flags and the processor. Its file's name has the file's own
-hash, too: one that a full disk or a power cut has left damaged would end the process when it is loaded, and is made
-anew. Where there is no compiler, or it refuses, `Unavailable` says why, and whoever asked does without.
+hash, too: a file that a full disk or a power cut damaged would end the process when loaded, so it is made anew.
+Where there is no compiler, or it refuses, `Unavailable` says why, and the caller does without.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
+
 from narrowgauge.kernels import _cache
 
 # Contracting a * b + c would round once where torch rounds twice. The others change no result: no errno for a
@@ -35,10 +37,16 @@ _FLAGS = (
     "-w",
 )
 _PATIENCE = 120  # seconds
+_ELEMENTS_FOR_THREADS = 1 << 17  # below, one thread is faster
 
 
 class Unavailable(Exception):
     """There is no compiled function; the message says why."""
+
+
+def threads_for(elements: int) -> int:
+    """How many threads a loop over this many elements takes."""
+    return torch.get_num_threads() if elements >= _ELEMENTS_FOR_THREADS else 1
 
 
 def load(source: str) -> ctypes.CDLL:
@@ -94,6 +102,8 @@ def _compile(compiler: tuple[str, ...], source: str, folder: Path) -> Path:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=False)
         except subprocess.TimeoutExpired:
             raise Unavailable(f"{compiler[0]} took more than {_PATIENCE} s") from None
+        except OSError as error:
+            raise Unavailable(f"{compiler[0]} cannot be started: {error}") from None
         if done.returncode == 0 and made.exists():
             return made
         said = said or next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])

@@ -9,15 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.kernels._c_codecs import source
+from narrowgauge.kernels._c_codecs import FLOATS, source
 from narrowgauge.kernels._c_library import Unavailable, load
 from narrowgauge.kernels._message_kind import Kind, Numbers, Place, table_of
 
-_C_TYPES = {
-    torch.float32: ("float", "float32"),
-    torch.bfloat16: ("u16", "bfloat16"),
-    torch.float16: ("_Float16", "float16"),
-}
 _LANES = 16  # of the widest vectors
 _MASK = 0xFFFFFFFF
 
@@ -105,7 +100,7 @@ class CBucket:
 
 def _source(kind: Kind) -> str:
     lowest, table = kind.coder.lowest, kind.table
-    grad, grad_name = _C_TYPES[kind.dtype]
+    grad, grad_name = FLOATS[kind.dtype]
     defined = {
         "SIZE": kind.block,
         "BLOCK": -(-kind.block // _LANES) * _LANES,
@@ -119,7 +114,7 @@ def _source(kind: Kind) -> str:
     if table is not None:
         defined |= {"ZERO": table.zero, "FIRST": table.first}
     if kind.memory is not None:
-        memory, name = _C_TYPES[kind.memory]
+        memory, name = FLOATS[kind.memory]
         defined |= {"MEMORY": memory, "FROM_MEMORY": f"from_{name}", "TO_MEMORY": f"to_{name}"}
-    files = ("words.h", "pairs.h", "random.h", "lookup.h", "table.h", "messages.h")
+    files = ("words.h", "random.h", "lookup.h", "codebook.h", "messages.h")
     return "\n".join([*(f"#define {name} {value}" for name, value in defined.items()), *map(source, files)])

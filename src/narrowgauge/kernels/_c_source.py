@@ -2,74 +2,62 @@
 
 Memory is read once and written once. A block of elements (those that share a scale, or a thousand) is done part by
 part: 64 elements are decoded, the graph is evaluated, the weights are written, all in registers, while memory that
-comes later is asked for. Moments that share a scale wait in arrays on the stack, which stay in the nearest cache,
-until all of the block is there, and are encoded then; so are weights that are given what a moment loses. Blocks are
-independent of each other, so threads take them as they come and the result does not depend on how many there are.
-The lengths of blocks and parts are constants: a last block that is shorter is copied to memory that is long enough,
-and what lies beyond it counts as zero.
+comes later is asked for. Moments that share a scale wait on the stack, in the nearest cache, and are encoded when
+the block is complete. Weights that receive what a moment loses wait there, too. Blocks are independent of each
+other, so threads take them as they come and the result does not depend on how many there are. The lengths of blocks
+and parts are constants: a last block that is shorter is copied to memory that is long enough, and what lies beyond
+it counts as zero.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from narrowgauge.kernels._c_codecs import Codec, Word, source
-from narrowgauge.kernels._c_driver import ARGUMENTS, driver
-from narrowgauge.kernels._c_statements import statements
-from narrowgauge.kernels._graph import Node, uniforms
+from narrowgauge.kernels._c_codecs import FLOATS, decode, encode, part_of, source
+from narrowgauge.kernels._codec import KINDS, Codec, Moment, Word, in_order
+from narrowgauge.kernels._graph import Equation, Node, uniforms, walk
 
-_FLOATS = {
-    torch.float32: ("float", "float32"),
-    torch.bfloat16: ("u16", "bfloat16"),
-    torch.float16: ("_Float16", "float16"),
+# The columns of a row before its addresses, as `list.h` has them.
+COLUMNS = ("numel", "first", "counter", "skipped", "seed", "stream", "origin", "numbers")
+
+_ARGUMENTS = (
+    "const long index, const long n, const long ahead, unsigned char *const *at, const void *const *tables, "
+    "const float *numbers, const u32 *key, const float sign"
+)
+
+_STEP_LIST = """
+/* Chunks first to last, of tensors `tensor` to `end`: look for infinities and NaN, take the step, count it. */
+void step_list(
+    long first, long last, long tensor, long end, const int64_t *rows, const int64_t *owners, const int64_t *begins,
+    const void *const *tables, const double *uniforms, unsigned char *flags, float sign, int checks, int threads
+) {
+    if (checks) check(first, last, rows, owners, begins, flags, threads);
+    take_step(first, last, rows, owners, begins, tables, uniforms, flags, sign, threads);
+    count_steps(tensor, end, rows, flags);
 }
+"""
 
 
 @dataclass(frozen=True)
-class Moment:
-    """A moment of the step.
-
-    Attributes:
-        name: the graph's name for it.
-        codec: how it is kept.
-        beside: the moment in whose root's units it is kept, if it is.
-        hands_over: whether the weight is given what it loses.
-        purpose: of its random bits, from 1.
-    """
-
-    name: str
-    codec: Codec
-    beside: str | None
-    hands_over: bool
-    purpose: int
-
-
-@dataclass(frozen=True)
-class Step:
+class StepSpec:
     """What a step function is made for.
 
     Attributes:
-        delta: the update's graph.
-        moments: the new moments' graphs, by name.
-        reach: what a unit that a moment loses is worth to the weight; for those that hand over.
-        terms: what to sum over the parameter, by name.
+        equation: what is computed.
         kept: the moments, how they are kept.
-        weight: the weight storage's name in `c/weights.h`.
-        low: its low word, if it has one.
+        weight: how the weight is kept.
         dtype, grad_dtype: the parameter's and its gradient's.
         block: elements a block; a multiple of 16.
     """
 
-    delta: Node
-    moments: Mapping[str, Node]
-    reach: Mapping[str, Node]
-    terms: Mapping[str, Node]
+    equation: Equation
     kept: tuple[Moment, ...]
-    weight: str
-    low: Word | None
+    weight: Codec
     dtype: torch.dtype
     grad_dtype: torch.dtype
     block: int
@@ -77,55 +65,54 @@ class Step:
     @property
     def words(self) -> tuple[Word, ...]:
         """The tensors that it is given, in order: parameter, gradient, low word, and those of the moments."""
-        p, grad = (Word(name, _FLOATS[dtype][0], 8 * dtype.itemsize) for name, dtype in
-                   (("p", self.dtype), ("grad", self.grad_dtype)))  # fmt: skip
-        low = (self.low,) if self.low is not None else ()
-        return (p, grad, *low, *(word for moment in self.kept for word in moment.codec.words))
+        p, grad = Word("p", KINDS[self.dtype]), Word("grad", KINDS[self.grad_dtype])
+        return (p, grad, *self.weight.words, *(word for moment in self.kept for word in moment.codec.words))
+
+    @functools.cached_property
+    def places(self) -> dict[str, list[str]]:
+        """Where a block of the words of each moment is, by its name."""
+        numbers = itertools.count(2 + len(self.weight.words))
+        return {m.name: [f"at[{next(numbers)}]" for _ in m.codec.words] for m in self.kept}
 
     def nbytes(self, elements: int) -> list[int]:
-        """How long each of them is, for a parameter of so many elements."""
+        """Bytes of each of them, for a parameter of this many elements."""
         blocks = -(-elements // self.block)
         return [word.nbytes(elements) if word.bits else blocks * word.nbytes(self.block) for word in self.words]
 
-    @property
-    def roots(self) -> tuple[Node, ...]:
-        """What is computed for each element once the sums are known."""
-        return (self.delta, *self.moments.values(), *self.reach.values())
 
-
-def step_source(step: Step) -> str:
-    """A C file with the functions ``step``, ``finite`` and, if there are terms, ``sums``."""
-    tile = driver("take_step", "tile", _tile(step), len(uniforms(step.roots)))
-    parts = [_prelude(step), source("finite.h"), tile]
-    if step.terms:
-        met = len(uniforms(step.terms.values()))
-        parts.append(
-            driver("sum_terms", "partial", _partial(step), met, ", double *sums", ", sums + block * TERMS")
-        )
+def step_source(step: StepSpec) -> str:
+    """A C file with the functions of `list.h`, ``step_list`` and, if there are terms, ``sum_terms``."""
+    tile = _driver("take_step", "tile", _tile(step), len(uniforms(step.equation.roots)))
+    parts = [_prelude(step), source("list.h"), tile, _STEP_LIST]
+    if step.equation.terms:
+        met = len(uniforms(step.equation.terms.values()))
+        parts.append(_driver("sum_terms", "partial", _partial(step), met, sums=True))
     return "\n".join(parts)
 
 
-def _prelude(step: Step) -> str:
-    c_type, name = _FLOATS[step.dtype]
+def _prelude(step: StepSpec) -> str:
+    c_type, name = FLOATS[step.dtype]
+    grad_type, grad_name = FLOATS[step.grad_dtype]
     info = torch.finfo(step.dtype)
     mantissa = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}[step.dtype]
-    tail = max([word.nbytes(step.block) for word in step.words], default=0)
-    files = dict.fromkeys(["random.h", *(file for moment in step.kept for file in moment.codec.sources)])
+    tail = max(word.nbytes(step.block) for word in step.words)
+    codecs = [step.weight, *(moment.codec for moment in step.kept)]
+    files = dict.fromkeys(["random.h", *(file for codec in codecs for file in codec.c_parts)])
     return "\n".join(
         [
             f"#define BLOCK {step.block}",
             f"#define WORD {c_type}",
             f"#define FROM from_{name}",
             f"#define TO to_{name}",
+            f"#define WRITE {name}_encode",
             f"#define WORD_IS_{name.upper()}",
             f"#define LEAST_NORMAL {info.smallest_normal!r}f",
             f"#define MANTISSA_BITS {mantissa}",
-            f"#define GRAD {_FLOATS[step.grad_dtype][0]}",
-            f"#define FROM_GRAD from_{_FLOATS[step.grad_dtype][1]}",
+            f"#define GRAD {grad_type}",
+            f"#define FROM_GRAD from_{grad_name}",
             f"#define WORDS {len(step.words)}",
             f"#define WORD_BYTES {tail}",
             source("words.h"),
-            source("ahead.h"),
             source("weights.h"),
             *map(source, files),
             "static const long whole[WORDS] = {" + ", ".join(str(w.nbytes(step.block)) for w in step.words) + "};",
@@ -134,55 +121,51 @@ def _prelude(step: Step) -> str:
     )
 
 
-def _load(step: Step, roots: Iterable[Node]) -> tuple[list[str], dict[Node, str]]:
+def _load(step: StepSpec, roots: Iterable[Node]) -> tuple[list[str], dict[Node, str]]:
     """Lines that decode the part from o on, and what the numbers of these graphs are called."""
     p, grad, *_ = step.words
     lines = [
         "float g[PART];",
-        f"const GRAD *grad = {grad.part_of('at[1]')};",
+        f"const GRAD *grad = {part_of(grad, 'at[1]')};",
         "EACH_OF_PART g[i] = sign * FROM_GRAD(grad[i]);",
-        f"read_{step.weight}({p.part_of('at[0]')}, {_low(step)}, w);",
+        f"{step.weight.name}_read({part_of(p, 'at[0]')}, {_low(step)}, w);",
         *(f"float x_{m.name}[PART];" for m in step.kept),
-        *(_decode(step, m, f"x_{m.name}", f"x_{m.beside}") for m in _ordered(step)),
+        *(_decode(step, m, f"x_{m.name}", f"x_{m.normalizer}") for m in in_order(step.kept)),
     ]
     return lines, {node: f"c{k}" for k, node in enumerate(uniforms(roots))}
 
 
 def _opening(name: str, numbers: Mapping[Node, str], more: str = "") -> list[str]:
     return [
-        f"static void {name}({ARGUMENTS}{more}) {{",
+        f"static void {name}({_ARGUMENTS}{more}) {{",
         "(void)index, (void)n, (void)ahead, (void)tables, (void)numbers, (void)key;",
         *(f"const float {name} = numbers[{k}];" for k, name in enumerate(numbers.values())),
     ]
 
 
-def _low(step: Step) -> str:
-    return "(void *)0" if step.low is None else step.low.part_of("at[2]")
+def _low(step: StepSpec) -> str:
+    return part_of(step.weight.words[0], "at[2]") if step.weight.words else "(void *)0"
 
 
-def _ordered(step: Step) -> list[Moment]:
-    """The moments, what gives another its unit before it."""
-    return sorted(step.kept, key=lambda moment: moment.beside is not None)
-
-
-def _tile(step: Step) -> str:
+def _tile(step: StepSpec) -> str:
     """The function that does one block."""
-    loading, names = _load(step, step.roots)
-    handed = [m for m in step.kept if m.hands_over and m.name in step.reach]
+    loading, names = _load(step, step.equation.roots)
+    carried = [m for m in step.kept if m.codec.error_feedback and m.name in step.equation.effects]
     blockwise = [m for m in step.kept if m.codec.blockwise]
     # What waits for the end of the block, and what does not.
-    waiting = [f"new_{m.name}" for m in blockwise] + [f"reach_{m.name}" for m in handed]
+    waiting = [f"new_{m.name}" for m in blockwise] + [f"effect_{m.name}" for m in carried]
     passing = [f"new_{m.name}" for m in step.kept if m not in blockwise]
-    (waiting if handed else passing).extend(["w", "delta"])
+    (waiting if carried else passing).extend(["w", "delta"])
     asked = [
         f"ask_for(at[{k}] + (o + ahead) * {word.bits} / 8, PART * {word.bits} / 8);"
         for k, word in enumerate(step.words)
         if word.bits
     ]
-    results = {f"new_{name}": node for name, node in step.moments.items()} | {"delta": step.delta}
-    results |= {f"reach_{m.name}": step.reach[m.name] for m in handed}
-    random = "random + o" if step.weight == "stochastic" else ""
-    add = [f"add_{step.weight}({', '.join(filter(None, [*_weights(step), 'w', 'delta', random]))});"]
+    results = {f"new_{name}": node for name, node in step.equation.moments.items()} | {"delta": step.equation.delta}
+    results |= {f"effect_{m.name}": step.equation.effects[m.name] for m in carried}
+    random = "random + o" if step.weight.needs_random else ""
+    given = [part_of(step.words[0], "at[0]"), _low(step), "w", "delta", random]
+    add = [f"{step.weight.name}_add({', '.join(filter(None, given))});"]
     lines = [
         *_opening("tile", names),
         *(f"float all_{name}[BLOCK];" for name in waiting),
@@ -193,35 +176,35 @@ def _tile(step: Step) -> str:
         *(f"float {name}[PART];" for name in passing),
         *loading,
         "EACH_OF_PART {",
-        *statements(step.roots, names),
+        *_statements(step.equation.roots, names),
         *(f"{name}[i] = {names[node]};" for name, node in results.items()),
         "}",
         *(_encode(step, m, f"new_{m.name}") for m in step.kept if m not in blockwise),
-        *([] if handed else add),
+        *([] if carried else add),
         "}",
         *(f"for (long i = n; i < BLOCK; i++) all_new_{m.name}[i] = 0.0f;" for m in blockwise),
     ]
-    beside = {m.beside for m in step.kept}
-    for m in _ordered(step):
+    normalizers = {m.normalizer for m in step.kept}
+    for m in in_order(step.kept):
         lines += [_encode(step, m, f"all_new_{m.name}")] if m in blockwise else []
-        if m in handed or m.name in beside:
+        if m in carried or m.name in normalizers:
             lines.append(f"float all_kept_{m.name}[BLOCK];")
-            lines.append(f"PARTS {_decode(step, m, f'all_kept_{m.name} + o', f'all_kept_{m.beside} + o')}")
-    if handed:
+            lines.append(f"PARTS {_decode(step, m, f'all_kept_{m.name} + o', f'all_kept_{m.normalizer} + o')}")
+    if carried:
         lines += ["PARTS {", "float *const w = all_w + o, *const delta = all_delta + o;", "EACH_OF_PART {"]
-        lines.append("float handed = 0.0f;")
-        for m in handed:
+        lines.append("float carried_error = 0.0f;")
+        for m in carried:
             lines.append(f"const float lost_{m.name} = all_new_{m.name}[o + i] - all_kept_{m.name}[o + i];")
             lines.append(
-                f"handed += all_reach_{m.name}[o + i] * (is_finite(lost_{m.name}) ? lost_{m.name} : 0.0f);"
+                f"carried_error += all_effect_{m.name}[o + i] * (is_finite(lost_{m.name}) ? lost_{m.name} : 0.0f);"
             )
-        lines += ["delta[i] += handed;", "}", *add, "}"]
+        lines += ["delta[i] += carried_error;", "}", *add, "}"]
     return "\n".join([*lines, "}"])
 
 
-def _partial(step: Step) -> str:
+def _partial(step: StepSpec) -> str:
     """The function that sums the terms of one block."""
-    terms = tuple(step.terms.values())
+    terms = tuple(step.equation.terms.values())
     loading, names = _load(step, terms)
     lines = [
         *_opening("partial", names, ", double *sums"),
@@ -230,7 +213,7 @@ def _partial(step: Step) -> str:
         "float w[PART];",
         *loading,
         "EACH_OF_PART {",
-        *statements(terms, names),
+        *_statements(terms, names),
         *(f"term_{k}[o + i] = {names[node]};" for k, node in enumerate(terms)),
         "}",
         "}",
@@ -239,45 +222,140 @@ def _partial(step: Step) -> str:
         *(f"sums[{k}] = total(term_{k});" for k in range(len(terms))),
         "}",
     ]
-    return "\n".join([f"#define TERMS {len(terms)}", source("total.h"), *lines])
+    return "\n".join([f"#define TERMS {len(terms)}", *lines])
 
 
-def _weights(step: Step) -> list[str]:
-    return [step.words[0].part_of("at[0]"), _low(step)]
-
-
-def _places(step: Step, moment: Moment) -> list[tuple[str, Word]]:
-    """Where a block of a moment is, and what."""
-    place = 2 + (step.low is not None)
-    for other in step.kept:
-        if other is moment:
-            break
-        place += len(other.codec.words)
-    return [(f"at[{place + k}]", word) for k, word in enumerate(moment.codec.words)]
-
-
-def _further(step: Step, moment: Moment, beside: str) -> list[str]:
-    """A codec's arguments after the numbers, its words and random numbers."""
-    codec = moment.codec
-    unit = [beside if moment.beside else "(const float *)0"] if codec.relative else []
+def _tables(step: StepSpec, moment: Moment) -> list[str]:
+    """The arrays of a moment's table."""
     tables = [other for other in step.kept if other.codec.table is not None]
-    places = [f"tables[{2 * tables.index(moment) + k}]" for k in range(2)] if codec.table is not None else []
-    return [*unit, *places, *codec.constants]
+    return [f"tables[{2 * tables.index(moment) + k}]" for k in range(2)] if moment in tables else []
 
 
-def _decode(step: Step, moment: Moment, x: str, beside: str) -> str:
+def _decode(step: StepSpec, moment: Moment, x: str, normalizer: str) -> str:
     """Of a part."""
-    places = [word.part_of(at) for at, word in _places(step, moment)]
-    return f"{moment.codec.name}_decode({', '.join([*places, x, *_further(step, moment, beside)])});"
+    unit = normalizer if moment.normalizer else "(const float *)0"
+    return decode(moment.codec, step.places[moment.name], x, unit, _tables(step, moment))
 
 
-def _encode(step: Step, moment: Moment, x: str) -> str:
+def _encode(step: StepSpec, moment: Moment, x: str) -> str:
     """Of a block, or of a part where nothing asks for blocks."""
-    codec = moment.codec
-    places = [f"(void *){at}" if codec.blockwise else word.part_of(at) for at, word in _places(step, moment)]
-    halves = [f"random_{moment.name}"] if codec.random else []
-    further = _further(step, moment, f"all_kept_{moment.beside}")
-    call = f"{codec.name}_encode({', '.join([x, *places, *halves, *further])});"
-    if not halves:
+    random = f"random_{moment.name}"
+    unit = f"all_kept_{moment.normalizer}" if moment.normalizer else "(const float *)0"
+    call = encode(moment.codec, step.places[moment.name], x, random, unit, _tables(step, moment))
+    if not moment.codec.needs_random:
         return call
-    return f"u16 {halves[0]}[BLOCK]; random_halves({halves[0]}, index, key, {moment.purpose}); {call}"
+    return f"u16 {random}[BLOCK]; random_halves({random}, index, key, {moment.purpose}); {call}"
+
+
+_INPUTS = {"weight": "w[i]", "grad": "g[i]"}
+_EXPRESSIONS = {
+    "mul": "{0} * {1}", "add": "{0} + {1}", "sub": "{0} - {1}", "div": "{0} / {1}", "neg": "-{0}",
+    "abs": "{fabs}({0})", "sqrt": "{sqrt}({0})", "reciprocal": "1 / {0}",
+    "sign": "({c})(({0} > 0) - ({0} < 0))",
+    # As torch has them: NaN where either is.
+    "max": "{1} > {0} || {1} != {1} ? {1} : {0}", "min": "{1} < {0} || {1} != {1} ? {1} : {0}",
+    "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}", "eq": "{0} == {1}",
+    "ne": "{0} != {1}", "and": "({0} != 0) & ({1} != 0)", "or": "({0} != 0) | ({1} != 0)", "not": "!{0}",
+    "where": "{0} ? {1} : {2}", "scaled": "{0} * {1}", "wide": "(double){0}", "narrow": "(float){0}",
+}  # fmt: skip
+_TESTS = ("lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not")
+
+
+def _statements(roots: Iterable[Node], names: dict[Node, str]) -> list[str]:
+    """C statements that compute the nodes of graphs for element i.
+
+    Args:
+        roots: the graphs.
+        names: what is known already, scalars among it; grows by the rest.
+    """
+    lines = []
+    for node in walk(roots):
+        if node.scalar or node in names:
+            continue
+        if node.op == "input":
+            names[node] = _INPUTS.get(node.args[0], f"x_{node.args[0]}[i]")
+            continue
+        c = "int" if node.op in _TESTS else "double" if node.double else "float"
+        math = {"sqrt": "sqrt" if node.double else "sqrtf", "fabs": "fabs" if node.double else "fabsf", "c": c}
+        expression = _EXPRESSIONS[node.op].format(*(names[arg] for arg in node.args), **math)
+        names[node] = f"t{len(names)}"
+        lines.append(f"const {c} {names[node]} = {expression};")
+    return lines
+
+
+def _driver(name: str, each: str, definition: str, numbers: int, sums: bool = False) -> str:
+    """A function that does chunks of a list of tensors, and `each`, which does a block.
+
+    Args:
+        name: of the function.
+        each: the name of the function that does a block.
+        definition: its text.
+        numbers: how many numbers the equation has.
+        sums: whether `each` writes sums: `TERMS` doubles a block.
+    """
+    holes = {
+        "NAME": name,
+        "MORE": ", double *sums" if sums else "",
+        "EACH_BLOCK": each,
+        "OF_TENSOR": ", sums + row[FIRST] * TERMS" if sums else "",
+        "OF_BLOCK": ", sums + block * TERMS" if sums else "",
+        "HOW_MANY": str(numbers),
+    }
+    body = _TEXT
+    for hole, filling in holes.items():
+        body = body.replace(hole, filling)
+    return f"{definition}\n{body}"
+
+
+# `EACH_BLOCK` is called at one place, where the compiler inlines it: of two it would compile it twice, or call it.
+# The loop over blocks is a function of its own, which compiles in less time.
+_TEXT = """
+/* Blocks first to last of one tensor of n elements. */
+static __attribute__((noinline)) void NAME_of_tensor(
+    const long first, const long last, const long n, unsigned char *const *words, const void *const *tables,
+    const float *numbers, const u32 *key, const float signMORE
+) {
+    for (long block = first; block < last; block++) {
+        unsigned char *at[WORDS];
+        const long left = n - block * BLOCK;
+        for (int k = 0; k < WORDS; k++) at[k] = words[k] + block * whole[k];
+        _Alignas(64) unsigned char copy[WORDS][WORD_BYTES];
+        if (left < BLOCK) {
+            memset(copy, 0, sizeof copy);
+            for (int k = 0; k < WORDS; k++) {
+                memcpy(copy[k], at[k], bits[k] ? (left * bits[k] + 7) / 8 : whole[k]);
+                at[k] = copy[k];
+            }
+        }
+        const long ahead = left >= BLOCK + AHEAD ? AHEAD : 0;
+        EACH_BLOCK(block, left < BLOCK ? left : BLOCK, ahead, at, tables, numbers, key, signOF_BLOCK);
+        for (int k = 0; left < BLOCK && k < WORDS; k++) {
+            if (k == 1) continue; /* the gradient */
+            /* The other half of a byte whose first half is the last code is zero. */
+            if (bits[k] == 4 && left % 2) copy[k][left / 2] &= 0xF;
+            memcpy(words[k] + block * whole[k], copy[k], bits[k] ? (left * bits[k] + 7) / 8 : whole[k]);
+        }
+    }
+}
+
+void NAME(
+    long first, long last, const int64_t *rows, const int64_t *owners, const int64_t *begins,
+    const void *const *tables, const double *uniforms, const unsigned char *flags, float sign, int threadsMORE
+) {
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (threads > 1)
+    for (long chunk = first; chunk < last; chunk++) {
+        const int64_t owner = owners[chunk], *row = rows + owner * WIDTH;
+        if (flags[owner]) continue;
+        float numbers[HOW_MANY + 1];
+        for (int k = 0; k < HOW_MANY; k++) numbers[k] = (float)uniforms[row[NUMBERS] * HOW_MANY + k];
+        const uint64_t step = (uint64_t)*(const float *)row[COUNTER] + 1, eighth = (uint64_t)row[ORIGIN] / 8;
+        const u32 key[6] = {
+            (u32)row[SEED], (u32)row[STREAM], (u32)step, (u32)(step >> 32), (u32)eighth, (u32)(eighth >> 32)
+        };
+        unsigned char *words[WORDS];
+        for (int k = 0; k < WORDS; k++) words[k] = (unsigned char *)row[ADDRESSES + k];
+        const long begin = begins[chunk], n = row[NUMEL], end = end_of_chunk(begin, n);
+        NAME_of_tensor(begin, end, n, words, tables, numbers, key, signOF_TENSOR);
+    }
+}
+"""

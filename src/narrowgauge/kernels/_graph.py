@@ -1,10 +1,10 @@
 """Elementwise operations as a graph, recorded from torch, from which kernels are written.
 
-What is Python on torch tensors stays in that form alone. Run once on tiny tensors while every operation that torch
-dispatches is written down, it shows what it does to an element, and which numbers it needs besides. A kernel in any
-language is a walk over that graph.
+A rule is written once, in Python on torch tensors. It runs once on tiny tensors, and a recorder writes down every
+operation that torch dispatches: what it does to an element, and which numbers it needs. A kernel in any language is
+a walk over that graph.
 
-Numbers are apart from elements. What depends on them alone is worked out once, in double precision, and rounded to
+Numbers are not elements. What depends on numbers alone is worked out once, in double precision, and rounded to
 float32 where it meets an element.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +55,30 @@ class Node:
         return self._hash
 
 
+@dataclass(frozen=True)
+class Equation:
+    """What a rule computes for one element.
+
+    Attributes:
+        terms: what to sum over the parameter before the rest can be computed, by name; empty for most rules.
+        delta: the update.
+        moments: the new moments.
+        effects: what a unit of each moment will still add to the weight; for those that have it.
+        ratio: the gradient's square over the second moment (`squared_ratio`), for gauges; None without one.
+    """
+
+    terms: Mapping[str, Node]
+    delta: Node
+    moments: Mapping[str, Node]
+    effects: Mapping[str, Node]
+    ratio: Node | None
+
+    @property
+    def roots(self) -> tuple[Node, ...]:
+        """All that the step computes for each element once the sums are known."""
+        return (self.delta, *self.moments.values(), *self.effects.values())
+
+
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down what torch dispatches while it is entered, as nodes of the tensors that come out.
 
@@ -77,9 +101,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._keep(torch.full(self._shape, 0.5, dtype=self._dtype), Node("input", (name,)))
 
     def scaled(self, name: str, number: str) -> Tensor:
-        """A float32 one that stands for an input times a number, rounded before anything else is done with it.
+        """A float32 tensor that stands for an input times a number, rounded before any other use.
 
-        Nothing takes the number elsewhere: what is worked out is, bit for bit, what it is of the product.
+        `_algebra` never moves that number: results are, bit for bit, those of the product.
         """
         args = Node("input", (name,)), Node("number", (number,), scalar=True)
         return self._keep(torch.full(self._shape, 0.5), Node("scaled", args))
@@ -115,12 +139,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _made(self, name: str, out: Tensor, args: Any, kwargs: Any) -> Node:
         scalar, double = not out.dim(), bool(out.dim()) and out.dtype is torch.float64
+        if name != "_to_copy" and (unknown := kwargs.keys() - {"alpha", "min", "max"}):
+            raise NotImplementedError(f"{name} with {', '.join(sorted(unknown))} has no kernel")
 
         def make(op: str, *operands: Any) -> Node:
             nodes = tuple(x if isinstance(x, Node) else self.node(x) for x in operands)
             return Node(op, nodes, scalar, double)
 
         if name == "_to_copy":
+            if out.dtype not in (torch.float32, torch.float64, args[0].dtype):
+                raise NotImplementedError(f"a conversion to {out.dtype} has no kernel")
             node = self.node(args[0])
             if scalar or node.double == double:
                 return node
@@ -134,16 +162,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name == "square" or (name == "pow" and not isinstance(args[1], Tensor) and args[1] == 2):
             return make("mul", args[0], args[0])
         if name == "rsub":
+            if len(args) > 2 or kwargs:
+                raise NotImplementedError("rsub with alpha has no kernel")
             return make("sub", args[1], args[0])
         if name in ("add", "sub") and kwargs.get("alpha", 1) != 1:
             return make(name, args[0], make("mul", args[1], kwargs["alpha"]))
-        if name not in _NAMES:
+        if name not in _NAMES or (name == "pow" and not scalar):
             raise NotImplementedError(f"{name} has no kernel: it is not known here")
         return make(_NAMES[name], *args)
 
 
 def walk(roots: Iterable[Node], known: Container[Node] = ()) -> list[Node]:
-    """Every node once, what it is made of before it; what known nodes are made of is left out."""
+    """Every node once, its operands before it; operands of known nodes are left out."""
     seen: dict[Node, None] = {}
 
     def visit(node: Node) -> None:
@@ -159,7 +189,7 @@ def walk(roots: Iterable[Node], known: Container[Node] = ()) -> list[Node]:
 
 
 def uniforms(roots: Iterable[Node]) -> tuple[Node, ...]:
-    """The scalar nodes that elements of these graphs meet, roots among them: one number a parameter each."""
+    """The scalar nodes that are roots, or operands of an element's node: each one number a parameter."""
     roots = tuple(roots)
     met: dict[Node, None] = {root: None for root in roots if root.scalar}
     for node in walk(roots):
@@ -168,57 +198,50 @@ def uniforms(roots: Iterable[Node]) -> tuple[Node, ...]:
     return tuple(met)
 
 
-def evaluate(nodes: Iterable[Node], numbers: Mapping[str, float]) -> list[float]:
-    """Scalar nodes in double precision on the host.
-
-    Args:
-        nodes: scalar ones.
-        numbers: the rule's scalars by name.
-    """
-    nodes = tuple(nodes)
-    known: dict[Node, float] = {}
-    for node in _order(nodes):
-        if node.op == "number":
-            known[node] = float(numbers[node.args[0]])
-        elif node.op == "constant":
-            known[node] = node.args[0]
-        else:
-            known[node] = _HOST[node.op](*(known[arg] for arg in node.args))
-    return [known[node] for node in nodes]
-
-
 @functools.lru_cache(maxsize=256)
-def _order(nodes: tuple[Node, ...]) -> list[Node]:
-    return walk(nodes)
+def evaluator(nodes: tuple[Node, ...]) -> Callable[[Mapping[str, float]], list[float]]:
+    """A function from the rule's scalars by name to the values of scalar nodes, in double precision on the host."""
+    names: dict[Node, str] = {}
+    lines = []
+    for number, node in enumerate(walk(nodes)):
+        names[node] = f"x{number}"
+        if node.op == "number":
+            value = f"float(numbers[{node.args[0]!r}])"
+        elif node.op == "constant":
+            value = f"float({str(node.args[0])!r})"
+        else:
+            value = _HOST[node.op].format(*(names[arg] for arg in node.args))
+        lines.append(f"    {names[node]} = {value}\n")
+    text = f"def evaluate(numbers):\n{''.join(lines)}    return [{', '.join(names[node] for node in nodes)}]\n"
+    space: dict[str, Any] = {"divide": _divide, "power": _power, "math": math}
+    exec(compile(text, "<narrowgauge scalars>", "exec"), space)
+    found: Callable[[Mapping[str, float]], list[float]] = space["evaluate"]
+    return found
 
 
 def _divide(a: float, b: float) -> float:
-    if b:
-        return a / b
+    """a / 0 as floats have it."""
     return math.nan if not a or math.isnan(a) else math.copysign(math.inf, a) * math.copysign(1.0, b)
 
 
-_HOST: dict[str, Any] = {
-    "mul": lambda a, b: a * b,
-    "add": lambda a, b: a + b,
-    "sub": lambda a, b: a - b,
-    "div": _divide,
-    "neg": lambda a: -a,
-    "sqrt": lambda a: math.sqrt(a) if a >= 0 else math.nan,
-    "abs": abs,
-    "sign": lambda a: float((a > 0) - (a < 0)),
-    "max": lambda a, b: b if b > a or math.isnan(b) else a,
-    "min": lambda a, b: b if b < a or math.isnan(b) else a,
-    "lt": lambda a, b: float(a < b),
-    "le": lambda a, b: float(a <= b),
-    "gt": lambda a, b: float(a > b),
-    "ge": lambda a, b: float(a >= b),
-    "eq": lambda a, b: float(a == b),
-    "ne": lambda a, b: float(a != b),
-    "and": lambda a, b: float(bool(a) and bool(b)),
-    "or": lambda a, b: float(bool(a) or bool(b)),
-    "not": lambda a: float(not a),
-    "where": lambda test, a, b: a if test else b,
-    "reciprocal": lambda a: _divide(1.0, a),
-    "pow": lambda a, b: a**b,
-}
+def _power(a: float, b: float) -> float:
+    """a ** b as floats have it: inf where it is too large, NaN for a root of a negative number."""
+    try:
+        return math.pow(a, b)
+    except (OverflowError, ValueError):
+        if a < 0 and b % 1:
+            return math.nan
+        return math.copysign(math.inf, a) if b % 2 == 1 else math.inf
+
+
+_HOST = {
+    "mul": "{0} * {1}", "add": "{0} + {1}", "sub": "{0} - {1}", "neg": "-{0}", "abs": "abs({0})",
+    "div": "{0} / {1} if {1} else divide({0}, {1})", "reciprocal": "1.0 / {0} if {0} else divide(1.0, {0})",
+    "sqrt": "math.sqrt({0}) if {0} >= 0 else math.nan", "sign": "float(({0} > 0) - ({0} < 0))",
+    # As torch has them: NaN where either is.
+    "max": "{1} if {1} > {0} or {1} != {1} else {0}", "min": "{1} if {1} < {0} or {1} != {1} else {0}",
+    "lt": "float({0} < {1})", "le": "float({0} <= {1})", "gt": "float({0} > {1})", "ge": "float({0} >= {1})",
+    "eq": "float({0} == {1})", "ne": "float({0} != {1})", "and": "float(bool({0}) and bool({1}))",
+    "or": "float(bool({0}) or bool({1}))", "not": "float(not {0})", "where": "{1} if {0} else {2}",
+    "pow": "{0} ** {1} if 0 < {0} <= 1 and {1} >= 0 else power({0}, {1})",
+}  # fmt: skip

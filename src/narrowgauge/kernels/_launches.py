@@ -5,20 +5,22 @@ At every launch Triton binds arguments by name, asks each of them what code depe
 key, and compares all global values that the kernel has used: tens of microseconds of the host, more than many of
 our kernels take on the device. All of it answers one question, which compiled kernel this is.
 
-`Launches` remembers the answer under what it depends on: constants, options and the device, types, whether
-addresses and sizes are multiples of 16, and whether sizes are 1. A `Launch` is for those who know most of this
+`CachedKernel` remembers the answer under what it depends on: constants, options and the device, types, whether
+addresses and sizes are multiples of 16, and whether sizes are 1. A `BoundLaunch` is for those who know most of this
 beforehand: grid, sizes, constants and options are given once, and types are the same at every call. What is left to
 ask is the device, and whether all addresses are multiples of 16, as torch's allocations are; where they are not it
 goes the longer way.
 
-A `Fixed` launch has its tensors given once as well.
+A `FixedLaunch` has its tensors given once as well.
 
 All hand the kernel to its launcher as Triton does, without looking up what has not changed. Where a profiler
-has set hooks, Triton's own call is taken, which makes what they are to be told.
+has set hooks, Triton's own call runs, which builds what hooks receive.
 """
 
 from __future__ import annotations
 
+import hashlib
+import linecache
 from collections.abc import Callable, Mapping
 from operator import is_
 from typing import Any, Protocol
@@ -29,15 +31,13 @@ from torch import Tensor
 from triton import knobs
 
 from narrowgauge.kernels._descriptors import Describer, encoded_by
+from narrowgauge.kernels._triton import launches_directly
 
-# Of Triton 3.6 it is known in which order the function in C under its launcher takes what comes before a kernel's
-# arguments; other versions have other orders.
-_IN_C = triton.__version__.startswith("3.6.")
 # The index of the current device.
 current_device: Callable[[], int] = torch._C._cuda_getDevice if torch.cuda._is_compiled() else lambda: -1
 
 
-class Compiled:
+class CompiledKernel:
     """A compiled kernel on one device, ready to be launched.
 
     Args:
@@ -50,10 +50,11 @@ class Compiled:
         # What is called with the grid, the stream, `between` and then the kernel's arguments.
         self.run = kernel.run
         self.between: tuple[Any, ...] = kernel.function, kernel.packed_metadata, None, None, None
-        # The same for descriptors that are encoded already, and what the driver is told of each beside its matrix.
+        # What launches with encoded descriptors, and what the driver needs of each beside its matrix.
         self.encoded: tuple[Any, list[Mapping[str, Any]]] | None = None
         launcher = kernel.run
-        if _IN_C and type(launcher).__name__ == "CudaLauncher" and not _scratch(launcher):
+        direct = launches_directly() and type(launcher).__name__ == "CudaLauncher"
+        if direct and not (launcher.global_scratch_size or launcher.profile_scratch_size):
             # What the launcher does where no memory is to be had for the kernel is to call this.
             self.run, self.encoded = launcher.launch, encoded_by(launcher.launch)
             flags = launcher.launch_cooperative_grid, launcher.launch_pdl
@@ -73,7 +74,7 @@ class Compiled:
             device: its index.
             grid: programs along three sides.
             given: addresses, numbers, descriptors and constants: all arguments of the kernel.
-            describers, matrices: of what comes before these, if they are not all.
+            describers, matrices: of descriptors that come before `given`, if any.
         """
         hooks, run = knobs.runtime, self.run
         enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
@@ -94,12 +95,7 @@ class Compiled:
             run(*grid, self.stream(device), *self.between, *given)
 
 
-def _scratch(launcher: Any) -> int:
-    """Bytes that a launcher gets for a program of its kernel."""
-    return int(launcher.global_scratch_size) + int(launcher.profile_scratch_size)
-
-
-class Launches:
+class CachedKernel:
     """A kernel, and what became of its launches.
 
     Args:
@@ -109,7 +105,7 @@ class Launches:
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self.interpreted = bool(knobs.runtime.interpret)
-        self._known: dict[tuple[Any, ...], Compiled] = {}
+        self._known: dict[tuple[Any, ...], CompiledKernel] = {}
 
     def __call__(
         self,
@@ -117,7 +113,7 @@ class Launches:
         arguments: tuple[Any, ...],
         constants: Mapping[str, Any],
         options: Mapping[str, Any],
-    ) -> Compiled | None:
+    ) -> CompiledKernel | None:
         """Launch on the current device and stream.
 
         Args:
@@ -146,7 +142,7 @@ class Launches:
             self._check(len(arguments), list(constants))
             made = self.kernel[grid](*arguments, **constants, **options)
             # Triton hands out what it has compiled; where it compiles beside, that is still to come.
-            found = self._known[key] = Compiled(made.result() if hasattr(made, "result") else made)
+            found = self._known[key] = CompiledKernel(made.result() if hasattr(made, "result") else made)
         else:
             found(device, _three(grid), (*given, *fixed))
         return found
@@ -160,7 +156,7 @@ class Launches:
             )
 
 
-class Fixed:
+class FixedLaunch:
     """A launch again and again on the same tensors, which stay where they are.
 
     Args:
@@ -170,7 +166,7 @@ class Fixed:
 
     def __init__(
         self,
-        launches: Launches,
+        launches: CachedKernel,
         grid: tuple[int, ...],
         arguments: tuple[Any, ...],
         constants: Mapping[str, Any],
@@ -179,9 +175,9 @@ class Fixed:
         self.launches, self.grid, self.arguments = launches, grid, arguments
         self.constants, self.options = constants, options
         self._given = (*(_kind(argument)[0] for argument in arguments), *constants.values())
-        self._ready: tuple[int, Compiled] | None = None
+        self._ready: tuple[int, CompiledKernel] | None = None
 
-    def is_of(self, launches: Launches, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> bool:
+    def is_of(self, launches: CachedKernel, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> bool:
         """Whether it is the launch of a kernel on these very tensors."""
         same = self.launches is launches and self.grid == grid and len(self.arguments) == len(arguments)
         return same and all(map(is_, self.arguments, arguments))
@@ -200,15 +196,15 @@ class Fixed:
 
 
 class Records(Protocol):
-    """What stands-in tensors have for a device: launches on them are written down."""
+    """The device of stand-in tensors: launches on them are written down."""
 
     def record(
-        self, launch: Launch, addresses: tuple[int, ...], arguments: Callable[[], tuple[Any, ...]],
+        self, launch: BoundLaunch, addresses: tuple[int, ...], arguments: Callable[[], tuple[Any, ...]],
         matrices: tuple[Tensor, ...],
     ) -> None: ...  # fmt: skip
 
 
-class Launch:
+class BoundLaunch:
     """Launches of a kernel with one grid, one set of sizes, constants and options, on tensors of the same types.
 
     Args:
@@ -222,7 +218,7 @@ class Launch:
 
     def __init__(
         self,
-        launches: Launches,
+        launches: CachedKernel,
         grid: tuple[int, ...],
         sizes: tuple[int, ...],
         constants: Mapping[str, Any],
@@ -233,7 +229,7 @@ class Launch:
         self.constants, self.options = constants, options
         self.three, self.rest = _three(grid), (*sizes, *constants.values())
         self._values = tuple(constants.values())
-        self._ready: dict[int, Compiled] = {}
+        self._ready: dict[int, CompiledKernel] = {}
 
     def __call__(
         self,
@@ -265,7 +261,7 @@ class Launch:
             rest = self.sizes + numbers + self._values if numbers else self.rest
             ready(device, self.three, addresses + rest, self.describers, matrices)
 
-    def ready(self, device: int) -> Compiled | None:
+    def ready(self, device: int) -> CompiledKernel | None:
         """The kernel of aligned addresses, if it has run on a device."""
         return self._ready.get(device)
 
@@ -293,7 +289,7 @@ def _three(grid: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 def _kind(argument: Any) -> tuple[Any, Any]:
-    """An argument as it is handed to a compiled kernel, and what of it code depends on."""
+    """An argument as a compiled kernel takes it, and what the code depends on."""
     if isinstance(argument, Tensor):
         address = argument.data_ptr()
         return address, (argument.dtype, address % 16 == 0)
@@ -303,3 +299,22 @@ def _kind(argument: Any) -> tuple[Any, Any]:
         return None, None
     # A descriptor of the copy engine: its blocks are part of its type.
     return argument, (type(argument), argument.base.dtype, tuple(argument.block_shape))
+
+
+def module_of(source: str, name: str, space: Mapping[str, Any], of: str) -> dict[str, Any]:
+    """All names of a text, those that it may use among them.
+
+    Triton reads the source of what it compiles through `inspect`, which asks `linecache`: the text is entered there
+    under the name of a file that does not exist.
+
+    Args:
+        source: the text.
+        name: of what it is for.
+        space: the names that the text may use.
+        of: the module that has it made, for Triton's messages.
+    """
+    file = f"<narrowgauge {name} {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    found = {"__name__": f"{of}.{name}", **space}
+    exec(compile(source, file, "exec"), found)
+    return found

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.kernels._launches import Launches
+from narrowgauge.kernels._launches import CachedKernel
 from narrowgauge.kernels._tables import sent
 
 LOOKED = 5  # columns: absmax; how many are not finite, how many finite and not zero; the sums of |x| and of x
@@ -144,7 +144,7 @@ def _add(
     tl.store(sums + vector * WIDTH + tl.arange(0, COLUMNS), found, mask=tl.arange(0, COLUMNS) < WIDTH)
 
 
-_LOOK, _LOOK_AT_ONE, _COUNT, _ADD = map(Launches, (_look, _look_at_one, _count, _add))
+_LOOK, _LOOK_AT_ONE, _COUNT, _ADD = map(CachedKernel, (_look, _look_at_one, _count, _add))
 
 
 def look(vectors: Sequence[Tensor]) -> Tensor:
@@ -253,7 +253,7 @@ def _placed(
     return sent(np.array(of, dtype=np.int64), device), sent(owners, device)
 
 
-def launch(launches: Launches, given: tuple[Any, ...], constants: dict[str, Any]) -> None:
+def launch(launches: CachedKernel, given: tuple[Any, ...], constants: dict[str, Any]) -> None:
     """Launch a program for each owner, which come second."""
     programs = given[1].numel()
     if programs:

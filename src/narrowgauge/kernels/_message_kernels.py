@@ -16,11 +16,10 @@ import triton
 import triton.language as tl
 
 from narrowgauge.kernels._message_kind import Place
-from narrowgauge.kernels._step._blockwise import _normalise, _usual_normalise
-from narrowgauge.kernels._step._floats import INFINITY, any_of, bits_of, float_of, gather, narrow, widen
+from narrowgauge.kernels._step._codebooks import fast_normalise, normalise
+from narrowgauge.kernels._step._floats import INFINITY, any_of, bits_of, column_max, float_of, gather, narrow, widen
 from narrowgauge.kernels._step._packing import codes_of, from_codes
 from narrowgauge.kernels._step._random import _philox
-from narrowgauge.kernels._step._states import column_max
 
 _PLACE = tl.constexpr(len(Place._fields) + 1)  # a parameter's numbers, and its first program
 _NAN = tl.constexpr(0x7FC00000)
@@ -107,11 +106,11 @@ def _decode(
     words = tl.load(codes + at, mask=here & (quad < BLOCK // 4), other=0)
     scale = float_of(_scale(halves, row.to(tl.int64) * pitch * (BITS // 4) + 2 * index, here))
     if BITS == 8:
-        code = codes_of(words, ROWS)
+        code = codes_of(words)
     else:
         word = words.to(tl.int32)
         spread = (word & 0xF) | ((word & 0xF0) << 4) | ((word & 0xF00) << 8) | ((word & 0xF000) << 12)
-        code = codes_of(spread, ROWS)
+        code = codes_of(spread)
     x = float_of(gather(values, code)) * scale
     if BLOCK != SIZE:
         x = tl.where(tl.arange(0, SIZE)[None, :] < BLOCK, x, 0.0)
@@ -121,14 +120,14 @@ def _decode(
 @triton.jit
 def _over_scale(x, ABSOLUTE: tl.constexpr):
     """x over its blocks' scales, and the bits of these, NaN where a block is not finite."""
-    y, scale, unusual = _usual_normalise(x, True, ABSOLUTE)
+    y, scale, unusual = fast_normalise(x, True, ABSOLUTE)
     one = tl.where((x < 0) == (scale < 0), 1.0, -1.0)
     y = tl.where(tl.abs(x) == tl.abs(scale), one, y)
     # Zeros are an ordinary block, and over zero no numbers.
     y = tl.where(scale == 0, 0.0, y)
     bits = tl.where(scale == 0, 0, bits_of(scale))
     if any_of(unusual):
-        y, scale = _normalise(x, True, ABSOLUTE)
+        y, scale = normalise(x, True, ABSOLUTE)
         peak = column_max(bits_of(x) & 0x7FFFFFFF)
         bits = tl.where(scale == 0, 0, bits_of(scale))
         bits = tl.where(peak >= INFINITY, _NAN, bits)
@@ -183,7 +182,7 @@ def _write(
     if STOCHASTIC:
         random = _words_of_chance(start, stream, step, sender, seed, above, SIZE, ROWS)
         code = _by_chance(y, code, values, random, COUNT)
-    words = from_codes(code, ROWS)
+    words = from_codes(code)
     if BITS == 4:
         words = (words & 0xF) | ((words >> 4) & 0xF0) | ((words >> 8) & 0xF00) | ((words >> 12) & 0xF000)
         words = words.to(tl.int16)

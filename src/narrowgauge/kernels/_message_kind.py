@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from narrowgauge.formats import Coder
-from narrowgauge.kernels._c_codecs import Table
+from narrowgauge.kernels._codec import CodebookTable
 
 # The most elements of a block: it is kept in a stack, or in the registers of a program, where twice as many spill.
 LARGEST_BLOCK = 4096
@@ -46,14 +46,10 @@ class Kind:
     memory: torch.dtype | None
 
     @cached_property
-    def table(self) -> Table | None:
+    def table(self) -> CodebookTable | None:
         """What encodes by one look-up; None if values are not mirrored, or a cell would hold two boundaries."""
-        values = self.coder.values.numpy()
-        negative, positive = values[values < 0], values[values > 0]
-        if len(negative) > len(positive) or not np.array_equal(-negative[::-1], positive[: len(negative)]):
-            return None
         try:
-            return Table.of(self.coder)
+            return CodebookTable.of(self.coder)
         except ValueError:
             return None
 

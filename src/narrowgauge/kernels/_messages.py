@@ -14,7 +14,7 @@ from torch import Tensor
 
 from narrowgauge.kernels import _message_kernels as kernels
 from narrowgauge.kernels._c_library import Unavailable
-from narrowgauge.kernels._launches import Launch, Launches
+from narrowgauge.kernels._launches import BoundLaunch, CachedKernel
 from narrowgauge.kernels._message_kind import Kind, Numbers, Place, table_of
 from narrowgauge.kernels._tables import sent_anew
 from narrowgauge.kernels._triton import instructions
@@ -24,7 +24,7 @@ _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _TILE, _EACH, _MOST_WARPS = 1024, 256, 16
 _SCALES = 1024  # a program, where only those are read
 
-_ENCODE, _ADD, _LOOK, _FINISH = map(Launches, (kernels.encode, kernels.add, kernels.look, kernels.finish))
+_ENCODE, _ADD, _LOOK, _FINISH = map(CachedKernel, (kernels.encode, kernels.add, kernels.look, kernels.finish))
 
 
 class TritonMessages:
@@ -84,14 +84,14 @@ class TritonBucket:
         self._shard = _placed(places, kind.block, 1, made.unit, device)
         many, constants, summed = made.tile | made.coding, made.tile | kinds, {"TOTAL": self._remembers}
         grid, options = (self._whole[1].numel(),), made.options
-        self._encode = Launch(_ENCODE, grid, (*sizes, *chance), many | kinds, options)
+        self._encode = BoundLaunch(_ENCODE, grid, (*sizes, *chance), many | kinds, options)
         grid_of_sum = (self._shard[1].numel(),)
-        self._add = Launch(_ADD, grid_of_sum, (*sizes, *chance), many | summed, options)
-        self._finish = Launch(_FINISH, grid, (*sizes, *plain), constants, options)
+        self._add = BoundLaunch(_ADD, grid_of_sum, (*sizes, *chance), many | summed, options)
+        self._finish = BoundLaunch(_FINISH, grid, (*sizes, *plain), constants, options)
         if self._remembers:
             self._scales = _placed(places, kind.block, ranks, _SCALES, device)
             looked = {"BLOCK": kind.block, "BITS": kind.bits, "GRAD": made.grad, "MANY": _SCALES}
-            self._look = Launch(_LOOK, (self._scales[1].numel(),), (sizes[0], ranks), looked, options)
+            self._look = BoundLaunch(_LOOK, (self._scales[1].numel(),), (sizes[0], ranks), looked, options)
             with torch.inference_mode(False):
                 self._flags = torch.empty(len(places), dtype=torch.int32, device=device)
 
@@ -110,7 +110,7 @@ class TritonBucket:
         self._launch(self._finish, given, "  gchch   ")
 
     def _launch(
-        self, launch: Launch, given: tuple[Tensor | None, ...], words: str, numbers: tuple[int, ...] = ()
+        self, launch: BoundLaunch, given: tuple[Tensor | None, ...], words: str, numbers: tuple[int, ...] = ()
     ) -> None:
         """Launch with tensors, which a letter each says how the kernel takes: see `_as_words`."""
         addresses = tuple([0 if x is None else x.data_ptr() for x in given])

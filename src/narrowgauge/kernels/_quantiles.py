@@ -18,7 +18,7 @@ single minimum or maximum. In all that is some 110 integer operations an element
 an H200's multiprocessor has to offer.
 
 Keys are the bits of the float32 value as an integer that orders as the float does; a missing element is +inf. Two
-neighbouring order statistics are read for each quantile and weighted by whole numbers, so that products are exact
+neighboring order statistics are read for each quantile and weighted by whole numbers, so that products are exact
 in float64 and a compiler may contract them or not: the sums are the specification's, bit for bit.
 """
 
@@ -79,7 +79,7 @@ def _narrow(integers):
 
 @triton.jit
 def _exchange(keys, downwards, axis: tl.constexpr):
-    """One stage: each key meets its neighbour along the axis and keeps the smaller or the larger of the two."""
+    """One stage: each key meets its neighbor along the axis and keeps the smaller or the larger of the two."""
     other = tl.sum(keys, axis, keep_dims=True) - keys
     upper = _bit(axis) == 1
     return tl.where((keys > other) != (upper != downwards), other, keys)
@@ -130,7 +130,7 @@ def _read(line, size, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     place = (2 * tl.arange(0, BLOCK) + 1) * size + COUNT
     rank = place // (2 * COUNT)
     weight = place - rank * (2 * COUNT)
-    # A weight of zero would turn an infinite neighbour into NaN.
+    # A weight of zero would turn an infinite neighbor into NaN.
     above = tl.where(weight == 0, rank, rank + 1)
     weight = tl.where(weight == 0, COUNT, weight)
     below = tl.minimum(tl.maximum(rank, 1), size) - 1

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-_SMALL = 2**16  # bytes; of larger ones the host would have to keep, and compare, too much
+_SMALL = 2**16  # bytes; larger arrays cost the host too much to keep and to compare
 
 
 def sent(values: npt.NDArray[Any], device: torch.device) -> Tensor:

@@ -11,6 +11,28 @@ import torch
 _CAPABILITY = (7, 0)  # the oldest that Triton compiles for
 # The oldest that have the instructions which kernels name: conversions to bf16, and to float8.
 _NAMED, _FLOAT8 = (8, 0), (8, 9)
+_TUNED = (9, 0)  # H100 and H200
+
+
+@functools.lru_cache(maxsize=1)
+def launches_directly() -> bool:
+    """Whether launches go straight to the function in C that Triton's launcher calls.
+
+    The order of its arguments is known of NVIDIA's in Triton 3.6. Elsewhere the launcher, which is Python, is
+    called.
+    """
+    import triton
+
+    return triton.__version__.startswith("3.6.") and torch.version.hip is None
+
+
+def name() -> str:
+    """The word "Triton", with its version where launches go through its own launcher."""
+    if launches_directly():
+        return "Triton"
+    import triton
+
+    return f"Triton {triton.__version__} by its own launcher"
 
 
 @functools.lru_cache(maxsize=1)
@@ -25,6 +47,18 @@ def instructions() -> tuple[bool, bool]:
     devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     oldest = min((torch.cuda.get_device_capability(device) for device in devices), default=_FLOAT8)
     return oldest >= _NAMED, oldest >= _FLOAT8
+
+
+@functools.lru_cache(maxsize=64)
+def limits_registers(device: torch.device) -> bool:
+    """Whether kernels on a device are compiled for at most so many registers a thread as their layout says.
+
+    The limits were measured on GPUs of compute capability 9.0; elsewhere the compiler chooses. They hold, too,
+    where no GPU is visible and kernels are compiled for one of that kind.
+    """
+    if not instructions()[0]:  # other compilers know no such option
+        return False
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) == _TUNED
 
 
 @functools.lru_cache(maxsize=64)

@@ -23,11 +23,10 @@ import triton.language as tl
 from torch import Tensor
 
 from narrowgauge.kernels._graph import Node, walk
-from narrowgauge.kernels._launches import Launches
+from narrowgauge.kernels._launches import CachedKernel, module_of
 from narrowgauge.kernels._magnitudes import KINDS, ROW, added, bits_at, launch, taken
-from narrowgauge.kernels._step._emit import lines
+from narrowgauge.kernels._step._expressions import lines
 from narrowgauge.kernels._tables import sent
-from narrowgauge.kernels._text import kernel_of
 
 _ROW = tl.constexpr(ROW)
 # Of a tensor: elements; its first program; every how many rows, from which; then address and dtype of each input.
@@ -56,7 +55,7 @@ def _gather(places, owners, out, WIDTH: tl.constexpr):
     tl.store(out + program.to(tl.int64) * _ROW + inside, bits)
 
 
-_GATHER = Launches(_gather)
+_GATHER = CachedKernel(_gather)
 
 
 def gathered(vectors: Sequence[Tensor], samples: Sequence[tuple[int, int]]) -> list[Tensor]:
@@ -141,10 +140,10 @@ def _placed(
 def _measure_of(
     delta: Node | None, ratio: Node | None, names: tuple[str, ...], inputs: tuple[str, ...], kept: tuple[str, ...],
     negated: bool,
-) -> Launches:  # fmt: skip
+) -> CachedKernel:  # fmt: skip
     source = _source(delta, ratio, names, inputs, kept, negated)
     space = {"triton": triton, "tl": tl, "element": _element, "ROW": _ROW}
-    return Launches(kernel_of(source, "measure", space, __name__))
+    return CachedKernel(module_of(source, "measure", space, __name__)["measure"])
 
 
 def _source(

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.kernels import _triton
 from narrowgauge.kernels._triton import unavailable
 from narrowgauge.linear._matmul import is_real, scaled_matmul
 from narrowgauge.linear._quantize import FORMATS, Format, ScaledCodes, largest_magnitude, quantize, quantize_by
@@ -49,7 +50,7 @@ def path(format: Format, device: torch.device, arithmetic: str) -> str:
         return f"{format} simulated"
     why = no_kernels(device, dtype)
     if why is None:
-        return f"{format} real ({'Triton' if dtype == torch.int8 else 'Triton, cuBLAS'})"
+        return f"{format} real ({_triton.name()}{'' if dtype == torch.int8 else ', cuBLAS'})"
     real = "real" if is_real(dtype, device.type) else "simulated"
     return f"{format} {real}" + (f" ({why})" if device.type == "cuda" else "")
 

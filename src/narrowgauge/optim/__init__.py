@@ -1,16 +1,29 @@
 """Optimizers: any rule, any weight storage, any state storage, through one `torch.optim.Optimizer`."""
 
-from narrowgauge.optim._adagrad import Adagrad, Adagrad8bit
-from narrowgauge.optim._adam import Adam, Adam8bit, AdamW, AdamW8bit, CollageAdamW, StableAdamW
 from narrowgauge.optim._describe import Description
 from narrowgauge.optim._groups import split_decay
-from narrowgauge.optim._lamb import LAMB, LAMB8bit
-from narrowgauge.optim._lion import Lion, Lion8bit
-from narrowgauge.optim._muon import Muon
+from narrowgauge.optim._named import (
+    LAMB,
+    LARS,
+    SGD,
+    Adagrad,
+    Adagrad8bit,
+    Adam,
+    Adam8bit,
+    AdamW,
+    AdamW8bit,
+    CollageAdamW,
+    LAMB8bit,
+    LARS8bit,
+    Lion,
+    Lion8bit,
+    Muon,
+    SGD8bit,
+    StableAdamW,
+)  # fmt: skip
 from narrowgauge.optim._optimizer import NarrowOptimizer
 from narrowgauge.optim._options import Options
 from narrowgauge.optim._quantized_gradients import QuantizedGradients
-from narrowgauge.optim._sgd import LARS, SGD, LARS8bit, SGD8bit
 from narrowgauge.optim._stats import UpdateStats
 from narrowgauge.optim._step_in_backward import step_in_backward
 

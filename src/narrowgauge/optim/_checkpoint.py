@@ -1,69 +1,87 @@
-"""Checkpoints: a state that was written under other storages, by another library, or on another device.
+"""Load checkpoints: of the same storages or others, of another library, from another device.
 
-`state_dict` is torch's: the words of each parameter as they are, and the parameter groups. The groups say what the
-words mean: `states`, `weights` and `block_size` name the formats, `rule` the averages, `state_version` the edition
-of all this. What a single parameter really has (fp32 beside 8-bit neighbours because it is small, or marked) its
-words tell themselves: no two state storages use the same names, dtypes and shapes for their words. So nothing else
-has to be written, and the state remains what every tool that moves torch's optimizer states understands: tensors,
-and groups of plain values.
+`state_dict` is torch's: the tensors of each parameter's state as they are, and the parameter groups. The groups say
+what the tensors mean: `states`, `weights` and `block_size` name the formats, `rule` the averages, `state_version`
+the version of this layout. A small or marked parameter may have another storage than its group. The reader finds it
+by the keys, dtypes and shapes of the tensors; where those fit two storages, by the mark that the parameter has now.
+So nothing else is written, and every tool that moves torch's optimizer states can move these.
 
-Reading takes three steps, none of which touches the optimizer; a checkpoint that cannot be taken over changes
-nothing.
+Reading takes three steps. None of them touches the optimizer, so a refused checkpoint changes nothing.
 
-1. **The layout**: who wrote it. Checkpoints of torch.optim and of the public 8-bit optimizers are put into our
-   words first (`_checkpoint_layouts`).
-2. **The groups**: hyperparameters come from the checkpoint, as torch has it; how numbers are kept and computed
-   stays as this optimizer was made.
-3. **The words**: where storage and block size are the same, they are copied bit for bit, so that a resumed run is
-   the run that never stopped. Where not, the moment is decoded to float32 and encoded anew: each conversion costs
-   one rounding of the new storage, and none if that is wider.
+1. **The layout**: which library wrote it. Checkpoints of torch.optim and of the public 8-bit optimizers are brought
+   into our form first (`_checkpoint_foreign`).
+2. **The groups**: hyperparameters come from the checkpoint, as in torch; the options of storage and arithmetic stay
+   as this optimizer was made.
+3. **The states** (`_checkpoint_convert`): tensors of the same storage and block size are copied bit for bit, so
+   that a resumed run is the run that never stopped. Others are decoded to float32 and encoded anew.
 
-A low word means something beside its parameter only. Its weight is what its own storage reads from both; the new
-low word is what the new storage would keep of that weight, given the parameter as it is. So the model is loaded
-first. What has no place in this optimizer is dropped, and a warning says so.
+A low word means something only beside its parameter, so load the model first. Unknown entries are dropped with a
+warning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from narrowgauge.optim._checkpoint_form import check_form, check_members
-from narrowgauge.optim._checkpoint_layouts import VERSION_KEY, layout_of
-from narrowgauge.optim._checkpoint_words import Notes, WordReader
-from narrowgauge.optim._options import LIMIT, check_limits
-from narrowgauge.optim._plan import ParameterPlan, plan_parameter, slot_storages
-from narrowgauge.optim._shard_words import unwrapped
-from narrowgauge.optim._shards import Shard, local
+from narrowgauge.optim._checkpoint_convert import Notes, StateReader
+from narrowgauge.optim._checkpoint_foreign import VERSION_KEY, layout_of
+from narrowgauge.optim._options import LIMIT, check_limits, is_number
+from narrowgauge.optim._plan import ParamPlan, plan_param, slot_storages
+from narrowgauge.optim._sharded_state import from_dtensors
+from narrowgauge.optim._sharding import local
+from narrowgauge.rules import Rule
 from narrowgauge.storage import StateStorage
 
-if TYPE_CHECKING:
-    from narrowgauge.optim._optimizer import NarrowOptimizer
-
-# What stays as the optimizer was made: how numbers are kept and computed, and the version of what it would write.
+# Options that keep the live optimizer's value: storage, arithmetic, and the version that it writes.
 _STAYS = (
     "weights", "states", "block_size", "min_quantized_size", "arithmetic",
     "foreach", "fused", "capturable", "differentiable", "rule", VERSION_KEY,
 )  # fmt: skip
-# Options that limit steps: what the checkpoint says holds, as for every hyperparameter, but not in silence.
-_LIMITS = ("clip_updates", LIMIT, "percentile_clipping")
+# Options that limit steps. The checkpoint decides, as for every hyperparameter, but with a warning.
+_LIMITS = ("clip_updates", LIMIT)
+# Keys of an option that earlier versions had: in groups, and in states.
+_FORMER_OPTION, _FORMER_ENTRY = "percentile_clipping", "grad_norms"
 # Rules whose moments are the same averages.
 _ALIKE = {"adam", "adamw", "lamb"}
+
+Group = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Receiver:
+    """What the reader needs of the optimizer.
+
+    Attributes:
+        name: its class name, for messages.
+        groups: its parameter groups.
+        names: its parameters' names, in the order of the groups.
+        identity: options that no checkpoint changes, because the class is named after them.
+        check: validates a group and returns its rule; raises ValueError.
+    """
+
+    name: str
+    groups: Sequence[Group]
+    names: Sequence[str]
+    identity: tuple[str, ...]
+    check: Callable[[Group], Rule]
 
 
 @dataclass
 class Checkpoint:
-    """A checkpoint in the words of the optimizer that asked for it.
+    """A checkpoint in the form of the optimizer that reads it.
 
     Attributes:
-        groups: the parameter groups, with the checkpoint's identities for parameters.
-        states: the new state of each parameter that has one.
+        groups: the parameter groups; `params` has the checkpoint's identities.
         others: entries of the saved state that belong to no parameter.
-        notes: what was not taken over as it is.
+        states: the new state of each parameter that has one.
+        notes: what was changed or dropped.
     """
 
     groups: list[dict[str, Any]]
@@ -73,43 +91,43 @@ class Checkpoint:
 
 
 def load_checkpoint(
-    optimizer: NarrowOptimizer, names: Iterator[str], load: Callable[[dict[str, Any]], None], given: Any
+    receiver: Receiver,
+    given: Any,
+    load: Callable[[dict[str, Any]], None],
+    register_before: Callable[..., Any],
+    register_after: Callable[..., Any],
 ) -> Notes:
-    """Load a checkpoint by way of torch.
+    """Load a checkpoint through torch.
 
     Args:
-        optimizer: who loads it.
-        names: its parameters' names, in the order of its groups.
-        load: torch's `load_state_dict`.
+        receiver: the optimizer that loads it.
         given: the state_dict, as the user gave it.
+        load: torch's `load_state_dict`.
+        register_before, register_after: torch's `register_load_state_dict_pre_hook` and `..._post_hook`.
 
     Returns:
-        What was not taken over as it is.
+        What was changed or dropped.
 
     Raises:
-        ValueError: for what this optimizer cannot take over; nothing is changed then.
+        ValueError: for a checkpoint that does not fit; nothing is changed then.
     """
     if not isinstance(given, Mapping):
         raise ValueError(f"state_dict: got {type(given).__name__}, takes a dict")
-    # torch casts every float state to the parameter's dtype, which would round fp32 moments to bf16, and it offers
-    # no way around but hooks: one that sees what is loaded after all other hooks have had their say, and leaves the
-    # states out, and one that puts them in before any other hook sees the result.
+    # torch casts every float state to the parameter's dtype, which would round fp32 moments to bf16. Two hooks
+    # avoid that: the last pre-hook takes the states out, and the first post-hook puts them back.
     read: list[Checkpoint] = []
 
     def before(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        checkpoint = read_checkpoint(optimizer, names, state_dict)
+        checkpoint = read_checkpoint(receiver, state_dict)
         if checkpoint is None:
             return None
         read.append(checkpoint)
         return {**state_dict, "state": checkpoint.others, "param_groups": checkpoint.groups}
 
-    def after(_: torch.optim.Optimizer) -> None:
+    def after(optimizer: torch.optim.Optimizer) -> None:
         optimizer.state.update(read[0].states)
 
-    handles = (
-        optimizer.register_load_state_dict_pre_hook(before),
-        optimizer.register_load_state_dict_post_hook(after, prepend=True),
-    )
+    handles = register_before(before), register_after(after, prepend=True)
     try:
         load(dict(given))
     finally:
@@ -119,90 +137,145 @@ def load_checkpoint(
 
 
 @torch.no_grad()
-def read_checkpoint(
-    optimizer: NarrowOptimizer, names: Iterator[str], given: Mapping[str, Any]
-) -> Checkpoint | None:
-    """Put a checkpoint into an optimizer's words, without changing the optimizer.
-
-    Args:
-        optimizer: who loads it.
-        names: its parameters' names, in the order of its groups.
-        given: the state_dict.
+def read_checkpoint(receiver: Receiver, given: Mapping[str, Any]) -> Checkpoint | None:
+    """Bring a checkpoint into an optimizer's form, without changing the optimizer.
 
     Returns:
-        None where groups do not match in number or size: torch says that in its own words.
+        None if the groups' number or sizes differ: torch then raises its own error.
 
     Raises:
-        ValueError: for what is no checkpoint, or none that this optimizer can take over.
+        ValueError: for a state_dict that is damaged, or that does not fit.
     """
-    name = type(optimizer).__name__
     check_form(given)
-    live, saved = optimizer.param_groups, given["param_groups"]
+    live, saved = receiver.groups, given["param_groups"]
     if [len(group["params"]) for group in live] != [len(group["params"]) for group in saved]:
         return None
     check_members(saved)
-    layout = layout_of(given)
-    translated = [layout.group(name, number, *pair) for number, pair in enumerate(zip(live, saved, strict=True))]
-    stays = (*_STAYS, *optimizer.identity)
-    groups = [_merge(*pair, stays) for pair in zip(live, translated, strict=True)]
+    to_group, to_state = layout_of(given)
+    pairs = zip(live, saved, strict=True)
+    translated = [to_group(receiver.name, number, *pair) for number, pair in enumerate(pairs)]
+    stays = (*_STAYS, *receiver.identity)
+    groups = [
+        {**mine, **new, **{option: mine[option] for option in stays if option in mine}}
+        for mine, new in zip(live, translated, strict=True)
+    ]
     try:
         check_limits(groups)
     except ValueError as error:
         raise ValueError(f"state_dict: {error}") from error
     checkpoint = Checkpoint(groups, dict(given["state"]))
+    notes, names = checkpoint.notes, iter(receiver.names)
     for number, (group, old) in enumerate(zip(groups, translated, strict=True)):
         members = live[number]["params"]
+        former = group.pop(_FORMER_OPTION, 100)
+        if not is_number(former) or former < 100:
+            notes.add(f"dropped {_FORMER_OPTION}, which {receiver.name} does not have", f"group {number}")
         if group["rule"] != old["rule"] and not {group["rule"], old["rule"]} <= _ALIKE:
             what = f"took moments of {old['rule']!r} for those of {group['rule']!r}, which may be other averages"
-            checkpoint.notes.add(what, f"group {number}")
+            notes.add(what, f"group {number}")
         try:
-            optimizer.check({**group, "params": members})
-            rule = optimizer.rule_for(group)
-            kept = slot_storages(rule, {**group, "states": old["states"]})
+            rule = receiver.check({**group, "params": members})
+            # What the saved group asks for each slot; a single parameter may differ (`StateReader`).
+            declared = slot_storages(rule, {**group, "states": old["states"]})
         except ValueError as error:
             raise ValueError(f"state_dict: group {number}: {error}") from error
         for option in _LIMITS:
             if group[option] != live[number][option]:
                 what = f"took {option}={group[option]!r} from the checkpoint, for {live[number][option]!r}"
-                checkpoint.notes.add(what, f"group {number}")
+                notes.add(what, f"group {number}")
         for p, identity in zip(members, group["params"], strict=True):
-            plan = plan_parameter(rule, group, p, next(names), 0)
+            plan = plan_param(rule, group, p, next(names), 0)
             entry = checkpoint.others.pop(identity, None)
             if entry == {} and plan.slots:
-                checkpoint.notes.add("found an empty state, which starts anew", plan.name)
-            if entry:
-                entry = _here(name, plan, p, entry, kept, old["block_size"], checkpoint.notes)
-            entry = layout.state(plan, entry) if entry else None
-            if entry:
-                # A momentum that is switched off now may be switched on again.
-                plan = plan.holding(entry)
-                here = local(p)
-                reader = WordReader(name, plan, here, entry, kept, old["block_size"], checkpoint.notes)
-                checkpoint.states[p] = reader.read(plan.init(here, group))
+                notes.add("found an empty state, which starts anew", plan.name)
+            if entry and _FORMER_ENTRY in entry:
+                entry = copy.copy(entry)
+                del entry[_FORMER_ENTRY]
+                notes.add(f"dropped {_FORMER_ENTRY!r}, which {receiver.name} does not keep", plan.name)
+            if not entry:
+                continue
+            likely = (_marked(plan), declared) if plan.kind[1] is not None else (declared,)
+            reader = StateReader(receiver.name, plan, local(p), entry, likely, old["block_size"], notes)
+            found, decoded = from_dtensors(p, plan, entry, old["block_size"], reader.moments_of)
+            if decoded:
+                notes.add("encoded moments anew, whose blocks were those of other shards", plan.name)
+            if found and (ours := to_state(plan, found)):
+                plan = plan.with_inactive(ours)  # a momentum that is off now may be switched on again
+                reader = replace(reader, plan=plan, entry=ours)
+                checkpoint.states[p] = reader.read(plan.init(local(p), group))
     return checkpoint
 
 
-def _here(
-    name: str,
-    plan: ParameterPlan,
-    p: Tensor,
-    entry: Mapping[str, Any],
-    kept: Mapping[str, StateStorage],
-    block_size: int,
-    notes: Notes,
-) -> dict[str, Any]:
-    """What of a saved state lies in this process; args as of `WordReader`."""
-
-    def read(box: Shard, words: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        part = torch.empty(box.sizes, dtype=p.dtype, device=local(p).device)
-        return WordReader(name, plan.holding(words), part, words, kept, block_size, notes).moments()
-
-    found, decoded = unwrapped(p, plan, entry, block_size, read)
-    if decoded:
-        notes.add("encoded moments anew, whose blocks were those of other shards", plan.name)
-    return found
+def _marked(plan: ParamPlan) -> dict[str, StateStorage]:
+    """What a marked parameter's own checkpoint has for each slot, if it was marked alike."""
+    return {slot.slot.name: slot.storage for slot in (*plan.slots, *plan.inactive)}
 
 
-def _merge(live: Mapping[str, Any], saved: Mapping[str, Any], stays: Iterable[str]) -> dict[str, Any]:
-    kept = {option: live[option] for option in stays if option in live}
-    return {**{option: value for option, value in live.items() if option != "params"}, **saved, **kept}
+def check_form(given: Any) -> None:
+    """Refuse what is not a torch optimizer's state_dict.
+
+    Raises:
+        ValueError: naming the place and the value.
+    """
+    if not isinstance(given, Mapping):
+        raise ValueError(f"state_dict: got {type(given).__name__}, takes a dict")
+    if not {"state", "param_groups"} <= given.keys():
+        raise ValueError(f"state_dict: got {sorted(map(str, given))}, takes 'state' and 'param_groups'")
+    states, groups = given["state"], given["param_groups"]
+    if not isinstance(states, Mapping):
+        raise ValueError(f"state_dict: 'state' is a {type(states).__name__}, takes a dict")
+    for identity, entry in states.items():
+        if not isinstance(entry, Mapping):
+            raise ValueError(f"state_dict: the state of {identity!r} is a {type(entry).__name__}, takes a dict")
+    if not isinstance(groups, list | tuple):
+        raise ValueError(f"state_dict: 'param_groups' is a {type(groups).__name__}, takes a list")
+    members: list[Any] = []
+    for number, group in enumerate(groups):
+        _check_group(number, group)
+        members += group["params"]
+    for identity in members:
+        if identity in states:
+            _check_entry(f"the state of {identity!r}", states[identity])
+
+
+def check_members(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse groups that do not list each parameter once.
+
+    Raises:
+        ValueError: naming the group, or the parameter.
+    """
+    for number, group in enumerate(groups):
+        named, count = group.get("param_names"), len(group["params"])
+        if named is None:
+            continue
+        names = isinstance(named, list | tuple) and all(isinstance(name, str) for name in named)
+        if not names or len(named) != count:
+            raise ValueError(f"state_dict: group {number} has param_names={named!r:.200}, takes {count} names")
+    counts = Counter(identity for group in groups for identity in group["params"])
+    if twice := [identity for identity, count in counts.items() if count > 1]:
+        raise ValueError(f"state_dict: 'params' has {twice[0]!r} twice, takes each parameter once")
+
+
+def _check_group(number: int, group: Any) -> None:
+    if not isinstance(group, Mapping) or not isinstance(group.get("params"), list | tuple):
+        raise ValueError(f"state_dict: group {number} is {group!r:.200}, takes a dict with a list of 'params'")
+    if odd := [key for key in group if not isinstance(key, str)]:
+        raise ValueError(f"state_dict: group {number} has the option {odd[0]!r}, takes names")
+    for identity in group["params"]:
+        if not isinstance(identity, int | str):
+            raise ValueError(
+                f"state_dict: group {number} calls a parameter {identity!r:.100}, takes numbers or names"
+            )
+
+
+def _check_entry(what: str, entry: Mapping[Any, Any]) -> None:
+    for key, value in entry.items():
+        if not isinstance(key, str):
+            raise ValueError(f"state_dict: {what} has the key {key!r}, takes names")
+        if isinstance(value, Mapping):
+            _check_entry(f"{key!r} in {what}", value)
+        if isinstance(value, Tensor) and (value.is_meta or value.layout is not torch.strided or value.is_complex()):
+            raise ValueError(
+                f"state_dict: {key!r} in {what} is of {value.dtype} ({value.layout}, on {value.device}), takes "
+                "dense real numbers"
+            )

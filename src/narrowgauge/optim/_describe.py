@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from narrowgauge.optim._plan import ParameterPlan
+from narrowgauge.optim._plan import ParamPlan
 
 
 @dataclass(frozen=True)
@@ -38,28 +38,23 @@ class Description:
         return sum(row.bytes for row in self.rows)
 
     def __str__(self) -> str:
-        head = ("parameter", "shape", "dtype", "rule", "weights", "states", "bytes", "path", "skipped", "why")
-        return as_text(head, map(self._cells, self.rows))
-
-    @staticmethod
-    def _cells(row: Row) -> tuple[str, ...]:
-        shape = "x".join(map(str, row.shape)) or "scalar"
-        return (
-            row.parameter, shape, row.dtype, row.rule, row.weights, row.states,
-            f"{row.bytes:,}", row.path, str(row.skipped), row.why,
-        )  # fmt: skip
+        rows = []
+        for row in self.rows:
+            shape = "x".join(map(str, row.shape)) or "scalar"
+            rows.append(tuple(str(x) for x in {**vars(row), "shape": shape, "bytes": f"{row.bytes:,}"}.values()))
+        return as_text(tuple(Row.__annotations__), rows)
 
 
 def as_text(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     """Lines of a table with columns as wide as what is in them."""
     cells = [head, *rows]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(head))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
-    return "\n".join([lines[0].rstrip(), "-" * len(lines[0]), *(line.rstrip() for line in lines[1:])])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    first, *rest = ("  ".join(map(str.ljust, line, widths)) for line in cells)
+    return "\n".join([first.rstrip(), "-" * len(first), *map(str.rstrip, rest)])
 
 
 def describe(
-    plans: Iterable[tuple[Tensor, ParameterPlan]],
+    plans: Iterable[tuple[Tensor, ParamPlan]],
     skipped: Mapping[str, int],
     paths: Mapping[Tensor, tuple[str, str]],
     when: str = "",
@@ -69,7 +64,7 @@ def describe(
     Args:
         plans: parameters and their plans.
         skipped: refused steps by name.
-        paths: by parameter, what steps it and why nothing faster does; empty where nobody would ask.
+        paths: by parameter, what steps it, and why nothing faster does; "" if nothing is faster.
         when: what to say after the path of when it is taken.
     """
     rows = [

@@ -1,9 +1,8 @@
-"""Hooks on finished gradients of optimizers that live no longer than somebody has them.
+"""Hooks on finished gradients that do not keep their optimizer alive.
 
 torch keeps what it calls for a parameter where Python's collector of cycles does not look. A method of an optimizer
-there would keep the optimizer, that its parameters, and these what is called: weights, gradients and states of a
-model that nobody has any more would stay until the process ends. So the method is called as long as its optimizer
-is there, and the parameter does not keep it.
+there would keep the optimizer, the optimizer its parameters, and they the method: a model that nobody uses any more
+would keep its weights, gradients and states until the process ends. So a hook holds its method by a weak reference.
 """
 
 from __future__ import annotations

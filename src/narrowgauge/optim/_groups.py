@@ -1,4 +1,4 @@
-"""Parameter groups: what should not decay, and what should not be kept in 8 bits."""
+"""Parameter groups: what should not decay, and embeddings if they are to have other states."""
 
 from __future__ import annotations
 
@@ -6,20 +6,27 @@ from typing import Any
 
 from torch import nn
 
+from narrowgauge.storage import state_storage
+
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
-def split_decay(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups of a model: no decay on norms and biases, 32-bit states for embeddings.
+def split_decay(model: nn.Module, weight_decay: float, *, embeddings: str | None = None) -> list[dict[str, Any]]:
+    """Parameter groups of a model: no decay on norms and biases, and other states for embeddings if asked for.
 
     Matrices and embeddings decay. What has fewer than two dimensions does not (biases, the gains of norms, scales),
     nor does anything that a module whose name ends in "norm" owns, nor anything with the word bias in its name (as
-    ``bias_k`` of an attention). Embedding tables get ``states="fp32"``, as the 8-bit paper has it; a table that is
-    tied to an output layer is one.
+    ``bias_k`` of an attention).
+
+    Embeddings have the optimizer's states, here as in `Recipe.apply`: in `log8` they train as in fp32
+    (docs/studies/bytes_and_loss.md). With `8bit` states they do not, and the paper keeps them in 32 bits: that is
+    ``embeddings="fp32"``.
 
     Args:
         model: the model; parameters that do not require gradients are left out.
         weight_decay: for the groups that decay.
+        embeddings: the state storage of embedding tables; a table that is tied to an output layer is one. None for
+            the optimizer's.
 
     Returns:
         Up to three groups of named parameters, for any optimizer of this library:
@@ -27,19 +34,26 @@ def split_decay(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
     Raises:
         TypeError: if the model is no module.
+        ValueError: for an unknown storage.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, takes a torch.nn.Module")
-    embeddings = {id(p) for m in model.modules() if isinstance(m, _EMBEDDINGS) for p in m.parameters(recurse=False)}
+    return parted(model, {"weight_decay": weight_decay}, embeddings)
+
+
+def parted(model: nn.Module, decayed: dict[str, Any], embeddings: str | None = None) -> list[dict[str, Any]]:
+    """The groups of `split_decay` and of recipes, with these options for what decays."""
+    apart = {"states": state_storage(embeddings).name} if embeddings is not None else {}
+    tables = {id(p) for m in model.modules() if isinstance(m, _EMBEDDINGS) for p in m.parameters(recurse=False)}
     bare = undecayed(model)
     groups: list[dict[str, Any]] = [
-        {"params": [], "weight_decay": weight_decay},
+        {"params": [], **decayed},
         {"params": [], "weight_decay": 0.0},
-        {"params": [], "weight_decay": weight_decay, "states": "fp32"},
+        {"params": [], **decayed, **apart},
     ]
     for name, p in model.named_parameters():
         if p.requires_grad:
-            groups[1 if id(p) in bare else 2 if id(p) in embeddings else 0]["params"].append((name, p))
+            groups[1 if id(p) in bare else 2 if apart and id(p) in tables else 0]["params"].append((name, p))
     return [group for group in groups if group["params"]]
 
 

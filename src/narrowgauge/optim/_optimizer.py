@@ -1,70 +1,96 @@
-"""The one optimizer: it walks the parameters, asks the rule for an update and the storages to keep it.
+"""The one optimizer: torch's conventions around the engine.
 
 Everything that differs between optimizers is a value: the rule (a class attribute of the thin named classes) and
-the storages (options of the parameter group). What is here is torch's convention: groups, state, closures,
-hooks, `state_dict`. The step has two more duties that only it can do: a gradient that is not finite must not
-reach weights or states, and whoever measures what narrow numbers lose is given the intended and the effective
-update of every parameter (`gauges`, `last_stats`).
+the storages (options of the parameter group). This file has torch's side: groups, state, closures, hooks,
+`state_dict`, pickling, and what loss scalers and gauges read. The engine plans parameters and takes the steps.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT
 
-from narrowgauge.optim._admission import refuse_gradient, skipped_steps
-from narrowgauge.optim._checkpoint import load_checkpoint
-from narrowgauge.optim._checkpoint_export import export_to_torch
-from narrowgauge.optim._checkpoint_layouts import VERSION, VERSION_KEY
+from narrowgauge.optim._changes import GroupSnapshot
+from narrowgauge.optim._checkpoint import Receiver, load_checkpoint
+from narrowgauge.optim._checkpoint_convert import replan
+from narrowgauge.optim._checkpoint_foreign import VERSION, VERSION_KEY, export_to_torch
 from narrowgauge.optim._describe import Description, describe
-from narrowgauge.optim._dispatch import Dispatch
-from narrowgauge.optim._follow import Request, follow, request
-from narrowgauge.optim._fused_calls import Call, Calls
-from narrowgauge.optim._gradient_factor import GradientFactor
+from narrowgauge.optim._eager import check_terms
+from narrowgauge.optim._engine import Engine, Measured, StalePlanError
 from narrowgauge.optim._options import (
     LIMIT,
     check_hyperparameters,
     check_limits,
     check_options,
     check_switches,
+    option_values,
     show_options,
     with_defaults,
 )
-from narrowgauge.optim._plan import ParameterPlan, kind_of, plan_parameter
-from narrowgauge.optim._shares import Shares
-from narrowgauge.optim._stats import Gauges, StepStats
-from narrowgauge.optim._step_one import step_parameter
-from narrowgauge.optim._takes_factor import TakesFactor
-from narrowgauge.optim._unchanged import Settled
-from narrowgauge.optim._watched import Watched
+from narrowgauge.optim._plan import ParamPlan, kind_of, plan_param
+from narrowgauge.optim._preview import ParameterView, QuantizedMoment, preview
+from narrowgauge.optim._sharded_state import to_dtensors
+from narrowgauge.optim._sharding import is_shared
+from narrowgauge.optim._stats import StepStats
+from narrowgauge.optim._verdict import Arrival, StepRequest, Unscaling, clipping
 from narrowgauge.rules import Rule, clipped
 from narrowgauge.storage import mark_states, marked_states
 
-if TYPE_CHECKING:
-    from narrowgauge.optim._step_in_backward import InBackward
-
 _MARKS = "marks"
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+_compiling = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
-class NarrowOptimizer(TakesFactor, Watched, Shares):
+
+def uncompiled(method: Method) -> Method:
+    """A method that `torch.compile` leaves as it is, even inside a function that it compiles.
+
+    torch's compiler would trace every operation of an eager step, which takes it minutes. This does what
+    `torch.compiler.disable` does, but imports the compiler, which takes a second, only where it is in use.
+    """
+
+    @functools.wraps(method)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        return (method if _compiling() is None else _disabled(method))(*args, **kwargs)
+
+    outside._torchdynamo_disable = True  # type: ignore[attr-defined]  # for a trace that comes to the call
+    return cast(Method, outside)
+
+
+@functools.cache
+def _disabled(method: Callable[..., Any]) -> Callable[..., Any]:
+    return cast(Callable[..., Any], torch.compiler.disable(method))  # type: ignore[no-untyped-call]
+
+
+class BackwardSteps(Protocol):
+    """The hooks of `step_in_backward`, which step parameters while gradients are made."""
+
+    def check_options(self, group: Mapping[str, Any], rule: Rule) -> None: ...
+    def check(self, group: dict[str, Any]) -> None: ...
+    def watch(self, number: int) -> None: ...
+    def end(self) -> None: ...
+    def remove(self) -> None: ...
+
+
+class NarrowOptimizer(torch.optim.Optimizer):
     """Base of the named optimizers; not made by users.
 
     Attributes:
         rule: the update equation.
-        gauges: while True, every step measures what it did; read `last_stats`. While "sampled", kernels on a GPU
-            measure a sixteenth of each long tensor, in turns, and scale its sums up; all else is measured in full.
         last_stats: `UpdateStats` of the last step, or replay, by parameter name; empty if `gauges` was off.
         in_backward: the handle of `step_in_backward`, whose `remove()` ends it; None without.
     """
 
-    gauges = Gauges()
     rule: ClassVar[Rule]
-    refusals: ClassVar[Mapping[str, str]] = {}  # what torch says of a hyperparameter here and nowhere else
+    refusals: ClassVar[Mapping[str, str]] = {}  # torch's words for a hyperparameter of this optimizer alone
     _made = True  # so are copies, without __init__
     identity: ClassVar[tuple[str, ...]] = ()  # options without which the name would lie: no checkpoint changes them
 
@@ -83,48 +109,30 @@ class NarrowOptimizer(TakesFactor, Watched, Shares):
             show_options(cls.__init__)
 
     def _reset(self) -> None:
-        self.gauges = False
-        self.last_stats = StepStats()
-        self._ratios, self._turn = {}, 0
-        self._plans: dict[Tensor, ParameterPlan] = {}
-        self._requests: list[Request] | None = []  # what each group asked for when it was planned
-        self._settled: list[Settled] = []
-        self._warned: set[str] = set()
-        self.in_backward: InBackward | None = None
-        self._dispatch = Dispatch()
-        self._calls = Calls()
+        self._gauges = False
+        self.last_stats, self._has_stats = StepStats(), False
+        self._engine = Engine()
+        self._snapshots: list[GroupSnapshot] = []
+        self._planned_for: list[Any] | None = []  # what each group asked for when it was planned
+        self._grad_norm: Tensor | None = None
+        self._unscaling: Unscaling | None = None
+        self.in_backward: BackwardSteps | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        self._follow()  # a copy has no plans: its words must be what its groups say
-        marks = [[marked_states(p) for p in group["params"]] for group in self.param_groups]
-        return {**super().__getstate__(), _MARKS: marks}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # torch copies and pickles state and groups only; the rest is made anew. It comes here from
-        # load_state_dict too, where there is something to keep, but groups may ask for another plan.
-        if "_plans" not in self.__dict__:
-            self._reset()
-        self._plans, self._requests = {}, None
-        super().__setstate__({key: value for key, value in state.items() if key != _MARKS})
-        # A copied parameter comes without the mark that its state was made for.
-        for group, marks in zip(self.param_groups, state.get(_MARKS, ()), strict=False):
-            for p, mark in zip(group["params"], marks, strict=True):
-                if mark is not None:
-                    mark_states(p, mark)
+    # Groups and plans.
 
     def check(self, group: Mapping[str, Any]) -> None:
-        """Refuse options that no parameter could be served with.
+        """Refuse options that no parameter could be stepped with.
 
         Raises:
             ValueError: naming the argument, what it got, what it takes.
-            RuntimeError: where torch has that type for it.
+            RuntimeError: where torch raises one.
         """
         check_switches(group)
         rule = self.rule_for(group)
         check_hyperparameters(rule, group, self.refusals)
         check_options(type(self).__name__, rule, group)
         if self.in_backward is not None:
-            self.in_backward.check_options(group)
+            self.in_backward.check_options(group, rule)
 
     def rule_for(self, group: Mapping[str, Any]) -> Rule:
         """The update rule under a group's options, always the same object for the same ones."""
@@ -138,58 +146,112 @@ class NarrowOptimizer(TakesFactor, Watched, Shares):
             )
         return with_clipping
 
+    def _checked_rule(self, group: Mapping[str, Any]) -> Rule:
+        self.check(group)
+        return self.rule_for(group)
+
     def base_rule(self, group: Mapping[str, Any]) -> Rule:
         """The update rule without clipping."""
         return self.rule
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if self._requests is None:
-            self._follow()
-        # The number that the others have now, if there are any: some empty the list and begin anew.
+        if self._planned_for is None:
+            self._replan()
+        # A new group takes the limit of the others, if there are any: some users empty the list first.
         if self._made and isinstance(param_group, dict) and self.param_groups:
             param_group.setdefault(LIMIT, self.param_groups[0][LIMIT])
         super().add_param_group(param_group)
         try:
             self.check(self.param_groups[-1])
             check_limits(self.param_groups)
-            self._plan_group(len(self.param_groups) - 1)
+            self._plan_group(self._engine.plans, len(self.param_groups) - 1)
             if self.in_backward is not None:
                 self.in_backward.check(self.param_groups[-1])
         except Exception:
             for p in self.param_groups.pop()["params"]:
-                self._plans.pop(p, None)
+                self._engine.plans.pop(p, None)
             raise
-        if self._requests is not None:
-            self._requests.append(request(self, self.param_groups[-1]))
+        if self._planned_for is not None:
+            self._planned_for.append(self._asked(self.param_groups[-1]))
         if self.in_backward is not None:
             self.in_backward.watch(len(self.param_groups) - 1)
 
-    def _plan_group(self, number: int) -> None:
+    def _plan_group(self, plans: dict[Tensor, ParamPlan], number: int) -> None:
         group = self.param_groups[number]
         names = group.get("param_names") or [f"{number}.{i}" for i in range(len(group["params"]))]
-        taken = {plan.name for plan in self._plans.values()}
-        for name, p in zip(names, group["params"], strict=True):
-            # torch lets two groups use one name; reports by name must not mix them up.
+        taken = {plan.name for plan in plans.values()}
+        before = sum(len(group["params"]) for group in self.param_groups[:number])
+        for index, (name, p) in enumerate(zip(names, group["params"], strict=True), start=before):
+            if is_lazy(p):
+                continue  # planned once a first pass has given it a shape
+            # torch lets parameters share a name; reports by name must not mix them up.
             unique = name if name not in taken else f"{number}.{name}"
-            self._plans[p] = plan_parameter(self.rule_for(group), group, p, unique, len(self._plans))
+            unique = unique if unique not in taken else f"{number}.{index}.{name}"
+            taken.add(unique)
+            plan = plans[p] = plan_param(self.rule_for(group), group, p, unique, index)
+            if plan.shard is not None:
+                check_terms(plan.rule, group, p.dim())
 
-    def _plan(self, p: Tensor) -> ParameterPlan:
-        plan = self._plans.get(p)
+    def _asked(self, group: Mapping[str, Any]) -> Any:
+        """What a group asks for, cheap to compare, and unchanged by later changes of the group."""
+        rule = self.rule_for(group)
+        return rule, rule.slots(group), *option_values(group)
+
+    def plan_of(self, p: Tensor) -> ParamPlan:
+        """What is done with a parameter."""
+        plan = self._engine.plans.get(p)
         if plan is None or plan.kind != kind_of(p):
-            self._requests = None
-            self._follow()
-        return self._plans[p]
+            self._planned_for = None
+            self._replan()
+        return self._engine.plans[p]
 
-    def _follow(self) -> None:
-        """Act on what has changed in the groups since they were planned."""
-        settled = self._settled if self._requests is not None else []
-        if len(settled) == len(self.param_groups) and all(map(Settled.holds, settled, self.param_groups)):
+    def plans(self, lazy: bool = False) -> list[tuple[Tensor, ParamPlan]]:
+        """All parameters and their plans, in the order of the groups.
+
+        Args:
+            lazy: leave out parameters that have no shape yet, instead of raising.
+
+        Raises:
+            RuntimeError: for a parameter of a lazy module before its first pass.
+        """
+        self._replan()
+        ps = [p for group in self.param_groups for p in group["params"]]
+        known = [p for p in ps if not is_lazy(p)]
+        if len(known) < len(ps) and not lazy:
+            raise RuntimeError(
+                f"params: {len(ps) - len(known)} of {len(ps)} are uninitialized; run the model once, so that its "
+                "lazy modules get their shapes"
+            )
+        return [(p, self.plan_of(p)) for p in known]
+
+    def _replan(self) -> None:
+        """Act on options that have changed in `param_groups`.
+
+        torch reads a group's hyperparameters at every step, and people write to them. What only the rule reads
+        takes effect at once. An option that says how numbers are stored needs other tensors: the plans are made
+        again and the states converted, as those of a checkpoint are. An impossible option raises ValueError before
+        anything is updated, at every step until it is fixed.
+        """
+        known = self._snapshots if self._planned_for is not None else []
+        if len(known) == len(self.param_groups) and all(map(GroupSnapshot.unchanged, known, self.param_groups)):
             return
-        requests = [request(self, group) for group in self.param_groups]
-        if requests != self._requests:
-            follow(self, requests)
-        self._settled = list(map(Settled, self.param_groups))
+        asked = [self._asked(group) for group in self.param_groups]
+        if asked != self._planned_for:
+            plans: dict[Tensor, ParamPlan] = {}
+            for number, group in enumerate(self.param_groups):
+                self.check(group)
+                self._plan_group(plans, number)
+            check_limits(self.param_groups)
+            notes = replan(type(self).__name__, self._engine.plans, plans, self.param_groups, self.state)
+            self._engine.take_plans(plans)
+            self._planned_for = asked
+            if notes:
+                warnings.warn(f"param_groups: {notes}", stacklevel=4)
+        self._snapshots = list(map(GroupSnapshot, self.param_groups))
 
+    # Steps.
+
+    @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step.
@@ -207,49 +269,176 @@ class NarrowOptimizer(TakesFactor, Watched, Shares):
                 loss = closure()
         if self.in_backward is not None:
             self.in_backward.end()
-            return loss
-        self._begin_step()
-        self._dispatch.step(self)
+        else:
+            self.take_step()
         return loss
 
-    def _begin_step(self) -> None:
-        self.last_stats = StepStats()
-        self._follow()
+    def take_step(self, arrival: Arrival | None = None) -> None:
+        """Step every parameter that has a gradient; `arrival` brings gradients that are on their way."""
+        self.begin_step()
+        request = self._request(arrival)
+        try:
+            norm, flags, measured = self._engine.step(self.param_groups, self.state, request)
+        except StalePlanError:
+            self._planned_for = None
+            self._replan()
+            norm, flags, measured = self._engine.step(self.param_groups, self.state, request)
+        if norm is not None:
+            self._keep_norm(norm)
+        if self._unscaling is not None:
+            self._unscaling.flags = flags
+        self._remember(measured)
 
-    def _refuse_gradient(self, group: dict[str, Any], p: Tensor, grad: Tensor) -> None:
-        refuse_gradient(type(self).__name__, self._plan(p).name, group, grad)
+    def begin_step(self) -> None:
+        """Forget what the last step measured, and act on changed options."""
+        if self._has_stats:
+            self.last_stats, self._has_stats = StepStats(), False
+        self._replan()
 
-    def _step_parameter(
-        self,
-        group: dict[str, Any],
-        p: Tensor,
-        grad: Tensor,
-        factor: GradientFactor | None = None,
-        place: int = 0,
-        summed: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        step_parameter(self, group, p, grad, factor, place, summed)
+    def _remember(self, measured: Measured) -> None:
+        for names, rows in measured:
+            self.last_stats.add_table(names, rows)
+            self._has_stats = True
 
-    def _kernel(
-        self,
-        plan: ParameterPlan,
-        p: Tensor,
-        grad: Tensor,
-        state: Mapping[str, Tensor],
-        group: Mapping[str, Any],
-        factor: float | None,
-    ) -> Call | None:
-        """What steps this parameter in one pass; None where the eager step has to."""
-        return self._calls.of(plan, p, grad, state, group, factor)
+    def _request(self, arrival: Arrival | None) -> StepRequest:
+        """What the step that begins is asked for."""
+        limit = self.param_groups[0][LIMIT] if self.param_groups else None
+        if limit is not None:
+            check_limits(self.param_groups)
+        asked = self._unscaling
+        # torch's GradScaler leaves it for the time of a step: a number if there are no gradients.
+        found = getattr(self, "found_inf", None) if asked is None else None
+        found = torch.as_tensor(found) if found is not None else None
+        whole = asked is not None and asked.whole
+        return StepRequest(self.inverse_scale(), found, whole, limit, self._gauges, arrival)
+
+    def step_one(self, group: dict[str, Any], p: Tensor, grad: Tensor) -> None:
+        """Step one parameter whose gradient is ready; `grad` is the part on this rank."""
+        self._remember(self._engine.step_one(group, p, grad, self.state, self._gauges))
+
+    # What loss scalers use.
+
+    @contextmanager
+    def unscaling(self, inverse: Tensor, whole: bool) -> Iterator[Unscaling]:
+        """Have a step in this block multiply gradients by the inverse of a loss scale.
+
+        Args:
+            inverse: float32, 0-d, on any device.
+            whole: whether a gradient that is not finite then holds all parameters; no skip is counted.
+
+        Yields:
+            What the step will report of the gradients.
+        """
+        self._unscaling = Unscaling(inverse, whole)
+        try:
+            yield self._unscaling
+        finally:
+            self._unscaling = None
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # As torch's own: with fused=True torch's GradScaler leaves unscaling and skipping to the step. Not without:
+        # frameworks that clip between the two refuse optimizers of which this is true.
+        return bool(self.defaults["fused"]) and self.in_backward is None
+
+    def inverse_scale(self) -> Tensor | None:
+        """What a loss scaler has asked the present step to multiply gradients by: float32, 0-d; or None."""
+        if self._unscaling is not None:
+            return self._unscaling.inverse
+        scale = getattr(self, "grad_scale", None)  # torch's GradScaler leaves it for the time of a step
+        return scale.double().reciprocal().float().reshape(()) if scale is not None else None
+
+    def _keep_norm(self, norm: Tensor) -> None:
+        # At one address, which a graph's replay writes to as well.
+        if self._grad_norm is None or self._grad_norm.device != norm.device:
+            self._grad_norm = torch.empty_like(norm)
+        self._grad_norm.copy_(norm)
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """The norm of all gradients, unscaled, that the last step clipped by: 0-d, float32, on the device.
+
+        Gradients with inf or NaN are left out. Reading it does not wait; a graph's replay changes it too.
+
+        Raises:
+            RuntimeError: if no step has measured it.
+        """
+        if self._grad_norm is None:
+            raise RuntimeError("grad_norm: no step has measured one; step with max_grad_norm, which may be inf")
+        return self._grad_norm.clone()
+
+    # What gauges and people read.
+
+    @property
+    def gauges(self) -> bool:
+        """Whether every step measures what it does; see `last_stats`."""
+        return self._gauges
+
+    @gauges.setter
+    def gauges(self, value: bool) -> None:
+        if not isinstance(value, bool):
+            raise ValueError(f"gauges: got {value!r}, takes True or False")
+        self._gauges = value
+
+    def measured(self) -> list[tuple[list[Tensor], Tensor]]:
+        """The sums in `last_stats`, in pairs: some parameters, and their float64 table (parameters, 8)."""
+        owners = {plan.name: p for p, plan in self.plans()}
+        return [([owners[name] for name in names], rows) for names, rows in self.last_stats.tables()]
+
+    def parameter_view(self, p: Tensor) -> ParameterView | None:
+        """What gauges may read of one parameter, before a step and after it; None for a parameter of no group."""
+        self._replan()
+        group = next((group for group in self.param_groups if any(p is one for one in group["params"])), None)
+        if group is None:
+            return None
+        limit, norm = group[LIMIT], self._grad_norm
+        factor = clipping(limit, norm) if limit is not None and norm is not None else None
+        return ParameterView(self.plan_of(p), p, self.state.get(p, {}), group, factor)
+
+    def preview_unavailable(self, p: Tensor) -> str | None:
+        """Why `preview` cannot say what the next step makes of a parameter's moments, or None."""
+        if is_shared(p):
+            return "it is sharded"
+        if self.in_backward is not None:
+            return "parameters are stepped in backward"
+        if any(group[LIMIT] is not None for group in self.param_groups):
+            return f"{LIMIT} makes each step depend on all gradients"
+        return None
+
+    def keeps_codes(self, p: Tensor) -> bool:
+        """Whether a moment of a parameter is quantized."""
+        return any(slot.storage.quantized for slot in self.plan_of(p).slots)
+
+    @torch.no_grad()
+    def preview(self, p: Tensor, sample: Callable[[Tensor], Tensor]) -> list[QuantizedMoment]:
+        """What the next step will write to a parameter's quantized moments; nothing is changed.
+
+        The step count is the step's own, and so are the random numbers of a whole parameter; a sample has others.
+        A gradient that is not finite is taken as it is.
+
+        Args:
+            p: the parameter.
+            sample: gives, of a tensor of the parameter or its state, the items of a sample; see
+                `preview_unavailable`.
+
+        Returns:
+            One an entry; none if no moment is quantized, or the parameter has no gradient.
+        """
+        view = self.parameter_view(p)
+        if view is None or p.grad is None or not self.keeps_codes(p) or not view.p.numel():
+            return []
+        return preview(view, self.inverse_scale(), sample)
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Steps refused because of a gradient that was not finite, by parameter; those with none left out."""
-        return skipped_steps(self._all_plans(), self.state, self._warned)
+        """Steps skipped because of a gradient that was not finite, by parameter; parameters with none left out.
 
-    def _all_plans(self) -> list[tuple[Tensor, ParameterPlan]]:
-        self._follow()
-        return [(p, self._plan(p)) for group in self.param_groups for p in group["params"]]
+        Reading it waits for the device, and changes nothing.
+        """
+        counts = {
+            plan.name: int(self.state[p]["skipped"]) for p, plan in self.plans(lazy=True) if self.state.get(p)
+        }
+        return {name: count for name, count in counts.items() if count}
 
     def state_bytes(self) -> int:
         """Bytes of all tensors that the optimizer keeps now; a state exists from a parameter's first step on."""
@@ -258,14 +447,35 @@ class NarrowOptimizer(TakesFactor, Watched, Shares):
     def describe(self) -> Description:
         """A table: parameter, rule, storages, bytes added, path taken, skipped steps, and why.
 
-        A gradient that is not contiguous, or on a CPU not of its parameter's dtype, takes the eager path whatever
-        stands here; after a step on a GPU it stands here.
+        A gradient that is not contiguous takes the eager path. On a GPU the table says so after that step; on a
+        CPU it never does.
         """
         when = "" if self.in_backward is None else ", in backward"
-        plans = self._all_plans()
+        plans = self.plans()
         groups = {p: group for group in self.param_groups for p in group["params"]}
-        paths = {p: self._dispatch.path(self, plan, p, groups[p]) for p, plan in plans}
+        paths = {p: self._engine.path(p, groups[p]) for p, _ in plans}
         return describe(plans, self.skipped, paths, when)
+
+    # Copies and checkpoints.
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._replan()  # a copy has no plans: its tensors must be what its groups say
+        marks = [[marked_states(p) for p in group["params"]] for group in self.param_groups]
+        return {**super().__getstate__(), _MARKS: marks}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # torch copies and pickles state and groups only; the rest is made anew. load_state_dict calls this
+        # too: an engine is there already, but the groups may ask for other plans.
+        if "_engine" not in self.__dict__:
+            self._reset()
+        self._engine.take_plans({})
+        self._planned_for = None
+        super().__setstate__({key: value for key, value in state.items() if key != _MARKS})
+        # A copied parameter comes without the mark that its state was made for.
+        for group, marks in zip(self.param_groups, state.get(_MARKS, ()), strict=False):
+            for p, mark in zip(group["params"], marks, strict=True):
+                if mark is not None:
+                    mark_states(p, mark)
 
     def torch_state_dict(self) -> dict[str, Any]:
         """The state as torch's optimizer of the same name would save it: its `load_state_dict` goes on from there.
@@ -276,33 +486,50 @@ class NarrowOptimizer(TakesFactor, Watched, Shares):
         Raises:
             ValueError: if torch has no optimizer of this name.
         """
-        state_dict, notes = export_to_torch(self, self._all_plans())
+        state_dict, notes = export_to_torch(type(self), self.defaults, self.plans(), self.param_groups, self.state)
         if notes:
             warnings.warn(f"torch_state_dict: {notes}", stacklevel=2)
         return state_dict
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, as torch's optimizers give it; steps that were skipped are warned of once, as by `skipped`.
+        """The state, as torch's optimizers give it.
 
         States of sharded parameters are DTensors, each rank's part in its place; see docs/distributed.md.
         """
-        _ = self.skipped
-        with self._shown_shared():
+        plans = self.plans(lazy=True)
+        if not any(is_shared(p) for p, _ in plans):
             return super().state_dict()
+        # Shown as DTensors before other hooks see it.
+        handle = self.register_state_dict_post_hook(lambda _, found: self._show_shared(found), prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
+
+    def _show_shared(self, state_dict: dict[str, Any]) -> None:
+        states = state_dict["state"]
+        for group, packed in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for p, identity in zip(group["params"], packed["params"], strict=True):
+                if identity in states and is_shared(p):
+                    states[identity] = to_dtensors(p, self._engine.plans[p], states[identity])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state that `state_dict` gave, or that torch's or bitsandbytes' optimizer of this kind saved.
 
         Hyperparameters come from the checkpoint, storages stay as this optimizer was made: what was written in the
         same ones is taken bit for bit, everything else is converted, low words to what they mean beside the present
-        parameter (load the model first). A UserWarning says what had no place. Tensors move to the parameters'
+        parameter (load the model first). A UserWarning says what was dropped. Tensors move to the parameters'
         devices.
 
         Raises:
             ValueError: for a state of another rule or other shapes, an unknown version, or no state at all; nothing
                 is changed then.
         """
-        names = iter([plan.name for _, plan in self._all_plans()])
-        notes = load_checkpoint(self, names, super().load_state_dict, state_dict)
+        names = [plan.name for _, plan in self.plans()]
+        receiver = Receiver(type(self).__name__, self.param_groups, names, self.identity, self._checked_rule)
+        notes = load_checkpoint(
+            receiver, state_dict, super().load_state_dict,
+            self.register_load_state_dict_pre_hook, self.register_load_state_dict_post_hook,
+        )  # fmt: skip
         if notes:
             warnings.warn(f"state_dict: {notes}", stacklevel=2)

@@ -34,8 +34,6 @@ class Options(TypedDict, total=False):
             `torch.nn.utils.clip_grad_norm_` over all parameters of the optimizer would, in the passes of the step
             and without writing to them; None for not at all, inf to measure only (`grad_norm`). One number for all
             groups. Gradients with inf or NaN do not count in the norm.
-        percentile_clipping: make a parameter's gradient no longer than this percentile of its last hundred norms;
-            100 for not at all. After `max_grad_norm`, if both are given.
         arithmetic: ``"fp32"`` computes in float32 and rounds each storage once, on write; ``"strict"`` rounds every
             operation to the storages' formats, as Collage's Algorithm 2 is written.
         nonfinite: what a gradient with inf or NaN does: ``"skip"`` leaves that parameter, its state, decay and step
@@ -49,7 +47,7 @@ class Options(TypedDict, total=False):
             them is refused. With ``fused=True`` torch's GradScaler leaves unscaling to the step, as it does for
             torch's own.
         capturable: accepted and always so: on a GPU the step count lives on the device, `lr` and `betas` too if
-            they are tensors there, and the step does not synchronise (``arithmetic="strict"`` and
+            they are tensors there, and the step does not synchronize (``arithmetic="strict"`` and
             ``nonfinite="raise"`` do, and cannot be captured).
         differentiable: refused if True.
     """
@@ -59,7 +57,6 @@ class Options(TypedDict, total=False):
     block_size: int
     clip_updates: bool
     max_grad_norm: float | None
-    percentile_clipping: float
     arithmetic: Literal["fp32", "strict"]
     nonfinite: Literal["skip", "propagate", "raise"]
     min_quantized_size: int
@@ -71,13 +68,14 @@ class Options(TypedDict, total=False):
     differentiable: bool
 
 
+_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
+
 _DEFAULTS: dict[str, Any] = {
     "weights": "plain",
     "states": "fp32",
     "block_size": 256,
     "clip_updates": False,
     "max_grad_norm": None,
-    "percentile_clipping": 100,
     "arithmetic": "fp32",
     "nonfinite": "skip",
     "min_quantized_size": 4096,
@@ -113,7 +111,7 @@ def with_defaults(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """All options, those not given at their defaults.
 
     Raises:
-        TypeError: for a keyword that is none.
+        TypeError: for an unknown keyword.
     """
     for option in options:
         if option not in _DEFAULTS:
@@ -148,7 +146,7 @@ def show_options(init: Callable[..., None]) -> None:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a real number; True and False are none, nor are integers that torch has no room for."""
+    """Whether a value is a real number, not True or False, and no integer too large for torch."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return False
     return -(2**63) <= value < 2**63 if isinstance(value, int) else True  # type: ignore[unreachable]
@@ -162,12 +160,12 @@ def is_real(value: object) -> bool:
 
 
 def is_whole(value: object) -> bool:
-    """Whether a value is an integer; True and False are none."""
+    """Whether a value is an integer, not True or False."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_switches(group: Mapping[str, Any]) -> None:
-    """Refuse switches that are neither on nor off: before anybody asks whether they are.
+    """Refuse switches that are neither on nor off, before anything reads them.
 
     Raises:
         ValueError: naming the argument, what it got, what it takes.
@@ -199,8 +197,6 @@ def check_options(name: str, rule: Rule, group: Mapping[str, Any]) -> None:
     for option, least in (("block_size", 1), ("min_quantized_size", 0), ("seed", 0)):
         if not is_whole(group[option]) or group[option] < least:
             raise ValueError(f"{option}: got {group[option]!r}, takes an integer of at least {least}")
-    if not is_number(group["percentile_clipping"]) or not 1 <= group["percentile_clipping"] <= 100:
-        raise ValueError(f"percentile_clipping: got {group['percentile_clipping']!r}, takes a number from 1 to 100")
     check_limits([group])
     if group["seed"] >= 2**32:
         raise ValueError(f"seed: got {group['seed']}, takes an integer below 2^32")
@@ -216,7 +212,7 @@ def check_options(name: str, rule: Rule, group: Mapping[str, Any]) -> None:
 
 
 def check_limits(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse a `max_grad_norm` that is none, and groups that do not agree on it.
+    """Refuse an invalid `max_grad_norm`, any inside ZeroRedundancyOptimizer, and groups that disagree.
 
     Raises:
         ValueError: naming the argument, what it got, what it takes.
@@ -225,9 +221,22 @@ def check_limits(groups: Sequence[Mapping[str, Any]]) -> None:
     for limit in limits:
         if limit is not None and (not is_number(limit) or not limit > 0):
             raise ValueError(f"{LIMIT}: got {limit!r}, takes a number above 0, inf too, or None")
+    if any(limit is not None for limit in limits) and _within(_ZERO):
+        raise ValueError(
+            f"{LIMIT}: got {limits[0]!r} inside ZeroRedundancyOptimizer, which gives each rank some of the "
+            "parameters: their norm is not that of all; use torch.nn.utils.clip_grad_norm_"
+        )
     if any(limit != limits[0] for limit in limits):
         each = ", ".join(map(repr, dict.fromkeys(limits)))
         raise ValueError(f"{LIMIT}: got {each} in groups, takes one number for all of them")
+
+
+def _within(module: str) -> bool:
+    """Whether a function of a module waits for this one."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != module:
+        frame = frame.f_back
+    return frame is not None
 
 
 def check_hyperparameters(rule: Rule, group: Mapping[str, Any], refusals: Mapping[str, str]) -> None:
@@ -256,7 +265,7 @@ def check_hyperparameters(rule: Rule, group: Mapping[str, Any], refusals: Mappin
     schedule = group.get("beta2_schedule")
     if schedule is not None and not (is_number(schedule) and 0.0 < schedule <= 1.0):
         raise ValueError(f"beta2_schedule: got {schedule!r}, takes a number in (0, 1], or None")
-    if group.get("nesterov") and (group["momentum"] <= 0 or group.get("dampening")):
+    if group.get("nesterov") and "dampening" in group and (group["momentum"] <= 0 or group["dampening"]):
         raise ValueError("Nesterov momentum requires a momentum and zero dampening")
 
 

@@ -1,17 +1,18 @@
-"""What is done with one parameter, decided once and shown by `describe()`."""
+"""What is done with one parameter: its rule, its storages, its shard. Decided once, and shown by `describe()`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from narrowgauge.optim._clip_gradients import HISTORY, new_history
-from narrowgauge.optim._shards import Shard, shard_of
-from narrowgauge.rules import Rule, Slot
+from narrowgauge.kernels._codec import Codec, Moment
+from narrowgauge.optim._sharding import Shard, shard_of
+from narrowgauge.rules import Rule, Slot, has_terms
 from narrowgauge.storage import (
     StateContext,
     StateStorage,
@@ -21,8 +22,10 @@ from narrowgauge.storage import (
     weight_storage,
 )
 
-# Dtype and mark.
+# A parameter's dtype and the states that it is marked with.
 Kind = tuple[torch.dtype, str | None]
+State = dict[str, Tensor]
+PLAIN = (Tensor, torch.nn.Parameter)  # classes whose memory kernels may use
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -32,22 +35,37 @@ class SlotPlan:
     """A moment and how it is kept.
 
     Attributes:
-        beside: the moment in whose root's units it is kept, where it is.
+        slot: the rule's slot.
+        storage: how it is kept.
+        block_size: elements per block.
+        normalizer: the slot whose root is this one's unit, if its storage is normalized.
+        keys: (name in the storage, key in the parameter's state) of each of its tensors.
     """
 
     slot: Slot
     storage: StateStorage
     block_size: int
-    beside: SlotPlan | None = None
+    normalizer: SlotPlan | None = None
 
-    def init(self, p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+    @functools.cached_property
+    def keys(self) -> tuple[tuple[str, str], ...]:
+        names = _tensor_names(self.storage, self.slot.signed)
+        return tuple(zip(names, self.keyed(dict.fromkeys(names)), strict=True))
+
+    @functools.cached_property
+    def codec(self) -> Codec | None:
+        """How kernels keep the moment; None if none does."""
+        return self.storage.codec(self.slot.signed)
+
+    def init(self, p: Tensor, group: Mapping[str, Any]) -> State:
+        """The slot's part of a new state."""
         start = group[self.slot.start] if self.slot.start is not None else 0.0
         if start:
             return self.encode(torch.full_like(p, start, dtype=torch.float32))
         return self.keyed(self.storage.init(p, self.slot.signed, self.block_size))
 
-    def words(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This slot's words out of a parameter's state."""
+    def tensors(self, state: Mapping[str, Tensor]) -> State:
+        """This slot's tensors in a parameter's state, by their names in the storage; empty if there are none."""
         dotted = self.slot.name + "."
         return {
             key.removeprefix(self.slot.name).removeprefix("."): value
@@ -55,44 +73,67 @@ class SlotPlan:
             if key == self.slot.name or key.startswith(dotted)
         }
 
-    def decode(self, state: Mapping[str, Tensor], shape: torch.Size) -> Tensor:
-        return self.storage.decode(self.words(state), self._context(state, shape))
+    def keyed(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Tensors under the keys that the parameter's state has for them."""
+        return {f"{self.slot.name}.{name}" if name else self.slot.name: value for name, value in tensors.items()}
 
-    def codes(self, state: Mapping[str, Tensor], shape: torch.Size) -> Tensor:
-        """The codes of a moment that is kept in some: uint8, one a byte, in the moment's shape."""
-        return self.storage.codes(self.words(state), shape)
+    def decode(self, state: Mapping[str, Tensor], shape: torch.Size, normalizer: Tensor | None = None) -> Tensor:
+        """The moment in float32. `normalizer` is the decoded one where the caller has it already."""
+        return self.storage.decode(self.tensors(state), self._context(state, shape, normalizer))
+
+    def lost(self, moment: Tensor, state: Mapping[str, Tensor], normalizer: Tensor | None = None) -> Tensor:
+        """What storing the moment has lost; the weight can take it."""
+        return self.storage.lost(moment, self.tensors(state), self._context(state, moment.shape, normalizer))
 
     def encode(
-        self, moment: Tensor, random: Tensor | None = None, state: Mapping[str, Tensor] | None = None
-    ) -> dict[str, Tensor]:
-        """The moment's entries of a state; `state` has those of the moment beside it."""
-        return self.keyed(self.storage.encode(moment, self._context(state, moment.shape), random))
+        self,
+        moment: Tensor,
+        random: Tensor | None = None,
+        state: Mapping[str, Tensor] | None = None,
+        normalizer: Tensor | None = None,
+    ) -> State:
+        """The moment's part of a state. `state` holds the normalizer, unless that is given decoded."""
+        return self.keyed(self.storage.encode(moment, self._context(state, moment.shape, normalizer), random))
 
-    def _context(self, state: Mapping[str, Tensor] | None, shape: torch.Size) -> StateContext:
-        beside = self.beside.decode(state, shape) if self.beside is not None and state is not None else None
-        return StateContext(shape, self.slot.signed, self.block_size, beside)
+    def _context(
+        self, state: Mapping[str, Tensor] | None, shape: torch.Size, normalizer: Tensor | None
+    ) -> StateContext:
+        if normalizer is None and self.normalizer is not None and state is not None:
+            normalizer = self.normalizer.decode(state, shape)
+        return StateContext(shape, self.slot.signed, self.block_size, normalizer)
 
-    def keyed(self, words: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Words under the keys that the parameter's state has for them."""
-        return {f"{self.slot.name}.{word}" if word else self.slot.name: value for word, value in words.items()}
+
+def moments_of(slots: Sequence[SlotPlan]) -> tuple[Moment, ...]:
+    """Moments as kernels keep them; each slot has a codec."""
+    made = []
+    for number, slot in enumerate(slots, start=1):
+        assert slot.codec is not None
+        normalizer = slot.normalizer.slot.name if slot.normalizer is not None else None
+        made.append(Moment(slot.slot.name, slot.codec, normalizer, number))
+    return tuple(made)
+
+
+@functools.lru_cache(maxsize=256)
+def _tensor_names(storage: StateStorage, signed: bool) -> tuple[str, ...]:
+    return tuple(storage.init(torch.zeros(1), signed, 1))
 
 
 @dataclass(frozen=True)
-class ParameterPlan:
+class ParamPlan:
     """One parameter's storages.
 
     Attributes:
-        name: as the user named it, or its place among the groups.
-        index: its place among all parameters; the stream of its random bits.
+        name: as the user named it, or its index among the groups.
+        index: its index among all parameters; the stream of its random bits.
         rule: the update rule.
         weight: the weight storage.
         slots: one plan a moment.
-        dormant: those of moments that the hyperparameters switch off; they may come back.
+        inactive: those of moments that the hyperparameters switch off; they may come back.
         strict: whether every operation is rounded to the storages' formats.
-        why: what was decided otherwise than asked for, and why; empty if nothing was.
-        kind: what was found on the parameter; see `kind_of`.
-        shard: what lies here of the parameter; None if all of it.
-        kernels: what has been made to step it, by what it was made for; a changed plan starts with none.
+        why: what differs from what was asked for, and why; empty if nothing.
+        kind: what the plan depends on besides the options; see `kind_of`.
+        shard: the part of the parameter on this rank; None if all of it is.
+        weight_key: the state's key of the low word; None without one.
     """
 
     name: str
@@ -100,28 +141,31 @@ class ParameterPlan:
     rule: Rule
     weight: WeightStorage
     slots: tuple[SlotPlan, ...]
-    dormant: tuple[SlotPlan, ...]
+    inactive: tuple[SlotPlan, ...]
     strict: bool
     why: str
     kind: Kind
     shard: Shard | None = None
-    kernels: dict[Any, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     @property
     def dtype(self) -> torch.dtype:
         """The parameter's."""
         return self.kind[0]
 
-    @property
+    @functools.cached_property
+    def has_terms(self) -> bool:
+        """Whether the rule asks for sums over the parameter."""
+        return has_terms(self.rule)
+
+    @functools.cached_property
     def weight_key(self) -> str | None:
-        """The state's key of the low word."""
         return f"weight.{self.weight.key}" if self.weight.key is not None else None
 
-    def init(self, p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The state of a parameter that has not been stepped yet; of a shared one, of what lies here.
+    def init(self, p: Tensor, group: Mapping[str, Any]) -> State:
+        """The state of a parameter before its first step; of a sharded one, for the part on this rank.
 
         Raises:
-            RuntimeError: inside a CUDA graph, whose every replay would make the state anew.
+            RuntimeError: inside a CUDA graph, which would make the state anew at every replay.
         """
         if p.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -132,8 +176,6 @@ class ParameterPlan:
             "step": torch.zeros((), dtype=torch.float32, device=p.device),
             "skipped": torch.zeros((), dtype=torch.int64, device=p.device),
         }
-        if group.get("percentile_clipping", 100) < 100:
-            state[HISTORY] = new_history(p.device)
         for slot in self.slots:
             state |= slot.init(p, group)
         low = self.weight.init(p)
@@ -141,33 +183,70 @@ class ParameterPlan:
             state[self.weight_key] = low
         return state
 
-    def holding(self, state: Mapping[str, Any]) -> ParameterPlan:
-        """This plan, with the moments awake that are dormant but in a state."""
-        kept = tuple(slot for slot in self.dormant if slot.words(state))
-        return replace(self, slots=(*self.slots, *kept)) if kept else self
+    def with_inactive(self, state: Mapping[str, Any]) -> ParamPlan:
+        """This plan, with inactive moments made active if a state holds them."""
+        found = tuple(slot for slot in self.inactive if slot.tensors(state))
+        return replace(self, slots=(*self.slots, *found)) if found else self
 
     def exact(self, p: Tensor, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """(all that is stored of the weight, what the model sees), in float64."""
+        """(the weight as it is stored, the weight that the model sees), in float64."""
         low = state[self.weight_key] if self.weight_key is not None else None
         return self.weight.exact(p, low), p.to(torch.float64, copy=True)
 
     def nbytes(self, p: Tensor) -> int:
-        """Bytes the optimizer keeps here for this parameter: moments and low word."""
+        """Bytes that the optimizer keeps on this rank for this parameter: moments and low word."""
         numel = self.shard.here if self.shard is not None else p.numel()
         moments = sum(s.storage.nbytes(numel, s.block_size) for s in self.slots)
         return numel * self.weight.bytes_added(p.dtype) + moments
 
 
+@dataclass(slots=True)
+class ParamStep:
+    """One parameter in one step: what every backend is given.
+
+    Attributes:
+        index: the parameter's index among all parameters.
+        plan, group: what is done with it.
+        param: the parameter; of a sharded one the part on this rank.
+        grad: its gradient, likewise.
+        state: its state; written in place.
+    """
+
+    index: int
+    plan: ParamPlan
+    group: Mapping[str, Any]
+    param: Tensor
+    grad: Tensor
+    state: State
+
+    def tensors(self) -> list[Tensor]:
+        """Parameter, gradient, low word and moments, in the order in which kernels name them."""
+        plan, state = self.plan, self.state
+        low = [state[plan.weight_key]] if plan.weight_key is not None else []
+        words = [slot.keyed(dict.fromkeys(w.name for w in slot.codec.words)) for slot in plan.slots if slot.codec]
+        return [self.param, self.grad, *low, *(state[key] for keys in words for key in keys)]
+
+
 def kind_of(p: Tensor) -> Kind:
-    """What of a parameter its plan depends on: its dtype, and the states that it is marked with."""
+    """What a plan depends on besides the options: the parameter's dtype, and the states it is marked with.
+
+    Raises:
+        ValueError: for a parameter of FSDP1, which has the shape of neither the parameter nor a part of it; also if
+            it was wrapped after its optimizer was made.
+    """
+    if getattr(p, "_fsdp_flattened", False):  # of a FlatParameter, and with use_orig_params of what views it
+        raise ValueError(
+            "params: got a parameter that FullyShardedDataParallel (FSDP1) has flattened, takes those of FSDP2: "
+            "use torch.distributed.fsdp.fully_shard"
+        )
     return p.dtype, marked_states(p)
 
 
-def plan_parameter(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index: int) -> ParameterPlan:
+def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index: int) -> ParamPlan:
     """Decide one parameter's storages.
 
     Raises:
-        ValueError: naming the argument, for a dtype or a combination that is not taken.
+        ValueError: for a dtype or a combination that is not supported, by name, and for FSDP1.
     """
     dtype, mark = kind = kind_of(p)
     if dtype not in _DTYPES:
@@ -179,56 +258,54 @@ def plan_parameter(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, i
     strict = group["arithmetic"] == "strict"
     if strict and not weight.rounded:
         raise ValueError(f"arithmetic: 'strict' takes weights whose words are floats, got weights={weight.name!r}")
-    asked, awake = slot_storages(rule, group), rule.slots(group)
-    why, plans = [], {}
-    for slot in dict.fromkeys((*awake, *rule.moments)):
-        if slot.name not in asked:
+    storages, active = slot_storages(rule, group), rule.slots(group)
+    why: list[str] = []
+    plans: dict[Slot, SlotPlan] = {}
+    for slot in dict.fromkeys((*active, *rule.moments)):
+        if slot.name not in storages:
             continue
-        storage, reasons = asked[slot.name], []
+        storage, reasons = storages[slot.name], []
         if mark is not None and storage.name != mark:
             reasons.append(f"{slot.name} in {mark}: the parameter is marked so")
-            storage = state_storage(mark).for_slot(slot.signed, slot.unit in asked)
+            storage = state_storage(mark).for_slot(slot.signed, slot.normalizer in storages)
         if storage.quantized and p.numel() < group["min_quantized_size"]:
             reasons.append(f"{slot.name} in fp32: {p.numel()} elements < min_quantized_size")
             storage = state_storage("fp32")
-        if strict and slot in awake and not storage.rounded:
+        if strict and slot in active and not storage.rounded:
             raise ValueError(
                 f"arithmetic: 'strict' takes states whose words are floats, got states={storage.name!r}"
             )
         plans[slot] = SlotPlan(slot, storage, group["block_size"])
-        why += reasons if slot in awake else []
-    plans = {slot: replace(s, beside=_unit(s, plans.values())) for slot, s in plans.items()}
-    slots = tuple(plans.pop(slot) for slot in awake)
-    said = "; ".join(why)
-    return ParameterPlan(name, index, rule, weight, slots, tuple(plans.values()), strict, said, kind, shard_of(p))
-
-
-def _unit(plan: SlotPlan, slots: Iterable[SlotPlan]) -> SlotPlan | None:
-    """The slot in whose root's units this one is kept."""
-    if not plan.storage.relative:
-        return None
-    return next((other for other in slots if other.slot.name == plan.slot.unit), None)
+        why += reasons if slot in active else []
+    by_name = {slot.name: plan for slot, plan in plans.items()}
+    for slot, plan in plans.items():
+        if plan.storage.normalized:
+            plans[slot] = replace(plan, normalizer=by_name.get(slot.normalizer or ""))
+    slots = tuple(plans.pop(slot) for slot in active)
+    return ParamPlan(
+        name, index, rule, weight, slots, tuple(plans.values()), strict, "; ".join(why), kind, shard_of(p)
+    )
 
 
 def slot_storages(rule: Rule, group: Mapping[str, Any]) -> dict[str, StateStorage]:
-    """The storage asked for each slot, also for those that are off now.
+    """The storage asked for each slot, inactive ones included.
 
     ``"expansion"``, as one name for all slots, is the preset of Collage-plus: each slot says what it means there.
 
     Raises:
         ValueError: for an unknown storage or slot, or a slot that a mapping leaves out.
     """
-    states, awake = group["states"], rule.slots(group)
+    states, active = group["states"], rule.slots(group)
     if not isinstance(states, str | Mapping):
         raise ValueError(f"states: got {states!r}, takes a name, or a mapping from slots to names")
-    slots = {slot.name: slot for slot in (*awake, *rule.moments)}
+    slots = {slot.name: slot for slot in (*active, *rule.moments)}
     if isinstance(states, str):
-        state_storage(states)  # refused by name even where there is no slot to keep
+        state_storage(states)  # refuses an unknown name even if the rule has no slot
         states = {name: s.preset if states == "expansion" else states for name, s in slots.items()}
-    names = [slot.name for slot in awake]
+    names = [slot.name for slot in active]
     if not set(names) <= set(states) <= set(slots):
         raise ValueError(f"states: got slots {sorted(states)}, takes a storage for each of {names} ({rule.name})")
     return {
-        name: state_storage(storage).for_slot(slots[name].signed, slots[name].unit in states)
+        name: state_storage(storage).for_slot(slots[name].signed, slots[name].normalizer in states)
         for name, storage in states.items()
     }

@@ -1,18 +1,14 @@
-"""Gradients in a few bits, under any optimizer: x <- x - lr Q(g), with or without error compensation.
+"""Gradients in a few bits, under any optimizer: x <- x - lr Q(g), with or without error feedback.
 
-What quantizing a gradient does to convergence depends on one property of Q. If it is *unbiased*, E[Q(g)] = g, as
-stochastic rounding is, its error is noise like that of the batch, and SGD converges at the rate
-O((sigma + zeta) / sqrt(K)), sigma^2 and zeta^2 being the variances of the two. If it is biased, as rounding to
-nearest is, nothing is promised: a coordinate whose gradient always rounds to zero never moves. *Error compensation*
-makes any Q work: what rounding cut off is kept and added to the next gradient,
+The effect of a quantizer Q on convergence depends on one property. If it is *unbiased*, E[Q(g)] = g, as stochastic
+rounding is, its error is noise like that of the batch, and SGD converges at the rate O((sigma + zeta) / sqrt(K)),
+where sigma^2 and zeta^2 are the two variances. If it is biased, as rounding to nearest is, there is no
+guarantee: a coordinate whose gradient always rounds to zero never moves. *Error feedback* makes any Q work: the
+rounding error is stored and added to the next gradient,
 
     g' = g + delta,   delta <- g' - Q(g'),   x <- x - lr Q(g')
 
-so that nothing is lost, only late. It costs one more tensor a parameter.
-
-Where ranks share parameters, each quantizes its box: blocks begin with it, as those of sharded states do, and what
-it remembers is of its own elements. That a gradient is finite is a matter of the whole, so ranks agree on it before
-anything is written, and the optimizer's step is told instead of asking again.
+so an error is delayed, not lost. It costs one float32 tensor a parameter.
 
 Source: Lecture 11, Mixed Precision Training, "SGD with mixed-precision" and "Error compensation"; Karimireddy et
 al. 2019.
@@ -20,10 +16,10 @@ al. 2019.
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,56 +28,37 @@ from narrowgauge._arguments import typed
 from narrowgauge.formats import Coder, codebook, random_bits
 from narrowgauge.formats._codebooks import known
 from narrowgauge.formats._rounding import Rounding
-from narrowgauge.optim._quantized_state import saved, taken_apart
-from narrowgauge.optim._shards import (
-    FLAGS,
-    SQUARES,
-    any_shared,
-    as_shared,
-    is_shared,
-    local,
-    local_gradient,
-    origin_of,
-    shard_of,
-)
-from narrowgauge.optim._shares import Shares
+from narrowgauge.optim._checkpoint import check_form, check_members
+from narrowgauge.optim._optimizer import uncompiled
+from narrowgauge.optim._options import is_whole
+from narrowgauge.optim._sharding import is_shared
 from narrowgauge.storage._blockwise import decode_blocks, encode_blocks
 
-if TYPE_CHECKING:
-    from narrowgauge.optim._shard_sums import Rows, ShardSums
-
-# Of each parameter with a gradient, by its place: itself, what lies here of its gradient.
-Turns = Mapping[int, tuple[Tensor, Tensor]]
+# Keys of a state_dict: the residual, in a parameter's state, and the count of steps, in each group.
+_RESIDUAL, _STEPS = "gradient_residual", "gradients_quantized"
 _LARGEST = torch.finfo(torch.float32).max
 
 
 class QuantizedGradients(torch.optim.Optimizer):
     """An optimizer that sees quantized gradients.
 
-    It is used in place of the optimizer that it is given: `step`, `zero_grad`, learning rate schedules and
-    parameter groups are the other's. A gradient that holds an inf or NaN is handed on as it is, so that the other
-    can refuse it, and leaves nothing behind.
-
-    Sharded parameters (DTensors) are taken where the optimizer takes them. Ranks agree in one collective on what
-    is not finite; an optimizer of this library that has no norm or sum to make then needs none of its own.
+    Use it in place of the optimizer that it is given: `step`, `zero_grad`, learning rate schedules and parameter
+    groups are those of that optimizer. A gradient with inf or NaN is passed on unchanged, so that the optimizer
+    can refuse it; the residual stays as it is. DTensors are refused.
 
     Args:
         optimizer: any `torch.optim.Optimizer`. Its `p.grad` are overwritten with Q(g) at each step.
         codebook: the values of Q: a name (see `narrowgauge.formats.codebook`; signed, 8 bits) or the values.
         rounding: ``"nearest"`` (biased) or ``"stochastic"`` (unbiased).
-        error_feedback: keep what rounding cut off, a float32 tensor a parameter, and add it to the next gradient.
+        error_feedback: store the rounding error, a float32 tensor a parameter, and add it to the next gradient.
         block_size: elements that share a scale.
-        seed: key of the random bits, which depend on it, the parameter's place, the element and the step alone. (A
-            shard has those of the whole where optimizers' random bits are; see docs/distributed.md.)
+        seed: key of the random bits, which depend only on it, the parameter's index, the element and the step.
 
     Raises:
-        ValueError: for an argument that is not taken.
+        ValueError: for a wrong argument or a DTensor, by name.
 
     Source: Lecture 11, Mixed Precision Training, "Error compensation".
     """
-
-    # Where the optimizer keeps none of its own: of which parameters, and their sums.
-    _known: tuple[tuple[int, ...] | None, ShardSums | None] = None, None
 
     @typed
     def __init__(
@@ -102,6 +79,7 @@ class QuantizedGradients(torch.optim.Optimizer):
             raise ValueError(f"rounding: got {rounding!r}, takes 'nearest' or 'stochastic'")
         if not isinstance(block_size, int) or block_size < 1:
             raise ValueError(f"block_size: got {block_size!r}, takes an integer of at least 1")
+        _refuse_dtensors(optimizer.param_groups)
         self.optimizer = optimizer
         self.rounding: Rounding = rounding
         self.error_feedback = error_feedback
@@ -109,30 +87,30 @@ class QuantizedGradients(torch.optim.Optimizer):
         self._block_size, self._seed, self._step = block_size, seed, 0
         self._residuals: dict[Tensor, Tensor] = {}
         super().__init__([p for group in optimizer.param_groups for p in group["params"]], {})
-        # Groups and state are the other's own: schedules that write to one reach the other.
+        # Groups and state are the optimizer's own objects: a schedule that writes to one reaches the other.
         self.param_groups = optimizer.param_groups
         self.state = optimizer.state
         self.defaults = optimizer.defaults
 
+    @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Quantize the gradients and let the optimizer step.
 
         Args:
-            closure: reevaluates the model and returns the loss; each gradient that it makes is quantized.
+            closure: reevaluates the model and returns the loss; its gradients are quantized each time.
         """
-        with self._told():
-            if closure is None:
-                self._quantize()
-                return self.optimizer.step()
+        if closure is None:
+            self._quantize()
+            return self.optimizer.step()
 
-            def quantized() -> Any:
-                with torch.enable_grad():
-                    loss = closure()
-                self._quantize()
-                return loss
+        def quantized() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self._quantize()
+            return loss
 
-            return self.optimizer.step(quantized)
+        return self.optimizer.step(quantized)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, as the optimizer does."""
@@ -140,9 +118,9 @@ class QuantizedGradients(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the optimizer."""
-        if hasattr(self, "_residuals") and self.param_groups is self.optimizer.param_groups:
+        if self.param_groups is self.optimizer.param_groups:
             self.optimizer.add_param_group(param_group)
-        else:
+        else:  # during construction
             super().add_param_group(param_group)
 
     @property
@@ -151,142 +129,117 @@ class QuantizedGradients(torch.optim.Optimizer):
         return getattr(self.optimizer, "skipped", {})
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch copies and pickles groups and state only, and those are the other's.
+        # torch copies and pickles groups and state only, and those are the optimizer's.
         own = ("optimizer", "rounding", "error_feedback", "_coder", "_block_size", "_seed", "_step")
-        places = {p: place for place, p in enumerate(self._parameters())}
-        residuals = {places[p]: residual for p, residual in self._residuals.items()}
+        residuals = [self._residuals.get(p) for p in self._parameters()]
         return {name: self.__dict__[name] for name in own} | {"_residuals": residuals}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         optimizer = state["optimizer"]
         shared = {name: getattr(optimizer, name) for name in ("param_groups", "state", "defaults")}
         super().__setstate__({**state, **shared})
-        parameters = self._parameters()
-        self._residuals = {parameters[place]: residual for place, residual in state["_residuals"].items()}
+        pairs = zip(self._parameters(), state["_residuals"], strict=True)
+        self._residuals = {p: residual for p, residual in pairs if residual is not None}
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, with each parameter's residual in its entry and the count of steps in the groups.
 
-        It has the form of torch's, so `narrowgauge.distributed.save_checkpoint` and torch's functions for
-        distributed states take it. Residuals of sharded parameters are DTensors cut as these are.
+        It has the form of torch's, so `narrowgauge.distributed.save_checkpoint` takes it.
         """
-        return saved(self.optimizer, self._residuals, self._step)
+        given = self.optimizer.state_dict()
+        state = dict(given["state"])
+        for p, identity in self._identities(given["param_groups"]):
+            if p in self._residuals:
+                state[identity] = {**state.get(identity, {}), _RESIDUAL: self._residuals[p]}
+        return {**given, "state": state, "param_groups": [{**g, _STEPS: self._step} for g in given["param_groups"]]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave. Each rank takes its part of a whole residual.
+        """Take over the result of `state_dict`.
 
         Raises:
-            ValueError: for a state of something else; nothing is changed then.
+            ValueError: for the state of another optimizer, or a damaged one; nothing is changed then.
         """
-        inner, residuals, step = taken_apart(self.optimizer, state_dict)
-        self.optimizer.load_state_dict(inner)
+        check_form(state_dict)
+        groups, state, residuals = state_dict["param_groups"], dict(state_dict["state"]), {}
+        sizes, wanted = ([len(group["params"]) for group in some] for some in (groups, self.param_groups))
+        if sizes != wanted:
+            raise ValueError(f"state_dict: got groups of {sizes} parameters, takes {wanted}")
+        check_members(groups)
+        if any(_STEPS not in group for group in groups):
+            raise ValueError(f"state_dict: got groups without {_STEPS!r}, takes one of QuantizedGradients")
+        counts = [group[_STEPS] for group in groups]
+        if any(not is_whole(count) or not 0 <= count < 2**63 or count != counts[0] for count in counts):
+            raise ValueError(f"state_dict: {_STEPS!r} is {', '.join(map(repr, counts))}, takes one count of steps")
+        for number, (p, identity) in enumerate(self._identities(groups)):
+            if _RESIDUAL in state.get(identity, ()):
+                state[identity] = entry = copy.copy(state[identity])  # not dict(): it may be a subclass
+                residuals[p] = _checked(p, entry.pop(_RESIDUAL), number)
+                if not entry:
+                    del state[identity]
+        inner = [{key: value for key, value in group.items() if key != _STEPS} for group in groups]
+        self.optimizer.load_state_dict({**state_dict, "state": state, "param_groups": inner})
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
         if residuals and not self.error_feedback:
             warnings.warn("state_dict: dropped residuals, of no use with error_feedback=False", stacklevel=2)
             residuals = {}
-        self._residuals, self._step = residuals, step
+        self._residuals, self._step = residuals, counts[0] if counts else 0
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
-    def _sums(self) -> ShardSums | None:
-        """What ranks that share parameters agree by; None where none are shared."""
-        if isinstance(self.optimizer, Shares):
-            sums = self.optimizer.all_shard_sums()
-        else:
-            ps = self._parameters()
-            places = tuple(map(id, ps))
-            if self._known[0] != places:
-                own = None
-                if any_shared(ps):
-                    from narrowgauge.optim._shard_sums import ShardSums
-
-                    own = ShardSums(ps)
-                self._known = places, own
-            sums = self._known[1]
-        return sums if sums is not None and sums.places else None
-
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Have the optimizer's step in this block go by what ranks have agreed on before it."""
-        try:
-            yield
-        finally:
-            sums = self._sums()
-            if sums is not None:
-                sums.agreed = None
+    def _identities(self, groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Tensor, Any]]:
+        """Each parameter, and its identity in the groups of a state_dict."""
+        return zip(self._parameters(), (one for group in groups for one in group["params"]), strict=True)
 
     def _quantize(self) -> None:
+        _refuse_dtensors(self.param_groups)  # of a group that was added
         self._step += 1
-        turns: dict[int, tuple[Tensor, Tensor]] = {}
-        for place, p in enumerate(self._parameters()):
+        for index, p in enumerate(self._parameters()):
             if p.grad is not None:
-                turns[place] = p, local_gradient(p, p.grad)
-        finite = self._finite(turns)
-        for place, (p, grad) in turns.items():
-            grad.copy_(self._of(p, grad, finite[place], place))
-            if is_shared(p) and grad is not local(p.grad):
-                p.grad = as_shared(p, grad)  # what was still to be summed up has been
+                self._quantize_gradient(index, p, p.grad)
 
-    def _finite(self, turns: Turns) -> dict[int, Tensor]:
-        """Whether gradients are finite, by place: bools, 0-d. Ranks agree."""
-        finite = {place: torch.isfinite(grad.to(torch.float32)).all() for place, (_, grad) in turns.items()}
-        sums = self._sums()
-        if sums is None:
-            return finite
-        # The largest element of a block comes back as it is: codes overflow where what they are of does.
-        arriving = {
-            place: torch.isfinite(self._wanted(p, grad).to(grad.dtype)).all() for place, (p, grad) in turns.items()
-        }
-        rows: list[Rows] = []
-        for device in {grad.device for _, grad in turns.values()}:
-            places = [place for place, (_, grad) in turns.items() if grad.device == device]
-            flags = torch.stack([torch.stack([arriving[place], finite[place]]) for place in places])
-            rows.append((places, SQUARES, (~flags).to(torch.float64)))
-        sums.add_up(rows, False)
-        sums.agreed = rows
-        for some, _, table in rows:
-            finite.update(zip(some, (table[:, FLAGS] == 0).unbind(), strict=True))
-            # For the optimizer, which sees what arrives.
-            table[:, FLAGS] += table[:, SQUARES]
-        return finite
-
-    def _wanted(self, p: Tensor, grad: Tensor) -> Tensor:
-        """What is to be quantized, in float32, which a sum of two finite numbers does not leave."""
+    def _quantize_gradient(self, index: int, p: Tensor, grad: Tensor) -> None:
         wide, residual = grad.to(torch.float32), self._residuals.get(p)
-        return wide if residual is None else (wide + residual).clamp(-_LARGEST, _LARGEST)
-
-    def _of(self, p: Tensor, grad: Tensor, finite: Tensor, place: int) -> Tensor:
-        """Q of what lies here of a gradient, or itself where the whole is not finite; its residual is kept."""
-        wanted = self._wanted(p, grad)
+        finite = torch.isfinite(wide).all()
+        # The sum of two finite numbers may overflow.
+        wanted = wide if residual is None else (wide + residual).clamp(-_LARGEST, _LARGEST)
         bits = None
         if self.rounding == "stochastic":
-            words = random_bits(
-                grad.numel(),
-                seed=self._seed,
-                stream=place,
-                step=self._step,
-                offset=origin_of(shard_of(p)),
-                device=grad.device,
-            )
-            bits = words.view(grad.shape)
-        coder = self._on(grad.device)
-        codes, scales = encode_blocks(wanted, coder, self._block_size, bits)
-        quantized = decode_blocks(codes, scales, coder.values, self._block_size)
+            bits = random_bits(grad.numel(), seed=self._seed, stream=index, step=self._step, device=grad.device)
+            bits = bits.view(grad.shape)
+        if self._coder.values.device != grad.device:
+            coder = self._coder
+            self._coder = Coder(coder.values.to(grad.device), coder.boundaries.to(grad.device), coder.lowest)
+        codes, scales = encode_blocks(wanted, self._coder, self._block_size, bits)
+        quantized = decode_blocks(codes, scales, self._coder.values, self._block_size)
         if self.error_feedback:
-            before = self._residuals.get(p)
-            before = torch.zeros_like(wanted) if before is None else before
-            # What arrives is rounded to the gradient's format: that is cut off, too.
-            arrives = quantized.to(grad.dtype).to(torch.float32)
-            self._residuals[p] = torch.where(finite & torch.isfinite(arrives), wanted - arrives, before)
-        return torch.where(finite, quantized, grad.to(torch.float32))
+            # The optimizer sees Q(g) rounded to the gradient's format: that error counts, too.
+            seen = quantized.to(grad.dtype).to(torch.float32)
+            before = torch.zeros_like(wanted) if residual is None else residual
+            # One that overflows there is refused as a whole, so the residual must still have all of it.
+            self._residuals[p] = torch.where(finite & torch.isfinite(seen).all(), wanted - seen, before)
+        grad.copy_(torch.where(finite, quantized, wide))
 
-    def _on(self, device: torch.device) -> Coder:
-        if self._coder.values.device != device:
-            self._coder = Coder(
-                self._coder.values.to(device), self._coder.boundaries.to(device), self._coder.lowest
-            )
-        return self._coder
+
+def _refuse_dtensors(groups: Sequence[Mapping[str, Any]]) -> None:
+    for number, group in enumerate(groups):
+        for i, p in enumerate(group["params"]):
+            if is_shared(p):
+                name = group["param_names"][i] if "param_names" in group else f"{number}.{i}"
+                raise ValueError(f"params: {name} is a DTensor, QuantizedGradients takes unsharded parameters")
+
+
+def _checked(p: Tensor, residual: Any, number: int) -> Tensor:
+    """A copy of a saved residual beside its parameter."""
+    which = f"state_dict: the residual of parameter {number}"
+    if not isinstance(residual, Tensor):
+        raise ValueError(f"{which} is a {type(residual).__name__}, takes a tensor")
+    if is_shared(residual) or residual.shape != p.shape or not residual.is_floating_point():
+        kind = "a DTensor" if is_shared(residual) else f"{residual.dtype} of shape {tuple(residual.shape)}"
+        raise ValueError(f"{which} is {kind}, takes floats of shape {tuple(p.shape)}")
+    if not torch.isfinite(residual).all():
+        raise ValueError(f"{which} is not finite: it was damaged")
+    return residual.detach().to(device=p.device, dtype=torch.float32, copy=True).contiguous()
 
 
 def _values(named: str | Tensor) -> Tensor:

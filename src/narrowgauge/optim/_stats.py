@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,20 +21,6 @@ _FIELDS = (
 )  # fmt: skip
 
 
-class Gauges:
-    """The attribute that switches an optimizer's gauges: off, on, or on for a sample of what kernels do."""
-
-    def __get__(self, optimizer: object | None, owner: type | None = None) -> bool | Literal["sampled"]:
-        # Of a class, which those who inspect classes ask: off, as in every new optimizer.
-        value: bool | Literal["sampled"] = vars(optimizer).get("_gauges", False) if optimizer is not None else False
-        return value
-
-    def __set__(self, optimizer: object, value: bool | Literal["sampled"]) -> None:
-        if not (isinstance(value, bool) or (isinstance(value, str) and value == "sampled")):
-            raise ValueError(f"gauges: got {value!r}; takes True, False or 'sampled'")
-        vars(optimizer)["_gauges"] = value
-
-
 @dataclass(frozen=True)
 class UpdateStats:
     """Sums over the elements of one parameter, or of many.
@@ -44,8 +29,8 @@ class UpdateStats:
         sums: float64 tensor (8,): the squared norm of the intended update; its dot products with the stored and
             with the visible effective update; how many intended updates are not zero; how many of those
             changed nothing that is stored; how many changed nothing that the model sees; the sum of
-            g^2 / max(v_hat, eps^2), and of how many elements, none where the rule has no second moment. Given
-            without the last two, they are none.
+            g^2 / max(v_hat, eps^2), and of how many elements, 0 where the rule has no second moment. If the
+            last two are not given, they are 0.
     """
 
     sums: Tensor
@@ -65,7 +50,7 @@ class UpdateStats:
     ) -> UpdateStats:
         """The sums of one update.
 
-        Among the counts an update that is no number is none, and a weight that is or becomes none is unchanged.
+        In the counts a NaN update is zero, and a weight that is or becomes NaN has not changed.
 
         Args:
             intended: the update.
@@ -159,29 +144,22 @@ class StepStats(Mapping[str, UpdateStats]):
         self._stats: dict[str, UpdateStats] = {}
         self._tables: list[tuple[Sequence[str], Tensor]] = []
 
-    def add(self, name: str, stats: UpdateStats) -> None:
-        """Remember the sums of one parameter."""
-        self._stats[name] = stats
-
     def add_table(self, names: Sequence[str], rows: Tensor) -> None:
         """Remember the sums of some parameters: float64 (parameters, 8)."""
         self._tables.append((names, rows))
+        self._stats = {}
 
     def tables(self) -> list[tuple[Sequence[str], Tensor]]:
         """All sums as they lie on their devices: names of parameters, and float64 (parameters, 8).
 
         The names of a kernel's table are the very list that it was given, the same at every step.
         """
-        single: dict[torch.device, list[str]] = {}
-        for name, stats in self._stats.items():
-            single.setdefault(stats.sums.device, []).append(name)
-        alone = [(names, torch.stack([self._stats[n].sums for n in names])) for names in single.values()]
-        return [*self._tables, *alone]
+        return list(self._tables)
 
     def _all(self) -> dict[str, UpdateStats]:
-        for names, rows in self._tables:
-            self._stats |= zip(names, map(UpdateStats, rows.unbind()), strict=True)
-        self._tables.clear()
+        if not self._stats:
+            for names, rows in self._tables:
+                self._stats |= zip(names, map(UpdateStats, rows.unbind()), strict=True)
         return self._stats
 
     def __getitem__(self, name: str) -> UpdateStats:
@@ -191,4 +169,4 @@ class StepStats(Mapping[str, UpdateStats]):
         return iter(self._all())
 
     def __len__(self) -> int:
-        return len(self._stats) + sum(len(names) for names, _ in self._tables)
+        return sum(len(names) for names, _ in self._tables)

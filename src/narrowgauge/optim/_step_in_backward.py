@@ -7,7 +7,7 @@ comes. With one-byte states and remainders that takes a parameter from 7 bytes t
 
 The loop keeps its shape: `backward()`, then `step()`, which has nothing left to move and marks the end of one step.
 The arithmetic is that of the ordinary loop, bit for bit. What needs all gradients at once, or more than one
-backward pass, cannot be had (see `step_in_backward`). Of that, a second gradient before `step()` is found out:
+backward pass, cannot be had (see `step_in_backward`). A second gradient before `step()` raises an error:
 gradient accumulation, two losses, a parameter shared by two reentrant checkpoints.
 """
 
@@ -24,7 +24,8 @@ from torch.utils.hooks import RemovableHandle
 from narrowgauge.optim._gradient_hooks import GradientHook, on_gradient
 from narrowgauge.optim._optimizer import NarrowOptimizer
 from narrowgauge.optim._options import LIMIT
-from narrowgauge.optim._shards import local_gradient, shard_of
+from narrowgauge.optim._sharding import local_gradient, shard_of
+from narrowgauge.rules import Rule, has_terms
 
 Stepper = TypeVar("Stepper", bound=NarrowOptimizer)
 
@@ -109,11 +110,11 @@ class InBackward:
             self.watch(number)
 
     @staticmethod
-    def check_options(group: Mapping[str, Any]) -> None:
+    def check_options(group: Mapping[str, Any], rule: Rule) -> None:
         """Refuse options that cannot be had this way, at any time.
 
         Raises:
-            ValueError: naming the argument.
+            ValueError: naming the argument, or a parameter.
         """
         if group["nonfinite"] == "raise":
             raise ValueError(
@@ -124,6 +125,15 @@ class InBackward:
             raise ValueError(
                 f"{LIMIT}: got {group[LIMIT]!r}, step_in_backward takes None: no two gradients exist at one time"
             )
+        if group["nonfinite"] == "propagate" and not has_terms(rule):
+            return
+        for name, p in zip(group.get("param_names") or range(len(group["params"])), group["params"], strict=True):
+            if shard_of(p) is not None:
+                raise ValueError(
+                    f"model: {name} is sharded; step_in_backward takes sharded parameters with "
+                    "nonfinite='propagate', and without sums over a parameter (LAMB, LARS, clip_updates): ranks "
+                    "would have to agree on each by itself"
+                )
 
     def check(self, group: dict[str, Any]) -> None:
         """Refuse a group that cannot be stepped this way.
@@ -131,18 +141,12 @@ class InBackward:
         Raises:
             ValueError: naming the argument or the parameter.
         """
-        self.check_options(group)
+        self.check_options(group, self._optimizer.rule_for(group))
         for p in group["params"]:
-            if shard_of(p) is not None and self._optimizer._shard_sums() is not None:
-                raise ValueError(
-                    f"model: {self._optimizer._plan(p).name} is sharded; step_in_backward takes sharded parameters "
-                    "with nonfinite='propagate', and without percentile_clipping and sums over a parameter (LAMB, "
-                    "LARS, clip_updates): ranks would have to agree on each by itself"
-                )
             if _is_stepped(p):
-                gc.collect()  # an optimizer that nobody has any more may still be there
+                gc.collect()  # an optimizer that is no longer used may still be there
             if _is_stepped(p):
-                name = self._optimizer._plan(p).name
+                name = self._optimizer.plan_of(p).name
                 raise ValueError(
                     f"model: another optimizer steps {name} in backward; takes a model without, "
                     "after that optimizer's in_backward.remove()"
@@ -171,8 +175,8 @@ class InBackward:
     def _step(self, p: Tensor) -> None:
         optimizer = self._optimizer
         if not self._stepped:
-            optimizer._begin_step()
-        name = optimizer._plan(p).name
+            optimizer.begin_step()
+        name = optimizer.plan_of(p).name
         if p in self._stepped:
             raise RuntimeError(
                 f"{name} was stepped in backward already since the last step(); each backward pass is a step: call "
@@ -182,8 +186,7 @@ class InBackward:
             raise RuntimeError(f"{name} has no gradient when its turn comes: another hook has taken it")
         group = optimizer.param_groups[self._numbers[p]]
         grad = local_gradient(p, p.grad)
-        optimizer._refuse_gradient(group, p, grad)
-        optimizer._dispatch.step_one(optimizer, (group, p, grad))
+        optimizer.step_one(group, p, grad)
         p.grad = None
         self._stepped.add(p)
 
@@ -194,7 +197,7 @@ class InBackward:
             RuntimeError: for a gradient that no hook was called for; nothing has been done with it.
         """
         self._stepped.clear()
-        left = [self._optimizer._plan(p).name for p in self._numbers if p.grad is not None]
+        left = [self._optimizer.plan_of(p).name for p in self._numbers if p.grad is not None]
         if left:
             raise RuntimeError(
                 f"{', '.join(left[:3])}{', …' if left[3:] else ''}: got gradients outside backward(), "

@@ -19,7 +19,7 @@ from torch import nn
 
 from narrowgauge._arguments import FloatDtype, check_fields, typed
 from narrowgauge.optim import AdamW, Lion, NarrowOptimizer, StableAdamW
-from narrowgauge.optim._groups import undecayed
+from narrowgauge.optim._groups import parted
 from narrowgauge.optim._plan import slot_storages
 from narrowgauge.storage import weight_storage
 
@@ -136,13 +136,9 @@ class Recipe:
 
 def decay_groups(model: nn.Module, decay_all: bool) -> list[Any]:
     """A model's named parameters for an optimizer: all alike, or in a group without decay what should not."""
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if decay_all:
-        return trained
-    bare = undecayed(model)
-    parts = ([one for one in trained if (id(one[1]) in bare) is has_none] for has_none in (False, True))
-    both = [{"params": part, **given} for part, given in zip(parts, ({}, {"weight_decay": 0.0}), strict=True)]
-    return [group for group in both if group["params"]]
+        return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return parted(model, {})
 
 
 @typed

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from narrowgauge.linear import LinearPlan, swap_linears
 from narrowgauge.linear._heads import output_heads
-from narrowgauge.optim._plan import ParameterPlan
+from narrowgauge.optim._plan import ParamPlan
 from narrowgauge.recipes._cuda_ways import WORKSPACES, as_on_cuda
 from narrowgauge.recipes._losses import Loss
 from narrowgauge.recipes._recipe import Recipe
@@ -172,7 +172,7 @@ class Traced:
 
     def held(self, shards: int = 1) -> Held:
         """What is kept from step to step; with several shards, by each, parameters cut along their first side."""
-        plans = self.optimizer._all_plans()
+        plans = self.optimizer.plans()
         parts = [-(-p.shape[0] // shards) / p.shape[0] if p.dim() and shards > 1 else 1.0 for p, _ in plans]
         low = [p.numel() * plan.weight.bytes_added(p.dtype) for p, plan in plans]
         cut = dict(zip([id(p) for p, _ in plans], parts, strict=True))
@@ -195,7 +195,7 @@ class Traced:
 
     def host(self) -> dict[str, int]:
         """Bytes on the CPU if states are there: copies of what is trained, room for gradients, what steps keep."""
-        plans = self.optimizer._all_plans()
+        plans = self.optimizer.plans()
         words = [(s.storage.nbytes(p.numel(), s.block_size)) for p, plan in plans for s in plan.slots]
         return {
             "weights": sum(p.nbytes for p, _ in plans),
@@ -278,7 +278,7 @@ def enable_checkpointing(model: nn.Module) -> None:
     enable({"use_reentrant": False})
 
 
-def _tables(plan: ParameterPlan, elements: float) -> int:
+def _tables(plan: ParamPlan, elements: float) -> int:
     """Bytes that the optimizer's kernels read to know where a parameter lies: a row of addresses, and a number for
     each program of the step and of the pass that looks for gradients that are not finite.
     """

@@ -1,11 +1,11 @@
-"""AdaGrad, with momentum if asked for.
+"""AdaGrad, optionally with momentum.
 
     g <- g + weight_decay w
     v <- v + g^2, starting from initial_accumulator_value
     u = g / (sqrt(v) + eps)
     delta = -lr / (1 + (t - 1) lr_decay) u
 
-With momentum, m <- momentum m + u takes the place of u: what the 8-bit paper's Appendix H wished for.
+With momentum, m <- momentum m + u takes the place of u, as the 8-bit paper's Appendix H suggests.
 
 Source: Duchi et al. 2011, as torch.optim.Adagrad has it.
 """
@@ -17,11 +17,11 @@ from typing import Any
 
 from torch import Tensor
 
-from narrowgauge.rules._adam import later
-from narrowgauge.rules._rule import Arithmetic, Rule, Scalar, Slot
+from narrowgauge.rules._adam import sum_of_powers
+from narrowgauge.rules._rule import Arithmetic, Effects, Moments, Rule, Scalar, Scalars, Second, Slot, Update
 
 
-class Adagrad(Rule):
+class AdagradRule(Rule):
     """AdaGrad; see the module."""
 
     name = "adagrad"
@@ -39,21 +39,12 @@ class Adagrad(Rule):
             "momentum": group.get("momentum", 0.0),
         }
 
-    def second_moment(
-        self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, v: Any, s: Mapping[str, Scalar]
-    ) -> tuple[Any, Tensor]:
-        """The new v, and what the equation divides by the root of: itself."""
+    def second_moment(self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, v: Any, s: Scalars) -> Second:
+        """(the new v, the v whose root the equation divides by); both are the same here."""
         v = arithmetic.accumulate_square(v, grad + s["weight_decay"] * weight, 1.0, 1.0)
         return v, arithmetic.value(v)
 
-    def update(
-        self,
-        arithmetic: Arithmetic,
-        weight: Tensor,
-        grad: Tensor,
-        moments: Mapping[str, Any],
-        s: Mapping[str, Scalar],
-    ) -> tuple[Tensor, dict[str, Any]]:
+    def update(self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, moments: Moments, s: Scalars) -> Update:
         v, total = self.second_moment(arithmetic, weight, grad, moments["v"], s)
         u = (grad + s["weight_decay"] * weight) / (arithmetic.root(total, 1.0) + s["eps"])
         if "m" not in moments:
@@ -61,10 +52,8 @@ class Adagrad(Rule):
         m = arithmetic.accumulate(moments["m"], u, s["momentum"], 1.0)
         return -s["lr"] * arithmetic.value(m), {"m": m, "v": v}
 
-    def reach(
-        self, arithmetic: Arithmetic, weight: Tensor, moments: Mapping[str, Any], s: Mapping[str, Scalar]
-    ) -> dict[str, Tensor | Scalar]:
-        return {"m": -s["lr"] * later(s["momentum"])} if "m" in moments else {}
+    def remaining_effect(self, arithmetic: Arithmetic, weight: Tensor, moments: Moments, s: Scalars) -> Effects:
+        return {"m": -s["lr"] * sum_of_powers(s["momentum"])} if "m" in moments else {}
 
 
-ADAGRAD = Adagrad()
+ADAGRAD = AdagradRule()

@@ -16,39 +16,32 @@ from typing import Any
 
 from torch import Tensor
 
-from narrowgauge.rules._rule import Arithmetic, Rule, Scalar, Slot
+from narrowgauge.rules._rule import Arithmetic, Moments, Rule, Scalar, Scalars, Slot, Update
 
 
-class Lion(Rule):
+class LionRule(Rule):
     """Lion; see the module."""
 
     name = "lion"
     moments = (Slot("m", signed=True),)
-    averaging = ("beta1", "share1", "beta2", "share2")
+    averaging = ("beta1", "new_weight1", "beta2", "new_weight2")
 
     def scalars(self, group: Mapping[str, Any], step: Scalar) -> dict[str, Scalar]:
         beta1, beta2 = group["betas"]
         return {
             "lr": group["lr"],
             "beta1": beta1,
-            "share1": 1 - beta1,
+            "new_weight1": 1 - beta1,
             "beta2": beta2,
-            "share2": 1 - beta2,
+            "new_weight2": 1 - beta2,
             "weight_decay": group["weight_decay"],
         }
 
-    def update(
-        self,
-        arithmetic: Arithmetic,
-        weight: Tensor,
-        grad: Tensor,
-        moments: Mapping[str, Any],
-        s: Mapping[str, Scalar],
-    ) -> tuple[Tensor, dict[str, Any]]:
-        c = arithmetic.accumulate(moments["m"], grad, s["beta1"], s["share1"])
-        m = arithmetic.accumulate(moments["m"], grad, s["beta2"], s["share2"])
+    def update(self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, moments: Moments, s: Scalars) -> Update:
+        c = arithmetic.accumulate(moments["m"], grad, s["beta1"], s["new_weight1"])
+        m = arithmetic.accumulate(moments["m"], grad, s["beta2"], s["new_weight2"])
         delta = -s["lr"] * (arithmetic.value(c).sign() + s["weight_decay"] * weight)
         return delta, {"m": m}
 
 
-LION = Lion()
+LION = LionRule()

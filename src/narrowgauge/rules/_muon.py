@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.rules._rule import Arithmetic, Rule, Scalar, Slot
-from narrowgauge.rules._sgd import ahead, nesterov
+from narrowgauge.rules._rule import Arithmetic, Moments, Rule, Scalar, Scalars, Slot, Update
+from narrowgauge.rules._sgd import look_ahead, nesterov
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Muon(Rule):
 
     Attributes:
         coefficients: of the quintic x -> a x + b x^3 + c x^5 that is applied to the singular values.
-        steps: how often.
-        eps: the least norm that the matrix is divided by.
+        steps: how often it is applied.
+        eps: lower bound of the norm that the matrix is divided by.
         ratio: ``"original"`` or ``"match_rms_adamw"``.
     """
 
@@ -45,33 +45,26 @@ class Muon(Rule):
 
     name = "muon"
     moments = (Slot("m", signed=True, torch_key="momentum_buffer"),)
-    averaging = ("momentum", "share")
+    averaging = ("momentum", "new_weight")
 
     def scalars(self, group: Mapping[str, Any], step: Scalar) -> dict[str, Scalar]:
-        share = 1 - group["momentum"]
+        new_weight = 1 - group["momentum"]
         return {
             "lr": group["lr"],
             "momentum": group["momentum"],
-            "share": share,
+            "new_weight": new_weight,
             "weight_decay": group["weight_decay"],
-            **nesterov(group["momentum"], share, group["nesterov"]),
+            **nesterov(group["momentum"], new_weight, group["nesterov"]),
         }
 
-    def update(
-        self,
-        arithmetic: Arithmetic,
-        weight: Tensor,
-        grad: Tensor,
-        moments: Mapping[str, Any],
-        s: Mapping[str, Scalar],
-    ) -> tuple[Tensor, dict[str, Any]]:
-        m = arithmetic.accumulate(moments["m"], grad, s["momentum"], s["share"])
+    def update(self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, moments: Moments, s: Scalars) -> Update:
+        m = arithmetic.accumulate(moments["m"], grad, s["momentum"], s["new_weight"])
 
         def direction(x: Tensor) -> Tensor:
             return self._ratio(x.shape) * self.orthogonalize(x).to(weight.dtype)
 
-        # In the format that it is computed in: ranks that share the matrix send no more than that.
-        step = arithmetic.of_whole(ahead(arithmetic.value(m), grad, s).to(torch.bfloat16), direction)
+        # In the format that it is computed in: ranks that share the matrix send bf16.
+        step = arithmetic.of_whole(look_ahead(arithmetic.value(m), grad, s).to(torch.bfloat16), direction)
         delta = -s["lr"] * (step + s["weight_decay"] * weight)
         return delta, {"m": m}
 

@@ -1,16 +1,16 @@
 """What an update rule is.
 
-A rule is a pure function of one parameter's numbers: weight, gradient and moments in, update and moments out.
-Where those numbers live, in how many bits, on which device and in whose memory, is somebody else's business.
-Averages are the one operation that depends on the storage (Collage averages an expansion by other means than a
-float), so the rule asks an `Arithmetic` for them; the rest is written with the ordinary operators.
+A rule is a pure function of one parameter's numbers: weight, gradient and moments in, update and moments out. It
+does not know where these numbers are stored, in how many bits or on which device. Only averages depend on the
+storage (Collage averages an expansion by other means than a float), so the rule asks an `Arithmetic` for them; the
+rest of the equation is written with the ordinary operators.
 
-A momentum is spent over many steps. How far it will still carry the weight, a rule can often say (`reach`), and a
-storage that must round it can then round without loss.
+A momentum is spent over many steps. If the rule can say how far it will still move the weight (`remaining_effect`),
+a storage that rounds the momentum can pass the rounding error on to the weight.
 
 Most rules treat every element by itself. A rule that needs a number of the whole parameter (the norm of its
-weights, the mean square of its update) says which elements' numbers to sum (`terms`), and finds the sums among its
-scalars: so a kernel, or ranks that hold shards of one parameter, can add them up as they like.
+weights, the mean square of its update) names the elementwise terms to sum (`terms`) and finds the sums among its
+scalars. A kernel, or ranks that hold shards of one parameter, can then add them up in their own way.
 """
 
 from __future__ import annotations
@@ -22,20 +22,28 @@ from typing import Any, Protocol
 from torch import Tensor
 
 Scalar = float | Tensor
+Scalars = Mapping[str, Scalar]
+Moments = Mapping[str, Any]
+Terms = dict[str, Tensor]
+Effects = dict[str, Tensor | Scalar]
+# What to add to the weight, and the new moments.
+Update = tuple[Tensor, dict[str, Any]]
+# The new v, and v corrected for its start at zero.
+Second = tuple[Any, Tensor]
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A moment that a rule keeps.
+    """A moment of a rule.
 
     Attributes:
-        name: the equation's letter for it.
-        signed: False for averages of squares, which spend no code on a sign.
-        preset: what the storage name ``"expansion"``, given for all slots at once, means for this one.
-        torch_key: what torch's namesake calls it in its state.
-        start: the option that holds its first value; zero without one.
-        option: the option that has to be on for it to be kept; kept always without one.
-        unit: the slot whose root is this one's natural unit: the update divides by it.
+        name: its letter in the equation.
+        signed: False for averages of squares, whose codes need no sign.
+        preset: its storage under ``states="expansion"``, given as one name for all slots.
+        torch_key: its name in the state of torch's optimizer of the same name.
+        start: the option that holds its first value; without one it starts at zero.
+        option: the option that switches it on; without one it is always on.
+        normalizer: the slot whose root the update divides this one by; the root is a natural unit for storing it.
     """
 
     name: str
@@ -44,23 +52,23 @@ class Slot:
     torch_key: str | None = None
     start: str | None = None
     option: str | None = None
-    unit: str | None = None
+    normalizer: str | None = None
 
 
 class Arithmetic(Protocol):
-    """How a moment, whatever it is made of, is averaged and read."""
+    """How a moment is averaged and read, whatever its storage."""
 
-    def accumulate(self, average: Any, x: Tensor, decay: Scalar, share: Scalar) -> Any:
-        """decay * average + share * x."""
+    def accumulate(self, average: Any, x: Tensor, decay: Scalar, new_weight: Scalar) -> Any:
+        """decay * average + new_weight * x."""
 
-    def accumulate_square(self, average: Any, x: Tensor, decay: Scalar, share: Scalar) -> Any:
-        """decay * average + share * x^2, without overflow where only the square of x would."""
+    def accumulate_square(self, average: Any, x: Tensor, decay: Scalar, new_weight: Scalar) -> Any:
+        """decay * average + new_weight * x^2, without overflow where only the square of x would."""
 
     def square(self, x: Tensor) -> Tensor:
-        """x^2 as a term of a sum, in more than float32 unless the algorithm is followed to the letter."""
+        """x^2 as a term of a sum, wider than float32 except in strict arithmetic."""
 
     def of_whole(self, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """A function of the whole parameter's x, for what is not elementwise: ranks may hold parts of it."""
+        """A function of the whole parameter's x that is not elementwise; ranks may hold parts of x."""
 
     def value(self, average: Any) -> Tensor:
         """The number that the equation reads."""
@@ -74,9 +82,9 @@ class Rule(Protocol):
 
     Attributes:
         name: the rule's name, as printed.
-        moments: all that it may keep, under any hyperparameters.
-        averaging: names of the scalars that only decay or weigh averages: they are numbers of the moment's format,
-            whatever that is, and not of the equation's.
+        moments: every moment it can have, under any hyperparameters.
+        averaging: names of the scalars that only decay or weigh averages. Strict arithmetic rounds them to the
+            moment's format, the others to the equation's.
         betas: how many decay rates the group's ``betas`` hold.
     """
 
@@ -86,7 +94,7 @@ class Rule(Protocol):
     betas: int = 2
 
     def slots(self, group: Mapping[str, Any]) -> tuple[Slot, ...]:
-        """The moments it keeps under these hyperparameters."""
+        """The moments that are on under these hyperparameters."""
         return tuple(slot for slot in self.moments if slot.option is None or group.get(slot.option))
 
     def scalars(self, group: Mapping[str, Any], step: Scalar) -> dict[str, Scalar]:
@@ -94,67 +102,47 @@ class Rule(Protocol):
 
         Args:
             group: hyperparameters.
-            step: how many steps this parameter has taken, the present one included; a 0-d tensor on the device
-                gives scalars on the device.
+            step: the number of this parameter's present step, from 1; a 0-d tensor on the device gives scalars on
+                the device.
         """
 
-    def terms(
-        self,
-        arithmetic: Arithmetic,
-        weight: Tensor,
-        grad: Tensor,
-        moments: Mapping[str, Any],
-        s: Mapping[str, Scalar],
-    ) -> dict[str, Tensor]:
-        """What to sum over the whole parameter before `update`: a tensor of the parameter's shape a sum.
+    def terms(self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, moments: Moments, s: Scalars) -> Terms:
+        """Terms to sum over the whole parameter before `update`: by name, a tensor of the parameter's shape.
 
         The sums are among the scalars of `update` under the same names, and so is ``elements``, the number of
         elements of the whole parameter.
         """
         return {}
 
-    def update(
-        self,
-        arithmetic: Arithmetic,
-        weight: Tensor,
-        grad: Tensor,
-        moments: Mapping[str, Any],
-        s: Mapping[str, Scalar],
-    ) -> tuple[Tensor, dict[str, Any]]:
+    def update(self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, moments: Moments, s: Scalars) -> Update:
         """One step.
 
         Args:
             arithmetic: averages and reads moments.
             weight, grad: tensors of one shape.
-            moments: one a slot.
-            s: what `scalars` gave, and the sums of `terms`.
+            moments: one per slot.
+            s: what `scalars` returned, and the sums of `terms`.
 
         Returns:
             (delta, moments): what to add to the weight, and the new moments.
         """
         raise NotImplementedError
 
-    def reach(
-        self,
-        arithmetic: Arithmetic,
-        weight: Tensor,
-        moments: Mapping[str, Any],
-        s: Mapping[str, Scalar],
-    ) -> dict[str, Tensor | Scalar]:
-        """What a unit of a new moment will still add to the weight at later steps, all of them together.
+    def remaining_effect(self, arithmetic: Arithmetic, weight: Tensor, moments: Moments, s: Scalars) -> Effects:
+        """How much one unit of each new moment will add to the weight in all later steps together.
 
-        As far as it can be said now: while the learning rate and everything else that the moment is multiplied by
-        stay as they are. A storage that cannot keep all of a moment hands the rest over to the weight by this
-        factor. It exists where the update is linear in the moment; a moment without it is left out.
+        It assumes that the learning rate and everything else the moment is multiplied by stay as they are. A
+        storage that rounds a moment gives the rounding error times this factor to the weight. Only moments in
+        which the update is linear have one; the others are left out.
 
         Args:
-            arithmetic, weight: as for `update`.
-            moments: those that `update` returned.
-            s: those that `update` was given.
+            arithmetic, weight: the arguments of `update`.
+            moments: the moments that `update` returned.
+            s: the scalars that `update` was given.
         """
         return {}
 
 
 def has_terms(rule: Rule) -> bool:
-    """Whether a rule asks for sums over a parameter."""
+    """Whether a rule needs sums over a parameter."""
     return type(rule).terms is not Rule.terms

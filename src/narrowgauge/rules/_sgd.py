@@ -1,12 +1,18 @@
-"""Stochastic gradient descent with momentum.
+"""Stochastic gradient descent with momentum, and LARS.
 
     g <- g + weight_decay w
     m <- momentum m + (1 - dampening) g, and m = g at the first step
     delta = -lr m, or with Nesterov's momentum -lr (g + momentum m)
 
-Without momentum nothing is kept and delta = -lr g.
+Without momentum there is no state and delta = -lr g. LARS scales the gradient to the parameter's weights:
 
-Source: Sutskever et al. 2013, as torch.optim.SGD has it.
+    r = trust_coefficient ||w|| / (||g|| + weight_decay ||w|| + eps)
+    g <- r (g + weight_decay w), and the rest as above
+
+r is 1 where either norm is 0. The norms are of the whole parameter.
+
+Source: Sutskever et al. 2013, as in torch.optim.SGD; LARS: You et al. 2017, Algorithm 1, with the learning rate
+outside the momentum as in torch.optim.SGD.
 """
 
 from __future__ import annotations
@@ -17,54 +23,67 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.rules._adam import later
-from narrowgauge.rules._rule import Arithmetic, Rule, Scalar, Slot
+from narrowgauge.rules._adam import sum_of_powers, trust_ratio
+from narrowgauge.rules._rule import Arithmetic, Effects, Moments, Rule, Scalar, Scalars, Slot, Terms, Update
 
 
-class SGD(Rule):
+class SgdRule(Rule):
     """SGD with momentum; see the module."""
 
     name = "sgd"
     moments = (Slot("m", signed=True, torch_key="momentum_buffer", option="momentum"),)
-    averaging = ("momentum", "share")
+    averaging = ("momentum", "new_weight")
 
     def scalars(self, group: Mapping[str, Any], step: Scalar) -> dict[str, Scalar]:
-        share = 1 - group["dampening"]
         return {
             "lr": group["lr"],
             "momentum": group["momentum"],
-            "share": first_step(step, 1.0, share),
+            "new_weight": first_step(step, 1.0, 1 - group["dampening"]),
             "weight_decay": group["weight_decay"],
             **nesterov(group["momentum"], 1.0, group["nesterov"]),
         }
 
-    def update(
-        self,
-        arithmetic: Arithmetic,
-        weight: Tensor,
-        grad: Tensor,
-        moments: Mapping[str, Any],
-        s: Mapping[str, Scalar],
-    ) -> tuple[Tensor, dict[str, Any]]:
-        g = grad + s["weight_decay"] * weight
-        if "m" not in moments:
-            return -s["lr"] * g, {}
-        m = arithmetic.accumulate(moments["m"], g, s["momentum"], s["share"])
-        return -s["lr"] * ahead(arithmetic.value(m), g, s), {"m": m}
+    def update(self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, moments: Moments, s: Scalars) -> Update:
+        return momentum_step(arithmetic, grad + s["weight_decay"] * weight, moments, s)
 
-    def reach(
-        self, arithmetic: Arithmetic, weight: Tensor, moments: Mapping[str, Any], s: Mapping[str, Scalar]
-    ) -> dict[str, Tensor | Scalar]:
-        return {"m": -s["lr"] * s["of_momentum"] * later(s["momentum"])} if "m" in moments else {}
+    def remaining_effect(self, arithmetic: Arithmetic, weight: Tensor, moments: Moments, s: Scalars) -> Effects:
+        return {"m": -s["lr"] * s["of_momentum"] * sum_of_powers(s["momentum"])} if "m" in moments else {}
 
 
-def nesterov(momentum: float, share: float, on: bool) -> dict[str, Scalar]:
-    """The scalars of `ahead`: the momentum alone, or what it will be if the gradient comes once more."""
-    return {"of_momentum": momentum, "of_gradient": share} if on else {"of_momentum": 1.0, "of_gradient": 0.0}
+class LarsRule(SgdRule):
+    """LARS; see the module."""
+
+    name = "lars"
+
+    def scalars(self, group: Mapping[str, Any], step: Scalar) -> dict[str, Scalar]:
+        own = {"trust": group["trust_coefficient"], "eps": group["eps"]}
+        return {**super().scalars(group, step), **own}
+
+    def terms(self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, moments: Moments, s: Scalars) -> Terms:
+        return {"weight_squares": arithmetic.square(weight), "grad_squares": arithmetic.square(grad)}
+
+    def update(self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, moments: Moments, s: Scalars) -> Update:
+        ratio = trust_ratio(s["weight_squares"], s["grad_squares"], s["weight_decay"], s["eps"])
+        both = (torch.as_tensor(s["weight_squares"]) > 0) & (torch.as_tensor(s["grad_squares"]) > 0)
+        g = torch.where(both, s["trust"] * ratio, ratio) * (grad + s["weight_decay"] * weight)
+        return momentum_step(arithmetic, g, moments, s)
 
 
-def ahead(m: Tensor, g: Tensor, s: Mapping[str, Scalar]) -> Tensor:
-    """The direction to go in: the momentum, with Nesterov's look ahead if the scalars say so."""
+def momentum_step(arithmetic: Arithmetic, g: Tensor, moments: Moments, s: Scalars) -> Update:
+    """The update along a momentum of g, or along g itself without one."""
+    if "m" not in moments:
+        return -s["lr"] * g, {}
+    m = arithmetic.accumulate(moments["m"], g, s["momentum"], s["new_weight"])
+    return -s["lr"] * look_ahead(arithmetic.value(m), g, s), {"m": m}
+
+
+def nesterov(momentum: float, new_weight: float, on: bool) -> dict[str, Scalar]:
+    """The scalars of `look_ahead`: the momentum alone, or what it will be if the gradient comes once more."""
+    return {"of_momentum": momentum, "of_gradient": new_weight} if on else {"of_momentum": 1.0, "of_gradient": 0.0}
+
+
+def look_ahead(m: Tensor, g: Tensor, s: Scalars) -> Tensor:
+    """The direction of the step: the momentum, with Nesterov's look ahead if the scalars say so."""
     return s["of_momentum"] * m + s["of_gradient"] * g
 
 
@@ -75,4 +94,5 @@ def first_step(step: Scalar, first: float, later: float) -> Scalar:
     return first if step <= 1 else later
 
 
-SGD_RULE = SGD()
+SGD = SgdRule()
+LARS = LarsRule()

@@ -1,5 +1,7 @@
 """Tensors kept in narrow formats: expansions, split words, codes with scales; weight and state storages."""
 
+from narrowgauge.kernels._codec import Codec, Word
+from narrowgauge.storage import _log_states  # noqa: F401  # registers log8 and log4
 from narrowgauge.storage._blockwise import Quantized, quantize
 from narrowgauge.storage._expansion import (
     fast_two_sum,
@@ -11,16 +13,25 @@ from narrowgauge.storage._expansion import (
     two_prod_fma,
     two_sum,
 )
-from narrowgauge.storage._marks import mark_states, marked_states
 from narrowgauge.storage._quantiles import estimate_quantiles
-from narrowgauge.storage._states import StateContext, StateStorage, state_storage, state_storages
+from narrowgauge.storage._states import (
+    StateContext,
+    StateStorage,
+    mark_states,
+    marked_states,
+    register_state,
+    state_storage,
+    state_storages,
+)
 from narrowgauge.storage._weights import WeightStorage, weight_storage, weight_storages
 
 __all__ = [
+    "Codec",
     "Quantized",
     "StateContext",
     "StateStorage",
     "WeightStorage",
+    "Word",
     "estimate_quantiles",
     "fast_two_sum",
     "grow",
@@ -28,6 +39,7 @@ __all__ = [
     "marked_states",
     "mul",
     "quantize",
+    "register_state",
     "scaling",
     "split",
     "state_storage",

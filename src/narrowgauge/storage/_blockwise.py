@@ -1,7 +1,7 @@
 """Block-wise quantization: codes of a codebook, and one scale a block.
 
 Each block of elements is divided by its largest and rounded to a value of the codebook. An outlier costs
-precision in its own block and nowhere else, and blocks can be worked on in parallel. A block is a run of neighbours
+precision in its own block and nowhere else, and blocks can be worked on in parallel. A block is a run of neighbors
 along the flattened tensor, a row, a column, or all of it.
 
 **The scale carries a sign** where the codebook has no -1: it is the element of largest magnitude itself, not its
@@ -20,7 +20,7 @@ What is fixed here is fixed for every kernel, bit for bit:
   elements as large as the scale become 1 or -1 exactly. The result is encoded to nearest, ties towards
   zero, or stochastically.
 - Infinities take the outermost code on their side (that of the first one comes back as the scale, the other as the
-  first value of the codebook times it), NaN the code of zero, and neither touches its neighbours. Where an infinity
+  first value of the codebook times it), NaN the code of zero, and neither touches its neighbors. Where an infinity
   has no finite number of 2^-126 or more beside it, the scale is float32's largest number with its sign: an infinite
   second moment must not read back as zero, since it divides.
 - Decoding is value times scale, rounded to float32.
@@ -114,7 +114,7 @@ def quantize(
         rest is as if they were.
 
     Raises:
-        ValueError: for a tensor that is not of floats, a block size below 1, a codebook that is none, or an unknown
+        ValueError: for a tensor that is not of floats, a block size below 1, an invalid codebook, or an unknown
             rounding. The codebook is looked at on the host, which waits for a GPU that holds it.
     """
     if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -147,9 +147,9 @@ def encode_blocks(x: Tensor, coder: Coder, block_size: Block, bits: Tensor | Non
     codes = torch.empty_like(blocks, dtype=torch.uint8)
     scales = torch.zeros(blocks.shape[0], dtype=torch.float32, device=x.device)
     for chunk in chunks(blocks):
-        normalised, scales[chunk] = _normalise(blocks[chunk], coder.lowest)
+        normalized, scales[chunk] = _normalize(blocks[chunk], coder.lowest)
         codes[chunk] = (
-            coder.encode(normalised) if random is None else coder.encode_with_bits(normalised, random[chunk])
+            coder.encode(normalized) if random is None else coder.encode_with_bits(normalized, random[chunk])
         )
     return from_blocks(codes, x.shape, block_size), scales
 
@@ -165,7 +165,7 @@ def scale_blocks(x: Tensor, scales: Tensor, block_size: Block) -> Tensor:
 
 
 def pack_pairs(codes: Tensor) -> Tensor:
-    """Codes below 16, of any shape, two a byte: flat, the first in the lower half, zero behind an odd one."""
+    """Codes below 16, of any shape, two a byte: flat, the first in the lower half, zero after an odd one."""
     pairs = torch.nn.functional.pad(codes.reshape(-1), (0, codes.numel() % 2)).view(-1, 2)
     return pairs[:, 0] | pairs[:, 1] << 4
 
@@ -175,16 +175,16 @@ def unpack_pairs(packed: Tensor, shape: torch.Size) -> Tensor:
     return torch.stack([packed & 0xF, packed >> 4], dim=1).reshape(-1)[: shape.numel()].reshape(shape)
 
 
-def normalise_blocks(x: Tensor, lowest: float, block_size: Block) -> tuple[Tensor, Tensor]:
+def normalize_blocks(x: Tensor, lowest: float, block_size: Block) -> tuple[Tensor, Tensor]:
     """A float32 tensor over the scale of each block, in x's shape, and the scales (blocks,)."""
     blocks = to_blocks(x, block_size)
     if not x.numel():
         return x, torch.zeros(blocks.shape[0], dtype=torch.float32, device=x.device)
-    normalised, scales = _normalise(blocks, lowest)
-    return from_blocks(normalised, x.shape, block_size), scales
+    normalized, scales = _normalize(blocks, lowest)
+    return from_blocks(normalized, x.shape, block_size), scales
 
 
-def _normalise(blocks: Tensor, lowest: float) -> tuple[Tensor, Tensor]:
+def _normalize(blocks: Tensor, lowest: float) -> tuple[Tensor, Tensor]:
     """Blocks (n, size) over their extremum, in [-1, 1] but for infinities; and the extrema (n,)."""
     if lowest >= 0:
         blocks = blocks.clamp_min(0.0)
@@ -199,10 +199,10 @@ def _normalise(blocks: Tensor, lowest: float) -> tuple[Tensor, Tensor]:
     empty = scales.abs() < _SMALLEST_SCALE
     scales = torch.where(empty, 0.0, scales)
     quarter = torch.where(scales.abs() >= _HUGE_SCALE, 0.25, 1.0)
-    normalised = bounded * quarter * torch.where(empty, 0.0, 1.0 / (scales * quarter))
+    normalized = bounded * quarter * torch.where(empty, 0.0, 1.0 / (scales * quarter))
     # The product of a number and its rounded reciprocal may miss 1 by a unit in the last place.
     one = torch.sign(bounded) * torch.sign(scales)
-    return torch.where(bounded.abs() == scales.abs(), one, normalised), scales.squeeze(1)
+    return torch.where(bounded.abs() == scales.abs(), one, normalized), scales.squeeze(1)
 
 
 def chunks(blocks: Tensor) -> Iterator[slice]:

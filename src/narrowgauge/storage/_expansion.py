@@ -8,7 +8,7 @@ off, holds twice the digits by the narrow format's own operations. Four function
 
 Tensors are of one dtype among bfloat16, float16, float32, float8_e4m3fn and float8_e5m2 (float64 for the sums,
 `split` and `two_prod`) and of shapes that broadcast. Every operation is rounded to the format once, to nearest,
-ties to even; p counts the hidden bit: 8, 11, 24, 4, 3. An expansion is *normalised* when hi = rn(hi + lo), so that
+ties to even; p counts the hidden bit: 8, 11, 24, 4, 3. An expansion is *normalized* when hi = rn(hi + lo), so that
 |lo| <= ulp(hi) / 2. Every function returns such a pair under its conditions, and those that take one expect one.
 
 Conditions common to all: no operation overflows. If one does, words are infinite or NaN; e4m3 has no infinity,
@@ -20,6 +20,17 @@ happen from |a b| >= 2^p min_normal upwards.
 The bounds are proved, in docs/expansions.md or where it says; tests hold every function against them, and the
 figures of that page are what they measured.
 
+**The operations of a format** are computed as if exactly, then rounded once to nearest, ties to even. The
+algorithms on expansions are built of nothing else, and their proofs assume nothing else. Where torch has an
+operation it is the rounded one: it computes bf16 and fp16 in float32 and rounds the result, and rounding twice
+gives what rounding once does when the wider format has at least 2p + 2 significant bits (Figueroa 1995), here 24 >=
+2 * 11 + 2. What that argument leaves out, results among the subnormal numbers, is exact in float32 wherever it does
+not round to zero. Float8 tensors have no arithmetic in torch; theirs goes the same way, 24 >= 2 * 4 + 2, by
+`round_to`, which also says what becomes of an overflow: infinity, or the largest number where e4m3 has none.
+
+A fused multiply-add sums a product of 2p bits and a number far from it, so that no fixed width is enough: it is
+summed in float64 and rounded *to odd* there, which keeps the last bit as a record that something was cut off.
+
 Source: Collage, Section 4.1 and Appendix C; Dekker 1971 for Fast2Sum and TwoProd, Moller and Knuth for TwoSum,
 Veltkamp for Split; Joldes, Muller and Popescu, Tight and rigorous error bounds for basic building blocks of
 double-word arithmetic, ACM TOMS 44(2), 2017, and Muller and Rideau, Formalization of double-word arithmetic, ACM
@@ -28,12 +39,37 @@ TOMS 48(1), 2022, for `grow`, `scaling` and `mul`, which are their DWPlusFP, DWT
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Collection
+from functools import partial
+
+import torch
 from torch import Tensor
 
-from narrowgauge.storage._rounded import PRECISION, WIDE, add, check, check_pair, fma, product_error, scale, sub
-from narrowgauge.storage._rounded import mul as times
+from narrowgauge.formats import FloatFormat, round_to
 
 Expansion = tuple[Tensor, Tensor]
+
+_FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
+
+# Significant bits p, the hidden one counted.
+_PRECISION = {
+    torch.bfloat16: 8,
+    torch.float16: 11,
+    torch.float32: 24,
+    torch.float64: 53,
+    torch.float8_e4m3fn: 4,
+    torch.float8_e5m2: 3,
+}
+
+# A product of two numbers of the key is exact in the value, 2p <= p', down to where its rounded value is zero.
+_WIDE = {
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+    torch.float32: torch.float64,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e5m2: torch.float32,
+}
 
 
 def fast_two_sum(a: Tensor, b: Tensor) -> Expansion:
@@ -46,7 +82,7 @@ def fast_two_sum(a: Tensor, b: Tensor) -> Expansion:
 
     Source: Collage, Theorem 4.1 (Dekker 1971).
     """
-    check(PRECISION, a=a, b=b)
+    _check(_PRECISION, a=a, b=b)
     return _fast_two_sum(a, b)
 
 
@@ -60,11 +96,11 @@ def two_sum(a: Tensor, b: Tensor) -> Expansion:
 
     Source: Collage, Appendix C, Algorithm 2 (Moller 1965, Knuth).
     """
-    check(PRECISION, a=a, b=b)
-    hi = add(a, b)
-    b_virtual = sub(hi, a)
-    a_virtual = sub(hi, b_virtual)
-    return hi, add(sub(a, a_virtual), sub(b, b_virtual))
+    _check(_PRECISION, a=a, b=b)
+    hi = _add(a, b)
+    b_virtual = _sub(hi, a)
+    a_virtual = _sub(hi, b_virtual)
+    return hi, _add(_sub(a, a_virtual), _sub(b, b_virtual))
 
 
 def split(a: Tensor) -> Expansion:
@@ -81,10 +117,10 @@ def split(a: Tensor) -> Expansion:
 
     Source: Collage, Appendix C, Algorithm 3 (Veltkamp 1968), with c corrected.
     """
-    check(PRECISION, a=a)
-    t = scale(a, 2.0 ** -(-PRECISION[a.dtype] // 2) + 1)
-    hi = sub(t, sub(t, a))
-    return hi, sub(a, hi)
+    _check(_PRECISION, a=a)
+    t = _scale(a, 2.0 ** -(-_PRECISION[a.dtype] // 2) + 1)
+    hi = _sub(t, _sub(t, a))
+    return hi, _sub(a, hi)
 
 
 def two_prod(a: Tensor, b: Tensor) -> Expansion:
@@ -97,11 +133,11 @@ def two_prod(a: Tensor, b: Tensor) -> Expansion:
 
     Source: Collage, Appendix C, Algorithm 4 (Dekker 1971), whose `p` is the rounded product, here hi.
     """
-    check(PRECISION, a=a, b=b)
-    hi = times(a, b)
+    _check(_PRECISION, a=a, b=b)
+    hi = _times(a, b)
     (a_hi, a_lo), (b_hi, b_lo) = split(a), split(b)
-    error = sub(sub(sub(hi, times(a_hi, b_hi)), times(a_lo, b_hi)), times(a_hi, b_lo))
-    return hi, sub(times(a_lo, b_lo), error)
+    error = _sub(_sub(_sub(hi, _times(a_hi, b_hi)), _times(a_lo, b_hi)), _times(a_hi, b_lo))
+    return hi, _sub(_times(a_lo, b_lo), error)
 
 
 def two_prod_fma(a: Tensor, b: Tensor) -> Expansion:
@@ -115,12 +151,12 @@ def two_prod_fma(a: Tensor, b: Tensor) -> Expansion:
 
     Source: Collage, Appendix C, Algorithm 5.
     """
-    check(WIDE, a=a, b=b)
+    _check(_WIDE, a=a, b=b)
     return _two_prod_fma(a, b)
 
 
 def scaling(a: Expansion, v: Tensor) -> Expansion:
-    """(hi, lo) * v as a normalised expansion, wrong by less than 2 u^2 of it, and min_subnormal if it underflows.
+    """(hi, lo) * v as a normalized expansion, wrong by less than 2 u^2 of it, and min_subnormal if it underflows.
 
     Line 3 of the algorithm is one fused multiply-add, as its notation has it and as in line 4 of Algorithm 5;
     with a product and a sum rounded apart the bound would be 3 u^2.
@@ -130,14 +166,14 @@ def scaling(a: Expansion, v: Tensor) -> Expansion:
 
     Source: Collage, Appendix C, Algorithm 6; Joldes, Muller and Popescu, Algorithm 9 (DWTimesFP3).
     """
-    check_pair("a", a)
-    check(WIDE, **{"a[0]": a[0], "a[1]": a[1], "v": v})
+    _check_pair("a", a)
+    _check(_WIDE, **{"a[0]": a[0], "a[1]": a[1], "v": v})
     x, e = _two_prod_fma(a[0], v)
-    return _fast_two_sum(x, fma(a[1], v, e))
+    return _fast_two_sum(x, _fma(a[1], v, e))
 
 
 def mul(a: Expansion, b: Expansion) -> Expansion:
-    """(hi, lo) * (hi, lo) as a normalised expansion, wrong by less than 5 u^2 of it, and 2 min_subnormal if it
+    """(hi, lo) * (hi, lo) as a normalized expansion, wrong by less than 5 u^2 of it, and 2 min_subnormal if it
     underflows.
 
     The product of the low words is dropped, and the sum of the cross products is rounded at each operation: no
@@ -150,15 +186,15 @@ def mul(a: Expansion, b: Expansion) -> Expansion:
     Source: Collage, Appendix C, Algorithm 7; Joldes, Muller and Popescu, Algorithm 10 (DWTimesDW1, 7 u^2 there);
     Muller and Rideau (5 u^2).
     """
-    check_pair("a", a)
-    check_pair("b", b)
-    check(WIDE, **{"a[0]": a[0], "a[1]": a[1], "b[0]": b[0], "b[1]": b[1]})
+    _check_pair("a", a)
+    _check_pair("b", b)
+    _check(_WIDE, **{"a[0]": a[0], "a[1]": a[1], "b[0]": b[0], "b[1]": b[1]})
     x, e = _two_prod_fma(a[0], b[0])
-    return _fast_two_sum(x, add(e, add(times(a[0], b[1]), times(a[1], b[0]))))
+    return _fast_two_sum(x, _add(e, _add(_times(a[0], b[1]), _times(a[1], b[0]))))
 
 
 def grow(x: Expansion, a: Tensor) -> Expansion:
-    """(hi, lo) + a as a normalised expansion, given |hi| >= |a|: wrong by at most 2 u^2 of it, whatever cancels.
+    """(hi, lo) + a as a normalized expansion, given |hi| >= |a|: wrong by at most 2 u^2 of it, whatever cancels.
 
     When a is the larger one, the first sum may lose as much as hi itself, and the result is as good as one rounded
     addition: about u. There is no underflow.
@@ -169,17 +205,109 @@ def grow(x: Expansion, a: Tensor) -> Expansion:
     Source: Collage, Algorithm 1; Joldes, Muller and Popescu, Algorithm 4 (DWPlusFP, which orders nothing and takes
     `two_sum` for the first sum; the same words, given |hi| >= |a|).
     """
-    check_pair("x", x)
-    check(PRECISION, **{"x[0]": x[0], "x[1]": x[1], "a": a})
+    _check_pair("x", x)
+    _check(_PRECISION, **{"x[0]": x[0], "x[1]": x[1], "a": a})
     u, v = _fast_two_sum(x[0], a)
-    return _fast_two_sum(u, add(x[1], v))
+    return _fast_two_sum(u, _add(x[1], v))
 
 
 def _fast_two_sum(a: Tensor, b: Tensor) -> Expansion:
-    hi = add(a, b)
-    return hi, sub(b, sub(hi, a))
+    hi = _add(a, b)
+    return hi, _sub(b, _sub(hi, a))
 
 
 def _two_prod_fma(a: Tensor, b: Tensor) -> Expansion:
-    hi = times(a, b)
-    return hi, product_error(a, b, hi)
+    hi = _times(a, b)
+    return hi, _product_error(a, b, hi)
+
+
+def _rounded(operation: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Tensor:
+    """rn(operation(a, b))."""
+    return _round(operation(_wide(a), _wide(b)), a.dtype) if a.dtype in _FLOAT8 else operation(a, b)
+
+
+_add, _sub, _times = (partial(_rounded, operation) for operation in (operator.add, operator.sub, operator.mul))
+
+
+def _scale(a: Tensor, factor: float) -> Tensor:
+    """rn(factor a), the factor a number of the format."""
+    return _round(_wide(a) * factor, a.dtype) if a.dtype in _FLOAT8 else a * factor
+
+
+def _product_error(a: Tensor, b: Tensor, product: Tensor) -> Tensor:
+    """rn(a b - product), the fused multiply-add of a product and its rounded value: the wide sum is exact."""
+    error = _wide(a) * _wide(b) - _wide(product)
+    return _round(error, a.dtype) if a.dtype in _FLOAT8 else error.to(a.dtype)
+
+
+def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """rn(a b + c), one rounding, for any c; of formats with 2p <= 53.
+
+    Rounding to odd with two bits to spare leaves the rounding that follows as if it were the only one.
+
+    Source: Boldo and Melquiond, Emulation of FMA and correctly rounded sums, IEEE Trans. Computers 57(4), 2008.
+    """
+    product = a.to(torch.float64) * b.to(torch.float64)
+    term = c.to(torch.float64)
+    total = product + term
+    virtual = total - product
+    error = (product - (total - virtual)) + (term - virtual)
+    bits = total.view(torch.int64)
+    step = torch.where((error > 0) == (total > 0), 1, -1)
+    # An overflow has NaN for its error and stays as it is.
+    inexact = (error < 0) | (error > 0)
+    odd = torch.where(inexact & (bits & 1 == 0), bits + step, bits).view(torch.float64)
+    return _round(odd, a.dtype)
+
+
+def _check(takes: Collection[torch.dtype], **operands: Tensor) -> None:
+    """Refuse operands that are not tensors of one dtype among those taken.
+
+    Args:
+        takes: the dtypes.
+        operands: the tensors by the name of the argument; the first sets the dtype.
+
+    Raises:
+        ValueError: naming the argument, what it got and what it takes.
+    """
+    names = {name: getattr(operand, "dtype", type(operand).__name__) for name, operand in operands.items()}
+    first, dtype = next(iter(names.items()))
+    if dtype not in takes:
+        known = [str(known).removeprefix("torch.") for known in takes]
+        raise ValueError(f"{first}: got {dtype}, takes tensors of {', '.join(known[:-1])} or {known[-1]}")
+    for name, other in names.items():
+        if other != dtype:
+            raise ValueError(f"{name}: got {other}, takes {dtype}, the dtype of {first}")
+    sides = operands[first]
+    for name, operand in operands.items():
+        if operand.device != sides.device or operand.layout != torch.strided:
+            got = f"one on {operand.device} of layout {operand.layout}"
+            raise ValueError(f"{name}: got {got}, takes a dense one on {sides.device}, where {first} is")
+        if operand.shape != sides.shape and not _go_together(operand, sides):
+            shapes = tuple(operand.shape), tuple(sides.shape)
+            raise ValueError(
+                f"{name}: got shape {shapes[0]}, takes one that goes with {shapes[1]}, that of {first}"
+            )
+
+
+def _go_together(a: Tensor, b: Tensor) -> bool:
+    """Whether torch broadcasts two tensors: sides from the last on are equal, or one of them is 1."""
+    return all(m == n or 1 in (m, n) for m, n in zip(reversed(a.shape), reversed(b.shape), strict=False))
+
+
+def _check_pair(name: str, pair: object) -> None:
+    """Refuse what is not an expansion's two words.
+
+    Raises:
+        ValueError: naming the argument, what it got and what it takes.
+    """
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise ValueError(f"{name}: got {type(pair).__name__}, takes a pair of tensors, hi and lo")
+
+
+def _wide(a: Tensor) -> Tensor:
+    return a.to(_WIDE[a.dtype])
+
+
+def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return round_to(x, FloatFormat.of(dtype))

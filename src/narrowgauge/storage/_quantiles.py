@@ -5,15 +5,15 @@ elements, small enough for on-chip memory, reads each subset's quantiles off its
 the subsets: memory is read once. The mean takes the noise out; what is left is the bias of a quantile read from
 few values, and of subsets that are not alike. Three choices, each measured, keep that small.
 
-**How a quantile is read.** From m sorted values at place m p + 1/2, counted from 1, between neighbours in
+**How a quantile is read.** From m sorted values at place m p + 1/2, counted from 1, between neighbors in
 proportion (Hazen's rule). For 256 quantiles of 4096 values that is the mean of the 8th and 9th of each run of
 16. In a tail that falls exponentially, as a normal's nearly does, a value is linear in the logarithm of the
 tail beyond it, and for the k-th of m values that is log((k - 1/2) / m) on average, to third order: hence the
 1/2. The places m p of the paper and (m - 1) p + 1 of `torch.quantile` put a normal's outermost quantile off by
 ten times as much.
 
-**Which elements make a subset.** The paper takes neighbours. Where a tensor drifts, its rows or channels of
-different scale say, subsets of neighbours have different quantiles, and a mean of quantiles is not a quantile
+**Which elements make a subset.** The paper takes neighbors. Where a tensor drifts, its rows or channels of
+different scale say, subsets of neighbors have different quantiles, and a mean of quantiles is not a quantile
 of the whole: of sorted data all 256 come out as the mean. Here a tensor of n elements is cut into pieces of 16
 (full sectors of GPU memory) and these into 256 stripes of S = ceil(n / 4096) pieces; each of S subsets takes a
 piece of each stripe. Which one is shifted from stripe to stripe at random, always alike, so that no period of
@@ -23,7 +23,7 @@ the tensor, a row's length say, lines up with it: subset s takes from stripe j t
 
 No element is taken twice; at the tensor's end pieces are cut off or missing, so that subsets differ by up to 16
 elements in size. It costs nothing. Sorted data come out right; with rows of scales over six decades ranks are
-off by 0.0024 on average, with neighbours by 0.088. What remains there is that 16 neighbours still go together.
+off by 0.0024 on average, with neighbors by 0.088. What remains there is that 16 neighbors still go together.
 
 **In which order the mean is taken.** Row r of at most 2112 adds up subsets r, r + 2112, ... in turn, in
 float64; the rows are then added by halves. Nothing depends on timing, so results are the same in every run, bit
@@ -39,13 +39,13 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from narrowgauge._arguments import typed
+from narrowgauge.kernels._triton import unavailable
 
 _PIECE = 16
 _STRIPES = 256
@@ -91,7 +91,7 @@ def estimate_quantiles(x: Tensor, count: int = 256) -> Tensor:
         flat = flat.to(torch.float32)
     subsets = math.ceil(flat.numel() / _SUBSET)
     rows = min(subsets, _ROWS)
-    if flat.is_cuda and find_spec("triton") is not None:
+    if unavailable(flat.device) is None:
         # Here and not above: `import narrowgauge` brings no triton.
         from narrowgauge.kernels._quantiles import mean_subset_quantiles
 
@@ -160,7 +160,7 @@ def _read(ordered: Tensor, sizes: Tensor, count: int) -> Tensor:
     places = (2 * torch.arange(count, device=ordered.device) + 1) * sizes[:, None] + count
     rank = places // (2 * count)
     weight = places % (2 * count)
-    # A weight of zero would turn an infinite neighbour into NaN.
+    # A weight of zero would turn an infinite neighbor into NaN.
     below, above = rank, torch.where(weight == 0, rank, rank + 1)
     weight = torch.where(weight == 0, count, weight)
     lower, upper = (

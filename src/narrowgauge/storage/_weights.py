@@ -10,8 +10,19 @@ A storage keeps at most one extra tensor, the *low word*, of the parameter's sha
 * `operand` and `add_rounded` round every operation to the words' own format, as the papers' algorithms are
   written; storages whose low word is an integer have no such arithmetic.
 
-Whoever changes the parameter from outside wins: a master copy that no longer rounds to the parameter is
-rebuilt from it, and a low word left over counts for at most half a unit in the parameter's last place.
+External writes to the parameter take precedence: a master copy that no longer rounds to the parameter is rebuilt
+from it, and a low word left over counts for at most half a unit in the parameter's last place.
+
+**Split weights.** A float32 read as a 32-bit integer is sign, exponent, fraction, in that order, so its upper half
+*is* a bf16 and integer arithmetic on the pattern moves the magnitude by units in the last place. Rounding the
+pattern to its upper 16 bits (halves away from zero) gives the bf16 word hi; what is left over, between -2^15 and
+2^15 - 1, is the low word lo = bits - (hi << 16). Both together are the exact float32, in the same 4 bytes as the
+float32 alone, while the model computes with hi. Rounding the pattern to its upper 24 bits first leaves 8 bits for
+lo: a 24-bit weight in 3 bytes.
+
+A hi that was changed from outside keeps its stale lo. That may move the weight by half a unit in the last place
+of the new hi, but never across zero and never into NaN. (An infinite hi with a negative lo is how a float32 in
+the last half unit below bf16's overflow is kept.)
 
 Sources: Collage, Algorithm 2 (expansion) and Appendix B (kahan, stochastic); Micikevicius et al. 2018 (master).
 """
@@ -19,18 +30,21 @@ Sources: Collage, Algorithm 2 (expansion) and Appendix B (kahan, stochastic); Mi
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, bitwise_left_shift, bitwise_right_shift
 
 from narrowgauge.formats import FloatFormat, round_with_bits
+from narrowgauge.kernels._codec import KINDS, Codec, Word, disown
 from narrowgauge.storage._expansion import grow
-from narrowgauge.storage._words import cut, join
 
 Noise = Callable[[], Tensor]
 Written = tuple[Tensor, Tensor | None]
 
 _HALVES = (torch.bfloat16, torch.float16)
+# Shifts are written as functions: on a DTensor torch's operators << and >> return it unshifted (2.13).
+_INFINITY = 0x7F80  # bf16's exponent field, all ones
 
 
 class WeightStorage:
@@ -51,6 +65,15 @@ class WeightStorage:
     def low_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
         """Dtype of the low word beside a parameter of this dtype; None without one."""
         return None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        disown(cls, "read", "add")
+
+    def codec(self, dtype: torch.dtype) -> Codec | None:
+        """How kernels keep a weight of a parameter of this dtype; None if there are none."""
+        low = self.low_dtype(dtype)
+        return Codec(self.name, (Word("low", KINDS[low]),) if low is not None else ())
 
     def bytes_added(self, dtype: torch.dtype) -> int:
         """Bytes a parameter of this dtype costs beyond itself."""
@@ -87,7 +110,7 @@ class WeightStorage:
 
     def exact(self, p: Tensor, low: Tensor | None) -> Tensor:
         """The value of all that is stored, in float64."""
-        return p.to(torch.float64)
+        return self.read(p, low).to(torch.float64)
 
 
 class Stochastic(WeightStorage):
@@ -95,6 +118,9 @@ class Stochastic(WeightStorage):
 
     name = "stochastic"
     dtypes = _HALVES
+
+    def codec(self, dtype: torch.dtype) -> Codec | None:
+        return Codec(self.name, c=() if dtype == torch.bfloat16 else None, needs_random=True)
 
     def add(self, p: Tensor, low: Tensor | None, weight: Tensor, delta: Tensor, noise: Noise) -> Written:
         return round_with_bits(weight + delta, FloatFormat.of(p.dtype), noise()), None
@@ -113,6 +139,9 @@ class Kahan(WeightStorage):
     name = "kahan"
     dtypes = _HALVES
     key = "compensation"
+
+    def codec(self, dtype: torch.dtype) -> Codec | None:
+        return Codec(self.name, (Word("low", KINDS[dtype]),), pairs=dtype == torch.bfloat16)
 
     def low_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
@@ -142,6 +171,7 @@ class Expansion(Kahan):
 
     name = "expansion"
     key = "lo"
+    codec = Kahan.codec
 
     def read(self, p: Tensor, low: Tensor | None) -> Tensor:
         assert low is not None
@@ -166,6 +196,7 @@ class Split(WeightStorage):
     key = "lo"
     rounded = False
     _word = torch.int16
+    codec = WeightStorage.codec
 
     def low_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self._word
@@ -177,15 +208,15 @@ class Split(WeightStorage):
     def add(self, p: Tensor, low: Tensor | None, weight: Tensor, delta: Tensor, noise: Noise) -> Written:
         return cut(weight + delta, self._word)
 
-    def exact(self, p: Tensor, low: Tensor | None) -> Tensor:
-        return self.read(p, low).to(torch.float64)
-
 
 class Split8(Split):
     """An int8 low word in units of 1/256 of bf16's spacing: a 24-bit weight."""
 
     name = "split8"
     _word = torch.int8
+
+    def codec(self, dtype: torch.dtype) -> Codec | None:
+        return Codec(self.name, (Word("low", "int8"),), pairs=True)
 
 
 class Master(WeightStorage):
@@ -194,6 +225,7 @@ class Master(WeightStorage):
     name = "master"
     dtypes = _HALVES
     key = "master"
+    codec = WeightStorage.codec
 
     def low_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32
@@ -215,13 +247,49 @@ class Master(WeightStorage):
     def add_rounded(self, p: Tensor, low: Tensor | None, delta: Tensor, noise: Noise) -> Written:
         return self.add(p, low, self.read(p, low), delta, noise)
 
-    def exact(self, p: Tensor, low: Tensor | None) -> Tensor:
-        return self.read(p, low).to(torch.float64)
+
+def join(hi: Tensor, lo: Tensor) -> Tensor:
+    """The float32 weight of a bf16 word and an int16 (32 bits) or int8 (24 bits) low word."""
+    pattern = hi.view(torch.int16).to(torch.int32)
+    magnitude = pattern & 0x7FFF
+    offset = bitwise_left_shift(lo.to(torch.int32), 0 if lo.dtype == torch.int16 else 8)
+    # A stale low word must not borrow below zero, nor carry infinity into NaN; NaN stays as it is.
+    offset = torch.where(magnitude == 0, offset.clamp_min(0), offset)
+    offset = torch.where(
+        magnitude >= _INFINITY, torch.where(magnitude == _INFINITY, offset.clamp_max(0), 0), offset
+    )
+    return (bitwise_left_shift(pattern, 16) + offset).view(torch.float32)
+
+
+def cut(weight: Tensor, low_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The bf16 word and the low word of a float32 weight.
+
+    Args:
+        weight: float32 tensor.
+        low_dtype: torch.int16 (hi and lo together are the weight, exactly) or torch.int8 (they are the weight
+            rounded to 16 significant bits, halves away from zero).
+
+    Returns:
+        (hi, lo) of the weight's shape. Infinities and NaN are in hi, with lo = 0.
+    """
+    bits = weight.contiguous().view(torch.int32)
+    sign, magnitude = bits & -0x80000000, bits & 0x7FFFFFFF
+    if low_dtype == torch.int8:
+        magnitude = (magnitude + 0x80) & ~0xFF
+    rounded = bitwise_right_shift(magnitude + 0x8000, 16)
+    lo = magnitude - bitwise_left_shift(rounded, 16)
+    hi = (bitwise_right_shift(sign, 16) | rounded).to(torch.int16).view(torch.bfloat16)
+    finite = torch.isfinite(weight)
+    low = lo if low_dtype == torch.int16 else bitwise_right_shift(lo, 8)
+    return torch.where(finite, hi, weight.to(torch.bfloat16)), torch.where(finite, low, 0).to(low_dtype)
 
 
 def _bounded(p: Tensor, low: Tensor) -> Tensor:
     """The low word, cut to half a unit in the parameter's last place: more is left over from another value."""
-    half = (FloatFormat.of(p.dtype).ulp(p.to(torch.float32)) / 2).nan_to_num(nan=0.0).to(low.dtype)
+    info = torch.finfo(p.dtype)
+    # The pattern with all but the exponent masked away is the power of two below |p|, exactly.
+    power = (p.to(torch.float32).view(torch.int32) & 0x7F800000).view(torch.float32)
+    half = torch.where(torch.isfinite(p), power.clamp_min(info.smallest_normal) * (info.eps / 2), 0.0).to(low.dtype)
     return torch.minimum(torch.maximum(low, -half), half)
 
 

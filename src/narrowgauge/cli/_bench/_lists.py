@@ -1,4 +1,4 @@
-"""The lists of tensors that are stepped: a few large ones, and those of real models."""
+"""The lists of tensors that are stepped: a few large ones, many small ones, and those of real models."""
 
 from __future__ import annotations
 
@@ -58,6 +58,8 @@ _LISTS = {
     for of in (
         ParameterList("big", "16 tensors of 2^26", lambda: [(1 << 13, 1 << 13)] * 16),
         ParameterList("matrix", "one tensor of 4096 x 4096", lambda: [(4096, 4096)]),
+        ParameterList("many-64", "300 tensors of 64", lambda: [(64,)] * 300),
+        ParameterList("many-768", "148 tensors of 768", lambda: [(768,)] * 148),
         ParameterList("gpt2", "GPT-2 small", lambda: _gpt2(12, 768, 12)),
         ParameterList("gpt2-medium", "GPT-2 medium", lambda: _gpt2(24, 1024, 16)),
         ParameterList("vit-huge", "ViT-Huge/14", _vit_huge),
@@ -68,7 +70,7 @@ _SHAPE = re.compile(r"0*[1-9]\d*(x0*[1-9]\d*)*")
 
 def default_lists(device: torch.device) -> list[ParameterList]:
     """What is measured unless something else is asked for."""
-    names = ("big", "gpt2-medium", "vit-huge") if device.type == "cuda" else ("matrix",)
+    names = ("big", "gpt2-medium", "vit-huge") if device.type == "cuda" else ("matrix", "many-64", "many-768")
     return [_LISTS[name] for name in names]
 
 

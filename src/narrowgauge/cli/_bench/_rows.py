@@ -10,7 +10,7 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import metadata
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,7 +52,7 @@ class Row:
     before: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu", "cuda")
     group: str = ""
-    gauges: bool | Literal["sampled"] = False
+    gauges: bool = False
 
     @property
     def family(self) -> str:
@@ -108,11 +108,10 @@ def _skipping(row: Row) -> Row:
     return replace(row, name=name, what="the same, nonfinite='skip'", options=options, before=_GRAD)
 
 
-def _gauged(row: Row) -> tuple[Row, Row]:
-    """The row with gauges in turns, and on."""
-    some = replace(row, name=f"{row.name}, gauges sampled", what="the same, one element in sixteen measured")
-    every = replace(row, name=f"{row.name}, gauges on", what="the same, every element measured")
-    return replace(some, gauges="sampled", devices=_CUDA), replace(every, gauges=True, devices=_CUDA)
+def _gauged(row: Row) -> Row:
+    """The row with gauges on."""
+    what = "the same, every element measured"
+    return replace(row, name=f"{row.name}, gauges on", what=what, gauges=True, devices=_CUDA)
 
 
 def _group(group: str, *rows: Row) -> tuple[Row, ...]:
@@ -135,7 +134,7 @@ _ROWS = (
         "AdamW, narrow states",
         _PLAIN,
         _skipping(_PLAIN),
-        *_gauged(_PLAIN),
+        _gauged(_PLAIN),
         _ours("AdamW log8", "bf16, logarithmic 8-bit states", states="log8"),
         Row("AdamW8bit, defaults", "bf16, log8, nonfinite='skip'", _BF16, _OPTIM, "AdamW8bit", before=_GRAD),
         _ours("AdamW fp8", "bf16, float8 states", states="fp8"),
@@ -147,7 +146,7 @@ _ROWS = (
     *_group(
         "AdamW, narrow states, wider weights",
         *(each for row in _WIDER for each in (row, _skipping(row))),
-        *_gauged(_WIDER[1]),
+        _gauged(_WIDER[1]),
         _ours("AdamW log8, split8", "24-bit weights, logarithmic states", states="log8", weights="split8"),
         Row(
             "recipe adamw8bit-split8", "24-bit weights, log8, nonfinite='skip'", _BF16, __name__,

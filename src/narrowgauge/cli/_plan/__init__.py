@@ -18,7 +18,7 @@ from narrowgauge import recipes
 from narrowgauge.cli._bench_linear._layers import plan_layer
 from narrowgauge.cli._formats._text import Printer
 from narrowgauge.cli._plan._models import find_model, grows
-from narrowgauge.cli._plan._text import show
+from narrowgauge.cli._plan._text import Answers, show
 from narrowgauge.linear import LinearPlan
 from narrowgauge.recipes import MemoryPlan, Recipe
 from narrowgauge.recipes._planner import MOST
@@ -60,15 +60,6 @@ class PlanOptions:
     def additions(self) -> Additions:
         """What is added to the model."""
         return Additions(**{f.name: getattr(self, f.name) for f in fields(Additions)})
-
-
-@dataclass(frozen=True)
-class Answers:
-    """What fits into the memory asked for, under one recipe; None where that cannot be asked."""
-
-    largest_batch: int | None
-    longest_sequence: int | None
-    largest_model: int
 
 
 def plan(options: PlanOptions) -> int:

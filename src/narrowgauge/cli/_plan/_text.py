@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from narrowgauge.cli._formats._text import MISSING, Printer
 from narrowgauge.recipes import MemoryPlan
 from narrowgauge.trainers._additions import Additions
-
-if TYPE_CHECKING:
-    from narrowgauge.cli._plan import Answers
 
 # Parts in the order in which they are stacked, and the letter of each in a bar.
 PARTS = {
@@ -26,6 +23,15 @@ MEANING = {
 }
 _OFFLOADED = {"states": "states", "gradients": "states and gradients"}
 _WIDTH = 60
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What fits into the memory asked for, under one recipe; None where that cannot be asked."""
+
+    largest_batch: int | None
+    longest_sequence: int | None
+    largest_model: int
 
 
 def size(nbytes: float) -> str:

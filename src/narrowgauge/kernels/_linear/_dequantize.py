@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.kernels._launches import Launch, Launches
+from narrowgauge.kernels._launches import BoundLaunch, CachedKernel
 from narrowgauge.kernels._linear._sizes import over, power_above, words
 from narrowgauge.kernels._step._floats import narrow
 
@@ -53,7 +53,7 @@ def _dequantize(
         tl.store(result + at + inside, words, mask=here)
 
 
-_DEQUANTIZE = Launches(_dequantize)
+_DEQUANTIZE = CachedKernel(_dequantize)
 
 
 def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -76,7 +76,9 @@ def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
-def _launch(rows: int, columns: int, codes: torch.dtype, dtype: torch.dtype, row: bool, column: bool) -> Launch:
+def _launch(
+    rows: int, columns: int, codes: torch.dtype, dtype: torch.dtype, row: bool, column: bool
+) -> BoundLaunch:
     """The launch for codes of a shape and dtype, with a scale a row, a column, or one."""
     width = min(_WIDTH, max(16, power_above(columns)))
     height = _HEIGHT * _WIDTH // width
@@ -85,4 +87,4 @@ def _launch(rows: int, columns: int, codes: torch.dtype, dtype: torch.dtype, row
         "WIDE": columns % width == 0, "ROW": row, "COLUMN": column,
     }  # fmt: skip
     options = {"num_warps": _WARPS, "enable_fp_fusion": False}
-    return Launch(_DEQUANTIZE, (over(rows, height), over(columns, width)), (rows, columns), constants, options)
+    return BoundLaunch(_DEQUANTIZE, (over(rows, height), over(columns, width)), (rows, columns), constants, options)

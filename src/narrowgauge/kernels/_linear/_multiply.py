@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from narrowgauge.kernels._descriptors import Describer
-from narrowgauge.kernels._launches import Launch, Launches
+from narrowgauge.kernels._launches import BoundLaunch, CachedKernel
 from narrowgauge.kernels._linear._sizes import over, words
 from narrowgauge.kernels._linear._ways import Way
 from narrowgauge.kernels._step._floats import INTERPRETED, narrow
@@ -163,7 +163,7 @@ def _by_descriptors(
             result.store([tile_row * ROWS, tile_column * COLUMNS], narrow(values, KIND))
 
 
-_POINTERS, _DESCRIPTORS = Launches(_by_pointers), Launches(_by_descriptors)
+_POINTERS, _DESCRIPTORS = CachedKernel(_by_pointers), CachedKernel(_by_descriptors)
 
 
 def fits_descriptors(left: Tensor, right: Tensor, dtype: torch.dtype) -> bool:
@@ -216,7 +216,7 @@ class Multiply:
     """
 
     def __init__(
-        self, launch: Launch, rows: int, columns: int, dtype: torch.dtype,
+        self, launch: BoundLaunch, rows: int, columns: int, dtype: torch.dtype,
         blocks: tuple[list[int], list[int], list[int]] | None,
     ) -> None:  # fmt: skip
         self.launch, self.rows, self.columns, self.dtype = launch, rows, columns, dtype
@@ -273,12 +273,12 @@ def prepared(
     sizes, tiles = (rows, columns, inner), over(rows, way.rows) * over(columns, way.columns)
     if way.kernel == "pointers":
         constants["DEEP"] = inner % way.inner == 0
-        return Multiply(Launch(_POINTERS, (tiles,), sizes, constants, options), rows, columns, dtype, None)
+        return Multiply(BoundLaunch(_POINTERS, (tiles,), sizes, constants, options), rows, columns, dtype, None)
     programs = min(tiles, way.resident * _multiprocessors(device))
     constants |= {"HALVES": way.halves, "PROGRAMS": programs}
     wide = way.columns // (2 if way.halves else 1)
     blocks = [way.rows, way.inner], [way.columns, way.inner], [way.rows, wide]
-    return Multiply(Launch(_DESCRIPTORS, (programs,), sizes, constants, options), rows, columns, dtype, blocks)
+    return Multiply(BoundLaunch(_DESCRIPTORS, (programs,), sizes, constants, options), rows, columns, dtype, blocks)
 
 
 @functools.lru_cache(maxsize=64)

@@ -25,7 +25,7 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from narrowgauge.kernels import _launches
-from narrowgauge.kernels._launches import Compiled, Launch
+from narrowgauge.kernels._launches import BoundLaunch, CompiledKernel
 
 # An address of a stand-in is the number of its memory, from 1, this far up; no tensor is as long.
 _SHIFT = 48
@@ -120,10 +120,10 @@ class Recorder:
         return Recorded(self, len(self.allocated) - 1, torch.empty(tuple(shape), dtype=dtype, device="meta"))
 
     def record(
-        self, launch: Launch, addresses: tuple[int, ...], arguments: Callable[[], tuple[Any, ...]],
+        self, launch: BoundLaunch, addresses: tuple[int, ...], arguments: Callable[[], tuple[Any, ...]],
         matrices: tuple[Tensor, ...],
     ) -> None:  # fmt: skip
-        """A launch, as `Launch` is called."""
+        """A launch, as `BoundLaunch` is called."""
         places = (*(matrix.data_ptr() for matrix in matrices), *addresses)
         if any(at & ((1 << _SHIFT) - 1) for at in places):
             raise CannotRecord("an address within memory")
@@ -250,7 +250,7 @@ class Program:
         return read
 
     def _step(self, what: Any, *rest: Any) -> Callable[[list[Any], list[int]], None]:
-        if isinstance(what, Launch):
+        if isinstance(what, BoundLaunch):
             memories, arguments = rest
             places = tuple(map(self._place, memories))
             ready = None if what.launches.interpreted else what.ready(self.index)
@@ -270,7 +270,9 @@ class Program:
 
         return call
 
-    def _interpreted(self, launch: Launch, arguments: tuple[Any, ...]) -> Callable[[list[Any], list[int]], None]:
+    def _interpreted(
+        self, launch: BoundLaunch, arguments: tuple[Any, ...]
+    ) -> Callable[[list[Any], list[int]], None]:
         """A launch in the interpreter, which takes tensors."""
         read = [self._reader(a.base if isinstance(a, TensorDescriptor) else a) for a in arguments]
 
@@ -299,7 +301,7 @@ def _laid_out(recorder: Recorder, apart: set[int]) -> tuple[dict[int, int], int]
 
 
 def _compiled(
-    launch: Launch, ready: Compiled, device: int, places: tuple[tuple[int, int], ...]
+    launch: BoundLaunch, ready: CompiledKernel, device: int, places: tuple[tuple[int, int], ...]
 ) -> Callable[[list[Any], list[int]], None]:
     """A launch on the current stream, by addresses."""
     run, between, stream, rest, grid = ready.run, ready.between, ready.stream, launch.rest, launch.three

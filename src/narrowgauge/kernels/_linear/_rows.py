@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.kernels._launches import Launch, Launches
+from narrowgauge.kernels._launches import BoundLaunch, CachedKernel
 from narrowgauge.kernels._linear._encode import LARGEST, absmax_of, encode, magnitude, scales
 from narrowgauge.kernels._linear._sizes import over, power_above, words
 from narrowgauge.kernels._linear._sums import add_up
@@ -168,7 +168,7 @@ def pieces(columns: int) -> tuple[int, int]:
     return (first, second) if second < first else (2 * first, 0)
 
 
-_ROWS, _LONG_ROWS = Launches(_quantize_rows), Launches(_quantize_long_rows)
+_ROWS, _LONG_ROWS = CachedKernel(_quantize_rows), CachedKernel(_quantize_long_rows)
 
 
 def layout(rows: int, columns: int, sums: bool) -> tuple[int, int, int, int]:
@@ -211,13 +211,13 @@ def quantize_rows(
 
 
 @functools.lru_cache(maxsize=4096)
-def _launch(rows: int, columns: int, dtype: torch.dtype, format: str, sums: bool) -> tuple[Launch, int]:
+def _launch(rows: int, columns: int, dtype: torch.dtype, format: str, sums: bool) -> tuple[BoundLaunch, int]:
     """The launch for matrices of a shape and dtype, and its programs; 0 for rows that are not held in registers."""
     constants: dict[str, Any] = {"FORMAT": format, "LARGEST": LARGEST[format]}
     if columns > _LONGEST:
         constants |= {"WIDTH": _TILE}
         options = {"num_warps": 4, "enable_fp_fusion": False}
-        return Launch(_LONG_ROWS, (rows,), (rows, columns), constants, options), 0
+        return BoundLaunch(_LONG_ROWS, (rows,), (rows, columns), constants, options), 0
     height, first, second, warps = layout(rows, columns, sums)
     count = over(rows, height)
     tiles = over(count, _SUMMING // warps) if sums else 1
@@ -227,4 +227,4 @@ def _launch(rows: int, columns: int, dtype: torch.dtype, format: str, sums: bool
         "WIDE": columns == first + second, "SUMS": sums, "STAGES": _STAGES,
     }  # fmt: skip
     options = {"num_warps": warps, "enable_fp_fusion": False}
-    return Launch(_ROWS, (programs,), (rows, columns, tiles), constants, options), programs
+    return BoundLaunch(_ROWS, (programs,), (rows, columns, tiles), constants, options), programs

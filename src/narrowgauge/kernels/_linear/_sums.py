@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.kernels._launches import Launch, Launches
+from narrowgauge.kernels._launches import BoundLaunch, CachedKernel
 from narrowgauge.kernels._linear._sizes import over, power_above, words
 from narrowgauge.kernels._step._floats import narrow
 
@@ -37,7 +37,7 @@ def _add_up(partial, total, rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.const
     tl.store(total + across, narrow(tl.sum(sums, 0), KIND), mask=across < columns)
 
 
-_ADD_UP = Launches(_add_up)
+_ADD_UP = CachedKernel(_add_up)
 
 
 def add_up(partial: Tensor, dtype: torch.dtype) -> Tensor:
@@ -58,7 +58,7 @@ def add_up(partial: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
-def _launch(rows: int, columns: int, dtype: torch.dtype) -> Launch:
+def _launch(rows: int, columns: int, dtype: torch.dtype) -> BoundLaunch:
     width = min(_ACROSS, power_above(columns))
     constants = {"HEIGHT": min(_DOWN, power_above(rows)), "WIDTH": width, "KIND": _KINDS[dtype]}
-    return Launch(_ADD_UP, (over(columns, width),), (rows, columns), constants, {"num_warps": _WARPS})
+    return BoundLaunch(_ADD_UP, (over(columns, width),), (rows, columns), constants, {"num_warps": _WARPS})

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.kernels._launches import Launch, Launches
+from narrowgauge.kernels._launches import BoundLaunch, CachedKernel
 from narrowgauge.kernels._linear._encode import LARGEST, absmax_of, encode, magnitude, scales, tile_maximum
 from narrowgauge.kernels._linear._sizes import over, power_above, words
 from narrowgauge.kernels._linear._sums import add_up
@@ -128,7 +128,7 @@ def _quantize_tiles(
             tl.store(transposed + start + around, tl.trans(coded), mask=tl.trans(here))
 
 
-_LOOK, _TILES = Launches(_look), Launches(_quantize_tiles)
+_LOOK, _TILES = CachedKernel(_look), CachedKernel(_quantize_tiles)
 
 
 def _looked(
@@ -148,7 +148,7 @@ def _looked(
     return maxima.amax(0, keepdim=True) if column else maxima, total
 
 
-def _look_into(x: Tensor, maxima: Tensor, launch: Launch) -> None:
+def _look_into(x: Tensor, maxima: Tensor, launch: BoundLaunch) -> None:
     """Look for maxima alone."""
     at = maxima.data_ptr()  # also of sums, at which the kernel does not look
     launch(x.get_device(), (x.data_ptr(), at, at, at), lambda: (x, maxima, maxima, maxima.view(torch.float32)))
@@ -157,7 +157,7 @@ def _look_into(x: Tensor, maxima: Tensor, launch: Launch) -> None:
 @functools.lru_cache(maxsize=4096)
 def _launch_look(
     rows: int, columns: int, dtype: torch.dtype, format: str, column: bool, sums: bool
-) -> tuple[Launch, tuple[int, ...], int]:
+) -> tuple[BoundLaunch, tuple[int, ...], int]:
     """The launch for matrices of a shape and dtype, the shape of the maxima, how many rows of sums it leaves."""
     width = min(_ACROSS, power_above(columns))
     height = min(_DOWN * _ACROSS // width, power_above(rows))
@@ -168,7 +168,7 @@ def _launch_look(
         "FORMAT": format, "HEIGHT": height, "WIDTH": width, "TALL": rows % height == 0,
         "WIDE": columns % width == 0, "TENSOR": not column, "COLUMN": column, "SUMS": sums, "STAGES": _STAGES,
     }  # fmt: skip
-    launch = Launch(_LOOK, (wide, high), (rows, columns, tiles), constants, {"num_warps": 4})
+    launch = BoundLaunch(_LOOK, (wide, high), (rows, columns, tiles), constants, {"num_warps": 4})
     return launch, (high, columns) if column else (high * wide,), high
 
 
@@ -205,7 +205,7 @@ def _quantized(
 def _launch_tiles(
     rows: int, columns: int, dtype: torch.dtype, format: str, count: int, average: torch.dtype | None,
     straight: bool, turned: bool,
-) -> Launch:  # fmt: skip
+) -> BoundLaunch:  # fmt: skip
     """The launch for matrices of a shape and dtype, with `count` maxima of the tensor or, if 0, one a column."""
     constants = {
         "FORMAT": format, "LARGEST": LARGEST[format], "SIDE": SIDE, "COUNT": power_above(max(count, 1)),
@@ -216,7 +216,7 @@ def _launch_tiles(
     grid = over(columns, SIDE), over(rows, SIDE)
     if constants["LONG"]:
         grid = grid[1], grid[0]
-    return Launch(_TILES, grid, (rows, columns, max(count, 1)), constants, options)
+    return BoundLaunch(_TILES, grid, (rows, columns, max(count, 1)), constants, options)
 
 
 def quantize_tensor(

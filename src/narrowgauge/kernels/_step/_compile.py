@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,19 +14,11 @@ import triton
 import triton.language as tl
 
 from narrowgauge.kernels import _launches
-from narrowgauge.kernels._launches import Launches
-from narrowgauge.kernels._step import (
-    _blockwise,
-    _floats,
-    _gauges,
-    _packing,
-    _random,
-    _sampling,
-    _signed,
-    _states,
-    _weights,
-)
-from narrowgauge.kernels._text import kernel_of
+from narrowgauge.kernels._codec import text_of
+from narrowgauge.kernels._launches import CachedKernel, module_of
+from narrowgauge.kernels._step import _codebooks, _floats, _log_states, _packing, _random, _stats, _weights
+
+_CALLED = ("_decode", "_encode", "_unusual", "_read", "_add", "_moved")  # ends of codecs' functions; see `_codecs`
 
 
 @triton.jit
@@ -45,16 +38,38 @@ def store(pointers, values, here, MASKED: tl.constexpr):
         tl.store(pointers, values)
 
 
-@functools.lru_cache(maxsize=256)
-def compiled(source: str, name: str) -> Any:
-    """The kernel of that name in a text; the same one for the same text."""
+@functools.lru_cache(maxsize=64)
+def functions(texts: tuple[str | Path | None, ...] = ()) -> Mapping[str, Any]:
+    """The functions that a step's text may call: those of this package, and of the files or texts of codecs.
+
+    Raises:
+        NotImplementedError: if a codec's function has the name of one of this package, or of another codec.
+    """
     space: dict[str, Any] = {"triton": triton, "tl": tl, "load": load, "store": store}
-    for module in (_floats, _packing, _random, _weights, _states, _blockwise, _signed, _gauges, _sampling):
+    for module in (_floats, _packing, _random, _weights, _log_states, _codebooks, _stats):
         space |= {key: value for key, value in vars(module).items() if not key.startswith("__")}
-    return kernel_of(source, name, space, __name__)
+    for text in dict.fromkeys(texts):
+        for name, value in (_own(text_of(text)) if text else {}).items():
+            if space.setdefault(name, value) is not value and name.endswith(_CALLED):
+                raise NotImplementedError(f"a codec brings {name}, a name that the library or another codec has")
+    return space
 
 
-def compile_together(launches: Sequence[tuple[Launches, tuple[int, ...], tuple[Any, ...], Any, Any]]) -> None:
+@functools.lru_cache(maxsize=64)
+def _own(source: str) -> Mapping[str, Any]:
+    """What a codec's text defines, the same each time."""
+    space = functions()
+    found = module_of(source, "codec", space, __name__)
+    return {key: value for key, value in found.items() if not key.startswith("__") and value is not space.get(key)}
+
+
+@functools.lru_cache(maxsize=256)
+def compiled(source: str, name: str, texts: tuple[str | Path | None, ...] = ()) -> Any:
+    """The kernel of that name in a text that calls `functions`; the same one for the same text."""
+    return module_of(source, name, functions(texts), __name__)[name]
+
+
+def compile_together(launches: Sequence[tuple[CachedKernel, tuple[int, ...], tuple[Any, ...], Any, Any]]) -> None:
     """Compile what launches would, each in a thread: much of a compilation runs outside of Python.
 
     Args:
@@ -66,7 +81,7 @@ def compile_together(launches: Sequence[tuple[Launches, tuple[int, ...], tuple[A
     device = _launches.current_device()
 
     def work(
-        one: Launches, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: Any, options: Any
+        one: CachedKernel, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: Any, options: Any
     ) -> None:
         with torch.cuda.device(device):  # a thread begins on the first
             one.kernel.warmup(*arguments, grid=grid, **constants, **options)

@@ -72,8 +72,8 @@ def exact_ratio(x, y):
 def exact_quotient(x, by: tl.constexpr):
     """x / by for 6, 127 and 448, rounded to nearest; x is from 2^-120 on.
 
-    A product with the rounded reciprocal, and what is left over of it once more: right for every float32, which has
-    been tried.
+    A product with the rounded reciprocal, corrected once by its remainder: right for every float32, all were
+    tried.
     """
     if not ASSEMBLY:
         return tl.div_rn(x, by)
@@ -202,6 +202,49 @@ def from_e4m3(code):
 
 
 @triton.jit
+def column_max(x):
+    return tl.max(x, 1, keep_dims=True)
+
+
+@triton.jit
+def column_min(x):
+    return tl.min(x, 1, keep_dims=True)
+
+
+@triton.jit
+def column_peak(x):
+    """The bits of the largest magnitude; of something above infinity if one is NaN."""
+    if x.shape[1] < 256:
+        return column_max(bits_of(x) & 0x7FFFFFFF)
+    else:
+        # Among eight neighbors, which a thread has, as floats: that takes the sign off on the way.
+        some = tl.reduce(tl.abs(x).reshape([x.shape[0], x.shape[1] // 8, 8]), 2, _larger)
+        return column_max(bits_of(some))
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def without_sign(x):
+    return float_of(bits_of(x) & 0x7FFFFFFF)
+
+
+@triton.jit
+def if_finite(x):
+    """x, and zero for infinities and NaN."""
+    return tl.where((bits_of(x) & INFINITY) == INFINITY, 0.0, x)
+
+
+@triton.jit
+def is_unknown(m, v):
+    """Whether a second moment of zero is no unit for an element of the first, which is then kept as zero."""
+    return ((bits_of(v) & INFINITY) == 0) & (tl.abs(m) >= 2.0**-58)
+
+
+@triton.jit
 def largest(x):
     """The largest integer of a tile: one number for the whole program, to branch on."""
     return tl.max(tl.max(x, 1), 0)
@@ -222,7 +265,7 @@ def tiny(bits, EXPONENT: tl.constexpr):
 @triton.jit
 def not_finite(x):
     """Whether a tile has an infinity or NaN: one number for the whole program."""
-    # A product of the float pipe, where comparing would be the integers', which have more to do.
+    # A product runs in the float pipe; a comparison would load the busier integer pipe.
     return any_bits(bits_of(x * 0.0) & 0x7FFFFFFF)
 
 
@@ -235,3 +278,38 @@ def any_bits(x):
 @triton.jit
 def _either(a, b):
     return a | b
+
+
+# Moments that are floats: `narrowgauge.storage._states`.
+
+
+@triton.jit
+def float32_decode(word):
+    return word
+
+
+@triton.jit
+def float32_encode(x):
+    return x
+
+
+@triton.jit
+def bfloat16_decode(word):
+    return widen(word, "bf16")
+
+
+@triton.jit
+def bfloat16_encode(x):
+    return narrow(x, "bf16")
+
+
+@triton.jit
+def expansion_decode(hi, lo):
+    return widen(hi, "bf16") + widen(lo, "bf16")
+
+
+@triton.jit
+def expansion_encode(x):
+    hi = narrow(x, "bf16")
+    lo = x - widen(hi, "bf16")
+    return hi, narrow(tl.where((hi.to(tl.int32) & 0x7F80) == 0x7F80, 0.0, lo), "bf16")

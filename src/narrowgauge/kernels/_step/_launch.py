@@ -1,4 +1,4 @@
-# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,no-untyped-call"
+# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
 """Launching a step: which kernels there are for a layout and an equation, and in what order they run."""
 
 from __future__ import annotations
@@ -6,51 +6,68 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.kernels._graph import Node, uniforms
-from narrowgauge.kernels._launches import Launches
-from narrowgauge.kernels._step import _gauges, _sampling, _source, _squares
+from narrowgauge.kernels._graph import Equation, Node, uniforms
+from narrowgauge.kernels._launches import CachedKernel
+from narrowgauge.kernels._step import _source, _stats
 from narrowgauge.kernels._step._compile import compile_together, compiled
 from narrowgauge.kernels._step._layout import AT, WIDTH, Layout
-from narrowgauge.kernels._step._numbers import numbers_source, totals_source
+from narrowgauge.kernels._step._scalars import numbers_source, totals_source
 from narrowgauge.kernels._step._tables import Tables
-from narrowgauge.kernels._triton import instructions
+from narrowgauge.kernels._triton import limits_registers
 
-COLUMNS: int = _gauges.COLUMNS.value
-# What is to be fused says so: then no kernel, whatever else it does, rounds otherwise than another.
+COLUMNS: int = _stats.COLUMNS.value
+# Only what says so (`tl.fma`) is fused, so that all kernels round alike, whatever else they do.
 UNFUSED = {"enable_fp_fusion": False}
 
 
-_ADD_SQUARES = Launches(_squares.add_squares)
-_ADD_SLICES, _ADD_TENSORS = Launches(_gauges.add_slices), Launches(_gauges.add_tensors)
+_PAGE = tl.constexpr(2048)
+
+
+@triton.jit
+def add_squares(table, flags, partials, squares, WIDTH: tl.constexpr, FIRST: tl.constexpr, PASSES: tl.constexpr):
+    """`squares[i]`: the sum of tensor i's programs; 0 if the tensor is flagged: its sum may be NaN."""
+    tensor = tl.program_id(0)
+    row = table + tensor * WIDTH
+    first, count = tl.load(row + FIRST), tl.load(row + PASSES)
+    place = tl.arange(0, _PAGE)
+    total = tl.zeros([_PAGE], tl.float64)
+    done = count * 0
+    while done < count:
+        total += tl.load(partials + first + done + place, mask=done + place < count, other=0.0)
+        done += _PAGE
+    tl.store(squares + tensor, tl.where(tl.load(flags + tensor) > 0, 0.0, tl.sum(total, 0)))
+
+
+_ADD_SQUARES = CachedKernel(add_squares)
+_ADD_SLICES, _ADD_TENSORS = CachedKernel(_stats.add_slices), CachedKernel(_stats.add_tensors)
 
 
 class _Noted(threading.local):
-    """What the first call of a step is to compile, while it looks for that.
+    """The launches that a step's first call collects, to compile at once.
 
-    Optimizers share a step, and threads may take theirs at that time.
+    By thread: optimizers in other threads may share the step.
     """
 
     launches: list[tuple[Any, ...]] | None = None
 
 
-class Step:
+class TritonKernels:
     """The kernels of one layout and one equation.
 
     Args:
         layout: how things are kept.
-        delta, moments, reach, terms: the equation.
+        equation: what is computed.
         scalars: the rule's scalars as graphs of hyperparameters and step.
         hyper: names of the hyperparameters, in the order of their row.
         skip: whether tensors with a gradient that is not finite are left alone.
-        ratio: what the gauges sum over elements beside what is done to the weight, if the layout has any.
         factor: name of the number of the equation that the gradient is multiplied by; None without one. With one, a
             step begins with `look`.
         squares: whether `look` sums squares.
@@ -59,40 +76,34 @@ class Step:
     def __init__(
         self,
         layout: Layout,
-        delta: Node,
-        moments: Mapping[str, Node],
-        reach: Mapping[str, Node],
-        terms: Mapping[str, Node],
+        equation: Equation,
         scalars: Mapping[str, Node],
         hyper: Sequence[str],
         skip: bool,
-        ratio: Node | None = None,
         factor: str | None = None,
         squares: bool = False,
     ) -> None:
-        self._launches: dict[str, Launches] = {}
+        self._launches: dict[str, CachedKernel] = {}
         self._compiled = False
         self._noted = _Noted()
         self.layout = layout
         self.skip = skip
         self.factor = factor
         self.squares = squares
-        self.terms = tuple(terms)
-        handed = [reach[moment.name] for moment in layout.moments if moment.hands_over and moment.name in reach]
-        ratio = ratio if layout.gauges else None
+        self.terms = tuple(equation.terms)
+        ratio = equation.ratio if layout.gauges else None
         self.ratio = ratio is not None
-        met = _met([delta, *moments.values(), *handed, *([ratio] if ratio is not None else [])])
+        used = _source.effects_used(layout, equation).values()
+        met = _met([equation.delta, *equation.moments.values(), *used, *([ratio] if ratio is not None else [])])
         self.met = len(met)
-        self.step: Any = compiled(_source.step_source(layout, delta, moments, reach, met, ratio), "step")
-        self.others = replace(layout, gauges=False, turns="rest") if layout.turns else layout
-        if layout.turns:
-            self.rest: Any = compiled(_source.step_source(self.others, delta, moments, reach, met), "step")
+        texts = tuple(codec.triton for codec in layout.codecs)
+        self.step: Any = compiled(_source.step_source(layout, equation, met), "step", texts)
         self._numbers = scalars, hyper, self.terms, met, factor
         self.numbers: Any = compiled(numbers_source(*self._numbers), "numbers")
-        if terms:
-            met = _met(terms.values())
+        if self.terms:
+            met = _met(equation.terms.values())
             self.met_before = len(met)
-            self.sums: Any = compiled(_source.sums_source(layout, terms, met), "sums")
+            self.sums: Any = compiled(_source.sums_source(layout, equation.terms, met), "sums", texts)
             self.numbers_before: Any = compiled(numbers_source(scalars, hyper, (), met, factor), "numbers")
         if factor is not None:
             self.pass_before: Any = compiled(_source.look_source(layout, squares), "look")
@@ -107,17 +118,16 @@ class Step:
             inverse: float32, 0-d, on their device: what gradients will be multiplied by, whatever is decided.
 
         Returns:
-            (flags, squares): int32, 1 for a tensor that has inf or NaN then; float64, for each other one the sum of
-            the squares of its gradient as it lies in memory, 0 for those, or None if squares are not asked for.
+            (flags, squares). Flags are int32, 1 for a tensor that then has inf or NaN. Squares are float64, the sum
+            of squares of a gradient as it is in memory, 0 if flagged; None if not asked for.
         """
         count, passes = tables.rows.shape[0], tables.passes.numel()
         flags = tables.buffer("flags", torch.int32, count)
         partials = tables.buffer("partial squares", torch.float64, passes if self.squares else 0)
-        books = [tensor for pair in tables.codebooks for tensor in pair]
-        options = _options(self.layout)
+        options = _options(self.layout, tables.rows.device)
         with torch.cuda.device_of(tables.rows):
             if passes:
-                given = tables.rows, tables.passes, inverse, flags, flags, partials, *books
+                given = tables.rows, tables.passes, inverse, flags, flags, partials, *tables.books
                 self._run(tables, "pass_before", passes, given, options)
             if not self.squares:
                 return flags[:count], None
@@ -131,28 +141,31 @@ class Step:
 
         Args:
             tables: the tensors.
-            verdict: as of a step.
+            verdict: float32 (2,), as for a step.
 
         Returns:
-            float64 (tensors, terms), in the order of `terms`: of what lies here. A step that is `summed` reads what
-            stands there then.
+            float64 (tensors, terms), in the order of `terms`: of the local elements. A step that is `summed` reads
+            what stands there then.
         """
-        count, passes, terms = tables.rows.shape[0], tables.passes.numel(), len(self.terms)
-        flags, steps = (tables.buffer(name, torch.int32, count) for name in ("flags", "steps"))
-        before = tables.buffer("uniforms before", torch.float32, count * max(self.met_before, 1))
-        partials = tables.buffer("partials", torch.float64, terms * passes)
+        count, terms = tables.rows.shape[0], len(self.terms)
         totals = tables.buffer("totals", torch.float64, terms * count)
-        books = [tensor for pair in tables.codebooks for tensor in pair]
-        shape = {"num_warps": 1, **UNFUSED}
         with torch.cuda.device_of(tables.rows):
-            known = tables.rows, tables.hyper, before, steps, flags, partials, verdict
-            peek = {"ADVANCE": False, "SKIP": False, "PEEK": True}
-            self._run(tables, "numbers_before", count, known, shape, peek)
-            if passes:
-                read = tables.rows, tables.passes, before, steps, flags, partials, *books
-                self._run(tables, "sums", passes, read, _options(self.layout))
+            partials = self._sum_terms(tables, [verdict], {"ADVANCE": False, "SKIP": False, "PEEK": True})
             self._run(tables, "totals", count, (tables.rows, partials, totals), {"num_warps": 4})
         return totals[: terms * count].view(count, terms)
+
+    def _sum_terms(self, tables: Tables, verdict: list[Tensor], counting: Mapping[str, Any]) -> Tensor:
+        """The sums of each program's terms, float64: with the numbers that they meet, worked out before."""
+        count, passes = tables.rows.shape[0], tables.passes.numel()
+        flags, steps = (tables.buffer(name, torch.int32, count) for name in ("flags", "steps"))
+        before = tables.buffer("uniforms before", torch.float32, count * max(self.met_before, 1))
+        partials = tables.buffer("partials", torch.float64, len(self.terms) * passes)
+        known = tables.rows, tables.hyper, before, steps, flags, partials, *verdict
+        self._run(tables, "numbers_before", count, known, {"num_warps": 1, **UNFUSED}, counting)
+        if passes:
+            read = tables.rows, tables.passes, before, steps, flags, partials, *tables.books
+            self._run(tables, "sums", passes, read, _options(self.layout, tables.rows.device))
+        return partials
 
     @functools.cached_property
     def totals(self) -> Any:
@@ -195,11 +208,10 @@ class Step:
         count = cut.slices.numel() - 1
         slices = tables.buffer("slices", torch.float64, count * COLUMNS)
         if count:
-            read = sums, cut.slices, slices, cut.turns, steps
+            read = sums, cut.slices, slices
             self._start(tables, "add_slices", _ADD_SLICES, count, read, {}, {"num_warps": 4})
-        constants = {"WIDTH": WIDTH, "FIRST": AT["first"], "NUMEL": AT["numel"]}
-        constants |= {"EACH": self.layout.units * self.layout.unit, "RATIO": self.ratio}
-        given = tables.rows, steps, cut.ends, slices, stats, cut.turns
+        constants = {"WIDTH": WIDTH, "NUMEL": AT["numel"], "RATIO": self.ratio}
+        given = tables.rows, steps, cut.ends, slices, stats
         self._start(tables, None, _ADD_TENSORS, stats.shape[0], given, constants, {"num_warps": 1})
 
     def _run(
@@ -208,11 +220,11 @@ class Step:
     ) -> None:  # fmt: skip
         """Launch one of the kernels by its name."""
         if name not in self._launches:
-            self._launches[name] = Launches(getattr(self, name))
+            self._launches[name] = CachedKernel(getattr(self, name))
         self._start(tables, name, self._launches[name], programs, given, constants, options)
 
     def _start(
-        self, tables: Tables, name: str | None, launches: Launches, programs: int, given: tuple[Any, ...],
+        self, tables: Tables, name: str | None, launches: CachedKernel, programs: int, given: tuple[Any, ...],
         constants: Mapping[str, Any], options: Mapping[str, Any],
     ) -> None:  # fmt: skip
         """Launch a kernel: by a name, if always on the same tensors; or note what it is to be compiled for."""
@@ -229,19 +241,13 @@ class Step:
         steps = tables.buffer("steps", torch.int32, count)
         row = tables.buffer("uniforms", torch.float32, count * max(self.met, 1))
         partials = tables.buffer("partials", torch.float64, len(self.terms) * passes)
-        books = [tensor for pair in tables.codebooks for tensor in pair]
-        warps, shape = _options(self.layout), {"num_warps": 1, **UNFUSED}
+        warps, shape = _options(self.layout, tables.rows.device), {"num_warps": 1, **UNFUSED}
         if self.skip and passes and self.factor is None:
-            read = tables.rows, tables.passes, row, steps, flags, partials, *books
+            read = tables.rows, tables.passes, row, steps, flags, partials, *tables.books
             self._run(tables, "finite", passes, read, warps)
         advance = {"ADVANCE": True, "SKIP": self.skip, "PEEK": False}
         if self.terms and not summed:
-            before = tables.buffer("uniforms before", torch.float32, count * max(self.met_before, 1))
-            known = tables.rows, tables.hyper, before, steps, flags, partials, *verdict
-            self._run(tables, "numbers_before", count, known, shape, advance)
-            if passes:
-                read = tables.rows, tables.passes, before, steps, flags, partials, *books
-                self._run(tables, "sums", passes, read, warps)
+            self._sum_terms(tables, verdict, advance)
             advance = {"ADVANCE": False, "SKIP": False, "PEEK": False}
         sums = tables.buffer("totals", torch.float64, len(self.terms) * count) if summed else partials
         known = tables.rows, tables.hyper, row, steps, flags, sums, *verdict
@@ -249,31 +255,14 @@ class Step:
         if self.layout.gauges:
             partials = tables.buffer("gauges", torch.float32, programs * COLUMNS)
         given = tables.rows, tables.programs, row, steps, flags, partials
-        if programs and tables.cut is not None and tables.cut.turns is not None:
-            sampled, others = _sampling.grids(tables.cut.short, programs)
-            books = [tables.cut.turns, *books]
-            # Programs that measure and those that do not write to different places. Beside the many of the latter,
-            # the few of the former and the adding up of what they found take next to no time.
-            side = None if self._noted.launches is not None else tables.beside()
-            with side or nullcontext():
-                self._run(tables, "step", sampled, (*given, *books), warps)
-                if stats is not None:
-                    self._measure(tables, stats)
-            try:
-                if others:
-                    self._run(tables, "rest", others, (*given, *books), _options(self.others))
-            finally:
-                if side is not None:
-                    side.join()
-            return
         if programs:
-            self._run(tables, "step", programs, (*given, *books), warps)
+            self._run(tables, "step", programs, (*given, *tables.books), warps)
         if stats is not None:
             self._measure(tables, stats)
 
 
-def _options(layout: Layout) -> dict[str, Any]:
-    most = {"maxnreg": layout.registers} if instructions()[0] else {}  # other compilers know no such option
+def _options(layout: Layout, device: torch.device) -> dict[str, Any]:
+    most = {"maxnreg": layout.registers} if limits_registers(device) else {}
     return {"num_warps": layout.warps, **most, **UNFUSED}
 
 

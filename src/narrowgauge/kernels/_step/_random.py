@@ -2,7 +2,7 @@
 """Random bits of a tile: `narrowgauge.formats.random_bits` and `random_halves`, bit for bit.
 
 The ten rounds of Philox give 128 bits, which serve eight elements by halves or four by words. A thread has eight
-neighbours, so a block of Philox never leaves it.
+neighbors, so a block of Philox never leaves it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def _philox(c0, c1, c2, c3, k0, k1):
 def _words(first, number, seed, stream, PURPOSE: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr):
     """Four words of each of ROWS x COUNT blocks of Philox from block `first` on: (ROWS, 4 COUNT), in order."""
     block = tl.arange(0, ROWS)[:, None] * COUNT + tl.arange(0, COUNT)[None, :]
-    # Tiles begin at multiples of their size: the upper half of the counter is the same in all of one.
+    # The upper half of the counter is the same in all of a tile that begins at a multiple of its size. Of a shared
+    # parameter one tile may have element 2^34 (2^35 of halves) inside: what follows in it gets other bits.
     c0 = first.to(tl.uint32) + block.to(tl.uint32)
     c1 = (first >> 32).to(tl.uint32)
     c2 = number.to(tl.uint32)

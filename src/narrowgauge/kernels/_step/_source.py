@@ -1,62 +1,61 @@
 """The text of a step's kernels: `step`, and before it `finite` and `sums` where they are needed.
 
-A program works on some units of a tensor, one after the other. `_words` has the lines that bring words from memory
-and back, `_unit` those that decode and encode them, `_emit` the equation's.
+A program works on some units of a tensor, one after the other. `_memory` has the lines that bring words from memory
+and back, `_codecs` those that decode and encode them, `_expressions` the equation's, `_stats` the gauges'.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from narrowgauge.kernels._graph import Node
-from narrowgauge.kernels._step._emit import lines
-from narrowgauge.kernels._step._layout import AT, COLUMNS, WIDTH, Layout
-from narrowgauge.kernels._step._measure import Measure
-from narrowgauge.kernels._step._numbers import indented
-from narrowgauge.kernels._step._unit import Rare, decode, encode, in_order, write
-from narrowgauge.kernels._step._words import Kept, elements, kept_words, loads, pointers, rows, stores
+from narrowgauge.kernels._codec import in_order
+from narrowgauge.kernels._graph import Equation, Node
+from narrowgauge.kernels._step._codecs import SlowPathTests, decode, encode, has, write
+from narrowgauge.kernels._step._expressions import lines
+from narrowgauge.kernels._step._layout import AT, WIDTH, Layout
+from narrowgauge.kernels._step._memory import Kept, elements, kept_words, loads, pointers, rows, stores
+from narrowgauge.kernels._step._scalars import indented
+from narrowgauge.kernels._step._stats import Stats
 
 
-def step_source(
-    layout: Layout,
-    delta: Node,
-    moments: Mapping[str, Node],
-    reach: Mapping[str, Node],
-    met: Sequence[Node],
-    ratio: Node | None = None,
-) -> str:
+def effects_used(layout: Layout, equation: Equation) -> dict[str, Node]:
+    """What a unit of each moment will still add to the weight, for those whose error is fed back."""
+    feeding = [moment.name for moment in layout.moments if moment.codec.error_feedback]
+    return {name: equation.effects[name] for name in feeding if name in equation.effects}
+
+
+def step_source(layout: Layout, equation: Equation, met: Sequence[Node]) -> str:
     """The kernel `step`.
 
     Args:
         layout: what it works on.
-        delta, moments, reach: the equation.
-        ratio: what is summed for the gauges beside what was done to the weight.
-        met: the numbers among them that a tensor's row of numbers holds, in order.
+        equation: what it computes.
+        met: the numbers in it that a tensor's row of numbers holds, in order.
     """
     known = _inputs(layout) | {node: f"u{i}" for i, node in enumerate(met)}
-    handing = [moment for moment in layout.moments if moment.hands_over and moment.name in reach]
-    measure = Measure(layout, ratio is not None)
-    roots = [delta, *moments.values(), *(reach[moment.name] for moment in handing)]
+    effects, ratio = effects_used(layout, equation), equation.ratio if layout.gauges else None
+    stats = Stats(layout, ratio is not None, has(layout.weight, "X_moved"))
+    roots = [equation.delta, *equation.moments.values(), *effects.values()]
     factors = list(ratio.args) if ratio is not None else []
     update, names = lines(roots, known, "x")
-    update.append(f"delta = {names[delta]}")
+    update.append(f"delta = {names[equation.delta]}")
     measured, names_too = lines(factors, names, "y")
 
-    def unit(rare: Rare | None) -> list[str]:
-        body = [*decode(layout, rare, rare is not None), *update]
+    def unit(tests: SlowPathTests | None) -> list[str]:
+        body = [*decode(layout, tests), *update]
         for moment in in_order(layout.moments):
-            body += encode(layout, moment, names[moments[moment.name]], rare)
-        body += [f"delta = tl.fma({names[reach[moment.name]]}, {moment.name}_lost, delta)" for moment in handing]
-        body += write(layout, rare)
-        return body + measured + measure.unit(rare is not None, tuple(names_too[factor] for factor in factors))
+            body += encode(layout, moment, names[equation.moments[moment.name]], moment.name in effects, tests)
+        body += [f"delta = tl.fma({names[effect]}, {name}_lost, delta)" for name, effect in effects.items()]
+        body += write(layout, tests)
+        return body + measured + stats.unit(tests is not None, tuple(names_too[factor] for factor in factors))
 
-    rare = Rare()
-    usual = unit(rare)
-    return _step_kernels(layout, len(met), usual, rare.test(), unit(None), measure)
+    tests = SlowPathTests()
+    fast = unit(tests)
+    return _step_kernels(layout, len(met), fast, tests.test(), unit(None), stats)
 
 
 def sums_source(layout: Layout, terms: Mapping[str, Node], met: Sequence[Node]) -> str:
-    """The kernel `sums`: sums of a program's terms in float64, of eight neighbours in their own precision."""
+    """The kernel `sums`: a program's sums of terms: eight neighbors in their own precision, then float64."""
     known = _inputs(layout) | {node: f"u{i}" for i, node in enumerate(met)}
     made, names = lines(terms.values(), known, "x")
     sums = [f"sum{number}" for number in range(len(terms))]
@@ -70,8 +69,7 @@ def sums_source(layout: Layout, terms: Mapping[str, Node], met: Sequence[Node]) 
     ]
     zeros = f"tl.zeros([{layout.rows}, {layout.block // 8}], tl.float64)"
     bodies = [
-        [*loads(layout, kept_words(layout, packed)), *decode(layout, None, packed), *body]
-        for packed in (True, False)
+        [*loads(layout, kept_words(layout, packed)), *decode(layout, None), *body] for packed in (True, False)
     ]
     return _pass_kernel("sums", layout, len(met), dict.fromkeys(sums, zeros), bodies, end)
 
@@ -89,7 +87,7 @@ def look_source(layout: Layout, squares: bool) -> str:
 
     Args:
         layout: what it works on.
-        squares: whether to leave each program's sum of squares, of the gradient as it lies in memory; in float64,
+        squares: whether to leave each program's sum of squares, of the gradient as it is in memory; in float64,
             so that no gradient is too large or too small to count, and every product is exact.
     """
     end = [
@@ -125,21 +123,15 @@ def _inputs(layout: Layout) -> dict[Node, str]:
 def _begin(layout: Layout, uniforms: int, first: str, units: int) -> list[str]:
     """Which tensor a program works on, which units of it, and the tensor's numbers.
 
-    A program that has nothing to do is given no step: see `_sampling`.
-
     Args:
         layout: what it works on.
         uniforms: how many numbers there are.
         first: the column with the number of the tensor's first program.
         units: how many units a program has.
     """
-    mine = ["program = tl.program_id(0)", "tensor = tl.load(programs + program)"]
-    if first == "first" and layout.turns:
-        which = "sampled_program" if layout.turns == "sample" else "other_program"
-        mine = [f"program, end = {which}(turns, steps), tl.load(turns + 1)"]
-        mine.append("tensor = tl.load(programs + tl.minimum(program, end - 1))")
     return [
-        *mine,
+        "program = tl.program_id(0)",
+        "tensor = tl.load(programs + program)",
         f"row = table + tensor * {WIDTH}",
         f"place = (program - tl.load(row + {AT[first]})) * {units}",
         f"start = place * {layout.unit}",
@@ -149,84 +141,80 @@ def _begin(layout: Layout, uniforms: int, first: str, units: int) -> list[str]:
     ]
 
 
-def _sums(layout: Layout) -> list[str]:
-    return ["gauges" if layout.gauges else "partials", *(["turns"] if layout.turns else [])]
-
-
 def _given(layout: Layout, uniforms: int) -> list[str]:
-    return [*_books(layout), *(f"u{i}" for i in range(uniforms))]
+    return [*_tables(layout), *(f"u{i}" for i in range(uniforms))]
 
 
-def _books(layout: Layout) -> list[str]:
-    return [f"{kind}{i}" for i in range(len(layout.cells)) for kind in ("values", "cells")]
+def _tables(layout: Layout) -> list[str]:
+    return [f"{kind}{i}" for i in range(len(layout.tables)) for kind in ("values", "cells")]
 
 
 def _step_kernels(
-    layout: Layout, uniforms: int, usual: list[str], unusual: str, careful: list[str], measure: Measure
+    layout: Layout, uniforms: int, fast: list[str], unusual: str, exact: list[str], stats: Stats
 ) -> str:
     """The kernel `step`: one unit after the other, each loaded while the one before it is worked on.
 
-    What has been read of a unit waits in registers as it lay in memory. A unit that is not ordinary, or not whole,
-    is not written but noted, and in the end done from the start with care.
+    Loaded words wait in registers as they were in memory. A unit that is unusual, or not whole, is not written
+    but noted; in the end `exact_unit` does it again.
     """
     packed, single = (kept_words(layout, yes) for yes in (True, False))
     read, written = [kept.name for kept in single], [kept.name for kept in single if kept.name != "grad"]
     at, words = ", ".join(f"{name}_at" for name in read), ", ".join(read)
     made, after = ", ".join(f"{name}_new" for name in written), ", ".join(f"{name}_after" for name in read)
-    found, sums = ", ".join([made, *measure.names]), ", ".join(_sums(layout))
+    found, sums = ", ".join([made, *stats.names]), "gauges" if layout.gauges else "partials"
     begin, add, end = (
         "".join(f"\n{' ' * by}{line}" for line in some)
-        for by, some in ((8, measure.begin()), (20, measure.add()), (8, measure.end()))
+        for by, some in ((8, stats.begin()), (20, stats.add()), (8, stats.end()))
     )
-    again = add.replace("\n    ", "\n")
+    add_again = add.replace("\n    ", "\n")
     given = ", ".join(["number", "seed", "stream", *_given(layout, uniforms)])
-    ahead = [f"{after} = usual_load({at}, tl.minimum(turn + 1, whole - 1), {layout.unit}, False)"]
+    ahead = [f"{after} = fast_load({at}, tl.minimum(turn + 1, whole - 1), {layout.unit}, False)"]
     on = [f"{words} = {after}"]
     if layout.units == 1:
         ahead = on = []
     return f"""
-{_traffic("usual", layout, packed, at, words, made)}
-{_traffic("careful", layout, single, at, words, made)}
+{_traffic("fast", layout, packed, at, words, made)}
+{_traffic("exact", layout, single, at, words, made)}
 
 @triton.jit
-def usual_unit({words}, start, {given}):
-{indented(usual, 4)}
+def fast_unit({words}, start, {given}):
+{indented(fast, 4)}
     return {found}, {unusual}
 
 
 @triton.jit
-def careful_unit({words}, start, left, {given}):
-{indented([rows(layout), elements(layout), *careful], 4)}
+def exact_unit({words}, start, left, {given}):
+{indented([rows(layout), elements(layout), *exact], 4)}
     return {found}
 
 
 @triton.jit
-def step(table, programs, uniforms, steps, flags, {", ".join([sums, *_books(layout)])}):
+def step(table, programs, uniforms, steps, flags, {", ".join([sums, *_tables(layout)])}):
 {indented(_begin(layout, uniforms, "first", layout.units), 4)}
-    number = tl.load(steps + tensor){" * (program < end).to(tl.int32)" if layout.turns else ""}
+    number = tl.load(steps + tensor)
     if number > 0:
         seed, stream = tl.load(row + {AT["seed"]}).to(tl.uint32), tl.load(row + {AT["stream"]}).to(tl.uint32)
         origin = {f"tl.load(row + {AT['origin']}) + start" if layout.shared else "start"}
         again = tl.where(whole * {layout.unit} < left, 1 << whole, 0){begin}
         if whole > 0:
 {indented(pointers(layout, packed), 12)}
-            {words} = usual_load({at}, 0, {layout.unit}, False)
+            {words} = fast_load({at}, 0, {layout.unit}, False)
             for turn in range(whole):
 {indented(ahead, 16)}
-                {found}, unusual = usual_unit({words}, origin + turn * {layout.unit}, {given})
+                {found}, unusual = fast_unit({words}, origin + turn * {layout.unit}, {given})
                 if unusual:
                     again = again | (1 << turn)
                 else:
-                    usual_store({at}, {made}, turn, {layout.unit}, False){add}
+                    fast_store({at}, {made}, turn, {layout.unit}, False){add}
 {indented(on, 16)}
         turn = 0
         while again != 0:
             if (again & 1) != 0:
                 rest = left - turn * {layout.unit}
 {indented(pointers(layout, single), 16)}
-                {words} = careful_load({at}, turn, rest, True)
-                {found} = careful_unit({words}, origin + turn * {layout.unit}, rest, {given})
-                careful_store({at}, {made}, turn, rest, True){again}
+                {words} = exact_load({at}, turn, rest, True)
+                {found} = exact_unit({words}, origin + turn * {layout.unit}, rest, {given})
+                exact_store({at}, {made}, turn, rest, True){add_again}
             again = again >> 1
             turn += 1{end}
 """
@@ -271,23 +259,20 @@ def {kind}_unit({given}, left, MASKED: tl.constexpr):
     return {made}
 
 """
-        for kind, body in zip(("usual", "careful"), bodies, strict=True)
+        for kind, body in zip(("fast", "exact"), bodies, strict=True)
     )
     return f"""{units}
 @triton.jit
-def {name}(table, programs, uniforms, steps, flags, partials{"".join(f", {name}" for name in _books(layout))}):
+def {name}(table, programs, uniforms, steps, flags, partials{"".join(f", {name}" for name in _tables(layout))}):
 {indented([*begin, *(f"{total} = {value}" for total, value in totals.items())], 4)}
     unit = 0
     if whole > 0:
 {indented(pointers(layout, both[0]), 8)}
         for _ in range(whole):
-            {made} = usual_unit({given}, {layout.unit}, False)
+            {made} = fast_unit({given}, {layout.unit}, False)
             unit += 1
     if whole * {layout.unit} < left:
 {indented(pointers(layout, both[1]), 8)}
-        {made} = careful_unit({given}, left - whole * {layout.unit}, True)
+        {made} = exact_unit({given}, left - whole * {layout.unit}, True)
 {indented(end, 4)}
 """
-
-
-assert len(COLUMNS) <= WIDTH

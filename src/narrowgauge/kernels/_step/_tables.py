@@ -11,9 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from narrowgauge.kernels._beside import Beside
-from narrowgauge.kernels._launches import Fixed, Launches
-from narrowgauge.kernels._step import _gauges
+from narrowgauge.kernels._launches import CachedKernel, FixedLaunch
+from narrowgauge.kernels._step import _stats
 
 
 @dataclass(frozen=True)
@@ -22,15 +21,11 @@ class Cut:
 
     Attributes:
         slices, ends: int32, on the device: where slices of the programs begin, and where tensors begin among the
-            slices, with ends behind.
-        short: programs of short tensors.
-        turns: int32 (2,), on the device: these and all programs, if some do not measure; see `_sampling`.
+            slices, with the ends last.
     """
 
     slices: Tensor
     ends: Tensor
-    short: int
-    turns: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -46,7 +41,6 @@ class Tables:
         cut: where programs of the step are added up for gauges, if there are any.
         scratch: made on first use and kept.
         launched: by name, the launches on all of that.
-        sides: the stream beside the current one, once it was asked for.
     """
 
     rows: Tensor
@@ -56,16 +50,12 @@ class Tables:
     codebooks: Sequence[tuple[Tensor, Tensor]] = ()
     cut: Cut | None = None
     scratch: dict[str, Tensor] = field(default_factory=dict)
-    launched: dict[str, Fixed] = field(default_factory=dict)
-    sides: list[Beside] = field(default_factory=list)
+    launched: dict[str, FixedLaunch] = field(default_factory=dict)
 
-    def beside(self) -> Beside | None:
-        """A stream for some of the launches; None where there are no streams."""
-        if self.rows.device.type != "cuda":
-            return None
-        if not self.sides:
-            self.sides.append(Beside(self.rows.device))
-        return self.sides[0]
+    @property
+    def books(self) -> list[Tensor]:
+        """Values and cells, one after the other."""
+        return [tensor for pair in self.codebooks for tensor in pair]
 
     def buffer(self, name: str, dtype: torch.dtype, size: int) -> Tensor:
         if name not in self.scratch or self.scratch[name].numel() < size:
@@ -73,26 +63,26 @@ class Tables:
         return self.scratch[name]
 
     def launch(
-        self, name: str, launches: Launches, programs: int, given: tuple[Any, ...], constants: Mapping[str, Any],
-        options: Mapping[str, Any],
+        self, name: str, launches: CachedKernel, programs: int, given: tuple[Any, ...],
+        constants: Mapping[str, Any], options: Mapping[str, Any],
     ) -> None:  # fmt: skip
         """Launch a kernel; faster where the last one of this name was the same."""
         known = self.launched.get(name)
         if known is None or not known.is_of(launches, (programs,), given):
-            known = self.launched[name] = Fixed(launches, (programs,), given, constants, options)
+            known = self.launched[name] = FixedLaunch(launches, (programs,), given, constants, options)
         known()
 
 
 def cut_for_sums(programs: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """(slices, ends): where slices of a step's programs begin, and where tensors begin among slices; ends behind.
+    """(slices, ends): where slices of a step's programs begin, and where tensors begin among slices; the ends last.
 
     Args:
         programs: how many each tensor has.
     """
-    counts = -(-programs // _gauges.SLICE)
+    counts = -(-programs // _stats.SLICE)
     first, firsts = np.cumsum(programs) - programs, np.cumsum(counts) - counts
     within = np.arange(counts.sum()) - np.repeat(firsts, counts)
-    begins = np.repeat(first, counts) + within * _gauges.SLICE
+    begins = np.repeat(first, counts) + within * _stats.SLICE
     return (
         np.append(begins, programs.sum()).astype(np.int32),
         np.append(firsts, counts.sum()).astype(np.int32),

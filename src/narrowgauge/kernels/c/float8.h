@@ -1,4 +1,4 @@
-/* Numbers of float8 e4m3 and one scale a block: see Float8State in storage/_states/_blocks.py. */
+/* Numbers of float8 e4m3 and one scale a block: see Float8State in storage/_states.py. */
 
 INLINE u8 to_e4m3(float x) { /* |x| at most 448 */
     const u32 b = (u32)pattern(x), m = b & 0x7FFFFFFF;

@@ -47,7 +47,7 @@ INLINE void nearest(const float *restrict x, u8 *restrict codes, float *scale, c
 }
 #else
 INLINE void nearest(const float *restrict x, u8 *restrict codes, float *scale, const void *const *tables) {
-    table_encode(x, codes, scale, tables[0], tables[1], KIND, ZERO, FIRST);
+    codebook_encode(x, codes, scale, tables[0], tables[1], ZERO, FIRST, KIND);
 }
 #endif
 

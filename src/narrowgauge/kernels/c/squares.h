@@ -1,8 +1,7 @@
-/* The sum of squares and the largest magnitude of each stretch of a gradient, 4096 elements. A square of a float is
+/* The sum of squares and the largest magnitude of each stretch of a gradient, STRETCH elements. A square of a float is
  * exact in double. In sixteen sums, element i in sum i % 16: their order is the same everywhere, whatever the threads
- * and the width of vectors. NaN shows in the sum, an infinity in both. Of arrays compilers make loads and stores that
- * wait for each other, ten times as long; so the sums are vectors by name. */
-#define STRETCH 4096
+ * and the width of vectors. NaN shows in the sum, an infinity in both. With arrays, compilers make loads and stores
+ * that wait for each other, ten times slower, so sums are named vectors. */
 
 typedef float floats __attribute__((vector_size(64)));
 typedef i32 ints __attribute__((vector_size(64)));
@@ -40,7 +39,7 @@ INLINE void add_sixteen(const floats g, doubles *sums, floats *peaks) {
     *peaks = (floats)((size & above) | ((ints)*peaks & ~above));
 }
 
-INLINE void look_at(const GRAD *restrict x, const long n, const long ahead, double *sum, float *peak) {
+INLINE void sums_of_stretch(const GRAD *restrict x, const long n, const long ahead, double *sum, float *peak) {
     doubles sums[2] = {{0}, {0}};
     floats peaks = {0};
     long i = 0;
@@ -57,11 +56,22 @@ INLINE void look_at(const GRAD *restrict x, const long n, const long ahead, doub
     for (int j = 0; j < 16; j++) *sum += sums[j / 8][j % 8], *peak = peaks[j] > *peak ? peaks[j] : *peak;
 }
 
-void look(long n, const GRAD *grad, double *sums, float *peaks, int threads) {
+/* A list of gradients: `owners` has the gradient of each stretch, `firsts` the first stretch of each gradient. Sums and
+ * peaks are of stretches, added up in order, `squares` and `largest` of gradients. */
+void sums_of_squares(
+    long stretches, const int64_t *owners, const int64_t *firsts, const int64_t *sizes, const int64_t *addresses,
+    double *sums, float *peaks, double *squares, float *largest, int threads
+) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (long part = 0; part < (n + STRETCH - 1) / STRETCH; part++) {
-        const long left = n - part * STRETCH;
+    for (long part = 0; part < stretches; part++) {
+        const int64_t owner = owners[part], first = (part - firsts[owner]) * STRETCH, left = sizes[owner] - first;
         const long ahead = left >= STRETCH + AHEAD ? AHEAD : 0;
-        look_at(grad + part * STRETCH, left < STRETCH ? left : STRETCH, ahead, sums + part, peaks + part);
+        const GRAD *grad = (const GRAD *)addresses[owner] + first;
+        sums_of_stretch(grad, left < STRETCH ? left : STRETCH, ahead, sums + part, peaks + part);
+    }
+    for (long part = 0; part < stretches; part++) {
+        const int64_t owner = owners[part];
+        squares[owner] += sums[part];
+        largest[owner] = peaks[part] > largest[owner] ? peaks[part] : largest[owner];
     }
 }

@@ -1,17 +1,9 @@
 /* Weight storages: see storage/_weights.py, which these follow bit for bit. WORD is what a parameter's elements are
- * in memory, FROM and TO convert it, LEAST_NORMAL and MANTISSA_BITS are its format's. A part at a time. */
+ * in memory, FROM and TO convert it, WRITE a part, LEAST_NORMAL and MANTISSA_BITS are its format's. A part at a time. */
 
-#ifdef WORD_IS_BFLOAT16
-#define WRITE bfloat16_encode
-#elif defined WORD_IS_FLOAT16
-#define WRITE float16_encode
-#else
-#define WRITE float32_encode
-#endif
-
-#define READ(name, LOW) INLINE void read_##name(const WORD *restrict p, const LOW *restrict low, float *restrict w)
+#define READ(name, LOW) INLINE void name##_read(const WORD *restrict p, const LOW *restrict low, float *restrict w)
 #define ADD(name, LOW) \
-    INLINE void add_##name(WORD *restrict p, LOW *restrict low, const float *restrict w, const float *restrict delta)
+    INLINE void name##_add(WORD *restrict p, LOW *restrict low, const float *restrict w, const float *restrict delta)
 
 READ(plain, void) { EACH_OF_PART w[i] = FROM(p[i]); }
 ADD(plain, void) {
@@ -67,7 +59,7 @@ ADD(master, float) {
     WRITE(updated, p);
 }
 
-/* A bf16 word and an integer low word: see storage/_words.py. */
+/* A bf16 word and an integer low word: see storage/_weights.py. */
 INLINE float join(u16 hi, i32 offset) {
     const i32 magnitude = (i32)(hi & 0x7FFF) << 16, sum = larger(magnitude + offset, 0);
     const i32 joined = magnitude > INFINITY_PATTERN ? magnitude : smaller(sum, INFINITY_PATTERN);
@@ -88,12 +80,10 @@ INLINE float join(u16 hi, i32 offset) {
 #ifdef WORD_IS_BFLOAT16
 SPLIT(split, int16_t, 0)
 SPLIT(split8, int8_t, 8)
-#endif
 
-#ifdef WORD_IS_BFLOAT16
 /* Rounded up where a random number falls below what would be cut off: 16 of a pattern's bits. Infinity and NaN stay. */
 READ(stochastic, void) { EACH_OF_PART w[i] = FROM(p[i]); }
-INLINE void add_stochastic(
+INLINE void stochastic_add(
     u16 *restrict p, void *low, const float *restrict w, const float *restrict delta, const u32 *restrict random
 ) {
     (void)low;

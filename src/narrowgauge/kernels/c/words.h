@@ -1,9 +1,9 @@
-/* Floats as the integers that their bits are, and the narrow floats. Plain C in loops that a compiler vectorises:
+/* Floats as the integers that their bits are, and the narrow floats. Plain C in loops that a compiler vectorizes:
  * no branch depends on an element, and every loop is of one block, or of a part of one. BLOCK, the length of a block,
  * is defined by what includes this. A part is so short that a compiler unrolls its loops and keeps in registers what
  * one leaves for the next. */
 #if defined __GNUC__ && !defined __clang__
-/* A loop that copies becomes a call, or moves of another width than its neighbours': from memory, not registers. */
+/* Otherwise a copying loop becomes a call, or moves of another width: from memory, not from registers. */
 #pragma GCC optimize("no-tree-loop-distribute-patterns")
 #ifdef __AVX512FP16__
 /* gcc 12, of vectors of 16 numbers: takes a number rounded to float16 and back for the number itself. */
@@ -37,6 +37,16 @@ INLINE float number(i32 b) { float x; memcpy(&x, &b, 4); return x; }
 INLINE i32 larger(i32 a, i32 b) { return a > b ? a : b; }
 INLINE i32 smaller(i32 a, i32 b) { return a < b ? a : b; }
 INLINE int is_finite(float x) { return (pattern(x) & INFINITY_PATTERN) != INFINITY_PATTERN; }
+
+/* Makes an element of a first moment zero where a second moment of zero is no unit for it; see NormalizedState. Such
+ * a second moment is rare: one that is found is looked for again, element by element. */
+INLINE void forget_unknown(float *restrict m, const float *restrict v) {
+    if (!v) return;
+    i32 least = INFINITY_PATTERN;
+    EACH least = smaller(least, pattern(v[i]) & INFINITY_PATTERN);
+    if (least > 0) return;
+    EACH m[i] = (pattern(v[i]) & INFINITY_PATTERN) == 0 && fabsf(m[i]) >= 0x1p-58f ? 0.0f : m[i];
+}
 
 INLINE float from_float32(float x) { return x; }
 INLINE float to_float32(float x) { return x; }
@@ -91,4 +101,30 @@ INLINE void expansion_encode(const float *restrict x, u16 *restrict hi, u16 *res
         hi[i] = to_bfloat16(x[i]);
         lo[i] = to_bfloat16(is_finite(kept) ? rest : 0.0f);
     }
+}
+
+/* Codes of four bits, two a byte, the first in its lower half. */
+INLINE void pack(const u8 *restrict codes, u8 *restrict pairs) {
+    for (int i = 0; i < BLOCK / 2; i++) pairs[i] = (u8)(codes[2 * i] | codes[2 * i + 1] << 4);
+}
+
+INLINE void unpack(const u8 *restrict pairs, u8 *restrict codes, const int count) {
+    for (int i = 0; i < count / 2; i++) codes[2 * i] = pairs[i] & 0xF, codes[2 * i + 1] = pairs[i] >> 4;
+}
+
+/* In eight sums, which a vector holds: the order is the same everywhere. */
+INLINE double total(const double *restrict term) {
+    double sums[8] = {0};
+    for (int i = 0; i < BLOCK; i += 8)
+        for (int j = 0; j < 8; j++) sums[j] += term[i + j];
+    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+}
+
+/* Memory that a later part reads and writes. A processor that sees loads in order asks for what follows by itself, but
+ * stops at the end of a page, and while a block is encoded nothing is loaded at all. Nothing beyond the end of a
+ * tensor is asked for. */
+#define AHEAD 1024 /* elements */
+
+INLINE void ask_for(const unsigned char *at, const long bytes) {
+    for (long k = 0; k < bytes; k += 64) __builtin_prefetch(at + k);
 }

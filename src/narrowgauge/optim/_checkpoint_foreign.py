@@ -1,0 +1,237 @@
+"""Read checkpoints of torch.optim and of bitsandbytes; write those of torch.optim.
+
+`layout_of` finds the functions that bring a checkpoint into this library's form: groups with our options, states
+under our slots' names. They keep unknown entries; the reader drops them with a warning.
+
+**torch.optim** stores each moment as a float tensor under a name of its own (`Slot.torch_key`), in the dtype of the
+parameter. SGD and Muon count no steps. A buffer exists only after a step, so the count becomes 1. The rules
+ask only whether a step is the first; random bits of stochastic rounding start over.
+
+**The public 8-bit optimizers** (bitsandbytes) store `state1` and `state2`: uint8 codes with a scale for each 256
+elements (`absmax1`) and the map of the codes (`qmap1`), or float32 if the tensor is small. If the map is the signed
+or unsigned dynamic one, these are the tensors of our 8-bit storage, bit for bit. Their scales have no sign, ours
+may; both decode alike. Other maps (AdaGrad's sum of squares has a signed one) are decoded here. Newer versions wrap
+all of it in one more dictionary. Momentum and dampening are in `betas`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.formats import codebook
+from narrowgauge.optim._checkpoint_convert import Notes, is_lossy
+from narrowgauge.optim._options import is_number, is_whole
+from narrowgauge.optim._plan import ParamPlan
+from narrowgauge.optim._sharding import local
+from narrowgauge.storage import Quantized
+
+VERSION_KEY = "state_version"
+VERSION = 1
+
+_WRAPPED = "__bnb_optimizer_quant_state__"
+_BLOCK = 256
+# Options that change the update and that torch may lack, at the value that changes nothing.
+_NEUTRAL = {
+    "clip_updates": False,
+    "max_grad_norm": None,
+    "beta2_schedule": None,
+    "momentum": 0.0,
+    "maximize": False,
+}
+# torch's optimizers that count no steps.
+_NO_STEP = (torch.optim.SGD, torch.optim.Muon)
+
+Group = Mapping[str, Any]
+# Makes our form of a saved group: of the optimizer's name, the group's number, the live group and the saved one.
+ToGroup = Callable[[str, int, Group, Group], dict[str, Any]]
+# Makes our form of a saved state: of the parameter's plan and the state.
+ToState = Callable[[ParamPlan, Mapping[str, Any]], dict[str, Any]]
+
+
+def _our_group(optimizer: str, number: int, live: Group, saved: Group) -> dict[str, Any]:
+    version = saved.get(VERSION_KEY)
+    if not is_whole(version) or version != VERSION:
+        raise ValueError(f"state_dict: group {number} has {VERSION_KEY}={version!r}, this version reads {VERSION}")
+    for option in ("weights", "states", "block_size", "rule"):
+        if option not in saved:
+            raise ValueError(f"state_dict: group {number} has no {option!r}, got {sorted(map(str, saved))}")
+    block_size = saved["block_size"]
+    if not is_whole(block_size) or block_size < 1:
+        raise ValueError(
+            f"state_dict: group {number} has block_size={block_size!r}, takes an integer of at least 1"
+        )
+    if not isinstance(saved["rule"], str):
+        raise ValueError(f"state_dict: group {number} has rule={saved['rule']!r}, takes the name of a rule")
+    return dict(saved)
+
+
+def _our_state(plan: ParamPlan, entry: Mapping[str, Any]) -> dict[str, Any]:
+    for key, value in entry.items():
+        if not isinstance(value, Tensor) and not is_number(value):
+            shown = f"{value}" if isinstance(value, int | float) else f"a {type(value).__name__}"
+            raise ValueError(f"state_dict: {key!r} of {plan.name} is {shown}, takes a tensor or a number")
+    return dict(entry)
+
+
+def _foreign(live: Group, saved: Group, storage: str) -> dict[str, Any]:
+    # Their moments are those of our rule of the same name, except for LARS: our momentum averages gradients scaled
+    # to the weights; those of torch's SGD and bitsandbytes' LARS do not.
+    rule = "sgd" if live["rule"] == "lars" else live["rule"]
+    return {**saved, "weights": "plain", "states": storage, "block_size": _BLOCK, "rule": rule}
+
+
+def _torch_group(optimizer: str, number: int, live: Group, saved: Group) -> dict[str, Any]:
+    if saved.get("amsgrad") is True:
+        raise ValueError(
+            f"state_dict: group {number} was written with amsgrad=True, {optimizer} has no max_exp_avg_sq; "
+            "takes amsgrad=False"
+        )
+    group = dict(saved)
+    if "decoupled_weight_decay" not in live:
+        group.pop("decoupled_weight_decay", None)
+    return _foreign(live, group, "fp32")
+
+
+def _torch_state(plan: ParamPlan, entry: Mapping[str, Any]) -> dict[str, Any]:
+    slots = [s.slot for s in (*plan.slots, *plan.inactive)]
+    ours = {slot.torch_key: slot.name for slot in slots if slot.torch_key is not None}
+    if any(key in entry and entry[key] is None for key in ours):
+        return {}  # torch writes None for a parameter without a step
+    for slot in (s.slot for s in plan.slots):
+        if slot.torch_key is not None and slot.torch_key not in entry:
+            raise ValueError(f"state_dict: {plan.name} has no {slot.torch_key!r}, got {sorted(entry)}")
+    state = {ours.get(key, key): _moment(value) if key in ours else value for key, value in entry.items()}
+    return {"step": 1.0, **_our_state(plan, state)}
+
+
+def _moment(value: Any) -> Any:
+    floats = isinstance(value, Tensor) and value.is_floating_point()
+    return value.detach().to(torch.float32) if floats else value
+
+
+def _bnb_group(optimizer: str, number: int, live: Group, saved: Group) -> dict[str, Any]:
+    group = {key: value for key, value in saved.items() if key in (*live, "params", "initial_lr")}
+    if "dampening" in live:
+        betas = saved.get("betas")
+        if not isinstance(betas, list | tuple) or len(betas) != 2:
+            raise ValueError(f"state_dict: group {number} has betas={betas!r:.100}, takes momentum and dampening")
+        group["momentum"], group["dampening"] = betas
+        group.pop("eps", None)  # always 0 there, and unused
+    return _foreign(live, group, "8bit")
+
+
+def _is_vector(x: Any, count: int) -> bool:
+    """Whether x is a vector of `count` finite float32 numbers."""
+    return (
+        isinstance(x, Tensor) and x.shape == (count,) and x.dtype == torch.float32 and bool(torch.isfinite(x).all())
+    )
+
+
+def _bnb_state(plan: ParamPlan, entry: Mapping[str, Any]) -> dict[str, Any]:
+    wrapped = entry.get(_WRAPPED, {})
+    if not isinstance(wrapped, Mapping):
+        raise ValueError(f"state_dict: {_WRAPPED!r} of {plan.name} is a {type(wrapped).__name__}, takes a dict")
+    saved = {**entry, **wrapped}
+    for key in (_WRAPPED, "unorm_vec"):  # the second is scratch space
+        saved.pop(key, None)
+    state = {}
+    for number, slot in enumerate((s.slot for s in plan.slots), start=1):
+        if f"state{number}" not in saved:
+            raise ValueError(
+                f"state_dict: {plan.name} has no 'state{number}' for {slot.name!r}, got {sorted(saved)}"
+            )
+        codes = saved.pop(f"state{number}")
+        values, scales = saved.pop(f"qmap{number}", None), saved.pop(f"absmax{number}", None)
+        if not isinstance(codes, Tensor) or codes.dtype != torch.uint8:
+            state[slot.name] = _moment(codes)
+        elif not _is_vector(values, 256) or not _is_vector(scales, -(-codes.numel() // _BLOCK)):
+            raise ValueError(
+                f"state_dict: 'state{number}' of {plan.name} is not block-wise (no qmap{number}, or no "
+                f"absmax{number} for each {_BLOCK} elements); takes states in blocks of {_BLOCK}, or in float32"
+            )
+        elif torch.equal(values.cpu(), codebook("dynamic", slot.signed)):
+            state[f"{slot.name}.codes"], state[f"{slot.name}.scales"] = codes, scales
+        else:
+            state[slot.name] = Quantized(codes, scales, values, _BLOCK).dequantize()
+    return _our_state(plan, {**saved, **state})
+
+
+def layout_of(given: Mapping[str, Any]) -> tuple[ToGroup, ToState]:
+    """What brings a checkpoint's groups and states into our form, by the library that wrote it."""
+    if any(VERSION_KEY in group for group in given["param_groups"]):
+        return _our_group, _our_state
+    if any(_WRAPPED in entry or "state1" in entry for entry in given["state"].values()):
+        return _bnb_group, _bnb_state
+    return _torch_group, _torch_state
+
+
+@torch.no_grad()
+def export_to_torch(
+    kind: type,
+    options: Collection[str],
+    plans: Sequence[tuple[Tensor, ParamPlan]],
+    groups: Sequence[Group],
+    state: Mapping[Tensor, Mapping[str, Tensor]],
+) -> tuple[dict[str, Any], Notes]:
+    """A state_dict for torch's optimizer of the same name, and what it cannot hold.
+
+    Each moment is decoded to float32 under torch's name for it. torch casts it to the parameter's dtype when it
+    loads it. It has no low words: it goes on from the parameters alone.
+
+    Args:
+        kind: the optimizer's class.
+        options: names of all options of this optimizer; other entries of a group are exported as they are.
+        plans: its parameters, in the order of its groups.
+        groups, state: its groups and states.
+
+    Raises:
+        ValueError: if torch has no optimizer of this name.
+    """
+    namesake = _namesake(kind)
+    taken = inspect.signature(namesake).parameters
+    notes = Notes()
+    identities = {p: number for number, (p, _) in enumerate(plans)}
+    exported = []
+    for number, group in enumerate(groups):
+        known = {k: v for k, v in group.items() if k not in options or k in taken}
+        exported.append({**known, "params": [identities[p] for p in group["params"]]})
+        for option, neutral in _NEUTRAL.items():
+            if option in group and option not in taken and group[option] != neutral:
+                notes.add(f"dropped {option}={group[option]!r}", f"group {number}")
+    states: dict[int, dict[str, Tensor]] = {}
+    for p, plan in plans:
+        own = state.get(p)
+        # Before its first step torch's SGD must find no buffer, so there is nothing to export.
+        if not own or (issubclass(namesake, _NO_STEP) and not own["step"]):
+            continue
+        entry: dict[str, Tensor] = {}
+        if not issubclass(namesake, _NO_STEP):
+            entry["step"] = own["step"].to("cpu", copy=True)
+        for slot in plan.with_inactive(own).slots:  # torch keeps a momentum that is off, too
+            if slot.slot.torch_key is not None:
+                moment = torch.empty_like(p, dtype=torch.float32)
+                local(moment).copy_(slot.decode(own, local(p).shape))
+                entry[slot.slot.torch_key] = moment
+        if entry:
+            states[identities[p]] = entry
+        if plan.weight_key is not None and is_lossy(plan.weight, local(p), own[plan.weight_key]):
+            notes.add(f"dropped {plan.weight_key!r} of weights={plan.weight.name!r}", plan.name)
+    return {"state": states, "param_groups": exported}, notes
+
+
+def _namesake(kind: type) -> type[torch.optim.Optimizer]:
+    """torch's optimizer with the name of the class, or of its nearest base that has a namesake."""
+    for base in kind.__mro__:
+        found = getattr(torch.optim, base.__name__, None)
+        if (
+            isinstance(found, type)
+            and issubclass(found, torch.optim.Optimizer)
+            and found is not torch.optim.Optimizer
+        ):
+            return found
+    raise ValueError(f"torch_state_dict: torch.optim has no {kind.__name__}; Adam, AdamW, SGD, Adagrad, Muon work")

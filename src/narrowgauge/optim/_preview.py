@@ -1,0 +1,124 @@
+"""What an optimizer shows to gauges: one parameter as its next step finds it, and the moments it will make.
+
+A step has its new moments in registers, and leaves only their codes. So `preview` computes them once more, by the
+specification that kernels match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.optim._eager import Noise, encode_moments, next_number, operands, with_gradient, with_sums
+from narrowgauge.optim._plan import ParamPlan, ParamStep
+from narrowgauge.optim._sharding import local, local_gradient
+from narrowgauge.optim._tracing import elementwise
+from narrowgauge.rules import ClipUpdates, Scalar
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterView:
+    """A parameter, its gradient and its state: of a sharded one what lies on this rank.
+
+    Attributes:
+        plan: its rule and its storages.
+        whole: the parameter, as the optimizer's groups have it.
+        state: its state; empty before its first step.
+        group: its hyperparameters.
+        clipping: what the last step multiplied gradients by because of `max_grad_norm`, after unscaling: 0-d; None
+            without a limit, or before the first step.
+    """
+
+    plan: ParamPlan
+    whole: Tensor
+    state: Mapping[str, Tensor]
+    group: Mapping[str, Any]
+    clipping: Tensor | None
+
+    @property
+    def p(self) -> Tensor:
+        """The parameter here."""
+        return local(self.whole)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """Its gradient here, as it lies in memory; None without one."""
+        found: Tensor | None = local_gradient(self.whole, self.whole.grad)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedMoment:
+    """A moment as a step makes it, and as it is kept.
+
+    Attributes:
+        slot: the equation's letter.
+        format: the storage's name.
+        exact: float32, in the parameter's shape, or flat if it is a sample.
+        codes: uint8, in the same shape, one a byte.
+        kept: what the codes stand for, float32, in the same shape.
+        correction: what the equation divides the moment by because it began at zero; 1 where it does not.
+        eps: what the equation adds to the root of the second moment; None in rules that do not divide a first
+            moment by one.
+    """
+
+    slot: str
+    format: str
+    exact: Tensor
+    codes: Tensor
+    kept: Tensor
+    correction: Scalar
+    eps: float | None
+
+    def dequantize(self) -> Tensor:
+        """What the codes stand for."""
+        return self.kept
+
+
+def preview(
+    view: ParameterView, inverse: Tensor | None, sample: Callable[[Tensor], Tensor]
+) -> list[QuantizedMoment]:
+    """The quantized moments that the next step will make of a parameter with a gradient.
+
+    Args:
+        view: the parameter.
+        inverse: what a loss scaler has asked the step to multiply gradients by; None for nothing.
+        sample: gives the items of a tensor that belong to a sample of whole blocks. Rules that do not treat each
+            element by itself are given all of the parameter.
+    """
+    plan, p, grad, group = view.plan, view.p, view.grad, view.group
+    assert grad is not None
+    if isinstance(plan.rule, ClipUpdates):  # it changes no moment
+        plan = replace(plan, rule=plan.rule.rule)
+    state = dict(view.state) or plan.init(p, group)
+    if elementwise(plan, group):
+        keys = {*(key for slot in plan.slots for _, key in slot.keys), plan.weight_key}
+        p, grad = sample(p), sample(grad)
+        state = {key: sample(x) if key in keys else x for key, x in state.items()}
+    if inverse is not None:
+        grad = grad.to(torch.float32) * inverse.to(grad.device)
+    step = with_gradient(ParamStep(plan.index, plan, group, p, grad, state), None)
+    number = next_number(step)
+    read = operands(step, number)
+    scalars = with_sums(plan, read)
+    _, made = plan.rule.update(read.arithmetic, read.weight, read.grad, read.moments, scalars)
+    moments = {name: moment.to(torch.float32) for name, moment in made.items()}
+    new, _ = encode_moments(plan, moments, Noise(group["seed"], plan.index, number, p))
+    corrections = {"m": scalars.get("correction1", 1.0), "v": scalars.get("correction2", 1.0)}
+    return [
+        QuantizedMoment(
+            slot=slot.slot.name,
+            format=slot.storage.name,
+            exact=moments[slot.slot.name],
+            codes=slot.storage.codes(slot.tensors(new), p.shape),
+            kept=slot.decode(new, p.shape),
+            correction=corrections.get(slot.slot.name, 1.0),
+            eps=float(scalars["eps"]) if "correction1" in scalars else None,
+        )
+        for slot in plan.slots
+        if slot.storage.quantized
+    ]

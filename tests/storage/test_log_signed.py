@@ -1,0 +1,146 @@
+"""Logarithmic codes with a sign against their definition in exact integers, and what they promise."""
+
+import numpy as np
+import pytest
+import torch
+from coded_states import Coded
+
+encode, decode = (getattr(Coded.of(8, signed=True), name) for name in ("encode", "decode"))
+
+F = np.float32
+
+
+def data(decades: float, shape=(64, 256), seed: int = 0) -> torch.Tensor:
+    """Normals times 10^u, u uniform over some decades."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator) * 10 ** (
+        torch.rand(shape, generator=generator) * decades - decades / 2
+    )
+
+
+def pattern(x: np.ndarray | np.float32) -> np.ndarray:
+    return np.asarray(x, F).view(np.int32).astype(np.int64)
+
+
+def oracle(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """One block, by the module's definition: codes and decoded values, element by element."""
+    magnitude = np.abs(x)
+    magnitude[magnitude < F(2.0**-126)] = 0
+    if not magnitude.any():
+        return np.zeros(len(x), np.uint8), np.zeros(len(x), F)
+    top, least = magnitude.max(), magnitude[magnitude > 0].min()
+    c = min(max(F(8) * least, top * F(2.0**-24), F(2.0**-126)), F(2) * top)
+    c = F(2.0 ** np.floor(np.log2(np.float64(c))))
+    lo, hi = int(pattern(c)), int(pattern(top + c))
+    rate = F(127 * 65536) / F(hi - lo)
+    step = F(hi - lo) / F(127)
+    out, values = np.zeros(len(x), np.uint8), np.zeros(len(x), F)
+    for i, m in enumerate(magnitude):
+        if m == 0:
+            continue
+        fine = int(F(max(int(pattern(m + c)) - lo, 0)) * rate)
+        k = 127 if m == top else min((fine + 32768) >> 16, 127)
+        value = top if k == 127 else np.int32(lo + int(np.rint(F(k) * step))).view(F) - c
+        out[i], values[i] = k + (128 if x[i] < 0 and k > 0 else 0), -value if x[i] < 0 else value
+    return out, values
+
+
+@pytest.mark.parametrize("decades", [0, 2, 7, 30])
+def test_codes_and_values_are_those_of_the_definition(decades: int) -> None:
+    x = data(decades, (6, 50))
+    x[0, 3] = 0.0
+    x[1] = 0.0
+    x[2, :] = x[2, 0]
+    found, ranges = encode(x, 50)
+    values = decode(found, ranges, 50)
+    for row in range(len(x)):
+        wanted, decoded = oracle(x[row].numpy().copy())
+        assert np.array_equal(found[row].numpy(), wanted)
+        assert np.array_equal(values[row].numpy(), decoded)
+
+
+@pytest.mark.parametrize("decades", [0, 2, 6, 12])
+def test_what_is_kept_exactly_and_how_far_the_rest_is_off(decades: int) -> None:
+    x = data(decades)
+    x[5, 7] = 0.0
+    x[6] = 0.0
+    found, ranges = encode(x, 256)
+    again = decode(found, ranges, 256)
+    magnitude = x.abs()
+    top = magnitude.amax(dim=1, keepdim=True)
+    assert torch.equal(again[magnitude == top], x[magnitude == top])
+    assert not again[x == 0].any()
+    assert torch.equal(torch.sign(again) * (again != 0), torch.sign(x) * (again != 0))
+    error = (again.double() - x.double()).abs()
+    assert (error <= magnitude).all()
+    lo, hi = ranges[:, 0].view(torch.int32), (ranges[:, 0] + ranges[:, 1]).view(torch.int32)
+    width = ranges[:, :1].double() * ((hi - lo).double() / 127 / 2**23)[:, None]
+    below = magnitude + width < ranges[:, :1]  # equal steps up to c
+    assert (error <= width / 2 * 1.00001)[below].all()
+
+
+def test_symmetries() -> None:
+    x = data(4)
+    found, ranges = encode(x, 256)
+    scaled, scaled_ranges = encode(x * 2.0**-20, 256)
+    assert torch.equal(scaled, found)
+    assert torch.equal(scaled_ranges, ranges * 2.0**-20)
+    negated, _ = encode(-x, 256)
+    assert torch.equal(negated ^ found, torch.where((found & 127) > 0, 128, 0).byte())
+    again = decode(found, ranges, 256).gather(1, x.argsort(dim=1))
+    assert (again.diff(dim=1) >= 0).all()
+
+
+@pytest.mark.parametrize("block", [1, 3, 64, 1000, 10**6])
+def test_blocks_of_any_size_and_a_short_last_one(block: int) -> None:
+    x = data(3, (7, 101))
+    found, ranges = encode(x, block)
+    assert found.shape == x.shape
+    again = decode(found, ranges, block)
+    flat = x.reshape(-1)
+    for first in range(0, flat.numel(), block):
+        one = flat[first : first + block]
+        assert torch.equal(again.reshape(-1)[first : first + block], decode(*encode(one, block), block))
+    empty, none = encode(torch.zeros(0, 4), block)
+    assert (empty.shape, none.shape) == ((0, 4), (0, 2))
+
+
+def test_what_is_no_number_stays_in_its_place() -> None:
+    x = data(1, (4, 32))
+    clean = decode(*encode(x, 32), 32)
+    x[0, 3], x[1, 4], x[2, 5] = float("nan"), float("inf"), -float("inf")
+    x[3] = 0.0
+    x[3, 0] = float("inf")
+    again = decode(*encode(x, 32), 32)
+    assert again[0, 3] == 0
+    assert again[1, 4] == x[1, torch.arange(32) != 4].abs().max()
+    assert again[2, 5] == -x[2, torch.arange(32) != 5].abs().max()
+    assert again[3, 0] == torch.finfo(torch.float32).max
+    assert not again[3, 1:].any()
+    assert torch.isfinite(again).all()
+    others = torch.ones_like(x, dtype=torch.bool)
+    others[0, 3] = others[1, 4] = others[2, 5] = False
+    others[3] = False
+    # The block's largest or least may have been what was replaced; within a step all else is as before.
+    assert ((again - clean).abs() <= 0.5 * clean.abs() + 1e-3)[others].all()
+
+
+@pytest.mark.parametrize("scale", [2.0**-126, 1.5 * 2.0**-120, 1e-30, 1.0, 1e30, 2.0**126, 3.0e38])
+def test_the_ends_of_float32(scale: float) -> None:
+    x = (torch.tensor([[1.0, 0.75, 0.5, 0.0, 2.0**-20, 2.0**-40]], dtype=torch.float64) * scale).to(torch.float32)
+    again = decode(*encode(x, 6), 6)
+    assert torch.isfinite(again).all()
+    assert again[0, 0] == x[0, 0]
+    assert again[0, 3] == 0
+    assert not again[x < 2.0**-126].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("decades", [0, 6, 12])
+def test_a_gpu_gives_the_same_codes_and_values(decades: int) -> None:
+    x = data(decades, (300, 1000))
+    here, ranges = encode(x, 256)
+    there, there_ranges = encode(x.cuda(), 256)
+    assert torch.equal(there.cpu(), here)
+    assert torch.equal(there_ranges.cpu(), ranges)
+    assert torch.equal(decode(there, there_ranges, 256).cpu(), decode(here, ranges, 256))
