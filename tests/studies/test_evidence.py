@@ -168,6 +168,7 @@ def test_results_of_all_sources_are_used() -> None:
         "state_codecs",
         "memory",
         "optimizer_step",
+        "optimizers_small",
         "watch",
         "peers_linear",
         "data_parallel_2",

@@ -17,7 +17,7 @@ import torch
 from narrowgauge import recipes as recipe_book
 from narrowgauge import trainers
 from narrowgauge.cli._crew import Crew
-from narrowgauge.cli._display import Display, complain
+from narrowgauge.cli._display import Display, asked_to_stop, complain
 from narrowgauge.cli._environment import describe_environment, find_device, out_of_memory
 from narrowgauge.cli._report import write_report
 from narrowgauge.cli._results import assemble, set_aside, write_results
@@ -97,7 +97,8 @@ def compare(options: CompareOptions, command: str) -> int:
     try:
         with display:
             tokens = _prepare(options, display, facts)
-            _train_all(options, tokens, device, crew, record)
+            with asked_to_stop(display.say, "stopping after this step, with the runs that are complete") as asked:
+                _train_all(options, tokens, device, crew, record, asked)
     except KeyboardInterrupt:
         status = 130
     if not crew.first:
@@ -242,15 +243,25 @@ def _model(options: CompareOptions, tokens: TokenizedCorpus, seed: int) -> torch
 
 
 def _train_all(
-    options: CompareOptions, tokens: TokenizedCorpus, device: torch.device, crew: Crew, record: Record
+    options: CompareOptions,
+    tokens: TokenizedCorpus,
+    device: torch.device,
+    crew: Crew,
+    record: Record,
+    asked: list[int],
 ) -> None:
     windows = trainers.validation_windows(tokens.validation, options.sequence, options.validation_windows)
     display, count = record.display, len(record.tasks)
     display.plan(count, options.steps, options.batch * options.sequence)
 
+    def stop_if_asked() -> None:
+        if asked:
+            raise KeyboardInterrupt
+
     def on_step(number: int, loss: float) -> None:
         display.step(number, loss)
         crew.beat()
+        stop_if_asked()
 
     for number in crew.numbers(count):
         name, seed = record.tasks[number]
@@ -277,3 +288,4 @@ def _train_all(
     if crew.first:
         for runs in crew.rest(count):
             record.keep(runs)
+            stop_if_asked()

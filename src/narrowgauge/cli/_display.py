@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from types import FrameType, TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -54,6 +55,35 @@ def make_progress(console: Console) -> Progress:
 def complain(text: str) -> None:
     """A line on stderr, where errors go."""
     print(f"narrowgauge: {text}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def asked_to_stop(say: Callable[[str], None], answer: str) -> Iterator[list[int]]:
+    """A list that is no longer empty once Ctrl-C or SIGTERM came; a second one ends at once.
+
+    Python drops a KeyboardInterrupt that reaches it inside a finalizer; a list keeps it.
+
+    Args:
+        say: prints a line.
+        answer: what to print at the first one.
+    """
+    asked: list[int] = []
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+        say(f"{answer}; once more to stop at once")
+
+    before: dict[signal.Signals, Any] = {}
+    with contextlib.suppress(ValueError):  # not the main thread: whoever runs this has other ways to stop it
+        for each in (signal.SIGINT, signal.SIGTERM):
+            before[each] = signal.signal(each, ask)
+    try:
+        yield asked
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 class Display:

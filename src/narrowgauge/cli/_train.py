@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
-from collections.abc import Iterator
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from rich.progress import TaskID
 
-from narrowgauge.cli._display import STAGES, complain, make_console, make_progress
+from narrowgauge.cli._display import STAGES, asked_to_stop, complain, make_console, make_progress
 from narrowgauge.cli._environment import find_device, out_of_memory
 from narrowgauge.trainers import TrainSettings, fit
 from narrowgauge.trainers._team import Team, processes
@@ -29,7 +27,7 @@ def train(settings: TrainSettings) -> int:
     """
     display = TrainDisplay()
     try:
-        with processes(find_device(settings.device)) as device, display, _asked_to_stop(display) as asked:
+        with processes(find_device(settings.device)) as device, display, asked_to_stop(display.say, "stopping after this step, with a checkpoint") as asked:
             outcome = fit(settings, device, display, lambda: bool(asked))
             first = Team.of(settings).first
     except RuntimeError as error:
@@ -50,28 +48,6 @@ def train(settings: TrainSettings) -> int:
         return 130
     display.say(f"validation loss {outcome.validation_loss:.4f}\n{settings.out}")
     return 0
-
-
-@contextlib.contextmanager
-def _asked_to_stop(display: TrainDisplay) -> Iterator[list[int]]:
-    """A list that is no longer empty once Ctrl-C or SIGTERM came; a second one ends at once."""
-    asked: list[int] = []
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(number)
-        display.say("stopping after this step, with a checkpoint; once more to stop at once")
-
-    before: dict[signal.Signals, Any] = {}
-    with contextlib.suppress(ValueError):  # not the main thread: whoever runs this has other ways to stop it
-        for each in (signal.SIGINT, signal.SIGTERM):
-            before[each] = signal.signal(each, ask)
-    try:
-        yield asked
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
 
 
 class TrainDisplay:
