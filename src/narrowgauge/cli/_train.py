@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from types import TracebackType
-from typing import Any
 
 from rich.progress import TaskID
 
@@ -27,7 +26,11 @@ def train(settings: TrainSettings) -> int:
     """
     display = TrainDisplay()
     try:
-        with processes(find_device(settings.device)) as device, display, asked_to_stop(display.say, "stopping after this step, with a checkpoint") as asked:
+        with (
+            processes(find_device(settings.device)) as device,
+            display,
+            asked_to_stop(display.say, "stopping after this step, with a checkpoint") as asked,
+        ):
             outcome = fit(settings, device, display, lambda: bool(asked))
             first = Team.of(settings).first
     except RuntimeError as error:
