@@ -22,7 +22,11 @@ from narrowgauge.storage import _states
 from narrowgauge.trainers import presets
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "guides").glob("*.md")),
+]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -62,6 +66,43 @@ def test_the_axes_on_the_front_page_are_the_programs() -> None:
         assert float(cell) == pytest.approx(
             Recipe("", "", torch.float32, states=name).byte_breakdown()["states"], rel=5e-3
         )
+
+
+def test_the_choice_of_a_recipe_is_that_of_the_committed_results() -> None:
+    lost = json.loads((ROOT / "studies" / "results" / "bytes_and_loss_h200.json").read_text())
+    losses: dict[str, dict[int, float]] = {}
+    for run in lost["runs"]:
+        losses.setdefault(run["row"], {})[run["seed"]] = run["validation_loss"]
+    timed = json.loads((ROOT / "studies" / "results" / "collage_throughput_h200.json").read_text())["runs"]
+    measured = {run["row"]: run for run in timed if run["kind"] == "GPT-6.7B"}
+    rows_of = {
+        "adamw8bit-split8": ("split8 + log8", "adamw8bit-split8"),
+        "collage-plus": ("C", "C"),
+        "collage-light": ("B", "B"),
+        "master": ("D", "D"),
+        "bf16": ("A", "A"),
+    }
+
+    def difference(row: str) -> str:
+        found = [loss - losses["D"][seed] for seed, loss in losses[row].items()]
+        assert len(found) == 3
+        return f"{sum(found) / len(found):+.4f}"
+
+    table = {cells[1].strip("`"): cells[2:] for cells in rows("start.md") if len(cells) == 6 and "`" in cells[1]}
+    assert list(table) == list(rows_of)
+    for recipe, (loss, step) in rows_of.items():
+        run = measured[step]
+        assert table[recipe] == [
+            f"{recipes.get(recipe).bytes_per_parameter():.2f}".removesuffix(".00"),
+            "–" if loss == "D" else difference(loss),
+            f"{run['optimizer_ms']:.1f} ms",
+            f"{run['peak_memory'] / 1e9:.0f} GB",
+        ]
+    text = " ".join((ROOT / "docs" / "start.md").read_text().split())
+    assert f"torch's fused fp32 AdamW {measured['torch fused, fp32']['optimizer_ms']:.1f} ms" in text
+    assert f"The seeds of `master` end {max(losses['D'].values()) - min(losses['D'].values()):.2f} apart" in text
+    narrower = recipes.get("adamw6bit-split8").bytes_per_parameter()
+    assert f"takes {narrower:.2f} and ends at {difference('split8 + log4/log8')}" in text
 
 
 def test_the_recipe_table_is_the_programs() -> None:
