@@ -1,9 +1,9 @@
 """Draw tables and pictures from the committed results of `narrowgauge compare` and of `narrowgauge bench`.
 
-    python benchmarks/render.py            # rewrites README.md, pages of docs, and docs/*.png
+    python benchmarks/render.py            # rewrites pages of docs, and docs/*.png
     python benchmarks/render.py --check    # only says whether the pages are what the results say
 
-What is drawn stands between markers. In README.md each names its results file, `<!-- table:
+What is drawn stands between markers. In docs/compare.md each names its results file, `<!-- table:
 benchmarks/results/NAME.json -->`; for docs/speed.md see `_steps.py`, for
 docs/which_linear.md `_layers.py`, for small tables elsewhere `_small_tables.py`.
 """
@@ -67,7 +67,7 @@ def origin(results: dict[str, Any]) -> str:
 
 
 def rendered(text: str) -> str:
-    """README.md with every marked table drawn anew."""
+    """docs/compare.md with every marked table drawn anew."""
 
     def draw(match: re.Match[str]) -> str:
         return match[1] + table(json.loads((ROOT / match[2]).read_text())) + match[3]
@@ -76,12 +76,12 @@ def rendered(text: str) -> str:
 
 
 def main() -> int:
-    readme, steps_page, layers_page = ROOT / "README.md", DOCS / "speed.md", DOCS / "which_linear.md"
+    comparison, steps_page, layers_page = DOCS / "compare.md", DOCS / "speed.md", DOCS / "which_linear.md"
     steps, layers = _steps.found(ROOT / "benchmarks" / "results"), _layers.found(ROOT / "benchmarks" / "results")
     small = [DOCS / page for page, _, _ in _small_tables.TABLES.values()]
-    was = {path: path.read_text() for path in (readme, steps_page, layers_page, *small)}
+    was = {path: path.read_text() for path in (comparison, steps_page, layers_page, *small)}
     now = {
-        readme: rendered(was[readme]),
+        comparison: rendered(was[comparison]),
         steps_page: _steps.rendered(was[steps_page], steps),
         layers_page: _layers.rendered(was[layers_page], layers),
         **{
@@ -100,7 +100,7 @@ def main() -> int:
         return 0 if now == was and all(path.is_file() for path in pictures) else 1
     for path, text in now.items():
         path.write_text(text)
-    for _, name, _ in MARKED.findall(was[readme]):
+    for _, name, _ in MARKED.findall(was[comparison]):
         save_picture(json.loads((ROOT / name).read_text()), DOCS / Path(name).with_suffix(".png").name)
     for path, draw in pictures.items():
         draw(path)
