@@ -296,6 +296,35 @@ def test_the_tables_of_compare_and_speed_are_those_of_the_committed_results() ->
     ]
 
 
+def test_measured_pages_begin_with_the_answer_that_their_results_give() -> None:
+    lists = json.loads((ROOT / "benchmarks" / "results" / "optimizers_h200.json").read_text())["lists"]
+    big, gpt2 = (
+        {name: row.get("ms_per_1e9") for name, row in lists[of]["rows"].items()} for of in ("big", "gpt2-medium")
+    )
+    answer = " ".join((ROOT / "docs" / "speed.md").read_text().partition("\n## ")[0].split())
+    assert (
+        f"takes {big['AdamW8bit, defaults']:.2f} ms for 10⁹ parameters, torch's fused AdamW "
+        f"{big['torch AdamW fused, bf16']:.2f} ms in bf16 and {big['torch AdamW fused, fp32']:.2f} ms in fp32, "
+        f"bitsandbytes' AdamW8bit {big['bitsandbytes AdamW8bit']:.1f} ms"
+    ) in answer
+    recipe, flash = "recipe adamw8bit-split8", "FlashAdamW"
+    assert f"`adamw8bit-split8` takes {big[recipe]:.2f} ms, FlashOptim's FlashAdamW {big[flash]:.2f} ms" in answer
+    assert f"292 tensors the recipe takes {gpt2[recipe]:.2f} ms, FlashAdamW {gpt2[flash]:.1f} ms" in answer
+    on_cpu = json.loads((ROOT / "benchmarks" / "results" / "optimizers_cpu.json").read_text())["lists"]["matrix"][
+        "rows"
+    ]
+    bf16 = on_cpu["AdamW bf16"]["ms"] / on_cpu["torch AdamW fused, bf16"]["ms"]
+    eight = on_cpu["AdamW8bit, defaults"]["ms"] / on_cpu["torch AdamW fused, fp32"]["ms"]
+    assert f"bf16 takes {bf16:.2f} of the time of torch's fused step, and `AdamW8bit` {eight:.1f} times" in answer
+
+    text = (ROOT / "docs" / "which_linear.md").read_text()
+    answer = " ".join(text.partition("<!-- linear -->")[0].split())
+    (first, *_) = re.findall(r"\*\*SWITCHBACK e4m3\*\* \| (\S+ to \S+) times as fast", text)
+    (second, *_) = re.findall(r"\*\*TENSORWISE_FP8 e4m3\*\* \| (\S+ to \S+) times as fast", text)
+    assert f"it is {first} times as fast as `nn.Linear`" in answer
+    assert f"`TENSORWISE_FP8` is {second} times as fast" in answer
+
+
 def test_the_front_page_says_how_near_memory_plans_are() -> None:
     rows = json.loads((ROOT / "benchmarks" / "results" / "memory_h200.json").read_text())["rows"]
     count, percent = len(rows), max(100 * abs(row["ratio"] - 1) for row in rows)
