@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from torch.utils.hooks import RemovableHandle
 
+from narrowgauge._torch_private import optimizer_hooks
 from narrowgauge.distributed._offload_buffers import HostBuffers, HostParameter
 from narrowgauge.optim import Description, NarrowOptimizer
 from narrowgauge.optim._checkpoint import check_form
@@ -341,10 +342,10 @@ class CPUOffload(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state of `inner`, tensors on the CPU."""
         self._prepare()
-        for before in self._optimizer_state_dict_pre_hooks.values():
+        for before in optimizer_hooks(self, "state_dict_pre"):
             before(self)
         found = self.inner.state_dict()
-        for after in self._optimizer_state_dict_post_hooks.values():
+        for after in optimizer_hooks(self, "state_dict_post"):
             changed = after(self, found)
             found = found if changed is None else changed
         return found
@@ -359,12 +360,12 @@ class CPUOffload(torch.optim.Optimizer):
         check_form(state_dict)
         self._prepare()
         given = dict(state_dict)
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
+        for before in optimizer_hooks(self, "load_state_dict_pre"):
             changed = before(self, given)
             given = given if changed is None else changed
         self.inner.load_state_dict(given)
         self._take_options()
-        for after in self._optimizer_load_state_dict_post_hooks.values():
+        for after in optimizer_hooks(self, "load_state_dict_post"):
             after(self)
 
     def __getstate__(self) -> NoReturn:
