@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.distributed._compressed_fused import passes_of
-from narrowgauge.distributed._compressed_passes import EagerPasses, Task
+from narrowgauge.distributed._compressed_passes import EagerPasses, Reduction, passes_of
 
 RANKS = (2, 4, 8, 64)
 _TOGETHER = 20  # launches between two events; a GPU is kept busy until all of them are queued
@@ -18,14 +17,14 @@ _BUSY = 40_000_000  # cycles
 _EAGER_ON_CPU = 1 << 20  # elements; more take seconds
 
 
-def task_of(hook: Any, bucket: Any, ranks: int) -> Task:
+def task_of(hook: Any, bucket: Any, ranks: int) -> Reduction:
     """The bucket as the hook hands it to its passes."""
     buffer = bucket.buffer()
     plan = hook._plan(bucket.index(), bucket.parameters(), buffer.dtype, ranks)
-    return Task(hook._wire, plan.layout, hook._memory, buffer, 0, 1)
+    return Reduction(hook._codec, plan.layout, hook._feedback, buffer, 0, 1)
 
 
-def codec_row(task: Task, copied: float, repeats: int, device: torch.device) -> dict[str, float]:
+def codec_row(task: Reduction, copied: float, repeats: int, device: torch.device) -> dict[str, float]:
     """Milliseconds of each pass, bytes it has to move a second, and that as a share of a copy's.
 
     Args:
@@ -44,7 +43,9 @@ def codec_row(task: Task, copied: float, repeats: int, device: torch.device) -> 
     return row | {f"{ranks} ranks pay below GB/s": bandwidth(task, row, ranks) for ranks in RANKS}
 
 
-def passes_ms(task: Task, make: Callable[[Task], Any], repeats: int, device: torch.device) -> dict[str, float]:
+def passes_ms(
+    task: Reduction, make: Callable[[Reduction], Any], repeats: int, device: torch.device
+) -> dict[str, float]:
     """The median milliseconds of encode, add and finish."""
     passes, ranks = make(task), task.layout.ranks
     sent = passes.encode()
@@ -82,15 +83,15 @@ def copy_speed(device: torch.device) -> float:
     return 2 * x.nbytes / median_ms(lambda: y.copy_(x), 9, device) * 1e3
 
 
-def moved_bytes(task: Task, ranks: int) -> dict[str, float]:
+def moved_bytes(task: Reduction, ranks: int) -> dict[str, float]:
     """Bytes that each pass reads and writes at least, on so many ranks."""
-    elements, wire = float(sum(piece.numel for piece in task.layout.compressed)), task.wire
+    elements, wire = float(sum(piece.numel for piece in task.layout.compressed)), task.codec
     message = wire.bits / 8 + 4 / wire.block_size
     grad = task.buffer.element_size()
-    memory = 0 if task.memory is None else task.memory.dtype.itemsize
-    total = 0 if task.memory is None else 4 / ranks
+    memory = 0 if task.feedback is None else task.feedback.dtype.itemsize
+    total = 0 if task.feedback is None else 4 / ranks
     # With a memory the last pass reads again what the first one has encoded, and scales once more.
-    again = 0 if task.memory is None else grad + 2 * memory + message + total + 4 / wire.block_size
+    again = 0 if task.feedback is None else grad + 2 * memory + message + total + 4 / wire.block_size
     return {
         "encode": elements * (grad + memory + message),
         "add": elements * (message + message / ranks + total),
@@ -98,7 +99,7 @@ def moved_bytes(task: Task, ranks: int) -> dict[str, float]:
     }
 
 
-def bandwidth(task: Task, row: dict[str, float], ranks: int) -> float:
+def bandwidth(task: Reduction, row: dict[str, float], ranks: int) -> float:
     """GB/s of a rank's link, below which codes beat bf16 on so many ranks.
 
     The first and the last pass take what they take whatever the number of ranks; the one between moves other bytes.
@@ -106,5 +107,5 @@ def bandwidth(task: Task, row: dict[str, float], ranks: int) -> float:
     here, there = (moved_bytes(task, count)["add"] for count in (task.layout.ranks, ranks))
     codec = row["encode_ms"] + row["finish_ms"] + row["add_ms"] * there / here
     elements = sum(piece.numel for piece in task.layout.compressed)
-    saved = 2 * (ranks - 1) / ranks * elements * (2 - task.wire.bits / 8 - 4 / task.wire.block_size)
+    saved = 2 * (ranks - 1) / ranks * elements * (2 - task.codec.bits / 8 - 4 / task.codec.block_size)
     return float(saved / codec / 1e6)

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowgauge.distributed import compressed_allreduce_hook
-from narrowgauge.kernels import _launches, _messages
+from narrowgauge.kernels import _allreduce, _launches
 
 WEIGHT, VECTOR = (64, 64), (64,)
 BUCKETS = {
@@ -124,15 +124,15 @@ def without_ranks(nothing: Nothing) -> None:
 
 def through_triton(nothing: Nothing) -> None:
     """Triton's passes from here on, whose launches find a kernel that does nothing."""
-    from narrowgauge.distributed import _compressed_fused as fused
+    from narrowgauge.distributed import _compressed_passes as fused
 
-    for launches in vars(_messages).values():
+    for launches in vars(_allreduce).values():
         if isinstance(launches, _launches.CachedKernel):
             launches._known = nothing  # type: ignore[assignment]
     launching: Any = _launches
     launching.current_device = lambda: -1  # a torch with CUDA asks the driver, which need not be there
     replaced: Any = fused
-    replaced.CMessages = _messages.TritonMessages
+    replaced.CAllreduce = _allreduce.TritonAllreduce
     fused._kernels.cache_clear()
 
 

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from narrowgauge import formats
 from narrowgauge.distributed._compressed_layout import Layout
-from narrowgauge.distributed._compressed_memory import Memory
-from narrowgauge.distributed._compressed_passes import EagerPasses, Passes, Task
-from narrowgauge.distributed._compressed_wire import Wire
+from narrowgauge.distributed._compressed_passes import AllreducePasses, BlockCodec, EagerPasses, Reduction
+from narrowgauge.distributed._error_feedback import ErrorFeedback
 
 SIZES = (4096, 1, 777, 5000, 300)
 EXEMPT = (False, False, True, False, False)
@@ -41,12 +40,12 @@ class Team:
         out: what came out of it, by rank.
     """
 
-    wire: Wire
+    wire: BlockCodec
     ranks: int
     memory: torch.dtype | None
     sizes: tuple[int, ...] = SIZES
     exempt: tuple[bool, ...] = EXEMPT
-    memories: list[Memory | None] = field(default_factory=list)
+    memories: list[ErrorFeedback | None] = field(default_factory=list)
     sent: list[Tensor] = field(default_factory=list)
     summed: list[Tensor] = field(default_factory=list)
     out: list[Tensor] = field(default_factory=list)
@@ -54,13 +53,15 @@ class Team:
     def __post_init__(self) -> None:
         keys = [f"p.{number}" for number in range(len(self.sizes))]
         self.layout = Layout.of(keys, self.sizes, self.exempt, self.ranks, self.wire.block_size)
-        self.memories = [None if self.memory is None else Memory(self.memory) for _ in range(self.ranks)]
+        self.memories = [None if self.memory is None else ErrorFeedback(self.memory) for _ in range(self.ranks)]
 
-    def take(self, step: int, gradients: list[Tensor], passes: Callable[[Task], Passes] = EagerPasses) -> None:
+    def take(
+        self, step: int, gradients: list[Tensor], passes: Callable[[Reduction], AllreducePasses] = EagerPasses
+    ) -> None:
         """One reduction."""
         self.out = [grads.clone() for grads in gradients]
         tasks = [
-            Task(self.wire, self.layout, memory, buffer, rank, step)
+            Reduction(self.wire, self.layout, memory, buffer, rank, step)
             for rank, (memory, buffer) in enumerate(zip(self.memories, self.out, strict=True))
         ]
         every = [passes(task) for task in tasks]
@@ -120,5 +121,5 @@ def gradients(step: int, ranks: int, dtype: torch.dtype, kind: str, sizes: tuple
     return made
 
 
-def wire_of(codebook: str, block: int, rounding: Any = "nearest", seed: int = 5 + (9 << 32)) -> Wire:
-    return Wire(CODEBOOKS[codebook], block, rounding, seed)
+def wire_of(codebook: str, block: int, rounding: Any = "nearest", seed: int = 5 + (9 << 32)) -> BlockCodec:
+    return BlockCodec(CODEBOOKS[codebook], block, rounding, seed)

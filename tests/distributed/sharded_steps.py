@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import narrowgauge as ng
-from narrowgauge.distributed._checkpoint_state import local_piece
+from narrowgauge.distributed._checkpoint._state import local_chunk
 from narrowgauge.optim import _engine
 from narrowgauge.optim._engine import Engine
 
@@ -100,7 +100,7 @@ def fsdp(ps: dict[str, nn.Parameter], mesh: DeviceMesh) -> dict[str, Any]:
 
 def cut(p: Any, whole: Tensor) -> Tensor:
     """What a rank has of a whole tensor, cut as its parameter is."""
-    piece = local_piece("p", p.detach())
+    piece = local_chunk("p", p.detach())
     if piece is None:
         return whole.new_empty(p.to_local().shape)
     _, offsets, sizes = piece

@@ -128,9 +128,9 @@ def test_one_that_cannot_be_read_for_a_while_is_not_the_newest_afterwards(run: P
 
 def test_a_link_to_a_folder_that_is_not_there_is_no_new_run(tmp_path: Path) -> None:
     (tmp_path / "run").symlink_to(tmp_path / "not mounted")
-    with pytest.raises(ValueError, match=r"directory: got .*run, a link to what is not there, takes a folder"):
+    with pytest.raises(ValueError, match=r"directory must be a folder, got .*run, a link to what is not there"):
         latest_checkpoint(tmp_path / "run")
-    with pytest.raises(ValueError, match=r"directory: got .*run, a link to what is not there, takes a folder"):
+    with pytest.raises(ValueError, match=r"directory must be a folder, got .*run, a link to what is not there"):
         save_checkpoint(tmp_path / "run", model=Net(), optimizer=None, step=1)
 
 
@@ -168,9 +168,9 @@ def test_a_half_written_one_is_named_and_cleared_by_the_next_save(run: Path) -> 
 
 def test_two_savers_at_once_both_succeed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One saves the same step while the other is in the middle of it: neither clears or writes over the other."""
-    from narrowgauge.distributed import _checkpoint_write
+    from narrowgauge.distributed._checkpoint import _save
 
-    real, inner = _checkpoint_write.write_tensors, []
+    real, inner = _save.write_tensors, []
 
     def slow(*args: Any) -> Any:
         if not inner:
@@ -179,7 +179,7 @@ def test_two_savers_at_once_both_succeed(run: Path, monkeypatch: pytest.MonkeyPa
             assert latest_checkpoint(run) == inner[1]  # the one in the middle is no half-written one
         return real(*args)
 
-    monkeypatch.setattr(_checkpoint_write, "write_tensors", slow)
+    monkeypatch.setattr(_save, "write_tensors", slow)
     outer = save_checkpoint(run, model=Net(), optimizer=None, step=8, keep_last=9)
     assert (inner[1].name, outer.name) == ("step-000000008", "step-000000008-1")
     assert latest_checkpoint(run) == outer
@@ -308,7 +308,9 @@ def test_another_model_or_optimizer_is_named(run: Path) -> None:
     with pytest.raises(ValueError, match="optimizer: got 2 groups, the checkpoint has 1"):
         load_checkpoint(newest(run), model=net, optimizer=groups)
     alone = save_checkpoint(run, model=net, optimizer=None, step=11)
-    with pytest.raises(ValueError, match="optimizer: the checkpoint was saved with optimizer=None, takes None"):
+    with pytest.raises(
+        ValueError, match="optimizer must be None for a checkpoint that was saved with optimizer=None"
+    ):
         load_checkpoint(alone, model=net, optimizer=optimizer)
 
 
@@ -326,13 +328,13 @@ def test_where_the_optimizer_refuses_the_model_is_put_back(run: Path) -> None:
 
 
 def test_the_folder_of_all_is_no_checkpoint(run: Path) -> None:
-    with pytest.raises(ValueError, match=r"path: got .*run, a folder of checkpoints; takes one of them"):
-        load_checkpoint(run, model=Net(), optimizer=None)
-    with pytest.raises(ValueError, match=r"path: got .*none, which is no folder; takes a checkpoint"):
-        load_checkpoint(run / "none", model=Net(), optimizer=None)
     with pytest.raises(
-        ValueError, match=r"directory: got .*latest, which is a file, takes a folder of checkpoints"
+        ValueError, match=r"path must be one checkpoint, got .*run, a folder of checkpoints; see latest"
     ):
+        load_checkpoint(run, model=Net(), optimizer=None)
+    with pytest.raises(ValueError, match=r"path must be a checkpoint, got .*none, which is no folder"):
+        load_checkpoint(run / "none", model=Net(), optimizer=None)
+    with pytest.raises(ValueError, match=r"directory must be a folder, got .*latest, which is a file"):
         latest_checkpoint(run / "latest")
-    with pytest.raises(ValueError, match=r"directory: got .*latest, which is a file"):
+    with pytest.raises(ValueError, match=r"directory must be a folder, got .*latest, which is a file"):
         save_checkpoint(run / "latest", model=Net(), optimizer=None, step=1)

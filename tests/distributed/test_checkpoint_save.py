@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -15,19 +16,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpointed import KIND, KINDS, Net, contents, made, ours, train
+from checkpointed import DIM, KIND, KINDS, Net, contents, made, ours, train
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowgauge as ng
 from narrowgauge.distributed import (
+    DamagedCheckpointError,
     LoadedCheckpoint,
-    _checkpoint_save,
     export_checkpoint,
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
     save_checkpoint_async,
 )
+from narrowgauge.distributed._checkpoint import _save
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -61,6 +64,70 @@ def test_extra_comes_back_as_it_was(tmp_path: Path) -> None:
     assert math.copysign(1, got["scheduler"][7][3]) == -1
 
 
+def test_numbers_that_are_not_finite_are_valid_json(tmp_path: Path) -> None:
+    """Bare NaN and Infinity are not JSON. Manifests of earlier releases have them, and are read."""
+    net, optimizer = made("torch AdamW")
+    optimizer.param_groups[0]["lr"] = math.inf
+    extra = {"losses": [1.5, math.nan, math.inf, -math.inf], math.inf: (math.nan,)}
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    path = save_checkpoint(tmp_path, model=net, optimizer=optimizer, step=0, extra=extra)
+    said = json.loads((path / "checkpoint.json").read_text(), parse_constant=refuse)
+    got = load_checkpoint(path, model=net, optimizer=optimizer).extra
+    assert repr(got) == repr(extra)
+    assert optimizer.param_groups[0]["lr"] == math.inf
+    # As before: the bare words, in the checksum too.
+    said["values"]["extra"] = {"dict": [["losses", [math.nan, -math.inf]]]}
+    del said["sha256"]
+    digest = hashlib.sha256(json.dumps(said, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    (path / "checkpoint.json").write_text(json.dumps({**said, "sha256": digest}))
+    assert repr(load_checkpoint(path, model=net, optimizer=None).extra) == "{'losses': [nan, -inf]}"
+
+
+class Copies(TorchDispatchMode):
+    """Records the device of each copy that an operation makes of a tensor of some shape."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape, self.devices = shape, list[Any]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default) and args[0].shape == self.shape:
+            self.devices.append((kwargs or {}).get("device", "its own"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_loading_copies_no_weight_on_its_device(tmp_path: Path) -> None:
+    """A model that barely fits on its GPU can resume: what a failed load restores is on the host."""
+    net = Net()
+    path = save_checkpoint(tmp_path, model=net, optimizer=None, step=0)
+    with Copies((33, DIM)) as copies:
+        load_checkpoint(path, model=net, optimizer=None)
+    assert copies.devices == [torch.device("cpu")]
+
+
+def test_a_file_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resuming reads the newest checkpoint for its checksums once, unless it has changed in between."""
+    net = Net()
+    save_checkpoint(tmp_path, model=net, optimizer=None, step=0)
+    hashed, digest = [], hashlib.file_digest
+    monkeypatch.setattr(
+        hashlib, "file_digest", lambda file, name: (hashed.append(file.name), digest(file, name))[1]
+    )
+    path = latest_checkpoint(tmp_path)
+    assert path is not None
+    load_checkpoint(path, model=net, optimizer=None)
+    assert len(hashed) == 1
+    file = path / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match="was changed: its checksum is another"):
+        load_checkpoint(path, model=net, optimizer=None)
+
+
 def same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         return a.dtype == b.dtype and a.shape == b.shape and bool((a.float() == b.float()).all())
@@ -84,7 +151,7 @@ def test_random_states_come_back_if_asked_for(tmp_path: Path) -> None:
     load_checkpoint(path, model=net, optimizer=None, random_states=True)
     assert draw() == wanted
     without = save_checkpoint(tmp_path, model=net, optimizer=None, step=1)
-    with pytest.raises(ValueError, match=r"random_states: got True, .* has none of rank 0"):
+    with pytest.raises(ValueError, match=r"random_states=True needs a checkpoint .* has none of rank 0"):
         load_checkpoint(without, model=net, optimizer=None, random_states=True)
 
 
@@ -177,7 +244,7 @@ def test_the_export_is_what_torch_loads(kind: str, tmp_path: Path) -> None:
     loaded.load_state_dict(whole["optimizer"])
     assert train(fresh, loaded, range(3, 6)) == wanted
     assert (whole["step"], whole["extra"][0].tolist()) == (3, [1.0, 1.0])
-    with pytest.raises(ValueError, match=r"file: got .*whole\.pt, which exists, takes the name of a new file"):
+    with pytest.raises(ValueError, match=r"file must be the name of a new file, got .*whole\.pt, which exists"):
         export_checkpoint(path, file)
 
 
@@ -208,13 +275,13 @@ def test_saving_beside_training_saves_what_was(tmp_path: Path) -> None:
 
 
 def test_training_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go, real = threading.Event(), _checkpoint_save.write_checkpoint
+    go, real = threading.Event(), _save.write_checkpoint
 
     def slow(job: Any) -> Path:
         assert go.wait(20)
         return real(job)
 
-    monkeypatch.setattr(_checkpoint_save, "write_checkpoint", slow)
+    monkeypatch.setattr(_save, "write_checkpoint", slow)
     pending = save_checkpoint_async(tmp_path, model=Net(), optimizer=None, step=0)
     assert not pending.done()
     assert latest_checkpoint(tmp_path) is None
@@ -223,28 +290,42 @@ def test_training_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest
     assert latest_checkpoint(tmp_path) == pending.wait()
 
 
-def test_an_error_beside_training_is_not_lost(tmp_path: Path) -> None:
+def test_an_error_beside_training_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     net = Net()
-    with pytest.raises(ValueError, match=r"directory: got .*file, which is a file"):
+    with pytest.raises(ValueError, match=r"directory must be a folder, got .*file, which is a file"):
         save_checkpoint_async(tmp_path / "file", model=net, optimizer=None, step=0)
-    pending = save_checkpoint_async(tmp_path / "file" / "below", model=net, optimizer=None, step=0)
     with pytest.raises(NotADirectoryError):
-        save_checkpoint_async(tmp_path, model=net, optimizer=None, step=1)  # nobody had asked for the first
-    with pytest.raises(NotADirectoryError):
+        save_checkpoint_async(tmp_path / "file" / "below", model=net, optimizer=None, step=0)
+
+    def full(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_save, "write_tensors", full)
+        pending = save_checkpoint_async(tmp_path, model=net, optimizer=None, step=0)
+        with pytest.raises(OSError, match="No space left"):
+            save_checkpoint_async(tmp_path, model=net, optimizer=None, step=1)  # the first's error, not seen yet
+    with pytest.raises(OSError, match="No space left"):
         pending.wait()
     assert save_checkpoint_async(tmp_path, model=net, optimizer=None, step=2).wait().name == "step-000000002"
 
 
 REFUSED = {
-    "step": ({"step": -1}, "step: got -1, takes a number of steps, 0 or more"),
-    "step, bool": ({"step": True}, "step: got True, takes a number"),
-    "keep_last": ({"keep_last": 0}, "keep_last: got 0, takes 1 or more, or None for all"),
-    "timeout": ({"timeout": 0}, "timeout: got 0, takes seconds above 0"),
-    "extra": ({"extra": {"a": [1, object()]}}, r"extra\['a'\]\[1\]: got object, takes None, bool"),
-    "extra, key": ({"extra": {(1, 2): 3}}, r"extra: got a key \(1, 2\) of type tuple, takes str or int"),
-    "dtype": ({"extra": torch.ones(2, dtype=torch.complex64)}, r"extra: got a tensor of torch\.complex64"),
-    "sparse": ({"extra": torch.eye(2).to_sparse()}, r"extra: got a tensor of torch\.float32 \(torch\.sparse_coo"),
+    "step": ({"step": -1}, "step must be an integer of at least 0, got -1"),
+    "step, bool": ({"step": True}, "step must be an integer of at least 0, got True"),
+    "keep_last": ({"keep_last": 0}, "keep_last must be an integer of at least 1, or None for all, got 0"),
+    "timeout": ({"timeout": 0}, "timeout must be above 0 seconds, got 0"),
+    "extra": ({"extra": {"a": [1, object()]}}, r"extra\['a'\]\[1\] must be None, bool, int, .*, got object"),
+    "extra, key": ({"extra": {(1, 2): 3}}, r"extra: keys must be str or int, got \(1, 2\) of type tuple"),
+    "dtype": (
+        {"extra": torch.ones(2, dtype=torch.complex64)},
+        r"extra must be a dense tensor .* got torch\.complex64",
+    ),
+    "sparse": (
+        {"extra": torch.eye(2).to_sparse()},
+        r"extra must be a dense tensor .* got torch\.float32 \(torch\.sparse_coo",
+    ),
 }
 
 
@@ -257,7 +338,9 @@ def test_what_cannot_be_saved_is_refused_by_name(arguments: dict, message: str, 
 
 def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
     optimizer = ng.optim.AdamW(Net().parameters())
-    with pytest.raises(ValueError, match=r"optimizer: parameter 0 of group 0, of shape \(33, 24\), is none of the"):
+    with pytest.raises(
+        ValueError, match=r"optimizer: parameter 0 of group 0, of shape \(33, 24\), is not the model"
+    ):
         save_checkpoint(tmp_path, model=Net(), optimizer=optimizer, step=0)
 
 
@@ -339,7 +422,7 @@ def test_the_program_ends_when_the_last_one_is_written(tmp_path: Path) -> None:
         "import sys, time, torch, narrowgauge as ng\n"
         "assert not {'torch.distributed.checkpoint', 'narrowgauge.distributed'} & sys.modules.keys()\n"
         "assert 'distributed' in dir(ng) and ng.distributed.save_checkpoint\n"
-        "from narrowgauge.distributed import _checkpoint_save as saving\n"
+        "from narrowgauge.distributed._checkpoint import _save as saving\n"
         "real = saving.write_checkpoint\n"
         "saving.write_checkpoint = lambda job: (time.sleep(0.3), real(job))[1]\n"
         "saving.save_checkpoint_async(sys.argv[1], model=torch.nn.Linear(2, 2), optimizer=None, step=5)\n"
@@ -355,8 +438,8 @@ def test_a_relative_folder_is_where_the_process_was(tmp_path: Path, monkeypatch:
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "here")
     # The thread is busy until the process has gone elsewhere.
-    gone, real = threading.Event(), _checkpoint_save.write_checkpoint
-    monkeypatch.setattr(_checkpoint_save, "write_checkpoint", lambda job: (gone.wait(20), real(job))[1])
+    gone, real = threading.Event(), _save.write_checkpoint
+    monkeypatch.setattr(_save, "write_checkpoint", lambda job: (gone.wait(20), real(job))[1])
     pending = save_checkpoint_async("run", model=net, optimizer=optimizer, step=1)
     monkeypatch.chdir(tmp_path / "there")
     gone.set()

@@ -13,12 +13,19 @@ import pytest
 import torch
 from compressed_passes import Team, differences, gradients, wire_of
 
-from narrowgauge.distributed import _compressed_fused as fused
-from narrowgauge.distributed._compressed_fused import FusedPasses, kernels_of, passes_of, path_of
-from narrowgauge.distributed._compressed_memory import Memory
-from narrowgauge.distributed._compressed_passes import EagerPasses, Passes, Task
+from narrowgauge.distributed import _compressed_passes as fused
+from narrowgauge.distributed._compressed_passes import (
+    AllreducePasses,
+    EagerPasses,
+    FusedPasses,
+    Reduction,
+    kernels_of,
+    passes_of,
+    path_of,
+)
+from narrowgauge.distributed._error_feedback import ErrorFeedback
 from narrowgauge.kernels import _c_library
-from narrowgauge.kernels._message_kind import Kind
+from narrowgauge.kernels._allreduce_key import AllreduceKey
 
 CPU = torch.device("cpu")
 # Codebook, block, rounding, gradients, memory, ranks. Every choice, and blocks that no vector divides.
@@ -42,7 +49,7 @@ def team(name: str, **options: Any) -> Team:
     return Team(wire_of(codebook, block, rounding), ranks, memory, **options)
 
 
-def in_c(task: Task) -> Passes:
+def in_c(task: Reduction) -> AllreducePasses:
     passes = passes_of(task)
     assert isinstance(passes, FusedPasses)  # or this would compare the eager passes with themselves
     return passes
@@ -69,12 +76,14 @@ def test_c_has_the_bits_of_eager_torch(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value", "ignore:overflow")
 def test_triton_has_the_bits_of_eager_torch(name: str, device: torch.device) -> None:
     pytest.importorskip("triton", reason="triton is not installed: kernels cannot be run")
-    from narrowgauge.kernels._messages import TritonMessages
+    from narrowgauge.kernels._allreduce import TritonAllreduce
 
     _, block, rounding, dtype, memory, _ = VARIANTS[name]
     eager, fast = team(name, **SMALL), team(name, **SMALL)
     wire = eager.wire
-    kernels = TritonMessages(Kind(wire.coder(CPU), block, wire.bits, rounding == "stochastic", dtype, memory))
+    kernels = TritonAllreduce(
+        AllreduceKey(wire.coder(CPU), block, wire.bits, rounding == "stochastic", dtype, memory)
+    )
     for step, kind in enumerate(BAD[:3]):
         given = [x.to(device) for x in gradients(step, eager.ranks, dtype, kind, SMALL["sizes"])]
         eager.take(step, given)
@@ -85,7 +94,7 @@ def test_triton_has_the_bits_of_eager_torch(name: str, device: torch.device) -> 
 @pytest.mark.parametrize("passes", [EagerPasses, in_c])
 @pytest.mark.parametrize("name", ["default", "4 bits stochastic", "searched"])
 def test_what_was_applied_and_what_is_remembered_is_all_there_was(
-    name: str, passes: Callable[[Task], Passes]
+    name: str, passes: Callable[[Reduction], AllreducePasses]
 ) -> None:
     """Ranks times means, summed over steps, and all memories, are the sum of all gradients; in float64."""
     codebook, block, rounding, dtype, _, ranks = VARIANTS[name]
@@ -117,7 +126,7 @@ def test_memories_are_written_at_the_end() -> None:
     given = gradients(1, 2, torch.bfloat16, "plain")
     buffers = [x.clone() for x in given]
     for rank, (memory, buffer) in enumerate(zip(one.memories, buffers, strict=True)):
-        passes = in_c(Task(one.wire, one.layout, memory, buffer, rank, 1))
+        passes = in_c(Reduction(one.wire, one.layout, memory, buffer, rank, 1))
         sent = passes.encode()
         passes.add(sent)
     assert all(torch.equal(a[key], b[key]) for a, b in zip(before, one.errors(), strict=True) for key in a)
@@ -159,10 +168,10 @@ def test_a_mean_that_does_not_fit_keeps_what_was_remembered() -> None:
 
 
 def test_who_takes_what_and_why() -> None:
-    memory = Memory(torch.float32)
+    memory = ErrorFeedback(torch.float32)
     assert path_of(wire_of("dynamic", 256), memory, torch.bfloat16, CPU) == ("fused C", "")
     large = path_of(wire_of("dynamic", 8192), memory, torch.bfloat16, CPU)
-    assert large == ("eager torch", "not fused: block_size 8192; takes up to 4096")
+    assert large == ("eager torch", "not fused: block_size 8192 is above 4096")
     other = path_of(wire_of("dynamic", 256), None, torch.float32, torch.device("meta"))
     assert other == ("eager torch", "not fused: no kernels for meta")
     assert "gradients of torch.float64" in path_of(wire_of("dynamic", 256), None, torch.float64, CPU)[1]
@@ -187,14 +196,14 @@ def test_kernels_are_made_once() -> None:
     wire = wire_of("dynamic", 256)
     one = kernels_of(wire, None, torch.float32, CPU)
     assert kernels_of(wire, None, torch.float32, CPU) is one
-    assert kernels_of(wire, Memory(torch.float32), torch.float32, CPU) is not one
+    assert kernels_of(wire, ErrorFeedback(torch.float32), torch.float32, CPU) is not one
 
 
 @pytest.mark.slow
 def test_all_kinds_compile_for_hopper_without_spills() -> None:
     """What the interpreter lets pass the compiler may refuse; it needs no GPU."""
     pytest.importorskip("triton", reason="triton is not installed: kernels cannot be compiled")
-    script = Path(__file__).resolve().parents[2] / "benchmarks" / "compile_messages.py"
+    script = Path(__file__).resolve().parents[2] / "benchmarks" / "compile_allreduce.py"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, str(script), "--every"], env=environment, capture_output=True, text=True, check=False

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowgauge.distributed import CompressedAllReduce, _compressed_hook, compressed_allreduce_hook
-from narrowgauge.distributed import _compressed_fused as fused
+from narrowgauge.distributed import CompressedAllReduce, _compressed_allreduce, compressed_allreduce_hook
+from narrowgauge.distributed import _compressed_passes as fused
 from narrowgauge.distributed._compressed_layout import Layout
 
 # Triton's interpreter warns where kernels divide by a scale of zero.
@@ -70,9 +70,9 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """Triton's kernels are interpreted, on the CPU as well."""
     if request.param == "Triton":
         pytest.importorskip("triton", reason="triton is not installed: kernels cannot be run")
-        from narrowgauge.kernels import _messages
+        from narrowgauge.kernels import _allreduce
 
-        monkeypatch.setattr(fused, "CMessages", _messages.TritonMessages)
+        monkeypatch.setattr(fused, "CAllreduce", _allreduce.TritonAllreduce)
     return str(request.param)
 
 
@@ -201,7 +201,7 @@ def test_a_plan_is_made_once_and_again_for_other_parameters() -> None:
     first, second = hook._plans[0], hook._plans[1]
     take(hook, model, ["a b", "c"], 1)
     assert (hook._plans[0], hook._plans[1]) == (first, second)
-    assert hook._plans[0].layout.told is first.layout.told
+    assert hook._plans[0].layout.scratch is first.layout.scratch
     take(hook, model, ["a", "b c"], 2)
     assert [piece.numel for piece in hook._plans[0].layout.compressed] == [400]
     assert [piece.numel for piece in hook._plans[1].layout.compressed] == [210, 297]
@@ -268,7 +268,7 @@ def test_on_a_gpu_all_stages_are_launched_beside_at_once(monkeypatch: pytest.Mon
         def __exit__(self, *error: object) -> None:
             told.append("ends")
 
-    monkeypatch.setattr(_compressed_hook, "Beside", Side)
+    monkeypatch.setattr(_compressed_allreduce, "Beside", Side)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.futures, "Future", lambda devices=None: SimpleNamespace(set_result=told_of(told)))
     hook, buffer = compressed_allreduce_hook(), torch.zeros(3)
@@ -334,7 +334,7 @@ def test_errors_of_another_model_are_refused_after_steps_too() -> None:
     (key,) = (key for key, x in state["memory"].items() if x.numel() == 400)
     state["memory"][key] = torch.zeros(5)
     hook.load_state_dict(state)
-    with pytest.raises(ValueError, match="has 5 errors, takes 400; it is another model's"):
+    with pytest.raises(ValueError, match="must have 400 errors, got 5: it is another model's"):
         take(hook, model, ["a", "c"], 1)
 
 

@@ -332,14 +332,14 @@ def test_groups_of_ranks_reduce_among_themselves(runs: Runs) -> None:
         # Each pair had what two ranks alone have.
         assert same(one["groups"]["out"], two[rank % 2]["variants"]["default"]["out"])
         assert same(one["groups"]["errors"], two[rank % 2]["variants"]["default"]["errors"])
-        assert one["groups"]["error"].startswith("process_group: got ")
+        assert one["groups"]["error"].startswith("process_group must be one that this rank is in")
 
 
 def test_what_a_backward_pass_refuses(runs: Runs) -> None:
     for one in runs(2):
-        assert one["refused"]["second model"].startswith("bucket: holds a parameter that is new; takes one ")
-        assert one["refused"]["state"].startswith("state: got 7, takes None")
-        assert "float32.0 has 5 errors, takes 12297" in one["refused"]["foreign"]
+        assert one["refused"]["second model"].startswith("bucket: got a new parameter; each ")
+        assert one["refused"]["state"].startswith("state must be None, got 7")
+        assert "float32.0 must have 12297 errors, got 5" in one["refused"]["foreign"]
 
 
 def test_the_scenarios_have_what_they_say(tmp_path: Path) -> None:

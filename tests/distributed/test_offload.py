@@ -14,8 +14,8 @@ from checkpointed import DIM, KINDS, Net, train
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.distributed import CPUOffload, _offload_pieces, load_checkpoint, save_checkpoint
-from narrowgauge.distributed._offload_lanes import host_tensors
+from narrowgauge.distributed import CPUOffload, _offload_buffers, load_checkpoint, save_checkpoint
+from narrowgauge.distributed._offload_buffers import host_tensors
 
 OPTIONS: dict[str, tuple[torch.dtype, Callable[..., Any], dict[str, Any]]] = {
     "AdamW": (torch.float32, ng.optim.AdamW, {}),
@@ -43,7 +43,7 @@ class DelayedEvent:
         self._copies = None
 
 
-class DelayedLane:
+class DelayedStreams:
     """A device whose copies happen as late as they may: to the host when waited for, back when the step ends."""
 
     def __init__(self, device: torch.device) -> None:
@@ -66,14 +66,11 @@ class DelayedLane:
             there.data.copy_(here)
         self._sent.clear()
 
-    def settle(self) -> None:
-        pass
-
 
 @pytest.fixture(params=["at once", "delayed"])
 def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "delayed":
-        monkeypatch.setattr(_offload_pieces, "Lane", DelayedLane)
+        monkeypatch.setattr(_offload_buffers, "CopyStreams", DelayedStreams)
     return request.param
 
 
@@ -384,15 +381,15 @@ def test_what_is_refused() -> None:
     net = Net()
     with pytest.raises(TypeError, match=r"optimizer: got torch\.optim\.adamw\.AdamW"):
         CPUOffload(torch.optim.AdamW, net.parameters())
-    with pytest.raises(ValueError, match="transfer: got 'never'"):
+    with pytest.raises(ValueError, match="transfer must be 'backward', 'step' or None, got 'never'"):
         CPUOffload(ng.optim.AdamW, net.parameters(), transfer="never")
-    with pytest.raises(ValueError, match="gradients: got 'lost'"):
+    with pytest.raises(ValueError, match="gradients must be 'kept' or 'freed', got 'lost'"):
         CPUOffload(ng.optim.AdamW, net.parameters(), gradients="lost")
-    with pytest.raises(ValueError, match="gradients: got 'freed', takes 'kept' with transfer='step'"):
+    with pytest.raises(ValueError, match="gradients must be 'kept' with transfer='step'"):
         CPUOffload(ng.optim.AdamW, net.parameters(), gradients="freed", transfer="step")
     with pytest.raises(ValueError, match="weights: 'split8' takes bfloat16"):
         CPUOffload(ng.optim.AdamW, net.parameters(), weights="split8")
-    with pytest.raises(ValueError, match="x is on meta, takes CUDA devices and the CPU"):
+    with pytest.raises(ValueError, match="x must be on a CUDA device or the CPU, got meta"):
         CPUOffload(ng.optim.AdamW, [("x", nn.Parameter(torch.empty(3, device="meta")))])
     mine = CPUOffload(ng.optim.AdamW, net.named_parameters())
     loss_of(net, 0).backward()

@@ -59,7 +59,7 @@ def test_steps_are_those_of_the_cpu(kind: str, gradients: Any) -> None:
         plain.step()
     for p, q in zip(there.parameters(), here.parameters(), strict=True):
         assert torch.equal(p.cpu(), q)
-    assert all(piece.host.is_pinned() for piece in mine._pieces.by_parameter.values())
+    assert all(entry.host.is_pinned() for entry in mine._buffers.by_parameter.values())
 
 
 def test_accumulation_and_gradients_that_were_written_to() -> None:

@@ -1,15 +1,14 @@
-"""Where the gradients of a bucket stand in a matrix with a row a rank.
+"""Where the gradients of a bucket stand in a matrix with one row for each rank.
 
-Each parameter is cut into shards by itself, all as long as each other and in whole blocks, and rank r sums the
-r-th shard of every parameter. The matrix of a bucket has one row a rank: the shards of its parameters, side by
-side.
+Each parameter is cut into shards of equal length, in whole blocks, and rank r sums the r-th shard of every
+parameter. The bucket's matrix has one row a rank: the shards of its parameters, side by side.
 
-Why not cut the bucket instead? DistributedDataParallel builds its buckets anew after the first step, in the
-order in which gradients came, and a training that resumes begins with the first ones again. A shard that is a
-parameter's own makes all that follows (blocks, scales, random bits, who sums what, whose memory an error goes
-to) a function of the parameter and not of the bucket it happens to travel in.
+Why not cut the bucket instead? DistributedDataParallel rebuilds its buckets after the first step, in the order in
+which gradients arrived, and a resumed run begins with the first ones again. With shards of parameters everything
+that follows (blocks, scales, random bits, who sums what, whose residual an error belongs to) depends on the
+parameter and not on the bucket in which it travels.
 
-The price is padding: up to a block a rank behind each parameter, nothing where a parameter has a multiple of
+The price is padding: up to a block a rank after each parameter, and none where a parameter has a multiple of
 ranks x block_size elements, as matrices usually do.
 """
 
@@ -24,13 +23,13 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Piece:
+class BucketEntry:
     """A parameter in a bucket.
 
     Attributes:
         key: its name among the hook's parameters.
         begin, end: its elements in the bucket's flat buffer.
-        column: of the matrix, where its shards begin.
+        column: where its shards begin in a row of the matrix.
         width: elements of a shard, a multiple of the block size; 0 if it is exempt.
     """
 
@@ -49,7 +48,7 @@ class Piece:
         return rows[:, self.column : self.column + self.width]
 
     def views(self, rows: Tensor, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pairs of views, of a matrix (ranks, ...) and of a flat tensor (numel,), that hold the same."""
+        """Pairs of views with the same elements, of a matrix (ranks, ...) and of a flat tensor (numel,)."""
         own = self.columns(rows)
         full, rest = divmod(self.numel, self.width)
         if full:
@@ -58,11 +57,11 @@ class Piece:
             yield own[full, :rest], flat[full * self.width :]
 
 
-class Told(dict[Any, Any]):
-    """What has been made ready on the way. A copy of its owner begins with none of it."""
+class ScratchDict(dict[Any, Any]):
+    """A cache that is empty in copies and pickles of its owner."""
 
-    def __reduce__(self) -> tuple[type[Told], tuple[()]]:
-        return Told, ()
+    def __reduce__(self) -> tuple[type[ScratchDict], tuple[()]]:
+        return ScratchDict, ()
 
 
 @dataclass(frozen=True)
@@ -74,37 +73,37 @@ class Layout:
         exempt: the others.
         ranks: rows of the matrix.
         width: columns of the matrix.
-        told: what passes keep of it, from one reduction to the next.
+        scratch: what kernels reuse from one reduction to the next.
     """
 
-    compressed: tuple[Piece, ...]
-    exempt: tuple[Piece, ...]
+    compressed: tuple[BucketEntry, ...]
+    exempt: tuple[BucketEntry, ...]
     ranks: int
     width: int
-    told: Told = field(default_factory=Told, compare=False, repr=False)
+    scratch: ScratchDict = field(default_factory=ScratchDict, compare=False, repr=False)
 
     @cached_property
     def spans(self) -> list[tuple[int, int]]:
-        """Where exempt elements begin and end in the buffer: one span of parameters that are neighbours."""
+        """Where exempt elements begin and end in the buffer; neighboring parameters share a span."""
         found: list[tuple[int, int]] = []
-        for piece in self.exempt:
-            begin = found.pop()[0] if found and found[-1][1] == piece.begin else piece.begin
-            found.append((begin, piece.end))
+        for entry in self.exempt:
+            begin = found.pop()[0] if found and found[-1][1] == entry.begin else entry.begin
+            found.append((begin, entry.end))
         return found
 
     @classmethod
     def of(
         cls, keys: Sequence[str], sizes: Sequence[int], exempt: Sequence[bool], ranks: int, block_size: int
     ) -> Layout:
-        """The layout of a bucket's parameters in its order: names, numbers of elements, what is exempt."""
+        """The layout of a bucket's parameters, given in its order by names, numbers of elements, and exemption."""
         compressed, others = [], []
         at = column = 0
-        for key, numel, out in zip(keys, sizes, exempt, strict=True):
-            if out:
-                others.append(Piece(key, at, at + numel))
+        for key, numel, is_exempt in zip(keys, sizes, exempt, strict=True):
+            if is_exempt:
+                others.append(BucketEntry(key, at, at + numel))
             else:
                 width = -(-numel // (ranks * block_size)) * block_size
-                compressed.append(Piece(key, at, at + numel, column, width))
+                compressed.append(BucketEntry(key, at, at + numel, column, width))
                 column += width
             at += numel
         return cls(tuple(compressed), tuple(others), ranks, column)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge._torch_private import is_flattened
 from narrowgauge.kernels._codec import Codec, Moment
 from narrowgauge.optim._sharding import Shard, shard_of
 from narrowgauge.rules import Rule, Slot, has_terms
@@ -234,7 +235,7 @@ def kind_of(p: Tensor) -> Kind:
         ValueError: for a parameter of FSDP1, which has the shape of neither the parameter nor a part of it; also if
             it was wrapped after its optimizer was made.
     """
-    if getattr(p, "_fsdp_flattened", False):  # of a FlatParameter, and with use_orig_params of what views it
+    if is_flattened(p):
         raise ValueError(
             "params: got a parameter that FullyShardedDataParallel (FSDP1) has flattened, takes those of FSDP2: "
             "use torch.distributed.fsdp.fully_shard"

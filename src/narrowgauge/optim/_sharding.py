@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from narrowgauge._torch_private import local_tensor
+
 # Columns of the table: the gradient's squares, how many of its parts are not finite, the rule's sums.
 SQUARES, FLAGS, TERMS, MOST_TERMS = 0, 1, 2, 6
 # Elements that one block of random numbers serves, and the first element whose counter exceeds 32 bits.
@@ -117,17 +119,13 @@ def is_split(placement: Any) -> bool:
 
 
 def local(x: Any) -> Tensor:
-    """The local shard: the tensor itself, or a DTensor's local tensor. Never copies.
-
-    `to_local` would make a new Parameter at every call; a step makes hundreds of calls.
-    """
-    inner = getattr(x, "_local_tensor", x)
+    """The local shard: the tensor itself, or a DTensor's local tensor. Never copies."""
+    inner: Any = local_tensor(x)
     if type(inner) is Tensor:
         return inner
     if hasattr(inner, "wait"):  # the result of a collective that is still running
         return inner.wait()  # type: ignore[no-any-return]
-    # `distributed.gather_codes` puts the plain tensor inside a subclass.
-    return getattr(inner, "plain", inner)  # type: ignore[no-any-return]
+    return inner  # type: ignore[no-any-return]
 
 
 def local_gradient(p: Any, grad: Any) -> Any:

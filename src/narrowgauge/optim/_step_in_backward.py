@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from narrowgauge._torch_private import accumulate_hooks
 from narrowgauge.optim._gradient_hooks import GradientHook, on_gradient
 from narrowgauge.optim._optimizer import NarrowOptimizer
 from narrowgauge.optim._options import LIMIT
@@ -89,8 +90,9 @@ def refuse_other(given: object, takes: str) -> None:
 
 def _is_stepped(p: Tensor) -> bool:
     """Whether an optimizer steps a parameter in backward already."""
-    hooks = (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()
-    return any(isinstance(hook, GradientHook) and isinstance(hook.owner, InBackward) for hook in hooks)
+    return any(
+        isinstance(hook, GradientHook) and isinstance(hook.owner, InBackward) for hook in accumulate_hooks(p)
+    )
 
 
 class InBackward:

@@ -1,7 +1,7 @@
 """Kernels of compressed gradients, compiled for an H100 or H200 without a GPU: registers, stack, spills, widths of
 loads, instructions an element.
 
-    python benchmarks/compile_messages.py [--every] [--sass FOLDER]
+    python benchmarks/compile_allreduce.py [--every] [--sass FOLDER]
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from triton.backends.compiler import GPUTarget
 
 from narrowgauge import formats
 from narrowgauge.formats import Coder
-from narrowgauge.kernels import _message_kernels, _messages
-from narrowgauge.kernels._message_kind import Kind
+from narrowgauge.kernels import _allreduce
+from narrowgauge.kernels._allreduce_key import AllreduceKey
 
 TARGET = GPUTarget("cuda", 90, 32)
 _POINTERS = {
@@ -39,13 +39,13 @@ BOOKS = {
 }
 
 
-def compiled(kind: Kind, name: str, aligned: bool = True, target: GPUTarget = TARGET) -> Any:
+def compiled(kind: AllreduceKey, name: str, aligned: bool = True, target: GPUTarget = TARGET) -> Any:
     """A kernel of a kind, compiled as it is launched."""
-    kernel = getattr(_message_kernels, name)
-    made = _messages.TritonMessages(kind)
-    constants = {**made.tile, **made.coding, "GRAD": made.grad, "MEMORY": made.memory, "ALIGNED": aligned}
-    constants |= {"TOTAL": kind.memory is not None, "MANY": _messages._SCALES}
-    if kind.memory is None:
+    kernel = getattr(_allreduce, name)
+    made = _allreduce.TritonAllreduce(kind)
+    constants = {**made.tile, **made.coding, "GRAD": made.grad, "RESIDUAL": made.residual, "ALIGNED": aligned}
+    constants |= {"TOTAL": kind.residual is not None, "MANY": _allreduce._SCALES}
+    if kind.residual is None:
         constants |= {"total": None, "flags": None}
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     words = "*i32" if kind.bits == 8 else "*i16"
@@ -63,7 +63,7 @@ def compiled(kind: Kind, name: str, aligned: bool = True, target: GPUTarget = TA
     return triton.compile(source, target=target, options=made.options)
 
 
-def kinds(every: bool) -> dict[str, Kind]:
+def kinds(every: bool) -> dict[str, AllreduceKey]:
     """Kinds by what they are: the usual ones, or all that differ in code."""
     found = {}
     blocks = (256, 64, 100, 4, 2048, 4096) if every else (256,)
@@ -76,7 +76,7 @@ def kinds(every: bool) -> dict[str, Kind]:
         if not every or number % 7 == 0:
             name = f"{book}, block {block}, {dtype}, memory {memory}, {'stochastic' if chance else 'nearest'}"
             values, bits = BOOKS[book]
-            found[name.replace("torch.", "")] = Kind(Coder.of(values), block, bits, chance, dtype, memory)
+            found[name.replace("torch.", "")] = AllreduceKey(Coder.of(values), block, bits, chance, dtype, memory)
     return found
 
 
@@ -107,11 +107,11 @@ def main() -> None:
     for name, kind in kinds(args.every).items():
         if args.only and args.only not in name:
             continue
-        for kernel in ("encode", "add", "look", "finish"):
-            if kernel == "look" and kind.memory is None:
+        for kernel in ("encode", "add", "find_nonfinite", "finish"):
+            if kernel == "find_nonfinite" and kind.residual is None:
                 continue
             made = compiled(kind, kernel, aligned=not args.every or hash(name) % 2 == 0)
-            made_for = _messages.TritonMessages(kind)
+            made_for = _allreduce.TritonAllreduce(kind)
             tile = made_for.tile["SIZE"] * made_for.tile["ROWS"]
             found = measured(made, max(1, tile // (32 * made_for.options["num_warps"])))
             print("compiled", name, kernel, found, flush=True)

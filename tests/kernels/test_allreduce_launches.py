@@ -15,9 +15,9 @@ import triton
 
 from narrowgauge import formats
 from narrowgauge.formats import Coder
-from narrowgauge.kernels import _launches, _message_kernels, _messages
+from narrowgauge.kernels import _allreduce, _launches
+from narrowgauge.kernels._allreduce_key import AllreduceKey, BucketNumbers, Place
 from narrowgauge.kernels._launches import CachedKernel
-from narrowgauge.kernels._message_kind import Kind, Numbers, Place
 
 PLACES = [Place(0, 4096, 2048, 0, 11, 0), Place(4096, 700, 512, 2048, 12, 0)]
 WIDTH, RANKS = 2560, 2
@@ -50,10 +50,10 @@ def told(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     driver = SimpleNamespace(get_current_stream=lambda device: 7)
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     monkeypatch.setattr(_launches, "current_device", lambda: -1)  # as tensors of the CPU say
-    for name in ("encode", "add", "look", "finish"):
-        launches = CachedKernel(Kernel(getattr(_message_kernels, name), found.first, found.found))
+    for name in ("encode", "add", "find_nonfinite", "finish"):
+        launches = CachedKernel(Kernel(getattr(_allreduce, name), found.first, found.found))
         launches.interpreted = False
-        monkeypatch.setattr(_messages, f"_{name.upper()}", launches)
+        monkeypatch.setattr(_allreduce, f"_{name.upper()}", launches)
     return found
 
 
@@ -70,8 +70,8 @@ def test_a_launch_that_is_found_has_the_arguments_of_the_first(
     told: SimpleNamespace, memory: torch.dtype | None, bits: int
 ) -> None:
     coder = Coder.of(formats.codebook("dynamic", bits=bits))
-    made = _messages.TritonMessages(Kind(coder, 256, bits, True, torch.bfloat16, memory))
-    bucket = made.bucket(PLACES, Numbers(RANKS, 1, WIDTH, 5 + (9 << 32)), torch.device("cpu"))
+    made = _allreduce.TritonAllreduce(AllreduceKey(coder, 256, bits, True, torch.bfloat16, memory))
+    bucket = made.bucket(PLACES, BucketNumbers(RANKS, 1, WIDTH, 5 + (9 << 32)), torch.device("cpu"))
     nbytes = 4 * WIDTH // 256 + WIDTH * bits // 8
     given: dict[str, Tensor | None] = {
         "grads": torch.zeros(4796, dtype=torch.bfloat16),
@@ -80,7 +80,12 @@ def test_a_launch_that_is_found_has_the_arguments_of_the_first(
         "total": None if memory is None else torch.zeros(WIDTH),
     }
     of_one_step(bucket, given, 3)
-    assert [name for name, _, _ in told.first] == ["encode", "add", *(["look"] * (memory is not None)), "finish"]
+    assert [name for name, _, _ in told.first] == [
+        "encode",
+        "add",
+        *(["find_nonfinite"] * (memory is not None)),
+        "finish",
+    ]
     assert not told.found
     for step in (1, 16, 2**32 - 1):
         told.found.clear()
@@ -103,13 +108,13 @@ def test_a_launch_that_is_found_has_the_arguments_of_the_first(
     assert {types["encode", key] for key in ("grads", "halves")} == {torch.int16}
     assert {types["encode", "codes"], types["add", "codes_in"], types["finish", "codes_sent"]} == {word}
     if memory is not None:
-        assert (types["look", "flags"], types["add", "total"]) == (torch.int32, torch.float32)
+        assert (types["find_nonfinite", "flags"], types["add", "total"]) == (torch.int32, torch.float32)
 
 
 def test_a_bucket_off_16_bytes_is_launched_by_triton(told: SimpleNamespace) -> None:
     coder = Coder.of(formats.codebook("dynamic"))
-    made = _messages.TritonMessages(Kind(coder, 256, 8, False, torch.bfloat16, None))
-    bucket = made.bucket(PLACES, Numbers(RANKS, 0, WIDTH, 0), torch.device("cpu"))
+    made = _allreduce.TritonAllreduce(AllreduceKey(coder, 256, 8, False, torch.bfloat16, None))
+    bucket = made.bucket(PLACES, BucketNumbers(RANKS, 0, WIDTH, 0), torch.device("cpu"))
     sent = torch.zeros((RANKS, 4 * WIDTH // 256 + WIDTH), dtype=torch.uint8)
     buffer = torch.zeros(4797, dtype=torch.bfloat16)
     for grads in (buffer[:-1], buffer[1:], buffer[:-1]):

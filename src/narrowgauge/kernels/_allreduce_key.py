@@ -1,9 +1,9 @@
-"""What kernels of messages are made for, and the table of places that they read.
+"""What the kernels of compressed gradients are compiled for, and the table of parameters that they read.
 
 A message is what `narrowgauge.distributed` sends of a bucket of gradients: scales of its blocks, then codes. Three
-passes make it and take it apart: gradients to codes, all ranks' codes to those of their sum, those of the sums to
-gradients. `_c_messages` has them for the CPU and `_messages` for GPUs, with the same methods: what is the same at
-every step is told once a bucket, and its three passes are then called with what is not.
+passes make messages and read them: gradients to codes, all ranks' codes to those of their sum, codes of the sums to
+gradients. `_c_allreduce` has them for the CPU and `_allreduce` for GPUs, with the same methods: constants of a
+bucket are passed once, and what changes between steps is passed to each call.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ import torch
 from narrowgauge.formats import Coder
 from narrowgauge.kernels._codec import CodebookTable
 
-# The most elements of a block: it is kept in a stack, or in the registers of a program, where twice as many spill.
+# The most elements of a block: it is kept on the stack, or in a program's registers, where twice as many spill.
 LARGEST_BLOCK = 4096
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, eq=False)
-class Kind:
-    """All that code of the passes depends on.
+class AllreduceKey:
+    """Everything that the code of the passes depends on.
 
     Attributes:
         coder: of the codebook, on the host.
-        block: elements a scale serves, a multiple of 4.
-        bits: of a code on the wire, 8 or 4.
-        stochastic: whether codes are rounded by chance.
-        dtype: the gradients'.
-        memory: that of what is remembered, None if nothing is.
+        block: elements that share a scale, a multiple of 4.
+        bits: of a code in a message, 8 or 4.
+        stochastic: whether codes are rounded stochastically.
+        dtype: of the gradients.
+        residual: dtype of error feedback; None without it.
     """
 
     coder: Coder
@@ -43,11 +43,12 @@ class Kind:
     bits: int
     stochastic: bool
     dtype: torch.dtype
-    memory: torch.dtype | None
+    residual: torch.dtype | None
 
     @cached_property
     def table(self) -> CodebookTable | None:
-        """What encodes by one look-up; None if values are not mirrored, or a cell would hold two boundaries."""
+        """The table that encodes by one look-up; None if values are not mirrored, or a cell would hold two
+        boundaries."""
         try:
             return CodebookTable.of(self.coder)
         except ValueError:
@@ -55,24 +56,22 @@ class Kind:
 
     @cached_property
     def boundaries(self) -> npt.NDArray[np.float32]:
-        """Float32 (256,): the codebook's, infinities behind."""
+        """Float32 (256,): the codebook's boundaries, padded with infinities."""
         found = self.coder.boundaries.numpy()
         return np.pad(found, (0, 256 - len(found)), constant_values=np.float32(np.inf))
 
     @cached_property
     def values(self) -> npt.NDArray[np.float32]:
-        """Float32 (256,): what codes mean."""
+        """Float32 (256,): the value of each code."""
         return np.pad(self.coder.values.numpy(), (0, 256 - len(self.coder.values)))
 
-    def refused(self) -> str | None:
-        """Why there are no kernels of this kind, None if there are."""
-        if self.block > LARGEST_BLOCK:
-            return f"block_size {self.block}; takes up to {LARGEST_BLOCK}"
-        return None
+    def unsupported(self) -> str | None:
+        """Why there are no kernels for it, None if there are."""
+        return None if self.block <= LARGEST_BLOCK else f"block_size {self.block} is above {LARGEST_BLOCK}"
 
 
 class Place(NamedTuple):
-    """A parameter in a bucket, as kernels are told of it.
+    """A parameter in a bucket, as kernels read it.
 
     Attributes:
         begin: of its gradient, in elements of the bucket's buffer.
@@ -80,7 +79,7 @@ class Place(NamedTuple):
         width: elements of a shard, a multiple of the block.
         column: where the shards begin in a row of the messages' matrix.
         stream: of its random numbers.
-        memory: the address of what is remembered of it, 0 if nothing is.
+        residual: the address of its residual, 0 without error feedback.
     """
 
     begin: int
@@ -88,12 +87,12 @@ class Place(NamedTuple):
     width: int
     column: int
     stream: int
-    memory: int
+    residual: int
 
 
-class Numbers(NamedTuple):
-    """What is the same for all parameters of a bucket and at every step: ranks and which one this is, elements of a
-    message, and the seed of random numbers."""
+class BucketNumbers(NamedTuple):
+    """The same for all parameters of a bucket and at every step: ranks, this rank, elements of a message, and the
+    seed of random numbers."""
 
     ranks: int
     rank: int

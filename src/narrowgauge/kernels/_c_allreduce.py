@@ -9,34 +9,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.kernels._allreduce_key import AllreduceKey, BucketNumbers, Place, table_of
 from narrowgauge.kernels._c_codecs import FLOATS, source
 from narrowgauge.kernels._c_library import Unavailable, load
-from narrowgauge.kernels._message_kind import Kind, Numbers, Place, table_of
 
 _LANES = 16  # of the widest vectors
 _MASK = 0xFFFFFFFF
 
 
-class CMessages:
-    """The three passes, compiled for a kind of messages.
+class CAllreduce:
+    """The three passes, compiled for a key.
 
     Raises:
         Unavailable: if there is no compiler, or it refuses.
     """
 
-    def __init__(self, kind: Kind) -> None:
-        refused = kind.refused()
-        if refused is not None:
-            raise Unavailable(refused)
-        library = load(_source(kind))
-        self._arrays = (kind.values, kind.boundaries if kind.table is None else kind.table.entries)
+    def __init__(self, key: AllreduceKey) -> None:
+        if (why := key.unsupported()) is not None:
+            raise Unavailable(why)
+        library = load(_source(key))
+        self._arrays = (key.values, key.boundaries if key.table is None else key.table.entries)
         self._tables = (ctypes.c_void_p * 2)(*(array.ctypes.data for array in self._arrays))
         self._passes: list[Any] = [library.encode, library.add, library.finish]
         for function, tensors in zip(self._passes, (2, 3, 4), strict=True):
             function.argtypes, function.restype = [ctypes.c_void_p] * (3 + tensors), None
 
-    def bucket(self, places: Sequence[Place], numbers: Numbers, device: torch.device) -> CBucket:
-        """The passes of a bucket whose parameters are at some places, until one of them changes.
+    def bucket(self, places: Sequence[Place], numbers: BucketNumbers, device: torch.device) -> CBucket:
+        """The passes of a bucket, until one of its places changes.
 
         Args:
             places: of the parameters.
@@ -49,7 +48,7 @@ class CMessages:
 class CBucket:
     """The three passes of a bucket."""
 
-    def __init__(self, made: CMessages, places: Sequence[Place], numbers: Numbers) -> None:
+    def __init__(self, made: CAllreduce, places: Sequence[Place], numbers: BucketNumbers) -> None:
         self._passes, self._tables = made._passes, made._tables
         self._places = table_of(places)
         seed = numbers.seed & _MASK, numbers.seed >> 32 & _MASK
@@ -57,11 +56,11 @@ class CBucket:
         self._known = self._numbers, self._places.ctypes.data
 
     def encode(self, grads: Tensor, sent: Tensor, step: int) -> None:
-        """Gradients, with what is remembered of them, to a message for each rank.
+        """Gradients plus residuals to a message for each rank.
 
         Args:
             grads: the bucket's buffer.
-            sent: uint8 (ranks, bytes of a message), to be written.
+            sent: uint8 (ranks, bytes of a message); written.
             step: of random numbers.
         """
         self._set(step)
@@ -72,19 +71,19 @@ class CBucket:
 
         Args:
             received: uint8 (ranks, bytes of a message).
-            sent: uint8 (bytes of a message,), to be written.
-            total: float32 (width,), the sum itself, to be written unless it is None.
-            step: as of `encode`.
+            sent: uint8 (bytes of a message,); written.
+            total: float32 (width,), the sum itself; written unless it is None.
+            step: of random numbers.
         """
         self._set(step)
         address = None if total is None else total.data_ptr()
         self._passes[1](*self._known, received.data_ptr(), sent.data_ptr(), address, self._tables)
 
     def finish(self, grads: Tensor, sent: Tensor, received: Tensor, total: Tensor | None) -> None:
-        """The sums' messages to means in the place of gradients; what is remembered, anew.
+        """The sums' messages to means in the place of gradients; and the new residuals.
 
         Args:
-            grads: as of `encode`.
+            grads: the bucket's buffer.
             sent: what `encode` wrote.
             received: uint8 (ranks, bytes of a message), of the sums.
             total: what `add` wrote.
@@ -98,23 +97,23 @@ class CBucket:
         self._numbers[6], self._numbers[7] = step & _MASK, torch.get_num_threads()
 
 
-def _source(kind: Kind) -> str:
-    lowest, table = kind.coder.lowest, kind.table
-    grad, grad_name = FLOATS[kind.dtype]
+def _source(key: AllreduceKey) -> str:
+    lowest, table = key.coder.lowest, key.table
+    grad, grad_name = FLOATS[key.dtype]
     defined = {
-        "SIZE": kind.block,
-        "BLOCK": -(-kind.block // _LANES) * _LANES,
-        "BITS": kind.bits,
-        "VALUES": len(kind.coder.values),
-        "STOCHASTIC": int(kind.stochastic),
+        "SIZE": key.block,
+        "BLOCK": -(-key.block // _LANES) * _LANES,
+        "BITS": key.bits,
+        "VALUES": len(key.coder.values),
+        "STOCHASTIC": int(key.stochastic),
         "SEARCHED": int(table is None),
         "KIND": "ABSOLUTE" if lowest == -1 else "SIGNED",
         "GRAD": grad, "FROM_GRAD": f"from_{grad_name}", "TO_GRAD": f"to_{grad_name}",
     }  # fmt: skip
     if table is not None:
         defined |= {"ZERO": table.zero, "FIRST": table.first}
-    if kind.memory is not None:
-        memory, name = FLOATS[kind.memory]
-        defined |= {"MEMORY": memory, "FROM_MEMORY": f"from_{name}", "TO_MEMORY": f"to_{name}"}
-    files = ("words.h", "random.h", "lookup.h", "codebook.h", "messages.h")
+    if key.residual is not None:
+        residual, name = FLOATS[key.residual]
+        defined |= {"ERROR": residual, "FROM_ERROR": f"from_{name}", "TO_ERROR": f"to_{name}"}
+    files = ("words.h", "random.h", "lookup.h", "codebook.h", "allreduce.h")
     return "\n".join([*(f"#define {name} {value}" for name, value in defined.items()), *map(source, files)])

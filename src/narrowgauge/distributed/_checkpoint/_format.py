@@ -1,13 +1,14 @@
-"""What a checkpoint is on disk: tensors as bytes, everything else as JSON, and nothing that could be executed.
+"""What a checkpoint is on disk: tensors as bytes, everything else as JSON, and nothing that can be executed.
 
 A checkpoint is a folder with one `rank-00000.safetensors` for each rank that had something to write, and one
 `checkpoint.json`, its manifest. The first are plain safetensors files: a header in JSON, then the tensors' bytes.
-The manifest says which piece of which tensor lies where, holds every value that is no tensor, the size and the
-SHA-256 of every other file, and its own. A folder without a manifest is no checkpoint: the manifest comes last.
+The manifest says which chunk of which tensor lies where, and holds every value that is not a tensor, the size and
+SHA-256 of every other file, and its own SHA-256. It is written last: a folder without a manifest is not a
+checkpoint.
 
-No pickle is written or read, so a checkpoint from somebody else can be wrong but cannot run code. What it says is
-checked before it is used: names of files that lead elsewhere, pieces outside their file or tensor, and tensors
-with a piece missing are damage.
+No pickle is written or read, so a checkpoint from an untrusted source can be wrong but cannot run code. What it
+says is checked before use: file names that lead elsewhere, chunks outside their file or tensor, and tensors with a
+missing chunk are damage.
 """
 
 from __future__ import annotations
@@ -27,8 +28,7 @@ from torch import Tensor
 FORMAT, VERSION = "narrowgauge checkpoint", 1
 MANIFEST = "checkpoint.json"
 
-# The names that safetensors has for what a storage, a model or an extra may be kept in.
-DTYPES = {
+DTYPES = {  # by their safetensors names
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool, "U8": torch.uint8,
     "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "I8": torch.int8, "I16": torch.int16,
@@ -42,7 +42,7 @@ class DamagedCheckpointError(ValueError):
 
 
 @dataclass(frozen=True)
-class Piece:
+class Chunk:
     """A box of a tensor, contiguous in a file.
 
     Attributes:
@@ -62,48 +62,50 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Stored:
+class TensorEntry:
     """A whole tensor.
 
     Attributes:
         dtype: its safetensors name.
         shape: its global shape.
-        pieces: boxes that together are all of it.
+        pieces: chunks that together are all of it.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Chunk, ...]
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `checkpoint.json` says.
+    """The content of `checkpoint.json`; the names of its fields, and of those above, are the file's.
 
     Attributes:
         serial: how many checkpoints came before it in its folder; tells the newest without a clock.
-        step: the step it was saved after.
+        step: the step after which it was saved.
         world: how many ranks wrote it.
         files: size in bytes and SHA-256 of every file, by name.
         tensors: every tensor, by key.
-        values: everything that is no tensor, as `encode_value` gives it.
+        values: everything that is not a tensor, as `encode_value` gives it.
     """
 
     serial: int
     step: int
     world: int
     files: Mapping[str, tuple[int, str]]
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, TensorEntry]
     values: Any
 
     def to_bytes(self) -> bytes:
         """The file."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        return _canonical({**content, "sha256": hashlib.sha256(_canonical(content)).hexdigest()})
+        return canonical({**content, "sha256": hashlib.sha256(canonical(content)).hexdigest()})
 
 
-def _canonical(content: Any) -> bytes:
-    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+def canonical(content: Any, allow_nan: bool = False) -> bytes:
+    """The JSON whose SHA-256 is a manifest's checksum. Manifests of earlier releases may hold bare NaN or Infinity,
+    which is not JSON; Python reads it."""
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=allow_nan).encode()
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -125,12 +127,12 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedCheckpointError(f"{path} is no manifest of a checkpoint: its format is not {FORMAT!r}")
     if content.get("version") != VERSION:
         raise ValueError(f"{path} has version {content.get('version')!r}, this release reads version {VERSION}")
-    said = content.pop("sha256", None)
-    if said != hashlib.sha256(_canonical(content)).hexdigest():
+    digest = content.pop("sha256", None)
+    if digest != hashlib.sha256(canonical(content, allow_nan=True)).hexdigest():
         raise DamagedCheckpointError(f"{path} was changed: its checksum is another")
     try:
         manifest = _parse(content)
-        for flaw in _flaws(manifest):
+        for flaw in _contradictions(manifest):
             raise DamagedCheckpointError(f"{path}: {flaw}")
     except DamagedCheckpointError:
         raise
@@ -140,10 +142,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def open_file(path: Path) -> BufferedReader:
-    """A file to read from; opening a pipe in its place would wait for a writer for ever.
+    """A file to read; opening a pipe in its place would wait for a writer forever.
 
     Raises:
-        OSError: if it is not there, or no file.
+        OSError: if it is missing or not a regular file.
     """
     if path.exists() and not path.is_file():
         raise OSError("it is no file")
@@ -152,40 +154,43 @@ def open_file(path: Path) -> BufferedReader:
 
 def _parse(content: Mapping[str, Any]) -> Manifest:
     files = {str(name): (int(size), str(digest)) for name, (size, digest) in content["files"].items()}
-    tensors = {}
-    for key, said in content["tensors"].items():
-        pieces = tuple(
-            Piece(str(p["file"]), int(p["start"]), _sizes(p["offsets"]), _sizes(p["sizes"])) for p in said["pieces"]
-        )
-        tensors[key] = Stored(str(said["dtype"]), _sizes(said["shape"]), pieces)
+    tensors = {key: parse_entry(entry) for key, entry in content["tensors"].items()}
     serial, step, world = (int(content[name]) for name in ("serial", "step", "world"))
     return Manifest(serial, step, world, files, tensors, content["values"])
 
 
-def _sizes(said: Any) -> tuple[int, ...]:
-    return tuple(int(size) for size in said)
+def parse_entry(entry: Mapping[str, Any]) -> TensorEntry:
+    """A tensor's entry, as JSON has it."""
+    pieces = (
+        Chunk(str(p["file"]), int(p["start"]), _sizes(p["offsets"]), _sizes(p["sizes"])) for p in entry["pieces"]
+    )
+    return TensorEntry(str(entry["dtype"]), _sizes(entry["shape"]), tuple(pieces))
 
 
-def _flaws(manifest: Manifest) -> Iterator[str]:
-    """What a manifest says that cannot be: harmless where it was written by us, not where it was made up."""
+def _sizes(sizes: Any) -> tuple[int, ...]:
+    return tuple(int(size) for size in sizes)
+
+
+def _contradictions(manifest: Manifest) -> Iterator[str]:
+    """What a manifest says that cannot be true."""
     for name in manifest.files:
         if Path(name).name != name or name in (".", ".."):
             yield f"the file name {name!r} leads out of the folder"
-    for key, stored in manifest.tensors.items():
-        if stored.dtype not in DTYPES or min(stored.shape, default=0) < 0:
-            yield f"{key!r} has dtype {stored.dtype!r} and shape {stored.shape}"
+    for key, entry in manifest.tensors.items():
+        if entry.dtype not in DTYPES or min(entry.shape, default=0) < 0:
+            yield f"{key!r} has dtype {entry.dtype!r} and shape {entry.shape}"
             return
-        for piece in stored.pieces:
-            size, _ = manifest.files[piece.file]
-            end = piece.start + piece.numel * DTYPES[stored.dtype].itemsize
-            ends = [offset + length for offset, length in zip(piece.offsets, piece.sizes, strict=False)]
-            fits = len(piece.offsets) == len(piece.sizes) == len(stored.shape)
-            inside = min((*piece.offsets, *piece.sizes, piece.start)) >= 0 and end <= size
-            if not (fits and inside and all(e <= s for e, s in zip(ends, stored.shape, strict=True))):
-                yield f"a piece of {key!r} lies outside of its file or tensor: {piece}"
-        places = {piece.offsets for piece in stored.pieces}
-        whole = sum(piece.numel for piece in stored.pieces) == math.prod(stored.shape)
-        if not whole or len(places) != len(stored.pieces):
+        for chunk in entry.pieces:
+            size, _ = manifest.files[chunk.file]
+            end = chunk.start + chunk.numel * DTYPES[entry.dtype].itemsize
+            ends = [offset + length for offset, length in zip(chunk.offsets, chunk.sizes, strict=False)]
+            fits = len(chunk.offsets) == len(chunk.sizes) == len(entry.shape)
+            inside = min((*chunk.offsets, *chunk.sizes, chunk.start)) >= 0 and end <= size
+            if not (fits and inside and all(e <= s for e, s in zip(ends, entry.shape, strict=True))):
+                yield f"a piece of {key!r} lies outside of its file or tensor: {chunk}"
+        offsets = {chunk.offsets for chunk in entry.pieces}
+        whole = sum(chunk.numel for chunk in entry.pieces) == math.prod(entry.shape)
+        if not whole or len(offsets) != len(entry.pieces):
             yield f"the pieces of {key!r} are not all of it"
     for key in _keys_of(manifest.values):
         if key not in manifest.tensors:
@@ -193,7 +198,7 @@ def _flaws(manifest: Manifest) -> Iterator[str]:
 
 
 def _keys_of(values: Mapping[str, Any]) -> Iterator[str]:
-    """The keys of all tensors in a manifest's values; raises anything where they are not what they should be."""
+    """The keys of all tensors in a manifest's values; raises any error if they do not have the expected form."""
     random, optimizer = values["random"], values["optimizer"]
     for value in (values["model"], values["extra"], *(random or {}).values()):
         yield from tensor_keys(value)
@@ -205,32 +210,30 @@ def _keys_of(values: Mapping[str, Any]) -> Iterator[str]:
             yield from tensor_keys(group["options"])
             if not isinstance(group["options"]["dict"], list) or "named" not in group:
                 raise TypeError("a group has no options")
-        for name, words in optimizer["state"]["dict"]:
-            yield from tensor_keys(words)
-            if name not in names or not all(isinstance(word, str) for word, _ in words["dict"]):
+        for name, state in optimizer["state"]["dict"]:
+            yield from tensor_keys(state)
+            if name not in names or not all(isinstance(key, str) for key, _ in state["dict"]):
                 raise KeyError(name)
 
 
-def verify_file(folder: Path, name: str, said: tuple[int, str], content: bool = True) -> None:
+def verify_file(path: Path, size: int, digest: str | None) -> None:
     """Check a file of a checkpoint.
 
     Args:
-        folder, name: which.
-        said: its size and SHA-256.
-        content: whether to read it; else its size is looked at only.
+        path: the file.
+        size: its size in bytes.
+        digest: its SHA-256; None to check the size only.
 
     Raises:
-        DamagedCheckpointError: if it is missing or another.
+        DamagedCheckpointError: if it is missing or different.
     """
-    size, digest = said
-    path = folder / name
     try:
         with open_file(path) as file:
             found = file.seek(0, 2)
             file.seek(0)
             if found != size:
                 raise DamagedCheckpointError(f"{path} has {found} bytes, {size} were written")
-            if content and hashlib.file_digest(file, "sha256").hexdigest() != digest:
+            if digest is not None and hashlib.file_digest(file, "sha256").hexdigest() != digest:
                 raise DamagedCheckpointError(f"{path} was changed: its checksum is another")
     except FileNotFoundError:
         raise DamagedCheckpointError(f"{path} is missing") from None
@@ -239,13 +242,16 @@ def verify_file(folder: Path, name: str, said: tuple[int, str], content: bool = 
 
 
 def encode_value(value: Any, name: str, key: str, tensors: dict[str, Tensor]) -> Any:
-    """A value as JSON keeps it; tensors are put aside.
+    """A value as JSON; tensors are collected in `tensors`.
+
+    What JSON does not have is a dictionary of one item: {"tensor": key}, {"tuple": items}, {"dict": pairs}, and
+    {"float": text} for numbers that are not finite.
 
     Args:
         value: None, bool, int, float, str, a tensor, or lists, tuples and dicts of them.
         name: what to call it in an error.
         key: the key of the tensor, if it is one; those inside it have longer ones.
-        tensors: where tensors go.
+        tensors: by key; written to.
 
     Raises:
         ValueError: for anything else.
@@ -255,7 +261,7 @@ def encode_value(value: Any, name: str, key: str, tensors: dict[str, Tensor]) ->
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
-        return float(value)
+        return float(value) if math.isfinite(value) else {"float": str(float(value))}
     if isinstance(value, Tensor):
         tensors[key] = value
         return {"tensor": key}
@@ -266,12 +272,13 @@ def encode_value(value: Any, name: str, key: str, tensors: dict[str, Tensor]) ->
         pairs = []
         for n, (inner, v) in enumerate(value.items()):
             if not isinstance(inner, str | int | float | bool | None):
-                raise ValueError(f"{name}: got a key {inner!r} of type {type(inner).__name__}, takes str or int")
-            pairs.append([inner, encode_value(v, f"{name}[{inner!r}]", f"{key}/{n}", tensors)])
+                raise ValueError(f"{name}: keys must be str or int, got {inner!r} of type {type(inner).__name__}")
+            encoded = encode_value(v, f"{name}[{inner!r}]", f"{key}/{n}", tensors)
+            pairs.append([encode_value(inner, name, "", {}), encoded])
         return {"dict": pairs}
     raise ValueError(
-        f"{name}: got {type(value).__name__}, takes None, bool, int, float, str, tensors, and lists, tuples "
-        "and dicts of them"
+        f"{name} must be None, bool, int, float, str, a tensor, or lists, tuples and dicts of them, got "
+        f"{type(value).__name__}"
     )
 
 
@@ -284,9 +291,11 @@ def decode_value(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     ((kind, content),) = value.items()
     if kind == "tensor":
         return tensors[content]
+    if kind == "float":
+        return float(content)
     if kind == "tuple":
         return tuple(decode_value(v, tensors) for v in content)
-    return {key: decode_value(v, tensors) for key, v in content}
+    return {decode_value(key, {}) if isinstance(key, dict) else key: decode_value(v, tensors) for key, v in content}
 
 
 def tensor_keys(value: Any) -> list[str]:

@@ -1,11 +1,11 @@
-"""Files that are there or are not, whatever happens in between.
+"""Files that are complete or absent, whatever happens in between.
 
-A rename is atomic, and nothing else is: so everything is written under another name first. A rename is durable
-only once its folder was synchronised, and a file's bytes once the file was: so both are, in this order, before
-anybody is told.
+Only a rename is atomic, so everything is written under another name first. A rename is durable only after its
+folder was synchronized, and a file's bytes after the file was, so both are, in this order, before anything depends
+on them.
 
-Locks are those of the kernel (`flock`): they end with the process that holds them, however it ends, and so tell a
-saver that died from one that is still at it.
+Locks are the kernel's (`flock`): they end with the process that holds them, however it ends, and so distinguish a
+saver that died from one that is still writing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from narrowgauge.distributed._checkpoint_format import DTYPE_NAMES
+from narrowgauge.distributed._checkpoint._format import DTYPE_NAMES
 
 _AT_ONCE = 1 << 24  # bytes: small enough to be hashed from the processor's cache
 
@@ -36,25 +36,26 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """A file that has all of its content, on disk, or does not exist under this name."""
-    beside = path.with_name(path.name + ".part")
-    with beside.open("wb") as file:
+    """Write a file so that under this name it has all of its content, on disk, or does not exist."""
+    temporary = path.with_name(path.name + ".part")
+    with temporary.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    beside.replace(path)
+    temporary.replace(path)
 
 
 def replace_file(path: Path, content: bytes, token: str) -> None:
-    """Put a file in another's place: there is the old one or the new one at any time."""
-    beside = path.with_name(f".{path.name}.{token}")
-    write_file(beside, content)
-    beside.replace(path)
+    """Replace a file: at any time there is the old one or the new one."""
+    temporary = path.with_name(f".{path.name}.{token}")
+    write_file(temporary, content)
+    temporary.replace(path)
     sync_folder(path.parent)
 
 
 def write_tensors(path: Path, named: Sequence[tuple[str, Tensor]]) -> tuple[list[int], int, str]:
-    """A safetensors file, on disk.
+    """Write a safetensors file, on disk. Bytes are hashed as they are written, and each tensor is copied to the CPU
+    alone, which the writer of the safetensors package does not do.
 
     Args:
         path: a new file.
@@ -62,9 +63,6 @@ def write_tensors(path: Path, named: Sequence[tuple[str, Tensor]]) -> tuple[list
 
     Returns:
         where each tensor's bytes begin, the size of the file, its SHA-256.
-
-    Raises:
-        OSError: where the disk says no.
     """
     # Wide elements first: with a header padded to 8 bytes every tensor is aligned to its elements.
     order = sorted(range(len(named)), key=lambda number: -named[number][1].dtype.itemsize)
@@ -84,48 +82,45 @@ def write_tensors(path: Path, named: Sequence[tuple[str, Tensor]]) -> tuple[list
     digest = hashlib.sha256()
     with path.open("xb") as file:
 
-        def put(content: memoryview) -> None:
+        def write(content: memoryview) -> None:
             for start in range(0, len(content), _AT_ONCE):
                 part = content[start : start + _AT_ONCE]
                 digest.update(part)
                 file.write(part)
 
-        put(memoryview(preamble))
+        write(memoryview(preamble))
         for number in order:
-            put(_bytes(named[number][1]))
+            write(_bytes(named[number][1]))
         file.flush()
         os.fsync(file.fileno())
     return [len(preamble) + start for start in starts], len(preamble) + end, digest.hexdigest()
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    # Strides of dimensions of size 1 are any, but bytes are viewed by a stride of 1 only.
+    # A dimension of size 1 may have any stride, but bytes can be viewed with stride 1 only.
     flat = tensor.detach().cpu().contiguous().resolve_neg().as_strided((tensor.numel(),), (1,))
     return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
 
 
 class Lock:
-    """A lock on a file, held until `release` or the end of the process. A file that is not there is made.
+    """A lock on a file, held until `release` or the end of the process. A missing file is created.
 
     Args:
         path: the file.
-        wait: until nobody else holds it.
+        wait: whether to wait for another holder.
 
     Attributes:
-        works: whether the file system has locks at all.
-        held: whether this one is held.
+        held: whether it is held; False if another holds it, or if the file system has no locks.
     """
 
     def __init__(self, path: Path, wait: bool) -> None:
-        # For writing, which network file systems ask for.
+        # Opened for writing, which network file systems require.
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        self.works = self.held = True
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            self.held = False
+            self.held = True
         except OSError:
-            self.works = self.held = False
+            self.held = False
 
     def release(self) -> None:
         if self._descriptor >= 0:
@@ -137,7 +132,7 @@ class Lock:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[bool]:
-    """Hold a folder's own lock; others who ask for it wait. False where the file system has no locks."""
+    """Hold a folder's own lock; others wait. False where the file system has no locks."""
     lock = Lock(folder / ".lock", wait=True)
     try:
         yield lock.held
@@ -146,10 +141,10 @@ def locked(folder: Path) -> Iterator[bool]:
 
 
 def is_free(path: Path) -> bool:
-    """Whether whoever held the lock on a file that is there has ended, or died; False where nobody can tell."""
+    """Whether the holder of the lock on an existing file has ended or died; False where it cannot be known."""
     try:
         lock = Lock(path, wait=False) if path.exists() else None
-    except OSError:  # gone meanwhile, or not ours to write to
+    except OSError:  # removed meanwhile, or not writable
         return False
     if lock is None:
         return False

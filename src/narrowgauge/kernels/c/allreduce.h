@@ -1,12 +1,12 @@
-/* Gradients as messages of codes, and back: see distributed/_compressed_round.py, which these follow bit for bit.
+/* Gradients as messages of codes, and back: see distributed/_compressed_passes.py, which these follow bit for bit.
  *
  * A block is of SIZE elements, and is worked on as one of BLOCK: the next multiple of 16, with zeros behind. Places
  * are PLACE numbers for each parameter of a bucket: where its gradient begins, its elements, those of a shard, the
- * shards' column, its stream of random numbers, the address of what is remembered of it. Numbers are those of enum
+ * shards' column, its stream of random numbers, the address of its residual. Numbers are those of enum
  * below, the same for all parameters. */
 
 enum { PIECES, RANKS, RANK, WIDTH, SEED, SEED_ABOVE, STEP, THREADS };
-enum { BEGIN, NUMEL, SHARD, COLUMN, STREAM, REMEMBERED, PLACE };
+enum { BEGIN, NUMEL, SHARD, COLUMN, STREAM, RESIDUAL, PLACE };
 
 #define CODE_BYTES (SIZE * BITS / 8)
 
@@ -127,7 +127,7 @@ INLINE void read_block(
     for (int i = SIZE; i < BLOCK; i++) x[i] = 0.0f;
 }
 
-/* Of a parameter's elements from `at` on, n of a block: the gradient, with what is remembered of it. */
+/* Of a parameter's elements from `at` on, n of a block: the gradient plus its residual. */
 INLINE void read_gradient(const GRAD *grads, const int64_t *place, const long at, const long n, float *restrict x) {
     const GRAD *from = grads + place[BEGIN] + at;
     if (n == SIZE)
@@ -135,12 +135,12 @@ INLINE void read_gradient(const GRAD *grads, const int64_t *place, const long at
     else
         for (long i = 0; i < n; i++) x[i] = FROM_GRAD(from[i]);
     for (long i = n; i < BLOCK; i++) x[i] = 0.0f;
-#ifdef MEMORY
-    const MEMORY *old = (const MEMORY *)place[REMEMBERED] + at;
+#ifdef ERROR
+    const ERROR *old = (const ERROR *)place[RESIDUAL] + at;
     if (n == SIZE)
-        for (int i = 0; i < SIZE; i++) x[i] += FROM_MEMORY(old[i]);
+        for (int i = 0; i < SIZE; i++) x[i] += FROM_ERROR(old[i]);
     else
-        for (long i = 0; i < n; i++) x[i] += FROM_MEMORY(old[i]);
+        for (long i = 0; i < n; i++) x[i] += FROM_ERROR(old[i]);
 #endif
 }
 
@@ -208,7 +208,7 @@ void finish(
     for (long piece = 0; piece < numbers[PIECES]; piece++, place += PLACE) {
         const long per = place[SHARD] / SIZE, blocks = per * numbers[RANKS], first = place[COLUMN] / SIZE;
         const int threads = threads_for(numbers, blocks);
-#ifdef MEMORY
+#ifdef ERROR
         const int remember = mean_is_finite(numbers, place, received);
 #endif
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
@@ -220,10 +220,10 @@ void finish(
             read_block(received + rank * pitch, index, numbers, tables, mean);
             GRAD rounded[BLOCK];
             EACH rounded[i] = TO_GRAD(mean[i] / ranks);
-#ifdef MEMORY
+#ifdef ERROR
             if (remember) {
                 float x[BLOCK], own[BLOCK];
-                MEMORY lost[BLOCK];
+                ERROR lost[BLOCK];
                 read_gradient(grads, place, at, n, x);
                 read_block(sent + rank * pitch, index, numbers, tables, own);
                 EACH x[i] -= own[i];
@@ -231,8 +231,8 @@ void finish(
                     const float *sums = total + place[COLUMN] + block % per * SIZE;
                     for (int i = 0; i < SIZE; i++) x[i] += sums[i] - FROM_GRAD(rounded[i]) * ranks;
                 }
-                EACH lost[i] = TO_MEMORY(x[i]);
-                memcpy((MEMORY *)place[REMEMBERED] + at, lost, n * sizeof(MEMORY));
+                EACH lost[i] = TO_ERROR(x[i]);
+                memcpy((ERROR *)place[RESIDUAL] + at, lost, n * sizeof(ERROR));
             }
 #endif
             memcpy(grads + place[BEGIN] + at, rounded, n * sizeof(GRAD));

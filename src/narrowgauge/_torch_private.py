@@ -1,0 +1,56 @@
+"""The private attributes of torch's sharding and hooks that the library reads, each behind one function.
+
+A release of torch may rename any of them. Where a public way exists it is the fallback; where none does, the function
+raises and names the attribute and the torch version, so that nothing goes wrong silently.
+`tests/test_torch_private.py` checks each on the installed torch, and that no other file reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def local_tensor(x: Any) -> Any:
+    """The local tensor of a DTensor, the object itself; a tensor that is not a DTensor is returned as it is.
+
+    The public `to_local` makes a new Parameter at every call, and a step makes hundreds of calls.
+    """
+    inner = getattr(x, "_local_tensor", x)
+    if inner is x and type(x) not in _PLAIN and hasattr(x, "to_local"):
+        return x.to_local()
+    return inner
+
+
+def is_flattened(p: Tensor) -> bool:
+    """Whether a parameter is one that FullyShardedDataParallel (FSDP1) has flattened, or a view of one."""
+    return bool(getattr(p, "_fsdp_flattened", False))
+
+
+def accumulate_hooks(p: Tensor) -> Collection[Any]:
+    """The hooks that `register_post_accumulate_grad_hook` has added to a parameter."""
+    hooks = _attribute(p, "_post_accumulate_grad_hooks")
+    return () if hooks is None else hooks.values()
+
+
+Hooks = Literal["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"]
+
+
+def optimizer_hooks(optimizer: torch.optim.Optimizer, kind: Hooks) -> Collection[Any]:
+    """The hooks that `register_<kind>_hook` has added to an optimizer."""
+    found: Collection[Any] = _attribute(optimizer, f"_optimizer_{kind}_hooks").values()
+    return found
+
+
+def _attribute(x: object, name: str) -> Any:
+    try:
+        return getattr(x, name)
+    except AttributeError:
+        raise RuntimeError(
+            f"torch {torch.__version__} has no {type(x).__name__}.{name}, which this release of narrowgauge reads"
+        ) from None

@@ -1,0 +1,237 @@
+"""A folder of checkpoints: which are in it, which is the newest, which are removed.
+
+    run/
+      latest                    the name of the newest, for people and other programs
+      step-000000100/           a checkpoint
+      step-000000150/
+      step-000000150-1/         saved at the same step after going back: nothing is overwritten
+      .step-000000200.3f2a…/    one that is being written, or whose saver died
+
+Checkpoints are ordered by their serial numbers, not by steps (training may go back) or clocks. A checkpoint counts
+once its folder has its name; if the saver dies before `latest` is moved, it is the newest nevertheless.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from narrowgauge.distributed._checkpoint._files import is_free, locked, replace_file, sync_folder, write_file
+from narrowgauge.distributed._checkpoint._format import (
+    MANIFEST,
+    DamagedCheckpointError,
+    Manifest,
+    open_file,
+    read_manifest,
+    verify_file,
+)
+
+LATEST = "latest"
+TOKEN = "token"  # locked by the saver as long as it lives
+_REMOVED = ".removed"
+_NAME = re.compile(r"step-(\d{9,})(?:-(\d+))?")
+# What this process knows of checkpoints, by folder and serial number.
+_found_damaged: set[tuple[Path, int]] = set()
+# Files whose SHA-256 was right: size and time of change then.
+Verified = dict[tuple[str, str], tuple[int, int]]
+_verified: Verified = {}
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:09d}"
+
+
+def unfinished_name(step: int, token: str) -> str:
+    """The name of a checkpoint that is being written."""
+    return f".{name_of(step)}.{token}"
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """All folders that have a checkpoint's name."""
+    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir())
+
+
+def _unfinished(folder: Path, alone: bool = False) -> list[Path]:
+    """Folders that savers left behind, and interrupted removals; without those in use.
+
+    Args:
+        folder: of checkpoints.
+        alone: whether the caller holds the folder's lock, so that no other saver is just beginning.
+    """
+    found = sorted(path for path in folder.glob(".step-*") if path.is_dir())
+    return [path for path in found if is_free(path / TOKEN) or (alone and not (path / TOKEN).exists())]
+
+
+def _by_age(folder: Path, report: Callable[[str], None]) -> list[tuple[Path, Manifest]]:
+    """Checkpoints with a readable manifest, the newest first; the errors of others go to `report`."""
+    found = []
+    for path in checkpoints(folder):
+        try:
+            found.append((path, read_manifest(path)))
+        except ValueError as error:
+            report(str(error))
+    return sorted(found, key=lambda pair: -pair[1].serial)
+
+
+def commit(written: Path, manifest: Callable[[int], Manifest], keep_last: int | None, token: str) -> Path:
+    """Make a folder with everything but its manifest a checkpoint, the newest one.
+
+    Args:
+        written: the folder; everything in it is on disk.
+        manifest: gives the manifest with a serial number.
+        keep_last: how many to keep, this one included and damaged ones not counted; None for all.
+        token: of this save.
+
+    Returns:
+        The checkpoint.
+    """
+    folder = written.parent
+    with locked(folder):
+        unread: list[str] = []
+        old = _by_age(folder, unread.append)
+        # Above the unreadable ones too: a disk that fails now may return them later.
+        serial = 1 + max((saved.serial for _, saved in old), default=-1) + len(unread)
+        made = manifest(serial)
+        write_file(written / MANIFEST, made.to_bytes())
+        sync_folder(written)
+        path, number = folder / name_of(made.step), 0
+        while os.path.lexists(path):
+            number += 1
+            path = folder / f"{name_of(made.step)}-{number}"
+        written.rename(path)
+        _found_damaged.discard((path.resolve(), serial))  # of a removed checkpoint with this name
+        sync_folder(folder)
+        replace_file(folder / LATEST, f"{path.name}\n".encode(), token)
+        if keep_last is not None:
+            _remove(_beyond(old, keep_last - 1), token)
+    return path
+
+
+def _beyond(old: list[tuple[Path, Manifest]], keep: int) -> list[Path]:
+    """All checkpoints older than the first `keep` that look whole. Contents are not read again."""
+    for number, (path, manifest) in enumerate(old):
+        if not keep:
+            return [other for other, _ in old[number:]]
+        damaged = (path.resolve(), manifest.serial) in _found_damaged
+        if not damaged and not any(flaws(path, manifest, content=False)):
+            keep -= 1
+    return []
+
+
+def _remove(old: list[Path], token: str) -> None:
+    for path in old:
+        # Renamed first: half of a checkpoint must not look like one.
+        doomed = path.with_name(f".{path.name}.{token}{_REMOVED}")
+        try:
+            path.rename(doomed)
+            shutil.rmtree(doomed)
+        except OSError as error:
+            warnings.warn(f"save_checkpoint: {path} could not be removed: {error}", stacklevel=2)
+
+
+def clear_abandoned(folder: Path) -> None:
+    """Remove what savers that died left behind. The caller holds the folder's lock."""
+    for path in _unfinished(folder, alone=True):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob(f".{LATEST}.*"):
+        path.unlink(missing_ok=True)
+
+
+def open_checkpoint(folder: Path) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+        ValueError: if the path is not a checkpoint's, or another version wrote it.
+        DamagedCheckpointError: if it is not what was written.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"path must be a checkpoint, got {folder}, which is no folder")
+    if (folder / LATEST).exists() or checkpoints(folder):
+        raise ValueError(
+            f"path must be one checkpoint, got {folder}, a folder of checkpoints; see latest_checkpoint"
+        )
+    return read_manifest(folder)
+
+
+def flaws(path: Path, manifest: Manifest, share: slice = slice(None), content: bool = True) -> Iterator[str]:
+    """What is wrong with a checkpoint's files.
+
+    A file is not hashed again if its checksum was right in this process (or on another rank, see `trust`) and its
+    size and time of change are the same since.
+
+    Args:
+        path, manifest: the checkpoint.
+        share: which of its files to check.
+        content: whether to hash them; else only sizes are compared.
+    """
+    for name in sorted(manifest.files)[share]:
+        file, (size, digest) = path / name, manifest.files[name]
+        key, before = (str(file.resolve()), digest), _stamp(file)
+        known = before is not None and _verified.get(key) == before
+        try:
+            verify_file(file, size, digest if content and not known else None)
+        except DamagedCheckpointError as error:
+            yield str(error)
+        else:
+            if content and before is not None:
+                _verified[key] = before
+
+
+def _stamp(file: Path) -> tuple[int, int] | None:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
+
+
+def verified_files() -> Verified:
+    """The files that this process has hashed, for other ranks."""
+    return dict(_verified)
+
+
+def trust(verified: Verified) -> None:
+    """Do not hash files again that another rank has hashed."""
+    _verified.update(verified)
+
+
+def newest_whole(folder: Path) -> Path | None:
+    """The newest checkpoint whose every byte is what was written; warns of newer ones that are not.
+
+    Raises:
+        DamagedCheckpointError: if there are checkpoints, and none is whole.
+        ValueError: if the folder is a file, or a broken link.
+    """
+    if not folder.exists():
+        if folder.is_symlink():  # a disk that is not mounted: not a new run
+            raise ValueError(f"directory must be a folder, got {folder}, a link to what is not there")
+        return None
+    if not folder.is_dir():
+        raise ValueError(f"directory must be a folder, got {folder}, which is a file")
+    notes: list[str] = [f"{path} was not finished" for path in _unfinished(folder) if path.suffix != _REMOVED]
+    broken: list[str] = []
+    best = None
+    for path, manifest in _by_age(folder, broken.append):
+        found = list(flaws(path, manifest))
+        if not found:
+            best = path
+            break
+        _found_damaged.add((path.resolve(), manifest.serial))
+        broken += found
+    if best is None and broken:
+        raise DamagedCheckpointError(f"latest_checkpoint: no checkpoint in {folder} is whole: {'; '.join(broken)}")
+    notes += broken
+    try:
+        with open_file(folder / LATEST) as file:
+            named = file.read().decode(errors="replace").strip()
+    except OSError:
+        named = None
+    if named is not None and not (_NAME.fullmatch(named) and (folder / named).is_dir()):
+        notes.append(f"{folder / LATEST} names {named!r}, which is not there")
+    if notes:
+        warnings.warn(f"latest_checkpoint: {'; '.join(notes)}; taking {best}", stacklevel=5)
+    return best
