@@ -35,7 +35,7 @@ from narrowgauge.distributed import compressed_allreduce_hook, save_checkpoint
 from narrowgauge.trainers import TrainSettings, _build
 from narrowgauge.trainers._build import Parts, build_parts
 from narrowgauge.trainers._models import next_token_loss
-from narrowgauge.trainers._team import ALONE, Team, blocks, own_device
+from narrowgauge.trainers._parallel import ALONE, ProcessGroup, blocks, own_device
 
 RECIPE = "adamw8bit-split8"
 TORCHS = ", torch's AdamW"  # ends the names of rows whose optimizer is torch's
@@ -134,7 +134,7 @@ def measured(
     """One row."""
     changes, options = ROWS[name]
     together = "parallel" in changes
-    team = Team.of(settings) if together else ALONE
+    team = ProcessGroup.of(settings) if together else ALONE
     ranks = dist.get_world_size()
     parts = build_parts(settings, vocabulary, device, team)
     parts = with_torchs(parts) if name.endswith(TORCHS) else parts

@@ -27,10 +27,10 @@ from torch.nn import functional as F
 from narrowgauge.kernels._cache import folder as cache_folder
 from narrowgauge.trainers import DataError, TrainSettings
 from narrowgauge.trainers._captions import learned_captions, read_captions
+from narrowgauge.trainers._image_loader import ImageLoader
 from narrowgauge.trainers._image_models import ClipSizes
-from narrowgauge.trainers._image_sources import open_images
 from narrowgauge.trainers._image_text import ImageTextTask
-from narrowgauge.trainers._images import ImageLoader
+from narrowgauge.trainers._images import open_images
 from narrowgauge.trainers._models import preset
 
 MARGIN = 9 / 8  # of the kept square's edge to the model's: emoji are kept as they were drawn, 72 for 64

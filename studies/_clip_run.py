@@ -39,9 +39,9 @@ from narrowgauge.gauges._modules import tensor_in
 from narrowgauge.optim import NarrowOptimizer
 from narrowgauge.trainers import TrainSettings, parameter_count
 from narrowgauge.trainers._build import Parts, build_parts
+from narrowgauge.trainers._compare import mean_loss
 from narrowgauge.trainers._examples import Examples
 from narrowgauge.trainers._schedule import schedule
-from narrowgauge.trainers._train import mean_loss
 
 LOOK_EVERY = 20  # steps between looks at the losses, each of which waits for the device
 LAST = 20  # losses whose mean says where a run is
@@ -244,7 +244,7 @@ class _Run:
                 self._clip()
             parts.scaler.step(optimizer)
             parts.scaler.update()
-        self.pairs.task.stepped(parts.model)
+        self.pairs.task.after_step(parts.model)
         said = {"loss": loss}
         return said | dict(self.asked(parts.model, optimizer)) if self.asked is not None else said
 
@@ -274,7 +274,7 @@ class _Run:
         try:
             with self.parts.computing():
                 with _watched(model) if self.measured else contextlib.nullcontext() as seen:
-                    found = task.asked(model, examples)
+                    found = task.metrics(model, examples)
                 loss = mean_loss((task.loss(model, part), len(part["images"])) for part in examples())
         finally:
             model.train()

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from narrowgauge.trainers import Corpus, DataError
-from narrowgauge.trainers._corpus import _NOT_STANDARD, Document, _NotText, _read
+from narrowgauge.trainers._text import _NOT_STANDARD, Document, _NotText, _read
 
 MOST = 0.2  # of all bytes, from one package
 HELD_OUT = 0.05  # of the bytes, to validation, by whole packages

@@ -27,11 +27,11 @@ from torch import Tensor, nn
 
 from narrowgauge.optim import NarrowOptimizer, UpdateStats
 from narrowgauge.trainers import Corpus, LanguageTask, TokenizedCorpus, load_corpus, tokenize
-from narrowgauge.trainers._additions import add_stable_embedding
+from narrowgauge.trainers._compare import mean_loss
 from narrowgauge.trainers._examples import Examples
+from narrowgauge.trainers._extras import add_stable_embedding
 from narrowgauge.trainers._models import preset
 from narrowgauge.trainers._schedule import schedule
-from narrowgauge.trainers._train import mean_loss
 
 LOOK_EVERY = 20  # steps between looks at the losses, each of which waits for the device
 LAST = 50  # steps whose mean is the training loss

@@ -14,7 +14,7 @@ from _language_run import Setting
 from torch import Tensor, nn
 
 from narrowgauge.optim import AdamW
-from narrowgauge.trainers._team import blocks
+from narrowgauge.trainers._parallel import blocks
 
 Result = dict[str, Any]
 BETA2 = 0.999

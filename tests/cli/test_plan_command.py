@@ -12,8 +12,8 @@ from narrowgauge import linear, recipes
 from narrowgauge.cli import main
 from narrowgauge.cli._plan._text import PARTS, size
 from narrowgauge.trainers import TrainSettings, presets
-from narrowgauge.trainers._additions import Additions
 from narrowgauge.trainers._build import plain_model
+from narrowgauge.trainers._extras import Extras
 from narrowgauge.trainers._image_models import IMAGE_PRESETS, build_image_model
 from narrowgauge.trainers._models import configuration
 
@@ -110,7 +110,7 @@ def test_an_image_model_is_planned_with_what_training_adds(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "plan.json"
-    added = Additions(
+    added = Extras(
         stable_embedding=True, layer_scale=0.0, kq_norm=True, patch_norm="after", patch_dropout=0.5
     )  # fmt: skip
     flags = ["--stable-embedding", "--layer-scale=0", "--kq-norm", "--patch-norm=after", "--patch-dropout=0.5"]
@@ -199,7 +199,7 @@ ERRORS = {
     "memory without unit": (["micro", "--memory", "80"], "--memory: got '80', takes a number with its unit"),
     "memory": (["micro", "--memory", "much"], "--memory: got 'much', takes a number with its unit"),
     "batch": (["micro", "--batch", "0"], "batch: got 0"),
-    "sequence": (["micro", "--sequence", "1"], "sequence: got 1"),
+    "sequence": (["micro", "--sequence", "1"], "sequence must be at least 2, got 1"),
     "parallel": (["micro", "--parallel", "tp"], "parallel: got 'tp'"),
     "figure": (["micro", "--figure", "x.gif"], "--figure: got 'x.gif'"),
     "count": (["7B", "--batch", "3"], "--batch: got it for a number of parameters"),

@@ -268,12 +268,12 @@ def test_it_goes_on_when_nobody_reads_what_it_prints(text: Path, tmp_path: Path)
 def test_prepared_tokens_train(text: Path, tmp_path: Path, capsys) -> None:
     shards = tmp_path / "shards"
     assert main(["tokens", "--data", str(text), "--out", str(shards), "--vocabulary", "300", "--workers", "1"]) == 0
-    assert "tokens in 2 shards" in capsys.readouterr().out
+    assert "tokens, 2.99 bytes a token" in capsys.readouterr().out
     assert train("--data", shards, "--out", tmp_path / "out", *TINY[:2], *TINY[4:], "--steps", 3) == 0
     assert train("--data", text, "--out", tmp_path / "text", *TINY, "--vocabulary", 300, "--steps", 3) == 0
     same = [[r["loss"] for r in history(tmp_path / name) if "loss" in r] for name in ("out", "text")]
     assert same[0] == same[1]
-    shard = shards / "train-00000.tokens"
+    shard = shards / "train.tokens"
     data = bytearray(shard.read_bytes())
     data[100] ^= 1
     shard.write_bytes(data)

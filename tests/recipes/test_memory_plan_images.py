@@ -26,8 +26,8 @@ from narrowgauge.recipes._losses import (
 )
 from narrowgauge.recipes._timeline import rounded
 from narrowgauge.recipes._trace import Traced, bare, enable_checkpointing
-from narrowgauge.trainers._additions import Additions
-from narrowgauge.trainers._gradients import Step
+from narrowgauge.trainers._extras import Extras
+from narrowgauge.trainers._gradcache import Step
 from narrowgauge.trainers._image_models import (
     IMAGE_PRESETS,
     ClipSizes,
@@ -43,7 +43,7 @@ from narrowgauge.trainers._memory import peak_memory
 # Wide enough for features to outweigh the 512 bytes that a number takes, small enough for one thread.
 CLIP = ClipSizes(Tower(128, 3, 2), Tower(96, 3, 2), 8, 64, image=64, context=32)
 VIT = VitSizes(Tower(192, 3, 3), 8, image=64)
-ADDED = Additions(layer_scale=0.1, kq_norm=True, patch_norm="after", patch_dropout=0.5)
+ADDED = Extras(layer_scale=0.1, kq_norm=True, patch_norm="after", patch_dropout=0.5)
 
 
 @pytest.fixture
@@ -65,17 +65,17 @@ def inputs(model: Any, batch: int, sequence: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("sizes", "recipe", "checkpointing", "added"),
     [
-        (CLIP, "fp32", False, Additions(stable_embedding=True)),
-        (CLIP, "A", False, Additions()),
+        (CLIP, "fp32", False, Extras(stable_embedding=True)),
+        (CLIP, "A", False, Extras()),
         (CLIP, "fp32", True, ADDED),
         # Not in bf16, whose backward pass takes float32 buffers on a CPU: 2% of a model that small.
         (VIT, "fp32", False, ADDED),
-        (VIT, "fp32", True, Additions()),
+        (VIT, "fp32", True, Extras()),
     ],
 )
 @pytest.mark.usefixtures("one_thread")
 def test_a_trace_is_what_a_real_step_takes(
-    sizes: ImageSizes, recipe: str, checkpointing: bool, added: Additions
+    sizes: ImageSizes, recipe: str, checkpointing: bool, added: Extras
 ) -> None:
     """Storages that autograd really saves, and the allocator's own count of a step, on the CPU."""
     batch = 12
@@ -139,11 +139,11 @@ def peak_of_a_rank(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     model = build_image_model(FEW, 300, context=8, seed=0)
     images, tokens = inputs(model, PAIRS, 8)
-    team = SimpleNamespace(
-        world=2, rank=rank, together=lambda *_: nullcontext(), average_whole=lambda _: None
+    group = SimpleNamespace(
+        world=2, rank=rank, backward=lambda *_: nullcontext(), average_scalars=lambda _: None
     )  # fmt: skip
     parts = SimpleNamespace(runs=model, model=model, scaler=None, computing=nullcontext)
-    step = Step(parts, team, [{"images": images, "tokens": tokens}], torch.device("cpu"))  # type: ignore[arg-type]
+    step = Step(parts, group, [{"images": images, "tokens": tokens}], torch.device("cpu"))  # type: ignore[arg-type]
 
     def pairs(model: Any, examples: dict[str, Tensor]) -> Tensor:
         return pair_rows(model, examples["images"].clone(), examples["tokens"].clone())
@@ -239,7 +239,7 @@ def test_the_largest_that_fits_fits_and_one_more_does_not(clip: Any, vit: Any) -
 def test_patches_that_are_dropped_take_nothing(vit: Any) -> None:
     def saved(share: float) -> int:
         model = build_image_model(IMAGE_PRESETS["vit-micro"], 5, context=0, seed=0)
-        Additions(patch_dropout=share).add(model, 0)
+        Extras(patch_dropout=share).add(model, 0)
         found = recipes.plan_memory(model, "A", batch=64).saved
         assert found is not None
         return found
@@ -286,10 +286,10 @@ def test_a_tower_alone_needs_a_loss() -> None:
         recipes.plan_memory(model, "A")
 
 
-FLAGS: dict[str, tuple[Additions, str]] = {
-    "stable_embedding": (Additions(stable_embedding=True), "--stable-embedding: got a ViTForImage"),
-    "patch_norm": (Additions(patch_norm="behind"), "--patch-norm: got 'behind', takes 'before' or 'after'"),
-    "patch_dropout": (Additions(patch_dropout=1.0), "--patch-dropout: got 1.0, takes a number from 0"),
+FLAGS: dict[str, tuple[Extras, str]] = {
+    "stable_embedding": (Extras(stable_embedding=True), "--stable-embedding: got a ViTForImage"),
+    "patch_norm": (Extras(patch_norm="behind"), "--patch-norm: got 'behind', takes 'before' or 'after'"),
+    "patch_dropout": (Extras(patch_dropout=1.0), "--patch-dropout: got 1.0, takes a number from 0"),
 }
 
 

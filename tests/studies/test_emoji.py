@@ -146,7 +146,7 @@ def test_the_command_makes_what_the_trainer_reads(
 ) -> None:
     import typer
 
-    from narrowgauge.trainers._image_sources import open_images
+    from narrowgauge.trainers._images import open_images
 
     monkeypatch.setattr(_emoji, "STRIKE", 64)
     app = typer.Typer()

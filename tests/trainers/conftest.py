@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from team_runs import Trainings
+from parallel_runs import Trainings
 
 
 @pytest.fixture(scope="session")

@@ -13,21 +13,21 @@ from typing import Any
 import pytest
 import torch
 from fitted import CPU, Silent, gradients_kept, weights
+from parallel_runs import Trainings
 from pictured import csv_pairs
-from team_runs import Trainings
 
 from narrowgauge.gauges import read_records
 from narrowgauge.linear import TENSORWISE_FP8, swap_linears
 from narrowgauge.linear._multiplies import Multiplies
 from narrowgauge.trainers import TrainSettings, fit
 from narrowgauge.trainers._build import build_parts
+from narrowgauge.trainers._data import open_task
 from narrowgauge.trainers._examples import divided
-from narrowgauge.trainers._gradients import Step
+from narrowgauge.trainers._gradcache import Step
 from narrowgauge.trainers._history import FILE, read_history
 from narrowgauge.trainers._memory import peak_memory
+from narrowgauge.trainers._parallel import ALONE
 from narrowgauge.trainers._run_folder import GAUGES
-from narrowgauge.trainers._tasks import open_task
-from narrowgauge.trainers._team import ALONE
 
 pytestmark = pytest.mark.usefixtures("surroundings")
 

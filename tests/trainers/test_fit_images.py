@@ -18,12 +18,12 @@ from narrowgauge.recipes._losses import normalized
 from narrowgauge.trainers import SettingsError, TrainSettings, fit, load_model
 from narrowgauge.trainers import _fit as fitting
 from narrowgauge.trainers._build import build_parts
+from narrowgauge.trainers._data import open_task
 from narrowgauge.trainers._export import ADDITIONS, export_model
 from narrowgauge.trainers._history import FILE, read_history
-from narrowgauge.trainers._image_sources import open_images
-from narrowgauge.trainers._images import decode
+from narrowgauge.trainers._image_loader import decode
+from narrowgauge.trainers._images import open_images
 from narrowgauge.trainers._settings import refuse_others
-from narrowgauge.trainers._tasks import open_task
 
 pytestmark = pytest.mark.usefixtures("surroundings")
 

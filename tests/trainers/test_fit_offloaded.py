@@ -17,8 +17,8 @@ from narrowgauge.gauges._update_records import measures_itself
 from narrowgauge.trainers import SettingsError, TrainSettings, fit
 from narrowgauge.trainers._build import build_parts
 from narrowgauge.trainers._history import FILE, read_history
+from narrowgauge.trainers._parallel import ProcessGroup
 from narrowgauge.trainers._run_folder import GAUGES
-from narrowgauge.trainers._team import Team
 
 pytestmark = pytest.mark.usefixtures("surroundings")
 
@@ -139,6 +139,6 @@ def test_what_cannot_be_is_refused_by_name(case: str, small: TrainSettings) -> N
 def test_gradients_stay_where_several_average_them(small: TrainSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):
         monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
-    assert Team.of(replace(small, offload="states")).world == 2
+    assert ProcessGroup.of(replace(small, offload="states")).world == 2
     with pytest.raises(SettingsError, match=r"^--offload: got 'gradients' under torchrun, takes none or states"):
-        Team.of(replace(small, offload="gradients"))
+        ProcessGroup.of(replace(small, offload="gradients"))

@@ -18,8 +18,8 @@ from narrowgauge.trainers import SettingsError, TrainSettings, fit
 from narrowgauge.trainers._build import build_parts
 from narrowgauge.trainers._history import FILE, History, read_history
 from narrowgauge.trainers._language import LanguageTask
-from narrowgauge.trainers._run_folder import Keeper
-from narrowgauge.trainers._sources import open_source
+from narrowgauge.trainers._run_folder import Checkpointer
+from narrowgauge.trainers._tokens import open_tokens
 
 pytestmark = pytest.mark.usefixtures("surroundings")
 
@@ -119,9 +119,9 @@ def test_a_checkpoint_brings_back_the_loss_scale_and_the_draw(small: TrainSettin
     keepers = []
     for seed in (0, 1):
         settings = replace(small, out=tmp_path, scaler="dynamic", seed=0)
-        source = open_source(settings.data, 256)
+        source = open_tokens(settings.data, 256)
         task = LanguageTask(source, "causal", batch=4, sequence=16, windows=4, seed=seed)
-        keepers.append(Keeper(settings, build_parts(settings, 256, CPU), task, source.fingerprint))
+        keepers.append(Checkpointer(settings, build_parts(settings, 256, CPU), task, source.fingerprint))
     saved, loaded = keepers
     assert saved.parts.scaler is not None
     assert loaded.parts.scaler is not None

@@ -18,10 +18,10 @@ from torch import nn
 from narrowgauge.recipes._losses import contrast, contrastive_loss, normalized, unit_pairs
 from narrowgauge.trainers import DataError, TrainSettings
 from narrowgauge.trainers._captions import learned_captions, read_captions
+from narrowgauge.trainers._data import open_task
 from narrowgauge.trainers._flops import flops_per_image
 from narrowgauge.trainers._image_models import IMAGE_PRESETS, ClipSizes, build_image_model, clip_model, vit_model
 from narrowgauge.trainers._image_text import accuracy
-from narrowgauge.trainers._tasks import open_task
 from narrowgauge.trainers._tokens import END_OF_TEXT
 
 
@@ -135,7 +135,7 @@ def test_zero_shot_accuracy_is_of_all_held_out_captions(pairs: TrainSettings) ->
     assert model.count == 8
     for size in (1, 3, 8):
         parts = [{k: v[i : i + size] for k, v in examples.items()} for i in range(0, 8, size)]
-        assert task.asked(model, parts.copy)["zero_shot_top1"] == 5 / 8
+        assert task.metrics(model, parts.copy)["zero_shot_top1"] == 5 / 8
 
 
 def test_held_out_classes_are_asked_for_by_their_names(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_the_scale_is_bounded_after_a_step(pairs: TrainSettings, most: float, fo
     model = build_image_model(IMAGE_PRESETS["clip-micro"], 300, context=16, seed=0)
     with torch.no_grad():
         model.logit_scale.fill_(9.0)
-    task.stepped(model)
+    task.after_step(model)
     assert model.logit_scale.item() == pytest.approx(found)
 
 

@@ -1,184 +1,265 @@
-"""From files to pixels: what a step sees follows from the seed and its number, whoever decodes it."""
+"""What a CSV, tar files and folders of classes hold, what is left out of them, and how they are divided."""
 
 from __future__ import annotations
 
+import io
+import json
+import tarfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from pictured import csv_pairs
-from PIL import Image
+from pictured import class_folder, csv_pairs, paint
 
-from narrowgauge.recipes._losses import DEVIATION, MEAN, normalized
 from narrowgauge.trainers import DataError
-from narrowgauge.trainers._image_readers import Picture
-from narrowgauge.trainers._image_sources import open_images
-from narrowgauge.trainers._images import (
-    ImageLoader,
-    center_crop,
-    decode,
-    random_crop,
-)
+from narrowgauge.trainers._images import ImageSet, open_images
 
 
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Picture]:
-    return list(open_images(csv_pairs(tmp_path_factory.mktemp("pairs"))).train)
+def every(data: ImageSet) -> list[tuple[str, str]]:
+    return sorted((picture.name, picture.caption) for picture in (*data.train, *data.validation))
 
 
-def loader(pictures: list[Picture], **changes: Any) -> ImageLoader:
-    options = {"batch": 7, "size": 16, "seed": 3, "crop_scale": 0.5, "flip": True, "workers": 2}
-    return ImageLoader(pictures, **(options | changes))
+@pytest.mark.parametrize("separator", [",", "\t", ";", "|"])
+def test_a_csv_is_read_whatever_stands_between_its_columns(separator: str, tmp_path: Path) -> None:
+    rows = [(f"{n}.png", f"number {n}") for n in range(30)]
+    for name, _ in rows:
+        paint(tmp_path / name, "red", "disc")
+    lines = [separator.join(("id", "title", "filepath"))]
+    lines += [separator.join((str(n), title, name)) for n, (name, title) in enumerate(rows)]
+    (tmp_path / "pairs.csv").write_text("\n".join(lines), encoding="utf-8-sig")
+    data = open_images(tmp_path / "pairs.csv")
+    assert every(data) == sorted(rows)
+    assert data.notes == data.classes == data.prompts == ()
+    assert all(picture.size == Path(picture.path).stat().st_size > 0 for picture in data.train)
 
 
-def steps(of: ImageLoader, count: int) -> list[tuple[torch.Tensor, list[str]]]:
-    return [(pixels, [p.name for p in drawn]) for pixels, drawn in (of.draw() for _ in range(count))]
+def test_quoted_captions_may_have_separators_and_columns_other_names(tmp_path: Path) -> None:
+    for n in range(3):
+        paint(tmp_path / f"{n}.png", "red", "disc")
+    (tmp_path / "pairs.csv").write_text('url,alt\n0.png,"a, b"\n1.png,"say ""c"""\n2.png,d\n')
+    assert [caption for _, caption in every(open_images(tmp_path / "pairs.csv", columns="url,alt"))] == [
+        "a, b", 'say "c"', "d",
+    ]  # fmt: skip
 
 
-def same(one: list[Any], other: list[Any]) -> bool:
-    return all(torch.equal(a, b) and n == m for (a, n), (b, m) in zip(one, other, strict=True))
+def test_columns_of_what_has_none_are_refused(tmp_path: Path) -> None:
+    class_folder(tmp_path / "classes", 3)
+    with pytest.raises(DataError, match=r"^--columns: got 'url,alt' for .*classes, takes it for a CSV alone$"):
+        open_images(tmp_path / "classes", columns="url,alt")
 
 
-def test_the_number_of_threads_changes_nothing_and_the_seed_does(pictures: list[Picture]) -> None:
-    first = steps(loader(pictures), 20)
-    assert same(first, steps(loader(pictures, workers=5), 20))
-    assert same(first, steps(loader(pictures, workers=None), 20))
-    assert not same(first, steps(loader(pictures, seed=4), 20))
+def test_compressed_archives_are_refused_by_their_name(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "pairs.tar.gz", "w:gz"):
+        pass
+    with pytest.raises(DataError, match=r"^--data: got .*pairs\.tar\.gz, takes tar files that are not compressed"):
+        open_images(tmp_path / "pairs.tar.gz")
 
 
-@pytest.mark.parametrize("after", [0, 3, 17])
-def test_a_loader_goes_on_where_another_was(pictures: list[Picture], after: int) -> None:
-    first, second = loader(pictures), loader(pictures)
-    steps(first, after)
-    steps(second, 2)  # what was decoded ahead is forgotten
-    second.load_state_dict(first.state_dict())
-    assert same(steps(first, 12), steps(second, 12))
+def test_what_is_damaged_or_missing_is_counted_and_the_first_few_named(tmp_path: Path) -> None:
+    for name in "ab":
+        paint(tmp_path / f"{name}.png", "red", "disc")
+    lines = [
+        b"filepath,title", b"a.png,one", b"a.png", b"a.png,", b"gone.png,two", b"", b"a.png,\xff\xfe", b",three",
+        b"a.png,nul\x00", b"b.png,four", *(f"lost{n}.png,x".encode() for n in range(7)),
+    ]  # fmt: skip
+    (tmp_path / "pairs.csv").write_bytes(b"\n".join(lines))
+    data = open_images(tmp_path / "pairs.csv")
+    assert [caption for _, caption in every(data)] == ["one", "four"]
+    assert data.notes == (
+        "skipped damaged lines: 5 (pairs.csv:3, pairs.csv:4, pairs.csv:7, pairs.csv:8, pairs.csv:9)",
+        "skipped missing images: 8 (gone.png, lost0.png, lost1.png, lost2.png, lost3.png, ...)",
+    )
 
 
-def test_an_epoch_shows_each_image_once_and_others_are_in_another_order(pictures: list[Picture]) -> None:
-    of = loader(pictures)
-    whole = len(pictures) // 7
-    epochs = [[name for _, names in steps(of, whole) for name in names] for _ in range(3)]
-    for names in epochs:
-        assert len(set(names)) == len(names) == whole * 7
-    assert epochs[0] != epochs[1] != epochs[2]
-    # What an epoch leaves is in others.
-    assert set().union(*epochs) == {picture.name for picture in pictures}
+def members(path: Path, files: list[tuple[str, bytes]]) -> None:
+    with tarfile.open(path, "w") as archive:
+        for name, content in files:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
 
 
-def test_the_same_image_is_cropped_anew_in_each_epoch(pictures: list[Picture]) -> None:
-    of = loader(pictures[:7])
-    seen: dict[str, list[torch.Tensor]] = {}
-    for pixels, names in steps(of, 4):
-        for row, name in zip(pixels, names, strict=True):
-            seen.setdefault(name, []).append(row.clone())
-    assert all(len(rows) == 4 for rows in seen.values())
-    assert all(not torch.equal(rows[0], row) for rows in seen.values() for row in rows[1:])
+def painted(tmp_path: Path, *what: Any) -> bytes:
+    path = tmp_path / "aside.png"
+    paint(path, *what)
+    return path.read_bytes()
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.integers(1, 90), st.integers(1, 90), st.floats(0.01, 1.0), st.integers(0, 2**31))
-def test_a_crop_is_a_part_of_the_image_of_at_least_the_asked_share(
-    width: int, height: int, scale: float, seed: int
-) -> None:
-    class Asked:
-        """An image that notes what is cut from it."""
-
-        size = (width, height)
-
-        def resize(self, size: Any, how: Any, box: Any) -> Image.Image:
-            boxes.append(box)
-            return Image.new("RGB", size)
-
-    boxes: list[tuple[float, float, float, float]] = []
-    pixels = random_crop(Asked(), 8, scale, False, np.random.default_rng(seed))
-    assert pixels.shape == (3, 8, 8)
-    ((left, top, right, bottom),) = boxes
-    assert 0 <= left < right <= width
-    assert 0 <= top < bottom <= height
-    w, h = right - left, bottom - top
-    if w == h == min(width, height):
-        return  # the middle, where nothing that was drawn fits
-    assert (w + 0.5) * (h + 0.5) >= scale * width * height
-    assert 0.75 * (h - 0.5) <= w + 0.5
-    assert 0.75 * (w - 0.5) <= h + 0.5
-
-
-def test_one_image_in_two_is_mirrored(pictures: list[Picture]) -> None:
-    ramp = Image.fromarray(np.tile(np.arange(16, dtype=np.uint8) * 16, (16, 1))).convert("RGB")
-    draw = np.random.default_rng(0)
-    rising = [bool(random_crop(ramp, 8, 1.0, True, draw)[0, 0, -1] > 128) for _ in range(400)]
-    assert 0.4 < np.mean(rising) < 0.6
-    assert all(random_crop(ramp, 8, 1.0, False, draw)[0, 0, -1] > 128 for _ in range(20))
+def test_tar_files_are_pairs_by_base_name(tmp_path: Path) -> None:
+    image = painted(tmp_path, "blue", "bar")
+    members(
+        tmp_path / "s-000.tar",
+        [
+            ("a/0001.txt", b"one\n"), ("a/0001.png", image), ("a/0002.PNG", image), ("b/0001.jpg", image),
+            ("b/0001.json", json.dumps({"caption": " two ", "width": 3}).encode()), ("lonely.txt", b"none"),
+            ("0009.png", image), ("0009.json", b"{"), ("0010.png", image), ("0010.json", b"{}"),
+            ("0011.png", image), ("0011.txt", b"words"), ("0011.json", b'{"caption": "others"}'),
+            ("0012.cls", b"3"),
+        ],
+    )  # fmt: skip
+    members(tmp_path / "s-001.tar", [("0001.webp", image), ("0001.txt", "größer".encode())])
+    for name in ("s-{000..001}.tar", "s-{000,001}.tar", "s-*.tar", "."):
+        data = open_images(tmp_path / name)
+        assert [caption for _, caption in every(data)] == ["words", "one", "two", "größer"]
+        for picture in (*data.train, *data.validation):
+            with open(picture.path, "rb") as file:
+                file.seek(picture.offset)
+                assert file.read(picture.size) == image
+        assert set(data.notes) == {
+            "skipped images without a caption: 1 (s-000.tar:a/0002.PNG)",
+            "skipped damaged captions: 2 (s-000.tar:0009, s-000.tar:0010)",
+            "skipped captions without an image: 1 (s-000.tar:lonely)",
+            "skipped members that are neither image nor caption: 1 (s-000.tar:0012.cls)",
+        }
 
 
-def test_the_middle_is_the_middle(pictures: list[Picture]) -> None:
-    image = Image.new("RGB", (30, 10), (255, 0, 0))
-    image.paste((0, 255, 0), (10, 0, 20, 10))
-    assert (center_crop(image, 10) == np.array([0, 255, 0], np.uint8)[:, None, None]).all()
-
-
-def test_pixels_are_normalized_by_clips_numbers() -> None:
-    images = torch.randint(256, (2, 3, 5, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    wanted = (images.double() / 255 - torch.tensor(MEAN).double()[:, None, None]) / torch.tensor(
-        DEVIATION
-    ).double()[:, None, None]
-    assert torch.allclose(normalized(images).double(), wanted, atol=2e-6)
-
-
-def test_other_modes_become_rgb(tmp_path: Path) -> None:
-    for mode, kind in (("L", "png"), ("P", "png"), ("RGBA", "png"), ("CMYK", "jpg"), ("RGB", "webp"), ("1", "png")):
-        path = tmp_path / f"{mode}.{kind}"
-        Image.new(mode, (5, 4)).save(path)
-        assert decode(Picture("", str(path), 0, path.stat().st_size, "")).mode == "RGB"
-
-
-@pytest.fixture
-def spoilt(tmp_path: Path) -> list[Picture]:
-    """Of 57 images some that cannot be read: cut, of zeros, and gone."""
-    pictures = list(open_images(csv_pairs(tmp_path)).train)
-    for number, content in ((5, None), (20, b"\0" * 100), (33, Path(pictures[33].path).read_bytes()[:70])):
-        path = Path(pictures[number].path)
-        path.unlink() if content is None else path.write_bytes(content)
-    return pictures
-
-
-def test_damaged_images_are_left_out_and_others_take_their_places(spoilt: list[Picture]) -> None:
-    first, second = loader(spoilt), loader(spoilt, workers=4)
-    drawn = steps(first, 16)
-    assert same(drawn, steps(second, 16))
-    bad = {spoilt[n].name for n in (5, 20, 33)}
-    assert not bad & {name for _, names in drawn for name in names}
-    assert all(len(names) == len(pixels) == 7 for pixels, names in drawn)
-    assert first.damaged == second.damaged
-    assert {line.partition(": ")[0] for line in first.damaged} == bad
-    assert any(line.endswith("No such file or directory") for line in first.damaged)
-    assert not any("BytesIO" in line for line in first.damaged)
-
-
-def test_of_those_to_validate_on_damaged_ones_are_left_out(spoilt: list[Picture]) -> None:
-    of = loader(spoilt)
-    pixels, good = of.middles(spoilt[:25])
-    assert pixels.shape == (23, 3, 16, 16)
-    assert good == [p for n, p in enumerate(spoilt[:25]) if n not in (5, 20)]
-    assert len(of.damaged) == 2
-    with pytest.raises(DataError, match="--data: none of 1 images to validate on can be read"):
-        of.middles(spoilt[5:6])
-
-
-def test_where_nothing_can_be_read_it_says_so(spoilt: list[Picture]) -> None:
-    for picture in spoilt:
-        Path(picture.path).unlink(missing_ok=True)
+def test_of_an_archive_that_ends_too_early_what_came_before_is_kept(tmp_path: Path) -> None:
+    image = painted(tmp_path, "blue", "bar")
+    pairs = [(f"{n}.{kind}", image if kind == "png" else f"number {n}".encode()) for n in range(4) for kind in
+             ("txt", "png")]  # fmt: skip
+    members(tmp_path / "whole.tar", pairs)
+    whole = (tmp_path / "whole.tar").read_bytes()
+    with tarfile.open(tmp_path / "whole.tar") as archive:
+        last = archive.getmember("3.png")
+    spoilt = bytearray(whole)
+    spoilt[last.offset + 10] ^= 1
+    for content in (whole[: last.offset_data + 10], whole[: last.offset + 100], spoilt):
+        (tmp_path / "cut.tar").write_bytes(content)
+        data = open_images(tmp_path / "cut.tar")
+        assert [caption for _, caption in every(data)] == ["number 0", "number 1", "number 2"]
+        (note,) = (note for note in data.notes if "archives" in note)
+        assert "cut.tar: " in note
+    (tmp_path / "none.tar").write_bytes(b"no archive at all" * 100)
     with pytest.raises(
-        DataError, match=r"--data: 32 images in a row cannot be read, the last of them images/.*such"
+        DataError, match=r"--data: got .*none.tar, which has no images \(skipped damaged archives: 1"
     ):
-        loader(spoilt).draw()
+        open_images(tmp_path / "none.tar")
 
 
-def test_fewer_images_than_a_batch_are_refused(pictures: list[Picture]) -> None:
-    with pytest.raises(DataError, match=r"--data takes more images: got 6 to train on, --batch 7"):
-        loader(pictures[:6])
+def test_folders_are_classes_and_a_part_of_each_is_held_out(tmp_path: Path) -> None:
+    class_folder(tmp_path, each=40)
+    (tmp_path / "red_disc" / "notes.md").write_text("no image")
+    data = open_images(tmp_path)
+    assert data.classes == ("blue_bar", "green_cross", "red_disc")
+    assert data.prompts == ("a photo of a blue bar", "a photo of a green cross", "a photo of a red disc")
+    for label in range(3):
+        assert sum(picture.label == label for picture in data.train) == 38
+        assert sum(picture.label == label for picture in data.validation) == 2
+    assert all(picture.caption == data.prompts[picture.label] for picture in data.train)
+    assert data.notes == ("skipped files that are no images by their names: 1 (red_disc/notes.md)",)
+
+
+def test_a_folder_may_have_its_validation_beside(tmp_path: Path) -> None:
+    class_folder(tmp_path / "train", each=4)
+    class_folder(tmp_path / "val", each=2)
+    (tmp_path / "val" / "red_disc").rename(tmp_path / "val" / "teal_disc")
+    data = open_images(tmp_path)
+    assert (len(data.train), len(data.validation)) == (12, 6)
+    assert sorted(picture.label for picture in data.validation) == [-1, -1, 0, 0, 1, 1]
+    assert data.prompts[-1] == "a photo of a teal disc"  # what is asked is asked of the held-out classes
+    apart = open_images(tmp_path / "train", tmp_path / "val")
+    assert every(apart) == every(data)
+    assert apart.fingerprint == data.fingerprint
+
+
+def test_pairs_are_held_out_by_caption(tmp_path: Path) -> None:
+    csv_pairs(tmp_path, repeat=3)
+    data = open_images(tmp_path / "pairs.csv")
+    seen, unseen = ({p.caption for p in side} for side in (data.train, data.validation))
+    assert not seen & unseen
+    share = len(data.validation) / len(every(data))
+    assert 0.05 <= share < 0.1
+    again = open_images(tmp_path / "pairs.csv")
+    assert (again.train, again.validation) == (data.train, data.validation)
+
+
+def test_an_image_of_a_held_out_caption_is_not_trained_on_under_another(tmp_path: Path) -> None:
+    lines = ["filepath,title"]
+    for n in range(40):
+        paint(tmp_path / f"{n}.png", "red", "disc")
+        lines += [f"{n}.png,one of {n}", f"{n}.png,another of {n}"]
+    (tmp_path / "pairs.csv").write_text("\n".join(lines))
+    data = open_images(tmp_path / "pairs.csv")
+    seen, unseen = ({p.name for p in side} for side in (data.train, data.validation))
+    assert unseen
+    assert not seen & unseen
+
+
+def test_other_captions_of_held_out_images_are_few_counted_and_named(tmp_path: Path) -> None:
+    lines = ["filepath,title"]
+    for n in range(100):
+        paint(tmp_path / f"{n}.png", "red", "disc")
+        lines += [f"{n}.png,caption {k} of {n}" for k in range(5)]
+    (tmp_path / "pairs.csv").write_text("\n".join(lines))
+    data = open_images(tmp_path / "pairs.csv")
+    lost = 500 - len(every(data))
+    assert 25 <= len(data.validation) + lost < 30  # five of a hundred images, or one more
+    (note,) = data.notes
+    assert note.startswith(f"skipped other captions of held-out images: {lost} (")
+
+
+def test_what_may_not_be_what_was_meant_is_named(tmp_path: Path) -> None:
+    class_folder(tmp_path / "classes", 3)
+    (tmp_path / "classes" / "void").mkdir()
+    assert "classes without an image: 1 (void)" in open_images(tmp_path / "classes").notes
+    for n in range(40):
+        paint(tmp_path / f"{n}.png", "red", "disc")
+    lines = ["filepath,title", *(f"{n}.png,number {n}" for n in range(38)), '38.png,"open', '39.png,"it closes"']
+    (tmp_path / "pairs.csv").write_text("\n".join(lines))
+    assert open_images(tmp_path / "pairs.csv").notes == ("rows over several lines, quoted: 1 (pairs.csv:40-41)",)
+    image = painted(tmp_path, "red", "disc")
+    pairs = [(f"{n}.{kind}", image if kind == "png" else b"%d" % n) for n in range(9) for kind in ("png", "txt")]
+    members(tmp_path / "s.tar", [*pairs, ("a.v2.png", image), ("a.v2.txt", b"x"), ("0.json", b"{}")])
+    assert open_images(tmp_path / "s.tar").notes == (
+        "skipped members that are neither image nor caption: 2 (s.tar:a.v2.png, s.tar:a.v2.txt)",
+    )
+
+
+def test_two_archives_of_one_name_are_two(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        image = painted(tmp_path, "red", "disc")
+        pairs = [(f"{n}.png", image) for n in range(20)]
+        texts = [(f"{n}.txt", f"{n} of {folder}".encode()) for n in range(20)]
+        members(tmp_path / folder / "0.tar", pairs + texts)
+    data = open_images(tmp_path / "{a,b}" / "0.tar")
+    assert len(every(data)) == 40
+    assert data.notes == ()
+
+
+def test_the_fingerprint_is_that_of_names_sizes_and_captions(tmp_path: Path) -> None:
+    csv_pairs(tmp_path)
+    found = [open_images(tmp_path / "pairs.csv").fingerprint]
+    text = (tmp_path / "pairs.csv").read_text()
+    for changed in (text.replace("a red", "a rose", 1), "\n".join(text.splitlines()[:-1])):
+        (tmp_path / "pairs.csv").write_text(changed)
+        found.append(open_images(tmp_path / "pairs.csv").fingerprint)
+    (tmp_path / "pairs.csv").write_text(text)
+    assert open_images(tmp_path / "pairs.csv").fingerprint == found[0]
+    first = next(iter(open_images(tmp_path / "pairs.csv").train))
+    with open(first.path, "ab") as file:
+        file.write(b"more")
+    found.append(open_images(tmp_path / "pairs.csv").fingerprint)
+    assert len(set(found)) == 4
+
+
+REFUSED: dict[str, tuple[str, str]] = {
+    "nothing there": ("nowhere", r"--data: got .*nowhere, where nothing is; takes a CSV, tar files"),
+    "a missing archive": ("s-{0..1}.tar", r"--data: .*s-0.tar: No such file"),
+    "an empty folder": ("empty", r"--data: got .*empty, which has no images; takes"),
+    "other columns": ("other.csv", r"--data: got .*other.csv with the header 'a,b', takes one with the colu"),
+    "one image": ("one.csv", r"--data: got .*one.csv with 1 images, too few to hold some out"),
+    "none that is there": ("gone.csv", r"has no images \(skipped missing images: 1 \(gone.png\)\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_has_no_images_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    paint(tmp_path / "a.png", "red", "disc")
+    texts = {"other": "a,b\n1,2\n", "one": "filepath,title\na.png,x\n", "gone": "filepath,title\ngone.png,x\n"}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.csv").write_text(text)
+    name, says = REFUSED[case]
+    with pytest.raises(DataError, match=says):
+        open_images(tmp_path / name)

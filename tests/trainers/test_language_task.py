@@ -11,12 +11,12 @@ from torch.nn import functional as F
 
 from narrowgauge.trainers._language import LanguageTask, cover
 from narrowgauge.trainers._models import MASK, SPECIAL, masked_token_loss
-from narrowgauge.trainers._sources import TokenSource
+from narrowgauge.trainers._tokens import TokenizedCorpus
 
 
-def source(count: int = 5000) -> TokenSource:
+def source(count: int = 5000) -> TokenizedCorpus:
     tokens = torch.randint(256, (count,), generator=torch.Generator().manual_seed(0)).int()
-    return TokenSource(tokens, tokens[:1000], 256, 1.0, None, "", ())  # type: ignore[arg-type]
+    return TokenizedCorpus(tokens, tokens[:1000], 256, 1.0, None)  # type: ignore[arg-type]
 
 
 @given(st.integers(1, 8), st.integers(3, 64), st.integers(0, 2**31))

@@ -172,8 +172,8 @@ def test_names() -> None:
 @pytest.mark.parametrize(
     ("sizes", "says"),
     [
-        ({"vocabulary": 255, "sequence": 8}, "vocabulary: got 255, takes at least 256"),
-        ({"vocabulary": 300, "sequence": 1}, "sequence: got 1, takes at least 2"),
+        ({"vocabulary": 255, "sequence": 8}, "vocabulary must be at least 256, got 255"),
+        ({"vocabulary": 300, "sequence": 1}, "sequence must be at least 2, got 1"),
     ],
 )
 def test_sizes_that_cannot_work_are_named(sizes: dict[str, int], says: str) -> None:

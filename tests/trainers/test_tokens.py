@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 
 from narrowgauge.trainers import _tokens
 from narrowgauge.trainers._batches import Batches, validation_windows
-from narrowgauge.trainers._corpus import Corpus, DataError, Document
+from narrowgauge.trainers._text import Corpus, DataError, Document
 from narrowgauge.trainers._tokens import (
     END_OF_TEXT,
     TokenizedCorpus,
@@ -126,18 +125,6 @@ def test_a_text_with_few_words_uses_fewer_tokens(tmp_path: Path) -> None:
     assert made.tokenizer.get_vocab_size() < 300
 
 
-def test_no_training_text_at_all(tmp_path: Path) -> None:
-    made = tokenize(Corpus("", (), (Document("b", "a"),), {}), 300, cache=tmp_path)
-    assert len(made.train) == 0
-    assert len(made.validation) == 2
-
-
-@pytest.mark.parametrize("vocabulary", [255, 0, -1])
-def test_a_vocabulary_holds_the_bytes(vocabulary: int, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"vocabulary: got {vocabulary}, takes at least 256"):
-        tokenize(CORPUS, vocabulary, cache=tmp_path)
-
-
 def test_progress_goes_from_nothing_to_all_and_a_hit_is_silent(tmp_path: Path) -> None:
     told: list[tuple[str, float]] = []
     tokenize(CORPUS, 300, cache=tmp_path, on_progress=lambda stage, fraction: told.append((stage, fraction)))
@@ -162,19 +149,6 @@ def test_an_interrupt_leaves_nothing_behind(when: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_cache_gives_back_the_same(made: TokenizedCorpus, tmp_path: Path) -> None:
-    first = tokenize(CORPUS, 300, cache=tmp_path / "not" / "yet")
-    hit = tokenize(CORPUS, 300, cache=tmp_path / "not" / "yet", on_progress=never)
-    assert same(made, first)
-    assert same(made, hit)
-    assert len(list((tmp_path / "not" / "yet").iterdir())) == 1
-    assert hit.train.is_contiguous()
-
-
-def never(stage: str, fraction: float) -> None:
-    raise AssertionError(f"{stage}: nothing was to be made")
-
-
 def test_the_key_is_all_that_tokens_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
     train, validation = CORPUS.train, CORPUS.validation
     others = [
@@ -189,56 +163,6 @@ def test_the_key_is_all_that_tokens_depend_on(monkeypatch: pytest.MonkeyPatch) -
     assert _tokens._key(Corpus("elsewhere", renamed, validation, {"empty": 1}), 300) in keys
     monkeypatch.setattr(_tokens, "version", lambda name: "0.0.1")
     assert _tokens._key(CORPUS, 300) not in keys
-
-
-def test_a_damaged_entry_is_made_again(made: TokenizedCorpus, tmp_path: Path) -> None:
-    tokenize(CORPUS, 300, cache=tmp_path)
-    (entry,) = tmp_path.iterdir()
-    whole = entry.read_bytes()
-    middle = len(whole) // 2
-    flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
-    for damage in (b"", b"PK", whole[:middle], flipped, b"\x93NUMPY" + whole, b"\0" * len(whole)):
-        entry.write_bytes(damage)
-        assert same(made, tokenize(CORPUS, 300, cache=tmp_path))
-        assert _tokens._load(entry) is not None
-
-
-def test_no_flipped_bit_gets_through(tmp_path: Path) -> None:
-    """Everywhere in a small entry: it is refused, or the flip was where nothing is read (a date in the zip)."""
-    small = Corpus("", (Document("a", "abc abc"),), (Document("b", "abc"),), {})
-    tokenize(small, 256, cache=tmp_path)
-    (entry,) = tmp_path.iterdir()
-    whole = bytearray(entry.read_bytes())
-    good = _tokens._load(entry)
-    assert good is not None
-    draw = random.Random(0)
-    for position in draw.sample(range(len(whole)), 400):
-        damaged = bytearray(whole)
-        damaged[position] ^= 1 << draw.randrange(8)
-        entry.write_bytes(damaged)
-        got = _tokens._load(entry)
-        if got is not None:
-            assert got[0].to_str() == good[0].to_str()
-            assert all(np.array_equal(a, b) for a, b in zip(got[1:], good[1:], strict=True))
-
-
-def test_a_folder_that_cannot_be_written_only_costs_time(made: TokenizedCorpus, tmp_path: Path) -> None:
-    in_the_way = tmp_path / "file"
-    in_the_way.write_text("not a folder")
-    assert same(made, tokenize(CORPUS, 300, cache=in_the_way / "tokens"))
-    assert same(made, tokenize(CORPUS, 300, cache=in_the_way))
-
-
-def test_a_full_disk_leaves_nothing_behind(
-    made: TokenizedCorpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(path: Path, **arrays: object) -> None:
-        path.write_bytes(b"half of i")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(np, "savez", full)
-    assert same(made, tokenize(CORPUS, 300, cache=tmp_path))
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_cache_is_where_xdg_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,36 +186,67 @@ def test_nobody_without_a_home_is_turned_away(monkeypatch: pytest.MonkeyPatch) -
     assert tokenize(CORPUS, 256).vocabulary == 256
 
 
-CONCURRENT = """
-import hashlib, sys
-from pathlib import Path
-from narrowgauge.trainers._corpus import load_corpus
-from narrowgauge.trainers._tokens import tokenize
-made = tokenize(load_corpus(Path(sys.argv[1])), 300, cache=Path(sys.argv[2]))
-print(hashlib.sha256(made.train.numpy().tobytes() + made.tokenizer.to_str().encode()).hexdigest())
-"""
-
-
-def test_processes_at_once_make_the_same_tokens(tmp_path: Path) -> None:
-    text, cache = tmp_path / "text.txt", tmp_path / "cache"
-    text.write_text(prose(20_000))
-    command = [sys.executable, "-W", "error", "-c", CONCURRENT, str(text), str(cache)]
-    running = [subprocess.Popen(command, stdout=-1, stderr=-1, text=True) for _ in range(2)]
-    ends = [process.communicate(timeout=60) for process in running]
-    assert [process.returncode for process in running] == [0, 0], ends
-    assert len({out for out, _ in ends}) == 1
+def test_the_cache_gives_back_the_same_and_a_damaged_entry_is_made_again(
+    made: TokenizedCorpus, tmp_path: Path
+) -> None:
+    shown: list[str] = []
+    cache = tmp_path / "not" / "yet"
+    assert same(made, tokenize(CORPUS, 300, cache=cache))
     (entry,) = cache.iterdir()
-    assert _tokens._load(entry) is not None
+    assert same(made, tokenize(CORPUS, 300, cache=cache, on_progress=lambda stage, _: shown.append(stage)))
+    assert not shown
+    for name in ("index.json", "train.tokens", "validation.tokens"):
+        whole = (entry / name).read_bytes()
+        middle = len(whole) // 2
+        for damage in (
+            None,
+            b"",
+            whole[:middle],
+            whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
+        ):
+            (entry / name).unlink() if damage is None else (entry / name).write_bytes(damage)
+            assert same(made, tokenize(CORPUS, 300, cache=cache, on_progress=lambda stage, _: shown.append(stage)))
+            assert shown
+            shown.clear()
+            assert (entry / name).read_bytes() == whole
+    assert list(cache.iterdir()) == [entry]
+
+
+def test_a_cache_that_cannot_be_written_only_costs_time(
+    made: TokenizedCorpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("not a folder")
+    assert same(made, tokenize(CORPUS, 300, cache=in_the_way / "tokens"))
+    assert same(made, tokenize(CORPUS, 300, cache=in_the_way))
+
+    def full(path: Path, data: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(data[:9])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert same(made, tokenize(CORPUS, 300, cache=tmp_path / "cache"))
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 FORK = """
 import os, sys
 from pathlib import Path
-from narrowgauge.trainers._corpus import Corpus, Document
-from narrowgauge.trainers._tokens import tokenize
+from narrowgauge.trainers import Corpus, tokenize
+from narrowgauge.trainers._text import Document
 assert "tokenizers" not in sys.modules, "loaded before it is needed"
 side = tuple(Document(str(i), "some words and more " * 2000) for i in range(4))
-made = tokenize(Corpus("", side, side, {}), 300, cache=Path(sys.argv[1]))
+children = []
+for _ in range(2):  # at once
+    if not (child := os.fork()):
+        tokenize(Corpus("", side, side, {}), 300, cache=Path(sys.argv[1]))
+        os._exit(0)
+    children.append(child)
+assert all(os.waitpid(child, 0)[1] == 0 for child in children)
+def never(stage, fraction): raise AssertionError(stage)
+made = tokenize(Corpus("", side, side, {}), 300, cache=Path(sys.argv[1]), on_progress=never)
+made = tokenize(Corpus("", side, side, {}), 301, cache=Path(sys.argv[1]))
 assert "TOKENIZERS_PARALLELISM" not in os.environ
 if not (child := os.fork()):
     made.tokenizer.encode_batch(["some words"] * 100)
@@ -300,7 +255,7 @@ assert os.waitpid(child, 0)[1] == 0
 """
 
 
-def test_a_fork_is_neither_noisy_nor_stuck(tmp_path: Path) -> None:
+def test_processes_share_a_cache_and_a_fork_is_neither_noisy_nor_stuck(tmp_path: Path) -> None:
     clean = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
     ran = subprocess.run(
         [sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", FORK, str(tmp_path)],
@@ -310,6 +265,7 @@ def test_a_fork_is_neither_noisy_nor_stuck(tmp_path: Path) -> None:
         timeout=60,
     )
     assert (ran.returncode, ran.stderr) == (0, "")
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 @given(batch=st.integers(1, 8), sequence=st.integers(2, 40), seed=st.integers(0, 2**31), extra=st.integers(0, 500))
@@ -336,12 +292,6 @@ def test_batches_reach_both_ends_and_differ_by_seed() -> None:
     assert not torch.equal(starts, torch.cat([next(others)[:, 0] for _ in range(100)]))
 
 
-def test_batches_leave_the_global_generator_alone() -> None:
-    state = torch.random.get_rng_state()
-    next(Batches(torch.arange(50), 2, 8, seed=3))
-    assert torch.equal(state, torch.random.get_rng_state())
-
-
 @given(length=st.integers(3, 3000), sequence=st.integers(2, 60), count=st.integers(1, 50))
 def test_validation_windows_are_apart_and_even(length: int, sequence: int, count: int) -> None:
     tokens = torch.arange(length, dtype=torch.int32)
@@ -358,22 +308,23 @@ def test_validation_windows_are_apart_and_even(length: int, sequence: int, count
     assert int(edges.diff().max() - edges.diff().min()) <= 1
 
 
-def test_a_text_too_short_is_told_by_how_much() -> None:
+def test_sizes_that_cannot_work_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"^--data takes a longer text: got 9 tokens, .* take at least 12$"):
         Batches(torch.arange(9), 4, 8, seed=0)
-    with pytest.raises(DataError, match=r"^--data takes a longer text: got 8 tokens, .* take at least 9$"):
-        validation_windows(torch.arange(8), 8, 1)
+    for make, says in (
+        (lambda: Batches(torch.arange(99), 0, 8, 0), "batch must be at least 1, got 0"),
+        (lambda: Batches(torch.arange(99), 1, 1, 0), "sequence must be at least 2, got 1"),
+        (lambda: validation_windows(torch.arange(99), 2, 0), "count must be at least 1, got 0"),
+        (lambda: tokenize(CORPUS, 255, cache=tmp_path), "vocabulary must be at least 256, got 255"),
+    ):
+        with pytest.raises(ValueError, match=f"^{says}$"):
+            make()
 
 
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda tokens: Batches(tokens, 0, 8, 0), "batch: got 0, takes at least 1"),
-        (lambda tokens: Batches(tokens, 1, 1, 0), "sequence: got 1, takes at least 2"),
-        (lambda tokens: validation_windows(tokens, 1, 1), "sequence: got 1, takes at least 2"),
-        (lambda tokens: validation_windows(tokens, 2, 0), "count: got 0, takes at least 1"),
-    ],
-)
-def test_sizes_that_cannot_work_are_named(make: object, says: str) -> None:
-    with pytest.raises(ValueError, match=f"^{says}$"):
-        make(torch.arange(100))  # type: ignore[operator]
+def test_a_draw_goes_on_where_another_was() -> None:
+    tokens = torch.arange(500, dtype=torch.int32)
+    first, second = (Batches(tokens, 4, 8, seed=seed) for seed in (0, 1))
+    for _ in range(5):
+        next(first)
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(next(first), next(second))

@@ -22,7 +22,7 @@ from narrowgauge.cli._environment import describe_environment, find_device, out_
 from narrowgauge.cli._report import write_report
 from narrowgauge.cli._results import assemble, set_aside, write_results
 from narrowgauge.trainers import Run, Settings, TokenizedCorpus
-from narrowgauge.trainers._team import own_device
+from narrowgauge.trainers._parallel import own_device
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from narrowgauge.trainers import prepare_tokens
 
 
 def tokens(data: Path | None, out: Path, vocabulary: int, workers: int | None) -> int:
-    """Write the shards; see `prepare_tokens`.
+    """Write a folder of tokens; see `prepare_tokens`.
 
     Raises:
         ValueError: for input that cannot work, in one line that names the option.
@@ -24,7 +24,6 @@ def tokens(data: Path | None, out: Path, vocabulary: int, workers: int | None) -
         )
         for note in index["notes"]:
             display.say(note)
-    shards = [*index["train"], *index["validation"]]
-    held = sum(entry["tokens"] for entry in shards)
-    display.say(f"{held:,} tokens in {len(shards)} shards, {index['bytes_per_token']:.2f} bytes a token\n{out}")
+    held = sum(index[side]["tokens"] for side in ("train", "validation"))
+    display.say(f"{held:,} tokens, {index['bytes_per_token']:.2f} bytes a token\n{out}")
     return 0

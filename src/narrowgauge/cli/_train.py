@@ -11,7 +11,7 @@ from rich.progress import TaskID
 from narrowgauge.cli._display import STAGES, asked_to_stop, complain, make_console, make_progress
 from narrowgauge.cli._environment import find_device, out_of_memory
 from narrowgauge.trainers import TrainSettings, fit
-from narrowgauge.trainers._team import Team, processes
+from narrowgauge.trainers._parallel import ProcessGroup, processes
 
 
 def train(settings: TrainSettings) -> int:
@@ -32,7 +32,7 @@ def train(settings: TrainSettings) -> int:
             asked_to_stop(display.say, "stopping after this step, with a checkpoint") as asked,
         ):
             outcome = fit(settings, device, display, lambda: bool(asked))
-            first = Team.of(settings).first
+            first = ProcessGroup.of(settings).first
     except RuntimeError as error:
         if not out_of_memory(error):
             raise

@@ -1,4 +1,4 @@
-"""Training: text and images to examples, models from configurations, a loop that measures, one that trains."""
+"""Training: text and images to examples, models from configurations, `train` for comparisons, `fit` for real."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.trainers._batches import Batches, validation_windows
+from narrowgauge.trainers._compare import Run, Settings, evaluate, make_optimizer, train
 from narrowgauge.trainers._config import values_of as config_values
-from narrowgauge.trainers._corpus import Corpus, DataError, load_corpus
 from narrowgauge.trainers._export import load_model
-from narrowgauge.trainers._language import LanguageTask, Task
+from narrowgauge.trainers._language import LanguageTask
 from narrowgauge.trainers._models import (
     ModelError,
     build_model,
@@ -18,19 +18,23 @@ from narrowgauge.trainers._models import (
     parameter_count,
     presets,
 )
-from narrowgauge.trainers._prepare import prepare_tokens
 from narrowgauge.trainers._settings import SettingsError, TrainSettings
-from narrowgauge.trainers._shards import DamagedShardError
-from narrowgauge.trainers._sources import DEFAULT_VOCABULARY
-from narrowgauge.trainers._tokens import TokenizedCorpus, tokenize
-from narrowgauge.trainers._train import Run, Settings, evaluate, make_optimizer, train
+from narrowgauge.trainers._task import Task
+from narrowgauge.trainers._text import Corpus, DataError, load_corpus
+from narrowgauge.trainers._tokens import (
+    DEFAULT_VOCABULARY,
+    DamagedShardError,
+    TokenizedCorpus,
+    prepare_tokens,
+    tokenize,
+)
 
 if TYPE_CHECKING:
     from narrowgauge.trainers._fit import Outcome as Outcome
+    from narrowgauge.trainers._fit import Progress as Progress
     from narrowgauge.trainers._fit import fit as fit
-    from narrowgauge.trainers._gradients import Step as Step
-    from narrowgauge.trainers._held_out import HeldOut as HeldOut
-    from narrowgauge.trainers._observer import Observer as Observer
+    from narrowgauge.trainers._gradcache import Step as Step
+    from narrowgauge.trainers._validation import HeldOut as HeldOut
 
 __all__ = [
     "DEFAULT_VOCABULARY",
@@ -41,8 +45,8 @@ __all__ = [
     "HeldOut",
     "LanguageTask",
     "ModelError",
-    "Observer",
     "Outcome",
+    "Progress",
     "Run",
     "Settings",
     "SettingsError",
@@ -67,9 +71,9 @@ __all__ = [
     "validation_windows",
 ]
 
-# What brings checkpoints over processes and gauges with it: imported when it is asked for, so that a command that
-# trains nothing answers at once.
-_FIT = ("HeldOut", "Observer", "Outcome", "Step", "fit")
+# These import checkpoints, processes and gauges: only on first use, so that a command that does not train starts
+# fast.
+_FIT = ("HeldOut", "Outcome", "Progress", "Step", "fit")
 
 
 def __getattr__(name: str) -> Any:

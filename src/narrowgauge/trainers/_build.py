@@ -19,11 +19,11 @@ from narrowgauge.optim import NarrowOptimizer
 from narrowgauge.recipes import cast
 from narrowgauge.scaling import DynamicLossScaler, LossScaler, StaticLossScaler, TensorLossScaler
 
-from ._additions import Additions
+from ._extras import Extras
 from ._image_models import build_image_model
 from ._models import Preset, build_model, parameter_count, preset
+from ._parallel import ALONE, ProcessGroup
 from ._settings import SettingsError, TrainSettings
-from ._team import ALONE, Team
 from ._tokens import END_OF_TEXT
 
 _SCALERS = {"dynamic": DynamicLossScaler, "static": StaticLossScaler, "tensor": TensorLossScaler}
@@ -68,13 +68,18 @@ def _model(settings: TrainSettings, outputs: int, end: int) -> Any:
 def plain_model(settings: TrainSettings, outputs: int, end: int) -> Any:
     """A model with what is added around it, in fp32 on the CPU; arguments as of `build_parts`."""
     model = _model(settings, outputs, end)
-    names = (f.name for f in fields(Additions))
-    Additions(**{name: getattr(settings, name) for name in names}).add(model, settings.seed)
+    names = (f.name for f in fields(Extras))
+    Extras(**{name: getattr(settings, name) for name in names}).add(model, settings.seed)
     return model
 
 
 def build_parts(
-    settings: TrainSettings, outputs: int, device: torch.device, team: Team = ALONE, *, end: int = END_OF_TEXT
+    settings: TrainSettings,
+    outputs: int,
+    device: torch.device,
+    group: ProcessGroup = ALONE,
+    *,
+    end: int = END_OF_TEXT,
 ) -> Parts:
     """Make model, optimizer and scaler.
 
@@ -82,7 +87,7 @@ def build_parts(
         settings: of the run.
         outputs: number of tokens of the text, or of classes.
         device: where to train.
-        team: who trains together.
+        group: the processes that train together.
         end: the token that ends a caption.
 
     Raises:
@@ -112,7 +117,7 @@ def build_parts(
         if not report.swapped:
             raise SettingsError(f"--linear: got {settings.linear!r}, but no layer of {settings.model} can take it")
         notes.append(f"{report.plan.title}: {len(report.swapped)} layers, {len(report.kept)} kept")
-    runs: Any = team.wrap(model)
+    runs: Any = group.wrap(model)
     # Once parameters are those that are trained: swapping keeps them, sharding makes others.
     optimizer: NarrowOptimizer | CPUOffload
     given: dict[str, Any] = {"lr": settings.lr, "decay_all": settings.decay_all, **settings.hyperparameters}
@@ -121,12 +126,12 @@ def build_parts(
     else:
         kept: Any = "freed" if settings.offload == "gradients" else "kept"
         # Under DDP a gradient is not what it was before the backward pass was over.
-        when: Any = "step" if team.joined else "backward"
+        when: Any = "step" if group.joined else "backward"
         optimizer = recipe.apply(model, around=partial(CPUOffload, gradients=kept, transfer=when), **given)
         what = "states, low words and gradients" if kept == "freed" else "states and low words"
         notes.append(f"the step is the CPU's: {what} are there, beside copies of {optimizer.host_bytes():,} bytes")
-    if team.joined:
-        notes.append(f"{team.world} processes, {team.parallel}")
+    if group.joined:
+        notes.append(f"{group.world} processes, {group.parallel}")
     scaler = None if settings.scaler == "none" else _SCALERS[settings.scaler](device.type)
     runs = torch.compile(runs) if settings.compile else runs
     return Parts(model, runs, optimizer, scaler, _AUTOCAST.get(settings.autocast), tuple(notes))

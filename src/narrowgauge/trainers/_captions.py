@@ -1,8 +1,8 @@
 """Captions as tokens: a byte-level BPE of the training's captions, or the tokenizer that comes with the data.
 
-A row is a caption's tokens and the end, which fills what is left of the row. Of a tokenizer learned here the end is
-the byte 0, which captions cannot have; it is exported under the name `<end>`. One of the data's own has to have an
-end among its special tokens, and may have a start.
+A row is a caption's tokens and the end token, which also fills the rest of the row. The end token of a tokenizer
+learned here is the byte 0, which captions cannot contain; it is exported as `<end>`. A tokenizer that comes with
+the data must have an end among its special tokens, and may have a start.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ._corpus import Corpus, DataError, Document
-from ._sources import DEFAULT_VOCABULARY
-from ._tokens import END_OF_TEXT, Progress, learn
+from ._export import added_tokens
+from ._text import Corpus, DataError, Document
+from ._tokens import DEFAULT_VOCABULARY, END_OF_TEXT, OnProgress, learn
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -33,10 +33,10 @@ class Captions:
     """Makes rows of tokens of captions.
 
     Attributes:
-        tokenizer: without rules of its own for what stands around a text.
-        end, start: those tokens; a caption may have no start.
-        end_name, start_name: how the tokenizer writes them.
-        vocabulary: number of tokens there can be.
+        tokenizer: without a template for special tokens.
+        end, start: the numbers of these tokens; start may be None.
+        end_name, start_name: their names.
+        vocabulary: number of tokens.
     """
 
     tokenizer: Tokenizer
@@ -47,7 +47,7 @@ class Captions:
     vocabulary: int
 
     def rows(self, captions: Sequence[str], context: int) -> Tensor:
-        """Tokens of captions, int64 (n, context); a caption that is too long loses its end, not the row's."""
+        """Tokens of captions, int64 (n, context); the end of a caption that is too long is cut."""
         rows = torch.full((len(captions), context), self.end)
         before = [] if self.start is None else [self.start]
         encodings = self.tokenizer.encode_batch_fast(list(captions), add_special_tokens=False)
@@ -62,7 +62,7 @@ class Captions:
         return self.tokenizer.to_str()
 
     def export(self, folder: Path, context: int) -> None:
-        """Write it as transformers reads it: it adds what stands around a caption, and fills up rows."""
+        """Write the tokenizer for transformers, with a template that adds start and end."""
         from tokenizers import Tokenizer, processors
         from transformers import PreTrainedTokenizerFast
 
@@ -84,8 +84,8 @@ class Captions:
         wrapped.save_pretrained(folder)
 
 
-def learned_captions(texts: Sequence[str], vocabulary: int | None, on_progress: Progress) -> Captions:
-    """A tokenizer of the training's captions, of so many tokens; None for 4096."""
+def learned_captions(texts: Sequence[str], vocabulary: int | None, on_progress: OnProgress) -> Captions:
+    """A tokenizer learned from the training's captions; a vocabulary of None is 4096."""
     size = DEFAULT_VOCABULARY if vocabulary is None else vocabulary
     corpus = Corpus("captions", tuple(Document("", text) for text in texts), (), {})
     tokenizer = learn(corpus, size, on_progress)
@@ -99,7 +99,7 @@ def read_captions(path: Path, vocabulary: int | None) -> Captions:
 
     Raises:
         DataError: if it cannot be read, or has no token that ends a text.
-        ValueError: for a vocabulary that it has not.
+        ValueError: for another vocabulary than the file's.
     """
     from tokenizers import Tokenizer
 
@@ -116,7 +116,7 @@ def read_captions(path: Path, vocabulary: int | None) -> Captions:
     start = next((name for name in _STARTS if tokenizer.token_to_id(name) is not None), None)
     number = tokenizer.token_to_id(end)
     if number == 2:
-        # transformers takes this number for a mark of old configurations, and reads another place.
+        # transformers takes this number for a mark of old configurations, and reads another position.
         raise DataError(f"--data: {path} has {end} as token 2, which transformers' CLIP cannot end captions with")
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -125,9 +125,7 @@ def read_captions(path: Path, vocabulary: int | None) -> Captions:
 
 def _with_end(text: str) -> str:
     """A tokenizer, as JSON, whose token of the byte 0 is the special token `END_TOKEN`."""
-    said = json.loads(text)
-    vocabulary = said["model"]["vocab"]
-    said["model"]["vocab"] = {END_TOKEN if n == END_OF_TEXT else token: n for token, n in vocabulary.items()}
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    said["added_tokens"] = [{"id": END_OF_TEXT, "content": END_TOKEN, "special": True, **flags}]
-    return json.dumps(said)
+    parsed = json.loads(text)
+    vocabulary = parsed["model"]["vocab"]
+    parsed["model"]["vocab"] = {END_TOKEN if n == END_OF_TEXT else token: n for token, n in vocabulary.items()}
+    return json.dumps(parsed | {"added_tokens": added_tokens({END_TOKEN: END_OF_TEXT})})

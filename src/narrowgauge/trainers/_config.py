@@ -1,4 +1,4 @@
-"""The configuration file: flags in TOML, a key for each, as `config.toml` in a run's folder keeps them.
+"""The configuration file: a TOML key for each flag, as in the `config.toml` of a run's folder.
 
 model = "gpt2"
 weight-decay = 0.1
@@ -16,9 +16,12 @@ from typing import Any
 from ._export import ADDITIONS, NEEDS_LOADER
 from ._settings import SettingsError, TrainSettings, flag
 
+# Keys that earlier releases wrote, without an effect on results.
+_REMOVED = {"gather-codes"}
+
 
 def config_text(settings: TrainSettings) -> str:
-    """Settings as TOML; what is not set has no line.
+    """Settings as TOML; unset ones have no line.
 
     Raises:
         SettingsError: for text that TOML cannot hold, such as a path that is not UTF-8.
@@ -32,7 +35,7 @@ def config_text(settings: TrainSettings) -> str:
             f"{value}".encode()
         except UnicodeEncodeError:
             raise SettingsError(f"{flag(name)}: got {value!r}, takes text in UTF-8") from None
-        # A string of JSON is one of TOML, but for the character 127 and the halves of what is beyond 16 bits.
+        # A string of JSON is one of TOML, except for the character 127 and surrogates.
         shown = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         lines.append(f"{flag(name)[2:]} = {shown}")
     return "\n".join(lines) + "\n"
@@ -42,7 +45,7 @@ def values_of(path: Path) -> dict[str, Any]:
     """The values of a configuration file, by field.
 
     Raises:
-        SettingsError: for what is no TOML, an unknown key, or a value of another kind than the flag's.
+        SettingsError: for invalid TOML, an unknown key, or a value of another type than the flag's.
     """
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -51,6 +54,8 @@ def values_of(path: Path) -> dict[str, Any]:
     known = {flag(f.name)[2:]: f for f in fields(TrainSettings)}
     found: dict[str, Any] = {}
     for key, value in values.items():
+        if key in _REMOVED:
+            continue
         if key not in known:
             raise SettingsError(f"--config: {path}: got the unknown key {key!r}, takes {', '.join(known)}")
         kind = str(known[key].type).split(" | ")[0]

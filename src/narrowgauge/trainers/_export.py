@@ -1,8 +1,8 @@
 """The trained model as a folder that `transformers.AutoModel….from_pretrained` loads, tokenizer and all.
 
-What was added around the model is folded into its weights (`_additions`), low words of the optimizer's weight
-storage are left behind: they are for training. Norms of queries and keys or of patches cannot be folded, and
-transformers' classes have no place for them: they are written beside the model, and `load_model` puts them back.
+Modules that were added for training are folded into its weights (`_extras`); low words of the optimizer's weight
+storage are left out. Norms of queries and keys or of patches cannot be folded, and transformers' classes have no
+place for them: they are written into a file of their own, and `load_model` puts them back.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ._additions import add_unfolded, folded_state, unfolded, unties
+from ._extras import add_unfolded, folded_state, unfolded, unties
 from ._models import SPECIAL, Objective
 
 ADDITIONS = "additions.safetensors"
@@ -27,7 +27,7 @@ def export_model(model: Any, folder: Path) -> tuple[str, ...]:
         folder: is there.
 
     Returns:
-        What its reader has to know, in lines fit to print.
+        Lines about what transformers will not load.
     """
     from safetensors.torch import save_file
     from transformers.utils import logging
@@ -80,7 +80,7 @@ def load_model(folder: Path | str) -> Any:
     path = Path(folder)
     try:
         (kind,) = json.loads((path / "config.json").read_text(encoding="utf-8"))["architectures"]
-        # Weights are tensors and nothing else: no pickle is opened, and no code that lies beside them run.
+        # Weights are tensors and nothing else: no pickle is opened, and no code of the folder is run.
         model: Any = getattr(transformers, kind).from_pretrained(
             path, local_files_only=True, use_safetensors=True, trust_remote_code=False
         )
@@ -99,7 +99,7 @@ def load_model(folder: Path | str) -> Any:
 
 
 def export_tokenizer(tokenizer: Any, folder: Path, *, objective: Objective, sequence: int) -> None:
-    """Write a tokenizer as transformers reads it; that of a masked model with the two tokens more."""
+    """Write a tokenizer as transformers reads it; that of a masked model with two more tokens."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -113,10 +113,15 @@ def export_tokenizer(tokenizer: Any, folder: Path, *, objective: Objective, sequ
 
 def with_special_tokens(text: str) -> str:
     """A tokenizer, as JSON, with `PAD_TOKEN` and `MASK_TOKEN` ahead of its tokens."""
-    said = json.loads(text)
+    parsed = json.loads(text)
     first = {PAD_TOKEN: 0, MASK_TOKEN: 1}
     assert len(first) == SPECIAL
-    said["model"]["vocab"] = first | {token: number + SPECIAL for token, number in said["model"]["vocab"].items()}
+    vocabulary = parsed["model"]["vocab"]
+    parsed["model"]["vocab"] = first | {token: number + SPECIAL for token, number in vocabulary.items()}
+    return json.dumps(parsed | {"added_tokens": added_tokens(first)})
+
+
+def added_tokens(numbers: dict[str, int]) -> list[dict[str, Any]]:
+    """Special tokens as the JSON of a tokenizer lists them."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    said["added_tokens"] = [{"id": n, "content": token, "special": True, **flags} for token, n in first.items()]
-    return json.dumps(said)
+    return [{"id": n, "content": token, "special": True, **flags} for token, n in numbers.items()]

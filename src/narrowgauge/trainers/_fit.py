@@ -1,7 +1,7 @@
 """Train a model for real: `narrowgauge train`.
 
 A step draws its examples and divides them into as many parts as memory asks for; the task makes the gradients, and
-the optimizer unscales and clips in its own pass. The loop waits for the device only where it looks at the loss
+the optimizer unscales and clips in its own pass. The loop waits for the device only where it reads the loss
 (`log_every`), validates or saves. What is measured changes no bit of what is computed.
 """
 
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,32 +20,64 @@ from torch import Tensor
 from narrowgauge import gauges, recipes
 from narrowgauge.recipes import cast
 
-from ._around import Clock, determinism, unwarned
 from ._build import Parts, build_parts, plain_model
+from ._data import Opened, open_task
 from ._examples import divided
 from ._export import export_model
 from ._flops import peak_flops
-from ._gradients import Step
-from ._held_out import HeldOut
+from ._gradcache import Step
 from ._history import History
-from ._language import Task
-from ._observer import Observer, Unheard
-from ._run_folder import GAUGES, Keeper, begin, find_checkpoint, make_folder
+from ._loop import Clock, determinism, training_loop
+from ._parallel import ALONE, ProcessGroup, full_state
+from ._run_folder import GAUGES, Checkpointer, begin, find_checkpoint, make_folder
 from ._schedule import schedule
 from ._settings import SettingsError, TrainSettings, refuse_unlike
-from ._tasks import Opened, open_task
-from ._team import ALONE, Team, whole_state
+from ._task import Task
+from ._validation import HeldOut
+
+
+class Progress(Protocol):
+    """Receives the progress of a run."""
+
+    def stage(self, stage: str, fraction: float) -> None:
+        """Progress of preparing the data, 0 to 1."""
+
+    def say(self, text: str) -> None:
+        """A message."""
+
+    def begin(self, step: int, steps: int) -> None:
+        """Training starts after this step, of `steps`."""
+
+    def progress(self, step: int, loss: float, units: float, unit: str, mfu: float | None) -> None:
+        """The loss of a step, units a second, and the share of the device's peak, where that is known."""
+
+    def validated(self, step: int, loss: float) -> None:
+        """The validation loss after a step."""
+
+
+class NullProgress:
+    """Progress that is not reported: that of every rank but 0."""
+
+    def stage(self, stage: str, fraction: float) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+    def begin(self, step: int, steps: int) -> None: ...
+
+    def progress(self, step: int, loss: float, units: float, unit: str, mfu: float | None) -> None: ...
+
+    def validated(self, step: int, loss: float) -> None: ...
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
+    """The end of a run.
 
     Attributes:
         step: the last one taken.
         validation_loss: after it; None if the run was stopped before its end, or diverged.
-        stopped: whether it was asked to stop, which it can be resumed from.
-        diverged: whether its loss was not finite for as long as between two looks.
+        stopped: whether it was asked to stop; it can be resumed.
+        diverged: whether no loss since the last log was finite.
     """
 
     step: int
@@ -54,7 +87,7 @@ class Outcome:
 
 
 def fit(
-    settings: TrainSettings, device: torch.device, observer: Observer, stop: Callable[[], bool] = lambda: False
+    settings: TrainSettings, device: torch.device, progress: Progress, stop: Callable[[], bool] = lambda: False
 ) -> Outcome:
     """Train, and leave a folder that transformers loads.
 
@@ -64,57 +97,57 @@ def fit(
     Args:
         settings: of the run.
         device: where to train.
-        observer: told how it goes.
-        stop: asked after each step; once true, a checkpoint is saved and the run ends.
+        progress: receives the progress.
+        stop: called after each step; once true, a checkpoint is saved and the run ends.
 
     Raises:
         SettingsError, DataError, ValueError: for input that cannot work, in one line that names the option.
     """
-    team = Team.of(settings)
-    refuse_unlike(team.all(settings.plain()))
-    observer = observer if team.first else Unheard()
+    group = ProcessGroup.of(settings)
+    refuse_unlike(group.all(settings.plain()))
+    progress = progress if group.first else NullProgress()
     make_folder(settings.out)
-    checkpoint = find_checkpoint(settings, observer.say)
-    opened = team.in_turn(lambda: open_task(settings, observer.stage))
-    for rank, other in enumerate(data := team.all(opened.fingerprint)):
+    checkpoint = find_checkpoint(settings, progress.say)
+    opened = group.first_then_others(lambda: open_task(settings, progress.stage))
+    for rank, other in enumerate(data := group.all(opened.fingerprint)):
         if other != data[0]:
             raise SettingsError(
                 f"--data: got {settings.data}, whose content in process {rank} is not that in process 0; takes the "
                 "same in all"
             )
     for note in opened.notes:
-        observer.say(note)
-    task = opened.task
-    parts = build_parts(settings, opened.outputs, device, team, end=opened.end)
+        progress.say(note)
+    parts = build_parts(settings, opened.outputs, device, group, end=opened.end)
     for note in parts.notes:
-        observer.say(note)
+        progress.say(note)
     if settings.patch_dropout:
-        torch.manual_seed(
-            settings.seed + team.rank
-        )  # the patches' places; a checkpoint brings its own random states
-    keeper = Keeper(settings, parts, task, opened.fingerprint)
+        # The places of the patches; a checkpoint brings its own random states.
+        torch.manual_seed(settings.seed + group.rank)
+    checkpointer = Checkpointer(settings, parts, opened.task, opened.fingerprint)
     step = 0
     if checkpoint is not None:
-        step = keeper.load(checkpoint)
-        observer.say(f"going on from {checkpoint}")
-    if team.first:
+        step = checkpointer.load(checkpoint)
+        progress.say(f"going on from {checkpoint}")
+    if group.first:
         begin(settings, step)
-    loop = Loop(settings, parts, task, keeper, observer, team)
-    with determinism(settings.deterministic), unwarned():
-        outcome = loop.run(step, stop)
+    training = Training(settings, parts, opened.task, checkpointer, progress, group)
+    with determinism(settings.deterministic), warnings.catch_warnings():
+        # CLIP's logits are views; nothing here writes to them.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+        outcome = training.run(step, stop)
     if not (outcome.stopped or outcome.diverged):
-        model = parts.model if not team.shards else _gathered(settings, opened, parts.model, team)
-        if team.first:
+        model = parts.model if not group.shards else _gathered(settings, opened, parts.model, group)
+        if group.first:
             opened.export(model, settings.out)
             for note in export_model(model, settings.out):
-                observer.say(note)
+                progress.say(note)
     return outcome
 
 
-def _gathered(settings: TrainSettings, opened: Opened, sharded: Any, team: Team) -> Any:
-    """A model with all of a sharded one's weights, in the first process; None elsewhere."""
-    state = whole_state(sharded)
-    if not team.first:
+def _gathered(settings: TrainSettings, opened: Opened, sharded: Any, group: ProcessGroup) -> Any:
+    """A model with all weights of a sharded one, in the first process; None elsewhere."""
+    state = full_state(sharded)
+    if not group.first:
         return None
     model = plain_model(settings, opened.outputs, opened.end)
     cast(model, recipes.get(settings.recipe).dtype)
@@ -123,81 +156,84 @@ def _gathered(settings: TrainSettings, opened: Opened, sharded: Any, team: Team)
 
 
 @dataclass(eq=False)
-class Loop:
-    """The steps of a run.
+class Training:
+    """The steps of a run, with its log, validations and checkpoints.
 
     Attributes:
-        settings, parts, task, keeper, observer: of the run.
-        team: who trains together.
+        settings, parts, task, checkpointer, progress: of the run.
+        group: the processes that train together.
     """
 
     settings: TrainSettings
     parts: Parts
     task: Task
-    keeper: Keeper
-    observer: Observer
-    team: Team = ALONE
-    _losses: list[Tensor] = field(default_factory=list)
-    _sound: bool = True  # whether the last loss that was looked at is finite
+    checkpointer: Checkpointer
+    progress: Progress
+    group: ProcessGroup = ALONE
+    _losses: list[Tensor] = field(default_factory=list)  # since the last log
+    _finite: bool = True  # whether the last loss in the log is
+    _watch: gauges.Watch | None = None
     _device: torch.device = field(init=False)
 
     def __post_init__(self) -> None:
         self._device = next(self.parts.model.parameters()).device
+        self._flops = self.task.flops_per_unit(self.parts.model)
+        peak = peak_flops(self._device)
+        self._peak = None if peak is None else peak * self.group.world
+        if peak is None:
+            name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "a CPU"
+            self.progress.say(f"no peak FLOP/s known of {name}: utilization (MFU) is left out")
 
     def run(self, after: int, stop: Callable[[], bool]) -> Outcome:
-        """Take the steps behind `after`."""
+        """Take the steps after `after`."""
         settings, clock = self.settings, Clock(self._device)
-        self._speed()
-        history = History(settings.out if self.team.first else None, after)
-        self.observer.begin(after, settings.steps)
+        history = History(settings.out if self.group.first else None, after)
+        self.progress.begin(after, settings.steps)
         validated: float | None = None
-        try:
-            with self._watched(after) as watch:
-                for number in range(after + 1, settings.steps + 1):
-                    loss = self._step(number, watch)
-                    self._losses.append(loss)
-                    last = number == settings.steps
-                    looks = last or _due(number, settings.log_every)
-                    # Several have to agree, and do so when they look.
-                    ends = self.team.any(stop()) if looks or self.team.world == 1 else False
-                    looks = looks or ends
-                    if looks and not self._log(number, history, clock):
-                        return Outcome(number, None, diverged=True)
-                    if _due(number, settings.validate_every) or last:
-                        with clock.paused():
-                            validated = self._validate(number, history)
-                    if _due(number, settings.save_every) or last or ends:
-                        with clock.paused():
-                            self._save(number, history, clock, watch, anyway=last or ends)
-                    if ends and not last:
-                        return Outcome(number, None, stopped=True)
-            if validated is None:  # a run that had ended already, and has it in its history
+        steps = training_loop(
+            range(after + 1, settings.steps + 1), self.parts.optimizer,
+            rate=self._rate, gradients=self._gradients, update=self._update,
+        )  # fmt: skip
+        with contextlib.closing(history), self._watched(after) as self._watch:
+            for number, loss in steps:
+                self._losses.append(loss)
+                last = number == settings.steps
+                logs = last or _due(number, settings.log_every)
+                # Several processes have to agree, and do so when they log.
+                ends = self.group.any(stop()) if logs or self.group.world == 1 else False
+                if (logs or ends) and not self._log(number, history, clock):
+                    return Outcome(number, None, diverged=True)
+                if _due(number, settings.validate_every) or last:
+                    with clock.paused():
+                        validated = self._validate(number, history)
+                if _due(number, settings.save_every) or last or ends:
+                    with clock.paused():
+                        self._save(number, history, clock, anyway=last or ends)
+                if ends and not last:
+                    return Outcome(number, None, stopped=True)
+            if validated is None:  # a run that had ended already, with this loss in its history
                 validated = self._validate(settings.steps, None)
             return Outcome(settings.steps, validated)
-        finally:
-            history.close()
-
-    def _step(self, number: int, watch: gauges.Watch | None) -> Tensor:
-        """One optimizer step; its loss, on the device."""
-        settings, parts, scaler = self.settings, self.parts, self.parts.scaler
-        for group in parts.optimizer.param_groups:
-            group["lr"] = self._rate(number)
-        parts.optimizer.zero_grad()
-        share = divided(self.team.share(self.task.draw()), settings.accumulate)
-        loss = self.task.gradients(Step(parts, self.team, share, self._device, watch))
-        if watch is not None:
-            watch.loss(loss)
-        if scaler is None:
-            parts.optimizer.step()
-        else:
-            scaler.step(parts.optimizer)
-            scaler.update()
-        self.task.stepped(parts.model)
-        return loss
 
     def _rate(self, number: int) -> float:
         s = self.settings
         return s.lr * schedule(s.schedule, number, steps=s.steps, warmup=s.warmup, final=s.final_lr)
+
+    def _gradients(self) -> Tensor:
+        share = divided(self.group.share(self.task.draw()), self.settings.accumulate)
+        loss = self.task.gradients(Step(self.parts, self.group, share, self._device, self._watch))
+        if self._watch is not None:
+            self._watch.loss(loss)
+        return loss
+
+    def _update(self, loss: Tensor) -> None:
+        scaler, optimizer = self.parts.scaler, self.parts.optimizer
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        self.task.after_step(self.parts.model)
 
     def _watched(self, after: int) -> contextlib.AbstractContextManager[gauges.Watch | None]:
         """The gauges, or None without."""
@@ -206,21 +242,20 @@ class Loop:
             return contextlib.nullcontext()
         return gauges.watch(
             self.parts.runs, self.parts.optimizer, settings.gauges_every, path=path,
-            # Inside a compiled region features are not seen.
+            # Features inside a compiled region cannot be measured.
             activations=not settings.compile, scaler=self.parts.scaler,
-            # Those that left the GPU are nowhere to be seen.
+            # With `offload="gradients"` the gradients are already freed.
             gradients=settings.offload != "gradients",
             resume_from=after or None,
         )  # fmt: skip
 
     def _log(self, number: int, history: History, clock: Clock) -> bool:
-        """Write down the losses since the last look; whether any was finite."""
+        """Write the losses since the last log; returns whether any was finite."""
         if not self._losses:
             return True
-        losses = (self.team.sum(torch.stack(self._losses)) / self.team.world).tolist()
-        self._sound = math.isfinite(losses[-1])
-        first = number - len(losses) + 1
-        for step, loss in enumerate(losses, start=first):
+        losses = (self.group.sum(torch.stack(self._losses)) / self.group.world).tolist()
+        self._finite = math.isfinite(losses[-1])
+        for step, loss in enumerate(losses, start=number - len(losses) + 1):
             history.add(step=step, loss=loss, lr=self._rate(step))
         units = len(losses) * self.settings.batch * self.task.units_per_example / clock.lap()
         mfu = None if self._peak is None else units * self._flops / self._peak
@@ -228,61 +263,48 @@ class Loop:
         history.add(step=number, **speed, **({} if mfu is None else {"mfu": round(mfu, 4)}))
         history.flush()
         self._losses.clear()
-        self._tell()
-        self.observer.progress(number, losses[-1], units, self.task.unit, mfu)
+        self._report_data()
+        self.progress.progress(number, losses[-1], units, self.task.unit, mfu)
         return any(map(math.isfinite, losses))
 
-    def _save(
-        self, number: int, history: History, clock: Clock, watch: gauges.Watch | None, *, anyway: bool
-    ) -> None:
+    def _save(self, number: int, history: History, clock: Clock, *, anyway: bool) -> None:
         """Write a checkpoint; not of a run that may be diverging, which would push out the ones that are good."""
         self._log(number, history, clock)
-        if not (self._sound or anyway):
-            self.observer.say(f"step {number}: no checkpoint, as its loss is not finite")
+        if not (self._finite or anyway):
+            self.progress.say(f"step {number}: no checkpoint, as its loss is not finite")
             return
-        if watch is not None:
-            watch.settle()
-        self.keeper.save(number)
-
-    def _speed(self) -> None:
-        """Find out what a token or an image costs, and what the device could do."""
-        self._flops = self.task.flops_per_unit(self.parts.model)
-        peak = peak_flops(self._device)
-        self._peak = None if peak is None else peak * self.team.world
-        if peak is None:
-            self.observer.say(f"no peak FLOP/s known of {_name(self._device)}: utilisation (MFU) is left out")
+        if self._watch is not None:
+            self._watch.settle()
+        self.checkpointer.save(number)
 
     @torch.no_grad()
     def _validate(self, number: int, history: History | None) -> float:
-        """Mean loss over the validation examples, and what else the task asks of them."""
-        settings, parts, team = self.settings, self.parts, self.team
-        size = max(1, settings.batch // settings.accumulate // team.world)
-        held_out = HeldOut(parts.model, team, self.task.validation(), settings.batch, size, self._device)
+        """Mean loss over the validation examples; records it with the task's metrics."""
+        settings, parts, group = self.settings, self.parts, self.group
+        size = max(1, settings.batch // settings.accumulate // group.world)
+        held_out = HeldOut(parts.model, group, self.task.validation(), settings.batch, size, self._device)
         parts.model.eval()
         try:
             with parts.computing():
                 loss = self.task.held_out_loss(held_out)
-                with team.whole(parts.model):
-                    asked = self.task.asked(parts.model, held_out.parts)
+                with group.unsharded(parts.model):
+                    metrics = self.task.metrics(parts.model, held_out.parts)
         finally:
             parts.model.train()
         if history is not None:
-            history.add(step=number, validation_loss=loss, **self.task.also(loss), **asked)
+            history.add(step=number, validation_loss=loss, **self.task.derived(loss), **metrics)
             history.flush()
-        self._tell()
-        self.observer.validated(number, loss)
-        if asked:
-            self.observer.say(", ".join(f"{name.replace('_', ' ')} {100 * v:.1f} %" for name, v in asked.items()))
+        self._report_data()
+        self.progress.validated(number, loss)
+        if metrics:
+            shown = (f"{name.replace('_', ' ')} {100 * value:.1f} %" for name, value in metrics.items())
+            self.progress.say(", ".join(shown))
         return loss
 
-    def _tell(self) -> None:
-        for line in self.task.news():
-            self.observer.say(line)
+    def _report_data(self) -> None:
+        for line in self.task.messages():
+            self.progress.say(line)
 
 
 def _due(number: int, every: int) -> bool:
     return every > 0 and number % every == 0
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"

@@ -1,10 +1,10 @@
-"""A run's numbers, a line of JSON each: loss and learning rate by step, speed, validations.
+"""The numbers of a run, a line of JSON each: loss and learning rate by step, speed, validations.
 
     {"step": 20, "loss": 7.4375, "lr": 6e-05}
     {"step": 20, "tokens_per_second": 51200.0, "mfu": 0.41}
     {"step": 100, "validation_loss": 5.81, "perplexity": 333.6, "bits_per_byte": 2.41}
 
-A resumed run cuts off what came after its checkpoint and takes those steps again.
+A resumed run removes the records after its checkpoint and takes those steps again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FILE = "history.jsonl"
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
-    """The records of a file, up to the first line that a kill left unfinished; none if there is no file."""
+    """The records of a file, up to the first line that is damaged or unfinished; none if there is no file."""
     found: list[dict[str, Any]] = []
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -37,7 +37,7 @@ def read_history(path: Path) -> list[dict[str, Any]]:
 
 
 def _is_record(record: Any) -> bool:
-    """Whether a JSON value is what `_line` writes: a step, and numbers."""
+    """Whether a JSON value is a record: a step, and numbers."""
     return (
         isinstance(record, dict)
         and type(record.get("step")) is int
@@ -49,8 +49,8 @@ class History:
     """Writes records to a run's folder.
 
     Args:
-        folder: the run's; None keeps nothing.
-        after: the step that the run goes on from; records of later ones are cut off.
+        folder: the run's; None writes nothing.
+        after: the step that the run resumes from; records of later steps are removed.
     """
 
     def __init__(self, folder: Path | None, after: int) -> None:
@@ -70,7 +70,7 @@ class History:
             self._file.write(_line(record))
 
     def flush(self) -> None:
-        """Hand what was written to the system, which keeps it if this process dies."""
+        """Give what was written to the operating system, so that it survives this process."""
         if self._file is not None:
             self._file.flush()
 
@@ -81,7 +81,6 @@ class History:
 
 
 def _line(record: Mapping[str, Any]) -> str:
-    plain = {
-        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()
-    }  # JSON has no infinity
+    # JSON has no infinity.
+    plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
     return json.dumps(plain, allow_nan=False) + "\n"

@@ -6,9 +6,8 @@ A preset is a value, the sizes of transformers' class: open_clip's for `clip-b-1
 and `clip-deep` (with as many blocks as `clip-l-14`) for studies of small pictures. Weights are fresh, in fp32, and
 drawn on the CPU from a seed.
 
-Captions have no token of their own: the byte 0, which no text has, ends each one and fills what is left of the
-row (`_captions`). transformers reads a caption's features at the first such token, and attention is causal, so
-what stands behind it changes nothing.
+The byte 0, which no text has, ends each caption and fills the rest of its row (`_captions`). transformers reads a
+caption's features at the first such token, and attention is causal, so the tokens after it change nothing.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ def clip_model(sizes: ClipSizes, *, end: int, attention: str = "sdpa") -> CLIPMo
 
     Args:
         sizes: of the model, vocabulary and context included.
-        end: the token that ends a caption and fills the row behind it.
+        end: the token that ends a caption and fills its row.
         attention: ``"sdpa"`` or ``"eager"``.
     """
     from transformers import CLIPModel
@@ -144,7 +143,7 @@ def clip_configuration(sizes: ClipSizes, *, end: int) -> CLIPConfig:
 
 
 def vit_model(sizes: VitSizes, classes: int, *, attention: str = "sdpa") -> ViTForImageClassification:
-    """A ViT with a linear layer behind its class token, in training mode; otherwise as `clip_model`."""
+    """A ViT with a linear layer after its class token, in training mode; arguments as in `clip_model`."""
     from transformers import ViTForImageClassification
 
     config = vit_configuration(sizes, classes)

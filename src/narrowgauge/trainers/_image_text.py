@@ -1,14 +1,15 @@
-"""CLIP: images beside their captions.
+"""Training on images: CLIP on images and captions, ViT on images and classes.
 
-Both towers give a vector of length one. In a batch of n pairs every image should be nearest to its own caption, and
-every caption to its own image: two cross entropies over the n x n cosines, times a learned scale. The scale is
+CLIP's towers each give a vector of length one. In a batch of n pairs every image should be nearest to its own
+caption,
+and every caption to its own image: two cross entropies over the n x n cosines, times a learned scale. The scale is
 e^logit_scale, and bounded after each step, at 100 as CLIP's authors have it; beyond that training is unstable.
 `narrowgauge.recipes._losses` has the loss.
 
-All pairs of a step are told from each other, in however many parts and processes they are read: each process takes
-its own rows of both matrices, and the mean over processes is this loss.
+All pairs of a step are contrasted with each other, in any number of parts and processes: each process takes its own
+rows of both matrices, and the mean over processes is this loss.
 
-Zero-shot accuracy asks of a held-out image which of all held-out captions (or of all classes) is nearest.
+Zero-shot accuracy: which of all held-out captions (or of all classes) is nearest to a held-out image.
 
 Source: Radford et al. 2021, Figure 3 and Section 2.5.
 """
@@ -28,11 +29,11 @@ from narrowgauge.recipes._losses import class_loss, contrast, normalized, pair_r
 from ._captions import Captions
 from ._examples import Examples
 from ._flops import flops_per_image
-from ._gradients import Step
-from ._held_out import HeldOut
-from ._image_readers import NAMED, named
-from ._image_sources import ImageSet
-from ._images import ImageLoader
+from ._gradcache import Step
+from ._image_loader import ImageLoader
+from ._images import ImageSet
+from ._text import NAMED, first_few
+from ._validation import HeldOut
 
 _TOP = 5
 _PROMPTS = 1024  # captions that the text tower reads at a time
@@ -41,7 +42,7 @@ _PROMPTS = 1024  # captions that the text tower reads at a time
 def accuracy(scores: Tensor, right: Tensor) -> dict[int, float]:
     """Share of rows whose right column is the highest, and among the five highest.
 
-    What is as high as the right one counts as higher: a model that says the same of all is never right.
+    A column as high as the right one counts as higher: a model with equal scores is never right.
 
     Args:
         scores: (n, columns).
@@ -53,12 +54,12 @@ def accuracy(scores: Tensor, right: Tensor) -> dict[int, float]:
 
 
 class ImageTask:
-    """What tasks of images have in common.
+    """The common part of image tasks.
 
     Args:
         loader: of the training's pictures.
-        share: of the patches that training drops, by which throughput is reckoned.
-        context: tokens that are read beside an image.
+        share: of the patches that training drops, for the count of operations.
+        context: tokens of a caption.
     """
 
     unit = "images"
@@ -66,23 +67,23 @@ class ImageTask:
 
     def __init__(self, loader: ImageLoader, share: float, context: int) -> None:
         self._loader, self._share, self._context = loader, share, context
-        self._told = 0
+        self._reported = 0
 
-    def stepped(self, model: nn.Module) -> None:
+    def after_step(self, model: nn.Module) -> None:
         pass
 
-    def news(self) -> tuple[str, ...]:
+    def messages(self) -> tuple[str, ...]:
         # The first few by name, then the number when it has doubled.
         damaged = self._loader.damaged
-        if len(damaged) <= self._told or NAMED <= self._told < len(damaged) < 2 * self._told:
+        if len(damaged) <= self._reported or NAMED <= self._reported < len(damaged) < 2 * self._reported:
             return ()
-        self._told = len(damaged)
-        return (named("skipped damaged images", damaged),)
+        self._reported = len(damaged)
+        return (first_few("skipped damaged images", damaged),)
 
     def flops_per_unit(self, model: nn.Module) -> float:
         return flops_per_image(model, self._share, self._context)
 
-    def also(self, loss: float) -> dict[str, float]:
+    def derived(self, loss: float) -> dict[str, float]:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,12 +98,12 @@ class ImageTextTask(ImageTask):
 
     Args:
         data: the pictures.
-        captions: makes tokens.
+        captions: their tokenizer.
         context: tokens of a row.
         loader: of the training's pictures.
         count: how many held-out pairs to validate on, at most. They are contrasted in parts of about a batch.
-        patch_dropout: share of patches that training drops, by which throughput is reckoned.
-        max_logit_scale: what e^logit_scale is bounded by after a step; 0 for no bound.
+        patch_dropout: share of patches that training drops, for the count of operations.
+        max_logit_scale: bound of e^logit_scale after a step; 0 for no bound.
 
     Raises:
         DataError: if there are too few pictures, or none that can be read.
@@ -115,13 +116,13 @@ class ImageTextTask(ImageTask):
         super().__init__(loader, patch_dropout, context)
         self._captions, self._most = captions, max_logit_scale
         pixels, held_out = loader.middles(data.validation[:count])
-        said = [picture.caption for picture in held_out]
-        prompts = data.prompts or tuple(dict.fromkeys(said))
+        texts = [picture.caption for picture in held_out]
+        prompts = data.prompts or tuple(dict.fromkeys(texts))
         number = {prompt: n for n, prompt in enumerate(prompts)}
         self._prompts = captions.rows(prompts, context)
         self._validation = {
-            "images": pixels, "tokens": captions.rows(said, context),
-            "prompts": torch.tensor([number[caption] for caption in said]),
+            "images": pixels, "tokens": captions.rows(texts, context),
+            "prompts": torch.tensor([number[caption] for caption in texts]),
         }  # fmt: skip
 
     def draw(self) -> Examples:
@@ -137,7 +138,7 @@ class ImageTextTask(ImageTask):
 
     def held_out_loss(self, held_out: HeldOut) -> float:
         pairs, scale = held_out.rows(self._pairs), held_out.model.get_parameter("logit_scale")
-        # Of about a step's pairs, and as many in every part, so that all have as many captions to tell from.
+        # Parts of about a step's pairs, of equal size, so that every image has as many captions to choose from.
         parts = pairs.chunk(math.ceil(len(pairs) / held_out.batch))
         losses = [contrast(part, slice(0, len(part)), scale).double() * len(part) for part in parts]
         return torch.stack(losses).sum().item() / len(pairs)
@@ -146,14 +147,14 @@ class ImageTextTask(ImageTask):
         return pair_rows(model, examples["images"], examples["tokens"])
 
     @torch.no_grad()
-    def stepped(self, model: nn.Module) -> None:
+    def after_step(self, model: nn.Module) -> None:
         if self._most:
             model.get_parameter("logit_scale").clamp_(0.0, math.log(self._most))
 
     def validation(self) -> Examples:
         return self._validation
 
-    def asked(self, model: Any, examples: Callable[[], Iterable[Examples]]) -> dict[str, float]:
+    def metrics(self, model: Any, examples: Callable[[], Iterable[Examples]]) -> dict[str, float]:
         device = model.logit_scale.device
         texts = torch.cat(
             [_unit(model.get_text_features(rows.to(device))) for rows in torch.split(self._prompts, _PROMPTS)]
@@ -173,7 +174,7 @@ def _unit(output: Any) -> Tensor:
 
 
 class ImageClassTask(ImageTask):
-    """Images and classes for a ViT; arguments and errors as of `ImageTextTask`."""
+    """Images and classes for a ViT; arguments and errors as in `ImageTextTask`."""
 
     def __init__(self, data: ImageSet, loader: ImageLoader, *, count: int, patch_dropout: float) -> None:
         super().__init__(loader, patch_dropout, 0)
@@ -196,7 +197,7 @@ class ImageClassTask(ImageTask):
     def validation(self) -> Examples:
         return self._validation
 
-    def asked(self, model: nn.Module, examples: Callable[[], Iterable[Examples]]) -> dict[str, float]:
+    def metrics(self, model: nn.Module, examples: Callable[[], Iterable[Examples]]) -> dict[str, float]:
         parts = [(model(pixel_values=normalized(p["images"])).logits.float(), p["labels"]) for p in examples()]
         found = accuracy(torch.cat([scores for scores, _ in parts]), torch.cat([right for _, right in parts]))
         return {f"top{top}": share for top, share in found.items()}

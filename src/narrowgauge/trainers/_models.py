@@ -1,11 +1,10 @@
 """Small and well-known language models, made from a configuration and a seed.
 
 A preset is a value: the sizes of a GPT-2, LLaMA, BERT or RoBERTa, without vocabulary and sequence, which belong to
-the data. The first two are causal (every token is said from those before it), the others masked (tokens that were
-covered are said from all around them), and have two tokens more, ahead of the text's: `PAD` and `MASK`.
-Nothing is downloaded. What would blur a comparison of number formats is off (dropout, and with it any randomness
-after the start), and one seed gives one set of initial weights, in fp32 and drawn on the CPU, so that every
-recipe on every device starts from the same point.
+the data. The first two are causal (every token is predicted from those before it), the others masked (covered
+tokens are predicted from all around them), and have two more tokens, before the text's: `PAD` and `MASK`. Nothing
+is downloaded. Dropout is off, so that nothing is random after the start. One seed gives one set of initial weights,
+in fp32 and drawn on the CPU, so that every recipe on every device starts from the same point.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ SPECIAL = 2
 
 
 class ModelError(ValueError):
-    """There is no such model; the message is one line that lists those there are."""
+    """There is no such model; the message is one line that lists the presets."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +236,7 @@ def masked_token_loss(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tenso
     Args:
         model: a masked language model of transformers, in any dtype.
         inputs: int64 tensor (batch, sequence) on the model's device.
-        labels: int64 tensor like it: the token to be said, or -100 where none is.
+        labels: int64 tensor like it: the token to predict, or -100.
 
     Returns:
         float32 scalar, in nats a token; computed in float32 from the logits on.

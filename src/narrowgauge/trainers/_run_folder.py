@@ -1,13 +1,13 @@
-"""A run's folder, and going on from what is in it.
+"""A run's folder, and resuming from it.
 
     DIR/
       config.toml, history.jsonl, gauges.jsonl
       checkpoints/                          see `narrowgauge.distributed.save_checkpoint`
       config.json, model.safetensors, ...   at the end: the model as transformers has it
 
-A checkpoint keeps everything that a later step depends on: weights, low words, moments, the loss scale, where the
-draw of the data is, and the random generators. So a run that was killed and goes on is, bit for bit, the run that
-was never stopped.
+A checkpoint holds everything that a later step depends on: weights, low words, moments, the loss scale, the state
+of the draw of the data, and the random generators. So a run that was killed and resumed is, bit for bit, the run
+that was never stopped.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from narrowgauge.distributed import latest_checkpoint, load_checkpoint, save_che
 from ._build import Parts
 from ._config import config_text, values_of
 from ._history import FILE
-from ._language import Task
 from ._settings import SettingsError, TrainSettings, refuse_others
+from ._task import Task
 
 GAUGES = "gauges.jsonl"
 CONFIG = "config.toml"
@@ -35,7 +35,7 @@ def find_checkpoint(settings: TrainSettings, say: Callable[[str], None]) -> Path
     """The checkpoint that `--resume` means, or None for a new run.
 
     Args:
-        say: told what is in the way of newer ones.
+        say: called with the reason why a newer one is not used.
 
     Raises:
         SettingsError: if there is none where one is named, or a run where a new one is to begin.
@@ -43,10 +43,10 @@ def find_checkpoint(settings: TrainSettings, say: Callable[[str], None]) -> Path
     """
     folder = settings.out / CHECKPOINTS
     if settings.resume == "auto":
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             found = latest_checkpoint(folder)
-        for warning in told:
+        for warning in caught:
             say(str(warning.message))
         return found
     if settings.resume == "no":
@@ -74,10 +74,7 @@ def make_folder(out: Path) -> None:
 
 
 def begin(settings: TrainSettings, after: int) -> None:
-    """Keep a run's settings in its folder, and clear away what an attempt without a checkpoint left.
-
-    One process does.
-    """
+    """Write a run's settings into its folder, and remove the records of an attempt without a checkpoint."""
     if after == 0:
         for name in (GAUGES, FILE):
             (settings.out / name).unlink(missing_ok=True)
@@ -87,8 +84,8 @@ def begin(settings: TrainSettings, after: int) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Keeper:
-    """Saves and brings back a run.
+class Checkpointer:
+    """Saves and loads a run.
 
     Attributes:
         settings, parts, task: of the run.
@@ -101,7 +98,7 @@ class Keeper:
     fingerprint: str
 
     def save(self, step: int) -> Path:
-        """A checkpoint after a step."""
+        """Write a checkpoint after a step."""
         return save_checkpoint(
             self.settings.out / CHECKPOINTS,
             model=self.parts.model,
@@ -118,16 +115,15 @@ class Keeper:
         )
 
     def load(self, path: Path) -> int:
-        """Take a checkpoint over, and give its step.
+        """Load a checkpoint; returns its step.
 
         Raises:
-            SettingsError: if it is of a run with other settings or other data, or further on than this one goes.
+            SettingsError: if it is of a run with other settings or other data, or of a step beyond the last one.
             DamagedCheckpointError: if it is not what was written.
         """
         written = path.parent.parent / CONFIG
-        if (
-            path.parent.name == CHECKPOINTS and written.is_file()
-        ):  # names the flag, where loading would name a tensor that does not fit
+        if path.parent.name == CHECKPOINTS and written.is_file():
+            # Names the flag, where loading would name a tensor of another shape.
             refuse_others(self.settings, values_of(written), path)
         found = load_checkpoint(path, model=self.parts.model, optimizer=self.parts.optimizer, random_states="own")
         extra = found.extra

@@ -14,7 +14,7 @@ from typing import Any
 from narrowgauge import recipes
 from narrowgauge.linear import LinearPlan, named_plan
 
-from ._image_sources import COLUMNS
+from ._images import COLUMNS
 from ._models import preset
 from ._schedule import SCHEDULES
 
@@ -26,7 +26,7 @@ PARALLEL = ("ddp", "fsdp")
 OFFLOADS = ("none", "states", "gradients")
 
 _ALL = ("causal", "masked", "contrastive", "classes")
-# Options that not every kind of model takes; under others they have to be what they are by default.
+# Options that only some kinds of models take; with the others they must be at their defaults.
 _TAKEN_BY = {
     "validation_data": _ALL[2:], "columns": _ALL[2:3], "patch_norm": _ALL[2:], "patch_dropout": _ALL[2:],
     "max_logit_scale": _ALL[2:3], "crop_scale": _ALL[2:], "flip": _ALL[2:], "workers": _ALL[2:],
@@ -35,7 +35,7 @@ _TAKEN_BY = {
 
 
 class SettingsError(ValueError):
-    """An option cannot be what it is; the message is one line that names it."""
+    """An option has a value that it cannot have; the message is one line that names it."""
 
 
 def _option(default: Any, help: str) -> Any:
@@ -118,10 +118,10 @@ class TrainSettings:
                 f"--offload: got 'gradients', takes none or states with --accumulate {self.accumulate}: what left "
                 "the GPU cannot be added to there"
             )
-        self._refuse_what_the_model_has_not(preset(self.model).objective)
+        self._check_model_options(preset(self.model).objective)
         _ = self.plan
 
-    def _refuse_what_the_model_has_not(self, objective: str) -> None:
+    def _check_model_options(self, objective: str) -> None:
         for f in fields(self):
             got = getattr(self, f.name)
             if objective not in _TAKEN_BY.get(f.name, _ALL) and got != f.default:
@@ -132,10 +132,10 @@ class TrainSettings:
 
     @property
     def plan(self) -> LinearPlan | None:
-        """The plan of the linear layers, if there is one.
+        """The plan of the linear layers, or None.
 
         Raises:
-            SettingsError: for one that there is not.
+            SettingsError: for an unknown one.
         """
         if self.linear == "none":
             return None
@@ -146,7 +146,7 @@ class TrainSettings:
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """What the recipe's optimizer is given, of what it has."""
+        """The arguments of the recipe's optimizer, of those that it has."""
         given = {
             "betas": (self.beta1, self.beta2), "beta2_schedule": self.beta2_schedule, "eps": self.eps,
             "weight_decay": self.weight_decay, "max_grad_norm": self.clip or None, "seed": self.seed,
@@ -154,7 +154,7 @@ class TrainSettings:
         return recipes.get(self.recipe).known({name: v for name, v in given.items() if v is not None})
 
     def plain(self) -> dict[str, Any]:
-        """All that is set, by field, as strings, numbers and booleans; what is None is left out."""
+        """The fields that are not None, as strings, numbers and booleans."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: str(v) if isinstance(v, Path) else v for name, v in values.items() if v is not None}
 
@@ -164,21 +164,20 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-# What a checkpoint cannot go on under another value of: these decide what the weights, states and batches mean. The
-# others (how long, how fast, on what, how often) may change from one part of a run to the next.
+# A checkpoint cannot be resumed with other values of these: they decide what the weights, states and batches mean.
+# The others (how long, how fast, on what, how often) may change from one part of a run to the next.
 IDENTITY = (
     "model", "recipe", "batch", "sequence", "seed", "beta1", "beta2", "beta2_schedule", "eps", "weight_decay",
     "decay_all", "clip", "linear", "autocast", "scaler", "stable_embedding", "layer_scale",
     "kq_norm", "patch_norm", "patch_dropout", "max_logit_scale", "crop_scale", "flip",
 )  # fmt: skip
 
-
-# What a checkpoint of before an option has, where that is not the option's default.
+# The values of options in checkpoints that are older than the option, where that is not the default.
 _BEFORE = {"decay_all": True}
 
 
 def refuse_others(settings: TrainSettings, saved: Mapping[str, Any], where: Path) -> None:
-    """Refuse settings under which a checkpoint would be continued as what it is not.
+    """Refuse settings that a checkpoint cannot be resumed with.
 
     Raises:
         SettingsError: naming the first flag that differs.
@@ -186,7 +185,7 @@ def refuse_others(settings: TrainSettings, saved: Mapping[str, Any], where: Path
     now = settings.plain()
     defaults = {f.name: f.default for f in fields(settings)}
     for name in IDENTITY:
-        # What a checkpoint does not know of was added since.
+        # An option that is missing in a checkpoint was added later.
         was = saved.get(name, _BEFORE.get(name, defaults[name]))
         if now.get(name) != was:
             raise SettingsError(
@@ -195,22 +194,22 @@ def refuse_others(settings: TrainSettings, saved: Mapping[str, Any], where: Path
             )
 
 
-# What may differ from one process of a training to another: where things are, on the machine that it runs on.
+# These may differ between the processes of a training: they depend on the machine.
 _OWN = ("data", "validation_data", "workers", "device")
 
 
-def refuse_unlike(said: Sequence[Mapping[str, Any]]) -> None:
+def refuse_unlike(given: Sequence[Mapping[str, Any]]) -> None:
     """Refuse processes of one training that were started with different settings.
 
     Args:
-        said: what `TrainSettings.plain` gives in each process.
+        given: `TrainSettings.plain` of each process.
 
     Raises:
-        SettingsError: naming the first flag that differs, and where.
+        SettingsError: naming the first flag that differs, and the process.
     """
-    for rank, theirs in enumerate(said):
+    for rank, theirs in enumerate(given):
         for f in fields(TrainSettings):
-            first, other = (values.get(f.name, f.default) for values in (said[0], theirs))
+            first, other = (values.get(f.name, f.default) for values in (given[0], theirs))
             if f.name not in _OWN and other != first:
                 raise SettingsError(
                     f"{flag(f.name)}: got {first!r} in process 0 and {other!r} in process {rank}; takes one value "
@@ -219,7 +218,7 @@ def refuse_unlike(said: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _checks(s: TrainSettings) -> list[tuple[str, str, bool]]:
-    """Fields, what they take, and whether theirs is that."""
+    """Fields, the values that they take, and whether theirs is one."""
     counts = {
         "steps": 1, "batch": 1, "accumulate": 1, "sequence": 3, "seed": 0, "warmup": 0, "validate_every": 0,
         "validation_windows": 1, "log_every": 1, "gauges_every": 0, "save_every": 0, "keep": 1,

@@ -1,16 +1,21 @@
-"""From text to tokens.
+"""From text to tokens, in memory or prepared in a folder.
 
-The tokenizer is a byte-level BPE: its first 256 tokens are the bytes, so that any text can be written and read
-back exactly, and the others are merges learned from the training text alone. No token is special. A document
-cannot hold the byte 0 (a file that does is not text), so that byte ends a document, and a vocabulary of 256
-tokens is the bytes themselves.
+The tokenizer is a byte-level BPE: its first 256 tokens are the bytes, so that any text can be encoded and decoded
+exactly; the others are merges learned from the training text alone. No token is special. A document cannot contain
+the byte 0 (a file with one is not text), so that byte ends a document, and a vocabulary of 256 tokens is the bytes.
 
-Long texts are handed over in pieces that end where a word ends. The words are then those of the whole text, and
-so are the tokens, while memory stays small and progress can be told.
+Long texts are encoded in pieces that end where a word ends, so that memory stays small and progress can be shown.
+The tokens are those of the whole text, except in words of over 1024 characters, which are cut.
 
-Training a tokenizer and encoding 30 MB takes seconds on every start, so the result is cached, under a hash of
-all it depends on. An entry is one zip file: it appears at once and whole (written aside, then renamed), and its
-checksums tell when it is damaged. A cache that cannot be read or written costs time and nothing else.
+Tokens are stored in a folder:
+
+    index.json          version, vocabulary, tokenizer, and of both files the length and checksums
+    train.tokens        little-endian integers, 2 bytes each for a vocabulary of up to 65536, else 4
+    validation.tokens
+
+`narrowgauge tokens` writes such a folder, and `tokenize` keeps one in the user's cache for each text, under a hash
+of everything that the tokens depend on. The files are mapped into memory. Opening reads them once, for the
+checksums. The index is written last and has a checksum of its own: a folder without a whole index is incomplete.
 """
 
 from __future__ import annotations
@@ -18,50 +23,66 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import itertools
+import json
+import multiprocessing
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ._corpus import Corpus, Document
+from ._text import Corpus, DataError, Document, load_corpus
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+DEFAULT_VOCABULARY = 4096
 END_OF_TEXT = 188  # the token of the byte 0: the 256 bytes come first, in the order of their printable stand-ins
-_LAYOUT = 2  # of a cache entry; raise it when the same text would get other tokens
+MOST_TOKENS = 1 << 20  # in a vocabulary
+INDEX = "index.json"
+_MAGIC, _VERSION = "NGTOKENS", 2
+_SIDES = ("train", "validation")
+_CHECKED = 1 << 26  # bytes under one checksum
+_KEY = 3  # of the cache; raise it when the same text would get other tokens
 _PIECE = 1 << 14  # characters; with the next line, a megabyte at a time: work for all cores, in little memory
 _LONGEST = 1 << 10  # characters of a run without a space before it is cut
 _PIECES = 64
+_JOB = 32  # batches of pieces that a worker encodes at a time: half a minute of one core
 # A word starts at white space that follows anything else, whatever comes next.
 _WORD_START = re.compile(r"(?<=\S)[ \t\r\n]")
 _LONG_RUN = re.compile(r"\S{1025,}")
 _MIN_COUNT = 2  # a merge seen once is a word learned by heart
 
-Progress = Callable[[str, float], None]
-_Made = tuple["Tokenizer", NDArray[np.int32], NDArray[np.int32]]  # the tokens to train and to validate on
+OnProgress = Callable[[str, float], None]
+
+
+class DamagedShardError(DataError):
+    """A file of prepared tokens is not what was written; the message names it."""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenizedCorpus:
-    """A corpus as token ids.
+    """A text as token ids.
 
     Attributes:
-        train: int32 tensor (tokens,): the training documents, each followed by `END_OF_TEXT`.
-        validation: int32 tensor (tokens,), likewise.
+        train: integer tensor (tokens,): the training documents, each followed by `END_OF_TEXT`; int32 of a text,
+            uint16 or uint32, mapped into memory, of prepared tokens.
+        validation: integer tensor (tokens,), likewise.
         vocabulary: size of the vocabulary asked for; a short text may have used fewer ids.
         bytes_per_token: of the validation text, by which a loss per token is divided for a loss per byte.
         tokenizer: the tokenizer (``encode(text).ids``, ``decode(ids)``, ``save(path)``).
+        fingerprint: of `open_tokens`: equal for equal tokens.
+        notes: of `open_tokens`: lines about what was left out.
     """
 
     train: Tensor
@@ -69,18 +90,52 @@ class TokenizedCorpus:
     vocabulary: int
     bytes_per_token: float
     tokenizer: Tokenizer
+    fingerprint: str = ""
+    notes: tuple[str, ...] = ()
+
+
+def open_tokens(
+    data: Path | None, vocabulary: int | None, on_progress: OnProgress | None = None
+) -> TokenizedCorpus:
+    """The tokens that `--data` names: of a text file or a folder, or prepared ones.
+
+    Args:
+        data: a text file, a folder of them, a folder of prepared tokens, or None for Python's standard library.
+        vocabulary: number of tokens; None for `DEFAULT_VOCABULARY`, or that of the prepared tokens.
+        on_progress: see `tokenize`.
+
+    Raises:
+        DataError: if it cannot be trained on; `DamagedShardError` where prepared tokens are not what was written.
+        ValueError: for a vocabulary of under 256, or another one than the prepared tokens have.
+    """
+    if data is not None and _is_prepared(data):
+        found, index = _read(data)
+        if vocabulary not in (None, found.vocabulary):
+            raise ValueError(
+                f"--vocabulary: got {vocabulary}, takes the {found.vocabulary} of the tokens in {data}"
+            )
+        content = {name: index[name] for name in ("vocabulary", *_SIDES)}
+        return replace(found, notes=tuple(index["notes"]), fingerprint=_checksum(content))
+    corpus = load_corpus(data, without="lines")
+    found = tokenize(corpus, DEFAULT_VOCABULARY if vocabulary is None else vocabulary, on_progress=on_progress)
+    digest = hashlib.sha256(f"{found.vocabulary} {len(found.train)} ".encode())
+    for side in (found.train, found.validation):
+        digest.update(side.numpy().tobytes())
+    return replace(found, notes=corpus.notes, fingerprint=digest.hexdigest())
 
 
 def tokenize(
-    corpus: Corpus, vocabulary: int, *, cache: Path | None = None, on_progress: Progress | None = None
+    corpus: Corpus, vocabulary: int, *, cache: Path | None = None, on_progress: OnProgress | None = None
 ) -> TokenizedCorpus:
     """Train a tokenizer on the training text and encode both texts with it, or load that from the cache.
+
+    A cache that cannot be read or written costs time and nothing else.
 
     Args:
         corpus: the text.
         vocabulary: number of tokens, at least 256 (the bytes).
         cache: folder of the cache; None for ``narrowgauge/tokens`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
-            Nothing in it is ever removed; an entry takes 4 bytes a token.
+            Nothing in it is ever removed; an entry takes 2 bytes a token, or 4 beyond a vocabulary of 65536.
         on_progress: called with ``"tokenizer"``, then ``"tokens"``, and the fraction done, from 0 to 1; not
             called when the cache has the answer.
 
@@ -92,34 +147,80 @@ def tokenize(
     """
     at_least("vocabulary", vocabulary, 256)
     folder = cache if cache is not None else _cache_folder()
-    entry = folder / f"{_key(corpus, vocabulary)}.npz" if folder else None
-    made = _load(entry) if entry else None
-    if made is None:
-        made = _make(corpus, vocabulary, on_progress or (lambda stage, fraction: None))
-        if entry:
-            _store(entry, made)
-    tokenizer, train, validation = made
-    size = sum(document.size for document in corpus.validation)
-    return TokenizedCorpus(
-        torch.from_numpy(train), torch.from_numpy(validation), vocabulary, size / max(len(validation), 1), tokenizer
-    )
+    entry = folder / _key(corpus, vocabulary) if folder else None
+    if entry:
+        with contextlib.suppress(DamagedShardError):
+            found, _ = _read(entry)
+            return replace(found, train=found.train.to(torch.int32), validation=found.validation.to(torch.int32))
+    made = _make(corpus, vocabulary, 1, on_progress or (lambda stage, fraction: None))
+    if entry:
+        with contextlib.suppress(OSError):
+            entry.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=entry.parent) as aside:
+                written = Path(aside, entry.name)
+                written.mkdir()
+                _write(written, made)
+                shutil.rmtree(entry, ignore_errors=True)  # a damaged one
+                written.rename(entry)
+    return made
+
+
+def prepare_tokens(
+    data: Path | None,
+    out: Path,
+    *,
+    vocabulary: int,
+    workers: int,
+    on_progress: OnProgress = lambda stage, fraction: None,
+) -> dict[str, Any]:
+    """Write a text as a folder of tokens, the same whatever the number of workers.
+
+    Args:
+        data: a text file, a folder of them, or None for Python's standard library; read into memory.
+        out: a new or empty folder, or one whose preparation was interrupted.
+        vocabulary: number of tokens, from 256 to 2^20.
+        workers: processes that encode; with several, a program that calls this needs the usual guard of its main
+            module (``if __name__ == "__main__"``).
+        on_progress: called with ``"tokenizer"``, then ``"tokens"``, and the fraction done.
+
+    Returns:
+        The index.
+
+    Raises:
+        DataError: if there is nothing to train on.
+        ValueError: for other sizes, or a folder that has something else in it.
+    """
+    at_least("vocabulary", vocabulary, 256)
+    at_least("workers", workers, 1)
+    if vocabulary > MOST_TOKENS:
+        raise ValueError(f"vocabulary must be at most {MOST_TOKENS}, got {vocabulary}")
+    if out.exists():
+        if not out.is_dir():
+            raise ValueError(f"--out: got {out}, which is a file, takes a folder")
+        names = {path.name for path in out.iterdir()}
+        if INDEX in names and _is_prepared(out):
+            raise ValueError(f"--out: got {out}, which has prepared tokens already, takes an empty folder")
+        others = sorted(names - {f"{side}.tokens" for side in _SIDES} - {f".{INDEX}.new"})
+        if others:
+            raise ValueError(f"--out: got {out}, which has {others[0]!r} in it, takes an empty folder")
+    corpus = load_corpus(data, without="lines")
+    made = _make(corpus, vocabulary, workers, on_progress)
+    out.mkdir(parents=True, exist_ok=True)
+    about = {"source": corpus.source, "bytes": corpus.total_bytes, "documents": len(corpus.documents)}
+    return _write(out, made, **about, notes=corpus.notes)
 
 
 def at_least(name: str, value: int, least: int) -> None:
-    """Refuse a size that cannot work, by name."""
+    """Refuse a size that is too small, by name."""
     if value < least:
-        raise ValueError(f"{name}: got {value}, takes at least {least}")
+        raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
-def _make(corpus: Corpus, vocabulary: int, on_progress: Progress) -> _Made:
-    tokenizer = learn(corpus, vocabulary, on_progress)
-    train, validation = _batched(corpus.train), _batched(corpus.validation)
-    told = _told(train + validation, "tokens", on_progress)
-    return tokenizer, _encode(tokenizer, itertools.islice(told, len(train))), _encode(tokenizer, told)
+# --- the tokenizer
 
 
-def learn(corpus: Corpus, vocabulary: int, on_progress: Progress) -> Tokenizer:
-    """A tokenizer of the training text; see the module."""
+def learn(corpus: Corpus, vocabulary: int, on_progress: OnProgress) -> Tokenizer:
+    """A byte-level BPE of the training text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     _quiet_forks()
@@ -132,18 +233,48 @@ def learn(corpus: Corpus, vocabulary: int, on_progress: Progress) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_told(_batched(corpus.train), "tokenizer", on_progress), trainer)
+    batches = _batched(corpus.train)
+    tokenizer.train_from_iterator(_shown(batches, len(batches), "tokenizer", on_progress), trainer)
     return tokenizer
 
 
-def encode(tokenizer: Tokenizer, documents: Iterable[Document]) -> NDArray[np.int32]:
-    """The tokens of documents, each followed by its end."""
-    return _encode(tokenizer, _batched(documents))
+def _make(corpus: Corpus, vocabulary: int, workers: int, on_progress: OnProgress) -> TokenizedCorpus:
+    tokenizer = learn(corpus, vocabulary, on_progress)
+    train, validation = _batched(corpus.train), _batched(corpus.validation)
+    batches = train + validation
+    arrays = list(_shown(_encoded(tokenizer, batches, workers), len(batches), "tokens", on_progress))
+    sides = [
+        torch.from_numpy(np.concatenate([np.empty(0, np.int32), *of]))
+        for of in (arrays[: len(train)], arrays[len(train) :])
+    ]
+    size = sum(document.size for document in corpus.validation)
+    return TokenizedCorpus(sides[0], sides[1], vocabulary, size / max(len(sides[1]), 1), tokenizer)
 
 
-def _encode(tokenizer: Tokenizer, batches: Iterable[list[str]]) -> NDArray[np.int32]:
-    encodings = (encoding for batch in batches for encoding in tokenizer.encode_batch_fast(batch))
-    ids = [np.array(encoding.ids, np.int32) for encoding in encodings]
+def _encoded(tokenizer: Tokenizer, batches: list[list[str]], workers: int) -> Iterator[NDArray[np.int32]]:
+    """The tokens of each batch, in order."""
+    encode = functools.partial(_encode, tokenizer)
+    jobs = [batches[first : first + _JOB] for first in range(0, len(batches), _JOB)]
+    if workers == 1 or len(jobs) < 2:
+        yield from map(encode, batches)
+        return
+    # Not forked: the tokenizer's threads do not survive a fork. The workers share the cores already.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(workers, len(jobs)), context, initializer=_one_thread) as pool:
+        for arrays in pool.map(functools.partial(_encode_all, tokenizer), jobs):
+            yield from arrays
+
+
+def _one_thread() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _encode_all(tokenizer: Tokenizer, batches: list[list[str]]) -> list[NDArray[np.int32]]:
+    return [_encode(tokenizer, batch) for batch in batches]
+
+
+def _encode(tokenizer: Tokenizer, batch: list[str]) -> NDArray[np.int32]:
+    ids = [np.array(encoding.ids, np.int32) for encoding in tokenizer.encode_batch_fast(batch)]
     return np.concatenate([np.empty(0, np.int32), *ids])
 
 
@@ -154,7 +285,7 @@ def _batched(documents: Iterable[Document]) -> list[list[str]]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """A text in pieces that tokenize one by one as the text does at once, monstrous words excepted."""
+    """A text in pieces that tokenize one by one as the text does at once, very long words excepted."""
     start = 0
     while start < len(text):
         # Where no word starts for that long there are no words (minified code, an embedded image), and the piece
@@ -176,11 +307,14 @@ def _short_words(piece: str) -> Iterator[str]:
     yield piece[first:]
 
 
-def _told(batches: list[list[str]], stage: str, on_progress: Progress) -> Iterator[list[str]]:
-    """The batches, with word of how many have been taken."""
-    for taken, batch in enumerate(batches):
-        on_progress(stage, taken / len(batches))
-        yield batch
+T = TypeVar("T")
+
+
+def _shown(items: Iterable[T], count: int, stage: str, on_progress: OnProgress) -> Iterator[T]:
+    """The items; reports which fraction has been taken."""
+    for taken, item in enumerate(items):
+        on_progress(stage, taken / count)
+        yield item
     on_progress(stage, 1.0)
 
 
@@ -188,14 +322,14 @@ def _told(batches: list[list[str]], stage: str, on_progress: Progress) -> Iterat
 def _quiet_forks() -> None:
     """Keep tokenizers from printing a warning in every process forked from this one.
 
-    Its threads do not live on in a fork, so it goes on without them there, and says so unless this variable is
-    set. Set before a fork and not before, it leaves the work of this process parallel.
+    Its threads do not survive a fork, so it goes on without them there, and warns unless this variable is set. Set
+    before a fork and not earlier, it leaves the work of this process parallel.
     """
     os.register_at_fork(before=lambda: os.environ.setdefault("TOKENIZERS_PARALLELISM", "false"))
 
 
 def _cache_folder() -> Path | None:
-    """Where the user's cache is, if anywhere."""
+    """The user's cache, if there is one."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not base.is_absolute():  # the XDG specification has a relative path ignored
         try:
@@ -206,8 +340,8 @@ def _cache_folder() -> Path | None:
 
 
 def _key(corpus: Corpus, vocabulary: int) -> str:
-    """A hash of all that the tokens depend on; the names of documents are not among it."""
-    digest = hashlib.sha256(f"{_LAYOUT} {version('tokenizers')} {vocabulary}".encode())
+    """A hash of everything that the tokens depend on; the names of documents do not matter."""
+    digest = hashlib.sha256(f"{_KEY} {version('tokenizers')} {vocabulary}".encode())
     for side in (corpus.train, corpus.validation):
         digest.update(f" {len(side)}".encode())
         for document in side:
@@ -217,25 +351,105 @@ def _key(corpus: Corpus, vocabulary: int) -> str:
     return digest.hexdigest()
 
 
-def _load(entry: Path) -> _Made | None:
-    """A cache entry; None if there is none, or none that is whole."""
+# --- a folder of tokens
+
+
+def _write(folder: Path, made: TokenizedCorpus, **about: Any) -> dict[str, Any]:
+    """Write tokens into a folder, the index last; gives the index."""
+    kind = np.dtype("<u2" if made.vocabulary <= 1 << 16 else "<u4")
+    index = {
+        "magic": _MAGIC, "version": _VERSION, "vocabulary": made.vocabulary, "dtype": kind.str,
+        "bytes_per_token": made.bytes_per_token, "tokenizer": made.tokenizer.to_str(), **about,
+    }  # fmt: skip
+    for side, tokens in zip(_SIDES, (made.train, made.validation), strict=True):
+        data = tokens.numpy().astype(kind)
+        (folder / f"{side}.tokens").write_bytes(data.tobytes())
+        index[side] = {"tokens": len(data), "sha256": _checksums(data)}
+    index["sha256"] = _checksum(index)
+    aside = folder / f".{INDEX}.new"
+    aside.write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    aside.replace(folder / INDEX)
+    return index
+
+
+def _read(folder: Path) -> tuple[TokenizedCorpus, dict[str, Any]]:
+    """The tokens of a folder, every byte compared with its checksum, and the index.
+
+    Raises:
+        DamagedShardError: naming the first file that is not what was written.
+    """
     from tokenizers import Tokenizer
 
+    path = folder / INDEX
     try:
-        with entry.open("rb") as file, np.load(file) as arrays:  # reads the checksums too
-            tokenizer = Tokenizer.from_str(arrays["tokenizer"].tobytes().decode())
-            return tokenizer, arrays["train"], arrays["validation"]
-    except Exception:  # whatever a damaged file makes the readers of zip, npy and JSON raise: it is made again
-        return None
+        index = json.loads(_bytes(path))
+        found = index["magic"], index["version"]
+        if found != (_MAGIC, _VERSION):
+            raise DamagedShardError(
+                f"--data: {path} must be version {_VERSION} of {_MAGIC}, got version {found[1]!r} of {found[0]!r}; "
+                "prepare the text again with narrowgauge tokens"
+            )
+        if index.pop("sha256") != _checksum(index):
+            raise ValueError("it has another checksum than was written")
+    except DamagedShardError:
+        raise
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedShardError(f"--data: {path} is damaged: {type(error).__name__}: {error}") from None
+    try:
+        tokenizer = Tokenizer.from_str(index["tokenizer"])
+    except Exception as error:  # whatever the reader of another release raises
+        raise DamagedShardError(f"--data: the tokenizer in {path} cannot be read: {error}") from None
+    kind = np.dtype(index["dtype"])
+    train, validation = (_mapped(folder / f"{side}.tokens", kind, **index[side]) for side in _SIDES)
+    return TokenizedCorpus(train, validation, index["vocabulary"], index["bytes_per_token"], tokenizer), index
 
 
-def _store(entry: Path, made: _Made) -> None:
-    """Write a cache entry if that can be done."""
-    tokenizer, train, validation = made
-    text = np.frombuffer(tokenizer.to_str().encode(), np.uint8)
-    with contextlib.suppress(OSError):
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=entry.parent) as aside:
-            written = Path(aside, entry.name)
-            np.savez(written, tokenizer=text, train=train, validation=validation)
-            os.replace(written, entry)
+def _mapped(path: Path, kind: np.dtype[Any], tokens: int, sha256: list[str]) -> Tensor:
+    """A file of tokens, mapped into memory."""
+    _bytes(path, 0)
+    size = path.stat().st_size
+    if size != tokens * kind.itemsize:
+        raise DamagedShardError(f"--data: {path} must have {tokens * kind.itemsize} bytes, got {size}")
+    # Writes would go to a copy in memory: torch warns of arrays that cannot be written.
+    found = np.memmap(path, kind, "c") if tokens else np.empty(0, kind)
+    if _checksums(found) != sha256:
+        raise DamagedShardError(f"--data: {path} is damaged: its tokens have another checksum than was written")
+    return torch.from_numpy(found)
+
+
+def _is_prepared(folder: Path) -> bool:
+    """Whether a folder has prepared tokens, or a part of them."""
+    try:
+        return next(folder.glob("train*.tokens"), None) is not None or _MAGIC.encode() in _bytes(folder / INDEX, 64)
+    except DamagedShardError:
+        return False
+
+
+def _bytes(path: Path, most: int = -1) -> bytes:
+    """A file's content, or its first bytes.
+
+    Raises:
+        DamagedShardError: if it is missing or no regular file: opening a pipe would wait for a writer forever.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            raise OSError(0, "it is no file")
+        with path.open("rb") as file:
+            return file.read(most)
+    except OSError as error:
+        raise DamagedShardError(f"--data: {path}: {error.strerror}") from None
+
+
+def _checksums(tokens: NDArray[Any]) -> list[str]:
+    """SHA-256 of each 2^26 bytes, several at a time: hashing lets other threads run."""
+    data = tokens.view(np.uint8).data
+
+    def digest(first: int) -> str:
+        return hashlib.sha256(data[first : first + _CHECKED]).hexdigest()
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(digest, range(0, len(data), _CHECKED)))
+
+
+def _checksum(index: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()

@@ -25,7 +25,7 @@ from narrowgauge.recipes._planner import MOST
 from narrowgauge.recipes._search import largest
 from narrowgauge.recipes._sizes import parse_bytes
 from narrowgauge.recipes._trace import from_config
-from narrowgauge.trainers._additions import Additions
+from narrowgauge.trainers._extras import Extras
 
 _SUFFIXES = (".svg", ".png", ".pdf")
 _OF_A_MODEL = ("linear", "batch", "sequence", "checkpointing", "accumulate")
@@ -57,9 +57,9 @@ class PlanOptions:
     figure: Path | None = None
 
     @property
-    def additions(self) -> Additions:
+    def additions(self) -> Extras:
         """What is added to the model."""
-        return Additions(**{f.name: getattr(self, f.name) for f in fields(Additions)})
+        return Extras(**{f.name: getattr(self, f.name) for f in fields(Extras)})
 
 
 def plan(options: PlanOptions) -> int:

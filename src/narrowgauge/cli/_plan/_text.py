@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from narrowgauge.cli._formats._text import MISSING, Printer
 from narrowgauge.recipes import MemoryPlan
-from narrowgauge.trainers._additions import Additions
+from narrowgauge.trainers._extras import Extras
 
 # Parts in the order in which they are stacked, and the letter of each in a bar.
 PARTS = {
@@ -40,9 +40,7 @@ def size(nbytes: float) -> str:
     return f"{gb:,.1f}" if gb >= 100 else f"{gb:.2f}" if gb >= 0.1 or not nbytes else f"{gb:.4f}"
 
 
-def show(
-    printer: Printer, plans: Sequence[MemoryPlan], answers: Sequence[Answers] | None, added: Additions
-) -> None:
+def show(printer: Printer, plans: Sequence[MemoryPlan], answers: Sequence[Answers] | None, added: Extras) -> None:
     """Print plans of one model, a column each."""
     first = plans[0]
     printer.say(_headline(first, added))
@@ -83,7 +81,7 @@ def _host(printer: Printer, plans: Sequence[MemoryPlan]) -> None:
     printer.table(["GB on the host for each GPU", *(one.recipe for one in plans)], rows)
 
 
-def _headline(one: MemoryPlan, added: Additions) -> str:
+def _headline(one: MemoryPlan, added: Extras) -> str:
     shared = "" if one.gpus == 1 else f", {one.gpus} GPUs under {one.parallel.upper()}"
     shared += f", {_OFFLOADED[one.offload]} on the host" if one.host else ""
     if one.batch is None:

@@ -1,19 +1,20 @@
-"""One training on several processes, as `torchrun` starts them: who has which examples, and what they agree on.
+"""One training on several processes, as `torchrun` starts them: who gets which examples, and what they agree on.
 
-Every process draws the whole step's examples, by the same generator, and keeps its share. So what a run sees does
-not depend on how many train it, and it may go on with another number. The share's gradients are averaged by
-DistributedDataParallel, or summed into shards by FSDP2 (`fully_shard`), of which each block of a model is a unit.
+Every process draws the whole step's examples, by the same generator, and takes its share. So the data of a run does
+not depend on the number of processes, and the run may continue with another number. The share's gradients are
+averaged by DistributedDataParallel, or summed into shards by FSDP2 (`fully_shard`), with each block of a model as a
+unit.
 
-The first process alone writes files and tells how it goes; all save their part of a checkpoint.
+Only the first process writes files and reports progress; all save their part of a checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,13 +27,9 @@ from ._settings import SettingsError, TrainSettings
 Result = TypeVar("Result")
 
 
-class _Rows(Protocol):
-    def items(self) -> Any: ...
-
-
 @contextlib.contextmanager
 def processes(device: torch.device) -> Iterator[torch.device]:
-    """Join the processes that `torchrun` has started, for the time of a training; alone, nothing is done.
+    """Join the processes that `torchrun` has started, for the time of a training; without torchrun do nothing.
 
     Args:
         device: as asked for.
@@ -47,7 +44,7 @@ def processes(device: torch.device) -> Iterator[torch.device]:
         yield device
         return
     device = own_device(device)
-    # The host's own agreements go by gloo, and wait for no GPU.
+    # What the hosts agree on goes by gloo, which does not wait for a GPU.
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
         yield device
@@ -77,13 +74,13 @@ def own_device(device: torch.device) -> torch.device:
 
 
 @dataclass(frozen=True)
-class Team:
+class ProcessGroup:
     """The processes of a training.
 
     Attributes:
         rank, world: this one's number, and how many.
         parallel: ``"ddp"`` or ``"fsdp"``.
-        joined: whether there is a process group.
+        joined: whether torch has a process group.
     """
 
     rank: int = 0
@@ -92,7 +89,7 @@ class Team:
     joined: bool = False
 
     @classmethod
-    def of(cls, settings: TrainSettings) -> Team:
+    def of(cls, settings: TrainSettings) -> ProcessGroup:
         """Those of the default process group.
 
         Raises:
@@ -102,23 +99,23 @@ class Team:
             if settings.parallel == "fsdp":
                 raise SettingsError("--parallel: got 'fsdp', takes ddp in a process that torchrun has not started")
             return cls()
-        team = cls(dist.get_rank(), dist.get_world_size(), settings.parallel, True)
+        group = cls(dist.get_rank(), dist.get_world_size(), settings.parallel, True)
         if settings.offload == "gradients":
             raise SettingsError(
                 "--offload: got 'gradients' under torchrun, takes none or states: DDP writes means to gradients "
                 "when the backward pass is over"
             )
-        parts = team.world * settings.accumulate
+        parts = group.world * settings.accumulate
         if settings.batch % parts:
             raise SettingsError(
-                f"--batch: got {settings.batch}, takes a multiple of {parts}: {team.world} processes times "
+                f"--batch: got {settings.batch}, takes a multiple of {parts}: {group.world} processes times "
                 f"--accumulate {settings.accumulate}"
             )
-        return team
+        return group
 
     @property
     def first(self) -> bool:
-        """Whether this process writes and tells."""
+        """Whether this process writes files and reports progress."""
         return self.rank == 0
 
     @property
@@ -126,8 +123,10 @@ class Team:
         """Whether each process has a part of every parameter."""
         return self.joined and self.parallel == "fsdp"
 
-    def in_turn(self, work: Callable[[], Result]) -> Result:
-        """Do something in the first process, and then in the others, which find what it has left on the disk."""
+    # --- agreement
+
+    def first_then_others(self, work: Callable[[], Result]) -> Result:
+        """Do something in the first process, and then in the others, which find its files on the disk."""
         if self.world == 1:
             return work()
         failure: Exception | None = None
@@ -138,83 +137,84 @@ class Team:
                     result = work()
                 except Exception as error:
                     failure = error
-            # A failed one's error is its own; the others are to end too, and not to wait for it.
+            # The process that failed raises its own error; the others end too, instead of waiting for it.
             if self.any(failure is not None):
                 raise failure or RuntimeError("another process has failed; its message says why")
         return result  # type: ignore[return-value]  # set where nothing failed
 
-    def share(self, examples: _Rows) -> dict[str, Tensor]:
-        """This process's part of a step's examples."""
-        return {name: tensor.chunk(self.world)[self.rank] for name, tensor in examples.items()}
-
-    def turns(self, count: int) -> list[tuple[int, bool]]:
-        """Which of so many parts this process takes, one after the other, and whether each counts.
-
-        All take as many, as sharded models need; who has none left takes the first again, which does not count.
-        """
-        rounds = range(self.rank, -(-count // self.world) * self.world, self.world)
-        return [(number, True) if number < count else (0, False) for number in rounds]
-
     def any(self, flag: bool) -> bool:
-        """Whether it is so in any process; waits for all, not for their devices."""
+        """Whether a flag is set in any process; waits for all, not for their devices."""
         if self.world == 1:
             return flag
-        said = torch.tensor(int(flag))
-        dist.all_reduce(said, dist.ReduceOp.MAX)
-        return bool(said)
+        flags = torch.tensor(int(flag))
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        return bool(flags)
 
-    def all(self, said: Result) -> list[Result]:
-        """What all processes say, in their order."""
+    def all(self, value: Result) -> list[Result]:
+        """The values of all processes, by rank."""
         if self.world == 1:
-            return [said]
-        heard: list[Result | None] = [None] * self.world
-        dist.all_gather_object(heard, said)
-        return heard  # type: ignore[return-value]  # each is there
+            return [value]
+        values: list[Result | None] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values  # type: ignore[return-value]  # each is there
 
     def sum(self, x: Tensor) -> Tensor:
-        """A tensor added up over all, in float64."""
+        """A tensor summed over all processes, in float64."""
         total = x.to(torch.float64)
         if self.world > 1:
             total = total.clone()
             dist.all_reduce(total)
         return total
 
+    # --- examples
+
+    def share(self, examples: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This process's part of a step's examples."""
+        return {name: tensor.chunk(self.world)[self.rank] for name, tensor in examples.items()}
+
+    def turns(self, count: int) -> list[tuple[int, bool]]:
+        """Which of `count` parts this process takes, one after the other, and whether each counts.
+
+        All take the same number, as sharded models need; a process without a part left takes the first again, which
+        does not count.
+        """
+        rounds = range(self.rank, -(-count // self.world) * self.world, self.world)
+        return [(number, True) if number < count else (0, False) for number in rounds]
+
+    # --- the model
+
     def wrap(self, model: nn.Module) -> nn.Module:
-        """A model whose gradients are everybody's; of FSDP2 the model itself, whose parameters become DTensors."""
+        """A model that averages its gradients; of FSDP2 the model itself, whose parameters become DTensors."""
         if not self.joined:
             return model
         if self.parallel == "ddp":
             return nn.parallel.DistributedDataParallel(model)
-        return self._sharded(model)
-
-    def _sharded(self, model: nn.Module) -> nn.Module:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        device = next(model.parameters()).device
-        mesh = init_device_mesh(device.type, (self.world,))
+        mesh = init_device_mesh(next(model.parameters()).device.type, (self.world,))
         marks = {name: marked_states(p) for name, p in model.named_parameters()}
         for block in blocks(model):
             fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh, ignored_params={*_single(model)})
+        fully_shard(model, mesh=mesh, ignored_params={*_scalars(model)})
         for name, p in model.named_parameters():
             mark = marks[name]
             if mark is not None:  # sharded parameters are new ones
                 mark_states(p, mark)
         return model
 
-    def average_whole(self, model: nn.Module) -> None:
-        """Average the gradients of the parameters that FSDP leaves whole, once those of a step are there."""
+    def average_scalars(self, model: nn.Module) -> None:
+        """Average the gradients of the parameters that FSDP leaves whole, after a step's backward passes."""
         if not self.shards or self.world == 1:
             return
-        for p in _single(model):
+        for p in _scalars(model):
             if p.grad is not None:
                 total = p.grad.to(torch.float32)
                 dist.all_reduce(total)
                 p.grad.copy_(total / self.world)
 
     @contextlib.contextmanager
-    def whole(self, model: nn.Module) -> Iterator[None]:
+    def unsharded(self, model: nn.Module) -> Iterator[None]:
         """The context in which other methods of a model than its forward pass may be called."""
         if not self.shards:
             yield
@@ -226,17 +226,17 @@ class Team:
         finally:
             sharded.reshard()
 
-    def together(self, runs: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """The context of a part's backward pass: gradients travel with the last part's."""
+    def backward(self, runs: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """The context of a part's backward pass: DDP averages gradients with the last part's."""
         if last or not isinstance(runs, nn.parallel.DistributedDataParallel):
             return contextlib.nullcontext()
         return runs.no_sync()
 
 
-ALONE = Team()
+ALONE = ProcessGroup()
 
 
-def _single(model: nn.Module) -> list[nn.Parameter]:
+def _scalars(model: nn.Module) -> list[nn.Parameter]:
     """The parameters without dimensions, such as CLIP's logit scale, which FSDP2 cannot shard."""
     return [p for p in model.parameters() if not p.dim()]
 
@@ -250,10 +250,51 @@ def blocks(model: nn.Module) -> Iterator[nn.Module]:
             yield from blocks(child)
 
 
-def whole_state(model: nn.Module) -> dict[str, Any]:
+def full_state(model: nn.Module) -> dict[str, Any]:
     """A model's state with all of each tensor, on the CPU; all processes call it."""
     state = model.state_dict()
     return {
         name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().cpu()
         for name, value in state.items()
     }
+
+
+# Their names before torch 2.13.
+_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        whole = rows.new_empty(dist.get_world_size() * len(rows), *rows.shape[1:])
+        _gather(whole, rows.contiguous())
+        return whole
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        own = grad.new_empty(len(grad) // dist.get_world_size(), *grad.shape[1:])
+        _scatter(own, grad.contiguous())
+        return own
+
+
+def all_gather(rows: Tensor) -> Tensor:
+    """The rows of all processes of the default group, by rank; gradients are summed on the way back.
+
+    Each of W processes has n rows f_r and a loss L_r of all W n rows. DistributedDataParallel and FSDP2 average
+    gradients over processes, so they train on the mean of the L_r, and its gradient needs
+
+        W d(mean of L_s)/d f_r = sum over s of d L_s/d f_r
+
+    in process r, which is a reduce-scatter. Where L_r is the mean over the n examples of r, the mean of the L_r is
+    the whole step's loss.
+
+    Args:
+        rows: (n, ...), of the same shape and dtype in each process; all have to ask for the gradient.
+
+    Returns:
+        (processes times n, ...).
+    """
+    whole: Tensor = _AllGather.apply(rows)  # type: ignore[no-untyped-call]
+    return whole

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowgauge.trainers import _corpus
-from narrowgauge.trainers._corpus import Corpus, DataError, Document, load_corpus
+from narrowgauge.trainers import _text
+from narrowgauge.trainers._text import Corpus, DataError, Document, load_corpus
 
 SIZES = st.lists(st.integers(1, 10_000), min_size=2, max_size=40)
 
@@ -53,8 +53,8 @@ def test_a_moved_folder_is_split_alike(tmp_path: Path) -> None:
 @given(SIZES)
 def test_split_of_any_sizes(sizes: list[int]) -> None:
     documents = [Document(f"{i}.txt", "x" * n) for i, n in enumerate(sizes)]
-    train, validation = _corpus._split(documents)
-    assert (train, validation) == _corpus._split(documents)
+    train, validation = _text._split(documents)
+    assert (train, validation) == _text._split(documents)
     assert train
     assert validation
     assert size(train) + size(validation) == sum(sizes)
@@ -68,7 +68,7 @@ def test_split_of_any_sizes(sizes: list[int]) -> None:
 @pytest.mark.parametrize("count", [2, 3, 9])
 def test_a_few_equal_files_give_one_whole_file(count: int) -> None:
     documents = [Document(f"{i}.txt", "x" * 1000) for i in range(count)]
-    _, validation = _corpus._split(documents)
+    _, validation = _text._split(documents)
     assert len(validation) == 1
     assert validation[0] in documents
 
@@ -76,7 +76,7 @@ def test_a_few_equal_files_give_one_whole_file(count: int) -> None:
 def test_a_dominating_file_stays_in_training_but_for_its_end() -> None:
     giant = Document("giant.txt", "".join(f"{i}\n" for i in range(20_000)))
     documents = [giant, Document("a.txt", "note"), Document("b.txt", "another")]
-    train, validation = _corpus._split(documents)
+    train, validation = _text._split(documents)
     assert {document.name for document in validation} == {"a.txt", "b.txt", "giant.txt"}
     head = next(document for document in train if document.name == "giant.txt")
     tail = next(document for document in validation if document.name == "giant.txt")
@@ -86,7 +86,7 @@ def test_a_dominating_file_stays_in_training_but_for_its_end() -> None:
 
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1))
 def test_a_single_file_is_cut_near_its_end(text: str) -> None:
-    train, validation = _corpus._split([Document("a", text)])
+    train, validation = _text._split([Document("a", text)])
     assert "".join(document.text for document in (*train, *validation)) == text
     assert len(validation) == 1
     assert 0.1 <= len(validation[0].text) / len(text) < 0.1 + 1 / len(text) + 1e-9
@@ -167,14 +167,14 @@ def test_unreadable_files_are_skipped(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def deny(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Refuse to open one file, to the superuser too."""
-    read = _corpus._read
+    read = _text._read
 
     def refusing(path: Path, shown: str, damaged: list[str] | None) -> str:
         if path.name == name:
             raise PermissionError(13, "Permission denied", str(path))
         return read(path, shown, damaged)
 
-    monkeypatch.setattr(_corpus, "_read", refusing)
+    monkeypatch.setattr(_text, "_read", refusing)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,15 @@
 """Text to train on: a file, a folder of files, or the source of Python's own standard library.
 
-A comparison of number formats is worth as much as its validation loss, so the split is made before anything
-looks at the text, and it depends on the text alone:
+Text is split into training and validation before anything reads it, and the split depends on the text alone:
 
-- Several files are split *by file*. A span cut out of every file would leave its neighbours, which say nearly
-  the same, in the training text. Files go to validation in the order of a hash of their names until they hold
-  5% of the bytes, so that a folder copied elsewhere, or with a file added, is split as before.
-- A single file is cut once: the last tenth validates.
-- A file dropped twice into a folder would put its copy on the other side, so copies are left out first.
+- Several files are split by file, because the neighbors of a span that is cut out of a file say nearly the same.
+  Files go to validation in the order of a hash of their names until they hold 5% of the bytes, so a folder that is
+  copied elsewhere, or gets one more file, is split as before.
+- The last tenth of a single file validates.
+- Copies of a file are left out first: a copy could end up on the other side.
 
-What cannot be text (hidden, binary, not UTF-8, unreadable) is skipped and counted by reason, never guessed at. Of
-a file that is not UTF-8 either all is left out, or the lines alone that are not, whose places are kept.
+Files that are not text (hidden, binary, not UTF-8, unreadable) are skipped and counted by reason. Of a file that is
+not UTF-8 either the whole file is left out, or the lines that are not UTF-8, whose line numbers are recorded.
 """
 
 from __future__ import annotations
@@ -26,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+NAMED = 5  # names in a note about files, lines or images that were left out
+
 _TAKES = "--data takes a UTF-8 text file or a folder of them"
 _SHARE = 0.05  # of the bytes, to validation, by whole files
 _LARGEST = 0.10  # share of one file above which it stays in training, if there are smaller ones
@@ -36,7 +37,7 @@ _NOT_STANDARD = {"site-packages", "dist-packages"}
 
 
 class DataError(ValueError):
-    """The text asked for cannot be trained on; the message is one line for the user of --data."""
+    """The data cannot be trained on; the message is one line for the user of --data."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,11 @@ class Corpus:
     """Documents split in two, in a fixed order.
 
     Attributes:
-        source: where the text comes from, in words fit to print.
+        source: where the text comes from, printable.
         train: the documents to train on.
-        validation: the documents to validate on; no text of theirs is in ``train``.
+        validation: the documents to validate on; none of their texts is in ``train``.
         skipped: how many files were left out, by reason.
-        damaged: places, as ``file:line``, of lines that were left out of files that are used.
+        damaged: ``file:line`` of lines that were left out of files that are used.
     """
 
     source: str
@@ -80,42 +81,57 @@ class Corpus:
         """Bytes of all documents in UTF-8."""
         return sum(document.size for document in self.documents)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines about what was left out."""
+        notes = [first_few("skipped lines that are not UTF-8", self.damaged)] if self.damaged else []
+        if self.skipped:
+            notes.append("skipped files: " + ", ".join(f"{n} {why}" for why, n in self.skipped.items()))
+        return tuple(notes)
+
+
+def first_few(what: str, names: Sequence[str]) -> str:
+    """A count with the first few names: ``skipped damaged lines: 7 (a:3, a:4, b:9, b:12, c:1, ...)``."""
+    return f"{what}: {len(names)} ({', '.join(names[:NAMED])}{', ...' if len(names) > NAMED else ''})"
+
 
 def load_corpus(path: Path | None, *, without: Literal["files", "lines"] = "files") -> Corpus:
     """Read a text and split it into training and validation documents.
 
     Args:
         path: a text file, or a folder that is read with its subfolders; None for the source text of the
-            running interpreter's standard library (about 30 MB, packages installed beside it left out).
-        without: what is left out where bytes are not UTF-8, whole files or the lines that they are in.
+            running interpreter's standard library (about 30 MB, without installed packages).
+        without: what is left out where bytes are not UTF-8: whole files, or single lines.
 
     Returns:
-        The same corpus for the same files, wherever they lie.
+        The same corpus for the same files, wherever they are.
 
     Raises:
         DataError: if the path is missing, may not be read, or holds no text.
     """
     if path is None:
-        return _standard_library()
+        root = Path(sysconfig.get_path("stdlib"))
+        documents, skipped, _ = _read_folder(root, suffix=".py", exclude=_NOT_STANDARD)
+        if not documents:
+            raise DataError(
+                f"{_TAKES}, got none, and this Python has no source text of its library in {str(root)!r}"
+            )
+        return _corpus(f"the standard library of Python {platform.python_version()}", documents, skipped)
+    damaged: list[str] | None = [] if without == "lines" else None
     try:
         path = path.expanduser()
-    except RuntimeError as error:
-        raise DataError(f"{_TAKES}, got {str(path)!r}: {error}") from None
-    try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
-            os.scandir(path).close()  # the walk below takes a folder it may not list for an empty one
-            documents, skipped, damaged = _read_folder(path, lines=without == "lines")
-            return _corpus(_printable(path), documents, skipped, damaged)
+            os.scandir(path).close()  # os.walk takes a folder that it may not list for an empty one
+            return _corpus(_printable(path), *_read_folder(path, lines=damaged is not None))
         if not stat.S_ISREG(mode):
-            raise DataError(f"{_TAKES}, got {str(path)!r}, which is neither")
-        places: list[str] | None = [] if without == "lines" else None
-        text = _read(path, path.name, places)
-    except OSError as error:
-        raise DataError(f"{_TAKES}, got {str(path)!r}: {error.strerror or error}") from error
+            raise _NotText("neither")
+        document = Document(path.name, _read(path, path.name, damaged))
+    except (OSError, RuntimeError) as error:  # RuntimeError: a home that cannot be found
+        raise DataError(f"{_TAKES}, got {str(path)!r}: {getattr(error, 'strerror', None) or error}") from error
     except _NotText as reason:
         raise DataError(f"{_TAKES}, got {str(path)!r}, which is {reason}") from None
-    return _corpus(_printable(path), [Document(path.name, text)], Counter(), places or [])
+    return _corpus(_printable(path), [document], Counter(), damaged or [])
 
 
 def _printable(path: Path) -> str:
@@ -124,34 +140,27 @@ def _printable(path: Path) -> str:
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
-def _standard_library() -> Corpus:
-    root = Path(sysconfig.get_path("stdlib"))
-    documents, skipped, _ = _read_folder(root, suffix=".py", without=_NOT_STANDARD)
-    if not documents:
-        raise DataError(f"{_TAKES}, got none, and this Python has no source text of its library in {str(root)!r}")
-    return _corpus(f"the standard library of Python {platform.python_version()}", documents, skipped)
-
-
 def _corpus(source: str, documents: list[Document], skipped: Counter[str], damaged: Sequence[str] = ()) -> Corpus:
+    reasons = dict(sorted((+skipped).items()))
     if not documents:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted((+skipped).items()))
-        why = f"no text was found in it ({reasons})" if reasons else "it is empty"
+        listed = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+        why = f"no text was found in it ({listed})" if listed else "it is empty"
         raise DataError(f"{_TAKES}, got {source!r}, but {why}")
     train, validation = _split(documents)
-    return Corpus(source, tuple(train), tuple(validation), dict(sorted((+skipped).items())), tuple(damaged))
+    return Corpus(source, tuple(train), tuple(validation), reasons, tuple(damaged))
 
 
 class _NotText(Exception):
-    """Why a file is no text; the message is the reason that is counted."""
+    """A file is not text; the message is the reason that is counted."""
 
 
 def _read(path: Path, name: str, damaged: list[str] | None) -> str:
-    """The text of a file, line ends and all.
+    """The text of a file, line ends included.
 
     Args:
         path: of the file.
-        name: of the file, for the places of what is left out.
-        damaged: gets the places of lines that are not UTF-8, which are left out; None refuses the file.
+        name: of the file, for `damaged`.
+        damaged: ``file:line`` of each line that is not UTF-8 is appended; None refuses the file.
     """
     with path.open("rb") as file:
         data = file.read(_HEAD)
@@ -166,32 +175,32 @@ def _read(path: Path, name: str, damaged: list[str] | None) -> str:
     except UnicodeDecodeError:
         if damaged is None:
             raise _NotText("not UTF-8") from None
-    kept = []
+    good = []
     for number, line in enumerate(data.split(b"\n"), start=1):
         try:
-            kept.append(line.decode())
+            good.append(line.decode())
         except UnicodeDecodeError:
             damaged.append(_printable(Path(f"{name}:{number}")))
-    text = "\n".join(kept)
+    text = "\n".join(good)
     if not text.strip():
         raise _NotText("not UTF-8")
     return text
 
 
 def _read_folder(
-    root: Path, suffix: str = "", without: set[str] | frozenset[str] = frozenset(), lines: bool = False
+    root: Path, *, suffix: str = "", exclude: set[str] | frozenset[str] = frozenset(), lines: bool = False
 ) -> tuple[list[Document], Counter[str], list[str]]:
-    """The texts below a folder by name, each content once, how many files were skipped and why, and which lines."""
+    """The texts below a folder by name, copies once; skipped files by reason; damaged lines."""
     skipped: Counter[str] = Counter()
     damaged: list[str] = []
-    paths = {path.relative_to(root).as_posix(): path for path in _walk(root, without, skipped)}
     documents: dict[str, Document] = {}
+    paths = {path.relative_to(root).as_posix(): path for path in _walk(root, exclude, skipped)}
     for name, path in sorted(paths.items()):
         if not name.endswith(suffix):
             continue
         try:
-            if not path.is_file():  # opening a pipe would wait for a writer for ever
-                raise _NotText("missing" if not path.exists() else "special")
+            if not path.is_file():  # opening a pipe would wait for a writer forever
+                raise _NotText("special" if path.exists() else "missing")
             places: list[str] | None = [] if lines else None
             text = _read(path, name, places)
             if text in documents:
@@ -205,14 +214,10 @@ def _read_folder(
     return list(documents.values()), skipped, damaged
 
 
-def _walk(root: Path, without: set[str] | frozenset[str], skipped: Counter[str]) -> Iterator[Path]:
+def _walk(root: Path, exclude: set[str] | frozenset[str], skipped: Counter[str]) -> Iterator[Path]:
     """Every file below a folder that is not hidden; a folder linked to several times is entered once."""
     seen = set()
-
-    def unreadable(_: OSError) -> None:
-        skipped["unreadable"] += 1
-
-    for folder, folders, files in os.walk(root, onerror=unreadable, followlinks=True):
+    for folder, folders, files in os.walk(root, onerror=lambda _: skipped.update(["unreadable"]), followlinks=True):
         status = os.stat(folder)
         if (status.st_dev, status.st_ino) in seen:
             skipped["linked twice"] += 1
@@ -221,7 +226,7 @@ def _walk(root: Path, without: set[str] | frozenset[str], skipped: Counter[str])
         seen.add((status.st_dev, status.st_ino))
         skipped["hidden"] += sum(name.startswith(".") for name in (*folders, *files))
         # In place: os.walk enters what is left of the list, in its order.
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in without)
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in exclude)
         yield from (Path(folder, name) for name in files if not name.startswith("."))
 
 
@@ -236,26 +241,17 @@ def _split(documents: list[Document]) -> tuple[list[Document], list[Document]]:
     bound = max(_LARGEST * total, min(sizes.values()))
     chosen: set[str] = set()
     held = 0
-    for document in sorted(documents, key=_name_hash):
-        if len(documents) > 1 and held < _SHARE * total and sizes[document.name] <= bound:
-            chosen.add(document.name)
-            held += sizes[document.name]
+    # A hash that is the same on every machine and in every run, unlike `hash`.
+    for name in sorted(sizes, key=lambda name: hashlib.sha256(name.encode(errors="surrogateescape")).digest()):
+        if len(documents) > 1 and held < _SHARE * total and sizes[name] <= bound:
+            chosen.add(name)
+            held += sizes[name]
     train = [document for document in documents if document.name not in chosen]
     validation = [document for document in documents if document.name in chosen]
     if held < _TOO_SMALL * total:
         largest = max(train, key=lambda document: sizes[document.name])
-        head, tail = _cut(largest)
+        at = int(len(largest.text) * (1 - _CUT))
+        head = Document(largest.name, largest.text[:at])
         train = [head if document is largest else document for document in train]
-        validation.append(tail)
+        validation.append(Document(largest.name, largest.text[at:]))
     return [document for document in train if document.text], validation
-
-
-def _name_hash(document: Document) -> bytes:
-    """The same on every machine and in every run, unlike `hash`."""
-    return hashlib.sha256(document.name.encode(errors="surrogateescape")).digest()
-
-
-def _cut(document: Document) -> tuple[Document, Document]:
-    """A document's beginning and its end."""
-    at = int(len(document.text) * (1 - _CUT))
-    return Document(document.name, document.text[:at]), Document(document.name, document.text[at:])

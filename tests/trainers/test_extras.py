@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.nn import LayerScale, StableEmbedding, add_layer_scale
-from narrowgauge.trainers._additions import add_stable_embedding
-from narrowgauge.trainers._corpus import Corpus, Document
 from narrowgauge.trainers._export import MASK_TOKEN, PAD_TOKEN, export_model, export_tokenizer
+from narrowgauge.trainers._extras import add_stable_embedding
 from narrowgauge.trainers._models import MASK, PAD, SPECIAL, build_model, preset
+from narrowgauge.trainers._text import Corpus, Document
 from narrowgauge.trainers._tokens import tokenize
 
 MODELS = ["micro", "llama-micro", "bert-micro", "roberta-micro"]
@@ -115,7 +115,7 @@ def test_the_tokenizer_comes_along(objective: Any, tmp_path: Path) -> None:
 
 def test_a_conv1d_and_a_linear_are_scaled_along_their_outputs() -> None:
     """GPT-2's layers have their weights the other way round: told apart by the class, not by a square's shape."""
-    from narrowgauge.trainers._additions import folded_state
+    from narrowgauge.trainers._extras import folded_state
 
     model = added("micro", stable=False, scaled=True)
     layer = model.transformer.h[0].attn.c_proj

@@ -1,13 +1,13 @@
-"""What is added around a transformers model for training, and folded into its weights when it is handed on.
+"""Modules that are added to a transformers model for training, and folded into its weights when it is exported.
 
-A stable embedding is a table with a layer norm behind it, and a layer scale a vector behind a linear layer. Neither
-has a place in transformers' classes; but once trained, both are part of what comes before them:
+A stable embedding is a table followed by a layer norm, and a layer scale a vector after a linear layer. Neither has
+a place in transformers' classes; but once trained, both can be folded into what comes before them:
 
     norm(E)[token] = norm(E[token])        the table's rows, normalized
     g * (W x + b)  = (g * W) x + g * b     the layer's rows, scaled
 
-So the folded model has the plain class and computes the same, but for one rounding of these weights. Where the
-output layer shared the table, it keeps the table as it was, and is no longer tied.
+So the folded model has the plain class and computes the same, but for one rounding of these weights. An output
+layer that shared the table keeps the table as it was, and is no longer tied.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from narrowgauge.nn import (
 
 
 @dataclass(frozen=True)
-class Additions:
-    """What a model is given before it is trained; each field is a flag of that name, and off by default."""
+class Extras:
+    """Modules to add before training; each field is a flag of that name, and off by default."""
 
     stable_embedding: bool = False
     layer_scale: float | None = None
@@ -49,10 +49,10 @@ class Additions:
             seed: of weights that are drawn.
 
         Raises:
-            ValueError: for what the model has no place for, by its flag.
+            ValueError: naming the flag of a module that the model has no place for.
         """
         where: Any = self.patch_norm
-        ways: dict[str, Callable[[], Any]] = {
+        add: dict[str, Callable[[], Any]] = {
             "stable_embedding": lambda: add_stable_embedding(getattr(model, "text_model", model), seed),
             "layer_scale": lambda: add_layer_scale(model, self.layer_scale or 0.0),
             "kq_norm": lambda: add_qk_norm(model),
@@ -61,15 +61,15 @@ class Additions:
         }
         for name in self.given:
             try:
-                ways[name]()
+                add[name]()
             except ValueError as error:
-                said = str(error).partition(": ")[2]
-                raise ValueError(f"--{name.replace('_', '-')}: {said}") from None
+                why = str(error).partition(": ")[2]
+                raise ValueError(f"--{name.replace('_', '-')}: {why}") from None
 
     @property
     def given(self) -> dict[str, Any]:
-        """What is added, by flag, in order."""
-        off = Additions()
+        """The fields that are not off, in order."""
+        off = Extras()
         return {name: value for name, value in vars(self).items() if value != getattr(off, name)}
 
 
@@ -96,7 +96,7 @@ def add_stable_embedding(model: Any, seed: int) -> None:
 
 @torch.no_grad()
 def folded_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state of a model as its plain class has it, additions folded; what is not touched is not copied."""
+    """The state of a model as its plain class has it, extras folded; other tensors are not copied."""
     state: dict[str, Tensor] = dict(model.state_dict())
     for name, module in model.named_modules():
         if isinstance(module, StableEmbedding):
@@ -116,7 +116,7 @@ def folded_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def unfolded(model: nn.Module) -> tuple[list[str], dict[str, str]]:
-    """What cannot be folded: names of its tensors, and which options it comes from, with their values."""
+    """Norms that cannot be folded: names of their tensors, and their options with values."""
     names: list[str] = []
     kinds: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -127,7 +127,7 @@ def unfolded(model: nn.Module) -> tuple[list[str], dict[str, str]]:
 
 
 def add_unfolded(model: nn.Module, kinds: Mapping[str, str]) -> None:
-    """Add to a model what `unfolded` says that another one has."""
+    """Add the norms that `unfolded` found in another model."""
     if "kq_norm" in kinds:
         add_qk_norm(model)
     if "patch_norm" in kinds:

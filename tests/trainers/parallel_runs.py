@@ -19,7 +19,7 @@ def train(request: dict[str, Any], rank: int) -> None:
     from fitted import Silent, gradients_kept
 
     from narrowgauge.trainers import TrainSettings, fit
-    from narrowgauge.trainers._team import processes
+    from narrowgauge.trainers._parallel import processes
 
     torch.set_num_threads(1)
     os.environ |= {

@@ -1,17 +1,15 @@
-"""Train one model under one recipe, and measure what that costs.
+"""Train one model under one recipe of a comparison, and measure what that costs.
 
-The loop is the ordinary one. What it adds is bookkeeping that does not change a bit of the training: every
-`gauge_every` steps the optimizer measures its update, one step runs under a memory profiler, and the others are
-timed. Runs with the same seed see the same initial weights and the same batches whatever the recipe, so their
-losses can be compared step by step.
+The loop is that of every training. What is added does not change a bit of it: every `gauge_every` steps the
+optimizer measures its update, one step runs under a memory profiler, and the others are timed. Runs with the same
+seed see the same initial weights and the same batches whatever the recipe, so their losses can be compared step by
+step.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,12 +19,14 @@ from torch import Tensor, nn
 
 from narrowgauge.optim import NarrowOptimizer, UpdateStats
 from narrowgauge.recipes import Recipe
-from narrowgauge.trainers._memory import peak_memory
-from narrowgauge.trainers._models import next_token_loss
-from narrowgauge.trainers._schedule import schedule
+
+from ._loop import now, training_loop
+from ._memory import peak_memory
+from ._models import next_token_loss
+from ._schedule import schedule
 
 _WARM_STEPS = 3  # not timed: caches fill, kernels are chosen
-_MEMORY_STEP = 2  # the third: states exist since the first
+_MEMORY_STEP = 3  # states exist since the first
 
 
 @dataclass(frozen=True)
@@ -136,63 +136,60 @@ def train(
         validation: int64 tensor (windows, sequence + 1).
         settings: shared by all recipes.
         seed: recorded, and the key of stochastic rounding.
-        on_step: told the number of each finished step, from 1, and its loss.
+        on_step: called with the number of each finished step, from 1, and its loss.
     """
     optimizer = make_optimizer(recipe, model, settings, seed)
     device = next(model.parameters()).device
     tokens = settings.batch * settings.sequence
     run = Run(seed, tokens_per_step=tokens, arithmetic=settings.arithmetic_of(recipe))
+    windows = torch.empty(0)
+    value, times = 0.0, [0.0, 0.0, 0.0]  # when a step began, after its backward pass, at its end
+
+    def rate(number: int) -> float:
+        factor = schedule("constant", number, steps=settings.steps, warmup=settings.warmup, final=1.0)
+        return settings.lr * factor
+
+    def gradients() -> Tensor:
+        times[0] = now(device)
+        loss = next_token_loss(model, windows)
+        torch.autograd.backward(loss)
+        times[1] = now(device)
+        return loss.detach()
+
+    def update(loss: Tensor) -> None:
+        nonlocal value
+        value = float(loss)
+        if math.isfinite(value):
+            optimizer.step()
+        times[2] = now(device)
+
+    steps = training_loop(range(1, settings.steps + 1), optimizer, rate=rate, gradients=gradients, update=update)
     for number in range(1, settings.steps + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = settings.lr * schedule(
-                "constant", number, steps=settings.steps, warmup=settings.warmup, final=1.0
-            )
         optimizer.gauges = settings.gauge_every > 0 and (number - 1) % settings.gauge_every == 0
         windows = next(batches).to(device)
-        profiled = number - 1 == _MEMORY_STEP
+        profiled = number == _MEMORY_STEP
         if profiled:
-            optimizer.zero_grad()  # what was allocated before is not the profiler's to see freed
+            optimizer.zero_grad()  # what was allocated earlier is not the profiler's to see freed
             held = _held_bytes(model) + optimizer.state_bytes()
-            step = functools.partial(_step, model, optimizer, windows)
-            (loss, times), run.peak_memory = peak_memory(step, held, device)
+            _, run.peak_memory = peak_memory(lambda: next(steps), held, device)
         else:
-            loss, times = _step(model, optimizer, windows)
-        run.loss.append(loss)
-        if not math.isfinite(loss):
+            next(steps)
+        run.loss.append(value)
+        if not math.isfinite(value):
             run.diverged = True
             break
         if optimizer.last_stats:
             run.stats[number] = UpdateStats.total(list(optimizer.last_stats.values()))
         if number > _WARM_STEPS and not optimizer.gauges and not profiled:
-            run.step_seconds.append(times[0])
-            run.optimizer_seconds.append(times[1])
-        on_step(number, loss)
+            run.step_seconds.append(times[2] - times[0])
+            run.optimizer_seconds.append(times[2] - times[1])
+        on_step(number, value)
     run.measured_bytes = _measured_bytes(model, optimizer)
     if not run.diverged:
         loss = evaluate(model, validation, settings.batch)
         run.diverged = not math.isfinite(loss)
         run.validation_loss = None if run.diverged else loss
     return run
-
-
-def _step(model: nn.Module, optimizer: NarrowOptimizer, windows: Tensor) -> tuple[float, tuple[float, float]]:
-    """One step: its loss, and the seconds of the whole and of the optimizer."""
-    optimizer.zero_grad()
-    start = _now(windows.device)
-    loss = next_token_loss(model, windows)
-    torch.autograd.backward(loss)
-    middle = _now(windows.device)
-    value = float(loss.detach())
-    if math.isfinite(value):
-        optimizer.step()
-    end = _now(windows.device)
-    return value, (end - start, end - middle)
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""From settings to a task: what kind of data a model takes, read and ready to be drawn from."""
+"""From settings to a task: the data that a model takes, opened and ready to be drawn from."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any
 from narrowgauge.recipes._losses import DEVIATION, MEAN
 
 from ._captions import Captions, learned_captions, read_captions
-from ._corpus import DataError
 from ._export import export_tokenizer
+from ._image_loader import ImageLoader
 from ._image_models import ClipSizes, VitSizes
-from ._image_sources import ImageSet, open_images
 from ._image_text import ImageClassTask, ImageTextTask
-from ._images import ImageLoader
-from ._language import LanguageTask, Task
+from ._images import ImageSet, open_images
+from ._language import LanguageTask
 from ._models import preset
 from ._settings import TrainSettings
-from ._sources import open_source
-from ._tokens import END_OF_TEXT, Progress
+from ._task import Task
+from ._text import DataError
+from ._tokens import END_OF_TEXT, OnProgress, open_tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class Opened:
     export: Callable[[Any, Path], None]
 
 
-def open_task(settings: TrainSettings, on_progress: Progress) -> Opened:
+def open_task(settings: TrainSettings, on_progress: OnProgress) -> Opened:
     """Read what a run trains on.
 
     Args:
@@ -70,8 +70,8 @@ def open_task(settings: TrainSettings, on_progress: Progress) -> Opened:
     return _classes(settings, sizes, data, loader)
 
 
-def _text(settings: TrainSettings, on_progress: Progress) -> Opened:
-    source = open_source(settings.data, settings.vocabulary, on_progress)
+def _text(settings: TrainSettings, on_progress: OnProgress) -> Opened:
+    source = open_tokens(settings.data, settings.vocabulary, on_progress)
     objective = preset(settings.model).objective
     assert objective in ("causal", "masked")
     task = LanguageTask(
@@ -86,7 +86,7 @@ def _text(settings: TrainSettings, on_progress: Progress) -> Opened:
 
 
 def _pairs(
-    settings: TrainSettings, sizes: ClipSizes, data: ImageSet, loader: ImageLoader, on_progress: Progress
+    settings: TrainSettings, sizes: ClipSizes, data: ImageSet, loader: ImageLoader, on_progress: OnProgress
 ) -> Opened:
     context = min(settings.sequence, sizes.context)
     if data.tokenizer is None:
