@@ -30,9 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import narrowgauge as ng
 from narrowgauge import formats
-from narrowgauge.distributed import compressed_allreduce_hook, gather_codes, save_checkpoint
+from narrowgauge.distributed import compressed_allreduce_hook, save_checkpoint
 from narrowgauge.trainers import TrainSettings, _build
 from narrowgauge.trainers._build import Parts, build_parts
 from narrowgauge.trainers._models import next_token_loss
@@ -55,7 +54,6 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     f"FSDP{TORCHS}": ({"parallel": "fsdp", "recipe": "bf16"}, None),
     "FSDP, option D": ({"parallel": "fsdp", "recipe": "master"}, None),
     "FSDP, SwitchBack": (SWITCHBACK, None),
-    "FSDP, SwitchBack, codes gathered": (SWITCHBACK | {"gather_codes": True}, None),
 }
 
 
@@ -247,8 +245,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         results["shapes"] = [list(p.shape) for p in model.parameters()]
         layers = sum(p.numel() for block in blocks(model) for p in block.parameters())
         results["outside_layers"] = sum(p.numel() for p in model.parameters()) - layers
-        ng.linear.swap_linears(model, ng.linear.SWITCHBACK, keep=("lm_head",))
-        results["coded"] = [list(model.get_submodule(name).weight.shape) for name in gather_codes(model)]
         if args.json is not None:
             args.json.write_text(json.dumps(results, indent=1) + "\n")
     dist.destroy_process_group()

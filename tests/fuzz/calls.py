@@ -45,12 +45,6 @@ def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.linspace(-1.0, 1.0, max(1, torch.Size(shape).numel())).reshape(shape).to(dtype)
 
 
-def swapped() -> nn.Module:
-    made = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-    linear.swap_linears(made, linear.SWITCHBACK, min_features=16)
-    return made
-
-
 def model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16, bias=False)).to(dtype)
 
@@ -349,7 +343,6 @@ CALLS: dict[str, Call] = {
         stepped,
         aliases=(("lr", "learning rate"), ("params", "optimiz|parameter|can't|iterable")),
     ),
-    "distributed.gather_codes": Call(distributed.gather_codes, lambda: {"model": swapped()}),
     "distributed.compressed_allreduce_hook": Call(
         distributed.compressed_allreduce_hook,
         lambda: {"codebook": "dynamic", "error_feedback": True, "rounding": "nearest", "bits": None,

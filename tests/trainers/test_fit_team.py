@@ -12,7 +12,6 @@ from fitted import CPU, Silent, small_settings, weights
 from team_runs import Trainings
 
 from narrowgauge.trainers import SettingsError, TrainSettings, fit
-from narrowgauge.trainers._build import build_parts
 from narrowgauge.trainers._history import FILE, read_history
 from narrowgauge.trainers._team import Team
 
@@ -134,27 +133,6 @@ def test_what_is_refused_and_shared() -> None:
         assert len({len(of) for of in turns}) == 1
         taken = [number for of in turns for number, counts in of if counts]
         assert sorted(taken) == list(range(count))
-
-
-def test_gathering_codes_changes_no_bit(trainings: Trainings, small: TrainSettings, tmp_path: Path) -> None:
-    changes = {"parallel": "fsdp", "linear": "SWITCHBACK"}
-    runs = {}
-    for name, codes in (("plain", False), ("codes", True)):
-        answers = ended(
-            trainings(given(small, out=tmp_path / name, gather_codes=codes, **changes), tmp_path / f"a{name}")
-        )
-        runs[name] = answers[0]["told"]
-    assert losses(tmp_path / "codes") == losses(tmp_path / "plain")
-    one, two = weights(tmp_path / "codes"), weights(tmp_path / "plain")
-    assert all(torch.equal(value, two[name]) for name, value in one.items())
-    assert "gathered as codes: weights of 8 layers" in runs["codes"]
-
-
-def test_codes_are_gathered_of_such_weights_alone(small: TrainSettings, tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="--gather-codes: got it alone, takes --parallel fsdp and a"):
-        replace(small, gather_codes=True)
-    with pytest.raises(SettingsError, match="--gather-codes: got --linear LLM_INT8, takes a plan"):
-        build_parts(replace(small, gather_codes=True, parallel="fsdp", linear="LLM_INT8"), 256, CPU)
 
 
 @pytest.mark.parametrize("changed", [{"lr": 0.5}, {"gauges_every": 1}, {"out": "elsewhere"}, {"layer_scale": 0.1}])

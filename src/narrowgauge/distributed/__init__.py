@@ -1,6 +1,4 @@
-"""Training on many processes, on torch's own engine: gradients and weights that travel as codes, checkpoints that
-survive, states that live on the CPU.
-"""
+"""Training on many processes with torch's own engine: compressed gradients, crash-safe checkpoints, CPU offload."""
 
 from narrowgauge.distributed._checkpoint_export import export_checkpoint
 from narrowgauge.distributed._checkpoint_format import DamagedCheckpointError
@@ -8,7 +6,6 @@ from narrowgauge.distributed._checkpoint_load import LoadedCheckpoint, latest_ch
 from narrowgauge.distributed._checkpoint_save import PendingCheckpoint, save_checkpoint, save_checkpoint_async
 from narrowgauge.distributed._compressed import compressed_allreduce_hook
 from narrowgauge.distributed._compressed_hook import CompressedAllReduce
-from narrowgauge.distributed._gather_codes import gather_codes
 from narrowgauge.distributed._offload import CPUOffload
 
 __all__ = [
@@ -19,7 +16,6 @@ __all__ = [
     "PendingCheckpoint",
     "compressed_allreduce_hook",
     "export_checkpoint",
-    "gather_codes",
     "latest_checkpoint",
     "load_checkpoint",
     "save_checkpoint",

@@ -126,8 +126,7 @@ def local(x: Any) -> Tensor:
         return inner
     if hasattr(inner, "wait"):  # the result of a collective that is still running
         return inner.wait()  # type: ignore[no-any-return]
-    # `distributed.gather_codes` puts the plain tensor inside a subclass.
-    return getattr(inner, "plain", inner)  # type: ignore[no-any-return]
+    return inner  # type: ignore[no-any-return]
 
 
 def local_gradient(p: Any, grad: Any) -> Any:

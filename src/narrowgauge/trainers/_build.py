@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from narrowgauge import recipes
-from narrowgauge.distributed import CPUOffload, gather_codes
+from narrowgauge.distributed import CPUOffload
 from narrowgauge.linear import swap_linears
 from narrowgauge.linear._heads import output_heads
 from narrowgauge.optim import NarrowOptimizer
@@ -73,16 +73,6 @@ def plain_model(settings: TrainSettings, outputs: int, end: int) -> Any:
     return model
 
 
-def _gathered_as_codes(settings: TrainSettings, model: nn.Module) -> list[str]:
-    try:
-        return gather_codes(model)
-    except ValueError:
-        raise SettingsError(
-            f"--gather-codes: got --linear {settings.linear}, takes a plan that scales weights by the tensor "
-            "alone: SWITCHBACK, SWITCHBACK_M or TENSORWISE_FP8"
-        ) from None
-
-
 def build_parts(
     settings: TrainSettings, outputs: int, device: torch.device, team: Team = ALONE, *, end: int = END_OF_TEXT
 ) -> Parts:
@@ -122,8 +112,6 @@ def build_parts(
         if not report.swapped:
             raise SettingsError(f"--linear: got {settings.linear!r}, but no layer of {settings.model} can take it")
         notes.append(f"{report.plan.title}: {len(report.swapped)} layers, {len(report.kept)} kept")
-        if settings.gather_codes:
-            notes.append(f"gathered as codes: weights of {len(_gathered_as_codes(settings, model))} layers")
     runs: Any = team.wrap(model)
     # Once parameters are those that are trained: swapping keeps them, sharding makes others.
     optimizer: NarrowOptimizer | CPUOffload

@@ -88,7 +88,6 @@ class TrainSettings:
     device: str = _option("auto", "cpu, cuda, cuda:1, or auto: a GPU if there is one.")
     parallel: str = _option("ddp", "How processes of torchrun train together: ddp, or fsdp (sharded).")
     offload: str = _option("none", "On the CPU, with the step: none, states (low words too), or gradients as well.")
-    gather_codes: bool = _option(False, "Under fsdp, gather weights that --linear scales by the tensor as codes.")
     validate_every: int = _option(100, "Steps between validations; 0 for one at the end.")
     validation_windows: int = _option(64, "Windows of held-out text, or images, to validate on.")
     log_every: int = _option(10, "Steps between looks at the loss, which wait for the device.")
@@ -109,8 +108,6 @@ class TrainSettings:
                     f"{flag(name)}: got {getattr(self, name)!r}, takes nothing with --recipe {recipe.name}, whose "
                     f"{recipe.optimizer.__name__} has none"
                 )
-        if self.gather_codes and (self.parallel != "fsdp" or self.linear == "none"):
-            raise SettingsError("--gather-codes: got it alone, takes --parallel fsdp and a plan of --linear")
         if self.offload != "none" and self.parallel == "fsdp":
             raise SettingsError(
                 f"--offload: got {self.offload!r}, takes none with --parallel fsdp, which divides states among "
