@@ -117,30 +117,6 @@ def test_tensor(shape: tuple[int, int], form: str, average: float | None, nonfin
         assert summed(total, x) if sums else total is None
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("nonfinite", [False, True], ids=["", "nonfinite"])
-def test_pieces_by_what_is_largest_of_all(form: str, nonfinite: bool, device: str) -> None:
-    pieces = [matrix(shape, torch.bfloat16, device, nonfinite and shape[0] > 9) for shape in SHAPES]
-    pieces.insert(3, pieces[0][:0])
-    found = _tiles.find_absmax(pieces, form)
-    assert found.shape == (len(pieces), 4)
-    assert not found[3].any()
-    for x, bits in zip(pieces, found, strict=True):
-        if not x.numel():
-            continue
-        # By its own, and by that of a matrix of which it is a piece.
-        larger = torch.full_like(x[:1], 1e5)
-        for whole, absmax in (
-            (x, bits),
-            (torch.cat([x, larger]), bits.maximum(_tiles.find_absmax([larger], form)[0])),
-        ):
-            wanted = quantize(whole, "tensor", form)
-            codes = words(form, (len(x) + 2, x.shape[1]), device)
-            assert same(_tiles.quantize_by(x, form, absmax, codes), wanted.scale)
-            assert same(codes[: len(x)], wanted.codes[: len(x)])
-            assert bool((codes[len(x) :] == 99).all())
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tensors_of_other_dtypes(dtype: torch.dtype, device: str) -> None:
     x = matrix((60, 70), dtype, device)

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from narrowgauge._arguments import typed
 from narrowgauge.linear import _passes
-from narrowgauge.linear._coded import CodedWeight
 from narrowgauge.linear._plan import LinearPlan
 from narrowgauge.linear._schedule import Wants
 
@@ -106,11 +105,9 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, plan: LinearPlan, averages: Tensor | None, wants: Wants
     ) -> Tensor:
         ctx.plan, ctx.averages, ctx.wants, ctx.leading = plan, averages, wants, x.shape[:-1]
-        coded = w.coded if isinstance(w, CodedWeight) else None
-        ctx.form = None if coded is None else coded.form
 
         def run() -> tuple[Tensor, list[Tensor]]:
-            return _passes.forward(plan, averages, _flat(x), coded or w, bias, wants)
+            return _passes.forward(plan, averages, _flat(x), w, bias, wants)
 
         y, saved = _without_autocast(x, run)
         ctx.save_for_backward(*saved)
@@ -122,9 +119,7 @@ class _Linear(torch.autograd.Function):
         wants = ctx.wants
 
         def run() -> tuple[Tensor | None, ...]:
-            grad_x, grad_w, grad_bias = _passes.backward(
-                ctx.plan, ctx.averages, _flat(g), wants, ctx.saved_tensors, ctx.form
-            )
+            grad_x, grad_w, grad_bias = _passes.backward(ctx.plan, ctx.averages, _flat(g), wants, ctx.saved_tensors)
             grad_x = None if grad_x is None else _unflat(grad_x, ctx.leading)
             return grad_x, grad_w, grad_bias
 

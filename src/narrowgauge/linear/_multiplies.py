@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from narrowgauge.linear._coded import Coded, Form
 from narrowgauge.linear._direct import Operations, operations
 from narrowgauge.linear._ops import eager_product
 from narrowgauge.linear._plan import LinearPlan, Operand, Quantity
@@ -28,14 +27,11 @@ class Multiplies:
         wants: whether the gradients of input, weight and bias are wanted.
         saved: in the backward pass, what the forward pass saved.
         run: the way to the operations; that for these tensors if None.
-        coded: the weight's codes, where it is there as these alone.
-        form: what saved codes of such a weight are codes of.
     """
 
     def __init__(
         self, plan: LinearPlan, averages: Tensor | None, dtype: torch.dtype, matrices: dict[Quantity, Tensor],
-        wants: Wants, saved: Sequence[Tensor] = (), run: Operations | None = None, coded: Coded | None = None,
-        form: Form | None = None,
+        wants: Wants, saved: Sequence[Tensor] = (), run: Operations | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.averages, self.dtype, self.matrices, self.wants = plan, averages, dtype, matrices, wants
         # A compiler looks through caches, and says so.
@@ -46,9 +42,8 @@ class Multiplies:
         # Of quantities with a tensor-wise scale under averages: their own absmax, and the one in use, (2,).
         self.absmax: dict[Quantity, Tensor] = {}
         self.sums: Tensor | None = None  # of the columns of the gradient of the output
-        self.coded = coded
         if saved:
-            self._restore(saved, form)
+            self._restore(saved)
 
     def output(self, bias: Tensor | None) -> Tensor:
         """X Wᵀ, and the bias."""
@@ -79,9 +74,6 @@ class Multiplies:
         """A quantity in high precision: itself, or what its saved codes stand for."""
         if quantity in self.matrices:
             return self.matrices[quantity]
-        if quantity == "weight" and self.coded is not None:
-            matrix = self.matrices["weight"] = self.run.dequantize(*self.coded[:2], self.coded.form.dtype)
-            return matrix
         found = next(codes for codes in self.codes if codes.operand.quantity == quantity)
         codes, scale = self.codes[found]
         if found.order == "straight":
@@ -98,20 +90,15 @@ class Multiplies:
         """What the backward pass needs for the gradients that are wanted."""
         saved: list[Tensor] = []
         for quantity, kept in self.schedule.kept:
-            if quantity == "weight" and self.coded is not None:
-                saved.extend(self.coded[:2])
-            else:
-                saved.extend([self.matrices[quantity]] if kept is None else self.quantized(kept))
+            saved.extend([self.matrices[quantity]] if kept is None else self.quantized(kept))
         if self.averages is not None:
             saved.extend(self.absmax[quantity] for quantity in self.schedule.scaled)
         return saved
 
-    def _restore(self, saved: Sequence[Tensor], form: Form | None) -> None:
+    def _restore(self, saved: Sequence[Tensor]) -> None:
         tensors = iter(saved)
         for quantity, kept in self.schedule.kept:
-            if quantity == "weight" and form is not None:
-                self.coded = Coded(next(tensors), next(tensors), form)
-            elif kept is None:
+            if kept is None:
                 self.matrices[quantity] = next(tensors)
             else:
                 self.codes[kept] = next(tensors), next(tensors)
@@ -140,17 +127,6 @@ class Multiplies:
         """Make the codes of an operand in all orders that will be wanted."""
         quantity, scaling, form = operand
         straight, transposed = self.schedule.orders[operand]
-        if (
-            quantity == "weight"
-            and self.coded is not None
-            and (scaling, form) == ("tensor", self.coded.form.format)
-        ):
-            codes, scale = self.coded[:2]
-            if straight is not None:
-                self.codes[straight] = codes, scale
-            if transposed is not None:
-                self.codes[transposed] = codes.t(), scale
-            return
         matrix = self.matrix(quantity)
         # Float64 is summed in itself.
         sums = (

@@ -14,9 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from narrowgauge.linear import _direct
-from narrowgauge.linear._coded import Coded, Form
 from narrowgauge.linear._multiplies import Multiplies
-from narrowgauge.linear._plan import LinearPlan, Quantity
+from narrowgauge.linear._plan import LinearPlan
 from narrowgauge.linear._schedule import Wants
 
 # The long way is gone so many times before a pass is recorded: recording takes as long as a few of them, and where
@@ -34,38 +33,30 @@ def forget() -> None:
 
 
 def forward(
-    plan: LinearPlan, averages: Tensor | None, x: Tensor, w: Tensor | Coded, bias: Tensor | None, wants: Wants
+    plan: LinearPlan, averages: Tensor | None, x: Tensor, w: Tensor, bias: Tensor | None, wants: Wants
 ) -> tuple[Tensor, list[Tensor]]:
     """The output of a layer, and what its backward pass needs.
 
     Args:
         plan, averages, wants: as `Multiplies` takes them.
         x: (tokens, in_features).
-        w: (out_features, in_features), or its codes.
+        w: (out_features, in_features).
         bias: (out_features,) or None.
     """
-    coded = w if isinstance(w, Coded) else None
-    weights = w[:2] if isinstance(w, Coded) else (w,)
-    run = _direct.operations(x, *weights) if bias is None else _direct.operations(x, *weights, bias)
+    run = _direct.operations(x, w) if bias is None else _direct.operations(x, w, bias)
 
-    def whole(x: Tensor, bias: Tensor | None, *weights: Tensor) -> list[Tensor]:
-        matrices: dict[Quantity, Tensor] = {"input": x}
-        given = coded
-        if given is None:
-            matrices["weight"] = weights[0]
-        else:
-            given = given._replace(codes=weights[0], scale=weights[1])
-        multiplies = Multiplies(plan, averages, x.dtype, matrices, wants, run=run, coded=given)
+    def whole(x: Tensor, bias: Tensor | None, w: Tensor) -> list[Tensor]:
+        multiplies = Multiplies(plan, averages, x.dtype, {"input": x, "weight": w}, wants, run=run)
         return [multiplies.output(bias), *multiplies.save()]
 
     if run is not _direct.CUDA or averages is not None:
-        y, *saved = whole(x, bias, *weights)
+        y, *saved = whole(x, bias, w)
         return y, saved
     key = (
-        plan, wants, x.shape, x.stride(), x.dtype, weights[0].shape, weights[0].stride(), x.device,
-        None if bias is None else (bias.dtype, bias.stride()), None if coded is None else coded.form,
+        plan, wants, x.shape, x.stride(), x.dtype, w.shape, w.stride(), x.device,
+        None if bias is None else (bias.dtype, bias.stride()),
     )  # fmt: skip
-    y, *saved = _played(key, whole, (x, bias, *weights))
+    y, *saved = _played(key, whole, (x, bias, w))
     return y, saved
 
 
@@ -75,7 +66,6 @@ def backward(
     g: Tensor,
     wants: Wants,
     saved: Sequence[Tensor],
-    form: Form | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients that are wanted of input (tokens, in_features), weight and bias.
 
@@ -83,12 +73,11 @@ def backward(
         plan, averages, wants: as `Multiplies` takes them.
         g: (tokens, out_features), the gradient of the output.
         saved: what `forward` has returned.
-        form: what the weight's codes are codes of, where it was there as these.
     """
     run = _direct.operations(g, *saved)
 
     def whole(g: Tensor, *saved: Tensor) -> list[Tensor]:
-        multiplies = Multiplies(plan, averages, g.dtype, {"grad_output": g}, wants, saved, run, form=form)
+        multiplies = Multiplies(plan, averages, g.dtype, {"grad_output": g}, wants, saved, run)
         made = [multiplies.grad_input()] if wants[0] else []
         made += [multiplies.grad_weight()] if wants[1] else []
         made += [multiplies.grad_bias()] if wants[2] else []
@@ -99,7 +88,7 @@ def backward(
         made: Sequence[Tensor] = whole(g, *saved)
     else:
         of = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in saved]
-        key = (plan, wants, g.shape, g.stride(), g.dtype, g.device, form, *of)
+        key = (plan, wants, g.shape, g.stride(), g.dtype, g.device, *of)
         made = _played(key, whole, (g, *saved))
     gradients = iter(made)
     one, two, three = (next(gradients) if wanted else None for wanted in wants)

@@ -11,7 +11,6 @@ and writes what is asked for, from one read.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -139,19 +138,13 @@ def _looked(
     launch, shape, high = _launch_look(rows, columns, x.dtype, format, column, sums)
     maxima = x.new_empty(shape, dtype=torch.int32)
     at, total = maxima.data_ptr(), None
-    if not sums:
-        _look_into(x, maxima, launch)
+    if not sums:  # the kernel reads no sums
+        launch(x.get_device(), (x.data_ptr(), at, at, at), lambda: (x, maxima, maxima, maxima.view(torch.float32)))
     else:
         partial = x.new_empty((high, columns), dtype=torch.float32)
         launch(x.get_device(), (x.data_ptr(), at, at, partial.data_ptr()), lambda: (x, maxima, maxima, partial))
         total = add_up(partial, dtype)
     return maxima.amax(0, keepdim=True) if column else maxima, total
-
-
-def _look_into(x: Tensor, maxima: Tensor, launch: BoundLaunch) -> None:
-    """Look for maxima alone."""
-    at = maxima.data_ptr()  # also of sums, at which the kernel does not look
-    launch(x.get_device(), (x.data_ptr(), at, at, at), lambda: (x, maxima, maxima, maxima.view(torch.float32)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -258,39 +251,3 @@ def quantize_columns(
     """
     maxima, total = _looked(x, format, True, sums, dtype)
     return _quantized(x, format, maxima, None, None, transposed)[0], total
-
-
-def find_absmax(matrices: Sequence[Tensor], format: str) -> Tensor:
-    """The absmax of each of some matrices: four integers, of which the largest is its bits.
-
-    Four, because addresses of kernels are multiples of 16: so a row can be what `quantize_by` takes.
-
-    Args:
-        matrices: of one device, contiguous (rows, columns), or without elements.
-        format: ``"int8"``, ``"e4m3"`` or ``"e5m2"``.
-
-    Returns:
-        (matrices, 4), int32, 0 and above: the bits of inf and NaN are larger than those of numbers.
-    """
-    launches = [_launch_look(*x.shape, x.dtype, format, False, False)[:2] if x.numel() else None for x in matrices]
-    each = 4 * over(max((launch[1][0] for launch in launches if launch is not None), default=1), 4)
-    maxima = matrices[0].new_zeros((len(matrices), 4, each // 4), dtype=torch.int32)
-    for x, launch, own in zip(matrices, launches, maxima.unbind(), strict=True):
-        if launch is not None:
-            _look_into(x, own, launch[0])
-    return maxima.amax(2)
-
-
-def quantize_by(x: Tensor, format: str, absmax: Tensor, codes: Tensor) -> Tensor:
-    """Quantize a contiguous matrix by an absmax that is no smaller than its own.
-
-    Args:
-        x: contiguous (rows, columns), neither of them 0.
-        format: ``"int8"``, ``"e4m3"`` or ``"e5m2"``.
-        absmax: int32, contiguous; the largest is the bits of the absmax.
-        codes: contiguous, of x's shape or with more rows; the first ones are written.
-
-    Returns:
-        The scale (1, 1).
-    """
-    return _quantized(x, format, absmax, None, codes, None)[0]
