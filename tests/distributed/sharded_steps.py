@@ -72,6 +72,13 @@ def cases() -> Iterator[tuple[str, str]]:
                 yield rule, storage
 
 
+def few() -> list[tuple[str, str]]:
+    """AdamW with every storage, and every other rule with the next one of them that it takes."""
+    taken, turn = {rule: [storage for of, storage in cases() if of == rule] for rule in RULES}, itertools.count()
+    others = [(rule, stores[next(turn) % len(stores)]) for rule, stores in taken.items() if rule != "AdamW"]
+    return [("AdamW", storage) for storage in taken["AdamW"]] + others
+
+
 def made(rule: str, storage: str, ps: list[Any], **more: Any) -> ng.optim.NarrowOptimizer:
     name, options = RULES[rule]
     given = {"lr": 1e-3, "block_size": BLOCK, "min_quantized_size": 100, **STORAGES[storage][1], **options, **more}
@@ -178,10 +185,7 @@ def compare(rule: str, storage: str, mesh: DeviceMesh, steps: int = STEPS) -> di
 
 # Those whose sums come before the step, behind the norm, or not at all.
 BY_TRITON = [("AdamW", "split8, log8"), ("StableAdamW", "stochastic, 4bit"), ("clipped norm, LAMB", "kahan, fp8")]
-EAGERLY = [
-    *BY_TRITON, ("LAMB", "kahan, fp8"), ("LARS", "split, 8bit"), ("clipped norm", "stochastic, bf16"),
-    ("AdamW", "expansion, log4"),
-]  # fmt: skip
+EAGERLY = [*BY_TRITON, ("LARS", "split, 8bit"), ("AdamW", "expansion, log4")]
 
 
 def by_triton_and_eager(rank: int, folder: Path) -> dict[tuple[str, str, str], Any]:
@@ -222,24 +226,22 @@ def on_gpus(rank: int, folder: Path) -> dict[tuple[str, str, str], Any]:
     global ON
     ON = "cuda"
     torch.cuda.set_device(rank)
-    return stepping(rank, folder, every_one())
-
-
-def every_one() -> list[tuple[str, str]]:
-    """AdamW with every storage, and every other rule with the next one of them that it takes."""
-    taken, turn = {rule: [storage for of, storage in cases() if of == rule] for rule in RULES}, itertools.count()
-    others = [(rule, stores[next(turn) % len(stores)]) for rule, stores in taken.items() if rule != "AdamW"]
-    return [("AdamW", storage) for storage in taken["AdamW"]] + others
+    return stepping(rank, folder, few())
 
 
 def stepping(rank: int, folder: Path, only: list[tuple[str, str]] | None = None) -> dict[tuple[str, str, str], Any]:
-    """All cases, or some, on all meshes of one dimension of shards."""
+    """Some cases on all meshes of one dimension of shards; on two ranks every other one of them."""
     found = {}
+    listed = only or few()[:: 4 // dist.get_world_size()]
     for layout, mesh in meshes().items():
-        for rule, storage in only or cases():
+        for rule, storage in listed:
             if layout == "rows" or storage in ("split8, log8", "stochastic, bf16"):
                 found[layout, rule, storage] = compare(rule, storage, mesh)
     return found
+
+
+def stepping_all(rank: int, folder: Path) -> dict[tuple[str, str, str], Any]:
+    return stepping(rank, folder, list(cases()))
 
 
 class Block(nn.Module):
@@ -301,6 +303,6 @@ def in_two_dimensions(rank: int, folder: Path) -> dict[tuple[str, str], Any]:
         case: tensor_parallel(*case)
         for case in [
             ("AdamW", "split, 8bit"), ("AdamW", "kahan, fp8"), ("LAMB", "plain, fp32"),
-            ("StableAdamW", "plain, fp32"), ("LARS", "plain, fp32"), ("clipped norm", "plain, fp32"),
+            ("clipped norm", "plain, fp32"),
         ]
     }  # fmt: skip
