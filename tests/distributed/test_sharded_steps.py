@@ -12,6 +12,7 @@ from sharded_steps import (
     COLLECTIVES,
     RULES,
     STORAGES,
+    by_all_of_triton,
     by_triton_and_eager,
     cases,
     few,
@@ -68,9 +69,10 @@ def test_on_gpus(tmp_path: Path) -> None:
                 assert all(path.startswith("fused Triton") for path in one["paths"]), (rule, storage)
 
 
-def test_on_other_paths(tmp_path: Path) -> None:
+@pytest.mark.parametrize("work", [by_triton_and_eager, pytest.param(by_all_of_triton, marks=pytest.mark.slow)])
+def test_on_other_paths(work: Any, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="triton is not installed: kernels cannot run, not even interpreted")
-    for told in on_ranks(2, tmp_path, by_triton_and_eager):
+    for told in on_ranks(2, tmp_path, work):
         check(told)
         for (how, rule, _), one in told.items():
             assert one["skipped"] == ({BAD: 1}, {BAD: 1})
