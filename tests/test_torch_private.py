@@ -18,7 +18,7 @@ from narrowgauge._torch_private import accumulate_hooks, is_flattened, local_ten
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "narrowgauge"
 # Of FSDP, DTensor, tensors' and optimizers' hooks.
 NAMES = {
-    "_local_tensor", "_spec", "_fsdp_flattened", "_fsdp_param_group", "_fsdp_param_groups", "_module_state_mapping",
+    "_local_tensor", "_fsdp_flattened", "_fsdp_param_group", "_fsdp_param_groups", "_module_state_mapping",
     "_sharded_local_tensor", "_orig_size", "_module_info", "_get_default_store", "_post_accumulate_grad_hooks",
     "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",

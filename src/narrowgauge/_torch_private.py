@@ -1,7 +1,7 @@
 """The private attributes of torch's sharding and hooks that the library reads, each behind one function.
 
-A release of torch may rename any of them. Where a public way exists it is the fallback; where none does, the function
-raises and names the attribute and the torch version, so that nothing goes wrong silently.
+A release of torch may rename any of them. Where a public way exists it is the fallback; where none does, the
+function raises and names the attribute and the torch version, so that nothing goes wrong silently.
 `tests/test_torch_private.py` checks each on the installed torch, and that no other file reads them.
 """
 

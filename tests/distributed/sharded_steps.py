@@ -72,6 +72,13 @@ def cases() -> Iterator[tuple[str, str]]:
                 yield rule, storage
 
 
+def few() -> list[tuple[str, str]]:
+    """AdamW with every storage, and every other rule with the next one of them that it takes."""
+    taken, turn = {rule: [storage for of, storage in cases() if of == rule] for rule in RULES}, itertools.count()
+    others = [(rule, stores[next(turn) % len(stores)]) for rule, stores in taken.items() if rule != "AdamW"]
+    return [("AdamW", storage) for storage in taken["AdamW"]] + others
+
+
 def made(rule: str, storage: str, ps: list[Any], **more: Any) -> ng.optim.NarrowOptimizer:
     name, options = RULES[rule]
     given = {"lr": 1e-3, "block_size": BLOCK, "min_quantized_size": 100, **STORAGES[storage][1], **options, **more}
@@ -176,15 +183,12 @@ def compare(rule: str, storage: str, mesh: DeviceMesh, steps: int = STEPS) -> di
     return told
 
 
-# Those whose sums come before the step, behind the norm, or not at all.
-BY_TRITON = [("AdamW", "split8, log8"), ("StableAdamW", "stochastic, 4bit"), ("clipped norm, LAMB", "kahan, fp8")]
-EAGERLY = [
-    *BY_TRITON, ("LAMB", "kahan, fp8"), ("LARS", "split, 8bit"), ("clipped norm", "stochastic, bf16"),
-    ("AdamW", "expansion, log4"),
-]  # fmt: skip
+# Those whose sums come before the step, after the norm, or not at all; interpreted, each takes ten seconds.
+BY_TRITON = [("StableAdamW", "stochastic, 4bit"), ("clipped norm, LAMB", "kahan, fp8"), ("AdamW", "split8, log8")]
+EAGERLY = [*BY_TRITON, ("LARS", "split, 8bit"), ("AdamW", "expansion, log4")]
 
 
-def by_triton_and_eager(rank: int, folder: Path) -> dict[tuple[str, str, str], Any]:
+def by_triton_and_eager(rank: int, folder: Path, triton: int = 1) -> dict[tuple[str, str, str], Any]:
     """The same on the other paths: Triton's kernels, interpreted, and the specification."""
     found = {}
     mesh = meshes()["rows"]
@@ -192,7 +196,7 @@ def by_triton_and_eager(rank: int, folder: Path) -> dict[tuple[str, str, str], A
     try:
         _engine.unavailable = lambda device: None
         with np.errstate(all="ignore"):  # the interpreter's numpy warns where floats do what they do
-            for case in BY_TRITON:
+            for case in BY_TRITON[:triton]:
                 found["fused Triton", *case] = compare(*case, mesh, 2)
         _engine.unavailable = unavailable
         Engine.backends = ()
@@ -201,6 +205,10 @@ def by_triton_and_eager(rank: int, folder: Path) -> dict[tuple[str, str, str], A
     finally:
         _engine.unavailable, Engine.backends = unavailable, backends
     return found
+
+
+def by_all_of_triton(rank: int, folder: Path) -> dict[tuple[str, str, str], Any]:
+    return by_triton_and_eager(rank, folder, len(BY_TRITON))
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -222,24 +230,22 @@ def on_gpus(rank: int, folder: Path) -> dict[tuple[str, str, str], Any]:
     global ON
     ON = "cuda"
     torch.cuda.set_device(rank)
-    return stepping(rank, folder, every_one())
-
-
-def every_one() -> list[tuple[str, str]]:
-    """AdamW with every storage, and every other rule with the next one of them that it takes."""
-    taken, turn = {rule: [storage for of, storage in cases() if of == rule] for rule in RULES}, itertools.count()
-    others = [(rule, stores[next(turn) % len(stores)]) for rule, stores in taken.items() if rule != "AdamW"]
-    return [("AdamW", storage) for storage in taken["AdamW"]] + others
+    return stepping(rank, folder, few())
 
 
 def stepping(rank: int, folder: Path, only: list[tuple[str, str]] | None = None) -> dict[tuple[str, str, str], Any]:
-    """All cases, or some, on all meshes of one dimension of shards."""
+    """Some cases on all meshes of one dimension of shards; on two ranks every other one of them."""
     found = {}
+    listed = only or few()[:: 4 // dist.get_world_size()]
     for layout, mesh in meshes().items():
-        for rule, storage in only or cases():
+        for rule, storage in listed:
             if layout == "rows" or storage in ("split8, log8", "stochastic, bf16"):
                 found[layout, rule, storage] = compare(rule, storage, mesh)
     return found
+
+
+def stepping_all(rank: int, folder: Path) -> dict[tuple[str, str, str], Any]:
+    return stepping(rank, folder, list(cases()))
 
 
 class Block(nn.Module):
@@ -301,6 +307,6 @@ def in_two_dimensions(rank: int, folder: Path) -> dict[tuple[str, str], Any]:
         case: tensor_parallel(*case)
         for case in [
             ("AdamW", "split, 8bit"), ("AdamW", "kahan, fp8"), ("LAMB", "plain, fp32"),
-            ("StableAdamW", "plain, fp32"), ("LARS", "plain, fp32"), ("clipped norm", "plain, fp32"),
+            ("clipped norm", "plain, fp32"),
         ]
     }  # fmt: skip

@@ -36,20 +36,15 @@ SHARDED: dict[str, tuple[torch.dtype, Callable]] = {
     "torch AdamW": KINDS["torch AdamW"],
     "fp32": KINDS["fp32"],
     "split, bf16": (torch.bfloat16, lambda ps: ours(ps, weights="split", states="bf16")),
-    "expansion": (torch.bfloat16, lambda ps: ours(ps, weights="expansion", states="expansion")),
-    "kahan, fp32": (torch.bfloat16, lambda ps: ours(ps, weights="kahan", states="fp32")),
-    "split8, fp32": (torch.bfloat16, lambda ps: ours(ps, weights="split8", states="fp32")),
     "split8, log8": KINDS["split8, log8"],
     "expansion, log4": KINDS["expansion, log4"],
-    "split, 8bit": KINDS["split, 8bit"],
-    "kahan, fp8": KINDS["kahan, fp8"],
     "clipped": KINDS["clipped"],
 }
 # How near losses stay; the second where moments were encoded anew, in 4 bits among others.
 NEAR = (1e-3, 1e-2)
 OWN = ("m.", "v.", "sh")
-IN_BLOCKS = ("split8, log8", "expansion, log4", "split, 8bit", "kahan, fp8")
-DDP = ("fp32", "split8, log8", "expansion, log4")
+IN_BLOCKS = ("split8, log8", "expansion, log4")
+DDP = ("fp32", "split8, log8")
 
 
 def sharded(kind: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:

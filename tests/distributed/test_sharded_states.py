@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from sharded_states import (
+    ALL,
     BLOCKS,
-    RESUMED,
+    FEW,
     block_of_two,
     by_torch,
     gauged,
@@ -22,7 +23,9 @@ from sharded_states import (
     refusing,
     resumed,
     resuming,
+    resuming_all,
     saving,
+    saving_all,
     saving_on_meshes,
     steps_of_block,
     train,
@@ -34,51 +37,50 @@ from test_checkpoint_ranks import on_ranks
 from narrowgauge.distributed import load_checkpoint
 from narrowgauge.formats import codebook
 
+Saved = tuple[Path, list[tuple[str, str, int]], dict[Any, Any], dict[int, dict[Any, Any]]]
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Any, Any]]:
-    """By four ranks, one of which has nothing of one parameter."""
-    folder = tmp_path_factory.mktemp("saved")
-    told = on_ranks(4, folder, saving)[0]
+
+@pytest.fixture(scope="module", params=["few", pytest.param("all", marks=pytest.mark.slow)])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """By four ranks, one of which has nothing of one parameter; resumed by two ranks and by one."""
+    folder, every = tmp_path_factory.mktemp("saved"), request.param == "all"
+    cases = ALL if every else FEW
+    told = on_ranks(4, folder, saving_all if every else saving)[0]
     torch.save(told, folder / "moments.pt")
-    return folder, told
-
-
-@pytest.fixture(scope="module")
-def others(saved: tuple[Path, dict[Any, Any]]) -> dict[int, dict[Any, Any]]:
-    folder, _ = saved
-    return {2: on_ranks(2, folder, resuming)[0], 1: resumed(folder, shared=False)}
+    two = on_ranks(2, folder, resuming_all if every else resuming)[0]
+    return folder, cases, told, {2: two, 1: resumed(folder, False, cases)}
 
 
 def in_blocks(storage: str) -> bool:
     return storage.split(", ")[1] in ("8bit", "log8", "log4", "4bit", "fp8")
 
 
-def test_where_blocks_align_another_number_of_ranks_goes_on_bit_for_bit(
-    saved: tuple[Path, dict[Any, Any]], others: dict[int, dict[Any, Any]]
-) -> None:
+def test_where_blocks_align_another_number_of_ranks_goes_on_bit_for_bit(saved: Saved) -> None:
     """As does one process that never stopped. Random numbers of the bias are those of its shards."""
-    _, told = saved
-    for rule, storage in RESUMED:
-        net, optimizer = model(rule, storage, BLOCKS[0], shared=False)
+    _, cases, told, others = saved
+    aligned = [case for case in cases if case[2] == BLOCKS[0]]
+    assert aligned
+    for rule, storage, block in aligned:
+        net, optimizer = model(rule, storage, block, shared=False)
         train(net, optimizer, range(6))
         for one in (told, *others.values()):
-            end = one[rule, storage, BLOCKS[0]]["end"]
+            end = one[rule, storage, block]["end"]
             for name, p in net.items():
                 if name != "bias" or not storage.startswith("stochastic"):
                     assert torch.equal(p.detach(), end[name]), (rule, storage, name)
         for one in others.values():
-            assert one[rule, storage, BLOCKS[0]]["said"] == []
-            assert not any(off for off, _ in one[rule, storage, BLOCKS[0]]["off"].values())
+            assert one[rule, storage, block]["said"] == []
+            assert not any(off for off, _ in one[rule, storage, block]["off"].values())
 
 
-def test_where_they_do_not_moments_are_encoded_anew_and_that_is_said(
-    saved: tuple[Path, dict[Any, Any]], others: dict[int, dict[Any, Any]]
-) -> None:
+def test_where_they_do_not_moments_are_encoded_anew_and_that_is_said(saved: Saved) -> None:
     """By one rounding of the storage: for the paper's 8 bits half the widest step of its map, of the largest."""
-    for (rule, storage), world in ((case, world) for case in RESUMED for world in others):
-        one = others[world][rule, storage, BLOCKS[1]]
-        assert bool(one["said"]) == in_blocks(storage), (rule, storage, world)
+    _, cases, told, others = saved
+    unaligned = [case for case in cases if case[2] != BLOCKS[0]]
+    assert unaligned
+    for case, world in ((case, world) for case in unaligned for world in others):
+        one, storage = others[world][case], case[1]
+        assert bool(one["said"]) == in_blocks(storage), (case, world)
         if not in_blocks(storage):
             assert not any(off for off, _ in one["off"].values())
             continue
@@ -87,7 +89,7 @@ def test_where_they_do_not_moments_are_encoded_anew_and_that_is_said(
             for (_, slot), (off, largest) in one["off"].items():
                 steps = codebook("dynamic", signed=slot == "m").diff()
                 assert off <= float(steps.max()) / 2 * largest * (1 + 1e-6)
-        wanted = saved[1][rule, storage, BLOCKS[1]]["end"]
+        wanted = told[case]["end"]
         for name, end in one["end"].items():
             # Three steps of at most a few lr each, whatever moments are.
             assert float((end.float() - wanted[name].float()).abs().max()) < 0.1
@@ -177,4 +179,8 @@ def test_low_precision_linear_layers(tmp_path: Path) -> None:
 
 
 def test_storages_of_both_kinds_are_tried() -> None:
-    assert {in_blocks(storage) for storage in STORAGES} == {True, False}
+    for listed in (FEW, ALL):
+        assert {storage for _, storage, _ in listed} == set(STORAGES)
+        assert {(in_blocks(storage), block) for _, storage, block in listed} == {
+            (a, b) for a in (True, False) for b in BLOCKS
+        }
