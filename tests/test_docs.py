@@ -331,3 +331,23 @@ def test_the_front_page_says_how_near_memory_plans_are() -> None:
     text = " ".join((ROOT / "README.md").read_text().split())
     said = f"Within {math.ceil(percent)} % of the measured peak in all {count} configurations measured on an H200"
     assert f"{said}, {sum(abs(row['ratio'] - 1) <= 0.02 for row in rows)} of them within 2 %" in text
+
+
+LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
+
+
+def test_links_lead_to_files() -> None:
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        for target in LINK.findall(page.read_text()):
+            assert (page.parent / target).exists(), f"{page.relative_to(ROOT)}: {target}"
+
+
+def test_decisions_are_listed_and_say_what_would_change_them() -> None:
+    folder = ROOT / "docs" / "decisions"
+    pages = {path.name for path in folder.glob("*.md")} - {"index.md"}
+    listed = LINK.findall((folder / "index.md").read_text())
+    assert sorted(listed) == sorted(pages)
+    for name in pages:
+        text = (folder / name).read_text()
+        assert "**Question.**" in text, name
+        assert name == "known-limits.md" or "**What would change it.**" in text, name
