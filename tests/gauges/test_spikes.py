@@ -202,16 +202,12 @@ def test_what_is_rare_is_rare() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"deviations": 0.0}, r"deviations: got 0\.0, takes a number above 0"),
-        ({"deviations": math.nan}, "deviations: got nan, takes a number above 0"),
-        ({"warmup": -1}, "warmup: got -1, takes a whole number from 0 on"),
-        ({"merge": 0}, "merge: got 0, takes a whole number from 1 on"),
-        ({"window": 1}, "window: got 1, takes a whole number from 2 on"),
-        ({"needs": 1.5}, r"needs: got 1\.5, takes a whole number from 1 on"),
-        ({"needs": 11}, "needs: got 11, takes 1 to merge=10"),
-        ({"steps": [1]}, "steps: got 1 for 2 losses, takes one for each"),
-        ({"steps": [2, 2]}, "step: got 2 after 2, takes steps that rise"),
-        ({"steps": [0, 1]}, "step: got 0, takes a whole number from 1 on"),
+        ({"deviations": 0.0}, r"deviations must be a finite number above 0, got 0\.0"),
+        ({"warmup": -1}, "warmup must be an integer of at least 0, got -1"),
+        ({"needs": 1.5}, r"needs must be an integer of at least 1, got 1\.5"),
+        ({"needs": 11}, "needs must be at most merge=10"),
+        ({"steps": [1]}, "steps must have one step for each of the 2 losses, got 1"),
+        ({"steps": [2, 2]}, "step must rise, got 2 after 2"),
     ],
 )
 def test_what_is_refused(options: dict[str, object], message: str) -> None:
@@ -220,7 +216,7 @@ def test_what_is_refused(options: dict[str, object], message: str) -> None:
 
 
 def test_what_rms_spikes_refuse() -> None:
-    with pytest.raises(ValueError, match=r"threshold: got -1, takes a number above 0"):
+    with pytest.raises(ValueError, match=r"threshold must be a finite number above 0, got -1"):
         find_rms_spikes([1.0], threshold=-1)
-    with pytest.raises(ValueError, match="steps: got 2 for 1 values, takes one for each"):
+    with pytest.raises(ValueError, match="steps must have one step for each of the 1 values, got 2"):
         find_rms_spikes([1.0], steps=[1, 2])

@@ -13,8 +13,9 @@ from watched import batch, loss_of, model, of_kind, train, watched
 from narrowgauge import gauges, optim
 from narrowgauge.distributed import CPUOffload
 from narrowgauge.gauges._history import History
-from narrowgauge.gauges._segments import LONG
-from narrowgauge.gauges._step_rms import StepRms, parameters_with_rms
+from narrowgauge.gauges._watch._batched_rows import LONG
+from narrowgauge.gauges._watch._sources import parameters_with_rms
+from narrowgauge.gauges._watch._step_rms import StepRms
 from narrowgauge.optim._eager import next_number, squared_ratios
 from narrowgauge.optim._plan import ParamStep
 from narrowgauge.scaling import DynamicLossScaler
@@ -134,14 +135,6 @@ def test_embeddings_and_the_first_layer_are_chosen() -> None:
     assert chosen(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))) == ["0.weight"]
     assert chosen(nn.LayerNorm(3)) == []
     assert chosen(Vision(), ["blocks.1.bias", "norm.weight"]) == ["blocks.1.bias", "norm.weight"]
-    net = Vision()
-    optimizer = torch.optim.AdamW(net.parameters())
-    with pytest.raises(ValueError, match="rms_of: got 'nope', takes names"):
-        gauges.watch(net, optimizer, rms_of=["nope"])
-    with pytest.raises(TypeError, match="rms_of: got 3"):
-        gauges.watch(net, optimizer, rms_of=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="rms_every: got -1"):
-        gauges.watch(net, optimizer, rms_every=-1)
 
 
 def test_a_file_has_them_and_tensorboard_too(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_without_the_package_it_says_so_and_watches_nothing(
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    needs = pytest.raises(ModuleNotFoundError, match="tensorboard: needs the package tensorboard")
+    needs = pytest.raises(ModuleNotFoundError, match="tensorboard needs the package tensorboard")
     with needs, gauges.watch(net, optimizer, tensorboard=tmp_path):
         pass
     assert not optimizer._optimizer_step_pre_hooks

@@ -15,16 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.nn.parallel import DistributedDataParallel
 
+from narrowgauge._module_names import clean_name as clean
+from narrowgauge._module_names import unwrap_model as bare
 from narrowgauge.distributed._checkpoint_format import DTYPE_NAMES, decode_value, encode_value, tensor_keys
 from narrowgauge.distributed._checkpoint_random import read_random_states
 from narrowgauge.distributed._offload import CPUOffload
 from narrowgauge.optim import NarrowOptimizer, QuantizedGradients
 from narrowgauge.optim._sharded_state import SHARDS, Chunks
-
-# What wrappers put into names.
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 @dataclass
@@ -40,24 +38,6 @@ class Gathered:
     tensors: dict[str, Tensor]
     values: dict[str, Any]
     own: set[str]
-
-
-def bare(model: nn.Module) -> nn.Module:
-    """A model without the wrappers of DDP and `torch.compile`."""
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
-
-
-def clean(name: str) -> str:
-    """A parameter's name without what wrappers put into it."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
