@@ -118,17 +118,14 @@ def scaled_shares(x: torch.Tensor, format: str) -> FormatLoss:
     return FormatLoss(*(float(count) / whole for count in counts), overflow=0.0)
 
 
-@pytest.mark.parametrize(("name", "format"), [("int8", "int8"), ("e4m3 scaled", "e4m3"), ("e5m2 scaled", "e5m2")])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("scale", [1.0, 3e-5, 700.0])
-def test_with_a_scale_it_is_what_our_linear_layers_lose(
-    name: str, format: str, dtype: torch.dtype, scale: float
-) -> None:
+@pytest.mark.parametrize("name", ["int8", "e4m3 scaled", "e5m2 scaled"])
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, 1.0), (torch.float16, 3e-5), (torch.float32, 700.0)])
+def test_with_a_scale_it_is_what_our_linear_layers_lose(name: str, dtype: torch.dtype, scale: float) -> None:
     generator = torch.Generator().manual_seed(0)
     spread = 10 ** (8 * torch.rand(20_000, generator=generator) - 8)
     x = (torch.randn(20_000, generator=generator) * spread * scale).to(dtype)
     x[:10] = 0.0
-    assert feature_stats(x, [name]).losses[name] == scaled_shares(x, format)
+    assert feature_stats(x, [name]).losses[name] == scaled_shares(x, name.removesuffix(" scaled"))
 
 
 @pytest.mark.parametrize("name", ["int8", "e4m3 scaled"])
@@ -177,7 +174,7 @@ def test_one_large_element_costs_the_small_ones() -> None:
     power=st.integers(-60, 60),
     cut=st.integers(0, 40),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50)
 def test_parts_add_up_and_scales_scale(values: list[float], power: int, cut: int) -> None:
     x = torch.tensor(values, dtype=torch.float32)
     x = x * (x.abs() > 1e-3)  # scaled by 2^-60 it stays a normal number
@@ -193,7 +190,7 @@ def test_parts_add_up_and_scales_scale(values: list[float], power: int, cut: int
 
 
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=60))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50)
 def test_shares_are_nested(values: list[float]) -> None:
     x = torch.tensor(values)
     for loss in feature_stats(x, ALL).losses.values():

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from narrowgauge.gauges import advise
@@ -152,6 +152,7 @@ def test_blocks_are_what_repeats_with_one_number_in_the_order_of_it() -> None:
     assert History(sound()).blocks()["h.#"] == list(BLOCKS)
 
 
+@settings(max_examples=40)
 @given(st.lists(STRANGE, max_size=30))
 def test_no_record_can_make_reading_or_advice_fail(records: list[dict[str, Any]]) -> None:
     history = History(records)

@@ -57,7 +57,7 @@ def test_the_papers_figures() -> None:
     least=st.integers(0, 3),
     reach=st.integers(0, 3),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80)
 def test_the_probability_is_that_of_all_sets_of_steps(
     last: int, rms: set[int], losses: set[int], least: int, reach: int
 ) -> None:

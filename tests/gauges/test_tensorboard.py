@@ -23,6 +23,7 @@ def test_numbers_and_histograms_are_there(tmp_path: Path) -> None:
     events: Any = EventAccumulator(str(tmp_path))
     events.Reload()
     scalars = events.Tags()["scalars"]
+    assert [event.step for event in events.Scalars("update/rms/embed.weight")] == [1, 2, 3, 4]
 
     def read(tag: str) -> list[tuple[int, float]]:
         return [(event.step, event.value) for event in events.Scalars(tag)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -65,17 +66,24 @@ def stepped(make: Any, dtype: torch.dtype, turn: int, updates: Any) -> list[tupl
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize(("turn", "updates"), [(0, True), (5, "sampled"), (31, "sampled")])
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_the_sums_of_a_step(
-    make: Any, turn: int, updates: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+WAYS = list(itertools.product([(5, "sampled"), (0, True), (31, "sampled")], [torch.bfloat16, torch.float32]))
+
+
+@pytest.mark.parametrize(
+    ("make", "way"),
+    [
+        pytest.param(make, way, marks=[] if (number - index) % len(WAYS) == 0 else pytest.mark.slow)
+        for number, make in enumerate(MAKERS)
+        for index, way in enumerate(WAYS)
+    ],
+)
+def test_the_sums_of_a_step(make: str, way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (turn, updates), dtype = way
     monkeypatch.setattr(_update_stats, "kernels_take", lambda vectors: False)
-    wanted = stepped(make, dtype, turn, updates)
+    wanted = stepped(MAKERS[make], dtype, turn, updates)
     looked: list[int] = []
     monkeypatch.setattr(_update_stats, "kernels_take", lambda vectors: not looked.append(len(vectors)))  # type: ignore[func-returns-value]
-    got = stepped(make, dtype, turn, updates)
+    got = stepped(MAKERS[make], dtype, turn, updates)
     assert looked
     assert sum(len(some) for some, _, _ in wanted) == len(LENGTHS)
     for (some, sums, how), (same, expected, as_well) in zip(got, wanted, strict=True):

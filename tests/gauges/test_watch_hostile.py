@@ -135,22 +135,3 @@ def test_a_step_that_raised_does_not_leave_the_next_ones_measured() -> None:
         train(net, optimizer, 2, watch)
     assert optimizer.gauges is False
     assert [row["step"] for row in of_kind(watch.rows(), "update", name="")] == [2]
-
-
-def test_a_loss_in_front_of_a_tuple_is_found() -> None:
-    class Scored(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 3)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            y = self.layer(x)
-            return y.square().mean(), y
-
-    net = Scored()
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    with gauges.watch(net, optimizer, every=1) as watch:
-        loss, _ = net(torch.ones(2, 3))
-        loss.backward()
-        optimizer.step()
-    assert of_kind(watch.rows(), "step")[0]["loss"] == pytest.approx(loss.item(), rel=1e-6)
