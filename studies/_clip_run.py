@@ -35,7 +35,7 @@ from _language_run import set_rate
 from torch import Tensor, nn
 
 from narrowgauge.gauges import feature_stats
-from narrowgauge.gauges._modules import tensor_in
+from narrowgauge.gauges._watch._features import tensor_in
 from narrowgauge.optim import NarrowOptimizer
 from narrowgauge.trainers import TrainSettings, parameter_count
 from narrowgauge.trainers._build import Parts, build_parts

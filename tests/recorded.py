@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from narrowgauge.gauges._packed import packed
+from narrowgauge.gauges._records import packed
 
 Record = dict[str, Any]
 

@@ -144,7 +144,7 @@ def test_what_is_not_finite_is_shown() -> None:
     records = changed(records, "update", ["wte.weight"], range(100, 120), descent_quality=math.inf, rms=math.inf)
     records = changed(records, "activation", ["h.1"], mean=math.inf)
     parsed, _ = look(records)
-    assert "The loss is NaN at step 150, and stays so." in parsed.text
+    assert "The loss is NaN at step 150 and every later step." in parsed.text
     assert "The loss went from 3.005 to NaN." in parsed.text
     assert "inf (step 100)" in parsed.text
     assert "Purple: not finite." in parsed.text
@@ -364,7 +364,7 @@ def test_a_cut_file_is_read_up_to_the_cut(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [(None, "which does not exist"), (b"", "the file is empty"), (b"hello\n", "nothing to read: line 1"),
-     (b"\xff\xfe\x00", "nothing to read: line 1"), (b'{"kind": "step", "step": 1}\n', "takes 'run'")],
+     (b"\xff\xfe\x00", "nothing to read: line 1"), (b'{"kind": "step", "step": 1}\n', "must be 'run'")],
 )  # fmt: skip
 def test_what_is_no_file_of_records_is_refused_in_one_line(
     content: bytes | None, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge import distributed, formats, gauges, linear, recipes, scaling, storage
+from narrowgauge import distributed, formats, linear, recipes, scaling, storage
 
 
 @dataclass(frozen=True)
@@ -176,43 +176,12 @@ def loading() -> dict[str, Any]:
     }
 
 
-def watching() -> dict[str, Any]:
-    import inspect
-
-    net = model()
-    given = {
-        n: p.default for n, p in inspect.signature(gauges.watch).parameters.items() if p.default is not p.empty
-    }
-    return given | {"model": net, "optimizer": ng.optim.AdamW(net.parameters()), "every": 1}
-
-
-def watched(made: Any) -> None:
-    with made as watch:
-        stepped(watch._optimizer) if hasattr(watch, "_optimizer") else None
-
-
-LOSSES = [2.0 + 0.01 * (n % 3) for n in range(30)]
-RECORDS = [{"kind": "run", "version": 1, "every": 1, "parameters": {}}, {"kind": "step", "step": 1, "loss": 2.0}]
-
-
-def two(name_a: str = "a", name_b: str = "b") -> dict[str, Any]:
-    return {name_a: tensor(8), name_b: tensor(8) * 2**-12}
-
-
-def records_path() -> dict[str, Any]:
-    from narrowgauge.gauges._records import line_of
-
-    path = folder() / "gauges.jsonl"
-    path.write_text("".join(map(line_of, RECORDS)))
-    return {"path": path}
+def two() -> dict[str, Any]:
+    return {"a": tensor(8), "b": tensor(8) * 2**-12}
 
 
 def book() -> Tensor:
     return formats.codebook("dynamic")
-
-
-def coded() -> Any:
-    return storage.quantize(tensor(64), book(), 32)
 
 
 CALLS: dict[str, Call] = {
@@ -360,52 +329,6 @@ CALLS: dict[str, Call] = {
     "distributed.save_checkpoint_async": Call(
         distributed.save_checkpoint_async, saving, lambda made: made.wait(), skip=("extra",)
     ),
-    # gauges
-    "gauges.LossSpikes": Call(
-        gauges.LossSpikes, lambda: {"deviations": 3.2, "warmup": 10, "merge": 10, "window": 100, "needs": 2}
-    ),
-    "gauges.RmsSpikes": Call(gauges.RmsSpikes, lambda: {"threshold": 2.3, "warmup": 10, "merge": 10}),
-    "gauges.Target": Call(
-        gauges.Target, lambda: {"name": "mine", "floats": formats.FP8_E4M3, "scaled": True},
-        lambda made: gauges.feature_stats(tensor(8), [made]),
-    ),
-    "gauges.adam_error_map": Call(
-        gauges.adam_error_map,
-        lambda: {"m": tensor(64), "v": tensor(64).square(), "m8": coded(),
-                 "v8": storage.quantize(tensor(64).square(), formats.codebook("dynamic", False), 32), "eps": 1e-8},
-    ),
-    "gauges.advise": Call(gauges.advise, lambda: {"records": RECORDS}),
-    "gauges.effective_descent_quality": Call(
-        gauges.effective_descent_quality, lambda: two("update", "effective_update")
-    ),
-    "gauges.relative_descent_quality": Call(
-        gauges.relative_descent_quality, lambda: two("update", "effective_update")
-    ),
-    "gauges.feature_stats": Call(gauges.feature_stats, lambda: {"x": tensor(8), "formats": ("fp16", "int8")}),
-    "gauges.find_rms_spikes": Call(
-        gauges.find_rms_spikes, lambda: {"values": LOSSES, "threshold": 2.3, "warmup": 5, "merge": 10, "steps": None}
-    ),
-    "gauges.find_spikes": Call(
-        gauges.find_spikes,
-        lambda: {"losses": LOSSES, "deviations": 3.2, "warmup": 5, "merge": 10, "window": 100, "needs": 2,
-                 "steps": None},
-    ),
-    "gauges.lost_updates": Call(
-        gauges.lost_updates, lambda: {"before": tensor(8), "update": tensor(8), "after": tensor(8)}
-    ),
-    "gauges.match_spikes": Call(
-        gauges.match_spikes,
-        lambda: {"rms_spikes": [3, 9], "loss_spikes": [5], "least": 1, "most": 8, "judged": None},
-    ),
-    "gauges.quantization_error": Call(gauges.quantization_error, lambda: {"x": tensor(64), "quantized": coded()}),
-    "gauges.read_records": Call(gauges.read_records, records_path),
-    "gauges.rms_ratio": Call(
-        gauges.rms_ratio, lambda: {"grad": tensor(8), "second_moment": tensor(8).square(), "eps": 1e-6}
-    ),
-    "gauges.watch": Call(gauges.watch, watching, watched),
-    "gauges.write_report": Call(
-        gauges.write_report, lambda: {"records": RECORDS, "path": folder() / "report.html"}
-    ),
     # recipes
     "recipes.Recipe": Call(
         recipes.Recipe,
@@ -434,8 +357,7 @@ EXEMPT = {
         ["formats.Binade", "formats.CodeRow", "formats.NotableRow", "storage.Quantized", "linear.ScaledCodes",
          "linear.SwapReport", "nn.AddedLayerScales", "nn.AddedQKNorms", "optim.Description", "optim.UpdateStats",
          "distributed.LoadedCheckpoint", "distributed.PendingCheckpoint", "distributed.DamagedCheckpointError",
-         "gauges.AdamErrorMap", "gauges.Advice", "gauges.Evidence", "gauges.FeatureStats", "gauges.FormatLoss",
-         "gauges.QuantizationError", "gauges.Records", "gauges.Spike", "gauges.SpikeMatch", "recipes.MemoryPlan"],
+         "recipes.MemoryPlan"],
         _RESULT,
     ),
     **dict.fromkeys(
@@ -447,7 +369,7 @@ EXEMPT = {
         ["formats.CodebookMap", "formats.Coder", "storage.Codec", "storage.StateContext", "storage.Word", "rules.Slot",
          "rules.Muon",
          "rules.ClipUpdates", "rules.clipped", "rules.has_terms", "rules.squared_ratio", "optim.NarrowOptimizer",
-         "scaling.LossScaler", "distributed.CompressedAllReduce", "gauges.Watch"],
+         "scaling.LossScaler", "distributed.CompressedAllReduce"],
         _INNER,
     ),
     "linear.LowPrecisionConv1D": "transformers' Conv1D, whose arguments are its own; swapping makes it",

@@ -17,7 +17,7 @@ import torch
 from calls import CALLS, EXEMPT, FOLDER, Call
 from torch import Tensor, nn
 
-ROOMS = ("formats", "storage", "rules", "optim", "linear", "nn", "scaling", "distributed", "gauges", "recipes")
+ROOMS = ("formats", "storage", "rules", "optim", "linear", "nn", "scaling", "distributed", "recipes")
 
 
 class Thing:

@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from narrowgauge.gauges import advise
-from narrowgauge.gauges._advice_ranges import blocks
 from narrowgauge.gauges._history import History, is_embedding
-from narrowgauge.gauges._packed import packed, unpacked
+from narrowgauge.gauges._records import packed, unpacked
 from recorded import BLOCKS, NAMES, STRANGE, header, sound, state, step, tensor, update
 
 
@@ -148,11 +147,12 @@ def test_embeddings_are_known_by_name(name: str, expected: bool) -> None:
 def test_blocks_are_what_repeats_with_one_number_in_the_order_of_it() -> None:
     names = ["h.10.mlp", "h.10", "h.2", "h.2.mlp", "ln_f", "h.2.experts.0", "h.2.experts.1"]
     history = History([tensor("activation", 5, name) for name in names])
-    assert blocks(history) == {"h.#": ["h.2", "h.10"], "h.#.mlp": ["h.2.mlp", "h.10.mlp"]}
-    assert list(blocks(History(sound()))) == ["h.#"]
-    assert blocks(History(sound()))["h.#"] == list(BLOCKS)
+    assert history.blocks() == {"h.#": ["h.2", "h.10"], "h.#.mlp": ["h.2.mlp", "h.10.mlp"]}
+    assert list(History(sound()).blocks()) == ["h.#"]
+    assert History(sound()).blocks()["h.#"] == list(BLOCKS)
 
 
+@settings(max_examples=40)
 @given(st.lists(STRANGE, max_size=30))
 def test_no_record_can_make_reading_or_advice_fail(records: list[dict[str, Any]]) -> None:
     history = History(records)

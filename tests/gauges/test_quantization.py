@@ -133,15 +133,15 @@ def test_overlap_is_the_share_of_updates_in_the_worst_cells() -> None:
 
 def test_what_is_refused() -> None:
     m, v, m8, v8 = both("dynamic")
-    with pytest.raises(ValueError, match=r"v: got shape \(1,\), takes \(3000,\)"):
+    with pytest.raises(ValueError, match=r"v must have shape \(3000,\), got \(1,\)"):
         adam_error_map(m, v[:1], m8, v8)
-    with pytest.raises(ValueError, match=r"eps: got 0\.0, takes a number above 0"):
+    with pytest.raises(ValueError, match=r"eps must be a finite number above 0, got 0\.0"):
         adam_error_map(m, v, m8, v8, eps=0.0)
-    with pytest.raises(ValueError, match=r"quantized: got shape \(3000,\), takes \(1,\)"):
+    with pytest.raises(ValueError, match=r"quantized must have shape \(1,\), got \(3000,\)"):
         quantization_error(m[:1], m8)
-    with pytest.raises(ValueError, match=r"worst: got 0, takes a share above 0"):
+    with pytest.raises(ValueError, match=r"worst must be above 0 and at most 1, got 0"):
         adam_error_map(m, v, m8, v8).overlap(0)
     with pytest.raises(ValueError, match="empty list"):
         AdamErrorMap.total([])
-    with pytest.raises(ValueError, match="without updates"):
+    with pytest.raises(ValueError, match="at least one update"):
         AdamErrorMap(torch.zeros(4, 256, 256, dtype=torch.float64), torch.zeros(2)).overlap()

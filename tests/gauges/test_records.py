@@ -66,11 +66,12 @@ def test_a_killed_run_is_read_up_to_the_kill(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        (b"{]", "no record"), (b"[1]", "takes an object with a kind"), (b"\xff\xfe", "no record"),
+        (b"{]", "no record"), (b"[1]", "must be an object with a kind"), (b"\xff\xfe", "no record"),
         (b"", "no record"), (b'{"kind":"step","step":1,"loss":NaN}', "NaN is not JSON"),
-        (b'{"kind": 3}', "takes an object with a kind"), (b'{"kind": "step"}', "step: got None, takes an integer"),
-        (b'{"kind": "step", "step": true}', "step: got True"),
-        (b'{"kind": "run", "version": 2}', "version: got 2, takes 1"), (b"[" * 100_000, "no record"),
+        (b'{"kind": 3}', "must be an object with a kind"),
+        (b'{"kind": "step"}', "step must be an integer, got None"),
+        (b'{"kind": "step", "step": true}', "step must be an integer, got True"),
+        (b'{"kind": "run", "version": 2}', "version must be 1, got 2"), (b"[" * 100_000, "no record"),
     ],
 )  # fmt: skip
 def test_damage_is_named_and_ends_the_reading(tmp_path: Path, line: bytes, why: str) -> None:
@@ -87,7 +88,7 @@ def test_damage_is_named_and_ends_the_reading(tmp_path: Path, line: bytes, why: 
 def test_a_file_that_begins_otherwise_has_no_records(tmp_path: Path) -> None:
     found = read_records(write(tmp_path / "a", STEP, HEADER))
     assert found == []
-    assert found.damage == "line 1 (byte 0): kind: got 'step', takes 'run' in the first line"
+    assert found.damage == "line 1 (byte 0): kind must be 'run' in the first line, got 'step'"
 
 
 def test_a_folder_means_its_file(tmp_path: Path) -> None:
@@ -107,7 +108,7 @@ def test_a_file_is_not_overwritten_and_goes_on_where_it_is_told_to(tmp_path: Pat
     writer.close()
     with path.open("a") as file:
         file.write('{"kind": "st')
-    with pytest.raises(FileExistsError, match="has records already; takes a new file, or resume_from"):
+    with pytest.raises(FileExistsError, match="path must be a new file, or resume_from"):
         Writer(path, None)
     writer = Writer(path, 3)
     assert writer.continues

@@ -109,7 +109,7 @@ def test_huge_losses_leave_nothing_behind_once_they_are_out_of_the_window() -> N
 
 
 @given(power=st.integers(-60, 60), shift=st.integers(0, 20), seed=st.integers(0, 1000))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30)
 def test_units_of_the_loss_do_not_matter(power: int, shift: int, seed: int) -> None:
     """Whole numbers, so that shifted losses are exact: only the mean's rounding could differ, by far too little."""
     rng = np.random.default_rng(seed)
@@ -136,7 +136,7 @@ runs = st.lists(
     window=st.integers(2, 30),
     needs=st.integers(1, 3),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80)
 def test_losses_are_judged_as_the_definition_reads(
     losses: list[float], gaps: list[int], deviations: float, warmup: int, merge: int, window: int, needs: int
 ) -> None:
@@ -146,7 +146,7 @@ def test_losses_are_judged_as_the_definition_reads(
 
 
 @given(losses=runs, merge=st.integers(3, 12), needs=st.integers(1, 3))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50)
 def test_an_alarm_knows_at_each_step_what_the_losses_so_far_say(
     losses: list[float], merge: int, needs: int
 ) -> None:
@@ -168,7 +168,7 @@ def test_an_alarm_knows_at_each_step_what_the_losses_so_far_say(
     warmup=st.integers(0, 20),
     merge=st.integers(1, 12),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50)
 def test_rms_spikes_are_known_at_once(values: list[float], warmup: int, merge: int) -> None:
     above = [step for step, value in enumerate(values, start=1) if value >= 2.3 and step > warmup]
     assert find_rms_spikes(values, warmup=warmup, merge=merge) == events(above, merge, 1)
@@ -193,25 +193,21 @@ def test_rms_spikes_by_hand() -> None:
 
 def test_what_is_rare_is_rare() -> None:
     """Of normal noise a step deviates with probability 7e-4, so that two in ten steps come once in 2e5 steps."""
-    losses = np.random.default_rng(0).normal(2.0, 0.1, 30_000).tolist()
+    losses = np.random.default_rng(0).normal(2.0, 0.1, 20_000).tolist()
     alone = find_spikes(losses, needs=1, merge=1)
-    assert 10 <= len(alone) <= 60
+    assert 5 <= len(alone) <= 45
     assert len(find_spikes(losses)) <= 2
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"deviations": 0.0}, r"deviations: got 0\.0, takes a number above 0"),
-        ({"deviations": math.nan}, "deviations: got nan, takes a number above 0"),
-        ({"warmup": -1}, "warmup: got -1, takes a whole number from 0 on"),
-        ({"merge": 0}, "merge: got 0, takes a whole number from 1 on"),
-        ({"window": 1}, "window: got 1, takes a whole number from 2 on"),
-        ({"needs": 1.5}, r"needs: got 1\.5, takes a whole number from 1 on"),
-        ({"needs": 11}, "needs: got 11, takes 1 to merge=10"),
-        ({"steps": [1]}, "steps: got 1 for 2 losses, takes one for each"),
-        ({"steps": [2, 2]}, "step: got 2 after 2, takes steps that rise"),
-        ({"steps": [0, 1]}, "step: got 0, takes a whole number from 1 on"),
+        ({"deviations": 0.0}, r"deviations must be a finite number above 0, got 0\.0"),
+        ({"warmup": -1}, "warmup must be an integer of at least 0, got -1"),
+        ({"needs": 1.5}, r"needs must be an integer of at least 1, got 1\.5"),
+        ({"needs": 11}, "needs must be at most merge=10"),
+        ({"steps": [1]}, "steps must have one step for each of the 2 losses, got 1"),
+        ({"steps": [2, 2]}, "step must rise, got 2 after 2"),
     ],
 )
 def test_what_is_refused(options: dict[str, object], message: str) -> None:
@@ -220,7 +216,7 @@ def test_what_is_refused(options: dict[str, object], message: str) -> None:
 
 
 def test_what_rms_spikes_refuse() -> None:
-    with pytest.raises(ValueError, match=r"threshold: got -1, takes a number above 0"):
+    with pytest.raises(ValueError, match=r"threshold must be a finite number above 0, got -1"):
         find_rms_spikes([1.0], threshold=-1)
-    with pytest.raises(ValueError, match="steps: got 2 for 1 values, takes one for each"):
+    with pytest.raises(ValueError, match="steps must have one step for each of the 1 values, got 2"):
         find_rms_spikes([1.0], steps=[1, 2])

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +12,9 @@ from watched import batch, loss_of, model, of_kind, train, watched
 from narrowgauge import gauges, optim
 from narrowgauge.distributed import CPUOffload
 from narrowgauge.gauges._history import History
-from narrowgauge.gauges._segments import LONG
-from narrowgauge.gauges._step_rms import StepRms, parameters_with_rms
+from narrowgauge.gauges._watch._batched_rows import LONG
+from narrowgauge.gauges._watch._sources import parameters_with_rms
+from narrowgauge.gauges._watch._step_rms import StepRms
 from narrowgauge.optim._eager import next_number, squared_ratios
 from narrowgauge.optim._plan import ParamStep
 from narrowgauge.scaling import DynamicLossScaler
@@ -134,39 +134,6 @@ def test_embeddings_and_the_first_layer_are_chosen() -> None:
     assert chosen(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))) == ["0.weight"]
     assert chosen(nn.LayerNorm(3)) == []
     assert chosen(Vision(), ["blocks.1.bias", "norm.weight"]) == ["blocks.1.bias", "norm.weight"]
-    net = Vision()
-    optimizer = torch.optim.AdamW(net.parameters())
-    with pytest.raises(ValueError, match="rms_of: got 'nope', takes names"):
-        gauges.watch(net, optimizer, rms_of=["nope"])
-    with pytest.raises(TypeError, match="rms_of: got 3"):
-        gauges.watch(net, optimizer, rms_of=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="rms_every: got -1"):
-        gauges.watch(net, optimizer, rms_every=-1)
-
-
-def test_a_file_has_them_and_tensorboard_too(tmp_path: Path) -> None:
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters())
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    with gauges.watch(net, optimizer, 3, path=tmp_path, tensorboard=tmp_path / "events") as watch:
-        train(net, optimizer, 4, watch)
-    rows = of_kind(gauges.read_records(tmp_path), "step")
-    assert ["rms" in row for row in rows] == [True, True, False, True]
-    events = EventAccumulator(str(tmp_path / "events"))
-    events.Reload()
-    assert [event.step for event in events.Scalars("update/rms/embed.weight")] == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize(
-    "damage", [3, "x", [1], {"embed.weight": "x"}, {"embed.weight": [1]}, {"embed.weight": None}]
-)
-def test_whatever_stands_there_is_read(damage: Any) -> None:
-    history = History([{"kind": "run", "version": 1}, {"kind": "step", "step": 1, "loss": 1.0, "rms": damage}])
-    assert history.loss.values.tolist() == [1.0]
-    assert not len(history.series("update", "rms", "embed.weight").steps)
-    gauges.advise(history)
 
 
 STATES = ("fp32", "bf16", "expansion", "8bit", "fp8", "4bit", "log8", "log4")
@@ -203,11 +170,17 @@ def taken(optimizer: Any, ps: list[torch.Tensor], turn: int = 0) -> torch.Tensor
     return sums
 
 
+SHAPES = [((300, 301), 256), ((65_537,), 64), ((96, 1024), 1024), ((200, 1039), 3), ((65_537,), 256)]
+
+
 @pytest.mark.parametrize(
-    ("states", "weights"), list(zip(STATES, itertools.cycle(["plain", "split8", "expansion"]), strict=False))
-)
-@pytest.mark.parametrize(
-    ("shape", "block"), [((300, 301), 256), ((65_537,), 64), ((96, 1024), 1024), ((200, 1039), 3)]
+    ("states", "weights", "shape", "block"),
+    [
+        (states, weights, *shape)
+        for states, weights, shape in zip(
+            STATES * 2, itertools.cycle(["plain", "split8", "expansion"]), itertools.cycle(SHAPES), strict=False
+        )
+    ],
 )
 def test_rows_are_taken_with_what_is_kept_of_them(
     states: str, weights: str, shape: tuple[int, ...], block: int

@@ -23,6 +23,7 @@ def test_numbers_and_histograms_are_there(tmp_path: Path) -> None:
     events: Any = EventAccumulator(str(tmp_path))
     events.Reload()
     scalars = events.Tags()["scalars"]
+    assert [event.step for event in events.Scalars("update/rms/embed.weight")] == [1, 2, 3, 4]
 
     def read(tag: str) -> list[tuple[int, float]]:
         return [(event.step, event.value) for event in events.Scalars(tag)]
@@ -48,7 +49,7 @@ def test_without_the_package_it_says_so_and_watches_nothing(
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    needs = pytest.raises(ModuleNotFoundError, match="tensorboard: needs the package tensorboard")
+    needs = pytest.raises(ModuleNotFoundError, match="tensorboard needs the package tensorboard")
     with needs, gauges.watch(net, optimizer, tensorboard=tmp_path):
         pass
     assert not optimizer._optimizer_step_pre_hooks

@@ -2,7 +2,6 @@
 
 import copy
 import io
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -69,7 +68,7 @@ def test_a_full_disk_ends_the_records_and_not_the_training(
         with gauges.watch(net, optimizer, every=1, path=tmp_path) as watch:
             train(net, optimizer, 2, watch)
             whole = len(watch.rows())
-            writer = watch._outlet.writer
+            writer = watch._sink.writer
             assert writer is not None
             writer._file.close()
             writer._file = Full()  # type: ignore[assignment]
@@ -89,7 +88,7 @@ def test_what_fails_on_entering_leaves_nothing(monkeypatch: pytest.MonkeyPatch, 
 
     watch = gauges.watch(net, optimizer, path=tmp_path / "first")
     with monkeypatch.context() as patched:
-        patched.setattr("narrowgauge.gauges._watcher.header", broken)
+        patched.setattr("narrowgauge.gauges._watch._watch.header", broken)
         with pytest.raises(OSError, match="no header"):
             watch.__enter__()
     assert not optimizer._optimizer_step_pre_hooks
@@ -136,54 +135,3 @@ def test_a_step_that_raised_does_not_leave_the_next_ones_measured() -> None:
         train(net, optimizer, 2, watch)
     assert optimizer.gauges is False
     assert [row["step"] for row in of_kind(watch.rows(), "update", name="")] == [2]
-
-
-def test_more_of_bad_input_is_refused_by_name() -> None:
-    net = model()
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    lazy = nn.Sequential(nn.LazyLinear(3))
-    bad: list[tuple[type[Exception], str, Any]] = [
-        (ValueError, "model: got one whose 0.weight has no shape yet", lambda: gauges.watch(lazy, optimizer)),
-        (TypeError, "path: got int", lambda: gauges.watch(net, optimizer, path=3)),
-        (TypeError, "tensorboard: got int", lambda: gauges.watch(net, optimizer, tensorboard=3)),
-        (TypeError, "activations: got 3", lambda: gauges.watch(net, optimizer, activations=3)),
-        (ValueError, "updates: got 1", lambda: gauges.watch(net, optimizer, updates=1)),
-    ]
-    for kind, words, call in bad:
-        with pytest.raises(kind, match=words):
-            call()
-    watch = gauges.watch(net, optimizer)
-    for value in ("a", None, [1.0], torch.tensor(1j)):
-        with pytest.raises(TypeError, match="value: got "):
-            watch.loss(value)  # type: ignore[arg-type]
-
-
-def test_a_loss_in_front_of_a_tuple_is_found() -> None:
-    class Scored(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 3)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            y = self.layer(x)
-            return y.square().mean(), y
-
-    net = Scored()
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    with gauges.watch(net, optimizer, every=1) as watch:
-        loss, _ = net(torch.ones(2, 3))
-        loss.backward()
-        optimizer.step()
-    assert of_kind(watch.rows(), "step")[0]["loss"] == pytest.approx(loss.item(), rel=1e-6)
-
-
-@pytest.mark.parametrize("nested", [b"[", b'{"a":'], ids=["lists", "objects"])
-def test_what_nests_without_end_is_damage(tmp_path: Path, nested: bytes) -> None:
-    head = json.dumps({"kind": "run", "version": 1}).encode()
-    for depth in (10, 700, 50_000):
-        line = b'{"kind":"step","step":1,"x":' + nested * depth + b"1" + {b"[": b"]"}.get(nested, b"}") * depth
-        (tmp_path / "gauges.jsonl").write_bytes(head + b"\n" + line + b"}\n")
-        records = gauges.read_records(tmp_path)
-        assert len(records) == (2 if depth == 10 else 1)
-        assert (records.damage is None) == (depth == 10)
-        gauges.advise(records)

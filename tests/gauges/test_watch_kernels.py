@@ -9,9 +9,10 @@ from torch import nn
 pytest.importorskip("triton", reason="triton is not installed: kernels cannot run, not even interpreted")
 
 from narrowgauge import gauges
-from narrowgauge.gauges import _features, _magnitudes
+from narrowgauge.gauges import _magnitudes
 from narrowgauge.gauges._records import Record
-from narrowgauge.gauges._segments import LONG
+from narrowgauge.gauges._watch import _batched_magnitudes
+from narrowgauge.gauges._watch._batched_rows import LONG
 
 
 def records(device: str) -> list[Record]:
@@ -31,7 +32,7 @@ def records(device: str) -> list[Record]:
 
 def test_kernels_and_torch_make_the_same_records(monkeypatch: pytest.MonkeyPatch) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"  # there in the interpreter
-    for module in (_features, _magnitudes):
+    for module in (_magnitudes, _batched_magnitudes):
         monkeypatch.setattr(module, "kernels_take", lambda vectors: False)
     wanted = records(device)
     looked: list[int] = []
@@ -40,7 +41,7 @@ def test_kernels_and_torch_make_the_same_records(monkeypatch: pytest.MonkeyPatch
         looked.append(len(vectors))
         return True
 
-    monkeypatch.setattr(_magnitudes, "kernels_take", takes)
+    monkeypatch.setattr(_batched_magnitudes, "kernels_take", takes)
     got = records(device)
     assert looked
     assert len(got) == len(wanted) == 2 * (6 + 3 + 3)

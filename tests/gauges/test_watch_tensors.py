@@ -1,22 +1,23 @@
 """Gradients, features and moments of a watched training, beside the functions that measure one tensor."""
 
 import contextlib
-import logging
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 from watched import batch, loss_of, model, of_kind, train, watched
 
-from narrowgauge import gauges, optim, scaling
+from narrowgauge import distributed, gauges, optim, scaling
 from narrowgauge.gauges import FeatureStats, feature_stats
 from narrowgauge.gauges._formats import TARGETS, targets
-from narrowgauge.gauges._magnitudes import as_records, table_of
-from narrowgauge.gauges._packed import unpacked
-from narrowgauge.gauges._segments import LONG
-from narrowgauge.gauges._step_rms import row_sample
+from narrowgauge.gauges._records import unpacked
+from narrowgauge.gauges._watch._batched_magnitudes import as_records, table_of
+from narrowgauge.gauges._watch._batched_rows import LONG, BlockSample, Sample
 
 BF16 = torch.bfloat16
 
@@ -41,7 +42,7 @@ def test_tables_are_feature_stats_of_every_tensor(dtype: torch.dtype) -> None:
     tensors[3].zero_()
     names = list(map(str, range(len(shapes))))
     every = targets(list(TARGETS))
-    rows = as_records("gradient", names, every, 7)(table_of(tensors, every, turn=3))
+    rows = as_records("gradient", names, every, 7)(table_of(tensors, every, Sample(3)))
     assert [row["name"] for row in rows] == ["0", "1", "2", "3", "5"]  # what has no elements has no record
     for row in rows:
         x = tensors[int(row["name"])]
@@ -57,7 +58,7 @@ def test_tables_are_feature_stats_of_every_tensor(dtype: torch.dtype) -> None:
 
 def test_shares_of_long_tensors_are_those_of_a_sample() -> None:
     x = torch.randn(20 * LONG, generator=torch.Generator().manual_seed(0)) * 1e-2
-    (row,) = as_records("gradient", ["x"], every := targets(["e4m3", "int8"]), 1)(table_of([x], every, 5))
+    (row,) = as_records("gradient", ["x"], every := targets(["e4m3", "int8"]), 1)(table_of([x], every, Sample(5)))
     wanted = feature_stats(x, every).as_record()
     for key in ("elements", "nonfinite", "absmax"):
         assert row[key] == pytest.approx(wanted[key], rel=1e-9)
@@ -196,7 +197,9 @@ def test_compiled_models_train_the_same_and_keep_loss_and_updates() -> None:
         assert len(of_kind(rows, "step")) == len(of_kind(rows, "update", name="")) == 3
         assert {row["name"] for row in of_kind(rows, "update")} - {""} == {n for n, _ in model().named_parameters()}
         names = {row["name"] for row in of_kind(rows, "activation")}
-        assert names == ({"embed", "blocks.0", "blocks.1"} if how == "blocks" else set())
+        features = {"embed", "blocks.0", "blocks.1"}
+        assert names == (features if how == "blocks" else set())
+        assert [set(row["names"]) for row in of_kind(rows, "missing")] == ([] if how == "blocks" else [features])
 
 
 MOMENTS: dict[str, Any] = {
@@ -266,16 +269,6 @@ def test_records_of_moments() -> None:
         assert error.sum() / usage.sum() == pytest.approx(row["mean_relative"], rel=0.05)
 
 
-def test_what_cannot_be_previewed_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "narrowgauge.gauges"):
-        rows = watched(
-            lambda net: optim.AdamW8bit(net.named_parameters(), min_quantized_size=64, max_grad_norm=1.0),
-            3, dtype=BF16, states_every=1,
-        )  # fmt: skip
-    assert not of_kind(rows, "state")
-    assert caplog.text.count("no records of quantized moments: max_grad_norm makes each step") == 1
-
-
 def test_infinite_gradients_have_no_moments_but_are_counted() -> None:
     net = model(BF16)
     optimizer = optim.AdamW8bit(net.named_parameters(), min_quantized_size=64)
@@ -316,18 +309,6 @@ def test_what_will_not_arrive_is_said_once(caplog: pytest.LogCaptureFixture) -> 
     assert not of_kind(watch.rows(), "missing")
 
 
-def test_a_compiled_model_says_that_its_features_stay_unseen(caplog: pytest.LogCaptureFixture) -> None:
-    net = model()
-    compiled = torch.compile(net, backend="aot_eager")
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    with gauges.watch(compiled, optimizer, 1) as watch:
-        train(compiled, optimizer, 2)
-    (missing,) = of_kind(watch.rows(), "missing")
-    assert missing["names"] == ["embed", "blocks.0", "blocks.1"]
-    (said,) = [record for record in caplog.records if record.name == "narrowgauge.gauges"]
-    assert said.levelname == "WARNING"
-
-
 @pytest.mark.parametrize("options", MOMENTS.values(), ids=MOMENTS)
 def test_a_sample_is_a_part_of_what_the_step_writes(options: dict[str, Any]) -> None:
     """One row in sixteen, another at every turn; formats that round by chance do so by other random numbers."""
@@ -344,7 +325,7 @@ def test_a_sample_is_a_part_of_what_the_step_writes(options: dict[str, Any]) -> 
     whole = optimizer.preview(p, lambda x: x)
     stochastic = {slot.slot.name for slot in view.plan.slots if slot.storage.stochastic}
     for turn in (0, 19):
-        for moment, part in zip(whole, optimizer.preview(p, row_sample(view, turn).of), strict=True):
+        for moment, part in zip(whole, optimizer.preview(p, BlockSample.of_view(view, turn).of), strict=True):
             assert (part.slot, part.format) == (moment.slot, moment.format)
             for key in ("exact",) if stochastic else ("exact", "codes", "kept"):
                 rows = getattr(moment, key).reshape(-1)[: 96 * 1024].view(96, 1024)[turn % 16 :: 16]
@@ -430,5 +411,33 @@ def test_moments_of_rules_with_sums_are_taken_whole(kind: Any) -> None:
     optimizer = kind([p], 1e-3, states="8bit")
     p.grad = torch.ones_like(p)
     view = optimizer.parameter_view(p)
-    counts = {moment.exact.numel() for moment in optimizer.preview(p, row_sample(view, 0).of)}
+    counts = {moment.exact.numel() for moment in optimizer.preview(p, BlockSample.of_view(view, 0).of)}
     assert counts == ({6 * 1024} if kind is optim.StableAdamW else {96 * 1024})
+
+
+def test_activation_checkpoint_wrappers_leave_the_names_of_records_and_checkpoints_alone(tmp_path: Path) -> None:
+    """Records and checkpoints name one parameter alike, with any wrappers, as without."""
+
+    def run(net: nn.Module, folder: str) -> tuple[dict[str, set[str]], set[str], dict[str, Any]]:
+        optimizer = optim.AdamW(net.parameters())
+        with gauges.watch(net, optimizer, every=1) as watch:
+            train(net, optimizer, 1)
+        names: dict[str, set[str]] = {}
+        for row in watch.rows()[1:]:
+            names.setdefault(row["kind"], set()).add(row.get("name", ""))
+        path = distributed.save_checkpoint(tmp_path / folder, model=net, optimizer=optimizer, step=1)
+        saved = set(re.findall(r'"model/([^"]+)"', (path / "checkpoint.json").read_text()))
+        return names, saved, {key: watch.rows()[0][key] for key in ("parameters", "depth", "embeddings")}
+
+    plain = run(model(), "plain")
+    wrapped = model()
+    for index, block in enumerate(wrapped.blocks):
+        wrapped.blocks[index] = checkpoint_wrapper(block)
+    compiled = torch.compile(wrapped, backend="eager")
+    for number, net in enumerate((wrapped, compiled)):
+        names, saved, header = run(net, str(number))
+        assert saved == plain[1]
+        assert header == plain[2]
+        kinds = ("update", "gradient") if net is compiled else tuple(plain[0])
+        assert {kind: names[kind] for kind in kinds} == {kind: plain[0][kind] for kind in kinds}
+    assert set(plain[2]["parameters"]) <= plain[1]

@@ -11,7 +11,7 @@ from watched import model, of_kind, train, watched
 
 from narrowgauge import gauges, optim
 from narrowgauge.gauges import effective_descent_quality, lost_updates, rms_ratio
-from narrowgauge.gauges._segments import LONG, ROW, Segments, chunks, sample
+from narrowgauge.gauges._watch._batched_rows import LONG, ROW, BatchedRows, Sample, chunks
 
 BF16 = torch.bfloat16
 Oracle = Callable[[dict[str, Any], dict[str, Any], Tensor, Tensor], tuple[Tensor, Tensor | None]]
@@ -177,7 +177,7 @@ def test_parameters_of_different_ages_have_corrections_of_their_own() -> None:
 
 def test_a_sample_of_long_tensors_tells_the_same() -> None:
     torch.manual_seed(0)
-    count = 40 * LONG + 37
+    count = 10 * LONG + 37
     found = {}
     for updates in ("sampled", True, False):
         p = nn.Parameter(torch.randn(count, generator=torch.Generator().manual_seed(0)).to(BF16))
@@ -203,18 +203,18 @@ def test_a_sample_of_long_tensors_tells_the_same() -> None:
         assert some["nonzero"] == pytest.approx(every["nonzero"], rel=1e-3)
 
 
-def test_segments_add_up() -> None:
+def test_batched_add_up() -> None:
     generator = torch.Generator().manual_seed(0)
     lengths = [1, ROW, ROW + 1, 0, 3 * ROW - 1, 17]
     vectors = [torch.randn(n, generator=generator, dtype=torch.float64) for n in lengths]
-    segments = Segments.of(vectors)
-    rows = segments.rows(vectors, torch.float64)
-    sums = segments.sums([rows, rows.square(), segments.inside()])
+    batched = BatchedRows.of(vectors)
+    rows = batched.rows(vectors, torch.float64)
+    sums = batched.sums([rows, rows.square(), batched.inside()])
     for vector, found in zip(vectors, sums, strict=True):
         assert found.tolist() == pytest.approx([float(vector.sum()), float(vector.square().sum()), len(vector)])
     largest = [float(v.abs().max()) if len(v) else 0.0 for v in vectors]
-    assert segments.largest(rows.abs()).tolist() == largest
-    spread = segments.spread(torch.arange(6.0))[:, 0].tolist()
+    assert batched.largest(rows.abs()).tolist() == largest
+    spread = batched.spread(torch.arange(6.0))[:, 0].tolist()
     assert spread == [0, 1, 2, 2, 4, 4, 4, 5]
     assert chunks([5, 5, 5, 20, 1], limit=10) == [slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 5)]
     assert chunks([]) == []
@@ -222,7 +222,7 @@ def test_segments_add_up() -> None:
 
 def test_samples_take_turns_and_cover_everything() -> None:
     x = torch.arange(LONG + 5)
-    seen = torch.cat([sample(x, turn) for turn in range(16)])
+    seen = torch.cat([Sample(index).of(x) for index in range(16)])
     assert torch.equal(seen.sort().values, torch.arange(LONG // ROW * ROW))
-    assert torch.equal(sample(x[:-6], 3), x[:-6])
-    assert torch.equal(sample(x, 3, share=1), x)
+    assert torch.equal(Sample(3).of(x[:-6]), x[:-6])
+    assert torch.equal(Sample(3, stride=1).of(x), x)

@@ -10,10 +10,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed: kernels cannot run, not even interpreted")
 
-from narrowgauge.gauges import TARGETS, _segments, feature_stats
-from narrowgauge.gauges import _features as specification
+from narrowgauge.gauges import TARGETS, feature_stats
+from narrowgauge.gauges import _magnitudes as specification
 from narrowgauge.gauges._formats import targets
-from narrowgauge.gauges._magnitudes import MAGNITUDES, _by_kernels, in_torch
+from narrowgauge.gauges._watch._batched_magnitudes import MAGNITUDES, _by_kernels, in_torch
+from narrowgauge.gauges._watch._batched_rows import LONG, ROW, Sample
 from narrowgauge.kernels import _magnitudes as kernel
 
 ALL = list(TARGETS)
@@ -22,7 +23,7 @@ ALL = list(TARGETS)
 def agree(x: Tensor, device: str, formats: list[str] = ALL) -> None:
     asked = targets(formats)
     sums, absmax = specification._by_kernels(x.to(device), asked)
-    wanted, largest = specification._measure(x, asked)
+    wanted, largest = specification._in_torch(x, asked)
     assert sums.dtype == torch.float64
     assert float(absmax) == float(largest)
     counted = [place for place in range(len(wanted)) if place not in (3, 4)]
@@ -32,8 +33,8 @@ def agree(x: Tensor, device: str, formats: list[str] = ALL) -> None:
 
 
 def test_they_mean_the_same_columns() -> None:
-    assert kernel.LOOKED == specification._SUMS == MAGNITUDES - 1
-    assert kernel.ROW == _segments.ROW
+    assert kernel.MEASURED == specification._SUMS == MAGNITUDES - 1
+    assert kernel.ROW == ROW
     assert kernel.BOUNDARIES == specification._COUNTS
     assert kernel.DTYPES == specification._KERNEL_DTYPES
 
@@ -75,15 +76,24 @@ def test_nothing_to_scale_by(x: Tensor, device: str) -> None:
 def test_many_vectors_at_once(turn: int, formats: list[str], device: str) -> None:
     """Of all dtypes and lengths: short, just long enough for a sample, long with rows that are not whole, none."""
     generator = torch.Generator().manual_seed(turn)
-    lengths = (1, 1000, 0, _segments.LONG - 1, _segments.LONG, _segments.LONG + 5, 3 * _segments.LONG + 1023, 4096)
+    lengths = (
+        1,
+        1000,
+        0,
+        LONG - 1,
+        LONG,
+        LONG + 5,
+        3 * LONG + 1023,
+        4096,
+    )
     vectors = [
         (torch.randn(length, generator=generator) * 10.0 ** (number % 5 - 3)).to(kernel.DTYPES[number % 3])
         for number, length in enumerate(lengths)
     ]
     vectors[3][7], vectors[5][-1], vectors[6][100] = math.nan, math.inf, -math.inf
     asked = targets(formats)
-    got = _by_kernels([vector.to(device) for vector in vectors], asked, turn).cpu()
-    wanted = in_torch(vectors, asked, turn)
+    got = _by_kernels([vector.to(device) for vector in vectors], asked, Sample(turn)).cpu()
+    wanted = in_torch(vectors, asked, Sample(turn))
     exact = [column for column in range(wanted.shape[1]) if column not in (4, 5)]
     assert torch.equal(got[:, exact], wanted[:, exact])
     assert bool(((got[:, 4:6] - wanted[:, 4:6]).abs() <= 1e-13 * wanted[:, 4:5]).all())
@@ -91,18 +101,19 @@ def test_many_vectors_at_once(turn: int, formats: list[str], device: str) -> Non
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 20000])
 @pytest.mark.parametrize("dtype", kernel.DTYPES)
-def test_one_vector_has_the_rows_that_it_has_among_many(size: int, dtype: torch.dtype, device: str) -> None:
+def test_one_vector_alone_has_the_sums_that_it_has_among_many(size: int, dtype: torch.dtype, device: str) -> None:
     x = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(device, dtype)
-    rows, tiles = kernel.look_at([torch.ones(5, device=device), x])
-    assert torch.equal(kernel.look_at_one(x), rows[1:])
-    assert tiles == [1, len(rows) - 1]
+    rows = kernel.tile_sums(x)
+    assert len(rows) == -(-size // 4096)
+    wanted = kernel.measure([torch.ones(5, device=device), x])[1:]
+    assert torch.equal(kernel.add_rows(rows, [len(rows)], largest=True), wanted)
 
 
 def test_a_vector_of_more_rows_than_are_added_at_once(device: str) -> None:
     rows = torch.rand(200, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     counts = [0, 130, 1, 0, 69]
     for largest in (True, False):
-        got = kernel.added(rows.to(device), counts, largest).cpu()
+        got = kernel.add_rows(rows.to(device), counts, largest).cpu()
         for part, one in zip(rows.split(counts), got, strict=True):
             wanted = part.sum(0)
             if largest and len(part):

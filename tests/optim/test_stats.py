@@ -51,7 +51,7 @@ def test_totals_add_sums_not_ratios_and_nothing_intended_is_nan() -> None:
     assert total.effective_descent_quality == 4 / 5
     assert total.lost_updates == 0.8
     assert math.isnan(UpdateStats(torch.zeros(6, dtype=torch.float64)).lost_updates)
-    with pytest.raises(ValueError, match="stats: got an empty list"):
+    with pytest.raises(ValueError, match="stats must not be empty"):
         UpdateStats.total([])
     with pytest.raises(AttributeError):
         one.unknown  # noqa: B018

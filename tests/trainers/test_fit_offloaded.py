@@ -13,7 +13,7 @@ from pictured import csv_pairs
 
 from narrowgauge.distributed import CPUOffload
 from narrowgauge.gauges import read_records
-from narrowgauge.gauges._update_records import measures_itself
+from narrowgauge.gauges._watch._update_stats import measures_itself
 from narrowgauge.trainers import SettingsError, TrainSettings, fit
 from narrowgauge.trainers._build import build_parts
 from narrowgauge.trainers._history import FILE, read_history

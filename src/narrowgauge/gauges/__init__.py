@@ -1,27 +1,25 @@
-"""Gauges: what narrow numbers lose, as pure functions of tensors and of a run's numbers, and while training."""
+"""Gauges: what narrow numbers lose, as functions of tensors and of a run's records, and while training."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from narrowgauge.gauges._advice import Advice, Evidence
-from narrowgauge.gauges._advise import advise
-from narrowgauge.gauges._features import FeatureStats, FormatLoss, feature_stats
+from narrowgauge.gauges._advice import Advice, Evidence, advise
 from narrowgauge.gauges._formats import TARGETS, Target
-from narrowgauge.gauges._matches import SpikeMatch, match_spikes
-from narrowgauge.gauges._quantization import AdamErrorMap, QuantizationError, adam_error_map, quantization_error
-from narrowgauge.gauges._records import Records, read_records
-from narrowgauge.gauges._report import write_report
-from narrowgauge.gauges._spikes import LossSpikes, RmsSpikes, Spike, find_rms_spikes, find_spikes
-from narrowgauge.gauges._updates import (
+from narrowgauge.gauges._magnitudes import FeatureStats, FormatLoss, feature_stats
+from narrowgauge.gauges._metrics import (
     effective_descent_quality,
     lost_updates,
     relative_descent_quality,
     rms_ratio,
 )
-from narrowgauge.gauges._watch import watch
-from narrowgauge.gauges._watcher import Watch
+from narrowgauge.gauges._quantization import AdamErrorMap, QuantizationError, adam_error_map, quantization_error
+from narrowgauge.gauges._records import Records, read_records
+from narrowgauge.gauges._report import write_report
+from narrowgauge.gauges._spike_matching import SpikeMatch, match_spikes
+from narrowgauge.gauges._spikes import LossSpikes, RmsSpikes, Spike, find_rms_spikes, find_spikes
+from narrowgauge.gauges._watch import Watch, watch
 
 if TYPE_CHECKING:
     from narrowgauge.gauges._huggingface import HuggingFaceCallback as HuggingFaceCallback
@@ -58,7 +56,7 @@ __all__ = [
     "write_report",
 ]
 
-# What plugs into a framework is imported when it is asked for: the library needs neither of them.
+# Callbacks of frameworks are imported on first use: the library needs neither framework.
 _PLUGINS = {
     "HuggingFaceCallback": ("narrowgauge.gauges._huggingface", "transformers"),
     "LightningCallback": ("narrowgauge.gauges._lightning", "lightning"),

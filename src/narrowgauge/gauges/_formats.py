@@ -1,7 +1,7 @@
-"""What if this tensor were e4m3? The magnitudes at which a number format loses numbers.
+"""The magnitudes at which a number format loses numbers.
 
-A format rounds to the nearest of its numbers, ties to the even code. So what becomes of a magnitude depends
-only on which of four boundaries it has reached, each halfway between two neighbouring codes:
+A format rounds to the nearest of its numbers, ties to the even code. So what becomes of a magnitude depends only on
+which of four boundaries it has reached, each halfway between two neighboring codes:
 
     0 ──────── underflows ─┤ subnormal ├─ normal ─────────────────────┤ saturates ├─ overflows ──▶
                halfway to    halfway from the last      halfway to the    halfway from the largest
@@ -13,14 +13,13 @@ only on which of four boundaries it has reached, each halfway between two neighb
 - **Overflow**: rounds beyond the largest finite number: to infinity in fp16, bf16 and e5m2; in e4m3 and int8,
   which have none, it is cut to the largest number.
 
-Whether a boundary itself belongs below or above is decided by the tie: upwards if the upper code is even. What
-would come after the largest number is counted as if the format went on: 480 after e4m3's 448.
+A boundary itself rounds up if the upper code is even. After the largest number the format is taken to continue: 480
+after e4m3's 448.
 
-A *scaled* target divides first: the tensor's absmax is laid on the format's largest number, as our linear
-layers do with one scale for a tensor. Nothing overflows then, and what a single large element costs the small
-ones is seen as underflow.
+A *scaled* target multiplies first: the tensor's absmax becomes the format's largest number, as in our linear layers
+with one scale for a tensor. Nothing overflows then, and what one large element costs the small ones is underflow.
 
-Source: the formats as `narrowgauge.formats` has them; Wortsman et al. 2023, Equation 1 (scaling by absmax).
+Source: the formats of `narrowgauge.formats`; Wortsman et al. 2023, Equation 1 (scaling by absmax).
 """
 
 from __future__ import annotations
@@ -33,21 +32,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from narrowgauge._arguments import check_fields
 from narrowgauge.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FloatFormat
 
-# Below this absmax a scaled tensor is zeros: scale and inverse must stay normal numbers of float32.
+# Below this absmax a scaled tensor is all zeros: scale and inverse must be normal numbers of float32.
 SMALLEST_ABSMAX = 2.0**-110
 
 
 @dataclass(frozen=True)
 class Target:
-    """A number format that a tensor could be kept in.
+    """A number format that a tensor could have.
 
     Attributes:
         name: what it is called in records.
         floats: the float format; None for int8, symmetric, -127 to 127.
-        scaled: whether the tensor's absmax is laid on the largest number first. Int8 always is.
+        scaled: whether the tensor's absmax is scaled to the largest number first. Int8 always is.
     """
 
     name: str
@@ -55,9 +53,8 @@ class Target:
     scaled: bool = True
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.floats is None and not self.scaled:
-            raise ValueError("scaled: got False, takes True for int8: without a scale it holds whole numbers only")
+            raise ValueError("scaled must be True for int8, which holds only integers without a scale, got False")
 
     @property
     def largest(self) -> float:
@@ -86,7 +83,7 @@ class Target:
         return _boundaries_in(self, dtype)
 
     def factor(self, absmax: Tensor) -> Tensor:
-        """What a scaled target multiplies a tensor by: float32, 0-d, from the absmax of its finite elements."""
+        """What a scaled target multiplies by: float32, from the absmax of the finite elements."""
         # A tensor, because torch divides a number by a tensor in two roundings.
         largest = torch.full_like(absmax, self.largest)
         return torch.where(absmax >= SMALLEST_ABSMAX, largest / absmax, 0.0)
@@ -107,13 +104,13 @@ TARGETS: dict[str, Target] = {
 
 
 def targets(formats: Sequence[str | Target]) -> tuple[Target, ...]:
-    """Targets of names, or of values of one's own.
+    """Targets by name, or given as values.
 
     Raises:
-        ValueError: for an unknown name, or one that is given twice.
+        ValueError: for an unknown name, or one given twice.
     """
     if isinstance(formats, str):
-        raise ValueError(f"formats: got {formats!r}, takes a list such as [{formats!r}]")
+        raise ValueError(f"formats must be a list such as [{formats!r}], got {formats!r}")
     chosen = []
     for name in formats:
         if isinstance(name, Target):
@@ -121,11 +118,11 @@ def targets(formats: Sequence[str | Target]) -> tuple[Target, ...]:
         elif name in TARGETS:
             chosen.append(TARGETS[name])
         else:
-            raise ValueError(f"formats: got {name!r}, takes a Target or one of {', '.join(map(repr, TARGETS))}")
+            raise ValueError(f"formats must be Targets or of {', '.join(map(repr, TARGETS))}, got {name!r}")
     names = [target.name for target in chosen]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"formats: got {name!r} twice, takes each name once")
+            raise ValueError(f"formats must have different names, got {name!r} twice")
     return tuple(chosen)
 
 
@@ -138,7 +135,7 @@ def _boundaries_in(target: Target, dtype: torch.dtype) -> tuple[float, float, fl
 
 
 def _after(halfway: float, upper_code: int) -> float:
-    """The smallest float64 that rounds to the upper of two neighbours or beyond: ties go to the even code."""
+    """The smallest float64 that rounds to the upper of two neighbors or beyond: ties go to the even code."""
     return halfway if upper_code % 2 == 0 else math.nextafter(halfway, math.inf)
 
 

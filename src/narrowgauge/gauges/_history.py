@@ -1,12 +1,12 @@
-"""A run's records as columns: what the report, the terminal page and the advice read from.
+"""A run's records as columns, for the report, the terminal page and the advice.
 
-Records come one by one, each a small dictionary about one tensor at one step. Whoever reads a run asks the other
-way round: how did this number of this tensor go over the steps? A history takes records as they come, in any order,
-and keeps each number in a column of its own, so that a run that still grows can be read again and again.
+Records come one by one, each about one tensor at one step. A reader asks the other way round: how did this number
+of this tensor change over the steps? A history takes records in any order and stores each number in a column of its
+own, so that a growing run can be read again and again.
 
-Nothing here raises because of a record. A killed run, a newer version and a hand that edited the file all leave
-records that lack a number or have one of another type: what cannot be read as a number is no value, a record
-without a step or a name is counted in `ignored`. What is not finite is a value.
+No record raises an error. A killed run, a newer version or an edit by hand leave records that lack a number or have
+one of another type: what cannot be read as a number is left out, and records without a step or a name are counted
+in `ignored`. Inf and NaN are values.
 """
 
 from __future__ import annotations
@@ -20,43 +20,44 @@ from typing import Any, NamedTuple, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from narrowgauge.gauges._packed import unpacked
+from narrowgauge.gauges._records import unpacked
 
 Floats = NDArray[np.float64]
 Record = Mapping[str, Any]
 
-# What of a record is not a number of its tensor.
+# Keys of a record that are not numbers of its tensor.
 _NOT_COLUMNS = {"kind", "step", "name", "usage", "error", "sums"}
 _CODES = 256
-# Records have numbers in numbers at most so deep ("formats.e4m3.underflow"); what nests on is none of ours.
-_DEEPEST = 4
+_DEEPEST = 4  # levels of nested numbers that are read, such as "formats.e4m3.underflow"
 _MOST_MAPS = 16  # this library writes one
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
-# SwitchBack leaves the first 1000 of 20 000 steps out when it looks for spikes (Section 3.2, Appendix E): there
-# the learning rate is low and the moments are young. The same share of a shorter run.
+# SwitchBack searches for spikes from step 1000 of 20,000 on (Section 3.2, Appendix E): before it the learning rate
+# is low and the moments are young. The same share of a shorter run.
 _START, _SHARE = 1000, 20
+# Weight storages that store nothing beside the weight.
+_NO_LOW_WORDS = ("plain", "stochastic")
 
 
 class Series(NamedTuple):
-    """A number over the steps where it was measured: ascending steps (n,), values (n,), perhaps not all finite."""
+    """A number over the steps at which it was measured: ascending steps (n,), values (n,)."""
 
     steps: NDArray[np.int64]
     values: Floats
 
     def since(self, step: int) -> Series:
-        """The part from a step on."""
+        """From a step on."""
         late = self.steps >= step
         return Series(self.steps[late], self.values[late])
 
     def until(self, step: int) -> Series:
-        """The part before a step."""
+        """Before a step."""
         early = self.steps < step
         return Series(self.steps[early], self.values[early])
 
     @property
     def finite(self) -> Series:
-        """The part that is finite."""
+        """Without inf and NaN."""
         sound = np.isfinite(self.values)
         return Series(self.steps[sound], self.values[sound])
 
@@ -66,16 +67,16 @@ class History:
 
     Args:
         records: as `read_records` or a watch's `rows()` gives them.
-        damage: what the reader said of a damaged file, if it was one.
+        damage: where reading a damaged file ended, and why.
 
     Attributes:
-        header: the first record of kind "run", empty if there was none.
-        runs: how many headers there were: more than one for a run that was resumed into the same file.
-        count: how many records were taken.
-        ignored: how many had no step, counted from 1, no name, or a map that is none or one too many.
-        missing: what was not recorded and why: (kind, reason), and the names of which.
-        alarms: the records of what was raised while training: kinds "spike" and "nonfinite", in order.
-        memo: what was worked out of the records so far, by name; emptied by every record that is added.
+        header: the first record of kind "run", empty without one.
+        runs: number of headers: more than one for a run that was resumed into the same file.
+        count: number of records.
+        ignored: number of records without a step of at least 1, without a name, or with an invalid or surplus map.
+        missing: by (kind, reason) the names of what was not recorded.
+        alarms: records of kinds "spike" and "nonfinite", in order.
+        memo: results computed from the records so far, by name; cleared by every new record.
     """
 
     def __init__(self, records: Iterable[Record] = (), damage: str | None = None) -> None:
@@ -94,9 +95,9 @@ class History:
             self.add(record)
 
     def add(self, record: Record) -> None:
-        """Take one more record."""
+        """Add a record."""
         if not isinstance(record, Mapping):
-            raise TypeError(f"records: got {type(record).__name__} for one, takes mappings")
+            raise TypeError(f"records must be mappings, got {type(record).__name__}")
         self.count += 1
         self.memo.clear()
         kind, step = record.get("kind"), record.get("step")
@@ -148,7 +149,7 @@ class History:
             known += [name for name in names if isinstance(name, str) and name not in known]
 
     def _add_ratios(self, step: int, ratios: object) -> None:
-        """RMS_t of a few tensors, taken between due steps: one series with that of due ones."""
+        """RMS_t of a few tensors between due steps: one series with that of due steps."""
         for name, ratio in ratios.items() if isinstance(ratios, Mapping) else ():
             if isinstance(name, str):
                 self._names.setdefault("update", {}).setdefault(_shown(name))
@@ -161,7 +162,7 @@ class History:
             self._usage[key] = counts if old is None or len(old) != len(counts) else old + counts
 
     def _add_map(self, name: str, record: Record) -> None:
-        """Both halves or none, and no more names than somebody would look at."""
+        """Both halves of a map or none, for the first few names."""
         usage, error = (unpacked(record.get(key), (_CODES, _CODES)) for key in ("usage", "error"))
         fits = name in self._maps or len(self._maps) < _MOST_MAPS
         if not fits or usage is None or error is None or not (_is_sum(usage) and _is_sum(error)):
@@ -172,13 +173,13 @@ class History:
         total[1][:] += error
 
     def names(self, kind: str) -> list[str]:
-        """Tensors of which there are records of a kind, in the order of the model or the records; "" is none."""
+        """Tensors with records of a kind, in the order of the model, then of the records."""
         order = {name: place for place, name in enumerate(self.parameters)}
         found = [name for name in self._names.get(kind, ()) if name]
         return sorted(found, key=lambda name: order.get(name, len(order)))
 
     def series(self, kind: str, field: str, name: str = "") -> Series:
-        """A number of a tensor over the steps; of a step measured twice (a resumed run), the later record."""
+        """A number of a tensor over the steps; of a step measured twice (a resumed run) the later record."""
         columns = self._columns.get((kind, name, field))
         if columns is None:
             return Series(np.empty(0, np.int64), np.empty(0))
@@ -189,11 +190,11 @@ class History:
         return Series(steps[last], values[last])
 
     def fields(self, kind: str, name: str) -> list[str]:
-        """Which numbers of a tensor there are; those of formats are called "formats.e4m3.underflow"."""
+        """Names of a tensor's numbers, such as "rms" or "formats.e4m3.underflow"."""
         return [field for k, n, field in self._columns if (k, n) == (kind, name)]
 
     def matrix(self, kind: str, field: str) -> tuple[list[str], NDArray[np.int64], Floats]:
-        """A number of all tensors: names (r,), steps (c,), values (r, c), NaN where it was not measured."""
+        """A number of all tensors: names (r,), steps (c,), values (r, c) with NaN where it was not measured."""
         found = {name: self.series(kind, field, name) for name in self.names(kind)}
         found = {name: series for name, series in found.items() if len(series.steps)}
         if not found:
@@ -206,7 +207,7 @@ class History:
 
     @property
     def parameters(self) -> dict[str, list[int]]:
-        """Names and shapes from the header; a shape that is none is empty."""
+        """Names and shapes from the header; an invalid shape is empty."""
         if "parameters" not in self.memo:
             found = self.header.get("parameters")
             self.memo["parameters"] = {
@@ -217,23 +218,23 @@ class History:
         return shapes
 
     def is_embedding(self, name: str) -> bool:
-        """Whether a parameter is an embedding's weight: the header says so, or its name does."""
+        """Whether a parameter is an embedding's weight, by the header or by its name."""
         known = self.header.get("embeddings")
         return (isinstance(known, list) and name in known) or is_embedding(name)
 
     @property
     def loss(self) -> Series:
-        """The loss of every step of which it is known."""
+        """The loss of every step at which it is known."""
         return self.series("step", "loss")
 
     @property
     def settled(self) -> int:
-        """The first step that counts: a twentieth of the run is left out at its start, 1000 steps at most."""
+        """The first step that is judged: after a twentieth of the run, at most 1000 steps."""
         return min(_START, self.last_step // _SHARE) + 1
 
     @property
     def usage(self) -> dict[tuple[str, str], Floats]:
-        """How often each code was used, by (tensor, slot), all records together."""
+        """How often each code was used in all records, by (tensor, slot)."""
         return self._usage
 
     @property
@@ -246,12 +247,68 @@ class History:
         """Usage and sums of relative errors of Adam's updates by codes, two (256, 256), by tensor; "" is all."""
         return self._maps
 
+    # How the run was set up
+
+    def group_of(self, name: str) -> Mapping[str, Any]:
+        """The options of a parameter's group; empty if the header has none."""
+        if "groups" not in self.memo:
+            groups = self.header.get("groups")
+            found: dict[str, Mapping[str, Any]] = {}
+            for group in groups if isinstance(groups, list) else []:
+                members = group.get("parameters") if isinstance(group, dict) else None
+                if isinstance(members, list):
+                    found |= {member: group for member in members if isinstance(member, str)}
+            self.memo["groups"] = found
+        by_name: dict[str, Mapping[str, Any]] = self.memo["groups"]
+        return by_name.get(name, {})
+
+    def listed_parameters(self, key: str) -> list[str]:
+        """The parameters that the header lists under "frozen" or "apart"."""
+        names = self.header.get(key)
+        known = self.parameters
+        return [n for n in names if isinstance(n, str) and n in known] if isinstance(names, list) else []
+
+    def clips_updates(self, name: str) -> bool:
+        """Whether a parameter's updates are clipped; without groups in the header by the optimizer's name."""
+        group = self.group_of(name)
+        if "clip_updates" in group:
+            return group["clip_updates"] is True
+        return not group and str(self.header.get("optimizer", "")).startswith("Stable")
+
+    def low_word_storage(self, name: str) -> str | None:
+        """The weight storage of a parameter with low words or a master copy; None without, or if not known."""
+        weights = self.group_of(name).get("weights")
+        return weights if isinstance(weights, str) and weights not in _NO_LOW_WORDS else None
+
+    @property
+    def uses_float8(self) -> bool:
+        """Whether a layer multiplies in float8."""
+        layers = self.header.get("low_precision")
+        found = layers.values() if isinstance(layers, dict) else ()
+        formats = (str(each) for formats in found if isinstance(formats, list) for each in formats)
+        return any(each.startswith(("e4m3", "e5m2")) for each in formats)
+
+    def blocks(self, kind: str = "activation") -> dict[str, list[str]]:
+        """Modules that repeat through the depth, "h.0", "h.1", …, by their pattern "h.#"; the shortest first.
+
+        Modules that repeat inside a block, such as experts or heads, have two numbers and are left out.
+        """
+        found: dict[str, list[str]] = {}
+        for name in self.names(kind):
+            found.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "#", name), []).append(name)
+        patterns = sorted((p for p in found if p.count("#") == 1), key=lambda p: (p.count("."), p))
+
+        def number(name: str) -> int:
+            return next(int(part) for part in name.split(".") if part.isdigit())
+
+        return {pattern: sorted(found[pattern], key=number) for pattern in patterns if len(found[pattern]) > 1}
+
 
 def _shown(value: Any) -> Any:
-    """A value whose text can be shown: control characters, and halves of characters, are replaced.
+    """A value whose text can be shown: control characters and lone surrogates are replaced.
 
-    A name is what its user, or whoever edited the file, made it. A terminal obeys control characters, and neither
-    a page nor a drawing can hold them.
+    Names come from users and files. A terminal obeys control characters, and neither a page nor a drawing can hold
+    them.
     """
     if isinstance(value, str):
         return value if value.isprintable() else "".join(c if c.isprintable() else "\ufffd" for c in value)
@@ -261,7 +318,7 @@ def _shown(value: Any) -> Any:
 
 
 def as_number(value: object) -> float | None:
-    """A float of what JSON has for one, the words for what is not finite included; None if it is none."""
+    """A value of JSON as a float, "inf", "-inf" and "nan" included; None if it is no number."""
     if isinstance(value, bool):
         return None
     if isinstance(value, (int, float)):
@@ -273,7 +330,7 @@ def as_number(value: object) -> float | None:
 
 
 def _count(value: object) -> float:
-    """A number of elements, or a sum of errors over them; nothing for what cannot be one."""
+    """A number of elements; 0 for an invalid value."""
     number = as_number(value)
     return number if number is not None and 0 <= number < 2**63 else 0.0
 
@@ -286,8 +343,8 @@ def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
 
 
-# Tables of vectors looked up, and the convolutions that make patches of an image: what SwitchBack calls the
-# embedding layer. A convolution of that name inside of a numbered block is none.
+# Lookup tables, and the convolutions that make patches of an image: SwitchBack's embedding layer. A convolution of
+# that name inside a numbered block is no embedding.
 _EMBEDDING = re.compile(
     r"(?:^|[._])(?:wte|wpe|emb|embed\w*|\w*_emb(?:ed\w*)?|patch_embed\w*)(?:[._]|$)|^(?:[a-z_]+\.){0,2}conv(?:1|_proj)\.",
     re.IGNORECASE,
@@ -295,5 +352,5 @@ _EMBEDDING = re.compile(
 
 
 def is_embedding(name: str) -> bool:
-    """Whether a parameter's name is that of an embedding's weight, of tokens, positions or patches."""
+    """Whether a name is that of an embedding's weight, of tokens, positions or patches."""
     return bool(_EMBEDDING.search(name)) and "norm" not in name.lower() and not name.endswith("bias")

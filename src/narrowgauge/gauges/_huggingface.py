@@ -8,8 +8,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from narrowgauge.gauges._records import FILE_NAME, Record
-from narrowgauge.gauges._watch import watch
-from narrowgauge.gauges._watcher import Watch
+from narrowgauge.gauges._watch import Watch, watch
 
 
 class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc]
@@ -17,15 +16,15 @@ class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc]
 
         trainer = Trainer(model, arguments, callbacks=[ng.gauges.HuggingFaceCallback(every=10)])
 
-    The loss is the one in the model's output: with a loss function or label smoothing of the Trainer's own there is
-    none in the records. A training resumed from a checkpoint goes on in the same file, after the checkpoint's step.
+    The loss is the one in the model's output: with a loss function or label smoothing of the Trainer's own the
+    records have none. A training resumed from a checkpoint goes on in the same file, after the checkpoint's step.
 
     Args:
-        every: as for `watch`.
+        every: see `watch`.
         **options: of `watch`. `path` is ``gauges.jsonl`` in the Trainer's output folder by default.
 
     Attributes:
-        gauges: the `Watch` of the training that runs, or of the last one; None before.
+        gauges: the `Watch` of the training that runs, or of the last one; None before it.
     """
 
     def __init__(self, every: int = 10, **options: Any) -> None:
@@ -44,10 +43,10 @@ class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc]
         self.close()
 
     def close(self) -> None:
-        """Stop watching; for a training that has ended by an error, of which the Trainer tells nobody."""
+        """Stop watching, after a training that ended by an error: the Trainer does not report it to callbacks."""
         if self.gauges is not None and self.gauges.running:
             self.gauges.__exit__(None, None, None)
 
     def rows(self) -> list[Record]:
-        """The records of the last training, or of the one that runs."""
+        """The records of the running or the last training."""
         return self.gauges.rows() if self.gauges is not None else []

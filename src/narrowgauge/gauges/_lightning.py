@@ -8,8 +8,7 @@ from typing import Any
 from lightning.pytorch.callbacks import Callback
 
 from narrowgauge.gauges._records import FILE_NAME, Record
-from narrowgauge.gauges._watch import watch
-from narrowgauge.gauges._watcher import Watch
+from narrowgauge.gauges._watch import Watch, watch
 
 
 class LightningCallback(Callback):  # type: ignore[misc]
@@ -21,26 +20,26 @@ class LightningCallback(Callback):  # type: ignore[misc]
     the same file, after the checkpoint's step.
 
     Args:
-        every: as for `watch`.
-        optimizer: which one of several is watched, by its place.
+        every: see `watch`.
+        optimizer: index of the optimizer that is watched.
         **options: of `watch`. `path` is ``gauges.jsonl`` in the Trainer's default root folder by default.
 
     Attributes:
-        gauges: the `Watch` of the training that runs, or of the last one; None before.
+        gauges: the `Watch` of the training that runs, or of the last one; None before it.
     """
 
     def __init__(self, every: int = 10, optimizer: int = 0, **options: Any) -> None:
-        self._every, self._place, self._options = every, optimizer, options
+        self._every, self._optimizer, self._options = every, optimizer, options
         self.gauges: Watch | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.close()
-        if not 0 <= self._place < len(trainer.optimizers):
-            raise ValueError(f"optimizer: got {self._place}, takes the place of one of {len(trainer.optimizers)}")
+        if not 0 <= self._optimizer < len(trainer.optimizers):
+            raise ValueError(f"optimizer must be an index below {len(trainer.optimizers)}, got {self._optimizer}")
         options = {"path": Path(trainer.default_root_dir) / FILE_NAME, **self._options}
         if trainer.global_step:
             options.setdefault("resume_from", trainer.global_step)
-        self.gauges = watch(pl_module, trainer.optimizers[self._place], self._every, **options)
+        self.gauges = watch(pl_module, trainer.optimizers[self._optimizer], self._every, **options)
         self.gauges.__enter__()
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
@@ -60,5 +59,5 @@ class LightningCallback(Callback):  # type: ignore[misc]
             self.gauges.__exit__(type(error) if error is not None else None, error, None)
 
     def rows(self) -> list[Record]:
-        """The records of the last training, or of the one that runs."""
+        """The records of the running or the last training."""
         return self.gauges.rows() if self.gauges is not None else []

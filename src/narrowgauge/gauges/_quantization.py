@@ -1,11 +1,11 @@
 """What quantizing Adam's moments costs: in the moments, and in the update made of them.
 
-An error of a moment is one thing; what reaches the weights is the error of m / (√v + ε). The quotient makes the
-small values of v dangerous: where v rounds to zero, the update is divided by ε alone. So a good pair of maps is one
-whose errors fall where few values are. With 256 codes a moment there are 256 × 256 updates that quantized moments
-can mean, few enough to look at each: how often it is used, and how far from the exact update it is on average.
+An error of a moment reaches the weights as an error of m / (√v + ε). Small values of v are dangerous: where v
+rounds to zero, the update is divided by ε alone. A good pair of maps has its errors where few values are. With 256
+codes a moment there are 256 × 256 updates that quantized moments can mean. For each of them this module counts how
+often it is used, and how far it is from the exact update on average.
 
-Everything is kept as sums, so that tensors, steps and ranks can be added.
+Everything is stored as sums, so that tensors, steps and ranks can be added.
 
 Source: 8-bit Optimizers via Block-wise Quantization, Appendix D and Figures 4 and 5.
 """
@@ -20,8 +20,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from narrowgauge._arguments import typed
-from narrowgauge.gauges._updates import _same_shape
+from narrowgauge.gauges._checks import check_positive, check_shape
 
 CODES = 256
 
@@ -81,7 +80,6 @@ class QuantizationError:
         return float(-torch.xlogy(share, share).sum() / torch.log(share.new_tensor(2.0)))
 
 
-@typed
 def quantization_error(x: Tensor, quantized: Coded) -> QuantizationError:
     """Compare a tensor with its quantized self.
 
@@ -94,7 +92,7 @@ def quantization_error(x: Tensor, quantized: Coded) -> QuantizationError:
 
     Source: 8-bit Optimizers via Block-wise Quantization, Table 6 (absolute error) and Appendix D (histograms).
     """
-    _same_shape("quantized", quantized.codes, x)
+    check_shape("quantized", quantized.codes, x)
     usage = torch.bincount(_codes(quantized), minlength=CODES).to(torch.float64)
     return QuantizationError(usage, torch.stack([term.sum() for term in error_terms(x, quantized)]))
 
@@ -186,16 +184,15 @@ class AdamErrorMap:
             ValueError: for a share outside (0, 1], or if no cell is used.
         """
         if not 0 < worst <= 1:
-            raise ValueError(f"worst: got {worst}, takes a share above 0 and up to 1")
+            raise ValueError(f"worst must be above 0 and at most 1, got {worst}")
         used = self.usage > 0
         if not used.any():
-            raise ValueError("overlap: got a map without updates, takes one with some")
+            raise ValueError("overlap needs a map with at least one update")
         use, error = self.usage[used], self.absolute[used]
         count = max(1, round(worst * len(error)))
         return _ratio(use[error.argsort(descending=True, stable=True)[:count]].sum(), use.sum())
 
 
-@typed
 def adam_error_map(
     m: Tensor, v: Tensor, m8: Coded, v8: Coded | None, eps: float = 1e-8, weights: Tensor | None = None
 ) -> AdamErrorMap:
@@ -217,10 +214,9 @@ def adam_error_map(
 
     Source: 8-bit Optimizers via Block-wise Quantization, Appendix D, Figure 4.
     """
-    if eps <= 0:
-        raise ValueError(f"eps: got {eps}, takes a number above 0: v may round to 0")
+    check_positive("eps", eps)  # v may round to 0
     for name, got in (("v", v), ("m8", m8.codes), ("v8", m if v8 is None else v8.codes)):
-        _same_shape(name, got, m)
+        check_shape(name, got, m)
     exact = adam_update(m, v, eps)
     delta = (exact - adam_update(m8.dequantize(), v if v8 is None else v8.dequantize(), eps)).abs()
     zero = exact == 0
@@ -253,7 +249,7 @@ def _cells(index: Tensor, weights: Tensor, columns: int) -> Tensor:
 
 def _total(parts: Sequence[Tensor]) -> Tensor:
     if not parts:
-        raise ValueError("total: got an empty list, takes at least one")
+        raise ValueError("total needs at least one part, got an empty list")
     return torch.stack([part.to(parts[0].device) for part in parts]).sum(dim=0)
 
 

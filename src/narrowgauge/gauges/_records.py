@@ -1,6 +1,6 @@
-"""What a watched run leaves behind: one JSON object a line, readable while it grows and after it was killed.
+"""The records of a watched run: one JSON object a line, readable while the file grows and after a kill.
 
-Every record is a dictionary with its ``kind`` and, but for the header, the ``step`` it belongs to:
+Every record is a dictionary with its ``kind`` and, except for the header, the ``step`` it belongs to:
 
     run                                 the header, first: optimizer, parameters and their shapes, versions
     step                                every step: loss, loss scale, steps skipped so far, seconds since the
@@ -12,15 +12,19 @@ Every record is a dictionary with its ``kind`` and, but for the header, the ``st
     spike, nonfinite                    an alarm
     missing                             what will not be recorded of some tensors, and why
 
-JSON has no infinities and no NaN, and a gauge must be able to say both: they are written as the strings "inf",
-"-inf" and "nan", and read back as floats. Names are text, whatever they are.
+JSON has no infinities and no NaN: they are written as the strings "inf", "-inf" and "nan", and read back as floats.
+A map of 256 by 256 cells would be a megabyte of text: it is packed, and one line unpacks it, in other languages
+too:
 
-A file is written line by line and flushed. A process that is killed leaves half of its last line at worst; a disk
-may do worse. What is read is what stands before the damage, and `Records.damage` says where that is.
+    numpy.frombuffer(zlib.decompress(base64.b64decode(value["zlib"])), value["type"]).reshape(value["shape"])
+
+Each line is flushed. A killed process leaves at worst half of its last line; a disk may do worse. Reading ends at
+the first damage, and `Records.damage` says where that is.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import itertools
 import json
@@ -28,14 +32,15 @@ import logging
 import math
 import os
 import shutil
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-
-from narrowgauge._arguments import typed
 
 LOG = logging.getLogger("narrowgauge.gauges")
 
@@ -44,42 +49,33 @@ FILE_NAME = "gauges.jsonl"
 
 Record = dict[str, Any]
 
-# What records of kind "missing" are about, in words.
+# What records of kind "missing" are about.
 MISSED = {"state": "quantized moments", "activation": "features"}
 
 _STRINGS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+# Keys whose strings are text, whatever they are.
 _TEXT = {
-    "kind",
-    "name",
-    "slot",
-    "format",
-    "of",
-    "measured",
-    "optimizer",
-    "device",
-    "torch",
-    "narrowgauge",
-    "started",
-}
+    "kind", "name", "slot", "format", "of", "measured", "optimizer", "device", "torch", "narrowgauge", "started",
+}  # fmt: skip
+_PACKED_TYPES = ("<u4", "<f4")
 
 
 class Records(list[Record]):
     """Records in the order in which they were written.
 
     Attributes:
-        damage: where reading ended and why, a sentence; None for a file that was read to its end.
+        damage: where reading ended and why; None for a file that was read to its end.
     """
 
     damage: str | None = None
 
 
 def records_file(path: str | os.PathLike[str]) -> Path:
-    """The file of records that a path means: itself, or `FILE_NAME` in a folder."""
+    """The file of records at a path: the path itself, or `FILE_NAME` in a folder."""
     path = Path(path)
     return path / FILE_NAME if path.is_dir() else path
 
 
-@typed
 def read_records(path: str | os.PathLike[str]) -> Records:
     """Read the records of a run, up to the first damage if there is any.
 
@@ -99,9 +95,9 @@ def read_records(path: str | os.PathLike[str]) -> Records:
         number += 1
         end = data.find(b"\n", begin)
         line = data[begin : end if end >= 0 else len(data)]
-        why = _take(line, records)
+        why = append_line(records, line)
         if why is None and end < 0:
-            # Without its newline a number may have lost its last digits and still be one.
+            # Without its newline a number may lack its last digits.
             records.pop()
             why = "the line has no end: the run is still writing it, or was killed"
         if why is not None:
@@ -113,22 +109,21 @@ def read_records(path: str | os.PathLike[str]) -> Records:
     return records
 
 
-def _take(line: bytes, records: Records) -> str | None:
-    """Append the record of a line; why not, if it has none."""
+def append_line(records: Records, line: bytes) -> str | None:
+    """Append the record of a line, or return why there is none."""
     try:
         record = _numbers(json.loads(line.decode("utf-8"), parse_constant=_refuse))
-    except (ValueError, RecursionError) as error:  # both kinds of decoding errors are ValueErrors
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         return f"no record: {error}"
     if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
-        return "no record: takes an object with a kind"
+        return "no record: must be an object with a kind"
     if record["kind"] == "run":
-        newer = record.get("version")
-        if newer != VERSION:
-            return f"version: got {newer!r}, takes {VERSION}"
+        if record.get("version") != VERSION:
+            return f"version must be {VERSION}, got {record.get('version')!r}"
     elif type(record.get("step")) is not int:
-        return f"step: got {record.get('step')!r}, takes an integer"
+        return f"step must be an integer, got {record.get('step')!r}"
     if not records and record["kind"] != "run":
-        return f"kind: got {record['kind']!r}, takes 'run' in the first line"
+        return f"kind must be 'run' in the first line, got {record['kind']!r}"
     records.append(record)
     return None
 
@@ -138,7 +133,7 @@ def _refuse(constant: str) -> float:
 
 
 def _numbers(value: Any) -> Any:
-    """A record with the strings that stand for numbers replaced by those."""
+    """A value of JSON with "nan", "inf" and "-inf" as floats."""
     if isinstance(value, dict):
         return {
             key: item if key in _TEXT and isinstance(item, str) else _numbers(item) for key, item in value.items()
@@ -149,22 +144,22 @@ def _numbers(value: Any) -> Any:
 
 
 def rounded(x: Tensor) -> Tensor:
-    """Nine digits of each number of a float64 tensor on the host: no gauge is better, and files are half as long.
+    """A float64 tensor on the host, rounded to nine digits: no gauge is better, and files are half as long.
 
-    Whole numbers, and what is not finite, stay as they are.
+    Integers, inf and NaN stay as they are.
     """
     digits = 8 - x.abs().clamp_min(1e-300).log10().floor()
-    # A power of ten is a float64 up to the 22nd; dividing by an exact one gives the number that nine digits mean.
+    # Powers of ten up to 10^22 are exact in float64: dividing by one gives the number that the nine digits mean.
     scale = torch.full_like(x, 10.0) ** digits.abs()
     near = torch.where(digits >= 0, (x * scale).round() / scale, (x / scale).round() * scale)
     return torch.where((x == x.round()) | ~torch.isfinite(x) | ~torch.isfinite(near), x, near)
 
 
 def line_of(record: Mapping[str, Any]) -> str:
-    """A record as a line of JSON, its end included."""
+    """A record as a line of JSON, with its newline."""
     try:
         return json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n"
-    except ValueError:  # nearly all numbers are finite, and looking for those that are not takes longer
+    except ValueError:  # a number is inf or NaN: rare, and looking for one takes longer than encoding
         return json.dumps(_strings(record), allow_nan=False, separators=(",", ":")) + "\n"
 
 
@@ -178,18 +173,38 @@ def _strings(value: Any) -> Any:
     return value
 
 
+def packed(array: NDArray[Any]) -> dict[str, Any]:
+    """An array of 32-bit numbers as JSON: shape, numpy's name of the dtype, and the bytes, zlib's as base64."""
+    data = base64.b64encode(zlib.compress(array.tobytes(), 1)).decode("ascii")
+    return {"shape": list(array.shape), "type": array.dtype.str, "zlib": data}
+
+
+def unpacked(value: object, shape: tuple[int, ...]) -> NDArray[Any] | None:
+    """The packed array of that shape; None of anything else, however large it would be."""
+    if not isinstance(value, Mapping) or value.get("type") not in _PACKED_TYPES:
+        return None
+    text, size = value.get("zlib"), 4 * int(np.prod(shape))
+    if value.get("shape") != list(shape) or not isinstance(text, str):
+        return None
+    try:
+        data = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), size + 1)
+    except (ValueError, zlib.error):
+        return None
+    return np.frombuffer(data, value["type"]).reshape(shape) if len(data) == size else None
+
+
 class Writer:
-    """Writes records to a file as they come.
+    """Appends records to a file.
 
     Args:
-        path: the file, or an existing folder. Folders above the file are made.
-        resume_from: None begins a new file. A step continues one: its records up to that step are kept, those after
-            it, which the resumed run takes again, and the damage of a kill are not.
+        path: the file, or an existing folder. Parent folders are made.
+        resume_from: None begins a new file. A step continues one: records up to that step stay, later ones, which
+            the resumed run measures again, and the half line of a kill are removed.
 
-    Where the damage is no half line at the end, the file as it was is kept aside, ``.damaged`` behind its name.
+    If the damage is more than half a line at the end, a copy of the file is kept, with ``.damaged`` after its name.
 
     Raises:
-        FileExistsError: if there are records already and nobody said what to do with them.
+        FileExistsError: if the file has records and `resume_from` is None.
         ValueError: if the file to continue has no header.
     """
 
@@ -200,7 +215,7 @@ class Writer:
         if self.path.exists() and self.path.stat().st_size:
             if resume_from is None:
                 raise FileExistsError(
-                    f"path: {self.path} has records already; takes a new file, or resume_from=the last step to keep"
+                    f"path must be a new file, or resume_from the last step to keep: {self.path} has records"
                 )
             self._keep(resume_from)
             self.continues = True
@@ -209,12 +224,12 @@ class Writer:
     def _keep(self, step: int) -> None:
         records = read_records(self.path)
         if not records:
-            raise ValueError(f"path: {self.path} cannot be continued: {records.damage}")
+            raise ValueError(f"path {self.path} cannot be continued: {records.damage}")
         if self.path.read_bytes().count(b"\n") > len(records):
-            # Not the half line of a kill: behind the damage there are records that nobody asked to lose.
+            # Not the half line of a kill: there may be more records after the damage.
             saved = _free(self.path.with_name(self.path.name + ".damaged"))
             shutil.copyfile(self.path, saved)
-            LOG.warning("%s: %s; what stands behind is kept in %s", self.path, records.damage, saved)
+            LOG.warning("%s: %s; the whole file is kept as %s", self.path, records.damage, saved)
         kept = [record for record in records if record.get("step", 0) <= step]
         aside = self.path.with_name(self.path.name + ".new")
         aside.write_text("".join(map(line_of, kept)), encoding="utf-8", newline="\n")
@@ -226,7 +241,7 @@ class Writer:
         return self._broken
 
     def write(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Append records and hand them to the system.
+        """Append records and flush them.
 
         Raises:
             OSError: once, where the system does not take them; later records are dropped.
@@ -243,12 +258,12 @@ class Writer:
 
     def close(self) -> None:
         """Close the file."""
-        # What it did not take before it may not take now; that has been said.
+        # A file that could not be written before may fail again; the log has said so.
         with contextlib.suppress(*([OSError] if self._broken else [])):
             self._file.close()
 
 
 def _free(path: Path) -> Path:
-    """A path that is not taken: this one, or with a number behind it."""
+    """A path that does not exist: this one, or with a number after it."""
     numbered = (path.with_name(f"{path.name}{number}") for number in itertools.count(2))
     return next(p for p in itertools.chain([path], numbered) if not p.exists())

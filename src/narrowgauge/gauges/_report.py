@@ -1,7 +1,7 @@
 """The records of a watch as a page.
 
-The page is made by the command line, which brings what draws and lays out; the library does without. So this is the
-one place of the library that reaches for it, and only when it is called.
+The page is made by the command line's modules, which need what draws and lays out. This is the only place of the
+library that imports them, when it is called.
 """
 
 from __future__ import annotations
@@ -9,20 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from narrowgauge._arguments import typed
 from narrowgauge.gauges._history import Record
 
 
-@typed
 def write_report(records: Iterable[Record], path: str | Path) -> None:
     """Write records as one self-contained page of HTML, whole or not at all.
 
     Args:
-        records: as `read_records` or a watch's `rows()` gives them.
-        path: the file to write; its folder is made.
+        records: as `read_records` or a watch's `rows()` returns them.
+        path: the file; its folder is made.
 
     Raises:
-        ModuleNotFoundError: where what pages are made with is not installed, with the command that installs it.
+        ModuleNotFoundError: if a package for pages is not installed, with the command that installs it.
     """
     try:
         from narrowgauge.cli._run._page import write_run_report

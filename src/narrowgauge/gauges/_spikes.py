@@ -1,27 +1,25 @@
-"""Spikes: when a loss jumps, when RMS_t does, and whether the one follows the other.
+"""Spikes: when a loss jumps, and when RMS_t does.
 
-AdamW divides by the root of a second moment that looks back 1 / (1 - β2) steps. When the gradient of a tensor
-grows faster than that, the update is too long, RMS_t = sqrt(mean of g² / max(u, ε²)) says by how much at the
-same step, and one to eight steps later the loss follows. So an RMS spike of the embedding is a warning, and
-here are the paper's heuristics for both kinds of events:
+AdamW divides by the root of a second moment that looks back 1 / (1 - β2) steps. When the gradient of a tensor grows
+faster than that, the update is too long. RMS_t = sqrt(mean of g² / max(u, ε²)) shows by how much at the same step,
+and the loss follows one to eight steps later. So an RMS spike of the embedding is a warning. The paper's
+heuristics:
 
-- A step *deviates* if its loss lies above the running mean by 3.2 running standard deviations, or if its RMS_t
-  is 2.3 or more.
+- A step *deviates* if its loss is above the running mean by 3.2 running standard deviations, or if its RMS_t is at
+  least 2.3.
 - The first 1000 steps are not judged: the learning rate is low there.
 - All deviations within 10 steps from a first one are one spike, which starts at the first.
-- A loss spike needs more than one deviation in its 10 steps. RMS_t is not noisy: there one is enough.
+- A loss spike needs more than one deviation in its 10 steps. RMS_t is not noisy: one is enough.
 
-What the paper leaves open is fixed like this. The running mean and deviation are those of the `window` losses
-before the step, itself not among them (a value cannot deviate from 100 values by more than 9.95 deviations if
-it is one of them), and nothing is judged before there are as many. After a lasting jump the window takes the
-new level for normal within a share of 1 / (1 + 3.2²) of its length: 9 of 100 steps, so that a jump is one spike
-and not several. The 10 steps are counted from a spike's first, so RMS_t that stays high is a spike every 10
-steps.
+What the paper leaves open is fixed as follows. The running mean and deviation are those of the `window` losses
+before the step, without the step itself (one of 100 values cannot deviate from them by more than 9.95 deviations),
+and nothing is judged before there are as many. After a lasting jump the window adapts within a share of 1 / (1 +
+3.2²) of its length: 9 of 100 steps, so a jump is one spike. The 10 steps are counted from a spike's first
+deviation, so RMS_t that stays high is a spike every 10 steps.
 
-Everything is decided from the past, one value at a time. So `LossSpikes` and `RmsSpikes`, which are fed while
-training, find what `find_spikes` and `find_rms_spikes` find of the same values, at any moment. What cannot be
-known earlier is whether a first deviation of the loss starts a spike: the second decides it, up to 9 steps
-later.
+Everything is decided from the past, one value at a time. So `LossSpikes` and `RmsSpikes`, fed during training, find
+what `find_spikes` and `find_rms_spikes` find of the same values. The first deviation of the loss starts a spike
+only if a second one comes, up to 9 steps later.
 
 Source: Wortsman et al. 2023, Section 3.4 and Appendix E.
 """
@@ -33,7 +31,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from narrowgauge._arguments import typed
+from narrowgauge.gauges._checks import check_integer, check_positive
 
 
 @dataclass(frozen=True)
@@ -54,28 +52,28 @@ class Spike:
 
 
 class _Events:
-    """Deviations of a rising sequence of steps, made into spikes: at least `needs` of them in `merge` steps."""
+    """Turns deviations at rising steps into spikes: at least `needs` of them in `merge` steps."""
 
     def __init__(self, warmup: int, merge: int, needs: int) -> None:
-        self.warmup = _whole("warmup", warmup, 0)
-        self.merge = _whole("merge", merge, 1)
-        self.needs = _whole("needs", needs, 1)
+        self.warmup = check_integer("warmup", warmup, 0)
+        self.merge = check_integer("merge", merge, 1)
+        self.needs = check_integer("needs", needs, 1)
         if needs > merge:
-            raise ValueError(f"needs: got {needs}, takes 1 to merge={merge}, the steps of a spike")
+            raise ValueError(f"needs must be at most merge={merge}, the steps of a spike, got {needs}")
         self._last = 0  # the last step that was given
         self._until = 0  # steps before this one belong to a spike that is known
         self._pending: list[tuple[int, float, float]] = []
 
     def next_step(self, step: int | None) -> int:
-        """The step of a value: as given, or one after the last."""
+        """The given step, or the one after the last."""
         step = self._last + 1 if step is None else step
-        if _whole("step", step, 1) <= self._last:
-            raise ValueError(f"step: got {step} after {self._last}, takes steps that rise")
+        if check_integer("step", step, 1) <= self._last:
+            raise ValueError(f"step must rise, got {step} after {self._last}")
         self._last = step
         return step
 
     def deviation(self, step: int, value: float, threshold: float) -> Spike | None:
-        """Take a step that deviates; the spike, if this one makes it known."""
+        """Add a step that deviates; the spike that it completes, if any."""
         if step <= self.warmup or step < self._until:
             return None
         self._pending = [at for at in self._pending if at[0] > step - self.merge] + [(step, value, threshold)]
@@ -106,32 +104,30 @@ class LossSpikes:
     Source: Wortsman et al. 2023, Appendix E.
     """
 
-    @typed
     def __init__(
         self, deviations: float = 3.2, warmup: int = 1000, merge: int = 10, window: int = 100, needs: int = 2
     ) -> None:
-        self.deviations = _positive("deviations", deviations)
-        self.window = _whole("window", window, 2)
+        self.deviations = check_positive("deviations", deviations)
+        self.window = check_integer("window", window, 2)
         self._events = _Events(warmup, merge, needs)
         self._past: deque[float] = deque(maxlen=window)
 
     def add(self, loss: float, step: int | None = None) -> Spike | None:
-        """Take the loss of a step.
+        """Add the loss of a step.
 
         Args:
             loss: the loss.
             step: counted from 1; by default the one after the last.
 
         Returns:
-            A spike that this loss makes known, once each; else None.
+            The spike that this loss completes, or None.
 
         Raises:
             ValueError: for a step that is not after the last.
         """
         loss, step = float(loss), self._events.next_step(step)
         threshold = self._threshold() if len(self._past) == self.window else math.nan
-        # Two comparisons that NaN fails, each to its side: before the window is full nothing is judged, and a
-        # loss that is no number deviates.
+        # NaN fails both comparisons: before the window is full nothing is judged, and a loss of NaN deviates.
         judged = not math.isnan(threshold)
         deviates = judged and (loss > threshold or not loss < math.inf)
         if math.isfinite(loss):
@@ -140,7 +136,7 @@ class LossSpikes:
 
     def _threshold(self) -> float:
         past = list(self._past)
-        # fsum rounds once and dist scales by itself: a loss of 1e300 in the window leaves nothing behind.
+        # fsum rounds once and dist scales its terms: a loss of 1e300 leaves no error once it is out of the window.
         mean = math.fsum(value / len(past) for value in past)
         return mean + self.deviations * (math.dist(past, [mean] * len(past)) / math.sqrt(len(past)))
 
@@ -159,13 +155,12 @@ class RmsSpikes:
     Source: Wortsman et al. 2023, Appendix E.
     """
 
-    @typed
     def __init__(self, threshold: float = 2.3, warmup: int = 1000, merge: int = 10) -> None:
-        self.threshold = _positive("threshold", threshold)
+        self.threshold = check_positive("threshold", threshold)
         self._events = _Events(warmup, merge, needs=1)
 
     def add(self, rms: float, step: int | None = None) -> Spike | None:
-        """Take RMS_t of a step; NaN (a rule without second moment) is no spike, infinity is one.
+        """Add RMS_t of a step; NaN (a rule without second moment) is no spike, infinity is one.
 
         Returns:
             The spike that starts here, or None.
@@ -177,7 +172,6 @@ class RmsSpikes:
         return self._events.deviation(step, rms, self.threshold) if rms >= self.threshold else None
 
 
-@typed
 def find_spikes(
     losses: Sequence[float],
     deviations: float = 3.2,
@@ -209,7 +203,6 @@ def find_spikes(
     return [spike.step for spike in found if spike is not None]
 
 
-@typed
 def find_rms_spikes(
     values: Sequence[float],
     threshold: float = 2.3,
@@ -243,17 +236,5 @@ def _with_steps(
     if steps is None:
         return ((None, value) for value in values)
     if len(steps) != len(values):
-        raise ValueError(f"steps: got {len(steps)} for {len(values)} {name}, takes one for each")
+        raise ValueError(f"steps must have one step for each of the {len(values)} {name}, got {len(steps)}")
     return zip(steps, values, strict=True)
-
-
-def _whole(name: str, got: int, least: int) -> int:
-    if not isinstance(got, int) or isinstance(got, bool) or got < least:
-        raise ValueError(f"{name}: got {got!r}, takes a whole number from {least} on")
-    return got
-
-
-def _positive(name: str, got: float) -> float:
-    if not 0 < got < math.inf:
-        raise ValueError(f"{name}: got {got!r}, takes a number above 0")
-    return float(got)

@@ -1,14 +1,13 @@
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
 """Magnitudes of hundreds of tensors in a few launches: each is read once, and a sample of it once more for formats.
 
-What is counted, and why so, is told by `narrowgauge.gauges.feature_stats`. The bits of a float32 without their
-sign order as its magnitude does, so a magnitude has reached a boundary where one integer is not below another:
-three integer instructions for each element and boundary, and no flushing of small numbers can come between. What is
-not finite is made zero, which reaches no boundary. A bf16 is read as the upper half of a float32's bits.
+`narrowgauge.gauges.feature_stats` defines what is counted. The bits of a float32 without sign order as its
+magnitude does, so a magnitude has reached a boundary if one integer is not below another: three integer
+instructions for each element and boundary, and no flushing of small numbers. What is not finite is made zero, which
+reaches no boundary. A bf16 is read as the upper half of a float32's bits.
 
-A program takes a tile of one tensor and writes a row of a table, in float64: counts are exact, and a tensor's rows
-are added in an order that does not depend on timing. Where each tensor is, and which programs are its own, stands
-in a table of integers (`_PLACES` columns, see `_placed`).
+A program reads a tile of one tensor and writes a row of sums in float64: counts are exact, and a tensor's rows are
+added in an order that does not depend on timing. A table of integers says where each tensor is (`tensor_table`).
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ from torch import Tensor
 from narrowgauge.kernels._launches import CachedKernel
 from narrowgauge.kernels._tables import sent
 
-LOOKED = 5  # columns: absmax; how many are not finite, how many finite and not zero; the sums of |x| and of x
+MEASURED = 5  # columns: absmax; numbers of non-finite, and of finite nonzero elements; the sums of |x| and of x
 BOUNDARIES = 4  # columns of a format
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # by their number in the table
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # by their number in a table
 KINDS = {dtype: number for number, dtype in enumerate(DTYPES)}
-ROW = 1024  # elements of what is sampled as one
+ROW = 1024  # elements
 
-_LOOKED, _BOUNDARIES, _ROW = tl.constexpr(LOOKED), tl.constexpr(BOUNDARIES), tl.constexpr(ROW)
+_MEASURED, _BOUNDARIES, _ROW = tl.constexpr(MEASURED), tl.constexpr(BOUNDARIES), tl.constexpr(ROW)
 _INFINITY = tl.constexpr(0x7F800000)
 # Elements a program, 32 a thread: 16 make more reductions across threads, 64 leave room for fewer programs.
 _TILE, _WARPS = 2**12, 4
 _OPTIONS = {"num_warps": _WARPS, "enable_fp_fusion": False}
-# Of a vector: address; number of its dtype; elements; its first program; then of its sample every how many rows,
-# from which, and how many.
-_PLACES = 7
-_WIDTH = tl.constexpr(_PLACES)
+# Columns of `tensor_table`: elements; first program; the sample's stride, first row and number of rows; then
+# address and dtype of each input.
+HEAD = 5
 _TOGETHER, _COLUMNS = 64, 32  # rows that are added at once, and a power of two above any number of columns
+_WIDTH, _INPUT = tl.constexpr(HEAD + 2), tl.constexpr(HEAD)
 
 
 @triton.jit
@@ -67,7 +66,7 @@ def _finite_magnitude(bits):
 
 @triton.jit
 def _sums(bits, row):
-    """Write the sums of a tile, as `LOOKED` has them."""
+    """Write the sums of a tile, as `MEASURED` has them."""
     magnitude = _finite_magnitude(bits)
     finite = (bits & 0x7FFFFFFF) < _INFINITY
     largest = tl.max(magnitude, 0).to(tl.int32).to(tl.float32, bitcast=True)
@@ -80,37 +79,37 @@ def _sums(bits, row):
 
 
 @triton.jit
-def _look(places, owners, rows, TILE: tl.constexpr):
-    """A row of sums of each tile."""
+def _tile_sums(table, owners, rows, TILE: tl.constexpr):
+    """A row of sums for each tile."""
     program = tl.program_id(0)
-    place = places + tl.load(owners + program) * _WIDTH
-    at = (program - tl.load(place + 3)) * TILE + tl.arange(0, TILE)
-    bits = bits_at(tl.load(place), tl.load(place + 1), at, at < tl.load(place + 2))
-    _sums(bits, rows + program.to(tl.int64) * _LOOKED)
+    entry = table + tl.load(owners + program) * _WIDTH
+    at = (program - tl.load(entry + 1)) * TILE + tl.arange(0, TILE)
+    bits = bits_at(tl.load(entry + _INPUT), tl.load(entry + _INPUT + 1), at, at < tl.load(entry))
+    _sums(bits, rows + program.to(tl.int64) * _MEASURED)
 
 
 @triton.jit
-def _look_at_one(address, elements, rows, KIND: tl.constexpr, TILE: tl.constexpr):
-    """The same of one vector, without tables to be made and sent first."""
+def _tile_sums_of_one(address, elements, rows, KIND: tl.constexpr, TILE: tl.constexpr):
+    """The same for one vector, without tables to make and send."""
     program = tl.program_id(0).to(tl.int64)
     at = program * TILE + tl.arange(0, TILE)
-    _sums(bits_at(address, KIND, at, at < elements), rows + program * _LOOKED)
+    _sums(bits_at(address, KIND, at, at < elements), rows + program * _MEASURED)
 
 
 @triton.jit
 def _count(
-    places, owners, factors, rows,
+    table, owners, factors, rows,
     TILE: tl.constexpr, FORMATS: tl.constexpr, SCALED: tl.constexpr, SCALES: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of each sample: how many are finite and not zero, how many have reached each boundary."""
+    """For each tile of a sample: how many elements are finite and nonzero, how many have reached each boundary."""
     program = tl.program_id(0)
     tensor = tl.load(owners + program)
-    place = places + tensor * _WIDTH
+    entry = table + tensor * _WIDTH
     inside = tl.arange(0, TILE)
-    sampled = (program - tl.load(place + 3)) * (TILE // _ROW) + inside // _ROW
-    at = (tl.load(place + 5) + tl.load(place + 4) * sampled) * _ROW + inside % _ROW
-    here = (sampled < tl.load(place + 6)) & (at < tl.load(place + 2))
-    magnitude = _finite_magnitude(bits_at(tl.load(place), tl.load(place + 1), at, here))
+    sampled = (program - tl.load(entry + 1)) * (TILE // _ROW) + inside // _ROW
+    at = (tl.load(entry + 3) + tl.load(entry + 2) * sampled) * _ROW + inside % _ROW
+    here = (sampled < tl.load(entry + 4)) & (at < tl.load(entry))
+    magnitude = _finite_magnitude(bits_at(tl.load(entry + _INPUT), tl.load(entry + _INPUT + 1), at, here))
     row = rows + program.to(tl.int64) * (1 + FORMATS * _BOUNDARIES)
     tl.store(row, tl.sum((magnitude > 0).to(tl.int32), 0).to(tl.float64))
     for format in tl.static_range(FORMATS):
@@ -129,7 +128,7 @@ def _count(
 def _add(
     rows, ends, sums, WIDTH: tl.constexpr, LARGEST: tl.constexpr, TOGETHER: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """The rows of each vector as one: added up, of the first column the largest if so."""
+    """Add the rows of each vector; of the first column take the largest if LARGEST."""
     vector = tl.program_id(0)
     down, across = tl.arange(0, TOGETHER)[:, None], tl.arange(0, COLUMNS)[None, :]
     end = tl.load(ends + vector + 1)
@@ -144,40 +143,34 @@ def _add(
     tl.store(sums + vector * WIDTH + tl.arange(0, COLUMNS), found, mask=tl.arange(0, COLUMNS) < WIDTH)
 
 
-_LOOK, _LOOK_AT_ONE, _COUNT, _ADD = map(CachedKernel, (_look, _look_at_one, _count, _add))
+_TILE_SUMS, _TILE_SUMS_OF_ONE, _COUNT, _ADD = map(CachedKernel, (_tile_sums, _tile_sums_of_one, _count, _add))
 
 
-def look(vectors: Sequence[Tensor]) -> Tensor:
+def measure(vectors: Sequence[Tensor]) -> Tensor:
     """Sums over all elements of vectors.
 
     Args:
         vectors: contiguous, of `DTYPES`, on one GPU.
 
     Returns:
-        Float64 (vectors, LOOKED).
+        Float64 (vectors, MEASURED).
     """
-    rows, tiles = look_at(vectors)
-    return added(rows, tiles, largest=True)
-
-
-def look_at(vectors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-    """The same before the rows of each vector are added: float64 (rows, LOOKED), and how many each vector has."""
     tiles = [-(-vector.numel() // _TILE) for vector in vectors]
-    places, owners = _placed(vectors, tiles, [(1, 0, 0)] * len(vectors))
-    rows = torch.empty(sum(tiles), LOOKED, dtype=torch.float64, device=places.device)
-    launch(_LOOK, (places, owners, rows), {"TILE": _TILE})
-    return rows, tiles
+    table, owners = tensor_table([vectors], tiles, [(1, 0, 0)] * len(vectors))
+    rows = torch.empty(sum(tiles), MEASURED, dtype=torch.float64, device=table.device)
+    launch(_TILE_SUMS, (table, owners, rows), {"TILE": _TILE})
+    return add_rows(rows, tiles, largest=True)
 
 
-def look_at_one(vector: Tensor) -> Tensor:
-    """The same of one vector: (rows, LOOKED)."""
+def tile_sums(vector: Tensor) -> Tensor:
+    """The sums of each tile of one vector, to be added: float64 (tiles, MEASURED)."""
     elements = vector.numel()
     tiles = -(-elements // _TILE)
-    rows = torch.empty(tiles, LOOKED, dtype=torch.float64, device=vector.device)
+    rows = torch.empty(tiles, MEASURED, dtype=torch.float64, device=vector.device)
     if tiles:
         constants = {"KIND": KINDS[vector.dtype], "TILE": _TILE}
         with torch.cuda.device_of(rows):  # Triton launches on the current device
-            _LOOK_AT_ONE((tiles,), (vector.data_ptr(), elements, rows), constants, _OPTIONS)
+            _TILE_SUMS_OF_ONE((tiles,), (vector.data_ptr(), elements, rows), constants, _OPTIONS)
     return rows
 
 
@@ -187,37 +180,37 @@ def count(
     bounds: tuple[tuple[float, float, float, float], ...],
     factors: Sequence[Tensor | None],
 ) -> Tensor:
-    """What formats would make of vectors, of samples of their elements.
+    """What formats would lose of vectors, counted on samples of their rows.
 
     Args:
         vectors: contiguous, of `DTYPES`, on one GPU.
-        samples: for each vector every how many rows of `ROW` elements one is taken, and from which; of those rows
-            that are whole, if it is not every one.
+        samples: for each vector the stride between sampled rows of `ROW` elements, and the first of them; with a
+            stride above 1 only whole rows are sampled.
         bounds: for each format its four boundaries, numbers of float32.
-        factors: for each what the vectors are multiplied by first, float32 (vectors,), or None.
+        factors: for each what the vectors are multiplied by first, float32 (vectors,); None for 1.
 
     Returns:
-        Float64 (vectors, 1 + 4 formats): how many sampled elements are finite and not zero, and how many of those
+        Float64 (vectors, 1 + 4 formats): how many sampled elements are finite and nonzero, and how many of those
         have reached each boundary.
     """
-    chosen = [taken(vector.numel(), *sample) for vector, sample in zip(vectors, samples, strict=True)]
+    chosen = [sampled_rows(vector.numel(), *sample) for vector, sample in zip(vectors, samples, strict=True)]
     tiles = [-(-rows * ROW // _TILE) for _, _, rows in chosen]
-    places, owners = _placed(vectors, tiles, chosen)
+    table, owners = tensor_table([vectors], tiles, chosen)
     scales = [factor for factor in factors if factor is not None]
-    found = torch.stack(scales, dim=1) if scales else torch.empty(0, device=places.device)
-    rows = torch.empty(sum(tiles), 1 + BOUNDARIES * len(bounds), dtype=torch.float64, device=places.device)
+    found = torch.stack(scales, dim=1) if scales else torch.empty(0, device=table.device)
+    rows = torch.empty(sum(tiles), 1 + BOUNDARIES * len(bounds), dtype=torch.float64, device=table.device)
     constants = {"TILE": _TILE, **_constants(bounds, tuple(factor is not None for factor in factors))}
-    launch(_COUNT, (places, owners, found, rows), constants)
-    return added(rows, tiles, largest=False)
+    launch(_COUNT, (table, owners, found, rows), constants)
+    return add_rows(rows, tiles, largest=False)
 
 
-def added(rows: Tensor, counts: Sequence[int], largest: bool) -> Tensor:
-    """Rows of vectors as one row each.
+def add_rows(rows: Tensor, counts: Sequence[int], largest: bool) -> Tensor:
+    """Add the rows of each vector.
 
     Args:
         rows: float64 (rows, columns).
-        counts: how many rows each vector has, in order.
-        largest: whether the first column is that of the largest, not of the sum.
+        counts: number of rows of each vector, in order.
+        largest: whether the first column has maxima.
 
     Returns:
         Float64 (vectors, columns), zeros for a vector without rows.
@@ -233,37 +226,45 @@ def added(rows: Tensor, counts: Sequence[int], largest: bool) -> Tensor:
     return sums
 
 
-def taken(elements: int, share: int, first: int) -> tuple[int, int, int]:
-    """Of a sample: every how many rows, from which, and how many."""
-    whole = elements // ROW if share > 1 else -(-elements // ROW)
-    return share, first, len(range(first, whole, share))
+def sampled_rows(elements: int, stride: int, first: int) -> tuple[int, int, int]:
+    """Of a sample: the stride between its rows, the first of them, and their number."""
+    whole = elements // ROW if stride > 1 else -(-elements // ROW)
+    return stride, first, len(range(first, whole, stride))
 
 
-def _placed(
-    vectors: Sequence[Tensor], tiles: Sequence[int], taken: Sequence[tuple[int, int, int]]
+def tensor_table(
+    inputs: Sequence[Sequence[Tensor]], programs: Sequence[int], samples: Sequence[tuple[int, int, int]]
 ) -> tuple[Tensor, Tensor]:
-    """The table of places, int64 (vectors, _PLACES), and to which vector each program belongs, int32."""
-    firsts = np.cumsum(tiles) - tiles if len(tiles) else np.zeros(0, np.int64)
-    of = [
-        (vector.data_ptr(), KINDS[vector.dtype], vector.numel(), first, *sample)
-        for vector, first, sample in zip(vectors, firsts.tolist(), taken, strict=True)
-    ]
-    owners = np.repeat(np.arange(len(vectors), dtype=np.int32), tiles)
-    device = vectors[0].device
-    return sent(np.array(of, dtype=np.int64), device), sent(owners, device)
+    """Where the tensors of a launch are.
+
+    Args:
+        inputs: for each input of the kernel the vectors of all tensors; the first one's lengths are the tensors'.
+        programs: number of programs of each tensor.
+        samples: as `sampled_rows` returns them.
+
+    Returns:
+        The table, int64 (tensors, HEAD + 2 inputs); and to which tensor each program belongs, int32 (programs,).
+    """
+    firsts = (np.cumsum(programs) - programs).tolist() if len(programs) else []
+    heads = [(x.numel(), first, *sample) for x, first, sample in zip(inputs[0], firsts, samples, strict=True)]
+    columns = [[(x.data_ptr(), KINDS[x.dtype]) for x in vectors] for vectors in inputs]
+    table = np.array([sum(parts, head) for head, *parts in zip(heads, *columns, strict=True)], dtype=np.int64)
+    owners = np.repeat(np.arange(len(heads), dtype=np.int32), programs)
+    device = inputs[0][0].device
+    return sent(table, device), sent(owners, device)
 
 
-def launch(launches: CachedKernel, given: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    """Launch a program for each owner, which come second."""
+def launch(kernel: CachedKernel, given: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    """Launch a kernel, with one program for each element of the second argument, the owners."""
     programs = given[1].numel()
     if programs:
         with torch.cuda.device_of(given[0]):  # Triton launches on the current device
-            launches((programs,), given, constants, _OPTIONS)
+            kernel((programs,), given, constants, _OPTIONS)
 
 
 @functools.lru_cache(maxsize=64)
 def _constants(bounds: tuple[tuple[float, ...], ...], scaled: tuple[bool, ...]) -> dict[str, Any]:
-    """What formats are compiled to: boundaries by their bits, and which factor is whose."""
+    """Formats as compile-time constants: the bits of their boundaries, and the index of their factors."""
     packed = struct.pack(f"<{BOUNDARIES * len(bounds)}f", *(b for four in bounds for b in four))
     numbers = iter(range(len(scaled)))
     return {

@@ -1,7 +1,7 @@
-"""What an optimizer shows to gauges: one parameter as its next step finds it, and the moments it will make.
+"""What an optimizer shows to gauges: a parameter before its next step, and the moments that the step will make.
 
-A step has its new moments in registers, and leaves only their codes. So `preview` computes them once more, by the
-specification that kernels match.
+A step stores only the codes of its new moments. So `preview` computes them once more, by the specification that the
+kernels match.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from narrowgauge.rules import ClipUpdates, Scalar
 
 @dataclass(frozen=True, eq=False)
 class ParameterView:
-    """A parameter, its gradient and its state: of a sharded one what lies on this rank.
+    """A parameter, its gradient and its state; of a sharded one the local shards.
 
     Attributes:
         plan: its rule and its storages.
@@ -41,19 +41,19 @@ class ParameterView:
 
     @property
     def p(self) -> Tensor:
-        """The parameter here."""
+        """The parameter, or its local shard."""
         return local(self.whole)
 
     @property
     def grad(self) -> Tensor | None:
-        """Its gradient here, as it lies in memory; None without one."""
+        """Its gradient, or the local shard of it; None without one."""
         found: Tensor | None = local_gradient(self.whole, self.whole.grad)
         return found
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizedMoment:
-    """A moment as a step makes it, and as it is kept.
+    """A moment as a step computes it, and as it is stored.
 
     Attributes:
         slot: the equation's letter.
@@ -61,9 +61,8 @@ class QuantizedMoment:
         exact: float32, in the parameter's shape, or flat if it is a sample.
         codes: uint8, in the same shape, one a byte.
         kept: what the codes stand for, float32, in the same shape.
-        correction: what the equation divides the moment by because it began at zero; 1 where it does not.
-        eps: what the equation adds to the root of the second moment; None in rules that do not divide a first
-            moment by one.
+        correction: the bias correction that the equation divides the moment by; 1 without one.
+        eps: what the equation adds to the root of the second moment; None in rules without bias correction.
     """
 
     slot: str
@@ -86,9 +85,9 @@ def preview(
 
     Args:
         view: the parameter.
-        inverse: what a loss scaler has asked the step to multiply gradients by; None for nothing.
-        sample: gives the items of a tensor that belong to a sample of whole blocks. Rules that do not treat each
-            element by itself are given all of the parameter.
+        inverse: the inverse loss scale that the step multiplies gradients by; None without one.
+        sample: takes the items of a tensor that belong to a sample of whole blocks. It is not used for rules with
+            sums over a tensor.
     """
     plan, p, grad, group = view.plan, view.p, view.grad, view.group
     assert grad is not None

@@ -1,9 +1,9 @@
 """What one step did to one parameter, as sums.
 
-Sums, not ratios: they can be added over parameters, steps and ranks, and a fused kernel can make them while the
-numbers are in registers. Two effective updates are told apart. The *stored* one is the change of all that is
-kept, low words included: what the optimizer will remember. The *visible* one is the change of the parameter
-alone: what the model's next forward pass sees, and what Collage's Equation 2 defines.
+Sums, not ratios: they can be added over parameters, steps and ranks, and a fused kernel computes them from
+registers. There are two effective updates. The *stored* one is the change of everything that is stored, low words
+included: what the optimizer will remember. The *visible* one is the change of the parameter alone: what the model's
+next forward pass reads, as in Collage's Equation 2.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_FIELDS = (
-    "intended_squared", "stored_dot", "visible_dot", "intended_nonzero", "stored_lost", "visible_lost",
-    "ratio_squares", "ratio_elements",
-)  # fmt: skip
+from narrowgauge._update_sums import FIELDS, SUMS, update_terms
 
 
 @dataclass(frozen=True)
@@ -28,15 +25,14 @@ class UpdateStats:
     Attributes:
         sums: float64 tensor (8,): the squared norm of the intended update; its dot products with the stored and
             with the visible effective update; how many intended updates are not zero; how many of those
-            changed nothing that is stored; how many changed nothing that the model sees; the sum of
-            g^2 / max(v_hat, eps^2), and of how many elements, 0 where the rule has no second moment. If the
-            last two are not given, they are 0.
+            changed nothing stored, and nothing visible; the sum of g^2 / max(v_hat, eps^2) and its number of
+            elements, both 0 without a second moment. The last two may be left out.
     """
 
     sums: Tensor
 
     def __post_init__(self) -> None:
-        missing = len(_FIELDS) - self.sums.numel()
+        missing = SUMS - self.sums.numel()
         if missing:
             object.__setattr__(self, "sums", torch.nn.functional.pad(self.sums, (0, missing)))
 
@@ -57,17 +53,8 @@ class UpdateStats:
             before, after: (all that is stored, what is visible) in its shape, float64.
             ratio: g^2 / max(v_hat, eps^2) in its shape, if the rule has a second moment.
         """
-        intended = intended.to(torch.float64)
-        stored, visible = after[0] - before[0], after[1] - before[1]
-        nonzero = intended.abs() > 0
-        sums = [
-            intended.square().sum(),
-            (intended * stored).sum(),
-            (intended * visible).sum(),
-            nonzero.sum(),
-            (nonzero & ~(stored.abs() > 0)).sum(),
-            (nonzero & ~(visible.abs() > 0)).sum(),
-        ]
+        terms = update_terms(intended.to(torch.float64), after[0] - before[0], after[1] - before[1])
+        sums = [term.sum() for term in terms]
         if ratio is not None:
             sums += [ratio.to(torch.float64).sum(), torch.full_like(sums[0], ratio.numel())]
         return cls(torch.stack([value.to(torch.float64) for value in sums]))
@@ -75,10 +62,10 @@ class UpdateStats:
     @classmethod
     def none(cls, device: torch.device) -> UpdateStats:
         """The sums of a step that was not taken: zeros."""
-        return cls(torch.zeros(len(_FIELDS), dtype=torch.float64, device=device))
+        return cls(torch.zeros(SUMS, dtype=torch.float64, device=device))
 
     def where(self, taken: Tensor | bool) -> UpdateStats:
-        """These sums if `taken`, a 0-d bool tensor perhaps, is true; zeros otherwise."""
+        """These sums if `taken` is true (a bool, or a 0-d bool tensor), else zeros."""
         return self if taken is True else UpdateStats(torch.where(torch.as_tensor(taken), self.sums, 0.0))
 
     @classmethod
@@ -89,13 +76,13 @@ class UpdateStats:
             ValueError: for an empty list.
         """
         if not stats:
-            raise ValueError("stats: got an empty list, takes at least one")
+            raise ValueError("stats must not be empty")
         device = stats[0].sums.device
         return cls(torch.stack([s.sums.to(device) for s in stats]).sum(dim=0))
 
     def __getattr__(self, name: str) -> float:
-        if name in _FIELDS:
-            return float(self.sums[_FIELDS.index(name)])
+        if name in FIELDS:
+            return float(self.sums[FIELDS.index(name)])
         raise AttributeError(name)
 
     @property
@@ -137,7 +124,7 @@ class UpdateStats:
 class StepStats(Mapping[str, UpdateStats]):
     """What one step did, by the name of the parameter.
 
-    Rows of a kernel's table become `UpdateStats` when somebody looks: a step would wait for three hundred of them.
+    Rows of a kernel's table become `UpdateStats` on first access, as making three hundred of them takes time.
     """
 
     def __init__(self) -> None:
@@ -145,14 +132,14 @@ class StepStats(Mapping[str, UpdateStats]):
         self._tables: list[tuple[Sequence[str], Tensor]] = []
 
     def add_table(self, names: Sequence[str], rows: Tensor) -> None:
-        """Remember the sums of some parameters: float64 (parameters, 8)."""
+        """Add the sums of some parameters: float64 (parameters, 8)."""
         self._tables.append((names, rows))
         self._stats = {}
 
     def tables(self) -> list[tuple[Sequence[str], Tensor]]:
-        """All sums as they lie on their devices: names of parameters, and float64 (parameters, 8).
+        """All sums on their devices: names of parameters, and float64 (parameters, 8).
 
-        The names of a kernel's table are the very list that it was given, the same at every step.
+        The names of a kernel's table are the same list at every step.
         """
         return list(self._tables)
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from narrowgauge.gauges._history import Floats, History, Series
-from narrowgauge.gauges._precursors import find_precursors
+from narrowgauge.gauges._spike_matching import find_precursors
 
 # What a heat map shows at most, in rows and columns; beyond, neighbours share a cell.
 ROWS, COLUMNS = 320, 160

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from narrowgauge._text import listed
 from narrowgauge.cli._page import join, render, write_page
-from narrowgauge.gauges._advice import listed
-from narrowgauge.gauges._advise import advise
+from narrowgauge.gauges._advice import advise
 from narrowgauge.gauges._history import History, Record, as_number
-from narrowgauge.gauges._precursors import find_precursors
 from narrowgauge.gauges._records import MISSED
+from narrowgauge.gauges._spike_matching import find_precursors
 
 from ._columns import number
 from ._figure import STEPS, Table

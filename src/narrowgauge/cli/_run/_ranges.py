@@ -8,7 +8,7 @@ import numpy as np
 from markupsafe import Markup
 
 from narrowgauge.cli._drawing import INK, drawing, new_figure, to_svg
-from narrowgauge.gauges._advice_ranges import FEATURE_GROWTH, blocks
+from narrowgauge.gauges._advice._rules_ranges import FEATURE_GROWTH
 from narrowgauge.gauges._history import History
 
 from ._columns import ROWS, number, short
@@ -18,7 +18,7 @@ from ._paint import drawable, few_of, logarithmic, table_map
 
 def features(history: History) -> Figure | str:
     """Feature magnitudes by depth, at the first measured step and at the last."""
-    groups = blocks(history)
+    groups = history.blocks()
     names = next(iter(groups.values()), history.names("activation"))
     names = [name for name in names if len(history.series("activation", "mean", name).steps)]
     if not names:

@@ -18,11 +18,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from narrowgauge.gauges._advice import Advice
-from narrowgauge.gauges._advise import advise
-from narrowgauge.gauges._follow import Follower
+from narrowgauge.gauges._advice import Advice, advise
 from narrowgauge.gauges._history import Floats, History, as_number
-from narrowgauge.gauges._precursors import RMS_THRESHOLD
+from narrowgauge.gauges._live_reader import LiveReader
+from narrowgauge.gauges._spike_matching import RMS_THRESHOLD
 
 from ._columns import number
 
@@ -60,33 +59,33 @@ def watch(options: WatchOptions, console: Console | None = None, rounds: int | N
     if not options.interval > 0:
         raise ValueError(f"--interval: got {options.interval:g}, takes seconds above 0")
     console = console or Console(highlight=False)
-    follower, advisor = Follower(options.run), Advisor()
-    follower.look()
+    reader, advisor = LiveReader(options.run), Advisor()
+    reader.read()
     # Into a pipe there is one page: what follows could not be drawn over it.
     if options.once or not console.is_terminal:
-        if not follower.exists:
+        if not reader.exists:
             raise ValueError(f"RUN: got {str(options.run)!r}, where there are no records")
-        if not follower.history.count:
-            why = follower.history.damage or "there is no whole record in it yet"
+        if not reader.history.count:
+            why = reader.history.damage or "there is no whole record in it yet"
             raise ValueError(f"RUN: got {str(options.run)!r}: {why}")
-        console.print(page(options.run, follower, advisor.of(follower.history), console.width))
+        console.print(page(options.run, reader, advisor.of(reader.history), console.width))
         return 0
     with contextlib.suppress(KeyboardInterrupt):  # how one leaves
-        _follow(options, console, follower, advisor, rounds)
+        _follow(options, console, reader, advisor, rounds)
     return 0
 
 
 def _follow(
-    options: WatchOptions, console: Console, follower: Follower, advisor: Advisor, rounds: int | None
+    options: WatchOptions, console: Console, reader: LiveReader, advisor: Advisor, rounds: int | None
 ) -> None:
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
-            shown = page(options.run, follower, advisor.of(follower.history), console.width)
+            shown = page(options.run, reader, advisor.of(reader.history), console.width)
             live.update(shown, refresh=True)
             if rounds is not None and (rounds := rounds - 1) <= 0:
                 return
             time.sleep(options.interval)
-            follower.look()
+            reader.read()
 
 
 class Advisor:
@@ -108,11 +107,11 @@ class Advisor:
         return self._advice
 
 
-def page(run: Path, follower: Follower, advice: list[Advice], width: int) -> RenderableType:
+def page(run: Path, reader: LiveReader, advice: list[Advice], width: int) -> RenderableType:
     """The page of a run as it stands."""
-    history = follower.history
+    history = reader.history
     parts: list[RenderableType] = [_head(run, history)]
-    if not follower.exists:
+    if not reader.exists:
         parts.append(Text("waiting for the file", style="yellow"))
     elif not history.count and not history.damage:
         parts.append(Text("waiting for the first record", style="yellow"))

@@ -7,7 +7,7 @@ from markupsafe import Markup
 
 from narrowgauge.cli._drawing import MUTED, SERIES, Look, drawing, new_figure, to_svg
 from narrowgauge.gauges._history import History, Series
-from narrowgauge.gauges._precursors import LOSS_DEVIATIONS, LOSS_WINDOW, REACH, RMS_THRESHOLD, find_precursors
+from narrowgauge.gauges._spike_matching import LOSS_DEVIATIONS, LOSS_WINDOW, REACH, RMS_THRESHOLD, find_precursors
 
 from ._columns import ROWS, embedding_and_middle, grid, number, span
 from ._figure import FIRST, PLAIN, SECOND, STEPS, Figure, Table

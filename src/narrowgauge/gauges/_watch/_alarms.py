@@ -1,0 +1,101 @@
+"""Alarms while the training runs: spikes, inf and NaN.
+
+An alarm is raised when its measurement has arrived on the host, at one of the next steps. It is a record, a line in
+the log ``narrowgauge.gauges``, and a call of the user's function.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+
+from narrowgauge.gauges._records import LOG, Record
+from narrowgauge.gauges._spikes import LossSpikes, RmsSpikes, Spike
+
+MOST_LOGGED = 5  # tensors of a kind whose inf and NaN are logged by name: when a training diverges all have them
+
+
+class Alarms:
+    """Raises alarms by records.
+
+    Args:
+        call: is called with each alarm's record, or None.
+        warmup: steps that are not searched for spikes.
+    """
+
+    def __init__(self, call: Callable[[Record], None] | None, warmup: int) -> None:
+        self._call, self._warmup = call, warmup
+        self._loss = LossSpikes(warmup=warmup)
+        self._rms: dict[str, RmsSpikes] = {}
+        self._nonfinite: set[tuple[str, str]] = set()
+        self._logged: Counter[str] = Counter()
+        self._raised: deque[Record] = deque()
+
+    def notify(self) -> None:
+        """Call the user's function with the alarms raised since."""
+        while self._raised:
+            alarm = self._raised.popleft()
+            if self._call is not None:
+                self._call(alarm)
+
+    def raised_by(self, record: Record) -> list[Record]:
+        """The alarms that a record raises. They are logged, and wait for `notify`."""
+        found = self._found(record)
+        for alarm in found:
+            self._log(alarm)
+            self._raised.append(alarm)
+        return found
+
+    def replay(self, records: Iterable[Record]) -> None:
+        """Take in the records of a run that is resumed, without raising their alarms again."""
+        for record in records:
+            if "step" in record:
+                self._found(record)
+
+    def _log(self, alarm: Record) -> None:
+        of = alarm["of"]
+        if alarm["kind"] == "nonfinite":
+            self._logged[of] += 1
+            if self._logged[of] > MOST_LOGGED + 1:
+                return
+            if self._logged[of] == MOST_LOGGED + 1:
+                LOG.warning(
+                    f"step {alarm['step']}: inf or NaN in {of.replace('_', ' ')}s of more tensors: see the records"
+                )
+                return
+        LOG.warning(sentence(alarm))
+
+    def _found(self, record: Record) -> list[Record]:
+        kind, step, name = record["kind"], record["step"], record.get("name", "")
+        found: list[Record] = []
+        if kind == "step" and record["loss"] is not None:
+            found += self._spike(self._loss.add(record["loss"], step), "loss", "")
+        ratios = record.get("rms", {}) if kind == "step" else {}
+        if kind == "update" and name and "rms" in record:
+            ratios = {name: record["rms"]}
+        for each, ratio in ratios.items():
+            watch = self._rms.setdefault(each, RmsSpikes(warmup=self._warmup))
+            found += self._spike(watch.add(ratio, step), "rms", each)
+        if record.get("nonfinite") and (kind, name) not in self._nonfinite:
+            self._nonfinite.add((kind, name))  # once a tensor
+            found.append(
+                {"kind": "nonfinite", "step": step, "of": kind, "name": name, "value": record["nonfinite"]}
+            )
+        return found
+
+    @staticmethod
+    def _spike(spike: Spike | None, of: str, name: str) -> list[Record]:
+        if spike is None:
+            return []
+        values = {"value": spike.value, "threshold": spike.threshold, "seen": spike.seen}
+        return [{"kind": "spike", "step": spike.step, "of": of, "name": name, **values}]
+
+
+def sentence(alarm: Record) -> str:
+    """An alarm as the log has it."""
+    step, name, value = alarm["step"], alarm["name"], alarm["value"]
+    if alarm["kind"] == "nonfinite":
+        return f"step {step}: {value} elements of the {alarm['of'].replace('_', ' ')} of {name} are inf or NaN"
+    if alarm["of"] == "loss":
+        return f"step {step}: loss spike, {value:.4g} is above {alarm['threshold']:.4g}"
+    return f"step {step}: RMS spike of {name}, {value:.3g} is at least {alarm['threshold']:.3g}"

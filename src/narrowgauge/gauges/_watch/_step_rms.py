@@ -1,0 +1,220 @@
+"""RMS_t of a few tensors at every step.
+
+A second moment with β2 = 0.95 follows a grown gradient within twenty steps, and the loss follows RMS_t after one to
+eight: every tenth step would miss most RMS spikes. So RMS_t of embeddings, which the paper found to precede loss
+spikes, and of the first other layer is measured between due steps too. It goes to the host with the losses.
+
+Of each tensor one row in sixteen is read, different ones at each step:
+
+- torch's Adam, AdamW and Adagrad leave gradient and second moment to be read after the step.
+- Optimizers of narrowgauge store the second moment as codes. It is decoded before the step, and averaged with the
+  gradient once more after it; a step that was not taken gives zeros.
+
+Source: SwitchBack, Section 3.4 and Figure 20 (which layers), Appendix E (how many steps).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from narrowgauge import rules
+from narrowgauge.gauges._magnitudes import kernels_take
+from narrowgauge.gauges._watch._batched_rows import BatchedRows, BlockSample, Sample, flat
+from narrowgauge.gauges._watch._intended_update import (
+    AfterStep,
+    BeforeStep,
+    moments_of,
+    numbers_of,
+    ratio_graph,
+    rule_of,
+    scalars_of,
+    table_of,
+)
+from narrowgauge.gauges._watch._update_stats import dense, measures_itself
+from narrowgauge.kernels._tables import sent
+
+
+@dataclass(frozen=True, eq=False)
+class _BeforeStep:
+    """A sample of what an optimizer of narrowgauge has of a parameter before a step.
+
+    Attributes:
+        plan, group: the parameter's.
+        rows: which rows are sampled.
+        weight, second_moment: float32.
+        steps: number of steps taken: 0-d.
+    """
+
+    plan: Any
+    group: Mapping[str, Any]
+    rows: BlockSample
+    weight: Tensor
+    second_moment: Tensor
+    steps: Tensor
+
+    @classmethod
+    def of(cls, view: Any, index: int) -> _BeforeStep | None:
+        """Read a parameter; None if it is empty or its rule has no second moment."""
+        plan, p = view.plan, view.p
+        slot = next((slot for slot in plan.slots if slot.slot.name == "v"), None)
+        if slot is None or not p.numel():
+            return None
+        rows = BlockSample.of_view(view, index)
+        some = rows.of(p)
+        state = view.state
+        if state:
+            read = [*slot.keyed(slot.tensors(state)), *([plan.weight_key] if plan.weight_key is not None else [])]
+            state = {"step": state["step"]} | {key: rows.of(state[key]) for key in read}
+        else:
+            state = plan.init(some, view.group)
+        low = state[plan.weight_key] if plan.weight_key is not None else None
+        weight = plan.weight.read(some, low).to(torch.float32, copy=True)
+        moment = slot.decode(state, some.shape).to(torch.float32, copy=True)
+        return cls(plan, view.group, rows, weight, moment, state["step"].clone())
+
+    def sums(self, view: Any, grad: Tensor, inverse: Tensor | None) -> Tensor | None:
+        """The two sums of the step that was taken, zeros if it was not: float64 (1, 2).
+
+        Args:
+            view: the parameter after the step.
+            grad: the sample of the gradient.
+            inverse: of a loss scale; None without one.
+        """
+        grad = grad.reshape(self.weight.shape).to(torch.float32)
+        for factor in (inverse, view.clipping):
+            grad = grad if factor is None else grad * factor.to(grad.device, non_blocking=grad.is_cuda)
+        step = float(self.steps) + 1 if self.steps.is_cpu else self.steps.to(torch.float64) + 1
+        scalars = self.plan.rule.scalars(numbers_of(self.group), step)
+        moments = {"v": self.second_moment}
+        ratio = rules.squared_ratio(self.plan.rule, BeforeStep(), self.weight, grad, moments, scalars)
+        if ratio is None:
+            return None
+        total = ratio.sum(dtype=torch.float64) * (self.rows.elements / ratio.numel())
+        sums = torch.stack([total, torch.full_like(total, self.rows.elements)])[None]
+        return torch.where(view.state["step"] > self.steps, sums, 0.0) if view.state else torch.zeros_like(sums)
+
+
+class StepRms:
+    """The sums of RMS_t of some parameters, one step at a time.
+
+    Args:
+        optimizer: any.
+        ps: the parameters.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, ps: Sequence[Tensor]) -> None:
+        self._optimizer: Any = optimizer
+        self._index = {p: index for index, p in enumerate(ps)}
+        self._own = measures_itself(optimizer)
+        self._hooks: list[RemovableHandle] = []
+        self._batches: dict[tuple[int, ...], BatchedRows] = {}
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Forget a step that was begun."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._before: dict[Tensor, _BeforeStep] = {}
+        self._grads: dict[Tensor, Tensor] = {}  # samples of gradients that are freed within the step
+        self._begun = False
+        self._found_inf: Tensor | None = None
+
+    def begin(self, index: int) -> None:
+        """Before a step; `index` is the number of the sample."""
+        self.abandon()
+        if not self._index:
+            return
+        self._begun, self._sample = True, Sample(index)
+        self._found_inf = getattr(self._optimizer, "found_inf", None)
+        for p in self._index if self._own else ():
+            view = self._optimizer.parameter_view(p)
+            before = _BeforeStep.of(view, index) if view is not None and p.requires_grad else None
+            if before is not None:
+                self._before[p] = before
+                if getattr(self._optimizer, "in_backward", None) is not None:
+                    self._hooks.append(p.register_hook(partial(self._copy_gradient, p)))  # type: ignore[no-untyped-call]
+
+    def _copy_gradient(self, p: Tensor, grad: Tensor) -> None:
+        self._grads.setdefault(p, self._before[p].rows.of(flat(grad)).clone())
+
+    def end(self, home: torch.device) -> Tensor | None:
+        """After the step: the sums of g^2 / max(v_hat, eps^2) and of elements, float64 (parameters, 2).
+
+        Zeros without a second moment or a gradient, and for a skipped step. None if `begin` was not called.
+
+        Args:
+            home: the device of the result.
+        """
+        if not self._begun:
+            return None
+        rows = torch.zeros(len(self._index), 2, dtype=torch.float64, device=home)
+        for ps, sums in self._found():
+            at = sent(np.array([self._index[p] for p in ps]), home)
+            rows.index_copy_(0, at, sums.to(home, non_blocking=True))
+        self.abandon()
+        return rows
+
+    def _found(self) -> Iterator[tuple[list[Tensor], Tensor]]:
+        if not self._own:
+            for group in self._optimizer.param_groups:
+                yield from self._of_group(group)
+            return
+        inverse = self._optimizer.inverse_scale()
+        for p, before in self._before.items():
+            view = self._optimizer.parameter_view(p)
+            grad = self._grads.get(p)
+            if grad is None and view.grad is not None:
+                grad = before.rows.of(view.grad)
+            sums = before.sums(view, grad, inverse) if grad is not None else None
+            if sums is not None:
+                yield [p], sums
+
+    def _of_group(self, group: Mapping[str, Any]) -> Iterable[tuple[list[Tensor], Tensor]]:
+        rule, state = rule_of(self._optimizer, group), self._optimizer.state
+        devices: dict[torch.device, list[Tensor]] = {}
+        for p in group["params"]:
+            if p in self._index and p.grad is not None and not p.is_complex() and flat(p).numel():
+                devices.setdefault(flat(p).device, []).append(p)
+        for ps in devices.values():
+            moments = [moments_of(group, state.get(p, {})) for p in ps]
+            if rule is None or not all("v" in of for of in moments):
+                continue
+            grads = [flat(dense(p.grad)) for p in ps]
+            scalars = scalars_of(rule, group, [state[p] for p in ps], grads[0].device)
+            sums = self._ratios(rule, scalars, grads, [flat(of["v"]) for of in moments])
+            if self._found_inf is not None:
+                sums = torch.where(torch.as_tensor(self._found_inf).to(sums.device).reshape(()) > 0, 0.0, sums)
+            yield ps, sums
+
+    def _ratios(
+        self, rule: rules.Rule, scalars: dict[str, rules.Scalar], grads: list[Tensor], moments: list[Tensor]
+    ) -> Tensor:
+        """The sums of some vectors, estimated from samples: float64 (vectors, 2)."""
+        sample = self._sample
+        sizes = [sample.size(grad.numel()) for grad in grads]
+        if kernels_take([*grads, *moments]):
+            from narrowgauge.kernels._updates import measure  # here: importing it imports triton
+
+            names, numbers = tuple(scalars), table_of(scalars, len(grads), grads[0].device)
+            graph = ratio_graph(rule, names)  # type: ignore[arg-type]  # rules are hashable values
+            rows = [sample.rows_of(grad.numel()) for grad in grads]
+            sums = measure(None, graph, names, numbers, {"grad": grads, "v": moments}, (), rows)[:, :1]
+        else:
+            batched = self._batches.setdefault(tuple(sizes), BatchedRows(tuple(sizes), grads[0].device))
+            grad, v = (batched.rows([sample.of(x) for x in some], torch.float32) for some in (grads, moments))
+            # The weight matters only to a decay in the gradient, which the second moment has averaged already.
+            ratio = rules.squared_ratio(rule, AfterStep(), grad, grad, {"v": v}, batched.columns(scalars))
+            assert ratio is not None
+            sums = batched.sums([ratio])
+        known = [[x.numel() / size, x.numel()] for x, size in zip(grads, sizes, strict=True)]
+        factors = sent(np.array(known, dtype=np.float64), sums.device)
+        return torch.cat([sums * factors[:, :1], factors[:, 1:]], dim=1)

@@ -1,0 +1,399 @@
+"""Advice: each rule speaks where its threshold is crossed, is silent just before, and says its numbers."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import narrowgauge as ng
+from narrowgauge.gauges import Advice, advise
+from narrowgauge.gauges._advice import RULES
+from recorded import NAMES, changed, header, sound, state, step, tensor, update
+
+Records = list[dict[str, Any]]
+
+
+def rules(records: Records) -> list[str]:
+    return [piece.rule for piece in advise(records)]
+
+
+def only(records: Records) -> Advice:
+    (piece,) = advise(records)
+    return piece
+
+
+def test_a_sound_run_gets_no_advice() -> None:
+    assert advise(sound()) == []
+
+
+def test_no_records_and_a_header_alone_get_none() -> None:
+    assert advise([]) == []
+    assert advise([header()]) == []
+
+
+def test_an_rms_spike_names_tensor_value_and_step() -> None:
+    assert advise(changed(sound(), "update", ["wte.weight"], range(100, 101), rms=2.29)) == []
+    piece = only(changed(sound(), "update", ["wte.weight"], range(100, 101), rms=4.1))
+    assert piece.urgency == "watch"
+    assert piece.finding.startswith("wte.weight's RMS_t reached 4.1 at step 100; 1 RMS spike of at least 2.3")
+    assert "No loss spike has followed" in piece.finding
+    assert "StableAdamW" in piece.action
+    assert "lower beta2" in piece.action
+    assert "Sections 3.4 and 3.5" in piece.source
+    (number,) = piece.evidence
+    assert (number.name, number.step, number.value, number.threshold) == ("wte.weight", 100, 4.1, 2.3)
+
+
+def test_the_highest_value_is_named_and_not_that_at_which_a_spike_starts() -> None:
+    records = changed(
+        sound(), "update", ["wte.weight"], range(100, 111), rms=lambda r: {100: 3.0, 105: 4.1}.get(r["step"], 2.5)
+    )
+    piece = only(records)
+    assert "wte.weight's RMS_t reached 4.1 at step 105; 2 RMS spikes" in piece.finding
+
+
+def test_the_start_of_a_run_is_not_judged() -> None:
+    """A twentieth of it, as in the paper: 10 of 200 steps."""
+    assert advise(changed(sound(), "update", ["wte.weight"], range(10, 11), rms=9.0)) == []
+    assert rules(changed(sound(), "update", ["wte.weight"], range(15, 16), rms=9.0)) == [
+        "second moment out of date"
+    ]
+
+
+def spiking(rms_step: int, loss_steps: range, tensor: str = "wte.weight") -> Records:
+    records = changed(sound(400), "update", [tensor], range(rms_step, rms_step + 1), rms=5.0)
+    return changed(records, "step", None, loss_steps, loss=9.0)
+
+
+@pytest.mark.parametrize("distance", [1, 8])
+def test_a_loss_spike_after_an_rms_spike_is_a_change_to_make(distance: int) -> None:
+    piece = only(spiking(300, range(300 + distance, 303 + distance)))
+    assert piece.urgency == "change"
+    assert (
+        f"1 loss spike of 1 followed one within 8 steps (step {300 + distance} after wte.weight at step 300)"
+        in (piece.finding)
+    )
+    assert piece.evidence[0].quantity == "loss"
+    assert piece.evidence[0].value == 9.0
+    # The steps judged are 101 to 400, of which 8 lie behind the RMS spike.
+    assert f"by chance is {8 / 300:.3g}." in piece.finding
+
+
+@pytest.mark.parametrize("distance", [0, 9])
+def test_a_loss_spike_out_of_reach_has_another_cause(distance: int) -> None:
+    found = advise(spiking(300, range(300 + distance, 303 + distance)))
+    assert {piece.rule: piece.urgency for piece in found} == {
+        "second moment out of date": "watch", "loss spikes of another cause": "watch",
+    }  # fmt: skip
+    (other,) = (piece for piece in found if piece.rule == "loss spikes of another cause")
+    assert "not measured at every step" in other.finding
+    assert "every=1" in other.action
+
+
+def test_with_every_step_measured_no_spike_can_have_been_missed() -> None:
+    records = [record for record in spiking(300, range(320, 323)) if record["kind"] != "update"]
+    records += [update(number, name) for number in range(1, 401) for name in ("", *NAMES)]
+    piece = only(records)
+    assert "not measured" not in piece.finding
+    assert "data of these steps" in piece.action
+
+
+def test_only_embeddings_foretell_where_there_are_any() -> None:
+    found = rules(spiking(300, range(304, 307), tensor="h.1.fc.weight"))
+    assert found == ["second moment out of date", "loss spikes of another cause"]
+
+
+def test_the_header_says_which_are_embeddings_where_names_do_not() -> None:
+    """Rows of `nn.Sequential` are numbers; which of them are embeddings is known while training."""
+    records = spiking(300, range(304, 307), tensor="h.1.fc.weight")
+    named = [header() | {"embeddings": ["h.1.fc.weight"]}, *records[1:]]
+    assert rules(named) == rules(spiking(300, range(304, 307)))
+    assert rules([header() | {"embeddings": 7}, *records[1:]]) == rules(records)
+
+
+def test_an_optimizer_that_clips_is_not_told_to_clip() -> None:
+    records = changed(sound(), "update", ["wte.weight"], range(100, 101), rms=4.1)
+    assert advise([header(optimizer="StableAdamW"), *records[1:]]) == []
+    piece = only([header(optimizer="StableAdamW"), *spiking(300, range(304, 307))[1:]])
+    assert "clipped already" in piece.action
+
+
+def test_a_tensor_whose_updates_are_all_lost() -> None:
+    piece = only(changed(sound(), "update", ["ln.weight"], lost=1.0, lost_visible=1.0, descent_quality=0.0))
+    assert (piece.rule, piece.urgency) == ("lost updates", "change")
+    assert "ln.weight does not move at all: every update is lost." in piece.finding
+    assert "split8" in piece.action
+    assert "Collage-light" in piece.action
+    assert "parameter group of their own" in piece.action
+    assert "Collage" in piece.source
+
+
+def test_a_whole_model_that_loses_its_updates() -> None:
+    assert advise(changed(sound(), "update", [""], descent_quality=0.951)) == []
+    piece = only(changed(sound(), "update", [""], descent_quality=0.62))
+    assert "62% of the update's length arrives" in piece.finding
+    assert piece.evidence[0].name == ""
+
+
+def test_with_low_words_the_advice_is_another() -> None:
+    records = changed(sound(), "update", ["ln.weight"], lost=0.9, lost_visible=1.0, descent_quality=0.1)
+    assert "Low words are kept" in only(records).action
+
+
+def test_many_lost_and_all_that_matters_kept_is_no_fault() -> None:
+    """Stochastic rounding: most elements stay, and in expectation nothing is missing."""
+    assert advise(changed(sound(), "update", lost=0.9, lost_visible=0.9, descent_quality=1.01)) == []
+
+
+def test_updates_that_wait_in_low_words_are_nothing_to_change() -> None:
+    piece = only(changed(sound(), "update", [""], lost=0.001, lost_visible=0.18, visible_descent_quality=0.7))
+    assert piece.urgency == "note"
+    assert "18% of the updates do not show" in piece.finding
+    assert piece.action == "Nothing needs to be done."
+
+
+def test_a_second_moment_that_does_not_decay() -> None:
+    records = changed(sound(), "update", NAMES, rms=0.2)
+    piece = only(records)
+    assert piece.rule == "second moment does not decay"
+    assert "5 of 5 tensors" in piece.finding
+    assert "Collage-plus" in piece.action
+    # With gradients that fall, a second moment that looks back is larger for a reason.
+    assert advise(changed(records, "gradient", mean=lambda r: 1.0 / r["step"])) == []
+    assert advise(changed(sound(), "update", NAMES[:2], rms=0.2)) == []
+
+
+def test_a_loss_that_is_not_finite_comes_first_with_where_it_began() -> None:
+    records = changed(sound(), "step", None, range(120, 201), loss=math.nan)
+    records = changed(records, "activation", ["h.1", "h.2"], range(115, 201), nonfinite=3)
+    records = changed(records, "update", ["ln.weight"], lost=1.0, descent_quality=0.0)
+    first, second = advise(records)
+    assert (first.rule, second.rule) == ("loss not finite", "lost updates")
+    assert first.finding == (
+        "The loss is NaN at step 120 and every later step. "
+        "The first tensors with inf or NaN: h.1 and h.2, at step 115."
+    )
+    once = only(changed(sound(), "step", None, range(7, 8), loss=math.inf))
+    assert once.finding == "The loss is inf at step 7, 1 step in all."
+
+
+def test_the_same_tensor_each_time_is_to_be_skipped_alone() -> None:
+    piece = only(changed(sound(), "gradient", ["wte.weight"], range(50, 80), nonfinite=2))
+    assert piece.urgency == "change"
+    assert "at 6 measured steps of 40, each time in wte.weight." in piece.finding
+    assert "TensorLossScaler" in piece.action
+    once = only(changed(sound(), "gradient", ["wte.weight"], range(50, 51), nonfinite=2))
+    assert once.urgency == "watch"
+    everywhere = only(changed(sound(), "gradient", NAMES, range(50, 80), nonfinite=2))
+    assert "in 5 tensors of 5" in everywhere.finding
+    assert "Lower the loss scale" in everywhere.action
+
+
+def test_a_loss_scale_that_falls() -> None:
+    def scaled(drops: int) -> Records:
+        def scale(record: dict[str, Any]) -> float:
+            return 65536.0 / 2 ** min(drops, record["step"] // 20)
+
+        return changed(sound(), "step", loss_scale=scale, skipped=0)
+
+    assert advise(scaled(3)) == []
+    piece = only(scaled(4))
+    assert "lowered 4 times in 200 steps, from 65536 to 4096" in piece.finding
+    assert piece.evidence[0].value == 4
+    assert piece.evidence[0].threshold == 3
+
+
+def test_features_that_grow_with_depth_are_a_note() -> None:
+    def grown(factor: float) -> Records:
+        return changed(sound(), "activation", mean=lambda r: factor ** (int(r["name"][2:]) / 2))
+
+    assert advise(grown(3.9)) == []
+    piece = only(grown(4.0))
+    assert piece.urgency == "note"
+    assert "from 1 in h.0 to 4 in h.2" in piece.finding
+    assert "LayerScale" in piece.action
+    assert "Section 2.3" in piece.source
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "loss", "share"),
+    [
+        ("gradient", "e4m3", "underflow", 0.1), ("gradient", "e5m2", "overflow", 0.001),
+        ("activation", "e5m2", "underflow", 0.1), ("activation_gradient", "e4m3", "overflow", 0.001),
+    ],
+)  # fmt: skip
+def test_what_float8_would_lose_is_a_note(kind: str, form: str, loss: str, share: float) -> None:
+    def lossy(value: float) -> Records:
+        name = "h.1" if "activation" in kind else "h.1.fc.weight"
+        records = changed(sound(), kind, [name], formats={form: {loss: value}})
+        return [header(low_precision={"h.0.fc": ["e4m3"]}), *records[1:]]
+
+    assert advise(lossy(0.99 * share)) == []
+    assert advise([header(low_precision={"h.0.fc": ["int8"]}), *lossy(share)[1:]]) == []
+    piece = only(lossy(share))
+    assert piece.urgency == "note"
+    assert piece.evidence[0].quantity == f"share of {loss} in {form}"
+    assert piece.evidence[0].value == share
+
+
+def test_coarse_states_of_an_embedding() -> None:
+    def with_states(**values: Any) -> Records:
+        numbers = (50, 100, 150, 200)
+        return sound() + [state(number, "wte.weight", "v", **values) for number in numbers]
+
+    assert advise(with_states(relative_norm=0.09)) == []
+    piece = only(with_states(relative_norm=0.4))
+    assert piece.urgency == "change"
+    assert piece.finding.startswith("wte.weight [v]: relative error of the state 40%")
+    assert "StableEmbedding" in piece.action
+    assert "Section 2.3" in piece.source
+    flushed = only(with_states(flushed=0.2))
+    assert "rounded to zero 20%" in flushed.finding
+    other = only(changed(sound(), "state", relative_norm=0.4))
+    assert "log8" in other.action
+
+
+def test_parameters_without_a_gradient() -> None:
+    piece = only(changed(sound(), "gradient", ["h.1.fc.weight"], absmax=0.0, mean=0.0))
+    assert piece.rule == "no gradient"
+    assert piece.finding.startswith("h.1.fc.weight had no gradient other than zero")
+    still = only(changed(sound(), "update", ["h.1.fc.weight"], norm=0.0, nonzero=0))
+    assert still.evidence[0].quantity == "norm of the update"
+
+
+def group(*names: str, **options: Any) -> dict[str, Any]:
+    return {"parameters": list(names), **options}
+
+
+def test_the_header_says_whether_updates_are_clipped_and_what_beta2_is() -> None:
+    records = spiking(300, range(304, 307))[1:]
+    clipped = only([header(groups=[group(*NAMES, clip_updates=True, betas=[0.9, 0.95])]), *records])
+    assert clipped.action == "Updates are clipped already: lower beta2 (0.95 now) or the learning rate."
+    # By group, whatever the optimizer is called.
+    groups = [group(*NAMES[1:], clip_updates=True), group(NAMES[0], clip_updates=False, betas=[0.9, 0.999])]
+    other = only([header(groups=groups, optimizer="StableAdamW"), *records])
+    assert other.action.startswith("Clip updates")
+    assert other.action.endswith("lower beta2 (0.999 now).")
+
+
+def test_the_header_says_whether_low_words_are_kept() -> None:
+    records = changed(sound(), "update", ["ln.weight"], lost=0.9, lost_visible=0.9, descent_quality=0.1)[1:]
+    assert "weights='split8'" in only([header(groups=[group(*NAMES, weights="plain")]), *records]).action
+    kept = only([header(groups=[group(*NAMES, weights="kahan")]), *records])
+    assert kept.action.startswith("Low words are kept (weights='kahan') and do not suffice")
+
+
+def test_what_is_not_trained_is_a_note() -> None:
+    named = [name for name in NAMES if name != "ln.weight"]
+    records = [r for r in sound() if r.get("name") != "ln.weight"][1:]
+    piece = only([header(groups=[group(*NAMES)]), *records])
+    assert (piece.rule, piece.urgency) == ("not trained", "note")
+    assert piece.finding == "ln.weight never had a gradient in 40 measured steps."
+    piece = only([header(groups=[group(*named)], frozen=["ln.weight"]), *records])
+    assert piece.finding == "ln.weight is frozen."
+    piece = only([header(groups=[group(*named)], apart=["ln.weight"]), *records])
+    assert piece.finding == "ln.weight is not among the optimizer's parameters."
+    assert advise([header(groups=[group(*NAMES)]), *sound()[1:]]) == []
+    without = [r for r in records if r["kind"] != "gradient"]  # gradients were not measured
+    assert advise([header(groups=[group(*NAMES)]), *without]) == []
+
+
+@pytest.mark.parametrize(
+    "strange", [3, "x", None, [3], [[]], [{}], [{"parameters": 3}], {"a": 1}, [{"parameters": [[]]}]]
+)
+def test_whatever_the_header_says_of_groups_is_read(strange: Any) -> None:
+    records = spiking(300, range(304, 307))[1:]
+    for key in ("groups", "frozen", "apart", "low_precision"):
+        assert "second moment out of date" in {p.rule for p in advise([header(**{key: strange}), *records])}
+    betas = [group(*NAMES, betas=strange, clip_updates=strange, weights=strange)]
+    assert advise([header(groups=betas), *records])
+
+
+def test_a_watch_says_how_the_run_was_set_up() -> None:
+    net = torch.nn.Sequential(
+        torch.nn.Linear(8, 8), ng.linear.LowPrecisionLinear(8, 8, plan=ng.linear.SWITCHBACK.with_format("e4m3")),
+        torch.nn.Linear(8, 8), torch.nn.Linear(8, 8),
+    )  # fmt: skip
+    net[2].requires_grad_(False)
+    optimizer = ng.optim.AdamW(
+        [
+            {"params": net[0].parameters(), "lr": torch.tensor(0.5), "clip_updates": True},
+            {"params": [*net[1].parameters(), *net[2].parameters()], "states": {"m": "bf16", "v": "fp32"}},
+        ]
+    )
+    with ng.gauges.watch(net, optimizer) as watch:
+        head = watch.rows()[0]
+    first, second = head["groups"]
+    assert first["parameters"] == ["0.weight", "0.bias"]
+    assert (first["rule"], first["weights"], first["clip_updates"], first["lr"]) == ("adamw", "plain", True, 0.5)
+    assert first["betas"] == [0.9, 0.999]
+    assert second["states"] == {"m": "bf16", "v": "fp32"}
+    assert head["frozen"] == ["2.weight", "2.bias"]
+    assert head["apart"] == ["3.weight", "3.bias"]
+    assert head["low_precision"] == {"1": ["e4m3"]}
+    with ng.gauges.watch(net, torch.optim.SGD(net[0].parameters(), 0.1)) as watch:
+        assert watch.rows()[0]["groups"][0]["momentum"] == 0
+
+
+def test_the_same_records_in_another_order_give_the_same_advice() -> None:
+    records = changed(spiking(300, range(304, 307)), "update", ["ln.weight"], lost=1.0, descent_quality=0.0)
+    records = changed(records, "gradient", NAMES, formats={"e4m3": {"underflow": 0.5}})
+    records[0] = header(low_precision={"h.0.fc": ["e4m3"]})
+    first = advise(records)
+    assert len(first) == 3
+    for seed in range(3):
+        shuffled = records[1:]
+        random.Random(seed).shuffle(shuffled)
+        assert [str(piece) for piece in advise([records[0], *shuffled])] == [str(piece) for piece in first]
+    assert [piece.urgency for piece in first] == ["change", "change", "note"]
+
+
+def test_evidence_is_bounded_and_reads_as_a_sentence() -> None:
+    names = [f"h.{i}.fc.weight" for i in range(60)]
+    records = [header(parameters={name: [8, 8] for name in names})]
+    for number in range(1, 41):
+        records.append(step(number))
+        records += [update(number, name, lost=1.0, descent_quality=0.0) for name in names]
+        records += [tensor("gradient", number, name) for name in names]
+    piece = only(records)
+    assert len(piece.evidence) == 20
+    assert "h.0.fc.weight, h.1.fc.weight, h.10.fc.weight and 57 more do not move" in piece.finding
+    assert str(piece.evidence[0]) == "h.0.fc.weight: effective descent quality 0 at step 40, threshold 0.9"
+    assert str(piece) == f"{piece.finding} {piece.action} ({piece.source})"
+
+
+def test_the_page_lists_every_rule() -> None:
+    root = Path(__file__).parents[2]
+    table = (root / "docs" / "gauges.md").read_text().split("| rule | speaks when | |")[1].split("\n\n")[0]
+    listed = set(re.findall(r"^\| ([a-z0-9 ]+) \|", table, re.MULTILINE))
+    assert listed == {rule.name for rule in RULES} - {"activations in float8", "gradients of activations in float8"}
+
+
+def test_of_a_real_training_in_bf16_norms_lose_their_updates_and_low_words_keep_them() -> None:
+    def train(weights: str) -> dict[str, Advice]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(16, 32), torch.nn.LayerNorm(32), torch.nn.Linear(32, 4)
+        ).bfloat16()
+        optimizer = ng.optim.AdamW(model.named_parameters(), lr=1e-3, weights=weights, weight_decay=0.0)
+        with ng.gauges.watch(model, optimizer, every=2) as gauges:
+            for _ in range(20):
+                x = torch.randn(32, 16, dtype=torch.bfloat16)
+                loss = (model(x) - x[:, :4]).float().square().mean()
+                gauges.loss(loss)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return {piece.rule: piece for piece in advise(gauges.rows())}
+
+    plain = train("plain")
+    assert "1.weight does not move at all" in plain["lost updates"].finding
+    split = train("split")
+    assert "lost updates" not in split
+    assert split["updates wait in low words"].urgency == "note"

@@ -1,0 +1,98 @@
+"""Records go out in order, by a thread of their own; callbacks are the loop's."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from narrowgauge.gauges._records import Record, Writer, read_records
+from narrowgauge.gauges._watch._alarms import Alarms
+from narrowgauge.gauges._watch._sink import RecordSink
+
+HEADER: Record = {"kind": "run", "version": 1}
+
+
+def step(number: int, **more: object) -> Record:
+    return {"kind": "step", "step": number, "loss": 1.0, **more}
+
+
+def test_the_loop_does_not_wait_and_order_is_kept(tmp_path: Path) -> None:
+    writer, go = Writer(tmp_path / "gauges.jsonl", None), threading.Event()
+    sink = RecordSink(writer, None, False, None)
+    sink.begin(HEADER)
+
+    def slow() -> list[Record]:
+        assert go.wait(20)
+        return [step(1)]
+
+    sink.submit(slow)
+    for number in range(2, 20):
+        sink.submit(lambda number=number: [step(number)])
+    assert read_records(writer.path) == [HEADER]  # and yet all of that was handed over
+    go.set()
+    sink.flush()
+    assert [record.get("step") for record in read_records(writer.path)] == [None, *range(1, 20)]
+    sink.close()
+
+
+def test_alarms_are_called_by_the_thread_that_puts() -> None:
+    heard: list[tuple[str, int, int]] = []
+    alarms = Alarms(lambda alarm: heard.append((alarm["kind"], alarm["step"], threading.get_ident())), warmup=0)
+    sink = RecordSink(None, None, True, alarms)
+    sink.submit(lambda: [{"kind": "gradient", "step": 3, "name": "x", "nonfinite": 2}])
+    sink.flush()
+    assert heard == [("nonfinite", 3, threading.get_ident())]
+    assert [record["kind"] for record in sink.rows] == ["gradient", "nonfinite"]
+    sink.close()
+
+
+def test_what_fails_in_the_thread_is_raised_in_the_loop() -> None:
+    sink = RecordSink(None, None, True, None)
+
+    def broken() -> list[Record]:
+        raise ValueError("no such row")
+
+    sink.submit(broken)
+    with pytest.raises(ValueError, match="no such row"):
+        sink.flush()
+    sink.submit(lambda: [step(1)])  # the others are taken
+    sink.close()
+    assert sink.rows == [step(1)]
+
+
+def test_what_a_callback_raises_is_the_loops() -> None:
+    def stop(alarm: Record) -> None:
+        raise InterruptedError(alarm["name"])
+
+    sink = RecordSink(None, None, True, Alarms(stop, warmup=0))
+
+    def put() -> None:  # raises at once or a little later
+        sink.submit(lambda: [{"kind": "gradient", "step": 1, "name": "x", "nonfinite": 1}])
+        sink.flush()
+
+    with pytest.raises(InterruptedError, match="x"):
+        put()
+    sink.close()
+
+
+def test_a_slow_disk_holds_the_loop_up_and_not_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("narrowgauge.gauges._watch._sink._MOST", 2)
+    sink, go, waiting = RecordSink(None, None, True, None), threading.Event(), threading.Event()
+    for number in (1, 2):
+        sink.submit(lambda number=number: [step(number)] if go.wait(20) else [])
+
+    def third() -> None:
+        waiting.set()
+        sink.submit(lambda: [step(3)])
+
+    loop = threading.Thread(target=third)
+    loop.start()
+    assert waiting.wait(20)
+    loop.join(0.05)
+    assert loop.is_alive()
+    go.set()
+    loop.join(20)
+    sink.close()
+    assert [record["step"] for record in sink.rows] == [1, 2, 3]
