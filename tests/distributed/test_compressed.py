@@ -21,11 +21,11 @@ from narrowgauge.distributed._compressed_memory import Memory
 from narrowgauge.distributed._compressed_wire import Wire
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown codebook": ({"codebook": "dynamik"}, r"^codebook: got 'dynamik', takes one of "),
+    "unknown codebook": ({"codebook": "dynamik"}, r"^codebook must be one of .*, got 'dynamik'"),
     "no codebook": ({"codebook": 8}, r"^codebook: got 8, takes a name such as 'dynamic' or a tensor of values$"),
-    "values that are none": ({"codebook": torch.tensor([-1.0, 1.0])}, "^codebook: takes ascending"),
+    "values that are none": ({"codebook": torch.tensor([-1.0, 1.0])}, "^codebook must have ascending"),
     "unsigned": ({"codebook": formats.codebook("dynamic", signed=False)}, "^codebook: got values without negative"),
-    "width": ({"bits": 9}, r"^bits: got 9, takes 2 to 8 for the map 'dynamic' with sign$"),
+    "width": ({"bits": 9}, r"^bits must be 2 to 8 for the map 'dynamic' with sign, got 9$"),
     "width twice": (
         {"codebook": formats.codebook("linear", bits=4), "bits": 4},
         r"^bits: got 4 beside a codebook of values, takes None$",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_linear_multiplies import FORMS, PLANS
+from test_linear_matmuls import FORMS, PLANS
 from torch import Tensor
 
 from narrowgauge.linear import LinearPlan, _passes, linear, tune

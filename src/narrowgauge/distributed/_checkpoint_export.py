@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from narrowgauge._arguments import typed
 from narrowgauge.distributed._checkpoint_blocks import whole_blocks
 from narrowgauge.distributed._checkpoint_files import sync_folder
 from narrowgauge.distributed._checkpoint_folder import flaws
@@ -17,7 +16,6 @@ from narrowgauge.distributed._checkpoint_read import open_checkpoint, read_into
 from narrowgauge.distributed._checkpoint_state import optimizer_state_dict
 
 
-@typed
 def export_checkpoint(path: str | Path, file: str | Path) -> Path:
     """Write a checkpoint as one unsharded file, in one process, without the model.
 

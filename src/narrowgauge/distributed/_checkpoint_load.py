@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from narrowgauge._arguments import typed
 from narrowgauge.distributed._checkpoint_blocks import (
     Blocks,
     block_sizes,
@@ -62,7 +61,6 @@ class LoadedCheckpoint(NamedTuple):
     extra: Any
 
 
-@typed
 def latest_checkpoint(directory: str | Path) -> Path | None:
     """The newest checkpoint in a folder that is whole.
 
@@ -82,7 +80,6 @@ def latest_checkpoint(directory: str | Path) -> Path | None:
     return on_first(lambda: newest_whole(Path(directory)))
 
 
-@typed
 def load_checkpoint(
     path: str | Path,
     *,

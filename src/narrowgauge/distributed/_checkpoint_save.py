@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from narrowgauge._arguments import held, typed
 from narrowgauge.distributed._checkpoint_ranks import Ranks, new_token, ranks, say_refused
 from narrowgauge.distributed._checkpoint_state import gather, local_piece, writes
 from narrowgauge.distributed._checkpoint_write import Job, Part, write_checkpoint
@@ -46,7 +45,6 @@ class PendingCheckpoint:
         return self._future.result()
 
 
-@typed
 def save_checkpoint(
     directory: str | Path,
     *,
@@ -89,7 +87,6 @@ def save_checkpoint(
     )
 
 
-@typed
 def save_checkpoint_async(
     directory: str | Path,
     *,
@@ -116,8 +113,7 @@ def save_checkpoint_async(
     Raises:
         ValueError: as `save_checkpoint`; everything else is raised by `PendingCheckpoint.wait`.
     """
-    # Types too: what is wrong with them would be found by the thread.
-    job = _job(held(_checked), directory, model, optimizer, step, keep_last, extra, random_states, timeout)
+    job = _job(_checked, directory, model, optimizer, step, keep_last, extra, random_states, timeout)
     return _writer.submit(job)
 
 

@@ -21,17 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowgauge._arguments import typed
 from narrowgauge.distributed._compressed_hook import CompressedAllReduce, Exempt, is_integer
 from narrowgauge.distributed._compressed_memory import Memory
 from narrowgauge.distributed._compressed_wire import Wire
 from narrowgauge.formats import codebook as named_codebook
-from narrowgauge.formats._codebooks import known
-from narrowgauge.formats._codebooks._map import checked
+from narrowgauge.formats._codebooks import checked, known
 from narrowgauge.formats._rounding import Rounding
 
 
-@typed
 def compressed_allreduce_hook(
     codebook: str | Tensor = "dynamic",
     error_feedback: bool = True,

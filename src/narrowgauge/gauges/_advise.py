@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from narrowgauge._arguments import typed
 from narrowgauge.gauges import _advice_ranges, _advice_updates
 from narrowgauge.gauges._advice import URGENCIES, Advice, Rule
 from narrowgauge.gauges._history import History, Record
@@ -31,7 +30,6 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-@typed
 def advise(records: Iterable[Record] | History) -> list[Advice]:
     """Advice on a run.
 

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge._arguments import typed
 from narrowgauge.gauges._formats import Target, targets
 from narrowgauge.kernels._triton import unavailable
 
@@ -156,7 +155,6 @@ class FeatureStats:
         return FormatLoss(*(count / whole if whole else math.nan for count in counts))
 
 
-@typed
 def feature_stats(x: Tensor, formats: Sequence[str | Target] = FORMATS) -> FeatureStats:
     """Measure the magnitudes of a tensor: a feature, a gradient, a weight.
 

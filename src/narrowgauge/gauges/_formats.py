@@ -33,7 +33,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from narrowgauge._arguments import check_fields
 from narrowgauge.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FloatFormat
 
 # Below this absmax a scaled tensor is zeros: scale and inverse must stay normal numbers of float32.
@@ -55,7 +54,6 @@ class Target:
     scaled: bool = True
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.floats is None and not self.scaled:
             raise ValueError("scaled: got False, takes True for int8: without a scale it holds whole numbers only")
 

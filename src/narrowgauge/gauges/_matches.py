@@ -24,7 +24,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from narrowgauge._arguments import typed
 from narrowgauge.gauges._spikes import _whole
 
 
@@ -88,7 +87,6 @@ class SpikeMatch:
         return float(Fraction(ways, math.comb(self.steps, drawn)))
 
 
-@typed
 def match_spikes(
     rms_spikes: Sequence[int],
     loss_spikes: Sequence[int],

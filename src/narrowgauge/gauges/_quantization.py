@@ -20,7 +20,6 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from narrowgauge._arguments import typed
 from narrowgauge.gauges._updates import _same_shape
 
 CODES = 256
@@ -81,7 +80,6 @@ class QuantizationError:
         return float(-torch.xlogy(share, share).sum() / torch.log(share.new_tensor(2.0)))
 
 
-@typed
 def quantization_error(x: Tensor, quantized: Coded) -> QuantizationError:
     """Compare a tensor with its quantized self.
 
@@ -195,7 +193,6 @@ class AdamErrorMap:
         return _ratio(use[error.argsort(descending=True, stable=True)[:count]].sum(), use.sum())
 
 
-@typed
 def adam_error_map(
     m: Tensor, v: Tensor, m8: Coded, v8: Coded | None, eps: float = 1e-8, weights: Tensor | None = None
 ) -> AdamErrorMap:

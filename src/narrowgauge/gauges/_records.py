@@ -35,8 +35,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge._arguments import typed
-
 LOG = logging.getLogger("narrowgauge.gauges")
 
 VERSION = 1
@@ -79,7 +77,6 @@ def records_file(path: str | os.PathLike[str]) -> Path:
     return path / FILE_NAME if path.is_dir() else path
 
 
-@typed
 def read_records(path: str | os.PathLike[str]) -> Records:
     """Read the records of a run, up to the first damage if there is any.
 

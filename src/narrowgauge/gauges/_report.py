@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from narrowgauge._arguments import typed
 from narrowgauge.gauges._history import Record
 
 
-@typed
 def write_report(records: Iterable[Record], path: str | Path) -> None:
     """Write records as one self-contained page of HTML, whole or not at all.
 

@@ -33,8 +33,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from narrowgauge._arguments import typed
-
 
 @dataclass(frozen=True)
 class Spike:
@@ -106,7 +104,6 @@ class LossSpikes:
     Source: Wortsman et al. 2023, Appendix E.
     """
 
-    @typed
     def __init__(
         self, deviations: float = 3.2, warmup: int = 1000, merge: int = 10, window: int = 100, needs: int = 2
     ) -> None:
@@ -159,7 +156,6 @@ class RmsSpikes:
     Source: Wortsman et al. 2023, Appendix E.
     """
 
-    @typed
     def __init__(self, threshold: float = 2.3, warmup: int = 1000, merge: int = 10) -> None:
         self.threshold = _positive("threshold", threshold)
         self._events = _Events(warmup, merge, needs=1)
@@ -177,7 +173,6 @@ class RmsSpikes:
         return self._events.deviation(step, rms, self.threshold) if rms >= self.threshold else None
 
 
-@typed
 def find_spikes(
     losses: Sequence[float],
     deviations: float = 3.2,
@@ -209,7 +204,6 @@ def find_spikes(
     return [spike.step for spike in found if spike is not None]
 
 
-@typed
 def find_rms_spikes(
     values: Sequence[float],
     threshold: float = 2.3,

@@ -16,12 +16,9 @@ import math
 import torch
 from torch import Tensor
 
-from narrowgauge._arguments import held, typed
-
 _TINY = 2.0**-126
 
 
-@typed
 def effective_descent_quality(update: Tensor, effective_update: Tensor) -> Tensor:
     """Projection of the effective update on the direction of the intended one.
 
@@ -44,7 +41,6 @@ def effective_descent_quality(update: Tensor, effective_update: Tensor) -> Tenso
     return torch.where(norm > 0, (intended * effective).sum() / norm, 0.0)
 
 
-@held
 def relative_descent_quality(update: Tensor, effective_update: Tensor) -> Tensor:
     """The effective descent quality over ||update||: 1 if nothing is missing along the intended update.
 
@@ -66,7 +62,6 @@ def relative_descent_quality(update: Tensor, effective_update: Tensor) -> Tensor
     return torch.where(norm > 0, quality / norm, torch.nan)
 
 
-@typed
 def lost_updates(before: Tensor, update: Tensor, after: Tensor) -> Tensor:
     """Share of the updates other than zero that changed nothing.
 
@@ -94,7 +89,6 @@ def lost_updates(before: Tensor, update: Tensor, after: Tensor) -> Tensor:
     return lost / intended.sum().clamp_min(1)
 
 
-@typed
 def rms_ratio(grad: Tensor, second_moment: Tensor, eps: float = 1e-6) -> Tensor:
     """RMS_t: by how much a gradient is larger than its second moment says, sqrt(mean of g^2 / max(u, eps^2)).
 

@@ -24,7 +24,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from narrowgauge._arguments import typed
 from narrowgauge.gauges._alarms import Alarms
 from narrowgauge.gauges._features import FORMATS
 from narrowgauge.gauges._formats import Target, targets
@@ -36,7 +35,6 @@ from narrowgauge.gauges._watched_run import Output, Sources, parameters_of
 from narrowgauge.gauges._watcher import Watch
 
 
-@typed
 def watch(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

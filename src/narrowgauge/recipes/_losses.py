@@ -102,7 +102,7 @@ def pair_loss(model: nn.Module, images: Tensor, tokens: Tensor) -> Tensor:
 def pair_rows(model: nn.Module, images: Tensor, tokens: Tensor) -> Tensor:
     """What a CLIP of transformers makes of pairs, as `unit_pairs` has it; arguments as `pair_loss`.
 
-    All else that the model gives, its own cosines among it, is let go of.
+    The model's other results, its own cosines among them, are dropped.
     """
     found = model(input_ids=tokens, pixel_values=normalized(images))
     return unit_pairs(found.image_embeds, found.text_embeds)
@@ -145,10 +145,10 @@ class Step:
 
 
 def step_of(model: nn.Module, gpus: int = 1) -> Step:
-    """How a model is trained if nobody says: transformers' CLIP and ViT by their losses, all else by tokens.
+    """How a model is trained by default: transformers' CLIP and ViT by their losses, all else by tokens.
 
     Args:
-        gpus: how many share a step: of a CLIP each has the rows of all, and tells its own from them.
+        gpus: how many share a step: for a CLIP, each gathers the rows of all.
     """
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind == "clip":
@@ -208,6 +208,6 @@ def _named(model: nn.Module, what: str) -> Iterator[None]:
         yield
     except (TypeError, AttributeError) as error:
         raise ValueError(
-            f"loss: got None for a {type(model).__name__}, takes a function of model, batch and sequence for what "
-            f"does not {what} ({error})"
+            f"loss must be a function of model, batch and sequence for a {type(model).__name__}, which does not "
+            f"{what}, got None ({error})"
         ) from error

@@ -29,7 +29,7 @@ PARTS: tuple[Part, ...] = ("activations", "loss", "backward", "gradients")
 
 
 def rounded(nbytes: int) -> int:
-    """What the allocator takes for so many bytes."""
+    """Bytes that the allocator takes for a storage."""
     return -(-nbytes // GRAIN) * GRAIN
 
 
@@ -167,12 +167,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = func(*args, **kwargs)
         for result in results if isinstance(results, tuple | list) else (results,):
             if isinstance(result, Tensor):
-                self._see(result)
+                self._record(result)
         if func is torch.ops.aten.add.Tensor and self.part == "backward":
             self._follow_sum(results, args)
         return results
 
-    def _see(self, tensor: Tensor) -> None:
+    def _record(self, tensor: Tensor) -> None:
         key = _key(tensor)
         if key in self._lives:
             return
@@ -186,8 +186,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self._lives[key] = (weakref.ref(storage, gone), life)
 
-    # Autograd adds gradients of one tensor in place, except under a mode, where it makes a new one for each sum.
-    # The old one is let go at once: then the sum is taken to be where it was.
+    # Autograd adds gradients of one tensor in place, except under a mode, where it makes a new one for each sum and
+    # drops the old one at once: then the sum is counted in the old one's place.
 
     def _follow_sum(self, total: Tensor, args: tuple[Any, ...]) -> None:
         life = self._lives[_key(total)][1]
@@ -207,17 +207,16 @@ def _key(tensor: Tensor) -> int:
 
 
 def _value(tensor: Tensor) -> bool:
-    """What a model is told that looks at a value there is not.
+    """The value of a truth value on the meta device: True.
 
-    Masks are looked at to see whether all of something holds (nothing is padded, one text a row), which it does in
-    ordinary training.
+    Models read masks to learn whether nothing is padded, or each row is one text, which holds in ordinary training.
 
     Raises:
-        ValueError: for anything but a truth value.
+        ValueError: for a number.
     """
     if tensor.dtype != torch.bool:
         raise ValueError(
-            f"model: its step reads a number of {tensor.dtype} from the device, takes one whose memory does not "
-            "depend on values"
+            "model must have a step whose memory does not depend on values, got one that reads a number of "
+            f"{tensor.dtype} from the device"
         )
     return True

@@ -1,8 +1,8 @@
-"""One training step of a model on the meta device, and what it takes.
+"""One training step of a model on the meta device, and the memory that it would take.
 
-The model is a copy without memory: same modules, same code, tensors that have shapes only. A recipe is applied
-to it and a linear plan swapped into it exactly as in a training, and a step is run: forward, loss, backward.
-That takes a fraction of a second however large the model is.
+The model is a copy on the meta device: same modules, same code, tensors that have shapes only. A recipe is applied
+to it and a linear plan swapped into it exactly as in a training, and a step runs: forward, loss, backward. That
+takes a fraction of a second however large the model is.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.linear import LinearPlan, swap_linears
-from narrowgauge.linear._heads import output_heads
+from narrowgauge.linear._names import output_heads
 from narrowgauge.optim._plan import ParamPlan
-from narrowgauge.recipes._cuda_ways import WORKSPACES, as_on_cuda
+from narrowgauge.recipes._cuda_kernels import WORKSPACES, as_on_cuda
 from narrowgauge.recipes._losses import Loss
 from narrowgauge.recipes._recipe import Recipe
 from narrowgauge.recipes._timeline import Recorder, Timeline, rounded
@@ -61,7 +61,7 @@ class Held:
         return self.weights + self.buffers + self.states + self.low_words
 
 
-def bare(model: nn.Module) -> nn.Module:
+def without_memory(model: nn.Module) -> nn.Module:
     """A copy of a model on the meta device; the model is left alone, and no memory is taken.
 
     Raises:
@@ -82,7 +82,7 @@ def bare(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model, memo)
     except (TypeError, RuntimeError) as error:
         raise ValueError(
-            f"model: got one that copy.deepcopy refuses, takes one that can be copied: {error}"
+            f"model must be one that copy.deepcopy copies, got a {type(model).__name__}: {error}"
         ) from None
 
 
@@ -92,15 +92,15 @@ def from_config(config: Any) -> nn.Module:
     Raises:
         ValueError: for what is no configuration of a language model, a CLIP or a ViT.
     """
-    library: Any = sys.modules.get("transformers")  # loaded, if there is a configuration of its
+    library: Any = sys.modules.get("transformers")  # imported, if the configuration is one of its
     if library is None or not isinstance(config, library.PretrainedConfig):
         raise ValueError(
-            f"model_or_config: got {type(config).__name__}, takes a torch.nn.Module, a transformers "
-            "configuration or a number of parameters"
+            "model_or_config must be a torch.nn.Module, a transformers configuration or a number of parameters, "
+            f"got {type(config).__name__}"
         )
     layers = getattr(config, "num_hidden_layers", None)
     if isinstance(layers, int) and layers > _MOST_LAYERS:
-        raise ValueError(f"model_or_config: got one with {layers} layers, takes at most {_MOST_LAYERS}")
+        raise ValueError(f"model_or_config must have at most {_MOST_LAYERS} layers, got {layers}")
     masked = type(config) in library.MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
     make = library.AutoModelForMaskedLM if masked else library.AutoModelForCausalLM
 
@@ -117,14 +117,14 @@ def from_config(config: Any) -> nn.Module:
             model = made("sdpa")
         except ValueError:  # a few have none that is fused
             model = made("eager")
-    except Exception as error:  # whatever the models' classes make of values that they do not expect
-        raise ValueError(f"model_or_config: got a {type(config).__name__}: {_told(error)}") from error
+    except Exception as error:  # the models' classes raise anything for unexpected values
+        raise ValueError(f"model_or_config: {type(config).__name__}: {_message(error)}") from error
     config_of: Any = model.config
     config_of.use_cache = False
     return model.train()
 
 
-def _told(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
@@ -157,11 +157,11 @@ class Traced:
             enable_checkpointing(model)
         self.optimizer = recipe.apply(model, **options)
         if linear is not None:
-            # As `narrowgauge train` does; of anybody else's model what `swap_linears` does.
+            # As `narrowgauge train` does for transformers; the default of `swap_linears` for other models.
             heads: dict[str, Any] = {"keep": output_heads(model)} if hasattr(model, "config") else {}
             report = swap_linears(model, linear, **heads)
             if not report.swapped:
-                raise ValueError(f"linear: got {linear}, takes a model with linear layers; all were kept")
+                raise ValueError(f"linear must be None for a model without layers to swap, got {linear}")
         self.model, self._loss, self.accumulate, self._frees = model, loss, accumulate, frees
         self.trace = functools.cache(self._trace)
 
@@ -213,13 +213,13 @@ class Traced:
         recorder = Recorder(known, WORKSPACES)
         timeline = recorder.timeline
 
-        def leaves(p: Tensor) -> None:
+        def free(p: Tensor) -> None:
             assert p.grad is not None
             recorder.is_gradient(p.grad)
             p.grad = None
 
         trained = [p for p in self.model.parameters() if p.requires_grad] if self._frees else []
-        hooks = [cast(Any, p).register_post_accumulate_grad_hook(leaves) for p in trained]
+        hooks = [cast(Any, p).register_post_accumulate_grad_hook(free) for p in trained]
         with warnings.catch_warnings(), as_on_cuda(), recorder, _loss_apart(self.model, recorder):
             warnings.simplefilter("ignore")
             timeline.mark("forward")
@@ -231,8 +231,8 @@ class Traced:
                     torch.autograd.backward(loss)
             except RuntimeError as error:  # kernels that have no stand-in without memory, mostly
                 raise ValueError(
-                    f"model: got a {type(self.model).__name__} whose step fails on the meta device, takes "
-                    f"one that runs there: {error}"
+                    f"model must run on the meta device, got a {type(self.model).__name__} whose step fails there: "
+                    f"{error}"
                 ) from error
             for p in self.model.parameters():
                 if p.grad is not None:
@@ -272,15 +272,16 @@ def enable_checkpointing(model: nn.Module) -> None:
     enable = enable or getattr(model, "gradient_checkpointing_enable", None)
     if enable is None:
         raise ValueError(
-            f"checkpointing: got True for a {type(model).__name__}, takes a model of transformers; "
-            "have others checkpoint by themselves, and leave it out"
+            f"checkpointing must be False for a {type(model).__name__}, got True: only models of transformers "
+            "switch it on; let others checkpoint in their own code"
         )
     enable({"use_reentrant": False})
 
 
 def _tables(plan: ParamPlan, elements: float) -> int:
-    """Bytes that the optimizer's kernels read to know where a parameter lies: a row of addresses, and a number for
-    each program of the step and of the pass that looks for gradients that are not finite.
+    """Bytes of the optimizer's launch tables for a parameter.
+
+    They have a row of addresses, and a number for each program of the step and of the pass that inspects gradients.
     """
     each = _BLOCKS if any(slot.storage.quantized for slot in plan.slots) else _PLAIN
     return 128 + int(4 * elements / each) + int(4 * elements / _BLOCKS)

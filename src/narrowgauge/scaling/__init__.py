@@ -36,8 +36,7 @@ The scalers are subclasses of `torch.amp.GradScaler`. The frameworks ask for its
 optimizers, sharding code and some trainers reach for its private attributes, which a look-alike would have to copy.
 """
 
-from narrowgauge.scaling._base import LossScaler
-from narrowgauge.scaling._dynamic import DynamicLossScaler
-from narrowgauge.scaling._fixed import StaticLossScaler, TensorLossScaler
+from narrowgauge.scaling._scaler import DynamicLossScaler, LossScaler, StaticLossScaler
+from narrowgauge.scaling._tensor_scaler import TensorLossScaler
 
 __all__ = ["DynamicLossScaler", "LossScaler", "StaticLossScaler", "TensorLossScaler"]
