@@ -65,7 +65,7 @@ def check(name: str, value: Any, kind: Kind[T]) -> T:
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    """Refuse a value that is none of some.
+    """Refuse a value that is not among the choices.
 
     Raises:
         ValueError: naming the argument, the choices and what it is.

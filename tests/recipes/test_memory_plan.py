@@ -20,6 +20,7 @@ from narrowgauge.recipes._trace import Traced, enable_checkpointing, without_mem
 from narrowgauge.trainers import build_model
 from narrowgauge.trainers._memory import peak_memory
 from narrowgauge.trainers._models import configuration, next_token_loss
+from products import by_pairs
 
 # By hand, for a matrix of 512 x 512 (N = 262 144 elements, 1024 blocks of 256): bytes of the weight, of what is
 # added to it, and of both moments. A block of 8 bits has one scale of 4 bytes, one of log4's two.
@@ -113,11 +114,14 @@ def test_a_recorder_counts_storages_while_they_live() -> None:
     assert recorder.timeline.peak().where == "with a view"
 
 
-@pytest.mark.parametrize("plan", [None, linear.SWITCHBACK, linear.SWITCHBACK_M], ids=["linear", "saved", "codes"])
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
-@pytest.mark.parametrize(("preset", "recipe"), [("mini", "fp32"), ("mini", "A"), ("llama-micro", "A")])
-def test_a_trace_is_what_a_real_step_takes(preset: str, recipe: str, checkpointing: bool, plan: Any) -> None:
+@by_pairs(
+    of={"gpt2 fp32": ("mini", "fp32"), "gpt2 bf16": ("mini", "A"), "llama bf16": ("llama-micro", "A")},
+    checkpointing={"kept": False, "checkpointed": True},
+    plan={"linear": None, "saved": linear.SWITCHBACK, "codes": linear.SWITCHBACK_M},
+)
+def test_a_trace_is_what_a_real_step_takes(of: tuple[str, str], checkpointing: bool, plan: Any) -> None:
     """Storages that autograd really saves, and the allocator's own count of a step, on the CPU."""
+    preset, recipe = of
     model = build_model(preset, vocabulary=1024, sequence=128, seed=0)
     traced = Traced(without_memory(model), recipes.get(recipe), plan, checkpointing, token_loss, {})
     timeline = traced.trace(8, 128)
@@ -190,11 +194,11 @@ def peak(config: Any, recipe: str = "D", batch: int = 2, sequence: int = 64, **o
 
 
 def test_more_takes_more(config: Any) -> None:
-    batches = [peak(config, batch=batch) for batch in (1, 2, 3, 8, 64)]
-    sequences = [peak(config, sequence=sequence) for sequence in (2, 64, 65, 128, 512)]
+    batches = [peak(config, batch=batch) for batch in (1, 2, 64)]
+    sequences = [peak(config, sequence=sequence) for sequence in (64, 65, 512)]
     assert batches == sorted(set(batches))
     assert sequences == sorted(set(sequences))
-    by_bytes = [peak(config, name) for name in ("adamw8bit-split8", "A", "B", "C", "D")]
+    by_bytes = [peak(config, name) for name in ("adamw8bit-split8", "A", "D")]
     assert by_bytes == sorted(set(by_bytes))
     assert peak(config, "A", 16, 512, checkpointing=True) < peak(config, "A", 16, 512)
 
@@ -226,7 +230,14 @@ def test_attention_is_linear_in_the_sequence_and_as_real_with_a_mask() -> None:
         assert saved(1024, True, recipe) - saved(1024, False, recipe) == 1024 * 1024 * itemsize
 
 
-@pytest.mark.parametrize(("recipe", "memory"), [("D", "400MB"), ("adamw8bit-split8", "250MB"), ("C", "1GB")])
+@pytest.mark.parametrize(
+    ("recipe", "memory"),
+    [
+        ("D", "400MB"),
+        pytest.param("adamw8bit-split8", "250MB", marks=pytest.mark.slow),
+        pytest.param("C", "1GB", marks=pytest.mark.slow),
+    ],
+)
 def test_the_largest_that_fits_fits_and_one_more_does_not(config: Any, recipe: str, memory: str) -> None:
     plan = recipes.plan_memory(config, recipe, batch=2, sequence=64, device_memory=memory)
     room = parse_bytes("memory", memory)

@@ -49,7 +49,7 @@ class CodebookMap:
 
     Attributes:
         name: what users type.
-        summary: what it is, in a line.
+        summary: a description, in a line.
         source: where it is defined.
         build: signed, bits -> ascending float32 tensor of at most 2^bits values in [-1, 1], with 0 and 1.
         signed_bits, unsigned_bits: the code widths it is defined for; empty if it is not.

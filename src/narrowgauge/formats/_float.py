@@ -322,7 +322,7 @@ class FloatFormat:
         """The format that a torch dtype stores.
 
         Raises:
-            ValueError: for a dtype that is none of the formats here.
+            ValueError: for a dtype of no format here.
         """
         for known in (FP32, FP16, BF16, FP8_E4M3, FP8_E5M2):
             if known.dtype == dtype:

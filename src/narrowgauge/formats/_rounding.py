@@ -36,7 +36,7 @@ def round_to(
         lies beyond the largest number becomes what the format has for it (see `FloatFormat.nearest`).
 
     Raises:
-        ValueError: for an unknown rounding, or an x or fmt that is none.
+        ValueError: for an unknown rounding, an x that is no float tensor, or a fmt that is no FloatFormat.
     """
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise ValueError(f"x must be a tensor of floats, got {getattr(x, 'dtype', type(x).__name__)}")

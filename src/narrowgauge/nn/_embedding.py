@@ -23,7 +23,7 @@ class StableEmbedding(nn.Embedding):
 
     Add position embeddings after it. Takes all arguments of `nn.Embedding`; the output has the dtype of the table.
     Its table is marked (`narrowgauge.storage.mark_states`): optimizers of this library keep its moments in fp32
-    whatever their `states` say. The norm has parameters of its own, ``norm.weight`` and ``norm.bias``.
+    whatever their `states` say. The norm's parameters are ``norm.weight`` and ``norm.bias``.
 
     Shapes: (...) of token indices to (..., embedding_dim).
 

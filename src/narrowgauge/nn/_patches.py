@@ -5,7 +5,7 @@ cost less than half of the time, and CLIP loses little; after training nothing i
 
 A layer norm may stand on either side of the patch embedding, the layer that turns pixels into features: on the
 pixels of each patch ("before"), or on the features of each patch ("after"), ahead of class token and positions.
-transformers' CLIP has a third already, `pre_layrnorm`, behind class token and positions: that is the one that
+transformers' CLIP has a third already, `pre_layrnorm`, after class token and positions: that is the one that
 CLIP's authors added and that Wortsman et al. 2023 train with (Section 3.1). They tried the one before, as Kumar et
 al. 2022 have it, and found that it costs accuracy at ViT-Huge. transformers' ViT has none of the three.
 

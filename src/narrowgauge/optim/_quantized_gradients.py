@@ -16,6 +16,7 @@ al. 2019.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -77,7 +78,7 @@ class QuantizedGradients(torch.optim.Optimizer):
         self.error_feedback = error_feedback
         self._coder = Coder.of(_values(codebook))
         self._block_size, self._seed, self._step = check("block_size", block_size, Size), seed, 0
-        self._residuals: dict[Tensor, Tensor] = {}
+        self._residuals: dict[int, Tensor] = {}  # by the parameter's index
         super().__init__(list(self._parameters()), {})
         # Groups and state are the optimizer's own objects: a schedule that writes to one reaches the other.
         self.param_groups, self.state, self.defaults = optimizer.param_groups, optimizer.state, optimizer.defaults
@@ -120,15 +121,12 @@ class QuantizedGradients(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # torch copies and pickles groups and state only, and those are the optimizer's.
-        own = ("optimizer", "rounding", "error_feedback", "_coder", "_block_size", "_seed", "_step")
-        residuals = [self._residuals.get(p) for p in self._parameters()]
-        return {name: self.__dict__[name] for name in own} | {"_residuals": residuals}
+        own = ("optimizer", "rounding", "error_feedback", "_coder", "_block_size", "_seed", "_step", "_residuals")
+        return {name: self.__dict__[name] for name in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         shared = {name: getattr(state["optimizer"], name) for name in ("param_groups", "state", "defaults")}
         super().__setstate__({**state, **shared})
-        pairs = zip(self._parameters(), state["_residuals"], strict=True)
-        self._residuals = {p: residual for p, residual in pairs if residual is not None}
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, with each parameter's residual in its entry and the count of steps in the groups.
@@ -137,9 +135,9 @@ class QuantizedGradients(torch.optim.Optimizer):
         """
         given = self.optimizer.state_dict()
         groups, state = given["param_groups"], dict(given["state"])
-        for p, identity in zip(self._parameters(), _identities(groups), strict=True):
-            if p in self._residuals:
-                state[identity] = {**state.get(identity, {}), _RESIDUAL: self._residuals[p]}
+        for index, identity in enumerate(_identities(groups)):
+            if index in self._residuals:
+                state[identity] = {**state.get(identity, {}), _RESIDUAL: self._residuals[index]}
         return {**given, "state": state, "param_groups": [{**group, _STEPS: self._step} for group in groups]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -159,11 +157,10 @@ class QuantizedGradients(torch.optim.Optimizer):
             raise ValueError(
                 f"state_dict must be of QuantizedGradients, with one count {_STEPS!r} in all groups, got {counts!r}"
             )
-        for p, identity in zip(self._parameters(), _identities(groups), strict=True):
+        for index, (p, identity) in enumerate(zip(self._parameters(), _identities(groups), strict=True)):
             if _RESIDUAL in state.get(identity, ()):
-                entry = {key: value for key, value in state[identity].items() if key != _RESIDUAL}
-                residuals[p] = _checked(p, state[identity][_RESIDUAL], identity)
-                state[identity] = entry
+                state[identity] = entry = copy.copy(state[identity])  # not dict(): it may be a subclass
+                residuals[index] = _checked(p, entry.pop(_RESIDUAL), identity)
                 if not entry:
                     del state[identity]
         inner = [{key: value for key, value in group.items() if key != _STEPS} for group in groups]
@@ -188,10 +185,10 @@ class QuantizedGradients(torch.optim.Optimizer):
         self._step += 1
         for index, p in enumerate(parameters):
             if p.grad is not None:
-                self._quantize_gradient(index, p, p.grad)
+                self._quantize_gradient(index, p.grad)
 
-    def _quantize_gradient(self, index: int, p: Tensor, grad: Tensor) -> None:
-        wide, residual = grad.to(torch.float32), self._residuals.get(p)
+    def _quantize_gradient(self, index: int, grad: Tensor) -> None:
+        wide, residual = grad.to(torch.float32), self._residuals.get(index)
         finite = torch.isfinite(wide).all()
         # The sum of two finite numbers may overflow.
         wanted = wide if residual is None else (wide + residual).clamp(-_LARGEST, _LARGEST)
@@ -209,7 +206,7 @@ class QuantizedGradients(torch.optim.Optimizer):
             seen = quantized.to(grad.dtype).to(torch.float32)
             before = torch.zeros_like(wanted) if residual is None else residual
             # If rounding overflows, the optimizer refuses the whole gradient: the residual must not change.
-            self._residuals[p] = torch.where(finite & torch.isfinite(seen).all(), wanted - seen, before)
+            self._residuals[index] = torch.where(finite & torch.isfinite(seen).all(), wanted - seen, before)
         grad.copy_(torch.where(finite, quantized, wide))
 
 

@@ -38,24 +38,24 @@ class MemoryPlan:
     """Bytes on each GPU.
 
     Attributes:
-        model: what was planned: a class of models, or a number of parameters.
-        parameters: how many it has.
+        model: name of the model's class, or a number of parameters.
+        parameters: number of parameters.
         recipe, linear: names of the recipe and of the linear layers' plan.
-        example: what a batch counts: ``"sequence"`` of tokens, ``"pair"`` of an image and its caption, ``"image"``.
+        example: unit of a batch: ``"sequence"`` of tokens, ``"pair"`` of an image and its caption, ``"image"``.
         batch, sequence: examples a step on each GPU, and tokens of each; None for a number of parameters, and
             tokens of images without captions.
         checkpointing: whether blocks run again in the backward pass.
         accumulate: whether there are gradients of an earlier micro-batch.
         gpus, parallel: how many GPUs share the training, and how.
-        offload: what is on the host: ``"none"``, ``"states"`` with low words, or ``"gradients"`` as well.
-        held: what is kept from step to step, gradients included: weights, buffers, gradients, states, low words.
-        host: bytes on the host, by what they are; empty without offloading.
-        saved: what the forward pass leaves for the backward pass; None for a number of parameters.
-        at_peak: what is there at the worst moment, by what it is: what is held (of the gradients those that exist
-            then), activations, what the loss makes of the model's output, what the backward pass has for itself,
-            buffers of communication, cuBLAS's workspaces.
-        where: which part of the step the worst moment is in: forward, backward or optimizer.
-        device_memory: bytes that there are; None if that was not asked.
+        offload: tensors on the host: ``"none"``, ``"states"`` with low words, or ``"gradients"`` as well.
+        held: bytes that stay from step to step: weights, buffers, gradients, states, low words.
+        host: bytes on the host, by kind; empty without offloading.
+        saved: bytes that the forward pass saves for the backward pass; None for a number of parameters.
+        at_peak: bytes at the worst moment, by kind: those held (gradients as far as they exist then), activations,
+        the
+            loss's intermediate tensors, the backward pass's own, buffers of communication, cuBLAS's workspaces.
+        where: part of the step with the worst moment: forward, backward or optimizer.
+        device_memory: bytes of the device; None if not given.
     """
 
     model: str
@@ -118,7 +118,7 @@ class MemoryPlan:
         return largest(lambda tokens: planner.peak(batch, tokens), memory, planner.positions)
 
     def largest_model(self, device_memory: int | str | None = None) -> int:
-        """How many parameters of a model fit by what the recipe keeps for each, without activations.
+        """How many parameters fit by the recipe's bytes for each, without activations.
 
         Raises:
             ValueError: without a memory.
@@ -174,13 +174,14 @@ def plan_memory(
             micro-batch.
         sequence: tokens a sequence or a caption; as many as there are positions, 1024 at most, if None.
         device_memory: bytes of each GPU, or a text such as ``"80GB"`` (10^9) or ``"80GiB"`` (2^30).
-        linear: what linear layers compute by; None leaves them.
+        linear: the plan of linear layers; None leaves them.
         checkpointing: whether a transformers model's blocks keep their inputs only and run again in the backward
             pass.
         gpus: how many share the training.
         parallel: how: ``"ddp"`` or ``"fsdp"``, see `narrowgauge.recipes._share`.
         accumulate: whether gradients of several micro-batches are added up: all of them live through the step then.
-        offload: what `narrowgauge.distributed.CPUOffload` keeps on the host: ``"states"``, with low words, or
+        offload: tensors that `narrowgauge.distributed.CPUOffload` keeps on the host: ``"states"``, with low words,
+        or
             ``"gradients"`` as well, each of which leaves the GPU as soon as it is made.
         loss: a function of a model without memory, a batch and a sequence that makes its own inputs on the meta
             device, runs the model once and returns the loss. If None, that of `narrowgauge.recipes._losses`: of

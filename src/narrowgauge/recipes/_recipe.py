@@ -32,10 +32,10 @@ class Recipe:
 
     Attributes:
         name: what users type.
-        title: what it is, in a line.
+        title: a description, in a line.
         dtype: format of the model's weights and gradients.
         weights, states: storages of the optimizer.
-        letters: the paper's name for it, also accepted; None if it has none.
+        letters: the paper's name for it, also accepted, or None.
         optimizer: the class of the optimizer.
     """
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 GRAIN = 512  # bytes; c10's kMinBlockSize
 
-# What a storage is, by the part of the step that took it; what turns out to be a parameter's gradient is that.
+# Kinds of storages, by the part of the step that allocated them; gradients of parameters are a kind of their own.
 Part = Literal["activations", "loss", "backward", "gradients"]
 PARTS: tuple[Part, ...] = ("activations", "loss", "backward", "gradients")
 
@@ -45,7 +45,7 @@ class _Life:
 
 @dataclass(frozen=True)
 class Moment:
-    """What was alive at one moment of a step.
+    """The bytes alive at one moment of a step.
 
     Attributes:
         where: the part of the step that ran then.
@@ -62,7 +62,7 @@ class Moment:
 
 @dataclass
 class Timeline:
-    """The lives of all storages that a step takes beside what was there before it.
+    """The lives of all storages that a step allocates.
 
     Attributes:
         operations: how many operations ran.
@@ -89,12 +89,12 @@ class Timeline:
             self.died(self.born(nbytes, part))
 
     def mark(self, where: str) -> None:
-        """From here on it is this part of the step."""
+        """Begin a part of the step."""
         self._clock += 1
         self.marks.append((self._clock, where))
 
     def at(self, where: str) -> Moment:
-        """What is alive when a part of the step begins."""
+        """The bytes alive when a part of the step begins."""
         when = next(clock for clock, name in self.marks if name == where)
         alive = [life for life in self.lives if life.born < when and (life.died is None or life.died > when)]
         return Moment(where, {part: sum(x.nbytes for x in alive if x.part == part) for part in PARTS})
@@ -116,7 +116,7 @@ class Timeline:
         return Moment(where[-1] if where else "forward", worst)
 
 
-# What operations take beside their results, by name: their arguments to bytes.
+# Bytes that operations take in addition to their results, by operation: functions of its arguments.
 Workspaces = Mapping[Any, Callable[..., int]]
 
 
@@ -124,7 +124,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records every storage that operations make while it is on.
 
     Args:
-        known: tensors that were there before; what lies in their storages is not counted.
+        known: tensors that existed before; their storages are not counted.
         workspaces: bytes that operations take while they run, beside their results.
     """
 
@@ -140,7 +140,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def during(self, part: Part) -> Iterator[None]:
-        """What is taken here is of this part."""
+        """Within, allocations count as this part."""
         before, self.part = self.part, part
         try:
             yield
@@ -148,7 +148,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.part = before
 
     def is_gradient(self, gradient: Tensor) -> None:
-        """Call what was taken for a tensor a gradient."""
+        """Count a tensor's allocation as a gradient."""
         life = self._lives.get(_key(gradient), (None, None))[1]
         if life is not None:
             life.part = "gradients"

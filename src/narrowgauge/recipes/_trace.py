@@ -46,7 +46,7 @@ class Held:
         buffers: its other tensors.
         gradients: of the parameters that are trained.
         states: the optimizer's moments, with their scales and counters, and the tables that its kernels read.
-        low_words: what the optimizer adds to weights: low words, remainders, master copies.
+        low_words: the optimizer's additions to weights: low words, remainders, master copies.
     """
 
     weights: int
@@ -57,7 +57,7 @@ class Held:
 
     @property
     def total(self) -> int:
-        """All of them but the gradients, which come and go."""
+        """All but the gradients, which come and go."""
         return self.weights + self.buffers + self.states + self.low_words
 
 
@@ -90,7 +90,7 @@ def from_config(config: Any) -> nn.Module:
     """The transformers model of a configuration, on the meta device, with fused attention where it has that.
 
     Raises:
-        ValueError: for what is no configuration of a language model, a CLIP or a ViT.
+        ValueError: for anything but a configuration of a language model, a CLIP or a ViT.
     """
     library: Any = sys.modules.get("transformers")  # imported, if the configuration is one of its
     if library is None or not isinstance(config, library.PretrainedConfig):
@@ -134,12 +134,12 @@ class Traced:
     Args:
         model: on the meta device; it is cast and swapped here.
         recipe: the precision strategy.
-        linear: what its linear layers compute by; None leaves them.
+        linear: the plan of its linear layers; None leaves them.
         checkpointing: whether blocks keep their inputs only and run again in the backward pass.
         loss: the forward pass.
         options: of the optimizer.
         accumulate: whether there are gradients of an earlier micro-batch, which a step adds to.
-        frees: whether each gradient goes as soon as it is made.
+        frees: whether each gradient is freed as soon as it is made.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Traced:
         return sum(p.numel() for p in self.model.parameters())
 
     def held(self, shards: int = 1) -> Held:
-        """What is kept from step to step; with several shards, by each, parameters cut along their first side."""
+        """Bytes that stay from step to step, on each shard if there are several (cut along the first side)."""
         plans = self.optimizer.plans()
         parts = [-(-p.shape[0] // shards) / p.shape[0] if p.dim() and shards > 1 else 1.0 for p, _ in plans]
         low = [p.numel() * plan.weight.bytes_added(p.dtype) for p, plan in plans]
@@ -194,7 +194,7 @@ class Traced:
         )
 
     def host(self) -> dict[str, int]:
-        """Bytes on the CPU if states are there: copies of what is trained, room for gradients, what steps keep."""
+        """Bytes on the CPU with offloaded states: copies of trained weights, room for gradients, states."""
         plans = self.optimizer.plans()
         words = [(s.storage.nbytes(p.numel(), s.block_size)) for p, plan in plans for s in plan.slots]
         return {
@@ -247,7 +247,7 @@ class Traced:
 
 @contextmanager
 def _loss_apart(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Tell what the model makes from what the loss makes of its output."""
+    """Count the model's own allocations as activations, not as the loss's."""
     run = model.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
