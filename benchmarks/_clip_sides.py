@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from _clip_model import encoders
 from torch import nn
@@ -13,16 +12,14 @@ from narrowgauge.cli._bench_linear._layers import Layer
 from narrowgauge.linear import SwapReport, swap_linears
 
 
-def chosen(
-    model: nn.Module, layer: Layer, rows: Sequence[int] | None, step: Callable[[], Any] | None = None
-) -> SwapReport | None:
-    """What the filter says of a plan; the model is as it was.
+def chosen(model: nn.Module, layer: Layer, rows: Sequence[int] | None, launched: bool = False) -> SwapReport | None:
+    """The layers that are faster by a plan; the model stays as it was.
 
     Args:
         model: a CLIP.
         layer: the side.
-        rows: those that each tower's layers get; None where there is no filter.
-        step: has the last word of layers that are faster launched; without it layers go by the device's work.
+        rows: input rows of each tower's layers; None without the filter.
+        launched: whether the host's time counts; else the device's alone.
     """
     if layer.plan is None or rows is None:
         return None
@@ -32,7 +29,7 @@ def chosen(
         for encoder, count in zip(encoders(model), rows, strict=True)
         if module is encoder
     }
-    report = swap_linears(model, layer.plan, tokens=tokens, launched=step is not None, step=step)
+    report = swap_linears(model, layer.plan, tokens=tokens, launched=launched)
     report.undo()
     return report
 

@@ -7,7 +7,7 @@ and one optimizer: the layers of its blocks are swapped in place, so that every 
 sides take turns, round by round. With `--compile` each block is compiled by itself: blocks of a tower share what
 was compiled for the first. With `--graph` a step of each side is captured as a CUDA graph as well, and replays
 are timed: the device's work alone, where the host launches more slowly than the device works. With `--filter` a
-plan is for the layers that `swap_linears` swaps by the step launched, and in a graph for those that are faster by
+plan is for the layers that `swap_linears` measures as faster launched, and in a graph for those that are faster by
 the device's work.
 
     python benchmarks/bench_clip.py --compile [--graph] [--models vit-h-14] [--plans SWITCHBACK:int8] [--json FILE]
@@ -176,7 +176,7 @@ def _warmed(
 ) -> tuple[dict[str, Any], SwapReport | None]:  # fmt: skip
     """The first steps of a side: what compiling costs, and the filter, and then the memory of one more."""
     before, begun = _graphs(), time.perf_counter()
-    report = chosen(model, layer, counts, step)
+    report = chosen(model, layer, counts, launched=True)
     with swapped(model, layer, report) as count:
         for _ in range(steps):
             timed(step, device)
@@ -186,9 +186,6 @@ def _warmed(
             torch.cuda.reset_peak_memory_stats(device)
             timed(step, device)
             row["peak_bytes"] = torch.cuda.max_memory_allocated(device)
-    if report is not None and report.step_seconds is not None:
-        # What the filter went by; none if every layer measured slower by itself.
-        row["filter_ms"], row["filter_linear_ms"] = (1e3 * seconds for seconds in report.step_seconds)
     return row, report
 
 
@@ -225,8 +222,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--plans", default=PLANS, help="comma-separated, as `narrowgauge bench linear` takes them")
     parser.add_argument(
         "--filter", action="store_true",
-        help="leave layers that measured slower than nn.Linear: launched, and all if the step is no faster; for "
-        "--graph by the device's work",
+        help="leave layers that measured slower than nn.Linear: launched, and for --graph by the device's work",
     )  # fmt: skip
     parser.add_argument("--peers", action="store_true", help="torchao's float8 layers too, where installed")
     parser.add_argument(

@@ -26,7 +26,7 @@ from narrowgauge.cli._bench_linear._layers import default_plans, plan_layer
 from narrowgauge.cli._bench_linear._passes import take_turns
 from narrowgauge.cli._bench_linear._sizes import Shape, sizes
 from narrowgauge.cli._environment import describe_environment
-from narrowgauge.kernels._linear import _choose, _rows, _tiles, _ways
+from narrowgauge.kernels._linear import _autotune, _configs, _rows, _tiles
 from narrowgauge.linear import LinearPlan, linear, quantize
 
 CHECKED = (
@@ -181,13 +181,13 @@ def _ways_of(rows: int, inner: int, columns: int, biased: bool, form: str, scali
     right = quantize(torch.randn(columns, inner, device="cuda"), "tensor", form)  # type: ignore[arg-type]
     bias = torch.randn(columns, device="cuda", dtype=torch.bfloat16) if biased else None
     operands = (left.codes, right.codes, left.scale, right.scale, bias, torch.bfloat16, False)
-    kind, times, failed = _choose.tune(*operands)
-    allowed = _choose._allowed(left.codes, right.codes, bias, torch.bfloat16, kind)
+    kind, times, failed = _autotune.tune(*operands)
+    allowed = _autotune._allowed(left.codes, right.codes, bias, torch.bfloat16, kind)
     work = 2.0 * rows * inner * columns
     return {
         "ways": {str(way): {"ms": ms, "tops": work / ms / 1e9} for way, ms in times.items()},
         "failures": {str(way): why for way, why in failed.items()},
-        "default": str(_ways.default(kind, *allowed, True)),
+        "default": str(_configs.default(kind, *allowed, True)),
     }
 
 

@@ -26,7 +26,7 @@ import triton
 from torch import nn
 
 from narrowgauge.kernels import _launches
-from narrowgauge.kernels._linear import _choose, _dequantize, _multiply, _rows, _sums, _tiles
+from narrowgauge.kernels._linear import _autotune, _dequantize, _multiply, _rows, _sums, _tiles
 from narrowgauge.linear import (
     HIGH_PRECISION,
     LLM_INT8,
@@ -99,7 +99,7 @@ def without_gpu() -> None:
             if isinstance(launches, _launches.CachedKernel):
                 launches.kernel, launches.interpreted = Kernel(launches.kernel), False
     _ops.no_kernels = lambda device, dtype: None
-    _choose._is_hopper = lambda device: True
+    _autotune._is_hopper = lambda device: True
     _tiles.SIDE = 16  # small matrices are whole tiles
     _direct._DIRECT["cpu"] = _direct.CUDA
     torch.set_num_threads(1)

@@ -19,9 +19,9 @@ import triton
 from count_step_instructions import sass, usage
 from triton.backends.compiler import GPUTarget
 
-from narrowgauge.kernels._linear import _multiply, _rows, _tiles, _ways
+from narrowgauge.kernels._linear import _configs, _multiply, _rows, _tiles
+from narrowgauge.kernels._linear._configs import MatmulConfig, MatmulShape
 from narrowgauge.kernels._linear._encode import LARGEST
-from narrowgauge.kernels._linear._ways import Kind, Way
 
 _TARGET = GPUTarget("cuda", 90, 32)
 _SHARED = 227 * 1024
@@ -44,42 +44,42 @@ def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any]
     return triton.compile(source, target=_TARGET, options={"enable_fp_fusion": False, **options})
 
 
-def multiply_of(way: Way, left: str, right: str, accumulation: str, even: bool) -> Any:
-    """The kernel of a way, bf16 out, a scale a row times a scale for the tensor, with bias."""
-    kernel = _multiply._by_pointers if way.kernel == "pointers" else _multiply._by_descriptors
+def multiply_of(config: MatmulConfig, left: str, right: str, accumulation: str, even: bool) -> Any:
+    """The kernel of a config, bf16 out, a scale a row times a scale for the tensor, with bias."""
+    kernel = _multiply._by_pointers if config.kernel == "pointers" else _multiply._by_descriptors
     types = {"left": f"*{left}", "right": f"*{right}", "result": "*i16"}
-    if way.kernel == "descriptors":
-        wide = way.columns // (2 if way.halves else 1)
+    if config.kernel == "descriptors":
+        wide = config.columns // (2 if config.halves else 1)
         types = {
-            "left": f"tensordesc<{left}[{way.rows},{way.inner}]>",
-            "right": f"tensordesc<{right}[{way.columns},{way.inner}]>",
-            "result": f"tensordesc<i16[{way.rows},{wide}]>",
+            "left": f"tensordesc<{left}[{config.rows},{config.inner}]>",
+            "right": f"tensordesc<{right}[{config.columns},{config.inner}]>",
+            "result": f"tensordesc<i16[{config.rows},{wide}]>",
         }
     types |= {"left_scale": "*fp32", "right_scale": "*fp32", "bias": "*bf16"}
     types |= dict.fromkeys(("rows", "columns", "inner"), "i32")
     constants = {
-        "KIND": "bf16", "INTEGER": left == "i8", "LEFT": True, "RIGHT": False, "BIAS": True, "ROWS": way.rows,
-        "COLUMNS": way.columns, "INNER": way.inner, "GROUP": way.group,
-        "IMPRECISE": way.inner if accumulation == "full" else None, "TALL": even, "WIDE": even, "DEEP": even,
-        "HALVES": way.halves, "PROGRAMS": 132 * way.resident,
+        "KIND": "bf16", "INTEGER": left == "i8", "LEFT": True, "RIGHT": False, "BIAS": True, "ROWS": config.rows,
+        "COLUMNS": config.columns, "INNER": config.inner, "GROUP": config.group,
+        "IMPRECISE": config.inner if accumulation == "full" else None, "TALL": even, "WIDE": even, "DEEP": even,
+        "HALVES": config.halves, "PROGRAMS": 132 * config.resident,
     }  # fmt: skip
-    return compile_kernel(kernel, types, constants, {"num_warps": way.warps, "num_stages": way.stages})
+    return compile_kernel(kernel, types, constants, {"num_warps": config.warps, "num_stages": config.stages})
 
 
-def multiplies() -> Iterator[tuple[str, Any, Way]]:
-    """Every shipped way of every pair of formats that it fits."""
-    ways = dict.fromkeys([*_ways.CANDIDATES, _ways._ELSEWHERE])
-    for way in ways:
-        if way.kernel == "cublas":
+def multiplies() -> Iterator[tuple[str, Any, MatmulConfig]]:
+    """Every shipped config of every pair of formats that it fits."""
+    configs = dict.fromkeys([*_configs.CANDIDATES, _configs._ELSEWHERE])
+    for config in configs:
+        if config.kernel == "cublas":
             continue
         for left, right, accumulation in _OPERANDS:
             form = "int8" if left == "i8" else "float8"
-            kind = Kind(form, "vector", "tensor", "bfloat16", accumulation, 1, 1, 1)
-            if not _ways.fits(way, kind, False, True):
+            kind = MatmulShape(form, "vector", "tensor", "bfloat16", accumulation, 1, 1, 1)
+            if not _configs.fits(config, kind, False, True):
                 continue
             for even in (True, False):
-                name = f"{way} {left} x {right} {accumulation}{'' if even else ', ends within tiles'}"
-                yield name, multiply_of(way, left, right, accumulation, even), way
+                name = f"{config} {left} x {right} {accumulation}{'' if even else ', ends within tiles'}"
+                yield name, multiply_of(config, left, right, accumulation, even), config
 
 
 def quantizers() -> Iterator[tuple[str, Any, float]]:
@@ -144,11 +144,11 @@ def main() -> int:
     args = parser.parse_args()
     bad = 0
     if args.only != "quantizers":
-        for name, made, way in multiplies():
+        for name, made, config in multiplies():
             used, spilled = registers(made)
             shared = made.metadata.shared
             tensor_core = set(re.findall(r"wgmma\.mma_async\.\S*\.(m64n\d+k32\.\S+)", made.asm["ptx"]))
-            right = bool(tensor_core) and not spilled and shared * way.resident <= _SHARED + 1024
+            right = bool(tensor_core) and not spilled and shared * config.resident <= _SHARED + 1024
             bad += not right
             units = ", ".join(sorted(tensor_core)) or "no wgmma"
             shown = f"{used} registers, {spilled} spilled, {shared} shared, {units}"

@@ -159,7 +159,7 @@ REFUSED = {
     "a rate of nothing": (("--lr", "0"), "--lr: got 0.0, takes a number above 0"),
     "parts that do not divide": (("--accumulate", "3"), "--accumulate: got 3, takes a divisor of --batch 2"),
     "a schedule there is not": (("--schedule", "wave"), "--schedule: got 'wave', takes one of constant, linear"),
-    "a plan there is not": (("--linear", "nimble"), "--linear: got 'nimble', takes names such as SWITCHBACK"),
+    "a plan there is not": (("--linear", "nimble"), "--linear must be a name such as SWITCHBACK"),
     "a scaler there is not": (("--scaler", "grand"), "--scaler: got 'grand', takes one of none, dynamic"),
     "autocast of bf16 weights": (
         ("--autocast", "fp16"),

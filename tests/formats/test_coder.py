@@ -143,5 +143,5 @@ def test_ties_at_representable_midpoints_go_to_zero_on_both_sides() -> None:
     ],
 )
 def test_what_is_no_codebook_is_refused(values: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=r"^codebook: "):
+    with pytest.raises(ValueError, match=r"^codebook must "):
         Coder.of(values)

@@ -53,5 +53,5 @@ def test_a_format_of_ones_own_follows_from_its_two_numbers() -> None:
 
 
 def test_a_dtype_without_a_format_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"dtype: got torch\.float64, takes float32"):
+    with pytest.raises(ValueError, match=r"dtype must be float32.*, got torch\.float64"):
         FloatFormat.of(torch.float64)

@@ -97,9 +97,9 @@ def test_nonfinite_numbers_and_overflow_round_as_torch_casts_them() -> None:
 
 def test_what_is_no_tensor_or_format_is_refused() -> None:
     for x in (0.1, torch.arange(3), torch.ones(2, dtype=torch.complex64)):
-        with pytest.raises(ValueError, match=r"x: got .*, takes a tensor of floats"):
+        with pytest.raises(ValueError, match=r"x must be a tensor of floats.*, got .*"):
             round_to(x, BF16)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="fmt: got 'fp16', takes a FloatFormat"):
+    with pytest.raises(ValueError, match=r"fmt must be a FloatFormat.*, got 'fp16'"):
         round_to(torch.ones(1), "fp16")  # type: ignore[arg-type]
 
 
@@ -110,5 +110,5 @@ def test_a_number_far_below_the_smallest_comes_out_as_it_no_more_often_than_once
 
 
 def test_unknown_roundings_are_refused() -> None:
-    with pytest.raises(ValueError, match="rounding: got 'up', takes 'nearest' or 'stochastic'"):
+    with pytest.raises(ValueError, match=r"rounding must be 'nearest' or 'stochastic'.*, got 'up'"):
         round_to(torch.ones(1), BF16, "up")  # type: ignore[arg-type]

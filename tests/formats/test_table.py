@@ -69,7 +69,7 @@ def test_the_table_of_fp32_makes_its_rows_as_they_are_read() -> None:
     assert len(table) == 1 << 32
     assert table[0x3F800000].value == 1.0
     assert [row.code for row in table[-2:]] == [(1 << 32) - 2, (1 << 32) - 1]
-    with pytest.raises(IndexError, match="takes 0 to 4294967295 for fp32"):
+    with pytest.raises(IndexError, match="code must be 0 to 4294967295 for fp32"):
         table[1 << 32]
 
 

@@ -17,8 +17,8 @@ import triton
 
 from narrowgauge.kernels import _launches
 from narrowgauge.kernels._launches import BoundLaunch, CachedKernel
-from narrowgauge.kernels._linear import _choose, _multiply, _rows, _sizes, _sums, _tiles
-from narrowgauge.kernels._linear._ways import Way
+from narrowgauge.kernels._linear import _autotune, _multiply, _rows, _sizes, _sums, _tiles
+from narrowgauge.kernels._linear._configs import MatmulConfig
 
 FORMS = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 CACHES = (
@@ -27,9 +27,9 @@ CACHES = (
     _tiles._launch_tiles,
     _sums._launch,
     _multiply.prepared,
-    _choose._product,
+    _autotune._product,
 )
-WAYS = (None, Way("pointers", 64, 64, 128, warps=4), Way("descriptors", 128, 128, halves=True))
+WAYS = (None, MatmulConfig("pointers", 64, 64, 128, warps=4), MatmulConfig("descriptors", 128, 128, halves=True))
 
 
 def dependencies(arguments: tuple[Any, ...], constants: Any, options: Any) -> tuple[Any, ...]:
@@ -160,16 +160,20 @@ def test_quantizers_take_the_kernel_for_what_they_are_given(kernels: list[Kernel
     )
 )  # fmt: skip
 def test_multiplies_take_the_kernel_for_what_they_are_given(kernels: list[Kernel], calls: list[Any]) -> None:
-    for m, n, k, dtype, form, one, other, bias, off, full, way in 2 * calls:
+    for m, n, k, dtype, form, one, other, bias, off, full, config in 2 * calls:
         left, right = (
             placed((m, k), FORMS[form], off),
             placed((n, k), FORMS["int8" if form == "int8" else "e4m3"], 0),
         )
-        if way is not None and way.kernel == "descriptors" and not _multiply.fits_descriptors(left, right, dtype):
+        if (
+            config is not None
+            and config.kernel == "descriptors"
+            and not _multiply.fits_descriptors(left, right, dtype)
+        ):
             continue
         scales = placed((m if one else 1,), torch.float32, off % 5), placed((n if other else 1,), torch.float32, 0)
         added = None if bias is None else placed((n,), bias, off % 3)
-        product = _choose.multiply_codes(left, right, *scales, added, dtype, full, way)
+        product = _autotune.multiply_codes(left, right, *scales, added, dtype, full, config)
         assert (product.shape, product.dtype) == ((m, n), dtype)
 
 

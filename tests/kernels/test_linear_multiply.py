@@ -16,18 +16,18 @@ pytest.importorskip("triton", reason="triton is not installed: there are no kern
 
 import triton
 
-from narrowgauge.kernels._linear import _choose, _tuning, _ways
+from narrowgauge.kernels._linear import _autotune, _configs
+from narrowgauge.kernels._linear._configs import CUBLAS, MatmulConfig, MatmulShape
 from narrowgauge.kernels._linear._multiply import fits_descriptors, multiply
-from narrowgauge.kernels._linear._ways import CUBLAS, Kind, Way
 from narrowgauge.linear import quantize
-from narrowgauge.linear._matmul import scaled_matmul
 from narrowgauge.linear._quantize import ScaledCodes
+from narrowgauge.linear._reference import scaled_matmul
 
 FORMS = {"int8": ("int8", "int8"), "e4m3": ("e4m3", "e4m3"), "e5m2 and e4m3": ("e5m2", "e4m3")}
 WAYS = (
-    Way("pointers", 32, 32, 32, group=2),
-    Way("descriptors", 32, 32, 32),
-    Way("descriptors", 16, 64, 32, halves=True),
+    MatmulConfig("pointers", 32, 32, 32, group=2),
+    MatmulConfig("descriptors", 32, 32, 32),
+    MatmulConfig("descriptors", 16, 64, 32, halves=True),
 )
 SHAPES = ((64, 64, 48), (33, 80, 48), (70, 48, 64), (5, 7, 3), (1, 33, 1))
 
@@ -54,11 +54,11 @@ def right(got: Tensor, left: ScaledCodes, right: ScaledCodes, bias: Tensor | Non
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("config", WAYS, ids=str)
 @pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("scalings", [("row", "tensor"), ("row", "row"), ("tensor", "tensor"), ("tensor", "row")])
 def test_a_product_is_the_specifications(
-    shape: tuple[int, int, int], way: Way, forms: tuple, scalings: tuple, device: str
+    shape: tuple[int, int, int], config: MatmulConfig, forms: tuple, scalings: tuple, device: str
 ) -> None:
     one, other = operands(*shape, forms, scalings, device)
     for dtype, biased, full in (
@@ -66,10 +66,10 @@ def test_a_product_is_the_specifications(
         (torch.float16, False, True),
         (torch.float32, True, True),
     ):
-        if way.kernel == "descriptors" and not fits_descriptors(one.codes, other.codes, dtype):
+        if config.kernel == "descriptors" and not fits_descriptors(one.codes, other.codes, dtype):
             continue
         bias = torch.randn(shape[2], device=device).to(dtype) if biased else None
-        got = multiply(one.codes, other.codes, one.scale, other.scale.t(), bias, dtype, full, way)
+        got = multiply(one.codes, other.codes, one.scale, other.scale.t(), bias, dtype, full, config)
         assert (got.shape, got.dtype) == ((shape[0], shape[2]), dtype)
         assert right(got, one, other, bias, fast=device == "cuda")
 
@@ -77,8 +77,8 @@ def test_a_product_is_the_specifications(
 def test_the_order_of_tiles_takes_each_once(device: str) -> None:
     """13 x 7 tiles in groups of 4 rows: every element is written once, by the right program."""
     one, other = operands(16 * 13 - 3, 16, 16 * 7 - 5, ("int8", "int8"), ("row", "row"), device)
-    way = Way("pointers", 16, 16, 32, group=4)  # 32 along K is the least that tensor cores take
-    got = multiply(one.codes, other.codes, one.scale, other.scale.t(), None, torch.float32, False, way)
+    config = MatmulConfig("pointers", 16, 16, 32, group=4)  # 32 along K is the least that tensor cores take
+    got = multiply(one.codes, other.codes, one.scale, other.scale.t(), None, torch.float32, False, config)
     assert right(got, one, other, None)
 
 
@@ -109,7 +109,7 @@ def test_cublas_has_scales_as_it_takes_them(
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled)
     scales = (one.scale.t(), other.scale.t()) if turned else (one.scale, other.scale)
-    got = _choose.multiply_codes(one.codes, other.codes, *scales, None, torch.float32, False, CUBLAS)
+    got = _autotune.multiply_codes(one.codes, other.codes, *scales, None, torch.float32, False, CUBLAS)
     assert right(got, one, other, None)
 
 
@@ -127,8 +127,8 @@ def test_nan_codes_of_float8_lose_their_rows_and_no_others() -> None:
 # Choosing
 
 
-def kind(**other: object) -> Kind:
-    return replace(Kind("float8", "vector", "tensor", "bfloat16", "fast", 32768, 5120, 1280), **other)
+def kind(**other: object) -> MatmulShape:
+    return replace(MatmulShape("float8", "vector", "tensor", "bfloat16", "fast", 32768, 5120, 1280), **other)
 
 
 def test_defaults_are_ways_for_their_kinds() -> None:
@@ -136,29 +136,29 @@ def test_defaults_are_ways_for_their_kinds() -> None:
         for rows, columns in ((32768, 5120), (2048, 1024), (100, 100), (1, 1)):
             of = kind(format=form, accumulation=accumulation, rows=rows, columns=columns)
             for hopper, descriptors in ((False, False), (True, False), (True, True)):
-                way = _ways.default(of, False, descriptors, hopper)
-                assert _ways.fits(way, of, False, descriptors)
-                assert way.kernel == "pointers" or descriptors
-                assert hopper or way.inner * (way.rows + way.columns) * way.stages <= 96 * 1024
-    assert _ways.default(kind(), True, True, True) is CUBLAS
-    assert _ways.default(kind(), False, True, True).kernel == "descriptors"
-    assert len(set(_ways.CANDIDATES)) == len(_ways.CANDIDATES)
+                config = _configs.default(of, False, descriptors, hopper)
+                assert _configs.fits(config, of, False, descriptors)
+                assert config.kernel == "pointers" or descriptors
+                assert hopper or config.inner * (config.rows + config.columns) * config.stages <= 96 * 1024
+    assert _configs.default(kind(), True, True, True) is CUBLAS
+    assert _configs.default(kind(), False, True, True).kernel == "descriptors"
+    assert len(set(_configs.CANDIDATES)) == len(_configs.CANDIDATES)
 
 
 def test_what_fits() -> None:
-    wide = Way("descriptors", 128, 256)
-    assert _ways.fits(wide, kind(), False, True)
-    assert not _ways.fits(wide, kind(), False, False)
-    assert not _ways.fits(wide, kind(accumulation="full"), False, True)
-    assert _ways.fits(wide, kind(format="int8", accumulation="full"), False, True)
-    assert not _ways.fits(CUBLAS, kind(), False, True)
+    wide = MatmulConfig("descriptors", 128, 256)
+    assert _configs.fits(wide, kind(), False, True)
+    assert not _configs.fits(wide, kind(), False, False)
+    assert not _configs.fits(wide, kind(accumulation="full"), False, True)
+    assert _configs.fits(wide, kind(format="int8", accumulation="full"), False, True)
+    assert not _configs.fits(CUBLAS, kind(), False, True)
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(_tuning, "_name", lambda device: f"GPU {device.index or 0}")
-    _tuning._kept.cache_clear()
+    monkeypatch.setattr(_autotune, "_name", lambda device: f"GPU {device.index or 0}")
+    _autotune._kept.cache_clear()
     return tmp_path / "narrowgauge" / "multiplies.json"
 
 
@@ -166,19 +166,19 @@ CUDA = torch.device("cuda", 0)
 
 
 def test_what_was_measured_is_found_by_the_next_process(cache: Path) -> None:
-    way = Way("descriptors", 256, 128, stages=4, halves=True)
-    assert _tuning.measured(CUDA, kind()) is None
-    assert _tuning.keep(CUDA, {kind(): (way, 0.25)}) == cache
-    assert _tuning.measured(CUDA, kind()) == way
-    _tuning._kept.cache_clear()  # as a new process has it
-    assert _tuning.measured(CUDA, kind()) == way
-    assert _tuning.measured(CUDA, kind(rows=1)) is None
-    assert _tuning.measured(torch.device("cuda", 1), kind()) is None
-    _tuning.keep(torch.device("cuda", 1), {kind(): (CUBLAS, 0.2)})
-    _tuning.keep(CUDA, {kind(rows=1): (CUBLAS, 0.1)})
-    _tuning._kept.cache_clear()
-    assert _tuning.measured(CUDA, kind()) == way
-    assert _tuning.measured(torch.device("cuda", 1), kind()) == CUBLAS
+    config = MatmulConfig("descriptors", 256, 128, stages=4, halves=True)
+    assert _autotune.measured(CUDA, kind()) is None
+    assert _autotune.keep(CUDA, {kind(): (config, 0.25)}) == cache
+    assert _autotune.measured(CUDA, kind()) == config
+    _autotune._kept.cache_clear()  # as a new process has it
+    assert _autotune.measured(CUDA, kind()) == config
+    assert _autotune.measured(CUDA, kind(rows=1)) is None
+    assert _autotune.measured(torch.device("cuda", 1), kind()) is None
+    _autotune.keep(torch.device("cuda", 1), {kind(): (CUBLAS, 0.2)})
+    _autotune.keep(CUDA, {kind(rows=1): (CUBLAS, 0.1)})
+    _autotune._kept.cache_clear()
+    assert _autotune.measured(CUDA, kind()) == config
+    assert _autotune.measured(torch.device("cuda", 1), kind()) == CUBLAS
     assert json.loads(cache.read_text())["devices"]["GPU 0"][kind().key]["ms"] == 0.25
     assert [path.name for path in cache.parent.iterdir()].count("multiplies.json") == 1
 
@@ -194,21 +194,21 @@ def test_what_was_measured_is_found_by_the_next_process(cache: Path) -> None:
 def test_a_damaged_file_is_as_none_and_is_replaced(cache: Path, damage: str) -> None:
     cache.parent.mkdir(parents=True)
     cache.write_text(damage.replace("KEY", kind().key))
-    assert _tuning.measured(CUDA, kind()) is None
-    assert _tuning.keep(CUDA, {kind(): (CUBLAS, 1.0)}) == cache
-    _tuning._kept.cache_clear()
-    assert _tuning.measured(CUDA, kind()) == CUBLAS
+    assert _autotune.measured(CUDA, kind()) is None
+    assert _autotune.keep(CUDA, {kind(): (CUBLAS, 1.0)}) == cache
+    _autotune._kept.cache_clear()
+    assert _autotune.measured(CUDA, kind()) == CUBLAS
 
 
 def test_without_a_folder_it_is_remembered_here(cache: Path) -> None:
     cache.parent.parent.joinpath("narrowgauge").write_text("a file")
-    assert _tuning.keep(CUDA, {kind(): (CUBLAS, 1.0)}) is None
-    assert _tuning.measured(CUDA, kind()) == CUBLAS
+    assert _autotune.keep(CUDA, {kind(): (CUBLAS, 1.0)}) is None
+    assert _autotune.measured(CUDA, kind()) == CUBLAS
 
 
 def _write(start: int) -> None:
     for rows in range(start, start + 25):
-        _tuning.keep(CUDA, {kind(rows=rows): (CUBLAS, 1.0)})
+        _autotune.keep(CUDA, {kind(rows=rows): (CUBLAS, 1.0)})
 
 
 def test_processes_that_write_at_once_lose_nothing(cache: Path) -> None:
@@ -219,36 +219,38 @@ def test_processes_that_write_at_once_lose_nothing(cache: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS)
-@pytest.mark.parametrize("way", _ways.CANDIDATES, ids=str)
-def test_every_shipped_way_is_right(way: Way, forms: tuple) -> None:
+@pytest.mark.parametrize("config", _configs.CANDIDATES, ids=str)
+def test_every_shipped_way_is_right(config: MatmulConfig, forms: tuple) -> None:
     for shape in ((1024, 1280, 768), (520, 336, 272)):
         for scalings in (("row", "tensor"), ("row", "row"), ("tensor", "tensor")):
             one, other = operands(*shape, forms, scalings, "cuda")
             for full in (False, True):
                 bias = torch.randn(shape[2], device="cuda").bfloat16()
-                of = _choose.kind_of(one.codes, other.codes, one.scale, other.scale.t(), torch.bfloat16, full)
-                allowed = _choose._allowed(one.codes, other.codes, bias, torch.bfloat16, of)
-                if not _ways.fits(way, of, *allowed):
+                of = _autotune.kind_of(one.codes, other.codes, one.scale, other.scale.t(), torch.bfloat16, full)
+                allowed = _autotune._allowed(one.codes, other.codes, bias, torch.bfloat16, of)
+                if not _configs.fits(config, of, *allowed):
                     continue
-                got = _choose.multiply_codes(
-                    one.codes, other.codes, one.scale, other.scale.t(), bias, torch.bfloat16, full, way
+                got = _autotune.multiply_codes(
+                    one.codes, other.codes, one.scale, other.scale.t(), bias, torch.bfloat16, full, config
                 )
                 assert right(got, one, other, bias, fast=True), (shape, scalings, full)
 
 
 @pytest.mark.gpu
-def test_tuning_finds_a_way_and_the_next_call_takes_it(cache: Path) -> None:
+def test_autotune_finds_a_way_and_the_next_call_takes_it(cache: Path) -> None:
     one, other = operands(512, 256, 512, ("int8", "int8"), ("row", "tensor"), "cuda")
     arguments = (one.codes, other.codes, one.scale, other.scale.t(), None, torch.bfloat16, False)
-    of, times, failed = _choose.tune(*arguments)
+    of, times, failed = _autotune.tune(*arguments)
     assert times
     assert not failed, failed
     best = next(iter(times))
     assert (
-        _choose._chosen(of, one.codes.device, *_choose._allowed(one.codes, other.codes, None, torch.bfloat16, of))
+        _autotune._chosen(
+            of, one.codes.device, *_autotune._allowed(one.codes, other.codes, None, torch.bfloat16, of)
+        )
         == best
     )
-    assert right(_choose.multiply_codes(*arguments), one, other, None)
+    assert right(_autotune.multiply_codes(*arguments), one, other, None)
 
 
 def test_whatever_package_triton_comes_in_its_version_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,4 +261,4 @@ def test_whatever_package_triton_comes_in_its_version_is_known(monkeypatch: pyte
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    assert _tuning._name(CUDA) == f"NVIDIA H200, triton {triton.__version__}"
+    assert _autotune._name(CUDA) == f"NVIDIA H200, triton {triton.__version__}"

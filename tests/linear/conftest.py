@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from narrowgauge.linear import _direct, _ops, _passes
+from narrowgauge.linear import _dispatch, _ops, _passes
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +25,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield "cuda"
         return
     monkeypatch.setattr(_ops, "no_kernels", lambda device, dtype: None)
-    monkeypatch.setitem(_direct._DIRECT, "cpu", _direct.CUDA)
+    monkeypatch.setitem(_dispatch._DIRECT, "cpu", _dispatch.CUDA)
     with np.errstate(all="ignore"):
         yield "cpu"

@@ -225,24 +225,30 @@ def test_autocast_and_one_graph() -> None:
 def test_what_it_does_not_take() -> None:
     twin = swapped(nn.MultiheadAttention(DIM, HEADS, batch_first=True))
     x = torch.randn(BATCH, TOKENS, DIM)
-    with pytest.raises(RuntimeError, match="is_causal: got True without an attn_mask"):
+    with pytest.raises(RuntimeError, match=r"is_causal must be False without an attn_mask, got True"):
         twin(x, x, x, is_causal=True)
     causal = torch.ones(TOKENS, TOKENS).triu(1).bool()
     hinted = twin(x, x, x, attn_mask=causal, is_causal=True)[0]
     assert torch.equal(hinted, twin(x, x, x, attn_mask=causal)[0])
     nested = torch.nested.nested_tensor([x[0], x[1, :3]], layout=torch.jagged)
-    with pytest.raises(ValueError, match="got a nested tensor, takes padded ones"):
+    with pytest.raises(ValueError, match="must be padded, with a key_padding_mask, got a nested tensor"):
         twin(nested, nested, nested)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"attn_mask": torch.ones(TOKENS, TOKENS, dtype=torch.uint8)}, "attn_mask: got torch.uint8 of shape"),
-        ({"attn_mask": torch.zeros(1, TOKENS)}, r"attn_mask: got torch.float32 of shape \(1, "),
-        ({"attn_mask": torch.zeros(BATCH, TOKENS, TOKENS)}, "attn_mask: got torch.float32 of shape"),
-        ({"key_padding_mask": torch.zeros(BATCH, TOKENS, dtype=torch.int64)}, "key_padding_mask: got torch.int64"),
-        ({"key_padding_mask": torch.zeros(TOKENS, BATCH, dtype=torch.bool)}, "key_padding_mask: got torch.bool of"),
+        ({"attn_mask": torch.ones(TOKENS, TOKENS, dtype=torch.uint8)}, "attn_mask must .*got torch.uint8 of shape"),
+        ({"attn_mask": torch.zeros(1, TOKENS)}, r"attn_mask must .*got torch.float32 of shape \(1, "),
+        ({"attn_mask": torch.zeros(BATCH, TOKENS, TOKENS)}, "attn_mask must .*got torch.float32 of shape"),
+        (
+            {"key_padding_mask": torch.zeros(BATCH, TOKENS, dtype=torch.int64)},
+            "key_padding_mask must .*got torch.int64",
+        ),
+        (
+            {"key_padding_mask": torch.zeros(TOKENS, BATCH, dtype=torch.bool)},
+            "key_padding_mask must .*got torch.bool of",
+        ),
     ],
     ids=["bytes", "too few rows", "no heads", "integers", "turned"],
 )

@@ -24,15 +24,13 @@ def test_a_format_for_all_or_one_for_operands_and_one_for_gradients() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("nimble", "plan: got 'nimble', takes names such as SWITCHBACK"),
-        ("", "plan: got ''"),
-        ("SWITCHBACK:e4m3/", "plan: got 'SWITCHBACK:e4m3/'"),
-        ("HIGH_PRECISION:int8", "plan: got 'HIGH_PRECISION:int8'"),
-        ("SWITCHBACK:int4", "plan: got 'SWITCHBACK:int4': format: got 'int4'"),
-        ("TENSORWISE_FP8:int8/e4m3", "int8 beside int8"),
+        ("nimble", "plan must be a name such as SWITCHBACK, .*, got 'nimble'"),
+        ("SWITCHBACK:e4m3/", "plan must be .*, got 'SWITCHBACK:e4m3/'"),
+        ("HIGH_PRECISION:int8", "plan must be .*, got 'HIGH_PRECISION:int8'"),
+        ("SWITCHBACK:int4", "plan 'SWITCHBACK:int4': format must be .*, got 'int4'"),
+        ("TENSORWISE_FP8:int8/e4m3", "right_format must be int8 with int8"),
     ],
 )
 def test_what_is_none_is_refused(text: str, says: str) -> None:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011  # the message is compared below
+    with pytest.raises(ValueError, match=says):
         named_plan(text)
-    assert says in str(caught.value)

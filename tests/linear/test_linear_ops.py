@@ -9,13 +9,14 @@ from functools import partial
 import oracle
 import pytest
 import torch
-from test_linear_multiplies import FORMS, PLANS, run, tensors
+from test_linear_matmuls import FORMS, PLANS, run, tensors
 from torch import Tensor
 
 import narrowgauge as ng
 from narrowgauge.kernels import _triton
-from narrowgauge.linear import LowPrecisionLinear, _direct, _ops, linear, quantize
+from narrowgauge.linear import LowPrecisionLinear, _dispatch, _ops, linear, quantize
 from narrowgauge.linear._plan import MULTIPLIES
+from products import by_pairs
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -32,8 +33,9 @@ def check(operator: Callable[..., object], *args: object) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("form", ["int8", "e4m3", "e5m2"])
-@pytest.mark.parametrize("shape", [(32, 48), (5, 1), (1, 7), (0, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("form", "shape"), [("int8", (32, 48)), ("e4m3", (5, 1)), ("e5m2", (1, 7)), ("int8", (0, 4))]
+)
 def test_quantizers_are_operators(form: str, shape: tuple[int, int], device: str) -> None:
     x = torch.randn(shape, dtype=torch.bfloat16, device=device)
     # A view of a column or row of another tensor, and a matrix that is the transpose of one.
@@ -51,8 +53,9 @@ def test_quantizers_are_operators(form: str, shape: tuple[int, int], device: str
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("form", ["int8", "e4m3", "e5m2"])
-@pytest.mark.parametrize("shape", [(32, 48), (5, 1), (1, 7), (0, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("form", "shape"), [("int8", (32, 48)), ("e4m3", (5, 1)), ("e5m2", (1, 7)), ("int8", (0, 4))]
+)
 def test_what_codes_stand_for_is_an_operator(form: str, shape: tuple[int, int], device: str) -> None:
     for scaling in ("row", "column", "tensor"):
         coded = quantize(torch.randn(shape, device=device), scaling, form)
@@ -62,8 +65,9 @@ def test_what_codes_stand_for_is_an_operator(form: str, shape: tuple[int, int], 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("form", ["int8", "e4m3"])
-@pytest.mark.parametrize("sides", [(32, 48, 64), (5, 1, 3), (1, 7, 1), (0, 4, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("form", "sides"), [("int8", (32, 48, 64)), ("e4m3", (5, 1, 3)), ("int8", (1, 7, 1)), ("e4m3", (0, 4, 3))]
+)
 def test_the_multiply_is_an_operator(form: str, sides: tuple[int, int, int], device: str) -> None:
     m, k, n = sides
     left = quantize(torch.randn(m, k, device=device), "row", form)
@@ -91,9 +95,7 @@ def test_what_they_give_is_the_quantizer() -> None:
     assert own.item() == x.abs().max().item()
 
 
-@pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("saved", ["input", "codes"])
-@pytest.mark.parametrize("way", ["EAGER", "OPERATORS"])
+@by_pairs(way=["EAGER", "OPERATORS"], name=PLANS.keys(), saved=["input", "codes"])
 def test_each_matrix_is_quantized_once(way: str, name: str, saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """W and its transpose in one pass where the codes are the same; sums of columns in one that reads G anyway."""
     calls: list[tuple[str, tuple[int, ...], bool]] = []
@@ -102,9 +104,9 @@ def test_each_matrix_is_quantized_once(way: str, name: str, saved: str, monkeypa
         calls.append((name, tuple(x.shape), bool(args[-2])))
         return run(x, *args)
 
-    run = getattr(_direct, way)
+    run = getattr(_dispatch, way)
     spies = {of: partial(spy, of, getattr(run, of)) for of in run._fields if of.startswith("quantize")}
-    monkeypatch.setitem(_direct._DIRECT, "cpu", run._replace(**spies))
+    monkeypatch.setitem(_dispatch._DIRECT, "cpu", run._replace(**spies))
     x, w, g = torch.randn(40, 16), torch.randn(24, 16), torch.randn(40, 24)
     bias = torch.randn(24, requires_grad=True)
     plan = PLANS[name] if name == "HIGH_PRECISION" else replace(PLANS[name], saved=saved)
@@ -127,7 +129,7 @@ def test_each_matrix_is_quantized_once(way: str, name: str, saved: str, monkeypa
 def test_how_sums_are_accumulated_is_part_of_the_plan() -> None:
     full = replace(ng.linear.SWITCHBACK.with_format("e4m3"), accumulation="full")
     assert full.title.endswith("full accumulation")
-    with pytest.raises(ValueError, match="accumulation: got 'slow', takes 'fast' or 'full'"):
+    with pytest.raises(ValueError, match=r"accumulation must be 'fast' or 'full'.*, got 'slow'"):
         ng.linear.LinearPlan(accumulation="slow")
 
 
@@ -163,9 +165,9 @@ def on(device: str, *matrices: Tensor | None) -> list[Tensor | None]:
     return [None if t is None else t.detach().to(device) for t in matrices]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS)
-@pytest.mark.parametrize("name", [name for name in PLANS if name != "HIGH_PRECISION"])
+@by_pairs(
+    name=[name for name in PLANS if name != "HIGH_PRECISION"], forms=FORMS, dtype=[torch.float32, torch.bfloat16]
+)
 def test_every_plan_on_kernels_is_the_papers(name: str, forms: tuple, dtype: torch.dtype, kernels: str) -> None:
     x, w, g = tensors(37, 50, 23, dtype=dtype)
     bias = torch.randn(23).to(dtype)
@@ -187,8 +189,10 @@ def test_every_plan_on_kernels_is_the_papers(name: str, forms: tuple, dtype: tor
         assert bool(((result.double() - value).abs() <= bound).all()), (name, how)
 
 
-@pytest.mark.parametrize("name", ["SWITCHBACK", "SWITCHBACK_Q", "LLM_INT8"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("SWITCHBACK", torch.float32), ("SWITCHBACK_Q", torch.bfloat16), ("LLM_INT8", torch.float16)],
+)
 def test_int8_on_kernels_is_the_specification_bit_for_bit(name: str, dtype: torch.dtype, kernels: str) -> None:
     x, w, g = (t.clamp(-100, 100) for t in tensors(35, 64, 48, dtype=dtype))
     bias = torch.randn(48).to(dtype)
@@ -251,33 +255,28 @@ def test_averages_on_kernels(kernels: str) -> None:
     assert averages.tolist() == [5, 0.5, 3]
 
 
-def test_tuning_takes_sizes_a_plan_and_a_gpu() -> None:
-    with pytest.raises(ValueError, match="tokens: got 0, takes an integer of at least 1"):
+def test_tuning_takes_sizes_and_a_gpu() -> None:
+    with pytest.raises(ValueError, match="tokens must be an integer of at least 1, got 0"):
         ng.linear.tune(0, 16, 16, ng.linear.SWITCHBACK)
-    with pytest.raises(ValueError, match="plan: got 'SWITCHBACK', takes a LinearPlan"):
-        ng.linear.tune(16, 16, 16, "SWITCHBACK")
-    with pytest.raises(ValueError, match=r"dtype: got torch\.float64, takes torch\.bfloat16"):
+    with pytest.raises(ValueError, match=r"dtype must be torch\.bfloat16.*, got torch\.float64"):
         ng.linear.tune(16, 16, 16, ng.linear.SWITCHBACK, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="no kernels to tune for int8: no kernels for cpu"):
         ng.linear.tune(16, 16, 16, ng.linear.SWITCHBACK, device="cpu")
-    if not torch.cuda.is_available():
-        with pytest.raises(RuntimeError, match="no kernels to tune on cuda: torch sees no CUDA device"):
-            ng.linear.tune(16, 16, 16, ng.linear.SWITCHBACK)
 
 
 def test_tuning_times_the_multiplies_in_eight_bits(kernels: str, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     pytest.importorskip("triton")
-    from narrowgauge.kernels._linear import _choose, _tuning
+    from narrowgauge.kernels._linear import _autotune
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    _tuning._kept.cache_clear()
+    _autotune._kept.cache_clear()
     if kernels == "cpu":
         from narrowgauge.linear import _tune
 
         monkeypatch.setattr(_tune, "no_kernels", lambda device, dtype: None)
-        monkeypatch.setattr(_tuning, "_time", lambda run: run() is None or 1.0)
-        monkeypatch.setattr(_tuning, "_name", lambda device: "the interpreter")
-        monkeypatch.setattr(_choose.torch.cuda, "device", lambda device: torch.cuda.device_of(torch.empty(0)))
+        monkeypatch.setattr(_autotune, "_time", lambda run: run() is None or 1.0)
+        monkeypatch.setattr(_autotune, "_name", lambda device: "the interpreter")
+        monkeypatch.setattr(_autotune.torch.cuda, "device", lambda device: torch.cuda.device_of(torch.empty(0)))
     for name, multiplies in (("SWITCHBACK", 2), ("TENSORWISE_FP8", 3), ("HIGH_PRECISION", 0)):
         times = ng.linear.tune(32, 48, 64, PLANS[name], device=kernels)
         assert list(times) == ["output", "grad_input", "grad_weight"][:multiplies]

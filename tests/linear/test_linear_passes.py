@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
-from test_linear_multiplies import FORMS, PLANS
+from test_linear_matmuls import FORMS, PLANS
 from torch import Tensor
 
 from narrowgauge.linear import LinearPlan, _passes, linear, tune
+from products import by_pairs
 
 pytest.importorskip("triton", reason="triton is not installed: there are no kernels")
 
@@ -55,9 +55,7 @@ def programs() -> list[bool]:
     return [type(found) is Program for found in _passes._known.values()]
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS)
-@pytest.mark.parametrize("name", PLANS)
+@by_pairs(name=PLANS.keys(), forms=FORMS, bias=[True, False])
 def test_played_is_the_long_way(
     name: str, forms: tuple, bias: bool, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,11 +67,11 @@ def test_played_is_the_long_way(
     assert programs() == [True, True]
 
 
-@pytest.mark.parametrize("wants", list(itertools.product((True, False), repeat=3)), ids=str)
-@pytest.mark.parametrize("name", ["SWITCHBACK", "SWITCHBACK_M", "LLM_INT8"])
+@by_pairs(name=["SWITCHBACK", "SWITCHBACK_M", "LLM_INT8"], x=[True, False], w=[True, False], b=[True, False])
 def test_gradients_that_are_wanted(
-    name: str, wants: tuple[bool, ...], kernels: str, monkeypatch: pytest.MonkeyPatch
+    name: str, x: bool, w: bool, b: bool, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    wants = (x, w, b)
     for seed in range(4):
         given = layer(kernels, seed=seed)
         wanted = long_way(monkeypatch, lambda given=given: numbers(PLANS[name], given, wants))

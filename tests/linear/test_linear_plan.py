@@ -45,31 +45,31 @@ def test_a_plan_prints_its_three_multiplies() -> None:
 
 
 REFUSED = {
-    "left: got 'block', takes 'row', 'column' or 'tensor'": lambda: EightBit("block", "row"),
-    "right_format: got 'fp8', takes 'int8', 'e4m3' or 'e5m2'": lambda: EightBit("row", "row", "e4m3", "fp8"),
-    "right_format: got 'e4m3' beside 'int8'": lambda: EightBit("row", "row", "int8", "e4m3"),
-    "output: got 'int8', takes an EightBit, or None": lambda: LinearPlan("int8"),
-    r"output.left: got 'column', takes 'row' or 'tensor' \(a scale of X": lambda: LinearPlan(
+    "left must be 'row', 'column' or 'tensor'.*, got 'block'": lambda: EightBit("block", "row"),
+    "right_format must be 'int8', 'e4m3' or 'e5m2'.*, got 'fp8'": lambda: EightBit("row", "row", "e4m3", "fp8"),
+    "right_format must .*, got 'e4m3' with 'int8'": lambda: EightBit("row", "row", "int8", "e4m3"),
+    "output must be an EightBit, or None.*, got 'int8'": lambda: LinearPlan("int8"),
+    "output.left must be 'row' or 'tensor', got 'column': a scale of X": lambda: LinearPlan(
         EightBit("column", "row")
     ),
-    r"grad_input.right: got 'row', takes 'column' or 'tensor' \(a scale of W must be constant along the output": (
+    "grad_input.right must be 'column' or 'tensor', got 'row': a scale of W must be constant along the output": (
         lambda: LinearPlan(grad_input=EightBit("row", "row"))
     ),
-    "grad_weight.left: got 'row', takes 'column' or 'tensor'": (
+    "grad_weight.left must be 'column' or 'tensor'.*, got 'row'": (
         lambda: LinearPlan(grad_weight=EightBit("row", "column"))
     ),
-    "saved: got 'nothing', takes 'input' or 'codes'": lambda: LinearPlan(saved="nothing"),
-    "saved: got 'codes', takes 'input' where": (
+    "saved must be 'input' or 'codes'.*, got 'nothing'": lambda: LinearPlan(saved="nothing"),
+    "saved must be 'input' unless .*, got 'codes'": (
         lambda: LinearPlan(grad_input=EightBit("row", "column"), saved="codes")
     ),
-    "arithmetic: got 'exact', takes 'real' or 'simulated'": lambda: LinearPlan(arithmetic="exact"),
-    "tensor_absmax: got 'average', takes 'step' in a plan without": lambda: (
+    "arithmetic must be 'real' or 'simulated'.*, got 'exact'": lambda: LinearPlan(arithmetic="exact"),
+    "tensor_absmax must be 'step' in a plan without.*, got 'average'": lambda: (
         ng.linear.LLM_INT8.with_moving_average()
     ),
-    "decay: got 1, takes a number from 0 to below 1": lambda: ng.linear.SWITCHBACK.with_moving_average(1),
-    "format: got 'fp8', takes": lambda: ng.linear.SWITCHBACK.with_format("fp8"),
-    "gradient: got 'fp8', takes": lambda: ng.linear.SWITCHBACK.with_format("e4m3", "fp8"),
-    "right_format: got 'int8' beside 'e5m2'": lambda: ng.linear.SWITCHBACK.with_format("int8", "e5m2"),
+    "decay must be a number from 0 to below 1.*, got 1": lambda: ng.linear.SWITCHBACK.with_moving_average(1),
+    "format must be 'int8', 'e4m3' or 'e5m2', got 'fp8'": lambda: ng.linear.SWITCHBACK.with_format("fp8"),
+    "gradient must be 'int8', 'e4m3' or 'e5m2', got 'fp8'": lambda: ng.linear.SWITCHBACK.with_format("e4m3", "fp8"),
+    "right_format must .*, got 'int8' with 'e5m2'": lambda: ng.linear.SWITCHBACK.with_format("int8", "e5m2"),
 }
 
 

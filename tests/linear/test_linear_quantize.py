@@ -123,9 +123,9 @@ def test_a_given_absmax_is_the_scale_and_saturates(form: str) -> None:
 
 
 def test_what_it_does_not_take() -> None:
-    with pytest.raises(ValueError, match=r"x: got torch.float32 of shape \(3,\), takes a matrix of floats"):
+    with pytest.raises(ValueError, match=r"x must .*a matrix of floats.*got torch.float32 of shape \(3,\)"):
         quantize(torch.ones(3), "row")
-    with pytest.raises(ValueError, match="scaling: got 'block', takes one of 'row', 'column', 'tensor'"):
+    with pytest.raises(ValueError, match=r"scaling must be 'row', 'column' or 'tensor', got 'block'"):
         quantize(torch.ones(3, 3), "block")
-    with pytest.raises(ValueError, match="format: got 'int4', takes one of 'int8', 'e4m3', 'e5m2'"):
+    with pytest.raises(ValueError, match=r"format must be 'int8', 'e4m3' or 'e5m2', got 'int4'"):
         quantize(torch.ones(3, 3), "row", "int4")

@@ -212,16 +212,15 @@ def test_swapping_a_layer_that_is_the_model() -> None:
 
 def test_what_it_does_not_take() -> None:
     model = nn.Sequential(nn.Linear(16, 16))
-    with pytest.raises(ValueError, match="plan: got 'int8', takes a LinearPlan"):
-        swap_linears(model, "int8")
-    with pytest.raises(ValueError, match="keep: got 'head', takes a list of names"):
-        swap_linears(model, SWITCHBACK, keep="head")
-    with pytest.raises(ValueError, match="min_features: got 0, takes an integer of at least 1"):
-        swap_linears(model, SWITCHBACK, min_features=0)
-    with pytest.raises(ValueError, match="launched: got None, takes True"):
-        swap_linears(model, SWITCHBACK, tokens=8, launched=None)
-    with pytest.raises(ValueError, match="launched: got False without tokens"):
-        swap_linears(model, SWITCHBACK, launched=False)
+    for changed, message in (
+        ({"plan": "int8"}, "plan must be a LinearPlan .*, got 'int8'"),
+        ({"model": None}, r"model must be a torch\.nn\.Module, got None"),
+        ({"keep": "head"}, "keep must be a list of names .*, got 'head'"),
+        ({"min_features": 0}, "min_features must be an integer of at least 1, got 0"),
+        ({"launched": False}, "launched must be True without tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            swap_linears(**({"model": model, "plan": SWITCHBACK} | changed))
     assert type(model[0]) is nn.Linear
 
 
@@ -271,7 +270,7 @@ def test_layer_scale_from_zero_takes_every_branch_away(make: Callable, in_block:
     run(model).square().mean().backward()
     assert all(scale.gamma.grad.any() for scale in added.scales.values())
     swap_linears(model, SWITCHBACK)
-    with pytest.raises(ValueError, match="has a layer_scale, takes one without"):
+    with pytest.raises(ValueError, match="must not have layer scales already"):
         ng.nn.add_layer_scale(model)
     added.remove()
     assert set(model.state_dict()) == keys
@@ -285,9 +284,7 @@ def test_layer_scale_of_ones_is_the_model_itself() -> None:
         assert torch.equal(run(model), before)
         added.remove()
         assert torch.equal(run(model), before)
-    with pytest.raises(
-        ValueError, match="model: got Linear, takes one with blocks of GPT2Block, LlamaDecoderLayer"
-    ):
+    with pytest.raises(ValueError, match=r"model must have blocks of GPT2Block, LlamaDecoderLayer.*, got Linear"):
         ng.nn.add_layer_scale(nn.Linear(3, 3))
     assert str(added).startswith("layer scale: 8\n  text_model.")
 
@@ -315,9 +312,7 @@ def test_a_layer_that_has_become_something_else_since_is_not_undone() -> None:
     x, shown = torch.randn(4, 32), str(report)
     assert "swapped: 2 (int8 real)" in shown
     before = model(x)
-    with pytest.raises(
-        RuntimeError, match="undo: got '1', which has become a ParametrizedLowPrecisionLinear since"
-    ):
+    with pytest.raises(RuntimeError, match=r"'1' must be a LowPrecisionLinear to be undone, got a Parametrized"):
         report.undo()
     assert torch.equal(model(x), before)
     assert type(model[0]) is LowPrecisionLinear
@@ -325,18 +320,3 @@ def test_a_layer_that_has_become_something_else_since_is_not_undone() -> None:
     report.undo()
     assert type(model[0]) is type(model[1]) is nn.Linear
     report.undo()  # of nothing
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"model": None}, "model: got NoneType, takes a torch.nn.Module"),
-        ({"keep": None}, "keep: got None, takes a list of names"),
-        ({"keep": (3,)}, r"keep: got \(3,\), takes a list of names"),
-    ],
-)
-def test_what_makes_no_sense_is_refused_by_name(changed: dict, message: str) -> None:
-    model = nn.Linear(32, 32)
-    with pytest.raises(ValueError, match=message):
-        swap_linears(**({"model": model, "plan": SWITCHBACK} | changed))
-    assert type(model) is nn.Linear

@@ -61,7 +61,7 @@ def test_a_mark_goes_before_the_optimizers_option_and_must_be_a_storage() -> Non
     ng.storage.mark_states(p, "bf16")
     assert ng.storage.marked_states(p) == "bf16"
     assert ng.optim.AdamW([p], states="8bit").describe().rows[0].states == "m:bf16 v:bf16"
-    with pytest.raises(ValueError, match="states: got '7bit', takes one of"):
+    with pytest.raises(ValueError, match=r"states.* got '7bit'"):
         ng.storage.mark_states(p, "7bit")
 
 

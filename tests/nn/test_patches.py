@@ -114,13 +114,13 @@ def test_checkpoints_gain_the_norm_and_lose_nothing() -> None:
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"share: got 1, takes a number from 0 to below 1"):
+    with pytest.raises(ValueError, match=r"share must be a number from 0 to below 1.*, got 1"):
         add_patch_dropout(model("clip-micro"), 1)
-    with pytest.raises(ValueError, match=r"model: got Linear, takes one with one image tower"):
+    with pytest.raises(ValueError, match=r"model must have one image tower.*, got Linear"):
         add_patch_dropout(nn.Linear(2, 2), 0.5)
-    with pytest.raises(ValueError, match=r"where: got 'behind', takes 'before' or 'after'"):
+    with pytest.raises(ValueError, match=r"where must be 'before' or 'after'.*, got 'behind'"):
         add_patch_norm(model("clip-micro"), "behind")  # type: ignore[arg-type]
     of = model("clip-micro")
     add_patch_norm(of, "after")
-    with pytest.raises(ValueError, match=r"model: got one with a patch_norm, takes one without"):
+    with pytest.raises(ValueError, match=r"model must not have a patch_norm already"):
         add_patch_norm(of, "after")

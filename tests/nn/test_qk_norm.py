@@ -166,7 +166,7 @@ def test_removed_they_leave_the_model_as_it_was_bit_for_bit() -> None:
     other.load_state_dict(model.state_dict())
     for twin in (other, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(twin(INPUT).logits, model(INPUT).logits)
-    with pytest.raises(ValueError, match=r"got one with a norm at transformer\.h\.0\.attn\.c_attn\.q_norm"):
+    with pytest.raises(ValueError, match=r"already, got one at transformer\.h\.0\.attn\.c_attn\.q_norm"):
         add_qk_norm(model)
     added.remove()
     added.remove()
@@ -239,14 +239,14 @@ def test_places_are_filled_and_emptied_again() -> None:
     )
     added.remove()
     assert model["attn"].q_norm is identity
-    with pytest.raises(ValueError, match=r"got one with a norm at q_norm, takes one without"):
+    with pytest.raises(ValueError, match=r"must not have QK-norms already, got one at q_norm"):
         add_qk_norm(kind(nn.LayerNorm(HEAD_DIM)))
 
 
 def test_what_it_does_not_take() -> None:
-    with pytest.raises(ValueError, match="model: got Linear, takes one with attentions of GPT2Attention, LlamaAtt"):
+    with pytest.raises(ValueError, match=r"model must have attentions of GPT2Attention, LlamaAtt.*, got Linear"):
         add_qk_norm(nn.Linear(3, 3))
-    with pytest.raises(ValueError, match=r"model: got SimpleNamespace, takes a torch\.nn\.Module"):
+    with pytest.raises(ValueError, match=r"model must be a torch\.nn\.Module.*, got SimpleNamespace"):
         add_qk_norm(types.SimpleNamespace())
-    with pytest.raises(ValueError, match=r"eps: got -1, takes a number above 0"):
+    with pytest.raises(ValueError, match=r"eps must be a finite number above 0, got -1"):
         add_qk_norm(gpt2(), eps=-1)

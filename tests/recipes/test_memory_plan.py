@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from narrowgauge import linear, recipes
 from narrowgauge.recipes._losses import token_loss
-from narrowgauge.recipes._planner import WORKSPACE
-from narrowgauge.recipes._search import largest
-from narrowgauge.recipes._sizes import parse_bytes
+from narrowgauge.recipes._parallel import WORKSPACE
+from narrowgauge.recipes._plan import largest, parse_bytes
 from narrowgauge.recipes._timeline import Recorder, rounded
-from narrowgauge.recipes._trace import Traced, bare, enable_checkpointing
+from narrowgauge.recipes._trace import Traced, enable_checkpointing, without_memory
 from narrowgauge.trainers import build_model
 from narrowgauge.trainers._memory import peak_memory
 from narrowgauge.trainers._models import configuration, next_token_loss
+from products import by_pairs
 
 # By hand, for a matrix of 512 x 512 (N = 262 144 elements, 1024 blocks of 256): bytes of the weight, of what is
 # added to it, and of both moments. A block of 8 bits has one scale of 4 bytes, one of log4's two.
@@ -82,7 +82,7 @@ def test_a_step_by_hand() -> None:
     number. In the backward pass of the second layer are its input's gradient and its weight's, both new.
     """
     model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.ReLU(), nn.Linear(512, 512, bias=False))
-    traced = Traced(bare(model), recipes.get("A"), None, False, square_loss, {})
+    traced = Traced(without_memory(model), recipes.get("A"), None, False, square_loss, {})
     timeline = traced.trace(4, 16)
     feature, gradient = 64 * 512 * 2, 2 * N
     before = timeline.at("backward")
@@ -114,13 +114,16 @@ def test_a_recorder_counts_storages_while_they_live() -> None:
     assert recorder.timeline.peak().where == "with a view"
 
 
-@pytest.mark.parametrize("plan", [None, linear.SWITCHBACK, linear.SWITCHBACK_M], ids=["linear", "saved", "codes"])
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
-@pytest.mark.parametrize(("preset", "recipe"), [("mini", "fp32"), ("mini", "A"), ("llama-micro", "A")])
-def test_a_trace_is_what_a_real_step_takes(preset: str, recipe: str, checkpointing: bool, plan: Any) -> None:
+@by_pairs(
+    of={"gpt2 fp32": ("mini", "fp32"), "gpt2 bf16": ("mini", "A"), "llama bf16": ("llama-micro", "A")},
+    checkpointing={"kept": False, "checkpointed": True},
+    plan={"linear": None, "saved": linear.SWITCHBACK, "codes": linear.SWITCHBACK_M},
+)
+def test_a_trace_is_what_a_real_step_takes(of: tuple[str, str], checkpointing: bool, plan: Any) -> None:
     """Storages that autograd really saves, and the allocator's own count of a step, on the CPU."""
+    preset, recipe = of
     model = build_model(preset, vocabulary=1024, sequence=128, seed=0)
-    traced = Traced(bare(model), recipes.get(recipe), plan, checkpointing, token_loss, {})
+    traced = Traced(without_memory(model), recipes.get(recipe), plan, checkpointing, token_loss, {})
     timeline = traced.trace(8, 128)
     recipes.cast(model, recipes.get(recipe).dtype)
     if plan is not None:
@@ -158,7 +161,8 @@ def test_a_trace_is_what_a_real_step_takes(preset: str, recipe: str, checkpointi
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
 def test_gradients_of_an_earlier_batch_are_added_to(checkpointing: bool) -> None:
     model = build_model("mini", vocabulary=1024, sequence=128, seed=0)
-    traced = Traced(bare(model), recipes.get("fp32"), None, checkpointing, token_loss, {}, accumulate=True)
+    planned = without_memory(model)
+    traced = Traced(planned, recipes.get("fp32"), None, checkpointing, token_loss, {}, accumulate=True)
     if checkpointing:
         enable_checkpointing(model)
     windows = torch.randint(0, 1024, (8, 129))
@@ -190,11 +194,11 @@ def peak(config: Any, recipe: str = "D", batch: int = 2, sequence: int = 64, **o
 
 
 def test_more_takes_more(config: Any) -> None:
-    batches = [peak(config, batch=batch) for batch in (1, 2, 3, 8, 64)]
-    sequences = [peak(config, sequence=sequence) for sequence in (2, 64, 65, 128, 512)]
+    batches = [peak(config, batch=batch) for batch in (1, 2, 64)]
+    sequences = [peak(config, sequence=sequence) for sequence in (64, 65, 512)]
     assert batches == sorted(set(batches))
     assert sequences == sorted(set(sequences))
-    by_bytes = [peak(config, name) for name in ("adamw8bit-split8", "A", "B", "C", "D")]
+    by_bytes = [peak(config, name) for name in ("adamw8bit-split8", "A", "D")]
     assert by_bytes == sorted(set(by_bytes))
     assert peak(config, "A", 16, 512, checkpointing=True) < peak(config, "A", 16, 512)
 
@@ -226,7 +230,14 @@ def test_attention_is_linear_in_the_sequence_and_as_real_with_a_mask() -> None:
         assert saved(1024, True, recipe) - saved(1024, False, recipe) == 1024 * 1024 * itemsize
 
 
-@pytest.mark.parametrize(("recipe", "memory"), [("D", "400MB"), ("adamw8bit-split8", "250MB"), ("C", "1GB")])
+@pytest.mark.parametrize(
+    ("recipe", "memory"),
+    [
+        ("D", "400MB"),
+        pytest.param("adamw8bit-split8", "250MB", marks=pytest.mark.slow),
+        pytest.param("C", "1GB", marks=pytest.mark.slow),
+    ],
+)
 def test_the_largest_that_fits_fits_and_one_more_does_not(config: Any, recipe: str, memory: str) -> None:
     plan = recipes.plan_memory(config, recipe, batch=2, sequence=64, device_memory=memory)
     room = parse_bytes("memory", memory)
@@ -296,7 +307,7 @@ def test_ddp_adds_buckets_and_fsdp_cuts(config: Any) -> None:
     for part in ("weights", "gradients", "low words"):
         assert alone.held[part] / 8 <= shared.held[part] < alone.held[part] / 8 + 512 * 80
     # Gathered: all that is in no block, whole with its gradients, and two blocks, likewise.
-    model = bare(build_model("tiny", vocabulary=1000, sequence=512, seed=0))
+    model = without_memory(build_model("tiny", vocabulary=1000, sequence=512, seed=0))
     block = sum(rounded(2 * p.numel()) for p in model.transformer.h[0].parameters())
     root = sum(rounded(2 * p.numel()) for p in model.parameters()) - 6 * block
     assert shared.at_peak["communication"] == 2 * root + 4 * block
@@ -369,22 +380,22 @@ def test_what_cuda_keeps_of_dropout_is_a_byte() -> None:
 
 
 ERRORS: dict[str, tuple[Any, str, dict[str, Any], str]] = {
-    "batch": (None, "D", {"batch": 0}, "batch: got 0, takes an integer from 1"),
-    "sequence": (None, "D", {"sequence": 513}, "sequence: got 513, takes at most 512"),
-    "gpus": (None, "D", {"gpus": True}, "gpus: got True"),
-    "parallel": (None, "D", {"parallel": "tp"}, "parallel: got 'tp', takes 'ddp' or 'fsdp'"),
-    "memory": (None, "D", {"device_memory": "80 quarts"}, "device_memory: got '80 quarts', takes a number"),
-    "no memory": (None, "D", {"device_memory": 0}, "device_memory: got 0"),
-    "recipe": (None, "E", {}, "recipe: got 'E', takes one of"),
-    "weights": (None, "D", {"weights": "plain"}, "weights: got 'plain', follows from recipe 'master'"),
-    "model": ("gpt2", "D", {}, "model_or_config: got str, takes a torch.nn.Module"),
-    "true": (True, "D", {}, "model_or_config: got bool"),
-    "count": (0, "D", {}, "model_or_config: got 0, takes at least 1"),
-    "linear": (7, "D", {"linear": linear.SWITCHBACK}, "linear: got"),
-    "checkpointing": (7, "D", {"checkpointing": True}, "checkpointing: got True"),
-    "loss": (nn.Linear(512, 512), "D", {}, "loss: got None for a Linear"),
-    "no blocks": (nn.Linear(8, 8), "D", {"checkpointing": True}, "checkpointing: got True for a Linear"),
-    "no layers": (nn.LayerNorm(512), "A", {"linear": linear.SWITCHBACK, "loss": square_loss}, "linear: got"),
+    "batch": (None, "D", {"batch": 0}, "batch must be an integer from 1.*, got 0"),
+    "sequence": (None, "D", {"sequence": 513}, "sequence must be at most 512.*, got 513"),
+    "gpus": (None, "D", {"gpus": True}, "gpus must .*got True"),
+    "parallel": (None, "D", {"parallel": "tp"}, "parallel must be 'ddp' or 'fsdp'.*, got 'tp'"),
+    "memory": (None, "D", {"device_memory": "80 quarts"}, "device_memory must be a number.*, got '80 quarts'"),
+    "no memory": (None, "D", {"device_memory": 0}, "device_memory must .*got 0"),
+    "recipe": (None, "E", {}, "recipe must be one of.*, got 'E'"),
+    "weights": (None, "D", {"weights": "plain"}, "weights must be left out: recipe 'master' sets it, got 'plain'"),
+    "model": ("gpt2", "D", {}, "model_or_config must be a torch.nn.Module.*, got str"),
+    "true": (True, "D", {}, "model_or_config must .*got bool"),
+    "count": (0, "D", {}, "model_or_config must be at least 1.*, got 0"),
+    "linear": (7, "D", {"linear": linear.SWITCHBACK}, "linear must .*got"),
+    "checkpointing": (7, "D", {"checkpointing": True}, "checkpointing must .*got True"),
+    "loss": (nn.Linear(512, 512), "D", {}, "loss must be a function .* for a Linear"),
+    "no blocks": (nn.Linear(8, 8), "D", {"checkpointing": True}, "checkpointing must be False for a Linear"),
+    "no layers": (nn.LayerNorm(512), "A", {"linear": linear.SWITCHBACK, "loss": square_loss}, "linear must be"),
 }  # fmt: skip
 
 
@@ -392,15 +403,14 @@ ERRORS: dict[str, tuple[Any, str, dict[str, Any], str]] = {
 def test_bad_input_is_refused_by_name(
     config: Any, model: Any, recipe: str, options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=r"^[a-z_]+: got") as error:
+    with pytest.raises(ValueError, match=f"^{message}"):
         recipes.plan_memory(config if model is None else model, recipe, **options)
-    assert str(error.value).startswith(message)
 
 
 def test_questions_without_an_answer_are_refused(config: Any) -> None:
-    with pytest.raises(ValueError, match=r"^device_memory: got None"):
+    with pytest.raises(ValueError, match=r"^device_memory must be bytes, .*, got None"):
         recipes.plan_memory(config, "D", sequence=64).largest_batch()
-    with pytest.raises(ValueError, match=r"^model_or_config: got 7 parameters, takes a model"):
+    with pytest.raises(ValueError, match=r"^model_or_config must be a model .*, got 7 parameters"):
         recipes.plan_memory(7, "D").largest_batch("80GB")
 
 
@@ -409,7 +419,7 @@ def test_a_step_without_a_stand_in_is_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x)[x.sum(-1) > 0]
 
-    with pytest.raises(ValueError, match=r"^model: got a Indexes whose step fails on the meta device"):
+    with pytest.raises(ValueError, match=r"^model must run on the meta device, got a Indexes whose step fails"):
         recipes.plan_memory(Indexes(512, 512), "A", loss=square_loss)
 
 
@@ -431,7 +441,9 @@ def test_a_step_that_reads_numbers_is_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * float(x.sum())
 
-    with pytest.raises(ValueError, match=r"^model: its step reads a number of torch.bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"^model must have a step .*, got one that reads a number of torch.bfloat16"
+    ):
         recipes.plan_memory(Reads(512, 512), "A", loss=square_loss)
 
 

@@ -25,7 +25,7 @@ from narrowgauge.recipes._losses import (
     step_of,
 )
 from narrowgauge.recipes._timeline import rounded
-from narrowgauge.recipes._trace import Traced, bare, enable_checkpointing
+from narrowgauge.recipes._trace import Traced, enable_checkpointing, without_memory
 from narrowgauge.trainers._extras import Extras
 from narrowgauge.trainers._gradcache import Step
 from narrowgauge.trainers._image_models import (
@@ -82,7 +82,7 @@ def test_a_trace_is_what_a_real_step_takes(
     model = build_image_model(sizes, 300, context=32, seed=0)
     added.add(model, 0)
     sequence = 32 if sizes is CLIP else 0
-    traced = Traced(bare(model), recipes.get(recipe), None, checkpointing, step_of(model).loss, {})
+    traced = Traced(without_memory(model), recipes.get(recipe), None, checkpointing, step_of(model).loss, {})
     timeline = traced.trace(batch, sequence)
     recipes.cast(model, recipes.get(recipe).dtype)
     if checkpointing:
@@ -162,7 +162,9 @@ def test_a_trace_is_what_a_step_of_two_processes_takes(tmp_path: Path) -> None:
 
     def planned(gpus: int) -> int:
         loss = step_of(model, gpus).loss
-        return Traced(bare(model), recipes.get("fp32"), None, False, loss, {}).trace(PAIRS, 8).peak().total
+        return (
+            Traced(without_memory(model), recipes.get("fp32"), None, False, loss, {}).trace(PAIRS, 8).peak().total
+        )
 
     measured = [int((tmp_path / f"{rank}").read_text()) for rank in range(2)]
     assert measured == pytest.approx([planned(2)] * 2, rel=0.01)
@@ -232,7 +234,7 @@ def test_the_largest_that_fits_fits_and_one_more_does_not(clip: Any, vit: Any) -
     assert words.saved < longer.saved  # type: ignore[operator]
     plan = recipes.plan_memory(vit, "D", device_memory="300MB")
     assert (plan.example, plan.sequence, plan.record()["sequence"]) == ("image", None, None)
-    with pytest.raises(ValueError, match=r"^model_or_config: got a ViTForImageClassification, takes a model that"):
+    with pytest.raises(ValueError, match=r"^model_or_config must .*a model that.*got a ViTForImageClassification"):
         plan.longest_sequence()
 
 
@@ -255,7 +257,7 @@ def test_the_heads_stay_as_they_are(clip: Any) -> None:
     assert plan.linear
     assert plan.held == plain.held
     traced = Traced(
-        bare(build_image_model(IMAGE_PRESETS["clip-micro"], 300, context=16, seed=0)), recipes.get("A"),
+        without_memory(build_image_model(IMAGE_PRESETS["clip-micro"], 300, context=16, seed=0)), recipes.get("A"),
         linear.SWITCHBACK, False, step_of(nn.Linear(1, 1)).loss, {},
     )  # fmt: skip
     planned = [n for n, m in traced.model.named_modules() if getattr(m, "plan", None) is not None]
@@ -264,32 +266,39 @@ def test_the_heads_stay_as_they_are(clip: Any) -> None:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "tokens of a classifier": ("vit", {"sequence": 16}, "sequence: got 16, takes None for a ViTForImageClas"),
-    "a longer caption": ("clip", {"sequence": 17}, "sequence: got 17, takes at most 16"),
-    "parts": ("clip", {"accumulate": True}, "accumulate: got True for a CLIPModel, takes False"),
+    "tokens of a classifier": ("vit", {"sequence": 16}, "sequence must be None for a ViTForImageClas.*, got 16"),
+    "a longer caption": ("clip", {"sequence": 17}, "sequence must be at most 16.*, got 17"),
+    "parts": ("clip", {"accumulate": True}, "accumulate must be False for a CLIPModel.*, got True"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_is_refused_by_name(case: str, clip: Any, vit: Any) -> None:
     model, options, message = REFUSED[case]
-    with pytest.raises(ValueError, match=r"^[a-z_]+: got") as error:
+    with pytest.raises(ValueError, match=f"^{message}"):
         recipes.plan_memory({"clip": clip, "vit": vit}[model], "A", **options)
-    assert str(error.value).startswith(message)
 
 
 def test_a_tower_alone_needs_a_loss() -> None:
     from transformers import ViTModel
 
     model = ViTModel(vit_configuration(IMAGE_PRESETS["vit-micro"], 5))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^loss: got None for a ViTModel, takes a function of model, batch and"):
+    with pytest.raises(
+        ValueError, match=r"^loss must be a function of model, batch and sequence for a ViTModel.*, got None"
+    ):
         recipes.plan_memory(model, "A")
 
 
 FLAGS: dict[str, tuple[Extras, str]] = {
-    "stable_embedding": (Extras(stable_embedding=True), "--stable-embedding: got a ViTForImage"),
-    "patch_norm": (Extras(patch_norm="behind"), "--patch-norm: got 'behind', takes 'before' or 'after'"),
-    "patch_dropout": (Extras(patch_dropout=1.0), "--patch-dropout: got 1.0, takes a number from 0"),
+    "stable_embedding": (
+        Extras(stable_embedding=True),
+        "--stable-embedding: model must have an embedding of tokens, got a ViTForImage",
+    ),
+    "patch_norm": (Extras(patch_norm="behind"), "--patch-norm: where must be 'before' or 'after', got 'behind'"),
+    "patch_dropout": (
+        Extras(patch_dropout=1.0),
+        "--patch-dropout: share must be a number from 0 to below 1, got 1.0",
+    ),
 }
 
 
@@ -297,6 +306,5 @@ FLAGS: dict[str, tuple[Extras, str]] = {
 def test_what_cannot_be_added_is_named_by_its_flag(case: str) -> None:
     added, message = FLAGS[case]
     assert list(added.given) == [case]
-    with pytest.raises(ValueError, match=r"^--[a-z-]+: got") as error:
+    with pytest.raises(ValueError, match=f"^{message}"):
         added.add(build_image_model(IMAGE_PRESETS["vit-micro"], 5, context=0, seed=0), 0)
-    assert str(error.value).startswith(message)

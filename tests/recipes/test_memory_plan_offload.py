@@ -11,7 +11,7 @@ import torch
 from narrowgauge import recipes
 from narrowgauge.distributed import CPUOffload
 from narrowgauge.recipes._losses import token_loss
-from narrowgauge.recipes._trace import Traced, bare, enable_checkpointing
+from narrowgauge.recipes._trace import Traced, enable_checkpointing, without_memory
 from narrowgauge.trainers import build_model
 from narrowgauge.trainers._memory import peak_memory
 from narrowgauge.trainers._models import configuration, next_token_loss
@@ -54,7 +54,7 @@ def test_what_is_on_the_host_is_not_on_the_gpu(recipe: str, config: Any) -> None
 def test_gradients_that_leave_at_once_are_never_all_there(checkpointing: bool) -> None:
     """The allocator's own count of a step whose gradients are freed by the optimizer's hooks, on the CPU."""
     model = build_model("mini", vocabulary=300, sequence=64, seed=0)
-    traced = Traced(bare(model), recipes.get("fp32"), None, checkpointing, token_loss, {}, frees=True)
+    traced = Traced(without_memory(model), recipes.get("fp32"), None, checkpointing, token_loss, {}, frees=True)
     timeline = traced.trace(4, 64)
     if checkpointing:
         enable_checkpointing(model)
@@ -87,15 +87,18 @@ def test_a_number_of_parameters_by_hand() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "a word": ({"offload": "yes"}, "offload: got 'yes', takes 'none', 'states' or 'gradients'"),
-    "fsdp": ({"offload": "states", "gpus": 2, "parallel": "fsdp"}, "offload: got 'states', takes 'none' with par"),
+    "a word": ({"offload": "yes"}, "offload must be 'none', 'states' or 'gradients'.*, got 'yes'"),
+    "fsdp": (
+        {"offload": "states", "gpus": 2, "parallel": "fsdp"},
+        "offload must be 'none' with par.*, got 'states'",
+    ),
     "ranks": (
         {"offload": "gradients", "gpus": 2},
-        "offload: got 'gradients', takes 'none' or 'states' with 2 GPUs",
+        "offload must be 'none' or 'states' with 2 GPUs.*, got 'gradients'",
     ),
     "parts": (
         {"offload": "gradients", "accumulate": True},
-        "offload: got 'gradients', takes 'none' or 'states' wi",
+        "offload must be 'none' or 'states' wi.*, got 'gradients'",
     ),
 }
 
@@ -103,6 +106,5 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_is_refused_by_name(case: str, config: Any) -> None:
     options, message = REFUSED[case]
-    with pytest.raises(ValueError, match=r"^offload: got") as error:
+    with pytest.raises(ValueError, match=f"^{message}"):
         recipes.plan_memory(config, "A", **options)
-    assert str(error.value).startswith(message)

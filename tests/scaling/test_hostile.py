@@ -14,11 +14,11 @@ def test_what_is_no_state_is_refused_by_name(kind) -> None:
     scaler = kind("cpu")
     before = scaler.state_dict()
     for given, words in (
-        (None, "state_dict: got NoneType, takes the state of a loss scaler"),
-        ([1.0], "state_dict: got list"),
-        (before | {"growth_factor": None}, r"state_dict\['growth_factor'\]: got None, takes a finite number"),
-        (before | {"_growth_tracker": "x"}, r"state_dict\['_growth_tracker'\]: got 'x'"),
-        (before | {"scale": None}, r"state_dict\['scale'\]: got None"),
+        (None, "state_dict must be the state of a loss scaler.*, got NoneType"),
+        ([1.0], "state_dict must .*got list"),
+        (before | {"growth_factor": None}, r"state_dict\['growth_factor'\] must .*a finite number.*got None"),
+        (before | {"_growth_tracker": "x"}, r"state_dict\['_growth_tracker'\] must .*got 'x'"),
+        (before | {"scale": None}, r"state_dict\['scale'\] must .*got None"),
     ):
         with pytest.raises(ValueError, match=words):
             scaler.load_state_dict(given)

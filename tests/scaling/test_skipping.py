@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowgauge.optim as ours
 from narrowgauge.scaling import DynamicLossScaler, StaticLossScaler, TensorLossScaler
+from products import by_pairs
 
 WARNED = r"layer0\.weight: .*inf or NaN"
 OPTIMIZERS = {
@@ -48,9 +49,7 @@ def snapshot(p: torch.Tensor, optimizer: torch.optim.Optimizer) -> list[torch.Te
     return [p.detach().clone(), *(v.clone() for k, v in sorted(state.items()) if k != "skipped" and v is not None)]
 
 
-@every_optimizer
-@pytest.mark.parametrize("clip", [False, True], ids=["plain", "clipped"])
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@by_pairs(make=OPTIMIZERS, clip={"plain": False, "clipped": True}, bad=[math.inf, -math.inf, math.nan])
 def test_only_the_bad_tensor_misses_its_step(make, clip: bool, bad: float) -> None:
     params, twins = parameters(), parameters()
     optimizer, twin = make(list(params.items())), make(list(twins.items()))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from narrowgauge.optim import SGD
 from narrowgauge.scaling import DynamicLossScaler, StaticLossScaler, TensorLossScaler
-from narrowgauge.scaling._gradients import clear, mark, nonfinite
+from narrowgauge.scaling._unscale import clear, mark, nonfinite
 
 FLOAT16 = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16)
 BFLOAT16 = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
@@ -85,7 +85,7 @@ def test_a_float16_gradient_is_refused_where_it_would_underflow_again() -> None:
     for kind in (DynamicLossScaler, StaticLossScaler, TensorLossScaler):
         scaler = kind()
         scaler.scale(torch.ones(()))
-        with pytest.raises(ValueError, match=r"layer\.weight: got a float16 gradient.*takes float32 parameters"):
+        with pytest.raises(ValueError, match=r"layer\.weight must be a float32 parameter.*got a float16 gradient"):
             scaler.step(torch.optim.SGD([("layer.weight", p)], lr=0.1))
         assert torch.equal(p.grad, torch.ones_like(p))
 
@@ -95,7 +95,7 @@ def test_a_float16_loss_is_refused_where_its_gradient_is_already_inf(kind) -> No
     loss = torch.ones((), dtype=torch.float16, requires_grad=True)
     scaler = kind(init_scale=65536)
     for outputs in (loss, [loss.float(), (loss,)]):
-        with pytest.raises(ValueError, match=r"outputs: got a float16 loss.*takes a float32 one"):
+        with pytest.raises(ValueError, match=r"outputs must be a float32 loss, got a float16 one"):
             scaler.scale(outputs)
     DynamicLossScaler().scale(loss).backward()  # finds its way down
     assert loss.grad.isinf()

@@ -18,7 +18,7 @@ from pictured import csv_pairs
 
 from narrowgauge.gauges import read_records
 from narrowgauge.linear import TENSORWISE_FP8, swap_linears
-from narrowgauge.linear._multiplies import Multiplies
+from narrowgauge.linear._matmuls import Matmuls
 from narrowgauge.trainers import TrainSettings, fit
 from narrowgauge.trainers._build import build_parts
 from narrowgauge.trainers._data import open_task
@@ -135,8 +135,8 @@ def the_step(clip: TrainSettings, parts: int, plan: Any = None) -> tuple[Any, St
 def test_moving_averages_move_once_for_each_part(clip: TrainSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     task, step = the_step(clip, 4, TENSORWISE_FP8.with_moving_average())
     layers = [m for m in step.parts.model.modules() if getattr(m, "averages", None) is not None]
-    move, moved = Multiplies.move_averages, []
-    monkeypatch.setattr(Multiplies, "move_averages", lambda self: moved.append(1) or move(self))
+    move, moved = Matmuls.move_averages, []
+    monkeypatch.setattr(Matmuls, "move_averages", lambda self: moved.append(1) or move(self))
     task.gradients(step)
     assert len(moved) == 4 * len(layers) == 4 * 24
     assert all((layer.averages > 0).all() for layer in layers)

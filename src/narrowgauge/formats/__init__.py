@@ -1,6 +1,7 @@
 """What a number can be: float formats, codebooks, and the ways to round into them."""
 
-from narrowgauge.formats._codebooks import CodebookMap, codebook, codebook_map, codebook_names, register_codebook
+from narrowgauge.formats._codebook_maps import CodebookMap
+from narrowgauge.formats._codebooks import codebook, codebook_map, codebook_names, register_codebook
 from narrowgauge.formats._coder import Coder, coder
 from narrowgauge.formats._float import (
     BF16,

@@ -17,9 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from narrowgauge._arguments import typed
-from narrowgauge.formats._codebooks import codebook
-from narrowgauge.formats._codebooks._map import checked
+from narrowgauge.formats._codebooks import checked, codebook
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +81,6 @@ class Coder:
         return self.values[codes.to(torch.int32)]
 
 
-@typed
 @functools.lru_cache(maxsize=64)
 def coder(name: str, signed: bool, device: torch.device, bits: int = 8) -> Coder:
     """The coder of a named codebook on a device, made once."""

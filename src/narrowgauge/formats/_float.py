@@ -22,7 +22,7 @@ from typing import NamedTuple, overload
 import torch
 from torch import Tensor
 
-from narrowgauge._arguments import FloatDtype, check_fields, typed
+from narrowgauge._arguments import FloatDtype, check, is_integer, is_number
 
 
 class CodeRow(NamedTuple):
@@ -78,40 +78,39 @@ class FloatFormat:
 
     Raises:
         ValueError: for a layout that float64 does not hold exactly, has more than 32 bits, or leaves its special
-            values no code.
+            values without a code.
     """
 
     name: str
     exponent_bits: int
     mantissa_bits: int
     has_infinity: bool = True
-    dtype: FloatDtype | None = field(default=None, compare=False)
+    dtype: torch.dtype | None = field(default=None, compare=False)
     has_nan: bool = True
 
     def __post_init__(self) -> None:
-        check_fields(self)
         for name in ("exponent_bits", "mantissa_bits"):
-            if type(getattr(self, name)) is not int:
-                raise ValueError(f"{name}: got {getattr(self, name)!r}, takes an integer")
+            if not is_integer(getattr(self, name)):
+                raise ValueError(f"{name} must be an integer, got {getattr(self, name)!r}")
         if not 2 <= self.exponent_bits <= 11:
-            raise ValueError(f"exponent_bits: got {self.exponent_bits}, takes 2 to 11")
+            raise ValueError(f"exponent_bits must be 2 to 11, got {self.exponent_bits}")
         if not 0 <= self.mantissa_bits <= 31 - self.exponent_bits:
             raise ValueError(
-                f"mantissa_bits: got {self.mantissa_bits}, takes 0 to {31 - self.exponent_bits} "
-                f"beside {self.exponent_bits} exponent bits (32 bits in all)"
+                f"mantissa_bits must be 0 to {31 - self.exponent_bits} with {self.exponent_bits} exponent bits "
+                f"(32 bits in all), got {self.mantissa_bits}"
             )
         if self.exponent_bits == 11 and not self.has_infinity:
-            raise ValueError("exponent_bits: got 11, takes 2 to 10 without infinities (2^1024 would be a number)")
+            raise ValueError("exponent_bits must be 2 to 10 without infinities (2^1024 would be a number), got 11")
         if self.has_infinity and not self.has_nan:
             raise ValueError(
-                "has_nan: got False, takes True where there are infinities (inf - inf must be something)"
+                "has_nan must be True where there are infinities (inf - inf must be something), got False"
             )
         if self.has_nan and self.mantissa_bits == 0:
-            raise ValueError("mantissa_bits: got 0, takes at least 1 where there is a NaN (it needs a fraction)")
+            raise ValueError("mantissa_bits must be at least 1 where there is a NaN (it needs a fraction), got 0")
         if self.dtype is not None:
-            info = torch.finfo(self.dtype)
+            info = torch.finfo(check("dtype", self.dtype, FloatDtype))
             if (info.bits, info.max, info.smallest_normal) != (self.bits, self.max, self.min_normal):
-                raise ValueError(f"dtype: got {self.dtype}, takes a dtype of this layout, or None")
+                raise ValueError(f"dtype must be a dtype of this layout, or None, got {self.dtype}")
 
     @property
     def bits(self) -> int:
@@ -185,7 +184,6 @@ class FloatFormat:
     @overload
     def ulp(self, x: Tensor) -> Tensor: ...
 
-    @typed
     def ulp(self, x: float | Tensor) -> float | Tensor:
         """The spacing of the format at each element, 2^(max(e, e_min) - mantissa_bits).
 
@@ -248,7 +246,6 @@ class FloatFormat:
     @overload
     def encode(self, value: Tensor) -> Tensor: ...
 
-    @typed
     def encode(self, value: float | Tensor) -> int | Tensor:
         """The code of the number nearest to a value, ties to even.
 
@@ -272,7 +269,6 @@ class FloatFormat:
     @overload
     def decode(self, code: Tensor) -> Tensor: ...
 
-    @typed
     def decode(self, code: int | Tensor) -> float | Tensor:
         """The value that a code means.
 
@@ -287,11 +283,11 @@ class FloatFormat:
             ValueError: for an int out of range, or a tensor that is not of integers.
         """
         if not isinstance(code, Tensor):
-            if not isinstance(code, int) or not 0 <= code < 1 << self.bits:
-                raise ValueError(f"code: got {code}, takes 0 to {(1 << self.bits) - 1} for {self.name}")
+            if not is_integer(code) or not 0 <= code < 1 << self.bits:
+                raise ValueError(f"code must be 0 to {(1 << self.bits) - 1} for {self.name}, got {code}")
             return float(self.decode(torch.tensor(code, device="cpu")))
         if code.is_floating_point() or code.dtype == torch.bool:
-            raise ValueError(f"code: got a tensor of {code.dtype}, takes a tensor of integers")
+            raise ValueError(f"code must be a tensor of integers, got a tensor of {code.dtype}")
         code = code.to(torch.int64)
         magnitude = code & (1 << self.bits - 1) - 1
         field = magnitude >> self.mantissa_bits
@@ -326,17 +322,17 @@ class FloatFormat:
         """The format that a torch dtype stores.
 
         Raises:
-            ValueError: for a dtype that is none of the formats here.
+            ValueError: for a dtype of no format here.
         """
         for known in (FP32, FP16, BF16, FP8_E4M3, FP8_E5M2):
             if known.dtype == dtype:
                 return known
-        raise ValueError(f"dtype: got {dtype}, takes float32, float16, bfloat16, float8_e4m3fn or float8_e5m2")
+        raise ValueError(f"dtype must be float32, float16, bfloat16, float8_e4m3fn or float8_e5m2, got {dtype}")
 
 
 def _scalar(x: float) -> Tensor:
-    if not isinstance(x, int | float):
-        raise ValueError(f"value: got {x!r}, takes a number or a tensor")
+    if not is_number(x):
+        raise ValueError(f"value must be a number or a tensor, got {x!r}")
     return torch.tensor(float(x), dtype=torch.float64, device="cpu")
 
 
@@ -361,8 +357,6 @@ class CodeTable(Sequence[CodeRow]):
     """All codes of a format in order, each row made when it is read (fp32 has 2^32 of them)."""
 
     def __init__(self, fmt: FloatFormat) -> None:
-        if not isinstance(fmt, FloatFormat):
-            raise TypeError(f"fmt: got {type(fmt).__name__}, takes a FloatFormat")
         self._fmt = fmt
 
     def __len__(self) -> int:
@@ -379,7 +373,7 @@ class CodeTable(Sequence[CodeRow]):
             return [self[code] for code in range(*index.indices(len(self)))]
         code = index + len(self) if index < 0 else index
         if not 0 <= code < len(self):
-            raise IndexError(f"code: got {index}, takes 0 to {len(self) - 1} for {self._fmt.name}")
+            raise IndexError(f"code must be 0 to {len(self) - 1} for {self._fmt.name}, got {index}")
         value = self._fmt.decode(code)
         return CodeRow(code, _fields(self._fmt, code), value, _kind(self._fmt, value))
 

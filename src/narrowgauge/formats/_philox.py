@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from narrowgauge._arguments import Count, typed
+from narrowgauge._arguments import Count, check
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -42,14 +42,13 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
     return c0, c1, c2, c3
 
 
-@typed
 def random_bits(
-    count: Count,
+    count: int,
     *,
     seed: int,
     stream: int,
     step: int | Tensor,
-    offset: Count = 0,
+    offset: int = 0,
     device: torch.device | str = "cpu",
 ) -> Tensor:
     """Uniform 32-bit words, one an element, a pure function of the arguments.
@@ -60,15 +59,20 @@ def random_bits(
     Args:
         count: how many words.
         seed, stream: the key; the optimizer's seed and the parameter's index.
-        step: the optimizer step, an int or a 0-d tensor on `device` (then nothing is synchronised).
+        step: the optimizer step, an int or a 0-d tensor on `device` (then nothing is synchronized).
         offset: the index of the first element, for shards of a longer tensor.
         device: where the words are made.
 
     Returns:
         An int64 tensor of shape (count,) with values in [0, 2^32).
+
+    Raises:
+        ValueError: for a negative count or offset, or a step of more than one number.
     """
+    for name, value in (("count", count), ("offset", offset)):
+        check(name, value, Count)
     if isinstance(step, Tensor) and (step.numel() != 1 or step.is_complex()):
-        raise ValueError(f"step: got {step.dtype} of shape {tuple(step.shape)}, takes one number")
+        raise ValueError(f"step must be one number, got {step.dtype} of shape {tuple(step.shape)}")
     first = offset // 4
     blocks = torch.arange(first, (offset + count + 3) // 4, dtype=torch.int64, device=device)
     step = torch.as_tensor(step, device=device).to(torch.int64)
@@ -77,16 +81,15 @@ def random_bits(
     return words.reshape(-1)[offset - 4 * first :][:count]
 
 
-@typed
 def random_halves(
-    count: Count,
+    count: int,
     *,
     seed: int,
     stream: int,
     step: int | Tensor,
     purpose: int,
     device: torch.device,
-    offset: Count = 0,
+    offset: int = 0,
 ) -> Tensor:
     """Uniform 16-bit numbers, one an element: element i takes half ``i % 2``, the lower first, of word ``i // 2``.
 

@@ -14,7 +14,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from narrowgauge._arguments import typed
 from narrowgauge.formats._float import FloatFormat
 
 Rounding = Literal["nearest", "stochastic"]
@@ -37,12 +36,12 @@ def round_to(
         lies beyond the largest number becomes what the format has for it (see `FloatFormat.nearest`).
 
     Raises:
-        ValueError: for an unknown rounding, or an x or fmt that is none.
+        ValueError: for an unknown rounding, an x that is no float tensor, or a fmt that is no FloatFormat.
     """
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise ValueError(f"x: got {getattr(x, 'dtype', type(x).__name__)}, takes a tensor of floats")
+        raise ValueError(f"x must be a tensor of floats, got {getattr(x, 'dtype', type(x).__name__)}")
     if not isinstance(fmt, FloatFormat):
-        raise ValueError(f"fmt: got {fmt!r}, takes a FloatFormat such as narrowgauge.formats.FP16")
+        raise ValueError(f"fmt must be a FloatFormat such as narrowgauge.formats.FP16, got {fmt!r}")
     if x.dtype.itemsize == 1:
         x = x.to(torch.float32)  # torch has no arithmetic on float8
     if rounding == "nearest":
@@ -53,10 +52,9 @@ def round_to(
     if rounding == "stochastic":
         bits = torch.randint(0, 2**32, x.shape, dtype=torch.int64, device=x.device, generator=generator)
         return round_with_bits(x, fmt, bits)
-    raise ValueError(f"rounding: got {rounding!r}, takes 'nearest' or 'stochastic'")
+    raise ValueError(f"rounding must be 'nearest' or 'stochastic', got {rounding!r}")
 
 
-@typed
 def round_with_bits(x: Tensor, fmt: FloatFormat, bits: Tensor) -> Tensor:
     """Round stochastically with given random bits.
 
@@ -77,7 +75,7 @@ def round_with_bits(x: Tensor, fmt: FloatFormat, bits: Tensor) -> Tensor:
     # Float64 has room for the spacings of subnormals, which float32 has not for its own.
     if bits.shape != x.shape or bits.is_floating_point() or bits.is_complex():
         got = f"{bits.dtype} of shape {tuple(bits.shape)}"
-        raise ValueError(f"bits: got {got}, takes integers of shape {tuple(x.shape)}")
+        raise ValueError(f"bits must be integers of shape {tuple(x.shape)}, got {got}")
     wide = x.to(torch.float64)
     ulp = fmt.ulp(wide)
     steps = wide.abs() / ulp

@@ -1,10 +1,10 @@
 """`nn.MultiheadAttention` by a plan.
 
-It is no layer among layers: it has the projections of queries, keys and values as one parameter, `in_proj_weight`
-(3E, E), and hands that and the weight of its `out_proj` to a function. So the whole module takes part: the
-projections are multiplied by the plan, one multiply for all three where queries, keys and values are the same
-tensor, and `out_proj` is called as the layer that it is. Between the two stands `scaled_dot_product_attention`, in
-high precision. A scale for the whole of W is then for all three projections.
+`nn.MultiheadAttention` has the projections of queries, keys and values as one parameter, `in_proj_weight` (3E, E),
+and passes that and the weight of its `out_proj` to a function. So the whole module is replaced: the projections are
+multiplied by the plan, in one multiply where queries, keys and values are the same tensor, and `out_proj` is called
+as a layer. Between them `scaled_dot_product_attention` runs in high precision. A tensor-wise scale of W covers all
+three projections.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
-from narrowgauge.linear._module import Planned
+from narrowgauge.linear._module import PlannedModule
 
 
-class LowPrecisionMultiheadAttention(Planned, nn.MultiheadAttention):
+class LowPrecisionMultiheadAttention(PlannedModule, nn.MultiheadAttention):
     """`nn.MultiheadAttention` whose projections follow a plan.
 
-    Made by `swap_linears` out of an `nn.MultiheadAttention`, whose attributes, parameters, arguments and results it
-    has. Attention itself is computed in high precision. Moving averages of a plan that has them are a buffer (3, 3)
-    that is not saved, a row for each projection, or the first for all where one multiply does all three.
+    `swap_linears` makes it from an `nn.MultiheadAttention`; attributes, parameters, arguments and results are the
+    same. Attention itself is computed in high precision. Moving averages are a buffer (3, 3) that is not saved: a
+    row for each projection, or the first row if one multiply does all three.
 
     Raises:
         ValueError: for nested tensors, and masks of other shapes, or neither bool nor floats.
@@ -45,9 +45,11 @@ class LowPrecisionMultiheadAttention(Planned, nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         if query.is_nested or key.is_nested or value.is_nested:
-            raise ValueError("query, key, value: got a nested tensor, takes padded ones with a key_padding_mask")
+            raise ValueError("query, key, value must be padded, with a key_padding_mask, got a nested tensor")
         if is_causal and attn_mask is None:
-            raise RuntimeError("is_causal: got True without an attn_mask, takes it as a hint about one only")
+            raise RuntimeError(
+                "is_causal must be False without an attn_mask, got True: it is a hint about the mask"
+            )
         batched, dim = query.dim() == 3, query.shape[-1]
         q, k, v = (self._heads(x, batched) for x in self._projections(query, key, value))
         mask = self._mask(attn_mask, key_padding_mask, q, k)
@@ -67,7 +69,7 @@ class LowPrecisionMultiheadAttention(Planned, nn.MultiheadAttention):
         return self.out_proj(out), weights
 
     def _projections(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of queries, keys and values, in as few multiplies as there are different tensors in a row."""
+        """Queries, keys and values, with one multiply for each run of equal tensors."""
         dim, bias = self.embed_dim, self.in_proj_bias
         if query is key and key is value:
             spans = [(query, 0, 3)]
@@ -87,13 +89,13 @@ class LowPrecisionMultiheadAttention(Planned, nn.MultiheadAttention):
         return made[0], made[1], made[2]
 
     def _heads(self, x: Tensor, batched: bool) -> Tensor:
-        """(batch, heads, tokens, head_dim) of what comes in any of the three layouts."""
+        """(batch, heads, tokens, head_dim), from any of the three layouts."""
         x = x.unsqueeze(0) if not batched else x if self.batch_first else x.transpose(0, 1)
         heads: Tensor = x.unflatten(-1, (self.num_heads, self.head_dim))  # type: ignore[no-untyped-call]
         return heads.transpose(1, 2)
 
     def _mask(self, attention: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-        """What is added to the logits: both masks together, broadcast to (batch, heads, tokens, keys)."""
+        """Both masks as one that is added to the logits, broadcast to (batch, heads, tokens, keys)."""
         (batch, heads, tokens, _), keys = q.shape, k.shape[2]
         total = None
         if attention is not None:
@@ -108,10 +110,12 @@ class LowPrecisionMultiheadAttention(Planned, nn.MultiheadAttention):
 
 
 def _added(name: str, mask: Tensor, dtype: torch.dtype, *shapes: tuple[int, ...]) -> Tensor:
-    """A mask as what is added to logits: where a boolean one is true, nothing is attended to."""
+    """A mask that is added to logits; true in a boolean mask excludes the key."""
     if tuple(mask.shape) not in shapes or not (mask.dtype == torch.bool or mask.is_floating_point()):
-        takes = " or ".join(map(str, shapes))
-        raise ValueError(f"{name}: got {mask.dtype} of shape {tuple(mask.shape)}, takes bool or floats, {takes}")
+        allowed = " or ".join(map(str, shapes))
+        raise ValueError(
+            f"{name} must be bool or float of shape {allowed}, got {mask.dtype} of shape {tuple(mask.shape)}"
+        )
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -torch.inf)
     return mask.to(dtype)

@@ -1,4 +1,4 @@
-"""Which modules of a model can compute by a plan, and why each other one stays as it is."""
+"""Which modules of a model can be swapped, and why the others are kept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from narrowgauge.linear._attention import LowPrecisionMultiheadAttention
-from narrowgauge.linear._module import LowPrecisionConv1D, LowPrecisionLinear, Planned
+from narrowgauge.linear._module import LowPrecisionConv1D, LowPrecisionLinear, PlannedModule
 
 READ_BY_ATTENTION = "nn.MultiheadAttention reads its weight, not its output"
 READ_WITH_BIASES = "its attention reads its weight, not its output (qkv_bias_separate=True would call it)"
@@ -23,15 +23,15 @@ class Candidate:
 
     Attributes:
         name: in the model.
-        module: itself.
-        becomes: the class that computes by a plan what it computes.
-        holder: the `nn.MultiheadAttention` whose `out_proj` it is: one without a plan does not call it.
-        reason: why it stays as it is, None if nothing speaks against swapping.
+        module: the module.
+        becomes: its class after swapping.
+        holder: the `nn.MultiheadAttention` whose `out_proj` it is: without a plan that does not call it.
+        reason: why it is kept; None if it can be swapped.
     """
 
     name: str
     module: nn.Module
-    becomes: type[Planned]
+    becomes: type[PlannedModule]
     holder: nn.MultiheadAttention | None
     reason: str | None
 
@@ -55,10 +55,10 @@ def candidates(model: nn.Module, keep: tuple[str, ...], min_features: int) -> It
 
     Args:
         model: the model.
-        keep: names and patterns of what is to stay.
-        min_features: of its input and its output that a layer must have.
+        keep: names and patterns of layers to keep.
+        min_features: layers with fewer input or output features are kept.
     """
-    # named_modules names a module that stands in two places once, by the first.
+    # named_modules gives a module that occurs twice only its first name.
     modules = {f"{name}.": module for name, module in model.named_modules()}
     names = _names(model)
     for name, module in model.named_modules():
@@ -74,7 +74,7 @@ def candidates(model: nn.Module, keep: tuple[str, ...], min_features: int) -> It
 
 
 def _names(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """Every module of a model with its names: more than one where it stands in more than one place."""
+    """Every module of a model with all of its names."""
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
@@ -82,7 +82,7 @@ def _names(model: nn.Module) -> dict[nn.Module, list[str]]:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern is a module's name, its last part, a name of a module around it, or fits by its ``*``."""
+    """Whether a pattern with ``*`` is a module's name, its last part, or the name of a module around it."""
     return (
         fnmatch.fnmatchcase(name, pattern)
         or name.startswith(f"{pattern}.")
@@ -91,41 +91,41 @@ def matches(name: str, pattern: str) -> bool:
     )
 
 
-def _becomes(module: nn.Module) -> type[Planned] | None:
-    if isinstance(module, Planned):
+def _becomes(module: nn.Module) -> type[PlannedModule] | None:
+    if isinstance(module, PlannedModule):
         return type(module)
     if _is_conv1d(module):
         return LowPrecisionConv1D
     if isinstance(module, nn.Linear):
         return LowPrecisionLinear
-    # Attentions like nn.MultiheadAttention, open_clip's own among them.
+    # Attentions like nn.MultiheadAttention, such as open_clip's own.
     packed = isinstance(getattr(module, "in_proj_weight", None), nn.Parameter)
     return LowPrecisionMultiheadAttention if packed or isinstance(module, nn.MultiheadAttention) else None
 
 
 def _only_read(name: str, parent: nn.Module | None) -> bool:
-    """Whether a layer's weight is read and it is not called: with the biases of timm's BEiT, EVA and Swin V2."""
+    """Whether a layer's weight is read without calling it: with the biases of timm's BEiT, EVA, Swin V2."""
     biases = isinstance(getattr(parent, "q_bias", None), nn.Parameter)
     return name.rpartition(".")[2] == "qkv" and biases and not getattr(parent, "qkv_bias_separate", False)
 
 
 def _why_kept(
-    names: list[str], module: Any, becomes: type[Planned], holder: nn.Module | None, keep: tuple[str, ...],
+    names: list[str], module: Any, becomes: type[PlannedModule], holder: nn.Module | None, keep: tuple[str, ...],
     min_features: int,
 ) -> str | None:  # fmt: skip
-    if isinstance(module, Planned):
+    if isinstance(module, PlannedModule):
         return f"has a plan already: {module.plan.title}"
     for pattern in keep:
         if any(matches(name, pattern) for name in names):
             return f"named in keep: {pattern!r}"
-    # With the older hooks of torch (weight norm, pruning) the weight is an attribute that is no parameter.
+    # With torch's older hooks (weight norm, pruning) the weight is an attribute, not a parameter.
     weight = module._parameters.get(becomes.WEIGHT)
     if nn.utils.parametrize.is_parametrized(module) or (
         weight is None and isinstance(getattr(module, becomes.WEIGHT, None), Tensor)
     ):
         return "is parametrized: its weight is computed anew"
-    kinds: dict[type[Planned], Any] = {
-        LowPrecisionConv1D: type(module),  # known by its name
+    kinds: dict[type[PlannedModule], Any] = {
+        LowPrecisionConv1D: type(module),  # checked by name
         LowPrecisionMultiheadAttention: nn.MultiheadAttention,
         LowPrecisionLinear: nn.Linear if holder is None else NonDynamicallyQuantizableLinear,
     }
@@ -146,6 +146,6 @@ def _why_kept(
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    # Known by where it comes from, so that transformers need not be there.
+    # By name: transformers may not be installed.
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"

@@ -1,11 +1,11 @@
 """The autograd function that executes any plan.
 
-Between forward and backward a plan keeps either what the backward pass reads, operands or codes of theirs that are
-there (`saved="input"`, Algorithm 1), or codes and scales alone (`saved="codes"`, Algorithm 3). In both cases an
-operand is the same codes wherever it is used in the same scaling and format, and it is quantized once.
+For the backward pass a plan saves either operands, or codes of them that the forward pass made anyway
+(`saved="input"`, Algorithm 1), or codes and scales only (`saved="codes"`, Algorithm 3). In both cases an operand
+has the same codes wherever it is used in the same scaling and format, and it is quantized once.
 
-Moving averages of the absmax are read in the forward pass and moved in the backward pass, so a layer that is
-run again for gradient checkpointing finds the averages it had, and evaluation leaves them alone.
+Moving averages of the absmax are read in the forward pass and updated in the backward pass: gradient checkpointing
+recomputes with the same averages, and evaluation does not change them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from narrowgauge._arguments import typed
+from narrowgauge._arguments import check_instance
 from narrowgauge.linear import _passes
 from narrowgauge.linear._plan import LinearPlan
 from narrowgauge.linear._schedule import Wants
@@ -25,36 +25,38 @@ Result = TypeVar("Result")
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
 
-@typed
 def linear(
     input: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, averages: Tensor | None = None
 ) -> Tensor:
-    """What `torch.nn.functional.linear` computes, by a plan.
+    """`torch.nn.functional.linear` by a plan.
 
     Args:
         input: (..., in_features).
         weight: (out_features, in_features), of input's dtype unless autocast is on.
         bias: (out_features,) or None.
-        plan: what is done in eight bits.
-        averages: float tensor (3,), moved in the backward pass: averages of the absmax of input, weight and the
+        plan: the plan.
+        averages: float tensor (3,), updated in the backward pass: averages of the absmax of input, weight and the
             gradient of the output, zero before the first. Only for a plan with `tensor_absmax="average"`.
 
     Returns:
         (..., out_features), of input's dtype or autocast's.
 
     Raises:
-        ValueError: for shapes, dtypes or devices that do not go together, what is no plan, averages that are
-            missing or that the plan has not.
-        RuntimeError: when its gradient is differentiated: rounding has no derivative.
+        ValueError: for shapes, dtypes or devices that do not match, a `plan` that is no `LinearPlan`, and averages
+        that
+            are missing or that the plan does not use.
+        RuntimeError: when the gradient is differentiated: rounding has no derivative.
     """
     _check(input, weight, bias, plan, averages)
     device = input.device.type
-    if _autocast(device) and input.dtype != torch.float64:  # which autocast leaves alone
+    if _autocast(device) and input.dtype != torch.float64:  # which autocast does not change
         dtype = torch.get_autocast_dtype(device)
         input, weight = input.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     if input.dtype != weight.dtype:
-        raise ValueError(f"input: got {input.dtype}, takes the weight's {weight.dtype} where autocast is off")
+        raise ValueError(
+            f"input must have the weight's dtype {weight.dtype} unless autocast is on, got {input.dtype}"
+        )
     graded = torch.is_grad_enabled()
     wants = (
         graded and input.requires_grad,
@@ -66,34 +68,32 @@ def linear(
 
 
 def _check(input: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, averages: Tensor | None) -> None:
-    """Refuse what does not go together. Kernels get addresses alone: they would read past the end, or elsewhere."""
-    if not isinstance(plan, LinearPlan):
-        raise ValueError(f"plan: got {plan!r}, takes a LinearPlan such as narrowgauge.linear.SWITCHBACK")
+    """Refuse tensors that do not match. Kernels take addresses: they would read beyond the end."""
+    check_instance("plan", plan, LinearPlan, "narrowgauge.linear.SWITCHBACK")
     if not input.is_floating_point():
-        raise ValueError(f"input: got {input.dtype}, takes floats")
+        raise ValueError(f"input must have a float dtype, got {input.dtype}")
     if weight.dim() != 2:
-        raise ValueError(f"weight: got shape {tuple(weight.shape)}, takes (out_features, in_features)")
+        raise ValueError(f"weight must have shape (out_features, in_features), got shape {tuple(weight.shape)}")
     out_features, in_features = weight.shape
     if input.dim() == 0 or input.shape[-1] != in_features:
-        raise ValueError(f"input: got shape {tuple(input.shape)}, takes (..., {in_features})")
+        raise ValueError(f"input must have shape (..., {in_features}), got shape {tuple(input.shape)}")
     device = weight.device
     if input.device != device:
-        raise ValueError(f"input: got one on {input.device}, takes the weight's device, {device}")
+        raise ValueError(f"input must be on the weight's device, {device}, got {input.device}")
     if bias is not None and (bias.device != device or bias.shape != (out_features,)):
         raise ValueError(
-            f"bias: got shape {tuple(bias.shape)} on {bias.device}, takes ({out_features},) on the weight's "
-            f"device, {device}"
+            f"bias must have shape ({out_features},) on the weight's device, {device}, got shape "
+            f"{tuple(bias.shape)} on {bias.device}"
         )
     if (averages is None) != (plan.tensor_absmax == "step"):
-        given = "None" if averages is None else "a tensor"
         raise ValueError(
-            f"averages: got {given} for tensor_absmax={plan.tensor_absmax!r}, takes a tensor of 3 floats for "
-            "'average', None for 'step'"
+            "averages must be a tensor of 3 floats with tensor_absmax='average', None with 'step', got "
+            f"{'None' if averages is None else 'a tensor'} with {plan.tensor_absmax!r}"
         )
     if averages is not None and (averages.device != device or averages.shape != (3,)):
         raise ValueError(
-            f"averages: got shape {tuple(averages.shape)} on {averages.device}, takes (3,) on the weight's device, "
-            f"{device}"
+            f"averages must have shape (3,) on the weight's device, {device}, got shape {tuple(averages.shape)} on "
+            f"{averages.device}"
         )
 
 
@@ -137,17 +137,17 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _unflat(y: Tensor, leading: tuple[int, ...]) -> Tensor:
-    # Not a view for autograd, which refuses to change in place what is a view made within a function.
+    # Not a view to autograd, which refuses in-place changes of views made within a function.
     return y if len(leading) == 1 else _unsafe_view(y, (*leading, y.shape[-1]))
 
 
 def _autocast(device: str) -> bool:
-    """Whether autocast is on; torch knows of none for shapes alone, and raises."""
+    """Whether autocast is on; torch raises for the meta device."""
     return device != "meta" and torch.is_autocast_enabled(device)
 
 
 def _without_autocast(x: Tensor, run: Callable[[], Result]) -> Result:
-    """What is computed here has its dtypes already. Switching off what is off would cost microseconds."""
+    """Run with autocast off: dtypes are settled. Switching it off when it is off would cost microseconds."""
     device = x.device.type
     if not _autocast(device):
         return run()

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from narrowgauge._arguments import Count, FloatDtype, held
+from narrowgauge._arguments import check_instance
 from narrowgauge.linear._function import linear
 from narrowgauge.linear._ops import path
 from narrowgauge.linear._plan import SWITCHBACK, LinearPlan
@@ -16,13 +16,13 @@ from narrowgauge.linear._plan import SWITCHBACK, LinearPlan
 _AVERAGES = "absmax_averages"
 
 
-class Planned(nn.Module):
-    """What layers with a plan share.
+class PlannedModule(nn.Module):
+    """Base of the layers with a plan.
 
     Attributes:
-        plan: how it computes.
+        plan: the plan.
         WEIGHT: the name of the parameter that is multiplied.
-        AVERAGES: the shape of the moving averages of a plan that has them.
+        AVERAGES: the shape of the moving averages, for plans with averages.
     """
 
     plan: LinearPlan
@@ -30,13 +30,8 @@ class Planned(nn.Module):
     AVERAGES: ClassVar[tuple[int, ...]] = (3,)
 
     def set_plan(self, plan: LinearPlan) -> None:
-        """Compute by a plan from now on.
-
-        Raises:
-            ValueError: for what is no plan.
-        """
-        if not isinstance(plan, LinearPlan):
-            raise ValueError(f"plan: got {plan!r}, takes a LinearPlan such as narrowgauge.linear.SWITCHBACK")
+        """Compute by a plan from now on; a ValueError for anything but a `LinearPlan`."""
+        check_instance("plan", plan, LinearPlan, "narrowgauge.linear.SWITCHBACK")
         self.plan = plan
         self._buffers.pop(_AVERAGES, None)
         self._non_persistent_buffers_set.discard(_AVERAGES)
@@ -46,18 +41,18 @@ class Planned(nn.Module):
 
     @property
     def path(self) -> str:
-        """How eight bits are multiplied where the weight is: formats, each real or simulated, and by what."""
-        device = getattr(self, self.WEIGHT).device  # which need not be a parameter any more, with weight norm
+        """How the weight's device multiplies eight bits: each format real or simulated, and by which library."""
+        device = getattr(self, self.WEIGHT).device  # with weight norm it is no parameter
         parts = [path(name, device, self.plan.arithmetic) for name in self.plan.formats]
         return ", ".join(parts) or "high precision"
 
     @property
     def averages(self) -> Tensor | None:
-        """The moving averages, None for a plan without."""
+        """The moving averages; None for a plan without."""
         return self._buffers.get(_AVERAGES)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """As `nn.Module` does; averages stay float32, and begin where they get memory."""
+        """As `nn.Module` does; averages stay float32, and start at zero when they leave the meta device."""
         before = self.averages
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         after = self.averages
@@ -67,7 +62,8 @@ class Planned(nn.Module):
         return self
 
     def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
-        # With `assign=True` a weight may get memory here; averages, which are in no checkpoint, begin beside it.
+        # With `assign=True` a weight may leave the meta device here; averages, which are in no checkpoint, follow
+        # it.
         super()._load_from_state_dict(*args, **options)
         if self.averages is not None and self.averages.is_meta:
             self._buffers[_AVERAGES] = torch.zeros(self.AVERAGES, device=getattr(self, self.WEIGHT).device)
@@ -76,11 +72,11 @@ class Planned(nn.Module):
         return linear(input, weight, bias, self.plan, averages)
 
 
-class LowPrecisionLinear(Planned, nn.Linear):
+class LowPrecisionLinear(PlannedModule, nn.Linear):
     """`nn.Linear` whose matrix multiplies follow a plan.
 
-    Parameters, their initialization and the state_dict are those of `nn.Linear`. Moving averages of a plan that
-    has them are buffers that are not saved.
+    Parameters, their initialization and the state_dict are those of `nn.Linear`. Moving averages are buffers that
+    are not saved.
 
     Args:
         in_features, out_features, bias, device, dtype: as `nn.Linear` takes them.
@@ -89,33 +85,31 @@ class LowPrecisionLinear(Planned, nn.Linear):
     Shapes: (..., in_features) to (..., out_features).
 
     Raises:
-        ValueError: for what is no plan.
+        ValueError: for a `plan` that is no `LinearPlan`.
 
     Source: Wortsman et al. 2023, Algorithms 1 and 3 to 5.
     """
 
-    @held
     def __init__(
         self,
-        in_features: Count,
-        out_features: Count,
+        in_features: int,
+        out_features: int,
         bias: bool = True,
         plan: LinearPlan = SWITCHBACK,
         device: torch.device | str | None = None,
-        dtype: FloatDtype | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.set_plan(plan)
 
     @classmethod
     def from_linear(cls, layer: nn.Linear, plan: LinearPlan = SWITCHBACK) -> LowPrecisionLinear:
-        """A layer with a plan that has the parameters of another: the same tensors, not copies.
+        """A layer with a plan and the parameters of another layer: the same tensors, not copies.
 
         Raises:
-            ValueError: for what is no `nn.Linear`, or no plan.
+            ValueError: for another layer, or a `plan` that is no `LinearPlan`.
         """
-        if not isinstance(layer, nn.Linear):
-            raise ValueError(f"layer: got {type(layer).__name__}, takes a torch.nn.Linear")
+        check_instance("layer", layer, nn.Linear)
         made = cls(layer.in_features, layer.out_features, layer.bias is not None, plan, device="meta")
         made.weight, made.bias = layer.weight, layer.bias
         made.set_plan(plan)
@@ -128,10 +122,10 @@ class LowPrecisionLinear(Planned, nn.Linear):
         return f"{super().extra_repr()}, plan={self.plan.title!r}"
 
 
-class LowPrecisionConv1D(Planned):
+class LowPrecisionConv1D(PlannedModule):
     """transformers' `Conv1D`, the linear layer of GPT-2 whose weight is (in_features, out_features), by a plan.
 
-    Made by `swap_linears` out of a `Conv1D`, whose attributes it has.
+    `swap_linears` makes it from a `Conv1D`, whose attributes it keeps.
 
     Shapes: (..., in_features) to (..., out_features).
     """
@@ -147,8 +141,8 @@ class LowPrecisionConv1D(Planned):
         return f"nf={columns}, nx={rows}, plan={self.plan.title!r}"
 
 
-def forget_plan(module: Any) -> None:
-    """Take from a module what `set_plan` gave it."""
+def remove_plan(module: Any) -> None:
+    """Undo `set_plan`."""
     del module.plan
     module._buffers.pop(_AVERAGES, None)
     module._non_persistent_buffers_set.discard(_AVERAGES)

@@ -1,15 +1,15 @@
-"""The heavy operations of a linear layer as operators of torch, so that `torch.compile` sees them as they are.
+"""The heavy operations of a linear layer as operators of torch, so that `torch.compile` does not trace into them.
 
 `narrowgauge::quantize_rows`, `quantize_columns`, `quantize_tensor`, `dequantize` and `multiply_codes`. On CUDA they
-are Triton's kernels where those run; everywhere else, eager torch, which is the specification. The kernels give its
-codes and scales bit for bit, its products of int8 as well, and those of float8 but for the order and width of sums.
+are Triton kernels where Triton runs; elsewhere eager torch, which is the specification. The kernels match its codes
+and scales bit for bit, its products of int8 too, and those of float8 up to the order and width of sums.
 
-Codes come out in the order in which a multiply reads them: *straight*, (rows, columns), or *transposed*, (columns,
-rows), contiguous both. What was not asked for is an empty tensor. Column sums are float32: they are what the bias
-gradient needs, and cost nothing where G is read anyway.
+Codes are in the memory order that a multiply reads: *straight*, (rows, columns), or *transposed*, (columns, rows),
+both contiguous. An order that was not requested is an empty tensor. Column sums are float32: the bias gradient
+needs them, and they cost nothing where G is read anyway.
 
-Torch's dispatcher takes longer for an operator written in Python than many of the kernels do. `_direct` says where
-what it would call may be called without it.
+Torch's dispatcher takes longer for an operator written in Python than many of the kernels do. `_dispatch` calls
+these functions without it where that is safe.
 """
 
 from __future__ import annotations
@@ -22,24 +22,22 @@ from torch import Tensor
 
 from narrowgauge.kernels import _triton
 from narrowgauge.kernels._triton import unavailable
-from narrowgauge.linear._matmul import is_real, scaled_matmul
 from narrowgauge.linear._quantize import FORMATS, Format, ScaledCodes, largest_magnitude, quantize, quantize_by
+from narrowgauge.linear._reference import LONGEST_INT32_SUM, is_real, scaled_matmul
 
 _LIBRARY: Any = torch.library.Library("narrowgauge", "FRAGMENT")  # type: ignore[no-untyped-call]
 _FLOAT8 = (8, 9)  # the compute capability from which tensor cores take it
 _INT8 = (8, 0)
-# 127² times this is below 2^31: longer sums of int8 do not fit into 32 bits.
-_LONGEST = 1 << 17
 
 
 @functools.lru_cache(maxsize=256)
 def no_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why codes of a dtype have no kernels on a device, or None if they have; looked into once."""
+    """Why codes of a dtype have no kernels on a device; None if they have."""
     why = unavailable(device)
     if why is None and torch.version.hip is None:
         needed = _INT8 if dtype == torch.int8 else _FLOAT8
         if torch.cuda.get_device_capability(device) < needed:
-            why = f"takes compute capability {needed[0]}.{needed[1]} and up"
+            why = f"compute capability must be at least {needed[0]}.{needed[1]}"
     return why
 
 
@@ -61,10 +59,10 @@ def _kernels(x: Tensor, dtype: torch.dtype) -> bool:
 
 @functools.cache
 def _modules() -> tuple[Any, Any, Any, Any]:
-    """Rows, tiles, the multiply, what codes stand for; an import at every call takes a microsecond each."""
-    from narrowgauge.kernels._linear import _choose, _dequantize, _rows, _tiles
+    """The kernels' modules; an import statement at every call takes a microsecond each."""
+    from narrowgauge.kernels._linear import _autotune, _dequantize, _rows, _tiles
 
-    return _rows, _tiles, _choose, _dequantize
+    return _rows, _tiles, _autotune, _dequantize
 
 
 def _sums(x: Tensor, sums: bool, dtype: torch.dtype) -> Tensor | None:
@@ -92,7 +90,7 @@ def _cuda_rows(
         return _eager_rows(x, format, sums, dtype)
     if not x.is_contiguous():
         if x.t().is_contiguous() and not sums:
-            # Its rows are the columns of a contiguous matrix.
+            # Its rows are the columns of its contiguous transpose.
             codes, scale, total = _cuda_columns(x.t(), format, False)
             return codes, scale.reshape(-1, 1), total
         x = x.contiguous()
@@ -206,7 +204,7 @@ def eager_product(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
     dtype: torch.dtype, accumulation: str, arithmetic: str = "real",
 ) -> Tensor:  # fmt: skip
-    """(M, K) codes times (N, K) codes, both as they lie in memory, with any shape of M and N scales or one."""
+    """(M, K) codes times (N, K) codes, both contiguous, with M and N scales of any shape, or one."""
     one, other = ScaledCodes(left, left_scale.reshape(-1, 1)), ScaledCodes(right.t(), right_scale.reshape(1, -1))
     return scaled_matmul(one, other, bias, dtype, arithmetic)
 
@@ -215,10 +213,10 @@ def cuda_product(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
     dtype: torch.dtype, accumulation: str,
 ) -> Tensor:  # fmt: skip
-    """The same by a kernel, where there is one."""
+    """The same by a kernel, if there is one."""
     integer = left.dtype == torch.int8
     empty = not (left.numel() and right.numel())
-    if empty or (integer and left.shape[1] > _LONGEST) or no_kernels(left.device, left.dtype) is not None:
+    if empty or (integer and left.shape[1] > LONGEST_INT32_SUM) or no_kernels(left.device, left.dtype) is not None:
         return eager_product(left, right, left_scale, right_scale, bias, dtype, accumulation)
     product: Tensor = _modules()[2].multiply_codes(
         left.contiguous(), right.contiguous(), left_scale.contiguous(), right_scale.contiguous(),
@@ -228,7 +226,7 @@ def cuda_product(
     return product if product.dtype == dtype else product.to(dtype)
 
 
-# What codes stand for
+# Dequantize
 
 
 def _eager_dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -258,12 +256,12 @@ def _floats(x: Tensor, *shape: int) -> Tensor:
 
 
 def _transposed(codes: Tensor) -> Tensor:
-    # Not `.contiguous()`, which hands on a single row or column as it is: an operator returns no view of another.
+    # Not `.contiguous()`, which returns a single row or column itself: an operator must not return a view.
     return codes.t().clone(memory_format=torch.contiguous_format)
 
 
 def _complete(run: Any) -> Any:
-    """An operator's own results: those of a quantizer, where an empty tensor stands for sums that are not there."""
+    """A quantizer as an operator, which returns an empty tensor instead of None for sums."""
 
     @functools.wraps(run)
     def quantizer(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:

@@ -16,7 +16,7 @@ out of the sum, so each multiply takes two of the three scalings for each operan
     grad_input   G: row      W: column      and "tensor" everywhere
     grad_weight  G: column   X: column
 
-Rows and columns are those of X, W and G as they are written above, whichever way the multiply reads them.
+Rows and columns are those of X, W and G as written above.
 
 The noise of eight bits grows with the length of the sum (Appendix D), and b, batch times sequence, is by far
 the longest: SwitchBack therefore leaves `grad_weight` in high precision.
@@ -30,8 +30,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from narrowgauge._arguments import check_fields
-from narrowgauge.linear._quantize import FORMATS, Format, Scaling
+import torch
+
+from narrowgauge._arguments import Share, check, check_choice
+from narrowgauge.linear._quantize import FORMATS, SCALINGS, Format, Scaling
 
 Quantity = Literal["input", "weight", "grad_output"]
 Multiply = Literal["output", "grad_input", "grad_weight"]
@@ -63,7 +65,7 @@ class EightBit:
             with int8 only.
 
     Raises:
-        ValueError: for what no multiply could do.
+        ValueError: for a scaling or format that does not exist, and for int8 with float8.
     """
 
     left: Scaling
@@ -72,19 +74,16 @@ class EightBit:
     right_format: Format | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self)
         for name in ("left", "right"):
-            if getattr(self, name) not in ("row", "column", "tensor"):
-                raise ValueError(f"{name}: got {getattr(self, name)!r}, takes 'row', 'column' or 'tensor'")
+            check_choice(name, getattr(self, name), SCALINGS)
         if self.right_format is None:
             object.__setattr__(self, "right_format", self.left_format)
         for name in ("left_format", "right_format"):
-            if getattr(self, name) not in FORMATS:
-                raise ValueError(f"{name}: got {getattr(self, name)!r}, takes 'int8', 'e4m3' or 'e5m2'")
+            check_choice(name, getattr(self, name), tuple(FORMATS))
         if "int8" in self.formats and self.left_format != self.right_format:
             raise ValueError(
-                f"right_format: got {self.right_format!r} beside {self.left_format!r} on the left, "
-                "takes int8 beside int8, or a float8 format beside a float8 format"
+                "right_format must be int8 with int8 on the left, or a float8 format with a float8 format, got "
+                f"{self.right_format!r} with {self.left_format!r}"
             )
 
     @property
@@ -106,23 +105,24 @@ class Operand(NamedTuple):
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """What a linear layer computes in eight bits, and what it keeps for the backward pass.
+    """Which multiplies of a linear layer are in eight bits, and what is saved for the backward pass.
 
     Args:
         output, grad_input, grad_weight: the three multiplies; None is high precision.
-        saved: ``"input"`` keeps input and weight for the backward pass, as they are or, where it wants the
-            same codes as `output`, as these;
-            ``"codes"`` keeps nothing but codes and scales: those that the backward multiply wants if that is in
-            eight bits, else those of `output`, which it dequantizes.
+        saved: ``"input"`` saves input and weight for the backward pass, in high precision or, if the backward
+        multiply
+            uses the same codes as `output`, as these codes;
+            ``"codes"`` saves codes and scales only: those of the backward multiply if that is in eight bits, else
+            those of `output`, which are dequantized.
         arithmetic: ``"real"`` multiplies in eight bits where the device can and simulates elsewhere
             (`LowPrecisionLinear.path` says which); ``"simulated"`` multiplies the same codes in float32 on
             every device.
         tensor_absmax: where tensor-wise scales come from: ``"step"``, the tensor's own absmax, or
             ``"average"``, a moving average over the backward passes before this one (in the first, the own).
-            What lies beyond saturates.
+            Larger elements saturate.
         decay: of the moving average.
-        accumulation: how float8 is summed where it is real: ``"fast"`` in the tensor cores, which keep some 14
-            bits of each addend, or ``"full"`` in float32 after every 128 products. Int8 is exact in both.
+        accumulation: how real float8 is summed: ``"fast"`` in the tensor cores, which keep about 14 bits of each
+            addend, or ``"full"`` in float32 after every 128 products. Int8 is exact in both.
         name: for printing.
 
     Raises:
@@ -146,24 +146,25 @@ class LinearPlan:
     _decay: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_fields(self)
         for multiply in MULTIPLIES:
             _check_multiply(multiply, getattr(self, multiply))
-        for name, taken in _CHOICES.items():
-            if getattr(self, name) not in taken:
-                raise ValueError(f"{name}: got {getattr(self, name)!r}, takes {' or '.join(map(repr, taken))}")
+        for name, choices in _CHOICES.items():
+            check_choice(name, getattr(self, name), choices)
         if self.saved == "codes" and self.output is None and None in (self.grad_input, self.grad_weight):
             raise ValueError(
-                "saved: got 'codes', takes 'input' where neither output nor both of grad_input and grad_weight "
-                "are in eight bits: there would be no codes of what the backward pass needs"
+                "saved must be 'input' unless output, or both grad_input and grad_weight, are in eight bits, got "
+                "'codes': there would be no codes of what the backward pass needs"
             )
         if self.tensor_absmax == "average" and not self.tensor_scaled:
-            raise ValueError("tensor_absmax: got 'average', takes 'step' in a plan without tensor-wise scaling")
-        if isinstance(self.decay, bool) or not isinstance(self.decay, int | float) or not 0 <= self.decay < 1:
-            raise ValueError(f"decay: got {self.decay!r}, takes a number from 0 to below 1")
-        # As text: with dynamic shapes a compiler takes numbers for what may change, and cannot trace this one going
-        # backward; text it takes as it is.
-        object.__setattr__(self, "_decay", repr(float(self.decay)))
+            raise ValueError("tensor_absmax must be 'step' in a plan without tensor-wise scaling, got 'average'")
+        # The text is for compilers only. With dynamic shapes they treat a float as a variable, which they cannot
+        # trace in a backward pass; text is a constant to them.
+        object.__setattr__(self, "_decay", repr(float(check("decay", self.decay, Share))))
+
+    @property
+    def new_weight(self) -> float:
+        """Weight of a new absmax in the moving average: 1 - decay."""
+        return 1 - (float(self._decay) if torch.compiler.is_compiling() else self.decay)
 
     def operands(self, multiply: Multiply) -> tuple[Operand, Operand] | None:
         """Left and right operand of a multiply in eight bits, or None if it is in high precision."""
@@ -195,8 +196,7 @@ class LinearPlan:
             ValueError: for an unknown format, or int8 beside float8 in one multiply.
         """
         for name, value in (("format", format), ("gradient", gradient or format)):
-            if value not in FORMATS:
-                raise ValueError(f"{name}: got {value!r}, takes 'int8', 'e4m3' or 'e5m2'")
+            check_choice(name, value, tuple(FORMATS))
         changed = {
             name: replace(how, left_format=gradient or format if name != "output" else format, right_format=format)
             for name in MULTIPLIES
@@ -217,7 +217,7 @@ class LinearPlan:
 
     @property
     def title(self) -> str:
-        """Name and formats in a line."""
+        """Name and formats, in a line."""
         parts = ["/".join(self.formats) or "high precision"]
         if self.arithmetic == "simulated":
             parts.append("simulated")
@@ -248,13 +248,13 @@ def _check_multiply(name: Multiply, how: EightBit | None) -> None:
     if how is None:
         return
     if not isinstance(how, EightBit):
-        raise ValueError(f"{name}: got {how!r}, takes an EightBit, or None for high precision")
+        raise ValueError(f"{name} must be an EightBit, or None for high precision, got {how!r}")
     for side, vector, quantity in zip(("left", "right"), _VECTORS[name], OPERANDS[name], strict=True):
         scaling = getattr(how, side)
         if scaling not in (vector, "tensor"):
             raise ValueError(
-                f"{name}.{side}: got {scaling!r}, takes {vector!r} or 'tensor' (a scale of {_LETTERS[quantity]} "
-                f"must be constant along the {_SUMMED[name]}, over which this multiply sums)"
+                f"{name}.{side} must be {vector!r} or 'tensor', got {scaling!r}: a scale of {_LETTERS[quantity]} "
+                f"must be constant along the {_SUMMED[name]}, over which this multiply sums"
             )
 
 

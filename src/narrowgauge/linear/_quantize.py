@@ -7,18 +7,17 @@ Each divides by the largest magnitude it covers, its *absmax*, so that this elem
 
     codes = round(Q / absmax · x)          scale = absmax / Q          x ≈ scale · codes
 
-What is fixed here is fixed for every kernel, bit for bit:
+Every kernel follows this specification, bit for bit:
 
 - Everything is computed in float32, from x rounded to float32: the two divisions and the product above are each
   rounded once. Int8 is rounded to nearest, ties to even, into [-127, 127]; -128 is not used. Float8 is rounded
   to nearest, ties to even, subnormals included.
 - An absmax below 2^-110 counts as zero: codes and scale are 0. Above it neither Q / absmax nor absmax / Q
   leaves the normal numbers of float32, on devices that flush subnormals too.
-- What lies beyond a given absmax (one that was not taken from x itself) saturates.
-- **Inf and NaN come out as NaN.** Int8 has no code for them, so the scale of the row, column or tensor is NaN:
-  with a scale a row of the input those rows of the output are lost that nn.Linear loses too, with one for the
-  tensor all of it. In float8 the element itself becomes NaN, and absmax is that of the finite ones: no scale is
-  touched.
+- Elements beyond a given absmax (one that is not x's own) saturate.
+- **Inf and NaN become NaN.** Int8 has no code for them, so the scale of the row, column or tensor is NaN: with a
+  scale a row of the input the same rows of the output are NaN as with nn.Linear, with one for the tensor all of
+  them. In float8 the element itself becomes NaN, and absmax is that of the finite elements: no scale changes.
 
 Source: Wortsman et al. 2023, Equation 1 and "float8" of Section 2.2.1 (whose simulation divides by the absmax
 and casts to float8 values between -1 and 1; here the whole range of the format is used, as hardware wants it).
@@ -32,7 +31,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from narrowgauge._arguments import typed
+from narrowgauge._arguments import check_choice
 from narrowgauge.formats import FP8_E4M3, FP8_E5M2, FloatFormat, round_to
 
 Scaling = Literal["row", "column", "tensor"]
@@ -44,7 +43,7 @@ SMALLEST_ABSMAX = 2.0**-110
 
 @dataclass(frozen=True)
 class CodeFormat:
-    """What eight bits mean: torch's dtype, the largest code, and the float format if it is one."""
+    """A format of eight bits: torch's dtype, the largest code, and the float format if it is one."""
 
     dtype: torch.dtype
     largest: float
@@ -63,7 +62,7 @@ class ScaledCodes(NamedTuple):
 
     Attributes:
         codes: (rows, columns) of int8, float8_e4m3fn or float8_e5m2.
-        scale: float32, what the code 1 stands for: (rows, 1), (1, columns) or (1, 1).
+        scale: float32, the value of the code 1: (rows, 1), (1, columns) or (1, 1).
     """
 
     codes: Tensor
@@ -74,11 +73,10 @@ class ScaledCodes(NamedTuple):
         return ScaledCodes(self.codes.t(), self.scale.t())
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The matrix that codes and scale stand for: their float32 product, rounded to a dtype."""
+        """The float32 product of codes and scale, rounded to a dtype."""
         return (self.codes.to(torch.float32) * self.scale).to(dtype)
 
 
-@typed
 def quantize(x: Tensor, scaling: Scaling, format: Format = "int8", absmax: Tensor | None = None) -> ScaledCodes:
     """A matrix in eight bits.
 
@@ -86,40 +84,38 @@ def quantize(x: Tensor, scaling: Scaling, format: Format = "int8", absmax: Tenso
         x: float matrix (rows, columns).
         scaling: ``"row"``, ``"column"`` or ``"tensor"``: what shares a scale.
         format: ``"int8"``, ``"e4m3"`` or ``"e5m2"``.
-        absmax: what to take for the largest magnitude instead of x's own, such as an average of past ones:
-            float32, of the scale's shape. Elements beyond it saturate.
+        absmax: the largest magnitude to use instead of x's own, such as an average of past ones: float32, of the
+            scale's shape. Elements beyond it saturate.
 
     Returns:
         Codes and scales. Zeros stay zeros, and x times a power of two has the same codes and that multiple of
         the scale (as long as no absmax falls below 2^-110 and nothing leaves float32).
 
     Raises:
-        ValueError: for what is no float matrix, or an unknown scaling or format.
+        ValueError: for an x that is no float matrix, or an unknown scaling or format.
 
     Source: Wortsman et al. 2023, Equation 1.
     """
     if x.dim() != 2 or not x.is_floating_point():
-        raise ValueError(f"x: got {x.dtype} of shape {tuple(x.shape)}, takes a matrix of floats")
-    if scaling not in SCALINGS:
-        raise ValueError(f"scaling: got {scaling!r}, takes one of {', '.join(map(repr, SCALINGS))}")
-    if format not in FORMATS:
-        raise ValueError(f"format: got {format!r}, takes one of {', '.join(map(repr, FORMATS))}")
+        raise ValueError(f"x must be a matrix of floats, got {x.dtype} of shape {tuple(x.shape)}")
+    check_choice("scaling", scaling, SCALINGS)
+    check_choice("format", format, tuple(FORMATS))
     own = largest_magnitude(x, scaling, format)
     if absmax is not None and (absmax.shape != own.shape or not absmax.is_floating_point()):
         got = f"{absmax.dtype} of shape {tuple(absmax.shape)}"
-        raise ValueError(f"absmax: got {got}, takes floats of shape {tuple(own.shape)}")
+        raise ValueError(f"absmax must be floats of shape {tuple(own.shape)}, got {got}")
     return quantize_by(x, own, own if absmax is None else absmax, format)
 
 
 def quantize_by(x: Tensor, own: Tensor, absmax: Tensor, format: Format) -> ScaledCodes:
-    """A matrix in eight bits by an absmax; `own` is what `largest_magnitude` says of it, of the same shape."""
+    """A matrix in eight bits by an absmax; `own` is its `largest_magnitude`, of the same shape."""
     inverse, scale = scales_by(own, absmax, format)
     return ScaledCodes(codes_by(x, inverse, format), scale)
 
 
 def scales_by(own: Tensor, absmax: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """What elements are multiplied by, and what the code 1 stands for, by an absmax; float32 all, of one shape."""
-    # Two comparisons that NaN fails: int8 finds the non-finite in its own absmax, whatever was chosen.
+    """The factor of elements, and the value of the code 1, by an absmax; all float32, of one shape."""
+    # Two comparisons that NaN fails: in int8 the own absmax shows inf and NaN, whichever absmax is used.
     usable = (absmax >= SMALLEST_ABSMAX) & (own < torch.inf)
     target = FORMATS[format]
     # A tensor, because torch divides a number by a tensor, and on a GPU a tensor by a number, in two roundings.
@@ -132,7 +128,7 @@ def scales_by(own: Tensor, absmax: Tensor, format: Format) -> tuple[Tensor, Tens
 
 
 def codes_by(x: Tensor, inverse: Tensor, format: Format) -> Tensor:
-    """The codes of a matrix, by what its elements are multiplied by."""
+    """The codes of a matrix, by the factor of its elements."""
     target = FORMATS[format]
     x = x.to(torch.float32)
     if target.floats is None:
@@ -145,8 +141,7 @@ def codes_by(x: Tensor, inverse: Tensor, format: Format) -> Tensor:
 def largest_magnitude(x: Tensor, scaling: Scaling, format: Format) -> Tensor:
     """The absmax of a matrix's rows, columns or all of it, float32, of the scale's shape.
 
-    In int8 it is inf or NaN where there are such elements, in float8 that of the finite ones. It is 0
-    where there are none.
+    In int8 it is inf or NaN if there are such elements, in float8 that of the finite ones; 0 for no elements.
     """
     magnitude = x.to(torch.float32).abs()
     if format != "int8":

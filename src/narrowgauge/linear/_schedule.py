@@ -1,10 +1,10 @@
-"""What a plan has to do in its two passes, worked out once for a plan and the gradients that are wanted.
+"""The schedule of a plan: which codes its two passes make, use and save.
 
-A multiply in eight bits reads both operands along what it sums over, so an operand's codes are wanted straight or
-transposed: W straight in the output and transposed in the gradient of the input. With one scale for the tensor
-both are the same codes and come from one pass, in the forward pass, and the transposed ones are kept for the
-backward pass. That is the rule for what is saved: codes, where the forward pass has made those that the backward
-pass wants, else the matrix itself or, by the plan, codes only.
+A multiply in eight bits reads both operands along the summed dimension, so it needs an operand's codes straight or
+transposed: W straight for the output and transposed for the gradient of the input. With one scale for the tensor
+both are the same codes; one kernel makes them in the forward pass, and the transposed ones are saved for the
+backward pass. That is the rule of saving: the codes, if the forward pass makes those that the backward pass needs;
+else the matrix itself or, by the plan, codes only.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Literal, NamedTuple
 from narrowgauge.linear._plan import MULTIPLIES, OPERANDS, LinearPlan, Multiply, Operand, Quantity
 
 Order = Literal["straight", "transposed"]
-# Whether the gradients of input, weight and bias are wanted.
+# Whether the gradients of input, weight and bias are requested.
 Wants = tuple[bool, bool, bool]
 
-# How the codes of the left and the right operand are wanted.
+# The memory order of the left and the right operand's codes.
 _ORDERS: dict[Multiply, tuple[Order, Order]] = {
     "output": ("straight", "straight"),
     "grad_input": ("straight", "transposed"),
@@ -27,21 +27,22 @@ _ORDERS: dict[Multiply, tuple[Order, Order]] = {
 
 
 class Codes(NamedTuple):
-    """Which codes: of an operand, in the order in which they lie in memory."""
+    """Codes of an operand, in a memory order."""
 
     operand: Operand
     order: Order
 
 
 class Schedule(NamedTuple):
-    """What a plan has to do.
+    """The steps of a plan.
 
     Attributes:
         operands: left and right operand of each multiply in eight bits, None for one in high precision.
-        orders: for each operand its straight codes and its transposed ones, None for those that are not wanted.
-        kept: what goes from forward to backward: quantities, as codes or as they are (None).
-        scaled: the quantities that the forward pass scales tensor-wise; where scales are averages, those of the
-            backward pass are theirs.
+        orders: for each operand its straight and its transposed codes, None for those that are not needed.
+        kept: the quantities saved for the backward pass, as codes or in high precision (None).
+        scaled: the quantities that the forward pass scales tensor-wise. With averages the backward pass uses the
+        same
+            scales.
     """
 
     operands: dict[Multiply, tuple[Codes, Codes] | None]
@@ -50,8 +51,8 @@ class Schedule(NamedTuple):
     scaled: tuple[Quantity, ...]
 
 
-def work_out(plan: LinearPlan, wants: Wants) -> Schedule:
-    """The schedule of a plan for the gradients that are wanted."""
+def make_schedule(plan: LinearPlan, wants: Wants) -> Schedule:
+    """The schedule of a plan for the requested gradients."""
     operands: dict[Multiply, tuple[Codes, Codes] | None] = {}
     for multiply in MULTIPLIES:
         pair, (left, right) = plan.operands(multiply), _ORDERS[multiply]
@@ -69,8 +70,7 @@ def work_out(plan: LinearPlan, wants: Wants) -> Schedule:
     return Schedule(operands, orders, kept, scaled)
 
 
-# Of plans and wants, which are few.
-schedule_of = functools.lru_cache(maxsize=256)(work_out)
+schedule_of = functools.lru_cache(maxsize=256)(make_schedule)
 
 
 def _kept(

@@ -15,7 +15,6 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from narrowgauge._arguments import Size, held
 from narrowgauge.storage import mark_states, marked_states
 
 
@@ -24,15 +23,14 @@ class StableEmbedding(nn.Embedding):
 
     Add position embeddings after it. Takes all arguments of `nn.Embedding`; the output has the dtype of the table.
     Its table is marked (`narrowgauge.storage.mark_states`): optimizers of this library keep its moments in fp32
-    whatever their `states` say. The norm has parameters of its own, ``norm.weight`` and ``norm.bias``.
+    whatever their `states` say. The norm's parameters are ``norm.weight`` and ``norm.bias``.
 
     Shapes: (...) of token indices to (..., embedding_dim).
 
     Source: 8-bit Optimizers via Block-wise Quantization, Section 2.3.
     """
 
-    @held
-    def __init__(self, num_embeddings: Size, embedding_dim: Size, *args: Any, **options: Any) -> None:
+    def __init__(self, num_embeddings: int, embedding_dim: int, *args: Any, **options: Any) -> None:
         super().__init__(num_embeddings, embedding_dim, *args, **options)
         self.norm = nn.LayerNorm(embedding_dim, device=self.weight.device, dtype=self.weight.dtype)
 
@@ -41,17 +39,17 @@ class StableEmbedding(nn.Embedding):
         self._fill_padding_idx_with_zero()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        # Every way a module gets a parameter leads here: made, loaded by assignment, replaced.
+        # Called whenever the module gets a parameter: made, loaded by assignment, replaced.
         super().register_parameter(name, param)
         if name == "weight" and param is not None:
             mark_states(param, "fp32")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # As it was; but FSDP2, which puts sharded parameters past a module that has none of its own, comes by here.
+        # FSDP2 sets sharded parameters without register_parameter unless a module overrides this.
         super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # Where a parameter gets memory elsewhere, as from the meta device, it is another one.
+        # A move to another device may make another parameter, which lacks the mark.
         mark = marked_states(self.weight)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if mark is not None:

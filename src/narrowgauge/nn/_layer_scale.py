@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge._arguments import FloatDtype, Size, held, typed
-
 
 class LayerScale(nn.Module):
     """x times a learned vector along the last dimension.
@@ -31,14 +29,13 @@ class LayerScale(nn.Module):
     Source: Touvron et al. 2021; Wortsman et al. 2023, Section 2.3.
     """
 
-    @held
     def __init__(
         self,
-        dim: Size,
+        dim: int,
         init: float = 0.0,
         *,
         device: torch.device | str | None = None,
-        dtype: FloatDtype | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.gamma = nn.Parameter(torch.full((dim,), float(init), device=device, dtype=dtype))
@@ -50,8 +47,8 @@ class LayerScale(nn.Module):
         return f"{self.gamma.numel()}"
 
 
-# The last linear layers of a block's branches, by the class of the block: what they give goes to the residual
-# stream, through dropout at most, which scaling commutes with. Paths that a block has not are passed over.
+# The last linear layers of a block's branches, by the class of the block. Their output goes to the residual stream,
+# through dropout at most, which commutes with scaling. Paths that a block does not have are skipped.
 _BRANCHES = {
     "GPT2Block": ("attn.c_proj", "crossattention.c_proj", "mlp.c_proj"),
     "LlamaDecoderLayer": ("self_attn.o_proj", "mlp.down_proj"),
@@ -84,7 +81,6 @@ class AddedLayerScales:
         return "\n".join([f"layer scale: {len(self.scales)}", *(f"  {name}" for name in self.scales)])
 
 
-@typed
 def add_layer_scale(model: nn.Module, init: float = 0.0) -> AddedLayerScales:
     """Multiply what each block of a transformer adds to its residual stream by a learned vector.
 
@@ -112,10 +108,10 @@ def add_layer_scale(model: nn.Module, init: float = 0.0) -> AddedLayerScales:
             if module is not None:
                 layers[f"{name}.{path}".lstrip(".")] = module
     if not layers:
-        raise ValueError(f"model: got {type(model).__name__}, takes one with blocks of {', '.join(_BRANCHES)}")
+        raise ValueError(f"model must have blocks of {', '.join(_BRANCHES)}, got {type(model).__name__}")
     for name, layer in layers.items():
         if hasattr(layer, "layer_scale"):
-            raise ValueError(f"model: got one whose {name} has a layer_scale, takes one without")
+            raise ValueError(f"model must not have layer scales already, got one at {name}")
     scales, hooks = {}, []
     for name, layer in layers.items():
         weight = layer.get_parameter("weight")

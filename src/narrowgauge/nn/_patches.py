@@ -5,7 +5,7 @@ cost less than half of the time, and CLIP loses little; after training nothing i
 
 A layer norm may stand on either side of the patch embedding, the layer that turns pixels into features: on the
 pixels of each patch ("before"), or on the features of each patch ("after"), ahead of class token and positions.
-transformers' CLIP has a third already, `pre_layrnorm`, behind class token and positions: that is the one that
+transformers' CLIP has a third already, `pre_layrnorm`, after class token and positions: that is the one that
 CLIP's authors added and that Wortsman et al. 2023 train with (Section 3.1). They tried the one before, as Kumar et
 al. 2022 have it, and found that it costs accuracy at ViT-Huge. transformers' ViT has none of the three.
 
@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from narrowgauge._arguments import Count, Share, Size, held, typed
+from narrowgauge._arguments import Share, check, check_choice
 
 PatchPlace = Literal["before", "after"]
 _EMBEDDINGS = ("CLIPVisionEmbeddings", "ViTEmbeddings")
@@ -36,36 +36,35 @@ class PatchNorm(nn.LayerNorm):
         eps, device, dtype: as `nn.LayerNorm` takes them.
     """
 
-    @held
     def __init__(
-        self, features: Size, where: PatchPlace, eps: float = 1e-5, *, device: Any = None, dtype: Any = None
+        self, features: int, where: PatchPlace, eps: float = 1e-5, *, device: Any = None, dtype: Any = None
     ) -> None:
         super().__init__(features, eps, device=device, dtype=dtype)
         self.where = where
 
 
-@typed
-def patches_left(patches: Count, share: Share) -> int:
-    """How many patches are kept of an image if a share goes: at least one."""
-    return max(1, round(patches * (1 - share)))
+def patches_left(patches: int, share: float) -> int:
+    """How many patches of an image are kept if a share is dropped: at least one."""
+    return max(1, round(patches * (1 - check("share", share, Share))))
 
 
-@typed
-def drop_patches(tokens: Tensor, share: Share) -> Tensor:
+def drop_patches(tokens: Tensor, share: float) -> Tensor:
     """Keep the class token and a random part of the patches of each image.
 
     Args:
         tokens: (batch, 1 + patches, width).
-        share: of the patches that go, from 0 to below 1.
+        share: share of the patches to drop, from 0 to below 1.
 
     Returns:
-        (batch, 1 + patches that are kept, width), the patches in any order: they know their positions already.
+        (batch, 1 + patches that are kept, width), the patches in any order: positions have been added already.
+
+    Raises:
+        ValueError: for another shape or share.
 
     Source: Li et al. 2023.
     """
-    if not isinstance(tokens, Tensor) or tokens.is_sparse or tokens.dim() != 3 or tokens.shape[1] < 1:
-        got = f"shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise ValueError(f"tokens: got {got}, takes (batch, 1 + patches, width)")
+    if tokens.dim() != 3 or tokens.shape[1] < 1:
+        raise ValueError(f"tokens must be (batch, 1 + patches, width), got shape {tuple(tokens.shape)}")
     batch, count, width = tokens.shape
     kept = patches_left(count - 1, share)
     places = torch.rand(batch, count - 1, device=tokens.device).topk(kept, dim=1).indices + 1
@@ -73,29 +72,26 @@ def drop_patches(tokens: Tensor, share: Share) -> Tensor:
     return tokens.gather(1, places.unsqueeze(-1).expand(-1, -1, width))
 
 
-@typed
-def add_patch_dropout(model: nn.Module, share: Share) -> Callable[[], None]:
+def add_patch_dropout(model: nn.Module, share: float) -> Callable[[], None]:
     """Drop a share of each image's patches while the model trains; in evaluation it sees them all.
 
     Places are drawn by the global generator of the images' device. No parameter is added.
 
     Args:
         model: with the image tower of transformers' CLIP or ViT.
-        share: of the patches that go, from 0 to below 1.
+        share: share of the patches to drop, from 0 to below 1.
 
     Returns:
-        What takes it out of the model again.
+        A function that takes it out of the model again.
 
     Raises:
         ValueError: for another share, or a model without such a tower.
     """
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
-        raise ValueError(f"share: got {share!r}, takes a number from 0 to below 1")
+    check("share", share, Share)
     _, embeddings = _tower(model)
     return embeddings.register_forward_hook(partial(_drop, float(share))).remove
 
 
-@typed
 def add_patch_norm(model: nn.Module, where: PatchPlace, eps: float = 1e-5) -> str:
     """Put a layer norm on the patches of an image tower.
 
@@ -112,16 +108,15 @@ def add_patch_norm(model: nn.Module, where: PatchPlace, eps: float = 1e-5) -> st
         The norm's name in the model.
 
     Raises:
-        ValueError: for another place, a model without such a tower, or with such a norm already.
+        ValueError: for another place, and for a model without such a tower or with such a norm already.
 
     Source: Kumar et al. 2022; Wortsman et al. 2023, Section 3.1.
     """
-    if where not in ("before", "after"):
-        raise ValueError(f"where: got {where!r}, takes 'before' or 'after'")
+    check_choice("where", where, ("before", "after"))
     name, embeddings = _tower(model)
     path, layer = next((n, m) for n, m in embeddings.named_modules() if isinstance(m, nn.Conv2d))
     if hasattr(layer, "patch_norm"):
-        raise ValueError("model: got one with a patch_norm, takes one without")
+        raise ValueError(f"model must not have a patch_norm already, got one at {name}")
     height, width = (int(size) for size in layer.kernel_size)
     features = layer.in_channels * height * width if where == "before" else layer.out_channels
     like = {"device": layer.weight.device, "dtype": layer.weight.dtype}
@@ -137,7 +132,7 @@ def _tower(model: nn.Module) -> tuple[str, nn.Module]:
     """Name and module of the embeddings of the image tower."""
     found = [(n, m) for n, m in model.named_modules() if type(m).__name__ in _EMBEDDINGS]
     if len(found) != 1:
-        raise ValueError(f"model: got {type(model).__name__}, takes one with one image tower: CLIP's or ViT's")
+        raise ValueError(f"model must have one image tower, CLIP's or ViT's, got {type(model).__name__}")
     return found[0]
 
 

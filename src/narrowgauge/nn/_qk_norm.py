@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge._arguments import Size, held, typed
+from narrowgauge._arguments import Positive, check, check_instance
 
 
 class HeadLayerNorm(nn.LayerNorm):
@@ -43,8 +43,7 @@ class HeadLayerNorm(nn.LayerNorm):
     Source: Dehghani et al. 2023, Section 2.
     """
 
-    @held
-    def __init__(self, head_dim: Size, eps: float = 1e-6, *, device: Any = None, dtype: Any = None) -> None:
+    def __init__(self, head_dim: int, eps: float = 1e-6, *, device: Any = None, dtype: Any = None) -> None:
         super().__init__(head_dim, eps, device=device, dtype=dtype)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -57,7 +56,7 @@ _Parts = tuple[str, ...]
 _Q: _Parts = ("q_norm",)
 _K: _Parts = ("k_norm",)
 
-# Attentions of transformers by class: the layers that make queries and keys. What one has not is passed over.
+# Attentions of transformers by class: the layers that make queries and keys. Those that a class lacks are skipped.
 _LAYERS: dict[str, dict[str, _Parts]] = {
     "LlamaAttention": {"q_proj": _Q, "k_proj": _K},
     "CLIPAttention": {"q_proj": _Q, "k_proj": _K},
@@ -105,7 +104,6 @@ class AddedQKNorms:
         return "\n".join(lines)
 
 
-@typed
 def add_qk_norm(model: nn.Module, eps: float = 1e-6) -> AddedQKNorms:
     """Normalize the queries and keys of each attention of a transformer, head by head.
 
@@ -123,22 +121,20 @@ def add_qk_norm(model: nn.Module, eps: float = 1e-6) -> AddedQKNorms:
         The norms by name, and what was left, with reasons; `remove()` takes them out.
 
     Raises:
-        ValueError: for what is no model, a model without such attentions or whose queries and keys have norms
-            already, or an `eps` not above 0.
+        ValueError: for a model without such attentions or whose queries and keys have norms already, or an `eps`
+            not above 0.
 
     Source: Wortsman et al. 2023, Figure 2; Dehghani et al. 2023, Section 2.
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model: got {type(model).__name__}, takes a torch.nn.Module")
-    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps < float("inf"):
-        raise ValueError(f"eps: got {eps!r}, takes a number above 0")
+    check_instance("model", model, nn.Module)
+    check("eps", eps, Positive)
     attentions = [(f"{name}.".lstrip("."), module) for name, module in model.named_modules()]
     found = [(name, module, _layers(module), _place(module)) for name, module in attentions]
     for name, module, layers, place in found:
         here = [*(place or ()), *(f"{layer}.{part}" for layer, parts in layers.items() for part in parts if part)]
         for path in here:
             if not isinstance(_part(module, path), nn.Identity | None):
-                raise ValueError(f"model: got one with a norm at {name}{path}, takes one without")
+                raise ValueError(f"model must not have QK-norms already, got one at {name}{path}")
     added = AddedQKNorms({}, {})
     for name, module, layers, place in found:
         if place is not None:
@@ -150,8 +146,8 @@ def add_qk_norm(model: nn.Module, eps: float = 1e-6) -> AddedQKNorms:
         elif place is None and not layers and hasattr(module, "q_norm") and hasattr(module, "k_norm"):
             added.left[name.rstrip(".")] = f"is a {type(module).__name__}, no attention of a block"
     if not added.norms:
-        takes = "GPT2Attention, " + ", ".join([*_LAYERS, "timm's and open_clip's Attention"])
-        raise ValueError(f"model: got {type(model).__name__}, takes one with attentions of {takes}")
+        known = "GPT2Attention, " + ", ".join([*_LAYERS, "timm's and open_clip's Attention"])
+        raise ValueError(f"model must have attentions of {known}, got {type(model).__name__}")
     return added
 
 

@@ -30,9 +30,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge._arguments import is_number
 from narrowgauge.optim._checkpoint_convert import Notes, StateReader
 from narrowgauge.optim._checkpoint_foreign import VERSION_KEY, layout_of
-from narrowgauge.optim._options import LIMIT, check_limits, is_number
+from narrowgauge.optim._options import LIMIT, check_limits
 from narrowgauge.optim._plan import ParamPlan, plan_param, slot_storages
 from narrowgauge.optim._sharded_state import from_dtensors
 from narrowgauge.optim._sharding import local

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge._arguments import is_integer, is_number
 from narrowgauge.formats import codebook
 from narrowgauge.optim._checkpoint_convert import Notes, is_lossy
-from narrowgauge.optim._options import is_number, is_whole
 from narrowgauge.optim._plan import ParamPlan
 from narrowgauge.optim._sharding import local
 from narrowgauge.storage import Quantized
@@ -55,13 +55,13 @@ ToState = Callable[[ParamPlan, Mapping[str, Any]], dict[str, Any]]
 
 def _our_group(optimizer: str, number: int, live: Group, saved: Group) -> dict[str, Any]:
     version = saved.get(VERSION_KEY)
-    if not is_whole(version) or version != VERSION:
+    if not is_integer(version) or version != VERSION:
         raise ValueError(f"state_dict: group {number} has {VERSION_KEY}={version!r}, this version reads {VERSION}")
     for option in ("weights", "states", "block_size", "rule"):
         if option not in saved:
             raise ValueError(f"state_dict: group {number} has no {option!r}, got {sorted(map(str, saved))}")
     block_size = saved["block_size"]
-    if not is_whole(block_size) or block_size < 1:
+    if not is_integer(block_size) or block_size < 1:
         raise ValueError(
             f"state_dict: group {number} has block_size={block_size!r}, takes an integer of at least 1"
         )

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from narrowgauge import rules
+from narrowgauge._arguments import is_integer, is_number
 from narrowgauge.optim._optimizer import NarrowOptimizer
-from narrowgauge.optim._options import Options, is_number, is_whole, with_defaults
+from narrowgauge.optim._options import Options, with_defaults
 
 
 class EightBit:
@@ -438,7 +439,7 @@ class Muon(NarrowOptimizer):
         coefficients, steps, ratio = (group[key] for key in ("ns_coefficients", "ns_steps", "adjust_lr_fn"))
         if ratio not in (None, "original", "match_rms_adamw"):
             raise ValueError(f"Adjust learning rate function {ratio} is not supported")
-        if not is_whole(steps) or not 0 <= steps < 100:
+        if not is_integer(steps) or not 0 <= steps < 100:
             raise ValueError(
                 "Number of steps must be less than 100 for computational efficiency; "
                 f"ns_steps: got {steps!r}, takes 0 to 99"

@@ -9,12 +9,12 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Real
 from typing import Any, Literal, TypedDict, get_type_hints
 
 import torch
 from torch import Tensor
 
+from narrowgauge._arguments import is_integer, is_number
 from narrowgauge.optim._plan import slot_storages
 from narrowgauge.rules import Rule
 from narrowgauge.storage import weight_storage
@@ -145,23 +145,11 @@ def show_options(init: Callable[..., None]) -> None:
         init.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
 
 
-def is_number(value: object) -> bool:
-    """Whether a value is a real number, not True or False, and no integer too large for torch."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return False
-    return -(2**63) <= value < 2**63 if isinstance(value, int) else True  # type: ignore[unreachable]
-
-
 def is_real(value: object) -> bool:
     """Whether a value is a real number, or a tensor of real numbers that can be read."""
     if isinstance(value, Tensor):
         return not (value.is_complex() or value.is_meta or value.layout is not torch.strided)
     return is_number(value)
-
-
-def is_whole(value: object) -> bool:
-    """Whether a value is an integer, not True or False."""
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_switches(group: Mapping[str, Any]) -> None:
@@ -195,7 +183,7 @@ def check_options(name: str, rule: Rule, group: Mapping[str, Any]) -> None:
         if group[option] not in choices:
             raise ValueError(f"{option}: got {group[option]!r}, takes one of {', '.join(map(repr, choices))}")
     for option, least in (("block_size", 1), ("min_quantized_size", 0), ("seed", 0)):
-        if not is_whole(group[option]) or group[option] < least:
+        if not is_integer(group[option]) or group[option] < least:
             raise ValueError(f"{option}: got {group[option]!r}, takes an integer of at least {least}")
     check_limits([group])
     if group["seed"] >= 2**32:

@@ -18,19 +18,18 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from narrowgauge._arguments import typed
+from narrowgauge._arguments import Size, check, check_choice, check_instance, is_integer
 from narrowgauge.formats import Coder, codebook, random_bits
 from narrowgauge.formats._codebooks import known
 from narrowgauge.formats._rounding import Rounding
 from narrowgauge.optim._checkpoint import check_form, check_members
 from narrowgauge.optim._optimizer import uncompiled
-from narrowgauge.optim._options import is_whole
 from narrowgauge.optim._sharding import is_shared
 from narrowgauge.storage._blockwise import decode_blocks, encode_blocks
 
@@ -42,9 +41,9 @@ _LARGEST = torch.finfo(torch.float32).max
 class QuantizedGradients(torch.optim.Optimizer):
     """An optimizer that sees quantized gradients.
 
-    Use it in place of the optimizer that it is given: `step`, `zero_grad`, learning rate schedules and parameter
+    Use it in place of the optimizer that it wraps: `step`, `zero_grad`, learning rate schedules and parameter
     groups are those of that optimizer. A gradient with inf or NaN is passed on unchanged, so that the optimizer
-    can refuse it; the residual stays as it is. DTensors are refused.
+    can refuse it; its residual does not change. Parameters must not be DTensors.
 
     Args:
         optimizer: any `torch.optim.Optimizer`. Its `p.grad` are overwritten with Q(g) at each step.
@@ -60,7 +59,6 @@ class QuantizedGradients(torch.optim.Optimizer):
     Source: Lecture 11, Mixed Precision Training, "Error compensation".
     """
 
-    @typed
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -71,26 +69,19 @@ class QuantizedGradients(torch.optim.Optimizer):
         block_size: int = 256,
         seed: int = 0,
     ) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ValueError(f"optimizer: got {type(optimizer).__name__}, takes a torch.optim.Optimizer")
+        check_instance("optimizer", optimizer, torch.optim.Optimizer)
         if getattr(optimizer, "in_backward", None) is not None:
-            raise ValueError("optimizer: got one by step_in_backward, takes one that moves weights in step()")
-        if rounding not in ("nearest", "stochastic"):
-            raise ValueError(f"rounding: got {rounding!r}, takes 'nearest' or 'stochastic'")
-        if not isinstance(block_size, int) or block_size < 1:
-            raise ValueError(f"block_size: got {block_size!r}, takes an integer of at least 1")
-        _refuse_dtensors(optimizer.param_groups)
+            raise ValueError("optimizer must move weights in step(), got one with step_in_backward")
+        check_choice("rounding", rounding, ("nearest", "stochastic"))
         self.optimizer = optimizer
         self.rounding: Rounding = rounding
         self.error_feedback = error_feedback
         self._coder = Coder.of(_values(codebook))
-        self._block_size, self._seed, self._step = block_size, seed, 0
-        self._residuals: dict[Tensor, Tensor] = {}
-        super().__init__([p for group in optimizer.param_groups for p in group["params"]], {})
+        self._block_size, self._seed, self._step = check("block_size", block_size, Size), seed, 0
+        self._residuals: dict[int, Tensor] = {}  # by the parameter's index
+        super().__init__(list(self._parameters()), {})
         # Groups and state are the optimizer's own objects: a schedule that writes to one reaches the other.
-        self.param_groups = optimizer.param_groups
-        self.state = optimizer.state
-        self.defaults = optimizer.defaults
+        self.param_groups, self.state, self.defaults = optimizer.param_groups, optimizer.state, optimizer.defaults
 
     @uncompiled
     @torch.no_grad()
@@ -130,16 +121,12 @@ class QuantizedGradients(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # torch copies and pickles groups and state only, and those are the optimizer's.
-        own = ("optimizer", "rounding", "error_feedback", "_coder", "_block_size", "_seed", "_step")
-        residuals = [self._residuals.get(p) for p in self._parameters()]
-        return {name: self.__dict__[name] for name in own} | {"_residuals": residuals}
+        own = ("optimizer", "rounding", "error_feedback", "_coder", "_block_size", "_seed", "_step", "_residuals")
+        return {name: self.__dict__[name] for name in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        optimizer = state["optimizer"]
-        shared = {name: getattr(optimizer, name) for name in ("param_groups", "state", "defaults")}
+        shared = {name: getattr(state["optimizer"], name) for name in ("param_groups", "state", "defaults")}
         super().__setstate__({**state, **shared})
-        pairs = zip(self._parameters(), state["_residuals"], strict=True)
-        self._residuals = {p: residual for p, residual in pairs if residual is not None}
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, with each parameter's residual in its entry and the count of steps in the groups.
@@ -147,14 +134,14 @@ class QuantizedGradients(torch.optim.Optimizer):
         It has the form of torch's, so `narrowgauge.distributed.save_checkpoint` takes it.
         """
         given = self.optimizer.state_dict()
-        state = dict(given["state"])
-        for p, identity in self._identities(given["param_groups"]):
-            if p in self._residuals:
-                state[identity] = {**state.get(identity, {}), _RESIDUAL: self._residuals[p]}
-        return {**given, "state": state, "param_groups": [{**g, _STEPS: self._step} for g in given["param_groups"]]}
+        groups, state = given["param_groups"], dict(given["state"])
+        for index, identity in enumerate(_identities(groups)):
+            if index in self._residuals:
+                state[identity] = {**state.get(identity, {}), _RESIDUAL: self._residuals[index]}
+        return {**given, "state": state, "param_groups": [{**group, _STEPS: self._step} for group in groups]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the result of `state_dict`.
+        """Load the result of `state_dict`.
 
         Raises:
             ValueError: for the state of another optimizer, or a damaged one; nothing is changed then.
@@ -163,43 +150,45 @@ class QuantizedGradients(torch.optim.Optimizer):
         groups, state, residuals = state_dict["param_groups"], dict(state_dict["state"]), {}
         sizes, wanted = ([len(group["params"]) for group in some] for some in (groups, self.param_groups))
         if sizes != wanted:
-            raise ValueError(f"state_dict: got groups of {sizes} parameters, takes {wanted}")
+            raise ValueError(f"state_dict must have groups of {wanted} parameters, got {sizes}")
         check_members(groups)
-        if any(_STEPS not in group for group in groups):
-            raise ValueError(f"state_dict: got groups without {_STEPS!r}, takes one of QuantizedGradients")
-        counts = [group[_STEPS] for group in groups]
-        if any(not is_whole(count) or not 0 <= count < 2**63 or count != counts[0] for count in counts):
-            raise ValueError(f"state_dict: {_STEPS!r} is {', '.join(map(repr, counts))}, takes one count of steps")
-        for number, (p, identity) in enumerate(self._identities(groups)):
+        counts = [group.get(_STEPS) for group in groups]
+        if any(not is_integer(count) or count < 0 or count != counts[0] for count in counts):
+            raise ValueError(
+                f"state_dict must be of QuantizedGradients, with one count {_STEPS!r} in all groups, got {counts!r}"
+            )
+        for index, (p, identity) in enumerate(zip(self._parameters(), _identities(groups), strict=True)):
             if _RESIDUAL in state.get(identity, ()):
                 state[identity] = entry = copy.copy(state[identity])  # not dict(): it may be a subclass
-                residuals[p] = _checked(p, entry.pop(_RESIDUAL), number)
+                residuals[index] = _checked(p, entry.pop(_RESIDUAL), identity)
                 if not entry:
                     del state[identity]
         inner = [{key: value for key, value in group.items() if key != _STEPS} for group in groups]
         self.optimizer.load_state_dict({**state_dict, "state": state, "param_groups": inner})
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
         if residuals and not self.error_feedback:
-            warnings.warn("state_dict: dropped residuals, of no use with error_feedback=False", stacklevel=2)
+            warnings.warn("state_dict: dropped residuals, which error_feedback=False does not use", stacklevel=2)
             residuals = {}
-        self._residuals, self._step = residuals, counts[0] if counts else 0
+        self._residuals, self._step = residuals, int(counts[0]) if counts else 0
 
-    def _parameters(self) -> list[Tensor]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
-
-    def _identities(self, groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Tensor, Any]]:
-        """Each parameter, and its identity in the groups of a state_dict."""
-        return zip(self._parameters(), (one for group in groups for one in group["params"]), strict=True)
+    def _parameters(self) -> Iterator[Tensor]:
+        """The optimizer's parameters in order; a ValueError for a DTensor."""
+        for number, group in enumerate(self.optimizer.param_groups):
+            for i, p in enumerate(group["params"]):
+                if is_shared(p):
+                    name = group["param_names"][i] if "param_names" in group else f"{number}.{i}"
+                    raise ValueError(f"params must not be sharded for QuantizedGradients, got the DTensor {name}")
+                yield p
 
     def _quantize(self) -> None:
-        _refuse_dtensors(self.param_groups)  # of a group that was added
+        parameters = list(self._parameters())
         self._step += 1
-        for index, p in enumerate(self._parameters()):
+        for index, p in enumerate(parameters):
             if p.grad is not None:
-                self._quantize_gradient(index, p, p.grad)
+                self._quantize_gradient(index, p.grad)
 
-    def _quantize_gradient(self, index: int, p: Tensor, grad: Tensor) -> None:
-        wide, residual = grad.to(torch.float32), self._residuals.get(p)
+    def _quantize_gradient(self, index: int, grad: Tensor) -> None:
+        wide, residual = grad.to(torch.float32), self._residuals.get(index)
         finite = torch.isfinite(wide).all()
         # The sum of two finite numbers may overflow.
         wanted = wide if residual is None else (wide + residual).clamp(-_LARGEST, _LARGEST)
@@ -216,38 +205,34 @@ class QuantizedGradients(torch.optim.Optimizer):
             # The optimizer sees Q(g) rounded to the gradient's format: that error counts, too.
             seen = quantized.to(grad.dtype).to(torch.float32)
             before = torch.zeros_like(wanted) if residual is None else residual
-            # One that overflows there is refused as a whole, so the residual must still have all of it.
-            self._residuals[p] = torch.where(finite & torch.isfinite(seen).all(), wanted - seen, before)
+            # If rounding overflows, the optimizer refuses the whole gradient: the residual must not change.
+            self._residuals[index] = torch.where(finite & torch.isfinite(seen).all(), wanted - seen, before)
         grad.copy_(torch.where(finite, quantized, wide))
 
 
-def _refuse_dtensors(groups: Sequence[Mapping[str, Any]]) -> None:
-    for number, group in enumerate(groups):
-        for i, p in enumerate(group["params"]):
-            if is_shared(p):
-                name = group["param_names"][i] if "param_names" in group else f"{number}.{i}"
-                raise ValueError(f"params: {name} is a DTensor, QuantizedGradients takes unsharded parameters")
+def _identities(groups: list[Mapping[str, Any]]) -> Iterator[Any]:
+    """The parameters' keys in a state_dict, in order."""
+    return (identity for group in groups for identity in group["params"])
 
 
-def _checked(p: Tensor, residual: Any, number: int) -> Tensor:
-    """A copy of a saved residual beside its parameter."""
-    which = f"state_dict: the residual of parameter {number}"
-    if not isinstance(residual, Tensor):
-        raise ValueError(f"{which} is a {type(residual).__name__}, takes a tensor")
-    if is_shared(residual) or residual.shape != p.shape or not residual.is_floating_point():
-        kind = "a DTensor" if is_shared(residual) else f"{residual.dtype} of shape {tuple(residual.shape)}"
-        raise ValueError(f"{which} is {kind}, takes floats of shape {tuple(p.shape)}")
-    if not torch.isfinite(residual).all():
-        raise ValueError(f"{which} is not finite: it was damaged")
+def _checked(p: Tensor, residual: object, identity: Any) -> Tensor:
+    """A copy of a saved residual, on its parameter's device."""
+    if (
+        not isinstance(residual, Tensor)
+        or is_shared(residual)
+        or residual.shape != p.shape
+        or not residual.is_floating_point()
+        or not torch.isfinite(residual).all()
+    ):
+        shape = tuple(p.shape)
+        raise ValueError(
+            f"state_dict: the residual of parameter {identity!r} must be finite floats of shape {shape}"
+        )
     return residual.detach().to(device=p.device, dtype=torch.float32, copy=True).contiguous()
 
 
-def _values(named: str | Tensor) -> Tensor:
-    if not isinstance(named, str | Tensor):
-        raise ValueError(f"codebook: got {named!r}, takes a name or a tensor of values")
-    values = codebook(known(named)) if isinstance(named, str) else named
-    if values.is_complex() or values.is_meta:
-        raise ValueError(f"codebook: got {values.dtype} on {values.device}, takes float32 values")
-    if values.dim() == 1 and len(values) and values[0] >= 0:
-        raise ValueError("codebook: got one without negative values, takes one for gradients of both signs")
+def _values(codes: str | Tensor) -> Tensor:
+    values = codebook(known(codes)) if isinstance(codes, str) else codes
+    if isinstance(values, Tensor) and values.dim() == 1 and len(values) and not values[0] < 0:
+        raise ValueError("codebook must have negative values for gradients of both signs")
     return values

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from narrowgauge.recipes._plan import MemoryPlan, plan_memory
 
 __all__ = ["MemoryPlan", "Recipe", "cast", "get", "names", "plan_memory"]
-_WHEN_ASKED = ("MemoryPlan", "plan_memory")
+_LAZY = ("MemoryPlan", "plan_memory")
 
 
 def __getattr__(name: str) -> Any:
-    """Planning is imported when somebody plans: a training does not, and it takes a tenth of a second."""
-    if name in _WHEN_ASKED:
+    """Import planning on first use: it takes a tenth of a second, and training does not need it."""
+    if name in _LAZY:
         return getattr(import_module("narrowgauge.recipes._plan"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -1,7 +1,7 @@
-"""What a training step computes of a batch: the losses that trainers train with, and that plans trace.
+"""The losses of a training step: trainers train with them, and memory plans trace them.
 
-Memory is a matter of every tensor between the data and the loss, so a plan runs the very functions that a training
-runs. A language model's are cross entropies of tokens. Image models read bytes, made to numbers on the device:
+Memory depends on every tensor between the data and the loss, so a plan runs the same functions as a training. A
+language model's loss is the cross entropy of tokens. Image models read bytes, which the device normalizes:
 
     pairs (CLIP)     loss = (CE(s I Tᵀ) + CE(s T Iᵀ)) / 2, over the n x n cosines of a step
     classes (ViT)    loss = CE(logits)
@@ -100,9 +100,9 @@ def pair_loss(model: nn.Module, images: Tensor, tokens: Tensor) -> Tensor:
 
 
 def pair_rows(model: nn.Module, images: Tensor, tokens: Tensor) -> Tensor:
-    """What a CLIP of transformers makes of pairs, as `unit_pairs` has it; arguments as `pair_loss`.
+    """The features of pairs by a CLIP of transformers, as `unit_pairs` has them; arguments as `pair_loss`.
 
-    All else that the model gives, its own cosines among it, is let go of.
+    The model's other results, its own cosines among them, are dropped.
     """
     found = model(input_ids=tokens, pixel_values=normalized(images))
     return unit_pairs(found.image_embeds, found.text_embeds)
@@ -131,8 +131,8 @@ class Step:
     """How a kind of model is trained, for a plan.
 
     Attributes:
-        example: what a batch counts: sequences of tokens, images with a caption each, or images.
-        loss: makes inputs without memory, and the loss of them.
+        example: unit of a batch: sequences of tokens, images with a caption each, or images.
+        loss: makes inputs on the meta device, and their loss.
     """
 
     example: Example
@@ -145,10 +145,10 @@ class Step:
 
 
 def step_of(model: nn.Module, gpus: int = 1) -> Step:
-    """How a model is trained if nobody says: transformers' CLIP and ViT by their losses, all else by tokens.
+    """How a model is trained by default: transformers' CLIP and ViT by their losses, all else by tokens.
 
     Args:
-        gpus: how many share a step: of a CLIP each has the rows of all, and tells its own from them.
+        gpus: how many share a step: for a CLIP, each gathers the rows of all.
     """
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind == "clip":
@@ -178,7 +178,7 @@ def _pairs(gpus: int, model: nn.Module, batch: int, sequence: int) -> Tensor:
 
 
 class _AsGathered(torch.autograd.Function):
-    """What gathering the rows of all processes makes of one's own, and of the gradient: shapes alone."""
+    """Shapes of gathering the rows of all processes, and of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, gpus: int) -> Tensor:
@@ -208,6 +208,6 @@ def _named(model: nn.Module, what: str) -> Iterator[None]:
         yield
     except (TypeError, AttributeError) as error:
         raise ValueError(
-            f"loss: got None for a {type(model).__name__}, takes a function of model, batch and sequence for what "
-            f"does not {what} ({error})"
+            f"loss must be a function of model, batch and sequence for a {type(model).__name__}, which does not "
+            f"{what}, got None ({error})"
         ) from error

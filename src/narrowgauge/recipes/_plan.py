@@ -1,33 +1,36 @@
 """Will it fit? The memory of a training step, before there is a GPU.
 
-For a model there is code for, a step is run without memory (`_trace`), and the plan is what an allocator would
-have been asked for at the worst moment. For a mere number of parameters there is no such step: then the plan
-has what the recipe keeps for each parameter, and says nothing of activations.
+A step of the model runs on the meta device (`_trace`), and the plan is the memory that an allocator would have been
+asked for at the worst moment. A plan of a number of parameters has no step: it counts what the recipe stores for
+each parameter, and no activations.
 
-Beside tensors, cuBLAS takes 32 MiB for each thread that multiplies on a Hopper GPU: one runs the forward pass,
-one the backward pass. What CUDA itself takes (its context, some 0.5 GB) and what the allocator holds without
-using it are in no plan, as they are not in `torch.cuda.max_memory_allocated`.
+In addition to tensors, cuBLAS takes 32 MiB for each thread that multiplies on a Hopper GPU: one runs the forward
+pass, one the backward pass. Plans leave out CUDA's context (some 0.5 GB) and memory that the allocator holds
+without using it, as `torch.cuda.max_memory_allocated` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from narrowgauge._arguments import typed
+from narrowgauge._arguments import check_choice, check_instance, is_integer
 from narrowgauge.linear import LinearPlan
 from narrowgauge.recipes._losses import Example, Loss, Step, step_of
-from narrowgauge.recipes._planner import MOST, OFFLOADS, Offload, Planner, bytes_each
+from narrowgauge.recipes._parallel import MOST, OFFLOADS, PARALLEL, Offload, Parallel, Planner, bytes_each
 from narrowgauge.recipes._recipe import Recipe, get
-from narrowgauge.recipes._search import largest
-from narrowgauge.recipes._share import PARALLEL, Parallel
-from narrowgauge.recipes._sizes import parse_bytes
-from narrowgauge.recipes._trace import Traced, bare, from_config
+from narrowgauge.recipes._trace import Traced, from_config, without_memory
 
-_SEQUENCE = 1024  # tokens, if nobody says
+_SEQUENCE = 1024  # tokens of an example by default
+_UNITS = {"b": 1} | {
+    f"{letter}{ending}": base**power
+    for power, letter in enumerate("kmgt", 1)
+    for ending, base in (("b", 1000), ("ib", 1024))
+}
 
 
 @dataclass(frozen=True)
@@ -35,24 +38,24 @@ class MemoryPlan:
     """Bytes on each GPU.
 
     Attributes:
-        model: what was planned: a class of models, or a number of parameters.
-        parameters: how many it has.
+        model: name of the model's class, or a number of parameters.
+        parameters: number of parameters.
         recipe, linear: names of the recipe and of the linear layers' plan.
-        example: what a batch counts: ``"sequence"`` of tokens, ``"pair"`` of an image and its caption, ``"image"``.
+        example: unit of a batch: ``"sequence"`` of tokens, ``"pair"`` of an image and its caption, ``"image"``.
         batch, sequence: examples a step on each GPU, and tokens of each; None for a number of parameters, and
             tokens of images without captions.
         checkpointing: whether blocks run again in the backward pass.
         accumulate: whether there are gradients of an earlier micro-batch.
         gpus, parallel: how many GPUs share the training, and how.
-        offload: what is on the host: ``"none"``, ``"states"`` with low words, or ``"gradients"`` as well.
-        held: what is kept from step to step, gradients included: weights, buffers, gradients, states, low words.
-        host: bytes on the host, by what they are; empty without offloading.
-        saved: what the forward pass leaves for the backward pass; None for a number of parameters.
-        at_peak: what is there at the worst moment, by what it is: what is held (of the gradients those that exist
-            then), activations, what the loss makes of the model's output, what the backward pass has for itself,
-            buffers of communication, cuBLAS's workspaces.
-        where: which part of the step the worst moment is in: forward, backward or optimizer.
-        device_memory: bytes that there are; None if that was not asked.
+        offload: tensors on the host: ``"none"``, ``"states"`` with low words, or ``"gradients"`` as well.
+        held: bytes that stay from step to step: weights, buffers, gradients, states, low words.
+        host: bytes on the host, by kind; empty without offloading.
+        saved: bytes that the forward pass saves for the backward pass; None for a number of parameters.
+        at_peak: bytes at the worst moment, by kind: those held (gradients as far as they exist then), activations,
+        the
+            loss's intermediate tensors, the backward pass's own, buffers of communication, cuBLAS's workspaces.
+        where: part of the step with the worst moment: forward, backward or optimizer.
+        device_memory: bytes of the device; None if not given.
     """
 
     model: str
@@ -109,13 +112,13 @@ class MemoryPlan:
         """
         planner, memory = self._asked(device_memory)
         if self.sequence is None:
-            raise ValueError(f"model_or_config: got a {self.model}, takes a model that reads tokens")
+            raise ValueError(f"model_or_config must be a model that reads tokens, got a {self.model}")
         assert self.batch is not None
         batch = self.batch
         return largest(lambda tokens: planner.peak(batch, tokens), memory, planner.positions)
 
     def largest_model(self, device_memory: int | str | None = None) -> int:
-        """How many parameters of a model fit by what the recipe keeps for each, without activations.
+        """How many parameters fit by the recipe's bytes for each, without activations.
 
         Raises:
             ValueError: without a memory.
@@ -125,14 +128,13 @@ class MemoryPlan:
     def _memory(self, device_memory: int | str | None) -> int:
         memory = self.device_memory if device_memory is None else parse_bytes("device_memory", device_memory)
         if memory is None:
-            raise ValueError("device_memory: got None, takes bytes, or a text such as '80GB'")
+            raise ValueError("device_memory must be bytes, or a text such as '80GB', got None")
         return memory
 
     def _asked(self, device_memory: int | str | None) -> tuple[Planner, int]:
         if self._planner is None:
             raise ValueError(
-                f"model_or_config: got {self.model}, takes a model or a configuration where batch and sequence "
-                "are asked for"
+                f"model_or_config must be a model or a configuration for a batch or a sequence, got {self.model}"
             )
         return self._planner, self._memory(device_memory)
 
@@ -146,7 +148,6 @@ class MemoryPlan:
         return {name: getattr(self, name) for name in names} | parts
 
 
-@typed
 def plan_memory(
     model_or_config: nn.Module | int | Any,
     recipe: Recipe | str,
@@ -173,13 +174,14 @@ def plan_memory(
             micro-batch.
         sequence: tokens a sequence or a caption; as many as there are positions, 1024 at most, if None.
         device_memory: bytes of each GPU, or a text such as ``"80GB"`` (10^9) or ``"80GiB"`` (2^30).
-        linear: what linear layers compute by; None leaves them.
+        linear: the plan of linear layers; None leaves them.
         checkpointing: whether a transformers model's blocks keep their inputs only and run again in the backward
             pass.
         gpus: how many share the training.
         parallel: how: ``"ddp"`` or ``"fsdp"``, see `narrowgauge.recipes._share`.
         accumulate: whether gradients of several micro-batches are added up: all of them live through the step then.
-        offload: what `narrowgauge.distributed.CPUOffload` keeps on the host: ``"states"``, with low words, or
+        offload: tensors that `narrowgauge.distributed.CPUOffload` keeps on the host: ``"states"``, with low words,
+        or
             ``"gradients"`` as well, each of which leaves the GPU as soon as it is made.
         loss: a function of a model without memory, a batch and a sequence that makes its own inputs on the meta
             device, runs the model once and returns the loss. If None, that of `narrowgauge.recipes._losses`: of
@@ -191,16 +193,14 @@ def plan_memory(
         ValueError: naming the argument.
     """
     recipe = get(recipe) if isinstance(recipe, str) else recipe
-    if not isinstance(recipe, Recipe):
-        raise ValueError(f"recipe: got {type(recipe).__name__}, takes a Recipe or its name")
+    check_instance("recipe", recipe, Recipe)
     for name, count in (("batch", batch), ("sequence", sequence), ("gpus", gpus)):
         if count is None and name == "sequence":
             continue
-        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MOST:
-            raise ValueError(f"{name}: got {count!r}, takes an integer from 1 to {MOST}")
+        if not is_integer(count) or not 1 <= count <= MOST:
+            raise ValueError(f"{name} must be an integer from 1 to {MOST}, got {count!r}")
     for name, got, choices in (("parallel", parallel, PARALLEL), ("offload", offload, OFFLOADS)):
-        if got not in choices:
-            raise ValueError(f"{name}: got {got!r}, takes {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}")
+        check_choice(name, got, choices)
     _refuse_offload(offload, gpus, parallel, accumulate)
     memory = None if device_memory is None else parse_bytes("device_memory", device_memory)
     device, host = bytes_each(recipe, gpus, parallel, offload)
@@ -212,20 +212,20 @@ def plan_memory(
         "device_memory": memory,
         "_bytes": sum(device.values()),
     }
-    if isinstance(model_or_config, int) and not isinstance(model_or_config, bool):
+    if is_integer(model_or_config):
         refused: dict[str, Any] = {"linear": linear, "loss": loss, "checkpointing": checkpointing or None}
         refused["accumulate"] = accumulate or None
         for name, value in refused.items():
             if value is not None:
-                raise ValueError(f"{name}: got {value!r}, takes None for a mere number of parameters")
+                raise ValueError(f"{name} must be None for a number of parameters, got {value!r}")
         return _of_count(model_or_config, device, host, common)
     given: Any = model_or_config
-    model = bare(given) if isinstance(given, nn.Module) else from_config(given)
+    model = without_memory(given) if isinstance(given, nn.Module) else from_config(given)
     step = step_of(model, gpus) if loss is None else Step("sequence", loss)
     if step.example == "pair" and accumulate:
         raise ValueError(
-            f"accumulate: got True for a {type(model).__name__}, takes False, or a loss of your own: an image is "
-            "contrasted with all captions of a step, and what that takes in parts is not planned"
+            f"accumulate must be False for a {type(model).__name__} without a loss of your own, got True: an image "
+            "is contrasted with all captions of a step, and the plan does not know how they are divided"
         )
     traced = Traced(
         model, recipe, linear, checkpointing, step.loss, optimizer_arguments, accumulate, offload == "gradients"
@@ -254,21 +254,21 @@ def plan_memory(
 
 def _refuse_offload(offload: Offload, gpus: int, parallel: Parallel, accumulate: bool) -> None:
     if offload != "none" and parallel == "fsdp":
-        raise ValueError(f"offload: got {offload!r}, takes 'none' with parallel 'fsdp', which divides states")
+        raise ValueError(f"offload must be 'none' with parallel 'fsdp', which divides states, got {offload!r}")
     if offload == "gradients" and (gpus > 1 or accumulate):
         what = f"{gpus} GPUs, whose gradients are averaged" if gpus > 1 else "accumulate, whose gradients stay"
-        raise ValueError(f"offload: got 'gradients', takes 'none' or 'states' with {what}")
+        raise ValueError(f"offload must be 'none' or 'states' with {what}, got 'gradients'")
 
 
 def _tokens(sequence: int | None, positions: int, step: Step, kind: str) -> int | None:
     """Tokens of an example: as asked for, or as many as there are positions."""
     if not step.has_tokens:
         if sequence is not None:
-            raise ValueError(f"sequence: got {sequence}, takes None for a {kind}, whose images have no captions")
+            raise ValueError(f"sequence must be None for a {kind}, whose images have no captions, got {sequence}")
         return None
     if sequence is not None and sequence > positions:
         raise ValueError(
-            f"sequence: got {sequence}, takes at most {positions}, the number of positions that a {kind} has"
+            f"sequence must be at most {positions}, the number of positions that a {kind} has, got {sequence}"
         )
     return min(positions, _SEQUENCE) if sequence is None else sequence
 
@@ -278,7 +278,7 @@ def _of_count(
 ) -> MemoryPlan:
     if not 1 <= count < 2**63:
         got = count if count < 1 else "2^63 or more"
-        raise ValueError(f"model_or_config: got {got}, takes at least 1 parameter, and under 2^63")
+        raise ValueError(f"model_or_config must be at least 1 parameter, and under 2^63, got {got}")
     parts = {name: int(size * count) for name, size in device.items()}
     return MemoryPlan(
         model=f"{count:,} parameters",
@@ -297,3 +297,61 @@ def _of_count(
         _planner=None,
         **common,
     )
+
+
+def parse_bytes(name: str, value: int | str) -> int:
+    """Bytes from a number, or from a text with a unit: 80GB is 80 * 10^9, 80GiB is 80 * 2^30.
+
+    A text without a unit is refused: 80 hardly means bytes.
+
+    Raises:
+        ValueError: for another text, and a number not above 0.
+    """
+    if is_integer(value) and value > 0:
+        return value
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", value.strip().lower()) if isinstance(value, str) else None
+    if found is None or found[2] not in _UNITS or float(found[1]) * _UNITS[found[2]] < 1:
+        raise ValueError(f"{name} must be a number with its unit, such as '80GB' or '80GiB', got {value!r}")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def largest(peak: Callable[[int], float], memory: float, limit: int, start: int = 1) -> int:
+    """The largest count from `start` to `limit` with `peak(count) <= memory`; `start - 1` if none fits.
+
+    A peak grows with the batch nearly along a line, and with the sequence along a line as well where attention is
+    fused; the cosines of a contrastive loss bend it. So the next count to try is where the line through the last
+    two crosses the memory. Between a count that fits and one that does not there is always another try: a wrong
+    guess costs a try, not correctness.
+    """
+    low, low_peak = start, peak(start)
+    if low_peak > memory:
+        return start - 1
+    high, high_peak = 2 * start, 0.0
+    while True:
+        if low == limit:
+            return limit
+        high = min(high, limit)
+        high_peak = peak(high)
+        if high_peak > memory:
+            break
+        slope = (high_peak - low_peak) / (high - low)
+        low, low_peak = high, high_peak
+        # A little beyond the crossing, so that the next try is on the other side of it.
+        guess = low + 1 + int(1.02 * (memory - low_peak) / slope) if slope > 0 else limit
+        high = max(low + 1, min(guess, 64 * low))
+    # How far each end is from the memory. Halving the distance of the end that stays keeps a curved peak from
+    # moving one end only: the Illinois rule.
+    below, above, last = memory - low_peak, high_peak - memory, 0
+    while high - low > 1:
+        part = below / (below + above)
+        middle = min(max(low + int(part * (high - low)), low + 1), high - 1)
+        there = peak(middle)
+        if there <= memory:
+            low, below = middle, memory - there
+            above = above / 2 if last == 1 else above
+            last = 1
+        else:
+            high, above = middle, there - memory
+            below = below / 2 if last == -1 else below
+            last = -1
+    return low

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
-from narrowgauge._arguments import FloatDtype, check_fields, typed
+from narrowgauge._arguments import FloatDtype, check
 from narrowgauge.optim import AdamW, Lion, NarrowOptimizer, StableAdamW
 from narrowgauge.optim._groups import parted
 from narrowgauge.optim._plan import slot_storages
@@ -32,30 +32,30 @@ class Recipe:
 
     Attributes:
         name: what users type.
-        title: what it is, in a line.
+        title: a description, in a line.
         dtype: format of the model's weights and gradients.
         weights, states: storages of the optimizer.
-        letters: the paper's name for it, also accepted; None if it has none.
+        letters: the paper's name for it, also accepted, or None.
         optimizer: the class of the optimizer.
     """
 
     name: str
     title: str
-    dtype: FloatDtype
+    dtype: torch.dtype
     weights: str = "plain"
     states: str | Mapping[str, str] = "fp32"
     letters: str | None = None
     optimizer: type[NarrowOptimizer] = AdamW
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check("dtype", self.dtype, FloatDtype)
         if not issubclass(self.optimizer, NarrowOptimizer):
-            raise TypeError(f"optimizer: got {self.optimizer.__name__}, takes a class of narrowgauge.optim")
+            raise TypeError(f"optimizer must be a class of narrowgauge.optim, got {self.optimizer.__name__}")
         weight_storage(self.weights)
 
     @property
     def has_strict_arithmetic(self) -> bool:
-        """Whether `arithmetic="strict"` is taken: whether all that is stored is words of a float format."""
+        """Whether `arithmetic="strict"` is possible: everything stored is words of a float format."""
         storages = slot_storages(self.optimizer.rule, {"states": self.states}).values()
         return weight_storage(self.weights).rounded and all(storage.rounded for storage in storages)
 
@@ -77,7 +77,7 @@ class Recipe:
         return sum(self.byte_breakdown(block_size).values())
 
     def known(self, hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Of hyperparameters that recipes are to share, those that this one's optimizer has: Lion has no eps."""
+        """The hyperparameters, of those that recipes share, that this one's optimizer has: Lion has no eps."""
         taken = inspect.signature(self.optimizer).parameters
         return {name: value for name, value in hyperparameters.items() if name in taken}
 
@@ -93,7 +93,6 @@ class Recipe:
         **optimizer_arguments: Any,
     ) -> Made: ...  # fmt: skip
 
-    @typed
     def apply(
         self,
         model: nn.Module,
@@ -123,11 +122,13 @@ class Recipe:
         """
         for name in ("weights", "states"):
             if name in optimizer_arguments:
-                raise ValueError(f"{name}: got {optimizer_arguments[name]!r}, follows from recipe {self.name!r}")
+                raise ValueError(
+                    f"{name} must be left out: recipe {self.name!r} sets it, got {optimizer_arguments[name]!r}"
+                )
         options = optimizer_arguments if lr is None else {"lr": lr, **optimizer_arguments}
         # The named classes take more than their base.
         make: Callable[..., Any] = self.optimizer if around is None else partial(around, self.optimizer)
-        if around is None:  # what it refuses it refuses before the model is another
+        if around is None:  # refuse wrong options before the model is changed
             probe = nn.Parameter(torch.zeros(1, 1, dtype=self.dtype))
             make([probe], weights=self.weights, states=self.states, **options)
         cast(model, self.dtype)
@@ -141,8 +142,7 @@ def decay_groups(model: nn.Module, decay_all: bool) -> list[Any]:
     return parted(model, {})
 
 
-@typed
-def cast(model: nn.Module, dtype: FloatDtype) -> None:
+def cast(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast a model's float parameters and saved float buffers in place.
 
     `Module.to` would round the tables that models compute once in fp32 and do not save: a rotary embedding's
@@ -195,7 +195,6 @@ def names() -> tuple[str, ...]:
     return tuple(recipe.name for recipe in _RECIPES)
 
 
-@typed
 def get(name: str) -> Recipe:
     """A recipe by its name or the paper's letters.
 
@@ -206,4 +205,4 @@ def get(name: str) -> Recipe:
         if name in (recipe.name, recipe.letters):
             return recipe
     known = ", ".join(f"{r.name} ({r.letters})" if r.letters else r.name for r in _RECIPES)
-    raise ValueError(f"recipe: got {name!r}, takes one of {known}")
+    raise ValueError(f"recipe must be one of {known}, got {name!r}")

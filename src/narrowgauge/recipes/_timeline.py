@@ -23,13 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 GRAIN = 512  # bytes; c10's kMinBlockSize
 
-# What a storage is, by the part of the step that took it; what turns out to be a parameter's gradient is that.
+# Kinds of storages, by the part of the step that allocated them; gradients of parameters are a kind of their own.
 Part = Literal["activations", "loss", "backward", "gradients"]
 PARTS: tuple[Part, ...] = ("activations", "loss", "backward", "gradients")
 
 
 def rounded(nbytes: int) -> int:
-    """What the allocator takes for so many bytes."""
+    """Bytes that the allocator takes for a storage."""
     return -(-nbytes // GRAIN) * GRAIN
 
 
@@ -45,7 +45,7 @@ class _Life:
 
 @dataclass(frozen=True)
 class Moment:
-    """What was alive at one moment of a step.
+    """The bytes alive at one moment of a step.
 
     Attributes:
         where: the part of the step that ran then.
@@ -62,7 +62,7 @@ class Moment:
 
 @dataclass
 class Timeline:
-    """The lives of all storages that a step takes beside what was there before it.
+    """The lives of all storages that a step allocates.
 
     Attributes:
         operations: how many operations ran.
@@ -89,12 +89,12 @@ class Timeline:
             self.died(self.born(nbytes, part))
 
     def mark(self, where: str) -> None:
-        """From here on it is this part of the step."""
+        """Begin a part of the step."""
         self._clock += 1
         self.marks.append((self._clock, where))
 
     def at(self, where: str) -> Moment:
-        """What is alive when a part of the step begins."""
+        """The bytes alive when a part of the step begins."""
         when = next(clock for clock, name in self.marks if name == where)
         alive = [life for life in self.lives if life.born < when and (life.died is None or life.died > when)]
         return Moment(where, {part: sum(x.nbytes for x in alive if x.part == part) for part in PARTS})
@@ -116,7 +116,7 @@ class Timeline:
         return Moment(where[-1] if where else "forward", worst)
 
 
-# What operations take beside their results, by name: their arguments to bytes.
+# Bytes that operations take in addition to their results, by operation: functions of its arguments.
 Workspaces = Mapping[Any, Callable[..., int]]
 
 
@@ -124,7 +124,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records every storage that operations make while it is on.
 
     Args:
-        known: tensors that were there before; what lies in their storages is not counted.
+        known: tensors that existed before; their storages are not counted.
         workspaces: bytes that operations take while they run, beside their results.
     """
 
@@ -140,7 +140,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def during(self, part: Part) -> Iterator[None]:
-        """What is taken here is of this part."""
+        """Within, allocations count as this part."""
         before, self.part = self.part, part
         try:
             yield
@@ -148,7 +148,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.part = before
 
     def is_gradient(self, gradient: Tensor) -> None:
-        """Call what was taken for a tensor a gradient."""
+        """Count a tensor's allocation as a gradient."""
         life = self._lives.get(_key(gradient), (None, None))[1]
         if life is not None:
             life.part = "gradients"
@@ -167,12 +167,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = func(*args, **kwargs)
         for result in results if isinstance(results, tuple | list) else (results,):
             if isinstance(result, Tensor):
-                self._see(result)
+                self._record(result)
         if func is torch.ops.aten.add.Tensor and self.part == "backward":
             self._follow_sum(results, args)
         return results
 
-    def _see(self, tensor: Tensor) -> None:
+    def _record(self, tensor: Tensor) -> None:
         key = _key(tensor)
         if key in self._lives:
             return
@@ -186,8 +186,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self._lives[key] = (weakref.ref(storage, gone), life)
 
-    # Autograd adds gradients of one tensor in place, except under a mode, where it makes a new one for each sum.
-    # The old one is let go at once: then the sum is taken to be where it was.
+    # Autograd adds gradients of one tensor in place, except under a mode, where it makes a new one for each sum and
+    # drops the old one at once: then the sum is counted in the old one's place.
 
     def _follow_sum(self, total: Tensor, args: tuple[Any, ...]) -> None:
         life = self._lives[_key(total)][1]
@@ -207,17 +207,16 @@ def _key(tensor: Tensor) -> int:
 
 
 def _value(tensor: Tensor) -> bool:
-    """What a model is told that looks at a value there is not.
+    """The value of a truth value on the meta device: True.
 
-    Masks are looked at to see whether all of something holds (nothing is padded, one text a row), which it does in
-    ordinary training.
+    Models read masks to learn whether nothing is padded, or each row is one text, which holds in ordinary training.
 
     Raises:
-        ValueError: for anything but a truth value.
+        ValueError: for a number.
     """
     if tensor.dtype != torch.bool:
         raise ValueError(
-            f"model: its step reads a number of {tensor.dtype} from the device, takes one whose memory does not "
-            "depend on values"
+            "model must have a step whose memory does not depend on values, got one that reads a number of "
+            f"{tensor.dtype} from the device"
         )
     return True

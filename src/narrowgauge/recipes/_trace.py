@@ -1,8 +1,8 @@
-"""One training step of a model on the meta device, and what it takes.
+"""One training step of a model on the meta device, and the memory that it would take.
 
-The model is a copy without memory: same modules, same code, tensors that have shapes only. A recipe is applied
-to it and a linear plan swapped into it exactly as in a training, and a step is run: forward, loss, backward.
-That takes a fraction of a second however large the model is.
+The model is a copy on the meta device: same modules, same code, tensors that have shapes only. A recipe is applied
+to it and a linear plan swapped into it exactly as in a training, and a step runs: forward, loss, backward. That
+takes a fraction of a second however large the model is.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.linear import LinearPlan, swap_linears
-from narrowgauge.linear._heads import output_heads
+from narrowgauge.linear._names import output_heads
 from narrowgauge.optim._plan import ParamPlan
-from narrowgauge.recipes._cuda_ways import WORKSPACES, as_on_cuda
+from narrowgauge.recipes._cuda_kernels import WORKSPACES, as_on_cuda
 from narrowgauge.recipes._losses import Loss
 from narrowgauge.recipes._recipe import Recipe
 from narrowgauge.recipes._timeline import Recorder, Timeline, rounded
@@ -46,7 +46,7 @@ class Held:
         buffers: its other tensors.
         gradients: of the parameters that are trained.
         states: the optimizer's moments, with their scales and counters, and the tables that its kernels read.
-        low_words: what the optimizer adds to weights: low words, remainders, master copies.
+        low_words: the optimizer's additions to weights: low words, remainders, master copies.
     """
 
     weights: int
@@ -57,11 +57,11 @@ class Held:
 
     @property
     def total(self) -> int:
-        """All of them but the gradients, which come and go."""
+        """All but the gradients, which come and go."""
         return self.weights + self.buffers + self.states + self.low_words
 
 
-def bare(model: nn.Module) -> nn.Module:
+def without_memory(model: nn.Module) -> nn.Module:
     """A copy of a model on the meta device; the model is left alone, and no memory is taken.
 
     Raises:
@@ -82,7 +82,7 @@ def bare(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model, memo)
     except (TypeError, RuntimeError) as error:
         raise ValueError(
-            f"model: got one that copy.deepcopy refuses, takes one that can be copied: {error}"
+            f"model must be one that copy.deepcopy copies, got a {type(model).__name__}: {error}"
         ) from None
 
 
@@ -90,17 +90,17 @@ def from_config(config: Any) -> nn.Module:
     """The transformers model of a configuration, on the meta device, with fused attention where it has that.
 
     Raises:
-        ValueError: for what is no configuration of a language model, a CLIP or a ViT.
+        ValueError: for anything but a configuration of a language model, a CLIP or a ViT.
     """
-    library: Any = sys.modules.get("transformers")  # loaded, if there is a configuration of its
+    library: Any = sys.modules.get("transformers")  # imported, if the configuration is one of its
     if library is None or not isinstance(config, library.PretrainedConfig):
         raise ValueError(
-            f"model_or_config: got {type(config).__name__}, takes a torch.nn.Module, a transformers "
-            "configuration or a number of parameters"
+            "model_or_config must be a torch.nn.Module, a transformers configuration or a number of parameters, "
+            f"got {type(config).__name__}"
         )
     layers = getattr(config, "num_hidden_layers", None)
     if isinstance(layers, int) and layers > _MOST_LAYERS:
-        raise ValueError(f"model_or_config: got one with {layers} layers, takes at most {_MOST_LAYERS}")
+        raise ValueError(f"model_or_config must have at most {_MOST_LAYERS} layers, got {layers}")
     masked = type(config) in library.MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
     make = library.AutoModelForMaskedLM if masked else library.AutoModelForCausalLM
 
@@ -117,14 +117,14 @@ def from_config(config: Any) -> nn.Module:
             model = made("sdpa")
         except ValueError:  # a few have none that is fused
             model = made("eager")
-    except Exception as error:  # whatever the models' classes make of values that they do not expect
-        raise ValueError(f"model_or_config: got a {type(config).__name__}: {_told(error)}") from error
+    except Exception as error:  # the models' classes raise anything for unexpected values
+        raise ValueError(f"model_or_config: {type(config).__name__}: {_message(error)}") from error
     config_of: Any = model.config
     config_of.use_cache = False
     return model.train()
 
 
-def _told(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
@@ -134,12 +134,12 @@ class Traced:
     Args:
         model: on the meta device; it is cast and swapped here.
         recipe: the precision strategy.
-        linear: what its linear layers compute by; None leaves them.
+        linear: the plan of its linear layers; None leaves them.
         checkpointing: whether blocks keep their inputs only and run again in the backward pass.
         loss: the forward pass.
         options: of the optimizer.
         accumulate: whether there are gradients of an earlier micro-batch, which a step adds to.
-        frees: whether each gradient goes as soon as it is made.
+        frees: whether each gradient is freed as soon as it is made.
     """
 
     def __init__(
@@ -157,11 +157,11 @@ class Traced:
             enable_checkpointing(model)
         self.optimizer = recipe.apply(model, **options)
         if linear is not None:
-            # As `narrowgauge train` does; of anybody else's model what `swap_linears` does.
+            # As `narrowgauge train` does for transformers; the default of `swap_linears` for other models.
             heads: dict[str, Any] = {"keep": output_heads(model)} if hasattr(model, "config") else {}
             report = swap_linears(model, linear, **heads)
             if not report.swapped:
-                raise ValueError(f"linear: got {linear}, takes a model with linear layers; all were kept")
+                raise ValueError(f"linear must be None for a model without layers to swap, got {linear}")
         self.model, self._loss, self.accumulate, self._frees = model, loss, accumulate, frees
         self.trace = functools.cache(self._trace)
 
@@ -171,7 +171,7 @@ class Traced:
         return sum(p.numel() for p in self.model.parameters())
 
     def held(self, shards: int = 1) -> Held:
-        """What is kept from step to step; with several shards, by each, parameters cut along their first side."""
+        """Bytes that stay from step to step, on each shard if there are several (cut along the first side)."""
         plans = self.optimizer.plans()
         parts = [-(-p.shape[0] // shards) / p.shape[0] if p.dim() and shards > 1 else 1.0 for p, _ in plans]
         low = [p.numel() * plan.weight.bytes_added(p.dtype) for p, plan in plans]
@@ -194,7 +194,7 @@ class Traced:
         )
 
     def host(self) -> dict[str, int]:
-        """Bytes on the CPU if states are there: copies of what is trained, room for gradients, what steps keep."""
+        """Bytes on the CPU with offloaded states: copies of trained weights, room for gradients, states."""
         plans = self.optimizer.plans()
         words = [(s.storage.nbytes(p.numel(), s.block_size)) for p, plan in plans for s in plan.slots]
         return {
@@ -213,13 +213,13 @@ class Traced:
         recorder = Recorder(known, WORKSPACES)
         timeline = recorder.timeline
 
-        def leaves(p: Tensor) -> None:
+        def free(p: Tensor) -> None:
             assert p.grad is not None
             recorder.is_gradient(p.grad)
             p.grad = None
 
         trained = [p for p in self.model.parameters() if p.requires_grad] if self._frees else []
-        hooks = [cast(Any, p).register_post_accumulate_grad_hook(leaves) for p in trained]
+        hooks = [cast(Any, p).register_post_accumulate_grad_hook(free) for p in trained]
         with warnings.catch_warnings(), as_on_cuda(), recorder, _loss_apart(self.model, recorder):
             warnings.simplefilter("ignore")
             timeline.mark("forward")
@@ -231,8 +231,8 @@ class Traced:
                     torch.autograd.backward(loss)
             except RuntimeError as error:  # kernels that have no stand-in without memory, mostly
                 raise ValueError(
-                    f"model: got a {type(self.model).__name__} whose step fails on the meta device, takes "
-                    f"one that runs there: {error}"
+                    f"model must run on the meta device, got a {type(self.model).__name__} whose step fails there: "
+                    f"{error}"
                 ) from error
             for p in self.model.parameters():
                 if p.grad is not None:
@@ -247,7 +247,7 @@ class Traced:
 
 @contextmanager
 def _loss_apart(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Tell what the model makes from what the loss makes of its output."""
+    """Count the model's own allocations as activations, not as the loss's."""
     run = model.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -272,15 +272,16 @@ def enable_checkpointing(model: nn.Module) -> None:
     enable = enable or getattr(model, "gradient_checkpointing_enable", None)
     if enable is None:
         raise ValueError(
-            f"checkpointing: got True for a {type(model).__name__}, takes a model of transformers; "
-            "have others checkpoint by themselves, and leave it out"
+            f"checkpointing must be False for a {type(model).__name__}, got True: only models of transformers "
+            "switch it on; let others checkpoint in their own code"
         )
     enable({"use_reentrant": False})
 
 
 def _tables(plan: ParamPlan, elements: float) -> int:
-    """Bytes that the optimizer's kernels read to know where a parameter lies: a row of addresses, and a number for
-    each program of the step and of the pass that looks for gradients that are not finite.
+    """Bytes of the optimizer's launch tables for a parameter.
+
+    They have a row of addresses, and a number for each program of the step and of the pass that inspects gradients.
     """
     each = _BLOCKS if any(slot.storage.quantized for slot in plan.slots) else _PLAIN
     return 128 + int(4 * elements / each) + int(4 * elements / _BLOCKS)

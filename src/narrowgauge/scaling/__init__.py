@@ -1,7 +1,7 @@
 """Loss scaling: gradients too small for float16, carried through the backward pass and brought back exactly.
 
 Float16 ends at 2^-24 below and at 65504 above. The gradients of a network are small, mean losses make them smaller,
-and what falls under half of 2^-24 becomes 0: the weight behind it never learns. Loss scaling (Micikevicius et al.,
+and what falls under half of 2^-24 becomes 0: its weight never learns. Loss scaling (Micikevicius et al.,
 2017) multiplies the loss by c before the backward pass and divides the gradients by c after it,
 
     g = ∂L/∂w = 1/c · ∂(c·L)/∂w
@@ -36,8 +36,7 @@ The scalers are subclasses of `torch.amp.GradScaler`. The frameworks ask for its
 optimizers, sharding code and some trainers reach for its private attributes, which a look-alike would have to copy.
 """
 
-from narrowgauge.scaling._base import LossScaler
-from narrowgauge.scaling._dynamic import DynamicLossScaler
-from narrowgauge.scaling._fixed import StaticLossScaler, TensorLossScaler
+from narrowgauge.scaling._scaler import DynamicLossScaler, LossScaler, StaticLossScaler
+from narrowgauge.scaling._tensor_scaler import TensorLossScaler
 
 __all__ = ["DynamicLossScaler", "LossScaler", "StaticLossScaler", "TensorLossScaler"]

@@ -38,7 +38,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from narrowgauge._arguments import typed
 from narrowgauge.formats import Coder
 from narrowgauge.formats._rounding import Rounding
 
@@ -86,7 +85,6 @@ class Quantized:
 
 
 @torch.no_grad()
-@typed
 def quantize(
     x: Tensor,
     codebook: Tensor,

@@ -44,7 +44,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from narrowgauge._arguments import typed
 from narrowgauge.kernels._triton import unavailable
 
 _PIECE = 16
@@ -57,7 +56,6 @@ _CHUNK = 264
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-@typed
 def estimate_quantiles(x: Tensor, count: int = 256) -> Tensor:
     """Quantiles of a tensor's values at probabilities (i + 1/2) / count, estimated from subsets of 4096.
 

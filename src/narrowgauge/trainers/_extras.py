@@ -63,8 +63,7 @@ class Extras:
             try:
                 add[name]()
             except ValueError as error:
-                why = str(error).partition(": ")[2]
-                raise ValueError(f"--{name.replace('_', '-')}: {why}") from None
+                raise ValueError(f"--{name.replace('_', '-')}: {error}") from None
 
     @property
     def given(self) -> dict[str, Any]:
@@ -85,7 +84,7 @@ def add_stable_embedding(model: Any, seed: int) -> None:
     """
     old = model.get_input_embeddings()
     if not isinstance(old, nn.Embedding):
-        raise ValueError(f"model: got a {type(model).__name__}, takes one with an embedding of tokens")
+        raise ValueError(f"model must have an embedding of tokens, got a {type(model).__name__}")
     with torch.random.fork_rng(devices=[]), old.weight.device:
         torch.default_generator.manual_seed(seed)
         table = StableEmbedding(old.num_embeddings, old.embedding_dim, padding_idx=old.padding_idx)

@@ -142,7 +142,7 @@ class TrainSettings:
         try:
             return named_plan(self.linear)
         except ValueError as error:
-            raise SettingsError(f"--linear: {str(error).removeprefix('plan: ')}, or none") from None
+            raise SettingsError(f"--linear {str(error).removeprefix('plan ')} (or none)") from None
 
     @property
     def hyperparameters(self) -> dict[str, Any]:

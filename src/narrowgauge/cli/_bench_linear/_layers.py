@@ -139,7 +139,7 @@ def plan_layer(text: str) -> Layer:
     try:
         plan = named_plan(text)
     except ValueError as error:
-        raise ValueError(f"--plans: {str(error).removeprefix('plan: ')}") from None
+        raise ValueError(f"--plans {str(error).removeprefix('plan ')}") from None
     count = sum(multiply is not None for multiply in (plan.output, plan.grad_input, plan.grad_weight))
     what = {0: "our autograd function alone", 2: "all but the weight gradient", 3: "all three multiplies"}[count]
     what += ", keeps codes" if plan.saved == "codes" else ""

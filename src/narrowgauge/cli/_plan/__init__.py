@@ -21,9 +21,8 @@ from narrowgauge.cli._plan._models import find_model, grows
 from narrowgauge.cli._plan._text import Answers, show
 from narrowgauge.linear import LinearPlan
 from narrowgauge.recipes import MemoryPlan, Recipe
-from narrowgauge.recipes._planner import MOST
-from narrowgauge.recipes._search import largest
-from narrowgauge.recipes._sizes import parse_bytes
+from narrowgauge.recipes._parallel import MOST
+from narrowgauge.recipes._plan import largest, parse_bytes
 from narrowgauge.recipes._trace import from_config
 from narrowgauge.trainers._extras import Extras
 

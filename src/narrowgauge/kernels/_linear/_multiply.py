@@ -27,8 +27,8 @@ from torch import Tensor
 
 from narrowgauge.kernels._descriptors import Describer
 from narrowgauge.kernels._launches import BoundLaunch, CachedKernel
+from narrowgauge.kernels._linear._configs import MatmulConfig
 from narrowgauge.kernels._linear._sizes import over, words
-from narrowgauge.kernels._linear._ways import Way
 from narrowgauge.kernels._step._floats import INTERPRETED, narrow
 
 _KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -179,7 +179,7 @@ def fits_sides(inner: int, columns: int, dtype: torch.dtype) -> bool:
 
 def multiply(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
-    dtype: torch.dtype, full: bool, way: Way,
+    dtype: torch.dtype, full: bool, config: MatmulConfig,
 ) -> Tensor:  # fmt: skip
     """Multiply codes by one of the kernels.
 
@@ -191,7 +191,7 @@ def multiply(
         bias: (N,) contiguous or None.
         dtype: of the result: bfloat16, float16 or float32.
         full: whether sums of float8 are added in float32 after every tile along K.
-        way: a kernel that fits; not cuBLAS.
+        config: a kernel that fits; not cuBLAS.
 
     Returns:
         (M, N).
@@ -199,7 +199,7 @@ def multiply(
     (rows, inner), columns = left.shape, right.shape[0]
     product = prepared(
         rows, columns, inner, left.dtype, right.dtype, left_scale.numel() > 1, right_scale.numel() > 1,
-        None if bias is None else bias.dtype, dtype, full, way, left.device,
+        None if bias is None else bias.dtype, dtype, full, config, left.device,
     )  # fmt: skip
     return product(left, right, left_scale, right_scale, bias)
 
@@ -249,7 +249,7 @@ class Multiply:
 @functools.lru_cache(maxsize=4096)
 def prepared(
     rows: int, columns: int, inner: int, left: torch.dtype, right: torch.dtype, one: bool, other: bool,
-    bias: torch.dtype | None, dtype: torch.dtype, full: bool, way: Way, device: torch.device,
+    bias: torch.dtype | None, dtype: torch.dtype, full: bool, config: MatmulConfig, device: torch.device,
 ) -> Multiply:  # fmt: skip
     """A multiply by one of the kernels, for operands that are alike.
 
@@ -258,26 +258,26 @@ def prepared(
         left, right: dtypes of the operands.
         one, other: whether there are several scales of the left, of the right operand.
         bias: its dtype, None without.
-        dtype, full, way: as `multiply` takes them.
+        dtype, full, config: as `multiply` takes them.
         device: where it runs.
     """
     constants = {
         # Where there is one row or column its scale is a vector.
         "KIND": _KINDS[dtype], "INTEGER": left == torch.int8, "LEFT": one or rows == 1,
         "RIGHT": other or columns == 1, "BIAS": bias is not None,
-        "ROWS": way.rows, "COLUMNS": way.columns, "INNER": way.inner, "GROUP": way.group,
-        "IMPRECISE": way.inner if full else None,
-        "TALL": rows % way.rows == 0, "WIDE": columns % way.columns == 0,
+        "ROWS": config.rows, "COLUMNS": config.columns, "INNER": config.inner, "GROUP": config.group,
+        "IMPRECISE": config.inner if full else None,
+        "TALL": rows % config.rows == 0, "WIDE": columns % config.columns == 0,
     }  # fmt: skip
-    options = {"num_warps": way.warps, "num_stages": way.stages, "enable_fp_fusion": False}
-    sizes, tiles = (rows, columns, inner), over(rows, way.rows) * over(columns, way.columns)
-    if way.kernel == "pointers":
-        constants["DEEP"] = inner % way.inner == 0
+    options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": False}
+    sizes, tiles = (rows, columns, inner), over(rows, config.rows) * over(columns, config.columns)
+    if config.kernel == "pointers":
+        constants["DEEP"] = inner % config.inner == 0
         return Multiply(BoundLaunch(_POINTERS, (tiles,), sizes, constants, options), rows, columns, dtype, None)
-    programs = min(tiles, way.resident * _multiprocessors(device))
-    constants |= {"HALVES": way.halves, "PROGRAMS": programs}
-    wide = way.columns // (2 if way.halves else 1)
-    blocks = [way.rows, way.inner], [way.columns, way.inner], [way.rows, wide]
+    programs = min(tiles, config.resident * _multiprocessors(device))
+    constants |= {"HALVES": config.halves, "PROGRAMS": programs}
+    wide = config.columns // (2 if config.halves else 1)
+    blocks = [config.rows, config.inner], [config.columns, config.inner], [config.rows, wide]
     return Multiply(BoundLaunch(_DESCRIPTORS, (programs,), sizes, constants, options), rows, columns, dtype, blocks)
 
 

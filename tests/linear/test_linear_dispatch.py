@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from test_linear_multiplies import PLANS
+from test_linear_matmuls import PLANS
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -15,8 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowgauge as ng
-from narrowgauge.linear import LowPrecisionLinear, _direct, linear
-from narrowgauge.linear._direct import EAGER, OPERATORS, operations
+from narrowgauge.linear import LowPrecisionLinear, _dispatch, linear
+from narrowgauge.linear._dispatch import EAGER, OPERATORS, operations
 
 # Torch's own, while it traces an autograd function.
 traced = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -39,7 +39,7 @@ class Subclass(Tensor):
     pass
 
 
-def test_plain_tensors_go_directly() -> None:
+def test_plain_tensors_go_dispatchly() -> None:
     x, parameter = torch.randn(3, 4), nn.Parameter(torch.randn(3, 4))
     assert operations(x, parameter) is EAGER
     assert operations(x.t(), parameter.detach()) is EAGER
@@ -139,8 +139,8 @@ def test_the_dispatcher_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*arguments: object) -> None:
         raise AssertionError("through the dispatcher")
 
-    none = _direct.Operations(*[never] * len(_direct.Operations._fields))  # type: ignore[list-item]
-    monkeypatch.setattr(_direct, "OPERATORS", none)
+    none = _dispatch.Operations(*[never] * len(_dispatch.Operations._fields))  # type: ignore[list-item]
+    monkeypatch.setattr(_dispatch, "OPERATORS", none)
     layer = nn.Sequential(LowPrecisionLinear(16, 24), LowPrecisionLinear(24, 8))
     layer(torch.randn(2, 3, 16)).sum().backward()
     assert layer[0].weight.grad is not None

@@ -1,127 +1,19 @@
-"""Scales that stay: the whole step skipped at inf or NaN, or just the tensors that have them."""
+"""The scaler that skips tensors instead of steps."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from narrowgauge.scaling._base import LossScaler, inverse_of, refuse_closure
-from narrowgauge.scaling._gradients import clear, join_over_ranks, mark, nonfinite, slots_of
+from narrowgauge.scaling._scaler import FixedLossScaler, inverse_of, refuse_closure
+from narrowgauge.scaling._unscale import clear, join_over_ranks, mark, nonfinite, slots_of
 
 
-class _FixedLossScaler(LossScaler):
-    """A scale that only `update(new_scale)` and a loaded state can change."""
-
-    def __init__(self, device: str | None, init_scale: float, enabled: bool) -> None:
-        super().__init__(device, init_scale, enabled)
-        self._growth_factor = self._backoff_factor = 1.0
-        self._growth_interval = 2000  # moot, and part of the interface
-        # What the host knows without asking the device; None after it was given a tensor.
-        self._known_scale: float | None = float(init_scale)
-
-    def scale(self, outputs: Any) -> Any:
-        """Multiply a tensor, or each of an iterable of tensors, by the scale.
-
-        Raises:
-            ValueError: for a float16 tensor in a list or alone, if the scale is above 65504: its gradient is the
-                scale, which float16 does not have, so no step would ever be taken.
-        """
-        if self._enabled and self._known_scale is not None and self._known_scale > torch.finfo(torch.float16).max:
-            refuse_float16(outputs, self._known_scale)
-        return super().scale(outputs)
-
-    def update(self, new_scale: float | Tensor | None = None) -> None:
-        super().update(new_scale)
-        if new_scale is not None:
-            self._known_scale = None if isinstance(new_scale, Tensor) else float(new_scale)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        if self._enabled:
-            self._known_scale = state_dict["scale"]
-
-    def _update_scale(self) -> None:
-        self._checked_scale("update")
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Refuse anything but 1: the scale is fixed.
-
-        Raises:
-            ValueError: for another factor.
-        """
-        self._refuse_factor("growth_factor", new_factor)
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Refuse anything but 1: the scale is fixed.
-
-        Raises:
-            ValueError: for another factor.
-        """
-        self._refuse_factor("backoff_factor", new_factor)
-
-    def _refuse_factor(self, name: str, value: float) -> None:
-        if value != 1.0:
-            raise ValueError(f"{name}: got {value!r}, {type(self).__name__} takes 1.0 only: its scale is fixed")
-
-    def _check_saved(self, state_dict: Mapping[str, Any]) -> None:
-        super()._check_saved(state_dict)
-        if state_dict["growth_factor"] != 1.0 or state_dict["backoff_factor"] != 1.0:
-            raise ValueError(
-                f"state_dict: got growth_factor={state_dict['growth_factor']}, the state of a scale that moves; "
-                f"{type(self).__name__} takes that of a fixed one"
-            )
-
-
-def refuse_float16(outputs: object, scale: float) -> None:
-    """Refuse a loss whose gradient overflows before the backward pass has begun.
-
-    Raises:
-        ValueError: naming the argument, what it got, what it takes.
-    """
-    if isinstance(outputs, list | tuple):
-        for output in outputs:
-            refuse_float16(output, scale)
-    elif isinstance(outputs, Tensor) and outputs.dtype is torch.float16:
-        raise ValueError(
-            f"outputs: got a float16 loss, the gradient of which is inf under the scale {scale:g}; takes a float32 "
-            "one, computed from model outputs in float32 (outputs.float()), or an init_scale of at most 32768"
-        )
-
-
-class StaticLossScaler(_FixedLossScaler):
-    """Multiply the loss by a constant; a step with inf or NaN anywhere is skipped whole.
-
-    The plain technique of Micikevicius et al. (2017), as the lecture has it. Choose a power of two, which rounds
-    nothing; the largest that the gradients allow loses least.
-
-    Args:
-        device: device type that the scale lives on; by default this machine's accelerator, or ``"cpu"``.
-        init_scale: the constant c; 8 is the lecture's.
-        enabled: if False, nothing is scaled and every step is taken.
-
-    Raises:
-        ValueError: naming the argument, what it got, what it takes.
-    """
-
-    def __init__(self, device: str | None = None, init_scale: float = 8.0, enabled: bool = True) -> None:
-        super().__init__(device, init_scale, enabled)
-
-    def _tell(self, names: str, scale: float) -> None:
-        if not self._warned:
-            self._warned.add("skip")
-            warnings.warn(
-                f"a step was skipped: {names} had inf or NaN under the loss scale {scale:g}; lower init_scale if "
-                "this goes on (skipped_steps, skipped), or use DynamicLossScaler or TensorLossScaler",
-                stacklevel=5,
-            )
-
-
-class TensorLossScaler(_FixedLossScaler):
+class TensorLossScaler(FixedLossScaler):
     """Multiply the loss by a constant; of a step, only the tensors with inf or NaN are skipped.
 
     Wortsman et al. 2023, Appendix G. A spike of the gradients is often short and in one layer, in their models the
@@ -146,13 +38,13 @@ class TensorLossScaler(_FixedLossScaler):
         enabled: if False, nothing is scaled and every step is taken.
 
     Raises:
-        ValueError: naming the argument, what it got, what it takes.
+        ValueError: for a wrong argument, by name.
     """
 
     def __init__(self, device: str | None = None, init_scale: float = 2.0**16, enabled: bool = True) -> None:
         super().__init__(device, init_scale, enabled)
 
-    def _look(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
+    def _find_nonfinite(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
         return {}  # no step is skipped whole
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -192,7 +84,7 @@ class TensorLossScaler(_FixedLossScaler):
         itself = all(slot.handles_nonfinite for slot in slots)
         if any(slot.handles_nonfinite for slot in slots):
             self._counts.counts_itself(optimizer)
-        if itself and self._goes_into_step(optimizer):
+        if itself and self._can_unscale_in_step(optimizer):
             with optimizer.unscaling(inverse_of(self._checked_scale("step")), whole=False):
                 result = optimizer.step(*args, **kwargs)
             state["stage"] = OptState.STEPPED

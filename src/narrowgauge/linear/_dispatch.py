@@ -1,9 +1,9 @@
-"""Where the operators of `_ops` may be left out and what they call be called directly.
+"""Calling the functions behind the operators of `_ops` directly, where nothing observes operators.
 
-An operator of torch is there for those who look on: a compiler, a tensor that is more than its memory (sharded,
-fake, batched), a mode that sees or changes every operation. In eager training nobody does, and the dispatcher's way
-to a function written in Python is longer than what most of ours take. So tensors that are nothing but memory on a
-CPU or a CUDA device, where no mode is active, go to the functions themselves. The numbers are the same.
+An operator of torch serves a compiler, a tensor subclass (sharded, fake, batched), or a mode that observes or
+changes every operation. Eager training has none of these, and the dispatcher takes longer to call a Python function
+than most of ours run. So plain tensors on a CPU or a CUDA device, with no mode active, go to the functions
+themselves. The numbers are the same.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class _Values(Protocol):
 
 
 class Operations(NamedTuple):
-    """One way to the operations: quantizers as in `_ops`, with a dtype that sums are rounded to, what codes stand
-    for, and the product of codes as they lie in memory.
+    """One implementation of the operations: quantizers as in `_ops`, with a dtype that sums are rounded to,
+    dequantization, and the product of contiguous codes.
     """
 
     quantize_rows: _Vectors
@@ -56,7 +56,7 @@ class Operations(NamedTuple):
 def _rows(
     x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Rows by the operator, whose sums are float32; so the two that follow."""
+    """`quantize_rows` by the operator, whose sums are float32."""
     *results, total = _ops.quantize_rows(x, format, sums)
     return *results, total.to(dtype) if sums else None
 
@@ -80,7 +80,7 @@ def _product(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
     dtype: torch.dtype, accumulation: str,
 ) -> Tensor:  # fmt: skip
-    """By the operator, which takes the right codes turned, and scales as a column and a row."""
+    """`multiply_codes` by the operator, which takes right codes transposed, scales as a column and a row."""
     one, other = left_scale.reshape(-1, 1), right_scale.reshape(1, -1)
     product: Tensor = _ops.multiply_codes(left, right.t(), one, other, bias, dtype, accumulation)
     return product
@@ -95,12 +95,12 @@ _DIRECT = {"cpu": EAGER, "cuda": CUDA}
 
 
 def operations(*tensors: Tensor) -> Operations:
-    """The way for operations on tensors of one device."""
-    # First: a compiler that traces this function goes no further.
-    if torch.compiler.is_compiling() or _watched():
+    """The implementation for tensors of one device."""
+    # First, so that a compiler traces no further.
+    if torch.compiler.is_compiling() or _observed():
         return OPERATORS
     for tensor in tensors:
-        # A sign that is to be applied is only a flag on the tensor; the dispatcher applies it.
+        # A lazy negation is a flag on the tensor, which the dispatcher resolves.
         if type(tensor) not in _PLAIN or tensor.is_neg():
             return OPERATORS
     if tensors[0].is_cuda:
@@ -111,8 +111,8 @@ def operations(*tensors: Tensor) -> Operations:
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _watched() -> bool:
-    """Whether something sees or changes every operation: a mode, `torch.func`'s transforms, `torch.jit.trace`."""
+def _observed() -> bool:
+    """Whether something observes every operation: a mode, `torch.func`'s transforms, `torch.jit.trace`."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()

@@ -1,7 +1,7 @@
-"""The gradients of an optimizer as flat lists, and what is done to all of them at once.
+"""Unscaling an optimizer's gradients and finding inf and NaN in them, all at once.
 
-Everything here is a few fused launches over lists of tensors of one device and dtype, and none waits for a device.
-Sharded gradients (DTensor) are taken by their local part; flags are then joined over the ranks that share them.
+Each function takes a few fused launches over lists of tensors of one device and dtype, and none waits for a device.
+Of a sharded gradient (DTensor) the local part is used; flags are then joined over the ranks that share it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 # The option of narrowgauge's parameter groups that says what the optimizer does about inf and NaN by itself.
 _OPTION = "nonfinite"
@@ -27,8 +28,8 @@ class Slot:
     Attributes:
         name: as the optimizer has it, or ``group.position``.
         parameter: the parameter; its gradient may be replaced by another tensor while the slot lives.
-        ours: the optimizer computes in float32 whatever the dtype of gradients, as those of narrowgauge do.
-        handles_nonfinite: the optimizer sees to inf and NaN, tensor by tensor, without being helped.
+        ours: the optimizer is one of narrowgauge's, which compute in float32 whatever the dtype of gradients.
+        handles_nonfinite: the optimizer skips or refuses tensors with inf and NaN by itself.
     """
 
     name: str
@@ -37,7 +38,7 @@ class Slot:
     handles_nonfinite: bool
 
     def values(self) -> Tensor | None:
-        """What of the gradient lies in memory here: a shard's local part, the values of a sparse one."""
+        """The gradient's values on this rank: a shard's local part, the values of a sparse gradient."""
         grad: Any = self.parameter.grad
         if grad is None:
             return None
@@ -53,6 +54,21 @@ def slots_of(optimizer: torch.optim.Optimizer) -> list[Slot]:
         handles = group.get(_OPTION) in ("skip", "raise")
         slots += [Slot(n, p, _OPTION in group, handles) for n, p in zip(names, group["params"], strict=True)]
     return slots
+
+
+def has_unscaling(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is an optimizer of narrowgauge, a room that may not be imported here."""
+    return hasattr(type(optimizer), "unscaling")
+
+
+def unscales_in_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer's own step can multiply gradients by the inverse scale, and say which are not finite.
+
+    Those of narrowgauge can, unless hooks run before the step, which may read gradients. Hooks with a true
+    attribute `unscales`, as the gauges' have, know of the scale.
+    """
+    hooks = (*getattr(optimizer, "_optimizer_step_pre_hooks", {}).values(), *_global_optimizer_pre_hooks.values())
+    return has_unscaling(optimizer) and all(getattr(hook, "unscales", False) for hook in hooks)
 
 
 def by_kind(tensors: Iterable[tuple[int, Tensor]]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
@@ -75,8 +91,8 @@ def widen_float16(slots: Sequence[Slot]) -> None:
     for slot in narrow:
         if not slot.ours:
             raise ValueError(
-                f"{slot.name}: got a float16 gradient, which would underflow again when it is unscaled; takes "
-                "float32 parameters (under torch.autocast), or float16 ones in an optimizer of narrowgauge.optim"
+                f"{slot.name} must be a float32 parameter (under torch.autocast), or in an optimizer of "
+                "narrowgauge.optim, got a float16 gradient, which would underflow again when it is unscaled"
             )
     for slot in narrow:
         wide = slot.parameter.grad.float()  # type: ignore[union-attr]
@@ -91,7 +107,7 @@ def unscale(values: Sequence[Tensor | None], inverse: Tensor) -> None:
         tensors = [v for i in positions if (v := values[i]) is not None]
         there = inverse.to(device, non_blocking=True)
         try:
-            # Its flag does not say which tensor, and does not see what overflows by a scale below 1.
+            # Its flag is not used: it does not name the tensor, and misses overflow by a scale below 1.
             torch._amp_foreach_non_finite_check_and_unscale_(tensors, torch.zeros((), device=device), there)
         except NotImplementedError:  # torch 2.11 has it for no bfloat16 on a GPU
             for tensor in tensors:

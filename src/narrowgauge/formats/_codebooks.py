@@ -5,29 +5,24 @@ interval the codes mean. Adam's moments span many orders of magnitude inside one
 waste themselves on the large end: the *dynamic* maps spend them decade by decade instead, the *quantile* map where
 the data is, the float maps binade by binade.
 
-Every module of this folder but this one and `_map` holds codebooks, each a `CodebookMap`, and is found by being
-here: a new one is a new file (or, outside the library, a call of `register_codebook`).
+The maps are in `_codebook_maps`; `register_codebook` adds one from outside the library.
 
 Source: 8-bit Optimizers via Block-wise Quantization, Sections 1.2, 1.3, 2.2 and Appendix F.
 """
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from narrowgauge._arguments import typed
-from narrowgauge.formats._codebooks._map import CodebookMap, checked
+from narrowgauge._arguments import is_integer
+from narrowgauge.formats._codebook_maps import MAPS, CodebookMap
 
-__all__ = ["CodebookMap", "codebook", "codebook_map", "codebook_names", "register_codebook"]
-
-_MAPS: dict[str, CodebookMap] = {}
+_MAPS: dict[str, CodebookMap] = {found.name: found for found in MAPS}
 
 
-@typed
 def codebook(name: str, signed: bool = True, bits: int = 8, *, data: Tensor | None = None) -> Tensor:
     """A codebook by name.
 
@@ -41,42 +36,37 @@ def codebook(name: str, signed: bool = True, bits: int = 8, *, data: Tensor | No
         Its values: an ascending float32 tensor of at most 2^bits values in [-1, 1], 0 and 1 among them.
 
     Raises:
-        ValueError: for a name, a width or data that there is no codebook for.
+        ValueError: for an unknown name, a width that the map is not defined for, or data that it is not made from.
     """
     found = codebook_map(name)
     widths = found.signed_bits if signed else found.unsigned_bits
-    if not isinstance(bits, int) or bits not in widths:
-        takes = _listed(widths) or "none"
-        raise ValueError(
-            f"bits: got {bits!r}, takes {takes} for the map {name!r} {'with' if signed else 'without'} sign"
-        )
+    if not is_integer(bits) or bits not in widths:
+        sign = "with" if signed else "without"
+        raise ValueError(f"bits must be {_listed(widths) or 'none'} for the map {name!r} {sign} sign, got {bits!r}")
     if data is None:
         return checked(found.build(signed, bits), bits)
     if found.build_from is None:
-        raise ValueError(f"data: the map {name!r} is not made from data")
+        raise ValueError(f"data must be None: the map {name!r} is not made from data")
     return checked(found.build_from(data, signed, bits), bits)
 
 
-@typed
 def codebook_map(name: str) -> CodebookMap:
-    """The definition behind a name.
+    """The definition of a codebook.
 
     Raises:
         ValueError: for an unknown name; the message lists those that exist.
     """
-    if name not in _MAPS:
-        raise ValueError(f"name: got {name!r}, takes one of {', '.join(map(repr, sorted(_MAPS)))}")
-    return _MAPS[name]
+    return _MAPS[known(name, "name")]
 
 
-def known(name: str) -> str:
-    """A codebook's name, where an argument that is called `codebook` may be one.
+def known(name: str, argument: str = "codebook") -> str:
+    """The name of a codebook, checked.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: for an unknown name, calling it `argument`.
     """
     if name not in _MAPS:
-        raise ValueError(f"codebook: got {name!r}, takes one of {', '.join(map(repr, sorted(_MAPS)))}")
+        raise ValueError(f"{argument} must be one of {', '.join(map(repr, sorted(_MAPS)))}, got {name!r}")
     return name
 
 
@@ -85,7 +75,6 @@ def codebook_names() -> tuple[str, ...]:
     return tuple(sorted(_MAPS))
 
 
-@typed
 def register_codebook(new: CodebookMap) -> None:
     """Make a codebook known by its name, in this process.
 
@@ -93,13 +82,13 @@ def register_codebook(new: CodebookMap) -> None:
         ValueError: for a name that is taken, widths outside of 2 to 8, or a map that builds no codebook.
     """
     if not isinstance(new.name, str) or not new.name.strip():
-        raise ValueError(f"name: got {new.name!r}, takes a word")
+        raise ValueError(f"name must be a word, got {new.name!r}")
     if new.name.casefold() in {name.casefold() for name in _MAPS}:
-        raise ValueError(f"name: got {new.name!r}, which is taken; takes a new name")
+        raise ValueError(f"name must be new, got {new.name!r}, which is taken")
     both = {*new.signed_bits, *new.unsigned_bits}
     if not both or not both <= set(range(2, 9)):
         raise ValueError(
-            f"bits: got {_listed(sorted(both)) or 'none'} for the map {new.name!r}, takes some of 2 to 8"
+            f"bits of the map {new.name!r} must be some of 2 to 8, got {_listed(sorted(both)) or 'none'}"
         )
     for signed, widths in ((True, new.signed_bits), (False, new.unsigned_bits)):
         for bits in widths:
@@ -107,20 +96,34 @@ def register_codebook(new: CodebookMap) -> None:
     _MAPS[new.name] = new
 
 
+def checked(values: Tensor, bits: int = 8) -> Tensor:
+    """The values, if they are a codebook.
+
+    Zero must be a code, or a parameter without a gradient would drift. One must be a code, so that the element a
+    block is scaled by comes back exactly.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if not isinstance(values, Tensor):
+        raise ValueError(
+            f"codebook must be a tensor such as narrowgauge.formats.codebook('dynamic'), got {values!r}"
+        )
+    if values.dtype != torch.float32 or values.dim() != 1 or not 2 <= len(values) <= 1 << bits:
+        got = f"{values.dtype} of shape {tuple(values.shape)}"
+        raise ValueError(f"codebook must be a float32 tensor of 2 to {1 << bits} values, got {got}")
+    host = values.detach().cpu()
+    ordered = bool((host.diff() > 0).all()) and bool((host == 0).any())
+    if not (ordered and host[-1] == 1 and host[0] >= -1):
+        raise ValueError(
+            "codebook must have ascending, distinct values in [-1, 1], 0 and 1 among them, "
+            f"got values from {float(host[0]):g} to {float(host[-1]):g}"
+        )
+    return values
+
+
 def _listed(widths: Sequence[int]) -> str:
     """2 to 8, or 2, 8."""
     if len(widths) > 2 and max(widths) - min(widths) == len(widths) - 1:
         return f"{min(widths)} to {max(widths)}"
     return ", ".join(map(str, widths))
-
-
-def _find() -> None:
-    for module in pkgutil.iter_modules(__path__):
-        if module.name != "_map":
-            for found in importlib.import_module(f"{__name__}.{module.name}").MAPS:
-                if found.name in _MAPS:
-                    raise ValueError(f"name: {found.name!r} is the name of two codebooks")
-                _MAPS[found.name] = found
-
-
-_find()

@@ -1,10 +1,9 @@
-"""What torch computes by the device it is on, as on a CUDA device.
+"""CUDA's choice of kernels, for operations on the meta device.
 
-On the meta device torch takes the formula for `scaled_dot_product_attention`, scores and all: batch x heads x
-sequence x sequence, in several copies, which no GPU of today would keep. Here the choice is made as for a CUDA
-device: fused flash attention for 16-bit numbers without a mask, the memory-efficient kernels for fp32 or with a
-mask, the formula for what neither takes. Dropout there keeps a mask of a byte an element, RMS norm one number a
-row.
+On the meta device torch computes `scaled_dot_product_attention` by its formula, with scores of batch x heads x
+sequence x sequence in several copies. A CUDA device takes fused flash attention for 16-bit numbers without a mask,
+the memory-efficient kernels for fp32 or with a mask, and the formula for the rest; so it is here. Its dropout
+stores a mask of a byte an element, its RMS norm one number a row.
 
 Some kernels take memory for themselves while they run; `WORKSPACES` has the bytes.
 """
@@ -25,12 +24,16 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Meanwhile, operations on meta tensors take and keep what they do on a CUDA device."""
-    # In the dispatcher, under the autograd of meta tensors alone: modules reach these functions in many ways, from
-    # within a recomputed block too, and tensors of other devices are nobody's business here.
+    """Within, operations on meta tensors take and store what they do on a CUDA device."""
+    # Registered with the dispatcher, for meta tensors only: modules reach these functions in many ways, from within
+    # a recomputed block too.
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    for name, way in (("scaled_dot_product_attention", _attention), ("dropout", _dropout), ("rms_norm", _rms_norm)):
-        library.impl(name, way, "AutogradMeta")
+    for name, kernel in (
+        ("scaled_dot_product_attention", _attention),
+        ("dropout", _dropout),
+        ("rms_norm", _rms_norm),
+    ):
+        library.impl(name, kernel, "AutogradMeta")
     try:
         yield
     finally:

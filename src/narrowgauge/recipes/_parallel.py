@@ -1,4 +1,13 @@
-"""What a traced model takes on each of its GPUs, for any batch and sequence; what plans and searches ask.
+"""Memory on each GPU when several share a training, and what offloading moves to the host.
+
+DDP (torch's DistributedDataParallel): everything on each GPU, and the buckets in which gradients are reduced, which
+stay allocated.
+
+FSDP (`fully_shard` by block, resharded after the forward pass): weights, gradients and states cut by the number
+of GPUs along each parameter's first side. A block's weights are gathered when it runs, with those of the next
+one on their way; its gradients are whole until they are reduced, while the next block's are made. Parameters
+outside of blocks (embeddings, the last norm, the output) stay gathered from their use in the forward pass to the
+end of the step. This is an upper estimate: it takes all of these to fall into the worst moment.
 
 States may be on the host (`narrowgauge.distributed.CPUOffload`): then a GPU has weights and gradients, and the host
 a copy of each weight, room for each gradient, states and low words. Gradients may leave as well, each as soon as
@@ -9,21 +18,24 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from torch import nn
+
 from narrowgauge.recipes._recipe import Recipe
-from narrowgauge.recipes._share import Parallel, gathered
-from narrowgauge.recipes._timeline import PARTS, Moment
+from narrowgauge.recipes._timeline import PARTS, Moment, rounded
 from narrowgauge.recipes._trace import Held, Traced
 from narrowgauge.storage import weight_storage
 
 MOST = 1 << 20  # sequences of a batch, tokens of a sequence
-WORKSPACE = 2 * (32 << 20)
+WORKSPACE = 2 * (32 << 20)  # bytes; cuBLAS's, of two threads
 
+Parallel = Literal["ddp", "fsdp"]
+PARALLEL: tuple[Parallel, ...] = ("ddp", "fsdp")
 Offload = Literal["none", "states", "gradients"]
 OFFLOADS: tuple[Offload, ...] = ("none", "states", "gradients")
 
 
 class Planner:
-    """A traced model on its GPUs: what a step of any batch and sequence takes on each.
+    """A traced model on its GPUs: the memory of a step of any batch and sequence on each.
 
     Args:
         traced: the model.
@@ -52,11 +64,11 @@ class Planner:
         """The most tokens that the model has positions for."""
         config: Any = getattr(self._traced.model, "config", None)
         config = getattr(config, "text_config", config)  # of a model of images and texts
-        # Rotary positions can be worked out for any token; learned ones are rows of a table.
+        # Rotary positions exist for any token; learned ones are rows of a table.
         if getattr(config, "rope_theta", None) is not None or getattr(config, "rope_parameters", None):
             return MOST
         rows = int(getattr(config, "max_position_embeddings", None) or MOST)
-        # RoBERTa and its kin begin behind the row of padding.
+        # RoBERTa's positions begin after the row of padding.
         skipped = [
             module.padding_idx + 1
             for name, module in self._traced.model.named_modules()
@@ -110,3 +122,29 @@ def bytes_each(
     device = {name: size / shards for name, size in device.items()}
     device["communication"] = float(recipe.dtype.itemsize) if gpus > 1 and parallel == "ddp" else 0.0
     return device, host
+
+
+def gathered(model: nn.Module) -> int:
+    """Bytes of whole parameters and whole gradients that FSDP has at its worst moment."""
+    blocks = [block for blocks in _stacks(model) for block in blocks]
+    everything = {id(p): rounded(p.nbytes) for p in model.parameters()}
+    sizes = [sum(everything[id(p)] for p in set(block.parameters())) for block in blocks]
+    inside = {id(p) for block in blocks for p in block.parameters()}
+    root = sum(size for p, size in everything.items() if p not in inside)
+    trained = sum(rounded(p.nbytes) for p in set(model.parameters()) if p.requires_grad and id(p) not in inside)
+    return root + trained + 4 * max(sizes, default=0)
+
+
+def _stacks(model: nn.Module) -> list[nn.ModuleList]:
+    """Stacks of blocks: lists of modules that are in no other."""
+    found: list[nn.ModuleList] = []
+
+    def collect(module: nn.Module) -> None:
+        for child in module.children():
+            if isinstance(child, nn.ModuleList) and len(child) > 1:
+                found.append(child)
+            else:
+                collect(child)
+
+    collect(model)
+    return found

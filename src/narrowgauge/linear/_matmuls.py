@@ -1,4 +1,4 @@
-"""The three multiplies of a linear layer, as a plan's schedule has them, on matrices or their codes."""
+"""The three multiplies of a linear layer by a plan's schedule, on matrices or their codes."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from narrowgauge.linear._direct import Operations, operations
+from narrowgauge.linear._dispatch import Operations, operations
 from narrowgauge.linear._ops import eager_product
 from narrowgauge.linear._plan import LinearPlan, Operand, Quantity
-from narrowgauge.linear._schedule import Codes, Wants, schedule_of, work_out
+from narrowgauge.linear._schedule import Codes, Wants, make_schedule, schedule_of
 
-# Where a quantity stands in the averages.
+# Index of a quantity in the averages.
 _SLOTS = {"input": 0, "weight": 1, "grad_output": 2}
 
 
-class Multiplies:
-    """One pass, forward or backward: what it has of input, weight and gradient, each operand quantized once.
+class Matmuls:
+    """One pass, forward or backward; each operand is quantized once.
 
     Args:
-        plan: what is done in eight bits.
-        averages: of the absmax, (3,), for a plan that has them.
-        dtype: of the results, and of what is dequantized.
-        matrices: the quantities that are there in high precision.
-        wants: whether the gradients of input, weight and bias are wanted.
-        saved: in the backward pass, what the forward pass saved.
-        run: the way to the operations; that for these tensors if None.
+        plan: the plan.
+        averages: of the absmax, (3,), for a plan with averages.
+        dtype: of the results, and of dequantized codes.
+        matrices: the quantities that are available in high precision.
+        wants: whether gradients of input, weight and bias are requested.
+        saved: in the backward pass, the tensors that the forward pass saved.
+        run: the operations to use; those for these tensors if None.
     """
 
     def __init__(
@@ -34,14 +34,14 @@ class Multiplies:
         wants: Wants, saved: Sequence[Tensor] = (), run: Operations | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.averages, self.dtype, self.matrices, self.wants = plan, averages, dtype, matrices, wants
-        # A compiler looks through caches, and says so.
-        self.schedule = (work_out if torch.compiler.is_compiling() else schedule_of)(plan, wants)
+        # A compiler warns of caches.
+        self.schedule = (make_schedule if torch.compiler.is_compiling() else schedule_of)(plan, wants)
         self.run = operations(*matrices.values(), *saved) if run is None else run
-        # Codes as they lie in memory, in the order that is asked for, and their scales.
+        # Codes in the requested memory order, and their scales.
         self.codes: dict[Codes, tuple[Tensor, Tensor]] = {}
-        # Of quantities with a tensor-wise scale under averages: their own absmax, and the one in use, (2,).
+        # For tensor-wise scales with averages: the tensor's own absmax and the one in use, (2,).
         self.absmax: dict[Quantity, Tensor] = {}
-        self.sums: Tensor | None = None  # of the columns of the gradient of the output
+        self.sums: Tensor | None = None  # column sums of the gradient of the output
         if saved:
             self._restore(saved)
 
@@ -67,11 +67,11 @@ class Multiplies:
         return self._product(codes, None)
 
     def grad_bias(self) -> Tensor:
-        """The sums of the columns of G; after the other gradients, which may have found them."""
+        """The column sums of G. Call it after the other gradients, which may have computed them."""
         return self.matrices["grad_output"].sum(0) if self.sums is None else self.sums
 
     def matrix(self, quantity: Quantity) -> Tensor:
-        """A quantity in high precision: itself, or what its saved codes stand for."""
+        """A quantity in high precision: itself, or its saved codes dequantized."""
         if quantity in self.matrices:
             return self.matrices[quantity]
         found = next(codes for codes in self.codes if codes.operand.quantity == quantity)
@@ -87,7 +87,7 @@ class Multiplies:
         return self.codes[wanted]
 
     def save(self) -> list[Tensor]:
-        """What the backward pass needs for the gradients that are wanted."""
+        """The tensors that the backward pass needs for the requested gradients."""
         saved: list[Tensor] = []
         for quantity, kept in self.schedule.kept:
             saved.extend([self.matrices[quantity]] if kept is None else self.quantized(kept))
@@ -109,14 +109,14 @@ class Multiplies:
         """One step of the averages. Zeros, inf and NaN do not move them; the first absmax starts them."""
         if self.averages is None:
             return
-        by = 1 - float(self.plan._decay)
+        new_weight = self.plan.new_weight
         for quantity, pair in self.absmax.items():
             own, average = pair[0], self.averages[_SLOTS[quantity]]
-            moved = torch.where(average > 0, average.lerp(own.to(average.dtype), by), own)
+            moved = torch.where(average > 0, average.lerp(own.to(average.dtype), new_weight), own)
             average.copy_(torch.where((own > 0) & (own < torch.inf), moved, average))
 
     def _product(self, operands: tuple[Codes, Codes], bias: Tensor | None) -> Tensor:
-        """The product of a multiply's operands, each read along what is summed over."""
+        """The product of a multiply's operands, each contiguous along the summed dimension."""
         left, left_scale = self.quantized(operands[0])
         right, right_scale = self.quantized(operands[1])
         if self.plan.arithmetic == "simulated":
@@ -124,11 +124,11 @@ class Multiplies:
         return self.run.product(left, right, left_scale, right_scale, bias, self.dtype, self.plan.accumulation)
 
     def _quantize(self, operand: Operand) -> None:
-        """Make the codes of an operand in all orders that will be wanted."""
+        """Quantize an operand, in all memory orders that will be needed."""
         quantity, scaling, form = operand
         straight, transposed = self.schedule.orders[operand]
         matrix = self.matrix(quantity)
-        # Float64 is summed in itself.
+        # Float64 columns are summed in float64.
         sums = (
             quantity == "grad_output" and self.wants[2] and self.sums is None and matrix.dtype != torch.float64
         )  # fmt: skip
@@ -153,10 +153,10 @@ class Multiplies:
             self.sums = total
 
     def _average(self, quantity: Quantity) -> Tensor | None:
-        """The absmax to use in place of a tensor's own, if above zero; that of the forward pass, if it used one."""
+        """The absmax to use for the tensor's own, if above zero; in the backward pass the forward pass's."""
         if self.averages is None:
             return None
         if quantity in self.absmax:
             return self.absmax[quantity][1]
-        # A copy: the buffer moves, and an operator's argument should not.
+        # A copy: the buffer is updated later, and an operator's argument must not change.
         return self.averages[_SLOTS[quantity]].to(torch.float32).clone()

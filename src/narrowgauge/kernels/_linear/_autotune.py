@@ -1,0 +1,289 @@
+# mypy: disable-error-code="import-not-found,import-untyped"
+"""Choosing the configuration of a multiply: the fastest that was measured on this GPU, else the table's.
+
+Nothing is measured unless `tune` is called: a first step takes the table's defaults. `tune` times every candidate
+once per shape; later processes find the winners in the user's cache folder, by GPU, Triton's version and shape
+(`kernels._cache`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from narrowgauge.kernels import _cache
+from narrowgauge.kernels._linear._configs import CANDIDATES, MatmulConfig, MatmulShape, default, fits
+from narrowgauge.kernels._linear._multiply import fits_descriptors, fits_sides, multiply, prepared
+
+_HOPPER = 9
+_NEAR = 1.03  # timing noise: closer times count as equal
+
+Product = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
+def kind_of(
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype, full: bool
+) -> MatmulShape:
+    """The kind of (M, K) codes times (N, K) codes."""
+    rows, inner = left.shape
+    one, other = left_scale.numel() > 1, right_scale.numel() > 1
+    return _kind(rows, inner, right.shape[0], left.dtype, one, other, dtype, full)
+
+
+def _kind(
+    rows: int, inner: int, columns: int, codes: torch.dtype, one: bool, other: bool, dtype: torch.dtype, full: bool
+) -> MatmulShape:
+    integer = codes == torch.int8
+    return MatmulShape(
+        "int8" if integer else "float8", "vector" if one else "tensor", "vector" if other else "tensor",
+        str(dtype).removeprefix("torch."), "full" if full or integer else "fast", rows, columns, inner,
+    )  # fmt: skip
+
+
+def multiply_codes(
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
+    dtype: torch.dtype, full: bool, config: MatmulConfig | None = None,
+) -> Tensor:  # fmt: skip
+    """Multiply codes by the best known config.
+
+    Args:
+        left, right, left_scale, right_scale, bias, dtype, full: as `_multiply.multiply` takes them.
+        config: the config to take; the best known if None.
+
+    Returns:
+        (M, N).
+    """
+    rows, inner = left.shape
+    product = _product(
+        rows, inner, right.shape[0], left.dtype, right.dtype, left_scale.numel() > 1, right_scale.numel() > 1,
+        None if bias is None else bias.dtype, dtype, full, left.device,
+        (left.data_ptr() | right.data_ptr()) % 16 == 0, config,
+    )  # fmt: skip
+    return product(left, right, left_scale, right_scale, bias)
+
+
+@functools.lru_cache(maxsize=4096)
+def _product(
+    rows: int, inner: int, columns: int, left: torch.dtype, right: torch.dtype, one: bool, other: bool,
+    bias: torch.dtype | None, dtype: torch.dtype, full: bool, device: torch.device, aligned: bool,
+    config: MatmulConfig | None,
+) -> Product:  # fmt: skip
+    """The function that multiplies such operands; `one` and `other` say whether their scales are vectors."""
+    if config is None:
+        kind = _kind(rows, inner, columns, left, one, other, dtype, full)
+        cublas = _is_hopper(device) and _cublas_takes(left, right, bias, dtype, kind)
+        config = _chosen(kind, device, cublas, _is_hopper(device) and aligned and fits_sides(inner, columns, dtype))
+    if config.kernel == "cublas":
+        return functools.partial(_by_cublas, dtype=dtype, full=full)
+    return prepared(rows, columns, inner, left, right, one, other, bias, dtype, full, config, device)
+
+
+def tune(
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
+    dtype: torch.dtype, full: bool, configs: tuple[MatmulConfig, ...] = CANDIDATES,
+) -> tuple[MatmulShape, dict[MatmulConfig, float], dict[MatmulConfig, str]]:  # fmt: skip
+    """Time every config of a multiply and store the fastest.
+
+    Args:
+        left, right, left_scale, right_scale, bias, dtype, full: as `_multiply.multiply` takes them.
+        configs: candidates.
+
+    Returns:
+        The shape; milliseconds of each config, the fastest first; the errors of the others.
+    """
+    kind = kind_of(left, right, left_scale, right_scale, dtype, full)
+    allowed = _allowed(left, right, bias, dtype, kind)
+    known = default(kind, False, allowed[1], _is_hopper(left.device))
+    operands = (left, right, left_scale, right_scale, bias, dtype, full)
+    wanted = multiply(*operands, known).to(torch.float32)
+    size = wanted.abs().mean()
+
+    def agrees(got: Tensor) -> bool:
+        # In float8 sums differ in their order, and in how much the accumulators keep.
+        off = (got.to(torch.float32) - wanted).abs().max()
+        return bool(off == 0) if kind.format == "int8" else bool(off <= 0.1 * size)
+
+    tried = [config for config in configs if fits(config, kind, *allowed)]
+    with torch.cuda.device(left.device):
+        times, failed = fastest(tried, lambda config: multiply_codes(*operands, config), agrees)
+    if times:
+        best = _lightest(kind, times)
+        keep(left.device, {kind: (best, times[best])})
+        _product.cache_clear()
+    return kind, times, failed
+
+
+def _lightest(kind: MatmulShape, times: dict[MatmulConfig, float]) -> MatmulConfig:
+    """The fastest config, or an equally fast kernel of ours where cuBLAS needs a scale expanded to a vector.
+
+    Expanding takes more kernels, which cost the host more time than all of ours.
+    """
+    best = next(iter(times))
+    if best.kernel == "cublas" and kind.left != kind.right:
+        near = (config for config, ms in times.items() if config.kernel != "cublas" and ms <= _NEAR * times[best])
+        return next(near, best)
+    return best
+
+
+def _chosen(kind: MatmulShape, device: torch.device, cublas: bool, descriptors: bool) -> MatmulConfig:
+    config = measured(device, kind) if device.type == "cuda" else None
+    if config is not None and fits(config, kind, cublas, descriptors):
+        return config
+    return default(kind, cublas, descriptors, _is_hopper(device))
+
+
+@functools.lru_cache(maxsize=64)
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= _HOPPER
+
+
+def _allowed(
+    left: Tensor, right: Tensor, bias: Tensor | None, dtype: torch.dtype, kind: MatmulShape
+) -> tuple[bool, bool]:
+    """Whether cuBLAS, and whether the copy engine, take these operands on this device."""
+    if not _is_hopper(left.device):
+        return False, False
+    added = None if bias is None else bias.dtype
+    return _cublas_takes(left.dtype, right.dtype, added, dtype, kind), fits_descriptors(left, right, dtype)
+
+
+def _cublas_takes(
+    left: torch.dtype, right: torch.dtype, bias: torch.dtype | None, dtype: torch.dtype, kind: MatmulShape
+) -> bool:
+    if kind.format != "float8" or left == right == torch.float8_e5m2:
+        return False
+    if kind.inner % 16 or kind.columns % 16 or torch.version.hip is not None:
+        return False
+    # With vectors of scales cuBLAS writes bfloat16 only; to bfloat16 it adds a bfloat16 bias only.
+    half = dtype == torch.bfloat16 or (dtype == torch.float16 and kind.left == kind.right == "tensor")
+    return half and bias in (None, dtype)
+
+
+def _by_cublas(
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
+    dtype: torch.dtype, full: bool,
+) -> Tensor:  # fmt: skip
+    if left_scale.numel() == right_scale.numel() == 1:
+        one, other = left_scale.reshape(()), right_scale.reshape(())
+    else:
+        one, other = _vector(left_scale, left.shape[0], 1), _vector(right_scale, 1, right.shape[0])
+    return torch._scaled_mm(
+        left, right.t(), scale_a=one, scale_b=other, bias=bias, out_dtype=dtype, use_fast_accum=not full
+    )
+
+
+def _vector(scale: Tensor, rows: int, columns: int) -> Tensor:
+    """As many scales as there are rows or columns, from as many, which may lie along either side, or from one."""
+    if scale.shape == (rows, columns):
+        return scale
+    if scale.numel() == rows * columns:
+        return scale.reshape(rows, columns)
+    return scale.expand(rows, columns).contiguous()
+
+
+def measured(device: torch.device, kind: MatmulShape) -> MatmulConfig | None:
+    """The fastest config that was measured for a shape on a device, if any."""
+    return _kept(_name(device)).get(kind.key)
+
+
+def keep(device: torch.device, found: dict[MatmulShape, tuple[MatmulConfig, float]]) -> Path | None:
+    """Store the configs of shapes and their times in ms, for this process and later ones.
+
+    Returns:
+        The file, or None if it cannot be written: then only this process has them.
+    """
+    name = _name(device)
+    _kept(name).update({kind.key: config for kind, (config, _) in found.items()})
+    records = {kind.key: {**config.as_record(), "ms": ms} for kind, (config, ms) in found.items()}
+    path = _path()
+    return path if _cache.merge_records(path, name, records) else None
+
+
+def fastest(
+    configs: list[MatmulConfig], run: Callable[[MatmulConfig], Any], agrees: Callable[[Any], bool]
+) -> tuple[dict[MatmulConfig, float], dict[MatmulConfig, str]]:
+    """Times in ms of configs, the fastest first, and why each of the others has none.
+
+    Args:
+        configs: candidates.
+        run: runs a multiply by a config on the current CUDA device and returns its result.
+        agrees: whether a result is right; a config with a wrong result is left out.
+    """
+    times: dict[MatmulConfig, float] = {}
+    failed: dict[MatmulConfig, str] = {}
+    for config in configs:
+        try:
+            if not agrees(run(config)):
+                failed[config] = "its result differs"
+                continue
+            times[config] = _time(functools.partial(run, config))
+        except Exception as error:  # a tile that does not fit, a compiler that refuses
+            failed[config] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    return dict(sorted(times.items(), key=lambda item: item[1])), failed
+
+
+def _time(run: Callable[[], Any], rounds: int = 3, budget_ms: float = 20.0) -> float:
+    """Milliseconds a run, the best of some rounds of runs in a row.
+
+    The runs are replayed from a CUDA graph: launched one by one, a small multiply would measure the host.
+    """
+    ms = _elapsed(run, 2)
+    runs = max(3, min(100, int(budget_ms / max(ms / 2, 1e-3))))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(runs):
+            run()
+    graph.replay()
+    return min(_elapsed(graph.replay, 1) for _ in range(rounds)) / runs
+
+
+def _elapsed(run: Callable[[], Any], times: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    for _ in range(times):
+        run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
+
+
+def _path() -> Path:
+    return _cache.folder() / "multiplies.json"
+
+
+def _name(device: torch.device) -> str:
+    # By the module: a distribution of it need not be called triton (pytorch-triton, triton-windows).
+    return f"{torch.cuda.get_device_name(device)}, triton {triton.__version__}"
+
+
+@functools.lru_cache(maxsize=16)
+def _kept(name: str) -> dict[str, MatmulConfig]:
+    """Ways by shape, as the file had them at the first request."""
+    configs = {}
+    for key, record in _cache.read_records(_path()).get(name, {}).items():
+        with contextlib.suppress(TypeError, ValueError):
+            configs[key] = _way(record)
+    return configs
+
+
+def _way(record: Any) -> MatmulConfig:
+    """A config from the file.
+
+    Raises:
+        TypeError, ValueError: if the file is damaged there.
+    """
+    if not isinstance(record, dict):
+        raise ValueError(f"not a config: {record}")
+    config = MatmulConfig(**{name: value for name, value in record.items() if name != "ms"})
+    sides = (config.rows, config.columns, config.inner, config.warps, config.stages, config.group, config.resident)
+    known = config.kernel in ("pointers", "descriptors", "cublas") and isinstance(config.halves, bool)
+    if not known or not all(isinstance(side, int) and 0 < side <= 1024 for side in sides):
+        raise ValueError(f"not a config: {record}")
+    return config
