@@ -31,7 +31,7 @@ bench: $(VENV)/.bench  ## every benchmark, one after the other
 	@set -e; for file in benchmarks/bench_*.py; do echo "$$file"; $(BIN)/python "$$file" $(ARGS); done
 
 study-%: $(VENV)/.bench  ## run a study, as in make study-collage_training ARGS='--check --out runs/check.json'
-	$(BIN)/python studies/$*.py $(ARGS)
+	$(RUN) studies.$*.run $(ARGS)
 
 docs: $(VENV)/.docs  ## build the documentation site into site/
 	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict

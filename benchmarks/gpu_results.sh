@@ -4,21 +4,21 @@
 #   benchmarks/gpu_results.sh PART [FOLDER]        # PART: one of the names below; several with commas between
 #
 # Files are written to FOLDER, or where the committed ones are. Peers are measured where they are installed:
-# bitsandbytes, flashoptim, torch-optimi. After it, benchmarks/render.py and studies/render.py draw the pages.
+# bitsandbytes, flashoptim, torch-optimi. After it, benchmarks/render.py and studies.render draw the pages.
 # LIMIT=N cuts each command off after N seconds; those that take --resume go on in the next call.
 set -uo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 python=${PYTHON:-python3} limit=${LIMIT:-600}
-bench=${2:-benchmarks/results} studies=${2:-studies/results}
-mkdir -p "$bench" "$studies"
+bench=${2:-benchmarks/results} folder=${2:-}
+mkdir -p "$bench"
 
 run() { # a command of Python's; what it takes is told, and the next one follows in any case
     local begun=$SECONDS
     timeout -s INT -k 10 "$limit" "$python" "$@" || echo "exit status $? of: $*"
     echo "$((SECONDS - begun)) s: $*"
 }
-study() { run "studies/$1.py" --device cuda --resume --out "$studies/$1_h200.json" "${@:2}"; }
+study() { run -m "studies.$1.run" --device cuda --resume --out "${folder:-studies/$1/results}/$1_h200.json" "${@:2}"; }
 torchrun() { OMP_NUM_THREADS=${OMP_NUM_THREADS:-8} run -m torch.distributed.run --nproc-per-node "$GPUS" "$@"; }
 
 part() {

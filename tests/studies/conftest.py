@@ -1,9 +1,8 @@
-"""The studies are scripts beside one another: their folder is importable here. One tiny run serves all tests."""
+"""What the studies' tests share: the studies are importable, and a text, pictures and one training are small."""
 
 from __future__ import annotations
 
 import csv
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,34 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-STUDIES = Path(__file__).resolve().parents[2] / "studies"
-sys.path.append(str(STUDIES))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT))
 
-COLOURS = {"red": (220, 30, 30), "green": (30, 200, 60), "blue": (30, 60, 220), "white": (240, 240, 240)}
+COLORS = {"red": (220, 30, 30), "green": (30, 200, 60), "blue": (30, 60, 220), "white": (240, 240, 240)}
 GROUNDS = {"black": (0, 0, 0), "grey": (128, 128, 128), "yellow": (230, 210, 40), "pink": (240, 130, 200)}
 HELD_OUT = {("red", "grey"), ("blue", "pink"), ("green", "black")}
 
 
-@pytest.fixture(scope="session")
-def training(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Real text, little of it: this project's pages."""
-    import _gather
-
-    text = tmp_path_factory.mktemp("text") / "text.txt"
-    pages = sorted((STUDIES.parent / "docs").glob("*.md"))
-    text.write_text("\n".join(page.read_text() for page in pages))
-    return _gather.Training(text, vocabulary=256, steps=8, batch=4, sequence=32, warmup=2)
-
-
-@pytest.fixture(scope="session")
-def trained(training: Any) -> Any:
-    """After its run, with moments of two steps."""
-    import _gather
-
-    return _gather.run(training, (0.25, 1.0))
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
     """Such small products take longer on two cores that others use."""
     threads = torch.get_num_threads()
@@ -49,13 +29,37 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Real text, little of it: some of this project's pages."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    pages = sorted((ROOT / "docs").glob("*.md"))
+    path.write_text("\n".join(page.read_text() for page in pages)[:200_000])
+    return path
+
+
+@pytest.fixture(scope="session")
+def training(text: Path) -> Any:
+    from studies.shared.gather import Training
+
+    return Training(text, vocabulary=256, steps=8, batch=4, sequence=32, warmup=2)
+
+
+@pytest.fixture(scope="session")
+def trained(training: Any) -> Any:
+    """After its run, with moments of two steps."""
+    from studies.shared import gather
+
+    return gather.run(training, (0.25, 1.0))
+
+
+@pytest.fixture(scope="session")
 def squares(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Squares of one colour on another; some pairs of colours are held out."""
+    """Squares of one color on another; some pairs of colors are held out."""
     from PIL import Image
 
     folder = tmp_path_factory.mktemp("squares")
     tables: dict[str, list[tuple[str, str]]] = {"train.csv": [], "validation.csv": []}
-    for mark, inner in COLOURS.items():
+    for mark, inner in COLORS.items():
         for ground, outer in GROUNDS.items():
             image = Image.new("RGB", (36, 36), outer)
             image.paste(inner, (9, 9, 27, 27))
@@ -69,42 +73,10 @@ def squares(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def page_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
-    """A study's page as its results make it: `page_with("stability", {"stability_h200.json": results})`.
+def cells() -> Callable[[str], list[list[str]]]:
+    """The cells of a table in Markdown, row by row, the head and the line below it left out."""
 
-    None in the place of results for a file that there is not.
-    """
-    import render
-
-    committed = render.RESULTS
-
-    def drawn(study: str, files: dict[str, Any]) -> str:
-        text = (render.PAGES / f"{study}.md").read_text()
-        for path in committed.glob(f"{study}_*.json"):  # another device's, which the page may have too
-            (tmp_path / path.name).write_bytes(path.read_bytes())
-        for name, results in files.items():
-            if results is None:
-                (tmp_path / name).unlink(missing_ok=True)
-            else:
-                (tmp_path / name).write_text(json.dumps(results))
-        forget()
-        return render.rendered(text)
-
-    def forget() -> None:
-        render.results.cache_clear()
-        render.figures.cache_clear()
-
-    monkeypatch.setattr(render, "RESULTS", tmp_path)
-    yield drawn
-    forget()
-
-
-@pytest.fixture
-def readings() -> Callable[[str], dict[str, list[str]]]:
-    """A table of readings, by statement: what the paper has, what was measured, how it reads; place by place."""
-
-    def found(table: str) -> dict[str, list[str]]:
-        _, _, *lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-        return {statement.partition("<br>")[0]: cells for statement, *cells in lines}
+    def found(table: str) -> list[list[str]]:
+        return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
 
     return found

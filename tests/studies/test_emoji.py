@@ -7,12 +7,13 @@ import json
 import random
 from pathlib import Path
 
-import _emoji
 import matplotlib
 import pytest
-from _emoji import Drawer, Emoji, held_out, picture, read_names, write_pairs
 from PIL import Image
 from typer.testing import CliRunner
+
+from studies.shared import emoji
+from studies.shared.emoji import Drawer, Emoji, held_out, picture, read_names, write_pairs
 
 # A font of outlines that has a few faces and signs; not those of skin tones.
 FONT = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
@@ -148,9 +149,9 @@ def test_the_command_makes_what_the_trainer_reads(
 
     from narrowgauge.trainers._images import open_images
 
-    monkeypatch.setattr(_emoji, "STRIKE", 64)
+    monkeypatch.setattr(emoji, "STRIKE", 64)
     app = typer.Typer()
-    app.command()(_emoji.main)
+    app.command()(emoji.main)
     more = LIST + "2639 ; fully-qualified # ☹ E1.0 man smiling\n263B ; fully-qualified # ☻ E1.0 person smiling\n"
     more += "2600 ; fully-qualified # ☀ E1.0 woman smiling\n"
     names.write_text(more, encoding="utf-8")
@@ -180,7 +181,7 @@ def test_what_is_missing_is_named_with_the_package_that_has_it(
     import typer
 
     app = typer.Typer()
-    app.command()(_emoji.main)
+    app.command()(emoji.main)
     given = {"--font": str(FONT), "--names": str(names)} | {flag: "nowhere"}
     asked = ["--out", str(tmp_path / "out"), *(word for pair in given.items() for word in pair)]
     done = CliRunner().invoke(app, asked)

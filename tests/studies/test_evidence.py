@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 import shlex
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
-import _evidence as evidence
 import pytest
-import render
 import typer
-from _evidence import Claim
 
 from narrowgauge.cli._app import app
+from studies import render
+from studies.shared import evidence
+from studies.shared.evidence import Claim
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "evidence.md").read_text()
@@ -30,7 +29,7 @@ def cells() -> list[list[str]]:
 
 
 def test_the_page_is_what_its_data_say() -> None:
-    assert render.rendered(PAGE) == PAGE, "run: python studies/render.py"
+    assert render.rendered(PAGE) == PAGE, "run: python -m studies.render"
     assert [match[1] for match in render.EVIDENCE.findall(PAGE)] == ["counts", *evidence.SOURCES]
     assert {path.stem for path in evidence.FOLDER.iterdir()} == set(evidence.SOURCES)
 
@@ -78,7 +77,7 @@ def test_a_figure_is_of_a_command_that_the_row_names(claim: Claim) -> None:
     """The file that a figure is from says by which program it was made."""
     for file in {file for file, _, _ in evidence.FIGURE.findall(claim.here)}:
         words = render.results(file)["command"].split()
-        program = words[: 2 if words[0] == "python" else 2 + (words[1] == "bench")]
+        program = words[: 3 if words[1] == "-m" else 2 if words[0] == "python" else 2 + (words[1] == "bench")]
         named = [shlex.split(command)[: len(program)] for command in claim.run if "::" not in command]
         assert program in named, file
 
@@ -97,6 +96,8 @@ def test_a_command_is_there(claim: Claim) -> None:
         if test:
             tree = ast.parse((ROOT / file).read_text())
             assert test in [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)], command
+        elif command.startswith("python -m studies."):
+            assert (ROOT / (command.split()[2].replace(".", "/") + ".py")).is_file(), command
         elif command.startswith("python "):
             assert (ROOT / command.split()[1]).is_file(), command
         else:
@@ -176,7 +177,5 @@ def test_results_of_all_sources_are_used() -> None:
         "offload",
         "clip_filter",
     }
-    for folder in ("studies", "benchmarks"):
-        for path in (ROOT / folder / "results").glob("*.json"):
-            assert json.loads(path.read_text())
-            assert re.sub(r"(_beta95|_fast|_micro)?(_h200|_cpu)?$", "", path.stem) in stems | ours, path.name
+    for path in [*ROOT.glob("studies/*/results/*.json"), *ROOT.glob("benchmarks/results/*.json")]:
+        assert re.sub(r"(_beta95|_fast|_micro)?(_h200|_cpu)?$", "", path.stem) in stems | ours, path.name

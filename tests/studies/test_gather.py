@@ -2,11 +2,11 @@
 
 from typing import Any
 
-import _gather
 import torch
 from torch import nn
 
 from narrowgauge.trainers import Batches, next_token_loss
+from studies.shared import gather, options
 
 
 def test_moments_are_of_the_steps_asked_for_and_of_large_parameters_only(trained: Any) -> None:
@@ -18,14 +18,14 @@ def test_moments_are_of_the_steps_asked_for_and_of_large_parameters_only(trained
 
 def test_moments_are_corrected_for_their_start(training: Any) -> None:
     """After one step m is the gradient and v its square."""
-    first = _gather.run(training, (0.01,))
+    first = gather.run(training, (0.01,))
     t = first.moments[0]
     assert {t.step for t in first.moments} == {1}
     torch.testing.assert_close(t.v, t.m.square(), rtol=1e-4, atol=0)
 
 
 def test_a_run_is_the_same_again_and_ends_where_it_is_told_to(training: Any, trained: Any) -> None:
-    again = _gather.run(training, (0.25,))
+    again = gather.run(training, (0.25,))
     before = {t.parameter: t for t in trained.moments if t.step == 2}
     for t in again.moments:
         assert torch.equal(t.m, before[t.parameter].m)
@@ -33,14 +33,14 @@ def test_a_run_is_the_same_again_and_ends_where_it_is_told_to(training: Any, tra
 
 
 def test_states_in_8_bits_are_read_back(training: Any) -> None:
-    exact = {t.parameter: t for t in _gather.run(training, (0.01,)).moments}
-    for t in _gather.run(training, (0.01,), recipe="adamw8bit-dynamic").moments:
+    exact = {t.parameter: t for t in gather.run(training, (0.01,)).moments}
+    for t in gather.run(training, (0.01,), recipe="adamw8bit-dynamic").moments:
         error = (t.m - exact[t.parameter].m).norm() / exact[t.parameter].m.norm()
         assert 0 < error < 0.05
 
 
 def test_the_weight_gradient_is_the_product_of_the_gathered_matrices(trained: Any) -> None:
-    layers = {layer.name: layer for layer in _gather.gather_linears(trained, 200)}
+    layers = {layer.name: layer for layer in gather.gather_linears(trained, 200)}
     model, training = trained.model, trained.training
     windows = next(Batches(trained.tokens, 7, training.sequence, training.seed + 1))
     torch.autograd.backward(next_token_loss(model, windows))
@@ -56,21 +56,24 @@ def test_the_weight_gradient_is_the_product_of_the_gathered_matrices(trained: An
 
 def test_plain_linear_layers_are_found_too() -> None:
     blocks = nn.ModuleList([nn.ModuleDict({"a": nn.Linear(4, 6)}) for _ in range(5)])
-    found = _gather.chosen_linears(nn.ModuleDict({"layers": blocks, "lm_head": nn.Linear(4, 9)}))
+    found = gather.chosen_linears(nn.ModuleDict({"layers": blocks, "lm_head": nn.Linear(4, 9)}))
     assert list(found) == ["layers.0.a", "layers.2.a", "layers.4.a"]
 
 
 def test_results_name_no_folder(trained: Any) -> None:
     assert trained.about["training"]["data"] == trained.about["data"]["source"] == "text.txt"
-    arguments = ["/some/where/studies/x.py", "--data", "/some/where/text.txt", "--out", "/some/where/x.json"]
-    assert _gather.command(arguments) == "python studies/x.py --data text.txt"
-    assert _gather.command(["studies/x.py", "--out", "x.json", "--seed", "1"]) == "python studies/x.py --seed 1"
+    arguments = ["/some/where/studies/x/run.py", "--data", "/some/where/text.txt", "--out", "/some/where/x.json"]
+    assert options.command(arguments) == "python -m studies.x.run --data text.txt"
+    assert (
+        options.command(["studies/x/run.py", "--out", "x.json", "--seed", "1"])
+        == "python -m studies.x.run --seed 1"
+    )
 
 
 def test_numbers_are_rounded_and_what_is_not_finite_is_left_out() -> None:
-    assert _gather.rounded({"a": [1.23456789, float("nan")], "b": ("x", 3)}) == {
+    assert options.rounded({"a": [1.23456789, float("nan")], "b": ("x", 3)}) == {
         "a": [1.23457, None],
         "b": ["x", 3],
     }
-    mean, error = _gather.mean_and_error([1.0, 2.0, 3.0])
+    mean, error = gather.mean_and_error([1.0, 2.0, 3.0])
     assert (mean, round(error, 6)) == (2.0, 0.57735)

@@ -6,12 +6,13 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-import _graphed
 import pytest
 import torch
-from _graphed import EAGER, Gradients
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from studies.shared import graphed
+from studies.shared.graphed import EAGER, Gradients
 
 STEPS = EAGER + 4
 
@@ -107,7 +108,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
         graph.model, self._stream = model, Stream()  # type: ignore[assignment]
 
     monkeypatch.setattr(Gradients, "__init__", begun)
-    monkeypatch.setattr(_graphed, "captured", graph.captured)
+    monkeypatch.setattr(graphed, "captured", graph.captured)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     return graph
@@ -128,7 +129,7 @@ def test_what_cannot_be_captured_goes_on_eagerly(made_up: MadeUp, monkeypatch: p
     def fails(passes: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(_graphed, "captured", fails)
+    monkeypatch.setattr(graphed, "captured", fails)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     how = "eager, not captured: RuntimeError: operation not permitted when stream is capturing"
     same(trained("cpu", how), by_hand("cpu"))

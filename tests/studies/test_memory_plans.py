@@ -7,11 +7,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-import _memory_tables
-import memory_plans as study
 import pytest
 
 from narrowgauge import recipes
+from studies.memory_plans import page as memory_tables
+from studies.memory_plans import run as study
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "studies" / "memory_plans.md").read_text()
@@ -19,7 +19,7 @@ PAGE = (ROOT / "docs" / "studies" / "memory_plans.md").read_text()
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
-    return json.loads((ROOT / "studies" / "results" / "memory_plans.json").read_text())
+    return json.loads((ROOT / "studies" / "memory_plans" / "results" / "memory_plans.json").read_text())
 
 
 def test_the_papers_bytes_are_the_recipes() -> None:
@@ -87,5 +87,5 @@ def test_the_sentences_are_the_tables(results: dict[str, Any]) -> None:
 
 
 def test_a_cell_that_differs_is_bold(results: dict[str, Any]) -> None:
-    assert len(re.findall(r"\*\*\w+\*\*", _memory_tables.collage_8(results))) == 5
-    assert "**MT5-large**" in _memory_tables.eight_bit(results)
+    assert len(re.findall(r"\*\*\w+\*\*", memory_tables.collage_8(results))) == 5
+    assert "**MT5-large**" in memory_tables.eight_bit(results)

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import typer
-from _resumable import Study, attempt
+
+from studies.shared.resumable import Study, attempt
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import _scale_measured
-import _scale_model
 import pytest
-import scale
 
 from narrowgauge import recipes
+from studies.scale import measured as scale_measured
+from studies.scale import model as scale_model
+from studies.scale import run as scale
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "scale.md"
 
@@ -27,31 +27,31 @@ def test_the_page_is_what_the_script_prints() -> None:
 
 
 def test_models_have_the_parameters_that_they_are_called_after() -> None:
-    counts = {model.name: model.parameters for model in _scale_model.MODELS.values()}
+    counts = {model.name: model.parameters for model in scale_model.MODELS.values()}
     # Those of LLaMA 7B, and of Llama 3 70B and 405B.
     assert counts == {"7B": 6_738_415_616, "70B": 70_553_706_496, "405B": 405_853_388_800}
 
 
-@pytest.mark.parametrize("gpus", _scale_model.MODELS)
+@pytest.mark.parametrize("gpus", scale_model.MODELS)
 def test_shards(gpus: int) -> None:
-    model = _scale_model.MODELS[gpus]
+    model = scale_model.MODELS[gpus]
     for shape in set(model.shapes()):
         rows = [len(range(shape[0])[rank * math.ceil(shape[0] / gpus) :][: math.ceil(shape[0] / gpus)])
                 for rank in range(gpus)]  # fmt: skip
         assert sum(rows) == shape[0]
-        assert _scale_model.fullest(shape, gpus) == max(rows) * math.prod(shape[1:])
+        assert scale_model.fullest(shape, gpus) == max(rows) * math.prod(shape[1:])
     for recipe in scale.RECIPES:
-        even, most = _scale_model.sharded_bytes(model, gpus, recipe)
+        even, most = scale_model.sharded_bytes(model, gpus, recipe)
         assert even <= most
         assert even * gpus == pytest.approx(model.parameters * recipes.get(recipe).bytes_per_parameter())
 
 
 def test_more_failures_ask_for_more_checkpoints() -> None:
-    found = [_scale_model.best_interval(gpus, 30.0) for gpus in _scale_model.MODELS]
+    found = [scale_model.best_interval(gpus, 30.0) for gpus in scale_model.MODELS]
     assert sorted(found, key=lambda one: -one[0]) == found
     assert sorted(found, key=lambda one: one[1]) == found
     interval, lost = found[-1]
-    between = 1 / (_scale_model.FAILURES * max(_scale_model.MODELS))
+    between = 1 / (scale_model.FAILURES * max(scale_model.MODELS))
     assert between == pytest.approx(54 * 24 * 3600 / 419)
     for other in (interval / 1.1, interval * 1.1):  # none is better
         assert 30.0 / other + other / 2 / between > lost
@@ -71,6 +71,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_calculation_is_what_processes_hold_send_and_save(
     trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,10 +80,10 @@ def test_the_calculation_is_what_processes_hold_send_and_save(
         "alone", "DDP", "DDP, torch's AdamW", "DDP, 8-bit codes", "DDP, 4-bit codes", "FSDP", "FSDP, torch's AdamW",
         "FSDP, option D", "FSDP, SwitchBack",
     ]  # fmt: skip
-    listed = 1000 * _scale_model.WORDS * len(results["shapes"])  # names, sizes and checksums of pieces
+    listed = 1000 * scale_model.WORDS * len(results["shapes"])  # names, sizes and checksums of pieces
     exempt = sum(math.prod(shape) for shape in results["shapes"] if len(shape) == 1 or math.prod(shape) < 4096)
     for way, row in results["rows"].items():
-        said = _scale_measured.calculated(results, way)
+        said = scale_measured.calculated(results, way)
         # Small parameters keep fp32 states, as the page's large models have next to none.
         more = 0 if way == "FSDP, option D" else 6 * exempt
         assert said["held"] <= row["held_bytes"] * 1.0001
@@ -92,7 +93,7 @@ def test_the_calculation_is_what_processes_hold_send_and_save(
         if way != "alone":
             # All that is calculated is there, and beside it no more than the lists.
             assert said["checkpoint"] <= row["checkpoint_bytes"] <= said["checkpoint"] + more + listed
-    lines = _scale_measured.measured(trained).splitlines()
+    lines = scale_measured.measured(trained).splitlines()
     assert len(lines) == 2 + len(results["rows"])
     assert lines[3].startswith("| micro on 2 | DDP |")
 

@@ -18,7 +18,7 @@ import sys
 import torch
 
 sys.path.append(sys.argv[1])
-import _state_kernels as kernels
+from studies.state_codecs import kernels
 
 from narrowgauge.storage import StateContext, state_storage
 
@@ -94,6 +94,7 @@ for how in itertools.product(("relative", "e2m1"), ("log8", "log4"), (False, Tru
 """
 
 
+@pytest.mark.slow
 def test_a_step_is_the_librarys() -> None:
     """Codes and their blocks' numbers to the bit, in 8 and 4 bits, to nearest and by chance, narrow and wide."""
     environment = os.environ | {"TRITON_INTERPRET": "1"}

@@ -1,0 +1,217 @@
+"""Bytes against loss: one training, under any optimizer, and what its tensors weigh afterwards.
+
+The loop is the ordinary one and knows nothing of whose optimizer it drives: one seed gives every row the same
+initial weights and the same batches. The learning rate rises, then falls in a straight line to a tenth, so that
+the end of a run is quiet and differences of a thousandth can be seen.
+
+Bytes are counted in the tensors that exist after the last step. Peers keep moments in tensor subclasses and
+tables shared between parameters, so the count takes each piece of memory once, wherever in the state it hangs.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.cli._bench._measure import tensors_in
+from narrowgauge.trainers import (
+    Batches,
+    TokenizedCorpus,
+    build_model,
+    evaluate,
+    load_corpus,
+    next_token_loss,
+    tokenize,
+    validation_windows,
+)
+from studies.bytes_and_loss import rows as bytes_rows
+
+WINDOWS = 256  # of the validation text
+EAGER_STEPS = 3  # before a step is captured: states are made, kernels chosen
+LOOK_EVERY = 25  # steps between looks at the losses, each of which waits for the device
+LAST = 20  # steps whose training loss is averaged
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all rows share, and what a variation changes.
+
+    Attributes:
+        data: a text; None for the source of Python's standard library.
+        model, vocabulary, sequence: what is trained.
+        steps, batch: optimizer steps, windows a step.
+        lr, warmup, final: learning rate, steps of its rise, share of it that is left at the last step.
+        beta1, beta2, eps, weight_decay: AdamW's.
+        clip: the gradients' norm is brought down to this at most; 0 leaves them alone.
+        device: where to train.
+        graph: whether our own optimizers' steps are replayed from a CUDA graph. The eager step of a small model
+            is bound by the launching of its kernels; a graph computes the same numbers.
+    """
+
+    data: Path | None = None
+    model: str = "gpt2"
+    vocabulary: int = 8192
+    sequence: int = 256
+    steps: int = 400
+    batch: int = 8
+    lr: float = 5e-4
+    warmup: int = 40
+    final: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    device: str = "cpu"
+    graph: bool = True
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, from 1."""
+        if step <= self.warmup:
+            return self.lr * step / self.warmup
+        left = (self.steps - step) / max(1, self.steps - self.warmup)
+        return self.lr * (self.final + (1 - self.final) * left)
+
+
+@functools.lru_cache(maxsize=1)
+def text_of(data: Path | None, vocabulary: int) -> tuple[str, TokenizedCorpus]:
+    """The text's name, and its tokens."""
+    corpus = load_corpus(data)
+    return corpus.source, tokenize(corpus, vocabulary)
+
+
+@functools.lru_cache(maxsize=3)
+def start_of(model: str, vocabulary: int, sequence: int, seed: int) -> nn.Module:
+    """Initial weights, in fp32 on the CPU: copied, never trained.
+
+    Rounded to bf16, so that no row starts by losing something.
+    """
+    built = build_model(model, vocabulary=vocabulary, sequence=sequence, seed=seed)
+    with torch.no_grad():
+        for p in built.parameters():
+            p.copy_(p.to(torch.bfloat16))
+    return built
+
+
+def train(name: str, setting: Setting, seed: int) -> dict[str, Any]:
+    """Train one row and say how it went.
+
+    Returns:
+        `validation_loss` in nats a token (None if diverged), `training_loss` over the last steps, `diverged`,
+        `bytes` a parameter by what they hold, `step`: how the optimizer was driven, `seconds` of it all and of
+        the steps; those of trainings side by side say little of each.
+    """
+    begun = time.perf_counter()
+    row = bytes_rows.row(name)
+    _, text = text_of(setting.data, setting.vocabulary)
+    model = copy.deepcopy(start_of(setting.model, setting.vocabulary, setting.sequence, seed)).to(setting.device)
+    device = torch.device(setting.device)
+    graph = setting.graph and device.type == "cuda" and row.family == "ours"
+    options: dict[str, Any] = {
+        # A captured step reads the rate from the device.
+        "lr": torch.tensor(setting.lr, dtype=torch.float64, device=device) if graph else setting.lr,
+        "betas": (setting.beta1, setting.beta2),
+        "eps": setting.eps,
+        "weight_decay": setting.weight_decay,
+    }
+    optimizer = row.optimizer(model, options | ({"capturable": True} if graph else {}), seed)
+    batches = Batches(text.train.to(device), setting.batch, setting.sequence, seed)
+    trained = time.perf_counter()
+    losses, how = _loop(model, optimizer, batches, setting, graph)
+    trained = time.perf_counter() - trained
+    finite = all(map(math.isfinite, losses))
+    weighed = measured_bytes(model, optimizer)
+    loss = math.nan
+    if finite:
+        windows = validation_windows(text.validation, setting.sequence, WINDOWS)
+        loss = evaluate(model, windows, 4 * setting.batch)
+    last = losses[-LAST:]
+    return {
+        "validation_loss": loss if math.isfinite(loss) else None,
+        "training_loss": sum(last) / len(last) if finite else None,
+        "diverged": not math.isfinite(loss),
+        "bytes": weighed,
+        "step": how,
+        "seconds": round(time.perf_counter() - begun, 1),
+        "training_seconds": round(trained, 1),
+    }
+
+
+def _loop(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Tensor], setting: Setting, graph: bool
+) -> tuple[list[float], str]:
+    """The losses up to a look that finds one not finite, and how the optimizer was driven."""
+    losses: list[float] = []
+    waiting: list[Tensor] = []
+    trained = [p for p in model.parameters() if p.requires_grad]
+    step: Callable[[], Any] = optimizer.step
+    how = "eager"
+    for number in range(1, setting.steps + 1):
+        _set_rate(optimizer, setting.rate(number))
+        # A graph reads gradients where they were when it was captured: they are zeroed in place.
+        optimizer.zero_grad(set_to_none=not graph)
+        loss = next_token_loss(model, next(batches))
+        torch.autograd.backward(loss)
+        waiting.append(loss.detach())
+        if setting.clip:
+            nn.utils.clip_grad_norm_(trained, setting.clip)
+        if graph and number == EAGER_STEPS + 1:
+            step, how = _captured(optimizer)
+        step()
+        if number % LOOK_EVERY == 0 or number == setting.steps:
+            losses += torch.stack(waiting).tolist()
+            waiting.clear()
+            if not all(map(math.isfinite, losses[-LOOK_EVERY:])):
+                break
+    return losses, how
+
+
+def _captured(optimizer: torch.optim.Optimizer) -> tuple[Callable[[], Any], str]:
+    """The step as a replay; the step itself, and why, if it cannot be captured."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        # Nothing is computed while it is captured.
+        with torch.cuda.graph(graph):
+            optimizer.step()
+    except Exception as error:
+        torch.cuda.synchronize()
+        return optimizer.step, f"eager, not captured: {reason(error)}"
+    return graph.replay, "graph"
+
+
+def reason(error: BaseException) -> str:
+    """An exception in a line, files without their folders."""
+    first = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {re.sub(r'/[^ ]*/', '', first)[:200]}"
+
+
+def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):  # torchao refuses a number, and a captured step would not see it
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def measured_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Bytes a trained parameter: weights, gradients, and whatever hangs in the optimizer's state."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    count = sum(p.numel() for p in trained)
+    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_in(dict(optimizer.state))}
+    parts = {
+        "weights": sum(p.nbytes for p in trained),
+        "gradients": sum(p.grad.nbytes for p in trained if p.grad is not None),
+        "states": sum(kept.values()),
+    }
+    weighed = {name: size / count for name, size in parts.items()}
+    return weighed | {"total": sum(weighed.values())}

@@ -1,0 +1,173 @@
+"""Tables of the quantization error in Markdown, paper and measured side by side, and the numbers of sentences."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Sequence
+
+from studies.shared.tables import Results, cross_check, markdown, origin, percent, significant, with_error
+
+# 8-bit Optimizers via Block-wise Quantization, Table 6: relative Adam error and its standard error in percent,
+# absolute error of the first state and its standard error in 1e-10.
+TABLE_6 = {
+    "linear": (201.0, 17.0, 41.2, 3.1),
+    "quantile": (211.9, 0.3, 8.8, 0.9),
+    "inverse_dynamic": (216.5, 0.1, 4.6, 0.4),
+    "dynamic": (214.8, 0.4, 3.5, 1.1),
+}
+# The same, Appendix D: mean absolute Adam error of dynamic quantization, tensor-wise and in blocks of 2048.
+APPENDIX_D = {("dynamic", "tensor"): "0.0067", ("dynamic", "2048"): "0.0061"}
+TITLES = {
+    "linear": "linear",
+    "quantile": "quantile",
+    "quantile_normal": "quantile, of a normal distribution",
+    "inverse_dynamic": "inverse dynamic",
+    "dynamic": "dynamic",
+    "dynamic_tree": "dynamic tree",
+    "fp8_e4m3": "float8 e4m3",
+}
+BLOCKS = {"tensor": "tensor", "2048": "2048", "256": "256"}
+
+
+def absolute_errors(results: Results) -> str:
+    """Table 6, right column: the absolute error of m, tensor-wise."""
+    base = results["maps"]["dynamic"]["tensor"]["absolute_error_of_m"][0]
+    widest = max(results["tensor_by_tensor"].values(), key=lambda tensor: tensor["largest_over_mean_m"])
+    widest = widest["absolute_error_of_m"]
+    rows = []
+    for name, title in TITLES.items():
+        paper = TABLE_6.get(name)
+        error = results["maps"][name]["tensor"]["absolute_error_of_m"]
+        rows.append((
+            title,
+            f"{paper[2]:.1f} ± {paper[3]:.1f}" if paper else "",
+            f"{paper[2] / TABLE_6['dynamic'][2]:.1f}" if paper else "",
+            with_error(error, 2, 1e7),
+            f"{error[0] / base:.1f}",
+            f"{widest[name] / widest['dynamic']:.1f}",
+        ))  # fmt: skip
+    head = (
+        "map", "paper, 10⁻¹⁰", "over dynamic", "measured, 10⁻⁷", "over dynamic", "token embedding, over dynamic",
+    )  # fmt: skip
+    return markdown(head, rows)
+
+
+def relative_errors(results: Results) -> str:
+    """Table 6, left column: the relative Adam error, tensor-wise, under three readings and three averages."""
+    rows = []
+    for name, title in TITLES.items():
+        paper = TABLE_6.get(name)
+        found = results["maps"][name]["tensor"]
+        rows.append((
+            title,
+            f"{paper[0]:g} ± {paper[1]:g} %" if paper else "",
+            *(_spread(found[condition]["relative"]) for condition in ("m", "matched", "both")),
+            *(percent(found["both"][key], 2) for key in ("relative_median", "relative_norm")),
+        ))  # fmt: skip
+    head = ("map", "paper", "m alone", "both, matched ε", "both, ε = 10⁻⁸", "its median", "its ‖Δu‖ / ‖u‖")
+    return markdown(head, rows)
+
+
+def _spread(pair: Sequence[float]) -> str:
+    return f"{significant(100 * pair[0], 3)} ± {significant(100 * (pair[1] or 0), 2)} %"
+
+
+def adam_errors(results: Results) -> str:
+    """Appendix D and Figure 4 in numbers, by map and block."""
+    rows = []
+    for name in ("linear", "quantile", "dynamic", "fp8_e4m3"):
+        for block, size in BLOCKS.items():
+            found = results["maps"][name][block]
+            rows.append((
+                TITLES[name], size, APPENDIX_D.get((name, block), ""),
+                significant(found["matched"]["absolute"], 2), significant(found["both"]["absolute"], 2),
+                significant(found["both"]["absolute_without_zero_v"], 2),
+                percent(found["divided_by_eps_alone"], 2), percent(found["both"]["large"][0], 2),
+                percent(found["both"]["overlap"], 2),
+            ))  # fmt: skip
+    head = (
+        "map", "block", "paper", "matched ε", "ε = 10⁻⁸", "without v that became 0", "v became 0, m did not",
+        f"errors above {results['limits']['large'][0]:g}", "overlap",
+    )  # fmt: skip
+    return markdown(head, rows, words=2)
+
+
+def facts(results: Results) -> dict[str, str]:
+    """The numbers in the sentences of the page."""
+    maps, runs = results["maps"], results["two_runs"]
+    tensors = results["tensor_by_tensor"].values()
+    crest = [tensor["largest_over_mean_m"] for tensor in tensors]
+    ratios = {
+        name: [tensor["absolute_error_of_m"][name] / tensor["absolute_error_of_m"]["dynamic"] for tensor in tensors]
+        for name in ("quantile", "quantile_normal", "inverse_dynamic")
+    }
+    error = {name: found["tensor"]["absolute_error_of_m"][0] for name, found in maps.items()}
+    small = maps["dynamic"]["tensor"]["m"]["small"]
+    first, last = runs.values()
+    return {
+        "tensors": str(results["tensors"]),
+        "elements": f"{results['elements'] / 1e6:.3g} million",
+        "snapshots": ", ".join(map(str, results["snapshots"][:-1])) + f" and {results['snapshots'][-1]}",
+        "matched_eps": "{} · 10{}".format(*_power(results["matched_eps"])),
+        "size_ratio": significant(error["dynamic"] / (TABLE_6["dynamic"][2] * 1e-10), 2),
+        "inverse_ratio": f"{error['inverse_dynamic'] / error['dynamic']:.0f}",
+        "inverse_least": f"{min(ratios['inverse_dynamic']):.1f}",
+        "quantile_better": str(sum(ratio < 1 for ratio in ratios["quantile"])),
+        "normal_least": f"{min(ratios['quantile_normal']):.2f}",
+        "typical_crest": f"{statistics.median(crest):.0f}",
+        "largest_crest": f"{max(crest):.0f}",
+        "small_share": percent(small[0], 2),
+        "small_sum": percent(small[1], 2),
+        "overlap_linear": percent(maps["linear"]["tensor"]["both"]["overlap"], 2),
+        "overlap_dynamic": percent(maps["dynamic"]["tensor"]["both"]["overlap"], 2),
+        "overlap_blocks": percent(maps["dynamic"]["2048"]["both"]["overlap"], 2),
+        "matched_ratio": f"{_over(maps, 'matched', 'absolute'):.1f}",
+        "own_ratio": f"{_over(maps, 'both', 'absolute'):.0f}",
+        "large_ratio": f"{_large(maps, 'tensor') / _large(maps, '2048'):.0f}",
+        "steps_apart": " and ".join(runs),
+        "apart_mean": f"{percent(first['relative'], 2)} and {percent(last['relative'], 2)}",
+        "apart_median": f"{percent(first['relative_median'], 2)} and {percent(last['relative_median'], 2)}",
+        "zero_v_linear": percent(maps["linear"]["tensor"]["became_zero"]["v"], 2),
+        "zero_v_fp8": percent(maps["fp8_e4m3"]["tensor"]["became_zero"]["v"], 2),
+        "zero_v_dynamic": percent(maps["dynamic"]["tensor"]["became_zero"]["v"], 2),
+        "bits_linear": f"{maps['linear']['tensor']['entropy']['v']:.1f}",
+        "bits_dynamic": f"{maps['dynamic']['tensor']['entropy']['v']:.1f}",
+    }
+
+
+def _power(x: float) -> tuple[str, str]:
+    """Mantissa and exponent, the latter raised."""
+    mantissa, _, exponent = f"{x:.1e}".partition("e")
+    return mantissa, str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
+def _large(maps: Results, block: str) -> float:
+    return maps["dynamic"][block]["both"]["large"][0]
+
+
+def _over(maps: Results, condition: str, key: str) -> float:
+    return maps["dynamic"]["tensor"][condition][key] / maps["dynamic"]["2048"][condition][key]
+
+
+def findings(results: Results) -> dict[str, str]:
+    """What one run found, in few numbers, to be compared with another's."""
+    maps, training = results["maps"], results["training"]
+    base = maps["dynamic"]["tensor"]["absolute_error_of_m"][0]
+    found = {"model, steps": f"{training['model']}, {training['steps']}"}
+    for name in ("linear", "quantile", "inverse_dynamic"):
+        error = maps[name]["tensor"]["absolute_error_of_m"][0]
+        found[f"absolute error of m over dynamic's: {TITLES[name]}"] = f"{error / base:.1f}"
+    for what, key in (("relative Adam error, median", "relative_median"), ("overlap", "overlap")):
+        for name, block in (("linear", "tensor"), ("dynamic", "tensor"), ("dynamic", "2048")):
+            found[f"{what}: {TITLES[name]}, {block}"] = percent(maps[name][block]["both"][key], 2)
+    return found
+
+
+TABLES = {
+    "origin": origin,
+    "absolute_errors": absolute_errors,
+    "relative_errors": relative_errors,
+    "adam_errors": adam_errors,
+    "cross_check": functools.partial(cross_check, findings),
+}

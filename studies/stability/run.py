@@ -1,0 +1,171 @@
+"""Loss spikes of a CLIP against beta2, learning rate, batch and size, and what avoids them.
+
+    python -m studies.stability.run --device cuda --jobs 8 --seconds 480 --resume --out NAME.json
+    python -m studies.stability.run --small --only shift --jobs 2 --out NAME.json    # 2 CPU cores
+    python -m studies.stability.run --check --data FOLDER --out runs/check.json # seconds on a CPU
+
+A CLIP learns the names of emoji (`shared/emoji.py`), or the pairs of `--data`. RMS_t = sqrt(mean of g^2 / max(u,
+eps^2)) of the patch embedding, of a layer in the middle and of the token embedding is taken at every step, and loss
+spikes and RMS spikes are found afterwards by the paper's heuristics: does the loss follow the patch embedding's
+RMS_t within 1 to 8 steps, more often than by chance, and does it follow the middle layer's?
+
+- **ways**: AdamW with several beta2, StableAdamW, clipped gradients, the schedule of beta2 (Figures 4, 5, 14, 15,
+  20)
+- **shift**: four ways with a 16th of the patch embedding's gradient until the middle of the training, so that its
+  learning signal changes for certain (Section 3.4)
+- **rates**, **batches**, **sizes**: AdamW with a long and a short memory (Figures 13, 12 and 3)
+
+`loss_spikes` has the same change in a network of two embeddings, with every step of the loop to read.
+
+Results are written after every run; `--seconds` begins no run that would not end in time, and `--resume`
+goes on with what is missing in the file that is there.
+
+Source: Wortsman et al. 2023, Sections 3.2 to 3.5, Appendices E and F.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from narrowgauge.trainers import parameter_count
+from studies.clip_precision import pairs as clip_pairs
+from studies.clip_precision import training as clip_run
+from studies.shared import options
+from studies.shared.resumable import Study
+from studies.stability.training import CLIPPED, PLAIN, SCHEDULED, STABLE, WAYS, Plan, Task, run
+
+LONG, SHORT = 0.999, 0.95
+BETAS = {PLAIN.name: (LONG, 0.99, SHORT, 0.9), STABLE.name: (LONG, 0.99, SHORT), CLIPPED.name: (LONG, 0.99, SHORT)}
+FACTORS = {"rates": (4.0, 2.0, 0.5), "batches": (4.0, 0.25)}  # times the base's
+KINDS = ("shift", "ways", "rates", "batches", "sizes")
+REPEATED = ("shift", "ways")  # with every seed; the others ask how spikes depend on a number, over a range of it
+SHIFTED = ((PLAIN.name, LONG), (STABLE.name, LONG), (CLIPPED.name, LONG), (PLAIN.name, SHORT))
+DIM = 1 / 16
+SMALL = Plan(
+    replace(
+        Plan().settings, model="clip-micro", batch=64, steps=240, warmup=40, autocast="none",
+        validation_windows=256,
+    ),
+    sizes=("clip-mini",),
+)  # fmt: skip
+CHECK = Plan(
+    replace(
+        Plan().settings, model="clip-micro", batch=8, steps=12, warmup=3, sequence=8, vocabulary=280,
+        autocast="none", validation_windows=8, workers=1,
+    ),
+    sizes=("clip-mini",),
+    judged_from=4,
+)  # fmt: skip
+
+
+def tasks_of(kind: str, plan: Plan, seed: int) -> list[Task]:
+    """The runs of a kind with one seed; those of the base are among the ways."""
+    base = plan.settings
+    here = Task(PLAIN.name, base.model, base.lr, base.batch, LONG, 1.0, seed)
+    if kind == "shift":
+        return [replace(here, row=name, beta2=beta2, signal=DIM) for name, beta2 in SHIFTED]
+    if kind == "ways":
+        fixed = [replace(here, row=name, beta2=beta2) for name, betas in BETAS.items() for beta2 in betas]
+        last = {w.name: 1 - base.steps**-w.schedule for w in SCHEDULED if w.schedule is not None}
+        return fixed + [replace(here, row=name, beta2=float(f"{beta2:.3g}")) for name, beta2 in last.items()]
+    varied = [here]
+    if kind == "rates":
+        varied = [replace(here, lr=float(f"{base.lr * factor:.3g}")) for factor in FACTORS[kind]]
+    elif kind == "batches":
+        varied = [replace(here, batch=round(base.batch * factor)) for factor in FACTORS[kind]]
+    elif kind == "sizes":
+        varied = [replace(here, model=model) for model in plan.sizes if model != base.model]
+    return [replace(task, beta2=beta2) for task in varied for beta2 in (LONG, SHORT)]
+
+
+def plan_of(kinds: Sequence[str], plan: Plan, seeds: int) -> list[Task]:
+    """All runs, the most important first: a seed of everything, then the next of what is compared in pairs."""
+    tasks = [
+        task
+        for seed in range(seeds)
+        for kind in kinds
+        if not seed or kind in REPEATED
+        for task in tasks_of(kind, plan, seed)
+    ]
+    return list(dict.fromkeys(tasks))
+
+
+def about(plan: Plan, seeds: int) -> dict[str, Any]:
+    """What a results file says of the study before anything has run."""
+    pairs = clip_pairs.pairs_of(plan.settings)
+    clip_run.drawing(plan.settings, pairs)  # before the first run: whether there are enough of them
+    models = dict.fromkeys((plan.settings.model, *plan.sizes))
+    sizes = {
+        model: parameter_count(clip_run.start(replace(plan.settings, model=model), pairs).model) for model in models
+    }
+    return {
+        **options.origin(plan.settings.device),
+        "training": plan.plain() | {"seed": 0, "seeds": seeds, "pairs": pairs.about["fingerprint"]},
+        "data": pairs.about,
+        "parameters": sizes,
+        "rows": [{"name": way.name} for way in WAYS],
+    }
+
+
+def study(
+    out: Path,
+    plan: Plan,
+    *,
+    kinds: Sequence[str] = KINDS,
+    seeds: int = 2,
+    seconds: float = math.inf,
+    jobs: int = 1,
+    resume: bool = False,
+) -> None:
+    """Run it all, or as much as fits."""
+    end = time.monotonic() + seconds
+    results = Study(out, about(plan, seeds), resume, grows=("seeds",))
+    tasks = plan_of(kinds, plan, seeds)
+    there = len(tasks) - len(results.missing(tasks))
+    print(f"{len(tasks)} runs of {plan.settings.steps} steps, {there} of them there", flush=True)
+    results.make(tasks, functools.partial(run, plan=plan), end, jobs=jobs)
+
+
+def main(
+    out: options.Out,
+    data: Annotated[Path | None, typer.Option(help="Pairs: a folder with train.csv.", show_default="emoji")] = None,
+    model: Annotated[str | None, typer.Option(help="Preset of a CLIP. [clip-small]")] = None,
+    steps: Annotated[int | None, typer.Option(min=10, help="Optimizer steps of a run. [600]")] = None,
+    warmup: Annotated[int | None, typer.Option(help="Steps of the learning rate's rise. [150]")] = None,
+    batch: Annotated[int | None, typer.Option(min=2, help="Pairs a step. [512]")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate. [2e-3]")] = None,
+    patch_dropout: Annotated[float | None, typer.Option(help="Share of the patches that is dropped. [0.5]")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Of ways and shift: 0, 1, 2, ...")] = 2,
+    device: options.Device = "cpu",
+    seconds: options.Seconds = math.inf,
+    jobs: options.Jobs = 1,
+    resume: options.Resume = False,
+    only: options.Only = None,
+    small: options.Small = False,
+    check: options.Check = False,
+) -> None:
+    """Train CLIPs until they spike, and write when RMS_t and loss did."""
+    given = options.given(
+        data=data, model=model, steps=steps, warmup=warmup, batch=batch, lr=lr, patch_dropout=patch_dropout,
+        device=device,
+    )  # fmt: skip
+    options.one_thread(check)
+    plan = CHECK if check else SMALL if small else Plan()
+    settings = replace(plan.settings, **given)
+    study(
+        out, replace(plan, settings=settings),
+        kinds=options.matching("--only", only, KINDS), seeds=1 if check else seeds,
+        seconds=seconds, jobs=jobs, resume=resume,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    typer.run(main)

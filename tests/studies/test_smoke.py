@@ -1,0 +1,72 @@
+"""Every study runs: its command with `--check` writes a results file from which its tables are drawn."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from forked import START
+from studies import render
+
+# Beside `--check` and `--out`: TEXT and PAIRS stand for the folders of the tests.
+WORDS = {
+    "adam_variants": ["--data", "TEXT", "--only", "images", "--only", "masked"],
+    "bytes_and_loss": ["--data", "TEXT", "--only", "D", "--only", "FlashAdamW"],
+    "clip_precision": ["--data", "PAIRS", "--batch", "8", "--only", "bf16", "--only", "tensor*"],
+    "collage_float8": ["--data", "TEXT"],
+    "collage_throughput": ["--only", "[DA]", "--only", "adamw8bit*"],
+    "collage_training": ["--data", "TEXT", "--only", "[ABD]"],
+    "compressed_training": ["--data", "TEXT", "--only", "fp32", "--only", "2 nearest"],
+    "eight_bit_adam": ["--data", "TEXT"],
+    "inner_product_noise": ["--data", "TEXT"],
+    "loss_scaling": ["--data", "TEXT", "--only", "inf × 1", "--steps", "10"],
+    "loss_spikes": [],
+    "memory_plans": [],
+    "other_codes": ["--data", "TEXT", "--lr", "0.01", "--seeds", "1"],
+    "quantization_error": ["--data", "TEXT"],
+    "stability": ["--data", "PAIRS", "--only", "shift"],
+    "state_codecs": ["--data", "TEXT", "--part", "reference", "--part", "sgd", "--jobs", "1"],
+    "training_magnitudes": ["--data", "TEXT"],
+}
+# Tables that need more than a check makes: several seeds or devices, every part, every row.
+LARGER = {
+    "bytes_and_loss": {"short"},
+    "collage_training": {"reading"},
+    "eight_bit_adam": {"repeats"},
+    "state_codecs": set(render.page_of("state_codecs").TABLES) - {"origin"},
+}
+
+
+def test_there_is_a_smoke_run_of_each_study() -> None:
+    assert set(WORDS) == set(render.NAMES)
+
+
+@pytest.mark.usefixtures("surroundings", "forked")
+@pytest.mark.parametrize("name", WORDS)
+def test_a_study_runs(
+    name: str, text: Path, squares: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study, page = importlib.import_module(f"studies.{name}.run"), render.page_of(name)
+    if hasattr(study, "START"):
+        monkeypatch.setattr(study, "START", START)
+    out = tmp_path / f"{name}_check.json"
+    words = [{"TEXT": str(text), "PAIRS": str(squares)}.get(word, word) for word in WORDS[name]]
+    app = typer.Typer()
+    app.command()(study.main)
+    ran = CliRunner().invoke(app, ["--check", "--out", str(out), *words], catch_exceptions=False)
+    assert ran.exit_code == 0, ran.output
+    results = json.loads(out.read_text())
+    assert {"device", "torch"} <= results["environment"].keys()
+    assert not re.search(r'"[^"]*(/home|/root|/tmp|[A-Z]:\\)', out.read_text())
+    runs = results.get("runs", [])
+    assert not [
+        run for run in runs if not re.search("not installed|takes a GPU", run.get("failed", "not installed"))
+    ]
+    for table in page.TABLES.keys() - LARGER.get(name, set()):
+        assert page.TABLES[table](results), table
