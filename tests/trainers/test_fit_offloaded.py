@@ -38,7 +38,10 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", RUNS)
+QUICK = ("8-bit states and low words, clipped", "in parts, stochastic rounding", "a scaler of each, no clipping")
+
+
+@pytest.mark.parametrize("case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in RUNS])
 def test_a_run_is_the_one_without_and_goes_on(
     case: str, small: TrainSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,7 +40,10 @@ STOPPED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", STOPPED)
+QUICK = ("causal, 8-bit states and low words", "masked, in parts", "a plan, a beta2 schedule", "autocast, a scaler")
+
+
+@pytest.mark.parametrize("case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in STOPPED])
 def test_a_run_that_stops_goes_on_as_if_it_had_not(case: str, small: TrainSettings, tmp_path: Path) -> None:
     changes = STOPPED[case]
     whole = run(small, tmp_path / "whole", **changes)
