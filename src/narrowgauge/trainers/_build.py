@@ -66,7 +66,7 @@ def _model(settings: TrainSettings, outputs: int, end: int) -> Any:
 
 
 def plain_model(settings: TrainSettings, outputs: int, end: int) -> Any:
-    """A model with what is added around it, in fp32 on the CPU; arguments as of `build_parts`."""
+    """A model with what is added around it, in fp32 on the CPU; arguments as in `build_parts`."""
     model = _model(settings, outputs, end)
     names = (f.name for f in fields(Extras))
     Extras(**{name: getattr(settings, name) for name in names}).add(model, settings.seed)
