@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fitted import CPU, Silent, run, weights
+from fitted import CPU, Silent, captured, run, weights
 from pictured import class_folder, csv_pairs
 
 from narrowgauge.nn import HeadLayerNorm, LayerScale, PatchNorm, StableEmbedding
@@ -273,18 +272,10 @@ def test_a_checkpoint_from_before_an_option_goes_on_under_its_default(tmp_path: 
         refuse_others(now, saved, tmp_path)
 
 
-def test_compiled_it_learns_the_same(vit: TrainSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the compiler that makes no code: what is captured is what is tested."""
-    graphs = []
-
-    def count(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
+def test_compiled_it_learns_the_same(vit: TrainSettings, tmp_path: Path) -> None:
     small = replace(vit, steps=2, kq_norm=True, patch_norm="before", layer_scale=0.5)
     plain = run(small, tmp_path / "plain")
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
-    compiled = run(small, tmp_path / "compiled", compile=True, gauges_every=2)
+    with captured() as graphs:
+        compiled = run(small, tmp_path / "compiled", compile=True, gauges_every=2)
     assert compiled == pytest.approx(plain, rel=1e-5)
     assert graphs
-    torch._dynamo.reset()
