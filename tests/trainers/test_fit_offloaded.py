@@ -126,8 +126,8 @@ def test_watched_states_are_named_as_missing(small: TrainSettings, tmp_path: Pat
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a word": ({"offload": "yes"}, r"--offload: got 'yes', takes one of none, states, gradients"),
-    "fsdp": ({"offload": "states", "parallel": "fsdp"}, r"--offload: got 'states', takes none with --par"),
-    "parts": ({"offload": "gradients", "accumulate": 2}, r"--offload: got 'gradients', takes none or states with"),
+    "fsdp": ({"offload": "states", "parallel": "fsdp"}, r"--offload must be none with --par.*, got 'states'"),
+    "parts": ({"offload": "gradients", "accumulate": 2}, r"--offload must be none or states with --acc"),
 }  # fmt: skip
 
 
@@ -143,5 +143,5 @@ def test_gradients_stay_where_several_average_them(small: TrainSettings, monkeyp
     for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):
         monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
     assert ProcessGroup.of(replace(small, offload="states")).world == 2
-    with pytest.raises(SettingsError, match=r"^--offload: got 'gradients' under torchrun, takes none or states"):
+    with pytest.raises(SettingsError, match=r"^--offload must be none or states under torchrun, got 'gradients'"):
         ProcessGroup.of(replace(small, offload="gradients"))

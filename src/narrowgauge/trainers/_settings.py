@@ -110,13 +110,13 @@ class TrainSettings:
                 )
         if self.offload != "none" and self.parallel == "fsdp":
             raise SettingsError(
-                f"--offload: got {self.offload!r}, takes none with --parallel fsdp, which divides states among "
-                "GPUs; CPUOffload carries whole parameters"
+                f"--offload must be none with --parallel fsdp, got {self.offload!r}: FSDP divides states among "
+                "GPUs, CPUOffload moves whole parameters"
             )
         if self.offload == "gradients" and self.accumulate > 1:
             raise SettingsError(
-                f"--offload: got 'gradients', takes none or states with --accumulate {self.accumulate}: what left "
-                "the GPU cannot be added to there"
+                f"--offload must be none or states with --accumulate {self.accumulate}, got 'gradients': nothing "
+                "can be added to a gradient that has left the GPU"
             )
         self._check_model_options(preset(self.model).objective)
         _ = self.plan
