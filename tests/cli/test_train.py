@@ -163,7 +163,7 @@ REFUSED = {
     "a scaler there is not": (("--scaler", "grand"), "--scaler: got 'grand', takes one of none, dynamic"),
     "autocast of bf16 weights": (
         ("--autocast", "fp16"),
-        "--autocast: got 'fp16', takes none with --recipe adamw8b",
+        "--autocast must be none with --recipe adamw8b",
     ),
     "what the optimizer has not": (
         ("--recipe", "lion8bit", "--beta2-schedule", "0.8"),

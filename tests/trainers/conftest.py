@@ -1,8 +1,7 @@
-"""What trainings share: compiled steps, one thread, and what starts several processes."""
+"""What trainings share: the tests' cache, and several processes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,5 @@ from parallel_runs import Trainings
 
 
 @pytest.fixture(scope="session")
-def trainings(cache: Path) -> Iterator[Trainings]:
-    made = Trainings(cache)
-    yield made
-    made.close()
+def trainings(cache: Path) -> Trainings:
+    return Trainings(cache)

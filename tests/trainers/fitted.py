@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -74,3 +76,18 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     return load_file(out / "model.safetensors")
+
+
+@contextlib.contextmanager
+def captured() -> Iterator[list[Any]]:
+    """`torch.compile` with a compiler that makes no code; gives the graphs that it captures."""
+    graphs: list[Any] = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend=keep))
+        yield graphs
+    torch._dynamo.reset()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fitted import CPU, Silent, run, small_settings, weights
+from fitted import CPU, Silent, captured, run, small_settings, weights
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from narrowgauge.scaling import LossScaler
@@ -61,20 +60,12 @@ def test_recomputing_blocks_changes_nothing(
     assert len(calls) - once == once + 2 * small.steps  # two blocks, once more a step
 
 
-def test_compiled_it_learns_the_same(small: TrainSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the compiler that makes no code: what is captured is what is tested."""
-    graphs = []
-
-    def count(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
+def test_compiled_it_learns_the_same(small: TrainSettings, tmp_path: Path) -> None:
     plain = run(small, tmp_path / "plain")
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
-    compiled = run(small, tmp_path / "compiled", compile=True, gauges_every=2)
+    with captured() as graphs:
+        compiled = run(small, tmp_path / "compiled", compile=True, gauges_every=2)
     assert compiled == pytest.approx(plain, rel=1e-5)
     assert graphs
-    torch._dynamo.reset()
 
 
 @pytest.mark.slow

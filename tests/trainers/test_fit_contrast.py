@@ -5,14 +5,13 @@ Gradients are compared as the optimizer is given them: Adam and clipping would h
 
 from __future__ import annotations
 
-import functools
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fitted import CPU, Silent, gradients_kept, weights
+from fitted import CPU, Silent, captured, gradients_kept, weights
 from parallel_runs import Trainings
 from pictured import csv_pairs
 
@@ -152,21 +151,13 @@ def test_the_memory_is_that_of_a_part(clip: TrainSettings) -> None:
     assert peaks[1] < peaks[0] / 4
 
 
-def test_compiled_it_is_the_same(clip: TrainSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the compiler that makes no code: what is captured is what is tested."""
-    graphs = []
-
-    def count(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
+def test_compiled_it_is_the_same(clip: TrainSettings, tmp_path: Path) -> None:
     whole = trained(clip, tmp_path / "whole", steps=2)
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
-    found = trained(clip, tmp_path / "parts", steps=2, accumulate=2, compile=True)
+    with captured() as graphs:
+        found = trained(clip, tmp_path / "parts", steps=2, accumulate=2, compile=True)
     assert graphs
     assert_equal_gradients(found[0], whole[0], 1e-5)
     assert_equal_gradients(found[1], whole[1], 1e-3)
-    torch._dynamo.reset()
 
 
 def test_two_processes_average_gradients(trainings: Trainings, clip: TrainSettings, tmp_path: Path) -> None:

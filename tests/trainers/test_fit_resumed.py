@@ -14,7 +14,7 @@ from fitted import CPU, Silent, run, small_settings, weights
 
 from narrowgauge.distributed import save_checkpoint
 from narrowgauge.gauges import read_records
-from narrowgauge.trainers import SettingsError, TrainSettings, fit
+from narrowgauge.trainers import SettingsError, TrainSettings, config_values, fit
 from narrowgauge.trainers._build import build_parts
 from narrowgauge.trainers._history import FILE, History, read_history
 from narrowgauge.trainers._language import LanguageTask
@@ -40,7 +40,10 @@ STOPPED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", STOPPED)
+QUICK = ("causal, 8-bit states and low words", "masked, in parts", "a plan, a beta2 schedule", "autocast, a scaler")
+
+
+@pytest.mark.parametrize("case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in STOPPED])
 def test_a_run_that_stops_goes_on_as_if_it_had_not(case: str, small: TrainSettings, tmp_path: Path) -> None:
     changes = STOPPED[case]
     whole = run(small, tmp_path / "whole", **changes)
@@ -146,3 +149,11 @@ def test_what_is_no_checkpoint_of_a_training_is_refused(small: TrainSettings, tm
     )
     with pytest.raises(SettingsError, match=r"--resume: got .*, takes a checkpoint of narrowgauge train"):
         fit(replace(settings, resume=str(path)), CPU, Silent())
+
+
+def test_a_configuration_of_an_earlier_release_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("steps = 9\ngather-codes = false\n")
+    assert config_values(tmp_path / "config.toml") == {"steps": 9}
+    (tmp_path / "config.toml").write_text("stops = 9\n")
+    with pytest.raises(SettingsError, match="got the unknown key 'stops'"):
+        config_values(tmp_path / "config.toml")

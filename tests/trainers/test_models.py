@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,6 @@ from narrowgauge.trainers._models import (
     preset,
     presets,
 )
-from narrowgauge.trainers._tokens import END_OF_TEXT
 
 SMALL = ["micro", "mini", "tiny", "llama-micro"]
 
@@ -93,15 +91,6 @@ def test_a_fresh_model_knows_nothing_and_learns(name: str) -> None:
     assert next_token_loss(model, windows).item() < fresh / 2
 
 
-@pytest.mark.parametrize("name", ["micro", "llama-micro"])
-def test_the_end_of_a_text_is_learned_like_any_token(name: str) -> None:
-    model = build_model(name, vocabulary=256, sequence=8, seed=0)
-    torch.autograd.backward(next_token_loss(model, torch.full((1, 9), END_OF_TEXT)))
-    embedding = model.get_input_embeddings().weight
-    assert embedding[END_OF_TEXT].any()
-    assert embedding.grad[END_OF_TEXT].any()
-
-
 def test_generating_and_loading_again_make_no_noise(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -142,24 +131,6 @@ def test_the_published_sizes(name: str, vocabulary: int, parameters: int) -> Non
     assert parameter_count(model) == parameters
 
 
-@pytest.mark.parametrize("name", ["micro", "gpt2", "llama-micro"])
-def test_any_sequence_gets_its_positions(name: str) -> None:
-    least = preset(name).positions
-    for sequence in (8, 2048):
-        settings = configuration(name, vocabulary=300, sequence=sequence)
-        assert settings.max_position_embeddings == max(least, sequence)
-    model = build_model("micro", vocabulary=300, sequence=2, seed=0)
-    assert next_token_loss(model, torch.tensor([[1, 2, 3]])).isfinite()
-
-
-def test_the_initial_spread_is_the_presets() -> None:
-    wide = dataclasses.replace(preset("mini"), initializer_range=0.1)
-    narrow = build_model("mini", vocabulary=1024, sequence=32, seed=0).get_input_embeddings().weight
-    weight = build_model(wide, vocabulary=1024, sequence=32, seed=0).get_input_embeddings().weight
-    assert narrow.std().item() == pytest.approx(0.02, rel=0.02)
-    assert weight.std().item() == pytest.approx(0.1, rel=0.02)
-
-
 def test_names() -> None:
     assert {"micro", "mini", "tiny", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "llama-micro"} < set(presets())
     assert isinstance(preset("micro"), Preset)
@@ -167,18 +138,6 @@ def test_names() -> None:
         build_model("gpt-5", vocabulary=300, sequence=8, seed=0)
     assert isinstance(caught.value, ValueError)
     assert str(caught.value) == f"--model takes one of {', '.join(presets(None))}, got 'gpt-5'"
-
-
-@pytest.mark.parametrize(
-    ("sizes", "says"),
-    [
-        ({"vocabulary": 255, "sequence": 8}, "vocabulary must be at least 256, got 255"),
-        ({"vocabulary": 300, "sequence": 1}, "sequence must be at least 2, got 1"),
-    ],
-)
-def test_sizes_that_cannot_work_are_named(sizes: dict[str, int], says: str) -> None:
-    with pytest.raises(ValueError, match=f"^{says}$"):
-        build_model("micro", **sizes, seed=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -111,6 +111,14 @@ def test_a_missing_file_is_named(name: str, copy: Path) -> None:
         open_tokens(copy, None)
 
 
+@pytest.mark.usefixtures("surroundings")
+def test_a_text_may_have_the_names_of_tokens(tmp_path: Path) -> None:
+    """WikiText's files are called so."""
+    for name in ("wiki.train.tokens", "train.tokens", "index.json"):
+        (tmp_path / name).write_text(f"the text of {name}, " * 50)
+    assert open_tokens(tmp_path, 256).train.dtype == torch.int32
+
+
 def test_another_vocabulary_is_refused(prepared: Path) -> None:
     with pytest.raises(ValueError, match=r"--vocabulary: got 400, takes the 300 of the tokens in"):
         open_tokens(prepared, 400)

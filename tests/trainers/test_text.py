@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sysconfig
 from pathlib import Path
 
@@ -63,14 +62,6 @@ def test_split_of_any_sizes(sizes: list[int]) -> None:
     whole = [document for document in validation if document in documents]
     assert len(validation) - len(whole) <= 1
     assert not set(names(tuple(train))) & set(names(tuple(whole)))
-
-
-@pytest.mark.parametrize("count", [2, 3, 9])
-def test_a_few_equal_files_give_one_whole_file(count: int) -> None:
-    documents = [Document(f"{i}.txt", "x" * 1000) for i in range(count)]
-    _, validation = _text._split(documents)
-    assert len(validation) == 1
-    assert validation[0] in documents
 
 
 def test_a_dominating_file_stays_in_training_but_for_its_end() -> None:
@@ -219,13 +210,6 @@ def test_permission_denied_to_a_folder(tmp_path: Path) -> None:
     fill(tmp_path / "locked", {"a.txt": "a"}).chmod(0)
     assert "Permission denied" in refusal(tmp_path / "locked")
     (tmp_path / "locked").chmod(0o700)
-
-
-def test_a_socket_is_neither_file_nor_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # a socket's path is short
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind("s")
-        assert "neither" in refusal(tmp_path / "s")
 
 
 def test_the_standard_library_is_there_by_default() -> None:

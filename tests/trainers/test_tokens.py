@@ -118,13 +118,6 @@ def test_validation_text_teaches_the_tokenizer_nothing(made: TokenizedCorpus, tm
     assert tokenize(other, 300, cache=tmp_path).tokenizer.to_str() == made.tokenizer.to_str()
 
 
-def test_a_text_with_few_words_uses_fewer_tokens(tmp_path: Path) -> None:
-    small = Corpus("", (Document("a", "abc abc"),), (Document("b", "abc"),), {})
-    made = tokenize(small, 5000, cache=tmp_path)
-    assert made.vocabulary == 5000
-    assert made.tokenizer.get_vocab_size() < 300
-
-
 def test_progress_goes_from_nothing_to_all_and_a_hit_is_silent(tmp_path: Path) -> None:
     told: list[tuple[str, float]] = []
     tokenize(CORPUS, 300, cache=tmp_path, on_progress=lambda stage, fraction: told.append((stage, fraction)))
@@ -175,15 +168,6 @@ def test_the_cache_is_where_xdg_says(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert _tokens._cache_folder() == tmp_path / "home" / ".cache" / "narrowgauge" / "tokens"
     tokenize(CORPUS, 256)
     assert len(list((tmp_path / "home" / ".cache" / "narrowgauge" / "tokens").iterdir())) == 1
-
-
-def test_nobody_without_a_home_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    def homeless() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", homeless)
-    assert tokenize(CORPUS, 256).vocabulary == 256
 
 
 def test_the_cache_gives_back_the_same_and_a_damaged_entry_is_made_again(

@@ -32,15 +32,15 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """What a training loop moves.
+    """Model, optimizer and loss scaler of a training.
 
     Attributes:
-        model: of transformers, with what was added around it; on its device, cast by the recipe.
-        runs: what is called: the model, or around it what averages gradients, and what compiles it.
-        optimizer: the recipe's, or around it what keeps its states on the CPU.
+        model: of transformers, with its extras; on its device, cast by the recipe.
+        runs: the module to call: the model, wrapped for DDP and compiled if asked for.
+        optimizer: the recipe's, or a CPUOffload around it.
         scaler: the loss scaler, or None.
         autocast: the format to compute in, or None for that of the weights.
-        notes: what was swapped, in lines fit to print.
+        notes: lines about model, plan and processes.
     """
 
     model: Any
@@ -57,17 +57,16 @@ class Parts:
         return torch.autocast(next(self.model.parameters()).device.type, self.autocast)
 
 
-def _model(settings: TrainSettings, outputs: int, end: int) -> Any:
-    """The model as transformers has it."""
-    sizes, sequence, how = preset(settings.model), settings.sequence, settings.attention
-    if isinstance(sizes, Preset):
-        return build_model(sizes, vocabulary=outputs, sequence=sequence, seed=settings.seed, attention=how)
-    return build_image_model(sizes, outputs, context=sequence, seed=settings.seed, attention=how, end=end)
-
-
 def plain_model(settings: TrainSettings, outputs: int, end: int) -> Any:
-    """A model with what is added around it, in fp32 on the CPU; arguments as of `build_parts`."""
-    model = _model(settings, outputs, end)
+    """A model with its extras, in fp32 on the CPU; arguments as in `build_parts`."""
+    sizes, sequence, attention = preset(settings.model), settings.sequence, settings.attention
+    model: Any
+    if isinstance(sizes, Preset):
+        model = build_model(sizes, vocabulary=outputs, sequence=sequence, seed=settings.seed, attention=attention)
+    else:
+        model = build_image_model(
+            sizes, outputs, context=sequence, seed=settings.seed, attention=attention, end=end
+        )
     names = (f.name for f in fields(Extras))
     Extras(**{name: getattr(settings, name) for name in names}).add(model, settings.seed)
     return model
@@ -91,13 +90,13 @@ def build_parts(
         end: the token that ends a caption.
 
     Raises:
-        SettingsError, ValueError: for what does not go together, by name.
+        SettingsError, ValueError: for options that do not go together, by name.
     """
     recipe = recipes.get(settings.recipe)
     if settings.autocast != "none" and recipe.dtype != torch.float32:
         raise SettingsError(
-            f"--autocast: got {settings.autocast!r}, takes none with --recipe {recipe.name}, whose weights are "
-            f"{recipe.dtype} already"
+            f"--autocast must be none with --recipe {recipe.name}, whose weights are {recipe.dtype} already, got "
+            f"{settings.autocast!r}"
         )
     model = plain_model(settings, outputs, end)
     if settings.gradient_checkpointing:
@@ -118,14 +117,14 @@ def build_parts(
             raise SettingsError(f"--linear: got {settings.linear!r}, but no layer of {settings.model} can take it")
         notes.append(f"{report.plan.title}: {len(report.swapped)} layers, {len(report.kept)} kept")
     runs: Any = group.wrap(model)
-    # Once parameters are those that are trained: swapping keeps them, sharding makes others.
+    # After sharding, which makes other parameters.
     optimizer: NarrowOptimizer | CPUOffload
     given: dict[str, Any] = {"lr": settings.lr, "decay_all": settings.decay_all, **settings.hyperparameters}
     if settings.offload == "none":
         optimizer = recipe.apply(model, **given)
     else:
         kept: Any = "freed" if settings.offload == "gradients" else "kept"
-        # Under DDP a gradient is not what it was before the backward pass was over.
+        # DDP averages gradients until the end of the backward pass.
         when: Any = "step" if group.joined else "backward"
         optimizer = recipe.apply(model, around=partial(CPUOffload, gradients=kept, transfer=when), **given)
         what = "states, low words and gradients" if kept == "freed" else "states and low words"

@@ -28,15 +28,15 @@ from ._tokens import END_OF_TEXT, OnProgress, open_tokens
 
 @dataclass(frozen=True, eq=False)
 class Opened:
-    """A task, and what a model for it needs to know.
+    """A task, and the sizes that its model takes.
 
     Attributes:
         task: the task.
         outputs: number of tokens of the text, or of classes.
         end: the token that ends a text.
         fingerprint: equal for equal data.
-        notes: what was left out, in lines fit to print.
-        export: writes what stands beside the model in a folder; the model is told its classes.
+        notes: lines about what was left out.
+        export: writes tokenizer or image processor into a folder; sets the classes in the model's configuration.
     """
 
     task: Task
@@ -48,11 +48,11 @@ class Opened:
 
 
 def open_task(settings: TrainSettings, on_progress: OnProgress) -> Opened:
-    """Read what a run trains on.
+    """Open the data of a run.
 
     Args:
         settings: of the run.
-        on_progress: as of `tokenize`.
+        on_progress: see `tokenize`.
 
     Raises:
         DataError, ValueError: if it cannot be trained on, in one line that names the option.
@@ -127,12 +127,12 @@ def _export_classes(classes: tuple[str, ...], size: int, model: Any, folder: Pat
 
 
 def _export_processor(size: int, folder: Path) -> None:
-    """How images become a model's input, as transformers' AutoImageProcessor reads it: the validation's way."""
-    said = {
+    """Write how images become a model's input, for transformers' AutoImageProcessor; as in validation."""
+    processor = {
         "image_processor_type": "CLIPImageProcessor", "do_convert_rgb": True,
         "do_resize": True, "size": {"shortest_edge": size}, "resample": 3,
         "do_center_crop": True, "crop_size": {"height": size, "width": size},
         "do_rescale": True, "rescale_factor": 1 / 255,
         "do_normalize": True, "image_mean": MEAN, "image_std": DEVIATION,
     }  # fmt: skip
-    (folder / "preprocessor_config.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation: of what a GPU could multiply, the share that went into the model.
+"""Model FLOPs utilization: the share of a device's peak that went into the model.
 
 A token's multiplications and additions, forward and backward, are 6 for each weight of a linear layer (2 forward, 4
 backward) and 12 * layers * width * sequence in attention, the causal half included. What is computed twice to save
@@ -74,7 +74,7 @@ def flops_per_image(model: Any, share: float, context: int) -> int:
     patches = (config.image_size // config.patch_size) ** 2
     seen = 1 + patches_left(patches, share)
     (embedding,) = (m for m in tower.embeddings.modules() if isinstance(m, nn.Conv2d))
-    # What stands behind the towers reads one token of each.
+    # The heads after the towers read one token of each.
     heads = sum(
         _weights(m) for name, m in model.named_children() if name not in ("vision_model", "vit", "text_model")
     )

@@ -1,8 +1,8 @@
-"""How many bytes one step needs at its peak.
+"""The peak memory of one step.
 
-On a GPU the allocator keeps the record. On the CPU nobody does, and the process's resident set says more about
-the imports and the allocator's habits than about the training; so one step runs under torch's profiler, which is
-told of every allocation, and the running sum has a maximum.
+On a GPU the allocator records it. On the CPU the resident set depends more on imports and on the allocator than on
+the training; so one step runs under torch's profiler, which records every allocation, and the running sum has a
+maximum.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ T = TypeVar("T")
 
 
 def peak_memory(step: Callable[[], T], held: int, device: torch.device) -> tuple[T, int]:
-    """Run a step and give what it returns and the peak of bytes in tensors while it ran.
+    """Run a step; returns its result and the peak of bytes in tensors while it ran.
 
     Args:
-        step: what to run; it runs once, as it would without being watched.
+        step: runs once, as without the measurement.
         held: bytes of the tensors that exist before and after it: parameters and optimizer states.
-        device: where the step works.
+        device: where it runs.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

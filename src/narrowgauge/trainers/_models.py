@@ -40,7 +40,7 @@ class Preset:
 
     Attributes:
         family: whose architecture: GPT-2 (LayerNorm, GELU, learned positions, the output tied to the embedding),
-            LLaMA (RMSNorm, SwiGLU, rotary positions, an output of its own), BERT (LayerNorm behind each branch,
+            LLaMA (RMSNorm, SwiGLU, rotary positions, an output of its own), BERT (LayerNorm after each branch,
             learned positions, the output tied) or RoBERTa (BERT without segments).
         layers: number of blocks.
         width: of the residual stream.
@@ -170,7 +170,7 @@ def configuration(model: str | Preset, *, vocabulary: int, sequence: int) -> Pre
             n_head=sizes.heads,
             n_inner=sizes.hidden,
             n_positions=max(sizes.positions, sequence),
-            # GPT-2's own in one operation of torch; "gelu_new" is eight, and keeps what lies between them.
+            # GPT-2's own, in one operation of torch; "gelu_new" is eight, which all save their results.
             activation_function="gelu_pytorch_tanh",
             embd_pdrop=0.0,
             attn_pdrop=0.0,
@@ -193,7 +193,7 @@ def configuration(model: str | Preset, *, vocabulary: int, sequence: int) -> Pre
         positions = max(sizes.positions, sequence)
         if sizes.family == "bert":
             return BertConfig(max_position_embeddings=positions, **common)
-        # Its positions begin behind that of padding.
+        # Its positions begin after that of padding.
         return RobertaConfig(max_position_embeddings=positions + PAD + 1, type_vocab_size=1, **common)
     return LlamaConfig(
         num_hidden_layers=sizes.layers,

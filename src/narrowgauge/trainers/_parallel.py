@@ -102,8 +102,8 @@ class ProcessGroup:
         group = cls(dist.get_rank(), dist.get_world_size(), settings.parallel, True)
         if settings.offload == "gradients":
             raise SettingsError(
-                "--offload: got 'gradients' under torchrun, takes none or states: DDP writes means to gradients "
-                "when the backward pass is over"
+                "--offload must be none or states under torchrun, got 'gradients': DDP writes means to gradients "
+                "after the backward pass"
             )
         parts = group.world * settings.accumulate
         if settings.batch % parts:

@@ -72,8 +72,8 @@ class TrainSettings:
     linear: str = _option("none", "Plan of the linear layers, such as SWITCHBACK:e4m3.")
     autocast: str = _option("none", "Format that fp32 models compute in: none, bf16 or fp16.")
     scaler: str = _option("none", "Loss scaler: none, dynamic, static or tensor.")
-    stable_embedding: bool = _option(False, "A layer norm behind the token embedding, Xavier's initialization.")
-    layer_scale: float | None = _option(None, "Learned scales behind each branch of a block, from this value.")
+    stable_embedding: bool = _option(False, "A layer norm after the token embedding, Xavier's initialization.")
+    layer_scale: float | None = _option(None, "Learned scales after each branch of a block, from this value.")
     kq_norm: bool = _option(False, "Layer norms on queries and keys, head by head.")
     patch_norm: str = _option("none", "Layer norm on patches: none, before their embedding, or after.")
     patch_dropout: float = _option(0.0, "Share of the patches of an image that training drops.")
@@ -82,7 +82,7 @@ class TrainSettings:
     flip: bool = _option(False, "Mirror one image in two.")
     workers: int | None = _option(None, "Threads that decode images; none: one a core, at most 16.")
     attention: str = _option("sdpa", "sdpa (flash attention where there is one) or eager.")
-    gradient_checkpointing: bool = _option(False, "Keep blocks' inputs alone, and compute the rest again.")
+    gradient_checkpointing: bool = _option(False, "Keep only the inputs of blocks, and compute the rest again.")
     deterministic: bool = _option(False, "Kernels that give the same bits each time, on a GPU too; slower.")
     compile: bool = _option(False, "torch.compile the model.")
     device: str = _option("auto", "cpu, cuda, cuda:1, or auto: a GPU if there is one.")
@@ -90,7 +90,7 @@ class TrainSettings:
     offload: str = _option("none", "On the CPU, with the step: none, states (low words too), or gradients as well.")
     validate_every: int = _option(100, "Steps between validations; 0 for one at the end.")
     validation_windows: int = _option(64, "Windows of held-out text, or images, to validate on.")
-    log_every: int = _option(10, "Steps between looks at the loss, which wait for the device.")
+    log_every: int = _option(10, "Steps between logs of the loss, which wait for the device.")
     gauges_every: int = _option(10, "Steps between measurements of the gauges; 0 for none.")
     save_every: int = _option(500, "Steps between checkpoints; 0 for one at the end.")
     keep: int = _option(2, "Checkpoints that are kept.")
@@ -110,13 +110,13 @@ class TrainSettings:
                 )
         if self.offload != "none" and self.parallel == "fsdp":
             raise SettingsError(
-                f"--offload: got {self.offload!r}, takes none with --parallel fsdp, which divides states among "
-                "GPUs; CPUOffload carries whole parameters"
+                f"--offload must be none with --parallel fsdp, got {self.offload!r}: FSDP divides states among "
+                "GPUs, CPUOffload moves whole parameters"
             )
         if self.offload == "gradients" and self.accumulate > 1:
             raise SettingsError(
-                f"--offload: got 'gradients', takes none or states with --accumulate {self.accumulate}: what left "
-                "the GPU cannot be added to there"
+                f"--offload must be none or states with --accumulate {self.accumulate}, got 'gradients': nothing "
+                "can be added to a gradient that has left the GPU"
             )
         self._check_model_options(preset(self.model).objective)
         _ = self.plan

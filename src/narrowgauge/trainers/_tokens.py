@@ -149,9 +149,10 @@ def tokenize(
     folder = cache if cache is not None else _cache_folder()
     entry = folder / _key(corpus, vocabulary) if folder else None
     if entry:
-        with contextlib.suppress(DamagedShardError):
+        with contextlib.suppress(DamagedShardError, OSError):
             found, _ = _read(entry)
             return replace(found, train=found.train.to(torch.int32), validation=found.validation.to(torch.int32))
+    damaged = entry is not None and entry.exists()
     made = _make(corpus, vocabulary, 1, on_progress or (lambda stage, fraction: None))
     if entry:
         with contextlib.suppress(OSError):
@@ -160,8 +161,9 @@ def tokenize(
                 written = Path(aside, entry.name)
                 written.mkdir()
                 _write(written, made)
-                shutil.rmtree(entry, ignore_errors=True)  # a damaged one
-                written.rename(entry)
+                if damaged:
+                    shutil.rmtree(entry, ignore_errors=True)
+                written.rename(entry)  # or another process was first
     return made
 
 
@@ -418,10 +420,11 @@ def _mapped(path: Path, kind: np.dtype[Any], tokens: int, sha256: list[str]) -> 
 
 
 def _is_prepared(folder: Path) -> bool:
-    """Whether a folder has prepared tokens, or a part of them."""
+    """Whether a folder has prepared tokens, of which one file may be missing."""
     try:
-        return next(folder.glob("train*.tokens"), None) is not None or _MAGIC.encode() in _bytes(folder / INDEX, 64)
-    except DamagedShardError:
+        both = all((folder / f"{side}.tokens").is_file() for side in _SIDES)
+        return both or _MAGIC.encode() in _bytes(folder / INDEX, 64)
+    except (DamagedShardError, OSError):
         return False
 
 
