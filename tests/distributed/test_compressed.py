@@ -21,13 +21,13 @@ from narrowgauge.distributed._compressed_passes import BlockCodec
 from narrowgauge.distributed._error_feedback import ErrorFeedback
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown codebook": ({"codebook": "dynamik"}, r"^codebook: got 'dynamik', takes one of "),
-    "invalid values": ({"codebook": torch.tensor([-1.0, 1.0])}, "^codebook: takes ascending"),
+    "unknown codebook": ({"codebook": "dynamik"}, r"^codebook.*'dynamik'"),
+    "invalid values": ({"codebook": torch.tensor([-1.0, 1.0])}, "^codebook.*ascending"),
     "unsigned": (
         {"codebook": formats.codebook("dynamic", signed=False)},
         "^codebook must be signed, got no negative",
     ),
-    "width": ({"bits": 9}, r"^bits: got 9, takes 2 to 8 for the map 'dynamic' with sign$"),
+    "width": ({"bits": 9}, r"^bits.*2 to 8 for the map 'dynamic' with sign"),
     "width twice": (
         {"codebook": formats.codebook("linear", bits=4), "bits": 4},
         r"^bits must be None beside a codebook of values, got 4$",
