@@ -191,21 +191,25 @@ class _Writer:
     def submit(self, *given: Any) -> PendingCheckpoint:
         with self._lock:
             last, self._last = self._last, None
-            if last is not None and not last._seen:
-                last.wait()
+            task = _begin(*given, after=None if last is None or last._seen else last, copied=True)
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(1, thread_name_prefix="narrowgauge-checkpoint")
-            self._last = PendingCheckpoint(self._pool.submit(write_checkpoint, _begin(*given, copied=True)))
+            self._last = PendingCheckpoint(self._pool.submit(write_checkpoint, task))
             return self._last
 
 
 _writer = _Writer()
 
 
-def _begin(directory: str | Path, *given: Any, copied: bool = False) -> SaveTask:
-    """Check on all ranks what is to be saved, copy it to the CPU if asked to, and create the folder to write to."""
+def _begin(
+    directory: str | Path, *given: Any, after: PendingCheckpoint | None = None, copied: bool = False
+) -> SaveTask:
+    """Wait for another save, check on all ranks what is to be saved, copy it to the CPU if asked to, and create the
+    folder to write to."""
 
     def check() -> SaveTask:
+        if after is not None:
+            after.wait()
         task = _checked(Path(directory), *given)
         if not copied:
             return task
