@@ -370,7 +370,7 @@ def test_evidence_is_bounded_and_reads_as_a_sentence() -> None:
 
 def test_the_page_lists_every_rule() -> None:
     root = Path(__file__).parents[2]
-    table = (root / "docs" / "gauges.md").read_text().split("| rule | speaks when | |")[1].split("\n\n")[0]
+    table = (root / "docs" / "gauges.md").read_text().split("| rule | condition | |")[1].split("\n\n")[0]
     listed = set(re.findall(r"^\| ([a-z0-9 ]+) \|", table, re.MULTILINE))
     assert listed == {rule.name for rule in RULES} - {"activations in float8", "gradients of activations in float8"}
 
