@@ -1,7 +1,7 @@
-"""What an optimizer shows to gauges: a parameter before its next step, and the moments that the step will make.
+"""What an optimizer shows to gauges: a parameter before its next step, and what the step will make of its moments.
 
 A step stores only the codes of its new moments. So `preview` computes them once more, by the specification that the
-kernels match.
+kernels match; and `SecondMoment` the ratios of gradient and second moment, of which RMS_t is the root mean.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.optim._eager import Noise, encode_moments, next_number, operands, with_gradient, with_sums
+from narrowgauge.optim._eager import (
+    Noise,
+    encode_moments,
+    next_number,
+    operands,
+    squared_ratios,
+    with_gradient,
+    with_sums,
+)
 from narrowgauge.optim._plan import ParamPlan, ParamStep
 from narrowgauge.optim._sharding import local, local_gradient
 from narrowgauge.optim._tracing import elementwise
@@ -49,6 +57,63 @@ class ParameterView:
         """Its gradient, or the local shard of it; None without one."""
         found: Tensor | None = local_gradient(self.whole, self.whole.grad)
         return found
+
+    def second_moment(self, sample: Callable[[Tensor], Tensor]) -> SecondMoment | None:
+        """A copy of a sample, before a step; None if the parameter is empty or its rule has no second moment."""
+        plan, some = self.plan, sample(self.p)
+        slot = next((slot for slot in plan.slots if slot.slot.name == "v"), None)
+        if slot is None or not self.p.numel():
+            return None
+        state = dict(self.state)
+        if state:
+            keys = {*(key for _, key in slot.keys), plan.weight_key}
+            state = {key: sample(x).clone() for key, x in state.items() if key in keys or key == "step"}
+        else:
+            state = plan.init(some, self.group)
+        plan = replace(plan, slots=(slot,))
+        return SecondMoment(ParamStep(plan.index, plan, self.group, some.clone(), torch.empty(0), state))
+
+
+@dataclass(frozen=True, eq=False)
+class SecondMoment:
+    """A sample of a parameter before a step.
+
+    Attributes:
+        before: weight and state of the sample, with no slot but the second moment, and no gradient yet.
+    """
+
+    before: ParamStep
+
+    @property
+    def elements(self) -> int:
+        """Elements of the sample."""
+        return self.before.param.numel()
+
+    def ratio_sums(self, after: ParameterView, grad: Tensor, inverse: Tensor | None) -> Tensor | None:
+        """The sum of g^2 / max(v_hat, eps^2) in the step, and the number of its terms: float64 (2,).
+
+        Zeros if the step was not taken; None if the rule has no such ratio.
+
+        Args:
+            after: the parameter after the step.
+            grad: the sample of its gradient.
+            inverse: the inverse loss scale; None without one.
+        """
+        before = self.before
+        grad = grad.reshape(before.param.shape).to(torch.float32)
+        for factor in (inverse, after.clipping):
+            grad = grad if factor is None else grad * factor.to(grad.device, non_blocking=grad.is_cuda)
+        step = with_gradient(replace(before, grad=grad), None)
+        found = squared_ratios(step, next_number(step))
+        if found is None:
+            return None
+        total = found.sum(dtype=torch.float64)
+        sums = torch.stack([total, torch.full_like(total, found.numel())])
+        return (
+            torch.where(after.state["step"] > before.state["step"], sums, 0.0)
+            if after.state
+            else torch.zeros_like(sums)
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -44,16 +44,6 @@ class AfterStep:
         return (x / by).sqrt()
 
 
-class BeforeStep(AfterStep):
-    """The arithmetic of a rule before its step: moments are averaged in the format of the operands."""
-
-    def accumulate(self, average: Tensor, x: Tensor, decay: rules.Scalar, share: rules.Scalar) -> Tensor:
-        return decay * average + share * x
-
-    def accumulate_square(self, average: Tensor, x: Tensor, decay: rules.Scalar, share: rules.Scalar) -> Tensor:
-        return decay * average + share * x * x
-
-
 def rule_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> rules.Rule | None:
     """The rule of one of torch's optimizers; None for all others, subclasses too."""
     kind = type(optimizer)

@@ -7,7 +7,7 @@ spikes, and of the first other layer is measured between due steps too. It goes 
 Of each tensor one row in sixteen is read, different ones at each step:
 
 - torch's Adam, AdamW and Adagrad leave gradient and second moment to be read after the step.
-- Optimizers of narrowgauge store the second moment as codes. It is decoded before the step, and averaged with the
+- Optimizers of narrowgauge store the second moment as codes. They are copied before the step, and averaged with the
   gradient once more after it; a step that was not taken gives zeros.
 
 Source: SwitchBack, Section 3.4 and Figure 20 (which layers), Appendix E (how many steps).
@@ -16,7 +16,6 @@ Source: SwitchBack, Section 3.4 and Figure 20 (which layers), Appendix E (how ma
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,9 +29,7 @@ from narrowgauge.gauges._magnitudes import kernels_take
 from narrowgauge.gauges._watch._batched_rows import BatchedRows, BlockSample, Sample, flat
 from narrowgauge.gauges._watch._intended_update import (
     AfterStep,
-    BeforeStep,
     moments_of,
-    numbers_of,
     ratio_graph,
     rule_of,
     scalars_of,
@@ -40,66 +37,6 @@ from narrowgauge.gauges._watch._intended_update import (
 )
 from narrowgauge.gauges._watch._update_stats import dense, measures_itself
 from narrowgauge.kernels._tables import sent
-
-
-@dataclass(frozen=True, eq=False)
-class _BeforeStep:
-    """A sample of what an optimizer of narrowgauge has of a parameter before a step.
-
-    Attributes:
-        plan, group: the parameter's.
-        rows: which rows are sampled.
-        weight, second_moment: float32.
-        steps: number of steps taken: 0-d.
-    """
-
-    plan: Any
-    group: Mapping[str, Any]
-    rows: BlockSample
-    weight: Tensor
-    second_moment: Tensor
-    steps: Tensor
-
-    @classmethod
-    def of(cls, view: Any, index: int) -> _BeforeStep | None:
-        """Read a parameter; None if it is empty or its rule has no second moment."""
-        plan, p = view.plan, view.p
-        slot = next((slot for slot in plan.slots if slot.slot.name == "v"), None)
-        if slot is None or not p.numel():
-            return None
-        rows = BlockSample.of_view(view, index)
-        some = rows.of(p)
-        state = view.state
-        if state:
-            read = [*slot.keyed(slot.tensors(state)), *([plan.weight_key] if plan.weight_key is not None else [])]
-            state = {"step": state["step"]} | {key: rows.of(state[key]) for key in read}
-        else:
-            state = plan.init(some, view.group)
-        low = state[plan.weight_key] if plan.weight_key is not None else None
-        weight = plan.weight.read(some, low).to(torch.float32, copy=True)
-        moment = slot.decode(state, some.shape).to(torch.float32, copy=True)
-        return cls(plan, view.group, rows, weight, moment, state["step"].clone())
-
-    def sums(self, view: Any, grad: Tensor, inverse: Tensor | None) -> Tensor | None:
-        """The two sums of the step that was taken, zeros if it was not: float64 (1, 2).
-
-        Args:
-            view: the parameter after the step.
-            grad: the sample of the gradient.
-            inverse: of a loss scale; None without one.
-        """
-        grad = grad.reshape(self.weight.shape).to(torch.float32)
-        for factor in (inverse, view.clipping):
-            grad = grad if factor is None else grad * factor.to(grad.device, non_blocking=grad.is_cuda)
-        step = float(self.steps) + 1 if self.steps.is_cpu else self.steps.to(torch.float64) + 1
-        scalars = self.plan.rule.scalars(numbers_of(self.group), step)
-        moments = {"v": self.second_moment}
-        ratio = rules.squared_ratio(self.plan.rule, BeforeStep(), self.weight, grad, moments, scalars)
-        if ratio is None:
-            return None
-        total = ratio.sum(dtype=torch.float64) * (self.rows.elements / ratio.numel())
-        sums = torch.stack([total, torch.full_like(total, self.rows.elements)])[None]
-        return torch.where(view.state["step"] > self.steps, sums, 0.0) if view.state else torch.zeros_like(sums)
 
 
 class StepRms:
@@ -123,7 +60,7 @@ class StepRms:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._before: dict[Tensor, _BeforeStep] = {}
+        self._before: dict[Tensor, tuple[BlockSample, Any]] = {}
         self._grads: dict[Tensor, Tensor] = {}  # samples of gradients that are freed within the step
         self._begun = False
         self._found_inf: Tensor | None = None
@@ -137,14 +74,17 @@ class StepRms:
         self._found_inf = getattr(self._optimizer, "found_inf", None)
         for p in self._index if self._own else ():
             view = self._optimizer.parameter_view(p)
-            before = _BeforeStep.of(view, index) if view is not None and p.requires_grad else None
+            if view is None or not p.requires_grad:
+                continue
+            rows = BlockSample.of_view(view, index)
+            before = view.second_moment(rows.of)
             if before is not None:
-                self._before[p] = before
+                self._before[p] = rows, before
                 if getattr(self._optimizer, "in_backward", None) is not None:
                     self._hooks.append(p.register_hook(partial(self._copy_gradient, p)))  # type: ignore[no-untyped-call]
 
     def _copy_gradient(self, p: Tensor, grad: Tensor) -> None:
-        self._grads.setdefault(p, self._before[p].rows.of(flat(grad)).clone())
+        self._grads.setdefault(p, self._before[p][0].of(flat(grad)).clone())
 
     def end(self, home: torch.device) -> Tensor | None:
         """After the step: the sums of g^2 / max(v_hat, eps^2) and of elements, float64 (parameters, 2).
@@ -169,14 +109,14 @@ class StepRms:
                 yield from self._of_group(group)
             return
         inverse = self._optimizer.inverse_scale()
-        for p, before in self._before.items():
+        for p, (rows, before) in self._before.items():
             view = self._optimizer.parameter_view(p)
             grad = self._grads.get(p)
             if grad is None and view.grad is not None:
-                grad = before.rows.of(view.grad)
-            sums = before.sums(view, grad, inverse) if grad is not None else None
+                grad = rows.of(view.grad)
+            sums = before.ratio_sums(view, grad, inverse) if grad is not None else None
             if sums is not None:
-                yield [p], sums
+                yield [p], sums[None] * (rows.elements / before.elements)
 
     def _of_group(self, group: Mapping[str, Any]) -> Iterable[tuple[list[Tensor], Tensor]]:
         rule, state = rule_of(self._optimizer, group), self._optimizer.state

@@ -112,7 +112,8 @@ def watch(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     optimizer = _unwrap_optimizer(optimizer)
-    states_every = 10 * check_integer("every", every, 1) if states_every is None else states_every
+    check_integer("every", every, 1)
+    states_every = 10 * every if states_every is None else states_every
     for name, steps in (("warmup", warmup), ("states_every", states_every), ("rms_every", rms_every)):
         check_integer(name, steps, 0)
     if resume_from is not None:
@@ -121,6 +122,8 @@ def watch(
         raise ValueError(f"updates must be 'sampled', True or False, got {updates!r}")
     if ranks not in ("all", "own"):
         raise ValueError(f"ranks must be 'all' or 'own', got {ranks!r}")
+    if on_alarm is not None and not callable(on_alarm):
+        raise TypeError(f"on_alarm must be a function of a record, got {type(on_alarm).__name__}")
     asked = targets(formats)
     if not asked:
         raise ValueError("formats must have at least one format, got none")
