@@ -262,3 +262,9 @@ def test_the_front_page_says_how_near_memory_plans_are() -> None:
     text = " ".join((ROOT / "README.md").read_text().split())
     said = f"Within {math.ceil(percent)} % of the measured peak in all {count} configurations measured on an H200"
     assert f"{said}, {sum(abs(row['ratio'] - 1) <= 0.02 for row in rows)} of them within 2 %" in text
+
+
+def test_what_contributing_names_is_there() -> None:
+    named = set(re.findall(r"`([\w./]+/[\w./]*)", (ROOT / "CONTRIBUTING.md").read_text())) - {"site/"}
+    assert [path for path in named if not (ROOT / path).exists()] == []
+    assert len(named) > 10
