@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from test_public_arguments import JUNK, spoilt
 from torch import Tensor, nn
 
 import narrowgauge as ng
@@ -19,6 +19,45 @@ from narrowgauge import distributed, scaling
 from narrowgauge.storage import quantize
 
 Path = tuple[Any, ...]  # of keys, from the outermost
+
+
+class Thing:
+    def __repr__(self) -> str:
+        return "Thing()"
+
+
+# What may stand in a value's place; made anew each time.
+JUNK: dict[str, Callable[[], Any]] = {
+    "None": lambda: None, "True": lambda: True, "zero": lambda: 0, "minus one": lambda: -1, "1.5": lambda: 1.5,
+    "nan": lambda: math.nan, "inf": lambda: math.inf, "-inf": lambda: -math.inf, "10^30": lambda: 10**30,
+    "10^400": lambda: 10**400, "2^63": lambda: 2**63, "1e-320": lambda: 1e-320, "1j": lambda: 1j,
+    "empty text": lambda: "", "no name": lambda: "no such name", "NUL": lambda: "\0", "bytes": lambda: b"x",
+    "empty list": list, "list": lambda: [1, 2], "list of texts": lambda: ["a"], "dict": lambda: {"a": 1}, "tuple": lambda: (0.9,),
+    "thing": Thing, "type": lambda: Thing, "function": lambda: (lambda *a, **k: None), "generator": lambda: iter([1]),
+    "dtype": lambda: torch.int32, "device": lambda: torch.device("meta"), "meta": lambda: torch.ones(8, device="meta"),
+    "tensor": lambda: torch.ones(3, 5), "scalar": lambda: torch.tensor(1.0), "empty": lambda: torch.empty(0),
+    "ints": lambda: torch.arange(8), "bools": lambda: torch.ones(8, dtype=torch.bool),
+    "complex": lambda: torch.ones(8, dtype=torch.complex64), "sparse": lambda: torch.ones(8).to_sparse(),
+    "module": lambda: nn.Linear(3, 2), "empty module": nn.Identity,
+}  # fmt: skip
+
+
+def spoilt(x: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A tensor in other shapes, dtypes, places."""
+    flat = x.detach().clone()
+    yield "in meta", flat.to("meta")
+    yield "0 elements", flat[:0]
+    yield "more dims", flat[None]
+    yield "strides", flat.repeat_interleave(2, dim=-1)[..., ::2] if flat.dim() else flat
+    yield "fp64", flat.double()
+    yield "fp16", flat.half()
+    yield "ints", flat.to(torch.int64)
+    yield "complex", flat.to(torch.complex64)
+    yield "with gradient", flat.float().requires_grad_()
+    yield "of nan", torch.full_like(flat.float(), math.nan)
+    yield "of inf", torch.full_like(flat.float(), math.inf)
+    yield "sparse", flat.to_sparse()
+    yield "shorter", flat[..., :-1] if flat.dim() else flat
 
 
 @dataclass(frozen=True)
