@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 import shutil
+import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     pairwise.EVERYTHING = _with_slow(config)
     if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers have the environment of the process that starts them
         _isolate(config)
-    sys.addaudithook(_refuse_network)
+    sys.addaudithook(_refuse)
 
 
 def _isolate(config: pytest.Config) -> None:
@@ -66,18 +69,32 @@ def _isolate(config: pytest.Config) -> None:
     for name in ("FORCE_COLOR", "NO_COLOR", "COLUMNS", "LANGUAGE", "XDG_CONFIG_HOME", "XDG_DATA_HOME"):
         os.environ.pop(name, None)
     os.environ |= {
-        "HOME": home, "XDG_CACHE_HOME": str(cache), "MPLCONFIGDIR": str(cache / "matplotlib"), "LC_ALL": "C.UTF-8",
+        "HOME": home, "XDG_CACHE_HOME": str(cache), "MPLCONFIGDIR": str(cache / "fonts"), "LC_ALL": "C.UTF-8",
         "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
     }  # fmt: skip
+    if not list((cache / "fonts").glob("fontlist*")) and importlib.util.find_spec("matplotlib"):
+        subprocess.run([sys.executable, "-c", OWN_FONTS], check=True)
 
 
-def _refuse_network(event: str, arguments: tuple[Any, ...]) -> None:
-    """No test may reach beyond this machine."""
+# The list of fonts that matplotlib keeps, with none but its own.
+OWN_FONTS = """
+from matplotlib import font_manager as fonts
+find = fonts.findSystemFonts
+fonts.findSystemFonts = lambda folders=None, fontext="ttf": find(folders, fontext) if folders else []
+fonts._load_fontmanager(try_read_cache=False)
+"""
+LIBRARY = sysconfig.get_path("stdlib")
+
+
+def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
+    """Refuse tests the network, and a walk through Python's library, which may serve as a text."""
     if event == "socket.connect":
         address = arguments[1]
         host = address[0] if isinstance(address, tuple) else "localhost"
         if host not in ("localhost", "::1") and not str(host).startswith("127."):
             raise RuntimeError(f"a test asked for {address}: tests have no network")
+    elif event == "os.scandir" and isinstance(arguments[0], str | Path) and str(arguments[0]) == LIBRARY:
+        raise RuntimeError("a test reads Python's library: give it a text of its own")
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,8 @@ from checkpoint_runs import drive, everything, model, same
 from narrowgauge.optim import SGD, Adam, AdamW, Lion, NarrowOptimizer, StableAdamW
 from narrowgauge.storage import state_storages, weight_storages
 
+pytestmark = pytest.mark.usefixtures("eager")
+
 
 def saved_by(optimizer: NarrowOptimizer) -> dict:
     drive(optimizer, range(2))

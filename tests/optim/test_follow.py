@@ -50,6 +50,7 @@ def as_loaded(p: torch.nn.Parameter, optimizer: NarrowOptimizer, **options) -> d
     return words(other)
 
 
+@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize(("old", "new"), neighbours(state_storages()))
 def test_states_become_what_a_checkpoint_would_become(old: str, new: str) -> None:
     p, optimizer = made(states=old, weights="split")
@@ -61,6 +62,7 @@ def test_states_become_what_a_checkpoint_would_become(old: str, new: str) -> Non
     drive(p, optimizer, range(3, 5))
 
 
+@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize(("old", "new"), neighbours(weight_storages()))
 def test_low_words_become_what_a_checkpoints_would_become(old: str, new: str) -> None:
     p, optimizer = made(states="bf16", weights=old)

@@ -10,16 +10,13 @@ from torch import Tensor
 
 import narrowgauge as ng
 from narrowgauge.optim import _eager
-from narrowgauge.optim._engine import Engine
 
 SMALL = 4096  # elements of a chunk, here
 STATES = ("fp32", "bf16", "expansion", "8bit", "log8", "log4", "4bit", "fp8")
 WEIGHTS = ("plain", "kahan", "expansion", "split", "split8", "stochastic", "master")
 
 
-@pytest.fixture(autouse=True)
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Engine, "backends", ())
+pytestmark = pytest.mark.usefixtures("eager")
 
 
 @pytest.fixture
