@@ -8,14 +8,20 @@ RUN    := $(BIN)/python -m
 ARGS   ?=
 OUT    ?= runs/compare
 JOBS   ?= 2
+# What test-quick leaves out are whole programs: the command line, trainings, studies, several processes.
+QUICK  := tests/formats tests/storage tests/kernels tests/optim tests/linear tests/nn tests/scaling tests/gauges \
+          tests/recipes tests/test_import_table.py tests/test_imports.py tests/test_recipes.py tests/test_pairwise.py
 
-.PHONY: compare test check bench docs format clean
+.PHONY: compare test test-quick check bench docs format clean
 
 compare: $(VENV)/.train  ## run the main job: train one small GPT under several precision recipes
 	$(BIN)/narrowgauge compare --out $(OUT) $(ARGS)
 
 test: check  ## lint, types and the whole CPU test suite
 	$(RUN) pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+test-quick: $(VENV)/.test  ## one case of each test of the library itself, for the inner loop
+	$(RUN) pytest -q -n $(JOBS) --dist worksteal --quick $(QUICK) $(ARGS)
 
 check: $(VENV)/.test  ## lint and types
 	$(RUN) ruff check .

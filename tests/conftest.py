@@ -1,16 +1,24 @@
-"""What all tests share: which of them run here, how random the property tests are, and how many threads."""
+"""What all tests share: which run here, how random the property tests are, and what of the machine they see."""
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import pairwise
 from forked import START
 from interpreted import quicken
 
@@ -30,10 +38,69 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
+    parser.addoption("--quick", action="store_true", help="run one case of each test")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    pairwise.EVERYTHING = _with_slow(config)
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers have the environment of the process that starts them
+        _isolate(config)
+    sys.addaudithook(_refuse)
+
+
+def _isolate(config: pytest.Config) -> None:
+    """Give tests a home, a locale and a cache of their own.
+
+    The cache is one for all workers, and stays in `.pytest_cache`: of it compiled C steps are kept, which are found
+    by the hash of their source, and nothing else.
+    """
+    home = tempfile.mkdtemp(prefix="narrowgauge-home-")
+    config.add_cleanup(lambda: shutil.rmtree(home, ignore_errors=True))
+    provider = getattr(config, "cache", None)
+    cache = provider.mkdir("narrowgauge") if provider is not None else Path(home) / "cache"
+    (cache / "narrowgauge").mkdir(parents=True, exist_ok=True)
+    for path in (cache / "narrowgauge").iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.suffix != ".so":
+            path.unlink()
+    for name in ("FORCE_COLOR", "NO_COLOR", "COLUMNS", "LANGUAGE", "XDG_CONFIG_HOME", "XDG_DATA_HOME"):
+        os.environ.pop(name, None)
+    os.environ |= {
+        "HOME": home, "XDG_CACHE_HOME": str(cache), "MPLCONFIGDIR": str(cache / "fonts"), "LC_ALL": "C.UTF-8",
+        "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
+    }  # fmt: skip
+    if not list((cache / "fonts").glob("fontlist*")) and importlib.util.find_spec("matplotlib"):
+        subprocess.run([sys.executable, "-c", OWN_FONTS], check=True)
+
+
+# The list of fonts that matplotlib keeps, with none but its own.
+OWN_FONTS = """
+from matplotlib import font_manager as fonts
+find = fonts.findSystemFonts
+fonts.findSystemFonts = lambda folders=None, fontext="ttf": find(folders, fontext) if folders else []
+fonts._load_fontmanager(try_read_cache=False)
+"""
+LIBRARY = sysconfig.get_path("stdlib")
+
+
+def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
+    """Refuse tests the network, and a walk through Python's library, which may serve as a text."""
+    if event == "socket.connect":
+        address = arguments[1]
+        host = address[0] if isinstance(address, tuple) else "localhost"
+        if host not in ("localhost", "::1") and not str(host).startswith("127."):
+            raise RuntimeError(f"a test asked for {address}: tests have no network")
+    elif event == "os.scandir" and isinstance(arguments[0], str | Path) and str(arguments[0]) == LIBRARY:
+        raise RuntimeError("a test reads Python's library: give it a text of its own")
+
+
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache of the tests' own, in which compiled steps and tokens of one test are found again by the next."""
-    return tmp_path_factory.mktemp("cache")
+def cache() -> Path:
+    """The tests' own cache, in which compiled steps and tokens of one test are found again by the next."""
+    return Path(os.environ["XDG_CACHE_HOME"])
 
 
 @pytest.fixture(scope="module")
@@ -57,17 +124,24 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
+def _with_slow(config: pytest.Config) -> bool:
+    return bool(config.getoption("--slow")) or "slow" in config.getoption("markexpr")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    with_slow = config.getoption("--slow") or "slow" in config.getoption("markexpr")
+    if config.getoption("--quick"):
+        kept: dict[str, pytest.Item] = {}
+        for item in items:
+            if not (item.get_closest_marker("slow") or item.get_closest_marker("gpu")):
+                kept.setdefault(item.nodeid.partition("[")[0], item)
+        chosen = set(map(id, kept.values()))
+        config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
+        items[:] = kept.values()
     no_slow = pytest.mark.skip(reason="slow: takes minutes; run with --slow or -m slow")
     no_gpu = pytest.mark.skip(reason="gpu: needs a CUDA device, torch sees none")
     with_gpu: bool | None = None  # asked of the driver only if a test wants to know
     for item in items:
-        if not with_slow and item.get_closest_marker("slow"):
+        if item.get_closest_marker("slow") and not _with_slow(config):
             item.add_marker(no_slow)
         if item.get_closest_marker("gpu"):
             with_gpu = torch.cuda.is_available() if with_gpu is None else with_gpu

@@ -351,3 +351,9 @@ def test_decisions_are_listed_and_say_what_would_change_them() -> None:
         text = (folder / name).read_text()
         assert "**Question.**" in text, name
         assert name == "known-limits.md" or "**What would change it.**" in text, name
+
+
+def test_what_contributing_names_is_there() -> None:
+    named = set(re.findall(r"`([\w./]+/[\w./]*)", (ROOT / "CONTRIBUTING.md").read_text())) - {"site/"}
+    assert [path for path in named if not (ROOT / path).exists()] == []
+    assert len(named) > 10

@@ -22,6 +22,7 @@ from narrowgauge.kernels._linear._multiply import fits_descriptors, multiply
 from narrowgauge.linear import quantize
 from narrowgauge.linear._quantize import ScaledCodes
 from narrowgauge.linear._reference import scaled_matmul
+from pairwise import cases
 
 FORMS = {"int8": ("int8", "int8"), "e4m3": ("e4m3", "e4m3"), "e5m2 and e4m3": ("e5m2", "e4m3")}
 WAYS = (
@@ -53,10 +54,12 @@ def right(got: Tensor, left: ScaledCodes, right: ScaledCodes, bias: Tensor | Non
     return bool(((got.double() - exact).abs() <= size * unit + exact.abs() * torch.finfo(got.dtype).eps).all())
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("config", WAYS, ids=str)
-@pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS)
-@pytest.mark.parametrize("scalings", [("row", "tensor"), ("row", "row"), ("tensor", "tensor"), ("tensor", "row")])
+SCALINGS = [("row", "tensor"), ("row", "row"), ("tensor", "tensor"), ("tensor", "row")]
+
+
+@pytest.mark.parametrize(
+    ("shape", "config", "forms", "scalings"), cases(SHAPES, WAYS, FORMS.values(), SCALINGS), ids=str
+)
 def test_a_product_is_the_specifications(
     shape: tuple[int, int, int], config: MatmulConfig, forms: tuple, scalings: tuple, device: str
 ) -> None:
@@ -92,7 +95,7 @@ def test_nan_scales_lose_their_rows_and_no_others(device: str) -> None:
     assert torch.equal(got.isnan().any(1), lost)
 
 
-@pytest.mark.parametrize("scalings", [("row", "tensor"), ("row", "row"), ("tensor", "tensor"), ("tensor", "row")])
+@pytest.mark.parametrize("scalings", SCALINGS)
 @pytest.mark.parametrize("turned", [False, True])
 def test_cublas_has_scales_as_it_takes_them(
     scalings: tuple, turned: bool, monkeypatch: pytest.MonkeyPatch

@@ -9,12 +9,19 @@ import pytest
 import torch
 
 from narrowgauge.optim import _engine
+from narrowgauge.optim._engine import Engine
 
 
 @pytest.fixture(scope="session")
 def device() -> str:
     """Where a kernel's tensors live."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optimizers step by eager torch: for tests of other things than steps, which need compile nothing."""
+    monkeypatch.setattr(Engine, "backends", ())
 
 
 @pytest.fixture

@@ -20,21 +20,6 @@ def parameter(dtype: torch.dtype = torch.float32, size: int = 8) -> torch.nn.Par
         ({"betas": (0.9, -0.1)}, "Invalid beta parameter at index 1: -0.1"),
         ({"eps": -1e-8}, "Invalid epsilon value: -1e-08"),
         ({"weight_decay": -0.1}, "Invalid weight_decay value: -0.1"),
-        ({"lr": None}, "Invalid learning rate: None, takes a finite number"),
-        ({"lr": [1e-3]}, r"Invalid learning rate: \[0.001\]"),
-        ({"lr": 1j}, "Invalid learning rate: 1j"),
-        ({"lr": True}, "Invalid learning rate: True"),
-        ({"eps": None}, "Invalid epsilon value: None"),
-        ({"betas": None}, "Invalid betas: None, takes 2 numbers"),
-        ({"betas": 0.9}, "Invalid betas: 0.9"),
-        ({"betas": ("a", "b")}, "Invalid beta parameter at index 0: a"),
-        ({"beta2_schedule": "x"}, "beta2_schedule: got 'x', takes a number in"),
-        ({"clip_updates": "yes"}, "clip_updates: got 'yes', takes True or False"),
-        ({"maximize": "no"}, "maximize: got 'no', takes True or False"),
-        ({"capturable": "x"}, "capturable: got 'x', takes True or False"),
-        ({"foreach": "x"}, "foreach: got 'x', takes True, False or None"),
-        ({"states": {"m": [], "v": "fp32"}}, r"states: got \[\], takes one of"),
-        ({"weights": None}, "weights: got None, takes one of"),
         ({"amsgrad": True}, "amsgrad: got True, AdamW takes False only"),
         ({"differentiable": True}, "differentiable: got True"),
         ({"weights": "fp32"}, "weights: got 'fp32', takes one of 'plain'"),
@@ -78,14 +63,6 @@ def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
     assert len(optimizer.describe().rows) == 1
 
 
-def test_sparse_gradients_are_refused_by_name() -> None:
-    embedding = torch.nn.Embedding(10, 4, sparse=True)
-    optimizer = AdamW(embedding.named_parameters())
-    embedding(torch.tensor([1, 2])).sum().backward()
-    with pytest.raises(RuntimeError, match="does not support sparse gradients; weight got one, takes dense ones"):
-        optimizer.step()
-
-
 def test_describe_shows_every_decision() -> None:
     big = torch.nn.Parameter(torch.ones(64, 100, dtype=torch.bfloat16))
     small = torch.nn.Parameter(torch.ones(10, dtype=torch.bfloat16))
@@ -107,12 +84,9 @@ def test_describe_shows_every_decision() -> None:
         ({"lr": -1.0}, "Invalid learning rate: -1.0"),
         ({"betas": (1.5, 2.0)}, "Invalid beta parameter at index 0: 1.5"),
         ({"betas": (0.9,)}, "Invalid betas"),
-        ({"lr": "1e-3"}, "Invalid learning rate: '1e-3'"),
         ({"amsgrad": True}, "amsgrad: got True"),
         ({"differentiable": True}, "differentiable: got True"),
         ({"capturable": True, "arithmetic": "strict"}, "capturable: got True"),
-        ({"states": ["8bit"]}, r"states: got \['8bit'\]"),
-        ({"weights": ["split"]}, r"weights: got \['split'\]"),
     ],
     ids=str,
 )

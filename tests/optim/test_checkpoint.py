@@ -12,6 +12,8 @@ from checkpoint_runs import drive, everything, model, same
 from narrowgauge.optim import LARS, SGD, Adagrad, Adam, AdamW, AdamW8bit, Lion, NarrowOptimizer
 from narrowgauge.storage import mark_states, state_storage, state_storages
 
+pytestmark = pytest.mark.usefixtures("eager")
+
 # The error of each storage at worst (signed, unsigned), over a block's largest magnitude.
 COARSE = {
     "fp32": (0, 0), "bf16": (2**-8, 2**-8), "expansion": (2**-16, 2**-16),

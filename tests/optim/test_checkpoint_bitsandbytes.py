@@ -12,6 +12,8 @@ from narrowgauge import optim
 from narrowgauge.formats import codebook
 from narrowgauge.optim import AdamW, AdamW8bit, SGD8bit
 
+pytestmark = pytest.mark.usefixtures("eager")
+
 WRAPPED = "__bnb_optimizer_quant_state__"
 BIG = 5000
 

@@ -1,6 +1,7 @@
 """Damaged and hostile checkpoints: refused by name, and nothing is changed. What the optimizer writes loads."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from checkpoint_runs import drive, everything, model, same
 
 from narrowgauge.optim import SGD, Adam, AdamW, Lion, NarrowOptimizer, StableAdamW
 from narrowgauge.storage import state_storages, weight_storages
+
+pytestmark = pytest.mark.usefixtures("eager")
 
 
 def saved_by(optimizer: NarrowOptimizer) -> dict:
@@ -65,8 +68,9 @@ def test_a_low_word_that_is_nan_is_refused_beside_a_finite_weight(weights: str) 
         refused(AdamW(model(), weights=into), state_dict, f"'{key}' of odd has NaN beside a finite parameter")
 
 
-@pytest.mark.parametrize("weights", weight_storages())
-@pytest.mark.parametrize("states", state_storages())
+@pytest.mark.parametrize(
+    ("states", "weights"), list(zip(state_storages(), itertools.cycle(weight_storages()), strict=False))
+)
 @pytest.mark.parametrize("cls", [AdamW, Lion])
 def test_what_comes_of_infinite_gradients_loads(cls: type, states: str, weights: str) -> None:
     def made() -> NarrowOptimizer:

@@ -12,6 +12,8 @@ from narrowgauge.optim import AdamW, NarrowOptimizer
 from narrowgauge.optim._checkpoint_convert import low_word
 from narrowgauge.storage import weight_storage, weight_storages
 
+pytestmark = pytest.mark.usefixtures("eager")
+
 
 def weights(optimizer: NarrowOptimizer) -> dict[str, torch.Tensor]:
     return {plan.name: plan.exact(p.detach(), optimizer.state[p])[0] for p, plan in optimizer.plans()}

@@ -11,35 +11,26 @@ from typing import Any
 
 import pytest
 import torch
+from matrix import CASES, RECORDS, Case
 
 from narrowgauge import optim
 from narrowgauge.kernels import _c_library
 from narrowgauge.optim._c_backend import CKernel, _made, kernel_of
 from narrowgauge.optim._optimizer import NarrowOptimizer
 
-RULES: dict[str, tuple[str, dict[str, Any]]] = {
-    "Adam": ("Adam", {"weight_decay": 0.1}),
-    "AdamW": ("AdamW", {}),
-    "AdamW, schedule": ("AdamW", {"beta2_schedule": 0.8}),
-    "SGD": ("SGD", {"weight_decay": 0.1}),
-    "SGD, momentum": ("SGD", {"momentum": 0.9, "dampening": 0.5}),
-    "SGD, nesterov": ("SGD", {"momentum": 0.9, "nesterov": True}),
-    "LAMB": ("LAMB", {}),
-    "LARS": ("LARS", {"momentum": 0.9, "weight_decay": 0.1}),
-    "StableAdamW": ("StableAdamW", {}),
-    "Lion": ("Lion", {"weight_decay": 0.1}),
-    "Adagrad": ("Adagrad", {"lr_decay": 0.1}),
-    "Adagrad, momentum": ("Adagrad", {"momentum": 0.9, "initial_accumulator_value": 0.1}),
-}
 STATES = ["fp32", "bf16", "expansion", "8bit", "log8", "fp8", "4bit", "log4"]
-WEIGHTS = {
-    torch.bfloat16: ["plain", "split8", "split", "expansion", "kahan", "master", "stochastic"],
-    torch.float16: ["plain", "expansion", "kahan", "master"],
-    torch.float32: ["plain"],
-}
 SHAPES: list[tuple[int, ...]] = [(), (1,), (0,), (256,), (257,), (1023,), (33, 100)]
 # Of float32: some seven operations in either of two orders, each within 2^-24; 4.7 2^-24 have been seen.
 ULPS = {torch.float32: 2.0**-21, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+
+
+def has_kernel(rule: str, weights: str, states: str, arithmetic: str, dtype: torch.dtype) -> bool:
+    stochastic_half = weights == "stochastic" and dtype == torch.float16
+    return rule != "muon" and arithmetic == "fp32" and not stochastic_half
+
+
+def start(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
 def trained(
@@ -54,7 +45,7 @@ def trained(
 ) -> tuple[torch.nn.Parameter, NarrowOptimizer]:
     """A parameter after some steps with gradients whose sizes span eight orders of magnitude."""
     generator = torch.Generator().manual_seed(1)
-    p = torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+    p = torch.nn.Parameter(start(shape, dtype))
     optimizer = getattr(optim, name)([p], lr=lr, **{"min_quantized_size": 0, **options})
     if not fused:
         optimizer._engine.backends = ()
@@ -85,42 +76,36 @@ def check(
         o._engine.plans[x].exact(x.detach(), o.state[x])[0] for x, o in ((p, optimizer), (twin, eager))
     )
     slack = ULPS[p.dtype] if optimizer._engine.plans[p].weight.key is None else 2.0**-14
+    if steps > 1 and any(key.endswith("codes") for key in expected):
+        slack = max(slack, 2.0**-14)  # coupled decay brings a weight's last bit into a moment, and tips its code
     # Where a second moment was rounded to zero a step is large, and is taken back later: rounded as what it was.
-    least = lr if steps == 1 or not right.numel() else right.abs().max()
-    assert ((weight - right).abs() <= slack * right.abs().clamp_min(least) * steps).all()
+    largest = right.abs().max() if steps > 1 and right.numel() else lr
+    moved = (right - start(p.shape, p.dtype).double()).abs()
+    assert ((weight - right).abs() <= slack * right.abs().clamp_min(largest).maximum(moved) * steps).all()
     # The exception, not the rule: nearly all words are the same.
     if p.numel() > 100 and p.dtype != torch.float32:
         assert (p != twin).double().mean() <= 0.005 * steps
 
 
 @pytest.mark.parametrize("steps", [1, 20])
-@pytest.mark.parametrize("states", STATES)
-@pytest.mark.parametrize("rule", RULES)
-def test_every_rule_on_every_state(rule: str, states: str, steps: int) -> None:
-    name, options = RULES[rule]
-    runs = [trained(name, {**options, "states": states}, fused=fused, steps=steps) for fused in (True, False)]
+@pytest.mark.parametrize("case", [case for case in CASES if has_kernel(*case.values[0])], ids=str)
+def test_steps_are_the_eager_ones(case: Case, steps: int) -> None:
+    rule, weights, states, _, dtype = case
+    name, options = RECORDS[rule].name, {**RECORDS[rule].options, "weights": weights, "states": states}
+    lr = options.pop("lr")
+    runs = [trained(name, options, fused=fused, dtype=dtype, steps=steps, lr=lr) for fused in (True, False)]
     assert runs[0][1].describe().rows[0].path == "fused C, fp32"
-    check(*runs[0], *runs[1], 1e-2, steps)
+    check(*runs[0], *runs[1], lr, steps)
 
 
-@pytest.mark.parametrize("steps", [1, 20])
-@pytest.mark.parametrize("states", ["fp32", "8bit"])
-@pytest.mark.parametrize(("dtype", "weights"), [(d, w) for d, names in WEIGHTS.items() for w in names])
-def test_every_weight_storage(dtype: torch.dtype, weights: str, states: str, steps: int) -> None:
-    options = {"weights": weights, "states": states}
-    runs = [trained("AdamW", options, fused=fused, dtype=dtype, steps=steps) for fused in (True, False)]
-    assert runs[0][1].describe().rows[0].path == "fused C, fp32"
-    check(*runs[0], *runs[1], 1e-2, steps)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("states", STATES)
-def test_every_shape(states: str, shape: tuple[int, ...]) -> None:
+def test_every_shape(states: str) -> None:
     options = {"weights": "split8", "states": states}
-    runs = [trained("AdamW", options, fused=fused, shape=shape, steps=2) for fused in (True, False)]
-    check(*runs[0], *runs[1], 1e-2, 2)
-    for key, value in runs[1][1].state[runs[1][0]].items():
-        assert runs[0][1].state[runs[0][0]][key].shape == value.shape
+    for shape in SHAPES:
+        runs = [trained("AdamW", options, fused=fused, shape=shape, steps=2) for fused in (True, False)]
+        check(*runs[0], *runs[1], 1e-2, 2)
+        for key, value in runs[1][1].state[runs[1][0]].items():
+            assert runs[0][1].state[runs[0][0]][key].shape == value.shape
 
 
 @pytest.mark.parametrize("states", STATES)
@@ -130,7 +115,7 @@ def test_threads_and_repetition_change_nothing(states: str) -> None:
     try:
         for threads in (1, 2, 3, 2):
             torch.set_num_threads(threads)
-            p, optimizer = trained("AdamW", {"states": states}, fused=True, shape=(3, 70_001), steps=2)
+            p, optimizer = trained("AdamW", {"states": states}, fused=True, shape=(2, 70_001), steps=2)
             found.append([p.detach(), *optimizer.state[p].values()])
     finally:
         torch.set_num_threads(before)
@@ -254,7 +239,7 @@ def test_without_openmp_pythons_threads_do_the_same() -> None:
     try:
         torch.set_num_threads(3)
         for threaded in (True, False):
-            p, optimizer = trained("LAMB", {"states": "log8"}, fused=True, shape=(3, 70_001))
+            p, optimizer = trained("LAMB", {"states": "log8"}, fused=True, shape=(2, 70_001))
             kernel = kernel_of(optimizer._engine.plans[p], optimizer.param_groups[0], p.dtype, False)
             assert isinstance(kernel, CKernel)
             was, kernel.threaded = kernel.threaded, threaded and kernel.threaded

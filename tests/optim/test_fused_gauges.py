@@ -20,9 +20,10 @@ from narrowgauge import optim
 from narrowgauge.kernels import _cuda_graphs
 from narrowgauge.kernels._step import _stats, _tables
 from narrowgauge.optim import UpdateStats, _triton_backend, step_in_backward
-from narrowgauge.storage import weight_storage, weight_storages
+from narrowgauge.storage import state_storages, weight_storage, weight_storages
+from pairwise import cases
 
-SHAPES = ((1,), (0,), (300,), (16, 64), (1301,))
+SHAPES = ((1,), (0,), (300,), (16, 16), (257,))
 COUNTS = slice(3, 6)
 
 # Every weight storage by a state of each width and kind, every rule.
@@ -178,13 +179,13 @@ def test_a_skipped_tensor_has_no_sums(device: str) -> None:
     check(pair, differing=5)
     assert not pair.fused.last_stats["0.2"].sums.any()
     assert math.isnan(pair.fused.last_stats["0.2"].rms)
-    assert pair.fused.last_stats["0.3"].intended_nonzero == 1024
+    assert pair.fused.last_stats["0.3"].intended_nonzero == 256
     assert pair.fused.skipped == pair.eager.skipped
 
 
 @pytest.mark.parametrize(("weights", "states"), [("plain", "bf16"), ("split8", "log8"), ("expansion", "8bit")])
 def test_what_is_no_number_counts_alike(weights: str, states: str, device: str) -> None:
-    pair = gauged(device, "AdamW", ((700,),), weights=weights, states=states, nonfinite="propagate")
+    pair = gauged(device, "AdamW", ((300,),), weights=weights, states=states, nonfinite="propagate")
     pair.gradients()
     for p in (pair.ps[0], pair.qs[0]):
         p.detach()[:3] = torch.tensor([torch.nan, torch.inf, 0.0])
@@ -195,22 +196,11 @@ def test_what_is_no_number_counts_alike(weights: str, states: str, device: str) 
     assert torch.equal(found.isfinite(), wanted.isfinite())
 
 
-def test_groups(device: str) -> None:
-    pair = gauged(device, "AdamW", weights="split", states="8bit")
-    for ps, optimizer in ((pair.ps, pair.fused), (pair.qs, pair.eager)):
-        extra = torch.nn.Parameter(torch.ones(30, 20, dtype=torch.bfloat16, device=device))
-        ps.append(extra)
-        optimizer.add_param_group({"params": [extra], "lr": 0.1, "weights": "plain", "states": "bf16"})
-    pair.step()
-    check(pair)
-    assert pair.fused.last_stats["1.0"].intended_nonzero == 600
-
-
 def test_addresses_that_are_no_multiple_of_16_bytes(device: str) -> None:
     for weights, states in (("split8", "log8"), ("expansion", "8bit"), ("split", "bf16")):
-        pair = gauged(device, "AdamW", ((700,),), weights=weights, states=states)
+        pair = gauged(device, "AdamW", ((300,),), weights=weights, states=states)
         for p in (pair.ps[0], pair.qs[0]):
-            pool = torch.ones(701, dtype=torch.bfloat16, device=device)
+            pool = torch.ones(301, dtype=torch.bfloat16, device=device)
             p.data = pool[1:]
         pair.step(2)
         check(pair)
@@ -269,9 +259,9 @@ def test_an_ordinary_steps_sums_stay(device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("weights", weight_storages())
-@pytest.mark.parametrize("states", ["fp32", "bf16", "8bit", "log8", "log4", "fp8", "4bit", "expansion"])
-@pytest.mark.parametrize("clip", [False, True], ids=["", "clipped"])
+@pytest.mark.parametrize(
+    ("weights", "states", "clip"), cases(weight_storages(), state_storages(), (False, True)), ids=str
+)
 def test_every_storage_on_a_gpu(weights: str, states: str, clip: bool) -> None:
     """Long enough for all paths; of a thousand elements one may be rounded to the other side."""
     shapes = ((1,), (0,), (513,), (3000, 701), (1 << 20,))

@@ -22,7 +22,7 @@ from narrowgauge.kernels._step._log_states import (
 )
 from narrowgauge.storage import _states, register_state
 
-SIZES = (1, 2 * 256 + 100)
+SIZES = (1, 256 + 100)
 KINDS = ("one scale", "mixed", "zeros", "blocks of zeros", "tiny", "huge", "not finite", "ties", "some v zero")
 
 

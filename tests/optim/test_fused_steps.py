@@ -19,9 +19,9 @@ from narrowgauge.kernels._step._tables import Tables
 from narrowgauge.optim import _launch_tables
 from narrowgauge.optim._optimizer import NarrowOptimizer
 from narrowgauge.optim._plan import ParamStep
-from narrowgauge.optim._triton_backend import kernels_of, why_not
+from narrowgauge.optim._triton_backend import kernels_of
 
-SHAPES = ((1,), (0,), (300,), (16, 64), (513,))
+SHAPES = ((1,), (0,), (300,), (16, 16))  # one element, none, a partial block, a whole one
 
 RULES: list[tuple[str, dict[str, Any]]] = [
     ("AdamW", {"clip_updates": True}),
@@ -100,7 +100,7 @@ def meanings(p: Tensor, optimizer: NarrowOptimizer) -> dict[str, Tensor]:
     return found
 
 
-def compare(name: str, dtype: torch.dtype, device: str, odd: bool = False, steps: int = 3, **options: Any) -> None:
+def compare(name: str, dtype: torch.dtype, device: str, odd: bool = False, steps: int = 2, **options: Any) -> None:
     pairs, a, b = twins(name, options, parameters(SHAPES, dtype, device))
     run = Kernels()
     for step in range(steps):
@@ -121,31 +121,10 @@ def test_storages(weights: str, states: str, dtype: torch.dtype, device: str) ->
     compare("AdamW", dtype, device, weights=weights, states=states)
 
 
-def test_sums_and_narrow_states_together(device: str) -> None:
-    compare("LAMB", torch.bfloat16, device, weights="split8", states="log8", clip_updates=True)
-
-
 def test_gradients_that_are_not_finite_are_skipped(device: str) -> None:
-    compare("AdamW", torch.bfloat16, device, odd=True, weights="split8", states="log8", nonfinite="skip")
-    compare("LAMB", torch.float32, device, odd=True, states="fp32", nonfinite="skip")
-
-
-def test_learning_rates_that_change_and_groups_that_differ(device: str) -> None:
-    ps = parameters(SHAPES, torch.float32, device)
-    pairs, a, b = twins("AdamW", {"states": "fp32", "lr": 1e-2}, ps)
-    for optimizer, place in ((a, 0), (b, 1)):
-        extra = torch.nn.Parameter(torch.ones(700, device=device))
-        optimizer.add_param_group({"params": [extra], "lr": 1e-1, "weight_decay": 0.5})
-        pairs = [*pairs, (extra, extra)] if place == 0 else [*pairs[:-1], (pairs[-1][0], extra)]
-    run = Kernels()
-    for step in range(3):
-        give_gradients(pairs, step)
-        for optimizer in (a, b):
-            for group in optimizer.param_groups:
-                group["lr"] *= 0.5
-        a.step()
-        fused(run, entries(b))
-        agree(pairs, a, b)
+    """By a rule with sums over its parameter, and narrow states."""
+    options = {"weights": "split8", "states": "log8", "clip_updates": True}
+    compare("LAMB", torch.bfloat16, device, odd=True, nonfinite="skip", **options)
 
 
 @pytest.mark.parametrize(("weights", "states"), [("split8", "log8"), ("stochastic", "4bit")])
@@ -173,28 +152,6 @@ def test_addresses_that_are_no_multiple_of_16_bytes(device: str) -> None:
         b.step()
         fused(run, entries(a))
         agree([(q, p) for p, q in pairs], b, a)
-
-
-def test_what_has_no_kernel_says_why(device: str) -> None:
-    ps = parameters(((4, 4),), torch.bfloat16, device)
-    for options, why in (
-        ({"arithmetic": "strict", "states": "bf16", "weights": "plain"}, "strict"),
-        ({"states": "8bit", "block_size": 100}, "block_size"),
-    ):
-        pairs, a, _ = twins("AdamW", options, ps)
-        give_gradients(pairs, 0)
-        (entry,) = entries(a)
-        assert why in str(why_not(entry))
-        before = entry.param.clone()
-        assert Kernels()([entry]) == [entry]
-        assert torch.equal(entry.param, before)
-
-
-def test_a_rule_that_is_not_elementwise_is_left_to_the_eager_path(device: str) -> None:
-    pairs, a, _ = twins("Muon", {"states": "fp32"}, parameters(((8, 4),), torch.float32, device))
-    give_gradients(pairs, 0)
-    what = entries(a)
-    assert Kernels()(what) == what
 
 
 class Interrupted(Tables):

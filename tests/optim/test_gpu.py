@@ -1,22 +1,24 @@
 """On a GPU a step gives the CPU's numbers, never waits for the device, and can be captured in a graph."""
 
-import itertools
-
 import pytest
 import torch
 
 from narrowgauge.optim import AdamW
 from narrowgauge.storage import state_storage, state_storages, weight_storage, weight_storages
+from pairwise import cases
 
 pytestmark = pytest.mark.gpu
 
+
+def taken(weights: str, states: str, arithmetic: str, dtype: torch.dtype) -> bool:
+    rounded = weight_storage(weights).rounded and state_storage(states).rounded
+    return dtype in weight_storage(weights).dtypes and (arithmetic == "fp32" or rounded)
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CASES = [
-    (weights, states, arithmetic, dtype)
-    for weights, states, arithmetic, dtype in itertools.product(
-        weight_storages(), state_storages(), ("fp32", "strict"), (torch.float32, torch.bfloat16, torch.float16)
-    )
-    if dtype in weight_storage(weights).dtypes
-    and (arithmetic == "fp32" or (weight_storage(weights).rounded and state_storage(states).rounded))
+    pytest.param(case.values, marks=case.marks)
+    for case in cases(weight_storages(), state_storages(), ("fp32", "strict"), DTYPES, allowed=taken)
 ]
 
 

@@ -24,20 +24,18 @@ from narrowgauge import optim
 from narrowgauge.optim import _engine
 from narrowgauge.optim._optimizer import NarrowOptimizer
 
-SHAPES = ((70,), (16, 40), (), (0,), (513,))
+SHAPES = ((70,), (16, 17), (), (0,), (257,))
 PATHS = {"Triton": "fused Triton", "C": "fused C", "eager": "eager torch"}
 
 RULES: list[tuple[str, dict[str, Any], Any]] = [
     ("AdamW", {"weights": "split8", "states": "log8"}, torch.bfloat16),
     ("AdamW", {"weights": "expansion", "states": "8bit", "maximize": True}, torch.bfloat16),
-    ("Adam", {"weight_decay": 0.1}, torch.float32),
     ("StableAdamW", {"weights": "master", "states": "bf16"}, torch.float16),
     ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "states": "fp8"}, torch.bfloat16),
     ("LAMB", {"weights": "kahan", "states": "4bit"}, torch.bfloat16),
     ("LARS", {"momentum": 0.9, "weight_decay": 0.1}, torch.float32),
     ("Adagrad", {"weights": "split"}, torch.bfloat16),
     ("Lion8bit", {"weights": "stochastic"}, torch.bfloat16),
-    ("CollageAdamW", {}, torch.bfloat16),
 ]
 
 Maker = Callable[..., NarrowOptimizer]
@@ -124,8 +122,11 @@ def test_a_step_is_that_of_gradients_clipped_before(
     same(mine, ps, theirs, qs)
 
 
-@pytest.mark.parametrize(("name", "options", "dtype"), [RULES[0], RULES[3], RULES[8]], ids=str)
-@pytest.mark.parametrize("scale", [2.0**12, 3.0])
+@pytest.mark.parametrize(
+    ("name", "options", "dtype", "scale"),
+    [(*RULES[0], 2.0**12), (*RULES[0], 3.0), (*RULES[2], 3.0), (*RULES[7], 2.0**12)],
+    ids=str,
+)
 def test_a_step_is_that_of_gradients_unscaled_before(
     make: Maker, name: str, options: dict[str, Any], dtype: torch.dtype, scale: float, device: str
 ) -> None:
@@ -175,8 +176,10 @@ def test_gradients_whose_squares_no_float32_holds(make: Maker, size: float, devi
     assert all(float(mine.state[p]["v"].min()) > 0 for p in ps if p.numel() and size > 1)
 
 
-@pytest.mark.parametrize("nonfinite", ["skip", "propagate"])
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize(
+    ("nonfinite", "bad"),
+    [("skip", math.inf), ("skip", math.nan), ("propagate", -math.inf), ("propagate", math.nan)],
+)
 def test_what_is_not_finite_does_not_count(make: Maker, nonfinite: str, bad: float, device: str) -> None:
     ps, qs = parameters(SHAPES, torch.bfloat16, device), parameters(SHAPES, torch.bfloat16, device)
     options = {"states": "8bit", "nonfinite": nonfinite}

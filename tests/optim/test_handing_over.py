@@ -9,6 +9,7 @@ import torch
 from narrowgauge.optim import LAMB, LARS, SGD, Adagrad, Adam, AdamW, Lion, Muon, NarrowOptimizer, StableAdamW
 from narrowgauge.optim._eager import Fp32Arithmetic, Noise, Operands, numbers, update, with_sums
 from narrowgauge.optim._plan import ParamStep
+from pairwise import cases
 
 SHAPE = torch.Size((8, 256))
 ROUNDED = ["log8", "log4"]
@@ -37,10 +38,9 @@ def worst(found: torch.Tensor, wanted: torch.Tensor, typical: torch.Tensor) -> f
     return float(((found.double() - wanted.double()).abs() / typical).max())
 
 
-@pytest.mark.parametrize("states", ROUNDED)
-@pytest.mark.parametrize("momentum", [0.5, 0.9, 0.99])
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("block_size", [256, 7])
+@pytest.mark.parametrize(
+    ("states", "momentum", "nesterov", "block_size"), cases(ROUNDED, (0.5, 0.9, 0.99), (False, True), (256, 7))
+)
 def test_sgd_comes_to_rest_where_it_would_have_come(
     states: str, momentum: float, nesterov: bool, block_size: int
 ) -> None:
@@ -70,7 +70,10 @@ def test_without_further_gradients_it_gets_there(states: str) -> None:
     assert worst(p.detach(), exact.detach(), typical) < 3e-5
 
 
-@pytest.mark.parametrize("kind", [AdamW, StableAdamW, LAMB])
+@pytest.mark.parametrize(
+    "kind",
+    [AdamW, pytest.param(StableAdamW, marks=pytest.mark.slow), pytest.param(LAMB, marks=pytest.mark.slow)],
+)
 def test_with_adam_the_error_does_not_grow(kind: Callable[..., NarrowOptimizer]) -> None:
     """Only m is narrow. Handed over it stays a fraction of a step behind; kept, it is off by ever more."""
     errors = {}
@@ -228,8 +231,11 @@ def test_how_far_from_fp32_states_it_ends(states: str) -> None:
     assert found == pytest.approx(ERRORS[states], rel=0.15)
 
 
-@pytest.mark.parametrize("weights", ["split8", "split", "expansion", "kahan", "master", "stochastic"])
-@pytest.mark.parametrize("states", ["log8", "8bit", "expansion", "fp8"])
+@pytest.mark.parametrize(
+    ("weights", "states"),
+    [("split8", "log8"), ("split", "8bit"), ("expansion", "expansion"), ("kahan", "fp8"), ("master", "log8"),
+     ("stochastic", "8bit")],
+)  # fmt: skip
 def test_a_parameter_without_dimensions_beside_numbers_of_the_device(weights: str, states: str) -> None:
     """Their double precision is not taken over: the step is that of a parameter of one element."""
     ends = []

@@ -10,16 +10,13 @@ from torch import Tensor
 
 import narrowgauge as ng
 from narrowgauge.optim import _eager
-from narrowgauge.optim._engine import Engine
 
 SMALL = 4096  # elements of a chunk, here
 STATES = ("fp32", "bf16", "expansion", "8bit", "log8", "log4", "4bit", "fp8")
 WEIGHTS = ("plain", "kahan", "expansion", "split", "split8", "stochastic", "master")
 
 
-@pytest.fixture(autouse=True)
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Engine, "backends", ())
+pytestmark = pytest.mark.usefixtures("eager")
 
 
 @pytest.fixture
@@ -59,8 +56,10 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         assert torch.equal(tensor, other[key]), key
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize(
+    ("states", "weights"),
+    [(name, WEIGHTS[(place + more) % 7]) for place, name in enumerate(STATES) for more in (0, 3)],
+)
 def test_every_storage(monkeypatch: pytest.MonkeyPatch, counted: list[int], states: str, weights: str) -> None:
     size = (3, 5 * SMALL // 3 + 1)
     options = {"states": states, "weights": weights, "weight_decay": 0.1}

@@ -11,6 +11,8 @@ from narrowgauge.optim import SGD, AdamW, QuantizedGradients, step_in_backward
 from narrowgauge.scaling import TensorLossScaler
 from narrowgauge.storage import quantize
 
+pytestmark = pytest.mark.usefixtures("eager")
+
 COARSE = codebook("linear", bits=4)
 N = 16  # coordinates of the convex problem, in one block
 

@@ -56,6 +56,39 @@ def test_a_namesake_goes_where_torch_goes(name: str, options: dict[str, Any]) ->
     assert float((ours - theirs).abs().max()) < (4e-4 if name == "Muon" else 5e-6)
 
 
+def run_long(make, steps: int, dtype: torch.dtype = torch.float32, **options) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    p = torch.nn.Parameter(torch.randn(40, 30, generator=generator).to(dtype))
+    optimizer = make([p], **options)
+    for number in range(steps):
+        # A falling gradient with a few coordinates that rarely see one.
+        grad = torch.randn(40, 30, generator=generator) * 10.0 ** (-3 * number / steps)
+        grad[:4] *= float(number % 50 == 0)
+        p.grad = grad.to(dtype)
+        optimizer.step()
+    return p.detach()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lr": 1e-3},
+        {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.0},
+        {"lr": 3e-4, "weight_decay": 0.1},
+        {"lr": 1e-3, "maximize": True},
+        {"lr": torch.tensor(1e-3)},
+    ],
+    ids=str,
+)
+def test_it_is_torchs_adamw_and_nearer_to_the_exact_one(options: dict) -> None:
+    ours, torchs = run_long(optim.AdamW, 500, **options), run_long(torch.optim.AdamW, 500, **options)
+    exact = run_long(torch.optim.AdamW, 500, torch.float64, **options)
+    # 500 steps, each of which may round the weight by half a unit of float32.
+    torch.testing.assert_close(ours, torchs, rtol=500 * 2.0**-24, atol=1e-6)
+    # torch multiplies the weight by 1 - lr * weight_decay, rounded to float32, which drifts; a sum does not.
+    assert (ours - exact).abs().max() <= (torchs - exact).abs().max() * 1.01 + 1e-7
+
+
 def adamw(w, g, s, t, lr=1e-3, b1=0.9, b2=0.999, eps=1e-8, wd=0.01):
     s["m"] = b1 * s.get("m", 0) + (1 - b1) * g
     s["v"] = b2 * s.get("v", 0) + (1 - b2) * g**2

@@ -15,6 +15,8 @@ from narrowgauge.optim import AdamW
 from narrowgauge.optim._sharded_state import Chunks, from_dtensors, whole_state
 from narrowgauge.optim._sharding import Shard
 
+pytestmark = pytest.mark.usefixtures("eager")
+
 
 @st.composite
 def boxes(draw: st.DrawFn) -> Shard:

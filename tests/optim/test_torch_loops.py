@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from twins import NAMESAKES, backward, distance, ours, parameters, torchs, train, values
 
 from narrowgauge.optim import AdamW8bit, NarrowOptimizer
+from pairwise import cases
 
 Schedulers = Callable[[torch.optim.Optimizer], list[Any]]
 SCHEDULERS: dict[str, Schedulers] = {
@@ -56,9 +57,9 @@ def check_schedule(name: str, options: dict[str, Any], schedulers: Schedulers) -
     assert len({float(group["lr"]) for group in seen}) > 2, "the schedule schedules nothing"
 
 
-@pytest.mark.parametrize("rate", [0.01, torch.tensor(0.01)], ids=["number", "tensor"])
-@pytest.mark.parametrize("which", SCHEDULERS)
-@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@pytest.mark.parametrize(
+    ("name", "which", "rate"), cases(["AdamW", "SGD"], SCHEDULERS, [0.01, torch.tensor(0.01)]), ids=str
+)
 def test_schedules_of_the_rate(name: str, which: str, rate: float | torch.Tensor) -> None:
     check_schedule(name, {"lr": rate}, SCHEDULERS[which])
 

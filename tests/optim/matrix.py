@@ -1,0 +1,62 @@
+"""Rules, weight storages, state storages, arithmetics and dtypes: every pair of them that goes together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from narrowgauge.storage import state_storage, state_storages, weight_storage, weight_storages
+from pairwise import cases
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One rule; a new one is one more line in RECORDS.
+
+    Attributes:
+        name: of the optimizer.
+        options: what it needs to move weights near 1 by about 0.01 to 0.3 in 60 steps.
+        loose: how much more than AdamW's the narrow states' error may be: an orthogonalization amplifies it.
+    """
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    loose: float = 1.0
+
+
+RECORDS = {
+    "adamw": Record("AdamW", {"lr": 1e-3}),
+    "adam": Record("Adam", {"lr": 1e-3, "weight_decay": 0.1}),
+    "stable-adamw": Record("StableAdamW", {"lr": 1e-3}),
+    "adamw-schedule": Record("AdamW", {"lr": 1e-3, "beta2_schedule": 0.8}),
+    "sgd": Record("SGD", {"lr": 0.05, "momentum": 0.9}),
+    "sgd-nesterov": Record("SGD", {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+    "sgd-bare": Record("SGD", {"lr": 0.5}),
+    "lamb": Record("LAMB", {"lr": 1e-3}),
+    "lars": Record("LARS", {"lr": 1.0}),
+    "adagrad": Record("Adagrad", {"lr": 1e-3}),
+    "adagrad-momentum": Record("Adagrad", {"lr": 2e-4, "momentum": 0.9}),
+    "lion": Record("Lion", {"lr": 1e-3}),
+    "muon": Record("Muon", {"lr": 2e-3}, loose=4.0),
+}
+Case = tuple[str, str, str, str, torch.dtype]  # rule, weights, states, arithmetic, dtype
+ARITHMETICS = ("fp32", "strict")
+
+
+def taken(rule: str, weights: str, states: str, arithmetic: str, dtype: torch.dtype) -> bool:
+    """Whether an optimizer takes this combination."""
+    fits = dtype in weight_storage(weights).dtypes
+    # Without momentum there is no state to be rounded.
+    rounded = weight_storage(weights).rounded and (state_storage(states).rounded or rule == "sgd-bare")
+    return fits and (arithmetic == "fp32" or rounded)
+
+
+CASES = [
+    pytest.param(case.values, marks=case.marks)
+    for case in cases(RECORDS, weight_storages(), state_storages(), ARITHMETICS, DTYPES, allowed=taken)
+]
