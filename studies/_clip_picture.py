@@ -11,7 +11,7 @@ from _clip_tables import Results, places, runs_of
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from narrowgauge.cli._drawing import INK, PALETTE
+from narrowgauge.cli._charts import INK, PALETTE
 
 COLOURS = {name: light for name, (light, _) in PALETTE.items()}
 # Row: colour and dashes; what should lie upon bf16 is told apart by dashes, not by colour alone.

@@ -10,7 +10,7 @@ from _collage_tables import REFERENCE, Results, first_of
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from narrowgauge.cli._drawing import INK, PALETTE
+from narrowgauge.cli._charts import INK, PALETTE
 
 COLOURS = {name: light for name, (light, _) in PALETTE.items()}
 # Option: colour and dashes. D and what should lie upon it are told apart by dashes, not by colour alone.

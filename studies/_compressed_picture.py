@@ -13,7 +13,7 @@ from _compressed_rows import BITS, KINDS, OPTIMIZERS, REFERENCE, ROUNDED
 from _compressed_tables import Results, runs_of
 from matplotlib.figure import Figure
 
-from narrowgauge.cli._drawing import INK, MUTED, PALETTE
+from narrowgauge.cli._charts import INK, MUTED, PALETTE
 
 STYLES = {"nearest": ("series-1", ()), "stochastic": ("series-2", (2, 1.5)), "feedback": ("series-3", (6, 2))}
 TITLES = {"nearest": "to nearest", "stochastic": "stochastically", "feedback": "with error feedback"}

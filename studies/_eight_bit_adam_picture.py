@@ -11,7 +11,7 @@ from _eight_bit_adam_tables import NAMES, TRAINING, VALIDATION, Runs, number
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from narrowgauge.cli._drawing import INK, MUTED, PALETTE
+from narrowgauge.cli._charts import INK, MUTED, PALETTE
 
 # Label, colour, dashes, marker, and how far to the side its dots are: those of two lines would cover one another.
 LOOKS = (

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from narrowgauge.cli._drawing import INK, MUTED, PALETTE
+from narrowgauge.cli._charts import INK, MUTED, PALETTE
 
 BEFORE, AFTER = 40, 60
 THRESHOLD = 2.3

@@ -8,7 +8,7 @@ from _magnitudes_tables import DECAY, rows_of, runs_of
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from narrowgauge.cli._drawing import INK, PALETTE
+from narrowgauge.cli._charts import INK, PALETTE
 
 WARM, COOL, OTHER = (PALETTE[name][0] for name in ("series-1", "series-2", "series-3"))
 

@@ -27,7 +27,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from narrowgauge.cli._drawing import INK, MUTED, PALETTE, drawing
+from narrowgauge.cli._charts import INK, MUTED, PALETTE, drawing
 
 Results = dict[str, Any]
 COLOURS = {name: light for name, (light, _) in PALETTE.items()}

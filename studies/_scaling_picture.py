@@ -11,7 +11,7 @@ from _scaling_tables import QUIET, Results, histogram, looks, power, runs_of, to
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from narrowgauge.cli._drawing import INK, MUTED, PALETTE
+from narrowgauge.cli._charts import INK, MUTED, PALETTE
 
 COLOURS = {name: light for name, (light, _) in PALETTE.items()}
 # By moment, and by scaler: colour and dashes.

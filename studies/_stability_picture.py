@@ -9,7 +9,7 @@ from _stability_tables import LONG, PLAIN, SHORT, STABLE, Results
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from narrowgauge.cli._drawing import INK, MUTED, PALETTE
+from narrowgauge.cli._charts import INK, MUTED, PALETTE
 
 THRESHOLD = 2.3
 SPIKE, PATCHES, MIDDLE = (PALETTE[name][0] for name in ("series-1", "series-2", "series-3"))

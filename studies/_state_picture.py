@@ -8,7 +8,7 @@ from _state_tables import LABELS
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from narrowgauge.cli._drawing import INK, PALETTE
+from narrowgauge.cli._charts import INK, PALETTE
 
 # Colour, dashes and width of each candidate that is shown; the rest are in the tables.
 LOOKS: dict[str, tuple[str, str, tuple[float, ...], float]] = {

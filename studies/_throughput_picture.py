@@ -6,7 +6,7 @@ from _collage_picture import plain_numbers
 from _throughput_tables import GB, Results, found, models
 from matplotlib.figure import Figure
 
-from narrowgauge.cli._drawing import INK, PALETTE
+from narrowgauge.cli._charts import INK, PALETTE
 
 COLOURS = {name: light for name, (light, _) in PALETTE.items()}
 LOOKS = {

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from narrowgauge.cli._crew import Crew
 
 from forked import Command
 from narrowgauge.cli import main
-from narrowgauge.cli._crew import Crew
 from narrowgauge.optim import UpdateStats
 from narrowgauge.trainers import Run
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from narrowgauge.cli._formats._text import power
 
 from narrowgauge.cli import main
 from narrowgauge.cli._formats._names import FORMATS, find
-from narrowgauge.cli._formats._text import power
 from narrowgauge.cli._formats._values import Fate, step
 from narrowgauge.formats import CodebookMap, FloatFormat, codebook, codebook_map, codebook_names
 

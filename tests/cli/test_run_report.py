@@ -17,13 +17,13 @@ import torch
 from html_page import Page
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-import narrowgauge as ng
-from narrowgauge.cli import main
-from narrowgauge.cli._drawing import PALETTE
 from narrowgauge.cli._run._columns import COLUMNS, ROWS, embedding_and_middle, grid, number, short
 from narrowgauge.cli._run._page import page
 from narrowgauge.cli._run._paint import _paint, medians
+
+import narrowgauge as ng
+from narrowgauge.cli import main
+from narrowgauge.cli._charts import PALETTE
 from narrowgauge.gauges._history import History
 from narrowgauge.gauges._records import line_of
 from recorded import NAMES, STRANGE, changed, header, sound, step, update

@@ -11,7 +11,7 @@ import _eight_bit_adam_tables as tables
 import pytest
 from _eight_bit_adam import Trial
 
-from narrowgauge.cli._drawing import drawing
+from narrowgauge.cli._charts import drawing
 
 LR = 4e-3
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from narrowgauge.cli._errors import UsageError
+from narrowgauge.cli._files import picture_path, write_output
 from narrowgauge.cli._formats._codebooks import codebook_page, inspect_in_codebook, shown
 from narrowgauge.cli._formats._floats import all_codes, float_page, listing
 from narrowgauge.cli._formats._names import find
-from narrowgauge.cli._formats._text import Printer
 from narrowgauge.cli._formats._values import inspect_everywhere, inspect_in_float, read_value
+from narrowgauge.cli._printer import Printer
 from narrowgauge.formats import CodebookMap, FloatFormat, codebook_names
 
 # Wider formats have too many codes to be read.
 _MOST_BITS_LISTED = 8
-_SUFFIXES = (".svg", ".png", ".pdf")
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def formats(options: FormatsOptions) -> int:
         The exit status, 0.
 
     Raises:
-        ValueError: for input that makes no sense, in one line that names the argument.
+        UsageError: for input that makes no sense, in one line that names the argument.
     """
     found = _check(options)
     if options.plot is not None:
@@ -70,7 +71,7 @@ def formats(options: FormatsOptions) -> int:
 def _check(options: FormatsOptions) -> FloatFormat | CodebookMap | None:
     """Find what NAME means, and refuse options that do not apply to it."""
     if options.value is not None and options.plot is not None:
-        raise ValueError("--plot: got it with --value, takes one of the two")
+        raise UsageError("--plot: got it with --value, takes one of the two")
     if options.name is None:
         _refuse(options, ("codebook", "unsigned", "bits", "all", "codes"), "takes a NAME before it")
         return None
@@ -80,7 +81,7 @@ def _check(options: FormatsOptions) -> FloatFormat | CodebookMap | None:
         _refuse(options, ("unsigned", "bits"), f"takes a codebook, {found.name} is a float format{also}")
         if options.codes and found.bits > _MOST_BITS_LISTED:
             codes = f"{found.name}, which has 2^{found.bits} codes"
-            raise ValueError(f"--codes: got {codes}, takes a format of at most {_MOST_BITS_LISTED} bits")
+            raise UsageError(f"--codes: got {codes}, takes a format of at most {_MOST_BITS_LISTED} bits")
     else:
         _refuse(options, ("all",), f"takes a float format, {found.name} is a codebook")
     for what in ("value", "plot"):
@@ -92,30 +93,21 @@ def _check(options: FormatsOptions) -> FloatFormat | CodebookMap | None:
 def _refuse(options: FormatsOptions, names: tuple[str, ...], why: str) -> None:
     for name in names:
         if getattr(options, name) not in (None, False):
-            raise ValueError(f"--{name}: {why}")
+            raise UsageError(f"--{name}: {why}")
 
 
 def _plot(options: FormatsOptions, found: FloatFormat | CodebookMap | None, path: Path) -> int:
     # Drawing needs matplotlib, which takes longer to import than everything else here.
+    from narrowgauge.cli._charts import save_figure
     from narrowgauge.cli._formats import _plots
 
     if path == Path():
         path = Path("runs") / (f"formats-{found.name}.svg" if found else "formats.svg")
-    if path.suffix.lower() not in _SUFFIXES:
-        raise ValueError(f"--plot: got {str(path)!r}, takes a path that ends in {', '.join(_SUFFIXES)}")
-    try:
-        path = path.expanduser()
-    except RuntimeError as error:
-        raise ValueError(f"--plot: got {str(path)!r}: {error}") from None
-    kind = path.suffix.lower()[1:]
+    path = picture_path("--plot", path)
     if isinstance(found, FloatFormat):
-        picture = _plots.spacing(found, kind)
+        figure = _plots.spacing(found)
     else:
-        picture = _plots.maps(None if found is None else shown(found, options.unsigned, options.bits), kind)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(picture)
-    except OSError as error:
-        raise ValueError(f"--plot: cannot write {str(path)!r}: {error.strerror}") from None
+        figure = _plots.maps(None if found is None else shown(found, options.unsigned, options.bits))
+    write_output("--plot", path, save_figure(figure, path))
     Printer().line(str(path))
     return 0

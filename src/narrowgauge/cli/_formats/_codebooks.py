@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from narrowgauge.cli._formats._text import MISSING, Printer, brief, exact, number, say_double, signed
+from narrowgauge.cli._errors import UsageError
+from narrowgauge.cli._printer import MISSING, Printer, brief, exact, number, say_double, signed
 from narrowgauge.formats import CodebookMap, Coder, codebook, codebook_map, codebook_names
 
 _PER_LINE = 4
@@ -38,15 +39,15 @@ def shown(found: CodebookMap, unsigned: bool, bits: int | None) -> Shown:
     """A codebook as asked for: with sign unless it has none, at its widest code where no width is given.
 
     Raises:
-        ValueError: for a width or a sign that it is not defined for.
+        UsageError: for a width or a sign that it is not defined for.
     """
     unsigned = unsigned or not found.signed_bits
     widths = found.unsigned_bits if unsigned else found.signed_bits
     if not widths:
-        raise ValueError(f"--unsigned: takes a codebook that is defined without sign, {found.name} is not")
+        raise UsageError(f"--unsigned: takes a codebook that is defined without sign, {found.name} is not")
     if bits is not None and bits not in widths:
         takes = f"{span(widths)} for {found.name} {'without' if unsigned else 'with'} sign"
-        raise ValueError(f"--bits: got {bits}, takes {takes}")
+        raise UsageError(f"--bits: got {bits}, takes {takes}")
     return Shown(found, not unsigned, max(widths) if bits is None else bits)
 
 
@@ -101,11 +102,11 @@ def inspect_in_codebook(printer: Printer, typed: str, x: float, it: Shown) -> No
     """The value nearest to x with its two neighbours.
 
     Raises:
-        ValueError: for a number outside of the codebook's interval.
+        UsageError: for a number outside of the codebook's interval.
     """
     low = -1 if it.signed else 0
     if not low <= x <= 1:
-        raise ValueError(f"--value: got {typed!r}, takes a number in [{low}, 1] for {it.title}")
+        raise UsageError(f"--value: got {typed!r}, takes a number in [{low}, 1] for {it.title}")
     values = it.values
     code = encode(values, x)
     rows = []

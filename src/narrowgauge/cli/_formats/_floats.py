@@ -12,7 +12,7 @@ import torch
 
 from narrowgauge.cli._formats._codebooks import codebook_list
 from narrowgauge.cli._formats._names import FORMATS
-from narrowgauge.cli._formats._text import Printer, number, power
+from narrowgauge.cli._printer import Printer, number, power
 from narrowgauge.formats import Binade, FloatFormat, codebook_names
 from narrowgauge.formats import NotableRow as Notable
 

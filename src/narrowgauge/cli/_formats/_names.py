@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 
+from narrowgauge.cli._errors import UsageError
 from narrowgauge.formats import (
     BF16,
     FP4_E2M1,
@@ -49,7 +50,7 @@ def find(name: str, codebook: bool = False) -> FloatFormat | CodebookMap:
         codebook: take it for a codebook even where a float format has the name too.
 
     Raises:
-        ValueError: for anything else, with the nearest name there is.
+        UsageError: for anything else, with the nearest name there is.
     """
     typed = name.strip().casefold().removeprefix("torch.")
     found = None if codebook else _float_format(name, typed)
@@ -60,12 +61,12 @@ def find(name: str, codebook: bool = False) -> FloatFormat | CodebookMap:
         if name == known or typed == known.casefold():
             return codebook_map(known)
     if codebook:
-        raise ValueError(f"NAME: got {name!r}{_near(typed, names)}, takes with --codebook {', '.join(names)}")
+        raise UsageError(f"NAME: got {name!r}{_near(typed, names)}, takes with --codebook {', '.join(names)}")
     own = tuple(fmt.name for fmt in FORMATS)
     takes = f"takes {', '.join(own)}, a layout such as e3m4, or a codebook: "
     maps = ", ".join(known for known in names if known not in own)
     words = (word for word, layout in _WORDS.items() if not layout.startswith("e11"))
-    raise ValueError(f"NAME: got {name!r}{_hint(typed, (*own, *names, *words))}, {takes}{maps}")
+    raise UsageError(f"NAME: got {name!r}{_hint(typed, (*own, *names, *words))}, {takes}{maps}")
 
 
 def _float_format(name: str, typed: str) -> FloatFormat | None:
@@ -78,7 +79,7 @@ def _float_format(name: str, typed: str) -> FloatFormat | None:
     exponent, mantissa, finite = int(layout["e"]), int(layout["m"]), bool(layout["fn"])
     width = 1 + exponent + mantissa
     if layout["bits"] and int(layout["bits"]) != width:
-        raise ValueError(f"NAME: got {name!r}, takes fp{width}_ for e{exponent}m{mantissa}, which has {width} bits")
+        raise UsageError(f"NAME: got {name!r}, takes fp{width}_ for e{exponent}m{mantissa}, which has {width} bits")
     for known in FORMATS:
         # e4m3 and the like mean what the standard calls so, whether or not "fn" says that it is finite.
         same = (known.exponent_bits, known.mantissa_bits) == (exponent, mantissa)
@@ -89,9 +90,9 @@ def _float_format(name: str, typed: str) -> FloatFormat | None:
         made = FloatFormat(own, exponent, mantissa, has_infinity=not finite)
         made.max  # noqa: B018  a range beyond that of a double shows here
     except ValueError as error:
-        raise ValueError(f"NAME: got {name!r}: {error}") from None
+        raise UsageError(f"NAME: got {name!r}: {error}") from None
     except OverflowError:
-        raise ValueError(f"NAME: got {name!r}, takes a layout whose numbers a double holds") from None
+        raise UsageError(f"NAME: got {name!r}, takes a layout whose numbers a double holds") from None
     return made
 
 

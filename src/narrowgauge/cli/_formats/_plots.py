@@ -5,17 +5,15 @@ Source of the maps: 8-bit Optimizers via Block-wise Quantization, Figure 6.
 
 from __future__ import annotations
 
-import io
 import math
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from narrowgauge.cli._drawing import DASHES, INK, MUTED, SERIES, Look, drawing
+from narrowgauge.cli._charts import DASHES, INK, MUTED, SERIES, LineStyle, drawing
 from narrowgauge.cli._formats._codebooks import Shown
 from narrowgauge.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, FloatFormat, codebook_map
 
@@ -24,21 +22,20 @@ _MAPS = ("linear", "dynamic", "quantile")
 _FLOATS = (FP32, BF16, FP16, FP8_E5M2, FP8_E4M3)
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _DASHES = (*DASHES, (8, 2, 1.5, 2, 1.5, 2))
-_NAMED = Look("ink", (), 2.6)
+_NAMED = LineStyle("ink", (), 2.6)
 
 
-def maps(it: Shown | None, kind: str) -> bytes:
+def maps(it: Shown | None) -> Figure:
     """Value against code, as in Figure 6; beside it the same values by magnitude, on a logarithmic scale.
 
     Args:
         it: a codebook to draw beside the three of the figure; its width and sign are those of all.
-        kind: "svg", "png" or "pdf".
     """
     bits, signed = (it.bits, it.signed) if it else (8, True)
     known = {name: codebook_map(name) for name in _MAPS}
     widths = {name: found.signed_bits if signed else found.unsigned_bits for name, found in known.items()}
     drawn = {name: Shown(found, signed, bits) for name, found in known.items() if bits in widths[name]}
-    looks = {name: Look(SERIES[i], DASHES[i], 2.0) for i, name in enumerate(_MAPS)}
+    looks = {name: LineStyle(SERIES[i], DASHES[i], 2.0) for i, name in enumerate(_MAPS)}
     if it is not None:
         drawn[it.map.name], looks[it.map.name] = it, _NAMED
     with drawing():
@@ -62,18 +59,17 @@ def maps(it: Shown | None, kind: str) -> bytes:
         _ticks(right.yaxis, 10, range(0, bottom - 1, -step))
         right.set_ylim(10.0**bottom, 1.6)
         _legend(figure, left)
-        return _file(figure, kind)
+        return figure
 
 
-def spacing(fmt: FloatFormat, kind: str) -> bytes:
+def spacing(fmt: FloatFormat) -> Figure:
     """Spacing and largest relative rounding error against magnitude, over the range of a format and a bit beyond.
 
     Args:
         fmt: the format to draw in front of the well-known ones.
-        kind: "svg", "png" or "pdf".
     """
     # Each has its own colour and dashes, whichever is in front.
-    looks = {other: Look(SERIES[i], _DASHES[i], 1.6) for i, other in enumerate(_FLOATS) if other != fmt}
+    looks = {other: LineStyle(SERIES[i], _DASHES[i], 1.6) for i, other in enumerate(_FLOATS) if other != fmt}
     lowest, highest = fmt.min_exponent - fmt.mantissa_bits, fmt.max_exponent
     margin = max(3, (highest - lowest + 6) // 7)
     first, last = max(lowest - margin, -1060), min(highest + 1 + margin, 1023)
@@ -84,8 +80,8 @@ def spacing(fmt: FloatFormat, kind: str) -> bytes:
             left.step(edges, steps, where="post", label=drawn.name, **look.line)
             right.plot(edges, errors, **look.line)
             for axis, ends in ((left, steps), (right, errors)):
-                axis.plot(edges[-1:], ends[-1:], "o", color=look.colour, markersize=2.4 * look.width)
-        left.set_title(f"{fmt.name}: spacing of neighbouring numbers (ulp)", color=INK, pad=24)
+                axis.plot(edges[-1:], ends[-1:], "o", color=look.color, markersize=2.4 * look.width)
+        left.set_title(f"{fmt.name}: spacing of neighboring numbers (ulp)", color=INK, pad=24)
         right.set_title(f"{fmt.name}: largest relative rounding error", color=INK, pad=24)
         # Low enough that fp32 is seen, at one and above.
         low, high = min(lowest - margin, -25), highest - fmt.mantissa_bits + margin
@@ -99,7 +95,7 @@ def spacing(fmt: FloatFormat, kind: str) -> bytes:
             _ticks(axis.xaxis, 2, _whole(first, last, 7))
             _landmarks(axis, fmt)
         _legend(figure, left)
-        return _file(figure, kind)
+        return figure
 
 
 def _staircase(fmt: FloatFormat) -> tuple[Any, Any, Any]:
@@ -151,12 +147,3 @@ def _ticks(axis: Any, base: int, exponents: range) -> None:
         return "1" if exponent == 0 else f"{base}{str(exponent).translate(_SUPERSCRIPTS)}"
 
     axis.set_major_formatter(FuncFormatter(text))
-
-
-def _file(figure: Figure, kind: str) -> bytes:
-    """The picture as it is written; letters become outlines, since a reader's machine may have other fonts."""
-    matplotlib.rcParams["svg.fonttype"] = "path"
-    file = io.BytesIO()
-    dated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}[kind]
-    figure.savefig(file, format=kind, dpi=130, bbox_inches="tight", pad_inches=0.15, metadata=dated)
-    return file.getvalue()

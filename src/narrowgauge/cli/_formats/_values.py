@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
+from narrowgauge.cli._errors import UsageError
 from narrowgauge.cli._formats._codebooks import encode, span
 from narrowgauge.cli._formats._floats import hexadecimal, ulp
 from narrowgauge.cli._formats._names import FORMATS
-from narrowgauge.cli._formats._text import MISSING, Printer, brief, exact, power, say_double, signed
+from narrowgauge.cli._printer import MISSING, Printer, brief, exact, power, say_double, signed
 from narrowgauge.formats import FloatFormat, codebook, codebook_map, codebook_names
 
 _POWER = re.compile(r"([+-]?)2\^([+-]?[0-9]{1,4})")
@@ -21,7 +22,7 @@ def read_value(text: str) -> float:
     """The double nearest to what was typed: a decimal, a hexadecimal float, inf, nan, or a power such as 2^-14.
 
     Raises:
-        ValueError: for anything else.
+        UsageError: for anything else.
     """
     typed = text.strip()
     try:
@@ -30,7 +31,7 @@ def read_value(text: str) -> float:
         return float.fromhex(typed) if "0x" in typed.lower() else float(typed)
     except (ValueError, OverflowError):
         takes = "takes a number such as 0.1, 1e-8, 2^-14, 0x1p-3, inf or nan, of a double's range"
-        raise ValueError(f"--value: got {text!r}, {takes}") from None
+        raise UsageError(f"--value: got {text!r}, {takes}") from None
 
 
 def inspect_everywhere(printer: Printer, typed: str, x: float) -> None:
