@@ -24,6 +24,12 @@ def bench(*arguments: Any) -> int:
     return main(["bench", "optimizers", "--device", "cpu", "--seconds", "0.001", *map(str, arguments)])
 
 
+@pytest.fixture(autouse=True)
+def small_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The speed of a copy that stays in the cache: no time for it here."""
+    monkeypatch.setattr(_timing, "_CPU_COPY", 1 << 20)
+
+
 def row(name: str, device: str = "cpu") -> Row:
     return next(found for found in _rows.rows(torch.device(device)) if found.name == name)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from narrowgauge.cli._plan._text import PARTS, size
 
 from narrowgauge import linear, recipes
 from narrowgauge.cli import main
+from narrowgauge.cli._plan import PARTS, size
 from narrowgauge.trainers import TrainSettings, presets
 from narrowgauge.trainers._additions import Additions
 from narrowgauge.trainers._build import plain_model

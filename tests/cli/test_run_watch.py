@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from narrowgauge.cli._run._terminal import Advisor, WatchOptions, sparkline, watch
 from rich.console import Console
 
 from narrowgauge.cli import main
+from narrowgauge.cli._watch import Advisor, WatchOptions, sparkline, watch
 from narrowgauge.gauges._history import History
 from narrowgauge.gauges._records import line_of
 from recorded import changed, header, sound, step

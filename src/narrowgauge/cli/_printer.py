@@ -91,11 +91,6 @@ def number(x: float, digits: int = 9) -> str:
     return f"{x:.{digits}g}"
 
 
-def brief(x: float) -> str:
-    """Six digits."""
-    return f"{x:.6g}"
-
-
 def exact(x: float) -> str:
     """The shortest decimal that reads back as exactly this double."""
     return repr(x).removesuffix(".0")

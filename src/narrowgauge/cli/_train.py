@@ -21,11 +21,8 @@ from narrowgauge.trainers import (
     SettingsError,
     TrainSettings,
     config_values,
-    fit,
-    prepare_tokens,
     presets,
 )
-from narrowgauge.trainers._team import Team, processes
 
 # Errors of the user's data and settings, whenever they are found.
 DATA_ERRORS = (DataError, SettingsError)
@@ -98,6 +95,10 @@ def train(settings: TrainSettings) -> int:
     Raises:
         UsageError: in one line that names the option.
     """
+    # Imported here, as the other commands start without them.
+    from narrowgauge.trainers import fit
+    from narrowgauge.trainers._team import Team, processes
+
     display = TrainDisplay()
     try:
         with (
@@ -177,6 +178,8 @@ def tokens(data: Path | None, out: Path, vocabulary: int, workers: int | None) -
     Raises:
         UsageError: in one line that names the option.
     """
+    from narrowgauge.trainers import prepare_tokens
+
     for name, value, least, most in (("vocabulary", vocabulary, 256, 2**20), ("workers", workers, 1, 1024)):
         if value is not None and not least <= value <= most:
             raise UsageError(f"--{name}: got {value}, takes an integer from {least} to {most}")

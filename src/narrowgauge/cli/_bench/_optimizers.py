@@ -24,8 +24,9 @@ from narrowgauge.cli._errors import UsageError
 
 _WARM = 2  # steps after the first that are not counted
 _EXPLAINED = """\
-B: bytes a parameter, kept in the optimizer's state, and moved: what a step has to read and write.
-limit: the time of a copy of what is moved; a small list stays in a cache and may pass it."""
+state B: bytes a parameter that the optimizer keeps in its state.
+limit: the time of a copy of what the step reads and writes, as a share of ms;
+a small list stays in a cache and may pass it."""
 
 
 @dataclass(frozen=True)

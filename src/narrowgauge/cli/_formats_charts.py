@@ -14,8 +14,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from narrowgauge.cli._charts import DASHES, INK, MUTED, SERIES, LineStyle, drawing
-from narrowgauge.cli._formats._codebooks import Shown
-from narrowgauge.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, FloatFormat, codebook_map
+from narrowgauge.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, FloatFormat, codebook, codebook_map
 
 # The three of Figure 6, to compare any other with.
 _MAPS = ("linear", "dynamic", "quantile")
@@ -25,29 +24,27 @@ _DASHES = (*DASHES, (8, 2, 1.5, 2, 1.5, 2))
 _NAMED = LineStyle("ink", (), 2.6)
 
 
-def maps(it: Shown | None) -> Figure:
+def maps(name: str | None, signed: bool = True, bits: int = 8) -> Figure:
     """Value against code, as in Figure 6; beside it the same values by magnitude, on a logarithmic scale.
 
     Args:
-        it: a codebook to draw beside the three of the figure; its width and sign are those of all.
+        name: a codebook to draw beside the three of the figure.
+        signed, bits: sign and width of all.
     """
-    bits, signed = (it.bits, it.signed) if it else (8, True)
-    known = {name: codebook_map(name) for name in _MAPS}
-    widths = {name: found.signed_bits if signed else found.unsigned_bits for name, found in known.items()}
-    drawn = {name: Shown(found, signed, bits) for name, found in known.items() if bits in widths[name]}
-    looks = {name: LineStyle(SERIES[i], DASHES[i], 2.0) for i, name in enumerate(_MAPS)}
-    if it is not None:
-        drawn[it.map.name], looks[it.map.name] = it, _NAMED
+    styles = {known: LineStyle(SERIES[i], DASHES[i], 2.0) for i, known in enumerate(_MAPS)}
+    styles = {known: style for known, style in styles.items() if bits in _widths(known, signed)}
+    if name is not None:
+        styles[name] = _NAMED
     with drawing():
         figure, (left, right) = _panels()
         smallest = 1.0
-        for name, shown in drawn.items():
-            values = shown.values.numpy().astype(np.float64)
+        for known, style in styles.items():
+            values = codebook(known, signed, bits).numpy().astype(np.float64)
             codes = np.linspace(-1.0 if signed else 0.0, 1.0, len(values))
             marker = {"marker": "o", "markersize": 4.5} if len(values) <= 64 else {}
-            left.plot(codes, values, label=name, **looks[name].line, **marker)
+            left.plot(codes, values, label=known, **style.line, **marker)
             positive = values > 0
-            right.plot(codes[positive], values[positive], **looks[name].line, **marker)
+            right.plot(codes[positive], values[positive], **style.line, **marker)
             smallest = min(smallest, float(values[positive][0]))
         left.set_title(f"value of each code, {bits} bits, {'signed' if signed else 'unsigned'}", color=INK)
         right.set_title("positive values, logarithmic scale", color=INK)
@@ -62,6 +59,11 @@ def maps(it: Shown | None) -> Figure:
         return figure
 
 
+def _widths(name: str, signed: bool) -> tuple[int, ...]:
+    found = codebook_map(name)
+    return tuple(found.signed_bits if signed else found.unsigned_bits)
+
+
 def spacing(fmt: FloatFormat) -> Figure:
     """Spacing and largest relative rounding error against magnitude, over the range of a format and a bit beyond.
 
@@ -69,18 +71,18 @@ def spacing(fmt: FloatFormat) -> Figure:
         fmt: the format to draw in front of the well-known ones.
     """
     # Each has its own colour and dashes, whichever is in front.
-    looks = {other: LineStyle(SERIES[i], _DASHES[i], 1.6) for i, other in enumerate(_FLOATS) if other != fmt}
+    styles = {other: LineStyle(SERIES[i], _DASHES[i], 1.6) for i, other in enumerate(_FLOATS) if other != fmt}
     lowest, highest = fmt.min_exponent - fmt.mantissa_bits, fmt.max_exponent
     margin = max(3, (highest - lowest + 6) // 7)
     first, last = max(lowest - margin, -1060), min(highest + 1 + margin, 1023)
     with drawing():
         figure, (left, right) = _panels()
-        for drawn, look in [*looks.items(), (fmt, _NAMED)]:
+        for drawn, style in [*styles.items(), (fmt, _NAMED)]:
             edges, steps, errors = _staircase(drawn)
-            left.step(edges, steps, where="post", label=drawn.name, **look.line)
-            right.plot(edges, errors, **look.line)
+            left.step(edges, steps, where="post", label=drawn.name, **style.line)
+            right.plot(edges, errors, **style.line)
             for axis, ends in ((left, steps), (right, errors)):
-                axis.plot(edges[-1:], ends[-1:], "o", color=look.color, markersize=2.4 * look.width)
+                axis.plot(edges[-1:], ends[-1:], "o", color=style.color, markersize=2.4 * style.width)
         left.set_title(f"{fmt.name}: spacing of neighboring numbers (ulp)", color=INK, pad=24)
         right.set_title(f"{fmt.name}: largest relative rounding error", color=INK, pad=24)
         # Low enough that fp32 is seen, at one and above.
