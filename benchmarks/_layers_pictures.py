@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from narrowgauge.cli._drawing import INK, MUTED, PALETTE, SERIES, drawing
+from narrowgauge.cli._charts import INK, MUTED, PALETTE, SERIES, drawing
 
 Results = Mapping[str, Any]
 _WIDTH, _NAMES = 10.0, 2.6  # inches of a picture, and of the names in it

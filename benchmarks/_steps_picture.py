@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MultipleLocator
 
-from narrowgauge.cli._drawing import INK, MUTED, PALETTE, drawing
+from narrowgauge.cli._charts import INK, MUTED, PALETTE, drawing
 
 _SHOWN = ("big", "gpt2-medium")  # the lists that stand for large tensors and for a real model
 _COLOURS = {

@@ -31,13 +31,13 @@ import torch
 from _clip_graph import as_if_capturing, captured
 from _clip_model import MODELS, clip_batch, clip_model, clip_rows, encoders, settings
 from _clip_sides import chosen, swapped
+from _resume import resumed
 from torch import nn
 
 from narrowgauge import optim
-from narrowgauge.cli._bench._files import parts, write
-from narrowgauge.cli._bench._times import timed
-from narrowgauge.cli._bench_linear._layers import Layer, baseline, peer_versions, peers, plan_layer
-from narrowgauge.cli._bench_linear._resume import resumed
+from narrowgauge.cli._bench._layers import Layer, baseline, peer_versions, peers, plan_layer
+from narrowgauge.cli._bench._shared import parts, write_json
+from narrowgauge.cli._bench._timing import timed
 from narrowgauge.cli._environment import describe_environment, find_device
 from narrowgauge.linear import SwapReport
 
@@ -307,8 +307,7 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
             )
             print(f"  {side}: {told}", flush=True)
         if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            write(args.json, results)
+            write_json(args.json, results)
         gc.collect()
         if args.device.type == "cuda":
             torch.cuda.empty_cache()

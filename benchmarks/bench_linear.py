@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.cli._bench._files import write
-from narrowgauge.cli._bench_linear._layers import default_plans, plan_layer
-from narrowgauge.cli._bench_linear._passes import take_turns
-from narrowgauge.cli._bench_linear._sizes import Shape, sizes
+from narrowgauge.cli._bench._layers import default_plans, plan_layer
+from narrowgauge.cli._bench._linear import Shape, chosen_shapes
+from narrowgauge.cli._bench._shared import write_json
+from narrowgauge.cli._bench._timing import take_turns
 from narrowgauge.cli._environment import describe_environment
 from narrowgauge.kernels._linear import _autotune, _configs, _rows, _tiles
 from narrowgauge.linear import LinearPlan, linear, quantize
@@ -202,7 +202,7 @@ def main() -> None:
         sys.exit("bench_linear: no CUDA device")
     device = torch.device("cuda")
     try:
-        shapes = sizes(device, args.shapes, quick=False).shapes
+        shapes = chosen_shapes(args.shapes, device)
     except ValueError as error:
         parser.error(str(error))
     results: dict[str, Any] = {
@@ -222,8 +222,7 @@ def main() -> None:
                 multiplies(found, shapes, args.budget)
         print(f"[{name}: {time.perf_counter() - began:.0f} s]", flush=True)
         if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            write(args.json, results)
+            write_json(args.json, results)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from narrowgauge.linear import (
     SWITCHBACK_Q,
     TENSORWISE_FP8,
     LowPrecisionLinear,
-    _direct,
+    _dispatch,
     _ops,
 )
 
@@ -101,7 +101,7 @@ def without_gpu() -> None:
     _ops.no_kernels = lambda device, dtype: None
     _autotune._is_hopper = lambda device: True
     _tiles.SIDE = 16  # small matrices are whole tiles
-    _direct._DIRECT["cpu"] = _direct.CUDA
+    _dispatch._DIRECT["cpu"] = _dispatch.CUDA
     torch.set_num_threads(1)
 
 

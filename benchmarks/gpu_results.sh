@@ -32,15 +32,14 @@ part() {
         --json "$bench/optimizers_h200.json" ;;
     table_5) run -m narrowgauge.cli bench optimizers --device cuda --peers --lists big --seconds 0.1 \
         --only "AdamW 8bit,AdamW fp32,AdamW fused,SGD,LAMB,LARS" --json "$bench/table_5_h200.json" ;;
-    linear) run -m narrowgauge.cli bench linear --device cuda --tune --sections shapes,memory,noise \
-        --json "$bench/linear_h200.json" ;;
-    operations) run -m narrowgauge.cli bench linear --device cuda --sections operations,grid --quick --resume \
+    linear) run -m narrowgauge.cli bench linear --device cuda --tune --json "$bench/linear_h200.json" ;;
+    layers) run benchmarks/bench_layers.py --device cuda --quick --resume \
         --json "$bench/linear_h200.json" ;;
     clip) run benchmarks/bench_clip.py --compile --graph --models vit-h-14,vit-l-14,vit-b-16 --resume \
         --json "$bench/clip_h200.json" ;;
     clip_filter) run benchmarks/bench_clip.py --compile --graph --filter --models vit-b-16,vit-l-14 --resume \
         --json "$bench/clip_filter_h200.json" ;;
-    peers) run -m narrowgauge.cli bench linear --device cuda --peers --sections shapes \
+    peers) run -m narrowgauge.cli bench linear --device cuda --peers \
         --shapes 32768x1280x5120,16384x4096x16384 --json "$bench/peers_linear_h200.json" ;;
     watch) run benchmarks/bench_watch.py --optimizers torch adamw8bit --ways all --rounds 13 \
         --json "$bench/watch_h200.json" ;;

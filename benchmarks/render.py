@@ -23,7 +23,7 @@ import _small_tables
 import _steps
 import _steps_picture
 
-from narrowgauge.cli._plots import save_picture
+from narrowgauge.cli._report._compare_charts import save_picture
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

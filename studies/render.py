@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from narrowgauge.cli._drawing import drawing
+from narrowgauge.cli._charts import drawing
 from studies.shared import evidence, evidence_numbers, unmeasured
 
 ROOT = Path(__file__).resolve().parents[1]

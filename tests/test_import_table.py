@@ -39,7 +39,7 @@ TABLE["cli"] = set(TABLE)
 TOP = set(TABLE) - {"trainers", "cli"}
 
 # One function of the library hands over to the program: a page needs what the library does without.
-HANDED_OVER = {("gauges/_report.py", "narrowgauge.cli._run._page.write_run_report")}
+HANDED_OVER = {("gauges/_report.py", "narrowgauge.cli._report._run_page.write_run_report")}
 
 # What may be imported from outside beside the standard library. The programs bring what they need; triton and the
 # peers that benchmarks compare with are nobody's to import (kernels excepted, for triton).
@@ -213,8 +213,8 @@ FORBIDDEN = {
     "distributed in a recipe": ("recipes.py", "from narrowgauge import distributed"),
     "trainers in the library": ("recipes.py", "from narrowgauge.trainers import train"),
     "cli in trainers": ("trainers/_x.py", "from narrowgauge.cli import main"),
-    "the command line in gauges": ("gauges/_x.py", "from narrowgauge.cli._run._page import write_run_report"),
-    "more than is handed over": ("gauges/_report.py", "from narrowgauge.cli._run._page import page"),
+    "the command line in gauges": ("gauges/_x.py", "from narrowgauge.cli._report._run_page import page"),
+    "more than is handed over": ("gauges/_report.py", "from narrowgauge.cli._report._run_page import page"),
     "trainers at the top": ("__init__.py", "from narrowgauge import trainers"),
     "cli at the top, lazily": ("__init__.py", "def __getattr__(name):\n    from . import cli"),
     "a tunnel through a private module": ("_shared.py", "from narrowgauge.optim import AdamW"),

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.cli._bench._measure import tensors_in
+from narrowgauge.cli._bench._optimizers import tensors_in
 from narrowgauge.trainers import (
     Batches,
     TokenizedCorpus,

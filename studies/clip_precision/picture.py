@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from narrowgauge.cli._drawing import INK, PALETTE
+from narrowgauge.cli._charts import INK, PALETTE
 from studies.clip_precision.page import Results, places, runs_of
 from studies.clip_precision.rows import ADDED, NOTHING, REFERENCE, TENSORWISE
 

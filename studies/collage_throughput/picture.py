@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from matplotlib.figure import Figure
 
-from narrowgauge.cli._drawing import INK, PALETTE
+from narrowgauge.cli._charts import INK, PALETTE
 from studies.collage_throughput.page import GB, Results, found, models
 from studies.collage_training.picture import plain_numbers
 

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from narrowgauge.cli._drawing import INK, PALETTE
+from narrowgauge.cli._charts import INK, PALETTE
 from studies.collage_training.page import REFERENCE, Results, first_of
 
 COLOURS = {name: light for name, (light, _) in PALETTE.items()}

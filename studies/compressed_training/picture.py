@@ -11,7 +11,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from narrowgauge.cli._drawing import INK, MUTED, PALETTE
+from narrowgauge.cli._charts import INK, MUTED, PALETTE
 from studies.compressed_training.page import Results, runs_of
 from studies.compressed_training.rows import BITS, KINDS, OPTIMIZERS, REFERENCE, ROUNDED
 

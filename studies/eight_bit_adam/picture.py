@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from narrowgauge.cli._drawing import INK, MUTED, PALETTE
+from narrowgauge.cli._charts import INK, MUTED, PALETTE
 from studies.eight_bit_adam import plan as planned
 from studies.eight_bit_adam.page import NAMES, TRAINING, VALIDATION, Runs, number
 

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from narrowgauge.cli._drawing import INK, MUTED, PALETTE
+from narrowgauge.cli._charts import INK, MUTED, PALETTE
 from studies.loss_scaling.look import NORMAL, SMALLEST
 from studies.loss_scaling.page import QUIET, Results, histogram, looks, power, runs_of, together
 

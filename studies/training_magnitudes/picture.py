@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from narrowgauge.cli._drawing import INK, PALETTE
+from narrowgauge.cli._charts import INK, PALETTE
 from studies.training_magnitudes.page import DECAY, rows_of, runs_of
 
 WARM, COOL, OTHER = (PALETTE[name][0] for name in ("series-1", "series-2", "series-3"))

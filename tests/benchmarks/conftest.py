@@ -17,7 +17,12 @@ MODULES = (
     "_layers_pictures",
     "_clip_model",
     "_small_tables",
+    "_resume",
+    "_layer_memory",
+    "_layer_noise",
+    "_layer_operations",
     "bench_clip",
+    "bench_layers",
     "bench_memory",
     "bench_offload",
 )

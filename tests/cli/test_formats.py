@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from narrowgauge.cli import main
-from narrowgauge.cli._formats._names import FORMATS, find
-from narrowgauge.cli._formats._text import power
-from narrowgauge.cli._formats._values import Fate, step
+from narrowgauge.cli._format_names import FORMATS, find
+from narrowgauge.cli._formats import neighbor
+from narrowgauge.cli._printer import power
 from narrowgauge.formats import CodebookMap, FloatFormat, codebook, codebook_map, codebook_names
 
 EVERY = [*(fmt.name for fmt in FORMATS), "e3m4", "e3m4fn", "tf32", "e2m1fn", "e11m20", "e4m27"]
@@ -194,20 +194,20 @@ def test_a_value_becomes_what_torch_makes_of_it(typed: str, capsys: pytest.Captu
 def test_neighbours_are_the_next_numbers(x: float, index: int) -> None:
     fmt = find(EVERY[index])
     code = fmt.encode(x)
-    value, fate = fmt.decode(code), Fate.of("", fmt, x)
+    value = fmt.decode(code)
     if math.isnan(value):
-        assert step(fmt, code, 1) is step(fmt, code, -1) is None
+        assert neighbor(fmt, code, 1) is neighbor(fmt, code, -1) is None
         return
-    below, above = (step(fmt, code, by) for by in (-1, 1))
+    below, above = (neighbor(fmt, code, by) for by in (-1, 1))
     if above is not None:
         assert fmt.decode(above) > value
-        assert step(fmt, above, -1) in (code, code ^ 1 << fmt.bits - 1)
+        assert neighbor(fmt, above, -1) in (code, code ^ 1 << fmt.bits - 1)
     if below is not None:
         assert fmt.decode(below) < value
     # The nearest is nearest.
     for other in (below, above):
-        if other is not None and fate.error is not None and math.isfinite(fmt.decode(other)):
-            assert abs(fate.error) <= abs(Fraction(fmt.decode(other)) - Fraction(x))
+        if other is not None and all(map(math.isfinite, (x, value, fmt.decode(other)))):
+            assert abs(Fraction(value) - Fraction(x)) <= abs(Fraction(fmt.decode(other)) - Fraction(x))
 
 
 def test_a_value_in_one_format_comes_with_its_neighbours(capsys: pytest.CaptureFixture[str]) -> None:

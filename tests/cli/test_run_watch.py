@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from narrowgauge.cli import main
-from narrowgauge.cli._run._terminal import Advisor, WatchOptions, sparkline, watch
+from narrowgauge.cli._watch import Advisor, WatchOptions, sparkline, watch
 from narrowgauge.gauges._history import History
 from narrowgauge.gauges._records import line_of
 from recorded import changed, header, sound, step

@@ -52,7 +52,7 @@ def typed(out: Path, text: Path, *more: str) -> list[str]:
 def test_killed_in_the_middle_it_ends_as_if_it_had_not_been(text: Path, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     options = (
-        "--steps", "60", "--save-every", "7", "--validate-every", "10", "--gauges-every", "3", "--log-every", "1",
+        "--steps", "40", "--save-every", "7", "--validate-every", "10", "--gauges-every", "3", "--log-every", "1",
         "--scaler", "dynamic", "--stable-embedding", "--layer-scale", "0.5", "--accumulate", "2",
     )  # fmt: skip
     process, reference = (Command(typed(out, text, *options), tmp_path) for out in (killed, whole))
@@ -77,7 +77,7 @@ def test_killed_in_the_middle_it_ends_as_if_it_had_not_been(text: Path, tmp_path
         )
         assert len(said.splitlines()) == 1
     assert losses(killed) == losses(whole)
-    assert [step for step, loss, *_ in losses(whole) if loss is not None] == list(range(1, 61))
+    assert [step for step, loss, *_ in losses(whole) if loss is not None] == list(range(1, 41))
     assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     records = [[without_times(r) for r in read_records(out / "gauges.jsonl")] for out in (killed, whole)]
     assert records[0] == records[1]

@@ -12,7 +12,7 @@ import torch
 from damage import contents, damages, dumped, fuzz, other_json, put, reading, refusal, tried
 from hypothesis import strategies as st
 
-from narrowgauge.cli._plan._models import find_model
+from narrowgauge.cli._plan import find_model
 from narrowgauge.recipes import plan_memory
 from narrowgauge.trainers import build_model, configuration, load_model
 

@@ -12,9 +12,8 @@ from damage import contents, damages, dumped, fuzz, other_json, put, reading, re
 from hypothesis import strategies as st
 from rich.console import Console
 
-from narrowgauge.cli._bench_linear._resume import resumed
-from narrowgauge.cli._run import ReportOptions, report
-from narrowgauge.cli._run._terminal import WatchOptions, watch
+from narrowgauge.cli._report import ReportOptions, report
+from narrowgauge.cli._watch import WatchOptions, watch
 from narrowgauge.gauges import read_records
 from narrowgauge.gauges._records import line_of
 from narrowgauge.trainers import TrainSettings, config_values
@@ -131,41 +130,5 @@ def test_a_configuration_is_settings_or_one_line_that_names_it(tmp_path: Path, t
             return
         _, why = refusal(lambda: TrainSettings(**values))
         assert why is None or why.startswith("--") or "recipe" in why, (done, why)
-
-    fuzz(tries, check)
-
-
-RESULTS = {
-    "command": "narrowgauge bench linear --json x",
-    "environment": {"torch": "2.13", "device": "H200"},
-    "dtype": "bf16",
-    "layers": {"nn.Linear": {"plan": "none"}},
-    "shapes": {"8x8x8": {"nn.Linear": {"ms": 1.0}}},
-}
-
-
-@tried(100, 5000)
-def test_results_to_go_on_with_are_results_or_named(tmp_path: Path, tries: int) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    path = folder / "results.json"
-    path.write_text(json.dumps(RESULTS))
-    whole = contents(folder)
-    new = {**RESULTS, "command": "again", "environment": {"torch": "2.13"}}
-
-    def check(data: st.DataObject) -> None:
-        done: object
-        if data.draw(st.booleans()):
-            done = data.draw(damages(folder, whole).filter(lambda d: d.kind != "pipe"))
-        else:
-            put(folder, whole)
-            done = data.draw(other_json(json.dumps(RESULTS)))
-            path.write_bytes(dumped(done))
-        with reading(folder):
-            found, why = refusal(lambda: resumed(path, new))
-        assert why is None or (why.startswith("--resume: ") and str(path) in why), done
-        if found is not None and found is not new:
-            json.dumps(found)
-            assert found["resumed"][-1] == "again"
 
     fuzz(tries, check)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import io
 import shlex
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
 
 from narrowgauge import __version__, recipes
-from narrowgauge.cli._train_command import train_command
-from narrowgauge.trainers import DEFAULT_VOCABULARY, TrainSettings, presets
+from narrowgauge.cli._errors import UsageError
+from narrowgauge.cli._files import expanded
+from narrowgauge.cli._train import tokens, train, train_command
+from narrowgauge.trainers import DEFAULT_VOCABULARY, presets
 
 # Ordered as a story: the reference, what fails, what repairs it, what costs least.
 DEFAULT_RECIPES = ("D", "A", "B", "C", "adamw8bit-split8")
@@ -25,23 +28,29 @@ app = typer.Typer(
 
 
 # The base of typer's own complaints; it is click's or a copy of it inside typer, by version.
-_UsageError = cast(
+_TyperError = cast(
     "type[typer.BadParameter]", next(base for base in typer.BadParameter.__mro__ if base.__name__ == "UsageError")
 )
 
 
 def run(arguments: list[str]) -> int:
-    """Run a command line; errors in the input become one line and status 2."""
+    """Run a command line.
+
+    Wrong input, and files that cannot be read or written, end in one line and status 2, with `--debug` in a
+    traceback. Any other exception is a defect and passes through.
+    """
     command = typer.main.get_command(app)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a dash that a terminal cannot show must not end a run
+    debug = "--debug" in arguments
+    words = [word for word in arguments if word != "--debug"]  # anywhere on the line, as people append it
     try:
-        status = command.main(
-            arguments or ["--help"], prog_name="narrowgauge", standalone_mode=False, obj=tuple(arguments)
-        )
-    except (_UsageError, ValueError, OverflowError, OSError) as error:
-        text = error.format_message() if isinstance(error, _UsageError) else str(error)
+        status = command.main(words or ["--help"], prog_name="narrowgauge", standalone_mode=False, obj=tuple(words))
+    except (_TyperError, UsageError, OSError) as error:
+        if debug:
+            traceback.print_exc()
+        text = error.format_message() if isinstance(error, _TyperError) else str(error)
         print(f"narrowgauge: {' '.join(text.split())}", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, typer.Abort):
@@ -51,7 +60,10 @@ def run(arguments: list[str]) -> int:
 
 
 @app.callback(invoke_without_command=True)
-def _main(version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False) -> None:
+def _main(
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of every error.")] = False,
+) -> None:
     if version:
         print(__version__)
         raise typer.Exit
@@ -96,37 +108,26 @@ def _compare(
     """Train the same small GPT once under each precision recipe, on real text, and show what each cost."""
     options = {name: value for name, value in locals().items() if name not in ("context", "recipe")}
     names = tuple(name.strip() for name in recipe.split(",") if name.strip())
-    try:
-        options["out"] = out.expanduser()
-    except RuntimeError as error:
-        raise ValueError(f"--out: got {str(out)!r}: {error}") from None
+    options["out"] = expanded("--out", out)
     # What a command alone needs is imported by it: the others answer at once.
     from narrowgauge.cli._compare import CompareOptions, compare
 
     return compare(CompareOptions(recipes=names, **options), shlex.join(["narrowgauge", *context.obj]))
 
 
-def _train(settings: TrainSettings) -> int:
-    from narrowgauge.cli._train import train
-
-    return train(settings)
-
-
-app.command(name="train")(train_command(_train))
+app.command(name="train")(train_command(train))
 
 
 @app.command(name="tokens")
 def _tokens(
-    out: Annotated[Path, _option("A new folder for the shards.")],
+    out: Annotated[Path, _option("A new folder for the tokens.")],
     data: Annotated[
         Path | None, _option("A text file or a folder of them.", show_default="Python's standard library")
     ] = None,
     vocabulary: Annotated[int, _option("Tokens of the byte-level BPE; 256 means bytes.")] = DEFAULT_VOCABULARY,
     workers: Annotated[int | None, _option("Processes that encode.", show_default="one a core")] = None,
 ) -> int:
-    """Learn a tokenizer and encode a text into shards, which train --data maps into memory."""
-    from narrowgauge.cli._tokens import tokens
-
+    """Learn a tokenizer and encode a text, which train --data maps into memory."""
     return tokens(data, out, vocabulary, workers)
 
 
@@ -174,7 +175,7 @@ def _report(
     ] = None,
 ) -> int:
     """Make one page of what the gauges of a training recorded: advice, figures, and their numbers."""
-    from narrowgauge.cli._run import ReportOptions, report
+    from narrowgauge.cli._report import ReportOptions, report
 
     return report(ReportOptions(run, out))
 
@@ -186,7 +187,7 @@ def _watch(
     interval: Annotated[float, _option("Seconds between two looks.")] = 2.0,
 ) -> int:
     """Follow a training in the terminal: loss, lost updates, RMS_t, alarms, advice. Ctrl-C ends it."""
-    from narrowgauge.cli._run._terminal import WatchOptions, watch
+    from narrowgauge.cli._watch import WatchOptions, watch
 
     return watch(WatchOptions(run, once, interval))
 
@@ -259,10 +260,11 @@ def _optimizers(
     device: Annotated[str, _option("'cpu', 'cuda', 'cuda:1', or 'auto': a GPU if there is one.")] = "auto",
     seconds: Annotated[float, _option("How long to time each row.")] = 1.0,
     json: Annotated[Path | None, _option("Results file.")] = None,
+    figure: Annotated[Path | None, _option("Picture of the times: .svg, .png or .pdf.")] = None,
 ) -> int:
     """Milliseconds of an optimizer's step, beside what the speed of memory allows."""
     options = {name: value for name, value in locals().items() if name != "context"}
-    from narrowgauge.cli._bench import BenchOptions, bench_optimizers
+    from narrowgauge.cli._bench._optimizers import BenchOptions, bench_optimizers
 
     return bench_optimizers(BenchOptions(**options), shlex.join(["narrowgauge", *context.obj]))
 
@@ -281,21 +283,16 @@ def _linear(
         str | None,
         _option("Comma-separated: SWITCHBACK:int8, TENSORWISE_FP8:e4m3/e5m2, ...", show_default="all there are"),
     ] = None,
-    sections: Annotated[
-        str | None,
-        _option("Comma-separated: shapes, memory, noise, operations, grid.", show_default="all"),
-    ] = None,
     dtype: Annotated[str, _option("Of the layer: bf16, fp16 or fp32.")] = "bf16",
     peers: Annotated[bool, _option("torchao's and bitsandbytes' layers too, at --shapes.", "--peers")] = False,
-    quick: Annotated[bool, _option("Fewer dims and tokens.", "--quick")] = False,
     tune: Annotated[bool, _option("Time all ways to multiply first, and keep the fastest.", "--tune")] = False,
     device: Annotated[str, _option("'cpu', 'cuda', 'cuda:1', or 'auto': a GPU if there is one.")] = "auto",
     seconds: Annotated[float, _option("How long to time each row.")] = 0.2,
     json: Annotated[Path | None, _option("Results file.")] = None,
-    resume: Annotated[bool, _option("Keep what the results file has, and measure the rest.", "--resume")] = False,
+    figure: Annotated[Path | None, _option("Picture of the times: .svg, .png or .pdf.")] = None,
 ) -> int:
-    """What a linear layer costs by each plan: speed, memory, noise, and where the time goes."""
+    """Forward and backward of a linear layer by each plan, beside nn.Linear."""
     options = {name: value for name, value in locals().items() if name != "context"}
-    from narrowgauge.cli._bench_linear import LinearOptions, bench_linear
+    from narrowgauge.cli._bench._linear import LinearOptions, bench_linear
 
     return bench_linear(LinearOptions(**options), shlex.join(["narrowgauge", *context.obj]))

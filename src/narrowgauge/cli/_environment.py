@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from narrowgauge import __version__
+from narrowgauge.cli._errors import UsageError
 
 
 def describe_environment(device: torch.device) -> dict[str, str]:
@@ -49,22 +50,22 @@ def find_device(name: str) -> torch.device:
     """The device of a `--device`; ``"auto"`` is a GPU if there is one.
 
     Raises:
-        ValueError: for one that torch does not know or see.
+        UsageError: for one that torch does not know or see.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"--device: got {name!r}, takes 'auto', 'cpu', 'cuda' or 'cuda:N'") from None
+        raise UsageError(f"--device: got {name!r}, takes 'auto', 'cpu', 'cuda' or 'cuda:N'") from None
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device: got {name!r}, takes 'auto', 'cpu', 'cuda' or 'cuda:N'")
+        raise UsageError(f"--device: got {name!r}, takes 'auto', 'cpu', 'cuda' or 'cuda:N'")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"--device: got {name!r}, this machine has {torch.cuda.device_count()} CUDA devices")
+        raise UsageError(f"--device: got {name!r}, this machine has {torch.cuda.device_count()} CUDA devices")
     return device
 
 
 def out_of_memory(error: RuntimeError) -> bool:
-    """Whether it is memory that was not to be had, on any device."""
+    """Whether memory ran out, on any device."""
     # The CPU allocator has no exception class of its own.
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

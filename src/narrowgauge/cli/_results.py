@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
@@ -19,6 +18,7 @@ from typing import Any
 
 from narrowgauge import __version__
 from narrowgauge import recipes as recipe_book
+from narrowgauge.cli._files import write_whole
 from narrowgauge.trainers import Run
 
 Json = dict[str, Any]
@@ -150,12 +150,7 @@ def _perplexity(loss: float | None) -> float | None:
 def write_results(results: Json, out: Path) -> Path:
     """Write results.json at once and whole: a reader sees the old file or the new one."""
     path = out / "results.json"
-    aside = out / f".results.{os.getpid()}.json"
-    try:
-        aside.write_text(json.dumps(results, indent=1, allow_nan=False))
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    write_whole(path, json.dumps(results, indent=1, allow_nan=False))
     return path
 
 

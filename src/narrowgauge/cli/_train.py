@@ -1,17 +1,88 @@
-"""`narrowgauge train`: what a person sees while a model is trained, and how they stop it."""
+"""`narrowgauge train` and `tokens`: their options, what a person sees, and how they stop a training."""
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from types import TracebackType
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
 
+import typer
 from rich.progress import TaskID
 
-from narrowgauge.cli._display import STAGES, asked_to_stop, complain, make_console, make_progress
-from narrowgauge.cli._environment import find_device, out_of_memory
-from narrowgauge.trainers import TrainSettings, fit
-from narrowgauge.trainers._parallel import ProcessGroup, processes
+from narrowgauge import recipes
+from narrowgauge.cli._console import Display, asked_to_stop, complain
+from narrowgauge.cli._environment import find_device, out_of_memory, usable_cores
+from narrowgauge.cli._errors import UsageError, user_input
+from narrowgauge.cli._files import expanded
+from narrowgauge.trainers import (
+    DataError,
+    SettingsError,
+    TrainSettings,
+    config_values,
+    presets,
+)
+
+# Errors of the user's data and settings, whenever they are found.
+DATA_ERRORS = (DataError, SettingsError)
+# What the help of a flag lists.
+_LISTS = {"model": presets(None), "recipe": recipes.names()}
+
+
+def _read(context: typer.Context, path: Path | None) -> Path | None:
+    """Make a file's values the defaults, which flags win over."""
+    if path is not None:
+        # As text: then they are looked at as flags are.
+        with user_input():
+            values = {n: v if isinstance(v, bool) else str(v) for n, v in config_values(path).items()}
+        context.default_map = {**(context.default_map or {}), **values}
+    return path
+
+
+_Config = Annotated[
+    Path | None,
+    typer.Option("--config", help="A TOML file of these flags; flags win.", callback=_read, is_eager=True),
+]
+
+
+def train_command(run: Callable[[TrainSettings], int]) -> Callable[..., int]:
+    """A function with the flags as its parameters.
+
+    Args:
+        run: what is called with the settings; gives the exit status.
+    """
+
+    def command(**values: Any) -> int:
+        values.pop("config")
+        for name in ("data", "validation_data", "out"):
+            if values[name] is not None:
+                values[name] = expanded(f"--{name.replace('_', '-')}", values[name])
+        with user_input():
+            settings = TrainSettings(**values)
+        return run(settings)
+
+    hints = get_type_hints(TrainSettings)
+    parameters = []
+    for f in fields(TrainSettings):
+        help = f.metadata["help"]
+        if f.name in _LISTS:
+            help = f"{help.rstrip('.')}: {', '.join(_LISTS[f.name])}."
+        default = {"data": "Python's standard library"}.get(f.name, True)
+        told = typer.Option(help=help, show_default=default)
+        kind: Any = Annotated[(hints[f.name], told)]
+        parameters.append(
+            inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=kind)
+        )
+    last = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_Config)
+    made: Any = command
+    made.__signature__ = inspect.Signature([*parameters, last], return_annotation=int)
+    made.__annotations__ = {p.name: p.annotation for p in (*parameters, last)} | {"return": int}
+    made.__doc__ = (
+        "Train a language model on text, or CLIP or ViT on images, and leave a folder that transformers loads. "
+        "After a kill the same command goes on from the last checkpoint."
+    )
+    return command
 
 
 def train(settings: TrainSettings) -> int:
@@ -22,8 +93,12 @@ def train(settings: TrainSettings) -> int:
         checkpoint.
 
     Raises:
-        ValueError: for input that cannot work, in one line that names the option.
+        UsageError: in one line that names the option.
     """
+    # Imported here, as the other commands start without them.
+    from narrowgauge.trainers import fit
+    from narrowgauge.trainers._parallel import ProcessGroup, processes
+
     display = TrainDisplay()
     try:
         with (
@@ -31,8 +106,18 @@ def train(settings: TrainSettings) -> int:
             display,
             asked_to_stop(display.say, "stopping after this step, with a checkpoint") as asked,
         ):
-            outcome = fit(settings, device, display, lambda: bool(asked))
+
+            def stop() -> bool:
+                display.begun = True  # in all processes: only the first one's display is told of the beginning
+                return bool(asked)
+
+            outcome = fit(settings, device, display, stop)
             first = ProcessGroup.of(settings).first
+    except ValueError as error:
+        # Before the first step everything checks or reads what the user gave: options, data, a checkpoint.
+        if display.begun and not isinstance(error, DATA_ERRORS):
+            raise
+        raise UsageError(str(error)) from error
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
@@ -41,7 +126,7 @@ def train(settings: TrainSettings) -> int:
             "larger --accumulate, or --gradient-checkpointing"
         )
         return 2
-    if not first:  # the first one says it
+    if not first:  # the first process says it
         return 1 if outcome.diverged else 130 if outcome.stopped else 0
     if outcome.diverged:
         complain(f"--lr {settings.lr}: no loss was finite up to step {outcome.step}; takes a lower one, or --clip")
@@ -53,54 +138,57 @@ def train(settings: TrainSettings) -> int:
     return 0
 
 
-class TrainDisplay:
-    """A progress bar on a terminal, a line for each look elsewhere."""
+class TrainDisplay(Display):
+    """A progress bar on a terminal, a line for each look at the loss elsewhere.
+
+    Attributes:
+        begun: whether training has begun.
+    """
 
     def __init__(self) -> None:
-        self.console = make_console()
-        self._progress = make_progress(self.console)
-        self._stages: dict[str, TaskID] = {}
+        """Training has not begun."""
+        super().__init__()
+        self.begun = False
         self._run: TaskID | None = None
         self._steps = 0
 
-    def __enter__(self) -> TrainDisplay:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
-
-    def say(self, text: str) -> None:
-        """A line worth reading."""
-        # A terminal that went away, a full disk behind a pipe: no reason to stop training.
-        with contextlib.suppress(OSError):
-            self._progress.console.print(text, markup=False, soft_wrap=True)
-            sys.stdout.flush()
-
-    def stage(self, stage: str, fraction: float) -> None:
-        """Progress of preparing the data, 0 to 1."""
-        if stage not in self._stages:
-            self._stages[stage] = self._progress.add_task(STAGES.get(stage, stage), total=1.0, note="")
-        self._progress.update(self._stages[stage], completed=fraction)
-
     def begin(self, step: int, steps: int) -> None:
         """Training starts."""
-        for task in self._stages.values():
-            self._progress.update(task, visible=False)
-        self._steps = steps
-        self._run = self._progress.add_task("training", total=steps, completed=step, note="")
+        self.hide_stages()
+        self.begun, self._steps = True, steps
+        self._run = self.add("training", steps, step)
 
     def progress(self, step: int, loss: float, units: float, unit: str, mfu: float | None) -> None:
         """A look at the loss."""
         assert self._run is not None
         share = "" if mfu is None else f", MFU {100 * mfu:.1f} %"
         note = f"loss {loss:.4f}, {units:,.0f} {unit}/s{share}"
-        self._progress.update(self._run, completed=step, note=note)
+        self.bars.update(self._run, completed=step, note=note)
         if not self.console.is_terminal:
             self.say(f"step {step}/{self._steps}: {note}")
 
     def validated(self, step: int, loss: float) -> None:
         """A validation."""
         self.say(f"step {step}/{self._steps}: validation loss {loss:.4f}")
+
+
+def tokens(data: Path | None, out: Path, vocabulary: int, workers: int | None) -> int:
+    """Write a folder of tokens; see `prepare_tokens`.
+
+    Raises:
+        UsageError: in one line that names the option.
+    """
+    from narrowgauge.trainers import prepare_tokens
+
+    for name, value, least, most in (("vocabulary", vocabulary, 256, 2**20), ("workers", workers, 1, 1024)):
+        if value is not None and not least <= value <= most:
+            raise UsageError(f"--{name}: got {value}, takes an integer from {least} to {most}")
+    with TrainDisplay() as display, user_input():
+        index = prepare_tokens(
+            data, out, vocabulary=vocabulary, workers=workers or usable_cores(), on_progress=display.stage
+        )
+        for note in index["notes"]:
+            display.say(note)
+    held = sum(index[side]["tokens"] for side in ("train", "validation"))
+    display.say(f"{held:,} tokens, {index['bytes_per_token']:.2f} bytes a token\n{out}")
+    return 0

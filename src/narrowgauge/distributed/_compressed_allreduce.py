@@ -29,8 +29,7 @@ from narrowgauge.distributed._compressed_layout import Layout, ScratchDict
 from narrowgauge.distributed._compressed_passes import AllreducePasses, BlockCodec, Reduction, passes_of, path_of
 from narrowgauge.distributed._error_feedback import ErrorFeedback
 from narrowgauge.formats import codebook as named_codebook
-from narrowgauge.formats._codebooks import known
-from narrowgauge.formats._codebooks._map import checked
+from narrowgauge.formats._codebooks import checked, known
 from narrowgauge.formats._rounding import Rounding
 from narrowgauge.kernels._allreduce_key import GRADIENTS
 from narrowgauge.kernels._beside import Beside

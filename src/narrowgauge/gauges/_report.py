@@ -23,7 +23,7 @@ def write_report(records: Iterable[Record], path: str | Path) -> None:
         ModuleNotFoundError: if a package for pages is not installed, with the command that installs it.
     """
     try:
-        from narrowgauge.cli._run._page import write_run_report
+        from narrowgauge.cli._report._run_page import write_run_report
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("narrowgauge"):
             raise

@@ -1,4 +1,4 @@
-"""What is measured: our compositions, torch's own optimizers, and the peers' where they are installed.
+"""What `bench optimizers` measures: optimizers, and the lists of tensors that they step.
 
 Peers are named, not imported: the library knows none of them. Rows stand beside those that keep about as much.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 from torch import nn
 
 from narrowgauge import optim, recipes
+from narrowgauge.cli._errors import UsageError
 
 _FP32, _BF16 = torch.float32, torch.bfloat16
 _OPTIM, _BITSANDBYTES = optim.__name__, "bitsandbytes.optim"
@@ -24,6 +27,16 @@ _OPTIM, _BITSANDBYTES = optim.__name__, "bitsandbytes.optim"
 _GRAD, _GRAD_AND_V, _ALL = ("grad",), ("grad", "v"), ("grad", "weight", "state")
 _NORMS = ("grad", "weight")
 _CPU, _CUDA = ("cpu",), ("cuda",)
+
+
+def installed_version(package: str) -> str | None:
+    """The version of a package; None if it is not installed."""
+    if importlib.util.find_spec(package) is None:
+        return None
+    try:
+        return metadata.version({"optimi": "torch-optimi"}.get(package, package))
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 @dataclass(frozen=True)
@@ -35,9 +48,9 @@ class Row:
         what: what is kept, in a line.
         dtype: of parameters and gradients.
         module, optimizer: where its class is.
-        options: what it is made with.
-        before: what a step has to read before it can write anything, and so reads once more: ``"grad"``,
-            ``"weight"``, ``"state"``, or one moment by its name in the optimizer's state.
+        options: its arguments.
+        before: what a step reads before it can write, and so reads twice: ``"grad"``, ``"weight"``, ``"state"``, or
+            one moment by its name in the optimizer's state.
         devices: where it runs.
         group: the rows that it is compared with.
         gauges: how ours are switched.
@@ -64,24 +77,12 @@ class Row:
         """Whether it is another library's."""
         return self.family not in ("narrowgauge", "torch")
 
-    def installed(self) -> bool:
-        """Whether the package is there."""
-        return importlib.util.find_spec(self.family) is not None
-
-    def version(self) -> str | None:
-        """Of the package; None where it is not installed."""
-        try:
-            return metadata.version({"optimi": "torch-optimi"}.get(self.family, self.family))
-        except metadata.PackageNotFoundError:
-            return None
-
     def make(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer."""
-        made: torch.optim.Optimizer = getattr(importlib.import_module(self.module), self.optimizer)(
-            parameters, **self.options
-        )
+        kind = getattr(importlib.import_module(self.module), self.optimizer)
+        made: torch.optim.Optimizer = kind(parameters, **self.options)
         if self.gauges:
-            made.gauges = self.gauges  # type: ignore[attr-defined]
+            made.gauges = True  # type: ignore[attr-defined]
         return made
 
 
@@ -91,15 +92,10 @@ def apply_recipe(parameters: list[nn.Parameter], name: str) -> torch.optim.Optim
 
 
 def _ours(
-    name: str,
-    what: str,
-    optimizer: str = "AdamW",
-    dtype: torch.dtype = _BF16,
-    before: tuple[str, ...] = (),
+    name: str, what: str, optimizer: str = "AdamW", dtype: torch.dtype = _BF16, before: tuple[str, ...] = (),
     **options: Any,
-) -> Row:
-    options = {"lr": 1e-3, "nonfinite": "propagate"} | options
-    return Row(name, what, dtype, _OPTIM, optimizer, options, before)
+) -> Row:  # fmt: skip
+    return Row(name, what, dtype, _OPTIM, optimizer, {"lr": 1e-3, "nonfinite": "propagate"} | options, before)
 
 
 def _skipping(row: Row) -> Row:
@@ -218,3 +214,63 @@ _ROWS = (
 def rows(device: torch.device) -> tuple[Row, ...]:
     """All rows for a device; of each group ours first."""
     return tuple(row for row in _ROWS if device.type in row.devices)
+
+
+@dataclass(frozen=True)
+class ParameterList:
+    """Tensors to step: the list's name, what they are, and what makes their shapes."""
+
+    name: str
+    title: str
+    shapes: Callable[[], list[tuple[int, ...]]]
+
+    def counts(self) -> dict[str, int]:
+        """How many tensors and parameters."""
+        shapes = self.shapes()
+        return {"tensors": len(shapes), "parameters": sum(map(math.prod, shapes))}
+
+
+def _shapes(model: str, config: Callable[[Any], Any], **options: Any) -> list[tuple[int, ...]]:
+    import transformers
+
+    with torch.device("meta"):
+        made = getattr(transformers, model)(config(transformers), **options)
+    return [tuple(p.shape) for p in made.parameters()]
+
+
+def _gpt2(layers: int, width: int, heads: int) -> list[tuple[int, ...]]:
+    return _shapes("GPT2LMHeadModel", lambda of: of.GPT2Config(n_layer=layers, n_embd=width, n_head=heads))
+
+
+def _vit_huge() -> list[tuple[int, ...]]:
+    sizes = {"hidden_size": 1280, "num_hidden_layers": 32, "num_attention_heads": 16, "intermediate_size": 5120}
+    return _shapes("ViTModel", lambda of: of.ViTConfig(**sizes, patch_size=14), add_pooling_layer=False)
+
+
+LISTS = {
+    of.name: of
+    for of in (
+        ParameterList("big", "16 tensors of 2^26", lambda: [(1 << 13, 1 << 13)] * 16),
+        ParameterList("matrix", "one tensor of 4096 x 4096", lambda: [(4096, 4096)]),
+        ParameterList("many-64", "300 tensors of 64", lambda: [(64,)] * 300),
+        ParameterList("many-768", "148 tensors of 768", lambda: [(768,)] * 148),
+        ParameterList("gpt2", "GPT-2 small", lambda: _gpt2(12, 768, 12)),
+        ParameterList("gpt2-medium", "GPT-2 medium", lambda: _gpt2(24, 1024, 16)),
+        ParameterList("vit-huge", "ViT-Huge/14", _vit_huge),
+    )
+}
+_SHAPE = re.compile(r"0*[1-9]\d*(x0*[1-9]\d*)*")
+
+
+def parameter_list(name: str) -> ParameterList:
+    """A list by its name, or one tensor by its shape: 4096x4096.
+
+    Raises:
+        UsageError: for neither.
+    """
+    if name in LISTS:
+        return LISTS[name]
+    if _SHAPE.fullmatch(name):
+        shape = tuple(map(int, name.split("x")))
+        return ParameterList(name, f"one tensor of {name.replace('x', ' x ')}", lambda: [shape])
+    raise UsageError(f"--lists: got {name!r}, takes {', '.join(LISTS)}, or a shape such as 4096x4096")

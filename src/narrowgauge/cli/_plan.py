@@ -1,0 +1,404 @@
+"""`narrowgauge plan`: will it fit?
+
+A model, one or more recipes, and how it is trained; what each takes on a GPU, by what the bytes hold, the worst
+moment of a step, and, for a given memory, the largest batch, the longest sequence and the largest model.
+Nothing is run on a GPU, none is needed, and no weights are made.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from narrowgauge import recipes
+from narrowgauge.cli._errors import UsageError, user_input
+from narrowgauge.cli._files import expanded, picture_path, write_output
+from narrowgauge.cli._printer import MISSING, Printer
+from narrowgauge.linear import LinearPlan, named_plan
+from narrowgauge.recipes import MemoryPlan, Recipe
+from narrowgauge.recipes._parallel import MOST
+from narrowgauge.recipes._plan import largest, parse_bytes
+from narrowgauge.recipes._trace import from_config
+from narrowgauge.trainers import presets
+from narrowgauge.trainers._extras import Extras
+from narrowgauge.trainers._image_models import ClipSizes, VitSizes, clip_configuration, vit_configuration
+from narrowgauge.trainers._models import configuration, preset
+from narrowgauge.trainers._tokens import END_OF_TEXT
+
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmbt]?)", re.IGNORECASE)
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_VOCABULARY = {"gpt2": 50257, "llama": 32000, "bert": 30522, "roberta": 50265}
+_SEQUENCE = 1024
+# Parts in the order in which they are stacked, and the letter of each in a bar.
+PARTS = {
+    "weights": "W", "low words": "L", "states": "S", "buffers": "u", "gradients": "G", "activations": "A",
+    "loss": "C", "backward": "B", "communication": "N", "workspaces": "k",
+}  # fmt: skip
+MEANING = {
+    "low words": "low words, master copies",
+    "loss": "loss, from the logits on",
+    "backward": "the backward pass's own",
+    "communication": "communication",
+    "workspaces": "cuBLAS workspaces",
+}
+_OFFLOADED = {"states": "states", "gradients": "states and gradients"}
+_WIDTH = 60
+# Hatches beside colors: no share is told by its colour alone.
+_GREY = ("buffers", "workspaces")
+_HATCHES = ("", "//", "", "..", "", "\\\\", "", "xx", "", "oo")
+_OF_A_MODEL = ("linear", "batch", "sequence", "checkpointing", "accumulate")
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The command's arguments under their names on the command line."""
+
+    model: str
+    recipe: str
+    linear: str | None = None
+    batch: int | None = None
+    sequence: int | None = None
+    vocabulary: int | None = None
+    classes: int | None = None
+    checkpointing: bool = False
+    accumulate: bool = False
+    stable_embedding: bool = False
+    layer_scale: float | None = None
+    kq_norm: bool = False
+    patch_norm: str = "none"
+    patch_dropout: float = 0.0
+    offload: str = "none"
+    memory: str | None = None
+    gpus: int = 1
+    parallel: str = "ddp"
+    json: Path | None = None
+    figure: Path | None = None
+
+    @property
+    def additions(self) -> Extras:
+        """What is added to the model."""
+        return Extras(**{f.name: getattr(self, f.name) for f in fields(Extras)})
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What fits into the memory asked for, under one recipe; None where that cannot be asked."""
+
+    largest_batch: int | None
+    longest_sequence: int | None
+    largest_model: int
+
+
+def plan(options: PlanOptions) -> int:
+    """Print the plans, and write what was asked for.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        UsageError: in one line that names the argument.
+    """
+    figure = None if options.figure is None else picture_path("--figure", options.figure)
+    # Planning reads a configuration and checks options; it computes sizes, and nothing else.
+    with user_input():
+        plans, answers = _planned(options)
+    printer = Printer()
+    show(printer, plans, answers, options.additions)
+    if options.json is not None:
+        _write(printer, "--json", expanded("--json", options.json), _as_json(plans, answers))
+    if figure is not None:
+        # Drawing needs matplotlib, which takes longer to import than everything else here.
+        from narrowgauge.cli._charts import save_figure
+
+        _write(printer, "--figure", figure, save_figure(_drawn(plans), figure))
+    return 0
+
+
+def _planned(options: PlanOptions) -> tuple[list[MemoryPlan], list[Answers] | None]:
+    """The plans, and what would fit if a memory was given."""
+    names = list(dict.fromkeys(name.strip() for name in options.recipe.split(",") if name.strip()))
+    if not names:
+        raise UsageError(f"--recipe: got {options.recipe!r}, takes names of recipes")
+    found = {recipe.name: recipe for recipe in map(recipes.get, names)}
+    memory = None if options.memory is None else parse_bytes("--memory", options.memory)
+    linear = None if options.linear is None else _linear(options.linear)
+    model = _model(options, options.sequence)
+
+    def planned(recipe: Recipe, model: Any, sequence: int | None) -> MemoryPlan:
+        return recipes.plan_memory(
+            model,
+            recipe,
+            batch=8 if options.batch is None else options.batch,
+            sequence=sequence,
+            device_memory=memory,
+            linear=linear,
+            checkpointing=options.checkpointing,
+            accumulate=options.accumulate,
+            offload=cast(Any, options.offload),
+            gpus=options.gpus,
+            parallel=cast(Any, options.parallel),
+        )
+
+    def peak(recipe: Recipe, sequence: int) -> int:
+        return planned(recipe, _model(options, sequence), sequence).peak
+
+    plans = [planned(recipe, model, options.sequence) for recipe in found.values()]
+    # Asked of each length anew where the model would be another one.
+    asked = peak if grows(options.model) else None
+    answers = None if memory is None else [_answers(one, memory, asked) for one in plans]
+    return plans, answers
+
+
+def _linear(text: str) -> LinearPlan:
+    try:
+        return named_plan(text)
+    except ValueError as error:
+        raise UsageError(f"--linear: {str(error).removeprefix('plan: ')}") from None
+
+
+def _answers(one: MemoryPlan, memory: int, peak: Callable[[Recipe, int], int] | None) -> Answers:
+    """What fits.
+
+    Args:
+        peak: bytes by recipe and tokens, of a model that has positions for as many as it is trained on; else None.
+    """
+    if one.batch is None:
+        return Answers(None, None, one.largest_model())
+    longest = None if one.sequence is None else one.longest_sequence()
+    if longest and peak is not None and longest == one.positions:
+        longest = largest(partial(peak, recipes.get(one.recipe)), memory, MOST, start=longest)
+    return Answers(one.largest_batch(), longest, one.largest_model())
+
+
+def _model(options: PlanOptions, sequence: int | None) -> Any:
+    """The model, with what is added to it.
+
+    Raises:
+        UsageError: for what a number of parameters does not take.
+    """
+    model = find_model(options.model, options.vocabulary, sequence, options.classes)
+    if isinstance(model, int):
+        asked = {name: getattr(options, name) for name in _OF_A_MODEL} | options.additions.given
+        for name in (name for name, value in asked.items() if value is not None and value is not False):
+            raise UsageError(
+                f"--{name.replace('_', '-')}: got it for a number of parameters, takes a model: activations are "
+                "not known here"
+            )
+    elif options.additions.given:
+        model = from_config(model)
+        options.additions.add(model, 0)
+    return model
+
+
+def _as_json(plans: list[MemoryPlan], answers: list[Answers] | None) -> str:
+    records = [one.record() for one in plans]
+    for record, answer in zip(records, answers or [], strict=False):
+        record |= vars(answer)
+    return json.dumps({"plans": records}, indent=1) + "\n"
+
+
+def _write(printer: Printer, option: str, path: Path, content: str | bytes) -> None:
+    write_output(option, path, content)
+    printer.line(str(path))
+
+
+def find_model(text: str, vocabulary: int | None, sequence: int | None, classes: int | None) -> Any:
+    """A configuration of transformers, or a number of parameters.
+
+    Args:
+        text: ``7B``, ``gpt2``, ``clip-b-16``, or a path to a folder with a config.json or to such a file.
+        vocabulary: of a preset, whose tokens are the data's; its family's own if None.
+        sequence: tokens that a language preset has positions for, at least; those of a CLIP are the preset's.
+        classes: of a preset of ViT; ImageNet's 1000 if None.
+
+    Raises:
+        UsageError: if it is none of these, or for an option of another kind of model.
+    """
+    named = text in presets(None)
+    sizes = preset(text) if named else None
+    if classes is not None and not isinstance(sizes, VitSizes):
+        raise UsageError(f"--classes: got {classes} for {text!r}, takes a preset of ViT beside it")
+    if vocabulary is not None and (not named or isinstance(sizes, VitSizes)):
+        raise UsageError(
+            f"--vocabulary: got {vocabulary} for {text!r}, takes a preset beside it that reads tokens: others have "
+            "their own"
+        )
+    if isinstance(sizes, VitSizes):
+        return _vit(sizes, classes)
+    if isinstance(sizes, ClipSizes):
+        if vocabulary is not None and vocabulary < 1:
+            raise UsageError(f"--vocabulary: got {vocabulary}, takes at least 1")
+        known = sizes if vocabulary is None else replace(sizes, vocabulary=vocabulary)
+        return clip_configuration(known, end=END_OF_TEXT)
+    if sizes is not None:
+        size = _VOCABULARY[sizes.family] if vocabulary is None else vocabulary
+        return configuration(text, vocabulary=size, sequence=_SEQUENCE if sequence is None else sequence)
+    if (found := _COUNT.fullmatch(text)) is not None:
+        return round(float(found[1]) * _UNITS[found[2].lower()])
+    return _read(Path(text))
+
+
+def grows(text: str) -> bool:
+    """Whether a MODEL has positions for as many tokens as it is trained on: a language preset, made for a run."""
+    return text in presets(None) and not isinstance(preset(text), ClipSizes | VitSizes)
+
+
+def _vit(sizes: VitSizes, classes: int | None) -> Any:
+    if classes is not None and classes < 1:
+        raise UsageError(f"--classes: got {classes}, takes at least 1")
+    return vit_configuration(sizes, 1000 if classes is None else classes)
+
+
+def _read(path: Path) -> Any:
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise UsageError(
+            f"MODEL: got {str(path)!r}, takes a preset ({', '.join(presets(None))}), a folder with a config.json, "
+            "or a number of parameters such as 7B"
+        )
+    from transformers import AutoConfig
+
+    try:
+        # Code that a folder brings along is not run, and nobody is asked whether to.
+        return AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever the configurations' classes make of it
+        raise UsageError(f"MODEL: {str(file)!r} is no configuration of transformers: {error}") from None
+
+
+def size(nbytes: float) -> str:
+    """Bytes as GB (10^9), in three digits or so."""
+    gb = nbytes / 1e9
+    return f"{gb:,.1f}" if gb >= 100 else f"{gb:.2f}" if gb >= 0.1 or not nbytes else f"{gb:.4f}"
+
+
+def show(printer: Printer, plans: Sequence[MemoryPlan], answers: Sequence[Answers] | None, added: Extras) -> None:
+    """Print plans of one model, a column each."""
+    first = plans[0]
+    printer.say(_headline(first, added))
+    names = [part for part in PARTS if any(one.at_peak.get(part) for one in plans)]
+    rows = [[MEANING.get(part, part), *(size(one.at_peak.get(part, 0)) for one in plans)] for part in names]
+    when = "in all" if first.batch is None else "peak"
+    rows.append([when, *(size(one.peak) for one in plans)])
+    if first.batch is not None:
+        rows.append(["in the", *(_where(one) for one in plans)])
+        rows.append(["gradients, all of them", *(size(one.held["gradients"]) for one in plans)])
+        rows.append(["saved for the backward pass", *(size(one.saved or 0) for one in plans)])
+    printer.table(["GB on each GPU", *(one.recipe for one in plans)], rows)
+    if first.host:
+        _host(printer, plans)
+    _bars(printer, plans, names)
+    if answers is not None:
+        _fits(printer, plans, answers)
+    if first.batch is None:
+        printer.say("A number of parameters has no activations: they are not in these figures.")
+    else:
+        printer.say("CUDA's own context, about 0.5 GB, and what the allocator cannot use come on top.")
+
+
+def of_a_step(one: MemoryPlan) -> str:
+    """What a step is of; nothing for a number of parameters."""
+    if one.batch is None:
+        return ""
+    if one.example == "sequence":
+        return f"{one.batch} x {one.sequence} tokens"
+    return f"{one.batch} images" + (f" with {one.sequence} tokens each" if one.example == "pair" else "")
+
+
+def _host(printer: Printer, plans: Sequence[MemoryPlan]) -> None:
+    copies = {"weights": "copies of weights", "gradients": "room for gradients"}
+    names = [part for part in PARTS if any(one.host.get(part) for one in plans)]
+    rows = [[copies.get(p, MEANING.get(p, p)), *(size(one.host.get(p, 0)) for one in plans)] for p in names]
+    rows.append(["in all, on the host", *(size(sum(one.host.values())) for one in plans)])
+    printer.table(["GB on the host for each GPU", *(one.recipe for one in plans)], rows)
+
+
+def _headline(one: MemoryPlan, added: Extras) -> str:
+    shared = "" if one.gpus == 1 else f", {one.gpus} GPUs under {one.parallel.upper()}"
+    shared += f", {_OFFLOADED[one.offload]} on the host" if one.host else ""
+    if one.batch is None:
+        return f"{one.model}{shared}"
+    what = f", linear layers by {one.linear}" if one.linear else ""
+    what += ", gradient checkpointing" if one.checkpointing else ""
+    what += ", gradients accumulated" if one.accumulate else ""
+    for name, value in added.given.items():
+        what += f", {name.replace('_', ' ')}" + ("" if value is True else f" {value}")
+    return f"{one.model}, {one.parameters:,} parameters; {of_a_step(one)} a step{what}{shared}"
+
+
+def _where(one: MemoryPlan) -> str:
+    return {"forward": "forward", "backward": "backward", "optimizer": "update"}[one.where]
+
+
+def _bars(printer: Printer, plans: Sequence[MemoryPlan], names: Sequence[str]) -> None:
+    """One bar a plan, a letter for each share; the longest is as wide as what there is."""
+    whole = max([one.peak for one in plans] + [one.device_memory or 0 for one in plans])
+    rows = []
+    for one in plans:
+        bar, end = "", 0.0
+        for part in names:
+            end += one.at_peak.get(part, 0) * _WIDTH / whole
+            bar += PARTS[part] * (round(end) - len(bar))
+        if one.device_memory is not None:
+            place = round(one.device_memory * _WIDTH / whole)
+            bar = bar.ljust(place, "·")[:place] + "|" + bar[place:]
+        rows.append([one.recipe, bar])
+    printer.table([], rows)
+    key = ", ".join(f"{PARTS[part]} {part}" for part in names)
+    printer.say(key + (" | the memory there is" if plans[0].device_memory is not None else ""))
+
+
+def _fits(printer: Printer, plans: Sequence[MemoryPlan], answers: Sequence[Answers]) -> None:
+    rows = [["fits", *("yes" if one.fits else "no" for one in plans)]]
+    if plans[0].batch is not None:
+        rows.append(["largest batch on each GPU", *(_count(one.largest_batch) for one in answers)])
+    if plans[0].sequence is not None:
+        rows.append(["longest sequence", *(_count(one.longest_sequence) for one in answers)])
+    rows.append(["largest model, no activations", *(f"{one.largest_model / 1e9:.2f}B" for one in answers)])
+    printer.table([f"into {size(plans[0].device_memory or 0)} GB", *(one.recipe for one in plans)], rows)
+
+
+def _count(count: int | None) -> str:
+    return MISSING if count is None else f"{count:,}" if count else "none"
+
+
+def _drawn(plans: Sequence[MemoryPlan]) -> Any:
+    """Plans as a picture: one bar a recipe, stacked by what the bytes hold."""
+    from matplotlib.figure import Figure
+
+    from narrowgauge.cli._charts import INK, MUTED, PALETTE, SERIES, drawing, printable
+
+    with drawing():
+        figure = Figure((9.0, 1.9 + 0.62 * len(plans)), layout="constrained", facecolor="white")
+        axis = figure.subplots()
+        names = [part for part in PARTS if any(one.at_peak.get(part) for one in plans)]
+        starts = [0.0] * len(plans)
+        for number, part in enumerate(names):
+            widths = [one.at_peak.get(part, 0) / 1e9 for one in plans]
+            color = MUTED if part in _GREY else PALETTE[SERIES[number % len(SERIES)]][0]
+            look: dict[str, Any] = {"facecolor": color, "hatch": _HATCHES[number], "edgecolor": "white"}
+            axis.barh(range(len(plans)), widths, 0.5, starts, label=part, linewidth=0.5, **look)
+            starts = [start + width for start, width in zip(starts, widths, strict=True)]
+        whole = max(starts)
+        memory = plans[0].device_memory
+        if memory is not None:
+            axis.axvline(memory / 1e9, color=INK, linewidth=2)
+            axis.annotate(
+                f"{size(memory)} GB", (memory / 1e9, 1.0), (4, -12), xycoords=("data", "axes fraction"),
+                textcoords="offset points", color=MUTED,
+            )  # fmt: skip
+            whole = max(whole, memory / 1e9)
+        for row, end in enumerate(starts):
+            axis.annotate(f"{end:.3g}", (end, row), (5, 0), textcoords="offset points", va="center", color=INK)
+        axis.set(xlim=(0, 1.12 * whole), ylim=(len(plans) - 0.5, -0.6), xlabel="GB on each GPU")
+        axis.set_yticks(range(len(plans)), [printable(one.recipe) for one in plans])
+        axis.grid(False, axis="y")
+        first = plans[0]
+        step = f", {of_a_step(first)}" if of_a_step(first) else ""
+        axis.set_title(f"{printable(first.model)}{step}")
+        figure.legend(loc="outside lower center", ncols=min(len(names), 5), frameon=False)
+    return figure

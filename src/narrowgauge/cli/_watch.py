@@ -1,0 +1,223 @@
+"""`narrowgauge watch RUN`: a page in the terminal that follows a training.
+
+It reads the file that the training writes and touches nothing else, so it may come and go as it likes. Every look
+takes what is new; advice is worked out anew when there is something new, and more rarely where that takes long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from narrowgauge.cli._errors import UsageError
+from narrowgauge.cli._report._figure import number
+from narrowgauge.gauges._advice import Advice, advise
+from narrowgauge.gauges._history import Floats, History, as_number
+from narrowgauge.gauges._live_reader import LiveReader
+from narrowgauge.gauges._spike_matching import RMS_THRESHOLD
+
+_BARS = " ▁▂▃▄▅▆▇█"
+_STYLES = {"change": "bold red", "watch": "yellow", "note": "dim"}
+# How many tensors, alarms and pieces of advice fit beside each other on a small terminal.
+TENSORS, ALARMS, ADVICE = 6, 3, 3
+# Advice may take this share of the time at most.
+ADVICE_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class WatchOptions:
+    """The command's options under their names on the command line."""
+
+    run: Path
+    once: bool
+    interval: float
+
+
+def watch(options: WatchOptions, console: Console | None = None, rounds: int | None = None) -> int:
+    """Show the page until Ctrl-C, or once.
+
+    Args:
+        options: what the user asked for.
+        console: where to; the terminal by default.
+        rounds: how many looks to take; without end by default.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        UsageError: with `once`, if there is no file or it has no records; for an interval that is not above 0.
+    """
+    if not options.interval > 0:
+        raise UsageError(f"--interval: got {options.interval:g}, takes seconds above 0")
+    console = console or Console(highlight=False)
+    reader, advisor = LiveReader(options.run), Advisor()
+    reader.read()
+    # Into a pipe there is one page: what follows could not be drawn over it.
+    if options.once or not console.is_terminal:
+        if not reader.exists:
+            raise UsageError(f"RUN: got {str(options.run)!r}, where there are no records")
+        if not reader.history.count:
+            why = reader.history.damage or "there is no whole record in it yet"
+            raise UsageError(f"RUN: got {str(options.run)!r}: {why}")
+        console.print(page(options.run, reader, advisor.of(reader.history), console.width))
+        return 0
+    with contextlib.suppress(KeyboardInterrupt):  # how one leaves
+        _follow(options, console, reader, advisor, rounds)
+    return 0
+
+
+def _follow(
+    options: WatchOptions, console: Console, reader: LiveReader, advisor: Advisor, rounds: int | None
+) -> None:
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        while True:
+            shown = page(options.run, reader, advisor.of(reader.history), console.width)
+            live.update(shown, refresh=True)
+            if rounds is not None and (rounds := rounds - 1) <= 0:
+                return
+            time.sleep(options.interval)
+            reader.read()
+
+
+class Advisor:
+    """Advice on a growing history, worked out for a small share of the time."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: tuple[int, int] | None = None
+        self._next = -float("inf")
+        self._advice: list[Advice] = []
+
+    def of(self, history: History) -> list[Advice]:
+        """Advice on what was read so far, or a little before."""
+        now, seen = self._clock(), (id(history), history.count)
+        if seen != self._seen and now >= self._next:
+            self._advice, self._seen = advise(history), seen
+            end = self._clock()
+            self._next = end + (end - now) / ADVICE_SHARE
+        return self._advice
+
+
+def page(run: Path, reader: LiveReader, advice: list[Advice], width: int) -> RenderableType:
+    """The page of a run as it stands."""
+    history = reader.history
+    parts: list[RenderableType] = [_head(run, history)]
+    if not reader.exists:
+        parts.append(Text("waiting for the file", style="yellow"))
+    elif not history.count and not history.damage:
+        parts.append(Text("waiting for the first record", style="yellow"))
+    if history.damage:
+        parts.append(Text(f"read up to a damage: {history.damage}", style="bold red"))
+    if history.count:
+        parts += [_whole(history, width), *_tensors(history, width), *_alarms(history)]
+    for piece in advice[:ADVICE]:
+        parts.append(Text(f"{piece.rule}: {piece.finding} {piece.action}", style=_STYLES[piece.urgency]))
+    if len(advice) > ADVICE:
+        parts.append(Text(f"and {len(advice) - ADVICE} more: narrowgauge report", style="dim"))
+    return Group(*parts)
+
+
+def _head(run: Path, history: History) -> Text:
+    header = history.header
+    parts = [
+        header.get("optimizer"),
+        header.get("device"),
+        f"step {history.last_step:,}" if history.last_step else None,
+    ]
+    seconds = history.series("step", "seconds").finite.values[-50:]
+    if len(seconds) and float(np.median(seconds)) > 0:
+        parts.append(f"{1 / float(np.median(seconds)):.3g} steps/s")
+    return Text.assemble((str(run), "bold"), "\n", ", ".join(str(part) for part in parts if part))
+
+
+def _whole(history: History, width: int) -> Table:
+    """Numbers of the whole model: name, last value, and how it went."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    rows = {
+        "loss": ("step", "loss", 1.0),
+        "loss scale": ("step", "loss_scale", 1.0),
+        "EDQ %": ("update", "descent_quality", 100.0),
+        "lost updates %": ("update", "lost", 100.0),
+        "RMS_t": ("update", "rms", 1.0),
+    }
+    for name, (kind, key, scale) in rows.items():
+        series = history.series(kind, key)
+        if len(series.steps):
+            last = float(series.values[-1]) * scale
+            style = "" if np.isfinite(last) else "bold red"
+            table.add_row(name, Text(number(last), style=style), sparkline(series.values, max(8, width - 32)))
+    return table
+
+
+def _tensors(history: History, width: int) -> list[RenderableType]:
+    """The tensors that are worst off, with their last numbers."""
+    numbers: dict[str, dict[str, float]] = {}
+    for key, kind, column in (
+        ("rms", "update", "RMS_t"), ("descent_quality", "update", "EDQ %"), ("lost", "update", "lost %"),
+        ("nonfinite", "gradient", "inf, NaN"),
+    ):  # fmt: skip
+        for name in history.names(kind):
+            series = history.series(kind, key, name)
+            if len(series.steps):
+                numbers.setdefault(name, {})[column] = float(series.values[-1])
+    if not numbers:
+        return []
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("worst tensors", no_wrap=True, max_width=max(16, width - 44))
+    columns = ("RMS_t", "EDQ %", "lost %", "inf, NaN")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for name in sorted(numbers, key=lambda n: (-_badness(numbers[n]), n))[:TENSORS]:
+        cells = []
+        for column in columns:
+            value = numbers[name].get(column)
+            cells.append(number(None if value is None else value * (100 if "%" in column else 1)))
+        table.add_row(Text(name, overflow="ellipsis"), *cells)
+    return [Text(), table, Text()]
+
+
+def _badness(values: dict[str, float]) -> float:
+    """How much is wrong: anything not finite first, then shares of updates off, then RMS_t by its threshold."""
+    if values.get("inf, NaN", 0) or not all(map(np.isfinite, values.values())):
+        return np.inf
+    off = abs(1 - values.get("EDQ %", 1.0))
+    return float(max(off, values.get("RMS_t", 0.0) / RMS_THRESHOLD if "RMS_t" in values else 0.0))
+
+
+def _alarms(history: History) -> list[RenderableType]:
+    lines: list[RenderableType] = []
+    for alarm in history.alarms[-ALARMS:]:
+        what = "inf or NaN in" if alarm.get("kind") == "nonfinite" else "spike of"
+        where = " ".join(str(alarm.get(key, "")) for key in ("of", "name")).strip()
+        value = number(as_number(alarm.get("value")))
+        lines.append(Text(f"step {alarm.get('step')}: {what} {where}, {value}", style="yellow"))
+    return lines
+
+
+def sparkline(values: Floats, width: int) -> str:
+    """A curve in one line of bars, the mean of each stretch; ! where one has what is not finite."""
+    stretches = np.array_split(values, min(len(values), max(width, 1)))
+    means = [float(np.mean(part)) if np.isfinite(part).all() else np.nan for part in stretches]
+    finite = [value for value in means if np.isfinite(value)]
+    if not finite:
+        return "!" * len(means)
+    low, span = min(finite), max(finite) - min(finite)
+
+    def bar(value: float) -> str:
+        if not np.isfinite(value):
+            return "!"
+        return _BARS[4] if span == 0 else _BARS[1 + round((value - low) / span * (len(_BARS) - 2))]
+
+    return "".join(map(bar, means))
