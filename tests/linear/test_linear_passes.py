@@ -79,16 +79,16 @@ def test_gradients_that_are_wanted(
     assert programs() == [True] * (2 if any(wants) else 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 def test_other_dtypes_and_shapes_are_other_kinds(
     dtype: torch.dtype, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for rows in (5, 37, 1) * 4:
+    for rows in (5, 1) * 4:
         for kind in (dtype, torch.bfloat16):
             given = layer(kernels, rows, kind, seed=rows)
             wanted = long_way(monkeypatch, lambda given=given: numbers(INT8, given))
             assert same(numbers(INT8, given), wanted)
-    assert programs() == [True] * 12
+    assert programs() == [True] * 8
 
 
 def test_a_transposed_weight_is_played(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
