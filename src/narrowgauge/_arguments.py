@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, Generic, TypeGuard, TypeVar
 
 import torch
@@ -33,13 +33,16 @@ class Kind(Generic[T]):
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """Whether a value is an integer of at most 64 bits (numpy's too), not True or False."""
-    return type(value) is not bool and isinstance(value, Integral) and -(2**63) <= int(value) < 2**63
+    """Whether a value is a Python integer of at most 64 bits, not True or False.
+
+    Numpy's are refused: options are saved in checkpoints, which take plain values.
+    """
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
 def is_number(value: object) -> TypeGuard[float]:
     """Whether a value is a real number (inf and NaN too), not True or False, and no integer beyond 64 bits."""
-    return is_integer(value) or (isinstance(value, Real) and not isinstance(value, Integral))
+    return is_integer(value) if isinstance(value, int) else isinstance(value, Real)
 
 
 Count = Kind[int](lambda value: is_integer(value) and value >= 0, "an integer of at least 0")

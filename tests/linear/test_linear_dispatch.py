@@ -1,4 +1,4 @@
-"""Operators are left out for plain tensors where nobody looks on, and only there."""
+"""Operators are left out for plain tensors where nothing observes them, and only there."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Subclass(Tensor):
     pass
 
 
-def test_plain_tensors_go_dispatchly() -> None:
+def test_plain_tensors_go_directly() -> None:
     x, parameter = torch.randn(3, 4), nn.Parameter(torch.randn(3, 4))
     assert operations(x, parameter) is EAGER
     assert operations(x.t(), parameter.detach()) is EAGER

@@ -77,7 +77,7 @@ def test_without_scaling_gradients_underflow_and_training_falls_behind() -> None
     assert run.loss > reference().loss + 5 * MARGIN
 
 
-@pytest.mark.parametrize("kind", [DynamicLossScaler, TensorLossScaler])
+@pytest.mark.parametrize("kind", [pytest.param(DynamicLossScaler, marks=pytest.mark.slow), TensorLossScaler])
 def test_with_scaling_training_matches_float32(kind: type[LossScaler]) -> None:
     run = train(torch.float16, kind())
     assert run.zeros_at_first < 1e-3

@@ -14,8 +14,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from narrowgauge._arguments import Count, check
-
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
@@ -69,8 +67,8 @@ def random_bits(
     Raises:
         ValueError: for a negative count or offset, or a step of more than one number.
     """
-    for name, value in (("count", count), ("offset", offset)):
-        check(name, value, Count)
+    if count < 0 or offset < 0:
+        raise ValueError(f"count and offset must be at least 0, got {count} and {offset}")
     if isinstance(step, Tensor) and (step.numel() != 1 or step.is_complex()):
         raise ValueError(f"step must be one number, got {step.dtype} of shape {tuple(step.shape)}")
     first = offset // 4

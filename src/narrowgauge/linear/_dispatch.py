@@ -8,72 +8,39 @@ themselves. The numbers are the same.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from narrowgauge.linear import _ops
-from narrowgauge.linear._quantize import Format
 
-
-class _Vectors(Protocol):
-    def __call__(
-        self, x: Tensor, format: Format, sums: bool, dtype: torch.dtype, /
-    ) -> tuple[Tensor, Tensor, Tensor | None]: ...
-
-
-class _Tensors(Protocol):
-    def __call__(
-        self, x: Tensor, average: Tensor | None, format: Format, straight: bool, transposed: bool, sums: bool,
-        dtype: torch.dtype, /,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]: ...  # fmt: skip
-
-
-class _Products(Protocol):
-    def __call__(
-        self, left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
-        dtype: torch.dtype, accumulation: str, /,
-    ) -> Tensor: ...  # fmt: skip
-
-
-class _Values(Protocol):
-    def __call__(self, codes: Tensor, scale: Tensor, dtype: torch.dtype, /) -> Tensor: ...
+# Functions of `_ops` by their arguments: a matrix, its settings, whether to sum columns, the dtype of the sums.
+# They return codes, scales and the sums.
+Vectors = Callable[..., tuple[Tensor, Tensor, Tensor | None]]
+Tensors = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]]
 
 
 class Operations(NamedTuple):
-    """One implementation of the operations: quantizers as in `_ops`, with a dtype that sums are rounded to,
-    dequantization, and the product of contiguous codes.
-    """
+    """One implementation of the operations: quantizers, dequantization, and the product of contiguous codes."""
 
-    quantize_rows: _Vectors
-    quantize_columns: _Vectors
-    quantize_tensor: _Tensors
-    dequantize: _Values
-    product: _Products
+    quantize_rows: Vectors
+    quantize_columns: Vectors
+    quantize_tensor: Tensors
+    dequantize: Callable[[Tensor, Tensor, torch.dtype], Tensor]
+    product: Callable[..., Tensor]
 
 
-def _rows(
-    x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`quantize_rows` by the operator, whose sums are float32."""
-    *results, total = _ops.quantize_rows(x, format, sums)
-    return *results, total.to(dtype) if sums else None
+def _quantizer(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """A quantizer by its operator, whose sums are always float32."""
 
+    def run(x: Tensor, *settings: Any) -> tuple[Tensor | None, ...]:
+        *others, sums, dtype = settings
+        *results, total = operator(x, *others, sums)
+        return *results, total.to(dtype) if sums else None
 
-def _columns(
-    x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    *results, total = _ops.quantize_columns(x, format, sums)
-    return *results, total.to(dtype) if sums else None
-
-
-def _tensor(
-    x: Tensor, average: Tensor | None, format: Format, straight: bool, transposed: bool, sums: bool,
-    dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    *results, total = _ops.quantize_tensor(x, average, format, straight, transposed, sums)
-    return *results, total.to(dtype) if sums else None
+    return run
 
 
 def _product(
@@ -86,7 +53,10 @@ def _product(
     return product
 
 
-OPERATORS = Operations(_rows, _columns, _tensor, _ops.dequantize, _product)
+OPERATORS = Operations(
+    _quantizer(_ops.quantize_rows), _quantizer(_ops.quantize_columns), _quantizer(_ops.quantize_tensor),
+    _ops.dequantize, _product,
+)  # fmt: skip
 EAGER = Operations(
     _ops._eager_rows, _ops._eager_columns, _ops._eager_tensor, _ops._eager_dequantize, _ops.eager_product
 )  # fmt: skip

@@ -43,8 +43,7 @@ def linear(
 
     Raises:
         ValueError: for shapes, dtypes or devices that do not match, a `plan` that is no `LinearPlan`, and averages
-        that
-            are missing or that the plan does not use.
+            that are missing or that the plan does not use.
         RuntimeError: when the gradient is differentiated: rounding has no derivative.
     """
     _check(input, weight, bias, plan, averages)

@@ -110,10 +110,8 @@ class LinearPlan:
     Args:
         output, grad_input, grad_weight: the three multiplies; None is high precision.
         saved: ``"input"`` saves input and weight for the backward pass, in high precision or, if the backward
-        multiply
-            uses the same codes as `output`, as these codes;
-            ``"codes"`` saves codes and scales only: those of the backward multiply if that is in eight bits, else
-            those of `output`, which are dequantized.
+            multiply uses the same codes as `output`, as these codes; ``"codes"`` saves codes and scales only: those
+            of the backward multiply if that is in eight bits, else those of `output`, which are dequantized.
         arithmetic: ``"real"`` multiplies in eight bits where the device can and simulates elsewhere
             (`LowPrecisionLinear.path` says which); ``"simulated"`` multiplies the same codes in float32 on
             every device.

@@ -41,8 +41,7 @@ class Schedule(NamedTuple):
         orders: for each operand its straight and its transposed codes, None for those that are not needed.
         kept: the quantities saved for the backward pass, as codes or in high precision (None).
         scaled: the quantities that the forward pass scales tensor-wise. With averages the backward pass uses the
-        same
-            scales.
+            same scales.
     """
 
     operands: dict[Multiply, tuple[Codes, Codes] | None]

@@ -57,8 +57,7 @@ class SwapReport:
 
         Raises:
             RuntimeError: if a layer's class has changed since, by a parametrization or `fully_shard`; then nothing
-            is
-                undone.
+                is undone.
         """
         for one in self._undo:
             if type(one.layer) is not one.became:
@@ -112,8 +111,7 @@ def swap_linears(
             ``*``. A name that fits no module raises a warning, except for the default.
         min_features: layers with fewer input or output features are kept.
         tokens: rows of the layers' input in a training step, batch times sequence; or rows by name, as in `keep`,
-        the
-            first that fits: ``{"visual": 65536, "text": 19712}``. A layer that fits no name is kept.
+            the first that fits: ``{"visual": 65536, "text": 19712}``. A layer that fits no name is kept.
         launched: whether measured layers are launched one by one from Python, as in eager training, where that can
             take longer than the GPU's work. False if the model is compiled or replayed from a CUDA graph: then the
             GPU's time alone counts. On a CPU both are the same.
@@ -123,9 +121,8 @@ def swap_linears(
 
     Raises:
         ValueError: for a `model` that is no module, a `plan` that is no `LinearPlan`, a `keep` that is one string
-        or
-            contains other than strings, `tokens` or `min_features` that are not integers of at least 1, a model on
-            the meta device with `tokens`, and for `launched=False` without `tokens`.
+            or contains other than strings, `tokens` or `min_features` that are not integers of at least 1, a model
+            on the meta device with `tokens`, and for `launched=False` without `tokens`.
     """
     check_instance("plan", plan, LinearPlan, "narrowgauge.linear.SWITCHBACK")
     check_instance("model", model, nn.Module)

@@ -33,7 +33,7 @@ _UNITS = {"b": 1} | {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
     """Bytes on each GPU.
 
@@ -52,8 +52,7 @@ class MemoryPlan:
         host: bytes on the host, by kind; empty without offloading.
         saved: bytes that the forward pass saves for the backward pass; None for a number of parameters.
         at_peak: bytes at the worst moment, by kind: those held (gradients as far as they exist then), activations,
-        the
-            loss's intermediate tensors, the backward pass's own, buffers of communication, cuBLAS's workspaces.
+            the loss's intermediate tensors, the backward pass's own, buffers of communication, cuBLAS's workspaces.
         where: part of the step with the worst moment: forward, backward or optimizer.
         device_memory: bytes of the device; None if not given.
     """
@@ -61,22 +60,22 @@ class MemoryPlan:
     model: str
     parameters: int
     recipe: str
-    linear: str | None
-    example: Example
-    batch: int | None
-    sequence: int | None
-    checkpointing: bool
-    accumulate: bool
+    linear: str | None = None
+    example: Example = "sequence"
+    batch: int | None = None
+    sequence: int | None = None
+    checkpointing: bool = False
+    accumulate: bool = False
     gpus: int
     parallel: Parallel
     offload: Offload
     held: Mapping[str, int]
     host: Mapping[str, int]
-    saved: int | None
+    saved: int | None = None
     at_peak: Mapping[str, int]
-    where: str
+    where: str = "optimizer"
     device_memory: int | None
-    _planner: Planner | None = field(repr=False, compare=False)
+    _planner: Planner | None = field(default=None, repr=False, compare=False)
     _bytes: float = field(repr=False, compare=False)
 
     @property
@@ -181,8 +180,7 @@ def plan_memory(
         parallel: how: ``"ddp"`` or ``"fsdp"``, see `narrowgauge.recipes._share`.
         accumulate: whether gradients of several micro-batches are added up: all of them live through the step then.
         offload: tensors that `narrowgauge.distributed.CPUOffload` keeps on the host: ``"states"``, with low words,
-        or
-            ``"gradients"`` as well, each of which leaves the GPU as soon as it is made.
+            or ``"gradients"`` as well, each of which leaves the GPU as soon as it is made.
         loss: a function of a model without memory, a batch and a sequence that makes its own inputs on the meta
             device, runs the model once and returns the loss. If None, that of `narrowgauge.recipes._losses`: of
             transformers' CLIP the contrastive loss, of its ViT that of classes, of all else the cross entropy of a
@@ -283,18 +281,9 @@ def _of_count(
     return MemoryPlan(
         model=f"{count:,} parameters",
         parameters=count,
-        linear=None,
-        example="sequence",
-        batch=None,
-        sequence=None,
-        checkpointing=False,
-        accumulate=False,
         held={name: size for name, size in parts.items() if name != "communication"},
         host={name: int(size * count) for name, size in host.items()},
-        saved=None,
         at_peak=parts,
-        where="optimizer",
-        _planner=None,
         **common,
     )
 

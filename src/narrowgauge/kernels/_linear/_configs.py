@@ -23,8 +23,7 @@ class MatmulConfig:
 
     Attributes:
         kernel: ``"pointers"``: a tile a program. ``"descriptors"``: persistent programs that take one tile after
-        the
-            other, loaded and stored by the copy engine, the next one while the last is stored. ``"cublas"``:
+            the other, loaded and stored by the copy engine, the next one while the last is stored. ``"cublas"``:
             `torch._scaled_mm`, for float8.
         rows, columns, inner: sides of a tile; multiples of 16.
         warps, stages: threads by 32, and how many tiles of the operands are loaded at once.
