@@ -157,7 +157,7 @@ def _loop(
     step: Callable[[], Any] = optimizer.step
     how = "eager"
     for number in range(1, setting.steps + 1):
-        _set_rate(optimizer, setting.rate(number))
+        set_rate(optimizer, setting.rate(number))
         # A graph reads gradients where they were when it was captured: they are zeroed in place.
         optimizer.zero_grad(set_to_none=not graph)
         loss = next_token_loss(model, next(batches))
@@ -195,7 +195,8 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {re.sub(r'/[^ ]*/', '', first)[:200]}"
 
 
-def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """A learning rate for all groups, in place where an optimizer wants a tensor."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):  # torchao refuses a number, and a captured step would not see it
             group["lr"].fill_(rate)
