@@ -32,6 +32,7 @@ from studies.bytes_and_loss import training as bytes_training
 from studies.bytes_and_loss.rows import ANCHORS, PEERS, REFERENCE, REST, Row
 from studies.bytes_and_loss.training import Setting
 from studies.shared import options
+from studies.shared.models import start_of
 from studies.shared.resumable import Result, Study, attempt
 
 PACKAGES = ("bitsandbytes", "torchao", "flashoptim", "torch-optimi")
@@ -68,7 +69,7 @@ def about(rows: Sequence[Row], settings: Sequence[Setting], seeds: int) -> dict[
     """What a results file says of the study before anything has run."""
     setting = settings[0]
     source, text = bytes_training.text_of(setting.data, setting.vocabulary)
-    models = {s.model: bytes_training.start_of(s.model, s.vocabulary, s.sequence, 0) for s in settings}
+    models = {s.model: start_of(s.model, s.vocabulary, s.sequence, 0) for s in settings}
     return {
         **options.origin(setting.device, PACKAGES),
         "training": _plain(setting) | {"seed": 0, "seeds": seeds},

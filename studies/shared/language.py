@@ -29,9 +29,9 @@ from narrowgauge.trainers._examples import Examples
 from narrowgauge.trainers._models import preset
 from narrowgauge.trainers._schedule import schedule
 from narrowgauge.trainers._train import mean_loss
-from studies.bytes_and_loss.training import measured_bytes, set_rate, start_of
 from studies.shared import installed
 from studies.shared.graphed import Gradients
+from studies.shared.models import measured_bytes, set_rate, start_of
 
 LOOK_EVERY = 20  # steps between looks at the losses, each of which waits for the device
 LAST = 50  # steps whose mean is the training loss
