@@ -11,7 +11,8 @@ them. On `docs/evidence.md`, `<!-- evidence: NAME -->` ... `<!-- end -->` is a p
 figures may be of `benchmarks/results` too.
 
 A study's `page.py` has `TABLES` (functions of results, by name), `facts` (the numbers in sentences, by name) and
-`PICTURES` (functions of results, by what follows the file's name, usually nothing).
+`PICTURES` (functions of results, by what follows the file's name, usually nothing). `reading.py`, where there is
+one, has the table `reading`: a paper's statements held against the results.
 """
 
 from __future__ import annotations
@@ -56,8 +57,6 @@ def page_of(study: str) -> ModuleType:
     if importlib.util.find_spec(f"studies.{study}.reading"):
         reading = importlib.import_module(f"studies.{study}.reading").reading
         page.TABLES["reading"] = reading
-    if importlib.util.find_spec(f"studies.{study}.picture"):
-        page.PICTURES = importlib.import_module(f"studies.{study}.picture").PICTURES
     return page
 
 

@@ -10,7 +10,7 @@ from studies.adam_variants.training import name_of
 from studies.eight_bit_adam import plan as planned
 from studies.shared import readings
 from studies.shared.readings import Reading
-from studies.shared.tables import Results
+from studies.shared.tables import Results, several
 
 ADAM, SUM, MOMENTUM = "32-bit Adam", "32-bit AdaGrad", "32-bit Momentum"
 # Task, row, the row it is held against, where, the paper's figures, and whether it is behind there.
@@ -67,7 +67,7 @@ def _pair(results: Results, kind: str, row: str, reference: str, at: str, paper:
     known = [x for run in theirs.values() if (x := value(run)) is not None]
     spread = max(known) - min(known) if len(known) > 1 else None
     form = "+.2f" if kind == "images" else "+.4f"
-    here = readings.several([sign * cost for cost in costs], form)
+    here = several([sign * cost for cost in costs], form)
     here = f"{metric} {here}" if here else ""
     if lost:
         here = ", ".join(filter(None, (here, f"{lost} of {len(both)} diverged")))

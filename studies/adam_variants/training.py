@@ -1,8 +1,8 @@
 """One run of the optimizer study: a language model, a masked one, characters in pictures, or an ablated 8-bit
 Adam.
 
-The first three train a row of `_variants_rows` at a learning rate; the last one is the 8-bit study's own run
-(`_eight_bit_adam`), at a learning rate above the one that was chosen, where parts that only seemed to be needed
+The first three train a row of `rows.py` at a learning rate; the last one is the 8-bit study's own run
+(`eight_bit_adam`), at a learning rate above the one that was chosen, where parts that only seemed to be needed
 show whether they are.
 """
 
@@ -22,12 +22,12 @@ from narrowgauge.trainers import validation_windows
 from narrowgauge.trainers._schedule import schedule
 from studies.adam_variants import glyphs
 from studies.adam_variants import rows as variants_rows
-from studies.bytes_and_loss.training import measured_bytes
 from studies.eight_bit_adam import plan as planned
 from studies.eight_bit_adam import training as eight_bit_adam
 from studies.shared import language as language_run
 from studies.shared.gather import Training
 from studies.shared.language import Result, Setting, set_rate
+from studies.shared.models import measured_bytes
 
 BETA2 = planned.BASELINE.beta2
 WARMUP = 0.1  # of the steps

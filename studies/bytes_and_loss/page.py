@@ -1,18 +1,51 @@
-"""Tables and facts of bytes against loss.
+"""Tables, facts and the picture of bytes against loss.
 
 A difference is taken seed by seed, from runs with the same start and the same batches, and its mean is what
-counts.
-What it is held against is the spread: the standard deviation of the reference's own losses over the seeds.
+counts. What it is held against is the spread: the standard deviation of the reference's own losses over the seeds.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from studies.shared.tables import Results, markdown
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator
+from matplotlib.transforms import Bbox
+
+from studies.shared import pictures
+from studies.shared.pictures import COLORS, INK, MUTED
+from studies.shared.tables import Results, apart, machine, markdown, place_of, table
 
 REFERENCE = "D"
+PACKAGES = ("bitsandbytes", "torchao", "flashoptim", "torch-optimi")
+# Of the front page: a row's name there, and why it is there.
+SHORT = {
+    "D": "`master`",
+    "split8 + log8": "`adamw8bit-split8`",
+    "split8 + log4/log8": "`adamw6bit-split8`",
+    "split8 + 8bit": "`adamw8bit-dynamic-split8`",
+    "FlashAdamW": "FlashOptim's FlashAdamW",
+    "bitsandbytes AdamW8bit": "bitsandbytes' AdamW8bit",
+    "torchao AdamW8bit, stochastic": "torchao's AdamW8bit, stochastic rounding",
+    "torchao AdamW4bit, stochastic": "torchao's AdamW4bit, stochastic rounding",
+}
+# Family: its color and marker. New storages stand out, whatever their weights.
+LOOKS = {
+    "logarithmic states": ("series-1", "o"),
+    "this library's other recipes": ("series-2", "s"),
+    "bitsandbytes": ("series-3", "^"),
+    "torchao": ("series-4", "v"),
+    "flashoptim": ("series-5", "D"),
+    "optimi": ("series-6", "P"),
+}
+TICKS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3)
+RADII = (9, 15, 22, 30, 40, 52, 66, 82)  # points from a marker to its label, the nearest that is free
+ANGLES = (0, 180, 90, 270, 30, 330, 150, 210, 60, 300, 120, 240)
 
 
 @dataclass(frozen=True)
@@ -23,7 +56,7 @@ class Found:
         name, title, family, formula: as in the results.
         bytes: measured bytes a parameter; None if no run ended.
         gradient: bytes of the gradient among them.
-        losses: validation loss by seed.
+        losses: validation losses of the seeds that have one.
         differences: from the reference at the same seed, where both are there.
         diverged: how many seeds did.
         failed: why there is no number; None if there is one.
@@ -35,7 +68,7 @@ class Found:
     formula: float | None
     bytes: float | None
     gradient: float
-    losses: dict[int, float]
+    losses: list[float]
     differences: list[float]
     diverged: int
     failed: str | None
@@ -45,42 +78,38 @@ class Found:
         """The mean difference."""
         return statistics.fmean(self.differences) if self.differences else None
 
+    def ends(self, form: str) -> str:
+        """The smallest and the largest difference, nothing for a single one."""
+        few = len(self.differences) < 2
+        return "" if few else form.format(f"{min(self.differences):+.4f} … {max(self.differences):+.4f}")
+
 
 def found(results: Results, setting: int = 0) -> list[Found]:
     """All rows that were run, or could not be, under a setting; by bytes, the heaviest first."""
     runs = [run for run in results["runs"] if run["setting"] == setting]
-    reference = _losses(runs, REFERENCE)
+    ended = [run for run in runs if "failed" not in run]
     rows = []
     for row in results["rows"]:
-        mine = [run for run in runs if run["row"] == row["name"]]
-        if not mine:
+        mine = [run for run in ended if run["row"] == row["name"]]
+        reasons = [run["failed"] for run in runs if run["row"] == row["name"] and "failed" in run]
+        if not mine and not reasons:
             continue
-        losses = _losses(runs, row["name"])
-        ended = [run for run in mine if "failed" not in run]
-        reasons = [run["failed"] for run in mine if "failed" in run]
-        rows.append(
-            Found(
-                **{key: row[key] for key in ("name", "title", "family", "formula")},
-                bytes=statistics.fmean(run["bytes"]["total"] for run in ended) if ended else None,
-                gradient=ended[0]["bytes"]["gradients"] if ended else 0.0,
-                losses=losses,
-                differences=[loss - reference[seed] for seed, loss in losses.items() if seed in reference],
-                diverged=sum(run["diverged"] for run in ended),
-                failed=reasons[0] if reasons and not ended else None,
-            )
-        )
+        losses = [run["validation_loss"] for run in mine if run["validation_loss"] is not None]
+        rows.append(Found(
+            **{key: row[key] for key in ("name", "title", "family", "formula")},
+            bytes=statistics.fmean(run["bytes"]["total"] for run in mine) if mine else None,
+            gradient=mine[0]["bytes"]["gradients"] if mine else 0.0,
+            losses=losses,
+            differences=apart(mine, [run for run in ended if run["row"] == REFERENCE]),
+            diverged=sum(run["diverged"] for run in mine),
+            failed=None if mine else reasons[0],
+        ))  # fmt: skip
     return sorted(rows, key=lambda row: -(row.bytes or 0.0))
-
-
-def _losses(runs: list[Results], name: str) -> dict[int, float]:
-    return {
-        r["seed"]: r["validation_loss"] for r in runs if r["row"] == name and r.get("validation_loss") is not None
-    }
 
 
 def spread(results: Results, setting: int = 0) -> float:
     """Standard deviation of the reference's losses over the seeds; 0 for one seed."""
-    losses = list(_losses([r for r in results["runs"] if r["setting"] == setting], REFERENCE).values())
+    losses = next((row.losses for row in found(results, setting) if row.name == REFERENCE), [])
     return statistics.stdev(losses) if len(losses) > 1 else 0.0
 
 
@@ -98,40 +127,26 @@ def rows(results: Results) -> str:
         if row.mean is None:
             lines.append([*line, "diverged" if row.diverged else "no reference", "", ""])
             continue
-        ends = f"{min(row.differences):+.4f} … {max(row.differences):+.4f}" if len(row.differences) > 1 else ""
         verdict = "reference" if row.name == REFERENCE else "yes" if abs(row.mean) <= limit else "no"
         verdict += f", {row.diverged} diverged" if row.diverged else ""
-        lines.append([*line, f"{row.mean:+.4f}", ends, verdict])
+        lines.append([*line, f"{row.mean:+.4f}", row.ends("{}"), verdict])
     head = (
         "row", "what is kept", "bytes", "formula", "gradient freed", "loss − D", "of the seeds", "within spread",
     )  # fmt: skip
     return markdown(head, lines, words=2)
 
 
-# Of the front page: a row's name there, and why it is there.
-SHORT = {
-    "D": "`master`",
-    "split8 + log8": "`adamw8bit-split8`",
-    "split8 + log4/log8": "`adamw6bit-split8`",
-    "split8 + 8bit": "`adamw8bit-dynamic-split8`",
-    "FlashAdamW": "FlashOptim's FlashAdamW",
-    "bitsandbytes AdamW8bit": "bitsandbytes' AdamW8bit",
-    "torchao AdamW8bit, stochastic": "torchao's AdamW8bit, stochastic rounding",
-    "torchao AdamW4bit, stochastic": "torchao's AdamW4bit, stochastic rounding",
-}
-
-
 def short(results: Results) -> str:
     """Few rows, fewer columns: for the front page."""
     by_name = {row.name: row for row in found(results)}
-    lines = []
-    for name, shown in SHORT.items():
-        row = by_name[name]
-        if row.bytes is None or row.mean is None:
-            raise ValueError(f"{name}: has no result to show")
-        ends = f"{row.mean:+.4f} ({min(row.differences):+.4f} … {max(row.differences):+.4f})"
-        lines.append([shown, row.title, f"{row.bytes:.2f}", "–" if name == REFERENCE else ends])
-    return markdown(("optimizer", "what is kept", "bytes", "loss − that of `master`"), lines, words=2)
+    return table(
+        [by_name[name] for name in SHORT],
+        ("optimizer", lambda row: SHORT[row.name]),
+        ("what is kept", "title"),
+        ("bytes", "bytes", ".2f"),
+        ("loss − that of `master`", lambda row: "–" if row.name == REFERENCE else _difference(row)),
+        words=2,
+    )
 
 
 def anchors(*runs: Results) -> str:
@@ -139,23 +154,25 @@ def anchors(*runs: Results) -> str:
     lines = []
     for results in runs:
         for number, setting in enumerate(results["settings"]):
-            rows_of = {row.name: row for row in found(results, number)}
-            reference = rows_of.get(REFERENCE)
-            if reference is None or not reference.losses:
-                continue
-            line = [setting["model"], f"{setting['beta2']:g}", f"{len(reference.losses)}"]
-            line += [f"{statistics.fmean(reference.losses.values()):.4f}", f"{spread(results, number):.4f}"]
-            lines.append([*line, *(_difference(rows_of.get(name)) for name in ("split + log8", "split + 8bit"))])
-    head = ("model", "β2", "seeds", "loss of D", "its spread", "`split + log8` − D", "`split + 8bit` − D")
-    return markdown(head, lines, words=1)
+            by_name = {row.name: row for row in found(results, number)}
+            if REFERENCE in by_name and by_name[REFERENCE].losses:
+                lines.append((setting, by_name[REFERENCE].losses, spread(results, number), by_name))
+    return table(
+        lines,
+        ("model", lambda line: line[0]["model"]),
+        ("β2", lambda line: line[0]["beta2"], "g"),
+        ("seeds", lambda line: len(line[1])),
+        ("loss of D", lambda line: statistics.fmean(line[1]), ".4f"),
+        ("its spread", lambda line: line[2], ".4f"),
+        ("`split + log8` − D", lambda line: _difference(line[3].get("split + log8"))),
+        ("`split + 8bit` − D", lambda line: _difference(line[3].get("split + 8bit"))),
+    )
 
 
 def _difference(row: Found | None) -> str:
     if row is None or row.mean is None:
         return "diverged" if row is not None and row.diverged else "–"
-    if len(row.differences) == 1:
-        return f"{row.mean:+.4f}"
-    return f"{row.mean:+.4f} ({min(row.differences):+.4f} … {max(row.differences):+.4f})"
+    return f"{row.mean:+.4f}{row.ends(' ({})')}"
 
 
 def origins(*runs: Results) -> str:
@@ -164,36 +181,25 @@ def origins(*runs: Results) -> str:
 
 
 def _origin(results: Results) -> str:
-    setting, environment = results["training"], results["environment"]
+    setting, environment, left = results["training"], results["environment"], len(results["unfinished"])
     sizes = ", ".join(f"{name} of {count:,} parameters" for name, count in results["parameters"].items())
-    peers = ", ".join(
-        f"{name} {environment[name]}" for name in PACKAGES if environment.get(name, "not")[:3] != "not"
-    )
-    left = len(results["unfinished"])
+    peers = [f"{name} {version}" for name in PACKAGES if (version := environment.get(name, "not"))[:3] != "not"]
     return (
         f"`{results['command']}`: {sizes}, {setting['steps']} steps of {setting['batch'] * setting['sequence']:,} "
         f"tokens on {results['data']['source']} ({results['data']['train_tokens']:,} tokens, vocabulary "
         f"{setting['vocabulary']:,}), learning rate {setting['lr']:g} after {setting['warmup']} steps, falling "
         f"to {setting['final']:g} of it, weight decay {setting['weight_decay']:g}, gradients' norm at most "
-        f"{setting['clip']:g}; {environment['device']}, "
-        f"torch {environment['torch'].partition('+')[0]}{', ' + peers if peers else ''}. "
+        f"{setting['clip']:g}; {', '.join([machine(results), *peers])}. "
         f"{f'{left} runs were left out for want of time.' if left else 'All runs were made.'}\n"
     )
 
 
-PACKAGES = ("bitsandbytes", "torchao", "flashoptim", "torch-optimi")
-
-
 def facts(results: Results) -> dict[str, str]:
     """Every number in the page's sentences."""
-    by_name = {row.name: row for row in found(results)}
-    named = {
-        "seeds": str(results["training"]["seeds"]),
-        "spread": f"{spread(results):.4f}",
-        "steps": str(results["training"]["steps"]),
-    }
-    for name, row in by_name.items():
-        key = "".join(c if c.isalnum() else "_" for c in name)
+    training = results["training"]
+    named = {key: str(training[key]) for key in ("seeds", "steps")} | {"spread": f"{spread(results):.4f}"}
+    for row in found(results):
+        key = place_of(row.name)
         if row.mean is not None:
             named[f"loss_{key}"] = f"{row.mean:+.4f}"
             named[f"least_{key}"] = f"{min(row.differences):+.4f}"
@@ -203,4 +209,101 @@ def facts(results: Results) -> dict[str, str]:
     return named
 
 
+def bytes_against_loss(results: Results) -> Figure:
+    """A point a row, its seeds as a bar, the spread of the reference as a band.
+
+    The scale of the losses is linear within the band and logarithmic beyond, so that a row a thousandth off and one
+    a whole nat off are both to be seen.
+    """
+    rows = [row for row in found(results) if row.mean is not None]
+    band = spread(results) or 0.003
+    figure, axis = pictures.figure(12.5, 8.2)
+    axis.axhspan(-band, band, color=MUTED, alpha=0.16, linewidth=0, label=f"spread of {REFERENCE} over the seeds")
+    axis.axhline(0, color=MUTED, linewidth=1)
+    named = set()
+    for row in rows:
+        family = _family(row)
+        name, marker = LOOKS[family]
+        color = INK if row.name == REFERENCE else COLORS[name]
+        axis.plot(
+            [row.bytes] * 2, [min(row.differences), max(row.differences)], color=color, linewidth=1.6, alpha=0.7
+        )
+        label = family if family not in named and row.name != REFERENCE else None
+        axis.plot([row.bytes], [row.mean], marker, color=color, markersize=8, label=label, linestyle="none")
+        named |= {family} if label else set()
+    _scale(axis, rows, band)
+    axis.set_xlabel("bytes a parameter: weight, gradient, and what the optimizer keeps")
+    axis.set_ylabel(f"validation loss − that of {REFERENCE}, nats a token")
+    above = axis.secondary_xaxis("top", functions=(lambda x: x - 2, lambda x: x + 2))
+    above.set_xlabel("with each bf16 gradient freed at once", color=MUTED)
+    above.spines["top"].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, handletextpad=0.3)
+    _labels(figure, axis, rows)
+    return figure
+
+
+def _family(row: Found) -> str:
+    """The family that a row is drawn as."""
+    if row.family != "ours":
+        return row.family
+    return "logarithmic states" if "log" in row.name else "this library's other recipes"
+
+
+def _scale(axis: Any, rows: Sequence[Found], band: float) -> None:
+    axis.set_yscale("symlog", linthresh=band, linscale=0.9)
+    lowest, highest = (f([x for row in rows for x in row.differences]) for f in (min, max))
+    axis.set_ylim(min(-2 * band, 1.6 * lowest), max(2 * band, 1.6 * highest))
+    low, high = axis.get_ylim()
+    at = [0.0, *(s * t for t in TICKS for s in (1, -1) if t > 0.7 * band and low <= s * t <= high)]
+    pictures.ticks(axis.yaxis, at, lambda y: f"{y:+g}".replace("-", "−") if y else "0")
+    least, most = (f(row.bytes or 0 for row in rows) for f in (min, max))
+    axis.set_xlim(least - 0.6, most + 0.9)
+    axis.xaxis.set_major_locator(FixedLocator(range(int(least), int(most) + 2)))
+
+
+def _labels(figure: Figure, axis: Any, rows: Sequence[Found]) -> None:
+    """Names beside the points, none on another, on a point or outside: the free place nearest to its point."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    renderer = canvas.get_renderer()
+    unit = figure.dpi / 72
+    inside = axis.get_window_extent(renderer)
+    places = [axis.transData.transform((row.bytes, row.mean)) for row in rows]
+    taken = [Bbox.from_bounds(x - 5 * unit, y - 5 * unit, 10 * unit, 10 * unit) for x, y in places]
+    for row, place in sorted(zip(rows, places, strict=True), key=lambda pair: pair[0].name):
+        text = axis.annotate(row.name, place, xycoords="figure pixels", fontsize=11, color=INK)
+        size = text.get_window_extent(renderer)
+        box, shift = _free(place, (size.width, size.height), taken, inside, unit)
+        text.remove()
+        taken.append(box)
+        far = np.hypot(*shift) > 26
+        axis.annotate(
+            row.name, (row.bytes, row.mean), shift, textcoords="offset points", fontsize=11, color=INK,
+            ha="left" if shift[0] >= 0 else "right", va="center",
+            arrowprops={"arrowstyle": "-", "color": MUTED, "linewidth": 0.6, "shrinkB": 4} if far else None,
+        ).set_in_layout(False)  # fmt: skip
+
+
+def _free(
+    place: Any, size: tuple[float, float], taken: Sequence[Bbox], inside: Bbox, unit: float
+) -> tuple[Bbox, tuple[float, float]]:
+    """A box for a label of this size in pixels, and its offset from the point in points."""
+    width, height = size
+    choices = []
+    for radius in RADII:
+        for angle in ANGLES:
+            dx, dy = radius * np.cos(np.radians(angle)), radius * np.sin(np.radians(angle))
+            dx = 0.0 if abs(dx) < 1e-9 else dx
+            left = place[0] + dx * unit - (0 if dx >= 0 else width)
+            box = Bbox.from_bounds(left - 2, place[1] + dy * unit - height / 2 - 1, width + 4, height + 2)
+            outside = box.x0 < inside.x0 or box.x1 > inside.x1 or box.y0 < inside.y0 or box.y1 > inside.y1
+            hit = sum(1 for other in taken if box.overlaps(other)) + 10 * outside
+            if not hit:
+                return box, (float(dx), float(dy))
+            choices.append((hit, radius, box, (float(dx), float(dy))))
+    _, _, box, shift = min(choices, key=lambda choice: choice[:2])
+    return box, shift
+
+
 TABLES = {"rows": rows, "short": short, "anchors": anchors, "origins": origins}
+PICTURES = {"": bytes_against_loss}

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,11 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.cli._bench._optimizers import tensors_in
 from narrowgauge.trainers import (
     Batches,
     TokenizedCorpus,
-    build_model,
     evaluate,
     load_corpus,
     next_token_loss,
@@ -35,6 +32,7 @@ from narrowgauge.trainers import (
     validation_windows,
 )
 from studies.bytes_and_loss import rows as bytes_rows
+from studies.shared.models import measured_bytes, reason, set_rate, start_of
 
 WINDOWS = 256  # of the validation text
 EAGER_STEPS = 3  # before a step is captured: states are made, kernels chosen
@@ -88,19 +86,6 @@ def text_of(data: Path | None, vocabulary: int) -> tuple[str, TokenizedCorpus]:
     """The text's name, and its tokens."""
     corpus = load_corpus(data)
     return corpus.source, tokenize(corpus, vocabulary)
-
-
-@functools.lru_cache(maxsize=3)
-def start_of(model: str, vocabulary: int, sequence: int, seed: int) -> nn.Module:
-    """Initial weights, in fp32 on the CPU: copied, never trained.
-
-    Rounded to bf16, so that no row starts by losing something.
-    """
-    built = build_model(model, vocabulary=vocabulary, sequence=sequence, seed=seed)
-    with torch.no_grad():
-        for p in built.parameters():
-            p.copy_(p.to(torch.bfloat16))
-    return built
 
 
 def train(name: str, setting: Setting, seed: int) -> dict[str, Any]:
@@ -157,7 +142,7 @@ def _loop(
     step: Callable[[], Any] = optimizer.step
     how = "eager"
     for number in range(1, setting.steps + 1):
-        _set_rate(optimizer, setting.rate(number))
+        set_rate(optimizer, setting.rate(number))
         # A graph reads gradients where they were when it was captured: they are zeroed in place.
         optimizer.zero_grad(set_to_none=not graph)
         loss = next_token_loss(model, next(batches))
@@ -187,31 +172,3 @@ def _captured(optimizer: torch.optim.Optimizer) -> tuple[Callable[[], Any], str]
         torch.cuda.synchronize()
         return optimizer.step, f"eager, not captured: {reason(error)}"
     return graph.replay, "graph"
-
-
-def reason(error: BaseException) -> str:
-    """An exception in a line, files without their folders."""
-    first = next(iter(str(error).strip().splitlines()), "")
-    return f"{type(error).__name__}: {re.sub(r'/[^ ]*/', '', first)[:200]}"
-
-
-def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):  # torchao refuses a number, and a captured step would not see it
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
-
-
-def measured_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Bytes a trained parameter: weights, gradients, and whatever hangs in the optimizer's state."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    count = sum(p.numel() for p in trained)
-    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_in(dict(optimizer.state))}
-    parts = {
-        "weights": sum(p.nbytes for p in trained),
-        "gradients": sum(p.grad.nbytes for p in trained if p.grad is not None),
-        "states": sum(kept.values()),
-    }
-    weighed = {name: size / count for name, size in parts.items()}
-    return weighed | {"total": sum(weighed.values())}

@@ -1,4 +1,4 @@
-"""Tables and facts of the CLIPs with 8-bit linear layers: the paper's figures beside ours.
+"""Tables, facts and the picture of the CLIPs with 8-bit linear layers: the paper's figures beside ours.
 
 A run is compared with that of bf16 of the same model, learning rate, addition and seed, from the same weights and
 pictures. Accuracies are zero-shot, of held-out pictures, in per cent; their differences are in points.
@@ -11,20 +11,33 @@ one is a finding of no difference only where three standard errors are less than
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from studies.clip_precision.rows import ADDED, NOTHING, REFERENCE, ROWS, STEADY, TENSORWISE
-from studies.shared import readings
-from studies.shared.tables import Results, markdown, significant
+from studies.shared import pictures, readings, tables
+from studies.shared.pictures import COLORS, INK, Line
+from studies.shared.tables import Results, apart, machine, markdown, name_of, several, significant, table
 
+Place = tuple[str, float]  # a model and a learning rate
 PAPER = {row.name: row.paper for row in ROWS}
-BECOMES = {added.name: added.paper for added in ADDED}
 DROP = 0.059  # of accuracy: LLM.int8() below bf16 in the paper, what there is to be seen
+# What should lie upon bf16 is told apart by dashes, not by color alone.
+LINES = (
+    Line(REFERENCE, "ink"), Line("SwitchBack int8", "series-2", (6, 2)),
+    Line("SwitchBack float8", "series-3", (2, 1.5)), Line("LLM.int8()", "series-1"), Line(TENSORWISE, "series-4"),
+    Line("SwitchBackM int8", "series-5", (8, 2, 1.5, 2)), Line("SwitchBackQ int8", "series-6", (4, 1.5)),
+)  # fmt: skip
+DASHES = dict(zip((added.name for added in ADDED), ((), (6, 2), (2, 1.5), (8, 2, 1.5, 2)), strict=True))
 
 
-def places(results: Results) -> list[tuple[str, float]]:
+def places(results: Results) -> list[Place]:
     """Models and learning rates that there are runs of: the one where everything is trained comes first."""
     training = results["training"]
     found = {(run["model"], run["lr"]) for run in results["runs"]}
@@ -32,134 +45,35 @@ def places(results: Results) -> list[tuple[str, float]]:
     return [place for place in wanted if place in found]
 
 
-def runs_of(results: Results, place: tuple[str, float], row: str, added: str) -> list[Results]:
+def runs_of(results: Results, place: Place, row: str, added: str) -> list[Results]:
     """Runs that were made, by seed."""
-    found = [
-        run
-        for run in results["runs"]
-        if (run["model"], run["lr"], run["row"], run["added"]) == (*place, row, added) and "failed" not in run
-    ]
-    return sorted(found, key=lambda run: run["seed"])
+    return tables.runs_of(results, model=place[0], lr=place[1], row=row, added=added)
 
 
-def differences(results: Results, place: tuple[str, float], row: str, added: str, key: str) -> list[float]:
+def differences(results: Results, place: Place, row: str, added: str, key: str) -> list[float]:
     """A figure of runs minus that of bf16's with the same seed, where neither diverged."""
-    reference = {run["seed"]: run[key] for run in _good(runs_of(results, place, REFERENCE, added))}
-    return [
-        run[key] - reference[run["seed"]]
-        for run in _good(runs_of(results, place, row, added))
-        if run["seed"] in reference
-    ]
+    return apart(*(_good(runs_of(results, place, name, added)) for name in (row, REFERENCE)), key)
 
 
 def _good(runs: Sequence[Results]) -> list[Results]:
     return [run for run in runs if run["diverged"] is None]
 
 
-def margin(results: Results, place: tuple[str, float], added: str, key: str, runs: int) -> float | None:
+def margin(results: Results, place: Place, added: str, key: str, runs: int) -> float | None:
     """What the mean difference from bf16 of so many runs has to exceed; None with too few runs to say."""
     others = [row["name"] for row in results["rows"] if row["name"] != REFERENCE]
-    deviation = readings.chance(differences(results, place, row, added, key) for row in others)
-    return readings.margin(deviation, runs)
+    return readings.margin(readings.chance(differences(results, place, row, added, key) for row in others), runs)
 
 
-def figure_1(results: Results) -> str:
-    """Nothing added: accuracy and loss of every row, and minus bf16's, place by place."""
-    return _rows_with(results, NOTHING)
-
-
-def steady(results: Results) -> str:
-    """The same with layer norms on keys and queries, which keep runs together."""
-    return _rows_with(results, STEADY)
-
-
-def _rows_with(results: Results, added: str) -> str:
-    columns = places(results)
-    head = ["linear layers", "paper: points"]
-    for model, lr in columns:
-        head += [f"{model}, lr {lr:g}: accuracy", "points", "loss − bf16"]
-    lines = []
-    for row in results["rows"]:
-        name = row["name"]
-        line = [name, PAPER.get(name, "")]
-        for place in columns:
-            line.append(_accuracy(runs_of(results, place, name, added)))
-            line += ["", ""] if name == REFERENCE else _both(results, place, name, added)
-        lines.append(line)
-    last = [f"*{readings.CERTAIN:g} standard errors of a difference*", ""]
-    for place in columns:
-        most = max(len(runs_of(results, place, row["name"], added)) for row in results["rows"])
-        points, loss = (margin(results, place, added, key, most) for key in ("accuracy", "validation_loss"))
-        last += ["", "" if points is None else f"{100 * points:.1f}", "" if loss is None else f"{loss:.4f}"]
-    return markdown(head, [*lines, last])
-
-
-def _both(results: Results, place: tuple[str, float], row: str, added: str) -> list[str]:
-    points = [100 * x for x in differences(results, place, row, added, "accuracy")]
-    return [_signed(points, 1), _signed(differences(results, place, row, added, "validation_loss"), 4)]
-
-
-def figure_2(results: Results) -> str:
-    """Bf16 and tensor-wise float8 with what is added: how they end, place by place."""
-    columns = places(results)
-    head = ["added", "paper, ViT-Large: float8"]
-    for model, lr in columns:
-        head += [f"{model}, lr {lr:g}: bf16", "float8", "loss − bf16"]
-    lines = []
-    for added in ADDED:
-        line = [added.name, added.paper]
-        for place in columns:
-            line += [_accuracy(runs_of(results, place, row, added.name)) for row in (REFERENCE, TENSORWISE)]
-            line.append(_signed(differences(results, place, TENSORWISE, added.name, "validation_loss"), 4))
-        lines.append(line)
-    return markdown(head, lines)
-
-
-def grid(results: Results) -> str:
-    """Every row with everything added, at the first place: accuracy, and loss minus bf16's."""
-    place = places(results)[0]
-    head = ["linear layers"]
-    for added in ADDED:
-        head += [f"{added.name}: accuracy", "loss − bf16"]
-    lines = []
-    for row in results["rows"]:
-        line = [row["name"]]
-        for added in ADDED:
-            line.append(_accuracy(runs_of(results, place, row["name"], added.name)))
-            found = differences(results, place, row["name"], added.name, "validation_loss")
-            line.append("" if row["name"] == REFERENCE else _signed(found, 4))
-        lines.append(line)
-    return markdown(head, lines)
-
-
-def _accuracy(runs: Sequence[Results]) -> str:
-    """Mean over the seeds, in per cent, and how many diverged."""
-    good = [100 * run["accuracy"] for run in _good(runs)]
-    bad = len(runs) - len(good)
-    words = [] if not good else [f"{statistics.fmean(good):.1f}"]
-    if len(good) > 1:
-        words[0] += f" ({min(good):.1f} … {max(good):.1f})"
-    return ", ".join([*words, *([f"{bad} of {len(runs)} diverged"] if bad else [])])
-
-
-def _signed(values: Sequence[float], digits: int) -> str:
-    if not values:
-        return ""
-    mean = f"{statistics.fmean(values):+.{digits}f}"
-    return mean if len(values) == 1 else f"{mean} ({min(values):+.{digits}f} … {max(values):+.{digits}f})"
-
-
-def separated(results: Results, place: tuple[str, float], row: str, added: str) -> bool | None:
+def separated(results: Results, place: Place, row: str, added: str) -> bool | None:
     """Whether a row parts from bf16: its mean loss differs by more than `margin`, or it alone diverged.
 
     None where there are too few runs to say, and where chance alone would hide what the paper sees.
     """
     reference = {run["seed"]: run for run in runs_of(results, place, REFERENCE, added)}
-    pairs = [
-        (run, reference[run["seed"]]) for run in runs_of(results, place, row, added) if run["seed"] in reference
-    ]
-    if any(run["diverged"] is not None and other["diverged"] is None for run, other in pairs):
-        return True if len(pairs) > 1 else None
+    runs = [run for run in runs_of(results, place, row, added) if run["seed"] in reference]
+    if any(run["diverged"] is not None and reference[run["seed"]]["diverged"] is None for run in runs):
+        return True if len(runs) > 1 else None
     values = differences(results, place, row, added, "validation_loss")
     most = margin(results, place, added, "validation_loss", len(values))
     if most is None:
@@ -169,24 +83,85 @@ def separated(results: Results, place: tuple[str, float], row: str, added: str) 
     return False if sees(results, place, added, len(values)) else None
 
 
-def sees(results: Results, place: tuple[str, float], added: str, runs: int) -> bool:
+def sees(results: Results, place: Place, added: str, runs: int) -> bool:
     """Whether so many runs would tell the paper's `DROP` in accuracy from chance."""
     points = margin(results, place, added, "accuracy", runs)
     return points is not None and points < DROP
+
+
+def _accuracy(results: Results, row: str, added: str, place: Place) -> str:
+    """Mean over the seeds, in per cent, and how many diverged."""
+    runs = runs_of(results, place, row, added)
+    good = [100 * run["accuracy"] for run in _good(runs)]
+    bad = f"{len(runs) - len(good)} of {len(runs)} diverged" if len(good) < len(runs) else ""
+    return ", ".join(filter(None, (several(good, ".1f"), bad)))
+
+
+def _loss(results: Results, row: str, added: str, place: Place) -> str:
+    return "" if row == REFERENCE else several(differences(results, place, row, added, "validation_loss"))
+
+
+def _points(results: Results, row: str, added: str, place: Place) -> str:
+    if row == REFERENCE:
+        return ""
+    return several([100 * x for x in differences(results, place, row, added, "accuracy")], "+.1f")
+
+
+def with_added(added: str, results: Results) -> str:
+    """Accuracy and loss of every row with the same addition, and minus bf16's, place by place: Figure 1."""
+    last = [f"*{readings.CERTAIN:g} standard errors of a difference*", ""]
+    columns: list[Any] = []
+    for place in places(results):
+        shown = ((f"{place[0]}, lr {place[1]:g}: accuracy", _accuracy), ("points", _points), ("loss − bf16", _loss))
+        columns += [(head, functools.partial(_of_row, show, results, added, place)) for head, show in shown]
+        most = max(len(runs_of(results, place, row["name"], added)) for row in results["rows"])
+        points, loss = (margin(results, place, added, key, most) for key in ("accuracy", "validation_loss"))
+        last += ["", "" if points is None else f"{100 * points:.1f}", "" if loss is None else f"{loss:.4f}"]
+    paper = ("paper: points", lambda row: PAPER.get(row["name"], ""))
+    return table(results["rows"], ("linear layers", "name"), paper, *columns, last=last)
+
+
+def _of_row(show: Callable[..., str], results: Results, added: str, place: Place, row: Results) -> str:
+    return show(results, row["name"], added, place)
+
+
+def figure_2(results: Results) -> str:
+    """Bf16 and tensor-wise float8 with what is added: how they end, place by place."""
+    columns: list[Any] = []
+    for place in places(results):
+        for head, show, row in (
+            (f"{place[0]}, lr {place[1]:g}: bf16", _accuracy, REFERENCE),
+            ("float8", _accuracy, TENSORWISE),
+            ("loss − bf16", _loss, TENSORWISE),
+        ):
+            columns.append((head, lambda added, show=show, row=row, at=place: show(results, row, added.name, at)))
+    return table(ADDED, ("added", "name"), ("paper, ViT-Large: float8", "paper"), *columns)
+
+
+def grid(results: Results) -> str:
+    """Every row with everything added, at the first place: accuracy, and loss minus bf16's."""
+    place = places(results)[0]
+    columns = [
+        (head, functools.partial(_of_row, show, results, added.name, place))
+        for added in ADDED
+        for head, show in ((f"{added.name}: accuracy", _accuracy), ("loss − bf16", _loss))
+    ]
+    return table(results["rows"], ("linear layers", "name"), *columns)
 
 
 def separation(results: Results) -> str:
     """What parts from bf16, what does not, and what cannot be told, where there are enough runs to ask."""
     lines = []
     for place in places(results):
-        for added in ADDED:
+        for added in (added.name for added in ADDED):
             told: dict[bool | None, list[str]] = {True: [], False: [], None: []}
-            for row in results["rows"]:
-                if row["name"] != REFERENCE and runs_of(results, place, row["name"], added.name):
-                    told[separated(results, place, row["name"], added.name)].append(row["name"])
-            if margin(results, place, added.name, "validation_loss", 1) is not None or told[True]:
-                cells = [", ".join(told[key]) or "none" for key in (True, False, None)]
-                lines.append([f"{place[0]}, lr {place[1]:g}", added.name, *cells])
+            for row in (row["name"] for row in results["rows"]):
+                if row != REFERENCE and runs_of(results, place, row, added):
+                    told[separated(results, place, row, added)].append(row)
+            if margin(results, place, added, "validation_loss", 1) is not None or told[True]:
+                lines.append(
+                    [f"{place[0]}, lr {place[1]:g}", added, *(", ".join(x) or "none" for x in told.values())]
+                )
     return markdown(("trained", "added", "parts from bf16", "ends where it does", "cannot tell"), lines, words=5)
 
 
@@ -207,23 +182,14 @@ def magnitudes(results: Results) -> str:
 
 
 def _blocks(runs: Sequence[Results]) -> list[str]:
-    """Means over the seeds."""
-    cells = []
+    """Means over the seeds, to three digits; of a run that diverged features may be no numbers."""
+    found = []
     for when in (0, -1):
-        for block in (0, None, -1):
-            values = [
-                mean[len(mean) // 2 if block is None else block]
-                for run in runs
-                if (mean := run["magnitudes"]["mean"][when])
-            ]
-            cells.append(_mean(values))
-    return [*cells, _mean([run["magnitudes"]["absmax"][-1][-1] for run in runs])]
-
-
-def _mean(values: Sequence[float | None]) -> str:
-    """To three digits; of a run that diverged features may be no numbers."""
-    finite = [x for x in values if x is not None]
-    return significant(statistics.fmean(finite), 3) if finite else "not finite"
+        each = [mean for run in runs if (mean := run["magnitudes"]["mean"][when])]
+        found += [[mean[0] for mean in each], [mean[len(mean) // 2] for mean in each], [mean[-1] for mean in each]]
+    found.append([run["magnitudes"]["absmax"][-1][-1] for run in runs])
+    finite = [[x for x in values if x is not None] for values in found]
+    return [significant(statistics.fmean(values), 3) if values else "not finite" for values in finite]
 
 
 def origin(*runs: Results) -> str:
@@ -232,8 +198,7 @@ def origin(*runs: Results) -> str:
 
 
 def _origin(results: Results) -> str:
-    training, environment, data = results["training"], results["environment"], results["data"]
-    torch = environment["torch"].partition("+")[0]
+    training, data = results["training"], results["data"]
     sizes = ", ".join(f"{name} of {count:,} parameters" for name, count in results["parameters"].items())
     return (
         f"`{results['command']}`: {sizes}; {training['steps']} steps of {training['batch']} pairs of "
@@ -241,11 +206,11 @@ def _origin(results: Results) -> str:
         f"held out, each to be told from {data['prompts']} captions), {100 * training['patch_dropout']:.0f} % of "
         f"the patches dropped; {training['recipe']}, bf16 by autocast, learning rate {training['lr']:g} after "
         f"{training['warmup']} steps, a cosine to {training['final_lr']:g} of it, β2 {training['beta2']:g}, weight "
-        f"decay {training['weight_decay']:g}; {environment['device']}, torch {torch}. {left_out(results)}\n"
+        f"decay {training['weight_decay']:g}; {machine(results)}. {_left_out(results)}\n"
     )
 
 
-def left_out(results: Results) -> str:
+def _left_out(results: Results) -> str:
     """Which runs there are not, and how those that diverged did."""
     notes = [f"{len(results['unfinished'])} runs were left out for want of time."] if results["unfinished"] else []
     notes += [
@@ -265,51 +230,115 @@ def facts(results: Results) -> dict[str, str]:
     `first_…` and `last_…` are magnitudes of blocks at the end; `margin_…` and `margin_points_…` are what means of
     all seeds have to exceed.
     """
-    named = {"runs": str(len(results["runs"])), "seeds": str(results["training"]["seeds"])}
-    named |= {"steps": str(results["training"]["steps"]), "batch": str(results["training"]["batch"])}
+    training = results["training"]
+    named = {"runs": str(len(results["runs"]))} | {key: str(training[key]) for key in ("seeds", "steps", "batch")}
     if not places(results):
         return named
     place = places(results)[0]
-    seeds = results["training"]["seeds"]
-    for added in ADDED:
-        if (loss := margin(results, place, added.name, "validation_loss", seeds)) is not None:
-            points = margin(results, place, added.name, "accuracy", seeds)
-            named[_key("margin", added.name)] = f"{loss:.4f}"
-            named[_key("margin_points", added.name)] = f"{100 * (points or 0):.1f}"
-        for row in results["rows"]:
-            if runs := runs_of(results, place, row["name"], added.name):
-                named |= _facts_of(results, place, row["name"], added.name, runs)
+    for added in (added.name for added in ADDED):
+        if (loss := margin(results, place, added, "validation_loss", training["seeds"])) is not None:
+            points = margin(results, place, added, "accuracy", training["seeds"])
+            named[_key("margin", added)] = f"{loss:.4f}"
+            named[_key("margin_points", added)] = f"{100 * (points or 0):.1f}"
+        for row in (row["name"] for row in results["rows"]):
+            if runs := runs_of(results, place, row, added):
+                found = _facts_of(results, place, row, added, runs)
+                named |= {_key(f"{name}_{row}", added): value for name, value in found.items()}
     return named
 
 
-def _facts_of(
-    results: Results, place: tuple[str, float], row: str, added: str, runs: Sequence[Results]
-) -> dict[str, str]:
+def _facts_of(results: Results, place: Place, row: str, added: str, runs: Sequence[Results]) -> dict[str, str]:
     good = [100 * run["accuracy"] for run in _good(runs)]
     found = {"diverged": f"{len(runs) - len(good)} of {len(runs)}"}
     if good:
         found["accuracy"] = f"{statistics.fmean(good):.1f}"
-    for name, key, scale, digits in (("points", "accuracy", 100, 1), ("loss", "validation_loss", 1, 4)):
-        if row != REFERENCE and (values := differences(results, place, row, added, key)):
-            found[name] = f"{scale * statistics.fmean(values):+.{digits}f}"
-    apart = separated(results, place, row, added)
-    found["apart"] = "cannot tell" if apart is None else "yes" if apart else "no"
+    for name, show in (("points", _points), ("loss", _loss)):
+        if shown := show(results, row, added, place):
+            found[name] = shown.partition(" ")[0]
+    found["apart"] = {None: "cannot tell", True: "yes", False: "no"}[separated(results, place, row, added)]
     *_, first, _, last, _ = _blocks(runs)
-    found |= {"first": first, "last": last}
-    return {_key(f"{name}_{row}", added): value for name, value in found.items()}
+    return found | {"first": first, "last": last}
 
 
 def _key(name: str, added: str) -> str:
-    whole = name if added == NOTHING else f"{name}_{added}"
-    return "_".join(filter(None, "".join(c if c.isalnum() else "_" for c in whole).split("_")))
+    return name_of(name if added == NOTHING else f"{name}_{added}")
 
 
-TABLES: dict[str, Callable[..., str]] = {
-    "figure_1": figure_1,
-    "steady": steady,
-    "figure_2": figure_2,
-    "grid": grid,
-    "separation": separation,
-    "magnitudes": magnitudes,
-    "origin": origin,
-}
+def progress(results: Results) -> Figure:
+    """Figures 1 and 2: accuracy against steps; how runs end; loss and magnitudes with what is added."""
+    place = places(results)[0]
+    figure, ((accuracy, ends), (loss, blocks)) = pictures.figure(13, 8.6, 2, 2)
+    _draw_accuracy(accuracy, results, place)
+    _draw_ends(ends, results, place)
+    _draw_losses(loss, results, place)
+    _draw_blocks(blocks, results, place)
+    figure.suptitle(f"{place[0]}, learning rate {place[1]:g}", color=INK)
+    return figure
+
+
+def _draw_accuracy(axis: Any, results: Results, place: Place) -> None:
+    for line in LINES:
+        runs = [r for r in runs_of(results, place, line.label, NOTHING) if r["validation_loss"] is not None]
+        if runs:
+            values = zip(*(run["validations"]["zero_shot_top1"] for run in runs), strict=True)
+            means = [100 * statistics.fmean(v) for v in values]
+            axis.plot(runs[0]["validations"]["step"], means, **line.style(label=line.label))
+    axis.set(xlabel="step", ylim=(0, None))
+    axis.set_title("zero-shot accuracy, %, nothing added, mean of the seeds", color=INK)
+    axis.legend(frameon=False, loc="upper left", handlelength=2.6)
+
+
+def _draw_ends(axis: Any, results: Results, place: Place) -> None:
+    """A dot a run."""
+    lines = [x for x in LINES if any(runs_of(results, place, x.label, added.name) for added in ADDED)]
+    lost = False
+    for offset, added in zip((-0.27, -0.09, 0.09, 0.27), ADDED, strict=True):
+        for at, line in enumerate(lines):
+            for run in runs_of(results, place, line.label, added.name):
+                good = run["diverged"] is None
+                lost = lost or not good
+                axis.plot(
+                    [at + offset], [100 * (run["accuracy"] or 0.0)], marker="o" if good else "x", markersize=5,
+                    linestyle="none", color=COLORS[line.color],
+                )  # fmt: skip
+    axis.set_xticks(range(len(lines)), [line.label.replace(" ", "\n", 1) for line in lines], fontsize=8)
+    axis.set(xlim=(-0.5, len(lines) - 0.5))
+    axis.set_ylim(bottom=0)
+    dots = ", ".join(added.name for added in ADDED)
+    axis.set_title(f"at the end; left to right: {dots}" + "; × diverged" * lost, color=INK, fontsize=10)
+
+
+def _draw_losses(axis: Any, results: Results, place: Place) -> None:
+    """Training loss of bf16 and float8, with what is added."""
+    colors = {line.label: line.color for line in LINES}
+    for added in (added.name for added in ADDED):
+        for name in (REFERENCE, TENSORWISE):
+            if runs := runs_of(results, place, name, added):
+                steps, values = zip(*runs[0]["curve"], strict=True)
+                line = Line(f"{name}, {added}", colors[name], DASHES[added], 1.4)
+                axis.plot(steps, pictures.numbers(values), **line.style(label=line.label))
+    axis.set_xlabel("step")
+    axis.set_title("training loss, seed 0", color=INK)
+    axis.legend(frameon=False, loc="upper right", handlelength=2.6, fontsize=8)
+
+
+def _draw_blocks(axis: Any, results: Results, place: Place) -> None:
+    """E|x_k| against the block, bf16: at the start thin, at the end thick."""
+    for number, added in enumerate((added.name for added in ADDED), start=1):
+        runs = runs_of(results, place, REFERENCE, added)
+        for when, width, label in ((0, 1.0, "start"), (-1, 2.2, "end")) if runs else ():
+            values = runs[0]["magnitudes"]["mean"][when]
+            dashes = DASHES[added] if when else (1, 1.5)
+            line = Line(f"{added}, {label}", f"series-{number}", dashes, width, "o")
+            axis.plot(range(1, len(values) + 1), values, **line.style(markersize=2 * width, label=line.label))
+    axis.set(xlabel="block of the image tower", ylim=(0, None))
+    axis.set_title("E|x|, the mean magnitude of what a block gives: bf16, seed 0", color=INK)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.legend(frameon=False, loc="best", handlelength=2.6, fontsize=8, ncols=2)
+
+
+TABLES = {
+    "figure_1": functools.partial(with_added, NOTHING), "steady": functools.partial(with_added, STEADY),
+    "figure_2": figure_2, "grid": grid, "separation": separation, "magnitudes": magnitudes, "origin": origin,
+}  # fmt: skip
+PICTURES = {"": progress}

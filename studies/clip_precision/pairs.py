@@ -128,7 +128,7 @@ def _load(
 
 
 def installed_emoji() -> Path:
-    """A folder with the installed colour emoji font's pairs, drawn once and kept in the user's cache.
+    """A folder with the installed color emoji font's pairs, drawn once and kept in the user's cache.
 
     Raises:
         DataError: if there is no font, no list of names, or nothing that draws what is held out.

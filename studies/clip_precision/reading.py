@@ -8,13 +8,12 @@ with nothing added, as the paper does, and with norms on keys and queries, where
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 
 from studies.clip_precision.page import PAPER, Results, differences, margin, places, runs_of, sees, separated
 from studies.clip_precision.rows import ADDED, NOTHING, REFERENCE, STEADY, TENSORWISE
 from studies.shared import readings
 from studies.shared.readings import Reading
-from studies.shared.tables import markdown
+from studies.shared.tables import markdown, several
 
 Place = tuple[str, float]
 GROWN = 2.0  # times the first block's magnitude, at which the last block's counts as grown
@@ -121,10 +120,10 @@ def _float8(results: Results, place: Place, added: str, paper: str) -> Reading:
 def _grows(results: Results, place: Place) -> Reading:
     ends = [_first_and_last(run) for run in runs_of(results, place, REFERENCE, NOTHING)]
     ratios = [last / first for first, last in filter(None, ends)]
-    here = f"last block {readings.several(ratios, '.1f')} times the first" if ratios else ""
+    here = f"last block {several(ratios, '.1f')} times the first" if ratios else ""
     return Reading(
         "Features of bf16 grow with depth", "Figure 2, right", "curve, ViT-Huge", here,
-        _all(ratios, lambda ratio: ratio > GROWN),
+        readings.every(ratio > GROWN for ratio in ratios),
     )  # fmt: skip
 
 
@@ -145,7 +144,3 @@ def _first_and_last(run: Results) -> tuple[float, float] | None:
     """E|x| of the image tower's first and last block at the end; None where it is no number."""
     mean = run["magnitudes"]["mean"][-1]
     return None if mean[0] is None or mean[-1] is None else (mean[0], mean[-1])
-
-
-def _all(values: list[float], holds: Callable[[float], bool]) -> bool | None:
-    return all(map(holds, values)) if values else None

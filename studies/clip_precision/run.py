@@ -8,7 +8,7 @@ Figures 1 and 2 and Section 2.2.1: zero-shot accuracy, loss and the blocks' feat
 from zero, with layer norms on keys and queries, with gradients clipped. Runs of a seed have the same initial
 weights, pictures, crops and dropped patches: a difference from bf16 of that seed is what eight bits did.
 
-The pairs are those of the colour emoji font (`shared/emoji.py`): drawn where this runs if the font is installed, or
+The pairs are those of the color emoji font (`shared/emoji.py`): drawn where this runs if the font is installed, or
 from `--data`, which takes prepared ones and any other CSV, tar files or folder that `narrowgauge train` takes. Held
 out are combinations: a person or gesture that training has, in a skin tone or gender that it has not.
 

@@ -67,7 +67,7 @@ class Trained:
         validations: by step: `step`, `loss`, `zero_shot_top1`, `zero_shot_top5`, `logit_scale`.
         magnitudes: of the image tower's blocks, in order, on held-out pictures: `step`, `mean` (E|x_k|), `absmax`.
         parameters: their number.
-        passes: eager or from a graph, see `_graphed`.
+        passes: eager or from a graph, see `shared/graphed.py`.
         step_ms: median of a step between looks; the first look, which has compiled kernels in it, is left out.
         peak_memory: in bytes; None on a CPU.
         seconds: of all of it.

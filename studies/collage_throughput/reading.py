@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from studies.collage_throughput.page import GB, PAPER, found, models, saved, speed_up
+from studies.collage_throughput.page import GB, PAPER, found, models, plan_errors, saved, speed_up
 from studies.memory_plans.run import GIB, TABLE_12
 from studies.shared import readings
 from studies.shared.readings import Reading
-from studies.shared.tables import Results
+from studies.shared.tables import Results, span
 
 NOISE = 0.02
 KEPT = 0.9  # of the speed of A that C has to keep: the paper's C keeps 0.93 to 0.97 of it
@@ -33,7 +33,7 @@ def _speeds(results: Results) -> Iterator[Reading]:
         yield Reading(
             f"`{option}` is faster than D at every size", "Table 7", _range([*said.values()]),
             f"{_range(ratios)}, {len(ratios)} of {len(said)} models" if ratios else "",
-            _all(ratio > 1 + NOISE for ratio in ratios) if len(ratios) > 1 else None,
+            readings.every(ratio > 1 + NOISE for ratio in ratios) if len(ratios) > 1 else None,
         )  # fmt: skip
     ratios = {m: ratio for m in GPTS if (ratio := speed_up(results, m, "C")) is not None}
     yield Reading(
@@ -47,7 +47,7 @@ def _speeds(results: Results) -> Iterator[Reading]:
     shares = [c / a for c, a in both if c is not None and a is not None]
     yield Reading(
         "`C` keeps nearly all of `A`'s speed", "Section 5.3", _range(said), _range(shares),
-        _all(share >= KEPT for share in shares),
+        readings.every(share >= KEPT for share in shares),
     )  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def _peaks(results: Results) -> Iterator[Reading]:
     orders = [all(x < y for x, y in pairwise(each)) for each in whole.values()]
     yield Reading(
         "Peaks rise from `A` to `B`, `C` and D, at every size", "Figure 4", "curves",
-        f"{sum(orders)} of {len(orders)} models" if orders else "", _all(orders),
+        f"{sum(orders)} of {len(orders)} models" if orders else "", readings.every(orders),
     )  # fmt: skip
     for option in ("B", "C"):
         said = -TABLE_12[LARGEST][option] * GIB / GB
@@ -66,15 +66,11 @@ def _peaks(results: Results) -> Iterator[Reading]:
             f"`{option}` saves memory against D, {LARGEST}", "Table 12", f"{said:.1f} GB, on 8 GPUs",
             "" if less is None else f"{less / GB:.1f} GB", None if less is None else less > 0,
         )  # fmt: skip
-    errors = [
-        abs(run["planned"] / run["peak_memory"] - 1)
-        for run in results["runs"]
-        if run.get("planned") is not None and run.get("peak_memory") is not None
-    ]
+    errors = plan_errors(results)
     yield Reading(
         f"A plan is within {100 * OFF:g} % of the peak", "this library's `plan_memory`", "",
         f"off by {100 * max(errors):.1f} % at most, {len(errors)} plans" if errors else "",
-        _all(error <= OFF for error in errors),
+        readings.every(error <= OFF for error in errors),
     )  # fmt: skip
 
 
@@ -84,16 +80,8 @@ def _peak(results: Results, model: str, option: str) -> float | None:
 
 
 def _range(ratios: list[float]) -> str:
-    if not ratios:
-        return ""
-    least, most = f"{min(ratios):.2f}×", f"{max(ratios):.2f}×"
-    return least if least == most else f"{least} to {most}"
+    return span(ratios, lambda ratio: f"{ratio:.2f}×")
 
 
 def _rising(ratios: list[float]) -> bool:
     return all(x * (1 + NOISE) < y for x, y in pairwise(ratios))
-
-
-def _all(found: object) -> bool | None:
-    each = list(found)  # type: ignore[call-overload]
-    return all(each) if each else None

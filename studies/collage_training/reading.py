@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from studies.collage_training.page import PAPER, REFERENCE, Results, betas, differences, late, margin, runs_of
 from studies.shared import readings
 from studies.shared.readings import Reading
-from studies.shared.tables import percent
+from studies.shared.tables import percent, several
 
 APART, BEHIND = 0.02, 0.04  # nats
 EQUAL = 0.02  # of effective descent quality
@@ -45,7 +45,7 @@ def _against_d(results: Results, name: str, beta2: float, worse: bool, at: str, 
     statement = f"`{name}` {verb} D{'' if worse else ' does'}, β2 {beta2:g}"
     costs, lost = differences(results, name, beta2), diverged(results, name, beta2)
     least, runs = margin(results, beta2, len(costs)), runs_of(results, name, beta2)
-    here = readings.several(costs, "+.4f")
+    here = several(costs, "+.4f")
     if costs:
         here += f"; {least:.4f} to be sure" if least is not None else "; too few seeds to be sure"
     if lost:

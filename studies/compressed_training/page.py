@@ -1,4 +1,4 @@
-"""Tables and facts of training with compressed gradients.
+"""Tables, facts and the picture of training with compressed gradients.
 
 A run is compared with the uncompressed one of its seed, which has the same weights and batches. Two trainings whose
 arithmetic differs in a last bit drift apart, too: how far is what bf16's all-reduce shows. What is nearer than
@@ -7,31 +7,36 @@ that, or than a thousandth of a nat, counts as nothing.
 
 from __future__ import annotations
 
+import functools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
 
 from studies.compressed_training.rows import BITS, DEFAULT, KINDS, OPTIMIZERS, REFERENCE, ROUNDED
-from studies.shared.tables import Results, markdown, percent, significant
+from studies.shared import pictures, tables
+from studies.shared.pictures import INK, MUTED, Line
+from studies.shared.tables import Results, left_out, machine, mean_of, percent, several, significant, table
 
 LEAST = 1e-3
 BEHIND, NEAR, BEFORE, UNCLEAR = "behind", "with it", "ahead", "not told"
+LINES = {
+    "nearest": Line("to nearest", "series-1", (), 2.2),
+    "stochastic": Line("stochastically", "series-2", (2, 1.5), 2.2),
+    "feedback": Line("with error feedback", "series-3", (6, 2), 2.2),
+}
+WIDE = 5  # points of a curve that are averaged
 
 
 def runs_of(results: Results, optimizer: str, row: str) -> list[Results]:
     """Runs that were made, by seed."""
-    made = [run for run in results["runs"] if "failed" not in run]
-    found = [run for run in made if (run["optimizer"], run["row"]) == (optimizer, row)]
-    return sorted(found, key=lambda run: run["seed"])
+    return tables.runs_of(results, optimizer=optimizer, row=row)
 
 
 def apart(results: Results, optimizer: str, row: str) -> list[float]:
     """Validation losses minus those of the uncompressed runs of the same seeds, of runs that have not diverged."""
-    known = {run["seed"]: run["validation_loss"] for run in runs_of(results, optimizer, REFERENCE)}
-    return [
-        run["validation_loss"] - known[run["seed"]]
-        for run in runs_of(results, optimizer, row)
-        if run["validation_loss"] is not None and known.get(run["seed"]) is not None
-    ]
+    return tables.apart(runs_of(results, optimizer, row), runs_of(results, optimizer, REFERENCE))
 
 
 def drift(results: Results, optimizer: str) -> float:
@@ -51,50 +56,53 @@ def verdict(results: Results, optimizer: str, row: str) -> str:
     return NEAR if max(map(abs, found)) <= limit else UNCLEAR
 
 
-def signed(values: Sequence[float]) -> str:
-    """A mean with the smallest and the largest."""
-    if not values:
-        return ""
-    mean = f"{statistics.fmean(values):+.4f}"
-    return mean if len(values) == 1 else f"{mean} ({min(values):+.4f} … {max(values):+.4f})"
-
-
 def losses(results: Results) -> str:
     """How trainings end, and what travels."""
-    lines = []
-    for row in results["rows"]:
-        name, title = row["name"], row["title"]
-        of = [run for optimizer in OPTIMIZERS for run in runs_of(results, optimizer, name)]
-        if not of:
-            continue
-        line = [f"`{name}`", title, percent(of[0]["share"], 3), f"{of[0]['memory_bytes'] / 1e6:.2f} MB"]
-        for optimizer in OPTIMIZERS:
-            runs = runs_of(results, optimizer, name)
-            good = [run["validation_loss"] for run in runs if run["validation_loss"] is not None]
-            bad = f" {len(runs) - len(good)} of {len(runs)} diverged" if len(good) < len(runs) else ""
-            line.append(f"{statistics.fmean(good):.4f}{bad}" if good else bad.strip())
-            line.append("" if name == REFERENCE else signed(apart(results, optimizer, name)))
-            line.append("" if name in (REFERENCE, ROUNDED) else verdict(results, optimizer, name))
-        lines.append(line)
-    head = ["", "gradients", "bytes, of fp32's", "memory"]
-    for optimizer in OPTIMIZERS:
-        head += [f"{optimizer}: loss", "− fp32's", "ends"]
-    return markdown(head, lines, words=2)
+    rows = [
+        row | {"first": runs[0]}
+        for row in results["rows"]
+        if (runs := [run for o in OPTIMIZERS for run in runs_of(results, o, row["name"])])
+    ]
+
+    def loss(optimizer: str, row: Results) -> str:
+        runs = runs_of(results, optimizer, row["name"])
+        bad = sum(run["validation_loss"] is None for run in runs)
+        told = f"{bad} of {len(runs)} diverged" if bad else ""
+        return " ".join(filter(None, (mean_of((run["validation_loss"] for run in runs), ".4f"), told)))
+
+    def behind(optimizer: str, row: Results) -> str:
+        return "" if row["name"] == REFERENCE else several(apart(results, optimizer, row["name"]))
+
+    def ends(optimizer: str, row: Results) -> str:
+        return "" if row["name"] in (REFERENCE, ROUNDED) else verdict(results, optimizer, row["name"])
+
+    columns = [
+        (title, functools.partial(show, optimizer))
+        for optimizer in OPTIMIZERS
+        for title, show in ((f"{optimizer}: loss", loss), ("− fp32's", behind), ("ends", ends))
+    ]
+    return table(
+        rows,
+        ("", lambda row: f"`{row['name']}`"),
+        ("gradients", "title"),
+        ("bytes, of fp32's", "first.share", percent),
+        ("memory", "first.memory_bytes", lambda size: f"{size / 1e6:.2f} MB"),
+        *columns,
+        words=2,
+    )
 
 
 def origin(results: Results) -> str:
     """What was run, on what."""
-    training, environment, data = results["training"], results["environment"], results["data"]
-    left = len(results["unfinished"])
-    note = f"{left} runs were left out for want of time." if left else "All runs were made."
-    seconds = sum(run["seconds"] for run in results["runs"])
+    training, data = results["training"], results["data"]
+    spent = sum(run["seconds"] for run in results["runs"])
     return (
         f"`{results['command']}`: {training['model']} of {results['parameters']:,} parameters, {training['steps']} "
         f"steps of {training['batch']} × {training['sequence']:,} tokens of {data['source']} "
         f"({data['train_tokens']:,} tokens), vocabulary {training['vocabulary']:,}, on {training['ranks']} ranks; "
         f"SGD with momentum 0.9, learning rate {training['sgd_lr']:g}; AdamW, {training['adamw_lr']:g}, weight "
-        f"decay {training['weight_decay']:g}; {len(results['runs'])} runs in {seconds:.0f} s; "
-        f"{environment['device']}, torch {environment['torch'].partition('+')[0]}. {note}\n"
+        f"decay {training['weight_decay']:g}; {len(results['runs'])} runs in {spent:.0f} s; "
+        f"{machine(results)}. {left_out(results)}\n"
     )
 
 
@@ -106,10 +114,9 @@ def facts(results: Results) -> dict[str, str]:
         short = optimizer.lower()
         for row in (*(f"{bits} {kind}" for bits in BITS for kind in KINDS), ROUNDED, DEFAULT):
             if found := apart(results, optimizer, row):
-                key = f"{short}_{row.replace(' ', '_')}"
+                key, farthest = f"{short}_{row.replace(' ', '_')}", max(map(abs, found))
                 named[key] = f"{statistics.fmean(found):+.4f}"
-                most = max(map(abs, found))
-                named[f"farthest_{key}"] = significant(most, 2) if most >= 1e-4 else "less than 0.0001"
+                named[f"farthest_{key}"] = significant(farthest, 2) if farthest >= 1e-4 else "less than 0.0001"
         most = [x for kind in KINDS for x in apart(results, optimizer, f"8 {kind}")]
         named |= {f"most_{short}_8": f"{max(most):+.4f}"} if most else {}
         named[f"drift_{short}"] = f"{drift(results, optimizer):.4f}"
@@ -117,8 +124,62 @@ def facts(results: Results) -> dict[str, str]:
         named |= {f"spread_{short}": f"{max(ends) - min(ends):.4f}"} if len(ends) > 1 else {}
     for bits in BITS:
         shares = [run["share"] for run in results["runs"] if run["row"] == f"{bits} nearest"]
-        named |= {f"share_{bits}": percent(shares[0], 3)} if shares else {}
+        named |= {f"share_{bits}": percent(shares[0])} if shares else {}
     return named
 
 
-TABLES: dict[str, Callable[..., str]] = {"losses": losses, "origin": origin}
+def differences(results: Results) -> Figure:
+    """Losses less those of uncompressed training, step by step; of one width and optimizer a panel.
+
+    Thick lines are means over seeds, thin ones seeds; the band is how far bf16's all-reduce drifts by rounding.
+    """
+    figure, grid = pictures.figure(13, 7.6, 2, len(BITS))
+    for across, (axes, optimizer) in enumerate(zip(grid, OPTIMIZERS, strict=True)):
+        for axis, bits in zip(axes, BITS, strict=True):
+            _band(axis, _above(results, optimizer, ROUNDED))
+            for kind, line in LINES.items():
+                _lines(axis, _above(results, optimizer, f"{bits} {kind}"), line, KINDS[kind])
+            axis.axhline(0, color=MUTED, linewidth=1.0)
+            axis.set_title(f"{optimizer}, {bits} bits", color=INK)
+            axis.margins(x=0.01)
+            if across:
+                axis.set_xlabel("step")
+        axes[0].set_ylabel("training loss − uncompressed", color=INK)
+    pictures.below(figure, axis, 4)
+    return figure
+
+
+Curves = Sequence[tuple[list[float], list[float]]]
+
+
+def _above(results: Results, optimizer: str, row: str) -> Curves:
+    """Of each seed steps, and means over some of them of losses less those of the uncompressed run."""
+    known = {run["seed"]: run["curve"] for run in runs_of(results, optimizer, REFERENCE)}
+    found = []
+    for run in runs_of(results, optimizer, row):
+        pairs = zip(run["curve"], known.get(run["seed"], []), strict=False)
+        points = [(step, mine - theirs) for (step, mine), (_, theirs) in pairs if None not in (mine, theirs)]
+        smooth = [points[first : first + WIDE] for first in range(0, len(points), WIDE)]
+        if smooth:
+            steps, losses = ([statistics.fmean(x[i] for x in part) for part in smooth] for i in (0, 1))
+            found.append((steps, losses))
+    return found
+
+
+def _lines(axis: Any, found: Curves, line: Line, kind: str) -> None:
+    for steps, losses in found:
+        axis.plot(steps, losses, color=pictures.COLORS[line.color], linewidth=0.6, alpha=0.5)
+    if found:
+        mean = [statistics.fmean(column) for column in zip(*(losses for _, losses in found), strict=False)]
+        axis.plot(found[0][0][: len(mean)], mean, **line.style(label=f"{line.label} ({kind})"))
+
+
+def _band(axis: Any, found: Curves) -> None:
+    if found:
+        most = [max(map(abs, column)) for column in zip(*(losses for _, losses in found), strict=False)]
+        low, steps = [-x for x in most], found[0][0][: len(most)]
+        axis.fill_between(steps, low, most, color=MUTED, alpha=0.2, linewidth=0, label="bf16: rounding alone")
+
+
+TABLES = {"losses": losses, "origin": origin}
+PICTURES = {"": differences}

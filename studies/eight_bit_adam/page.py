@@ -1,4 +1,4 @@
-"""The tables of the 8-bit study, its picture's numbers, and those in its page's sentences.
+"""Tables, facts and the picture of the 8-bit study.
 
 Tables look up the runs of the plan. A run that was not made is left out of a median, and its cell is empty.
 """
@@ -8,17 +8,33 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any
+
+from matplotlib.figure import Figure
 
 from studies.eight_bit_adam import plan as planned
 from studies.eight_bit_adam.plan import ARMS, COMPONENTS, Arm
 from studies.eight_bit_adam.training import STABLE, USUAL, Parts, Trial
-from studies.shared.tables import Results, markdown, percent
+from studies.shared import pictures
+from studies.shared.pictures import COLORS, INK, MUTED, Line
+from studies.shared.tables import Results, machine, markdown, percent, raised, table
 
 VALIDATION, TRAINING = "validation_loss", "training_loss"
 NAMES = {"lr": "learning rate", "beta1": "β1", "beta2": "β2", "eps": "ε"}
 # Table 8, by layer norm plus Xavier: none, one, both. Its check marks are lost in our copy; its order tells this.
 PAPER_COMPONENTS = ("16.83, 16.84", "16.60 to 16.66", "16.46, 16.47")
+
+# Series, and how far to the side their dots are: those of two would cover one another.
+STATES = (
+    (Line("32-bit Adam", "ink", (), 1.8, "o"), -0.06),
+    (Line("8-bit Adam", "series-1", (4, 2), 1.8, "s"), 0.06),
+)
+APART = {
+    VALIDATION: (Line("difference, validation loss", "series-3", (6, 2), 1.8, "D"), 0.06),
+    TRAINING: (Line("difference, training loss", "series-2", (2, 1.5), 1.8, "^"), -0.06),
+}
 
 
 class Runs:
@@ -72,23 +88,31 @@ def reference(arm: Arm) -> Arm:
 def ablation(results: Results) -> str:
     """Table 3."""
     runs = Runs(results)
-    head = ["states", "stable embedding", "paper: unstable", "perplexity", "here: unstable", "perplexity"]
-    head += ["loss minus 32-bit's", "training loss minus 32-bit's", "v became 0, m did not"]
-    rows = []
-    for arm in ARMS:
-        trials, wide = planned.ablation(arm, runs.lr), planned.ablation(reference(arm), runs.lr)
-        apart = [runs.differences(trials, wide, of) if arm.codebook else [] for of in (VALIDATION, TRAINING)]
-        rows.append([
-            f"{arm.codebook}, {'blocks' if arm.blocks else 'tensor'}" if arm.codebook else "32-bit",
-            "yes" if arm.stable else "no",
-            f"{arm.paper[0]} %" if arm.paper else "",
-            f"{arm.paper[1]:.1f}" if arm.paper else "",
-            f"{runs.unstable(trials)} of {len(runs.made(trials))}",
-            perplexity(runs.losses(trials)),
-            *map(mean, apart),
-            middle(runs.lost(trials)),
-        ])  # fmt: skip
-    return markdown(head, rows, words=2)
+
+    def trials(arm: Arm) -> list[Trial]:
+        return planned.ablation(arm, runs.lr)
+
+    def behind(of: str) -> Any:
+        return lambda arm: mean(runs.differences(trials(arm), trials(reference(arm)), of)) if arm.codebook else ""
+
+    scale = {True: "blocks", False: "tensor"}
+    return table(
+        ARMS,
+        ("states", lambda arm: f"{arm.codebook}, {scale[arm.blocks]}" if arm.codebook else "32-bit"),
+        ("stable embedding", lambda arm: "yes" if arm.stable else "no"),
+        ("paper: unstable", lambda arm: arm.paper and f"{arm.paper[0]} %"),
+        ("perplexity", lambda arm: arm.paper and f"{arm.paper[1]:.1f}"),
+        ("here: unstable", lambda arm: _unstable(runs, trials(arm))),
+        ("perplexity", lambda arm: perplexity(runs.losses(trials(arm)))),
+        ("loss minus 32-bit's", behind(VALIDATION)),
+        ("training loss minus 32-bit's", behind(TRAINING)),
+        ("v became 0, m did not", lambda arm: middle(runs.lost(trials(arm)))),
+        words=2,
+    )
+
+
+def _unstable(runs: Runs, trials: Sequence[Trial]) -> str:
+    return f"{runs.unstable(trials)} of {len(runs.made(trials))}"
 
 
 def causes(results: Results) -> str:
@@ -103,8 +127,7 @@ def causes(results: Results) -> str:
         cells = []
         for blocks in (False, True):
             trials = planned.causes(narrow, zero, blocks=blocks, lr=runs.lr)
-            cells += [f"{runs.unstable(trials)} of {len(runs.made(trials))}", perplexity(runs.losses(trials))]
-            cells.append(middle(runs.lost(trials)))
+            cells += [_unstable(runs, trials), perplexity(runs.losses(trials)), middle(runs.lost(trials))]
         rows.append([name, *cells])
     return markdown(head, rows, words=1)
 
@@ -144,27 +167,25 @@ def repeats(results: Results) -> str:
 def components(results: Results) -> str:
     """Table 8."""
     runs = Runs(results)
-    head = [
-        "layer norm",
-        "Xavier",
-        "32-bit states",
-        "paper",
-        "here",
-        "loss minus none's",
-        "training loss minus none's",
-    ]
-    none = planned.components(USUAL, runs.lr)
-    rows = []
-    for parts in COMPONENTS:
-        trials = planned.components(parts, runs.lr)
-        apart = [runs.differences(trials, none, of) if parts != USUAL else [] for of in (VALIDATION, TRAINING)]
-        rows.append([
-            *("yes" if part else "no" for part in (parts.norm, parts.xavier, parts.wide)),
-            PAPER_COMPONENTS[parts.norm + parts.xavier],
-            perplexity(runs.losses(trials)),
-            *map(mean, apart),
-        ])  # fmt: skip
-    return markdown(head, rows, words=3)
+
+    def trials(parts: Parts) -> list[Trial]:
+        return planned.components(parts, runs.lr)
+
+    def behind(of: str) -> Any:
+        return lambda parts: "" if parts == USUAL else mean(runs.differences(trials(parts), trials(USUAL), of))
+
+    marks = {True: "yes", False: "no"}
+    return table(
+        COMPONENTS,
+        ("layer norm", lambda parts: marks[parts.norm]),
+        ("Xavier", lambda parts: marks[parts.xavier]),
+        ("32-bit states", lambda parts: marks[parts.wide]),
+        ("paper", lambda parts: PAPER_COMPONENTS[parts.norm + parts.xavier]),
+        ("here", lambda parts: perplexity(runs.losses(trials(parts)))),
+        ("loss minus none's", behind(VALIDATION)),
+        ("training loss minus none's", behind(TRAINING)),
+        words=3,
+    )
 
 
 def sweep(results: Results) -> str:
@@ -179,12 +200,12 @@ def sweep(results: Results) -> str:
 
 def origin(results: Results) -> str:
     """What was run, on what."""
-    training, environment = results["training"], results["environment"]
+    training = results["training"]
     return (
         f"`{results['command']}`: {len(results['runs'])} runs of a {training['model']} model with "
         f"{results['parameters']:,} parameters, each {training['steps']} steps of "
         f"{training['batch'] * training['sequence']:,} tokens in fp32 on {results['data']['source']}; "
-        f"{environment['device']}, torch {environment['torch'].partition('+')[0]}.\n"
+        f"{machine(results)}.\n"
     )
 
 
@@ -218,8 +239,8 @@ def number(value: float) -> str:
     if value >= 1e-4:
         return f"{value:g}"
     mantissa, exponent = f"{value:.0e}".split("e")
-    power = str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-    return f"10{power}" if mantissa == "1" else f"{mantissa} · 10{power}"
+    power = f"10{raised(int(exponent))}"
+    return power if mantissa == "1" else f"{mantissa} · {power}"
 
 
 def settings(runs: Runs) -> list[tuple[str, float, list[Trial], list[Trial]]]:
@@ -297,12 +318,51 @@ def facts(results: Results) -> dict[str, str]:
     return found | {"bytes_stable": f"{stable[0]:.1f}", "bytes_usual": f"{usual[0]:.1f}"}
 
 
+def losses_and_gaps(results: Results) -> Figure:
+    """Figure 3: dots are runs, lines the mean over the seeds; a cross at the top is an unstable run.
+
+    The learning rate has an axis of its own, because its losses span much more.
+    """
+    runs = Runs(results)
+    figure, grid = pictures.figure(12.5, 7.2, 2, len(NAMES), sharex="col", height_ratios=(3, 2))
+    for column, ((top, bottom), name) in enumerate(zip(grid.T, NAMES, strict=True)):
+        rows = [row for row in planned.sensitivity(runs.lr) if row[0] == name]
+        for place, (line, aside) in enumerate(STATES):
+            _line(top, [runs.losses(row[2 + place]) for row in rows], line, aside)
+            for x, row in enumerate(rows):
+                if runs.unstable(row[2 + place]):
+                    where = {"transform": top.get_xaxis_transform()}
+                    top.plot(x + aside, 0.97, "x", color=COLORS[line.color], **where)
+        bottom.axhline(0.0, color=MUTED, linewidth=1.0)
+        for of, (line, aside) in APART.items():
+            _line(bottom, [runs.differences(row[3], row[2], of) for row in rows], line, aside)
+        bottom.set_xticks(range(len(rows)), [number(row[1]) for row in rows])
+        bottom.set_xlabel(NAMES[name])
+        if column:
+            bottom.sharey(grid[1, 0])
+            bottom.tick_params(labelleft=False)
+        if column > 1:
+            top.sharey(grid[0, 1])
+            top.tick_params(labelleft=False)
+    grid[0, 0].set_ylabel("validation loss", color=INK)
+    grid[1, 0].set_ylabel("8-bit minus 32-bit", color=INK)
+    labels = [axes.get_legend_handles_labels() for axes in grid[:, 0]]
+    handles, names = (list(chain.from_iterable(each)) for each in zip(*labels, strict=True))
+    figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+def _line(axes: Any, found: list[list[float]], line: Line, aside: float) -> None:
+    """Dots at each place, and a line through their means."""
+    color = COLORS[line.color]
+    for x, each in enumerate(found):
+        axes.plot([x + aside] * len(each), each, line.marker, color=color, markersize=5, alpha=0.8)
+    means = [statistics.fmean(each) if each else math.nan for each in found]
+    axes.plot(range(len(found)), means, **replace(line, marker=None).style(label=line.label))
+
+
 TABLES = {
-    "ablation": ablation,
-    "causes": causes,
-    "sensitivity": sensitivity,
-    "repeats": repeats,
-    "components": components,
-    "sweep": sweep,
-    "origin": origin,
-}
+    "ablation": ablation, "causes": causes, "sensitivity": sensitivity, "repeats": repeats,
+    "components": components, "sweep": sweep, "origin": origin,
+}  # fmt: skip
+PICTURES = {"": losses_and_gaps}

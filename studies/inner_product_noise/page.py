@@ -7,14 +7,32 @@ import math
 import re
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
-from studies.shared.tables import Results, cross_check, markdown, origin, percent, significant, with_error
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+
+from studies.shared import pictures
+from studies.shared.pictures import COLORS, INK, MUTED, Line
+from studies.shared.tables import Results, cross_check, markdown, origin, percent, raised, significant, with_error
 
 PRODUCTS = {
     "normal": "normal numbers",
     "output": "output",
     "grad_input": "input gradient",
     "grad_weight": "weight gradient",
+}
+LINES = {
+    "grad_weight": Line("weight gradient", "series-1", (), 2.4),
+    "grad_input": Line("input gradient", "series-3", (6, 2), 2.4),
+    "output": Line("output", "series-2", (2, 1.5), 2.4),
+    "normal": Line("normal numbers", "ink", (8, 2, 1.5, 2), 2.4),
+}
+SCHEMES = {
+    "int8 row": "int8, a scale for each vector",
+    "int8 tensor": "int8, a scale for the matrix",
+    "e4m3 row": "float8 e4m3, a scale for each vector",
 }
 
 
@@ -144,6 +162,60 @@ def findings(results: Results) -> dict[str, str]:
     return found
 
 
+def noise_against_length(results: Results) -> Figure:
+    """Noise and its share of the signal against k: thin lines are layers, thick ones their geometric mean."""
+    figure, grid = pictures.figure(12.5, 8.6, 2, 3, sharex=True, sharey="row")
+    for column, (scheme, title) in enumerate(SCHEMES.items()):
+        for axis, quantity in zip(grid[:, column], ("normalised", "relative"), strict=True):
+            for product, line in LINES.items():
+                rows = [row for row in results["layers"] if row["product"] == product]
+                _curves(axis, [row["k"] for row in rows], [row[scheme][quantity] for row in rows], line)
+        grid[0, column].set_title(title, color=INK)
+        lengths = np.array([64, results["tokens"]])
+        start = results["layers"][-1][scheme]["normalised"][0]
+        slope = {"color": MUTED, "linewidth": 1.2, "linestyle": (0, (1, 2)), "label": "slope 1", "zorder": 4}
+        grid[0, column].plot(lengths, start * lengths / 64, **slope)
+    _name_worst(grid[1, 0], [row for row in results["layers"] if row["product"] == "grad_weight"])
+    for axis in grid.flat:
+        axis.set(xscale="log", yscale="log")
+        axis.xaxis.set_major_locator(FixedLocator([64, 512, 4096, 32768]))
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
+        axis.yaxis.set_major_locator(LogLocator(100 if axis in grid[0] else 10))
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"10{raised(math.log10(value))}"))
+        for ticks in (axis.xaxis, axis.yaxis):
+            ticks.set_minor_locator(NullLocator())
+    for axis in grid[1]:
+        axis.set_xlabel("k, length of the inner product")
+    grid[0, 0].set_ylabel("noise / (σᵤ² σᵥ²)", color=INK)
+    grid[1, 0].set_ylabel("noise / signal", color=INK)
+    pictures.below(figure, grid[0, 0], 5, handlelength=2.4)
+    return figure
+
+
+def _name_worst(axis: Any, rows: Sequence[Results]) -> None:
+    """The name of the layer whose weight gradient is the noisiest in int8, at the end of its curve."""
+    worst = max(rows, key=lambda row: row["int8 row"]["relative"][-1])
+    end = worst["k"][-1], worst["int8 row"]["relative"][-1]
+    name = worst["layer"].removeprefix("transformer.")
+    axis.annotate(name, end, (0, 6), textcoords="offset points", ha="right", color=COLORS["series-1"], fontsize=12)
+
+
+def _curves(
+    axis: Any,
+    lengths: Sequence[Sequence[int]],
+    values: Sequence[Sequence[float]],
+    line: Line,
+) -> None:
+    for k, curve in zip(lengths, values, strict=True):
+        axis.plot(k, curve, color=COLORS[line.color], linewidth=0.8, alpha=0.45)
+    common = [k for k in lengths[0] if all(k in other for other in lengths)]
+    mean = [
+        math.exp(np.mean([math.log(curve[list(ks).index(k)]) for ks, curve in zip(lengths, values, strict=True)]))
+        for k in common
+    ]
+    axis.plot(common, mean, **line.style(label=line.label, zorder=3))
+
+
 TABLES = {
     "origin": origin,
     "slopes": slopes,
@@ -151,3 +223,4 @@ TABLES = {
     "layers": layers,
     "cross_check": functools.partial(cross_check, findings),
 }
+PICTURES = {"": noise_against_length}

@@ -1,4 +1,4 @@
-"""Tables and facts of fp16 and loss scaling.
+"""Tables, facts and the picture of fp16 and loss scaling.
 
 Losses are compared with those of the same seed, which has the same weights and batches: a format with fp32, a
 spike with the same scaler's run without one.
@@ -8,46 +8,47 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 from studies.loss_scaling.look import LOW, NORMAL, SCALES, SMALLEST, below
 from studies.loss_scaling.rows import FULL
-from studies.shared.tables import Results, markdown, percent, significant
+from studies.shared import pictures, tables
+from studies.shared.pictures import COLORS, INK, MUTED, Line
+from studies.shared.tables import (
+    Results,
+    apart,
+    left_out,
+    machine,
+    name_of,
+    percent2,
+    raised,
+    several,
+    significant,
+    span,
+    table,
+)  # fmt: skip
 
 FORMATS, REFERENCE, QUIET = "formats", "fp32", "none"
-SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+MOMENTS = (("series-6", (1, 1.5)), ("series-2", (2, 1.5)), ("series-3", (6, 2)), ("ink", ()))
+SCALERS = (
+    Line("dynamic", "series-1"), Line("by tensor", "series-2", (6, 2)), Line("whole step", "series-5", (2, 1.5)),
+)  # fmt: skip
+SPIKES = ("inf × 20", "large × 20")
 
 
 def power(of_two: float) -> str:
     """2¹⁶ for 65536, 8 for 8."""
     exponent = math.log2(of_two)
-    if 1 <= of_two < 2000 or exponent != round(exponent):
-        return f"{of_two:,g}"
-    return "2" + str(round(exponent)).translate(SUPERSCRIPTS)
+    return f"{of_two:,g}" if 1 <= of_two < 2000 or exponent != round(exponent) else f"2{raised(exponent)}"
 
 
 def runs_of(results: Results, kind: str, row: str) -> list[Results]:
     """Runs that were made, by seed."""
-    found = [r for r in results["runs"] if (r["kind"], r["row"]) == (kind, row) and "failed" not in r]
-    return sorted(found, key=lambda run: run["seed"])
-
-
-def apart(runs: Sequence[Results], reference: Sequence[Results]) -> list[float]:
-    """Validation loss minus that of the reference with the same seed."""
-    known = {run["seed"]: run["validation_loss"] for run in reference}
-    return [
-        run["validation_loss"] - known[run["seed"]]
-        for run in runs
-        if run["validation_loss"] is not None and known.get(run["seed"]) is not None
-    ]
-
-
-def signed(values: Sequence[float]) -> str:
-    """A mean with the smallest and the largest."""
-    if not values:
-        return ""
-    mean = f"{statistics.fmean(values):+.4f}"
-    return mean if len(values) == 1 else f"{mean} ({min(values):+.4f} … {max(values):+.4f})"
+    return tables.runs_of(results, kind=kind, row=row)
 
 
 def looks(results: Results) -> list[Results]:
@@ -63,21 +64,15 @@ def together(kinds: dict[str, Results]) -> Results:
 
 def moments(results: Results) -> str:
     """Shares below fp16's powers, moment by moment."""
-    lines = []
-    for look in looks(results):
-        line = [str(look["step"])]
-        for found in (together(look["weights"]), together(look["outputs"])):
-            line += [percent(below(found, NORMAL), 2), percent(below(found, SMALLEST), 2)]
-        lines.append([*line, percent(below(look["updates"], SMALLEST), 2)])
-    head = (
-        "step",
-        "gradients of weights, < 2⁻¹⁴",
-        "< 2⁻²⁴",
-        "of layers' outputs, < 2⁻¹⁴",
-        "< 2⁻²⁴",
-        "updates, < 2⁻²⁴",
+    return table(
+        looks(results),
+        ("step", "step"),
+        ("gradients of weights, < 2⁻¹⁴", lambda look: below(together(look["weights"]), NORMAL), percent2),
+        ("< 2⁻²⁴", lambda look: below(together(look["weights"]), SMALLEST), percent2),
+        ("of layers' outputs, < 2⁻¹⁴", lambda look: below(together(look["outputs"]), NORMAL), percent2),
+        ("< 2⁻²⁴", lambda look: below(together(look["outputs"]), SMALLEST), percent2),
+        ("updates, < 2⁻²⁴", lambda look: below(look["updates"], SMALLEST), percent2),
     )
-    return markdown(head, lines)
 
 
 def kinds(results: Results) -> str:
@@ -85,80 +80,79 @@ def kinds(results: Results) -> str:
     found = looks(results)
     if not found:
         return ""
-    lines = []
-    for what, title in (("weights", "gradients of weights"), ("outputs", "of outputs")):
-        every = found[-1][what]
-        for kind, histogram in {**every, "all": together(every)}.items():
-            shares = [percent(below(histogram, SMALLEST - math.log2(scale)), 2) for scale in SCALES]
-            lines.append([f"{title}: {kind}", percent(below(histogram, NORMAL), 2), *shares])
-    head = ["", "< 2⁻¹⁴", "< 2⁻²⁴", *(f"c = {power(scale)}" for scale in SCALES[1:])]
-    return markdown(head, lines)
+    lines = [
+        (f"{title}: {kind}", histogram)
+        for what, title in (("weights", "gradients of weights"), ("outputs", "of outputs"))
+        for kind, histogram in {**found[-1][what], "all": together(found[-1][what])}.items()
+    ]
+    scales = (
+        (f"c = {power(scale)}" if place else "< 2⁻²⁴", _below(SMALLEST - math.log2(scale)), percent2)
+        for place, scale in enumerate(SCALES)
+    )
+    return table(lines, ("", lambda line: line[0]), ("< 2⁻¹⁴", _below(NORMAL), percent2), *scales)
+
+
+def _below(limit: float) -> Any:
+    return lambda line: below(line[1], limit)
 
 
 def backward(results: Results) -> str:
     """What fp16 makes of a whole gradient, by scale and moment."""
-    found = looks(results)
-    head = ["c"]
-    for look in found:
-        head += [f"step {look['step']}: error", "vanished", "inf"]
-    lines = []
-    for place, scale in enumerate(SCALES):
-        line = [power(scale)]
-        for look in found:
-            made = look["fp16"][place]
-            line += [percent(made["error"], 2), percent(made["vanished"], 2), percent(made["infinite"], 2)]
-        lines.append(line)
-    return markdown(head, lines)
+
+    def of(look: Results, key: str) -> Any:
+        return lambda place: look["fp16"][place][key]
+
+    columns = [
+        (title, of(look, key), percent2)
+        for look in looks(results)
+        for title, key in ((f"step {look['step']}: error", "error"), ("vanished", "vanished"), ("inf", "infinite"))
+    ]
+    return table(range(len(SCALES)), ("c", lambda place: power(SCALES[place])), *columns)
+
+
+def _with_diverged(text: str, runs: Sequence[Results]) -> str:
+    bad = sum(run["diverged"] or run["validation_loss"] is None for run in runs)
+    return text + (f" {bad} of {len(runs)} diverged" if bad else "")
 
 
 def formats(results: Results) -> str:
     """How trainings end in each format."""
-    lines = []
     reference = runs_of(results, FORMATS, REFERENCE)
-    for row in results["rows"]:
-        runs = runs_of(results, FORMATS, row["name"])
-        if not runs:
-            continue
-        good = [run["validation_loss"] for run in runs if run["validation_loss"] is not None]
-        bad = len(runs) - len(good)
-        difference = "" if row["name"] == REFERENCE else signed(apart(runs, reference))
-        ends = sorted({run["scales"][-1][1] for run in runs if run["scales"]})
-        lines.append([
-            f"`{row['name']}`", row["title"], f"{statistics.fmean(good):.4f}" if good else "",
-            difference + (f" {bad} of {len(runs)} diverged" if bad else ""),
-            ", ".join(map(power, ends)), f"{statistics.fmean(run['missed'] for run in runs):.3g}",
-        ])  # fmt: skip
-    head = ("", "what", "validation loss", "− fp32's", "scale at the end", "steps missed")
-    return markdown(head, lines, words=2)
+    rows = [(row, runs) for row in results["rows"] if (runs := runs_of(results, FORMATS, row["name"]))]
+    return table(
+        rows,
+        ("", lambda line: f"`{line[0]['name']}`"),
+        ("what", lambda line: line[0]["title"]),
+        ("validation loss", lambda line: tables.mean_of((run["validation_loss"] for run in line[1]), ".4f")),
+        ("− fp32's", lambda line: _with_diverged(
+            "" if line[0]["name"] == REFERENCE else several(apart(line[1], reference)), line[1])),
+        ("scale at the end", lambda line: ", ".join(
+            power(scale) for scale in sorted({run["scales"][-1][1] for run in line[1] if run["scales"]}))),
+        ("steps missed", lambda line: statistics.fmean(run["missed"] for run in line[1]), ".3g"),
+        words=2,
+    )  # fmt: skip
 
 
 def spikes(results: Results) -> str:
     """What becomes of scale, steps and loss after a spike."""
-    lines = []
-    for injection in results["injections"]:
-        for row in results["rows"]:
-            runs = runs_of(results, injection["name"], row["name"])
-            if injection["name"] == QUIET or not runs:
-                continue
-            change = apart(runs, runs_of(results, QUIET, row["name"]))
-            bad = sum(run["diverged"] for run in runs)
-            lines.append([
-                injection["title"], f"`{row['name']}`", _range(run["skipped_steps"] for run in runs),
-                f"{statistics.fmean(run['missed'] for run in runs):.2f}",
-                " to ".join(dict.fromkeys(map(power, (FULL, lowest(runs))))),
-                f"{back(results, runs):,}",
-                signed(change) + (f" {bad} of {len(runs)} diverged" if bad else ""),
-            ])  # fmt: skip
-    head = (
-        "spike", "scaler", "steps skipped whole", "updates missed, in steps", "scale",
-        "good steps until it is back", "loss − that without a spike",
+    rows = [
+        (injection, row["name"], runs)
+        for injection in results["injections"]
+        for row in results["rows"]
+        if injection["name"] != QUIET and (runs := runs_of(results, injection["name"], row["name"]))
+    ]
+    return table(
+        rows,
+        ("spike", lambda line: line[0]["title"]),
+        ("scaler", lambda line: f"`{line[1]}`"),
+        ("steps skipped whole", lambda line: span(run["skipped_steps"] for run in line[2])),
+        ("updates missed, in steps", lambda line: statistics.fmean(run["missed"] for run in line[2]), ".2f"),
+        ("scale", lambda line: " to ".join(dict.fromkeys(map(power, (FULL, lowest(line[2])))))),
+        ("good steps until it is back", lambda line: back(results, line[2]), ","),
+        ("loss − that without a spike", lambda line: _with_diverged(
+            several(apart(line[2], runs_of(results, QUIET, line[1]))), line[2])),
+        words=2,
     )  # fmt: skip
-    return markdown(head, lines, words=2)
-
-
-def _range(values: object) -> str:
-    found = sorted(set(values))  # type: ignore[call-overload]
-    return str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}"
 
 
 def lowest(runs: Sequence[Results]) -> float:
@@ -173,17 +167,15 @@ def back(results: Results, runs: Sequence[Results]) -> int:
 
 def origin(results: Results) -> str:
     """What was run, on what."""
-    training, environment, data = results["training"], results["environment"], results["data"]
-    left = len(results["unfinished"])
-    notes = [f"{left} runs were left out for want of time."] if left else ["All runs were made."]
-    notes += [f"{run['kind']}, {run['row']} failed: {run['failed']}." for run in results["runs"] if "failed" in run]
+    training, data = results["training"], results["data"]
+    notes = left_out(results, lambda run: f"{run['kind']}, {run['row']}")
     return (
         f"`{results['command']}`: {training['model']} of {results['parameters']:,} parameters, {training['steps']} "
         f"steps of {training['batch']} × {training['sequence']:,} tokens of {data['source']} "
         f"({data['train_tokens']:,} tokens), vocabulary {training['vocabulary']:,}; AdamW, learning rate "
         f"{training['lr']:g}, β2 {training['beta2']:g}, weight decay {training['weight_decay']:g}, gradients' norm "
         f"at most {training['clip']:g} but not where there are spikes, which begin at step {training['spiked']}; "
-        f"{environment['device']}, torch {environment['torch'].partition('+')[0]}. {' '.join(notes)}\n"
+        f"{machine(results)}. {notes}\n"
     )
 
 
@@ -192,9 +184,10 @@ def facts(results: Results) -> dict[str, str]:
     training = results["training"]
     named = {"runs": str(len(results["runs"])), "seeds": str(training["seeds"]), "steps": str(training["steps"])}
     named |= {"tokens": f"{training['batch'] * training['sequence']:,}", "spiked": str(training["spiked"])}
+    reference = runs_of(results, FORMATS, REFERENCE)
     for row in results["rows"]:
         runs = runs_of(results, FORMATS, row["name"])
-        if row["name"] != REFERENCE and (found := apart(runs, runs_of(results, FORMATS, REFERENCE))):
+        if row["name"] != REFERENCE and (found := apart(runs, reference)):
             named[f"loss_{_name(row['name'])}"] = f"{statistics.fmean(found):+.4f}"
         for injection in results["injections"]:
             runs = runs_of(results, injection["name"], row["name"])
@@ -207,53 +200,101 @@ def facts(results: Results) -> dict[str, str]:
             named[f"end_{key}"] = f"{statistics.fmean(run['validation_loss'] for run in runs):.2f}"
             if injection["name"] != QUIET and (change := apart(runs, runs_of(results, QUIET, row["name"]))):
                 named[f"loss_{key}"] = f"{statistics.fmean(change):+.4f}"
-    losses = [run["validation_loss"] for run in runs_of(results, FORMATS, REFERENCE) if not run["diverged"]]
+    losses = [run["validation_loss"] for run in reference if not run["diverged"]]
     named |= {"spread": f"{max(losses) - min(losses):.4f}"} if len(losses) > 1 else {}
-    return named | _of_gradients(results)
+    return named | (_of_gradients(looks(results)) if looks(results) else {})
 
 
-def _of_gradients(results: Results) -> dict[str, str]:
-    found = looks(results)
-    if not found:
-        return {}
+def _of_gradients(found: list[Results]) -> dict[str, str]:
+    def shares(what: str, limit: float) -> list[float]:
+        return [100 * below(together(look[what]), limit) for look in found]
+
+    def two(share: float) -> str:
+        return significant(share, 2)
+
     named: dict[str, str] = {}
     for what in ("weights", "outputs"):
-        shares = [100 * below(together(look[what]), SMALLEST) for look in found]
-        named[f"{what}_flushed"] = f"{significant(min(shares), 2)} to {significant(max(shares), 2)} %"
-        named[f"{what}_most"] = f"{significant(max(shares), 2)} %"
-        scaled = max(100 * below(together(look[what]), SMALLEST - 3) for look in found)
-        named[f"{what}_most_8"] = f"{significant(scaled, 2)} %"
-        subnormal = [100 * below(together(look[what]), NORMAL) for look in found]
-        named[f"{what}_subnormal"] = f"{significant(min(subnormal), 2)} to {significant(max(subnormal), 2)} %"
-    attention = max(
-        below(look["outputs"]["attention"], SMALLEST) for look in found if "attention" in look["outputs"]
+        named[f"{what}_flushed"] = f"{two(min(shares(what, SMALLEST)))} to {two(max(shares(what, SMALLEST)))} %"
+        named[f"{what}_most"] = f"{two(max(shares(what, SMALLEST)))} %"
+        named[f"{what}_most_8"] = f"{two(max(shares(what, SMALLEST - 3)))} %"
+        named[f"{what}_subnormal"] = f"{two(min(shares(what, NORMAL)))} to {two(max(shares(what, NORMAL)))} %"
+    named["attention_most"] = percent2(
+        max(below(look["outputs"]["attention"], SMALLEST) for look in found if "attention" in look["outputs"])
     )
-    named["attention_most"] = percent(attention, 2)
     updates = [100 * below(look["updates"], SMALLEST) for look in found]
-    named["updates_flushed"] = f"{significant(min(updates), 2)} to {significant(max(updates), 2)} %"
-    named["updates_most"] = f"{significant(max(updates), 2)} %"
+    named |= {"updates_flushed": f"{two(min(updates))} to {two(max(updates))} %"}
+    named |= {"updates_most": f"{two(max(updates))} %"}
     for place, scale in enumerate(SCALES):
-        errors = [look["fp16"][place]["error"] for look in found]
-        named[f"error_{scale:g}"] = percent(max(errors), 2)
+        named[f"error_{scale:g}"] = percent2(max(look["fp16"][place]["error"] for look in found))
     return named
 
 
 def _name(text: str) -> str:
-    return "_".join("".join(c if c.isalnum() else " " for c in text.replace("×", "")).split())
+    return name_of(text.replace("×", ""))
 
 
-def histogram(found: Results) -> tuple[list[int], list[float]]:
-    """Powers of two and the share of the values in each bin, in per cent, zeros left out; ends cut."""
-    total = sum(found["counts"]) or 1
-    pairs = [(k, 100 * count / total) for k, count in enumerate(found["counts"], LOW)]
-    return [k for k, _ in pairs], [share for _, share in pairs]
+def gradients_and_spikes(results: Results) -> Figure:
+    """Histograms above; below the loss around the two long spikes, less that of the run without one."""
+    figure, (above, under) = pictures.figure(13, 8.4, 2, 2)
+    titles = {"weights": "gradients of weights", "outputs": "gradients of layers' outputs"}
+    for axis, (what, title) in zip(above, titles.items(), strict=True):
+        _histograms(axis, looks(results), what)
+        axis.set_title(f"{title}, % of the values by power of two", color=INK)
+    for axis, name in zip(under, SPIKES, strict=True):
+        _losses(axis, results, name)
+        (title,) = [i["title"] for i in results["injections"] if i["name"] == name]
+        axis.set_title(f"loss − that without a spike:\n{title}", color=INK)
+        axis.set_xlabel("step")
+    return figure
 
 
-TABLES: dict[str, Callable[..., str]] = {
-    "moments": moments,
-    "kinds": kinds,
-    "backward": backward,
-    "formats": formats,
-    "spikes": spikes,
+def _histograms(axis: Any, found: list[Results], what: str) -> None:
+    for look, (color, dashes) in zip(found, MOMENTS, strict=False):
+        counts = together(look[what])["counts"]
+        total = sum(counts) or 1
+        shown = [(k, 100 * count / total) for k, count in enumerate(counts, LOW) if -45 <= k <= 5]
+        axis.plot(*zip(*shown, strict=True), label=f"step {look['step']}", **Line("", color, dashes).style())
+    axis.axvspan(SMALLEST, NORMAL, color=COLORS["series-5"], alpha=0.12, linewidth=0)
+    axis.axvspan(-45, SMALLEST, color=COLORS["series-1"], alpha=0.14, linewidth=0)
+    axis.set_xlim(-45, 5)
+    top = axis.get_ylim()[1]
+    axis.set_ylim(0, 1.12 * top)
+    for place, words in ((-44.5, "below fp16's least"), (SMALLEST + 0.4, "subnormal")):
+        axis.text(place, 1.03 * top, words, color=MUTED, fontsize=11)
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda k, _: power(2.0**k) if k else "1"))
+    axis.legend(frameon=False, loc="upper right")
+
+
+def _losses(axis: Any, results: Results, name: str) -> None:
+    for scaler in SCALERS:
+        runs = runs_of(results, name, scaler.label)
+        lines = [line for run in runs if (line := _above(results, run))]
+        if not lines:
+            continue
+        mean = [statistics.fmean(column) for column in zip(*lines, strict=False)]
+        steps = range(runs[0]["around"]["first"], runs[0]["around"]["first"] + len(mean))
+        for line in lines:
+            axis.plot(steps[: len(line)], line[: len(steps)], color=COLORS[scaler.color], linewidth=0.6, alpha=0.5)
+        axis.plot(steps, mean, label=scaler.label, **scaler.style())
+    axis.axvline(results["training"]["spiked"], color=MUTED, linewidth=1.0)
+    if axis.lines[:-1]:
+        axis.legend(
+            loc="upper left", borderaxespad=0.0, edgecolor="none", framealpha=0.9, fontsize=12, handlelength=1.8
+        )
+    axis.margins(x=0.01)
+
+
+def _above(results: Results, run: Results) -> list[float]:
+    """Losses of a run less those of the same run without a spike."""
+    quiet = next((r for r in runs_of(results, QUIET, run["row"]) if r["seed"] == run["seed"]), None)
+    if quiet is None:
+        return []
+    pairs = zip(run["around"]["losses"], quiet["around"]["losses"], strict=False)
+    return [math.nan if a is None or b is None else a - b for a, b in pairs]
+
+
+TABLES = {
+    "moments": moments, "kinds": kinds, "backward": backward, "formats": formats, "spikes": spikes,
     "origin": origin,
-}
+}  # fmt: skip
+PICTURES = {"": gradients_and_spikes}

@@ -21,7 +21,7 @@ from studies.loss_scaling.page import (
 from studies.loss_scaling.rows import FULL, LECTURE
 from studies.shared import readings
 from studies.shared.readings import Reading
-from studies.shared.tables import percent
+from studies.shared.tables import percent, percent2, several, span
 
 ABOUT = (0.025, 0.1)  # what "about 5 %" is taken for: half and twice
 CLOSE = 1.1  # times the largest scale's error, up to which a smaller scale does as well
@@ -57,10 +57,7 @@ def _gradients(results: Results) -> Iterator[Reading]:
 
 
 def _shares(shares: Sequence[float]) -> str:
-    if not shares:
-        return ""
-    least, most = percent(min(shares), 2), percent(max(shares), 2)
-    return least if least == most else f"{least} to {most}"
+    return span(shares, percent2)
 
 
 def _formats(results: Results) -> Iterator[Reading]:
@@ -76,7 +73,7 @@ def _formats(results: Results) -> Iterator[Reading]:
         good = {run["seed"]: run["validation_loss"] for run in reference if run["validation_loss"] is not None}
         spread = max(good.values()) - min(good.values()) if len(good) > 1 else None
         lost = sum(run["validation_loss"] is None and run["seed"] in good for run in runs)
-        here = f"loss {readings.several(costs, '+.4f')}" if costs else ""
+        here = f"loss {several(costs, '+.4f')}" if costs else ""
         known = "" if spread is None else f"{spread:.4f} apart"
         here = readings.told(here, lost, len(runs), known, "fp32")
         rule = readings.behind if worse else readings.alike
@@ -99,7 +96,7 @@ def _spikes(results: Results) -> Iterator[Reading]:
     )  # fmt: skip
     costs = [_cost(results, runs, name) for runs, name in ((tensor, "by tensor"), (dynamic, "dynamic"))]
     seeds = sorted(costs[0].keys() & costs[1].keys())
-    shown = [readings.several([each[seed] for seed in seeds], "+.4f") for each in costs]
+    shown = [several([each[seed] for seed in seeds], "+.4f") for each in costs]
     of = f"; {len(seeds)} seed{'s' * (len(seeds) != 1)}"
     yield Reading(
         "Skipping by tensor costs less loss than a dynamic scale, with every seed",

@@ -1,6 +1,6 @@
 """One training with a loss scaler, gradients broken on purpose, and looks at gradients on the way.
 
-The loop is that of `_language_run` with a scaler in it, and notes down the scale of every step. Unscaling,
+The loop is that of `shared/language.py` with a scaler in it, and notes down the scale of every step. Unscaling,
 clipping and skipping are left to the optimizer's step, so nothing waits for a device between looks.
 """
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 
 from studies.shared import readings
-from studies.shared.tables import Results, markdown, percent
+from studies.shared.tables import Results, markdown, percent, several
 
 LOSSES = ("validation_loss", "training_loss")
 REFERENCE, ROUNDED = "32-bit", ("inverse dynamic", "inverse dynamic, blocks", "quantile")
@@ -50,7 +50,7 @@ def losses(results: Results) -> str:
         for lr in rates(results):
             runs = runs_of(results, row, lr)
             good = [run["validation_loss"] for run in runs if not run["diverged"]]
-            apart = [readings.several(costs(results, row, lr, of), "+.4f") for of in LOSSES]
+            apart = [several(costs(results, row, lr, of), "+.4f") for of in LOSSES]
             cells += [f"{len(runs) - len(good)} of {len(runs)}", f"{statistics.fmean(good):.4f}" if good else ""]
             cells += ["", ""] if row == REFERENCE else apart
         rows.append(cells)

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
-from studies.shared.tables import Results, cross_check, markdown, origin, percent, significant, with_error
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter
+
+from studies.shared import pictures
+from studies.shared.pictures import COLORS, INK, Line
+from studies.shared.tables import Results, cross_check, markdown, origin, percent, raised, significant, with_error
 
 # 8-bit Optimizers via Block-wise Quantization, Table 6: relative Adam error and its standard error in percent,
 # absolute error of the first state and its standard error in 1e-10.
@@ -28,6 +36,24 @@ TITLES = {
     "fp8_e4m3": "float8 e4m3",
 }
 BLOCKS = {"tensor": "tensor", "2048": "2048", "256": "256"}
+MAPS = {
+    "linear tensor": "linear, tensor-wise",
+    "dynamic tensor": "dynamic, tensor-wise",
+    "dynamic 2048": "dynamic, blocks of 2048",
+}
+QUANTITIES = {
+    "usage": ("use: share of the updates", "viridis", (-8, -2)),
+    "absolute": ("mean |u − u₈|", "magma", (-5, 3)),
+    "relative": ("mean |u − u₈| / |u|", "magma", (-3, 3)),
+}
+RARE = 1e-6  # share of the updates below which the mean error of a code is left out: chance
+LINES = {
+    "linear tensor": Line("linear", "series-1", (2, 1.5)),
+    "quantile tensor": Line("quantile", "series-4", (8, 2, 1.5, 2)),
+    "inverse_dynamic tensor": Line("inverse dynamic", "series-3", (4, 1.5)),
+    "dynamic tensor": Line("dynamic", "series-2", (6, 2)),
+    "dynamic 2048": Line("dynamic, blocks of 2048", "ink"),
+}
 
 
 def absolute_errors(results: Results) -> str:
@@ -109,7 +135,7 @@ def facts(results: Results) -> dict[str, str]:
         "tensors": str(results["tensors"]),
         "elements": f"{results['elements'] / 1e6:.3g} million",
         "snapshots": ", ".join(map(str, results["snapshots"][:-1])) + f" and {results['snapshots'][-1]}",
-        "matched_eps": "{} · 10{}".format(*_power(results["matched_eps"])),
+        "matched_eps": _power_of_ten(results["matched_eps"]),
         "size_ratio": significant(error["dynamic"] / (TABLE_6["dynamic"][2] * 1e-10), 2),
         "inverse_ratio": f"{error['inverse_dynamic'] / error['dynamic']:.0f}",
         "inverse_least": f"{min(ratios['inverse_dynamic']):.1f}",
@@ -136,10 +162,9 @@ def facts(results: Results) -> dict[str, str]:
     }
 
 
-def _power(x: float) -> tuple[str, str]:
-    """Mantissa and exponent, the latter raised."""
+def _power_of_ten(x: float) -> str:
     mantissa, _, exponent = f"{x:.1e}".partition("e")
-    return mantissa, str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return f"{mantissa} · 10{raised(int(exponent))}"
 
 
 def _large(maps: Results, block: str) -> float:
@@ -164,6 +189,75 @@ def findings(results: Results) -> dict[str, str]:
     return found
 
 
+def adam_maps(results: Results, arrays: dict[str, np.ndarray]) -> Figure:
+    """Figure 4: use, absolute and relative error of all pairs of codes, for three ways to quantize."""
+    figure, grid = pictures.figure(12.5, 11.4, 3, 3, sharex=True, sharey=True)
+    for row, (quantity, (title, colors, limits)) in zip(grid, QUANTITIES.items(), strict=True):
+        for axis, (name, label) in zip(row, MAPS.items(), strict=True):
+            values = arrays[f"{name} both {quantity}"].astype(np.float64).T
+            if quantity == "usage":
+                values = values - math.log10(results["elements"])
+                error = arrays[f"{name} both absolute"].astype(np.float64).T
+            values[~np.isfinite(values)] = np.nan
+            image = axis.imshow(
+                values, origin="lower", extent=(-1, 1, 0, 1), aspect="auto", cmap=colors,
+                vmin=limits[0], vmax=limits[1], interpolation="nearest",
+            )  # fmt: skip
+            axis.grid(False)
+            axis.set_facecolor("#f2f4f6")
+            if quantity == "usage":
+                blocks = name.split()
+                overlap = results["maps"][blocks[0]][blocks[1]]["both"]["overlap"]
+                axis.set_title(f"{label}\noverlap {100 * overlap:.2g} %", color=INK)
+                marks = _mark_worst(axis, error)
+        bar = figure.colorbar(image, ax=row[-1], pad=0.02, extend="both" if quantity != "usage" else "neither")
+        bar.set_label(title, color=INK)
+        bar.ax.yaxis.set_major_locator(FixedLocator(range(limits[0], limits[1] + 1, 2)))
+        bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda power, _: f"10{raised(power)}"))
+        bar.outline.set_visible(False)
+    for axis in grid[-1]:
+        axis.set_xlabel("code of m")
+        axis.set(xticks=[-1, 0, 1], xticklabels=["−1", "0", "1"])
+    for axis in grid[:, 0]:
+        axis.set_ylabel("code of v")
+        axis.set(yticks=[0, 1], yticklabels=["0", "1"])
+    label = "the worst 5 % of the cells, by mean |u − u₈|; overlap: the share of the updates that fall there"
+    figure.legend([marks], [label], loc="outside lower center", frameon=False, markerscale=4)
+    return figure
+
+
+def _mark_worst(axis: Any, error: np.ndarray) -> Any:
+    """Dots on the cells with the worst 5 % of the mean absolute errors."""
+    known = np.isfinite(error)
+    rows, columns = np.nonzero(known & (error >= np.quantile(error[known], 0.95)))
+    x, y = (columns + 0.5) / 64 - 1, (rows + 0.5) / 128
+    return axis.scatter(x, y, s=3.2, marker="s", color=COLORS["series-1"], linewidths=0)
+
+
+def errors_by_code(results: Results) -> Figure:
+    """Figure 5: the mean absolute Adam error of every code of m, both moments quantized."""
+    figure, (left, right) = pictures.figure(12.5, 5.2, 1, 2, sharex=True)
+    for name, line in LINES.items():
+        for axis, condition in ((left, "m"), (right, "both")):
+            found = results["codes"][name][condition]
+            usage = np.array(found["usage"])
+            error = np.where(usage > RARE, np.array(found["absolute"], float), np.nan)
+            place = 2 * np.arange(len(usage)) / np.flatnonzero(usage).max() - 1
+            axis.plot(place, error, **line.style(label=line.label))
+    for axis, title in (
+        (left, "mean |u − u₈|, m alone quantized"),
+        (right, "mean |u − u₈|, both quantized, ε = 10⁻⁸"),
+    ):
+        axis.set_yscale("log")
+        axis.set_title(title, color=INK)
+        axis.set_xlabel("code of m, by its place: 0 is nearest to zero")
+        axis.set(xticks=[-1, -0.5, 0, 0.5, 1], xticklabels=["−1", "−½", "0", "½", "1"])
+        pictures.ticks(axis.yaxis, None, lambda value: f"10{raised(math.log10(value))}")
+        axis.margins(x=0.01)
+    pictures.below(figure, left, 5)
+    return figure
+
+
 TABLES = {
     "origin": origin,
     "absolute_errors": absolute_errors,
@@ -171,3 +265,4 @@ TABLES = {
     "adam_errors": adam_errors,
     "cross_check": functools.partial(cross_check, findings),
 }
+PICTURES = {"_maps": adam_maps, "_codes": errors_by_code}

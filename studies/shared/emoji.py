@@ -1,4 +1,4 @@
-"""Image-text pairs of a machine's own: pictures of a colour emoji font, and Unicode's names of them as captions.
+"""Image-text pairs of a machine's own: pictures of a color emoji font, and Unicode's names of them as captions.
 
     python -m studies.shared.emoji --out data/emoji
     narrowgauge train --model clip-mini --data data/emoji --out runs/emoji
@@ -205,7 +205,7 @@ def _written(
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder for the pictures and tables.")],
-    font: Annotated[Path, typer.Option(help="Colour emoji font.")] = FONT,
+    font: Annotated[Path, typer.Option(help="Color emoji font.")] = FONT,
     names: Annotated[Path, typer.Option(help="Unicode's emoji-test.txt.")] = NAMES,
     size: Annotated[int, typer.Option(min=8, max=1024, help="Edge of a picture in pixels.")] = 72,
     renders: Annotated[int, typer.Option(min=1, max=1000, help="Pictures of each emoji to train on.")] = 4,

@@ -15,7 +15,7 @@ A claim is an entry of `studies/evidence/SOURCE.toml`:
 **Figures are looked up.** What stands in braces is `FILE:PLACE` or `FILE:PLACE:FORMAT`, a file of a study's results
 or of `benchmarks/results`. A place that begins with a slash is a path in the file, where `name=D` takes the element
 of a list whose `name` is `D`; any other is a number that a study's page has in a sentence, or one of
-`_evidence_numbers`. So a changed result changes the page, and a figure that crosses its limit fails a test until
+`evidence_numbers.py`. So a changed result changes the page, and a figure that crosses its limit fails a test until
 the status is looked at. Only what a test proves is typed.
 """
 

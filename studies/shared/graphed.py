@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from studies.bytes_and_loss.training import reason
+from studies.shared.models import reason
 
 Examples = Mapping[str, Tensor]
 EAGER = 3  # steps before a graph is captured: kernels are chosen and compiled in them

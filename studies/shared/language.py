@@ -29,9 +29,9 @@ from narrowgauge.trainers._examples import Examples
 from narrowgauge.trainers._extras import add_stable_embedding
 from narrowgauge.trainers._models import preset
 from narrowgauge.trainers._schedule import schedule
-from studies.bytes_and_loss.training import measured_bytes, start_of
 from studies.shared import installed
 from studies.shared.graphed import Gradients
+from studies.shared.models import measured_bytes, set_rate, start_of
 
 LOOK_EVERY = 20  # steps between looks at the losses, each of which waits for the device
 LAST = 50  # steps whose mean is the training loss
@@ -238,15 +238,6 @@ class _Run:
             "lost": [s.lost_updates for s in stats],
             "visible_lost": [s.lost_visible_updates for s in stats],
         }
-
-
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """A learning rate for all groups, in place where an optimizer wants a tensor."""
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):  # torchao refuses a number
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
 
 
 @torch.no_grad()

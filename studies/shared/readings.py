@@ -71,6 +71,24 @@ def behind(costs: Sequence[float], spread: float | None, lost: bool = False) -> 
     return statistics.fmean(costs) > 0
 
 
+def ends(
+    costs: Sequence[float],
+    spread: float | None,
+    lost: int,
+    *,
+    worse: bool,
+    tells: bool = True,
+) -> bool | None:
+    """Whether a row ends behind its reference, as the paper says if `worse`, or where it does."""
+    return behind(costs, spread, lost > 0) if worse else alike(costs, spread, lost > 0, tells=tells)
+
+
+def every(found: Iterable[bool]) -> bool | None:
+    """Whether all hold; None for none at all."""
+    each = list(found)
+    return all(each) if each else None
+
+
 def alike(costs: Sequence[float], spread: float | None, lost: bool = False, *, tells: bool = True) -> bool | None:
     """Whether a row's mean cost is no larger than chance makes one; None where that is not known.
 
@@ -141,11 +159,3 @@ def rarer(less: int, of_less: int, more: int, of_more: int) -> bool | None:
         return events > 0 and sum(ways) < SURE * math.comb(runs, events)
 
     return True if beyond(more, of_more) else False if beyond(less, of_less) else None
-
-
-def several(values: Sequence[float], form: str) -> str:
-    """A mean, with the smallest and the largest if there are several; nothing for none."""
-    if not values:
-        return ""
-    mean = format(statistics.fmean(values), form)
-    return mean if len(values) == 1 else f"{mean} ({min(values):{form}} … {max(values):{form}})"

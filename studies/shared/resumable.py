@@ -97,6 +97,7 @@ class Study:
         *,
         expected: float = 0.0,
         jobs: int = 1,
+        alone: Callable[[Any], bool] | None = None,
     ) -> list[Any]:
         """Make what is missing, in order, and write it down run by run.
 
@@ -105,7 +106,9 @@ class Study:
             one: makes a run; of several jobs, a function that another process can import.
             end: in seconds of `time.monotonic`: no run is begun that would not end by then.
             expected: seconds of the first run.
-            jobs: processes; 1 for this one.
+            jobs: processes; 1 for this one, unless some are made alone.
+            alone: whether a run gets a process that no other run has used or will use: libraries do not meet what
+                others left.
 
         Returns:
             The tasks that time did not suffice for.
@@ -115,7 +118,7 @@ class Study:
         def in_time() -> bool:
             return time.monotonic() + statistics.fmean(taken[-RECENT:]) <= end
 
-        if jobs == 1:
+        if jobs == 1 and alone is None:
             with _only_runs_collected():
                 while left and in_time():
                     task = left.pop(0)
@@ -123,7 +126,7 @@ class Study:
                     taken.append(result.get("seconds", taken[-1]))
                     self.add(task, result, left)
         else:
-            self._make_in_processes(left, one, in_time, taken, jobs)
+            self._make_in_processes(left, one, in_time, taken, jobs, alone)
         if left:
             self.write(left)
             print(f"{len(left)} runs are left for another call with --resume", flush=True)
@@ -136,6 +139,7 @@ class Study:
         in_time: Callable[[], bool],
         taken: list[float],
         jobs: int,
+        alone: Callable[[Any], bool] | None,
     ) -> None:
         """Take tasks from the front of a list, as many at a time as there are jobs.
 
@@ -147,12 +151,15 @@ class Study:
             while running or (left and in_time()):
                 while left and idle and in_time():
                     task, pool = left.pop(0), idle.pop()
+                    if alone is not None and alone(task):
+                        pool = _another(pools, pool)
                     running[pool.submit(attempt, one, task)] = task, pool
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:
                     (task, pool), error = running.pop(future), future.exception()
                     result = failed(error) if error is not None else future.result()
-                    idle.append(pools.enter_context(_process()) if isinstance(error, BrokenExecutor) else pool)
+                    used = isinstance(error, BrokenExecutor) or (alone is not None and alone(task))
+                    idle.append(_another(pools, pool) if used else pool)
                     taken.append(result.get("seconds", taken[-1]))
                     self.add(task, result, [*(waiting for waiting, _ in running.values()), *left])
 
@@ -183,6 +190,12 @@ def _only_runs_collected() -> Iterator[None]:
 def failed(error: BaseException) -> Result:
     """The result of a run that raised."""
     return {"failed": f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"}
+
+
+def _another(pools: ExitStack, pool: ProcessPoolExecutor) -> ProcessPoolExecutor:
+    """A pool with a process of its own in the place of one that is done with."""
+    pool.shutdown(wait=False)
+    return pools.enter_context(_process())
 
 
 def _process() -> ProcessPoolExecutor:

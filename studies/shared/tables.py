@@ -1,35 +1,146 @@
-"""What the tables of both studies are made with: Markdown, numbers to some digits, and where a run was made."""
+"""A table said by its rows and columns, and the runs, differences and numbers that cells are made of.
+
+A column is its heading, what it shows of a row (a path such as `bytes.total`, or a function), and how (a format
+such as `.2f`, or a function). What is None leaves the cell empty:
+
+    table(results["recipes"], ("recipe", "name"), ("loss", "validation_loss", ".4f"), ("lost", lost, percent))
+"""
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 Results = dict[str, Any]
+Column = tuple[str, str | Callable[[Any], Any]] | tuple[str, str | Callable[[Any], Any], str | Callable[[Any], str]]
+SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> str:
-    """A table; all columns but the first few are set to the right."""
+    """A table of cells; all columns but the first few are set to the right."""
     marks = ["---" if column < words else "---:" for column in range(len(head))]
     return "".join("| " + " | ".join(row) + " |\n" for row in (head, marks, *rows))
 
 
+def table(rows: Iterable[Any], *columns: Column, words: int = 1, last: Sequence[str] | None = None) -> str:
+    """A table of rows.
+
+    Args:
+        rows: a line each, of any kind that the columns take.
+        columns: see the module.
+        words: how many columns are set to the left.
+        last: the cells of a line below the rows.
+    """
+    lines = [[_cell(row, *column[1:]) for column in columns] for row in rows]
+    return markdown([column[0] for column in columns], [*lines, *([] if last is None else [last])], words)
+
+
+def _cell(row: Any, what: str | Callable[[Any], Any], how: str | Callable[[Any], str] = "") -> str:
+    value = what(row) if callable(what) else at(row, what)
+    if value is None:
+        return ""
+    return how(value) if callable(how) else format(value, how)
+
+
+def at(row: Any, path: str) -> Any:
+    """What stands at a path of keys and attributes: `bytes.total`."""
+    for name in path.split("."):
+        row = row[name] if isinstance(row, dict) else getattr(row, name)
+    return row
+
+
+def runs_of(results: Results, **fields: object) -> list[Results]:
+    """The runs that were made and have these fields, by seed."""
+    found = [run for run in results["runs"] if "failed" not in run and fields.items() <= run.items()]
+    return sorted(found, key=lambda run: run["seed"])
+
+
+def apart(runs: Iterable[Results], reference: Iterable[Results], key: str = "validation_loss") -> list[float]:
+    """A figure of runs minus that of the reference with the same seed, where both have one."""
+    known = {run["seed"]: run[key] for run in reference}
+    return [
+        run[key] - known[run["seed"]]
+        for run in runs
+        if run[key] is not None and known.get(run["seed"]) is not None
+    ]  # fmt: skip
+
+
+def several(values: Sequence[float], form: str = "+.4f") -> str:
+    """A mean, with the smallest and the largest if there are several; nothing for none."""
+    if not values:
+        return ""
+    mean = format(statistics.fmean(values), form)
+    return mean if len(values) == 1 else f"{mean} ({min(values):{form}} … {max(values):{form}})"
+
+
+def mean_of(values: Iterable[float | None], form: str) -> str:
+    """The mean of those that are there; nothing without any."""
+    good = [value for value in values if value is not None]
+    return format(statistics.fmean(good), form) if good else ""
+
+
+def span(values: Iterable[Any], form: str | Callable[[Any], str] = "") -> str:
+    """`3 to 7`, or `3` where they are shown alike; nothing for none."""
+    each = list(values)
+    ends = [form(f(each)) if callable(form) else format(f(each), form) for f in (min, max)] if each else []
+    return " to ".join(dict.fromkeys(ends))
+
+
+def name_of(text: str) -> str:
+    """A name for a fact: underscores for all that is no letter or digit, however many there are."""
+    return "_".join("".join(c if c.isalnum() else " " for c in text).split())
+
+
+def place_of(text: str) -> str:
+    """A name for a fact: an underscore for each character that is no letter or digit."""
+    return "".join(c if c.isalnum() else "_" for c in text)
+
+
+def digits_of(beta: float) -> str:
+    """0.999 is 999 in the name of a fact."""
+    return f"{beta:g}".partition(".")[2]
+
+
+def raised(exponent: float) -> str:
+    """An exponent in raised digits."""
+    return str(round(exponent)).translate(SUPERSCRIPTS)
+
+
+def machine(results: Results) -> str:
+    """The device and torch's version."""
+    environment = results["environment"]
+    return f"{environment['device']}, torch {environment['torch'].partition('+')[0]}"
+
+
+def left_out(results: Results, who: Callable[[Results], str] | None = None) -> str:
+    """How many runs there are not, and why others failed, each named by a function of the run."""
+    left = len(results["unfinished"])
+    notes = [f"{left} runs were left out for want of time."] if left else ["All runs were made."]
+    failed = [run for run in results["runs"] if "failed" in run] if who else []
+    return " ".join([*notes, *(f"{who(run)} failed: {run['failed']}." for run in failed)])
+
+
 def origin(results: Results) -> str:
-    """What was run, on what."""
-    training, environment, loss = results["training"], results["environment"], results["loss"]
+    """What `shared/gather.py` trained, on what."""
+    training, loss = results["training"], results["loss"]
     return (
         f"`{results['command']}`: {training['model']} model of {results['parameters']:,} parameters, "
         f"{training['steps']} steps of {training['batch'] * training['sequence']:,} tokens in fp32 on "
         f"{results['data']['source']}, loss {loss['first']:.2f} to {loss['last']:.2f}, learning rate "
-        f"{training['lr']:g}, β2 {training['beta2']:g}, seed {training['seed']}; {environment['device']}, "
-        f"torch {environment['torch'].partition('+')[0]}.\n"
+        f"{training['lr']:g}, β2 {training['beta2']:g}, seed {training['seed']}; {machine(results)}.\n"
     )
 
 
 def percent(share: float, digits: int = 3) -> str:
     """A share in per cent, to some significant digits."""
     return f"{significant(100 * share, digits)} %"
+
+
+def percent2(share: float) -> str:
+    """A share in per cent, to two significant digits."""
+    return percent(share, 2)
 
 
 def significant(x: float, digits: int = 3) -> str:

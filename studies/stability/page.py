@@ -1,27 +1,41 @@
-"""Tables and facts of the stability study: who spikes, whom it costs, and whether the loss follows RMS_t."""
+"""Tables, facts and the picture of the stability study: who spikes, what it costs, and what the loss follows."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
 
 from narrowgauge.gauges import SpikeMatch, match_spikes
-from studies.shared import readings
-from studies.shared.tables import Results, markdown, percent, significant
+from studies.shared import pictures, readings, tables
+from studies.shared.pictures import COLORS, INK, MUTED
+from studies.shared.tables import Results, left_out, machine, mean_of, name_of, percent2, significant, table
 
 PLAIN, STABLE = "AdamW", "StableAdamW"
 LONG, SHORT = 0.999, 0.95
 NEAR = 20  # steps after the switch in which a loss spike is put down to it
 TENSORS = {"patches": "the patch embedding", "middle": "a layer in the middle", "tokens": "the token embedding"}
 PAPER = {"patches": "28 of 30, by chance 1 %", "middle": "none follow", "tokens": ""}
+THRESHOLD = 2.3
+SPIKE, PATCHES, MIDDLE = (COLORS[name] for name in ("series-1", "series-2", "series-3"))
+SHOWN = ((PLAIN, LONG), (STABLE, LONG), ("AdamW, clipped to 1", LONG), (PLAIN, SHORT))
 
 
 def runs_of(results: Results, **fields: object) -> list[Results]:
-    """Runs that were made and have such fields, by seed; model, rate and batch are the base's if not said."""
-    training = results["training"]
-    wanted = {name: training[name] for name in ("model", "lr", "batch")} | {"signal": 1.0} | fields
-    found = [r for r in results["runs"] if "failed" not in r and wanted.items() <= r.items()]
-    return sorted(found, key=lambda run: run["seed"])
+    """Runs that were made and have such fields, by seed; model, rate and batch are the base's if not given."""
+    base = {name: results["training"][name] for name in ("model", "lr", "batch")}
+    return tables.runs_of(results, **base | {"signal": 1.0} | fields)
+
+
+def dimmed(results: Results) -> dict[tuple[str, float], list[Results]]:
+    """Runs whose signal changes, by way and beta2."""
+    found: dict[tuple[str, float], list[Results]] = {}
+    for run in results["runs"]:
+        if "failed" not in run and run["signal"] != 1.0:
+            found.setdefault((run["row"], run["beta2"]), []).append(run)
+    return found
 
 
 def match(runs: Sequence[Results], results: Results, tensor: str) -> SpikeMatch:
@@ -41,113 +55,6 @@ def deviation(results: Results) -> float | None:
     return readings.chance([x for x in values if x is not None] for values in found)
 
 
-def _mean(values: Sequence[float | None], form: str) -> str:
-    good = [value for value in values if value is not None]
-    return format(statistics.fmean(good), form) if good else ""
-
-
-def _spikes(runs: Sequence[Results]) -> str:
-    """Loss spikes of each seed, and how many runs diverged."""
-    bad = sum(run["diverged"] for run in runs)
-    counts = ", ".join(str(len(run["loss_spikes"])) for run in runs)
-    return counts + (f"; {bad} of {len(runs)} diverged" if bad else "")
-
-
-def ways(results: Results) -> str:
-    """Ways to meet spikes, at the base."""
-    lines = []
-    for row in results["rows"]:
-        for beta2 in sorted({run["beta2"] for run in runs_of(results, row=row["name"])}, reverse=True):
-            runs = runs_of(results, row=row["name"], beta2=beta2)
-            rms = [run["rms"]["patches"] for run in runs if run["rms"].get("patches")]
-            lines.append([
-                row["name"], f"{beta2:g}", _spikes(runs),
-                ", ".join(str(len(run["rms_spikes"]["patches"])) for run in runs),
-                _mean([x["mean"] for x in rms], ".2f"), _mean([x["max"] for x in rms], ".1f"),
-                _mean([run["training_loss"] for run in runs], ".3f"),
-                _percent([run["accuracy"] for run in runs]),
-            ])  # fmt: skip
-    head = (
-        "", "β2", "loss spikes, by seed", "RMS spikes", "mean RMS_t", "largest", "training loss",
-        "zero-shot accuracy",
-    )  # fmt: skip
-    return markdown(head, lines)
-
-
-def shift(results: Results) -> str:
-    """What a larger signal of the patch embedding does, by way."""
-    lines, switched = [], results["training"]["switched"]
-    dimmed = [run for run in results["runs"] if "failed" not in run and run["signal"] != 1.0]
-    for row, beta2 in dict.fromkeys((run["row"], run["beta2"]) for run in dimmed):
-        runs = sorted(
-            (run for run in dimmed if (run["row"], run["beta2"]) == (row, beta2)), key=lambda run: run["seed"]
-        )
-        after = [run["after"] for run in runs if run["after"]]
-        lines.append([
-            row, f"{beta2:g}", _mean([x["rms"]["patches"] for x in after], ".1f"),
-            _mean([x["rms"]["middle"] for x in after], ".1f"),
-            f"{sum(bool(caused(run, switched)) for run in runs)} of {len(runs)}",
-            _mean([x["rise"] for x in after], "+.2f"), _mean([x["quiet"] for x in after], "+.2f"),
-            _mean([run["training_loss"] for run in runs], ".3f"), _percent([run["accuracy"] for run in runs]),
-        ])  # fmt: skip
-    head = (
-        "", "β2", "RMS_t of patches, first step", "of the middle layer", "runs whose loss spikes", "largest loss",
-        "as much before", "training loss", "zero-shot accuracy",
-    )  # fmt: skip
-    return markdown(head, lines)
-
-
-def caused(run: Results, switched: int) -> list[int]:
-    """Loss spikes soon after the switch."""
-    return [step for step in run["loss_spikes"] if switched <= step < switched + NEAR]
-
-
-def _percent(values: Sequence[float | None]) -> str:
-    good = [100 * value for value in values if value is not None]
-    if not good:
-        return ""
-    spread = f" ({min(good):.1f} … {max(good):.1f})" if len(good) > 1 else ""
-    return f"{statistics.fmean(good):.1f}{spread} %"
-
-
-def _varied(results: Results, field: str, title: str) -> str:
-    """AdamW against a field of the training, with a long and a short memory."""
-    values = sorted({run[field] for run in results["runs"]}, key=_order(results, field))
-    lines = []
-    for value in values:
-        if not runs_of(results, row=PLAIN, **{field: value}):
-            continue
-        line = [f"{value:g}" if not isinstance(value, str) else value]
-        for beta2 in (LONG, SHORT):
-            runs = runs_of(results, row=PLAIN, beta2=beta2, **{field: value})
-            rms = [run["rms"]["patches"]["max"] for run in runs if run["rms"].get("patches")]
-            line += [_spikes(runs), _mean(rms, ".1f"), _percent([run["accuracy"] for run in runs])]
-        lines.append(line)
-    head = [title]
-    for beta2 in (LONG, SHORT):
-        head += [f"β2 {beta2:g}: loss spikes", "largest RMS_t", "accuracy"]
-    return markdown(head, lines)
-
-
-def _order(results: Results, field: str) -> Callable[[object], float]:
-    return lambda value: results["parameters"][value] if field == "model" else float(value)  # type: ignore[arg-type]
-
-
-def rates(results: Results) -> str:
-    """Figure 13."""
-    return _varied(results, "lr", "learning rate")
-
-
-def batches(results: Results) -> str:
-    """Figure 12."""
-    return _varied(results, "batch", "batch")
-
-
-def sizes(results: Results) -> str:
-    """Figure 3."""
-    return _varied(results, "model", "model")
-
-
 def unclipped(results: Results) -> list[Results]:
     """The runs that Figures 15, 16 and 20 are of: AdamW, whatever its beta2, at the base and beside it.
 
@@ -157,35 +64,122 @@ def unclipped(results: Results) -> list[Results]:
     return [run for run in runs if run["steps_made"] >= results["training"]["judged_from"]]
 
 
+def caused(run: Results, switched: int) -> list[int]:
+    """Loss spikes soon after the switch."""
+    return [step for step in run["loss_spikes"] if switched <= step < switched + NEAR]
+
+
+def _spikes(runs: Sequence[Results]) -> str:
+    """Loss spikes of each seed, and how many runs diverged."""
+    bad = sum(run["diverged"] for run in runs)
+    counts = ", ".join(str(len(run["loss_spikes"])) for run in runs)
+    return counts + (f"; {bad} of {len(runs)} diverged" if bad else "")
+
+
+def _mean(key: str, form: str) -> Callable[[Sequence[Results]], str]:
+    return lambda runs: mean_of((run[key] for run in runs), form)
+
+
+def _rms(key: str, form: str) -> Callable[[Sequence[Results]], str]:
+    return lambda runs: mean_of((x[key] for run in runs if (x := run["rms"].get("patches"))), form)
+
+
+def _accuracy(runs: Sequence[Results]) -> str:
+    good = [100 * run["accuracy"] for run in runs if run["accuracy"] is not None]
+    return f"{tables.several(good, '.1f')} %" if good else ""
+
+
+def ways(results: Results) -> str:
+    """Ways to meet spikes, at the base."""
+    rows = [
+        runs_of(results, row=row["name"], beta2=beta2)
+        for row in results["rows"]
+        for beta2 in sorted({run["beta2"] for run in runs_of(results, row=row["name"])}, reverse=True)
+    ]
+    return table(
+        rows,
+        ("", lambda runs: runs[0]["row"]),
+        ("β2", lambda runs: runs[0]["beta2"], "g"),
+        ("loss spikes, by seed", _spikes),
+        ("RMS spikes", lambda runs: ", ".join(str(len(run["rms_spikes"]["patches"])) for run in runs)),
+        ("mean RMS_t", _rms("mean", ".2f")),
+        ("largest", _rms("max", ".1f")),
+        ("training loss", _mean("training_loss", ".3f")),
+        ("zero-shot accuracy", _accuracy),
+    )
+
+
+def shift(results: Results) -> str:
+    """What a larger signal of the patch embedding does, by way."""
+    switched = results["training"]["switched"]
+
+    def after(read: Callable[[Results], float], form: str) -> Callable[[Sequence[Results]], str]:
+        return lambda runs: mean_of((read(run["after"]) for run in runs if run["after"]), form)
+
+    return table(
+        [sorted(runs, key=lambda run: run["seed"]) for runs in dimmed(results).values()],
+        ("", lambda runs: runs[0]["row"]),
+        ("β2", lambda runs: runs[0]["beta2"], "g"),
+        ("RMS_t of patches, first step", after(lambda x: x["rms"]["patches"], ".1f")),
+        ("of the middle layer", after(lambda x: x["rms"]["middle"], ".1f")),
+        ("runs whose loss spikes", lambda runs: f"{sum(bool(caused(r, switched)) for r in runs)} of {len(runs)}"),
+        ("largest loss", after(lambda x: x["rise"], "+.2f")),
+        ("as much before", after(lambda x: x["quiet"], "+.2f")),
+        ("training loss", _mean("training_loss", ".3f")),
+        ("zero-shot accuracy", _accuracy),
+    )
+
+
+def varied(field: str, title: str) -> Callable[[Results], str]:
+    """AdamW against a field of the training, with a long and a short memory: Figures 13, 12 and 3."""
+
+    def drawn(results: Results) -> str:
+        order = results["parameters"].get if field == "model" else float
+        values = sorted({run[field] for run in results["runs"]}, key=order)
+
+        def of(beta2: float, show: Callable[[Sequence[Results]], str]) -> Callable[[Any], str]:
+            return lambda value: show(runs_of(results, row=PLAIN, beta2=beta2, **{field: value}))
+
+        columns = [
+            column
+            for beta2 in (LONG, SHORT)
+            for column in (
+                (f"β2 {beta2:g}: loss spikes", of(beta2, _spikes)),
+                ("largest RMS_t", of(beta2, _rms("max", ".1f"))),
+                ("accuracy", of(beta2, _accuracy)),
+            )
+        ]
+        shown = [value for value in values if runs_of(results, row=PLAIN, **{field: value})]
+        return table(shown, (title, lambda value: value if isinstance(value, str) else f"{value:g}"), *columns)
+
+    return drawn
+
+
 def matches(results: Results) -> str:
     """Whether loss spikes follow RMS spikes, over all runs of AdamW."""
-    runs, lines = unclipped(results), []
-    for tensor, title in TENSORS.items():
-        if not runs:
-            break
-        found = match(runs, results, tensor)
-        lines.append([
-            title, PAPER[tensor], str(sum(len(run["rms_spikes"][tensor]) for run in runs)),
-            f"{found.followed} of {found.loss_spikes}", percent(found.chance, 2), significant(found.probability, 2),
-        ])  # fmt: skip
-    head = ("RMS_t of", "paper", "RMS spikes", "loss spikes that follow", "chance of one", "chance of as many")
-    return markdown(head, lines, words=2)
+    runs = unclipped(results)
+    return table(
+        [(tensor, match(runs, results, tensor)) for tensor in (TENSORS if runs else ())],
+        ("RMS_t of", lambda row: TENSORS[row[0]]),
+        ("paper", lambda row: PAPER[row[0]]),
+        ("RMS spikes", lambda row: sum(len(run["rms_spikes"][row[0]]) for run in runs)),
+        ("loss spikes that follow", lambda row: f"{row[1].followed} of {row[1].loss_spikes}"),
+        ("chance of one", lambda row: row[1].chance, percent2),
+        ("chance of as many", lambda row: significant(row[1].probability, 2)),
+        words=2,
+    )
 
 
 def origin(results: Results) -> str:
     """What was run, on what."""
-    training, environment = results["training"], results["environment"]
-    left = len(results["unfinished"])
-    notes = [f"{left} runs were left out for want of time."] if left else ["All runs were made."]
-    failed = [run for run in results["runs"] if "failed" in run]
-    notes += [f"{run['row']}, β2 {run['beta2']:g} failed: {run['failed']}." for run in failed]
+    training = results["training"]
+    notes = left_out(results, lambda run: f"{run['row']}, β2 {run['beta2']:g}")
     return (
         f"`{results['command']}`: {training['model']} of {results['parameters'][training['model']]:,} parameters, "
         f"{training['steps']} steps of {training['batch']:,} pairs, learning rate {training['lr']:g} after "
         f"{training['warmup']} steps, then a cosine, weight decay {training['weight_decay']:g}, "
         f"{100 * training['patch_dropout']:g} % of the patches dropped, computed in {training['autocast']}; spikes "
-        f"are judged from step {training['judged_from']} on; {environment['device']}, torch "
-        f"{environment['torch'].partition('+')[0]}. {' '.join(notes)}\n"
+        f"are judged from step {training['judged_from']} on; {machine(results)}. {notes}\n"
     )
 
 
@@ -193,23 +187,17 @@ def facts(results: Results) -> dict[str, str]:
     """Numbers in sentences."""
     named = {"runs": str(len(results["runs"])), "seeds": str(results["training"]["seeds"])}
     for row in results["rows"]:
-        for run in runs_of(results, row=row["name"]):
-            digits = f"{run['beta2']:g}".partition(".")[2]
-            key = f"{_name(row['name'])}_{digits}"
-            runs = runs_of(results, row=row["name"], beta2=run["beta2"])
-            named[f"spikes_{key}"] = str(sum(len(r["loss_spikes"]) for r in runs))
+        for beta2 in {run["beta2"] for run in runs_of(results, row=row["name"])}:
+            runs, key = runs_of(results, row=row["name"], beta2=beta2), _key(row["name"], beta2)
+            named[f"spikes_{key}"] = str(sum(len(run["loss_spikes"]) for run in runs))
             named[f"made_{key}"] = str(len(runs))
-            if accuracy := _mean([r["accuracy"] and 100 * r["accuracy"] for r in runs], ".1f"):
+            if accuracy := mean_of((run["accuracy"] and 100 * run["accuracy"] for run in runs), ".1f"):
                 named[f"accuracy_{key}"] = f"{accuracy} %"
-    if (apart := deviation(results)) is not None:  # of two means, of two seeds each
-        named["margin_accuracy"] = significant(200 * apart, 2)
-    switched = results["training"]["switched"]
-    dimmed = [run for run in results["runs"] if "failed" not in run and run["signal"] != 1.0]
-    for row, beta2 in dict.fromkeys((run["row"], run["beta2"]) for run in dimmed):
-        runs = [run for run in dimmed if (run["row"], run["beta2"]) == (row, beta2)]
-        key = f"{_name(row)}_{f'{beta2:g}'.partition('.')[2]}"
-        after = [run["after"] for run in runs if run["after"]]
-        named[f"caused_{key}"] = str(sum(bool(caused(run, switched)) for run in runs))
+    if (scatter := deviation(results)) is not None:  # of two means, of two seeds each
+        named["margin_accuracy"] = significant(200 * scatter, 2)
+    for (row, beta2), runs in dimmed(results).items():
+        key, after = _key(row, beta2), [run["after"] for run in runs if run["after"]]
+        named[f"caused_{key}"] = str(sum(bool(caused(run, results["training"]["switched"])) for run in runs))
         named[f"shifted_{key}"] = str(len(runs))
         if after:
             named[f"rise_{key}"] = f"{statistics.fmean(x['rise'] for x in after):+.2f}"
@@ -221,21 +209,61 @@ def facts(results: Results) -> dict[str, str]:
         for tensor in TENSORS:
             found = match(runs, results, tensor)
             named[f"followed_{tensor}"] = f"{found.followed} of {found.loss_spikes}"
-            named[f"chance_{tensor}"] = percent(found.chance, 2)
+            named[f"chance_{tensor}"] = percent2(found.chance)
             named[f"probability_{tensor}"] = significant(found.probability, 2)
     return named
 
 
-def _name(text: str) -> str:
-    return "_".join("".join(c if c.isalnum() else " " for c in text).split())
+def _key(row: str, beta2: float) -> str:
+    return f"{name_of(row)}_{tables.digits_of(beta2)}"
 
 
-TABLES: dict[str, Callable[..., str]] = {
-    "shift": shift,
-    "ways": ways,
-    "rates": rates,
-    "batches": batches,
-    "sizes": sizes,
-    "matches": matches,
-    "origin": origin,
-}
+def losses_and_rms(results: Results) -> Figure:
+    """Figures 4, 5 and 20: a column a way, seed 0; two rows where the signal changes, two where it does not."""
+    base = {name: results["training"][name] for name in ("model", "lr", "batch")}
+    whole = [run for run in results["runs"] if base.items() <= run.items() and "losses" in run]
+    groups = [
+        {(run["row"], run["beta2"]): run for run in whole if (run["signal"] != 1.0) == changed}
+        for changed in (True, False)
+    ]
+    groups = [runs for runs in groups if runs]
+    figure, grid = pictures.figure(
+        13, 0.8 + 5.4 * max(1, len(groups)), 2 * max(1, len(groups)), len(SHOWN),
+        sharex=True, sharey="row", squeeze=False,
+    )  # fmt: skip
+    for place, runs in enumerate(groups):
+        changed = any(run["signal"] != 1.0 for run in runs.values())
+        for column, way in enumerate(SHOWN):
+            top, bottom = grid[2 * place][column], grid[2 * place + 1][column]
+            if way in runs:
+                _draw(top, bottom, runs[way], results)
+            top.set_title(f"{way[0]}, β2 {way[1]:g}" + "\nsignal changes" * changed, color=INK, fontsize=12)
+        grid[2 * place][0].set_ylabel("loss", color=INK)
+        grid[2 * place + 1][0].set_ylabel("RMS_t", color=INK)
+    for axis in grid[-1]:
+        axis.set_xlabel("step")
+    (dot,) = grid[0][0].plot([], [], "o", color=SPIKE, markersize=6)
+    pictures.below(figure, grid[1][0], 3, (dot, "start of a loss spike"))
+    return figure
+
+
+def _draw(top: Any, bottom: Any, run: Results, results: Results) -> None:
+    steps = range(1, len(run["losses"]) + 1)
+    top.plot(steps, pictures.numbers(run["losses"]), color=INK, linewidth=1.0)
+    for step in run["loss_spikes"]:
+        top.plot(step, run["losses"][step - 1], "o", color=SPIKE, markersize=6, zorder=4)
+    for name, label, color in (("patches", "patch embedding", PATCHES), ("middle", TENSORS["middle"], MIDDLE)):
+        bottom.plot(steps, pictures.numbers(run["rms_t"][name]), color=color, linewidth=1.0, label=label)
+    if run["signal"] != 1.0:
+        for axis in (top, bottom):
+            axis.axvline(results["training"]["switched"], color=MUTED, linewidth=1.0)
+    bottom.axhline(THRESHOLD, color=SPIKE, linewidth=1.2, linestyle=(0, (1, 1.5)))
+    bottom.set_yscale("log")
+    pictures.ticks(bottom.yaxis, [0.2, 0.5, 1, 2.3, 5, 10, 20])
+
+
+TABLES = {
+    "shift": shift, "ways": ways, "rates": varied("lr", "learning rate"), "batches": varied("batch", "batch"),
+    "sizes": varied("model", "model"), "matches": matches, "origin": origin,
+}  # fmt: skip
+PICTURES = {"": losses_and_rms}

@@ -1,4 +1,4 @@
-"""Codecs as Triton functions, to be compiled and their instructions counted (see `_state_kernels`).
+"""Codecs as Triton functions, to be compiled and their instructions counted (see `kernels.py`).
 
 `a` and `b` are two numbers of the block, `table` the codebook and its inverse; P is the power, or the bits of a
 code. `bits` are 16 random bits an element, None to round to nearest. Signs and ends are treated as in the

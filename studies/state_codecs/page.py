@@ -1,11 +1,15 @@
-"""Tables of the state codecs in Markdown, and the numbers of the page's sentences."""
+"""Tables of the state codecs, the numbers of the page's sentences, and the picture: error against steps."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
 
-from studies.shared.tables import Results, cross_check, markdown, significant
+from matplotlib.figure import Figure
+
+from studies.shared import pictures
+from studies.shared.pictures import INK, Line
+from studies.shared.tables import Results, cross_check, machine, markdown, significant
 from studies.state_codecs.bench import exploded
 
 LABELS = {
@@ -42,6 +46,17 @@ SHORT = {
     "fourbit": "torchao 4-bit",
 }
 RULES = {"sgd": "SGD with momentum", "lamb": "LAMB", "lion": "Lion"}
+# The candidates that the picture shows; the rest are in the tables.
+LINES = {
+    "8bit": Line("the 8-bit paper's pair", "series-1", (), 1.8, "o"),
+    "FlashOptim": Line("FlashOptim's pair, groups of 32", "series-5", (6, 2), 1.8, "o"),
+    "COAT": Line("COAT's float8, groups of 128", "series-4", (2, 1.5), 1.8, "o"),
+    "relative 1.5": Line("m over √v, v as its root, dynamic", "series-3", (8, 2, 1.5, 2), 1.8, "o"),
+    "log4 log8": Line("m as log4, v as log8", "series-2", (), 1.8, "o"),
+    "torchao 4-bit": Line("torchao's 4 bits", "series-6", (2, 1.5), 1.8, "o"),
+    "log4": Line("log4", "series-2", (4, 1.5), 2.4, "o"),
+    "log8": Line("log8", "ink", (), 2.6, "o"),
+}
 Errors = Sequence[float | None]
 
 
@@ -160,10 +175,10 @@ def instructions(results: Results) -> str:
 
 def origin(results: Results) -> str:
     """What was run, on what."""
-    environment, size, training = results["environment"], results["size"], results["training"]
+    size, training = results["size"], results["training"]
     return (
-        f"`{results['command']}`: {results['minutes']:.0f} minutes, {environment['device']}, torch "
-        f"{environment['torch'].partition('+')[0]}, seed {training['seed']}. {size['reference']:,} elements a case "
+        f"`{results['command']}`: {results['minutes']:.0f} minutes, {machine(results)}, seed "
+        f"{training['seed']}. {size['reference']:,} elements a case "
         f"for the usual simulation, {size['numel']:,} for the rest; trainings of {size['recorded']:,} steps, "
         f"{training['model']} model, learning rate {training['lr']:g}.\n"
     )
@@ -249,6 +264,27 @@ def findings(results: Results) -> dict[str, str]:
     }
 
 
+def error_over_steps(results: Results) -> Figure:
+    """Relative error of the displacement, a panel a case, both scales logarithmic."""
+    figure, grid = pictures.figure(12.5, 8.2, 2, 2, sharex=True, sharey=True)
+    marks, part = results["size"]["marks"], results["parts"]["finalists"]
+    for axis, (case, title) in zip(grid.flat, list(LABELS.items())[:4], strict=True):
+        for name, line in LINES.items():
+            errors = pictures.numbers(part[name][case][str(mark)][0] for mark in marks)
+            axis.plot(marks, errors, **line.style(markersize=4, label=line.label))
+        axis.set(xscale="log", yscale="log")
+        axis.set_title(title, color=INK)
+        pictures.ticks(axis.xaxis, marks, ",.0f")
+        pictures.ticks(axis.yaxis, None)
+    for axis in grid[-1]:
+        axis.set_xlabel("steps")
+    for axis in grid[:, 0]:
+        axis.set_ylabel("relative error of the displacement", color=INK)
+    pictures.below(figure, grid[0, 0], 4)
+    return figure
+
+
+PICTURES = {"": error_over_steps}
 TABLES = {
     "origin": origin,
     "candidates": candidates,

@@ -1,9 +1,9 @@
-"""Gradients of real training: a small GPT on text, and a small CLIP on pictures of coloured shapes.
+"""Gradients of real training: a small GPT on text, and a small CLIP on pictures of colored shapes.
 
 The model is trained in fp32 by AdamW and knows nothing of the candidates: its gradients are handed on as they come,
 a step at a time, to all of them.
 
-The images are drawn here, and their captions say what is drawn: one of six colours, four shapes and sixteen places.
+The images are drawn here, and their captions say what is drawn: one of six colors, four shapes and sixteen places.
 That is far from photographs, but the towers, the contrastive loss and the first layer's gradients are CLIP's.
 """
 
@@ -72,7 +72,7 @@ def clip_config() -> CLIPConfig:
 
 def pictures(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Images (count, 3, 32, 32) of one shape each with some noise, and captions (count, 5)."""
-    colour, shape, place = (
+    color, shape, place = (
         torch.randint(0, n, (count,), generator=generator) for n in (len(_COLOURS), _SHAPES, _GRID * _GRID)
     )
     cell = _IMAGE // _GRID
@@ -85,12 +85,12 @@ def pictures(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
             x.abs() <= (y + cell / 2) / 2,  # a triangle
         ]
     )
-    drawn = masks[shape].unsqueeze(1) * torch.tensor(_COLOURS, dtype=torch.float32)[colour].view(-1, 3, 1, 1)
+    drawn = masks[shape].unsqueeze(1) * torch.tensor(_COLOURS, dtype=torch.float32)[color].view(-1, 3, 1, 1)
     images = 0.1 * torch.randn(count, 3, _IMAGE, _IMAGE, generator=generator)
     for i, (row, column) in enumerate(zip((place // _GRID).tolist(), (place % _GRID).tolist(), strict=True)):
         images[i, :, row * cell : (row + 1) * cell, column * cell : (column + 1) * cell] += drawn[i]
     ends = torch.tensor([[_BOS, _EOS]]).expand(count, 2)
-    words = torch.stack([colour + _FIRST_COLOUR, shape + _FIRST_SHAPE, place + _FIRST_PLACE], dim=1)
+    words = torch.stack([color + _FIRST_COLOUR, shape + _FIRST_SHAPE, place + _FIRST_PLACE], dim=1)
     return images, torch.cat([ends[:, :1], words, ends[:, 1:]], dim=1)
 
 

@@ -1,21 +1,27 @@
-"""Tables and facts of the magnitudes in a training."""
+"""Tables, facts and the picture of the magnitudes in a training."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from studies.shared.tables import Results, markdown, significant
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
+
+from studies.shared import pictures, tables
+from studies.shared.pictures import INK, Line
+from studies.shared.tables import Results, machine, significant, table
 from studies.training_magnitudes.training import MODELS
 
 DECAY = 0.9  # of the moving average, as `LinearPlan.with_moving_average` has it
 GRADIENT, FEATURES = "feed-forward gradient", ("first block", "last block")
+Ratios = Callable[[str], list[float]]
 
 
 def runs_of(results: Results, kind: str) -> list[Results]:
     """Those of a kind that were made, by seed."""
-    found = [run for run in results["runs"] if run["kind"] == kind and "failed" not in run]
-    return sorted(found, key=lambda run: run["seed"])
+    return tables.runs_of(results, kind=kind)
 
 
 def rows_of(results: Results) -> list[Results]:
@@ -23,122 +29,145 @@ def rows_of(results: Results) -> list[Results]:
     return [row for row in results["rows"] if runs_of(results, row["name"])]
 
 
-def warm(results: Results, kind: str) -> int:
-    """The first step after the warm-up, as an index."""
-    return int(results["training"][kind]["warmup"])
-
-
-def norm_ratios(results: Results, kind: str) -> list[float]:
-    """Norm of all weights over that of the update, at every look of every seed."""
-    return [w / u for run in runs_of(results, kind) for w, u in zip(*_norms(run), strict=True)]
-
-
-def _norms(run: Results) -> tuple[list[float], list[float]]:
-    return run["weight_norm"], run["update_norm"]
+def over(results: Results, kind: str, upper: str, lower: str) -> list[float]:
+    """A series over another, at every point of every seed."""
+    return [a / b for run in runs_of(results, kind) for a, b in zip(run[upper], run[lower], strict=True)]
 
 
 def gradient_ratios(results: Results, kind: str, of: str) -> list[float]:
     """Largest element of the embedding's gradient over the median or the largest of other matrices', by step."""
-    return [
-        a / b for run in runs_of(results, kind)
-        for a, b in zip(run["embedding_gradient"], run[f"{of}_gradient"], strict=True)
-    ]  # fmt: skip
+    return over(results, kind, "embedding_gradient", f"{of}_gradient")
 
 
-def over_average(values: list[float], first: int) -> list[float]:
-    """Each value over the moving average of those before it, from a step on."""
-    found, average = [], values[0]
-    for step, value in enumerate(values):
-        if step >= max(1, first):
-            found.append(value / average)
+def averages_before(values: list[float]) -> Iterator[float]:
+    """The moving average as it stands before each step."""
+    average = values[0]
+    for value in values:
+        yield average
         average = DECAY * average + (1 - DECAY) * value
-    return found
 
 
 def overs(results: Results, kind: str, series: str) -> list[float]:
-    """The same of a largest magnitude, over all seeds, after the warm-up."""
-    first = warm(results, kind)
-    return [r for run in runs_of(results, kind) for r in over_average(run[f"{series}, max"], first)]
+    """Largest magnitudes over the moving average of those before, of all seeds, after the warm-up."""
+    first = max(1, results["training"][kind]["warmup"])
+    return [
+        value / average
+        for values in (run[f"{series}, max"] for run in runs_of(results, kind))
+        for value, average in list(zip(values, averages_before(values), strict=True))[first:]
+    ]
 
 
 def jumps(results: Results, kind: str, series: str) -> list[float]:
     """Largest magnitude over that of the step before, after the warm-up."""
-    first = max(1, warm(results, kind))
+    first = max(1, results["training"][kind]["warmup"])
     return [
-        run[f"{series}, max"][t] / run[f"{series}, max"][t - 1]
-        for run in runs_of(results, kind) for t in range(first, len(run[f"{series}, max"]))
-    ]  # fmt: skip
-
-
-def norms(results: Results) -> str:
-    rows = []
-    for row in rows_of(results):
-        kind, ratios = row["name"], norm_ratios(results, row["name"])
-        ends = [(run["weight_norm"][-1], max(run["update_norm"])) for run in runs_of(results, kind)]
-        rows.append([
-            f"{row['title']}, {row['parameters']:,} parameters", f"{statistics.fmean(w for w, _ in ends):.1f}",
-            f"{statistics.fmean(u for _, u in ends):.3f}", f"{min(ratios):,.0f}",
-            f"{statistics.median(ratios):,.0f}", f"{max(ratios):,.0f}",
-        ])  # fmt: skip
-    head = ["", "‖θ‖, end", "‖Δθ‖, largest", "‖θ‖ / ‖Δθ‖, least", "median", "largest"]
-    return markdown(head, rows)
-
-
-def gradients(results: Results) -> str:
-    rows = []
-    for row in rows_of(results):
-        over, beside = (gradient_ratios(results, row["name"], of) for of in ("median", "largest"))
-        rows.append([
-            row["title"], f"{statistics.median(over):.1f}", f"{max(over):.1f}", f"{statistics.median(beside):.1f}",
-            f"{max(beside):.1f}", f"{sum(r > 1 for r in beside) / len(beside):.0%}",
-        ])  # fmt: skip
-    head = [
-        "", "over the median matrix: median step", "largest", "over the largest other matrix: median step",
-        "largest", "steps in which it is the largest",
-    ]  # fmt: skip
-    return markdown(head, rows)
-
-
-def averages(results: Results) -> str:
-    rows = []
-    for row in rows_of(results):
-        for series in (GRADIENT, *FEATURES):
-            over, jump = overs(results, row["name"], series), jumps(results, row["name"], series)
-            rows.append([
-                f"{row['title']}: {series}", f"{statistics.median(max(j, 1 / j) for j in jump):.2f}",
-                f"{max(jump):.2f}", f"{sum(r > 1 for r in over) / len(over):.0%}",
-                f"{sum(r > 1.5 for r in over) / len(over):.1%}", f"{max(over):.2f}",
-            ])  # fmt: skip
-    head = [
-        "absmax of", "one step to the next, median", "largest rise", "steps above the average",
-        "1.5 times above it", "furthest above",
-    ]  # fmt: skip
-    return markdown(head, rows)
+        values[t] / values[t - 1]
+        for values in (run[f"{series}, max"] for run in runs_of(results, kind))
+        for t in range(first, len(values))
+    ]
 
 
 def spans(results: Results, kind: str, of: str) -> list[float]:
     """Orders of magnitude of second moments at the looks after the warm-up, all seeds; `of`: median or most."""
     return [
-        orders for run in runs_of(results, kind)
+        orders
+        for run in runs_of(results, kind)
         for step, orders in zip(run["looked"], run[f"second_moment_orders, {of}"], strict=True)
-        if step > warm(results, kind)
-    ]  # fmt: skip
+        if step > results["training"][kind]["warmup"]
+    ]
+
+
+def of(show: Callable[[list[float]], Any], ratios: Ratios) -> Callable[[Results], Any]:
+    """A cell: a figure of the ratios of a row's model."""
+    return lambda row: show(ratios(row["name"]))
+
+
+def beyond(limit: float) -> Callable[[list[float]], float]:
+    """The share of the values beyond a limit."""
+    return lambda values: sum(r > limit for r in values) / len(values)
+
+
+def norms(results: Results) -> str:
+    """Weights beside updates (Collage, Figure 2)."""
+    median = statistics.median
+
+    def ratios(kind: str) -> list[float]:
+        return over(results, kind, "weight_norm", "update_norm")
+
+    def ends(read: Callable[[Results], float]) -> Callable[[Results], float]:
+        return lambda row: statistics.fmean(map(read, runs_of(results, row["name"])))
+
+    return table(
+        rows_of(results),
+        ("", lambda row: f"{row['title']}, {row['parameters']:,} parameters"),
+        ("‖θ‖, end", ends(lambda run: run["weight_norm"][-1]), ".1f"),
+        ("‖Δθ‖, largest", ends(lambda run: max(run["update_norm"])), ".3f"),
+        ("‖θ‖ / ‖Δθ‖, least", of(min, ratios), ",.0f"), ("median", of(median, ratios), ",.0f"),
+        ("largest", of(max, ratios), ",.0f"),
+    )  # fmt: skip
+
+
+def gradients(results: Results) -> str:
+    """Embeddings beside other matrices (8-bit optimizers, Appendix C)."""
+    median = statistics.median
+
+    def middle(kind: str) -> list[float]:
+        return gradient_ratios(results, kind, "median")
+
+    def largest(kind: str) -> list[float]:
+        return gradient_ratios(results, kind, "largest")
+
+    return table(
+        rows_of(results),
+        ("", "title"), ("over the median matrix: median step", of(median, middle), ".1f"),
+        ("largest", of(max, middle), ".1f"),
+        ("over the largest other matrix: median step", of(median, largest), ".1f"),
+        ("largest", of(max, largest), ".1f"),
+        ("steps in which it is the largest", of(beyond(1), largest), ".0%"),
+    )  # fmt: skip
+
+
+def averages(results: Results) -> str:
+    """Largest magnitudes, one step beside the last ones (SwitchBack, Section 2.3)."""
+    rows = [
+        (f"{row['title']}: {series}", overs(results, row["name"], series), jumps(results, row["name"], series))
+        for row in rows_of(results)
+        for series in (GRADIENT, *FEATURES)
+    ]
+    return table(
+        rows,
+        ("absmax of", lambda row: row[0]),
+        ("one step to the next, median", lambda row: statistics.median(max(j, 1 / j) for j in row[2]), ".2f"),
+        ("largest rise", lambda row: max(row[2]), ".2f"),
+        ("steps above the average", lambda row: beyond(1)(row[1]), ".0%"),
+        ("1.5 times above it", lambda row: beyond(1.5)(row[1]), ".1%"),
+        ("furthest above", lambda row: max(row[1]), ".2f"),
+    )
 
 
 def second_moments(results: Results) -> str:
-    rows = []
-    for row in rows_of(results):
-        middle, most = (spans(results, row["name"], of) for of in ("median", "most"))
-        rows.append([row["title"], *(f"{x:.1f}" for x in (min(middle), statistics.median(middle), max(middle))),
-                     f"{statistics.median(most):.1f}", f"{max(most):.1f}"])  # fmt: skip
-    head = ["", "median matrix: least", "median look", "most", "widest matrix: median look", "most"]
-    return markdown(head, rows)
+    """Orders of magnitude of v (8-bit optimizers, Section 2.2)."""
+    median = statistics.median
+
+    def middle(kind: str) -> list[float]:
+        return spans(results, kind, "median")
+
+    def most(kind: str) -> list[float]:
+        return spans(results, kind, "most")
+
+    return table(
+        rows_of(results),
+        ("", "title"), ("median matrix: least", of(min, middle), ".1f"), ("median look", of(median, middle), ".1f"),
+        ("most", of(max, middle), ".1f"), ("widest matrix: median look", of(median, most), ".1f"),
+        ("most", of(max, most), ".1f"),
+    )  # fmt: skip
 
 
 def origin(results: Results) -> str:
-    training, environment, told = results["training"], results["environment"], []
+    """What was run, on what."""
+    told = []
     for row in rows_of(results):
-        t, runs = training[row["name"]], runs_of(results, row["name"])
+        t, runs = results["training"][row["name"]], runs_of(results, row["name"])
         seeds = "1 seed" if len(runs) == 1 else f"{len(runs)} seeds"
         told.append(
             f"{row['model']} of {row['parameters']:,} parameters, {seeds}, {t['steps']} steps of {t['batch']} × "
@@ -146,8 +175,7 @@ def origin(results: Results) -> str:
         )
     return (
         f"`{results['command']}`: {'; '.join(told)}; {results['data']['source']}; AdamW in fp32, β2 0.999, norm of "
-        f"gradients at most {training['causal']['clip']:g}; {environment['device']}, torch "
-        f"{environment['torch'].partition('+')[0]}.\n"
+        f"gradients at most {results['training']['causal']['clip']:g}; {machine(results)}.\n"
     )
 
 
@@ -155,35 +183,76 @@ def facts(results: Results) -> dict[str, str]:
     """Every number in the page's sentences."""
     found: dict[str, str] = {"seeds": str(results["training"]["seeds"])}
     for kind in MODELS:
-        if not runs_of(results, kind):
-            continue
-        ratios, over = norm_ratios(results, kind), gradient_ratios(results, kind, "median")
-        beside = gradient_ratios(results, kind, "largest")
-        features = [r for series in FEATURES for r in overs(results, kind, series)]
-        steady = [max(j, 1 / j) - 1 for series in FEATURES for j in jumps(results, kind, series)]
-        gradient, moves = overs(results, kind, GRADIENT), jumps(results, kind, GRADIENT)
-        found |= {
-            f"tokens_{kind}": f"{results['training'][kind]['batch'] * results['training'][kind]['sequence']:,}",
-            f"norms_{kind}": f"{significant(statistics.median(ratios), 2)}",
-            f"norms_least_{kind}": f"{significant(min(ratios), 2)}",
-            f"embedding_{kind}": f"{statistics.median(over):.0f}",
-            f"embedding_most_{kind}": f"{max(over):.0f}",
-            f"embedding_beside_{kind}": f"{max(beside):.0f}",
-            f"steps_{kind}": f"{sum(r > 1 for r in beside) / len(beside):.0%}",
-            f"features_{kind}": f"{statistics.median(steady):.0%}",
-            f"features_over_{kind}": f"{max(features):.2f}",
-            f"gradient_{kind}": f"{statistics.median(max(m, 1 / m) - 1 for m in moves):.0%}",
-            f"gradient_over_{kind}": f"{max(gradient):.1f}",
-            f"gradient_far_{kind}": f"{sum(r > 1.5 for r in gradient) / len(gradient):.0%}",
-        }
-        if "second_moment_orders, median" in runs_of(results, kind)[0]:  # later than the first results
-            middle = spans(results, kind, "median")
-            found[f"orders_{kind}"] = f"{min(middle):.1f} to {max(middle):.1f}"
-            found[f"orders_most_{kind}"] = f"{max(spans(results, kind, 'most')):.1f}"
+        if runs_of(results, kind):
+            found |= {f"{name}_{kind}": value for name, value in _of_kind(results, kind).items()}
     return found
 
 
-TABLES: dict[str, Callable[..., str]] = {
+def _of_kind(results: Results, kind: str) -> dict[str, str]:
+    ratios = over(results, kind, "weight_norm", "update_norm")
+    middle, beside = (gradient_ratios(results, kind, of) for of in ("median", "largest"))
+    features = [r for series in FEATURES for r in overs(results, kind, series)]
+    steady = [max(j, 1 / j) - 1 for series in FEATURES for j in jumps(results, kind, series)]
+    gradient, moves = overs(results, kind, GRADIENT), jumps(results, kind, GRADIENT)
+    training = results["training"][kind]
+    found = {
+        "tokens": f"{training['batch'] * training['sequence']:,}",
+        "norms": significant(statistics.median(ratios), 2),
+        "norms_least": significant(min(ratios), 2),
+        "embedding": f"{statistics.median(middle):.0f}",
+        "embedding_most": f"{max(middle):.0f}",
+        "embedding_beside": f"{max(beside):.0f}",
+        "steps": f"{beyond(1)(beside):.0%}",
+        "features": f"{statistics.median(steady):.0%}",
+        "features_over": f"{max(features):.2f}",
+        "gradient": f"{statistics.median(max(m, 1 / m) - 1 for m in moves):.0%}",
+        "gradient_over": f"{max(gradient):.1f}",
+        "gradient_far": f"{beyond(1.5)(gradient):.0%}",
+    }
+    if "second_moment_orders, median" in runs_of(results, kind)[0]:  # later than the first results
+        orders = spans(results, kind, "median")
+        found["orders"] = f"{min(orders):.1f} to {max(orders):.1f}"
+        found["orders_most"] = f"{max(spans(results, kind, 'most')):.1f}"
+    return found
+
+
+def magnitudes(results: Results) -> Figure:
+    """Weights and updates, embeddings and others, a largest magnitude and its average: a row a model, seed 0."""
+    rows = rows_of(results)
+    figure, grid = pictures.figure(13, 3.9 * len(rows), len(rows), 3, squeeze=False)
+    for row, panels in zip(rows, grid, strict=True):
+        run = runs_of(results, row["name"])[0]
+        steps, values = range(1, len(run["loss"]) + 1), run["last block, max"]
+        dashed, dotted = (6, 2), (2, 1.5)
+        shown = (
+            (f"{row['title']}: norm of all weights, and of a step's update", run["looked"], (
+                (Line("weights", "ink", (), None), run["weight_norm"]),
+                (Line("update", "series-1", dashed, None), run["update_norm"]),
+            )),
+            ("largest element of the gradient", steps, (
+                (Line("token embedding", "series-1", (), 1.2), run["embedding_gradient"]),
+                (Line("largest other", "series-3", dashed, 1.2), run["largest_gradient"]),
+                (Line("median matrix", "series-2", dotted, 1.2), run["median_gradient"]),
+            )),
+            ("what the last block gives out", steps, (
+                (Line("largest magnitude", "ink", (), 1.2), values),
+                (Line("its moving average", "series-1", dashed, 1.2), list(averages_before(values))),
+                (Line("mean magnitude", "series-2", dotted, 1.2), run["last block, mean"]),
+            )),
+        )  # fmt: skip
+        for axis, (title, at, series) in zip(panels, shown, strict=True):
+            for line, found in series:
+                axis.plot(at, found, **line.style(label=line.label))
+            axis.set_title(title, color=INK, fontsize=11)
+            axis.set(yscale="log", xlabel="step")
+            axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+            pictures.ticks(axis.yaxis, None)
+            axis.legend(frameon=False, fontsize=10, loc="best")
+    return figure
+
+
+TABLES = {
     "norms": norms, "gradients": gradients, "averages": averages, "second_moments": second_moments,
     "origin": origin,
 }  # fmt: skip
+PICTURES = {"": magnitudes}

@@ -20,7 +20,6 @@ from narrowgauge.gauges import AdamErrorMap
 from narrowgauge.storage import _log_states
 from narrowgauge.trainers import Batches, load_corpus, next_token_loss, tokenize, validation_windows
 from studies.adam_variants import glyphs
-from studies.bytes_and_loss.training import measured_bytes
 from studies.clip_precision.pairs import crops
 from studies.collage_float8 import float8
 from studies.eight_bit_adam import plan as planned
@@ -30,6 +29,7 @@ from studies.inner_product_noise import run as noise
 from studies.loss_scaling import look
 from studies.loss_spikes import run as loss_spikes
 from studies.quantization_error import run as quantization
+from studies.shared.models import measured_bytes
 from studies.stability.training import EPS, PLAIN, SCHEDULED, STABLE, Watched, optimizer_of
 from studies.state_codecs import codecs, gradients
 from studies.state_codecs.bench import SETTINGS, Library, Reference, Simulation, run

@@ -71,6 +71,18 @@ def test_a_killed_process_loses_its_own_work_alone(tmp_path: Path) -> None:
     assert {run["seed"] for run in json.loads(out.read_text())["runs"]} == set(range(4))
 
 
+def of_process(task: Task) -> dict[str, Any]:
+    return {"validation_loss": float(os.getpid()), "seconds": 0.0}
+
+
+def test_a_run_made_alone_shares_its_process_with_no_other(tmp_path: Path) -> None:
+    out = tmp_path / "x.json"
+    Study(out, about(), resume=False).make(TASKS, of_process, NEVER, alone=lambda task: task.seed == 1)
+    used = {run["seed"]: run["validation_loss"] for run in json.loads(out.read_text())["runs"]}
+    assert used[1] not in (os.getpid(), used[0], used[2])
+    assert used[2] == used[3] != os.getpid()
+
+
 @pytest.mark.parametrize(
     ("later", "kept"), [("python x.py --all", "python x.py --all"), ("python x.py --only a", "first")]
 )
