@@ -345,7 +345,7 @@ def test_links_lead_to_files() -> None:
 def test_decisions_are_listed_and_say_what_would_change_them() -> None:
     folder = ROOT / "docs" / "decisions"
     pages = {path.name for path in folder.glob("*.md")} - {"index.md"}
-    listed = LINK.findall((folder / "index.md").read_text())
+    listed = [target for target in LINK.findall((folder / "index.md").read_text()) if "/" not in target]
     assert sorted(listed) == sorted(pages)
     for name in pages:
         text = (folder / name).read_text()
