@@ -69,11 +69,15 @@ def test_the_axes_on_the_front_page_are_the_programs() -> None:
 
 
 def test_the_choice_of_a_recipe_is_that_of_the_committed_results() -> None:
-    lost = json.loads((ROOT / "studies" / "results" / "bytes_and_loss_h200.json").read_text())
+    def results(name: str) -> dict:
+        (path,) = (ROOT / "studies").rglob(name)
+        return json.loads(path.read_text())
+
+    lost = results("bytes_and_loss_h200.json")
     losses: dict[str, dict[int, float]] = {}
     for run in lost["runs"]:
         losses.setdefault(run["row"], {})[run["seed"]] = run["validation_loss"]
-    timed = json.loads((ROOT / "studies" / "results" / "collage_throughput_h200.json").read_text())["runs"]
+    timed = results("collage_throughput_h200.json")["runs"]
     measured = {run["row"]: run for run in timed if run["kind"] == "GPT-6.7B"}
     rows_of = {
         "adamw8bit-split8": ("split8 + log8", "adamw8bit-split8"),
