@@ -38,12 +38,12 @@ def test_the_loop_does_not_wait_and_order_is_kept(tmp_path: Path) -> None:
 
 
 def test_alarms_are_called_by_the_thread_that_puts() -> None:
-    heard: list[tuple[str, int, int]] = []
-    alarms = Alarms(lambda alarm: heard.append((alarm["kind"], alarm["step"], threading.get_ident())), warmup=0)
+    alarmed: list[tuple[str, int, int]] = []
+    alarms = Alarms(lambda alarm: alarmed.append((alarm["kind"], alarm["step"], threading.get_ident())), warmup=0)
     sink = RecordSink(None, None, True, alarms)
     sink.submit(lambda: [{"kind": "gradient", "step": 3, "name": "x", "nonfinite": 2}])
     sink.flush()
-    assert heard == [("nonfinite", 3, threading.get_ident())]
+    assert alarmed == [("nonfinite", 3, threading.get_ident())]
     assert [record["kind"] for record in sink.rows] == ["gradient", "nonfinite"]
     sink.close()
 

@@ -80,11 +80,6 @@ def test_a_lasting_jump_is_taken_for_normal_within_a_share_of_the_window(window:
         assert find_spikes(losses, warmup=0, window=window, needs=1) == [601]
 
 
-def test_a_slow_drift_is_no_spike() -> None:
-    losses = [1.0 + 0.001 * step for step in range(500)]
-    assert find_spikes(losses, warmup=0) == []
-
-
 @given(level=st.floats(1e-6, 1e6))
 def test_a_constant_loss_is_no_spike(level: float) -> None:
     assert find_spikes([level] * 120, warmup=0, needs=1, window=50) == []
@@ -106,18 +101,6 @@ def test_huge_losses_leave_nothing_behind_once_they_are_out_of_the_window() -> N
     losses[149] = 1.7e308
     losses[299] = losses[300] = 1.1
     assert find_spikes(losses, warmup=100) == [300]
-
-
-@given(power=st.integers(-60, 60), shift=st.integers(0, 20), seed=st.integers(0, 1000))
-@settings(max_examples=30)
-def test_units_of_the_loss_do_not_matter(power: int, shift: int, seed: int) -> None:
-    """Whole numbers, so that shifted losses are exact: only the mean's rounding could differ, by far too little."""
-    rng = np.random.default_rng(seed)
-    losses = np.where(rng.random(150) < 0.05, 60.0, rng.integers(0, 10, 150).astype(float)).tolist()
-    options = {"warmup": 0, "window": 20}
-    found = find_spikes(losses, **options)
-    assert find_spikes([loss * 2.0**power for loss in losses], **options) == found
-    assert find_spikes([loss + shift for loss in losses], **options) == found
 
 
 runs = st.lists(

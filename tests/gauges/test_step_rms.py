@@ -42,7 +42,7 @@ def test_steps_in_between_have_what_due_steps_would_have(dtype: torch.dtype, mak
             assert at[row["step"]][row["name"]] == pytest.approx(row["rms"], rel=1e-5)
     assert [list(found) for found in at.values()] == [names, names, [], names, names, [], names]
     assert not any("rms" in row for row in of_kind(all_of_them, "step"))
-    # Both are one series, whoever reads.
+    # A history has both as one series.
     series = History(few).series("update", "rms", "embed.weight")
     assert series.steps.tolist() == [1, 2, 3, 4, 5, 6, 7]
 
@@ -89,17 +89,17 @@ def test_long_tensors_are_sampled() -> None:
 
 
 def test_a_spike_between_due_steps_raises_the_alarm_at_its_step() -> None:
-    heard: list[dict[str, Any]] = []
+    alarmed: list[dict[str, Any]] = []
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), 1e-4)
-    with gauges.watch(net, optimizer, 5, on_alarm=heard.append, warmup=3) as watch:
+    with gauges.watch(net, optimizer, 5, on_alarm=alarmed.append, warmup=3) as watch:
         for step in range(8):
             optimizer.zero_grad()
             (loss_of(net, *batch(step)) * (1000 if step == 6 else 1)).backward()
             optimizer.step()
-    assert {(alarm["of"], alarm["step"]) for alarm in heard} == {("rms", 7)}
-    assert {alarm["name"] for alarm in heard} == {"embed.weight", "blocks.0.0.weight"}
-    assert [row for row in watch.rows() if row["kind"] == "spike"] == heard
+    assert {(alarm["of"], alarm["step"]) for alarm in alarmed} == {("rms", 7)}
+    assert {alarm["name"] for alarm in alarmed} == {"embed.weight", "blocks.0.0.weight"}
+    assert [row for row in watch.rows() if row["kind"] == "spike"] == alarmed
 
 
 def test_skipped_steps_have_none() -> None:

@@ -1,4 +1,4 @@
-"""What kernels say of somebody else's step is what the specification says, in double precision."""
+"""Kernels measure a step of another optimizer as the specification does, in double precision."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LENGTHS = (ROW, 7, 3 * ROW + 5, 0, LONG, LONG + ROW + 1)
 
 
 class Mine(torch.optim.AdamW):
-    """Steps of its own, for all that anybody knows."""
+    """A subclass, whose step may differ."""
 
 
 MAKERS: dict[str, Any] = {

@@ -294,12 +294,12 @@ def test_one_watch_at_a_time_each_entered_once() -> None:
 
 
 def test_alarms_are_called_out_and_logged(caplog: pytest.LogCaptureFixture) -> None:
-    heard: list[dict[str, Any]] = []
+    alarmed: list[dict[str, Any]] = []
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), 1e-4, betas=(0.9, 0.999))
     with (
         caplog.at_level(logging.WARNING, "narrowgauge.gauges"),
-        gauges.watch(net, optimizer, 1, on_alarm=heard.append, warmup=3) as watch,
+        gauges.watch(net, optimizer, 1, on_alarm=alarmed.append, warmup=3) as watch,
     ):
         for step in range(8):
             loss = loss_of(net, *batch(step)) * (1000 if step == 6 else 1)
@@ -308,27 +308,27 @@ def test_alarms_are_called_out_and_logged(caplog: pytest.LogCaptureFixture) -> N
             if step == 7:
                 net.embed.weight.grad[0, 0] = math.nan
             optimizer.step()
-    spikes = [row for row in heard if row["kind"] == "spike"]
+    spikes = [row for row in alarmed if row["kind"] == "spike"]
     assert {row["of"] for row in spikes} == {"rms"}
     assert {row["step"] for row in spikes} == {7}
     assert "embed.weight" in {row["name"] for row in spikes}
     assert all(row["value"] > row["threshold"] == 2.3 for row in spikes)
-    (bad,) = [row for row in heard if row["kind"] == "nonfinite" and row["of"] == "gradient"]
+    (bad,) = [row for row in alarmed if row["kind"] == "nonfinite" and row["of"] == "gradient"]
     assert bad == {"kind": "nonfinite", "step": 8, "of": "gradient", "name": "embed.weight", "value": 1}
-    assert [row for row in watch.rows() if row["kind"] in ("spike", "nonfinite")] == heard
+    assert [row for row in watch.rows() if row["kind"] in ("spike", "nonfinite")] == alarmed
     assert "step 7: RMS spike of embed.weight" in caplog.text
     assert "step 8: 1 elements of the gradient of embed.weight are inf or NaN" in caplog.text
 
 
 def test_a_training_that_diverges_names_a_few_tensors(caplog: pytest.LogCaptureFixture) -> None:
-    heard: list[dict] = []
-    alarms = Alarms(heard.append, 0)
+    alarmed: list[dict] = []
+    alarms = Alarms(alarmed.append, 0)
     with caplog.at_level(logging.WARNING, "narrowgauge.gauges"):
         for kind in ("gradient", "activation_gradient"):
             for n in range(MOST_LOGGED + 20):
                 alarms.raised_by({"kind": kind, "step": 3, "name": f"h.{n}", "nonfinite": 7})
     alarms.notify()
-    assert len(heard) == 2 * (MOST_LOGGED + 20)
+    assert len(alarmed) == 2 * (MOST_LOGGED + 20)
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2 * (MOST_LOGGED + 1)
     assert lines[MOST_LOGGED - 1] == f"step 3: 7 elements of the gradient of h.{MOST_LOGGED - 1} are inf or NaN"

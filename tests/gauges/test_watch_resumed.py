@@ -21,13 +21,14 @@ def watched(path: Path, first: int, last: int, called: list[dict]) -> None:
     optimizer = ng.optim.AdamW(model.parameters())
     resume = first - 1 or None
     with ng.gauges.watch(
-        model, optimizer, path=path, warmup=10, resume_from=resume, on_alarm=called.append
-    ) as gauges:
+        model, optimizer, path=path, warmup=10, resume_from=resume, on_alarm=called.append, activations=False,
+        updates=False, gradients=False, rms_every=0,
+    ) as gauges:  # fmt: skip
         steps(gauges, model, optimizer, losses(160)[first - 1 : last])
 
 
-def steps(gauges: Watch, model: torch.nn.Module, optimizer: torch.optim.Optimizer, told: list[float]) -> None:
-    for loss in told:
+def steps(gauges: Watch, model: torch.nn.Module, optimizer: torch.optim.Optimizer, given: list[float]) -> None:
+    for loss in given:
         model(torch.ones(2, 4)).sum().backward()
         gauges.loss(loss)
         optimizer.step()

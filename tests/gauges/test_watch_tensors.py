@@ -364,7 +364,7 @@ def test_a_step_that_raised_is_recorded_when_it_is_taken() -> None:
     with gauges.watch(net, optimizer, 1, states_every=1) as watch:
         for step in range(3):
             net.weight.grad = torch.ones(64, 64)
-            if step == 1:  # what the watch has looked at by then is of no step
+            if step == 1:  # the watch has previewed moments of a step that is not taken
                 handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)  # type: ignore[arg-type, return-value]
                 with pytest.raises(ZeroDivisionError):
                     optimizer.step()

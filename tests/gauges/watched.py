@@ -46,7 +46,7 @@ def loss_of(net: nn.Module, ids: torch.Tensor, targets: torch.Tensor) -> torch.T
 
 
 def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int, watch: Any = None) -> list[float]:
-    """The losses of some steps; the watch, if there is one, is told of them."""
+    """The losses of some steps; they are given to the watch, if there is one."""
     torch.manual_seed(1)
     losses = []
     for step in range(steps):
