@@ -67,8 +67,8 @@ def full(net: Any) -> dict[str, Tensor]:
     }
 
 
-def moments(net: Any, optimizer: Any) -> dict[str, dict[str, tuple[Tensor, Tensor]]]:
-    """Moments as they are decoded here, and the same cut out of what was decoded elsewhere."""
+def moments(net: Any, optimizer: Any) -> dict[str, dict[str, Tensor]]:
+    """Moments as they are decoded here."""
     found: dict[str, dict[str, Any]] = {}
     for name in SHAPES:
         p = net[name]
@@ -109,27 +109,13 @@ def resumed(folder: Path, shared: bool, cases: Any = FEW) -> dict[Any, Any]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             assert load_checkpoint(path, model=net, optimizer=optimizer).step == 3
-        decoded = {
-            name: {slot: (moment, (net[name].detach() if shared else None)) for slot, moment in slots.items()}
-            for name, slots in moments(net, optimizer).items()
-        }
-        boxes = {
-            name: {
-                slot: (moment, lambda x, p=p: cut(p, x) if p is not None else x)
-                for slot, (moment, p) in one.items()
-            }
-            for name, one in decoded.items()
-        }
-        wanted = torch.load(folder / "moments.pt")[rule, storage, block]["moments"]
-        off = {
-            (name, slot): (
-                float((moment - box(wanted[name][slot])).abs().max()),
-                float(wanted[name][slot].abs().max()),
-            )
-            for name, one in boxes.items()
-            for slot, (moment, box) in one.items()
-            if moment.numel()
-        }
+        wanted, off = torch.load(folder / "moments.pt")[rule, storage, block]["moments"], {}
+        for name, slots in moments(net, optimizer).items():
+            for slot, moment in slots.items():
+                whole = wanted[name][slot]
+                here = cut(net[name].detach(), whole) if shared else whole
+                if moment.numel():
+                    off[name, slot] = float((moment - here).abs().max()), float(whole.abs().max())
         train(net, optimizer, range(3, 6))
         said = [str(w.message) for w in caught if "anew" in str(w.message)]
         told[rule, storage, block] = {"end": full(net), "off": off, "said": said}

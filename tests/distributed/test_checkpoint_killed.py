@@ -14,20 +14,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpointed import KIND, Net, contents, curve, made, newest, train
+from checkpointed import KIND, Net, contents, curve, made, newest
 from saving_process import Processes, failing, log
 
 from narrowgauge.distributed import latest_checkpoint, load_checkpoint, save_checkpoint
 
-WORLD = 2
 
-
-def losses(found: list[list[str]]) -> list[tuple[int, str]]:
-    return [(int(words[1]), words[2]) for words in found if words[0] == "loss" and len(words) == 3]
-
-
-def saved(found: list[list[str]]) -> int:
-    return max((int(words[1]) for words in found if words[0] == "saved" and len(words) == 3), default=0)
+def said(folder: Path, what: str, world: int = 1) -> list[list[str]]:
+    """Lines of all ranks that were written to their ends, or nearly: the last word of a killed process may be
+    cut."""
+    lines = [words for rank in range(world) for words in log(folder, rank)]
+    return [words for words in lines if words[0] == what and len(words) == 3]
 
 
 def quiet_latest(run: Path) -> Path | None:
@@ -37,39 +34,37 @@ def quiet_latest(run: Path) -> Path | None:
         return latest_checkpoint(run)
 
 
-def killed(processes: Processes, folder: Path, times: int) -> None:
-    """Kill a run at random moments, and start it again; every loss it ever had is that of a run in one piece."""
-    moments = random.Random(0)
-    run, reached = folder / "run", 0
+def killed(processes: Processes, folder: Path, times: int, world: int, most: float) -> None:
+    """Kill a run's processes, or one of them, at random moments, and start it again; what was saved is never lost,
+    the others end by themselves, and every loss there ever was is that of a run in one piece."""
+    moments, reached = random.Random(0), 0
     for _ in range(times):
-        (pid,) = processes.start(folder, steps=10**9)
-        time.sleep(moments.uniform(0.0, 0.3))
-        os.kill(pid, signal.SIGKILL)
-        assert processes.ended() == [signal.SIGKILL]
-        path = quiet_latest(run)
-        step = 0
-        if path is not None:
-            net, optimizer = made(KIND, seed=1)
-            step, _ = load_checkpoint(path, model=net, optimizer=optimizer)
+        pids = processes.start(folder, world=world, steps=10**9)
+        time.sleep(moments.uniform(0.1 * (world - 1), most))
+        for pid in pids if world == 1 else moments.choice([pids, pids[:1], pids[1:]]):
+            os.kill(pid, signal.SIGKILL)
+        assert signal.SIGKILL in processes.ended()
+        path = quiet_latest(folder / "run")
+        net, optimizer = made(KIND, seed=1)
+        step = load_checkpoint(path, model=net, optimizer=optimizer).step if path is not None else 0
         # Nothing that `save_checkpoint` has reported is lost, and nothing that was found before.
-        assert step >= max(reached, saved(log(folder)))
+        assert step >= max([reached, *(int(words[1]) for words in said(folder, "saved", world))])
         reached = step
-    found = losses(log(folder))
-    wanted = curve(max(step for step, _ in found))
+    found = said(folder, "loss", world)
+    wanted = curve(max(int(words[1]) for words in found))
     assert reached > 0
-    for step, loss in found:
-        assert wanted[step].startswith(loss)  # the last word of a killed process may be cut
+    assert all(wanted[int(step)].startswith(loss) for _, step, loss in found)
     # Two are kept, and a third if the last kill came before it was removed.
-    assert len(list(run.glob("step-*"))) <= 3
+    assert len(list((folder / "run").glob("step-*"))) <= 3
 
 
 def test_killed_at_random_moments_nothing_is_lost(processes: Processes, tmp_path: Path) -> None:
-    killed(processes, tmp_path, 10)
+    killed(processes, tmp_path, 10, 1, 0.3)
 
 
 @pytest.mark.slow
 def test_killed_two_hundred_times_nothing_is_lost(processes: Processes, tmp_path: Path) -> None:
-    killed(processes, tmp_path, 200)
+    killed(processes, tmp_path, 200, 1, 0.3)
 
 
 def test_killed_at_every_operation_on_the_disk(processes: Processes, tmp_path: Path) -> None:
@@ -95,7 +90,7 @@ def test_killed_at_every_operation_on_the_disk(processes: Processes, tmp_path: P
         # What the killed save left is gone.
         names = os.listdir(folder / "run")
         assert len(names) == 4, names
-        assert dict(losses(log(folder)))[5] == curve(5)[5]
+        assert said(folder, "loss")[-1][1:] == ["5", curve(5)[5]]
     assert states == sorted(states)
     assert set(states) == {3, 4}
 
@@ -149,42 +144,10 @@ def test_a_disk_that_takes_no_more_bytes(run: Path) -> None:
     assert len(os.listdir(run)) == 4
 
 
-def said(folder: Path, what: str) -> list[list[str]]:
-    """Lines of all ranks that were written to their ends, or nearly."""
-    lines = [words for rank in range(WORLD) for words in log(folder, rank)]
-    return [words for words in lines if words[0] == what and len(words) == 3]
-
-
-def killed_ranks(processes: Processes, folder: Path, times: int) -> None:
-    """Kill one of two ranks, or both, at random moments; the other ends by itself, and all go on."""
-    moments, reached = random.Random(0), 0
-    for _ in range(times):
-        pids = processes.start(folder, world=WORLD, steps=10**9)
-        time.sleep(moments.uniform(0.1, 0.8))
-        for pid in moments.choice([pids, pids[:1], pids[1:]]):
-            os.kill(pid, signal.SIGKILL)
-        assert signal.SIGKILL in processes.ended()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*was not finished")
-            path = latest_checkpoint(folder / "run")
-        net, optimizer = made(KIND, seed=1)
-        step = load_checkpoint(path, model=net, optimizer=optimizer).step if path is not None else 0
-        done = [int(w[1]) for rank in range(WORLD) for w in log(folder, rank) if w[0] == "saved" and len(w) == 3]
-        assert step >= max([reached, *done])
-        reached = step
-    net, optimizer = made(KIND)
-    lines = [
-        words for rank in range(WORLD) for words in log(folder, rank) if words[0] == "loss" and len(words) == 3
-    ]
-    wanted = [loss.hex() for loss in train(net, optimizer, range(max(int(w[1]) for w in lines)))]
-    assert all(wanted[int(step) - 1].startswith(loss) for _, step, loss in lines)
-    assert reached > 0
-
-
 def test_two_ranks_killed_at_random_moments_lose_nothing(processes: Processes, tmp_path: Path) -> None:
-    killed_ranks(processes, tmp_path, 4)
+    killed(processes, tmp_path, 4, 2, 0.8)
 
 
 @pytest.mark.slow
 def test_two_ranks_killed_two_hundred_times_lose_nothing(processes: Processes, tmp_path: Path) -> None:
-    killed_ranks(processes, tmp_path, 200)
+    killed(processes, tmp_path, 200, 2, 0.8)
