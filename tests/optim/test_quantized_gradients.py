@@ -224,32 +224,10 @@ def test_bad_arguments_are_named() -> None:
     for options, words in (
         ({"codebook": "dynamical"}, "codebook: got 'dynamical'"),
         ({"codebook": codebook("dynamic", signed=False)}, "codebook: got one without negative values"),
-        ({"codebook": None}, "codebook: got None, takes a name or a tensor"),
-        ({"codebook": torch.empty(0)}, r"codebook: got torch.float32 of shape \(0,\)"),
         ({"rounding": "up"}, "rounding: got 'up'"),
         ({"block_size": 0}, "block_size: got 0"),
     ):
         with pytest.raises(ValueError, match=words):
             QuantizedGradients(inner, **options)
-    with pytest.raises(ValueError, match="optimizer: got list"):
-        QuantizedGradients([])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="optimizer: got one by step_in_backward"):
         QuantizedGradients(step_in_backward(torch.nn.Linear(2, 2), SGD))
-    with pytest.raises(ValueError, match="state_dict: got groups without 'gradients_quantized'"):
-        QuantizedGradients(inner).load_state_dict(inner.state_dict())
-    saved = QuantizedGradients(inner).state_dict()
-    (group,) = saved["param_groups"]
-    for changed, words in (
-        (None, "state_dict: got NoneType"),
-        (saved | {"param_groups": []}, r"state_dict: got groups of \[\] parameters, takes \[1\]"),
-        (
-            saved | {"param_groups": [group | {"gradients_quantized": "x"}]},
-            "'gradients_quantized' is 'x', takes one",
-        ),
-        (saved | {"param_groups": [group | {"gradients_quantized": -1}]}, "'gradients_quantized' is -1"),
-        (saved | {"state": {0: {"gradient_residual": torch.zeros(3)}}}, r"parameter 0 is .* shape \(3,\)"),
-        (saved | {"state": {0: {"gradient_residual": None}}}, "parameter 0 is a NoneType"),
-        (saved | {"state": {0: {"gradient_residual": torch.full((2,), torch.nan)}}}, "parameter 0 is not finite"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            QuantizedGradients(inner, error_feedback=True).load_state_dict(changed)
