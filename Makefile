@@ -8,9 +8,10 @@ RUN    := $(BIN)/python -m
 ARGS   ?=
 OUT    ?= runs/compare
 JOBS   ?= 2
-# What test-quick leaves out are whole programs: the command line, trainings, studies, several processes.
+# What test-quick leaves out are whole programs (the command line, trainings, studies, several processes) and long runs.
 QUICK  := tests/formats tests/storage tests/kernels tests/optim tests/linear tests/nn tests/scaling tests/gauges \
-          tests/recipes tests/test_import_table.py tests/test_imports.py tests/test_recipes.py tests/test_pairwise.py
+          tests/test_import_table.py tests/test_recipes.py tests/test_pairwise.py tests/test_isolation.py \
+          --ignore=tests/optim/test_collage.py --ignore=tests/optim/test_handing_over.py
 
 .PHONY: compare test test-quick check bench docs format clean
 

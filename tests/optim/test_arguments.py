@@ -78,23 +78,6 @@ def test_describe_shows_every_decision() -> None:
     assert AdamW([big], states="8bit").describe().rows[0].parameter == "0.0"
 
 
-@pytest.mark.parametrize(
-    ("group", "words"),
-    [
-        ({"lr": -1.0}, "Invalid learning rate: -1.0"),
-        ({"betas": (1.5, 2.0)}, "Invalid beta parameter at index 0: 1.5"),
-        ({"betas": (0.9,)}, "Invalid betas"),
-        ({"amsgrad": True}, "amsgrad: got True"),
-        ({"differentiable": True}, "differentiable: got True"),
-        ({"capturable": True, "arithmetic": "strict"}, "capturable: got True"),
-    ],
-    ids=str,
-)
-def test_a_groups_own_options_are_checked_like_all(group: dict, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        AdamW([{"params": [parameter()], **group}])
-
-
 def test_groups_that_share_names_are_told_apart() -> None:
     layers = [torch.nn.Linear(3, 3) for _ in range(2)]
     optimizer = AdamW([{"params": list(layer.named_parameters())} for layer in layers])
@@ -132,24 +115,6 @@ def test_load_hooks_have_their_say() -> None:
     assert other.state[a]["m"].dtype == torch.float32
     assert other.state[a]["v"][0].item() == pytest.approx(0.0005)
     assert other.gauges is True
-
-
-def test_a_refused_step_moves_nothing_at_all() -> None:
-    p, q = parameter(), parameter()
-    optimizer = AdamW([p, q], nonfinite="raise")
-    p.grad, q.grad = torch.ones(8), torch.full((8,), torch.nan)
-    with pytest.raises(FloatingPointError, match=r"0\.1: the gradient has inf or NaN"):
-        optimizer.step()
-    assert torch.equal(p, torch.ones(8))
-
-
-def test_rates_of_one_element_and_any_shape_serve() -> None:
-    for weights in ("plain", "split"):
-        p = parameter(torch.bfloat16)
-        optimizer = AdamW([p], lr=torch.tensor([1e-1], dtype=torch.float64), weights=weights)
-        p.grad = torch.ones_like(p)
-        optimizer.step()
-        assert float(p.detach()[0]) == pytest.approx(0.9, abs=0.005)
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])

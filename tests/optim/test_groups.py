@@ -45,11 +45,6 @@ def test_an_attentions_biases_do_not_decay() -> None:
     assert {name for name, _ in bare["params"]} == {"in_proj_bias", "out_proj.bias", "bias_k", "bias_v"}
 
 
-def test_what_is_no_model_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"model: got list, takes a torch.nn.Module"):
-        split_decay([nn.Parameter(torch.ones(3))], 0.1)
-
-
 def test_an_optimizer_takes_the_groups_and_shows_them() -> None:
     model = nn.Sequential(nn.Embedding(500, 64), nn.Linear(64, 500))
     groups = split_decay(model, 0.1, embeddings="fp32")

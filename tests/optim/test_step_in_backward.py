@@ -220,9 +220,10 @@ def test_accumulation_is_found_out() -> None:
 def test_weights_shared_by_reentrant_checkpoints_are_found_out() -> None:
     model = Tied("reentrant")
     model.blocks[2] = model.blocks[0]
-    step_in_backward(model, optim.AdamW)
+    optimizer = step_in_backward(model, optim.AdamW)
     with pytest.raises(RuntimeError, match=r"blocks\.0\.0\.\w+ was stepped in backward already"):
         model(batch(0)).backward()
+    assert optimizer.in_backward is not None  # its hooks end with the last reference to it
     # Without reentrance the graph is one, and a shared weight waits for all its uses.
     ends = []
     for wrap in (True, False):
@@ -267,8 +268,9 @@ def test_our_loss_scalers_find_it_out_too(kind) -> None:
 def test_clipping_by_the_norm_of_all_finds_nothing() -> None:
     """What the documentation says of it."""
     model = Tied()
-    step_in_backward(model, optim.AdamW)
+    optimizer = step_in_backward(model, optim.AdamW)  # its hooks end with the last reference to it
     model(batch(0)).backward()
+    assert optimizer.in_backward is not None
     assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-9) == 0
 
 

