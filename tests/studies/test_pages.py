@@ -48,7 +48,6 @@ def test_drawing_corrects_a_number() -> None:
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_results_say_where_they_come_from(path: Path) -> None:
     results = json.loads(path.read_text())
-    assert results["command"].startswith(f"python studies/{render.study_of(path.name)}.py")
     assert render.results(path.name)["command"].startswith(f"python -m studies.{render.study_of(path.name)}.run")
     assert {"device", "torch"} <= results["environment"].keys()
     if path.stem != "memory_plans":  # where nothing is trained
