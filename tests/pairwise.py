@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -59,3 +59,20 @@ def cases(*axes: Iterable[Any], allowed: Callable[..., bool] | None = None) -> l
         return [pytest.param(*row) for row in chosen]
     every = [row for row in itertools.product(*values) if allowed is None or allowed(*row)]
     return [pytest.param(*row, marks=() if row in chosen else pytest.mark.slow) for row in every]
+
+
+def by_pairs(indirect: Sequence[str] = (), **axes: Iterable[Any] | Mapping[str, Any]) -> pytest.MarkDecorator:
+    """Parametrize a test by `cases` of named arguments.
+
+    Args:
+        indirect: arguments whose values go to the fixture of that name.
+        axes: the values of each argument, or values by the names that test ids show.
+    """
+    named = [
+        dict(axis) if isinstance(axis, Mapping) else {str(value): value for value in axis} for axis in axes.values()
+    ]
+    rows = []
+    for row in cases(*named):
+        values = [axis[name] for axis, name in zip(named, row.values, strict=True)]
+        rows.append(pytest.param(*values, id="-".join(row.values), marks=row.marks))
+    return pytest.mark.parametrize(tuple(axes), rows, indirect=list(indirect))

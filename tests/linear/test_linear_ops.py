@@ -16,7 +16,7 @@ import narrowgauge as ng
 from narrowgauge.kernels import _triton
 from narrowgauge.linear import LowPrecisionLinear, _dispatch, _ops, linear, quantize
 from narrowgauge.linear._plan import MULTIPLIES
-from products import by_pairs
+from pairwise import by_pairs
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -11,7 +11,7 @@ from test_linear_matmuls import FORMS, PLANS
 from torch import Tensor
 
 from narrowgauge.linear import LinearPlan, _passes, linear, tune
-from products import by_pairs
+from pairwise import by_pairs
 
 pytest.importorskip("triton", reason="triton is not installed: there are no kernels")
 

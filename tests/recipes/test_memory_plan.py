@@ -20,7 +20,7 @@ from narrowgauge.recipes._trace import Traced, enable_checkpointing, without_mem
 from narrowgauge.trainers import build_model
 from narrowgauge.trainers._memory import peak_memory
 from narrowgauge.trainers._models import configuration, next_token_loss
-from products import by_pairs
+from pairwise import by_pairs
 
 # By hand, for a matrix of 512 x 512 (N = 262 144 elements, 1024 blocks of 256): bytes of the weight, of what is
 # added to it, and of both moments. A block of 8 bits has one scale of 4 bytes, one of log4's two.

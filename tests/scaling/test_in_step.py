@@ -17,7 +17,7 @@ import torch
 from narrowgauge import optim
 from narrowgauge.optim import _engine
 from narrowgauge.scaling import DynamicLossScaler, StaticLossScaler, TensorLossScaler
-from products import by_pairs
+from pairwise import by_pairs
 
 KINDS = [DynamicLossScaler, StaticLossScaler, TensorLossScaler]
 NAMED = {kind.__name__: kind for kind in KINDS}

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowgauge.optim as ours
 from narrowgauge.scaling import DynamicLossScaler, StaticLossScaler, TensorLossScaler
-from products import by_pairs
+from pairwise import by_pairs
 
 WARNED = r"layer0\.weight: .*inf or NaN"
 OPTIMIZERS = {
