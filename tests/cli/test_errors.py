@@ -11,6 +11,7 @@ import pytest
 from narrowgauge import recipes, trainers
 from narrowgauge.cli import main
 from narrowgauge.cli._errors import UsageError, user_input
+from narrowgauge.cli._files import write_output
 
 
 def test_wrong_input_is_a_line_and_with_debug_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,3 +82,16 @@ def test_only_errors_of_values_are_the_users() -> None:
     assert "ValueError: one" in "".join(traceback.format_exception(raised.value))
     with pytest.raises(KeyError), user_input():
         raise KeyError("two")
+
+
+def test_an_output_goes_through_a_link_and_replaces_a_file_whole(tmp_path: Path) -> None:
+    file, link = tmp_path / "file.json", tmp_path / "link.json"
+    file.write_text("old")
+    link.symlink_to(file)
+    write_output("--json", link, "new")
+    assert link.is_symlink()
+    assert file.read_text() == "new"
+    before = file.stat().st_ino
+    write_output("--json", file, b"newer")
+    assert file.stat().st_ino != before
+    assert sorted(tmp_path.iterdir()) == [file, link]

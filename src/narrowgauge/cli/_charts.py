@@ -101,15 +101,19 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "�" for c in text)
 
 
-def save_figure(figure: Figure, path: Path) -> bytes:
-    """The content of a picture's file, by the suffix of its path. Text becomes outlines: other machines have other
-    fonts.
+def save_figure(figure: Figure, path: Path, outlines: bool = False) -> bytes:
+    """The content of a picture's file.
+
+    Args:
+        figure: to draw.
+        path: its suffix says of which kind.
+        outlines: in an SVG, letters are drawn as outlines, for machines with other fonts; else text stays text.
     """
     kind = path.suffix.lower()[1:]
     dated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}[kind]
     file = io.BytesIO()
     with drawing():
-        matplotlib.rcParams["svg.fonttype"] = "path"
+        matplotlib.rcParams["svg.fonttype"] = "path" if outlines else "none"
         figure.savefig(file, format=kind, dpi=130, bbox_inches="tight", pad_inches=0.15, metadata=dated)
     return file.getvalue()
 

@@ -34,7 +34,11 @@ def write_output(option: str, path: Path, content: str | bytes) -> None:
         if path.is_dir():
             raise IsADirectoryError("it is a folder")
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, content)
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            # A link, a pipe, /dev/stdout: renaming would replace it.
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        else:
+            write_whole(path, content)
     except OSError as error:
         raise UsageError(f"{option}: cannot write {str(path)!r}: {error.strerror or error}") from None
 

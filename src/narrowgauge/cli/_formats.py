@@ -147,7 +147,7 @@ def _plot(options: FormatsOptions, found: FloatFormat | CodebookMap | None, path
     else:
         it = None if found is None else shown(found, options)
         figure = _formats_charts.maps(it.map.name if it else None, it.signed if it else True, it.bits if it else 8)
-    write_output("--plot", path, save_figure(figure, path))
+    write_output("--plot", path, save_figure(figure, path, outlines=True))
     Printer().line(str(path))
     return 0
 
