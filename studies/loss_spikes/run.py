@@ -23,7 +23,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -261,8 +261,9 @@ def main(
     check: options.Check = False,
 ) -> None:
     """Make the gradient of an embedding 30 times larger, and see what optimizers do."""
+    plan = Plan(steps=steps, brightness=brightness, lr=lr)
     results = {"command": options.command(sys.argv)} | study(
-        Plan(steps=360 if check else steps, brightness=brightness, lr=lr),
+        replace(plan, steps=130, switch=90, judged_from=31) if check else plan,
         range(1 if check else seeds),
         records=records,
     )
