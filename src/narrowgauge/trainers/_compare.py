@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from narrowgauge.optim import NarrowOptimizer, UpdateStats
 from narrowgauge.recipes import Recipe
 
+from ._cpu_products import fast_products
 from ._loop import now, training_loop
 from ._memory import peak_memory
 from ._models import next_token_loss
@@ -151,8 +152,9 @@ def train(
 
     def gradients() -> Tensor:
         times[0] = now(device)
-        loss = next_token_loss(model, windows)
-        torch.autograd.backward(loss)
+        with fast_products(device):
+            loss = next_token_loss(model, windows)
+            torch.autograd.backward(loss)
         times[1] = now(device)
         return loss.detach()
 
@@ -196,7 +198,10 @@ def train(
 def evaluate(model: nn.Module, windows: Tensor, batch: int) -> float:
     """Mean loss in nats a token over windows (n, sequence + 1), `batch` of them at a time."""
     device = next(model.parameters()).device
-    return mean_loss((next_token_loss(model, part.to(device)), len(part)) for part in torch.split(windows, batch))
+    with fast_products(device):
+        return mean_loss(
+            (next_token_loss(model, part.to(device)), len(part)) for part in torch.split(windows, batch)
+        )
 
 
 def mean_loss(parts: Iterable[tuple[Tensor, int]]) -> float:

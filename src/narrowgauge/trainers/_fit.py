@@ -21,6 +21,7 @@ from narrowgauge import gauges, recipes
 from narrowgauge.recipes import cast
 
 from ._build import Parts, build_parts, plain_model
+from ._cpu_products import fast_products
 from ._data import Opened, open_task
 from ._examples import divided
 from ._export import export_model
@@ -221,10 +222,15 @@ class Training:
 
     def _gradients(self) -> Tensor:
         share = divided(self.group.share(self.task.draw()), self.settings.accumulate)
-        loss = self.task.gradients(Step(self.parts, self.group, share, self._device, self._watch))
+        with self._products():
+            loss = self.task.gradients(Step(self.parts, self.group, share, self._device, self._watch))
         if self._watch is not None:
             self._watch.loss(loss)
         return loss
+
+    def _products(self) -> contextlib.AbstractContextManager[Any]:
+        # A compiled region has kernels of its own for products.
+        return contextlib.nullcontext() if self.settings.compile else fast_products(self._device)
 
     def _update(self, loss: Tensor) -> None:
         scaler, optimizer = self.parts.scaler, self.parts.optimizer
@@ -285,7 +291,7 @@ class Training:
         held_out = HeldOut(parts.model, group, self.task.validation(), settings.batch, size, self._device)
         parts.model.eval()
         try:
-            with parts.computing():
+            with self._products(), parts.computing():
                 loss = self.task.held_out_loss(held_out)
                 with group.unsharded(parts.model):
                     metrics = self.task.metrics(parts.model, held_out.parts)
