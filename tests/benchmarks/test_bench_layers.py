@@ -61,7 +61,7 @@ def test_a_run_goes_on_where_another_ended(tmp_path: Path, capsys: pytest.Captur
     [
         (["--sections", "speed"], "--sections: got 'speed', takes memory, noise, operations, grid"),
         (["--resume"], "--resume: got it without --json"),
-        (["--plans", "SWITCH"], "--plans: got 'SWITCH', takes names"),
+        (["--plans", "SWITCH"], "--plans must be a name such as"),
     ],
 )
 def test_what_makes_no_sense_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

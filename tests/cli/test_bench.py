@@ -46,7 +46,7 @@ def test_a_table_and_a_results_file(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "AdamW 8bit, split8" in printed
     assert "torch AdamW fused, bf16" in printed
     assert "GB/s" in printed
-    assert max(map(len, printed.splitlines())) <= 80
+    assert max(len(line) for line in printed.splitlines() if str(tmp_path) not in line) <= 80
     results = json.loads(out.read_text())
     assert results["command"].startswith("narrowgauge bench optimizers --device cpu")
     assert results["copy_bytes_per_second"] > 0

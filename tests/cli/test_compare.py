@@ -155,7 +155,7 @@ BAD = {
     "empty data": (["--data", "FOLDER/empty.txt"], "empty.txt"),
     "binary data": (["--data", "FOLDER/binary.bin"], "binary.bin"),
     "short data": (["--data", "FOLDER/short.txt"], "tokens"),
-    "unknown recipe": (["--recipes", "A,E"], "recipe: got 'E', takes one of fp32, bf16 (A)"),
+    "unknown recipe": (["--recipes", "A,E"], "recipe must be one of fp32, bf16 (A)"),
     "no recipe": (["--recipes", ","], "--recipes: got none"),
     "a recipe twice": (["--recipes", "A,bf16"], "--recipes: got bf16 twice"),
     "unknown model": (["--model", "gpt5"], "--model: got 'gpt5', takes one of micro"),

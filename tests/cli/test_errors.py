@@ -30,7 +30,7 @@ def test_an_error_of_the_library_keeps_its_place_in_the_traceback(capsys: pytest
     assert main(["plan", "7B", "--recipe", "magic", "--debug"]) == 2
     told = capsys.readouterr().err
     assert "in get" in told  # of narrowgauge.recipes, where it was raised
-    assert told.splitlines()[-1].startswith("narrowgauge: recipe: got 'magic'")
+    assert told.splitlines()[-1].startswith("narrowgauge: recipe must be one of fp32")
 
 
 def test_a_defect_is_not_blamed_on_the_input(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_without_gauges_the_run_is_the_same(text: Path, tmp_path: Path) -> None:
 
 REFUSED = {
     "a model there is not": (("--model", "gpt-5"), "--model takes one of micro"),
-    "a recipe there is not": (("--recipe", "magic"), "recipe: got 'magic'"),
+    "a recipe there is not": (("--recipe", "magic"), "recipe must be one of fp32"),
     "no number": (("--lr", "fast"), "--lr"),
     "no steps": (("--steps", "0"), "--steps: got 0, takes an integer from 1"),
     "no parts": (("--accumulate", "0"), "--accumulate: got 0, takes an integer from 1"),

@@ -261,7 +261,7 @@ def test_our_loss_scalers_find_it_out_too(kind) -> None:
     scaler = kind("cpu")
     scaler.scale(model(batch(0))).backward()
     for call in (scaler.unscale_, scaler.step):
-        with pytest.raises(RuntimeError, match="got AdamW by step_in_backward"):
+        with pytest.raises(RuntimeError, match="got AdamW with step_in_backward"):
             call(optimizer)
 
 

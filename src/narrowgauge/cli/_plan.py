@@ -158,7 +158,7 @@ def _linear(text: str) -> LinearPlan:
     try:
         return named_plan(text)
     except ValueError as error:
-        raise UsageError(f"--linear: {str(error).removeprefix('plan: ')}") from None
+        raise UsageError(f"--linear {str(error).removeprefix('plan ')}") from None
 
 
 def _answers(one: MemoryPlan, memory: int, peak: Callable[[Recipe, int], int] | None) -> Answers:
