@@ -21,7 +21,7 @@ gradient skips all of it. A backward pass that dies leaves residuals as they wer
 A message is the float32 scales of a shard's blocks, then the codes, one byte each or two in a byte. Both are those
 of `storage.quantize`, with one difference: a block with an infinity or NaN has a NaN scale, so all of it decodes to
 NaN. `quantize` clamps such numbers, which is right for an optimizer state that outlives a bad step; in a gradient
-they say that the step is bad, and whoever skips bad steps has to see them.
+they say that the step is bad, and an optimizer that skips bad steps must see them.
 
 `EagerPasses` is the specification. `FusedPasses` runs each pass as one kernel over all parameters of the bucket
 (Triton on a GPU, C on a CPU) with the same bits; eager torch makes some thirty passes over memory instead.

@@ -311,7 +311,7 @@ class CPUOffload(torch.optim.Optimizer):
             self._within = False
 
     def inverse_scale(self) -> Tensor | None:
-        """As of `NarrowOptimizer`; on the scaler's device."""
+        """As `NarrowOptimizer.inverse_scale`; on the scaler's device."""
         scale = getattr(self, "grad_scale", None)
         return self.inner.inverse_scale() if scale is None else scale.double().reciprocal().float()
 

@@ -46,7 +46,7 @@ def round_to(
         x = x.to(torch.float32)  # torch has no arithmetic on float8
     if rounding == "nearest":
         if fmt.dtype is not None and x.dtype != torch.float64:
-            # Explicit, because torch before 2.12 makes NaN of what lies beyond the largest float8_e4m3fn.
+            # Explicit, because torch before 2.12 makes NaN of numbers beyond the largest float8_e4m3fn.
             return (x if fmt.has_infinity else x.clamp(-fmt.max, fmt.max)).to(fmt.dtype)
         return fmt.nearest(x).to(fmt.dtype or fmt.container)
     if rounding == "stochastic":

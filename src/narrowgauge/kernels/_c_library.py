@@ -67,7 +67,7 @@ def load(source: str) -> ctypes.CDLL:
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             made = _compile(compiler, source, Path(folder))
             kept = cache / f"{name}-{_hash(made.read_bytes())}.so"
-            # Whoever compiles the same at the same time replaces it by the same.
+            # Another process that compiles the same text now replaces it by an equal file.
             os.replace(made, kept)
     except OSError:
         # Nothing can be kept: the library lives as long as the process.

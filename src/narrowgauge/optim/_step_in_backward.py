@@ -125,7 +125,7 @@ class InBackward:
             )
         if group[LIMIT] is not None:
             raise ValueError(
-                f"{LIMIT}: got {group[LIMIT]!r}, step_in_backward takes None: no two gradients exist at one time"
+                f"{LIMIT}: got {group[LIMIT]!r}, step_in_backward takes None: it holds one gradient at a time"
             )
         if group["nonfinite"] == "propagate" and not has_terms(rule):
             return

@@ -442,7 +442,7 @@ def refuse_in_backward(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keywords without a closure that is None, which frameworks pass along.
+    """The keywords without `closure=None`, which frameworks pass along.
 
     Raises:
         RuntimeError: for a closure: the loss that it computes would have to be scaled.

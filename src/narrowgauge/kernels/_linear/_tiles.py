@@ -1,8 +1,8 @@
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
 """A scale for the tensor or a scale a column: a pass for the absmax, and one that writes codes in either order.
 
-The absmax of a tensor is left as one number a program; whoever quantizes reads them all, some hundreds, and takes
-the largest, which saves a launch. Maxima are the same in any order.
+The first pass leaves one absmax a program, some hundreds. The quantizing programs read them all and take the
+largest, which saves a launch. Maxima are the same in any order.
 
 Codes are wanted in the order of the matrix, or transposed, or both: the second pass turns tiles around on the chip
 and writes what is asked for, from one read.
