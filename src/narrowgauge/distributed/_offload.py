@@ -63,15 +63,15 @@ class CPUOffload(torch.optim.Optimizer):
     Everything else that optimizers of this library offer (`skipped`, `grad_norm`, `state_bytes()`, …) is `inner`'s.
 
     Args:
-        optimizer: an optimizer class of this library, or a function that makes one from parameter groups. params:
-        parameters, named parameters or groups, on GPUs or on the CPU; no DTensors. transfer: when gradients are
-        copied: ``"backward"``, by hooks, each as soon as autograd has it; or ``"step"``,
-            all in `step()`, for gradients that are written to unseen. None: ``"step"`` if `torch.distributed` runs
-            with several ranks, which average gradients after autograd has them, else ``"backward"``.
+        optimizer: an optimizer class of this library, or a function that makes one from parameter groups.
+        params: parameters, named parameters or groups, on GPUs or on the CPU; no DTensors.
+        transfer: when gradients are copied: ``"backward"``, by hooks, each as soon as autograd has it; or
+            ``"step"``, all in `step()`, for gradients that are written to unseen. None: ``"step"`` if
+            `torch.distributed` runs with several ranks, which average gradients after autograd has them, else
+            ``"backward"``.
         gradients: ``"kept"`` leaves them on the GPU; ``"freed"`` frees their memory as soon as they are on their
-        way,
-            so that each parameter takes only its weight's bytes there. Then there is one backward pass a step, and
-            nothing else finds gradients (`clip_grad_norm_`, `unscale_`).
+            way, so that each parameter takes only its weight's bytes there. Then there is one backward pass a step,
+            and nothing else finds gradients (`clip_grad_norm_`, `unscale_`).
         **options: for `optimizer`.
 
     Attributes:

@@ -42,10 +42,10 @@ def ranks() -> Ranks:
 
 
 def all_ranks(work: Callable[[], Result]) -> Result:
-    """Do something on every rank; where one fails, all fail.
+    """Do something on every rank; where one fails, all fail: with its own error, or one that names it.
 
     Raises:
-        what this rank's work raises; else RuntimeError, naming the ranks that failed.
+        RuntimeError: naming the ranks that failed, if this one's work did not raise.
     """
     result: list[Result] = []
     _gathered(lambda: result.append(work()))
@@ -53,11 +53,7 @@ def all_ranks(work: Callable[[], Result]) -> Result:
 
 
 def broadcast_from_rank0(work: Callable[[], Result]) -> Result:
-    """What rank 0's work returns, on every rank.
-
-    Raises:
-        as `all_ranks`.
-    """
+    """What rank 0's work returns, on every rank; errors as with `all_ranks`."""
     found = _gathered(lambda: work() if ranks().rank == 0 else None)[0]
     return found  # type: ignore[return-value]  # rank 0's, whatever it is
 
