@@ -1,10 +1,9 @@
 """Training on images: CLIP on images and captions, ViT on images and classes.
 
 CLIP's towers each give a vector of length one. In a batch of n pairs every image should be nearest to its own
-caption,
-and every caption to its own image: two cross entropies over the n x n cosines, times a learned scale. The scale is
-e^logit_scale, and bounded after each step, at 100 as CLIP's authors have it; beyond that training is unstable.
-`narrowgauge.recipes._losses` has the loss.
+caption, and every caption to its own image: two cross entropies over the n x n cosines, times a learned scale. The
+scale is e^logit_scale, and bounded after each step, at 100 as CLIP's authors have it; beyond that training is
+unstable. `narrowgauge.recipes._losses` has the loss.
 
 All pairs of a step are contrasted with each other, in any number of parts and processes: each process takes its own
 rows of both matrices, and the mean over processes is this loss.
