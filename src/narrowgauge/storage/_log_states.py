@@ -301,7 +301,7 @@ class LogSignedState(CodedState):
 
     def codec(self, signed: bool) -> Codec | None:
         words = self.words("ranges", per_block=2)
-        return Codec("log_signed", words, ("lookup.h", "log_signed.h"), error_feedback=True, registers=88)
+        return Codec("log_signed", words, ("lookup.h", "log_signed.h"), error_feedback=True)
 
     def nbytes(self, numel: int, block_size: int) -> int:
         return super().nbytes(numel, block_size) + 4 * block_count(numel, block_size)
