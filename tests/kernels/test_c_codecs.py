@@ -11,8 +11,8 @@ from torch import Tensor
 
 from codec_functions import codec_source
 from narrowgauge.formats import Coder, coder, random_bits, random_halves
-from narrowgauge.kernels._c_codecs import source
 from narrowgauge.kernels._c_library import load
+from narrowgauge.kernels._c_source import source
 from narrowgauge.kernels._codec import CodebookTable, Codec
 from narrowgauge.storage import StateContext, StateStorage, state_storage
 from pairwise import cases

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowgauge.kernels._c_codecs import source
 from narrowgauge.kernels._c_library import load
+from narrowgauge.kernels._c_source import source
 from narrowgauge.storage import weight_storage
 
 BLOCKS = (64, 16)  # of one part of 64 elements and of one of 16, for which compilers make other code

@@ -15,10 +15,10 @@ pytest.importorskip("triton", reason="triton is not installed: kernels cannot ru
 
 import triton
 import triton.language as tl
+from narrowgauge.kernels._descriptors import Describer
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from narrowgauge.kernels import _launches
-from narrowgauge.kernels._descriptors import Describer
 from narrowgauge.kernels._launches import BoundLaunch, CachedKernel, FixedLaunch
 from narrowgauge.kernels._step._compile import compile_together
 

@@ -71,33 +71,23 @@ class AllreduceKey:
 
 
 class Place(NamedTuple):
-    """A parameter in a bucket, as kernels read it.
+    """A parameter in a bucket, as kernels read it."""
 
-    Attributes:
-        begin: of its gradient, in elements of the bucket's buffer.
-        numel: its elements.
-        width: elements of a shard, a multiple of the block.
-        column: where the shards begin in a row of the messages' matrix.
-        stream: of its random numbers.
-        residual: the address of its residual, 0 without error feedback.
-    """
-
-    begin: int
+    begin: int  # of its gradient, in elements of the bucket's buffer
     numel: int
-    width: int
-    column: int
-    stream: int
-    residual: int
+    width: int  # elements of a shard, a multiple of the block
+    column: int  # where the shards begin in a row of the messages' matrix
+    stream: int  # of its random numbers
+    residual: int  # the address of its residual, 0 without error feedback
 
 
 class BucketNumbers(NamedTuple):
-    """The same for all parameters of a bucket and at every step: ranks, this rank, elements of a message, and the
-    seed of random numbers."""
+    """The same for all parameters of a bucket and at every step."""
 
     ranks: int
     rank: int
-    width: int
-    seed: int
+    width: int  # elements of a message
+    seed: int  # of random numbers
 
 
 def table_of(places: Sequence[Place]) -> npt.NDArray[np.int64]:

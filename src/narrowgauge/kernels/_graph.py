@@ -82,12 +82,8 @@ class Equation:
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down what torch dispatches while it is entered, as nodes of the tensors that come out.
 
-    Args:
-        shape: of the tensors that stand for inputs.
-        dtype: of those that `element` makes.
-
-    Raises:
-        NotImplementedError: for what is not elementwise, or not known here.
+    Inputs are tensors of a shape, and of a dtype if `element` makes them. What is not elementwise, or not known
+    here, raises NotImplementedError.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:

@@ -11,8 +11,8 @@ with vectors of scales (1160 to 1400) and 2% with one scale, where each is faste
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 Kernel = Literal["pointers", "descriptors", "cublas"]
 
@@ -48,10 +48,6 @@ class MatmulConfig:
         sides = f"{self.rows}x{self.columns}x{self.inner}"
         more = (" halves" if self.halves else "") + (f" r{self.resident}" if self.resident > 1 else "")
         return f"{self.kernel} {sides} w{self.warps} s{self.stages} g{self.group}{more}"
-
-    def as_record(self) -> dict[str, Any]:
-        """As plain values, for a file."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

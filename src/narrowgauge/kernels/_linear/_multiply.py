@@ -25,13 +25,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.kernels._descriptors import Describer
-from narrowgauge.kernels._launches import BoundLaunch, CachedKernel
+from narrowgauge.kernels._codec import KINDS
+from narrowgauge.kernels._launches import BoundLaunch, CachedKernel, Describer
 from narrowgauge.kernels._linear._configs import MatmulConfig
 from narrowgauge.kernels._linear._sizes import over, words
 from narrowgauge.kernels._step._floats import INTERPRETED, narrow
-
-_KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 @triton.jit
@@ -209,24 +207,22 @@ class Multiply:
 
     Args:
         launch: with which sizes, constants and options.
-        rows, columns: of the result.
-        dtype: of the result.
+        shape, dtype: of the result.
         blocks: what the copy engine moves at once of the left and right operand and the result; None where the
             kernel goes by pointers.
     """
 
     def __init__(
-        self, launch: BoundLaunch, rows: int, columns: int, dtype: torch.dtype,
-        blocks: tuple[list[int], list[int], list[int]] | None,
+        self, launch: BoundLaunch, shape: tuple[int, int], dtype: torch.dtype,
+        blocks: tuple[list[int], list[int], list[int]] | None = None,
     ) -> None:  # fmt: skip
-        self.launch, self.rows, self.columns, self.dtype = launch, rows, columns, dtype
-        self.blocks = blocks
+        self.launch, self.shape, self.dtype, self.blocks = launch, shape, dtype, blocks
 
     def __call__(
         self, left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None
     ) -> Tensor:
-        """(rows, columns), of operands, scales and bias as `multiply` takes them."""
-        result = left.new_empty((self.rows, self.columns), dtype=self.dtype)
+        """The product of operands, scales and bias as `multiply` takes them."""
+        result = left.new_empty(self.shape, dtype=self.dtype)
         scales = left_scale.data_ptr(), right_scale.data_ptr(), 0 if bias is None else bias.data_ptr()
         if self.blocks is None:
             self.launch(
@@ -237,13 +233,14 @@ class Multiply:
         matrices = left, right, words(result)
         if not self.launch.describers:
             self.launch.describers = tuple(map(Describer, matrices, self.blocks))
-        self.launch(
-            left.get_device(), scales, lambda: (*self._described(matrices), left_scale, right_scale, bias), matrices
-        )  # fmt: skip
-        return result
+        describers = self.launch.describers
 
-    def _described(self, matrices: tuple[Tensor, ...]) -> tuple[Any, ...]:
-        return tuple(describe(matrix) for describe, matrix in zip(self.launch.describers, matrices, strict=True))
+        def arguments() -> tuple[Any, ...]:
+            described = (describe(matrix) for describe, matrix in zip(describers, matrices, strict=True))
+            return *described, left_scale, right_scale, bias
+
+        self.launch(left.get_device(), scales, arguments, matrices)
+        return result
 
 
 @functools.lru_cache(maxsize=4096)
@@ -251,19 +248,13 @@ def prepared(
     rows: int, columns: int, inner: int, left: torch.dtype, right: torch.dtype, one: bool, other: bool,
     bias: torch.dtype | None, dtype: torch.dtype, full: bool, config: MatmulConfig, device: torch.device,
 ) -> Multiply:  # fmt: skip
-    """A multiply by one of the kernels, for operands that are alike.
+    """A multiply by one of the kernels, for operands of these dtypes that are M, K and N, K.
 
-    Args:
-        rows, columns, inner: M, N, K.
-        left, right: dtypes of the operands.
-        one, other: whether there are several scales of the left, of the right operand.
-        bias: its dtype, None without.
-        dtype, full, config: as `multiply` takes them.
-        device: where it runs.
+    `one` and `other` say whether there are several scales of the left, of the right operand; a bias is its dtype.
     """
     constants = {
         # Where there is one row or column its scale is a vector.
-        "KIND": _KINDS[dtype], "INTEGER": left == torch.int8, "LEFT": one or rows == 1,
+        "KIND": KINDS[dtype], "INTEGER": left == torch.int8, "LEFT": one or rows == 1,
         "RIGHT": other or columns == 1, "BIAS": bias is not None,
         "ROWS": config.rows, "COLUMNS": config.columns, "INNER": config.inner, "GROUP": config.group,
         "IMPRECISE": config.inner if full else None,
@@ -273,12 +264,13 @@ def prepared(
     sizes, tiles = (rows, columns, inner), over(rows, config.rows) * over(columns, config.columns)
     if config.kernel == "pointers":
         constants["DEEP"] = inner % config.inner == 0
-        return Multiply(BoundLaunch(_POINTERS, (tiles,), sizes, constants, options), rows, columns, dtype, None)
+        return Multiply(BoundLaunch(_POINTERS, (tiles,), sizes, constants, options), (rows, columns), dtype)
     programs = min(tiles, config.resident * _multiprocessors(device))
     constants |= {"HALVES": config.halves, "PROGRAMS": programs}
     wide = config.columns // (2 if config.halves else 1)
     blocks = [config.rows, config.inner], [config.columns, config.inner], [config.rows, wide]
-    return Multiply(BoundLaunch(_DESCRIPTORS, (programs,), sizes, constants, options), rows, columns, dtype, blocks)
+    launch = BoundLaunch(_DESCRIPTORS, (programs,), sizes, constants, options)
+    return Multiply(launch, (rows, columns), dtype, blocks)
 
 
 @functools.lru_cache(maxsize=64)

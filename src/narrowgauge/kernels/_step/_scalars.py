@@ -27,12 +27,10 @@ def numbers_source(
     With ``ADVANCE`` it takes the count on; with ``PEEK`` it works with the next count and leaves the present one.
 
     Args:
-        scalars: the rule's, as graphs of hyperparameters and the step.
-        hyper: names of the hyperparameters, in the order of their row.
+        scalars, hyper, factor: as `TritonKernels` takes them. `verdict` holds the factor, float32 (2,); after it,
+            whether no tensor takes this step.
         terms: names of the sums.
         met: what to work out.
-        factor: name of the number that gradients are multiplied by, which `verdict` holds, float32 (2,); after it,
-            whether no tensor takes this step. None where there is no such thing.
         summed: whether `partials` are sums of whole tensors already, float64 (tensors, terms).
     """
     known = {Node("number", (name,), True): f"h{i}" for i, name in enumerate(hyper)}

@@ -17,12 +17,7 @@ from narrowgauge.kernels._step import _stats
 
 @dataclass(frozen=True)
 class Cut:
-    """Where programs of the step are added up for gauges.
-
-    Attributes:
-        slices, ends: int32, on the device: where slices of the programs begin, and where tensors begin among the
-            slices, with the ends last.
-    """
+    """Where programs of the step are added up for gauges, as `cut_for_sums` has it, on the device."""
 
     slices: Tensor
     ends: Tensor
