@@ -10,23 +10,18 @@ import torch
 from torch import Tensor
 
 from narrowgauge.kernels._c_library import load
-from narrowgauge.kernels._c_source import source
+from narrowgauge.kernels._c_source import FLOATS, source
 from narrowgauge.storage import weight_storage
 
 BLOCKS = (64, 16)  # of one part of 64 elements and of one of 16, for which compilers make other code
-C_TYPES = {
-    torch.bfloat16: ("u16", "bfloat16"),
-    torch.float16: ("_Float16", "float16"),
-    torch.float32: ("float", "float32"),
-}
-MANTISSAS = {torch.bfloat16: 7, torch.float16: 10, torch.float32: 23}
+MANTISSAS = {torch.bfloat16: 7, torch.float16: 10}
 CASES = [(torch.bfloat16, name) for name in ("plain", "kahan", "expansion", "split", "split8", "master")]
 CASES += [(torch.float16, name) for name in ("plain", "kahan", "expansion", "master")]
 
 
 @functools.cache
 def functions(name: str, dtype: torch.dtype, block: int) -> ctypes.CDLL:
-    c_type, suffix = C_TYPES[dtype]
+    c_type, suffix = FLOATS[dtype]
     low = {"plain": "u8", "split": "int16_t", "split8": "int8_t", "master": "float"}.get(name, c_type)
     text = [
         f"#define BLOCK {block}",

@@ -13,24 +13,16 @@ unavailable = _triton.unavailable.__wrapped__
 CUDA = torch.device("cuda", 0)
 
 
-def test_other_devices() -> None:
+def test_without_a_device_or_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert unavailable(torch.device("cpu")) == "no kernels for cpu"
-    assert unavailable(torch.device("meta")) == "no kernels for meta"
-
-
-def test_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert unavailable(CUDA) == "triton is not installed"
 
 
-def test_an_old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_gpu_and_the_interpreter_which_cannot_read_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
     assert unavailable(CUDA) == "Triton takes compute capability 7.0 and up"
-
-
-def test_the_interpreter_cannot_read_a_gpus_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert unavailable(CUDA) == "TRITON_INTERPRET is set"

@@ -103,7 +103,7 @@ def test_infinite_and_nan_weights_stay_what_they_are(name: str, dtype: torch.dty
 
 
 def test_unknown_names_are_refused_with_a_list() -> None:
-    with pytest.raises(ValueError, match="weights: got 'kahn', takes one of 'plain', 'kahan'"):
+    with pytest.raises(ValueError, match=r"weights must be 'plain', 'kahan', .*got 'kahn'"):
         weight_storage("kahn")
 
 
@@ -115,11 +115,3 @@ def test_a_codec_has_the_low_word(name: str) -> None:
         assert codec is not None
         assert codec.name == name
         assert [word.bits for word in codec.words] == ([8 * low.itemsize] if low is not None else [])
-
-
-def test_what_replaces_a_function_has_no_codec() -> None:
-    class Halved(type(weight_storage("master"))):  # type: ignore[misc]
-        def read(self, p: torch.Tensor, low: torch.Tensor | None) -> torch.Tensor:
-            return super().read(p, low) / 2  # type: ignore[no-any-return]
-
-    assert Halved().codec(torch.bfloat16) is None

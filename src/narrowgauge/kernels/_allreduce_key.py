@@ -27,23 +27,14 @@ GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, eq=False)
 class AllreduceKey:
-    """Everything that the code of the passes depends on.
+    """Everything that the code of the passes depends on."""
 
-    Attributes:
-        coder: of the codebook, on the host.
-        block: elements that share a scale, a multiple of 4.
-        bits: of a code in a message, 8 or 4.
-        stochastic: whether codes are rounded stochastically.
-        dtype: of the gradients.
-        residual: dtype of error feedback; None without it.
-    """
-
-    coder: Coder
-    block: int
-    bits: int
+    coder: Coder  # of the codebook, on the host
+    block: int  # elements that share a scale, a multiple of 4
+    bits: int  # of a code in a message, 8 or 4
     stochastic: bool
-    dtype: torch.dtype
-    residual: torch.dtype | None
+    dtype: torch.dtype  # of the gradients
+    residual: torch.dtype | None  # dtype of error feedback, if there is any
 
     @cached_property
     def table(self) -> CodebookTable | None:

@@ -72,19 +72,14 @@ class Word:
 class CodebookTable:
     """A codebook whose codes are found by one look-up: a cell for each upper half of a float's pattern.
 
-    Attributes:
-        values: float32 (256,), what codes mean.
-        cells: uint32. The upper half is the code at the cell's start. The lower half, added to a pattern's lower
-            half, carries above the one boundary inside. Of positive numbers: negative ones count down from the code
-            of zero.
-        zero: the code of zero.
-        first: the upper half of the first cell's patterns; all smaller ones belong to this cell.
+    The upper half of a cell is the code at its start. The lower half, added to a pattern's lower half, carries
+    above the one boundary inside. Cells are of positive numbers: negative ones count down from the code of zero.
     """
 
-    values: NDArray[np.float32]
+    values: NDArray[np.float32]  # (256,), what codes mean
     cells: NDArray[np.uint32]
-    zero: int
-    first: int
+    zero: int  # the code of zero
+    first: int  # the upper half of the first cell's patterns; all smaller ones belong to this cell
 
     @classmethod
     @functools.lru_cache(maxsize=64)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from narrowgauge.kernels import _cache
 from narrowgauge.kernels._linear._configs import CANDIDATES, MatmulConfig, MatmulShape, default, fits
-from narrowgauge.kernels._linear._multiply import fits_descriptors, fits_sides, multiply, prepared
+from narrowgauge.kernels._linear._multiply import fits_descriptors, fits_sides, prepared
 
 _HOPPER = 9
 _NEAR = 1.03  # timing noise: closer times count as equal
@@ -44,7 +44,18 @@ def multiply_codes(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
     dtype: torch.dtype, full: bool, config: MatmulConfig | None = None,
 ) -> Tensor:  # fmt: skip
-    """(M, N), of arguments as `_multiply.multiply` takes them; by the best known config if it is None."""
+    """Multiply codes.
+
+    Args:
+        left: contiguous (M, K), K at least 1; int8 with int8, or float8 with float8 of either kind.
+        right: contiguous (N, K).
+        left_scale: float32, (M, 1) contiguous or one number.
+        right_scale: float32, (1, N) contiguous or one number.
+        bias: (N,) contiguous or None.
+        dtype: of the result (M, N): bfloat16, float16 or float32.
+        full: whether sums of float8 are added in float32 after every tile along K.
+        config: one that fits; the best known if None.
+    """
     rows, inner = left.shape
     product = _product(
         rows, inner, right.shape[0], left.dtype, right.dtype, left_scale.numel() > 1, right_scale.numel() > 1,
@@ -74,7 +85,7 @@ def tune(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
     dtype: torch.dtype, full: bool,
 ) -> tuple[MatmulShape, dict[MatmulConfig, float], dict[MatmulConfig, str]]:  # fmt: skip
-    """Time every config of a multiply, with arguments as `_multiply.multiply` takes them, and store the fastest.
+    """Time every config of a multiply, with arguments as `multiply_codes` takes them, and store the fastest.
 
     Returns:
         The shape; milliseconds of each config, the fastest first; the errors of the others.
@@ -85,7 +96,7 @@ def tune(
     allowed = _allowed(left, right, bias, dtype, kind)
     known = default(kind, False, allowed[1], _is_hopper(left.device))
     operands = (left, right, left_scale, right_scale, bias, dtype, full)
-    wanted = multiply(*operands, known).to(torch.float32)
+    wanted = multiply_codes(*operands, known).to(torch.float32)
     size = wanted.abs().mean()
 
     def agrees(got: Tensor) -> bool:

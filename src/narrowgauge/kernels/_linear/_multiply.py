@@ -175,33 +175,6 @@ def fits_sides(inner: int, columns: int, dtype: torch.dtype) -> bool:
     return inner % 16 == 0 and columns * dtype.itemsize % 16 == 0
 
 
-def multiply(
-    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
-    dtype: torch.dtype, full: bool, config: MatmulConfig,
-) -> Tensor:  # fmt: skip
-    """Multiply codes by one of the kernels.
-
-    Args:
-        left: contiguous (M, K), K at least 1; int8 with int8, or float8 with float8 of either kind.
-        right: contiguous (N, K).
-        left_scale: float32, (M, 1) contiguous or one number.
-        right_scale: float32, (1, N) contiguous or one number.
-        bias: (N,) contiguous or None.
-        dtype: of the result: bfloat16, float16 or float32.
-        full: whether sums of float8 are added in float32 after every tile along K.
-        config: a kernel that fits; not cuBLAS.
-
-    Returns:
-        (M, N).
-    """
-    (rows, inner), columns = left.shape, right.shape[0]
-    product = prepared(
-        rows, columns, inner, left.dtype, right.dtype, left_scale.numel() > 1, right_scale.numel() > 1,
-        None if bias is None else bias.dtype, dtype, full, config, left.device,
-    )  # fmt: skip
-    return product(left, right, left_scale, right_scale, bias)
-
-
 class Multiply:
     """A kernel's launch for operands of one shape, in one dtype, with scales of one kind.
 
@@ -221,7 +194,7 @@ class Multiply:
     def __call__(
         self, left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None
     ) -> Tensor:
-        """The product of operands, scales and bias as `multiply` takes them."""
+        """The product of operands, scales and bias as `_autotune.multiply_codes` takes them."""
         result = left.new_empty(self.shape, dtype=self.dtype)
         scales = left_scale.data_ptr(), right_scale.data_ptr(), 0 if bias is None else bias.data_ptr()
         if self.blocks is None:

@@ -165,7 +165,7 @@ class TritonKernels:
         with torch.cuda.device_of(tables.rows):  # Triton launches on the current device
             if not self._compiled:
                 self._compiled = True
-                compile_together([(kernel, (count,), *rest) for _, kernel, count, *rest in launches if count])
+                compile_together([(of, (count,), x, c, o) for _, of, count, x, c, o in launches if count])
             _run(tables, launches)
 
     def _launches(self, tables: Tables, verdict: list[Tensor], stats: Tensor | None, summed: bool) -> list[_Launch]:

@@ -29,28 +29,17 @@ _LOADED = {"bf16": "int16", "fp16": "int16", "fp32": "float32"}
 
 @dataclass(frozen=True)
 class Layout:
-    """All that a step kernel's code depends on but the equation.
-
-    Attributes:
-        weight: how the weight is kept.
-        kind, grad: what the parameter and its gradient hold: ``"bf16"``, ``"fp16"`` or ``"fp32"``.
-        moments: in the order of the rule.
-        block: elements a block, a power of two of at least 64.
-        aligned: whether every address is a multiple of 16 bytes.
-        negate: whether the gradient counts with its other sign.
-        gauges: whether sums of what the step does to the weight are worked out too; see `_stats`.
-        shared: whether ranks share the parameters: random numbers then begin at `origin` instead of 0.
-    """
+    """All that a step kernel's code depends on but the equation."""
 
     weight: Codec
-    kind: str
-    grad: str
-    moments: tuple[Moment, ...]
-    block: int
-    aligned: bool
-    negate: bool = False
-    gauges: bool = False
-    shared: bool = False
+    kind: str  # what the parameter holds: "bf16", "fp16" or "fp32"
+    grad: str  # and its gradient
+    moments: tuple[Moment, ...]  # in the order of the rule
+    block: int  # elements, a power of two of at least 64
+    aligned: bool  # whether every address is a multiple of 16 bytes
+    negate: bool = False  # whether the gradient counts with its other sign
+    gauges: bool = False  # whether sums of what the step does to the weight are worked out too; see `_stats`
+    shared: bool = False  # whether ranks share the parameters: random numbers then begin at `origin`, not at 0
 
     @property
     def blockwise(self) -> bool:

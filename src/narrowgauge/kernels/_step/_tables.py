@@ -25,27 +25,16 @@ class Cut:
 
 @dataclass(frozen=True)
 class Tables:
-    """What a launch reads and writes beside the tensors themselves.
+    """What a launch reads and writes beside the tensors themselves."""
 
-    Attributes:
-        rows: int64 (tensors, WIDTH); see `_layout`.
-        programs: int32 (programs,): the tensor that each program of the step works on.
-        passes: int32, the same of programs that only read.
-        hyper: float64 (groups, hyperparameters).
-        codebooks: for each codebook its values, float32, and the cells that encode to it, int32.
-        cut: where programs of the step are added up for gauges, if there are any.
-        scratch: made on first use and kept.
-        launched: by name, the launches on all of that.
-    """
-
-    rows: Tensor
-    programs: Tensor
-    passes: Tensor
-    hyper: Tensor
-    codebooks: Sequence[tuple[Tensor, Tensor]] = ()
-    cut: Cut | None = None
-    scratch: dict[str, Tensor] = field(default_factory=dict)
-    launched: dict[str, FixedLaunch] = field(default_factory=dict)
+    rows: Tensor  # int64 (tensors, WIDTH); see `_layout`
+    programs: Tensor  # int32 (programs,): the tensor that each program of the step works on
+    passes: Tensor  # int32, the same of programs that only read
+    hyper: Tensor  # float64 (groups, hyperparameters)
+    codebooks: Sequence[tuple[Tensor, Tensor]] = ()  # values, float32, and the cells that encode to them, int32
+    cut: Cut | None = None  # where programs of the step are added up for gauges, if there are any
+    scratch: dict[str, Tensor] = field(default_factory=dict)  # made on first use and kept
+    launched: dict[str, FixedLaunch] = field(default_factory=dict)  # by name
 
     @property
     def books(self) -> list[Tensor]:
