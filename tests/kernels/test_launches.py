@@ -273,23 +273,11 @@ def launch(launches: CachedKernel) -> BoundLaunch:
     return BoundLaunch(launches, (5,), (48,), CONSTANTS, OPTIONS)
 
 
-def test_a_launch_asks_for_tensors_once(launch: BoundLaunch) -> None:
-    asked: list[bool] = []
-
-    def tensors() -> tuple[Any, ...]:
-        asked.append(True)
-        return X, None
-
-    for _ in range(3):
-        launch(0, (X.data_ptr(), 0), tensors)
-    assert len(asked) == len(launch.launches.kernel.compiled) == 1
-    assert launch.launches.kernel.runs == 2 * [((5, 1, 1), (X.data_ptr(), 0, 48, 64, True))]
-
-
-def test_addresses_off_16_bytes_have_their_own_kernel(launch: BoundLaunch) -> None:
-    kernel = launch.launches.kernel
+def test_a_launch_asks_for_tensors_once_and_where_addresses_are_off_16_bytes(launch: BoundLaunch) -> None:
+    kernel, asked = launch.launches.kernel, []
     for x in (X[1:], X, X[2:], X, X[4:]):
-        launch(0, (x.data_ptr(), 0), lambda x=x: (x, None))
+        launch(0, (x.data_ptr(), 0), lambda x=x: asked.append(x) or (x, None))
+    assert [x.data_ptr() for x in asked] == [x.data_ptr() for x in (X[1:], X, X[2:])]
     assert [bool(call["arguments"][0].data_ptr() % 16) for call in kernel.compiled] == [True, False]
     assert [given[0] for _, given in kernel.runs] == [X[2:].data_ptr(), X.data_ptr(), X[4:].data_ptr()]
 

@@ -117,7 +117,7 @@ SIDES = st.sampled_from((1, 2, 15, 16, 17, 128, 144, 256, 257))
 DTYPES = st.sampled_from((torch.bfloat16, torch.float16, torch.float32))
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
         st.tuples(
@@ -142,7 +142,7 @@ def test_quantizers_take_the_kernel_for_what_they_are_given(kernels: list[Kernel
             _tiles.add_up(placed((rows, columns), torch.float32, off), dtype)
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
         st.tuples(

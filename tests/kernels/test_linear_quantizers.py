@@ -179,14 +179,6 @@ def test_every_code_and_every_tie(form: str, device: str) -> None:
     assert same(codes, quantize(x, "row", form).codes)
 
 
-def test_a_row_is_held_in_two_powers_of_two() -> None:
-    assert [_rows.pieces(n) for n in (1, 1280, 4096)] == [(1, 0), (1024, 256), (4096, 0)]
-    for columns in range(1, 3000):
-        first, second = _rows.pieces(columns)
-        assert first & (first - 1) == second & (second - 1) == 0
-        assert first + second >= columns > (first if second else first // 2)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("columns", [1280, 5120, 8192, 16384, 16400, 65536])
 @pytest.mark.parametrize("form", FORMS)

@@ -49,17 +49,3 @@ def test_registers_are_limited_where_the_limits_were_measured(
     assert limits(torch.device("cpu")), "compiled for elsewhere, which is an H100 or H200"
     monkeypatch.setattr(_triton, "instructions", lambda: (False, False))
     assert not limits(CUDA), "AMD's and Intel's compilers know no such option"
-
-
-@pytest.mark.parametrize("limited", [True, False])
-def test_a_step_is_launched_with_the_limit_or_without(monkeypatch: pytest.MonkeyPatch, limited: bool) -> None:
-    pytest.importorskip("triton")
-    from narrowgauge.kernels._step import _launch
-    from narrowgauge.kernels._step._layout import Layout
-    from narrowgauge.storage import weight_storage
-
-    weight = weight_storage("plain").codec(torch.bfloat16)
-    assert weight is not None
-    monkeypatch.setattr(_launch, "limits_registers", lambda device: limited)
-    layout = Layout(weight, "bf16", "bf16", (), 512, True)
-    assert _launch._options(layout, CUDA).get("maxnreg") == (128 if limited else None)

@@ -82,18 +82,6 @@ def test_an_error_is_a_share_of_the_unit_and_never_more_than_the_element(bits: i
 
 
 @BITS
-def test_symmetries(bits: int) -> None:
-    m, v = data(4)
-    codes = Coded.of(bits, signed=True, has_normalizer=True)
-    found, scales = codes.encode(m, 256, v=v)
-    scaled, other = codes.encode(m * 2.0**10, 256, v=v * 2.0**20)
-    assert torch.equal(scaled, found)
-    assert torch.equal(other, scales)
-    negated, _ = codes.encode(-m, 256, v=v)
-    assert torch.equal(negated, -found if bits == 8 else torch.where(found & 7 > 0, found ^ 8, 0).byte())
-
-
-@BITS
 def test_what_is_no_number_stays_in_its_place(bits: int) -> None:
     m, v = data(1, (3, 32))
     m[0, 3], m[1, 4] = float("nan"), float("inf")

@@ -27,9 +27,18 @@ from narrowgauge.kernels._c_library import Unavailable
 from narrowgauge.kernels._codec import KINDS
 from narrowgauge.kernels._launches import BoundLaunch, CachedKernel
 from narrowgauge.kernels._step._codebooks import fast_normalise, normalise
-from narrowgauge.kernels._step._floats import INFINITY, any_of, bits_of, column_max, float_of, gather, narrow, widen
+from narrowgauge.kernels._step._floats import (
+    INFINITY,
+    _philox,
+    any_of,
+    bits_of,
+    column_max,
+    float_of,
+    gather,
+    narrow,
+    widen,
+)
 from narrowgauge.kernels._step._packing import codes_of, from_codes
-from narrowgauge.kernels._step._random import _philox
 from narrowgauge.kernels._tables import sent_anew
 from narrowgauge.kernels._triton import instructions
 

@@ -106,6 +106,11 @@ class Layout:
     def codecs(self) -> tuple[Codec, ...]:
         return (self.weight, *(moment.codec for moment in self.moments))
 
+    def columns(self) -> dict[tuple[str, str], int]:
+        """Columns of the moments' tensors, by the moment's and the tensor's name."""
+        words = [(moment.name, word.name) for moment in self.moments for word in moment.codec.words]
+        return {word: len(COLUMNS) + number for number, word in enumerate(words)}
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -149,11 +154,10 @@ def kept_words(layout: Layout, packed: bool) -> list[Kept]:
     """What a step reads of a tensor, in order; packed as far as that goes, or not at all."""
     found = [Kept("p", AT["p"], Word("p", layout.kind)), Kept("grad", AT["grad"], Word("grad", layout.grad))]
     found += [Kept("low", AT["low"], word) for word in layout.weight.words]
-    words = [(moment.name, word.name) for moment in layout.moments for word in moment.codec.words]
+    columns = layout.columns()
     for moment in layout.moments:
         found += [
-            Kept(name, len(COLUMNS) + words.index((moment.name, word.name)), word, part)
-            for name, word, part in named_words(moment)
+            Kept(name, columns[moment.name, word.name], word, part) for name, word, part in named_words(moment)
         ]
     if not (packed and layout.aligned):
         return found

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from narrowgauge.kernels._codec import in_order
 from narrowgauge.kernels._graph import Equation, Node
 from narrowgauge.kernels._step._codecs import SlowPathTests, decode, encode, has, write
-from narrowgauge.kernels._step._expressions import lines
+from narrowgauge.kernels._step._expressions import indented, lines
 from narrowgauge.kernels._step._layout import (
     AT,
     WIDTH,
@@ -24,7 +24,6 @@ from narrowgauge.kernels._step._layout import (
     rows,
     stores,
 )
-from narrowgauge.kernels._step._scalars import indented
 from narrowgauge.kernels._step._stats import Stats
 
 
