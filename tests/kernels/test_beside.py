@@ -16,11 +16,11 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     told: list[tuple[Any, ...]] = []
     current = ["main"]
 
-    class Event:
-        names = iter(("before", "after"))
+    names = iter(("before", "after"))
 
+    class Event:
         def __init__(self) -> None:
-            self.name = next(Event.names)
+            self.name = next(names)
 
         def record(self, stream: str) -> None:
             told.append((self.name, "records", stream))

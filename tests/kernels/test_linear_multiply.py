@@ -86,10 +86,8 @@ def test_nan_scales_lose_their_rows_and_no_others(device: str) -> None:
     one, other = operands(40, 32, 24, ("int8", "int8"), ("row", "tensor"), device)
     one.scale[7] = torch.nan
     got = multiply_codes(one.codes, other.codes, one.scale, other.scale, None, torch.bfloat16, False, WAYS[0])
-    lost = torch.zeros(40, dtype=torch.bool, device=device)
-    lost[7] = True
-    assert torch.equal(got.isnan().all(1), lost)
-    assert torch.equal(got.isnan().any(1), lost)
+    assert got[7].isnan().all()
+    assert int(got.isnan().sum()) == 24
 
 
 @pytest.mark.parametrize("scalings", SCALINGS)

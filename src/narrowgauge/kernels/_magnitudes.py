@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from narrowgauge.kernels._launches import CachedKernel
+from narrowgauge.kernels._step._floats import INFINITY
 from narrowgauge.kernels._tables import sent
 
 MEASURED = 5  # columns: absmax; numbers of non-finite, and of finite nonzero elements; the sums of |x| and of x
@@ -32,7 +33,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # by their number in a 
 ROW = 1024  # elements
 
 _MEASURED, _BOUNDARIES, _ROW = tl.constexpr(MEASURED), tl.constexpr(BOUNDARIES), tl.constexpr(ROW)
-_INFINITY = tl.constexpr(0x7F800000)
 # Elements a program, 32 a thread: 16 make more reductions across threads, 64 leave room for fewer programs.
 _TILE, _WARPS = 2**12, 4
 _OPTIONS = {"num_warps": _WARPS, "enable_fp_fusion": False}
@@ -60,14 +60,14 @@ def bits_at(address, kind, at, here):
 def _finite_magnitude(bits):
     """The bits of |x|, zero where x is not finite."""
     magnitude = bits & 0x7FFFFFFF
-    return tl.where(magnitude < _INFINITY, magnitude, 0)
+    return tl.where(magnitude < INFINITY, magnitude, 0)
 
 
 @triton.jit
 def _sums(bits, row):
     """Write the sums of a tile, as `MEASURED` has them."""
     magnitude = _finite_magnitude(bits)
-    finite = (bits & 0x7FFFFFFF) < _INFINITY
+    finite = (bits & 0x7FFFFFFF) < INFINITY
     largest = tl.max(magnitude, 0).to(tl.int32).to(tl.float32, bitcast=True)
     tl.store(row, largest.to(tl.float64))
     tl.store(row + 1, tl.sum((finite == 0).to(tl.int32), 0).to(tl.float64))
