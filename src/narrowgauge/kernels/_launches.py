@@ -22,7 +22,7 @@ import hashlib
 import linecache
 from collections.abc import Callable, Mapping
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -31,9 +31,6 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from narrowgauge.kernels._triton import launches_directly
-
-if TYPE_CHECKING:
-    from narrowgauge.kernels._linear._record import Recorder
 
 # The index of the current device.
 current_device: Callable[[], int] = torch._C._cuda_getDevice if torch.cuda._is_compiled() else lambda: -1
@@ -304,11 +301,11 @@ class BoundLaunch:
         return self._ready.get(device)
 
     def _find(
-        self, device: int | Recorder, aligned: bool, addresses: tuple[int, ...],
+        self, device: Any, aligned: bool, addresses: tuple[int, ...],
         arguments: Callable[[], tuple[Any, ...]], matrices: tuple[Tensor, ...], numbers: tuple[int, ...],
     ) -> None:  # fmt: skip
         """Launch by the tensors themselves, and remember the kernel where it is the one of aligned addresses."""
-        if not isinstance(device, int):  # of stand-in tensors
+        if not isinstance(device, int):  # a `_linear._record.Recorder`, the device of stand-in tensors
             device.record(self, addresses, arguments, matrices)
             return
         given = (*arguments(), *self.sizes, *numbers)
