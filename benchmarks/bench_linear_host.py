@@ -26,7 +26,7 @@ import triton
 from torch import nn
 
 from narrowgauge.kernels import _launches
-from narrowgauge.kernels._linear import _autotune, _dequantize, _multiply, _rows, _sums, _tiles
+from narrowgauge.kernels._linear import _autotune, _dequantize, _multiply, _rows, _tiles
 from narrowgauge.linear import (
     HIGH_PRECISION,
     LLM_INT8,
@@ -94,7 +94,7 @@ def without_gpu() -> None:
 
     triton.runtime.driver.set_active(Driver())
     _launches.current_device = lambda: -1  # what tensors on the CPU say they are on
-    for module in (_rows, _tiles, _multiply, _sums, _dequantize):
+    for module in (_rows, _tiles, _multiply, _dequantize):
         for launches in vars(module).values():
             if isinstance(launches, _launches.CachedKernel):
                 launches.kernel, launches.interpreted = Kernel(launches.kernel), False

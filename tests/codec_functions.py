@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from narrowgauge.kernels._c_codecs import decode, encode, source
+from narrowgauge.kernels._c_source import decode, encode, source
 from narrowgauge.kernels._codec import Codec
 
 

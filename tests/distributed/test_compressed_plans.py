@@ -232,8 +232,7 @@ def test_on_a_gpu_all_stages_are_launched_beside_at_once(monkeypatch: pytest.Mon
     told: list[str] = []
 
     class Side:
-        def __init__(self, device: torch.device, own: bool) -> None:
-            assert own
+        def __init__(self, device: torch.device) -> None:
             told.append("made")
 
         def __enter__(self) -> None:

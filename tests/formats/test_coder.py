@@ -16,7 +16,6 @@ ALL = [
     for bits in (codebook_map(name).signed_bits if signed else codebook_map(name).unsigned_bits)
 ]
 EIGHT_BITS = [case for case in ALL if case[2] == 8]
-DATA = torch.randn(50_000, generator=torch.Generator().manual_seed(0)) ** 3
 
 
 def nearest(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -80,23 +79,6 @@ def test_codes_survive_decoding_and_encoding(name: str, signed: bool, bits: int)
         assert torch.equal(coder.encode_with_bits(coder.decode(codes), bits_), codes)
 
 
-@pytest.mark.parametrize("signed", [True, False])
-def test_a_codebook_of_data_encodes_like_any_other(signed: bool) -> None:
-    coder = Coder.of(codebook("quantile", signed, data=DATA).to(DEVICE))
-    x = torch.cat([*patterns(500_009, 1 << 20)])
-    assert torch.equal(coder.encode(x).long(), nearest(x, coder.values))
-
-
-@pytest.mark.parametrize(("name", "signed", "bits"), EIGHT_BITS)
-def test_encoding_is_monotone_and_keeps_zero_and_signs(name: str, signed: bool, bits: int) -> None:
-    coder = coder_of(name, signed, bits)
-    x = torch.cat([*patterns(99_991, 1 << 20)]).sort().values
-    again = coder.decode(coder.encode(x))
-    assert (again.diff() >= 0).all()
-    assert (again * x >= 0).all() if signed else (again[x <= 0] == 0).all()
-    assert coder.decode(coder.encode(x.new_zeros(1))) == 0
-
-
 @pytest.mark.parametrize(("name", "signed", "bits"), EIGHT_BITS)
 def test_stochastic_encoding_goes_up_with_exactly_the_covered_share(name: str, signed: bool, bits: int) -> None:
     """All 2^16 upper halves of the random word: those that go up are the share of the gap, counted."""
@@ -126,22 +108,9 @@ def test_ties_at_representable_midpoints_go_to_zero_on_both_sides() -> None:
     assert coder.decode(codes).tolist() == [-0.5, 0.0, 0.0, 0.5]
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        torch.tensor([0.0, 1.0], dtype=torch.float64),
-        torch.tensor([[0.0, 1.0]]),
-        torch.tensor([0.0]),
-        torch.tensor([0.0, 0.0, 1.0]),
-        torch.tensor([1.0, 0.0]),
-        torch.tensor([0.5, 1.0]),
-        torch.tensor([0.0, 0.5]),
-        torch.tensor([-1.5, 0.0, 1.0]),
-        torch.tensor([0.0, torch.inf]),
-        torch.tensor([torch.nan, 0.0, 1.0]),
-        torch.linspace(0, 1, 257),
-    ],
-)
-def test_what_is_no_codebook_is_refused(values: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=r"^codebook must "):
-        Coder.of(values)
+def test_what_is_no_codebook_is_refused() -> None:
+    rows = ([0.0], [0.0, 0.0, 1.0], [1.0, 0.0], [0.5, 1.0], [0.0, 0.5], [-1.5, 0.0, 1.0], [0.0, torch.inf])
+    bad = [torch.tensor(row) for row in (*rows, [torch.nan, 0.0, 1.0], [[0.0, 1.0]])]
+    for values in (*bad, torch.tensor([0.0, 1.0]).double(), torch.linspace(0, 1, 257)):
+        with pytest.raises(ValueError, match=r"^codebook must "):
+            Coder.of(values)

@@ -59,25 +59,8 @@ def test_every_code_means_what_torch_reads(fmt: FloatFormat) -> None:
     assert same(fmt.decode(codes), as_torch(codes, fmt))
     if fmt.bits == 16:
         assert same(fmt.decode(codes.to(torch.int16)), as_torch(codes, fmt))
-
-
-def test_codes_of_fp32_mean_what_torch_reads() -> None:
     codes = torch.arange(0, 1 << 32, 65_521)
     assert same(FP32.decode(codes), codes.to(torch.int32).view(torch.float32))
-    assert FP32.decode(codes).dtype == torch.float32
-
-
-@pytest.mark.parametrize("fmt", [*NARROW, *OWN], ids=name)
-def test_every_code_but_nans_survives_decoding_and_encoding(fmt: FloatFormat) -> None:
-    codes = all_codes(fmt)
-    values = fmt.decode(codes)
-    again = fmt.encode(values)
-    nan = torch.isnan(values)
-    assert torch.equal(again[~nan], codes[~nan])
-    assert (again[nan] == fmt.nan_code).all()
-    assert int(nan.sum()) == (
-        0 if not fmt.has_nan else 2 * ((1 << fmt.mantissa_bits) - 1) if fmt.has_infinity else 2
-    )
 
 
 @pytest.mark.parametrize("fmt", [*NARROW, *OWN], ids=name)
@@ -86,6 +69,8 @@ def test_positive_codes_ascend_and_every_midpoint_goes_to_the_even_one(fmt: Floa
     values = fmt.decode(codes).to(torch.float64)
     assert (values.diff() > 0).all()
     assert values[-1] == fmt.max
+    assert torch.equal(fmt.encode(values), codes)
+    assert (fmt.encode(torch.tensor(torch.nan)) == fmt.nan_code) or not fmt.has_nan
     low, high = values[:-1], values[1:]
     middle = low / 2 + high / 2
     even = torch.where(codes[:-1] % 2 == 0, codes[:-1], codes[1:])
@@ -127,20 +112,6 @@ def test_a_double_is_rounded_once() -> None:
     assert float(x.float().bfloat16()) == 1.0
 
 
-def test_ulp_of_float32_tensors_reaches_below_float32_in_wider_formats() -> None:
-    wide = FloatFormat("e9m10", 9, 10)
-    for x in (0.0, 2.0**-140, 2.0**-149, 1.5):
-        assert float(wide.ulp(torch.tensor(x))) == wide.ulp(x) > 0
-
-
-def test_scalars_do_not_depend_on_torchs_defaults() -> None:
-    try:
-        torch.set_default_device("meta")
-        assert (FP16.encode(0.1), FP16.decode(0x2E66), FP16.ulp(0.1)) == (0x2E66, 0.0999755859375, 2.0**-14)
-    finally:
-        torch.set_default_device(None)
-
-
 def test_float8_tensors_are_rounded_too() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     for fmt, other in ((FP8_E4M3, FP8_E5M2), (FP8_E5M2, FP8_E4M3)):
@@ -152,21 +123,16 @@ def test_float8_tensors_are_rounded_too() -> None:
 def test_bad_codes_and_layouts_are_named() -> None:
     with pytest.raises(ValueError, match=r"dtype must be a dtype of this layout, or None.*, got torch\.float16"):
         FloatFormat("mine", 3, 4, dtype=torch.float16)
-    with pytest.raises(ValueError, match=r"exponent_bits must be an integer.*, got 8\.0"):
-        FloatFormat("x", 8.0, 7)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"value must be a number or a tensor.*, got '0\.1'"):
-        FP16.encode("0.1")  # type: ignore[call-overload]
     with pytest.raises(ValueError, match=r"code must be 0 to 255 for fp8_e4m3.*, got 256"):
         FP8_E4M3.decode(256)
     with pytest.raises(ValueError, match=r"code must .*got a tensor of torch\.float32"):
         FP8_E4M3.decode(torch.ones(1))
-    with pytest.raises(ValueError, match=r"exponent_bits must be 2 to 11.*, got 1"):
-        FloatFormat("e1m2", 1, 2)
-    with pytest.raises(ValueError, match=r"mantissa_bits must be 0 to 23.*, got 24"):
-        FloatFormat("e8m24", 8, 24)
-    with pytest.raises(ValueError, match=r"mantissa_bits must be at least 1.*, got 0"):
-        FloatFormat("e5m0", 5, 0)
-    with pytest.raises(ValueError, match=r"exponent_bits must be 2 to 10 without infinities.*, got 11"):
-        FloatFormat("e11m3fn", 11, 3, has_infinity=False)
-    with pytest.raises(ValueError, match=r"has_nan must .*got False"):
-        FloatFormat("e5m2", 5, 2, has_nan=False)
+    for layout, message in (
+        ((1, 2), r"exponent_bits must be 2 to 11.*, got 1"),
+        ((8, 24), r"mantissa_bits must be 0 to 23.*, got 24"),
+        ((5, 0), r"mantissa_bits must be at least 1.*, got 0"),
+        ((11, 3, False), r"exponent_bits must be 2 to 10 without infinities.*, got 11"),
+        ((5, 2, True, None, False), r"has_nan must .*got False"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            FloatFormat("mine", *layout)

@@ -40,7 +40,7 @@ def check(x: torch.Tensor, fmt: FloatFormat) -> None:
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 def test_nearest_is_torchs_cast_over_float32_patterns_in_strides(fmt: FloatFormat) -> None:
     # A prime stride walks through all low bits; a power of two, through all exponents' ends.
-    for stride in (4093, 1 << 13):
+    for stride in (8191, 1 << 14):
         for x in patterns(stride):
             check(x, fmt)
 
@@ -71,30 +71,3 @@ def test_fp32_is_float32() -> None:
     assert torch.equal(FP32.encode(x), x.view(torch.int32).to(torch.int64) & 0xFFFFFFFF)
     wide = torch.randn(100_000, dtype=torch.float64) * 10.0 ** torch.empty(100_000).uniform_(-44, 38)
     assert torch.equal(round_to(wide, FP32), wide.to(torch.float32))
-
-
-@pytest.mark.parametrize(
-    "fmt",
-    [
-        FloatFormat("e3m4", 3, 4),
-        FloatFormat("e2m1", 2, 1, has_infinity=False, has_nan=False),
-        FloatFormat("e6m9", 6, 9),
-    ],
-    ids=lambda fmt: fmt.name,
-)
-def test_formats_of_ones_own_round_to_their_nearest_number(fmt: FloatFormat) -> None:
-    """Against a search among all numbers of the format."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(4096, generator=generator, dtype=torch.float64) * fmt.max / 4
-    x = torch.cat([x, x * fmt.min_subnormal / fmt.max * 8]).clamp(-fmt.max, fmt.max)
-    values = fmt.decode(torch.arange(fmt.max_code + 1)).to(torch.float64)
-    upper = torch.searchsorted(values, x.abs()).clamp(1, len(values) - 1)
-    low, high = values[upper - 1], values[upper]
-    nearest = torch.where(x.abs() - low < high - x.abs(), low, high)
-    rounded = round_to(x, fmt)
-    assert rounded.dtype == fmt.container
-    assert torch.equal(rounded.to(torch.float64), torch.copysign(nearest, x))
-    for seed in range(3):
-        drawn = round_to(x, fmt, "stochastic", torch.Generator().manual_seed(seed)).to(torch.float64).abs()
-        assert ((drawn == low) | (drawn == high)).all()
-    assert torch.equal(round_to(rounded, fmt, "stochastic"), rounded)

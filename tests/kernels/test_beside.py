@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from narrowgauge.kernels import _beside
 from narrowgauge.kernels._beside import Beside
 
 
@@ -18,11 +16,11 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     told: list[tuple[Any, ...]] = []
     current = ["main"]
 
-    class Event:
-        names = iter(("before", "after"))
+    names = iter(("before", "after"))
 
+    class Event:
         def __init__(self) -> None:
-            self.name = next(Event.names)
+            self.name = next(names)
 
         def record(self, stream: str) -> None:
             told.append((self.name, "records", stream))
@@ -30,7 +28,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         def wait(self, stream: str) -> None:
             told.append((stream, "waits for", self.name))
 
-    monkeypatch.setattr(_beside, "_stream", lambda device: "side")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "side")
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream))
@@ -51,22 +49,6 @@ def test_it_begins_after_what_was_and_ends_before_what_comes(done: list[Any]) ->
         ("before", "records", "main"), ("side", "waits for", "before"), "work", ("after", "records", "side"),
         ("main", "waits for", "after"),
     ]  # fmt: skip
-
-
-def test_a_stream_of_ones_own_is_another_each_time(monkeypatch: pytest.MonkeyPatch, done: list[Any]) -> None:
-    names = iter(("first", "second"))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: next(names))
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda _: None, wait=lambda _: None))
-    (current,) = done
-    for name in ("first", "second"):
-        with Beside(torch.device("cuda", 0), own=True):
-            assert current == [name]
-    assert current == ["main"]
-
-
-def test_after_an_error_the_stream_is_the_one_it_was(done: list[Any]) -> None:
-    (current,) = done
-    side = Beside(torch.device("cuda", 0))
     with pytest.raises(ValueError, match="broken"), side:
         raise ValueError("broken")
     assert current == ["main"]

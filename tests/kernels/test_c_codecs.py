@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from codec_functions import codec_source
-from narrowgauge.formats import Coder, coder, random_bits, random_halves
-from narrowgauge.kernels._c_codecs import source
+from narrowgauge.formats import Coder, coder, random_halves
 from narrowgauge.kernels._c_library import load
 from narrowgauge.kernels._codec import CodebookTable, Codec
-from narrowgauge.storage import StateContext, StateStorage, state_storage
+from narrowgauge.storage import StateContext, state_storage
 from pairwise import cases
 
 CPU = torch.device("cpu")
@@ -43,12 +42,8 @@ def blocks(size: int) -> Tensor:
     for bad in (torch.inf, -torch.inf, torch.nan, -torch.nan):
         row = spread(-4, 4, 3)
         row[0, size // 2], row[1, 0], row[2, ::3] = bad, bad, bad
-        rows += [
-            row,
-            torch.full((1, size), bad),
-            torch.where(normal() > 0, bad, 0.0),
-            (normal() * 1e-41).index_fill(1, torch.tensor([3]), bad),
-        ]
+        rows += [row, torch.full((1, size), bad), torch.where(normal() > 0, bad, 0.0)]
+        rows.append((normal() * 1e-41).index_fill(1, torch.tensor([3]), bad))
     row = normal().clamp(-1, 1)
     row[0, 2], row[0, 5], row[0, 7] = -2.0, 2.0, torch.inf  # two extrema of both signs beside an infinity
     rows += [row, row.flip(1), normal().sign() * torch.finfo(torch.float32).max, normal().sign() * 2.0**126]
@@ -61,10 +56,6 @@ def blocks(size: int) -> Tensor:
         for unit in (1.0, -3.0, 2.0**-120, 2.0**127):
             rows.append(torch.cat([torch.ones(len(near), 1), near.clamp(-1, 1)], dim=1) * unit)
     return torch.cat(rows)
-
-
-def storage_of(name: str, signed: bool, has_normalizer: bool) -> StateStorage:
-    return state_storage(name).for_slot(signed, has_normalizer)
 
 
 @functools.cache
@@ -97,16 +88,14 @@ def bits(x: Tensor) -> Tensor:
     ("name", "signed", "has_normalizer", "size"), cases(NAMES, (True, False), (False, True), SIZES, allowed=stored)
 )
 def test_codes_and_values_are_the_storages(name: str, signed: bool, has_normalizer: bool, size: int) -> None:
-    storage = storage_of(name, signed, has_normalizer)
+    storage = state_storage(name).for_slot(signed, has_normalizer)
     codec = storage.codec(signed)
     assert codec is not None
     x = blocks(size).reshape(-1).clone()
     v = None
     if has_normalizer:
-        v = state_storage(name).decode(
-            state_storage(name).encode(x.square().roll(1), StateContext(x.shape, False, size)),
-            StateContext(x.shape, False, size),
-        )
+        squares, of = state_storage(name), StateContext(x.shape, False, size)
+        v = squares.decode(squares.encode(x.square().roll(1), of), of)
         # One that is kept as a float can be NaN, of either sign.
         v = v.index_fill(0, torch.tensor([3]), torch.nan).index_fill(0, torch.tensor([size + 5]), -torch.nan)
     context = StateContext(x.shape, signed, size, v)
@@ -118,12 +107,7 @@ def test_codes_and_values_are_the_storages(name: str, signed: bool, has_normaliz
     called("encode", codec, x, words, v, size)
     for key, word in expected.items():
         wrong = (bits(words[key]) != bits(word)).nonzero()
-        assert not len(wrong), (
-            key,
-            wrong[:4],
-            words[key].flatten()[wrong[:4, 0]],
-            word.flatten()[wrong[:4, 0]],
-        )
+        assert not len(wrong), (key, wrong[:4])
     values = torch.full_like(x, 77)
     called("decode", codec, values, expected, v, size)
     right = storage.decode(expected, context)
@@ -144,20 +128,6 @@ def test_bfloat16_is_rounded_as_torch_does() -> None:
     assert torch.equal(bits(words), bits(x.bfloat16()))
 
 
-def test_random_words_are_philox() -> None:
-    """One word an element, as weights are rounded with, from blocks in any order."""
-    size, count = 64, 50
-    text = "\n".join([f"#define BLOCK {size}", source("words.h"), source("random.h")])
-    text += "\nvoid words(long block, u32 *out, const u32 *key) { random_words(out, block, key); }"
-    library = load(text)
-    expected = random_bits(size * count, seed=SEED, stream=STREAM, step=STEP, device="cpu").view(count, size)
-    key = (ctypes.c_uint32 * 6)(SEED, STREAM, STEP & 0xFFFFFFFF, STEP >> 32)
-    for block in (0, 1, 49):
-        out = torch.zeros(size, dtype=torch.int32)
-        library.words(ctypes.c_long(block), ctypes.c_void_p(out.data_ptr()), key)
-        assert torch.equal(out.to(torch.int64) & 0xFFFFFFFF, expected[block])
-
-
 def test_a_cell_holds_one_boundary() -> None:
-    with pytest.raises(ValueError, match="two boundaries"):
+    with pytest.raises(ValueError, match="two are in one"):
         CodebookTable.of(Coder.of(torch.tensor([0.0, 0.5, 0.5001, 0.5002, 1.0])))

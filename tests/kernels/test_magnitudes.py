@@ -13,8 +13,8 @@ pytest.importorskip("triton", reason="triton is not installed: kernels cannot ru
 from narrowgauge.gauges import TARGETS, feature_stats
 from narrowgauge.gauges import _magnitudes as specification
 from narrowgauge.gauges._formats import targets
-from narrowgauge.gauges._watch._batched_magnitudes import MAGNITUDES, _by_kernels, in_torch
-from narrowgauge.gauges._watch._batched_rows import LONG, ROW, Sample
+from narrowgauge.gauges._watch._batched_magnitudes import _by_kernels, in_torch
+from narrowgauge.gauges._watch._batched_rows import LONG, Sample
 from narrowgauge.kernels import _magnitudes as kernel
 
 ALL = list(TARGETS)
@@ -32,13 +32,6 @@ def agree(x: Tensor, device: str, formats: list[str] = ALL) -> None:
     torch.testing.assert_close(sums.cpu()[3:5], wanted[3:5], rtol=0, atol=1e-13 * magnitude)
 
 
-def test_they_mean_the_same_columns() -> None:
-    assert kernel.MEASURED == specification._SUMS == MAGNITUDES - 1
-    assert kernel.ROW == ROW
-    assert kernel.BOUNDARIES == specification._COUNTS
-    assert kernel.DTYPES == specification._KERNEL_DTYPES
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_pattern_of_16_bits(dtype: torch.dtype, device: str) -> None:
     x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
@@ -46,8 +39,10 @@ def test_every_pattern_of_16_bits(dtype: torch.dtype, device: str) -> None:
     agree(x[x.abs() <= 3.0], device)  # scaled by 3 instead of by the dtype's largest
 
 
-@pytest.mark.parametrize("size", [1, 5, kernel._TILE - 1, kernel._TILE, kernel._TILE + 1, 3 * kernel._TILE + 77])
-@pytest.mark.parametrize("dtype", kernel.DTYPES)
+SIZES = [1, kernel._TILE - 1, kernel._TILE, kernel._TILE + 1, 3 * kernel._TILE + 77]
+
+
+@pytest.mark.parametrize(("size", "dtype"), [*zip(SIZES, 2 * kernel.DTYPES, strict=False)])
 def test_sizes(size: int, dtype: torch.dtype, device: str) -> None:
     generator = torch.Generator().manual_seed(size)
     spread = 10 ** (12 * torch.rand(size, generator=generator) - 9)
@@ -61,31 +56,20 @@ def test_at_the_boundaries_of_float32(device: str) -> None:
     agree(torch.cat([x, -x, torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 1e-45])]), device)
 
 
-@pytest.mark.parametrize("formats", [[], ["e4m3"], ["int8"], ["int8", "fp16"], ["e5m2", "e4m3 scaled", "bf16"]])
+@pytest.mark.parametrize("formats", [[], ["int8"], ["e5m2", "e4m3 scaled", "bf16"]])
 def test_formats_keep_their_columns(formats: list[str], device: str) -> None:
     agree(torch.randn(1000, generator=torch.Generator().manual_seed(0)), device, formats)
+    for nothing in (torch.zeros(9), torch.full((9,), math.nan), torch.full((9,), 2.0**-111)):
+        agree(nothing, device, formats)  # nothing to scale by
 
 
-@pytest.mark.parametrize("x", [torch.zeros(9), torch.full((9,), math.nan), torch.full((9,), 2.0**-111)], ids=str)
-def test_nothing_to_scale_by(x: Tensor, device: str) -> None:
-    agree(x, device)
-
-
-@pytest.mark.parametrize("formats", [[], ["int8"], ["e4m3", "int8", "e5m2 scaled", "fp16"]], ids=len)
-@pytest.mark.parametrize("turn", [0, 3, 15, 16])
+@pytest.mark.parametrize(
+    ("turn", "formats"), [(0, []), (3, ["int8"]), (15, ["e4m3", "int8", "e5m2 scaled", "fp16"]), (16, ["fp16"])]
+)
 def test_many_vectors_at_once(turn: int, formats: list[str], device: str) -> None:
     """Of all dtypes and lengths: short, just long enough for a sample, long with rows that are not whole, none."""
     generator = torch.Generator().manual_seed(turn)
-    lengths = (
-        1,
-        1000,
-        0,
-        LONG - 1,
-        LONG,
-        LONG + 5,
-        3 * LONG + 1023,
-        4096,
-    )
+    lengths = (1, 1000, 0, LONG - 1, LONG, LONG + 5, 3 * LONG + 1023, 4096)
     vectors = [
         (torch.randn(length, generator=generator) * 10.0 ** (number % 5 - 3)).to(kernel.DTYPES[number % 3])
         for number, length in enumerate(lengths)
@@ -99,8 +83,7 @@ def test_many_vectors_at_once(turn: int, formats: list[str], device: str) -> Non
     assert bool(((got[:, 4:6] - wanted[:, 4:6]).abs() <= 1e-13 * wanted[:, 4:5]).all())
 
 
-@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 20000])
-@pytest.mark.parametrize("dtype", kernel.DTYPES)
+@pytest.mark.parametrize(("size", "dtype"), [*zip([0, 4095, 9000], kernel.DTYPES, strict=True)])
 def test_one_vector_alone_has_the_sums_that_it_has_among_many(size: int, dtype: torch.dtype, device: str) -> None:
     x = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(device, dtype)
     rows = kernel.tile_sums(x)

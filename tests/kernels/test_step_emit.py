@@ -15,14 +15,14 @@ AB, CD = Node("mul", (A, B)), Node("mul", (C, D))
 
 
 def test_a_sum_with_a_product_is_rounded_once() -> None:
-    assert lines([Node("add", (AB, C))], KNOWN, "x")[0] == ["x0 = tl.fma((a), (b), (c))"]
-    assert lines([Node("add", (C, AB))], KNOWN, "x")[0] == ["x0 = tl.fma((a), (b), (c))"]
-    assert lines([Node("sub", (AB, C))], KNOWN, "x")[0] == ["x0 = tl.fma((a), (b), -(c))"]
-    assert lines([Node("sub", (C, AB))], KNOWN, "x")[0] == ["x0 = tl.fma(-(a), (b), (c))"]
-
-
-def test_of_two_products_the_first_is_fused() -> None:
-    assert lines([Node("add", (AB, CD))], KNOWN, "x")[0] == ["x0 = (c) * (d)", "x1 = tl.fma((a), (b), (x0))"]
+    for op, args, wanted in (
+        ("add", (AB, C), ["x0 = tl.fma((a), (b), (c))"]),
+        ("add", (C, AB), ["x0 = tl.fma((a), (b), (c))"]),
+        ("sub", (AB, C), ["x0 = tl.fma((a), (b), -(c))"]),
+        ("sub", (C, AB), ["x0 = tl.fma(-(a), (b), (c))"]),
+        ("add", (AB, CD), ["x0 = (c) * (d)", "x1 = tl.fma((a), (b), (x0))"]),  # of two products the first
+    ):
+        assert lines([Node(op, args)], KNOWN, "x")[0] == wanted
 
 
 def test_a_product_that_is_needed_besides_is_there() -> None:

@@ -31,40 +31,27 @@ def agree(x: Tensor, device: str, count: int = 256, rows: int = 3) -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
-def test_they_cut_a_tensor_the_same_way() -> None:
-    assert kernel.PIECE.value == specification._PIECE
-    assert kernel.STRIPES.value == specification._STRIPES
-    assert kernel.SUBSET.value == specification._SUBSET
-
-
-@pytest.mark.parametrize("size", [1, 16, 17, 4095, 4097, 8192, 4 * 4096 + 8])
+@pytest.mark.parametrize("size", [1, 17, 4095, 8192, 3 * 4096 + 8])
 def test_sizes(size: int, device: str) -> None:
-    agree(fresh(size), device)
+    agree(fresh(size + 1)[1:], device)  # at an address that is no multiple of 16 bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_dtypes(dtype: torch.dtype, device: str) -> None:
-    agree(fresh(9001, dtype), device)
+    agree(fresh(4500, dtype), device)
 
 
-@pytest.mark.parametrize("count", [1, 16, 100, 2048, 4096])
+@pytest.mark.parametrize("count", [1, 100, 4096])
 def test_counts(count: int, device: str) -> None:
-    agree(fresh(4096), device, count)
     agree(fresh(4500), device, count)
-
-
-def test_an_address_that_is_no_multiple_of_16_bytes(device: str) -> None:
-    x = fresh(8193).to(device)[1:]
-    found = mean_subset_quantiles(x, 256, subsets=2, rows=2).cpu()
-    assert torch.equal(found, specification._mean_subset_quantiles(x.cpu(), 256, subsets=2, rows=2))
 
 
 @pytest.mark.parametrize(
     ("value", "every"),
-    [(torch.inf, 100), (-torch.inf, 3), (torch.nan, 9000), (-torch.nan, 5000), (1e-45, 2), (-0.0, 1)],
+    [(torch.inf, 100), (-torch.inf, 3), (torch.nan, 4499), (-torch.nan, 2500), (1e-45, 2), (-0.0, 1)],
 )
 def test_values_at_the_edge(value: float, every: int, device: str) -> None:
-    x = fresh(9001)
+    x = fresh(4500)
     x[every - 1 :: every] = value
     agree(x, device)
 

@@ -13,24 +13,16 @@ unavailable = _triton.unavailable.__wrapped__
 CUDA = torch.device("cuda", 0)
 
 
-def test_other_devices() -> None:
+def test_without_a_device_or_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert unavailable(torch.device("cpu")) == "no kernels for cpu"
-    assert unavailable(torch.device("meta")) == "no kernels for meta"
-
-
-def test_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert unavailable(CUDA) == "triton is not installed"
 
 
-def test_an_old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_gpu_and_the_interpreter_which_cannot_read_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
     assert unavailable(CUDA) == "Triton takes compute capability 7.0 and up"
-
-
-def test_the_interpreter_cannot_read_a_gpus_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert unavailable(CUDA) == "TRITON_INTERPRET is set"
@@ -57,17 +49,3 @@ def test_registers_are_limited_where_the_limits_were_measured(
     assert limits(torch.device("cpu")), "compiled for elsewhere, which is an H100 or H200"
     monkeypatch.setattr(_triton, "instructions", lambda: (False, False))
     assert not limits(CUDA), "AMD's and Intel's compilers know no such option"
-
-
-@pytest.mark.parametrize("limited", [True, False])
-def test_a_step_is_launched_with_the_limit_or_without(monkeypatch: pytest.MonkeyPatch, limited: bool) -> None:
-    pytest.importorskip("triton")
-    from narrowgauge.kernels._step import _launch
-    from narrowgauge.kernels._step._layout import Layout
-    from narrowgauge.storage import weight_storage
-
-    weight = weight_storage("plain").codec(torch.bfloat16)
-    assert weight is not None
-    monkeypatch.setattr(_launch, "limits_registers", lambda device: limited)
-    layout = Layout(weight, "bf16", "bf16", (), 512, True)
-    assert _launch._options(layout, CUDA).get("maxnreg") == (128 if limited else None)

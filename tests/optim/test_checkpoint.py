@@ -233,7 +233,7 @@ def odd(state_dict: dict) -> dict:
     [
         (lambda s: group(s).update(state_version=2), "group 0 has state_version=2, this version reads 1"),
         (lambda s: group(s).pop("block_size"), "group 0 has no 'block_size'"),
-        (lambda s: group(s).update(states="7bit"), "group 0: states: got '7bit', takes one of"),
+        (lambda s: group(s).update(states="7bit"), "group 0: states must be .* got '7bit'"),
         (lambda s: group(s).update(betas=(0.9,)), "group 0: Invalid betas"),
         (lambda s: s.pop("state"), r"got \['param_groups'\], takes 'state' and 'param_groups'"),
         (lambda s: s["param_groups"].append(group(s)), "different number of parameter groups"),

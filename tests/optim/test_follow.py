@@ -130,9 +130,9 @@ def test_what_only_the_rule_reads_takes_effect_at_the_next_step(cls: type, chang
 @pytest.mark.parametrize(
     ("cls", "change", "message"),
     [
-        (AdamW, {"states": "fp3"}, "states: got 'fp3'"),
+        (AdamW, {"states": "fp3"}, "states must be .* got 'fp3'"),
         (AdamW, {"states": {"m": "8bit"}}, r"states: got slots \['m'\]"),
-        (AdamW, {"weights": "splitt"}, "weights: got 'splitt'"),
+        (AdamW, {"weights": "splitt"}, "weights must be .* got 'splitt'"),
         (AdamW, {"block_size": 0}, "block_size: got 0"),
         (AdamW, {"arithmetic": "strict", "states": "8bit"}, "arithmetic: 'strict' takes states"),
         (AdamW, {"nonfinite": "ignore"}, "nonfinite: got 'ignore'"),

@@ -18,7 +18,7 @@ from test_dispatch import Pair
 
 from narrowgauge import optim
 from narrowgauge.kernels import _cuda_graphs
-from narrowgauge.kernels._step import _stats, _tables
+from narrowgauge.kernels._step import _launch, _stats
 from narrowgauge.optim import UpdateStats, _triton_backend, step_in_backward
 from narrowgauge.storage import state_storages, weight_storage, weight_storages
 from pairwise import cases
@@ -212,7 +212,7 @@ def test_many_programs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = gauged(device, "AdamW", ((9000,), (0,), (700,), (4096,)), weights="split8", states="fp8")
     pair.step()
     check(pair)
-    slices, ends = _tables.cut_for_sums(np.array([5, 0, 1, 4]))
+    slices, ends = _launch.cut_for_sums(np.array([5, 0, 1, 4]))
     assert slices.tolist() == [0, 2, 4, 5, 6, 8, 10]
     assert ends.tolist() == [0, 3, 3, 4, 6]
 

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="triton is not installed: kernels cannot ru
 
 from fused_runs import Kernels, entries, parameters, twins
 
-from narrowgauge.kernels._step._tables import Tables
+from narrowgauge.kernels._step._launch import Tables
 from narrowgauge.optim import _launch_tables
 from narrowgauge.optim._optimizer import NarrowOptimizer
 from narrowgauge.optim._plan import ParamStep

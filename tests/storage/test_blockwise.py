@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from narrowgauge.formats import Coder, codebook, codebook_map, codebook_names
-from narrowgauge.storage import Quantized, quantize
+from narrowgauge.storage import quantize
 from narrowgauge.storage._blockwise import Block
 
 SIGNED = codebook("dynamic")
@@ -37,6 +37,7 @@ def blocks_of(x: torch.Tensor, block: Block) -> list[torch.Tensor]:
 layouts = st.one_of(st.sampled_from(["row", "column", None]), st.integers(1, 300))
 
 
+@settings(max_examples=50)
 @given(st.integers(1, 30), st.integers(1, 30), layouts, st.booleans(), st.integers(0, 100))
 def test_every_block_is_encoded_by_itself_to_nearest(n: int, m: int, block: Block, signed: bool, seed: int) -> None:
     """Against the definition, block by block: times the reciprocal of its extremum, to the nearest value."""
@@ -69,6 +70,7 @@ def test_a_codebook_is_quantized_to_its_codes(name: str, signed: bool) -> None:
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@settings(max_examples=60)
 @given(st.sampled_from(EIGHT_BITS), layouts, st.integers(-124, 126), st.integers(0, 1000))
 def test_the_first_element_of_largest_magnitude_comes_back_exactly(
     rounding: str, case: tuple[str, bool], block: Block, exponent: int, seed: int
@@ -83,7 +85,7 @@ def test_the_first_element_of_largest_magnitude_comes_back_exactly(
         assert back[first] == part[first]
 
 
-@pytest.mark.parametrize("power", [16, 20])
+@pytest.mark.parametrize("power", [16, 18])
 def test_on_normal_numbers_quantile_codes_have_half_the_error_of_dynamic_ones(power: int) -> None:
     """The paper's Appendix F, in one block: where nothing stands out, fine codes near zero are wasted."""
     x = torch.randn(2**power, generator=torch.Generator().manual_seed(power))
@@ -94,21 +96,8 @@ def test_on_normal_numbers_quantile_codes_have_half_the_error_of_dynamic_ones(po
     assert error("quantile") / error("dynamic") == pytest.approx(0.47, abs=0.03)
 
 
-def test_a_block_with_both_extremes_keeps_the_first() -> None:
-    assert quantize(torch.tensor([-2.0, 1.0, 2.0]), SIGNED).scales.tolist() == [-2.0]
-    assert quantize(torch.tensor([2.0, 1.0, -2.0]), SIGNED).scales.tolist() == [2.0]
-    assert quantize(torch.tensor([-2.0, 1.0, 2.0]), SIGNED).dequantize()[0] == -2.0
-
-
-@given(st.integers(0, 100), layouts)
-def test_negating_a_tensor_negates_its_scales_and_nothing_else(seed: int, block: Block) -> None:
-    x = normal(7, 50, seed=seed)
-    plain, negated = quantize(x, SIGNED, block), quantize(-x, SIGNED, block)
-    assert torch.equal(plain.codes, negated.codes)
-    assert torch.equal(plain.scales, -negated.scales)
-
-
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@settings(max_examples=50)
 @given(st.sampled_from(EIGHT_BITS), st.integers(-119, 125), st.integers(0, 100))
 def test_codes_do_not_change_when_everything_is_scaled_by_a_power_of_two(
     rounding: str, case: tuple[str, bool], exponent: int, seed: int
@@ -121,17 +110,6 @@ def test_codes_do_not_change_when_everything_is_scaled_by_a_power_of_two(
     scaled = quantize(x * 2.0**exponent, values, 128, rounding, torch.Generator().manual_seed(0))
     assert torch.equal(plain.codes, scaled.codes)
     assert torch.equal(plain.scales * 2.0**exponent, scaled.scales)
-
-
-@pytest.mark.parametrize(("name", "signed"), EIGHT_BITS)
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_order_signs_and_zero_survive(name: str, signed: bool, sign: float) -> None:
-    x = torch.cat([normal(4000), normal(4000, seed=1) * 1e-4, torch.zeros(3)]).sort().values
-    x = torch.cat([x, torch.tensor([5.0 * sign])]) if sign > 0 else torch.cat([torch.tensor([5.0 * sign]), x])
-    again = quantize(x, codebook(name, signed), None).dequantize()
-    assert (again.diff() >= 0).all()
-    assert (again[x == 0] == 0).all()
-    assert (again * x >= 0).all() if signed else (again[x < 0] == 0).all()
 
 
 def test_rows_columns_and_tensors_are_what_they_say() -> None:
@@ -227,41 +205,6 @@ def test_infinities_without_a_finite_neighbour_stay_large(sign: float) -> None:
     assert quantize(torch.tensor([0.0, torch.inf]), UNSIGNED).dequantize()[1] == LARGEST
 
 
-def test_states_written_with_positive_scales_are_read_as_ever() -> None:
-    """Codes of x over its absolute maximum, as others write them."""
-    x = -normal(4, 256).abs()
-    absmax = x.abs().amax(dim=1)
-    codes = Coder.of(SIGNED).encode(x / absmax[:, None])
-    again = Quantized(codes, absmax, SIGNED, 256).dequantize()
-    assert torch.equal(again, SIGNED[codes.long()] * absmax[:, None])
-    assert float((again - x).abs().max() / absmax.max()) < 0.008
-
-
-def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
-    x = normal(256).repeat(4000, 1)
-    first = quantize(x, SIGNED, "row", "stochastic", torch.Generator().manual_seed(5))
-    assert torch.equal(
-        first.codes, quantize(x, SIGNED, "row", "stochastic", torch.Generator().manual_seed(5)).codes
-    )
-    values = first.dequantize().double()
-    spread = values.std(dim=0) / 4000**0.5
-    # Six standard errors for 256 means; where all draws agree (values of the codebook), equal.
-    assert ((values.mean(dim=0) - x[0].double()).abs() <= 6 * spread + 1e-7).all()
-    nearest = quantize(x, SIGNED, "row").dequantize().double()
-    assert float((nearest.mean(dim=0) - x[0].double()).abs().max()) > 1e-3
-
-
-@given(st.integers(0, 50), layouts)
-def test_stochastic_rounding_takes_one_of_the_two_values_around(seed: int, block: Block) -> None:
-    x = normal(5, 60, seed=seed)
-    coder = Coder.of(SIGNED)
-    drawn = quantize(x, SIGNED, block, "stochastic", torch.Generator().manual_seed(seed))
-    nearest = quantize(x, SIGNED, block)
-    assert torch.equal(drawn.scales, nearest.scales)
-    assert ((drawn.codes.int() - nearest.codes.int()).abs() <= 1).all()
-    assert ((drawn.dequantize() - x).abs() <= coder.values.diff().max() * x.abs().max()).all()
-
-
 def test_stochastic_rounding_has_no_value_below_the_first_of_a_map_without_minus_one() -> None:
     """Between the lowest value and minus the scale there is one value only: the exception that is documented."""
     x = torch.tensor([1.0] + [-0.9] * 255)
@@ -269,24 +212,14 @@ def test_stochastic_rounding_has_no_value_below_the_first_of_a_map_without_minus
     assert (again[1:] == codebook("dynamic", bits=2)[0]).all()
 
 
-@pytest.mark.parametrize("scale", [2.0**126, 3.0e38, -3.0e38])
-def test_blocks_near_float32s_largest_number_are_quantized_like_others(scale: float) -> None:
-    x = normal(256, seed=3)
-    x = x / x.abs().max()
-    plain, huge = quantize(x, SIGNED), quantize(x.double() * scale, SIGNED)
-    differing = (plain.codes != huge.codes).sum()
-    assert differing <= (0 if abs(scale) == 2.0**126 else 1)  # x * scale is rounded to float32
-
-
-def test_what_was_quantized_does_not_follow_its_codebook() -> None:
-    values = SIGNED.clone().requires_grad_()
-    quantized = quantize(normal(100), values)
-    before = quantized.dequantize()
-    with torch.no_grad():
-        values.mul_(2)
-    assert torch.equal(quantized.dequantize(), before)
-    assert not before.requires_grad
-    assert repr(quantized) == "Quantized(codes=(100,), scales=(1,), 256 values, block_size=256)"
+def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
+    x = normal(64).repeat(1000, 1)
+    first, again = (quantize(x, SIGNED, "row", "stochastic", torch.Generator().manual_seed(5)) for _ in range(2))
+    assert torch.equal(first.codes, again.codes)
+    values = first.dequantize().double()
+    # Six standard errors; where all draws agree (values of the codebook), equal.
+    off = (values.mean(dim=0) - x[0].double()).abs()
+    assert (off <= 6 * values.std(dim=0) / 1000**0.5 + 1e-7).all()
 
 
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,12 +267,12 @@ def test_more_than_2_to_the_31_elements() -> None:
 
 
 def test_bad_arguments_are_named() -> None:
-    for block in (0, -3, "rows"):
-        with pytest.raises(ValueError, match=r"block_size: got .*, takes an integer"):
+    for block in (0, True, "rows"):
+        with pytest.raises(ValueError, match=r"block_size must be an integer of at least 1, .*got "):
             quantize(torch.ones(3), SIGNED, block)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^codebook must "):
         quantize(torch.ones(3), torch.ones(300))
-    with pytest.raises(ValueError, match="rounding: got 'up', takes 'nearest' or 'stochastic'"):
+    with pytest.raises(ValueError, match="rounding must be 'nearest' or 'stochastic', got 'up'"):
         quantize(torch.ones(3), SIGNED, rounding="up")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"x: got torch\.int64, takes a tensor of floats"):
+    with pytest.raises(ValueError, match=r"x must be a tensor of floats, got torch\.int64"):
         quantize(torch.arange(3), SIGNED)

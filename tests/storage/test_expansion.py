@@ -57,21 +57,14 @@ def is_normalised(hi: Tensor, lo: Tensor) -> bool:
     return bool(rounded._add(hi, lo).to(torch.float64) == hi.to(torch.float64))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@given(data=st.data())
-def test_sums_are_exact(dtype: torch.dtype, data: st.DataObject) -> None:
-    a, b = data.draw(numbers(dtype)), data.draw(numbers(dtype))
+@given(a=numbers(torch.float32, -2), b=numbers(torch.float32, -2))
+def test_sums_and_products_of_float32_are_exact(a: Tensor, b: Tensor) -> None:
+    """Of narrower formats all are walked in test_expansion_exact."""
     hi, lo = two_sum(a, b)
     assert value(hi, lo) == value(a, b)
     assert is_normalised(hi, lo)
     if abs(a) >= abs(b) or a == 0:
         assert [*map(float, fast_two_sum(a, b))] == [float(hi), float(lo)]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@given(data=st.data())
-def test_products_are_exact(dtype: torch.dtype, data: st.DataObject) -> None:
-    a, b = data.draw(numbers(dtype, -2, 6)), data.draw(numbers(dtype, -2, 6))
     for pair in (two_prod(a, b), two_prod_fma(a, b)):
         assert value(*pair) == value(a) * value(b)
         assert is_normalised(*pair)
@@ -126,15 +119,6 @@ def test_grow_needs_the_larger_number_first(dtype: torch.dtype) -> None:
     assert 2 * u**2 < grow_error(x, a) < u
 
 
-@pytest.mark.parametrize("dtype", ALL)
-def test_grow_keeps_its_bound_when_the_high_words_cancel(dtype: torch.dtype) -> None:
-    """Nothing is left of the high words, or one last place: then the low word is added exactly."""
-    p = P[dtype]
-    x = (number(1.0 + 2.0 ** (1 - p), dtype), number(-(2.0**-p) * 0.75, dtype))
-    for a in (-1.0 - 2.0 ** (1 - p), -1.0):
-        assert value(*grow(x, number(a, dtype))) == value(*x, number(a, dtype))
-
-
 def test_scaling_is_fused() -> None:
     """With a[1] * v and its sum rounded apart the error can be 2.6 u^2, above the bound."""
     x = (number(1.0390625, torch.bfloat16), number(-0.003753662109375, torch.bfloat16))
@@ -156,10 +140,7 @@ def test_the_fused_operation_rounds_once_at_any_distance() -> None:
         below, above = 1.5 + step, 1.5 + 2 * step
         assert float(rounded._fma(a, b, number(far, dtype))) == above
         assert float(rounded._fma(a, b, number(-far, dtype))) == below
-        assert (
-            float(rounded._fma(-a if dtype in DTYPES else number(-1 - step, dtype), b, number(-far, dtype)))
-            == -above
-        )
+        assert float(rounded._fma(number(-1 - step, dtype), b, number(-far, dtype))) == -above
 
 
 def negated(x: Tensor) -> Tensor:
@@ -208,23 +189,6 @@ def test_sums_and_products_commute(dtype: torch.dtype, data: st.DataObject) -> N
     assert [*map(float, mul(x, y))] == [*map(float, mul(y, x))]
 
 
-@pytest.mark.parametrize("dtype", ALL)
-def test_zeros_and_ones_are_exact(dtype: torch.dtype) -> None:
-    zero, one = (number(x, dtype) for x in (0.0, 1.0))
-    x = (number(1.5, dtype), number(2.0 ** -P[dtype], dtype))
-    for words in (grow(x, zero), scaling(x, one), mul(x, (one, zero)), mul((one, zero), x), two_sum(*x)):
-        assert [*map(float, words)] == [*map(float, x)]
-    for words in (
-        scaling(x, zero),
-        mul(x, (zero, zero)),
-        two_prod(zero, x[0]),
-        grow((zero, zero), zero),
-        split(zero),
-    ):
-        assert [*map(float, words)] == [0.0, 0.0]
-    assert [*map(float, grow((zero, zero), one))] == [1.0, 0.0]
-
-
 # The paper
 
 
@@ -263,13 +227,10 @@ def dekker(a: Tensor, b: Tensor, c: int) -> Pair:
 @pytest.mark.parametrize(
     ("dtype", "share"),
     [
-        (torch.bfloat16, 0.3375),
-        (torch.float16, 0.1439),
-        (torch.float32, 0.403),
-        (torch.float8_e4m3fn, 0.1563),
+        (torch.bfloat16, 0.3375), (torch.float16, 0.1439), (torch.float32, 0.403), (torch.float8_e4m3fn, 0.1563),
         (torch.float8_e5m2, 0.0625),
     ],
-)
+)  # fmt: skip
 def test_the_papers_split_leaves_products_inexact(dtype: torch.dtype, share: float) -> None:
     """Why `split` takes c = ceil(p / 2): the share of wrong products with c = floor(m / 2), m the significand bits
     of the paper's Table 9, which leaves out the hidden one. All pairs of significands, 2^20 random ones of fp32."""
@@ -300,15 +261,8 @@ def test_shapes_broadcast_and_dtypes_stay(dtype: torch.dtype) -> None:
     column = torch.tensor([[1.5], [-0.5]]).to(dtype)
     scalar = torch.tensor(0.5).to(dtype)
     low = torch.zeros(1, 3).to(dtype)
-    for words in (
-        fast_two_sum(x, column),
-        two_sum(x, column),
-        two_prod(x, column),
-        two_prod_fma(x, column),
-        scaling((x, low), column),
-        mul((x, low), (column, scalar)),
-        grow((x, low), column),
-    ):
+    plain = [function(x, column) for function in (fast_two_sum, two_sum, two_prod, two_prod_fma)]
+    for words in (*plain, scaling((x, low), column), mul((x, low), (column, scalar)), grow((x, low), column)):
         assert [(word.dtype, word.shape) for word in words] == [(dtype, (2, 3))] * 2
     hi, _ = scaling((x, low), scalar)
     assert hi.to(torch.float32).tolist() == [[0.5, 1.0, -2.0]]
@@ -321,14 +275,9 @@ def test_float64_has_sums_and_dekkers_product() -> None:
         assert value(*words) == value(a, b)
     assert value(*two_prod(a, b)) == value(a) * value(b)
     for function in (lambda: two_prod_fma(a, b), lambda: scaling((a, b), b), lambda: mul((a, b), (a, b))):
-        with pytest.raises(ValueError, match=r"^a(\[0\])?: got torch\.float64, takes tensors of bfloat16, float16"):
+        with pytest.raises(ValueError, match=r"^a(\[0\])? must be a tensor of bfloat16.*, got torch\.float64"):
             function()
-
-
-def test_operands_of_other_dtypes_are_refused_by_name() -> None:
-    x, y = torch.ones(2, dtype=torch.bfloat16), torch.ones(2)
-    for function in (fast_two_sum, two_sum, two_prod, two_prod_fma):
-        with pytest.raises(ValueError, match=r"^b: got torch\.float32, takes torch\.bfloat16, the dtype of a$"):
-            function(x, y)
-        with pytest.raises(ValueError, match=r"^a: got torch\.int64, takes tensors of bfloat16, .* or float8_e5m2"):
-            function(torch.ones(2, dtype=torch.int64), y)
+    with pytest.raises(ValueError, match=r"^b must be of torch\.float64, the dtype of a, got torch\.float32$"):
+        two_sum(a, b.float())
+    with pytest.raises(ValueError, match=r"^x must be a pair of tensors, hi and lo, got Tensor$"):
+        grow(torch.ones(2), torch.ones(2))  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ The exact sums and products have at most 53 bits, and float64 holds them; but fo
 tiny low words, which have up to 60, and where float64 is wrong by 2^-37 of the unit that is counted in, u^2.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,15 +19,6 @@ from narrowgauge.formats import FloatFormat
 from narrowgauge.storage import grow, mul, scaling
 
 U = 2.0**-8  # of bf16
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Thousands of small operations in the cache: more threads would only wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def low_words(exponents: tuple[int, ...], fine: tuple[int, ...] = ()) -> Tensor:
@@ -127,14 +118,9 @@ def expansions(dtype: torch.dtype, step: int = 1) -> tuple[Tensor, Tensor]:
 
 
 # The worst of each in units of u^2 of the result, where no product underflows.
-FLOAT8_WORST = {
-    ("scaling", torch.float8_e4m3fn): 1.237,
-    ("mul", torch.float8_e4m3fn): 3.484,
-    ("grow", torch.float8_e4m3fn): 1.766,
-    ("scaling", torch.float8_e5m2): 1.164,
-    ("mul", torch.float8_e5m2): 2.227,
-    ("grow", torch.float8_e5m2): 1.561,
-}
+E4M3, E5M2 = FLOAT8
+FLOAT8_WORST = {("scaling", E4M3): 1.237, ("mul", E4M3): 3.484, ("grow", E4M3): 1.766}
+FLOAT8_WORST |= {("scaling", E5M2): 1.164, ("mul", E5M2): 2.227, ("grow", E5M2): 1.561}
 
 
 def float8_worst(words: tuple[Tensor, Tensor], exact: Tensor, first: Tensor, *products: Tensor) -> float:

@@ -28,15 +28,6 @@ FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 CODES = {1: torch.uint8, 2: torch.int16}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Thousands of small operations in the cache: more threads would only wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def every(dtype: torch.dtype) -> Tensor:
     """All finite numbers of a format of 8 or 16 bits."""
     codes = torch.arange(1 << 8 * dtype.itemsize).to(CODES[dtype.itemsize])
@@ -214,14 +205,9 @@ def test_sums_of_all_bf16_significands() -> None:
     sums_are_exact(*pairs(highest, -highest))
 
 
-def test_sums_of_fp16_significands() -> None:
-    for a, b in lattice(FP16, range(14), step=7):
-        sums_are_exact(a, b)
-
-
-@pytest.mark.slow
-def test_sums_of_all_fp16_significands() -> None:
-    for a, b in lattice(FP16, range(14)):
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_sums_of_fp16_significands(step: int) -> None:
+    for a, b in lattice(FP16, range(14), step):
         sums_are_exact(a, b)
 
 

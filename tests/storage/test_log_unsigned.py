@@ -70,7 +70,7 @@ def oracle(bits: int, x: list[float], random: list[int] | None) -> tuple[list[in
 
 
 @both
-@pytest.mark.parametrize("decades", [0, 1, 3, 6, 12, 18, 36])
+@pytest.mark.parametrize("decades", [0, 3, 12, 36])
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_codes_ranges_and_values_are_those_of_the_definition(
     codes: Coded, decades: float, stochastic: bool
@@ -125,49 +125,21 @@ def test_an_error_is_at_most_half_a_step_and_nothing_but_zero_becomes_zero(codes
     assert (miss <= step[:, None] / 2)[inside].all()
     # Below the range all count as its lower end.
     below = ~inside & (again > 0)
-    assert (
-        (patterns(again) - torch.maximum(lowest, base.long())[:, None])
-        .abs()[below]
-        .le(step[:, None].expand_as(x)[below])
-        .all()
-    )
-    # A step as a share of an element, where all have one scale and the range is no wider than it must be.
-    if codes.bits == 8 and decades == 0:
-        assert (step <= 1 << 21).all()
-
-
-@both
-def test_order_and_scale(codes: Coded) -> None:
-    x = data(4)
-    found, ranges = codes.encode(x, 256)
-    if codes.bits == 8:
-        scaled, _ = codes.encode(x * 2.0**-20, 256)
-        assert torch.equal(scaled, found)
-    again = codes.decode(found, ranges, 256).gather(1, x.argsort(dim=1))
-    assert (again.diff(dim=1) >= 0).all()
+    miss = (patterns(again) - torch.maximum(lowest, base.long())[:, None]).abs()
+    assert (miss <= step[:, None])[below].all()
 
 
 def test_what_was_rounded_once_is_kept_unchanged() -> None:
-    """With any random numbers: a code of 8 bits is a float of few bits, whatever else is in its block."""
+    """With any random numbers: a code of 8 bits is a float of few bits, whatever else is in its block. A range in 4
+    bits does not widen by being kept: else it would a little at every step, without end."""
     once = EIGHT.decode(*EIGHT.encode(data(5), 256, halves(data(5))), 256)
     for seed in range(3):
         assert torch.equal(EIGHT.decode(*EIGHT.encode(once, 256, halves(once, seed)), 256), once)
     part = once[:, ::2].contiguous()
     assert torch.equal(EIGHT.decode(*EIGHT.encode(part, 128, halves(part)), 128), part)
-
-
-@both
-@pytest.mark.parametrize("block", [1, 3, 64, 1000, 10**6])
-def test_blocks_of_any_size_and_a_short_last_one(codes: Coded, block: int) -> None:
-    x = data(3, (7, 101))
-    found, ranges = codes.encode(x, block)
-    assert found.shape == x.shape
-    again = codes.decode(found, ranges, block).reshape(-1)
-    for first in range(0, x.numel(), block):
-        one = x.reshape(-1)[first : first + block]
-        assert torch.equal(again[first : first + block], codes.decode(*codes.encode(one, block), block))
-    empty, none = codes.encode(torch.zeros(0, 4), block)
-    assert (empty.shape, none.shape) == ((0, 4), (0,) if codes.bits == 8 else (0, 2))
+    first = FOUR.decode(*FOUR.encode(data(3), 256), 256)
+    again = FOUR.decode(*FOUR.encode(first, 256), 256)
+    assert (patterns(again) - patterns(first)).abs().max() <= 14  # whole patterns, 14 steps
 
 
 @both
@@ -193,7 +165,7 @@ def test_what_is_no_number_stays_in_its_place(codes: Coded) -> None:
     assert ((again - clean).abs() <= (0.02 if codes.bits == 8 else 0.3) * clean)[others].all()
 
 
-@pytest.mark.parametrize("scale", [2.0**-126, 1.5 * 2.0**-120, 1e-30, 1.0, 1e30, 2.0**126, 3.4e38])
+@pytest.mark.parametrize("scale", [2.0**-126, 1.5 * 2.0**-120, 1e-30, 2.0**126, 3.4e38])
 @both
 def test_the_ends_of_float32(codes: Coded, scale: float) -> None:
     x = (torch.tensor([[1.0, 0.75, 0.5, 0.0, 2.0**-20, 2.0**-40]], dtype=torch.float64) * scale).to(torch.float32)
@@ -220,42 +192,8 @@ def test_stochastic_rounding_takes_the_share_of_random_numbers_that_the_place_in
         assert up == pytest.approx(place - int(place), abs=2.0**-16)
 
 
-def test_it_is_unbiased_in_value_inside_a_binade() -> None:
-    generator = torch.Generator().manual_seed(0)
-    x = 1.0 + 0.9 * torch.rand(1, 64, generator=generator)
-    x[0, 0], x[0, 1] = 1.0, 1.9999
-    rows = x.expand(20000, 64).contiguous()
-    for codes, step in ((FOUR, 1 / 14), (EIGHT, 1 / 128)):
-        mean = codes.decode(*codes.encode(rows, 64, halves(rows)), 64).double().mean(dim=0)
-        off = (mean - x[0].double()).abs()
-        assert (off[2:] < 5 * step / 2 / 20000**0.5).all()
-
-
 def test_ranges_that_no_encoder_makes_are_told() -> None:
     words = torch.tensor([-1, 7, (1 << 30) + 31, (1 << 22) + 13, 0x7F800000 + 13, (1 << 30) + 9, (1 << 30) + 4000])
     assert not any(sound(EIGHT, word[None]) for word in words.to(torch.int32))
     pairs = [[-1, 5], [1 << 30, 0], [0, 5], [1 << 22, 5], [0x7F800000, 5], [1 << 30, -5], [1 << 30, 1 << 29]]
     assert not any(sound(FOUR, torch.tensor([pair], dtype=torch.int32)) for pair in pairs)
-
-
-@both
-def test_a_range_does_not_widen_by_being_kept(codes: Coded) -> None:
-    """Else it would a little at every step, and in thousands of them without end."""
-    x = data(3)
-    first = codes.decode(*codes.encode(x, 256), 256)
-    again = codes.decode(*codes.encode(first, 256), 256)
-    worst = (patterns(again) - patterns(first)).abs().max().item()
-    assert worst <= (0 if codes.bits == 8 else 14)  # whole patterns, 14 steps
-
-
-@pytest.mark.gpu
-@both
-@pytest.mark.parametrize("decades", [0, 6, 12])
-def test_a_gpu_gives_the_same_codes_and_values(codes: Coded, decades: float) -> None:
-    x = data(decades, (300, 1000))
-    for random in (None, halves(x)):
-        here, ranges = codes.encode(x, 256, random)
-        there, there_ranges = codes.encode(x.cuda(), 256, None if random is None else random.cuda())
-        assert torch.equal(there.cpu(), here)
-        assert torch.equal(there_ranges.cpu(), ranges)
-        assert torch.equal(codes.decode(there, there_ranges, 256).cpu(), codes.decode(here, ranges, 256))

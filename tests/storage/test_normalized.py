@@ -82,27 +82,6 @@ def test_an_error_is_a_share_of_the_unit_and_never_more_than_the_element(bits: i
 
 
 @BITS
-def test_symmetries(bits: int) -> None:
-    m, v = data(4)
-    codes = Coded.of(bits, signed=True, has_normalizer=True)
-    found, scales = codes.encode(m, 256, v=v)
-    scaled, other = codes.encode(m * 2.0**10, 256, v=v * 2.0**20)
-    assert torch.equal(scaled, found)
-    assert torch.equal(other, scales)
-    negated, _ = codes.encode(-m, 256, v=v)
-    assert torch.equal(negated, -found if bits == 8 else torch.where(found & 7 > 0, found ^ 8, 0).byte())
-
-
-@BITS
-def test_without_a_second_moment_the_unit_is_one(bits: int) -> None:
-    m, _ = data(0)
-    codes = Coded.of(bits, signed=True, has_normalizer=True)
-    one = codes.encode(m, 256, v=None), codes.encode(m, 256, v=torch.ones_like(m))
-    assert torch.equal(one[0][0], one[1][0])
-    assert torch.equal(codes.decode(*one[0], 256, None), codes.decode(*one[1], 256, torch.ones_like(m)))
-
-
-@BITS
 def test_what_is_no_number_stays_in_its_place(bits: int) -> None:
     m, v = data(1, (3, 32))
     m[0, 3], m[1, 4] = float("nan"), float("inf")
@@ -118,35 +97,6 @@ def test_what_is_no_number_stays_in_its_place(bits: int) -> None:
     assert torch.equal(again[1, others], alone[0])
     assert again[2, 5].item() == pytest.approx(m[2, 5].item(), rel=2.0**-23)
     assert not again[2, :5].any()
-
-
-@BITS
-@pytest.mark.parametrize("block", [1, 7, 1000, 10**6])
-def test_blocks_of_any_size_and_a_short_last_one(bits: int, block: int) -> None:
-    m, v = data(3, (7, 101))
-    codes = Coded.of(bits, signed=True, has_normalizer=True)
-    found, scales = codes.encode(m, block, v=v)
-    again = codes.decode(found, scales, block, v).reshape(-1)
-    for first in range(0, m.numel(), block):
-        one, unit = m.reshape(-1)[first : first + block], v.reshape(-1)[first : first + block]
-        assert torch.equal(
-            again[first : first + block], codes.decode(*codes.encode(one, block, v=unit), block, unit)
-        )
-    empty, none = codes.encode(torch.zeros(0, 4), block, v=torch.zeros(0, 4))
-    assert (empty.shape, none.shape) == ((0, 4), (0,))
-
-
-@pytest.mark.gpu
-@BITS
-@pytest.mark.parametrize("decades", [0, 6, 12])
-def test_a_gpu_gives_the_same_codes_and_values(bits: int, decades: float) -> None:
-    m, v = data(decades, (300, 1000))
-    codes = Coded.of(bits, signed=True, has_normalizer=True)
-    here, scales = codes.encode(m, 256, v=v)
-    there, other = codes.encode(m.cuda(), 256, v=v.cuda())
-    assert torch.equal(there.cpu(), here)
-    assert torch.equal(other.cpu(), scales)
-    assert torch.equal(codes.decode(there, other, 256, v.cuda()).cpu(), codes.decode(here, scales, 256, v))
 
 
 @BITS

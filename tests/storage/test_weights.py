@@ -80,16 +80,6 @@ def test_strict_words_never_overlap_and_hold_what_one_word_loses(name: str, dtyp
         assert torch.equal(storage.exact(p, low), torch.full((1000,), 1 + count * 2.0**-14, dtype=torch.float64))
 
 
-def test_stochastic_rounding_pays_out_in_expectation() -> None:
-    storage = weight_storage("stochastic")
-    p = torch.ones(40_000, dtype=torch.bfloat16)
-    for step in range(100):
-        bits = random_bits(p.numel(), seed=0, stream=0, step=step)
-        p, _ = storage.add(p, None, storage.read(p, None), torch.full(p.shape, 1e-4), lambda bits=bits: bits)
-    # A hundred steps of 1e-4 with a standard deviation of under sqrt(100 * 2^-7 * 1e-4) an element.
-    assert abs(float(p.double().mean()) - 1.01) < 5 * 0.0089 / 40_000**0.5
-
-
 @pytest.mark.parametrize(("name", "dtype"), PAIRS)
 def test_infinite_and_nan_weights_stay_what_they_are(name: str, dtype: torch.dtype) -> None:
     storage = weight_storage(name)
@@ -103,7 +93,7 @@ def test_infinite_and_nan_weights_stay_what_they_are(name: str, dtype: torch.dty
 
 
 def test_unknown_names_are_refused_with_a_list() -> None:
-    with pytest.raises(ValueError, match="weights: got 'kahn', takes one of 'plain', 'kahan'"):
+    with pytest.raises(ValueError, match=r"weights must be 'plain', 'kahan', .*got 'kahn'"):
         weight_storage("kahn")
 
 
@@ -115,11 +105,3 @@ def test_a_codec_has_the_low_word(name: str) -> None:
         assert codec is not None
         assert codec.name == name
         assert [word.bits for word in codec.words] == ([8 * low.itemsize] if low is not None else [])
-
-
-def test_what_replaces_a_function_has_no_codec() -> None:
-    class Halved(type(weight_storage("master"))):  # type: ignore[misc]
-        def read(self, p: torch.Tensor, low: torch.Tensor | None) -> torch.Tensor:
-            return super().read(p, low) / 2  # type: ignore[no-any-return]
-
-    assert Halved().codec(torch.bfloat16) is None

@@ -347,7 +347,7 @@ class CompressedAllReduce:
         # Nothing waits for the stream as a whole: futures do, each for one bucket.
         with torch.cuda.device(device):
             if device not in self._sides:
-                self._sides[device] = Beside(device, own=True)
+                self._sides[device] = Beside(device)
             with self._sides[device]:
                 for _ in stages:
                     pass

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from narrowgauge._arguments import is_integer
+from narrowgauge._arguments import check_instance, is_integer
 from narrowgauge.formats._codebook_maps import MAPS, CodebookMap
 
 _MAPS: dict[str, CodebookMap] = {found.name: found for found in MAPS}
@@ -105,10 +105,7 @@ def checked(values: Tensor, bits: int = 8) -> Tensor:
     Raises:
         ValueError: for anything else.
     """
-    if not isinstance(values, Tensor):
-        raise ValueError(
-            f"codebook must be a tensor such as narrowgauge.formats.codebook('dynamic'), got {values!r}"
-        )
+    check_instance("codebook", values, Tensor, "narrowgauge.formats.codebook('dynamic')")
     if values.dtype != torch.float32 or values.dim() != 1 or not 2 <= len(values) <= 1 << bits:
         got = f"{values.dtype} of shape {tuple(values.shape)}"
         raise ValueError(f"codebook must be a float32 tensor of 2 to {1 << bits} values, got {got}")

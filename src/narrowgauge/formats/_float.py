@@ -294,7 +294,9 @@ class FloatFormat:
         fraction = magnitude & (1 << self.mantissa_bits) - 1
         hidden = (field > 0).to(torch.int64) << self.mantissa_bits
         exponent = field.clamp_min(1) + (self.min_exponent - 1)
-        value = (fraction + hidden).to(torch.float64) * 2.0**-self.mantissa_bits * _power_of_two(exponent)
+        # 2^exponent by its pattern: exact, and no format here has a scale among float64's subnormal numbers.
+        power = (exponent + 1023 << 52).view(torch.float64)
+        value = (fraction + hidden).to(torch.float64) * 2.0**-self.mantissa_bits * power
         value = torch.where(magnitude > self.max_code, torch.nan, value)
         if self.has_infinity:
             value = torch.where(magnitude == self.infinity_code, torch.inf, value)
@@ -310,12 +312,41 @@ class FloatFormat:
         return CodeTable(self)
 
     def binades(self) -> list[Binade]:
-        """The format's resolution: an interval of equal spacing a row, from zero to the largest number."""
-        return binades(self)
+        """The format's resolution: an interval of equal spacing a row, from zero to the largest number.
+
+        Subnormal numbers share their interval with the first binade of normal ones.
+        """
+        first = math.ldexp(1.0, self.min_exponent + 1)
+        rows = [Binade(0.0, first, self.min_subnormal, 2 << self.mantissa_bits)]
+        for exponent in range(self.min_exponent + 1, self.max_exponent + 1):
+            low = math.ldexp(1.0, exponent)
+            spacing = math.ldexp(1.0, exponent - self.mantissa_bits)
+            # Half-open intervals end one spacing above the largest number (2^1024 would not be a double).
+            high = 2 * low if exponent < self.max_exponent else self.max + spacing
+            numbers = round((high - low) / spacing) if high < math.inf else 1 << self.mantissa_bits
+            rows.append(Binade(low, high, spacing, numbers))
+        return rows
 
     def notable(self) -> list[NotableRow]:
         """The codes worth knowing: the ends of every range, one and its neighbours, the specials."""
-        return notable(self)
+        one, table = self.encode(1.0), self.table()
+        first_normal = 1 << self.mantissa_bits
+        codes = [("zero", 0)]
+        if self.mantissa_bits:
+            codes += [("smallest subnormal", 1), ("largest subnormal", first_normal - 1)]
+        codes += [
+            ("smallest normal", first_normal),
+            ("nearest to 1/3", self.encode(1 / 3)),
+            ("largest below one", one - 1),
+            ("one", one),
+            ("smallest above one", one + 1),
+            ("largest", self.max_code),
+        ]
+        if self.has_infinity:
+            codes.append(("infinity", self.infinity_code))
+        if self.has_nan:
+            codes.append(("NaN", self.nan_code))
+        return [NotableRow(note, table[code]) for note, code in codes]
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> FloatFormat:
@@ -334,11 +365,6 @@ def _scalar(x: float) -> Tensor:
     if not is_number(x):
         raise ValueError(f"value must be a number or a tensor, got {x!r}")
     return torch.tensor(float(x), dtype=torch.float64, device="cpu")
-
-
-def _power_of_two(exponent: Tensor) -> Tensor:
-    """2^exponent in float64, exactly, subnormal results apart (no format here has a scale there)."""
-    return (exponent + 1023 << 52).view(torch.float64)
 
 
 FP32 = FloatFormat("fp32", 8, 23, dtype=torch.float32)
@@ -374,56 +400,13 @@ class CodeTable(Sequence[CodeRow]):
         code = index + len(self) if index < 0 else index
         if not 0 <= code < len(self):
             raise IndexError(f"code must be 0 to {len(self) - 1} for {self._fmt.name}, got {index}")
-        value = self._fmt.decode(code)
-        return CodeRow(code, _fields(self._fmt, code), value, _kind(self._fmt, value))
+        value, bits = self._fmt.decode(code), f"{code:0{self._fmt.bits}b}"
+        end = 1 + self._fmt.exponent_bits
+        fields = " ".join(filter(None, (bits[0], bits[1:end], bits[end:])))
+        return CodeRow(code, fields, value, _kind(self._fmt, value))
 
     def __repr__(self) -> str:
         return f"CodeTable({self._fmt.name}, {len(self)} rows)"
-
-
-def binades(fmt: FloatFormat) -> list[Binade]:
-    """Intervals of equal spacing; the subnormals share theirs with the first binade of normal numbers."""
-    first = math.ldexp(1.0, fmt.min_exponent + 1)
-    rows = [Binade(0.0, first, fmt.min_subnormal, 2 << fmt.mantissa_bits)]
-    for exponent in range(fmt.min_exponent + 1, fmt.max_exponent + 1):
-        low = math.ldexp(1.0, exponent)
-        spacing = math.ldexp(1.0, exponent - fmt.mantissa_bits)
-        # Half-open intervals end one spacing above the largest number (2^1024 would not be a double).
-        high = 2 * low if exponent < fmt.max_exponent else fmt.max + spacing
-        rows.append(
-            Binade(low, high, spacing, round((high - low) / spacing) if high < math.inf else 1 << fmt.mantissa_bits)
-        )
-    return rows
-
-
-def notable(fmt: FloatFormat) -> list[NotableRow]:
-    """The lecture's table for any format."""
-    one, table = fmt.encode(1.0), fmt.table()
-    first_normal = 1 << fmt.mantissa_bits
-    codes = [("zero", 0)]
-    if fmt.mantissa_bits:
-        codes += [("smallest subnormal", 1), ("largest subnormal", first_normal - 1)]
-    codes += [
-        ("smallest normal", first_normal),
-        ("nearest to 1/3", fmt.encode(1 / 3)),
-        ("largest below one", one - 1),
-        ("one", one),
-        ("smallest above one", one + 1),
-        ("largest", fmt.max_code),
-    ]
-    if fmt.has_infinity:
-        codes.append(("infinity", fmt.infinity_code))
-    if fmt.has_nan:
-        codes.append(("NaN", fmt.nan_code))
-    return [NotableRow(note, table[code]) for note, code in codes]
-
-
-def _fields(fmt: FloatFormat, code: int) -> str:
-    """Sign, exponent and fraction in binary, a space between."""
-    bits = f"{code:0{fmt.bits}b}"
-    return " ".join(
-        part for part in (bits[0], bits[1 : 1 + fmt.exponent_bits], bits[1 + fmt.exponent_bits :]) if part
-    )
 
 
 def _kind(fmt: FloatFormat, value: float) -> str:

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from narrowgauge._arguments import check_choice, check_instance
 from narrowgauge.formats._float import FloatFormat
 
 Rounding = Literal["nearest", "stochastic"]
@@ -40,8 +41,8 @@ def round_to(
     """
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise ValueError(f"x must be a tensor of floats, got {getattr(x, 'dtype', type(x).__name__)}")
-    if not isinstance(fmt, FloatFormat):
-        raise ValueError(f"fmt must be a FloatFormat such as narrowgauge.formats.FP16, got {fmt!r}")
+    check_instance("fmt", fmt, FloatFormat, "narrowgauge.formats.FP16")
+    check_choice("rounding", rounding, ("nearest", "stochastic"))
     if x.dtype.itemsize == 1:
         x = x.to(torch.float32)  # torch has no arithmetic on float8
     if rounding == "nearest":
@@ -49,10 +50,8 @@ def round_to(
             # Explicit, because torch before 2.12 makes NaN of numbers beyond the largest float8_e4m3fn.
             return (x if fmt.has_infinity else x.clamp(-fmt.max, fmt.max)).to(fmt.dtype)
         return fmt.nearest(x).to(fmt.dtype or fmt.container)
-    if rounding == "stochastic":
-        bits = torch.randint(0, 2**32, x.shape, dtype=torch.int64, device=x.device, generator=generator)
-        return round_with_bits(x, fmt, bits)
-    raise ValueError(f"rounding must be 'nearest' or 'stochastic', got {rounding!r}")
+    bits = torch.randint(0, 2**32, x.shape, dtype=torch.int64, device=x.device, generator=generator)
+    return round_with_bits(x, fmt, bits)
 
 
 def round_with_bits(x: Tensor, fmt: FloatFormat, bits: Tensor) -> Tensor:

@@ -24,11 +24,21 @@ from torch import Tensor
 
 from narrowgauge.kernels._allreduce_key import AllreduceKey, BucketNumbers, Place, table_of
 from narrowgauge.kernels._c_library import Unavailable
+from narrowgauge.kernels._codec import KINDS
 from narrowgauge.kernels._launches import BoundLaunch, CachedKernel
 from narrowgauge.kernels._step._codebooks import fast_normalise, normalise
-from narrowgauge.kernels._step._floats import INFINITY, any_of, bits_of, column_max, float_of, gather, narrow, widen
+from narrowgauge.kernels._step._floats import (
+    INFINITY,
+    _philox,
+    any_of,
+    bits_of,
+    column_max,
+    float_of,
+    gather,
+    narrow,
+    widen,
+)
 from narrowgauge.kernels._step._packing import codes_of, from_codes
-from narrowgauge.kernels._step._random import _philox
 from narrowgauge.kernels._tables import sent_anew
 from narrowgauge.kernels._triton import instructions
 
@@ -313,7 +323,6 @@ def finish(
     _store(grads, tl.load(place) + start, mean, n, BLOCK, SIZE, ROWS, ALIGNED)
 
 
-_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Elements a program, eight a thread: 16 bytes of bf16. A warp then has blocks of 256 to itself.
 _TILE, _EACH, _MOST_WARPS = 1024, 256, 16
 _SCALES = 1024  # a program, where only those are read
@@ -344,18 +353,23 @@ class TritonAllreduce:
         # No kernel needs more; without the limit the compiler spilled one register in a kernel that takes 56.
         most = {"maxnreg": 128} if instructions()[0] else {}  # other compilers have no such option
         self.options = {"num_warps": warps, "enable_fp_fusion": False, **most}
-        self.grad, self.residual = _NAMES[key.dtype], "" if key.residual is None else _NAMES[key.residual]
+        self.grad, self.residual = KINDS[key.dtype], "" if key.residual is None else KINDS[key.residual]
 
     def bucket(self, places: Sequence[Place], numbers: BucketNumbers, device: torch.device) -> TritonBucket:
         """See `_c_allreduce.CAllreduce.bucket`."""
         return TritonBucket(self, places, numbers, device)
 
+    def bound(
+        self, kernel: CachedKernel, programs: tuple[Tensor, Tensor], sizes: tuple[int, ...], constants: Any
+    ) -> BoundLaunch:
+        """The launch of a kernel with these programs, as `_placed` returns them."""
+        return BoundLaunch(kernel, (programs[1].numel(),), sizes, constants, self.options)
+
 
 class TritonBucket:
-    """The three passes of a bucket; see `_c_allreduce.CBucket` for the methods.
+    """The three passes of a bucket, which is reduced once at a time, on one stream; methods as of `CBucket`.
 
-    Its tables are on the device, so a pass costs the host its launches and little more. A bucket is reduced once at
-    a time, on one stream.
+    Its tables are on the device, so a pass costs the host its launches and little more.
     """
 
     def __init__(
@@ -375,18 +389,14 @@ class TritonBucket:
         dtypes = {"GRAD": made.grad, "RESIDUAL": made.residual, "ALIGNED": aligned}
         self._whole = _placed(places, key.block, ranks, made.unit, device)
         self._shard = _placed(places, key.block, 1, made.unit, device)
-        many, constants, summed = made.tile | made.coding, made.tile | dtypes, {"TOTAL": self._feedback}
-        grid, options = (self._whole[1].numel(),), made.options
-        self._encode = BoundLaunch(_ENCODE, grid, (*sizes, *random), many | dtypes, options)
-        grid_of_sum = (self._shard[1].numel(),)
-        self._add = BoundLaunch(_ADD, grid_of_sum, (*sizes, *random), many | summed, options)
-        self._finish = BoundLaunch(_FINISH, grid, (*sizes, *plain), constants, options)
+        coding = made.tile | made.coding
+        self._encode = made.bound(_ENCODE, self._whole, (*sizes, *random), coding | dtypes)
+        self._add = made.bound(_ADD, self._shard, (*sizes, *random), coding | {"TOTAL": self._feedback})
+        self._finish = made.bound(_FINISH, self._whole, (*sizes, *plain), made.tile | dtypes)
         if self._feedback:
             self._scales = _placed(places, key.block, ranks, _SCALES, device)
-            constants_of_find = {"BLOCK": key.block, "BITS": key.bits, "GRAD": made.grad, "MANY": _SCALES}
-            self._find = BoundLaunch(
-                _FIND_NONFINITE, (self._scales[1].numel(),), (sizes[0], ranks), constants_of_find, options
-            )
+            constants = {"BLOCK": key.block, "BITS": key.bits, "GRAD": made.grad, "MANY": _SCALES}
+            self._find = made.bound(_FIND_NONFINITE, self._scales, (sizes[0], ranks), constants)
             with torch.inference_mode(False):
                 self._flags = torch.empty(len(places), dtype=torch.int32, device=device)
 

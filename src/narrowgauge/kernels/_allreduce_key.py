@@ -27,23 +27,14 @@ GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, eq=False)
 class AllreduceKey:
-    """Everything that the code of the passes depends on.
+    """Everything that the code of the passes depends on."""
 
-    Attributes:
-        coder: of the codebook, on the host.
-        block: elements that share a scale, a multiple of 4.
-        bits: of a code in a message, 8 or 4.
-        stochastic: whether codes are rounded stochastically.
-        dtype: of the gradients.
-        residual: dtype of error feedback; None without it.
-    """
-
-    coder: Coder
-    block: int
-    bits: int
+    coder: Coder  # of the codebook, on the host
+    block: int  # elements that share a scale, a multiple of 4
+    bits: int  # of a code in a message, 8 or 4
     stochastic: bool
-    dtype: torch.dtype
-    residual: torch.dtype | None
+    dtype: torch.dtype  # of the gradients
+    residual: torch.dtype | None  # dtype of error feedback, if there is any
 
     @cached_property
     def table(self) -> CodebookTable | None:
@@ -71,33 +62,23 @@ class AllreduceKey:
 
 
 class Place(NamedTuple):
-    """A parameter in a bucket, as kernels read it.
+    """A parameter in a bucket, as kernels read it."""
 
-    Attributes:
-        begin: of its gradient, in elements of the bucket's buffer.
-        numel: its elements.
-        width: elements of a shard, a multiple of the block.
-        column: where the shards begin in a row of the messages' matrix.
-        stream: of its random numbers.
-        residual: the address of its residual, 0 without error feedback.
-    """
-
-    begin: int
+    begin: int  # of its gradient, in elements of the bucket's buffer
     numel: int
-    width: int
-    column: int
-    stream: int
-    residual: int
+    width: int  # elements of a shard, a multiple of the block
+    column: int  # where the shards begin in a row of the messages' matrix
+    stream: int  # of its random numbers
+    residual: int  # the address of its residual, 0 without error feedback
 
 
 class BucketNumbers(NamedTuple):
-    """The same for all parameters of a bucket and at every step: ranks, this rank, elements of a message, and the
-    seed of random numbers."""
+    """The same for all parameters of a bucket and at every step."""
 
     ranks: int
     rank: int
-    width: int
-    seed: int
+    width: int  # elements of a message
+    seed: int  # of random numbers
 
 
 def table_of(places: Sequence[Place]) -> npt.NDArray[np.int64]:

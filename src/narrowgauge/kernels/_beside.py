@@ -6,24 +6,21 @@ where they wait beside something longer.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 
 class Beside:
-    """Within, work goes to a stream of its own, behind what was launched before; after `join`, what is launched
-    waits for it.
+    """Within, work goes to a stream of its own, after what was launched before; what comes after `join` waits for
+    it.
 
     Torch's own `wait_stream` makes an event each time, which costs the host more than using one again.
 
     Args:
         device: a CUDA device, the current one within.
-        own: whether it has its own stream, not the one the device's others share.
     """
 
-    def __init__(self, device: torch.device, own: bool = False) -> None:
-        self._stream = torch.cuda.Stream(device) if own else _stream(device)  # type: ignore[no-untyped-call]
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._before, self._after = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
         self._main: torch.cuda.Stream | None = None
 
@@ -41,8 +38,3 @@ class Beside:
     def join(self) -> None:
         """Let the stream that was current wait for what was done beside it."""
         self._after.wait(self._main)
-
-
-@functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge.kernels._allreduce_key import AllreduceKey, BucketNumbers, Place, table_of
-from narrowgauge.kernels._c_codecs import FLOATS, source
 from narrowgauge.kernels._c_library import Unavailable, load
+from narrowgauge.kernels._c_source import FLOATS, source
 
 _LANES = 16  # of the widest vectors
 _MASK = 0xFFFFFFFF
@@ -35,13 +35,7 @@ class CAllreduce:
             function.argtypes, function.restype = [ctypes.c_void_p] * (3 + tensors), None
 
     def bucket(self, places: Sequence[Place], numbers: BucketNumbers, device: torch.device) -> CBucket:
-        """The passes of a bucket, until one of its places changes.
-
-        Args:
-            places: of the parameters.
-            numbers: of the bucket.
-            device: where it is.
-        """
+        """The passes of a bucket on a device, until one of the parameters' places changes."""
         return CBucket(self, places, numbers)
 
 
@@ -83,10 +77,8 @@ class CBucket:
         """The sums' messages to means in the place of gradients; and the new residuals.
 
         Args:
-            grads: the bucket's buffer.
-            sent: what `encode` wrote.
+            grads, sent, total: what `encode` and `add` were given and wrote.
             received: uint8 (ranks, bytes of a message), of the sums.
-            total: what `add` wrote.
         """
         self._set(0)
         address = None if total is None else total.data_ptr()

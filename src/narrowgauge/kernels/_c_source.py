@@ -7,21 +7,36 @@ the block is complete. Weights that receive what a moment loses wait there, too.
 other, so threads take them as they come and the result does not depend on how many there are. The lengths of blocks
 and parts are constants: a last block that is shorter is copied to memory that is long enough, and what lies beyond
 it counts as zero.
+
+The functions of codecs are in `c/`, or in the text that a storage brings. Numbers of a block are known when all of
+it is. So codecs with such numbers encode by the block; the others encode, and all decode, by the part. Codes of 4
+bits are packed and unpacked here: functions see one a byte.
+
+    X_decode(words..., x, [second moment,] [values, cells, zero, first,] constants...)
+    X_encode(x, words..., [random bits,] [second moment,] [values, cells, zero, first,] constants...)
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from narrowgauge.kernels._c_codecs import FLOATS, decode, encode, part_of, source
-from narrowgauge.kernels._codec import KINDS, Codec, Moment, Word, in_order
+from narrowgauge.formats import FloatFormat
+from narrowgauge.kernels._codec import KINDS, Codec, Moment, Word, in_order, text_of
 from narrowgauge.kernels._graph import Equation, Node, uniforms, walk
 
+_SOURCES = Path(__file__).parent / "c"
+# What C calls a float dtype: its elements, and the functions that convert them, `from_NAME` and `to_NAME`.
+FLOATS = {
+    torch.float32: ("float", "float32"),
+    torch.bfloat16: ("u16", "bfloat16"),
+    torch.float16: ("_Float16", "float16"),
+}
 # The columns of a row before its addresses, as `list.h` has them.
 COLUMNS = ("numel", "first", "counter", "skipped", "seed", "stream", "origin", "numbers")
 
@@ -45,22 +60,14 @@ void step_list(
 
 @dataclass(frozen=True)
 class StepSpec:
-    """What a step function is made for.
-
-    Attributes:
-        equation: what is computed.
-        kept: the moments, how they are kept.
-        weight: how the weight is kept.
-        dtype, grad_dtype: the parameter's and its gradient's.
-        block: elements a block; a multiple of 16.
-    """
+    """What a step function is made for."""
 
     equation: Equation
     kept: tuple[Moment, ...]
     weight: Codec
-    dtype: torch.dtype
+    dtype: torch.dtype  # the parameter's
     grad_dtype: torch.dtype
-    block: int
+    block: int  # elements; a multiple of 16
 
     @property
     def words(self) -> tuple[Word, ...]:
@@ -94,7 +101,7 @@ def _prelude(step: StepSpec) -> str:
     c_type, name = FLOATS[step.dtype]
     grad_type, grad_name = FLOATS[step.grad_dtype]
     info = torch.finfo(step.dtype)
-    mantissa = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}[step.dtype]
+    mantissa = FloatFormat.of(step.dtype).mantissa_bits
     tail = max(word.nbytes(step.block) for word in step.words)
     codecs = [step.weight, *(moment.codec for moment in step.kept)]
     files = dict.fromkeys(["random.h", *(file for codec in codecs for file in codec.c_parts)])
@@ -262,12 +269,7 @@ _TESTS = ("lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not")
 
 
 def _statements(roots: Iterable[Node], names: dict[Node, str]) -> list[str]:
-    """C statements that compute the nodes of graphs for element i.
-
-    Args:
-        roots: the graphs.
-        names: what is known already, scalars among it; grows by the rest.
-    """
+    """C statements that compute the nodes of graphs for element i; `names` has what is known, and gets the rest."""
     lines = []
     for node in walk(roots):
         if node.scalar or node in names:
@@ -283,15 +285,68 @@ def _statements(roots: Iterable[Node], names: dict[Node, str]) -> list[str]:
     return lines
 
 
-def _driver(name: str, each: str, definition: str, numbers: int, sums: bool = False) -> str:
-    """A function that does chunks of a list of tensors, and `each`, which does a block.
+def source(part: str | Path) -> str:
+    """A file of `c/` by its name, another by its path, or a text of several lines itself."""
+    ours = isinstance(part, str) and "\n" not in part and (_SOURCES / part).exists()
+    return text_of(_SOURCES / part if ours else part)
+
+
+def part_of(word: Word, block: str) -> str:
+    """The address in C of the part of a block that begins at element o, from the block's address."""
+    return f"(void *)({block} + o * {word.bits} / 8)" if word.bits else f"(void *)({block})"
+
+
+def decode(codec: Codec, blocks: Sequence[str], x: str, normalizer: str, tables: Sequence[str]) -> str:
+    """A statement that decodes the part from o on.
 
     Args:
-        name: of the function.
-        each: the name of the function that does a block.
-        definition: its text.
-        numbers: how many numbers the equation has.
-        sums: whether `each` writes sums: `TERMS` doubles a block.
+        codec: whose.
+        blocks: where its words have the block.
+        x: where the part's values go.
+        normalizer: where the part's second moment is.
+        tables: the two arrays of its table, if it has one.
+    """
+    places, unpacked = [], []
+    for k, (word, block) in enumerate(zip(codec.words, blocks, strict=True)):
+        place = part_of(word, block)
+        if word.packed:
+            unpacked.append(f"u8 codes{k}[PART]; unpack({place}, codes{k}, PART);")
+            place = f"codes{k}"
+        places.append(place)
+    arguments = [*places, x, *_further(codec, normalizer, tables)]
+    return f"{{ {' '.join(unpacked)} {codec.name}_decode({', '.join(arguments)}); }}"
+
+
+def encode(codec: Codec, blocks: Sequence[str], x: str, random: str, normalizer: str, tables: Sequence[str]) -> str:
+    """A statement that encodes a block, or the part from o on where nothing asks for blocks.
+
+    Args:
+        codec, blocks, normalizer, tables: as for `decode`.
+        x: where the values are; of a normalized codec, one is made zero where its second moment is no unit.
+        random: where 16 random bits an element are, if it takes some.
+    """
+    places, unpacked, packing = [], [], []
+    for k, (word, block) in enumerate(zip(codec.words, blocks, strict=True)):
+        place = f"(void *)({block})" if codec.blockwise else part_of(word, block)
+        if word.packed:
+            unpacked.append(f"u8 codes{k}[BLOCK];")
+            packing.append(f"pack(codes{k}, {place});")
+            place = f"codes{k}"
+        places.append(place)
+    arguments = [x, *places, *([random] if codec.needs_random else []), *_further(codec, normalizer, tables)]
+    known = f"forget_unknown({x}, {normalizer});" if codec.normalized else ""
+    return f"{{ {known} {' '.join(unpacked)} {codec.name}_encode({', '.join(arguments)}); {' '.join(packing)} }}"
+
+
+def _further(codec: Codec, normalizer: str, tables: Sequence[str]) -> list[str]:
+    table = [*tables, str(codec.table.zero), str(codec.table.first)] if codec.table is not None else []
+    return [*([normalizer] if codec.normalized else []), *table, *map(str, codec.constants)]
+
+
+def _driver(name: str, each: str, definition: str, numbers: int, sums: bool = False) -> str:
+    """A function that does chunks of a list of tensors, and `each`, which does a block; `definition` is its text.
+
+    The equation has so many `numbers`. With `sums`, `each` writes `TERMS` doubles a block.
     """
     holes = {
         "NAME": name,

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from narrowgauge.kernels._c_codecs import FLOATS, source
 from narrowgauge.kernels._c_library import Unavailable, load, threads_for
+from narrowgauge.kernels._c_source import FLOATS, source
 
 _STRETCH = 4096  # elements that one sum is of
 

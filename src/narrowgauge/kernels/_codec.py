@@ -2,7 +2,7 @@
 
 A storage's specification is eager torch. Its kernels are functions that work on a block: ``X_decode`` and
 ``X_encode`` for a state storage whose codec is named X, ``X_read`` and ``X_add`` for a weight storage. A `Codec`
-has their name, the tensors that they read and write, and what else they are given; `_c_codecs` and `_step._codecs`
+has their name, the tensors that they read and write, and what else they are given; `_c_source` and `_step._codecs`
 write the calls, and nothing else in the kernels knows a storage. docs/add_a_storage.md adds one.
 """
 
@@ -72,19 +72,14 @@ class Word:
 class CodebookTable:
     """A codebook whose codes are found by one look-up: a cell for each upper half of a float's pattern.
 
-    Attributes:
-        values: float32 (256,), what codes mean.
-        cells: uint32. The upper half is the code at the cell's start. The lower half, added to a pattern's lower
-            half, carries above the one boundary inside. Of positive numbers: negative ones count down from the code
-            of zero.
-        zero: the code of zero.
-        first: the upper half of the first cell's patterns; all smaller ones belong to this cell.
+    The upper half of a cell is the code at its start. The lower half, added to a pattern's lower half, carries
+    above the one boundary inside. Cells are of positive numbers: negative ones count down from the code of zero.
     """
 
-    values: NDArray[np.float32]
+    values: NDArray[np.float32]  # (256,), what codes mean
     cells: NDArray[np.uint32]
-    zero: int
-    first: int
+    zero: int  # the code of zero
+    first: int  # the upper half of the first cell's patterns; all smaller ones belong to this cell
 
     @classmethod
     @functools.lru_cache(maxsize=64)
@@ -98,14 +93,14 @@ class CodebookTable:
         values, boundaries = coder.values.cpu().numpy(), coder.boundaries.cpu().numpy()
         mirrored = -values[values < 0][::-1]
         if not np.array_equal(mirrored, values[values > 0][: len(mirrored)]):
-            raise ValueError("the negative values do not mirror the positive ones")
+            raise ValueError("the negative values must mirror the positive ones")
         positive = boundaries[boundaries > 0]
         patterns = positive.view(np.uint32)
         upper = patterns >> 16
         if len(np.unique(upper)) < len(upper):
-            raise ValueError("a cell of the table would hold two boundaries")
+            raise ValueError("boundaries must lie in different cells of the table, two are in one")
         if positive[-1] > 1 - 2.0**-20:
-            raise ValueError(f"the outermost boundary would be {positive[-1]}, takes at most 1 - 2^-20")
+            raise ValueError(f"the outermost boundary must be at most 1 - 2^-20, got {positive[-1]}")
         first = int(upper[0]) - 1
         carry = np.zeros(_ONE - first + 1, dtype=np.uint32)
         carry[upper - first] = 0xFFFF - (patterns & 0xFFFF)
@@ -185,19 +180,12 @@ def text_of(part: str | Path) -> str:
 
 @dataclass(frozen=True)
 class Moment:
-    """A moment of a step.
+    """A moment of a step."""
 
-    Attributes:
-        name: the graph's name for it.
-        codec: how it is kept.
-        normalizer: the moment whose root is its unit, if there is one.
-        purpose: of its random bits, from 1.
-    """
-
-    name: str
+    name: str  # the graph's name for it
     codec: Codec
-    normalizer: str | None = None
-    purpose: int = 1
+    normalizer: str | None = None  # the moment whose root is its unit
+    purpose: int = 1  # of its random bits, from 1
 
 
 def in_order(moments: Iterable[Moment]) -> list[Moment]:

@@ -33,18 +33,14 @@ _NAMES = {
 class Node:
     """An operation on nodes and constants.
 
-    Attributes:
-        op: ``"input"`` and ``"number"`` have a name, ``"constant"`` a value, ``"wide"`` and ``"narrow"`` change the
-            precision, ``"scaled"`` is a product that is rounded by itself; all else is arithmetic.
-        args: nodes, or the name or value.
-        scalar: one number a parameter, in double precision; otherwise one an element.
-        double: an element in double precision, as terms of sums are.
+    ``"input"`` and ``"number"`` have a name, ``"constant"`` a value, ``"wide"`` and ``"narrow"`` change the
+    precision, ``"scaled"`` is a product that is rounded by itself; all else is arithmetic.
     """
 
     op: str
-    args: tuple[Any, ...]
-    scalar: bool = False
-    double: bool = False
+    args: tuple[Any, ...]  # nodes, or the name or value
+    scalar: bool = False  # one number a parameter, in double precision; otherwise one an element
+    double: bool = False  # an element in double precision, as terms of sums are
     _hash: int = field(default=0, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -57,21 +53,13 @@ class Node:
 
 @dataclass(frozen=True)
 class Equation:
-    """What a rule computes for one element.
+    """What a rule computes for one element."""
 
-    Attributes:
-        terms: what to sum over the parameter before the rest can be computed, by name; empty for most rules.
-        delta: the update.
-        moments: the new moments.
-        effects: what a unit of each moment will still add to the weight; for those that have it.
-        ratio: the gradient's square over the second moment (`squared_ratio`), for gauges; None without one.
-    """
-
-    terms: Mapping[str, Node]
-    delta: Node
-    moments: Mapping[str, Node]
-    effects: Mapping[str, Node]
-    ratio: Node | None
+    terms: Mapping[str, Node]  # what to sum over the parameter before the rest, by name; empty for most rules
+    delta: Node  # the update
+    moments: Mapping[str, Node]  # the new ones
+    effects: Mapping[str, Node]  # what a unit of each moment will still add to the weight; for those that have it
+    ratio: Node | None  # the gradient's square over the second moment (`squared_ratio`), for gauges
 
     @property
     def roots(self) -> tuple[Node, ...]:
@@ -82,12 +70,8 @@ class Equation:
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down what torch dispatches while it is entered, as nodes of the tensors that come out.
 
-    Args:
-        shape: of the tensors that stand for inputs.
-        dtype: of those that `element` makes.
-
-    Raises:
-        NotImplementedError: for what is not elementwise, or not known here.
+    Inputs are tensors of a shape, and of a dtype if `element` makes them. What is not elementwise, or not known
+    here, raises NotImplementedError.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:

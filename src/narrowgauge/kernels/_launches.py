@@ -5,16 +5,15 @@ At every launch Triton binds arguments by name, asks each of them what code depe
 key, and compares all global values that the kernel has used: tens of microseconds of the host, more than many of
 our kernels take on the device. All of it answers one question, which compiled kernel this is.
 
-`CachedKernel` remembers the answer under what it depends on: constants, options and the device, types, whether
-addresses and sizes are multiples of 16, and whether sizes are 1. A `BoundLaunch` is for those who know most of this
-beforehand: grid, sizes, constants and options are given once, and types are the same at every call. What is left to
-ask is the device, and whether all addresses are multiples of 16, as torch's allocations are; where they are not it
-goes the longer way.
+- `CachedKernel` remembers the answer under what it depends on: constants, options and the device, types, whether
+  addresses and sizes are multiples of 16, and whether sizes are 1.
+- `BoundLaunch` is given grid, sizes, constants and options once, and tensors of the same types at every call. It
+  asks for the device, and whether all addresses are multiples of 16, as torch's allocations are; where they are not
+  it goes the longer way.
+- `FixedLaunch` is given its tensors once as well.
 
-A `FixedLaunch` has its tensors given once as well.
-
-All hand the kernel to its launcher as Triton does, without looking up what has not changed. Where a profiler
-has set hooks, Triton's own call runs, which builds what hooks receive.
+All hand the kernel to its launcher as Triton does, without looking up what has not changed. Where a profiler has
+set hooks, Triton's own call runs, which builds what hooks receive.
 """
 
 from __future__ import annotations
@@ -23,18 +22,80 @@ import hashlib
 import linecache
 from collections.abc import Callable, Mapping
 from operator import is_
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 from triton import knobs
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from narrowgauge.kernels._descriptors import Describer, encoded_by
 from narrowgauge.kernels._triton import launches_directly
 
 # The index of the current device.
 current_device: Callable[[], int] = torch._C._cuda_getDevice if torch.cuda._is_compiled() else lambda: -1
+
+
+def hooked() -> bool:
+    """Whether somebody has set a hook on launches; Triton's own hooks are chains of calls, set up empty."""
+    hooks = knobs.runtime
+    enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+class Describer:
+    """Descriptors of contiguous matrices of one shape and dtype, for the engine that copies blocks of them (TMA).
+
+    Triton's launcher has the driver encode each descriptor at each launch. An encoded one says where a matrix is
+    and how it lies, nothing else: it holds for every matrix of this shape at that address, and is kept.
+
+    Args:
+        matrix: one of them, with rows of a multiple of 16 bytes, at an address that is one; checked.
+        block: sides of what is copied at once.
+    """
+
+    _MOST = 4096  # addresses; a training has the same few at every step
+
+    def __init__(self, matrix: Tensor, block: list[int]) -> None:
+        self._fields = dict(vars(TensorDescriptor.from_tensor(matrix, block)), base=None)
+        self._meta: Mapping[str, Any] | None = None
+        self._encoded: dict[int, tuple[Any, ...]] = {}
+
+    def __call__(self, matrix: Any) -> Any:
+        """The descriptor of a matrix as Triton takes it."""
+        made = object.__new__(TensorDescriptor)
+        made.__dict__.update(self._fields, base=matrix)
+        return made
+
+    def encoded(self, address: int, meta: Mapping[str, Any]) -> tuple[Any, ...]:
+        """That of the matrix at an address as the function in C takes it; `meta` is a compiled kernel's word on
+        it.
+        """
+        if meta is not self._meta or len(self._encoded) >= self._MOST:
+            self._meta, self._encoded = meta, {}
+        found = self._encoded.get(address)
+        if found is None:
+            from triton.backends.nvidia.driver import make_tensordesc_arg  # of the version that `_encoder` knows
+
+            found = self._encoded[address] = tuple(make_tensordesc_arg(self(_At(address)), meta))
+        return found
+
+
+class _At:
+    """What is asked of a matrix to encode its descriptor."""
+
+    def __init__(self, address: int) -> None:
+        self.data_ptr = lambda: address
+
+
+def _encoder(launch: Any) -> tuple[Any, list[Mapping[str, Any]]] | None:
+    """Of a launcher that encodes descriptors: the function in C that it calls, and what it knows of each."""
+    names = getattr(getattr(launch, "__code__", None), "co_freevars", ())
+    if "launcher" not in names or "tensordesc_meta" not in names:
+        return None
+    found = dict(zip(names, (cell.cell_contents for cell in launch.__closure__), strict=True))
+    metas = found["tensordesc_meta"]
+    return None if None in metas else (found["launcher"], metas)
 
 
 class CompiledKernel:
@@ -48,15 +109,14 @@ class CompiledKernel:
         self.kernel = kernel
         self.stream = triton.runtime.driver.active.get_current_stream
         # What is called with the grid, the stream, `between` and then the kernel's arguments.
-        self.run = kernel.run
+        self.run = launcher = kernel.run
         self.between: tuple[Any, ...] = kernel.function, kernel.packed_metadata, None, None, None
         # What launches with encoded descriptors, and what the driver needs of each beside its matrix.
         self.encoded: tuple[Any, list[Mapping[str, Any]]] | None = None
-        launcher = kernel.run
         direct = launches_directly() and type(launcher).__name__ == "CudaLauncher"
         if direct and not (launcher.global_scratch_size or launcher.profile_scratch_size):
             # What the launcher does where no memory is to be had for the kernel is to call this.
-            self.run, self.encoded = launcher.launch, encoded_by(launcher.launch)
+            self.run, self.encoded = launcher.launch, _encoder(launcher.launch)
             flags = launcher.launch_cooperative_grid, launcher.launch_pdl
             self.between = (kernel.function, *flags, None, None, kernel.packed_metadata, None, None, None)
 
@@ -68,35 +128,32 @@ class CompiledKernel:
         describers: tuple[Describer, ...] = (),
         matrices: tuple[Tensor, ...] = (),
     ) -> None:
-        """Launch on the current stream of the device, which is the current one.
+        """Launch on the current stream of the current device.
 
         Args:
             device: its index.
             grid: programs along three sides.
-            given: addresses, numbers, descriptors and constants: all arguments of the kernel.
+            given: addresses, numbers and constants: all arguments of the kernel.
             describers, matrices: of descriptors that come before `given`, if any.
         """
-        hooks, run = knobs.runtime, self.run
-        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-        # Triton's own hooks are chains of calls, set up empty.
-        hooked = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+        run, by_triton = self.run, hooked()
         if describers:
             described: tuple[Any, ...] = ()
-            if hooked or self.encoded is None:
+            if by_triton or self.encoded is None:
                 described = tuple(describer(matrix) for describer, matrix in zip(describers, matrices, strict=True))
             else:
-                run, all_told = self.encoded
-                for describer, matrix, told in zip(describers, matrices, all_told, strict=True):
-                    described += describer.encoded(matrix.data_ptr(), told)
+                run, metas = self.encoded
+                for describer, matrix, meta in zip(describers, matrices, metas, strict=True):
+                    described += describer.encoded(matrix.data_ptr(), meta)
             given = described + given
-        if hooked:
+        if by_triton:
             self.kernel[grid](*given)
         else:
             run(*grid, self.stream(device), *self.between, *given)
 
 
 class CachedKernel:
-    """A kernel, and what became of its launches.
+    """A kernel, and what its launches were compiled to.
 
     Args:
         kernel: a function under `triton.jit` whose constants come after all other arguments.
@@ -129,13 +186,8 @@ class CachedKernel:
             self._check(len(arguments), list(constants))
             self.kernel[grid](*arguments, **constants, **options)
             return None
-        given, kinds = [], []
-        for argument in arguments:
-            value, kind = _kind(argument)
-            given.append(value)
-            kinds.append(kind)
-        fixed = tuple(constants.values())
-        device = current_device()
+        given, kinds = zip(*map(_kind, arguments), strict=True) if arguments else ((), ())
+        fixed, device = tuple(constants.values()), current_device()
         key = (device, *kinds, fixed, tuple(options.items()))
         found = self._known.get(key)
         if found is None:
@@ -151,18 +203,12 @@ class CachedKernel:
         """Refuse constants in another order than the kernel's: what is compiled takes them by their places."""
         wanted = list(self.kernel.arg_names)[count:]
         if constants != wanted:
-            raise TypeError(
-                f"{self.kernel.__name__}: got constants {constants}, takes {wanted} after {count} arguments"
-            )
+            name = self.kernel.__name__
+            raise TypeError(f"constants of {name} must be {wanted} after {count} arguments, got {constants}")
 
 
 class FixedLaunch:
-    """A launch again and again on the same tensors, which stay where they are.
-
-    Args:
-        launches: the kernel.
-        grid, arguments, constants, options: as it takes them.
-    """
+    """A launch again and again on the same tensors, which stay where they are."""
 
     def __init__(
         self,
@@ -184,24 +230,13 @@ class FixedLaunch:
 
     def __call__(self) -> None:
         """Launch on the current device and stream."""
-        if self.launches.interpreted:  # where there need be no driver to ask for a device
-            self.launches(self.grid, self.arguments, self.constants, self.options)
-            return
-        device = current_device()
+        # In the interpreter there need be no driver to ask for a device.
+        device = -1 if self.launches.interpreted else current_device()
         if self._ready is not None and self._ready[0] == device:
             self._ready[1](device, _three(self.grid), self._given)
             return
         found = self.launches(self.grid, self.arguments, self.constants, self.options)
         self._ready = None if found is None else (device, found)
-
-
-class Records(Protocol):
-    """The device of stand-in tensors: launches on them are written down."""
-
-    def record(
-        self, launch: BoundLaunch, addresses: tuple[int, ...], arguments: Callable[[], tuple[Any, ...]],
-        matrices: tuple[Tensor, ...],
-    ) -> None: ...  # fmt: skip
 
 
 class BoundLaunch:
@@ -213,7 +248,6 @@ class BoundLaunch:
         sizes: whole numbers, which come after the tensors in the kernel's arguments.
         constants: the rest of its arguments, but for numbers that change from call to call.
         options: of the compiler.
-        describers: of the descriptors that come before the tensors, if there are any.
     """
 
     def __init__(
@@ -225,8 +259,9 @@ class BoundLaunch:
         options: Mapping[str, Any],
         describers: tuple[Describer, ...] = (),
     ) -> None:
-        self.launches, self.grid, self.sizes, self.describers = launches, grid, sizes, describers
+        self.launches, self.grid, self.sizes = launches, grid, sizes
         self.constants, self.options = constants, options
+        self.describers = describers  # of the descriptors that come before the tensors
         self.three, self.rest = _three(grid), (*sizes, *constants.values())
         self._values = tuple(constants.values())
         self._ready: dict[int, CompiledKernel] = {}
@@ -266,11 +301,11 @@ class BoundLaunch:
         return self._ready.get(device)
 
     def _find(
-        self, device: int | Records, aligned: bool, addresses: tuple[int, ...],
+        self, device: Any, aligned: bool, addresses: tuple[int, ...],
         arguments: Callable[[], tuple[Any, ...]], matrices: tuple[Tensor, ...], numbers: tuple[int, ...],
     ) -> None:  # fmt: skip
         """Launch by the tensors themselves, and remember the kernel where it is the one of aligned addresses."""
-        if not isinstance(device, int):
+        if not isinstance(device, int):  # a `_linear._record.Recorder`, the device of stand-in tensors
             device.record(self, addresses, arguments, matrices)
             return
         given = (*arguments(), *self.sizes, *numbers)

@@ -13,7 +13,7 @@ added in an order that does not depend on timing. A table of integers says where
 from __future__ import annotations
 
 import functools
-import struct
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,16 +24,15 @@ import triton.language as tl
 from torch import Tensor
 
 from narrowgauge.kernels._launches import CachedKernel
+from narrowgauge.kernels._step._floats import INFINITY
 from narrowgauge.kernels._tables import sent
 
 MEASURED = 5  # columns: absmax; numbers of non-finite, and of finite nonzero elements; the sums of |x| and of x
 BOUNDARIES = 4  # columns of a format
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # by their number in a table
-KINDS = {dtype: number for number, dtype in enumerate(DTYPES)}
 ROW = 1024  # elements
 
 _MEASURED, _BOUNDARIES, _ROW = tl.constexpr(MEASURED), tl.constexpr(BOUNDARIES), tl.constexpr(ROW)
-_INFINITY = tl.constexpr(0x7F800000)
 # Elements a program, 32 a thread: 16 make more reductions across threads, 64 leave room for fewer programs.
 _TILE, _WARPS = 2**12, 4
 _OPTIONS = {"num_warps": _WARPS, "enable_fp_fusion": False}
@@ -61,14 +60,14 @@ def bits_at(address, kind, at, here):
 def _finite_magnitude(bits):
     """The bits of |x|, zero where x is not finite."""
     magnitude = bits & 0x7FFFFFFF
-    return tl.where(magnitude < _INFINITY, magnitude, 0)
+    return tl.where(magnitude < INFINITY, magnitude, 0)
 
 
 @triton.jit
 def _sums(bits, row):
     """Write the sums of a tile, as `MEASURED` has them."""
     magnitude = _finite_magnitude(bits)
-    finite = (bits & 0x7FFFFFFF) < _INFINITY
+    finite = (bits & 0x7FFFFFFF) < INFINITY
     largest = tl.max(magnitude, 0).to(tl.int32).to(tl.float32, bitcast=True)
     tl.store(row, largest.to(tl.float64))
     tl.store(row + 1, tl.sum((finite == 0).to(tl.int32), 0).to(tl.float64))
@@ -147,14 +146,7 @@ _TILE_SUMS, _TILE_SUMS_OF_ONE, _COUNT, _ADD = map(CachedKernel, (_tile_sums, _ti
 
 
 def measure(vectors: Sequence[Tensor]) -> Tensor:
-    """Sums over all elements of vectors.
-
-    Args:
-        vectors: contiguous, of `DTYPES`, on one GPU.
-
-    Returns:
-        Float64 (vectors, MEASURED).
-    """
+    """Sums over all elements of vectors (contiguous, of `DTYPES`, on one GPU): float64 (vectors, MEASURED)."""
     tiles = [-(-vector.numel() // _TILE) for vector in vectors]
     table, owners = tensor_table([vectors], tiles, [(1, 0, 0)] * len(vectors))
     rows = torch.empty(sum(tiles), MEASURED, dtype=torch.float64, device=table.device)
@@ -168,7 +160,7 @@ def tile_sums(vector: Tensor) -> Tensor:
     tiles = -(-elements // _TILE)
     rows = torch.empty(tiles, MEASURED, dtype=torch.float64, device=vector.device)
     if tiles:
-        constants = {"KIND": KINDS[vector.dtype], "TILE": _TILE}
+        constants = {"KIND": DTYPES.index(vector.dtype), "TILE": _TILE}
         with torch.cuda.device_of(rows):  # Triton launches on the current device
             _TILE_SUMS_OF_ONE((tiles,), (vector.data_ptr(), elements, rows), constants, _OPTIONS)
     return rows
@@ -205,12 +197,11 @@ def count(
 
 
 def add_rows(rows: Tensor, counts: Sequence[int], largest: bool) -> Tensor:
-    """Add the rows of each vector.
+    """Add the rows of each vector, of the first column take the largest if `largest`.
 
     Args:
         rows: float64 (rows, columns).
         counts: number of rows of each vector, in order.
-        largest: whether the first column has maxima.
 
     Returns:
         Float64 (vectors, columns), zeros for a vector without rows.
@@ -245,9 +236,9 @@ def tensor_table(
     Returns:
         The table, int64 (tensors, HEAD + 2 inputs); and to which tensor each program belongs, int32 (programs,).
     """
-    firsts = (np.cumsum(programs) - programs).tolist() if len(programs) else []
+    firsts = (np.cumsum(programs) - programs).tolist()
     heads = [(x.numel(), first, *sample) for x, first, sample in zip(inputs[0], firsts, samples, strict=True)]
-    columns = [[(x.data_ptr(), KINDS[x.dtype]) for x in vectors] for vectors in inputs]
+    columns = [[(x.data_ptr(), DTYPES.index(x.dtype)) for x in vectors] for vectors in inputs]
     table = np.array([sum(parts, head) for head, *parts in zip(heads, *columns, strict=True)], dtype=np.int64)
     owners = np.repeat(np.arange(len(heads), dtype=np.int32), programs)
     device = inputs[0][0].device
@@ -265,9 +256,9 @@ def launch(kernel: CachedKernel, given: tuple[Any, ...], constants: dict[str, An
 @functools.lru_cache(maxsize=64)
 def _constants(bounds: tuple[tuple[float, ...], ...], scaled: tuple[bool, ...]) -> dict[str, Any]:
     """Formats as compile-time constants: the bits of their boundaries, and the index of their factors."""
-    packed = struct.pack(f"<{BOUNDARIES * len(bounds)}f", *(b for four in bounds for b in four))
-    numbers = iter(range(len(scaled)))
+    bits = np.array(bounds, dtype=np.float32).reshape(-1).view(np.int32)
+    numbers = itertools.count()
     return {
         "FORMATS": len(bounds), "SCALED": tuple(next(numbers) if one else -1 for one in scaled),
-        "SCALES": sum(scaled), "BITS": struct.unpack(f"<{BOUNDARIES * len(bounds)}i", packed),
+        "SCALES": sum(scaled), "BITS": tuple(bits.tolist()),
     }  # fmt: skip

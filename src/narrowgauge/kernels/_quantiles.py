@@ -1,9 +1,9 @@
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
 """SRAM-Quantiles on the GPU: each program sorts subsets of 4096 elements in its registers and sums what it reads.
 
-What is computed, and why so, is told by `narrowgauge.storage.estimate_quantiles`; this page tells how it is made
-fast. Sorting 4096 keys with a bitonic network takes 78 stages, in each of which every key meets the partner whose
-position differs in one bit. What a stage costs depends on where that bit lives:
+What is computed, and why so, is in `narrowgauge.storage._quantiles`; here is how it is made fast. Sorting 4096
+keys with a bitonic network takes 78 stages, in each of which every key meets the partner whose position differs
+in one bit. What a stage costs depends on where that bit lives:
 
 - in a register of the same thread: one integer minimum or maximum an element;
 - in the lane of the same warp: a shuffle, a compare, a select;
@@ -206,8 +206,7 @@ def _network_axes(itemsize: int) -> tuple[tuple[int, ...], int]:
     """For each bit of the rank, highest first, an axis of the hypercube; and how many of the last are in registers.
 
     Triton deals a row-major tile out in 16-byte vectors: the lowest bits of the position go to a thread's
-    registers, the next five to lanes, the next to warps, the rest to registers again. Were it to deal otherwise,
-    that would cost time, not truth.
+    registers, the next five to lanes, the next to warps, the rest to registers again. Results do not depend on it.
     """
     axes = list(range(_BITS.value))
     lanes = _BITS.value - ((16 // itemsize).bit_length() - 1)

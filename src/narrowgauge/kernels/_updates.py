@@ -2,9 +2,8 @@
 """What a step of another optimizer did to hundreds of weights, as sums.
 
 The sums are made of weights before and after the step, gradients and moments. The specification is
-`narrowgauge.gauges._watch._update_stats`, and these kernels are written from its graphs. In eager torch it takes a
-dozen operations a parameter to gather samples, and forty passes over them in double precision. Here it is one
-launch before the step, which copies a sample of the weights, and one after it.
+`narrowgauge.gauges._watch._update_stats`, and these kernels are written from its graphs: in place of some fifty
+operations a parameter one launch before the step, which copies a sample of the weights, and one after it.
 
 A program reads one row of `ROW` elements of one tensor and writes a row of sums in float64; these are added in an
 order that does not depend on timing. Arithmetic is in double precision, as in the specification: only a sample of
@@ -56,16 +55,7 @@ _GATHER = CachedKernel(_gather)
 
 
 def gather(vectors: Sequence[Tensor], samples: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Copies of samples of vectors.
-
-    Args:
-        vectors: contiguous, of `_magnitudes.DTYPES`, on one GPU.
-        samples: for each the stride between sampled rows of `ROW` elements, and the first of them; with a stride
-            above 1 only whole rows are sampled.
-
-    Returns:
-        For each its rows, float32, padded with zeros: views of one tensor.
-    """
+    """Copies of samples, which `_magnitudes.count` defines: of each vector its rows, float32, padded with zeros."""
     rows, table, owners = _table([vectors], samples)
     out = torch.empty(sum(rows) * ROW, dtype=torch.float32, device=vectors[0].device)
     launch(_GATHER, (table, owners, out.view(torch.int32)), {"WIDTH": table.shape[1]})

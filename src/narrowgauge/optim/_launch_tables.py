@@ -19,9 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from narrowgauge.kernels._step._launch import COLUMNS, TritonKernels
+from narrowgauge.kernels._step._launch import COLUMNS, Cut, Tables, TritonKernels
 from narrowgauge.kernels._step._layout import AT
-from narrowgauge.kernels._step._tables import Cut, Tables
 from narrowgauge.optim._changes import identical
 from narrowgauge.optim._sharding import TERMS, Rows
 from narrowgauge.optim._tracing import Hyperparameters

@@ -18,9 +18,8 @@ from torch.autograd.graph import increment_version
 
 from narrowgauge.kernels._codec import KINDS
 from narrowgauge.kernels._cuda_graphs import keep_for_graph, release_destroyed
-from narrowgauge.kernels._step._launch import TritonKernels
+from narrowgauge.kernels._step._launch import Cut, TritonKernels, cut_for_sums
 from narrowgauge.kernels._step._layout import AT, WIDTH, Layout
-from narrowgauge.kernels._step._tables import Cut, cut_for_sums
 from narrowgauge.optim._changes import OfGroup, TensorSnapshot
 from narrowgauge.optim._launch_tables import LaunchTables, ListLaunch
 from narrowgauge.optim._plan import PLAIN, ParamPlan, ParamStep, SlotPlan, State, moments_of

@@ -38,13 +38,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from narrowgauge._arguments import check_choice, is_integer
 from narrowgauge.formats import Coder
 from narrowgauge.formats._rounding import Rounding
 
 Block = int | Literal["row", "column"] | None
 
-_SMALLEST_SCALE = 2.0**-126
-_LARGEST = torch.finfo(torch.float32).max
+SMALLEST = 2.0**-126  # normal float32
+LARGEST = torch.finfo(torch.float32).max
 _HUGE_SCALE = 2.0**126
 # Elements worked on at a time, in whole blocks, with about seven float32 temporaries of that size. On a CPU they
 # stay in its cache: 26 ns an element on 2 cores, 36 with chunks of 2^26.
@@ -115,16 +116,13 @@ def quantize(
         ValueError: for a tensor that is not of floats, a block size below 1, an invalid codebook, or an unknown
             rounding. The codebook is looked at on the host, which waits for a GPU that holds it.
     """
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise ValueError(f"x: got {getattr(x, 'dtype', type(x).__name__)}, takes a tensor of floats")
-    if not isinstance(codebook, Tensor):
-        raise ValueError(f"codebook: got {codebook!r}, takes a tensor such as formats.codebook('dynamic')")
-    named = isinstance(block_size, str) and block_size in ("row", "column")
-    number = isinstance(block_size, int) and not isinstance(block_size, bool) and block_size >= 1
-    if not (block_size is None or named or number):
-        raise ValueError(f"block_size: got {block_size!r}, takes an integer of at least 1, 'row', 'column' or None")
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(f"rounding: got {rounding!r}, takes 'nearest' or 'stochastic'")
+    if not x.is_floating_point():
+        raise ValueError(f"x must be a tensor of floats, got {x.dtype}")
+    if block_size not in (None, "row", "column") and not (is_integer(block_size) and block_size >= 1):
+        raise ValueError(
+            f"block_size must be an integer of at least 1, 'row', 'column' or None, got {block_size!r}"
+        )
+    check_choice("rounding", rounding, ("nearest", "stochastic"))
     coder = Coder.of(codebook.detach().to(x.device))
     bits = None
     if rounding == "stochastic":
@@ -187,14 +185,14 @@ def _normalize(blocks: Tensor, lowest: float) -> tuple[Tensor, Tensor]:
     if lowest >= 0:
         blocks = blocks.clamp_min(0.0)
     magnitude = blocks.abs()
-    magnitude = torch.where(magnitude >= _SMALLEST_SCALE, magnitude, 0.0)  # NaN compares false: zero
-    magnitude = torch.where(torch.isinf(blocks), _SMALLEST_SCALE / 2, magnitude)
-    bounded = blocks.nan_to_num(nan=0.0, posinf=_LARGEST, neginf=-_LARGEST)
+    magnitude = torch.where(magnitude >= SMALLEST, magnitude, 0.0)  # NaN compares false: zero
+    magnitude = torch.where(torch.isinf(blocks), SMALLEST / 2, magnitude)
+    bounded = blocks.nan_to_num(nan=0.0, posinf=LARGEST, neginf=-LARGEST)
     # argmax gives the first of equals.
     scales = bounded.gather(1, magnitude.argmax(dim=1, keepdim=True))
     if lowest == -1:
         scales = scales.abs()
-    empty = scales.abs() < _SMALLEST_SCALE
+    empty = scales.abs() < SMALLEST
     scales = torch.where(empty, 0.0, scales)
     quarter = torch.where(scales.abs() >= _HUGE_SCALE, 0.25, 1.0)
     normalized = bounded * quarter * torch.where(empty, 0.0, 1.0 / (scales * quarter))

@@ -52,16 +52,6 @@ Expansion = tuple[Tensor, Tensor]
 
 _FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 
-# Significant bits p, the hidden one counted.
-_PRECISION = {
-    torch.bfloat16: 8,
-    torch.float16: 11,
-    torch.float32: 24,
-    torch.float64: 53,
-    torch.float8_e4m3fn: 4,
-    torch.float8_e5m2: 3,
-}
-
 # A product of two numbers of the key is exact in the value, 2p <= p', down to where its rounded value is zero.
 _WIDE = {
     torch.bfloat16: torch.float32,
@@ -70,6 +60,9 @@ _WIDE = {
     torch.float8_e4m3fn: torch.float32,
     torch.float8_e5m2: torch.float32,
 }
+
+# Significant bits p, the hidden one counted.
+_PRECISION = {torch.float64: 53} | {dtype: FloatFormat.of(dtype).mantissa_bits + 1 for dtype in _WIDE}
 
 
 def fast_two_sum(a: Tensor, b: Tensor) -> Expansion:
@@ -261,48 +254,21 @@ def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def _check(takes: Collection[torch.dtype], **operands: Tensor) -> None:
-    """Refuse operands that are not tensors of one dtype among those taken.
-
-    Args:
-        takes: the dtypes.
-        operands: the tensors by the name of the argument; the first sets the dtype.
-
-    Raises:
-        ValueError: naming the argument, what it got and what it takes.
-    """
+    """Refuse operands, by their arguments' names, that are not tensors of one dtype among those taken."""
     names = {name: getattr(operand, "dtype", type(operand).__name__) for name, operand in operands.items()}
     first, dtype = next(iter(names.items()))
     if dtype not in takes:
         known = [str(known).removeprefix("torch.") for known in takes]
-        raise ValueError(f"{first}: got {dtype}, takes tensors of {', '.join(known[:-1])} or {known[-1]}")
+        raise ValueError(f"{first} must be a tensor of {', '.join(known[:-1])} or {known[-1]}, got {dtype}")
     for name, other in names.items():
         if other != dtype:
-            raise ValueError(f"{name}: got {other}, takes {dtype}, the dtype of {first}")
-    sides = operands[first]
-    for name, operand in operands.items():
-        if operand.device != sides.device or operand.layout != torch.strided:
-            got = f"one on {operand.device} of layout {operand.layout}"
-            raise ValueError(f"{name}: got {got}, takes a dense one on {sides.device}, where {first} is")
-        if operand.shape != sides.shape and not _go_together(operand, sides):
-            shapes = tuple(operand.shape), tuple(sides.shape)
-            raise ValueError(
-                f"{name}: got shape {shapes[0]}, takes one that goes with {shapes[1]}, that of {first}"
-            )
-
-
-def _go_together(a: Tensor, b: Tensor) -> bool:
-    """Whether torch broadcasts two tensors: sides from the last on are equal, or one of them is 1."""
-    return all(m == n or 1 in (m, n) for m, n in zip(reversed(a.shape), reversed(b.shape), strict=False))
+            raise ValueError(f"{name} must be of {dtype}, the dtype of {first}, got {other}")
 
 
 def _check_pair(name: str, pair: object) -> None:
-    """Refuse what is not an expansion's two words.
-
-    Raises:
-        ValueError: naming the argument, what it got and what it takes.
-    """
+    """Refuse what is not an expansion's two words: a tensor would be taken apart along its first side."""
     if not isinstance(pair, tuple | list) or len(pair) != 2:
-        raise ValueError(f"{name}: got {type(pair).__name__}, takes a pair of tensors, hi and lo")
+        raise ValueError(f"{name} must be a pair of tensors, hi and lo, got {type(pair).__name__}")
 
 
 def _wide(a: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.kernels._codec import Codec
-from narrowgauge.storage._blockwise import block_count, chunks, from_blocks, to_blocks
+from narrowgauge.storage._blockwise import LARGEST, SMALLEST, block_count, chunks, from_blocks, to_blocks
 from narrowgauge.storage._states import (
     CodedState,
     StateContext,
@@ -40,10 +40,8 @@ from narrowgauge.storage._states import (
     register_state,
 )
 
-_SMALLEST = 2.0**-126
 _SMALLEST_PATTERN = 1 << 23  # of the smallest normal number
 _INFINITY = 0x7F800000
-_LARGEST = torch.finfo(torch.float32).max
 
 
 def _encoded(
@@ -243,7 +241,7 @@ class NormalizedState(CodedState):
         top = q.abs().amax(dim=1, keepdim=True)
         # Tensor by tensor: torch multiplies by a rounded reciprocal where either is a number of the host.
         scale = top / torch.full_like(top, 127.0 if self.bits == 8 else _E2M1[-1])
-        scale = torch.where(scale >= _SMALLEST, scale, 0.0)
+        scale = torch.where(scale >= SMALLEST, scale, 0.0)
         scaled = q * torch.where(scale > 0, torch.ones_like(scale) / scale, 0.0)
         if self.bits == 8:
             return scaled.round().to(torch.int8).view(torch.uint8), scale.squeeze(1)
@@ -324,13 +322,13 @@ class LogSignedState(CodedState):
     @staticmethod
     def _encode(x: Tensor) -> tuple[Tensor, Tensor]:
         magnitude = x.abs()
-        magnitude = torch.where(magnitude >= _SMALLEST, magnitude, 0.0)  # NaN compares false: zero
+        magnitude = torch.where(magnitude >= SMALLEST, magnitude, 0.0)  # NaN compares false: zero
         infinite = torch.isinf(magnitude)
         finite = torch.where(infinite, 0.0, magnitude)
         top = finite.amax(dim=1, keepdim=True)
-        top = torch.where((top == 0) & infinite.any(dim=1, keepdim=True), _LARGEST, top)
+        top = torch.where((top == 0) & infinite.any(dim=1, keepdim=True), LARGEST, top)
         magnitude = torch.where(infinite, top, magnitude)
-        least = torch.where(finite > 0, finite, _LARGEST).amin(dim=1, keepdim=True)
+        least = torch.where(finite > 0, finite, LARGEST).amin(dim=1, keepdim=True)
         ranges = torch.cat([_foot(least, top), top], dim=1)
         lo, hi, foot = _ends(ranges)
         span = (hi - lo).to(torch.float32)
@@ -356,7 +354,7 @@ class LogSignedState(CodedState):
 def _foot(least: Tensor, top: Tensor) -> Tensor:
     """c of each block; 0 where all is zero."""
     foot = torch.maximum(least * _OFFSET, top * 2.0**-24)
-    foot = torch.minimum(foot, top * 2).clamp(_SMALLEST, _LARGEST)
+    foot = torch.minimum(foot, top * 2).clamp(SMALLEST, LARGEST)
     return torch.where(top > 0, (_pattern(foot) & _INFINITY).view(torch.float32), 0.0)
 
 

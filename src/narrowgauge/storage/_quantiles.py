@@ -44,6 +44,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from narrowgauge._arguments import is_integer
 from narrowgauge.kernels._triton import unavailable
 
 _PIECE = 16
@@ -78,12 +79,11 @@ def estimate_quantiles(x: Tensor, count: int = 256) -> Tensor:
     Raises:
         ValueError: for an empty x, one that is not of a float dtype, or a count out of range.
     """
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise ValueError(f"x: got {getattr(x, 'dtype', type(x).__name__)}, takes a tensor of a float dtype")
-    if x.numel() == 0:
-        raise ValueError(f"x: got a tensor of shape {tuple(x.shape)}, takes one of at least one element")
-    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= _SUBSET:
-        raise ValueError(f"count: got {count!r}, takes an integer from 1 to {_SUBSET}")
+    if not x.is_floating_point() or x.numel() == 0:
+        got = f"{x.dtype} of shape {tuple(x.shape)}"
+        raise ValueError(f"x must be a tensor of floats with at least one element, got {got}")
+    if not is_integer(count) or not 1 <= count <= _SUBSET:
+        raise ValueError(f"count must be an integer from 1 to {_SUBSET}, got {count!r}")
     flat = x.detach().reshape(-1)
     if flat.dtype not in _KERNEL_DTYPES:
         flat = flat.to(torch.float32)

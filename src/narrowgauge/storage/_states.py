@@ -18,11 +18,11 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from narrowgauge._arguments import check_choice, check_instance
 from narrowgauge.formats import FP8_E4M3, Coder, coder, round_to
 from narrowgauge.kernels._codec import ABSOLUTE, KINDS, SIGNED, UNSIGNED, CodebookTable, Codec, Word, disown
 from narrowgauge.storage._blockwise import (
@@ -85,8 +85,8 @@ class StateStorage:
     error_feedback: bool = False
     stochastic: bool = False
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
         disown(cls, "decode", "encode")
 
     def codec(self, signed: bool) -> Codec | None:
@@ -135,11 +135,7 @@ class StateStorage:
         return torch.where(is_unknown(moment, context.normalizer), 0.0, lost)
 
     def codes(self, tensors: Tensors, shape: torch.Size) -> Tensor:
-        """One code a byte, uint8 in this shape, where moments are kept in codes.
-
-        Raises:
-            NotImplementedError: where they are not.
-        """
+        """One code a byte, uint8 in this shape; NotImplementedError where moments are not kept in codes."""
         raise NotImplementedError(f"{self.name} states have no codes")
 
     def validate(self, tensors: Tensors, signed: bool) -> str | None:
@@ -219,7 +215,7 @@ class CodedState(StateStorage):
     bits: int = 8
 
     def words(self, numbers: str, kind: str = "fp32", per_block: int = 1) -> tuple[Word, Word]:
-        """The tensors of its codec: codes, and numbers of a block by their name and kind."""
+        """The words of its codec: codes, and numbers of a block by their name and kind."""
         return Word("codes", "uint8", packed=self.bits == 4), Word(numbers, kind, per_block=per_block)
 
     def nbytes(self, numel: int, block_size: int) -> int:
@@ -243,14 +239,8 @@ class CodedState(StateStorage):
             return "a scale that is not finite"
         return "a negative scale" if not signed and bool((scales < 0).any()) else None
 
-    def accumulate(self, tensors: Tensors, x: Tensor, decay: float, share: float) -> Tensors:
-        raise NotImplementedError(f"{self.name} states have no arithmetic of their own")
-
-    def value(self, tensors: Tensors) -> Tensor:
-        raise NotImplementedError(f"{self.name} states have no arithmetic of their own")
-
     def _pack(self, codes: Tensor) -> Tensor:
-        """Codes as they are kept: those of 4 bits two a byte, the first in its lower half."""
+        """Codes as they are kept."""
         return codes if self.bits == 8 else pack_pairs(codes)
 
     def _unpack(self, codes: Tensor, shape: torch.Size) -> Tensor:
@@ -369,31 +359,25 @@ def register_state(name: str, storage: StateStorage) -> None:
     Raises:
         ValueError: for a name that is taken, or not the storage's, and where it and its codec do not agree.
     """
-    if not isinstance(storage, StateStorage):
-        raise TypeError(f"storage: got {type(storage).__name__}, takes a StateStorage")
-    if not isinstance(name, str) or not name.strip():
-        raise ValueError(f"name: got {name!r}, takes a word")
-    if name != storage.name:
-        raise ValueError(f"name: got {name!r}, the storage's is {storage.name!r}")
+    check_instance("storage", storage, StateStorage)
+    if name != storage.name or not name.strip():
+        raise ValueError(f"name must be a word, and the storage's, {storage.name!r}, got {name!r}")
     for signed, has_normalizer in itertools.product((False, True), repeat=2):
         _check_codec(storage.for_slot(signed, has_normalizer), signed)
     if _STORAGES.setdefault(name, storage) != storage:
-        raise ValueError(f"name: {name!r} is the name of another state storage")
+        raise ValueError(f"name must be new, got {name!r}, which another state storage has")
 
 
 def _check_codec(storage: StateStorage, signed: bool) -> None:
-    """Refuse a storage and a codec that differ: eager torch reads the flags of one, kernels those of the other.
-
-    Raises:
-        ValueError: naming what differs.
-    """
+    """Refuse a storage and a codec that differ: eager torch reads the flags of one, kernels those of the other."""
     codec = storage.codec(signed)
     if codec is None:
         return
     for name, of_codec in (("normalized",) * 2, ("error_feedback",) * 2, ("stochastic", "needs_random")):
-        said = getattr(storage, name), getattr(codec, of_codec)
-        if said[0] != said[1]:
-            raise ValueError(f"storage: {storage.name!r} has {name}={said[0]}, its codec {of_codec}={said[1]}")
+        own, others = getattr(storage, name), getattr(codec, of_codec)
+        if own != others:
+            words = f"{of_codec} of its codec, {others}"
+            raise ValueError(f"{name} of the storage {storage.name!r} must be {words}, got {own}")
 
 
 def state_storages() -> tuple[str, ...]:
@@ -407,8 +391,7 @@ def state_storage(name: str) -> StateStorage:
     Raises:
         ValueError: for an unknown name; the message lists those that exist.
     """
-    if not isinstance(name, str) or name not in _STORAGES:
-        raise ValueError(f"states: got {name!r}, takes one of {', '.join(map(repr, _STORAGES))}")
+    check_choice("states", name, state_storages())
     return _STORAGES[name]
 
 
@@ -430,8 +413,7 @@ def mark_states(p: Tensor, states: str) -> None:
     Raises:
         ValueError: for an unknown storage.
     """
-    if not isinstance(p, Tensor):
-        raise TypeError(f"p: got {type(p).__name__}, takes a parameter")
+    check_instance("p", p, Tensor)
     setattr(p, _MARK, state_storage(states).name)
     _marked.append(None)
 

@@ -30,11 +30,11 @@ Sources: Collage, Algorithm 2 (expansion) and Appendix B (kahan, stochastic); Mi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, bitwise_left_shift, bitwise_right_shift
 
+from narrowgauge._arguments import check_choice
 from narrowgauge.formats import FloatFormat, round_with_bits
 from narrowgauge.kernels._codec import KINDS, Codec, Word, disown
 from narrowgauge.storage._expansion import grow
@@ -66,8 +66,8 @@ class WeightStorage:
         """Dtype of the low word beside a parameter of this dtype; None without one."""
         return None
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
         disown(cls, "read", "add")
 
     def codec(self, dtype: torch.dtype) -> Codec | None:
@@ -315,6 +315,5 @@ def weight_storage(name: str) -> WeightStorage:
     Raises:
         ValueError: for an unknown name; the message lists those that exist.
     """
-    if not isinstance(name, str) or name not in _STORAGES:
-        raise ValueError(f"weights: got {name!r}, takes one of {', '.join(map(repr, _STORAGES))}")
+    check_choice("weights", name, weight_storages())
     return _STORAGES[name]

@@ -9,9 +9,9 @@ once per shape; later processes find the winners in the user's cache folder, by 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,26 +20,19 @@ from torch import Tensor
 
 from narrowgauge.kernels import _cache
 from narrowgauge.kernels._linear._configs import CANDIDATES, MatmulConfig, MatmulShape, default, fits
-from narrowgauge.kernels._linear._multiply import fits_descriptors, fits_sides, multiply, prepared
+from narrowgauge.kernels._linear._multiply import fits_descriptors, fits_sides, prepared
 
 _HOPPER = 9
 _NEAR = 1.03  # timing noise: closer times count as equal
+_FILE = "multiplies.json"
 
 Product = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
-def kind_of(
-    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype, full: bool
-) -> MatmulShape:
-    """The kind of (M, K) codes times (N, K) codes."""
-    rows, inner = left.shape
-    one, other = left_scale.numel() > 1, right_scale.numel() > 1
-    return _kind(rows, inner, right.shape[0], left.dtype, one, other, dtype, full)
-
-
-def _kind(
+def shape_of(
     rows: int, inner: int, columns: int, codes: torch.dtype, one: bool, other: bool, dtype: torch.dtype, full: bool
 ) -> MatmulShape:
+    """The shape of (M, K) codes times (N, K) codes; `one` and `other` say whether their scales are vectors."""
     integer = codes == torch.int8
     return MatmulShape(
         "int8" if integer else "float8", "vector" if one else "tensor", "vector" if other else "tensor",
@@ -51,14 +44,17 @@ def multiply_codes(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
     dtype: torch.dtype, full: bool, config: MatmulConfig | None = None,
 ) -> Tensor:  # fmt: skip
-    """Multiply codes by the best known config.
+    """Multiply codes.
 
     Args:
-        left, right, left_scale, right_scale, bias, dtype, full: as `_multiply.multiply` takes them.
-        config: the config to take; the best known if None.
-
-    Returns:
-        (M, N).
+        left: contiguous (M, K), K at least 1; int8 with int8, or float8 with float8 of either kind.
+        right: contiguous (N, K).
+        left_scale: float32, (M, 1) contiguous or one number.
+        right_scale: float32, (1, N) contiguous or one number.
+        bias: (N,) contiguous or None.
+        dtype: of the result (M, N): bfloat16, float16 or float32.
+        full: whether sums of float8 are added in float32 after every tile along K.
+        config: one that fits; the best known if None.
     """
     rows, inner = left.shape
     product = _product(
@@ -75,9 +71,9 @@ def _product(
     bias: torch.dtype | None, dtype: torch.dtype, full: bool, device: torch.device, aligned: bool,
     config: MatmulConfig | None,
 ) -> Product:  # fmt: skip
-    """The function that multiplies such operands; `one` and `other` say whether their scales are vectors."""
+    """The function that multiplies such operands."""
     if config is None:
-        kind = _kind(rows, inner, columns, left, one, other, dtype, full)
+        kind = shape_of(rows, inner, columns, left, one, other, dtype, full)
         cublas = _is_hopper(device) and _cublas_takes(left, right, bias, dtype, kind)
         config = _chosen(kind, device, cublas, _is_hopper(device) and aligned and fits_sides(inner, columns, dtype))
     if config.kernel == "cublas":
@@ -87,22 +83,20 @@ def _product(
 
 def tune(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
-    dtype: torch.dtype, full: bool, configs: tuple[MatmulConfig, ...] = CANDIDATES,
+    dtype: torch.dtype, full: bool,
 ) -> tuple[MatmulShape, dict[MatmulConfig, float], dict[MatmulConfig, str]]:  # fmt: skip
-    """Time every config of a multiply and store the fastest.
-
-    Args:
-        left, right, left_scale, right_scale, bias, dtype, full: as `_multiply.multiply` takes them.
-        configs: candidates.
+    """Time every config of a multiply, with arguments as `multiply_codes` takes them, and store the fastest.
 
     Returns:
         The shape; milliseconds of each config, the fastest first; the errors of the others.
     """
-    kind = kind_of(left, right, left_scale, right_scale, dtype, full)
+    rows, inner = left.shape
+    vectors = left_scale.numel() > 1, right_scale.numel() > 1
+    kind = shape_of(rows, inner, right.shape[0], left.dtype, *vectors, dtype, full)
     allowed = _allowed(left, right, bias, dtype, kind)
     known = default(kind, False, allowed[1], _is_hopper(left.device))
     operands = (left, right, left_scale, right_scale, bias, dtype, full)
-    wanted = multiply(*operands, known).to(torch.float32)
+    wanted = multiply_codes(*operands, known).to(torch.float32)
     size = wanted.abs().mean()
 
     def agrees(got: Tensor) -> bool:
@@ -110,20 +104,31 @@ def tune(
         off = (got.to(torch.float32) - wanted).abs().max()
         return bool(off == 0) if kind.format == "int8" else bool(off <= 0.1 * size)
 
-    tried = [config for config in configs if fits(config, kind, *allowed)]
+    times: dict[MatmulConfig, float] = {}
+    failed: dict[MatmulConfig, str] = {}
     with torch.cuda.device(left.device):
-        times, failed = fastest(tried, lambda config: multiply_codes(*operands, config), agrees)
+        for config in CANDIDATES:
+            if not fits(config, kind, *allowed):
+                continue
+            run = functools.partial(multiply_codes, *operands, config)
+            try:
+                if agrees(run()):
+                    times[config] = _time(run)
+                else:
+                    failed[config] = "its result differs"
+            except Exception as error:  # a tile that does not fit, a compiler that refuses
+                failed[config] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    times = dict(sorted(times.items(), key=lambda item: item[1]))
     if times:
         best = _lightest(kind, times)
-        keep(left.device, {kind: (best, times[best])})
+        keep(left.device, kind, best, times[best])
         _product.cache_clear()
     return kind, times, failed
 
 
 def _lightest(kind: MatmulShape, times: dict[MatmulConfig, float]) -> MatmulConfig:
-    """The fastest config, or an equally fast kernel of ours where cuBLAS needs a scale expanded to a vector.
-
-    Expanding takes more kernels, which cost the host more time than all of ours.
+    """The fastest config, or an equally fast kernel of ours where cuBLAS needs a scale expanded to a vector, which
+    takes more kernels, and more of the host's time than all of ours.
     """
     best = next(iter(times))
     if best.kernel == "cublas" and kind.left != kind.right:
@@ -193,46 +198,18 @@ def measured(device: torch.device, kind: MatmulShape) -> MatmulConfig | None:
     return _kept(_name(device)).get(kind.key)
 
 
-def keep(device: torch.device, found: dict[MatmulShape, tuple[MatmulConfig, float]]) -> Path | None:
-    """Store the configs of shapes and their times in ms, for this process and later ones.
-
-    Returns:
-        The file, or None if it cannot be written: then only this process has them.
-    """
+def keep(device: torch.device, kind: MatmulShape, config: MatmulConfig, ms: float) -> bool:
+    """Store the config of a shape and its time for this process and, if the file can be written, for later ones."""
     name = _name(device)
-    _kept(name).update({kind.key: config for kind, (config, _) in found.items()})
-    records = {kind.key: {**config.as_record(), "ms": ms} for kind, (config, ms) in found.items()}
-    path = _path()
-    return path if _cache.merge_records(path, name, records) else None
-
-
-def fastest(
-    configs: list[MatmulConfig], run: Callable[[MatmulConfig], Any], agrees: Callable[[Any], bool]
-) -> tuple[dict[MatmulConfig, float], dict[MatmulConfig, str]]:
-    """Times in ms of configs, the fastest first, and why each of the others has none.
-
-    Args:
-        configs: candidates.
-        run: runs a multiply by a config on the current CUDA device and returns its result.
-        agrees: whether a result is right; a config with a wrong result is left out.
-    """
-    times: dict[MatmulConfig, float] = {}
-    failed: dict[MatmulConfig, str] = {}
-    for config in configs:
-        try:
-            if not agrees(run(config)):
-                failed[config] = "its result differs"
-                continue
-            times[config] = _time(functools.partial(run, config))
-        except Exception as error:  # a tile that does not fit, a compiler that refuses
-            failed[config] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-    return dict(sorted(times.items(), key=lambda item: item[1])), failed
+    _kept(name)[kind.key] = config
+    record = {**dataclasses.asdict(config), "ms": ms}
+    return _cache.merge_records(_cache.folder() / _FILE, name, {kind.key: record})
 
 
 def _time(run: Callable[[], Any], rounds: int = 3, budget_ms: float = 20.0) -> float:
     """Milliseconds a run, the best of some rounds of runs in a row.
 
-    The runs are replayed from a CUDA graph: launched one by one, a small multiply would measure the host.
+    They are replayed from a CUDA graph: launched one by one, a small multiply would measure the host.
     """
     ms = _elapsed(run, 2)
     runs = max(3, min(100, int(budget_ms / max(ms / 2, 1e-3))))
@@ -254,10 +231,6 @@ def _elapsed(run: Callable[[], Any], times: int) -> float:
     return float(start.elapsed_time(end))
 
 
-def _path() -> Path:
-    return _cache.folder() / "multiplies.json"
-
-
 def _name(device: torch.device) -> str:
     # By the module: a distribution of it need not be called triton (pytorch-triton, triton-windows).
     return f"{torch.cuda.get_device_name(device)}, triton {triton.__version__}"
@@ -265,15 +238,15 @@ def _name(device: torch.device) -> str:
 
 @functools.lru_cache(maxsize=16)
 def _kept(name: str) -> dict[str, MatmulConfig]:
-    """Ways by shape, as the file had them at the first request."""
+    """Configs by shape, as the file had them at the first request."""
     configs = {}
-    for key, record in _cache.read_records(_path()).get(name, {}).items():
+    for key, record in _cache.read_records(_cache.folder() / _FILE).get(name, {}).items():
         with contextlib.suppress(TypeError, ValueError):
-            configs[key] = _way(record)
+            configs[key] = _config(record)
     return configs
 
 
-def _way(record: Any) -> MatmulConfig:
+def _config(record: Any) -> MatmulConfig:
     """A config from the file.
 
     Raises:

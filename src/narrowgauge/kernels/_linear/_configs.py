@@ -11,8 +11,8 @@ with vectors of scales (1160 to 1400) and 2% with one scale, where each is faste
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 Kernel = Literal["pointers", "descriptors", "cublas"]
 
@@ -21,26 +21,20 @@ Kernel = Literal["pointers", "descriptors", "cublas"]
 class MatmulConfig:
     """How a multiply is run.
 
-    Attributes:
-        kernel: ``"pointers"``: a tile a program. ``"descriptors"``: persistent programs that take one tile after
-            the other, loaded and stored by the copy engine, the next one while the last is stored. ``"cublas"``:
-            `torch._scaled_mm`, for float8.
-        rows, columns, inner: sides of a tile; multiples of 16.
-        warps, stages: threads by 32, and how many tiles of the operands are loaded at once.
-        group: rows of tiles that are walked through together, for the cache.
-        halves: whether a tile of the result is stored in two parts, which takes less shared memory (descriptors).
-        resident: how many programs a multiprocessor has at once (descriptors).
+    By ``"pointers"`` each program has a tile. With ``"descriptors"`` programs take one tile after the other, loaded
+    and stored by the copy engine, the next one while the last is stored. ``"cublas"`` is `torch._scaled_mm`, for
+    float8.
     """
 
     kernel: Kernel
-    rows: int = 128
+    rows: int = 128  # sides of a tile; multiples of 16
     columns: int = 128
     inner: int = 128
     warps: int = 8
-    stages: int = 3
-    group: int = 8
-    halves: bool = False
-    resident: int = 1
+    stages: int = 3  # how many tiles of the operands are loaded at once
+    group: int = 8  # rows of tiles that are walked through together, for the cache
+    halves: bool = False  # whether a tile of the result is stored in two parts: less shared memory (descriptors)
+    resident: int = 1  # how many programs a multiprocessor has at once (descriptors)
 
     def __str__(self) -> str:
         if self.kernel == "cublas":
@@ -49,28 +43,16 @@ class MatmulConfig:
         more = (" halves" if self.halves else "") + (f" r{self.resident}" if self.resident > 1 else "")
         return f"{self.kernel} {sides} w{self.warps} s{self.stages} g{self.group}{more}"
 
-    def as_record(self) -> dict[str, Any]:
-        """As plain values, for a file."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class MatmulShape:
-    """A multiply (M, K) x (K, N): everything that decides its configuration.
+    """A multiply (M, K) x (K, N): everything that decides its configuration."""
 
-    Attributes:
-        format: ``"int8"``, or ``"float8"``.
-        left, right: ``"vector"`` (a scale a row of the left, a column of the right operand) or ``"tensor"``.
-        result: torch's name of the dtype of the result, such as ``"bfloat16"``.
-        accumulation: ``"fast"`` or ``"full"``; of int8 always ``"full"``.
-        rows, columns, inner: M, N, K.
-    """
-
-    format: str
-    left: str
+    format: str  # "int8", or "float8"
+    left: str  # "vector" (a scale a row of the left, a column of the right operand) or "tensor"
     right: str
-    result: str
-    accumulation: str
+    result: str  # torch's name of the dtype of the result, such as "bfloat16"
+    accumulation: str  # "fast" or "full"; of int8 always "full"
     rows: int
     columns: int
     inner: int

@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from narrowgauge.kernels._codec import KINDS
 from narrowgauge.kernels._launches import BoundLaunch, CachedKernel
 from narrowgauge.kernels._linear._sizes import over, power_above, words
 from narrowgauge.kernels._step._floats import narrow
 
-_KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _HEIGHT, _WIDTH, _WARPS = 8, 512, 4
 
 
@@ -62,10 +62,7 @@ def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     Args:
         codes: contiguous (rows, columns), neither of them 0; int8, float8 e4m3 or e5m2.
         scale: contiguous float32 (rows, 1), (1, columns) or (1, 1).
-        dtype: bfloat16, float16 or float32.
-
-    Returns:
-        (rows, columns).
+        dtype: of the result, of the codes' shape: bfloat16, float16 or float32.
     """
     rows, columns = codes.shape
     launch = _launch(rows, columns, codes.dtype, dtype, scale.shape[0] > 1, scale.shape[1] > 1)
@@ -83,7 +80,7 @@ def _launch(
     width = min(_WIDTH, max(16, power_above(columns)))
     height = _HEIGHT * _WIDTH // width
     constants = {
-        "KIND": _KINDS[dtype], "HEIGHT": height, "WIDTH": width, "TALL": rows % height == 0,
+        "KIND": KINDS[dtype], "HEIGHT": height, "WIDTH": width, "TALL": rows % height == 0,
         "WIDE": columns % width == 0, "ROW": row, "COLUMN": column,
     }  # fmt: skip
     options = {"num_warps": _WARPS, "enable_fp_fusion": False}

@@ -25,13 +25,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.kernels._descriptors import Describer
-from narrowgauge.kernels._launches import BoundLaunch, CachedKernel
+from narrowgauge.kernels._codec import KINDS
+from narrowgauge.kernels._launches import BoundLaunch, CachedKernel, Describer
 from narrowgauge.kernels._linear._configs import MatmulConfig
 from narrowgauge.kernels._linear._sizes import over, words
 from narrowgauge.kernels._step._floats import INTERPRETED, narrow
-
-_KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 @triton.jit
@@ -177,56 +175,27 @@ def fits_sides(inner: int, columns: int, dtype: torch.dtype) -> bool:
     return inner % 16 == 0 and columns * dtype.itemsize % 16 == 0
 
 
-def multiply(
-    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
-    dtype: torch.dtype, full: bool, config: MatmulConfig,
-) -> Tensor:  # fmt: skip
-    """Multiply codes by one of the kernels.
-
-    Args:
-        left: contiguous (M, K), K at least 1; int8 with int8, or float8 with float8 of either kind.
-        right: contiguous (N, K).
-        left_scale: float32, (M, 1) contiguous or one number.
-        right_scale: float32, (1, N) contiguous or one number.
-        bias: (N,) contiguous or None.
-        dtype: of the result: bfloat16, float16 or float32.
-        full: whether sums of float8 are added in float32 after every tile along K.
-        config: a kernel that fits; not cuBLAS.
-
-    Returns:
-        (M, N).
-    """
-    (rows, inner), columns = left.shape, right.shape[0]
-    product = prepared(
-        rows, columns, inner, left.dtype, right.dtype, left_scale.numel() > 1, right_scale.numel() > 1,
-        None if bias is None else bias.dtype, dtype, full, config, left.device,
-    )  # fmt: skip
-    return product(left, right, left_scale, right_scale, bias)
-
-
 class Multiply:
     """A kernel's launch for operands of one shape, in one dtype, with scales of one kind.
 
     Args:
         launch: with which sizes, constants and options.
-        rows, columns: of the result.
-        dtype: of the result.
+        shape, dtype: of the result.
         blocks: what the copy engine moves at once of the left and right operand and the result; None where the
             kernel goes by pointers.
     """
 
     def __init__(
-        self, launch: BoundLaunch, rows: int, columns: int, dtype: torch.dtype,
-        blocks: tuple[list[int], list[int], list[int]] | None,
+        self, launch: BoundLaunch, shape: tuple[int, int], dtype: torch.dtype,
+        blocks: tuple[list[int], list[int], list[int]] | None = None,
     ) -> None:  # fmt: skip
-        self.launch, self.rows, self.columns, self.dtype = launch, rows, columns, dtype
-        self.blocks = blocks
+        self.launch, self.shape, self.dtype, self.blocks = launch, shape, dtype, blocks
 
     def __call__(
         self, left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None
     ) -> Tensor:
-        """(rows, columns), of operands, scales and bias as `multiply` takes them."""
-        result = left.new_empty((self.rows, self.columns), dtype=self.dtype)
+        """The product of operands, scales and bias as `_autotune.multiply_codes` takes them."""
+        result = left.new_empty(self.shape, dtype=self.dtype)
         scales = left_scale.data_ptr(), right_scale.data_ptr(), 0 if bias is None else bias.data_ptr()
         if self.blocks is None:
             self.launch(
@@ -237,13 +206,14 @@ class Multiply:
         matrices = left, right, words(result)
         if not self.launch.describers:
             self.launch.describers = tuple(map(Describer, matrices, self.blocks))
-        self.launch(
-            left.get_device(), scales, lambda: (*self._described(matrices), left_scale, right_scale, bias), matrices
-        )  # fmt: skip
-        return result
+        describers = self.launch.describers
 
-    def _described(self, matrices: tuple[Tensor, ...]) -> tuple[Any, ...]:
-        return tuple(describe(matrix) for describe, matrix in zip(self.launch.describers, matrices, strict=True))
+        def arguments() -> tuple[Any, ...]:
+            described = (describe(matrix) for describe, matrix in zip(describers, matrices, strict=True))
+            return *described, left_scale, right_scale, bias
+
+        self.launch(left.get_device(), scales, arguments, matrices)
+        return result
 
 
 @functools.lru_cache(maxsize=4096)
@@ -251,19 +221,13 @@ def prepared(
     rows: int, columns: int, inner: int, left: torch.dtype, right: torch.dtype, one: bool, other: bool,
     bias: torch.dtype | None, dtype: torch.dtype, full: bool, config: MatmulConfig, device: torch.device,
 ) -> Multiply:  # fmt: skip
-    """A multiply by one of the kernels, for operands that are alike.
+    """A multiply by one of the kernels, for operands of these dtypes that are M, K and N, K.
 
-    Args:
-        rows, columns, inner: M, N, K.
-        left, right: dtypes of the operands.
-        one, other: whether there are several scales of the left, of the right operand.
-        bias: its dtype, None without.
-        dtype, full, config: as `multiply` takes them.
-        device: where it runs.
+    `one` and `other` say whether there are several scales of the left, of the right operand; a bias is its dtype.
     """
     constants = {
         # Where there is one row or column its scale is a vector.
-        "KIND": _KINDS[dtype], "INTEGER": left == torch.int8, "LEFT": one or rows == 1,
+        "KIND": KINDS[dtype], "INTEGER": left == torch.int8, "LEFT": one or rows == 1,
         "RIGHT": other or columns == 1, "BIAS": bias is not None,
         "ROWS": config.rows, "COLUMNS": config.columns, "INNER": config.inner, "GROUP": config.group,
         "IMPRECISE": config.inner if full else None,
@@ -273,12 +237,13 @@ def prepared(
     sizes, tiles = (rows, columns, inner), over(rows, config.rows) * over(columns, config.columns)
     if config.kernel == "pointers":
         constants["DEEP"] = inner % config.inner == 0
-        return Multiply(BoundLaunch(_POINTERS, (tiles,), sizes, constants, options), rows, columns, dtype, None)
+        return Multiply(BoundLaunch(_POINTERS, (tiles,), sizes, constants, options), (rows, columns), dtype)
     programs = min(tiles, config.resident * _multiprocessors(device))
     constants |= {"HALVES": config.halves, "PROGRAMS": programs}
     wide = config.columns // (2 if config.halves else 1)
     blocks = [config.rows, config.inner], [config.columns, config.inner], [config.rows, wide]
-    return Multiply(BoundLaunch(_DESCRIPTORS, (programs,), sizes, constants, options), rows, columns, dtype, blocks)
+    launch = BoundLaunch(_DESCRIPTORS, (programs,), sizes, constants, options)
+    return Multiply(launch, (rows, columns), dtype, blocks)
 
 
 @functools.lru_cache(maxsize=64)

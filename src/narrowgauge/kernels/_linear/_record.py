@@ -5,12 +5,10 @@ A pass of small matrices is bound by the host: it asks a hundred small questions
 launch is the right one, and allocates a dozen tensors, and the answers are the same every time that operands look
 alike. So a pass that was run before is run once more on stand-ins (`Recorded`). They have the shapes of tensors
 but no memory, and write down what is done to them: which kernels are launched on which of them, and which of
-torch's functions are called. What comes out is a `Program`. It allocates what the pass returns and, as one piece,
-all that lives no longer than the pass; then it launches the same kernels on the same places.
-
-Nothing is decided anew and nothing is computed otherwise: results are those of the pass that was recorded, bit for
-bit. A program takes tensors of the shapes, strides and dtypes that it was recorded with, at addresses that are
-multiples of 16; keeping to that is the caller's part, but for the addresses.
+torch's functions are called. The result is a `Program`. It allocates what the pass returns and, as one piece, all
+that lives no longer than the pass; then it launches the same kernels on the same places, with the same results, bit
+for bit. The caller gives it tensors of the shapes, strides and dtypes that were recorded; it checks addresses
+itself.
 """
 
 from __future__ import annotations
@@ -21,11 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from narrowgauge.kernels import _launches
-from narrowgauge.kernels._launches import BoundLaunch, CompiledKernel
+from narrowgauge.kernels._launches import BoundLaunch, CompiledKernel, hooked
 
 # An address of a stand-in is the number of its memory, from 1, this far up; no tensor is as long.
 _SHIFT = 48
@@ -43,17 +40,11 @@ class CannotRecord(Exception):
 
 
 class Recorded(Tensor):
-    """A stand-in for a tensor: its shape, strides and dtype, and which memory it lies in.
-
-    Attributes:
-        recorder: what writes down.
-        memory: the number of its memory.
-        twin: a tensor on the meta device that looks the same.
-    """
+    """A stand-in for a tensor: its shape, strides and dtype, and which memory it lies in."""
 
     recorder: Recorder
-    memory: int
-    twin: Tensor
+    memory: int  # its number
+    twin: Tensor  # on the meta device, looks the same
 
     @staticmethod
     def __new__(cls, recorder: Recorder, memory: int, twin: Tensor) -> Recorded:
@@ -95,16 +86,11 @@ class Recorded(Tensor):
 
 
 class Recorder:
-    """Writes down a pass.
-
-    Args:
-        given: the tensors that the pass is given, None for those that are not there.
-    """
+    """Writes down a pass that is given some tensors, None for those that are not there."""
 
     def __init__(self, given: Sequence[Tensor | None]) -> None:
         first = next(tensor for tensor in given if tensor is not None)
         self.device, self.index = first.device, first.get_device()
-        self.count = len(given)
         # Of each memory, from 1: shape and dtype of what is to be allocated, None for what comes from elsewhere.
         self.allocated: list[tuple[tuple[int, ...], torch.dtype] | None] = [None] * (1 + len(given))
         self.steps: list[Any] = []
@@ -157,12 +143,8 @@ class Recorder:
 
 
 def record(given: Sequence[Tensor | None], run: Callable[..., Sequence[Tensor]]) -> Program | None:
-    """What a pass does, or None if that cannot be said: one of its kernels has not run yet, or it does what no
-    program can.
-
-    Args:
-        given: what it is given.
-        run: the pass, which takes stand-ins of these and returns tensors.
+    """What a pass does to the tensors that it is given; None if one of its kernels has not run yet, or it does what
+    no program can.
     """
     recorder = Recorder(given)
     try:
@@ -172,15 +154,10 @@ def record(given: Sequence[Tensor | None], run: Callable[..., Sequence[Tensor]])
 
 
 class Program:
-    """A pass that was recorded.
-
-    Args:
-        recorder: what was written down.
-        results: what the pass has returned.
-    """
+    """A pass that was recorded: what was written down, and what it has returned."""
 
     def __init__(self, recorder: Recorder, results: Sequence[Tensor]) -> None:
-        self.index, self.count = recorder.index, recorder.count
+        self.index = recorder.index
         for result in results:
             if not isinstance(result, Recorded) or result.recorder is not recorder:
                 raise CannotRecord("a result from elsewhere")
@@ -194,8 +171,8 @@ class Program:
         self.steps = [self._step(*step) for step in recorder.steps]
 
     def __call__(self, *given: Tensor | None) -> list[Tensor] | None:
-        """Run the pass; None, with nothing done, if an address is no multiple of 16, the tensors' device is not the
-        current one, or a profiler is to be told of launches.
+        """Run the pass. None, with nothing done, if an address is no multiple of 16, the tensors' device is not the
+        current one, or a profiler has set hooks.
         """
         tensors: list[Any] = [None, *given]
         bases, first, bits = [0], None, 0
@@ -206,11 +183,7 @@ class Program:
                 address = tensor.data_ptr()
             bases.append(address)
             bits |= address
-        hooks = knobs.runtime
-        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-        if bits & 15 or getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
-            return None
-        if self.index >= 0 and _launches.current_device() != self.index:
+        if bits & 15 or hooked() or (self.index >= 0 and _launches.current_device() != self.index):
             return None
         assert first is not None
         more = self.slots + 1 - len(bases)
@@ -252,13 +225,12 @@ class Program:
     def _step(self, what: Any, *rest: Any) -> Callable[[list[Any], list[int]], None]:
         if isinstance(what, BoundLaunch):
             memories, arguments = rest
-            places = tuple(map(self._place, memories))
-            ready = None if what.launches.interpreted else what.ready(self.index)
-            if ready is not None:
-                return _compiled(what, ready, self.index, places)
             if what.launches.interpreted:
                 return self._interpreted(what, arguments())
-            raise CannotRecord("a kernel that has not run yet")
+            ready = what.ready(self.index)
+            if ready is None:
+                raise CannotRecord("a kernel that has not run yet")
+            return _compiled(what, ready, self.index, tuple(map(self._place, memories)))
         args, kwargs, made = rest
         read = [self._reader(a) for a in args]
         named = {name: self._reader(a) for name, a in kwargs.items()}
@@ -314,12 +286,12 @@ def _compiled(
     if ready.encoded is None:
         raise CannotRecord("descriptors that Triton encodes")
     count, describers = len(launch.describers), launch.describers
-    run, told = ready.encoded
+    run, metas = ready.encoded
     first, places = places[:count], places[count:]
 
     def described(tensors: list[Any], bases: list[int]) -> None:
         given: tuple[Any, ...] = ()
-        for describer, (i, by), of in zip(describers, first, told, strict=True):
+        for describer, (i, by), of in zip(describers, first, metas, strict=True):
             given += describer.encoded(bases[i] + by, of)
         run(*grid, stream(device), *between, *given, *[bases[i] + by for i, by in places], *rest)
 

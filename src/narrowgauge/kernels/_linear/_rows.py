@@ -22,8 +22,7 @@ from torch import Tensor
 from narrowgauge.kernels._launches import BoundLaunch, CachedKernel
 from narrowgauge.kernels._linear._encode import LARGEST, absmax_of, encode, magnitude, scales
 from narrowgauge.kernels._linear._sizes import over, power_above, words
-from narrowgauge.kernels._linear._sums import add_up
-from narrowgauge.kernels._linear._tiles import sum_columns
+from narrowgauge.kernels._linear._tiles import add_up, sum_columns
 from narrowgauge.kernels._step._floats import float_of
 
 # Warps of programs that sum columns, which stay: two times eight for each multiprocessor of an H200. Their

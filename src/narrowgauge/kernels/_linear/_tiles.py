@@ -6,6 +6,10 @@ largest, which saves a launch. Maxima are the same in any order.
 
 Codes are wanted in the order of the matrix, or transposed, or both: the second pass turns tiles around on the chip
 and writes what is asked for, from one read.
+
+Sums of columns come from the partial sums that a quantizing pass leaves, rounded once to the dtype that is wanted
+(`add_up`). Torch takes two operations for it, a sum and a conversion, and each keeps the host for longer than this
+takes. Rows are added in an order that depends on nothing but how many there are.
 """
 
 from __future__ import annotations
@@ -17,11 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from narrowgauge.kernels._codec import KINDS
 from narrowgauge.kernels._launches import BoundLaunch, CachedKernel
 from narrowgauge.kernels._linear._encode import LARGEST, absmax_of, encode, magnitude, scales, tile_maximum
 from narrowgauge.kernels._linear._sizes import over, power_above, words
-from narrowgauge.kernels._linear._sums import add_up
-from narrowgauge.kernels._step._floats import float_of
+from narrowgauge.kernels._step._floats import float_of, narrow
 
 # Programs that look for the absmax, two for each multiprocessor of an H200, and the tile that they move down
 # the rows with.
@@ -32,6 +36,9 @@ _STAGES = 4
 SIDE, _WARPS = 128, 8
 # How many programs the second side of a grid takes.
 _MOST = 65535
+# Partial sums are some hundreds of rows of some thousand columns. Few columns a program make many programs; 16 are
+# 64 bytes, two of the sectors that memory is read by.
+_SUMMED_DOWN, _SUMMED_ACROSS, _SUMMING_WARPS = 256, 16, 8
 
 
 @triton.jit
@@ -127,7 +134,41 @@ def _quantize_tiles(
             tl.store(transposed + start + around, tl.trans(coded), mask=tl.trans(here))
 
 
-_LOOK, _TILES = CachedKernel(_look), CachedKernel(_quantize_tiles)
+@triton.jit
+def _add_up(partial, total, rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr):
+    across = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    down = tl.arange(0, HEIGHT)
+    sums = tl.zeros([HEIGHT, WIDTH], tl.float32)
+    row = 0
+    while row < rows:
+        here = (row + down < rows)[:, None] & (across < columns)[None, :]
+        sums += tl.load(partial + (row + down)[:, None] * columns + across[None, :], mask=here, other=0.0)
+        row += HEIGHT
+    tl.store(total + across, narrow(tl.sum(sums, 0), KIND), mask=across < columns)
+
+
+_LOOK, _TILES, _ADD_UP = map(CachedKernel, (_look, _quantize_tiles, _add_up))
+
+
+def add_up(partial: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sums of the columns of a matrix, added in float32 and rounded once.
+
+    Args:
+        partial: contiguous float32 (rows, columns), fewer than 2^31 elements.
+        dtype: of the result (columns,): bfloat16, float16 or float32.
+    """
+    rows, columns = partial.shape
+    total = partial.new_empty((columns,), dtype=dtype)
+    addresses = partial.data_ptr(), total.data_ptr()
+    _launch_sums(rows, columns, dtype)(partial.get_device(), addresses, lambda: (partial, words(total)))
+    return total
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch_sums(rows: int, columns: int, dtype: torch.dtype) -> BoundLaunch:
+    width = min(_SUMMED_ACROSS, power_above(columns))
+    constants = {"HEIGHT": min(_SUMMED_DOWN, power_above(rows)), "WIDTH": width, "KIND": KINDS[dtype]}
+    return BoundLaunch(_ADD_UP, (over(columns, width),), (rows, columns), constants, {"num_warps": _SUMMING_WARPS})
 
 
 def _looked(
@@ -237,14 +278,7 @@ def quantize_tensor(
 def quantize_columns(
     x: Tensor, format: str, transposed: Tensor, sums: bool, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Quantize a contiguous matrix with a scale a column, into its transpose.
-
-    Args:
-        x: contiguous (rows, columns), neither of them 0.
-        format: ``"int8"``, ``"e4m3"`` or ``"e5m2"``.
-        transposed: contiguous (columns, rows), int8 or (for float8) float8 or uint8; is written.
-        sums: whether to sum the columns.
-        dtype: what their sums are rounded to.
+    """Quantize a contiguous matrix with a scale a column, into its transpose; arguments as of `quantize_tensor`.
 
     Returns:
         Scales (1, columns), float32, and the column sums (columns,), added in float32.

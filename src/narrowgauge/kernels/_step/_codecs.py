@@ -29,23 +29,16 @@ from dataclasses import dataclass, field
 
 from narrowgauge.kernels._codec import Codec, Moment, in_order
 from narrowgauge.kernels._step._compile import functions
-from narrowgauge.kernels._step._layout import Layout
-from narrowgauge.kernels._step._memory import named_words
+from narrowgauge.kernels._step._layout import Layout, named_words
 
 
 @dataclass
 class SlowPathTests:
-    """The tests for units that are unusual.
+    """The tests for units that are unusual."""
 
-    Attributes:
-        blocks: names of tests a block.
-        numbers: names of numbers an element that must be finite.
-        bits: integers that must be zero.
-    """
-
-    blocks: list[str] = field(default_factory=list)
-    numbers: list[str] = field(default_factory=list)
-    bits: list[str] = field(default_factory=list)
+    blocks: list[str] = field(default_factory=list)  # tests a block
+    numbers: list[str] = field(default_factory=list)  # numbers an element that must be finite
+    bits: list[str] = field(default_factory=list)  # integers that must be zero
 
     def test(self) -> str:
         """Whether it is not ordinary: one number for the whole program, to branch on."""
@@ -175,12 +168,7 @@ def _normalizer(layout: Layout, moment: Moment, stage: str) -> str:
 
 
 def _further(layout: Layout, moment: Moment, stage: str) -> list[str]:
-    """What a codec's functions are given last.
-
-    Args:
-        layout, moment: what they are for.
-        stage: which of the normalizer's values they are given: ``"in"``, as it was, or ``"kept"``, as it will be.
-    """
+    """What a codec's functions are given last, with the normalizer as it was (``"in"``) or will be (``"kept"``)."""
     codec, given = moment.codec, []
     if codec.normalized:
         given.append(_normalizer(layout, moment, stage))

@@ -1,32 +1,37 @@
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
-"""Launching a step: which kernels there are for a layout and an equation, and in what order they run."""
+"""Launching a step: which kernels there are for a layout and an equation, and in what order they run.
+
+What launches read and write beside the tensors themselves is in memory that stays from step to step (`Tables`).
+"""
 
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from narrowgauge.kernels._graph import Equation, Node, uniforms
-from narrowgauge.kernels._launches import CachedKernel
+from narrowgauge.kernels._launches import CachedKernel, FixedLaunch
 from narrowgauge.kernels._step import _source, _stats
 from narrowgauge.kernels._step._compile import compile_together, compiled
+from narrowgauge.kernels._step._expressions import numbers_source, totals_source
 from narrowgauge.kernels._step._layout import AT, WIDTH, Layout
-from narrowgauge.kernels._step._scalars import numbers_source, totals_source
-from narrowgauge.kernels._step._tables import Tables
 from narrowgauge.kernels._triton import limits_registers
 
 COLUMNS: int = _stats.COLUMNS.value
 # Only what says so (`tl.fma`) is fused, so that all kernels round alike, whatever else they do.
 UNFUSED = {"enable_fp_fusion": False}
-
+_SCALARS = {"num_warps": 1, **UNFUSED}
+# A launch: its name if its tensors are the same at every step, the kernel, programs, arguments, constants, options.
+_Launch = tuple[str | None, CachedKernel, int, tuple[Any, ...], Mapping[str, Any], Mapping[str, Any]]
 
 _PAGE = tl.constexpr(2048)
 
@@ -50,13 +55,62 @@ _ADD_SQUARES = CachedKernel(add_squares)
 _ADD_SLICES, _ADD_TENSORS = CachedKernel(_stats.add_slices), CachedKernel(_stats.add_tensors)
 
 
-class _Noted(threading.local):
-    """The launches that a step's first call collects, to compile at once.
+@dataclass(frozen=True)
+class Cut:
+    """Where programs of the step are added up for gauges, as `cut_for_sums` has it, on the device."""
 
-    By thread: optimizers in other threads may share the step.
+    slices: Tensor
+    ends: Tensor
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What a launch reads and writes beside the tensors themselves."""
+
+    rows: Tensor  # int64 (tensors, WIDTH); see `_layout`
+    programs: Tensor  # int32 (programs,): the tensor that each program of the step works on
+    passes: Tensor  # int32, the same of programs that only read
+    hyper: Tensor  # float64 (groups, hyperparameters)
+    codebooks: Sequence[tuple[Tensor, Tensor]] = ()  # values, float32, and the cells that encode to them, int32
+    cut: Cut | None = None  # where programs of the step are added up for gauges, if there are any
+    scratch: dict[str, Tensor] = field(default_factory=dict)  # made on first use and kept
+    launched: dict[str, FixedLaunch] = field(default_factory=dict)  # by name
+
+    @property
+    def books(self) -> list[Tensor]:
+        """Values and cells, one after the other."""
+        return [tensor for pair in self.codebooks for tensor in pair]
+
+    def buffer(self, name: str, dtype: torch.dtype, size: int) -> Tensor:
+        if name not in self.scratch or self.scratch[name].numel() < size:
+            self.scratch[name] = torch.zeros(max(1, size), dtype=dtype, device=self.rows.device)
+        return self.scratch[name]
+
+    def launch(
+        self, name: str, launches: CachedKernel, programs: int, given: tuple[Any, ...],
+        constants: Mapping[str, Any], options: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """Launch a kernel; faster where the last one of this name was the same."""
+        known = self.launched.get(name)
+        if known is None or not known.is_of(launches, (programs,), given):
+            known = self.launched[name] = FixedLaunch(launches, (programs,), given, constants, options)
+        known()
+
+
+def cut_for_sums(programs: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """(slices, ends): where slices of a step's programs begin, and where tensors begin among slices; the ends last.
+
+    Args:
+        programs: how many each tensor has.
     """
-
-    launches: list[tuple[Any, ...]] | None = None
+    counts = -(-programs // _stats.SLICE)
+    first, firsts = np.cumsum(programs) - programs, np.cumsum(counts) - counts
+    within = np.arange(counts.sum()) - np.repeat(firsts, counts)
+    begins = np.repeat(first, counts) + within * _stats.SLICE
+    return (
+        np.append(begins, programs.sum()).astype(np.int32),
+        np.append(firsts, counts.sum()).astype(np.int32),
+    )
 
 
 class TritonKernels:
@@ -83,13 +137,9 @@ class TritonKernels:
         factor: str | None = None,
         squares: bool = False,
     ) -> None:
-        self._launches: dict[str, CachedKernel] = {}
+        self._kernels: dict[str, CachedKernel] = {}
         self._compiled = False
-        self._noted = _Noted()
-        self.layout = layout
-        self.skip = skip
-        self.factor = factor
-        self.squares = squares
+        self.layout, self.skip, self.factor, self.squares = layout, skip, factor, squares
         self.terms = tuple(equation.terms)
         ratio = equation.ratio if layout.gauges else None
         self.ratio = ratio is not None
@@ -110,6 +160,14 @@ class TritonKernels:
         elif skip:
             self.finite: Any = compiled(_source.finite_source(layout), "finite")
 
+    @functools.cached_property
+    def totals(self) -> Any:
+        return compiled(totals_source(self.terms), "totals")
+
+    @functools.cached_property
+    def numbers_summed(self) -> Any:
+        return compiled(numbers_source(*self._numbers, summed=True), "numbers")
+
     def look(self, tables: Tables, inverse: Tensor) -> tuple[Tensor, Tensor | None]:
         """Look at all gradients, before a step whose factor they decide.
 
@@ -124,11 +182,9 @@ class TritonKernels:
         count, passes = tables.rows.shape[0], tables.passes.numel()
         flags = tables.buffer("flags", torch.int32, count)
         partials = tables.buffer("partial squares", torch.float64, passes if self.squares else 0)
-        options = _options(self.layout, tables.rows.device)
+        given = tables.rows, tables.passes, inverse, flags, flags, partials, *tables.books
         with torch.cuda.device_of(tables.rows):
-            if passes:
-                given = tables.rows, tables.passes, inverse, flags, flags, partials, *tables.books
-                self._run(tables, "pass_before", passes, given, options)
+            _run(tables, [self._pass("pass_before", tables, given)])
             if not self.squares:
                 return flags[:count], None
             squares = tables.buffer("squares", torch.float64, count)
@@ -149,31 +205,12 @@ class TritonKernels:
         """
         count, terms = tables.rows.shape[0], len(self.terms)
         totals = tables.buffer("totals", torch.float64, terms * count)
+        partials = self._partials(tables)
         with torch.cuda.device_of(tables.rows):
-            partials = self._sum_terms(tables, [verdict], {"ADVANCE": False, "SKIP": False, "PEEK": True})
-            self._run(tables, "totals", count, (tables.rows, partials, totals), {"num_warps": 4})
+            _run(tables, self._sums(tables, [verdict], {"ADVANCE": False, "SKIP": False, "PEEK": True}))
+            given = tables.rows, partials, totals
+            _run(tables, [("totals", self._kernel("totals"), count, given, {}, {"num_warps": 4})])
         return totals[: terms * count].view(count, terms)
-
-    def _sum_terms(self, tables: Tables, verdict: list[Tensor], counting: Mapping[str, Any]) -> Tensor:
-        """The sums of each program's terms, float64: with the numbers that they meet, worked out before."""
-        count, passes = tables.rows.shape[0], tables.passes.numel()
-        flags, steps = (tables.buffer(name, torch.int32, count) for name in ("flags", "steps"))
-        before = tables.buffer("uniforms before", torch.float32, count * max(self.met_before, 1))
-        partials = tables.buffer("partials", torch.float64, len(self.terms) * passes)
-        known = tables.rows, tables.hyper, before, steps, flags, partials, *verdict
-        self._run(tables, "numbers_before", count, known, {"num_warps": 1, **UNFUSED}, counting)
-        if passes:
-            read = tables.rows, tables.passes, before, steps, flags, partials, *tables.books
-            self._run(tables, "sums", passes, read, _options(self.layout, tables.rows.device))
-        return partials
-
-    @functools.cached_property
-    def totals(self) -> Any:
-        return compiled(totals_source(self.terms), "totals")
-
-    @functools.cached_property
-    def numbers_summed(self) -> Any:
-        return compiled(numbers_source(*self._numbers, summed=True), "numbers")
 
     def __call__(
         self, tables: Tables, stats: Tensor | None = None, verdict: Tensor | None = None, summed: bool = False
@@ -186,79 +223,84 @@ class TritonKernels:
             verdict: float32 (2,), where gradients have a factor: that, and whether no tensor takes the step.
             summed: whether `add_up` has been called, and its sums may have been added to.
         """
-        summed = summed and bool(self.terms)
         given = [] if verdict is None else [verdict]
-        # Triton launches on the current device.
-        with torch.cuda.device_of(tables.rows):
+        launches = self._launches(tables, given, stats, summed and bool(self.terms))
+        with torch.cuda.device_of(tables.rows):  # Triton launches on the current device
             if not self._compiled:
-                first: list[tuple[Any, ...]] = []
-                self._compiled, self._noted.launches = True, first
-                try:
-                    self._launch(tables, given, stats, summed)
-                finally:  # after an error, too: what is noted is not launched
-                    self._noted.launches = None
-                compile_together(first)
-            self._launch(tables, given, stats, summed)
+                self._compiled = True
+                compile_together([(of, (count,), x, c, o) for _, of, count, x, c, o in launches if count])
+            _run(tables, launches)
 
-    def _measure(self, tables: Tables, stats: Tensor) -> None:
-        """Add up what the step's programs have left."""
-        cut = tables.cut
-        assert cut is not None
-        sums, steps = tables.buffer("gauges", torch.float32, 0), tables.buffer("steps", torch.int32, 0)
-        count = cut.slices.numel() - 1
-        slices = tables.buffer("slices", torch.float64, count * COLUMNS)
-        if count:
-            read = sums, cut.slices, slices
-            self._start(tables, "add_slices", _ADD_SLICES, count, read, {}, {"num_warps": 4})
-        constants = {"WIDTH": WIDTH, "NUMEL": AT["numel"], "RATIO": self.ratio}
-        given = tables.rows, steps, cut.ends, slices, stats
-        self._start(tables, None, _ADD_TENSORS, stats.shape[0], given, constants, {"num_warps": 1})
-
-    def _run(
-        self, tables: Tables, name: str, programs: int, given: tuple[Any, ...], options: Mapping[str, Any],
-        constants: Mapping[str, Any] = MappingProxyType({}),
-    ) -> None:  # fmt: skip
-        """Launch one of the kernels by its name."""
-        if name not in self._launches:
-            self._launches[name] = CachedKernel(getattr(self, name))
-        self._start(tables, name, self._launches[name], programs, given, constants, options)
-
-    def _start(
-        self, tables: Tables, name: str | None, launches: CachedKernel, programs: int, given: tuple[Any, ...],
-        constants: Mapping[str, Any], options: Mapping[str, Any],
-    ) -> None:  # fmt: skip
-        """Launch a kernel: by a name, if always on the same tensors; or note what it is to be compiled for."""
-        if self._noted.launches is not None:
-            self._noted.launches.append((launches, (programs,), given, constants, options))
-        elif name is None:
-            launches((programs,), given, constants, options)
-        else:
-            tables.launch(name, launches, programs, given, constants, options)
-
-    def _launch(self, tables: Tables, verdict: list[Tensor], stats: Tensor | None, summed: bool) -> None:
-        count, programs, passes = tables.rows.shape[0], tables.programs.numel(), tables.passes.numel()
-        flags = tables.buffer("flags", torch.int32, count)
-        steps = tables.buffer("steps", torch.int32, count)
+    def _launches(self, tables: Tables, verdict: list[Tensor], stats: Tensor | None, summed: bool) -> list[_Launch]:
+        """The launches of a step, in order."""
+        count, programs = tables.rows.shape[0], tables.programs.numel()
+        flags, steps = (tables.buffer(name, torch.int32, count) for name in ("flags", "steps"))
         row = tables.buffer("uniforms", torch.float32, count * max(self.met, 1))
-        partials = tables.buffer("partials", torch.float64, len(self.terms) * passes)
-        warps, shape = _options(self.layout, tables.rows.device), {"num_warps": 1, **UNFUSED}
-        if self.skip and passes and self.factor is None:
+        partials = self._partials(tables)
+        launches = []
+        if self.skip and self.factor is None:
             read = tables.rows, tables.passes, row, steps, flags, partials, *tables.books
-            self._run(tables, "finite", passes, read, warps)
+            launches.append(self._pass("finite", tables, read))
         advance = {"ADVANCE": True, "SKIP": self.skip, "PEEK": False}
         if self.terms and not summed:
-            self._sum_terms(tables, verdict, advance)
+            launches += self._sums(tables, verdict, advance)
             advance = {"ADVANCE": False, "SKIP": False, "PEEK": False}
         sums = tables.buffer("totals", torch.float64, len(self.terms) * count) if summed else partials
         known = tables.rows, tables.hyper, row, steps, flags, sums, *verdict
-        self._run(tables, "numbers_summed" if summed else "numbers", count, known, shape, advance)
+        name = "numbers_summed" if summed else "numbers"
+        launches.append((name, self._kernel(name), count, known, advance, _SCALARS))
         if self.layout.gauges:
             partials = tables.buffer("gauges", torch.float32, programs * COLUMNS)
-        given = tables.rows, tables.programs, row, steps, flags, partials
-        if programs:
-            self._run(tables, "step", programs, (*given, *tables.books), warps)
+        given = tables.rows, tables.programs, row, steps, flags, partials, *tables.books
+        launches.append(("step", self._kernel("step"), programs, given, {}, self._options(tables)))
         if stats is not None:
-            self._measure(tables, stats)
+            assert tables.cut is not None
+            cut = tables.cut.slices.numel() - 1
+            slices = tables.buffer("slices", torch.float64, cut * COLUMNS)
+            read = partials, tables.cut.slices, slices
+            launches.append(("add_slices", _ADD_SLICES, cut, read, {}, {"num_warps": 4}))
+            constants = {"WIDTH": WIDTH, "NUMEL": AT["numel"], "RATIO": self.ratio}
+            last = tables.rows, steps, tables.cut.ends, slices, stats
+            launches.append((None, _ADD_TENSORS, stats.shape[0], last, constants, {"num_warps": 1}))
+        return launches
+
+    def _sums(self, tables: Tables, verdict: list[Tensor], counting: Mapping[str, Any]) -> list[_Launch]:
+        """The launches that sum each program's terms, after the numbers that these meet."""
+        count = tables.rows.shape[0]
+        flags, steps = (tables.buffer(name, torch.int32, count) for name in ("flags", "steps"))
+        before = tables.buffer("uniforms before", torch.float32, count * max(self.met_before, 1))
+        partials = self._partials(tables)
+        known = tables.rows, tables.hyper, before, steps, flags, partials, *verdict
+        read = tables.rows, tables.passes, before, steps, flags, partials, *tables.books
+        return [
+            ("numbers_before", self._kernel("numbers_before"), count, known, counting, _SCALARS),
+            self._pass("sums", tables, read),
+        ]
+
+    def _partials(self, tables: Tables) -> Tensor:
+        """Each program's sums of terms."""
+        return tables.buffer("partials", torch.float64, len(self.terms) * tables.passes.numel())
+
+    def _pass(self, name: str, tables: Tables, given: tuple[Any, ...]) -> _Launch:
+        """The launch of a kernel that only reads."""
+        return name, self._kernel(name), tables.passes.numel(), given, {}, self._options(tables)
+
+    def _kernel(self, name: str) -> CachedKernel:
+        if name not in self._kernels:
+            self._kernels[name] = CachedKernel(getattr(self, name))
+        return self._kernels[name]
+
+    def _options(self, tables: Tables) -> dict[str, Any]:
+        return _options(self.layout, tables.rows.device)
+
+
+def _run(tables: Tables, launches: Sequence[_Launch]) -> None:
+    """Launch kernels: faster by a name, where the tensors are the same at every step."""
+    for name, kernel, programs, given, constants, options in launches:
+        if programs and name is not None:
+            tables.launch(name, kernel, programs, given, constants, options)
+        elif programs:
+            kernel((programs,), given, constants, options)
 
 
 def _options(layout: Layout, device: torch.device) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The text of a step's kernels: `step`, and before it `finite` and `sums` where they are needed.
 
-A program works on some units of a tensor, one after the other. `_memory` has the lines that bring words from memory
+A program works on some units of a tensor, one after the other. `_layout` has the lines that bring words from memory
 and back, `_codecs` those that decode and encode them, `_expressions` the equation's, `_stats` the gauges'.
 """
 
@@ -11,10 +11,19 @@ from collections.abc import Mapping, Sequence
 from narrowgauge.kernels._codec import in_order
 from narrowgauge.kernels._graph import Equation, Node
 from narrowgauge.kernels._step._codecs import SlowPathTests, decode, encode, has, write
-from narrowgauge.kernels._step._expressions import lines
-from narrowgauge.kernels._step._layout import AT, WIDTH, Layout
-from narrowgauge.kernels._step._memory import Kept, elements, kept_words, loads, pointers, rows, stores
-from narrowgauge.kernels._step._scalars import indented
+from narrowgauge.kernels._step._expressions import indented, lines
+from narrowgauge.kernels._step._layout import (
+    AT,
+    WIDTH,
+    Kept,
+    Layout,
+    elements,
+    kept_words,
+    loads,
+    pointers,
+    rows,
+    stores,
+)
 from narrowgauge.kernels._step._stats import Stats
 
 
@@ -25,13 +34,7 @@ def effects_used(layout: Layout, equation: Equation) -> dict[str, Node]:
 
 
 def step_source(layout: Layout, equation: Equation, met: Sequence[Node]) -> str:
-    """The kernel `step`.
-
-    Args:
-        layout: what it works on.
-        equation: what it computes.
-        met: the numbers in it that a tensor's row of numbers holds, in order.
-    """
+    """The kernel `step` of an equation; `met` are the numbers that a tensor's row of numbers holds, in order."""
     known = _inputs(layout) | {node: f"u{i}" for i, node in enumerate(met)}
     effects, ratio = effects_used(layout, equation), equation.ratio if layout.gauges else None
     stats = Stats(layout, ratio is not None, has(layout.weight, "X_moved"))
@@ -59,7 +62,7 @@ def sums_source(layout: Layout, terms: Mapping[str, Node], met: Sequence[Node]) 
     known = _inputs(layout) | {node: f"u{i}" for i, node in enumerate(met)}
     made, names = lines(terms.values(), known, "x")
     sums = [f"sum{number}" for number in range(len(terms))]
-    body = [*made]
+    body = list(made)
     for total, node in zip(sums, terms.values(), strict=True):
         body += [f"term = {names[node]}", "if MASKED:", "    term = tl.where(here, term, 0.0)"]
         body.append(f"{total} += tl.sum(term.reshape([{layout.rows}, {layout.block // 8}, 8]), 2).to(tl.float64)")
@@ -84,11 +87,8 @@ def look_source(layout: Layout, squares: bool) -> str:
     """The kernel `look`: flags tensors whose gradient has an infinity or NaN once it is multiplied.
 
     In the place of `uniforms` it is given the number that it is multiplied by, 1 or the inverse of a loss scale.
-
-    Args:
-        layout: what it works on.
-        squares: whether to leave each program's sum of squares, of the gradient as it is in memory; in float64,
-            so that no gradient is too large or too small to count, and every product is exact.
+    With `squares` it leaves each program's sum of squares, of the gradient as it is in memory; in float64, so
+    that no gradient is too large or too small to count, and every product is exact.
     """
     end = [
         "largest_one = float_of(largest(peak)) * tl.load(uniforms)",
@@ -123,11 +123,7 @@ def _inputs(layout: Layout) -> dict[Node, str]:
 def _begin(layout: Layout, uniforms: int, first: str, units: int) -> list[str]:
     """Which tensor a program works on, which units of it, and the tensor's numbers.
 
-    Args:
-        layout: what it works on.
-        uniforms: how many numbers there are.
-        first: the column with the number of the tensor's first program.
-        units: how many units a program has.
+    `first` is the column with the number of the tensor's first program, `units` how many units a program has.
     """
     return [
         "program = tl.program_id(0)",
@@ -238,14 +234,9 @@ def {name}_store({at}, {made}, unit, left, MASKED: tl.constexpr):
 def _pass_kernel(
     name: str, layout: Layout, uniforms: int, totals: Mapping[str, str], bodies: Sequence[list[str]], end: list[str]
 ) -> str:
-    """A kernel that reads every unit once: totals begin, a body goes on with them, `end` keeps them.
+    """A kernel that reads every unit once: `totals` begin, a body goes on with them, `end` keeps them.
 
-    Args:
-        name: of the kernel.
-        layout, uniforms: as for the others.
-        totals: what they are and begin with.
-        bodies: for a whole unit, whose words come packed, and for one that is not whole.
-        end: what to do with the totals.
+    There are two bodies: for a whole unit, whose words come packed, and for one that is not whole.
     """
     both = [kept_words(layout, packed) for packed in (True, False)]
     at = [f"{kept.name}_at" for kept in both[0]]

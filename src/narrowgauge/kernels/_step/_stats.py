@@ -119,17 +119,11 @@ def add_tensors(
 
 @dataclass(frozen=True)
 class Stats:
-    """The lines that measure a layout's units after their words have been made, and keep a program's sums.
+    """The lines that measure a layout's units after their words have been made, and keep a program's sums."""
 
-    Attributes:
-        layout: theirs; nothing is measured unless it says so.
-        ratio: whether the rule has a second moment to set the gradient against.
-        carries: whether the low word moves weights that the update does not.
-    """
-
-    layout: Layout
-    ratio: bool
-    carries: bool
+    layout: Layout  # nothing is measured unless it says so
+    ratio: bool  # whether the rule has a second moment to set the gradient against
+    carries: bool  # whether the low word moves weights that the update does not
 
     @property
     def one(self) -> bool:

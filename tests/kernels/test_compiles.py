@@ -1,4 +1,4 @@
-"""What the interpreter lets pass the compiler may refuse; it needs no GPU."""
+"""Kernels compiled for GPUs: what the interpreter lets pass the compiler may refuse. It needs no GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ for weights, states, dtype, name, options in script.EVERY:
     script.compile_every(script.step_of(weights, states, dtype, name, **options), target)
     print("compiled", name, weights, states)
 """
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "count_step_instructions.py"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+SCRIPT = BENCHMARKS / "count_step_instructions.py"
 
 
 @pytest.mark.slow
@@ -33,19 +34,29 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "count_step_instru
     "options", [[], ["--gauges"], ["--factor", "given"], ["--factor", "norm", "--gauges"]], ids=" ".join
 )
 def test_steps_of_all_kinds_compile_for_hopper(options: list[str]) -> None:
-    check([str(SCRIPT), "--every", *options])
+    assert run(str(SCRIPT), "--every", *options).count("compiled") == 10
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["gfx942", "75", "80"])
 def test_and_for_other_gpus(target: str) -> None:
-    check(["-c", ELSEWHERE, str(SCRIPT.parent), target])
+    assert run("-c", ELSEWHERE, str(BENCHMARKS), target).count("compiled") == 10
 
 
-def check(arguments: list[str]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", ["multiplies", "quantizers"])
+def test_kernels_of_linear_layers_compile_without_spills_and_to_tensor_cores(kernels: str) -> None:
+    shown = run(str(BENCHMARKS / "compile_linear.py"), "--only", kernels)
+    bad = [line for line in shown.splitlines() if line.startswith("BAD")]
+    assert not bad, bad
+    assert shown.count("compiled") > 40
+
+
+def run(*arguments: str) -> str:
+    """What a script prints."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled") == 10
+    return done.stdout
