@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from narrowgauge.gauges import read_records
-from narrowgauge.gauges._history import History
-from narrowgauge.gauges._live_reader import LiveReader
+from narrowgauge.gauges._history import History, LiveReader
 from narrowgauge.gauges._records import line_of
 from recorded import header, sound, step
 

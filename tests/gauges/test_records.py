@@ -88,7 +88,7 @@ def test_damage_is_named_and_ends_the_reading(tmp_path: Path, line: bytes, why: 
 def test_a_file_that_begins_otherwise_has_no_records(tmp_path: Path) -> None:
     found = read_records(write(tmp_path / "a", STEP, HEADER))
     assert found == []
-    assert found.damage == "line 1 (byte 0): kind must be 'run' in the first line, got 'step'"
+    assert found.damage == "line 1 (byte 0): no record: kind must be 'run' in the first line, got 'step'"
 
 
 def test_a_folder_means_its_file(tmp_path: Path) -> None:

@@ -7,11 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from narrowgauge.gauges._records import Record, Writer, read_records
+from narrowgauge.gauges._records import Record, read_records
 from narrowgauge.gauges._watch._alarms import Alarms
 from narrowgauge.gauges._watch._sink import RecordSink
 
 HEADER: Record = {"kind": "run", "version": 1}
+
+
+def in_memory(alarms: Alarms | None = None, path: Path | None = None) -> RecordSink:
+    return RecordSink(path, None, None, alarms or Alarms(None, warmup=0))
 
 
 def step(number: int, **more: object) -> Record:
@@ -19,9 +23,9 @@ def step(number: int, **more: object) -> Record:
 
 
 def test_the_loop_does_not_wait_and_order_is_kept(tmp_path: Path) -> None:
-    writer, go = Writer(tmp_path / "gauges.jsonl", None), threading.Event()
-    sink = RecordSink(writer, None, False, None)
-    sink.begin(HEADER)
+    path, go = tmp_path / "gauges.jsonl", threading.Event()
+    sink = in_memory(path=path)
+    sink.open(HEADER, first=True)
 
     def slow() -> list[Record]:
         assert go.wait(20)
@@ -30,17 +34,17 @@ def test_the_loop_does_not_wait_and_order_is_kept(tmp_path: Path) -> None:
     sink.submit(slow)
     for number in range(2, 20):
         sink.submit(lambda number=number: [step(number)])
-    assert read_records(writer.path) == [HEADER]  # and yet all of that was handed over
+    assert read_records(path) == [HEADER]  # and yet all of that was handed over
     go.set()
     sink.flush()
-    assert [record.get("step") for record in read_records(writer.path)] == [None, *range(1, 20)]
+    assert [record.get("step") for record in read_records(path)] == [None, *range(1, 20)]
     sink.close()
 
 
 def test_alarms_are_called_by_the_thread_that_puts() -> None:
     alarmed: list[tuple[str, int, int]] = []
     alarms = Alarms(lambda alarm: alarmed.append((alarm["kind"], alarm["step"], threading.get_ident())), warmup=0)
-    sink = RecordSink(None, None, True, alarms)
+    sink = in_memory(alarms)
     sink.submit(lambda: [{"kind": "gradient", "step": 3, "name": "x", "nonfinite": 2}])
     sink.flush()
     assert alarmed == [("nonfinite", 3, threading.get_ident())]
@@ -49,7 +53,7 @@ def test_alarms_are_called_by_the_thread_that_puts() -> None:
 
 
 def test_what_fails_in_the_thread_is_raised_in_the_loop() -> None:
-    sink = RecordSink(None, None, True, None)
+    sink = in_memory()
 
     def broken() -> list[Record]:
         raise ValueError("no such row")
@@ -66,7 +70,7 @@ def test_what_a_callback_raises_is_the_loops() -> None:
     def stop(alarm: Record) -> None:
         raise InterruptedError(alarm["name"])
 
-    sink = RecordSink(None, None, True, Alarms(stop, warmup=0))
+    sink = in_memory(Alarms(stop, warmup=0))
 
     def put() -> None:  # raises at once or a little later
         sink.submit(lambda: [{"kind": "gradient", "step": 1, "name": "x", "nonfinite": 1}])
@@ -79,7 +83,7 @@ def test_what_a_callback_raises_is_the_loops() -> None:
 
 def test_a_slow_disk_holds_the_loop_up_and_not_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("narrowgauge.gauges._watch._sink._MOST", 2)
-    sink, go, waiting = RecordSink(None, None, True, None), threading.Event(), threading.Event()
+    sink, go, waiting = in_memory(), threading.Event(), threading.Event()
     for number in (1, 2):
         sink.submit(lambda number=number: [step(number)] if go.wait(20) else [])
 

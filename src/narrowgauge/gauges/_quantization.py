@@ -20,7 +20,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from narrowgauge.gauges._checks import check_positive, check_shape
+from narrowgauge._arguments import Positive, check
+from narrowgauge.gauges._metrics import check_shape
 
 CODES = 256
 
@@ -214,7 +215,7 @@ def adam_error_map(
 
     Source: 8-bit Optimizers via Block-wise Quantization, Appendix D, Figure 4.
     """
-    check_positive("eps", eps)  # v may round to 0
+    check("eps", eps, Positive)  # v may round to 0
     for name, got in (("v", v), ("m8", m8.codes), ("v8", m if v8 is None else v8.codes)):
         check_shape(name, got, m)
     exact = adam_update(m, v, eps)
