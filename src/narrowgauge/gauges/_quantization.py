@@ -62,17 +62,17 @@ class QuantizationError:
     @property
     def mean_absolute(self) -> float:
         """Mean of |x - q| over the elements."""
-        return float(error_ratios(self.usage, self.sums)[0])
+        return _ratio(self.sums[0], self.usage.sum())
 
     @property
     def relative_norm(self) -> float:
         """‖x - q‖ / ‖x‖."""
-        return float(error_ratios(self.usage, self.sums)[1])
+        return math.sqrt(_ratio(self.sums[1], self.sums[2]))
 
     @property
     def flushed(self) -> float:
         """Share of the elements other than zero that became zero."""
-        return float(error_ratios(self.usage, self.sums)[2])
+        return _ratio(self.sums[4], self.sums[3])
 
     @property
     def entropy(self) -> float:
@@ -95,25 +95,10 @@ def quantization_error(x: Tensor, quantized: Coded) -> QuantizationError:
     """
     check_shape("quantized", quantized.codes, x)
     usage = torch.bincount(_codes(quantized), minlength=CODES).to(torch.float64)
-    return QuantizationError(usage, torch.stack([term.sum() for term in error_terms(x, quantized)]))
-
-
-def error_ratios(usage: Tensor, sums: Tensor) -> Tensor:
-    """Mean |x - q|, ‖x - q‖ / ‖x‖, share that was flushed: (..., 3), of usage (..., 256) and sums (..., 5)."""
-    shares = torch.stack([sums[..., 0], sums[..., 1], sums[..., 4]], dim=-1)
-    wholes = torch.stack([usage.sum(-1), sums[..., 2], sums[..., 3]], dim=-1)
-    ratios = torch.where(wholes != 0, shares / wholes, torch.nan)
-    ratios[..., 1] = ratios[..., 1].sqrt()
-    return ratios
-
-
-def error_terms(x: Tensor, quantized: Coded) -> list[Tensor]:
-    """What the sums of a `QuantizationError` are sums of: flat, float64."""
     exact, kept = _exact(x), _exact(quantized.dequantize())
-    delta = exact - kept
-    nonzero = exact != 0
-    flushed = nonzero & (kept == 0)
-    return [delta.abs(), delta.square(), exact.square(), nonzero.to(torch.float64), flushed.to(torch.float64)]
+    delta, nonzero = exact - kept, exact != 0
+    terms = (delta.abs(), delta.square(), exact.square(), nonzero, nonzero & (kept == 0))
+    return QuantizationError(usage, torch.stack([term.sum(dtype=torch.float64) for term in terms]))
 
 
 @dataclass(frozen=True, eq=False)

@@ -209,14 +209,11 @@ def unpacked(value: object, shape: tuple[int, ...]) -> NDArray[Any] | None:
 
 
 class Writer:
-    """Appends records to a file.
+    """Appends records to a file, or to the one in an existing folder. Parent folders are made.
 
-    Args:
-        path: the file, or an existing folder. Parent folders are made.
-        resume_from: None begins a new file. A step continues one: records up to that step stay, later ones, which
-            the resumed run measures again, and the half line of a kill are removed.
-
-    If the damage is more than half a line at the end, a copy of the file is kept, with ``.damaged`` after its name.
+    Without `resume_from` the file is new. With it the file goes on: records up to that step stay; later ones, which
+    the resumed run measures again, and the half line of a kill are removed. If the damage is more than half a line
+    at the end, a copy of the file is kept, with ``.damaged`` after its name.
 
     Raises:
         FileExistsError: if the file has records and `resume_from` is None.

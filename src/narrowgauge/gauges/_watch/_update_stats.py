@@ -207,9 +207,8 @@ class MeasuredAround:
 
         def rows(vectors: Iterable[Tensor]) -> Tensor:
             # Copies by kernels are padded to whole rows.
-            return batched.rows(
-                [x[:length] for x, length in zip(vectors, batched.lengths, strict=True)], torch.float64
-            )
+            pairs = zip(vectors, batched.lengths, strict=True)
+            return batched.rows([x if len(x) == n else x[:n] for x, n in pairs], torch.float64)
 
         before = rows(self._before[p] for p in batch.ps)
         change = rows(now) - before
