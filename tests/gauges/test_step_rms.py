@@ -88,17 +88,6 @@ def test_long_tensors_are_sampled() -> None:
         assert found != pytest.approx(exact, rel=1e-9)  # it is a sample
 
 
-def test_skipped_steps_have_none() -> None:
-    net = model()
-    optimizer = optim.AdamW(net.parameters(), 1e-3)
-    with gauges.watch(net, optimizer, every=10) as watch:
-        train(net, optimizer, 1)
-        for p in net.parameters():
-            p.grad = torch.full_like(p, math.nan)
-        optimizer.step()
-    assert ["rms" in row for row in of_kind(watch.rows(), "step")] == [True, False]
-
-
 class Vision(nn.Module):
     """A transformer's front: patches, positions without a layer, a table of classes, blocks."""
 

@@ -206,26 +206,37 @@ MOMENTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("options", MOMENTS.values(), ids=MOMENTS)
 def test_moments_are_previewed_to_the_bit(options: dict[str, Any]) -> None:
-    """The codes whose errors are recorded are the ones that the step writes."""
-    net = model(BF16)
-    optimizer = optim.AdamW(net.named_parameters(), 1e-3, min_quantized_size=64, **options)
-    train(net, optimizer, 2)
-    optimizer.zero_grad()
-    loss_of(net, *batch(7)).backward()
-    previews = {p: optimizer.preview(p, lambda x: x) for p in net.parameters()}
+    """The codes whose errors are recorded are the ones that the step writes.
+
+    A sample of them is one row in sixteen, another at every turn. Formats that round by chance do so by other
+    random numbers there.
+    """
+    p = nn.Linear(1030, 96, bias=False).to(BF16).weight
+    optimizer = optim.AdamW([p], 1e-3, min_quantized_size=64, block_size=64, **options)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(3):
+        p.grad = torch.randn(p.shape, generator=generator).to(BF16)
+        if step < 2:
+            optimizer.step()
+    view = optimizer.parameter_view(p)
+    assert view is not None
+    whole = optimizer.preview(p, lambda x: x)
+    stochastic = any(slot.storage.stochastic for slot in view.plan.slots)
+    for turn in (0, 19):
+        for moment, part in zip(whole, optimizer.preview(p, BlockSample.of_view(view, turn).of), strict=True):
+            assert (part.slot, part.format) == (moment.slot, moment.format)
+            for key in ("exact",) if stochastic else ("exact", "codes", "kept"):
+                rows = getattr(moment, key).reshape(-1)[: 96 * 1024].view(96, 1024)[turn % 16 :: 16]
+                assert torch.equal(getattr(part, key), rows.flatten()), key
     optimizer.step()
-    checked = 0
-    for p, moments in previews.items():
-        plan = optimizer.plan_of(p)
-        for moment in moments:
-            (slot,) = [slot for slot in plan.slots if slot.slot.name == moment.slot]
-            state = slot.tensors(optimizer.state[p])
-            assert torch.equal(slot.storage.codes(state, p.shape), moment.codes)
-            assert torch.equal(slot.decode(optimizer.state[p], p.shape), moment.kept)
-            error = (moment.exact - moment.kept).norm() / moment.exact.norm()
-            assert 0 < error < 0.5
-            checked += 1
-    assert checked >= 6
+    slots = {slot.slot.name: slot for slot in optimizer.plan_of(p).slots}
+    assert len(whole) == (1 if isinstance(options["states"], dict) else 2)
+    for moment in whole:
+        slot = slots[moment.slot]
+        state = slot.tensors(optimizer.state[p])
+        assert torch.equal(slot.storage.codes(state, p.shape).reshape(-1), moment.codes.reshape(-1))
+        assert torch.equal(slot.decode(optimizer.state[p], p.shape), moment.kept)
+        assert 0 < (moment.exact - moment.kept).norm() / moment.exact.norm() < 0.5
 
 
 def test_records_of_moments() -> None:
@@ -295,29 +306,6 @@ def test_what_will_not_arrive_is_said_once(caplog: pytest.LogCaptureFixture) -> 
     assert caplog.text.count("no records of quantized moments: ") == 1
     assert caplog.text.count("no records of features: ") == 1
     assert "inside a compiled region" in caplog.text
-
-
-@pytest.mark.parametrize("options", MOMENTS.values(), ids=MOMENTS)
-def test_a_sample_is_a_part_of_what_the_step_writes(options: dict[str, Any]) -> None:
-    """One row in sixteen, another at every turn; formats that round by chance do so by other random numbers."""
-    net = nn.Linear(1030, 96, bias=False).to(BF16)
-    p = net.weight
-    optimizer = optim.AdamW([p], 1e-3, min_quantized_size=64, block_size=64, **options)
-    generator = torch.Generator().manual_seed(0)
-    for step in range(3):
-        p.grad = torch.randn(p.shape, generator=generator).to(BF16)
-        if step < 2:
-            optimizer.step()
-    view = optimizer.parameter_view(p)
-    assert view is not None
-    whole = optimizer.preview(p, lambda x: x)
-    stochastic = {slot.slot.name for slot in view.plan.slots if slot.storage.stochastic}
-    for turn in (0, 19):
-        for moment, part in zip(whole, optimizer.preview(p, BlockSample.of_view(view, turn).of), strict=True):
-            assert (part.slot, part.format) == (moment.slot, moment.format)
-            for key in ("exact",) if stochastic else ("exact", "codes", "kept"):
-                rows = getattr(moment, key).reshape(-1)[: 96 * 1024].view(96, 1024)[turn % 16 :: 16]
-                assert torch.equal(getattr(part, key), rows.flatten()), key
 
 
 def test_options_that_change_and_empty_parameters_end_no_training() -> None:
