@@ -134,9 +134,9 @@ def _medians(
     history: History,
     kind: str,
     field: str,
-    names: Sequence[str] | None = None,
     quantity: str = "",
     threshold: float | None = None,
+    names: Sequence[str] | None = None,
 ) -> dict[str, Evidence]:
     """By tensor the median over the later half of its measurements; without those measured fewer than 3 times."""
     found = {}
@@ -239,7 +239,7 @@ def falling_loss_scale(history: History) -> Finding | None:
 def growing_features(history: History) -> Finding | None:
     """Feature magnitudes that grow with depth, of the blocks' outputs."""
     blocks = next(iter(history.blocks().values()), [])
-    found = list(_medians(history, "activation", "mean", blocks, "E|x|").values())
+    found = list(_medians(history, "activation", "mean", "E|x|", names=blocks).values())
     if len(found) < MIN_BLOCKS:
         return None
     first, last = found[0], max(found[1:], key=lambda e: e.value)
@@ -266,7 +266,7 @@ def float8_losses(history: History, kind: str, noun: str) -> Finding | None:
     for form in ("e4m3", "e5m2"):
         for loss, bound in FLOAT8_LOSSES.items():
             quantity = f"share of {loss} in {form}"
-            shares = _medians(history, kind, f"formats.{form}.{loss}", None, quantity, bound)
+            shares = _medians(history, kind, f"formats.{form}.{loss}", quantity, bound)
             total = max(total, len(shares))
             evidence += [e for e in shares.values() if e.value >= bound]
     if not evidence:
@@ -285,8 +285,8 @@ def float8_losses(history: History, kind: str, noun: str) -> Finding | None:
 
 def coarse_states(history: History) -> Finding | None:
     """Quantized moments that are far from the exact ones."""
-    errors = _medians(history, "state", "relative_norm", None, "relative error of the state", STATE_ERROR)
-    zeros = _medians(history, "state", "flushed", None, "share of the state rounded to zero", FLUSHED)
+    errors = _medians(history, "state", "relative_norm", "relative error of the state", STATE_ERROR)
+    zeros = _medians(history, "state", "flushed", "share of the state rounded to zero", FLUSHED)
     evidence = [e for e in errors.values() if e.value >= STATE_ERROR]
     evidence += [e for e in zeros.values() if e.value >= FLUSHED and e.name.endswith("[v]")]
     if not evidence:
@@ -438,8 +438,8 @@ def other_loss_spikes(history: History) -> Finding | None:
 def lost_updates(history: History) -> Finding | None:
     """Updates that are rounded away in what is stored."""
     quantity = "effective descent quality"
-    whole = _medians(history, "update", "descent_quality", [""], quantity, MODEL_QUALITY).get("")
-    quality = _medians(history, "update", "descent_quality", None, quantity, TENSOR_QUALITY)
+    whole = _medians(history, "update", "descent_quality", quantity, MODEL_QUALITY, [""]).get("")
+    quality = _medians(history, "update", "descent_quality", quantity, TENSOR_QUALITY)
     shares = _medians(history, "update", "lost")
     moving = {name for name in quality if _median(_later_half(history.series("update", "norm", name))) > 0}
     still = [name for name in sorted(moving & set(shares)) if shares[name].value >= ALL_LOST]
@@ -488,7 +488,7 @@ def updates_in_low_words(history: History) -> Finding | None:
     """Updates that the model does not see at once, and that are stored."""
 
     def whole(field: str, quantity: str = "", threshold: float | None = None) -> Evidence | None:
-        return _medians(history, "update", field, [""], quantity, threshold).get("")
+        return _medians(history, "update", field, quantity, threshold, [""]).get("")
 
     visible = whole("lost_visible", "lost updates, visible", VISIBLE_LOST)
     stored = whole("lost", "lost updates, stored", STORED_LOST)
@@ -509,7 +509,7 @@ def stale_second_moments(history: History) -> Finding | None:
     """A second moment that grows and no longer falls: beta2 rounded to 1, or a decay that is rounded away."""
     # RMS_t of embeddings alone, where updates are not measured, says nothing: rows without a token count as zeros.
     measured = [name for name in history.names("update") if len(history.series("update", "norm", name).steps)]
-    ratios = _medians(history, "update", "rms", measured, "RMS_t", STALE_RATIO)
+    ratios = _medians(history, "update", "rms", "RMS_t", STALE_RATIO, measured)
     evidence = []
     for name, ratio in ratios.items():
         gradient = history.series("gradient", "mean", name).since(history.settled).finite
