@@ -13,7 +13,7 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.gauges import Advice, advise
-from narrowgauge.gauges._advice import RULES
+from narrowgauge.gauges._rules import RULES
 from recorded import NAMES, changed, header, sound, state, step, tensor, update
 
 Records = list[dict[str, Any]]
@@ -28,40 +28,162 @@ def only(records: Records) -> Advice:
     return piece
 
 
-def quiet(*runs: Records) -> None:
-    for records in runs:
-        assert advise(records) == []
-
-
 def says(piece: Advice, *parts: str) -> None:
     for part in parts:
         assert part in str(piece)
 
 
-def test_a_sound_run_gets_no_advice() -> None:
-    quiet(sound(), [], [header()])
-
-
-def test_an_rms_spike_names_tensor_value_and_step() -> None:
-    def at(steps: range, **values: Any) -> Records:
-        return changed(sound(), "update", ["wte.weight"], steps, **values)
-
-    # A twentieth of the run, 10 of 200 steps, is not judged.
-    quiet(at(range(100, 101), rms=2.29), at(range(10, 11), rms=9.0))
-    piece = only(at(range(100, 101), rms=4.1))
-    assert piece.urgency == "watch"
-    assert piece.finding.startswith("wte.weight's RMS_t reached 4.1 at step 100; 1 RMS spike of at least 2.3")
-    says(piece, "No loss spike has followed", "StableAdamW", "lower beta2", "Sections 3.4 and 3.5")
-    (number,) = piece.evidence
-    assert (number.name, number.step, number.value, number.threshold) == ("wte.weight", 100, 4.1, 2.3)
-    # The highest value is named, not that at which a spike starts.
-    piece = only(at(range(100, 111), rms=lambda r: {100: 3.0, 105: 4.1}.get(r["step"], 2.5)))
-    says(piece, "wte.weight's RMS_t reached 4.1 at step 105; 2 RMS spikes")
+def updates(names: Any, steps: range | None = None, **values: Any) -> Records:
+    return changed(sound(), "update", names, steps, **values)
 
 
 def spiking(rms_step: int, loss_steps: range, tensor: str = "wte.weight") -> Records:
     records = changed(sound(400), "update", [tensor], range(rms_step, rms_step + 1), rms=5.0)
     return changed(records, "step", None, loss_steps, loss=9.0)
+
+
+def scaled(drops: int) -> Records:
+    def scale(record: dict[str, Any]) -> float:
+        return 65536.0 / 2 ** min(drops, record["step"] // 20)
+
+    return changed(sound(), "step", loss_scale=scale, skipped=0)
+
+
+def grown(factor: float) -> Records:
+    return changed(sound(), "activation", mean=lambda r: factor ** (int(r["name"][2:]) / 2))
+
+
+def states(**values: Any) -> Records:
+    return sound() + [state(number, "wte.weight", "v", **values) for number in (50, 100, 150, 200)]
+
+
+def in_float8(kind: str, form: str, loss: str, share: float, layers: str = "e4m3") -> Records:
+    name = "h.1" if "activation" in kind else "h.1.fc.weight"
+    records = changed(sound(), kind, [name], formats={form: {loss: share}})
+    return [header(low_precision={"h.0.fc": [layers]}), *records[1:]]
+
+
+STALE = updates(NAMES, rms=0.2)
+QUIET: dict[str, Records] = {
+    "a sound run": sound(),
+    "no records": [],
+    "a header": [header()],
+    "RMS_t below 2.3": updates(["wte.weight"], range(100, 101), rms=2.29),
+    "a spike in the first twentieth": updates(["wte.weight"], range(10, 11), rms=9.0),
+    "a model's quality above 0.95": updates([""], descent_quality=0.951),
+    # Stochastic rounding: most elements stay, and in expectation nothing is missing.
+    "stochastic rounding": updates(None, lost=0.9, lost_visible=0.9, descent_quality=1.01),
+    # With gradients that fall, a second moment that looks back is larger for a reason.
+    "falling gradients": changed(STALE, "gradient", mean=lambda r: 1.0 / r["step"]),
+    "few stale moments": updates(NAMES[:2], rms=0.2),
+    "three halvings": scaled(3),
+    "features below 4 times": grown(3.9),
+    "a state's error below 0.1": states(relative_norm=0.09),
+    "underflow below 0.1": in_float8("gradient", "e4m3", "underflow", 0.099),
+    "overflow below 0.001": in_float8("activation", "e5m2", "overflow", 0.00099),
+    "underflow without float8": in_float8("gradient", "e4m3", "underflow", 0.2, layers="int8"),
+}
+LOUD: dict[str, tuple[Records, str, str, tuple[str, ...]]] = {
+    "an RMS spike": (
+        updates(["wte.weight"], range(100, 101), rms=4.1), "second moment out of date", "watch",
+        ("wte.weight's RMS_t reached 4.1 at step 100; 1 RMS spike of at least 2.3", "No loss spike has followed",
+         "StableAdamW", "lower beta2", "Sections 3.4 and 3.5"),
+    ),
+    "the highest value": (
+        updates(["wte.weight"], range(100, 111), rms=lambda r: {100: 3.0, 105: 4.1}.get(r["step"], 2.5)),
+        "second moment out of date", "watch", ("wte.weight's RMS_t reached 4.1 at step 105; 2 RMS spikes",),
+    ),
+    "a tensor that stands still": (
+        updates(["ln.weight"], lost=1.0, lost_visible=1.0, descent_quality=0.0), "lost updates", "change",
+        ("ln.weight does not move at all: every update is lost.", "split8", "Collage-light", "of their own"),
+    ),
+    "a model's quality": (
+        updates([""], descent_quality=0.62), "lost updates", "change", ("62% of the update's length arrives",),
+    ),
+    "low words that do not suffice": (
+        updates(["ln.weight"], lost=0.9, lost_visible=1.0, descent_quality=0.1), "lost updates", "change",
+        ("Low words are kept",),
+    ),
+    "low words that wait": (
+        updates([""], lost=0.001, lost_visible=0.18, visible_descent_quality=0.7), "updates wait in low words",
+        "note", ("18% of the updates do not show", "Nothing needs to be done."),
+    ),
+    "stale moments": (STALE, "second moment does not decay", "change", ("5 of 5 tensors", "Collage-plus")),
+    "a loss of inf": (
+        changed(sound(), "step", None, range(7, 8), loss=math.inf), "loss not finite", "change",
+        ("The loss is inf at step 7, 1 step in all.",),
+    ),
+    "one culprit": (
+        changed(sound(), "gradient", ["wte.weight"], range(50, 80), nonfinite=2), "gradients not finite", "change",
+        ("at 6 measured steps of 40, each time in wte.weight.", "TensorLossScaler"),
+    ),
+    "one culprit, once": (
+        changed(sound(), "gradient", ["wte.weight"], range(50, 51), nonfinite=2), "gradients not finite", "watch",
+        ("at 1 measured step of 40, in wte.weight.",),
+    ),
+    "all tensors": (
+        changed(sound(), "gradient", NAMES, range(50, 80), nonfinite=2), "gradients not finite", "change",
+        ("in 5 tensors of 5", "Lower the loss scale"),
+    ),
+    "four halvings": (
+        scaled(4), "loss scale falls", "change", ("lowered 4 times in 200 steps, from 65536 to 4096",),
+    ),
+    "growing features": (
+        grown(4.0), "features grow with depth", "note", ("from 1 in h.0 to 4 in h.2", "LayerScale", "Section 2.3"),
+    ),
+    "a gradient's underflow": (
+        in_float8("gradient", "e4m3", "underflow", 0.1), "gradients in float8", "note",
+        ("1 of 5 gradients", "10% would round to zero in e4m3"),
+    ),
+    "an activation's overflow": (
+        in_float8("activation", "e5m2", "overflow", 0.001), "activations in float8", "note",
+        ("0.1% would overflow in e5m2",),
+    ),
+    "its gradient's underflow": (
+        in_float8("activation_gradient", "e5m2", "underflow", 0.3), "gradients of activations in float8", "note",
+        ("30% would round to zero in e5m2",),
+    ),
+    "an embedding's state": (
+        states(relative_norm=0.4), "coarse states", "change",
+        ("wte.weight [v]: relative error of the state 40%", "StableEmbedding", "Section 2.3"),
+    ),
+    "zeros of v": (states(flushed=0.2), "coarse states", "change", ("rounded to zero 20%",)),
+    "another state": (changed(sound(), "state", relative_norm=0.4), "coarse states", "change", ("log8",)),
+    "a gradient of zero": (
+        changed(sound(), "gradient", ["h.1.fc.weight"], absmax=0.0, mean=0.0), "no gradient", "watch",
+        ("h.1.fc.weight had no gradient other than zero",),
+    ),
+    "an update of zero": (updates(["h.1.fc.weight"], norm=0.0, nonzero=0), "no gradient", "watch", ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("records", QUIET.values(), ids=QUIET)
+def test_below_its_threshold_a_rule_is_silent(records: Records) -> None:
+    assert advise(records) == []
+
+
+@pytest.mark.parametrize(("records", "rule", "urgency", "parts"), LOUD.values(), ids=LOUD)
+def test_a_rule_says_what_crossed_its_threshold(
+    records: Records, rule: str, urgency: str, parts: tuple[str, ...]
+) -> None:
+    piece = only(records)
+    assert (piece.rule, piece.urgency) == (rule, urgency)
+    says(piece, *parts)
+
+
+def test_the_numbers_are_the_evidence() -> None:
+    def first(records: Records) -> tuple[Any, ...]:
+        number = only(records).evidence[0]
+        return number.quantity, number.name, number.step, number.value, number.threshold
+
+    assert first(LOUD["an RMS spike"][0]) == ("RMS_t", "wte.weight", 100, 4.1, 2.3)
+    assert first(scaled(4)) == ("times the loss scale was lowered", "", 80, 4, 3)
+    assert first(LOUD["a model's quality"][0]) == ("effective descent quality", "", 200, 0.62, 0.95)
+    assert first(LOUD["an update of zero"][0]) == ("norm of the update", "h.1.fc.weight", 200, 0.0, None)
+    assert first(in_float8("gradient", "e5m2", "overflow", 0.1))[:2] == (
+        "share of overflow in e5m2",
+        "h.1.fc.weight",
+    )
 
 
 @pytest.mark.parametrize("distance", [1, 8])
@@ -99,36 +221,6 @@ def test_only_embeddings_predict_where_there_are_any() -> None:
     assert rules(records) == ["second moment out of date", "loss spikes of another cause"]
     named = [header() | {"embeddings": ["h.1.fc.weight"]}, *records[1:]]
     assert rules(named) == rules(spiking(300, range(304, 307)))
-    assert rules([header() | {"embeddings": 7}, *records[1:]]) == rules(records)
-
-
-def test_lost_updates_of_a_tensor_and_of_the_model() -> None:
-    def at(names: list[str] | None, **values: Any) -> Records:
-        return changed(sound(), "update", names, **values)
-
-    piece = only(at(["ln.weight"], lost=1.0, lost_visible=1.0, descent_quality=0.0))
-    assert (piece.rule, piece.urgency) == ("lost updates", "change")
-    says(piece, "ln.weight does not move at all: every update is lost.", "split8", "Collage-light", "of their own")
-    piece = only(at([""], descent_quality=0.62))
-    says(piece, "62% of the update's length arrives")
-    assert piece.evidence[0].name == ""
-    # Stochastic rounding: most elements stay, and in expectation nothing is missing.
-    quiet(at([""], descent_quality=0.951), at(None, lost=0.9, lost_visible=0.9, descent_quality=1.01))
-    says(only(at(["ln.weight"], lost=0.9, lost_visible=1.0, descent_quality=0.1)), "Low words are kept")
-    piece = only(at([""], lost=0.001, lost_visible=0.18, visible_descent_quality=0.7))
-    assert (piece.urgency, piece.action) == ("note", "Nothing needs to be done.")
-    says(piece, "18% of the updates do not show")
-
-
-def test_a_second_moment_that_does_not_decay() -> None:
-    records = changed(sound(), "update", NAMES, rms=0.2)
-    piece = only(records)
-    assert piece.rule == "second moment does not decay"
-    says(piece, "5 of 5 tensors", "Collage-plus")
-    # With gradients that fall, a second moment that looks back is larger for a reason.
-    quiet(
-        changed(records, "gradient", mean=lambda r: 1.0 / r["step"]), changed(sound(), "update", NAMES[:2], rms=0.2)
-    )
 
 
 def test_a_loss_that_is_not_finite_comes_first_with_where_it_began() -> None:
@@ -141,82 +233,6 @@ def test_a_loss_that_is_not_finite_comes_first_with_where_it_began() -> None:
         "The loss is NaN at step 120 and every later step. "
         "The first tensors with inf or NaN: h.1 and h.2, at step 115."
     )
-    once = only(changed(sound(), "step", None, range(7, 8), loss=math.inf))
-    assert once.finding == "The loss is inf at step 7, 1 step in all."
-
-
-def test_gradients_that_are_not_finite() -> None:
-    def at(names: Any, steps: range) -> Advice:
-        return only(changed(sound(), "gradient", names, steps, nonfinite=2))
-
-    piece = at(["wte.weight"], range(50, 80))
-    assert piece.urgency == "change"
-    says(piece, "at 6 measured steps of 40, each time in wte.weight.", "TensorLossScaler")
-    assert at(["wte.weight"], range(50, 51)).urgency == "watch"
-    says(at(NAMES, range(50, 80)), "in 5 tensors of 5", "Lower the loss scale")
-
-
-def test_a_loss_scale_that_falls() -> None:
-    def scaled(drops: int) -> Records:
-        def scale(record: dict[str, Any]) -> float:
-            return 65536.0 / 2 ** min(drops, record["step"] // 20)
-
-        return changed(sound(), "step", loss_scale=scale, skipped=0)
-
-    quiet(scaled(3))
-    piece = only(scaled(4))
-    says(piece, "lowered 4 times in 200 steps, from 65536 to 4096")
-    assert (piece.evidence[0].value, piece.evidence[0].threshold) == (4, 3)
-
-
-def test_features_that_grow_with_depth_are_a_note() -> None:
-    def grown(factor: float) -> Records:
-        return changed(sound(), "activation", mean=lambda r: factor ** (int(r["name"][2:]) / 2))
-
-    quiet(grown(3.9))
-    piece = only(grown(4.0))
-    assert piece.urgency == "note"
-    says(piece, "from 1 in h.0 to 4 in h.2", "LayerScale", "Section 2.3")
-
-
-@pytest.mark.parametrize(
-    ("kind", "form", "loss", "share"),
-    [
-        ("gradient", "e4m3", "underflow", 0.1), ("gradient", "e5m2", "overflow", 0.001),
-        ("activation", "e5m2", "underflow", 0.1), ("activation_gradient", "e4m3", "overflow", 0.001),
-    ],
-)  # fmt: skip
-def test_what_float8_would_lose_is_a_note(kind: str, form: str, loss: str, share: float) -> None:
-    def lossy(value: float, layers: str = "e4m3") -> Records:
-        name = "h.1" if "activation" in kind else "h.1.fc.weight"
-        records = changed(sound(), kind, [name], formats={form: {loss: value}})
-        return [header(low_precision={"h.0.fc": [layers]}), *records[1:]]
-
-    quiet(lossy(0.99 * share), lossy(share, "int8"))
-    piece = only(lossy(share))
-    assert piece.urgency == "note"
-    assert (piece.evidence[0].quantity, piece.evidence[0].value) == (f"share of {loss} in {form}", share)
-
-
-def test_coarse_states_of_an_embedding() -> None:
-    def with_states(**values: Any) -> Records:
-        return sound() + [state(number, "wte.weight", "v", **values) for number in (50, 100, 150, 200)]
-
-    quiet(with_states(relative_norm=0.09))
-    piece = only(with_states(relative_norm=0.4))
-    assert piece.urgency == "change"
-    assert piece.finding.startswith("wte.weight [v]: relative error of the state 40%")
-    says(piece, "StableEmbedding", "Section 2.3")
-    says(only(with_states(flushed=0.2)), "rounded to zero 20%")
-    says(only(changed(sound(), "state", relative_norm=0.4)), "log8")
-
-
-def test_parameters_without_a_gradient() -> None:
-    piece = only(changed(sound(), "gradient", ["h.1.fc.weight"], absmax=0.0, mean=0.0))
-    assert piece.rule == "no gradient"
-    says(piece, "h.1.fc.weight had no gradient other than zero")
-    still = only(changed(sound(), "update", ["h.1.fc.weight"], norm=0.0, nonzero=0))
-    assert still.evidence[0].quantity == "norm of the update"
 
 
 def group(*names: str, **options: Any) -> dict[str, Any]:
@@ -233,36 +249,35 @@ def test_the_header_says_whether_updates_are_clipped_and_what_beta2_is() -> None
     says(other, "Clip updates", "lower beta2 (0.999 now).")
     # Without groups by the optimizer's name; an RMS spike alone needs no advice then.
     says(only([header(optimizer="StableAdamW"), *records]), "clipped already")
-    alone = changed(sound(), "update", ["wte.weight"], range(100, 101), rms=4.1)
-    quiet([header(optimizer="StableAdamW"), *alone[1:]])
+    assert advise([header(optimizer="StableAdamW"), *LOUD["an RMS spike"][0][1:]]) == []
 
 
 def test_the_header_says_whether_low_words_are_kept() -> None:
-    records = changed(sound(), "update", ["ln.weight"], lost=0.9, lost_visible=0.9, descent_quality=0.1)[1:]
+    records = updates(["ln.weight"], lost=0.9, lost_visible=0.9, descent_quality=0.1)[1:]
     assert "weights='split8'" in only([header(groups=[group(*NAMES, weights="plain")]), *records]).action
     kept = only([header(groups=[group(*NAMES, weights="kahan")]), *records])
     assert kept.action.startswith("Low words are kept (weights='kahan') and do not suffice")
 
 
 def test_what_is_not_trained_is_a_note() -> None:
-    named = [name for name in NAMES if name != "ln.weight"]
+    everything, without = group(*NAMES), group(*(name for name in NAMES if name != "ln.weight"))
     records = [r for r in sound() if r.get("name") != "ln.weight"][1:]
-    piece = only([header(groups=[group(*NAMES)]), *records])
-    assert (piece.rule, piece.urgency) == ("not trained", "note")
-    assert piece.finding == "ln.weight never had a gradient in 40 measured steps."
-    piece = only([header(groups=[group(*named)], frozen=["ln.weight"]), *records])
-    assert piece.finding == "ln.weight is frozen."
-    piece = only([header(groups=[group(*named)], apart=["ln.weight"]), *records])
-    assert piece.finding == "ln.weight is not among the optimizer's parameters."
-    assert advise([header(groups=[group(*NAMES)]), *sound()[1:]]) == []
-    without = [r for r in records if r["kind"] != "gradient"]  # gradients were not measured
-    assert advise([header(groups=[group(*NAMES)]), *without]) == []
+    for found, options in (
+        ("ln.weight never had a gradient in 40 measured steps.", {"groups": [everything]}),
+        ("ln.weight is frozen.", {"groups": [without], "frozen": ["ln.weight"]}),
+        ("ln.weight is not among the optimizer's parameters.", {"groups": [without], "apart": ["ln.weight"]}),
+    ):
+        piece = only([header(**options), *records])
+        assert (piece.rule, piece.urgency, piece.finding) == ("not trained", "note", found)
+    assert advise([header(groups=[everything]), *sound()[1:]]) == []
+    unmeasured = [r for r in records if r["kind"] != "gradient"]
+    assert advise([header(groups=[everything]), *unmeasured]) == []
 
 
 @pytest.mark.parametrize("strange", [3, "x", [3], [{}], [{"parameters": 3}], {"a": 1}, [{"parameters": [[]]}]])
 def test_an_invalid_header_is_read(strange: Any) -> None:
     records = spiking(300, range(304, 307))[1:]
-    for key in ("groups", "frozen", "apart", "low_precision"):
+    for key in ("groups", "frozen", "apart", "low_precision", "embeddings"):
         assert "second moment out of date" in rules([header(**{key: strange}), *records])
     assert rules([header(groups=[group(*NAMES, betas=strange, clip_updates=strange, weights=strange)]), *records])
 
@@ -298,25 +313,23 @@ def test_the_same_records_in_another_order_give_the_same_advice() -> None:
     records = changed(records, "gradient", NAMES, formats={"e4m3": {"underflow": 0.5}})
     records[0] = header(low_precision={"h.0.fc": ["e4m3"]})
     first = advise(records)
-    assert len(first) == 3
-    for seed in range(3):
-        shuffled = records[1:]
-        random.Random(seed).shuffle(shuffled)
-        assert [str(piece) for piece in advise([records[0], *shuffled])] == [str(piece) for piece in first]
     assert [piece.urgency for piece in first] == ["change", "change", "note"]
+    shuffled = records[1:]
+    random.Random(0).shuffle(shuffled)
+    assert list(map(str, advise([records[0], *shuffled]))) == list(map(str, first))
 
 
 def test_evidence_is_bounded_and_reads_as_a_sentence() -> None:
     names = [f"h.{i}.fc.weight" for i in range(60)]
     records = [header(parameters={name: [8, 8] for name in names})]
-    for number in range(1, 41):
+    for number in range(1, 9):
         records.append(step(number))
         records += [update(number, name, lost=1.0, descent_quality=0.0) for name in names]
         records += [tensor("gradient", number, name) for name in names]
     piece = only(records)
     assert len(piece.evidence) == 20
     assert "h.0.fc.weight, h.1.fc.weight, h.10.fc.weight and 57 more do not move" in piece.finding
-    assert str(piece.evidence[0]) == "h.0.fc.weight: effective descent quality 0 at step 40, threshold 0.9"
+    assert str(piece.evidence[0]) == "h.0.fc.weight: effective descent quality 0 at step 8, threshold 0.9"
     assert str(piece) == f"{piece.finding} {piece.action} ({piece.source})"
 
 
@@ -324,7 +337,7 @@ def test_the_page_lists_every_rule() -> None:
     root = Path(__file__).parents[2]
     table = (root / "docs" / "gauges.md").read_text().split("| rule | condition | |")[1].split("\n\n")[0]
     listed = set(re.findall(r"^\| ([a-z0-9 ]+) \|", table, re.MULTILINE))
-    assert listed == {rule.name for rule in RULES} - {"activations in float8", "gradients of activations in float8"}
+    assert listed == set(RULES) - {"activations in float8", "gradients of activations in float8"}
 
 
 def test_of_a_real_training_in_bf16_norms_lose_their_updates_and_low_words_keep_them() -> None:
@@ -335,7 +348,7 @@ def test_of_a_real_training_in_bf16_norms_lose_their_updates_and_low_words_keep_
         ).bfloat16()
         optimizer = ng.optim.AdamW(model.named_parameters(), lr=1e-3, weights=weights, weight_decay=0.0)
         with ng.gauges.watch(model, optimizer, every=2) as gauges:
-            for _ in range(20):
+            for _ in range(12):
                 x = torch.randn(32, 16, dtype=torch.bfloat16)
                 loss = (model(x) - x[:, :4]).float().square().mean()
                 gauges.loss(loss)

@@ -31,11 +31,6 @@ def patterns(dtype: torch.dtype) -> torch.Tensor:
     return torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
 
 
-def unbounded(fmt: FloatFormat) -> FloatFormat:
-    """The same spacing and a binade more above, with numbers where the format ends."""
-    return FloatFormat("wide", fmt.exponent_bits + 1, fmt.mantissa_bits, has_infinity=True)
-
-
 def rounded_magnitudes(x: torch.Tensor, fmt: FloatFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """|x| in the format (by `round_to`), and |x| rounded to the same spacing as if there were no largest number."""
     kept = round_to(x, fmt).to(torch.float64).abs()
@@ -61,28 +56,19 @@ def shares(x: torch.Tensor, fmt: FloatFormat) -> FormatLoss:
 @pytest.mark.parametrize("name", FLOATS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_pattern_of_16_bits_is_lost_as_rounding_loses_it(name: str, dtype: torch.dtype) -> None:
-    x = patterns(dtype)
+    """All together, and each alone by its boundaries: counts of a whole could agree by chance."""
+    x, fmt = patterns(dtype), FLOATS[name]
     stats = feature_stats(x, [name])
-    assert stats.losses[name] == shares(x, FLOATS[name])
-    assert stats.nonfinite == int((~torch.isfinite(x)).sum())
-    assert stats.elements == 2**16
-
-
-@pytest.mark.parametrize("name", FLOATS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_each_pattern_alone_is_classed_as_rounding_classes_it(name: str, dtype: torch.dtype) -> None:
-    """Counts of a whole could agree by chance: here every element is compared by its boundaries."""
-    x = patterns(dtype)
+    assert stats.losses[name] == shares(x, fmt)
+    assert (stats.elements, stats.nonfinite) == (2**16, int((~torch.isfinite(x)).sum()))
     x = x[torch.isfinite(x)]
-    fmt = FLOATS[name]
     kept, free = rounded_magnitudes(x, fmt)
     reached = [x.to(torch.float32).abs() >= boundary for boundary in TARGETS[name].boundaries_in(torch.float32)]
-    torch.testing.assert_close(reached[0], kept > 0)
-    torch.testing.assert_close(reached[1], kept >= fmt.min_normal)
-    torch.testing.assert_close(reached[2], (kept == fmt.max) | (free > fmt.max))
-    torch.testing.assert_close(reached[3], free > fmt.max)
+    wanted = [kept > 0, kept >= fmt.min_normal, (kept == fmt.max) | (free > fmt.max), free > fmt.max]
+    for got, expected in zip(reached, wanted, strict=True):
+        assert torch.equal(got, expected)
     if fmt.has_infinity:
-        torch.testing.assert_close(reached[3], torch.isinf(kept))
+        assert torch.equal(reached[3], torch.isinf(kept))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -119,16 +105,6 @@ def scaled_shares(x: torch.Tensor, format: str) -> FormatLoss:
 
 
 @pytest.mark.parametrize("name", ["int8", "e4m3 scaled", "e5m2 scaled"])
-@pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, 1.0), (torch.float16, 3e-5), (torch.float32, 700.0)])
-def test_with_a_scale_it_is_what_our_linear_layers_lose(name: str, dtype: torch.dtype, scale: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    spread = 10 ** (8 * torch.rand(20_000, generator=generator) - 8)
-    x = (torch.randn(20_000, generator=generator) * spread * scale).to(dtype)
-    x[:10] = 0.0
-    assert feature_stats(x, [name]).losses[name] == scaled_shares(x, name.removesuffix(" scaled"))
-
-
-@pytest.mark.parametrize("name", ["int8", "e4m3 scaled"])
 def test_every_pattern_below_an_absmax_is_scaled_as_in_our_linear_layers(name: str) -> None:
     x = patterns(torch.bfloat16)
     x = x[x.abs() <= 3.0]
@@ -158,15 +134,6 @@ def test_losses_by_hand() -> None:
     # int8: half a code is 1/254 of the absmax, and a tie goes to the even code, zero.
     x = torch.tensor([127.0, -126.6, 0.5, 0.6, 1.0])
     assert feature_stats(x, ["int8"]).losses["int8"] == FormatLoss(1 / 5, 0.0, 2 / 5, 0.0)
-
-
-def test_one_large_element_costs_the_small_ones() -> None:
-    x = torch.full((1000,), 1e-3)
-    assert feature_stats(x, ["int8"]).losses["int8"].underflow == 0.0
-    x[0] = 1.0
-    losses = feature_stats(x, ["int8", "e4m3 scaled"]).losses
-    assert losses["int8"].underflow == 0.999
-    assert losses["e4m3 scaled"].underflow == 0.0
 
 
 @given(
@@ -218,28 +185,15 @@ def test_below_the_smallest_absmax_a_scaled_tensor_is_zeros() -> None:
     assert feature_stats(x, ["int8"]).losses["int8"] == FormatLoss(1.0, 0.0, 0.0, 0.0) == scaled_shares(x, "int8")
 
 
-def test_the_graph_is_left_alone() -> None:
-    x = torch.ones(3, requires_grad=True)
-    assert not feature_stats(x).sums.requires_grad
-
-
-def test_ones_own_format() -> None:
-    target = Target("fp4", FP4_E2M1, scaled=False)
-    assert feature_stats(torch.tensor([0.25, 0.26, 5.1, 7.0]), [target]).losses["fp4"] == FormatLoss(
-        1 / 4, 1 / 4, 2 / 4, 1 / 4
-    )
-
-
 def test_what_is_refused() -> None:
+    for options, message in (
+        (["fp7"], r"formats must be Targets or of 'fp16', 'bf16', .*, got 'fp7'"),
+        ("e4m3", r"formats must be a list such as .*, got 'e4m3'"),
+        (["e4m3", "e4m3"], "formats must have different names, got 'e4m3' twice"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            feature_stats(torch.ones(2), options)
     with pytest.raises(ValueError, match=r"x must be a float tensor, got torch\.int64"):
         feature_stats(torch.ones(2, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"formats must be Targets or of 'fp16', 'bf16', .*, got 'fp7'"):
-        feature_stats(torch.ones(2), ["fp7"])
-    with pytest.raises(ValueError, match=r"formats must be a list such as .*, got 'e4m3'"):
-        feature_stats(torch.ones(2), "e4m3")
-    with pytest.raises(ValueError, match="formats must have different names, got 'e4m3' twice"):
-        feature_stats(torch.ones(2), ["e4m3", "e4m3"])
-    with pytest.raises(ValueError, match="scaled must be True for int8"):
-        Target("mine", scaled=False)
-    with pytest.raises(ValueError, match=r"stats must have the same formats, got \('e4m3',\) and \('e5m2',\)"):
-        FeatureStats.total([feature_stats(torch.ones(2), ["e4m3"]), feature_stats(torch.ones(2), ["e5m2"])])
+    with pytest.raises(ValueError, match="stats must have the same formats"):
+        FeatureStats.total([feature_stats(torch.ones(2), [name]) for name in ("e4m3", "e5m2")])

@@ -1,11 +1,13 @@
-"""A history gives back every number that was put in, and takes whatever stands in a file."""
+"""A history gives back every number put in, takes whatever stands in a file, and follows one that grows."""
 
 from __future__ import annotations
 
 import base64
 import json
 import math
+import random
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from narrowgauge.gauges import advise
-from narrowgauge.gauges._history import History, is_embedding
-from narrowgauge.gauges._records import packed, unpacked
+from narrowgauge.gauges import advise, read_records
+from narrowgauge.gauges._history import History, LiveReader, is_embedding
+from narrowgauge.gauges._records import line_of, packed, unpacked
 from recorded import BLOCKS, NAMES, STRANGE, header, sound, state, step, tensor, update
 
 
@@ -28,17 +30,16 @@ def test_numbers_come_back_by_tensor_and_step() -> None:
     assert not len(history.series("update", "rms", "c").steps)
     assert not len(history.series("gradient", "rms", "a").steps)
     assert history.last_step == 10
+    history = History([tensor("gradient", 5, "a", formats={"e4m3 scaled": {"underflow": 0.25}})])
+    assert history.series("gradient", "formats.e4m3 scaled.underflow", "a").values.tolist() == [0.25]
+    unknown = History([header(), {"kind": "weather", "step": 4, "name": "a", "rain": 1.0}])
+    assert (unknown.ignored, unknown.series("weather", "rain", "a").values.tolist()) == (0, [1.0])
 
 
 def test_of_a_step_that_was_taken_twice_the_later_record_counts() -> None:
     history = History([step(1, 5.0), step(2, 4.0), step(3, 3.0), step(2, 2.5), step(3, 2.0)])
     assert history.loss.steps.tolist() == [1, 2, 3]
     assert history.loss.values.tolist() == [5.0, 2.5, 2.0]
-
-
-def test_numbers_inside_of_numbers_have_dotted_names() -> None:
-    history = History([tensor("gradient", 5, "a", formats={"e4m3 scaled": {"underflow": 0.25}})])
-    assert history.series("gradient", "formats.e4m3 scaled.underflow", "a").values.tolist() == [0.25]
 
 
 def test_what_is_not_finite_is_a_value_and_what_is_no_number_is_none() -> None:
@@ -60,12 +61,6 @@ def test_a_record_without_step_or_name_is_counted_and_left_out(record: dict[str,
     history = History([header(), record])
     assert (history.count, history.ignored) == (2, 1)
     assert history.last_step == 0
-
-
-def test_unknown_kinds_do_no_harm() -> None:
-    history = History([header(), {"kind": "weather", "step": 4, "name": "a", "rain": 1.0}])
-    assert history.ignored == 0
-    assert history.series("weather", "rain", "a").values.tolist() == [1.0]
 
 
 def test_tensors_come_in_the_models_order() -> None:
@@ -91,14 +86,10 @@ def test_codes_and_maps_are_added_up() -> None:
     use, error = history.maps[""]
     assert (use[1, 2], use[255, 255], use.sum()) == (6, 2, 8)
     assert (error[1, 2], error.sum()) == (1.0, 1.0)
-
-
-def test_a_packed_array_is_read_as_its_docstring_says() -> None:
-    array = np.random.default_rng(0).random((256, 256)).astype("<f4")
-    value = json.loads(json.dumps(packed(array)))
+    # As the module's docstring says, for readers in other languages.
+    value = json.loads(json.dumps(record["usage"]))
     read = np.frombuffer(zlib.decompress(base64.b64decode(value["zlib"])), value["type"]).reshape(value["shape"])
-    np.testing.assert_array_equal(read, array)
-    np.testing.assert_array_equal(unpacked(value, (256, 256)), array)
+    np.testing.assert_array_equal(read, usage)
     assert unpacked(value, (256, 255)) is None
 
 
@@ -183,3 +174,81 @@ def test_numbers_in_numbers_end_somewhere() -> None:
         nested = {"a": nested}
     history = History([{"kind": "gradient", "step": 1, "name": "w", "mean": 2.0, "formats": nested}])
     assert history.series("gradient", "mean", "w").values.tolist() == [2.0]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "gauges.jsonl"
+
+
+def test_a_file_that_is_not_there_yet_is_waited_for(path: Path) -> None:
+    reader = LiveReader(path.parent)
+    assert not reader.read()
+    assert not reader.exists
+    path.write_text(line_of(header()))
+    assert reader.read()
+    assert reader.exists
+    assert reader.history.header["optimizer"] == "AdamW8bit"
+    assert not reader.read()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_in_pieces_of_any_size_it_is_the_same_as_whole(path: Path, seed: int) -> None:
+    data = "".join(map(line_of, sound(60))).encode()
+    reader, generator, written = LiveReader(path), random.Random(seed), 0
+    while written < len(data):
+        size = generator.choice([1, 7, 100, 5000])
+        with path.open("ab") as file:
+            file.write(data[written : written + size])
+        written += size
+        reader.read()
+    whole = History(read_records(path))
+    assert reader.history.count == whole.count == len(sound(60))
+    for kind, field in (("step", "loss"), ("update", "rms"), ("gradient", "mean")):
+        for one, other in zip(reader.history.matrix(kind, field), whole.matrix(kind, field), strict=True):
+            np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(reader.history.loss, whole.loss)
+    assert reader.history.damage is None
+
+
+def test_half_a_line_is_no_damage_until_its_end_is_there(path: Path) -> None:
+    path.write_text(line_of(header()) + '{"kind": "step", "st')
+    reader = LiveReader(path)
+    reader.read()
+    assert (reader.history.count, reader.history.damage) == (1, None)
+    with path.open("a") as file:
+        file.write('ep": 1, "loss": 2.5}\n')
+    assert reader.read()
+    assert reader.history.loss.values.tolist() == [2.5]
+    with path.open("a") as file:  # a damage ends reading, as it does for the whole file
+        file.write("\0\0\0\n" + line_of(step(2)))
+    assert reader.read()
+    assert reader.history.damage == read_records(path).damage is not None
+    assert reader.history.count == len(read_records(path)) == 2
+    assert not reader.read()
+
+
+def test_a_shorter_file_and_another_file_are_read_from_their_beginning(path: Path) -> None:
+    path.write_text("".join(map(line_of, sound(50))))
+    reader = LiveReader(path)
+    reader.read()
+    assert reader.history.last_step == 50
+    path.write_text(line_of(header()) + line_of(step(3)))
+    assert reader.read()
+    assert (reader.history.last_step, reader.history.count) == (3, 2)
+    other = path.with_name("other")
+    other.write_text("".join(map(line_of, sound(70))))
+    other.replace(path)
+    assert reader.read()
+    assert reader.history.last_step == 70
+
+
+def test_a_file_that_goes_is_said_and_what_was_read_stays(path: Path) -> None:
+    path.write_text("".join(map(line_of, sound(50))))
+    reader = LiveReader(path)
+    reader.read()
+    path.unlink()
+    assert reader.read()
+    assert not reader.exists
+    assert reader.history.last_step == 50
+    assert not reader.read()

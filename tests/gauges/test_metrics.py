@@ -98,12 +98,8 @@ def test_rms_ratio_is_the_rms_of_the_optimizer() -> None:
     assert optimizer.last_stats["weight"].rms == pytest.approx(math.sqrt(7), rel=0.2)
 
 
-def test_shapes_are_checked_by_name() -> None:
-    with pytest.raises(ValueError, match=r"second_moment must have shape \(2,\), got \(3,\)"):
-        rms_ratio(torch.ones(2), torch.ones(3))
+def test_shapes_that_torch_would_broadcast_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"second_moment must have shape \(2,\), got \(1,\)"):
+        rms_ratio(torch.ones(2), torch.ones(1))
     with pytest.raises(ValueError, match=r"eps must be at least 0 and finite, got -1\.0"):
         rms_ratio(torch.ones(2), torch.ones(2), eps=-1.0)
-    with pytest.raises(ValueError, match=r"effective_update must have shape \(2,\), got \(3,\)"):
-        effective_descent_quality(torch.ones(2), torch.ones(3))
-    with pytest.raises(ValueError, match=r"after must have shape \(2,\), got \(3,\)"):
-        lost_updates(torch.ones(2), torch.ones(2), torch.ones(3))

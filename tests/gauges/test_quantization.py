@@ -43,9 +43,8 @@ def test_codes_used_evenly_hold_eight_bits() -> None:
     assert error.mean_absolute == 0.0
 
 
-@pytest.mark.parametrize("name", ["linear", "dynamic"])
-def test_the_map_is_what_a_loop_over_updates_finds(name: str) -> None:
-    m, v, m8, v8 = both(name)
+def test_the_map_is_what_a_loop_over_updates_finds() -> None:
+    m, v, m8, v8 = both("dynamic")
     found = adam_error_map(m, v, m8, v8, EPS)
     cells: dict[tuple[int, int], list[tuple[float, float | None]]] = {}
     kept = zip(m8.dequantize().tolist(), v8.dequantize().tolist(), strict=True)
@@ -53,25 +52,19 @@ def test_the_map_is_what_a_loop_over_updates_finds(name: str) -> None:
     for a, b, (x, y), (x8, y8) in zip(m8.codes.tolist(), v8.codes.tolist(), exact, kept, strict=True):
         u, u8 = x / (math.sqrt(y) + EPS), x8 / (math.sqrt(y8) + EPS)
         cells.setdefault((a, b), []).append((abs(u - u8), abs(u - u8) / abs(u) if u else None))
+    absolute, relatives = found.absolute, found.relative
     assert int((found.usage > 0).sum()) == len(cells)
     for (a, b), errors in cells.items():
         relative = [error for _, error in errors if error is not None]
         assert found.usage[a, b] == len(errors)
-        assert float(found.absolute[a, b]) == pytest.approx(sum(e for e, _ in errors) / len(errors), rel=1e-9)
+        assert float(absolute[a, b]) == pytest.approx(sum(e for e, _ in errors) / len(errors), rel=1e-9)
         if relative:
-            assert float(found.relative[a, b]) == pytest.approx(sum(relative) / len(relative), rel=1e-9)
+            assert float(relatives[a, b]) == pytest.approx(sum(relative) / len(relative), rel=1e-9)
     everything = [error for errors in cells.values() for error in errors]
     assert found.mean_absolute == pytest.approx(sum(e for e, _ in everything) / len(everything), rel=1e-9)
     relative = [error for _, error in everything if error is not None]
     assert len(relative) == len(everything) - 1
     assert found.mean_relative == pytest.approx(sum(relative) / len(relative), rel=1e-9)
-
-
-def test_exact_states_have_no_error() -> None:
-    values = codebook("dynamic", signed=False)
-    q = quantize(values, values, None)
-    found = adam_error_map(values, values, q, q, EPS)
-    assert found.mean_absolute == found.mean_relative == found.relative_norm == 0.0
 
 
 def test_with_an_exact_second_moment_the_error_is_that_of_the_first() -> None:
@@ -81,12 +74,6 @@ def test_with_an_exact_second_moment_the_error_is_that_of_the_first() -> None:
     relative = (m.double() - m8.dequantize().double()).abs()[m != 0] / m.double().abs()[m != 0]
     assert found.mean_relative == pytest.approx(float(relative.mean()), rel=1e-9)
     assert relative.max() <= 1.0  # zero is a code, and the nearest is taken
-
-
-def test_a_second_moment_that_becomes_zero_explodes_the_update() -> None:
-    m, v = torch.tensor([1e-3, 1e-3]), torch.tensor([1.0, 1e-9])
-    m8, v8 = quantize(m, codebook("linear"), None), quantize(v, codebook("linear", signed=False), None)
-    assert adam_error_map(m, v, m8, v8, EPS).mean_absolute == pytest.approx(0.5 * 1e-3 / EPS, rel=1e-3)
 
 
 def test_sums_over_parts_are_those_of_the_whole() -> None:
@@ -137,11 +124,7 @@ def test_what_is_refused() -> None:
         adam_error_map(m, v[:1], m8, v8)
     with pytest.raises(ValueError, match=r"eps must be a finite number above 0, got 0\.0"):
         adam_error_map(m, v, m8, v8, eps=0.0)
-    with pytest.raises(ValueError, match=r"quantized must have shape \(1,\), got \(3000,\)"):
-        quantization_error(m[:1], m8)
     with pytest.raises(ValueError, match=r"worst must be above 0 and at most 1, got 0"):
         adam_error_map(m, v, m8, v8).overlap(0)
-    with pytest.raises(ValueError, match="empty list"):
-        AdamErrorMap.total([])
     with pytest.raises(ValueError, match="at least one update"):
         AdamErrorMap(torch.zeros(4, 256, 256, dtype=torch.float64), torch.zeros(2)).overlap()

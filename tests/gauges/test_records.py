@@ -85,19 +85,16 @@ def test_damage_is_named_and_ends_the_reading(tmp_path: Path, line: bytes, why: 
     assert why in found.damage
 
 
-def test_a_file_that_begins_otherwise_has_no_records(tmp_path: Path) -> None:
-    found = read_records(write(tmp_path / "a", STEP, HEADER))
-    assert found == []
-    assert found.damage == "line 1 (byte 0): kind must be 'run' in the first line, got 'step'"
-
-
 def test_a_folder_means_its_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"gauges\.jsonl"):
         read_records(tmp_path)
     write(tmp_path / "gauges.jsonl", HEADER)
     assert list(read_records(tmp_path)) == [HEADER]
-    with pytest.raises(FileNotFoundError):
-        read_records(tmp_path / "none")
+    found = read_records(write(tmp_path / "a", STEP, HEADER))
+    assert (found, found.damage) == (
+        [],
+        "line 1 (byte 0): no record: kind must be 'run' in the first line, got 'step'",
+    )
 
 
 def test_a_file_is_not_overwritten_and_goes_on_where_it_is_told_to(tmp_path: Path) -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from narrowgauge.gauges._records import Record, Writer, read_records
+from narrowgauge.gauges._records import Record, read_records
 from narrowgauge.gauges._watch._alarms import Alarms
 from narrowgauge.gauges._watch._sink import RecordSink
 
 HEADER: Record = {"kind": "run", "version": 1}
+
+
+def in_memory(alarms: Alarms | None = None, path: Path | None = None) -> RecordSink:
+    return RecordSink(path, None, None, alarms or Alarms(None, warmup=0))
 
 
 def step(number: int, **more: object) -> Record:
@@ -19,9 +24,9 @@ def step(number: int, **more: object) -> Record:
 
 
 def test_the_loop_does_not_wait_and_order_is_kept(tmp_path: Path) -> None:
-    writer, go = Writer(tmp_path / "gauges.jsonl", None), threading.Event()
-    sink = RecordSink(writer, None, False, None)
-    sink.begin(HEADER)
+    path, go = tmp_path / "gauges.jsonl", threading.Event()
+    sink = in_memory(path=path)
+    sink.open(HEADER, first=True)
 
     def slow() -> list[Record]:
         assert go.wait(20)
@@ -30,17 +35,17 @@ def test_the_loop_does_not_wait_and_order_is_kept(tmp_path: Path) -> None:
     sink.submit(slow)
     for number in range(2, 20):
         sink.submit(lambda number=number: [step(number)])
-    assert read_records(writer.path) == [HEADER]  # and yet all of that was handed over
+    assert read_records(path) == [HEADER]  # and yet all of that was handed over
     go.set()
     sink.flush()
-    assert [record.get("step") for record in read_records(writer.path)] == [None, *range(1, 20)]
+    assert [record.get("step") for record in read_records(path)] == [None, *range(1, 20)]
     sink.close()
 
 
 def test_alarms_are_called_by_the_thread_that_puts() -> None:
     alarmed: list[tuple[str, int, int]] = []
     alarms = Alarms(lambda alarm: alarmed.append((alarm["kind"], alarm["step"], threading.get_ident())), warmup=0)
-    sink = RecordSink(None, None, True, alarms)
+    sink = in_memory(alarms)
     sink.submit(lambda: [{"kind": "gradient", "step": 3, "name": "x", "nonfinite": 2}])
     sink.flush()
     assert alarmed == [("nonfinite", 3, threading.get_ident())]
@@ -48,38 +53,27 @@ def test_alarms_are_called_by_the_thread_that_puts() -> None:
     sink.close()
 
 
-def test_what_fails_in_the_thread_is_raised_in_the_loop() -> None:
-    sink = RecordSink(None, None, True, None)
+def test_what_the_thread_or_a_callback_raises_is_the_loops() -> None:
+    def broken(alarm: Record | None = None) -> list[Record]:
+        raise InterruptedError("no such row")
 
-    def broken() -> list[Record]:
-        raise ValueError("no such row")
+    bad = [{"kind": "gradient", "step": 1, "name": "x", "nonfinite": 1}]
+    for sink, make in ((in_memory(), broken), (in_memory(Alarms(broken, warmup=0)), lambda: bad)):
 
-    sink.submit(broken)
-    with pytest.raises(ValueError, match="no such row"):
-        sink.flush()
-    sink.submit(lambda: [step(1)])  # the others are taken
-    sink.close()
-    assert sink.rows == [step(1)]
+        def put(sink: RecordSink = sink, make: Any = make) -> None:  # raises at once or a little later
+            sink.submit(make)
+            sink.flush()
 
-
-def test_what_a_callback_raises_is_the_loops() -> None:
-    def stop(alarm: Record) -> None:
-        raise InterruptedError(alarm["name"])
-
-    sink = RecordSink(None, None, True, Alarms(stop, warmup=0))
-
-    def put() -> None:  # raises at once or a little later
-        sink.submit(lambda: [{"kind": "gradient", "step": 1, "name": "x", "nonfinite": 1}])
-        sink.flush()
-
-    with pytest.raises(InterruptedError, match="x"):
-        put()
-    sink.close()
+        with pytest.raises(InterruptedError, match="no such row"):
+            put()
+        sink.submit(lambda: [step(1)])  # the others are taken
+        sink.close()
+        assert sink.rows[-1] == step(1)
 
 
 def test_a_slow_disk_holds_the_loop_up_and_not_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("narrowgauge.gauges._watch._sink._MOST", 2)
-    sink, go, waiting = RecordSink(None, None, True, None), threading.Event(), threading.Event()
+    sink, go, waiting = in_memory(), threading.Event(), threading.Event()
     for number in (1, 2):
         sink.submit(lambda number=number: [step(number)] if go.wait(20) else [])
 

@@ -91,15 +91,7 @@ def test_nothing_to_match() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="most must be at least least=3, got 2"):
         match_spikes([1], [2], least=3, most=2)
-    with pytest.raises(ValueError, match="least must be an integer of at least 0, got -1"):
-        match_spikes([1], [2], least=-1)
     with pytest.raises(ValueError, match="loss_spikes must be different steps"):
         match_spikes([1], [2, 2])
-    with pytest.raises(ValueError, match=r"rms_spikes must be an integer of at least 1, got 1\.5"):
-        match_spikes([1.5], [2])
     with pytest.raises(ValueError, match=r"loss_spikes must be in judged=range\(1, 11\), got 12"):
         match_spikes([1], [12], judged=range(1, 11))
-    with pytest.raises(ValueError, match="judged must be a range of at least one step, got 100"):
-        match_spikes([1], [12], judged=100)
-    with pytest.raises(ValueError, match="matches must not be empty"):
-        SpikeMatch.total([])

@@ -38,37 +38,24 @@ def events(steps: list[int], merge: int, needs: int) -> list[int]:
     return found
 
 
-def test_a_loss_spike_is_two_deviations_in_ten_steps() -> None:
-    losses = flat(200)
-    losses[149] = losses[153] = 1.5  # steps 150 and 154
-    assert find_spikes(losses, warmup=100) == [150]
-    losses[153] = 1.0
-    assert find_spikes(losses, warmup=100) == []
-    assert find_spikes(losses, warmup=100, needs=1) == [150]
-
-
-@pytest.mark.parametrize(("apart", "found"), [(9, [150]), (10, [])])
-def test_ten_steps_are_the_first_and_nine_more(apart: int, found: list[int]) -> None:
-    losses = flat(200)
-    losses[149] = losses[149 + apart] = 1.5
-    assert find_spikes(losses, warmup=100) == found
-
-
-@pytest.mark.parametrize(("level", "found"), [(1.0 + 3.21 * 0.01, [150]), (1.0 + 3.19 * 0.01, [])])
-def test_it_takes_3_2_standard_deviations_above_the_mean(level: float, found: list[int]) -> None:
-    losses = flat(200)
-    losses[149] = level
-    assert find_spikes(losses, warmup=100, needs=1) == found
-    losses[149] = 2.0 - level  # below the mean is no spike
-    assert find_spikes(losses, warmup=100, needs=1) == []
-
-
-def test_the_warm_up_is_not_judged() -> None:
+@pytest.mark.parametrize(
+    ("levels", "found"),
+    [
+        ({1150: 1.5, 1154: 1.5}, [1150]),
+        ({1150: 1.5}, []),
+        ({1150: 1.5, 1159: 1.5}, [1150]),  # the first step and nine more
+        ({1150: 1.5, 1160: 1.5}, []),
+        ({1150: 1.0321, 1151: 1.1}, [1150]),  # 3.2 standard deviations above the mean
+        ({1150: 1.0319, 1151: 1.1}, []),
+        ({1150: 0.5, 1151: 0.5}, []),
+        ({999: 1.5, 1000: 1.5, 1201: 1.5, 1202: 1.5}, [1201]),  # the first 1000 steps are not judged
+    ],
+)
+def test_the_papers_figures_are_the_defaults(levels: dict[int, float], found: list[int]) -> None:
     losses = flat(1300)
-    losses[998] = losses[999] = losses[1200] = losses[1201] = 1.5
-    assert find_spikes(losses) == [1201]
-    assert find_spikes(losses, warmup=999) == [1201]  # step 1000 alone deviates
-    assert find_spikes(losses, warmup=998) == [999, 1201]
+    for step, level in levels.items():
+        losses[step - 1] = level
+    assert find_spikes(losses) == found
 
 
 @pytest.mark.parametrize("window", [10, 50, 100, 400])
@@ -186,7 +173,6 @@ def test_what_is_rare_is_rare() -> None:
     ("options", "message"),
     [
         ({"deviations": 0.0}, r"deviations must be a finite number above 0, got 0\.0"),
-        ({"warmup": -1}, "warmup must be an integer of at least 0, got -1"),
         ({"needs": 1.5}, r"needs must be an integer of at least 1, got 1\.5"),
         ({"needs": 11}, "needs must be at most merge=10"),
         ({"steps": [1]}, "steps must have one step for each of the 2 losses, got 1"),
@@ -196,10 +182,3 @@ def test_what_is_rare_is_rare() -> None:
 def test_what_is_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         find_spikes([1.0, 1.0], **options)
-
-
-def test_what_rms_spikes_refuse() -> None:
-    with pytest.raises(ValueError, match=r"threshold must be a finite number above 0, got -1"):
-        find_rms_spikes([1.0], threshold=-1)
-    with pytest.raises(ValueError, match="steps must have one step for each of the 1 values, got 2"):
-        find_rms_spikes([1.0], steps=[1, 2])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from watched import batch, loss_of, model, of_kind, train, watched
+from watched import model, of_kind, train, watched
 
 from narrowgauge import gauges, optim
 from narrowgauge.distributed import CPUOffload
@@ -88,31 +88,6 @@ def test_long_tensors_are_sampled() -> None:
         assert found != pytest.approx(exact, rel=1e-9)  # it is a sample
 
 
-def test_a_spike_between_due_steps_raises_the_alarm_at_its_step() -> None:
-    alarmed: list[dict[str, Any]] = []
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-4)
-    with gauges.watch(net, optimizer, 5, on_alarm=alarmed.append, warmup=3) as watch:
-        for step in range(8):
-            optimizer.zero_grad()
-            (loss_of(net, *batch(step)) * (1000 if step == 6 else 1)).backward()
-            optimizer.step()
-    assert {(alarm["of"], alarm["step"]) for alarm in alarmed} == {("rms", 7)}
-    assert {alarm["name"] for alarm in alarmed} == {"embed.weight", "blocks.0.0.weight"}
-    assert [row for row in watch.rows() if row["kind"] == "spike"] == alarmed
-
-
-def test_skipped_steps_have_none() -> None:
-    net = model()
-    optimizer = optim.AdamW(net.parameters(), 1e-3)
-    with gauges.watch(net, optimizer, every=10) as watch:
-        train(net, optimizer, 1)
-        for p in net.parameters():
-            p.grad = torch.full_like(p, math.nan)
-        optimizer.step()
-    assert ["rms" in row for row in of_kind(watch.rows(), "step")] == [True, False]
-
-
 class Vision(nn.Module):
     """A transformer's front: patches, positions without a layer, a table of classes, blocks."""
 
@@ -171,17 +146,10 @@ def taken(optimizer: Any, ps: list[torch.Tensor], turn: int = 0) -> torch.Tensor
 
 
 SHAPES = [((300, 301), 256), ((65_537,), 64), ((96, 1024), 1024), ((200, 1039), 3), ((65_537,), 256)]
+ROWS = zip(STATES, itertools.cycle(["plain", "split8", "expansion"]), itertools.cycle(SHAPES), strict=False)
 
 
-@pytest.mark.parametrize(
-    ("states", "weights", "shape", "block"),
-    [
-        (states, weights, *shape)
-        for states, weights, shape in zip(
-            STATES * 2, itertools.cycle(["plain", "split8", "expansion"]), itertools.cycle(SHAPES), strict=False
-        )
-    ],
-)
+@pytest.mark.parametrize(("states", "weights", "shape", "block"), [(s, w, *shape) for s, w, shape in ROWS])
 def test_rows_are_taken_with_what_is_kept_of_them(
     states: str, weights: str, shape: tuple[int, ...], block: int
 ) -> None:
@@ -210,22 +178,16 @@ def test_short_parameters_are_taken_whole_and_rules_without_second_moment_have_n
 
 
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}, {"maximize": True}])
-def test_a_step_that_is_looked_at_is_the_same_step(options: dict[str, Any]) -> None:
+def test_the_sums_are_those_that_the_step_measures(options: dict[str, Any]) -> None:
     for states in ("fp32", "8bit"):
-        (plain, p), (looked_at, q), (measured, r) = (
-            third_step((64, 128), states=states, weights="split8", **options) for _ in range(3)
-        )
+        (sampled, p), (measured, q) = (third_step((64, 128), states=states, **options) for _ in range(2))
         measured.gauges = True
-        sums = taken(looked_at, [q])
-        for optimizer in (plain, measured):
-            optimizer.step()
-        assert torch.equal(p, q)
-        for key, word in plain.state[p].items():
-            assert torch.equal(word, looked_at.state[q][key]), key
-        assert len(looked_at.last_stats) == 0
+        sums = taken(sampled, [p])
+        measured.step()
         (stats,) = measured.last_stats.values()
         torch.testing.assert_close(sums[0], stats.sums[-2:], rtol=1e-5, atol=0)
-        assert torch.equal(p, r)
+        assert torch.equal(p, q)
+        assert len(sampled.last_stats) == 0
 
 
 @pytest.mark.parametrize("kind", [DynamicLossScaler, torch.amp.GradScaler])

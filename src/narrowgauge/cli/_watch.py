@@ -21,8 +21,7 @@ from rich.text import Text
 from narrowgauge.cli._errors import UsageError
 from narrowgauge.cli._report._figure import number
 from narrowgauge.gauges._advice import Advice, advise
-from narrowgauge.gauges._history import Floats, History, as_number
-from narrowgauge.gauges._live_reader import LiveReader
+from narrowgauge.gauges._history import Floats, History, LiveReader, as_number
 from narrowgauge.gauges._spike_matching import RMS_THRESHOLD
 
 _BARS = " ▁▂▃▄▅▆▇█"

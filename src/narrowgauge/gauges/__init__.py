@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from narrowgauge.gauges._advice import Advice, Evidence, advise
+from narrowgauge.gauges._advice import Advice, advise
 from narrowgauge.gauges._formats import TARGETS, Target
 from narrowgauge.gauges._magnitudes import FeatureStats, FormatLoss, feature_stats
 from narrowgauge.gauges._metrics import (
@@ -17,6 +17,7 @@ from narrowgauge.gauges._metrics import (
 from narrowgauge.gauges._quantization import AdamErrorMap, QuantizationError, adam_error_map, quantization_error
 from narrowgauge.gauges._records import Records, read_records
 from narrowgauge.gauges._report import write_report
+from narrowgauge.gauges._rules import Evidence
 from narrowgauge.gauges._spike_matching import SpikeMatch, match_spikes
 from narrowgauge.gauges._spikes import LossSpikes, RmsSpikes, Spike, find_rms_spikes, find_spikes
 from narrowgauge.gauges._watch import Watch, watch

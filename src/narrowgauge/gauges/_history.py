@@ -7,20 +7,27 @@ own, so that a growing run can be read again and again.
 No record raises an error. A killed run, a newer version or an edit by hand leave records that lack a number or have
 one of another type: what cannot be read as a number is left out, and records without a step or a name are counted
 in `ignored`. Inf and NaN are values.
+
+`LiveReader` reads a file into a history while a training writes it. Between two reads the file may have grown by
+nothing, by a hundred lines, or by half a line, which is read when its rest is there. A file that became shorter, or
+was replaced, belongs to a run that was started again or resumed from an earlier step: it is read from the
+beginning. A file that does not exist yet is waited for.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import re
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
-from narrowgauge.gauges._records import unpacked
+from narrowgauge.gauges._records import NONFINITE, LineReader, records_file, unpacked
 
 Floats = NDArray[np.float64]
 Record = Mapping[str, Any]
@@ -30,7 +37,6 @@ _NOT_COLUMNS = {"kind", "step", "name", "usage", "error", "sums"}
 _CODES = 256
 _DEEPEST = 4  # levels of nested numbers that are read, such as "formats.e4m3.underflow"
 _MOST_MAPS = 16  # this library writes one
-_WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 # SwitchBack searches for spikes from step 1000 of 20,000 on (Section 3.2, Appendix E): before it the learning rate
 # is low and the moments are young. The same share of a shorter run.
@@ -71,26 +77,32 @@ class History:
 
     Attributes:
         header: the first record of kind "run", empty without one.
+        parameters: names and shapes from the header; an invalid shape is empty.
         runs: number of headers: more than one for a run that was resumed into the same file.
         count: number of records.
         ignored: number of records without a step of at least 1, without a name, or with an invalid or surplus map.
         missing: by (kind, reason) the names of what was not recorded.
         alarms: records of kinds "spike" and "nonfinite", in order.
+        usage: how often each code was used in all records, by (tensor, slot).
+        state_formats: the number format by (tensor, slot).
+        maps: usage and sums of relative errors of Adam's updates by codes, two (256, 256), by tensor; "" is all.
         memo: results computed from the records so far, by name; cleared by every new record.
     """
 
     def __init__(self, records: Iterable[Record] = (), damage: str | None = None) -> None:
         self.header: dict[str, Any] = {}
+        self.parameters: dict[str, list[int]] = {}
         self.damage = damage
         self.runs = self.count = self.ignored = self.last_step = 0
         self.alarms: list[Record] = []
         self.missing: dict[tuple[str, str], list[str]] = {}
+        self.usage: dict[tuple[str, str], Floats] = {}
+        self.state_formats: dict[tuple[str, str], str] = {}
+        self.maps: dict[str, tuple[Floats, Floats]] = {}
         self.memo: dict[str, Any] = {}
+        self._groups: dict[str, Mapping[str, Any]] = {}
         self._columns: dict[tuple[str, str, str], tuple[array[int], array[float]]] = {}
         self._names: dict[str, dict[str, None]] = {}
-        self._usage: dict[tuple[str, str], Floats] = {}
-        self._maps: dict[str, tuple[Floats, Floats]] = {}
-        self._formats: dict[tuple[str, str], str] = {}
         for record in records:
             self.add(record)
 
@@ -103,7 +115,8 @@ class History:
         kind, step = record.get("kind"), record.get("step")
         if kind == "run":
             self.runs += 1
-            self.header = self.header or _shown(record)
+            if not self.header:
+                self._begin(_shown(record))
             return
         name = _shown(record.get("name", ""))
         if not isinstance(kind, str) or not _is_count(step) or step < 1 or not isinstance(name, str):
@@ -119,7 +132,7 @@ class History:
         if kind == "state":
             slot = _shown(str(record.get("slot", "?")))
             self._add_usage((name, slot), record.get("usage"))
-            self._formats[name, slot] = _shown(str(record.get("format", "")))
+            self.state_formats[name, slot] = _shown(str(record.get("format", "")))
             name = f"{name} [{slot}]"
         elif kind == "adam_error":
             self._add_map(name, record)
@@ -128,6 +141,16 @@ class History:
             record = {key: value for key, value in record.items() if key != "rms"}
         self._names.setdefault(kind, {}).setdefault(name)
         self._add_numbers((kind, name), "", step, record)
+
+    def _begin(self, header: dict[str, Any]) -> None:
+        self.header = header
+        shapes, groups = header.get("parameters"), header.get("groups")
+        for name, shape in shapes.items() if isinstance(shapes, dict) else ():
+            self.parameters[name] = list(shape) if isinstance(shape, list) and all(map(_is_count, shape)) else []
+        for group in groups if isinstance(groups, list) else ():
+            members = group.get("parameters") if isinstance(group, dict) else None
+            if isinstance(members, list):
+                self._groups |= {member: group for member in members if isinstance(member, str)}
 
     def _add_numbers(self, key: tuple[str, str], prefix: str, step: int, values: Record) -> None:
         for field, value in values.items():
@@ -158,17 +181,17 @@ class History:
     def _add_usage(self, key: tuple[str, str], usage: object) -> None:
         if isinstance(usage, Sequence) and not isinstance(usage, str):
             counts = np.array([_count(value) for value in usage])
-            old = self._usage.get(key)
-            self._usage[key] = counts if old is None or len(old) != len(counts) else old + counts
+            old = self.usage.get(key)
+            self.usage[key] = counts if old is None or len(old) != len(counts) else old + counts
 
     def _add_map(self, name: str, record: Record) -> None:
         """Both halves of a map or none, for the first few names."""
         usage, error = (unpacked(record.get(key), (_CODES, _CODES)) for key in ("usage", "error"))
-        fits = name in self._maps or len(self._maps) < _MOST_MAPS
+        fits = name in self.maps or len(self.maps) < _MOST_MAPS
         if not fits or usage is None or error is None or not (_is_sum(usage) and _is_sum(error)):
             self.ignored += 1
             return
-        total = self._maps.setdefault(name, (np.zeros((_CODES, _CODES)), np.zeros((_CODES, _CODES))))
+        total = self.maps.setdefault(name, (np.zeros((_CODES, _CODES)), np.zeros((_CODES, _CODES))))
         total[0][:] += usage
         total[1][:] += error
 
@@ -205,18 +228,6 @@ class History:
             row[np.searchsorted(steps, series.steps)] = series.values
         return list(found), steps, values
 
-    @property
-    def parameters(self) -> dict[str, list[int]]:
-        """Names and shapes from the header; an invalid shape is empty."""
-        if "parameters" not in self.memo:
-            found = self.header.get("parameters")
-            self.memo["parameters"] = {
-                name: list(shape) if isinstance(shape, list) and all(map(_is_count, shape)) else []
-                for name, shape in (found.items() if isinstance(found, dict) else ())
-            }
-        shapes: dict[str, list[int]] = self.memo["parameters"]
-        return shapes
-
     def is_embedding(self, name: str) -> bool:
         """Whether a parameter is an embedding's weight, by the header or by its name."""
         known = self.header.get("embeddings")
@@ -232,35 +243,11 @@ class History:
         """The first step that is judged: after a twentieth of the run, at most 1000 steps."""
         return min(_START, self.last_step // _SHARE) + 1
 
-    @property
-    def usage(self) -> dict[tuple[str, str], Floats]:
-        """How often each code was used in all records, by (tensor, slot)."""
-        return self._usage
-
-    @property
-    def state_formats(self) -> dict[tuple[str, str], str]:
-        """The number format by (tensor, slot)."""
-        return self._formats
-
-    @property
-    def maps(self) -> dict[str, tuple[Floats, Floats]]:
-        """Usage and sums of relative errors of Adam's updates by codes, two (256, 256), by tensor; "" is all."""
-        return self._maps
-
     # How the run was set up
 
     def group_of(self, name: str) -> Mapping[str, Any]:
         """The options of a parameter's group; empty if the header has none."""
-        if "groups" not in self.memo:
-            groups = self.header.get("groups")
-            found: dict[str, Mapping[str, Any]] = {}
-            for group in groups if isinstance(groups, list) else []:
-                members = group.get("parameters") if isinstance(group, dict) else None
-                if isinstance(members, list):
-                    found |= {member: group for member in members if isinstance(member, str)}
-            self.memo["groups"] = found
-        by_name: dict[str, Mapping[str, Any]] = self.memo["groups"]
-        return by_name.get(name, {})
+        return self._groups.get(name, {})
 
     def listed_parameters(self, key: str) -> list[str]:
         """The parameters that the header lists under "frozen" or "apart"."""
@@ -326,7 +313,7 @@ def as_number(value: object) -> float | None:
             return float(value)
         except OverflowError:
             return math.inf if value > 0 else -math.inf
-    return _WORDS.get(value) if isinstance(value, str) else None
+    return NONFINITE.get(value) if isinstance(value, str) else None
 
 
 def _count(value: object) -> float:
@@ -354,3 +341,46 @@ _EMBEDDING = re.compile(
 def is_embedding(name: str) -> bool:
     """Whether a name is that of an embedding's weight, of tokens, positions or patches."""
     return bool(_EMBEDDING.search(name)) and "norm" not in name.lower() and not name.endswith("bias")
+
+
+class LiveReader:
+    """Reads a growing file of records into a history.
+
+    Args:
+        run: the file, or the folder that it is or will be in.
+
+    Attributes:
+        history: what was read so far; a new one after the file began again.
+        exists: whether the file was there at the last read.
+    """
+
+    def __init__(self, run: str | os.PathLike[str]) -> None:
+        self._run = Path(run)
+        self._file: tuple[int, int] | None = None
+        self.exists = False
+        self.history, self._lines = History(), LineReader()
+
+    def read(self) -> bool:
+        """Read what is new.
+
+        Returns:
+            Whether there are new records, or the file appeared, disappeared or began again.
+
+        Raises:
+            OSError: if the file exists and cannot be read.
+        """
+        before = (self.exists, self._file, self.history.count, self.history.damage)
+        try:
+            with records_file(self._run).open("rb") as file:
+                status = os.fstat(file.fileno())
+                identity = (status.st_dev, status.st_ino)
+                if identity != self._file or status.st_size < self._lines.offset:
+                    self.history, self._lines = History(), LineReader()
+                self.exists, self._file = True, identity
+                file.seek(self._lines.offset)
+                for record in self._lines.read(file.read()):
+                    self.history.add(record)
+                self.history.damage = self._lines.damage
+        except FileNotFoundError:
+            self.exists = False
+        return (self.exists, self._file, self.history.count, self.history.damage) != before

@@ -16,9 +16,13 @@ import math
 import torch
 from torch import Tensor
 
-from narrowgauge.gauges._checks import check_shape
-
 _TINY = 2.0**-126
+
+
+def check_shape(name: str, x: Tensor, like: Tensor) -> None:
+    """Refuse tensors of two shapes, which torch might broadcast."""
+    if x.shape != like.shape:
+        raise ValueError(f"{name} must have shape {tuple(like.shape)}, got {tuple(x.shape)}")
 
 
 def effective_descent_quality(update: Tensor, effective_update: Tensor) -> Tensor:

@@ -20,7 +20,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from narrowgauge.gauges._checks import check_positive, check_shape
+from narrowgauge._arguments import Positive, check
+from narrowgauge.gauges._metrics import check_shape
 
 CODES = 256
 
@@ -61,17 +62,17 @@ class QuantizationError:
     @property
     def mean_absolute(self) -> float:
         """Mean of |x - q| over the elements."""
-        return float(error_ratios(self.usage, self.sums)[0])
+        return _ratio(self.sums[0], self.usage.sum())
 
     @property
     def relative_norm(self) -> float:
         """‖x - q‖ / ‖x‖."""
-        return float(error_ratios(self.usage, self.sums)[1])
+        return math.sqrt(_ratio(self.sums[1], self.sums[2]))
 
     @property
     def flushed(self) -> float:
         """Share of the elements other than zero that became zero."""
-        return float(error_ratios(self.usage, self.sums)[2])
+        return _ratio(self.sums[4], self.sums[3])
 
     @property
     def entropy(self) -> float:
@@ -94,25 +95,10 @@ def quantization_error(x: Tensor, quantized: Coded) -> QuantizationError:
     """
     check_shape("quantized", quantized.codes, x)
     usage = torch.bincount(_codes(quantized), minlength=CODES).to(torch.float64)
-    return QuantizationError(usage, torch.stack([term.sum() for term in error_terms(x, quantized)]))
-
-
-def error_ratios(usage: Tensor, sums: Tensor) -> Tensor:
-    """Mean |x - q|, ‖x - q‖ / ‖x‖, share that was flushed: (..., 3), of usage (..., 256) and sums (..., 5)."""
-    shares = torch.stack([sums[..., 0], sums[..., 1], sums[..., 4]], dim=-1)
-    wholes = torch.stack([usage.sum(-1), sums[..., 2], sums[..., 3]], dim=-1)
-    ratios = torch.where(wholes != 0, shares / wholes, torch.nan)
-    ratios[..., 1] = ratios[..., 1].sqrt()
-    return ratios
-
-
-def error_terms(x: Tensor, quantized: Coded) -> list[Tensor]:
-    """What the sums of a `QuantizationError` are sums of: flat, float64."""
     exact, kept = _exact(x), _exact(quantized.dequantize())
-    delta = exact - kept
-    nonzero = exact != 0
-    flushed = nonzero & (kept == 0)
-    return [delta.abs(), delta.square(), exact.square(), nonzero.to(torch.float64), flushed.to(torch.float64)]
+    delta, nonzero = exact - kept, exact != 0
+    terms = (delta.abs(), delta.square(), exact.square(), nonzero, nonzero & (kept == 0))
+    return QuantizationError(usage, torch.stack([term.sum(dtype=torch.float64) for term in terms]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,7 +200,7 @@ def adam_error_map(
 
     Source: 8-bit Optimizers via Block-wise Quantization, Appendix D, Figure 4.
     """
-    check_positive("eps", eps)  # v may round to 0
+    check("eps", eps, Positive)  # v may round to 0
     for name, got in (("v", v), ("m8", m8.codes), ("v8", m if v8 is None else v8.codes)):
         check_shape(name, got, m)
     exact = adam_update(m, v, eps)

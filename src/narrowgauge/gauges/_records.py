@@ -33,7 +33,7 @@ import math
 import os
 import shutil
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ Record = dict[str, Any]
 # What records of kind "missing" are about.
 MISSED = {"state": "quantized moments", "activation": "features"}
 
-_STRINGS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 # Keys whose strings are text, whatever they are.
 _TEXT = {
     "kind", "name", "slot", "format", "of", "measured", "optimizer", "device", "torch", "narrowgauge", "started",
@@ -88,44 +88,59 @@ def read_records(path: str | os.PathLike[str]) -> Records:
     Raises:
         FileNotFoundError: if there is no such file.
     """
-    records = Records()
-    data = records_file(path).read_bytes()
-    begin, number = 0, 0
-    while begin < len(data):
-        number += 1
-        end = data.find(b"\n", begin)
-        line = data[begin : end if end >= 0 else len(data)]
-        why = append_line(records, line)
-        if why is None and end < 0:
-            # Without its newline a number may lack its last digits.
-            records.pop()
-            why = "the line has no end: the run is still writing it, or was killed"
-        if why is not None:
-            records.damage = f"line {number} (byte {begin}): {why}"
-            break
-        begin = end + 1
-    if not records and records.damage is None:
-        records.damage = "line 1 (byte 0): the file is empty"
+    data, lines = records_file(path).read_bytes(), LineReader()
+    records = Records(lines.read(data))
+    records.damage = lines.damage
+    if records.damage is None and lines.offset < len(data):
+        # Without its newline a number may lack its last digits.
+        records.damage = f"{lines.place}: the line has no end: the run is still writing it, or was killed"
+    elif not data:
+        records.damage = f"{lines.place}: the file is empty"
     return records
 
 
-def append_line(records: Records, line: bytes) -> str | None:
-    """Append the record of a line, or return why there is none."""
-    try:
-        record = _numbers(json.loads(line.decode("utf-8"), parse_constant=_refuse))
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        return f"no record: {error}"
+class LineReader:
+    """Reads records from lines, up to the first damage.
+
+    Attributes:
+        offset: number of bytes read.
+        damage: where reading ended and why.
+    """
+
+    def __init__(self) -> None:
+        self.offset, self._lines = 0, 0
+        self.damage: str | None = None
+
+    @property
+    def place(self) -> str:
+        """Where the next line begins."""
+        return f"line {self._lines + 1} (byte {self.offset})"
+
+    def read(self, data: bytes) -> Iterator[Record]:
+        """The records of the complete lines in what comes next; call it again from `offset` when there is more."""
+        for line in data.split(b"\n")[:-1] if self.damage is None else ():
+            try:
+                record = _record(line, first=self._lines == 0)
+            except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+                self.damage = f"{self.place}: no record: {error}"
+                return
+            self._lines += 1
+            self.offset += len(line) + 1
+            yield record
+
+
+def _record(line: bytes, first: bool) -> Record:
+    record = _numbers(json.loads(line.decode("utf-8"), parse_constant=_refuse))
     if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
-        return "no record: must be an object with a kind"
+        raise ValueError("must be an object with a kind")
     if record["kind"] == "run":
         if record.get("version") != VERSION:
-            return f"version must be {VERSION}, got {record.get('version')!r}"
+            raise ValueError(f"version must be {VERSION}, got {record.get('version')!r}")
     elif type(record.get("step")) is not int:
-        return f"step must be an integer, got {record.get('step')!r}"
-    if not records and record["kind"] != "run":
-        return f"kind must be 'run' in the first line, got {record['kind']!r}"
-    records.append(record)
-    return None
+        raise ValueError(f"step must be an integer, got {record.get('step')!r}")
+    elif first:
+        raise ValueError(f"kind must be 'run' in the first line, got {record['kind']!r}")
+    return record
 
 
 def _refuse(constant: str) -> float:
@@ -140,7 +155,7 @@ def _numbers(value: Any) -> Any:
         }
     if isinstance(value, list):
         return [_numbers(item) for item in value]
-    return _STRINGS.get(value, value) if isinstance(value, str) else value
+    return NONFINITE.get(value, value) if isinstance(value, str) else value
 
 
 def rounded(x: Tensor) -> Tensor:
@@ -169,7 +184,7 @@ def _strings(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_strings(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
-        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+        return str(value)
     return value
 
 
@@ -194,14 +209,11 @@ def unpacked(value: object, shape: tuple[int, ...]) -> NDArray[Any] | None:
 
 
 class Writer:
-    """Appends records to a file.
+    """Appends records to a file, or to the one in an existing folder. Parent folders are made.
 
-    Args:
-        path: the file, or an existing folder. Parent folders are made.
-        resume_from: None begins a new file. A step continues one: records up to that step stay, later ones, which
-            the resumed run measures again, and the half line of a kill are removed.
-
-    If the damage is more than half a line at the end, a copy of the file is kept, with ``.damaged`` after its name.
+    Without `resume_from` the file is new. With it the file goes on: records up to that step stay; later ones, which
+    the resumed run measures again, and the half line of a kill are removed. If the damage is more than half a line
+    at the end, a copy of the file is kept, with ``.damaged`` after its name.
 
     Raises:
         FileExistsError: if the file has records and `resume_from` is None.
@@ -234,11 +246,6 @@ class Writer:
         aside = self.path.with_name(self.path.name + ".new")
         aside.write_text("".join(map(line_of, kept)), encoding="utf-8", newline="\n")
         aside.replace(self.path)
-
-    @property
-    def broken(self) -> bool:
-        """Whether writing has failed: nothing is written any more."""
-        return self._broken
 
     def write(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Append records and flush them.

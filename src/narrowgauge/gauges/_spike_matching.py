@@ -21,12 +21,13 @@ Source: Wortsman et al. 2023 (SwitchBack), Section 3.4 and Appendix E (Figures 1
 from __future__ import annotations
 
 import math
+import operator
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from narrowgauge.gauges._checks import check_integer
+from narrowgauge._arguments import Count, check
 from narrowgauge.gauges._history import History
 from narrowgauge.gauges._spikes import LossSpikes, RmsSpikes, find_rms_spikes, find_spikes
 
@@ -116,16 +117,14 @@ def match_spikes(
         of such a match by chance.
 
     Raises:
-        ValueError: for `least` above `most`, steps that are no integers, loss spikes given twice, or a loss spike
-            that is not in `judged`.
+        TypeError: for steps that are no integers.
+        ValueError: for `least` above `most`, loss spikes given twice, or a loss spike that is not in `judged`.
 
     Source: Wortsman et al. 2023, Appendix E.
     """
-    check_integer("least", least, 0)
-    if check_integer("most", most, 0) < least:
+    if check("most", most, Count) < check("least", least, Count):
         raise ValueError(f"most must be at least least={least}, got {most}")
-    rms = sorted({check_integer("rms_spikes", step, 1) for step in rms_spikes})
-    losses = sorted(check_integer("loss_spikes", step, 1) for step in loss_spikes)
+    rms, losses = sorted(set(map(operator.index, rms_spikes))), sorted(map(operator.index, loss_spikes))
     if len(set(losses)) < len(losses):
         raise ValueError("loss_spikes must be different steps")
     pairs = []
@@ -135,12 +134,10 @@ def match_spikes(
         pairs.append((step, before if before is not None and step - before <= most else None))
     if judged is None:
         return SpikeMatch(tuple(pairs))
-    if not isinstance(judged, range) or not judged:
-        raise ValueError(f"judged must be a range of at least one step, got {judged!r}")
-    for step in losses:
-        if step not in judged:
-            raise ValueError(f"loss_spikes must be in judged={judged}, got {step}")
-    covered = {at for step in rms for at in range(step + least, step + most + 1) if at in judged}
+    outside = [step for step in losses if step not in judged]
+    if outside:
+        raise ValueError(f"loss_spikes must be in judged={judged}, got {outside[0]}")
+    covered = {near for step in rms for near in range(step + least, step + most + 1) if near in judged}
     return SpikeMatch(tuple(pairs), len(judged), len(covered))
 
 

@@ -27,11 +27,12 @@ Source: Wortsman et al. 2023, Section 3.4 and Appendix E.
 from __future__ import annotations
 
 import math
+import operator
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from narrowgauge.gauges._checks import check_integer, check_positive
+from narrowgauge._arguments import Count, Positive, Size, check
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,9 @@ class _Events:
     """Turns deviations at rising steps into spikes: at least `needs` of them in `merge` steps."""
 
     def __init__(self, warmup: int, merge: int, needs: int) -> None:
-        self.warmup = check_integer("warmup", warmup, 0)
-        self.merge = check_integer("merge", merge, 1)
-        self.needs = check_integer("needs", needs, 1)
+        self.warmup = check("warmup", warmup, Count)
+        self.merge = check("merge", merge, Size)
+        self.needs = check("needs", needs, Size)
         if needs > merge:
             raise ValueError(f"needs must be at most merge={merge}, the steps of a spike, got {needs}")
         self._last = 0  # the last step that was given
@@ -66,8 +67,8 @@ class _Events:
 
     def next_step(self, step: int | None) -> int:
         """The given step, or the one after the last."""
-        step = self._last + 1 if step is None else step
-        if check_integer("step", step, 1) <= self._last:
+        step = self._last + 1 if step is None else operator.index(step)
+        if step <= self._last:
             raise ValueError(f"step must rise, got {step} after {self._last}")
         self._last = step
         return step
@@ -107,8 +108,10 @@ class LossSpikes:
     def __init__(
         self, deviations: float = 3.2, warmup: int = 1000, merge: int = 10, window: int = 100, needs: int = 2
     ) -> None:
-        self.deviations = check_positive("deviations", deviations)
-        self.window = check_integer("window", window, 2)
+        self.deviations = check("deviations", deviations, Positive)
+        if check("window", window, Size) < 2:
+            raise ValueError(f"window must be at least 2, got {window}")
+        self.window = window
         self._events = _Events(warmup, merge, needs)
         self._past: deque[float] = deque(maxlen=window)
 
@@ -156,7 +159,7 @@ class RmsSpikes:
     """
 
     def __init__(self, threshold: float = 2.3, warmup: int = 1000, merge: int = 10) -> None:
-        self.threshold = check_positive("threshold", threshold)
+        self.threshold = check("threshold", threshold, Positive)
         self._events = _Events(warmup, merge, needs=1)
 
     def add(self, rms: float, step: int | None = None) -> Spike | None:

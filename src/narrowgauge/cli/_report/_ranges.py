@@ -21,8 +21,8 @@ from narrowgauge.cli._report._figure import (
     short,
 )
 from narrowgauge.cli._report._heat_maps import drawable, logarithmic, table_map
-from narrowgauge.gauges._advice._rules_ranges import FEATURE_GROWTH
 from narrowgauge.gauges._history import History
+from narrowgauge.gauges._rules import FEATURE_GROWTH
 
 
 def features(history: History) -> Figure | str:

@@ -26,8 +26,7 @@ from narrowgauge.gauges._magnitudes import (
     vector_magnitudes,
 )
 from narrowgauge.gauges._records import Record, rounded
-from narrowgauge.gauges._watch._batched_rows import BatchedRows, Sample, chunks, flat
-from narrowgauge.kernels._tables import sent
+from narrowgauge.gauges._watch._batched_rows import BatchedRows, Sample, chunks, flat, to_device
 
 MAGNITUDES = 6  # columns before those of the sample
 _COUNTS = 4
@@ -56,7 +55,7 @@ def _by_kernels(vectors: Sequence[Tensor], targets: Sequence[Target], sample: Sa
 
 def _joined(elements: Sequence[int], found: Tensor, counts: Tensor) -> Tensor:
     """Results of kernels as rows of a table."""
-    lengths = sent(np.array(elements, dtype=np.float64), found.device)
+    lengths = to_device(elements, found.device, np.float64)
     return torch.cat([found[:, :1], lengths[:, None], found[:, 1:], counts], dim=1)
 
 
@@ -66,7 +65,7 @@ def in_torch(vectors: Sequence[Tensor], targets: Sequence[Target], sample: Sampl
     for chunk in chunks([x.numel() for x in vectors]):
         batched, rows = _rows(vectors[chunk])
         x, size = finite(rows)
-        lengths = sent(np.array(batched.lengths, dtype=np.float64), x.device)
+        lengths = to_device(batched.lengths, x.device, np.float64)
         sums = batched.sums([x.isnan(), size > 0, size, x.nan_to_num(0.0)])
         parts.append(torch.cat([batched.largest(size)[:, None], lengths[:, None], sums], dim=1))
     found = torch.cat(parts)

@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,6 +27,11 @@ ROW = 1024
 STRIDE = 16
 LEAST = 4 * STRIDE  # a tensor of fewer rows is measured completely
 LONG = LEAST * ROW
+
+
+def to_device(numbers: Sequence[Any], device: torch.device, dtype: type[np.generic] = np.int64) -> Tensor:
+    """Numbers that the host knows as a tensor on a device, without waiting for it; not to be written to."""
+    return sent(np.array(numbers, dtype=dtype), device)
 
 
 def flat(x: Tensor) -> Tensor:
@@ -68,11 +73,10 @@ class Sample:
         """The sampled rows of a long vector, as a copy; a short vector itself."""
         if not self.applies(x.numel()):
             return x
-        first = self.index % self.stride
-        rows = len(range(first, x.numel() // ROW, self.stride))
-        x = x.contiguous()
+        x, rows = x.contiguous(), self.size(x.numel()) // ROW
+        first = x.storage_offset() + self.index % self.stride * ROW
         # One operation in place of four slices and views.
-        return x.as_strided((rows, ROW), (self.stride * ROW, 1), x.storage_offset() + first * ROW).reshape(-1)
+        return x.as_strided((rows, ROW), (self.stride * ROW, 1), first).reshape(-1)
 
     def copy_of(self, x: Tensor) -> Tensor:
         """The sampled rows, as a copy of a short vector too."""
@@ -139,7 +143,7 @@ class BatchedRows:
 
     @cached_property
     def _counts(self) -> Tensor:
-        return sent(np.array(self.counts, dtype=np.int64), self.device)
+        return to_device(self.counts, self.device)
 
     def rows(self, vectors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """The matrix (rows, ROW) of vectors of these lengths, each padded with zeros."""
@@ -154,10 +158,10 @@ class BatchedRows:
 
     def inside(self) -> Tensor:
         """Which places of the matrix are elements and no padding: bool (rows, ROW)."""
-        lengths = sent(np.array(self.lengths, dtype=np.int64), self.device)
         row = torch.arange(sum(self.counts), device=self.device)[:, None]
         first = self.spread(self._counts.cumsum(0) - self._counts)
-        return torch.arange(ROW, device=self.device) < self.spread(lengths) - ROW * (row - first)
+        left = self.spread(to_device(self.lengths, self.device)) - ROW * (row - first)
+        return torch.arange(ROW, device=self.device) < left
 
     def spread(self, values: Tensor) -> Tensor:
         """One number a vector as a column (rows, 1)."""
@@ -169,18 +173,19 @@ class BatchedRows:
 
     def sums(self, columns: Sequence[Tensor]) -> Tensor:
         """Sums by vector: float64 (vectors, columns), of matrices (rows, ROW)."""
-        return self._reduced("sum", [column.sum(1, dtype=torch.float64) for column in columns])
+        sums = [column.sum(1, dtype=torch.float64) for column in columns]
+        return reduced("sum", torch.stack(sums, dim=1), self._counts)
 
     def largest(self, x: Tensor) -> Tensor:
         """The largest element of each vector, 0 of an empty one: float64 (vectors,)."""
-        return self._reduced("max", [x.amax(1).to(torch.float64)])[:, 0]
+        return reduced("max", x.amax(1, keepdim=True).to(torch.float64), self._counts)[:, 0]
 
-    def _reduced(self, how: str, columns: Sequence[Tensor]) -> Tensor:
-        table = torch.stack(list(columns), dim=1)
-        # unsafe: a check that the lengths add up would wait for the device.
-        reduced = torch.segment_reduce(table, how, lengths=self._counts, axis=0, unsafe=True, initial=0)
-        assert isinstance(reduced, Tensor)
-        return reduced
+
+def reduced(how: Literal["sum", "max"], table: Tensor, counts: Tensor) -> Tensor:
+    """Rows of a table added, or the largest of them, by runs of `counts` rows; 0 of an empty run."""
+    # unsafe: a check that the lengths add up would wait for the device.
+    found: Tensor = torch.segment_reduce(table, how, lengths=counts, axis=0, unsafe=True, initial=0)
+    return found
 
 
 def chunks(lengths: Sequence[int], limit: int = 1 << 24) -> list[slice]:

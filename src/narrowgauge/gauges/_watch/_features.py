@@ -12,16 +12,14 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from narrowgauge.gauges._formats import Target
 from narrowgauge.gauges._watch._batched_magnitudes import TensorMeasurement, as_records, rows_of, width
-from narrowgauge.gauges._watch._batched_rows import STRIDE, Sample, flat
+from narrowgauge.gauges._watch._batched_rows import STRIDE, Sample, flat, reduced, to_device
 from narrowgauge.gauges._watch._ranks import Part
-from narrowgauge.kernels._tables import sent
 
 _KINDS = ("activation", "activation_gradient")
 _MOST = 1 << 18  # elements of a feature's sample
@@ -85,10 +83,13 @@ class Features:
     Args:
         modules: by name.
         targets: the formats to measure.
+
+    Attributes:
+        modules: the same.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], targets: Sequence[Target]) -> None:
-        self._modules, self._targets = modules, targets
+        self.modules, self._targets = modules, targets
         self._handles: list[RemovableHandle] = []
         self._due = False
         self._seen: dict[str, dict[str, list[TensorMeasurement]]] = {}  # by kind and name, of each call
@@ -96,7 +97,7 @@ class Features:
 
     def attach(self) -> None:
         """Put hooks on the modules."""
-        for name, module in self._modules.items():
+        for name, module in self.modules.items():
             self._handles.append(module.register_forward_hook(Hook(partial(self._forward, name))))
 
     def detach(self) -> None:
@@ -105,11 +106,6 @@ class Features:
             handle.remove()
         self._handles.clear()
         self._forget()
-
-    @property
-    def count(self) -> int:
-        """Number of watched modules."""
-        return len(self._modules)
 
     @property
     def unseen(self) -> list[str]:
@@ -131,7 +127,7 @@ class Features:
             self._due = due
 
     def _forget(self) -> None:
-        self._seen = {kind: {name: [] for name in self._modules} for kind in _KINDS}
+        self._seen = {kind: {name: [] for name in self.modules} for kind in _KINDS}
 
     def _forward(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or not (self._due and module.training) or _in_backward():
@@ -158,7 +154,7 @@ class Features:
 
     def parts(self, step: int, home: torch.device) -> list[Part]:
         """After the step: the tables of both kinds."""
-        names, targets = list(self._modules), self._targets
+        names, targets = list(self.modules), self._targets
         kinds = _KINDS if names else ()
         return [Part(self._table(kind, home), as_records(kind, names, targets, step), (0,)) for kind in kinds]
 
@@ -169,9 +165,6 @@ class Features:
         rows = [rows_of(list(some), self._targets).to(home, non_blocking=True) for _, some in runs]
         if not rows:
             return torch.zeros(len(calls), width(self._targets), dtype=torch.float64, device=home)
-        table, lengths = torch.cat(rows), sent(np.array([len(some) for some in calls], dtype=np.int64), home)
-        largest, sums = (
-            torch.segment_reduce(part.contiguous(), how, lengths=lengths, axis=0, unsafe=True, initial=0)
-            for part, how in ((table[:, :1], "max"), (table[:, 1:], "sum"))
-        )
-        return torch.cat([largest, sums], dim=1)
+        table, counts = torch.cat(rows), to_device([len(some) for some in calls], home)
+        largest, sums = table[:, :1].contiguous(), table[:, 1:].contiguous()
+        return torch.cat([reduced("max", largest, counts), reduced("sum", sums, counts)], dim=1)

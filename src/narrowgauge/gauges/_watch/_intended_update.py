@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge import rules
+from narrowgauge.gauges._watch._batched_rows import to_device
 from narrowgauge.kernels._graph import Node, Recorder
-from narrowgauge.kernels._tables import sent
 
 _SHAPE = (2, 3)
 
@@ -90,7 +90,7 @@ def _steps(states: Sequence[Mapping[str, Any]], device: torch.device) -> rules.S
         numbers = [float(step) for step in steps]
         if len(set(numbers)) == 1:
             return numbers[0]
-        return sent(np.array(numbers, dtype=np.float64), device)
+        return to_device(numbers, device, np.float64)
     if len({(step.device, step.dtype) if isinstance(step, Tensor) else None for step in steps}) > 1:
         steps = [torch.as_tensor(step).to(device, torch.float64) for step in steps]
     return torch.stack([step.reshape(()) for step in steps]).to(device, torch.float64)
@@ -100,7 +100,7 @@ def table_of(scalars: Mapping[str, rules.Scalar], count: int, device: torch.devi
     """Scalars as rows of a table: float64 (1, scalars), or (count, scalars) if some are tensors."""
     values = list(scalars.values())
     known = [0.0 if isinstance(value, Tensor) else value for value in values]
-    row = sent(np.array([known], dtype=np.float64).reshape(1, -1), device)
+    row = to_device([known], device, np.float64)
     if not any(isinstance(value, Tensor) for value in values):
         return row
     columns = [

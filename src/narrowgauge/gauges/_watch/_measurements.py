@@ -19,14 +19,13 @@ from narrowgauge._text import listed
 from narrowgauge._update_sums import SUMS
 from narrowgauge.gauges._records import LOG, MISSED, Record
 from narrowgauge.gauges._watch._batched_magnitudes import as_records, table_of, width
-from narrowgauge.gauges._watch._batched_rows import Sample, flat
+from narrowgauge.gauges._watch._batched_rows import Sample, flat, to_device
 from narrowgauge.gauges._watch._features import Features
 from narrowgauge.gauges._watch._moment_preview import MomentPreview, preview_unavailable
 from narrowgauge.gauges._watch._ranks import Part, Ranks
 from narrowgauge.gauges._watch._sources import Sources, parameters_of, parameters_with_rms, watched_modules
 from narrowgauge.gauges._watch._step_rms import StepRms
 from narrowgauge.gauges._watch._update_stats import measures_itself, stats_of, update_records
-from narrowgauge.kernels._tables import sent
 
 
 class Measurements:
@@ -68,11 +67,21 @@ class Measurements:
         self._preview = None
         self._forget()
 
+    def _forget(self) -> None:
+        if self._begun and self._updates is not None:
+            self._updates.abandon()
+        for handle in self._hooks:
+            handle.remove()
+        self._begun = False
+        self._hooks, self._gradients = [], {}
+
     def _due(self, step: int) -> bool:
         return step % self._sources.every == 0
 
     def _sample(self, step: int) -> Sample:
         return Sample(step // self._sources.every)
+
+    # Before a step
 
     @property
     def _in_backward(self) -> bool:
@@ -86,7 +95,7 @@ class Measurements:
             return
         self._begin_rms(step)
         if due:
-            self._begin(step)
+            self._begin_updates(step)
             if self._sources.gradients:
                 self._hooks = [self._hook(p, step) for p in self.names if p.requires_grad]
 
@@ -98,11 +107,11 @@ class Measurements:
         if not self._due(step):
             self._forget()  # of a step that raised
             return
-        self._begin(step)
+        self._begin_updates(step)
         if self._sources.gradients:
             self._gradients = self._rows({p: p.grad for p in self.names if p.grad is not None}, step)
 
-    def _begin(self, step: int) -> None:
+    def _begin_updates(self, step: int) -> None:
         self._add_new_parameters()
         if self._updates is not None:
             if self._begun:  # by a step that raised
@@ -135,88 +144,6 @@ class Measurements:
         handle: RemovableHandle = p.register_hook(measure)  # type: ignore[no-untyped-call]
         return handle
 
-    def preview_moments(self, step: int) -> list[Record]:
-        """Before a step: preview a parameter's moments, if due. Returns records of what cannot be previewed."""
-        every, optimizer = self._sources.states_every, self._optimizer
-        self._preview = None
-        if not every or step % every or not measures_itself(optimizer):
-            return []
-        missing: list[Record] = []
-        if not self._reported_states:
-            self._reported_states = True
-            reasons = preview_unavailable(optimizer, self.names)
-            missing = [_missing("state", step, names, why) for why, names in reasons.items()]
-        self._preview = MomentPreview(optimizer, self.names, step, step // every)
-        return missing
-
-    def moments(self) -> list[Part]:
-        """After a step: the tables of the previewed moments."""
-        preview, self._preview = self._preview, None
-        return preview.parts() if preview is not None else []
-
-    def rms(self, ranks: Ranks) -> Tensor | None:
-        """After a step: the sums of RMS_t of `rms_of`, float64 (parameters, 2); None if not due."""
-        rows = self._step_rms.end(self.home)
-        return _own_rows(rows, self.rms_of, ranks) if rows is not None else None
-
-    def unseen_features(self, step: int) -> list[Record]:
-        """After the first due step: a record of the watched modules that no hook saw return a tensor."""
-        if self._reported_features or not self._due(step):
-            return []
-        self._reported_features = True
-        names = self.features.unseen
-        if not names:
-            return []
-        why = "no hook saw it return: inside a compiled region, not called while training, or returns no tensor"
-        # One module may not be called on purpose; a model without any features is worth a warning.
-        level = logging.WARNING if len(names) == self.features.count else logging.INFO
-        return [_missing("activation", step, names, why, level)]
-
-    def end(self, step: int, ranks: Ranks) -> list[Part]:
-        """After a step: the tables of a due one."""
-        if not self._due(step):
-            return []
-        parts: list[Part] = []
-        if self._updates is not None and self._begun:
-            parts.append(self._update_part(step, ranks))
-        if self._sources.gradients:
-            parts.append(self._gradient_part(step, ranks))
-        parts += self.features.parts(step, self.home)
-        self._begun = False
-        self._forget()
-        return parts
-
-    def _forget(self) -> None:
-        if self._begun and self._updates is not None:
-            self._updates.abandon()
-        for handle in self._hooks:
-            handle.remove()
-        self._begun = False
-        self._hooks, self._gradients = [], {}
-
-    def _update_part(self, step: int, ranks: Ranks) -> Part:
-        assert self._updates is not None
-        whole = torch.zeros(len(self.names), SUMS + 1, dtype=torch.float64, device=self.home)
-        measured = [""] * len(self.names)
-        for ps, sums, how in self._updates.end():
-            part = torch.cat([sums, torch.ones_like(sums[:, :1])], dim=1).to(self.home, non_blocking=True)
-            indices = [self._index[p] for p in ps]
-            for index in indices:
-                measured[index] = how
-            whole.index_copy_(0, self._on_device(indices), _own_rows(part, ps, ranks))
-        names, elements = list(self.names.values()), [p.numel() for p in self.names]
-        return Part(whole, lambda table: update_records(step, names, elements, table, measured))
-
-    def _gradient_part(self, step: int, ranks: Ranks) -> Part:
-        targets = self._sources.targets
-        table = torch.zeros(len(self.names), width(targets), dtype=torch.float64, device=self.home)
-        if self._gradients:
-            table.index_copy_(
-                0, self._on_device(list(self._gradients)), torch.stack(list(self._gradients.values()))
-            )
-        records = as_records("gradient", list(self.names.values()), targets, step)
-        return Part(_own_rows(table, self.names, ranks), records, (0,))
-
     @torch.no_grad()
     def _rows(self, grads: Mapping[Tensor, Tensor | None], step: int) -> dict[int, Tensor]:
         """Rows of the gradients' table, by the parameters' index."""
@@ -247,15 +174,85 @@ class Measurements:
         scale = getattr(optimizer, "grad_scale", None)
         return None if scale is None else torch.as_tensor(scale).to(torch.float64).reciprocal().to(torch.float32)
 
-    def _on_device(self, indices: Sequence[int]) -> Tensor:
-        return sent(np.array(indices, dtype=np.int64), self.home)
+    def preview_moments(self, step: int) -> list[Record]:
+        """Preview a parameter's moments, if due. Returns records of what cannot be previewed, once."""
+        every, optimizer = self._sources.states_every, self._optimizer
+        self._preview = None
+        if not every or step % every or not measures_itself(optimizer):
+            return []
+        self._preview = MomentPreview(optimizer, self.names, step, step // every)
+        if self._reported_states:
+            return []
+        self._reported_states = True
+        reasons = preview_unavailable(optimizer, self.names)
+        return [_missing("state", step, names, why) for why, names in reasons.items()]
+
+    # After a step
+
+    def moments(self) -> list[Part]:
+        """The tables of the previewed moments."""
+        preview, self._preview = self._preview, None
+        return preview.parts() if preview is not None else []
+
+    def rms(self, ranks: Ranks) -> Tensor | None:
+        """The sums of RMS_t of `rms_of`, float64 (parameters, 2); None if not due."""
+        rows = self._step_rms.end(self.home)
+        return _own_rows(rows, self.rms_of, ranks) if rows is not None else None
+
+    def unseen_features(self, step: int) -> list[Record]:
+        """After the first due step: a record of the watched modules that no hook saw return a tensor."""
+        if self._reported_features or not self._due(step):
+            return []
+        self._reported_features = True
+        names = self.features.unseen
+        if not names:
+            return []
+        why = "no hook saw it return: inside a compiled region, not called while training, or returns no tensor"
+        # One module may not be called on purpose; a model without any features is worth a warning.
+        level = logging.WARNING if len(names) == len(self.features.modules) else logging.INFO
+        return [_missing("activation", step, names, why, level)]
+
+    def end(self, step: int, ranks: Ranks) -> list[Part]:
+        """The tables of a due step."""
+        if not self._due(step):
+            return []
+        parts: list[Part] = []
+        if self._updates is not None and self._begun:
+            parts.append(self._update_part(step, ranks))
+        if self._sources.gradients:
+            parts.append(self._gradient_part(step, ranks))
+        parts += self.features.parts(step, self.home)
+        self._begun = False
+        self._forget()
+        return parts
+
+    def _update_part(self, step: int, ranks: Ranks) -> Part:
+        assert self._updates is not None
+        whole = torch.zeros(len(self.names), SUMS + 1, dtype=torch.float64, device=self.home)
+        measured = [""] * len(self.names)
+        for ps, sums, how in self._updates.end():
+            part = torch.cat([sums, torch.ones_like(sums[:, :1])], dim=1).to(self.home, non_blocking=True)
+            indices = [self._index[p] for p in ps]
+            for index in indices:
+                measured[index] = how
+            whole.index_copy_(0, to_device(indices, self.home), _own_rows(part, ps, ranks))
+        names, elements = list(self.names.values()), [p.numel() for p in self.names]
+        return Part(whole, lambda table: update_records(step, names, elements, table, measured))
+
+    def _gradient_part(self, step: int, ranks: Ranks) -> Part:
+        targets, rows = self._sources.targets, self._gradients
+        table = torch.zeros(len(self.names), width(targets), dtype=torch.float64, device=self.home)
+        if rows:
+            table.index_copy_(0, to_device(list(rows), self.home), torch.stack(list(rows.values())))
+        records = as_records("gradient", list(self.names.values()), targets, step)
+        return Part(_own_rows(table, self.names, ranks), records, (0,))
 
 
 def _own_rows(table: Tensor, ps: Iterable[Tensor], ranks: Ranks) -> Tensor:
     """A table with zeros in the rows that another rank counts."""
     if ranks.group is None:
         return table
-    own = sent(np.array([ranks.owns(p) for p in ps], dtype=np.bool_), table.device)
+    own = to_device([ranks.owns(p) for p in ps], table.device, np.bool_)
     return torch.where(own[:, None], table, 0.0)
 
 

@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.gauges._quantization import CODES, AdamErrorMap, adam_error_map, error_ratios, quantization_error
+from narrowgauge.gauges._quantization import (
+    CODES,
+    AdamErrorMap,
+    QuantizationError,
+    adam_error_map,
+    quantization_error,
+)
 from narrowgauge.gauges._records import Record, packed
 from narrowgauge.gauges._watch._batched_rows import BlockSample
 from narrowgauge.gauges._watch._ranks import Part
@@ -86,15 +92,14 @@ class MomentPreview:
 
 
 def _record(step: int, name: str, slot: str, form: str, table: Tensor) -> list[Record]:
-    usage, sums = table[:CODES], table[CODES:]
-    if not usage.any():
+    error = QuantizationError(table[:CODES], table[CODES:])
+    if not error.usage.any():
         return []
-    mean, norm, flushed = error_ratios(usage, sums).tolist()
     return [
         {
             "kind": "state", "step": step, "name": name, "slot": slot, "format": form,
-            "mean_absolute": mean, "relative_norm": norm, "flushed": flushed,
-            "usage": usage.to(torch.int64).tolist(),
+            "mean_absolute": error.mean_absolute, "relative_norm": error.relative_norm, "flushed": error.flushed,
+            "usage": error.usage.to(torch.int64).tolist(),
         }
     ]  # fmt: skip
 

@@ -1,57 +1,75 @@
-"""Where records go: a thread makes them, raises alarms and writes them, in order.
+"""Where records go: to a file, TensorBoard or memory, by a thread of their own.
 
 A due step has hundreds of records, and writing them as JSON takes longer than measuring them. So the training loop
-hands over numbers that have arrived on the host, and a thread makes and writes records while the loop goes on. The
-user's `on_alarm` is called by the loop's own thread at its next step: it may stop or change the training.
+hands over numbers that have arrived on the host, and a thread makes and writes records, in order, while the loop
+goes on. The user's `on_alarm` is called by the loop's own thread at its next step: it may stop or change the
+training.
 """
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from narrowgauge.gauges._records import LOG, Record, Writer
+from narrowgauge.gauges._records import LOG, Record, Writer, read_records
 from narrowgauge.gauges._watch._alarms import Alarms
 from narrowgauge.gauges._watch._tensorboard import TensorBoardWriter
 
 _MOST = 64  # batches that may wait: a slow disk stops the loop, and does not fill the memory
+Path = str | os.PathLike[str]
 
 
 class RecordSink:
     """Receives records.
 
     Args:
-        writer: of the file, if there is one.
-        tensorboard: its writer, if there is one.
-        keeps: whether records are kept in `rows`, if there is no file.
-        alarms: raised by records; None where another rank raises them.
+        path: the file, or an existing folder; None keeps records in memory.
+        tensorboard: a folder for TensorBoard's events, or None.
+        resume_from: the step after which the file goes on, or None.
+        alarms: raised by records.
 
     Attributes:
-        writer: the same.
+        writer: of the file, once it is open.
         rows: the records in memory.
     """
 
     def __init__(
-        self, writer: Writer | None, tensorboard: TensorBoardWriter | None, keeps: bool, alarms: Alarms | None
+        self, path: Path | None, tensorboard: Path | None, resume_from: int | None, alarms: Alarms
     ) -> None:
-        self.writer, self.rows = writer, list[Record]()
-        self._tensorboard, self._keeps, self._alarms = tensorboard, keeps, alarms
+        self._path, self._folder, self._resume_from = path, tensorboard, resume_from
+        self._alarms: Alarms | None = alarms
+        self.writer: Writer | None = None
+        self.rows: list[Record] = []
+        self._tensorboard: TensorBoardWriter | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="narrowgauge.gauges")
         self._waiting: deque[Future[None]] = deque()
 
-    def begin(self, header: Record) -> None:
-        """Write the first record; a continued file has one.
+    def open(self, header: Record, first: bool) -> None:
+        """Open the outputs and write the first record; a continued file has one.
+
+        Args:
+            header: the first record.
+            first: whether this is the first rank: others write nothing and raise no alarms.
 
         Raises:
-            OSError: if the file cannot be written.
+            OSError, ValueError: if the file or the folder cannot be written, or the file not be continued.
         """
-        if self.writer is not None:
-            self.writer.write([] if self.writer.continues else [header])
-        elif self._keeps:
+        if self._path is None:
             self.rows.append(header)
-        if self._tensorboard is not None:
-            self._tensorboard.add(header)
+        if not first:
+            self._alarms = None
+            return
+        if self._path is not None:
+            self.writer = Writer(self._path, self._resume_from)
+        if self._folder is not None:
+            self._tensorboard = TensorBoardWriter(self._folder, self._resume_from or 0)
+        if self.writer is not None and self.writer.continues:
+            assert self._alarms is not None
+            self._alarms.replay(read_records(self.writer.path))
+        elif self.writer is not None:
+            self.writer.write([header])
 
     def submit(self, make: Callable[[], Iterable[Record]]) -> None:
         """Hand over a function that makes records. The thread calls it after those submitted before.
@@ -89,15 +107,15 @@ class RecordSink:
         records: list[Record] = []
         for record in make():
             records.append(record)
-            if self._alarms is not None and "step" in record:
+            if self._alarms is not None:
                 records += self._alarms.raised_by(record)
-        if self.writer is not None:
+        if self._path is None:
+            self.rows += records
+        elif self.writer is not None:
             try:
                 self.writer.write(records)
             except OSError as error:
                 LOG.error("%s: %s; no more records are written, the training goes on", self.writer.path, error)
-        elif self._keeps:
-            self.rows += records
         if self._tensorboard is not None:
             for record in records:
                 self._tensorboard.add(record)

@@ -63,12 +63,7 @@ def parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Te
 
 
 def embeddings(model: nn.Module, names: Mapping[Tensor, str]) -> dict[Tensor, None]:
-    """The weights of embeddings, by the class of their modules or by their names.
-
-    Args:
-        model: without wrappers.
-        names: of its parameters.
-    """
+    """The weights of embeddings, by the class of their modules or by their names."""
     found: dict[Tensor, None] = {}
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
@@ -82,23 +77,16 @@ def embeddings(model: nn.Module, names: Mapping[Tensor, str]) -> dict[Tensor, No
 def parameters_with_rms(
     model: nn.Module, names: Mapping[Tensor, str], wanted: Iterable[str] | None
 ) -> list[Tensor]:
-    """The parameters whose RMS_t is measured at every step.
+    """The parameters whose RMS_t is measured at every step; see `watch`.
 
-    Args:
-        model: without wrappers.
-        names: of its parameters, in its order.
-        wanted: names; None for the weights of embeddings and of the first other layer with a matrix.
+    By default the weights of embeddings and of the first other layer with a matrix.
 
     Raises:
         ValueError: for a name that no parameter has.
     """
     if wanted is not None:
         owners = {name: p for p, name in names.items()}
-        given = dict.fromkeys([wanted] if isinstance(wanted, str) else wanted)
-        unknown = [name for name in given if name not in owners]
-        if unknown:
-            raise ValueError(f"rms_of must be names of the model's parameters, got {unknown[0]!r}")
-        return [owners[name] for name in given]
+        return [owners[name] for name in _chosen("rms_of must be names of the model's parameters", wanted, owners)]
     found = embeddings(model, names)
     for module in model.modules():
         weight = getattr(module, "weight", None)
@@ -108,11 +96,7 @@ def parameters_with_rms(
 
 
 def watched_modules(model: nn.Module, wanted: bool | Iterable[str]) -> dict[str, nn.Module]:
-    """The modules whose features are measured, by name.
-
-    Args:
-        model: without wrappers.
-        wanted: True for the default, False for none, or names.
+    """The modules whose features are measured, by name; see `watch`.
 
     Raises:
         ValueError: for a name that no module has.
@@ -123,10 +107,7 @@ def watched_modules(model: nn.Module, wanted: bool | Iterable[str]) -> dict[str,
     if wanted is False:
         return {}
     if wanted is not True:
-        names = [wanted] if isinstance(wanted, str) else list(wanted)
-        unknown = [name for name in names if name not in modules]
-        if unknown:
-            raise ValueError(f"activations must be True, False or names of modules, got {unknown[0]!r}")
+        names = _chosen("activations must be True, False or names of modules", wanted, modules)
         return {name: modules[name] for name in names}
     blocks = list(map(clean_name, _blocks(model)))
     if not blocks:
@@ -137,6 +118,15 @@ def watched_modules(model: nn.Module, wanted: bool | Iterable[str]) -> dict[str,
         if isinstance(module, nn.Embedding) and not any(f"{name}.".startswith(f"{block}.") for block in blocks)
     ]
     return {name: modules[name] for name in (*outside, *blocks)}
+
+
+def _chosen(must: str, wanted: Iterable[str], known: Mapping[str, Any]) -> list[str]:
+    """Names that the user chose, each once."""
+    chosen = list(dict.fromkeys([wanted] if isinstance(wanted, str) else wanted))
+    unknown = [name for name in chosen if name not in known]
+    if unknown:
+        raise ValueError(f"{must}, got {unknown[0]!r}")
+    return chosen
 
 
 def _blocks(model: nn.Module) -> list[str]:
@@ -189,9 +179,8 @@ def header(
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     groups: list[Record] = []
     for group in optimizer.param_groups:
-        options = {key: _as_json(value) for key, value in group.items() if key not in ("params", "param_names")}
-        owned = [names[p] for p in group["params"] if p in names]
-        groups.append({**{k: v for k, v in options.items() if v is not NotImplemented}, "parameters": owned})
+        options = _as_json({key: value for key, value in group.items() if key not in ("params", "param_names")})
+        groups.append({**options, "parameters": [names[p] for p in group["params"] if p in names]})
     all_owned = {name for group in groups for name in group["parameters"]}
     return {
         "kind": "run", "version": VERSION, "every": sources.every, "rms_every": sources.rms_every,

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from narrowgauge.gauges._records import Record, rounded
+from narrowgauge.gauges._watch._batched_rows import to_device
 from narrowgauge.gauges._watch._ranks import Part
-from narrowgauge.kernels._tables import sent
 
 Number = Tensor | float
 # Columns: sum of losses; number of losses; what `LossScaleHistory.state` returns, -1 without a scaler; then for
@@ -147,26 +146,21 @@ class StepRows:
     def part(self, device: torch.device) -> Part:
         """The table of the waiting rows, float64 (steps, columns) on a device; they wait no longer."""
         rows, self._rows = self._rows, []
-        unknown = [-1.0] * 4 + [0.0] * (2 * len(self._rms_of))
-        lines = [[sum(x for x in r.losses if not isinstance(x, Tensor)), len(r.losses), *unknown] for r in rows]
-        known = torch.tensor(lines, dtype=torch.float64, device="cpu").view(len(rows), 2 + len(unknown))
+        lines = [
+            [sum(x for x in row.losses if not isinstance(x, Tensor)), len(row.losses)]
+            + [-1.0 if row.scale is None else 0.0] * 4 + [0.0] * (2 * len(self._rms_of))
+            for row in rows
+        ]  # fmt: skip
+        known = torch.tensor(lines, dtype=torch.float64, device="cpu").view(len(rows), -1)
         table = known.to(device, non_blocking=True)
-
-        def on_device(numbers: list[int]) -> Tensor:
-            return sent(np.array(numbers, dtype=np.int64), device)
-
         losses = [(n, x) for n, row in enumerate(rows) for x in row.losses if isinstance(x, Tensor)]
-        if losses:
-            values = torch.stack([x.to(device, non_blocking=True) for _, x in losses])
-            table[:, 0].index_add_(0, on_device([n for n, _ in losses]), values)
         scales = [(n, row.scale) for n, row in enumerate(rows) if row.scale is not None]
-        if scales:
-            values = torch.stack([scale.to(device, non_blocking=True) for _, scale in scales])
-            table[:, 2:_COLUMNS].index_copy_(0, on_device([n for n, _ in scales]), values)
         rms = [(n, row.rms) for n, row in enumerate(rows) if row.rms is not None]
-        if rms:
-            values = torch.stack([sums.reshape(-1).to(device, non_blocking=True) for _, sums in rms])
-            table[:, _COLUMNS:].index_copy_(0, on_device([n for n, _ in rms]), values)
+        columns = (slice(0, 1), slice(2, _COLUMNS), slice(_COLUMNS, None))
+        for place, found in zip(columns, (losses, scales, rms), strict=True):
+            if found:
+                values = torch.stack([x.reshape(-1).to(device, non_blocking=True) for _, x in found])
+                table[:, place].index_add_(0, to_device([n for n, _ in found], device), values)
         return Part(table, partial(self._records, [(row.step, row.seconds) for row in rows]), _MAXIMA)
 
     def _records(self, heads: list[tuple[int, float]], table: Tensor) -> list[Record]:
@@ -180,10 +174,9 @@ class StepRows:
                 "kind": "step", "step": step, "loss": float(row[0] / row[1]) if row[1] else None,
                 "loss_scale": scale, "skipped": skipped, "seconds": seconds,
             }  # fmt: skip
-            sums = row[_COLUMNS:].view(-1, 2)
-            values = rounded((sums[:, 0] / sums[:, 1]).sqrt()).tolist()
-            found = zip(self._rms_of, values, sums[:, 1].tolist(), strict=True)
-            rms = {name: value for name, value, elements in found if elements}
+            sums, elements = row[_COLUMNS:].view(-1, 2).unbind(1)
+            values = zip(self._rms_of, rounded((sums / elements).sqrt()).tolist(), elements.tolist(), strict=True)
+            rms = {name: value for name, value, count in values if count}
             records.append(record | ({"rms": rms} if rms else {}))
         return records
 

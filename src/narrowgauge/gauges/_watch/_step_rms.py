@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from narrowgauge import rules
 from narrowgauge.gauges._magnitudes import kernels_take
-from narrowgauge.gauges._watch._batched_rows import BatchedRows, BlockSample, Sample, flat
+from narrowgauge.gauges._watch._batched_rows import BatchedRows, BlockSample, Sample, flat, to_device
 from narrowgauge.gauges._watch._intended_update import (
     AfterStep,
     moments_of,
@@ -35,8 +35,7 @@ from narrowgauge.gauges._watch._intended_update import (
     scalars_of,
     table_of,
 )
-from narrowgauge.gauges._watch._update_stats import dense, measures_itself
-from narrowgauge.kernels._tables import sent
+from narrowgauge.gauges._watch._update_stats import dense, measures_itself, unless_skipped
 
 
 class StepRms:
@@ -98,7 +97,7 @@ class StepRms:
             return None
         rows = torch.zeros(len(self._index), 2, dtype=torch.float64, device=home)
         for ps, sums in self._found():
-            at = sent(np.array([self._index[p] for p in ps]), home)
+            at = to_device([self._index[p] for p in ps], home)
             rows.index_copy_(0, at, sums.to(home, non_blocking=True))
         self.abandon()
         return rows
@@ -131,9 +130,7 @@ class StepRms:
             grads = [flat(dense(p.grad)) for p in ps]
             scalars = scalars_of(rule, group, [state[p] for p in ps], grads[0].device)
             sums = self._ratios(rule, scalars, grads, [flat(of["v"]) for of in moments])
-            if self._found_inf is not None:
-                sums = torch.where(torch.as_tensor(self._found_inf).to(sums.device).reshape(()) > 0, 0.0, sums)
-            yield ps, sums
+            yield ps, unless_skipped(sums, self._found_inf)
 
     def _ratios(
         self, rule: rules.Rule, scalars: dict[str, rules.Scalar], grads: list[Tensor], moments: list[Tensor]
@@ -156,5 +153,5 @@ class StepRms:
             assert ratio is not None
             sums = batched.sums([ratio])
         known = [[x.numel() / size, x.numel()] for x, size in zip(grads, sizes, strict=True)]
-        factors = sent(np.array(known, dtype=np.float64), sums.device)
+        factors = to_device(known, sums.device, np.float64)
         return torch.cat([sums * factors[:, :1], factors[:, 1:]], dim=1)

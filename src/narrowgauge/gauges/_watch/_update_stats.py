@@ -11,9 +11,9 @@ The sums are those of `narrowgauge.optim.UpdateStats`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from narrowgauge import rules
 from narrowgauge._update_sums import SUMS, update_terms
 from narrowgauge.gauges._magnitudes import kernels_take
 from narrowgauge.gauges._records import Record, rounded
-from narrowgauge.gauges._watch._batched_rows import STRIDE, BatchedRows, Sample, chunks, flat
+from narrowgauge.gauges._watch._batched_rows import STRIDE, BatchedRows, Sample, chunks, flat, to_device
 from narrowgauge.gauges._watch._intended_update import (
     AfterStep,
     moments_of,
@@ -33,23 +33,9 @@ from narrowgauge.gauges._watch._intended_update import (
     table_of,
     update_graph,
 )
-from narrowgauge.kernels._tables import sent
 
 Updates = Literal["sampled"] | bool
 Table = tuple[list[Tensor], Tensor, str]  # parameters; their sums, float64 (parameters, 8); how they were measured
-
-
-class UpdateStats(Protocol):
-    """Measures due steps."""
-
-    def begin(self, index: int) -> None:
-        """Before a due step; `index` is the number of the sample."""
-
-    def end(self) -> list[Table]:
-        """After the step."""
-
-    def abandon(self) -> None:
-        """Forget a step that was not taken, and leave the optimizer as it was."""
 
 
 def measures_itself(optimizer: torch.optim.Optimizer) -> bool:
@@ -57,7 +43,7 @@ def measures_itself(optimizer: torch.optim.Optimizer) -> bool:
     return hasattr(type(optimizer), "measured") and hasattr(type(optimizer), "preview_unavailable")
 
 
-def stats_of(optimizer: torch.optim.Optimizer, updates: Updates) -> UpdateStats | None:
+def stats_of(optimizer: torch.optim.Optimizer, updates: Updates) -> OwnStats | MeasuredAround | None:
     """What measures an optimizer's steps; None if `updates` is False."""
     if not updates:
         return None
@@ -72,15 +58,18 @@ class OwnStats:
         self._setting: bool | None = None  # the user's
 
     def begin(self, index: int) -> None:
+        """Before a due step; `index` is the number of the sample."""
         self._setting = self._optimizer.gauges
         self._optimizer.gauges = True
 
     def end(self) -> list[Table]:
+        """After the step."""
         tables = [(ps, rows, "fused") for ps, rows in self._optimizer.measured()]
         self.abandon()
         return tables
 
     def abandon(self) -> None:
+        """Leave the optimizer as it was."""
         if self._setting is False:
             self._optimizer.gauges = False
             self._optimizer.last_stats = type(self._optimizer.last_stats)()
@@ -105,12 +94,7 @@ class _Batch:
 
 
 class MeasuredAround:
-    """Steps of other optimizers.
-
-    Args:
-        optimizer: the optimizer.
-        updates: ``"sampled"`` for one row in sixteen of long tensors, True for all.
-    """
+    """Steps of other optimizers; `updates` as in `watch`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, updates: Updates) -> None:
         self._optimizer, self._stride = optimizer, STRIDE if updates == "sampled" else 1
@@ -182,13 +166,11 @@ class MeasuredAround:
                 for cut in chunks([self._before[p].numel() for p in batch.ps])
             ]
             sums = torch.cat([self._in_torch(part) for part in parts])
-        if self._found_inf is not None:
-            skipped = torch.as_tensor(self._found_inf).to(sums.device).reshape(()) > 0
-            sums = torch.where(skipped, 0.0, sums)
+        sums = unless_skipped(sums, self._found_inf)
         sizes = [flat(p).numel() for p in batch.ps]
         factors = [n / max(1, self._sample.size(n)) for n in sizes]
         if any(factor != 1 for factor in factors):
-            sums = sums * sent(np.array(factors, dtype=np.float64), sums.device)[:, None]
+            sums = sums * to_device(factors, sums.device, np.float64)[:, None]
         return sums
 
     def _scalars(self, batch: _Batch, device: torch.device) -> dict[str, rules.Scalar]:
@@ -222,15 +204,15 @@ class MeasuredAround:
         sample = self._sample
         now = [sample.of(flat(p)) for p in batch.ps]
         batched = BatchedRows.of(now)
-        # Copies by kernels are padded to whole rows.
-        copies = [self._before[p][: x.numel()] for p, x in zip(batch.ps, now, strict=True)]
-        before = batched.rows(copies, torch.float64)
-        change = batched.rows(now, torch.float64) - before
-        grads = [
-            self._grads[p][: x.numel()] if p in self._grads else sample.of(flat(dense(p.grad)))
-            for p, x in zip(batch.ps, now, strict=True)
-        ]
-        grad = batched.rows(grads, torch.float64)
+
+        def rows(vectors: Iterable[Tensor]) -> Tensor:
+            # Copies by kernels are padded to whole rows.
+            pairs = zip(vectors, batched.lengths, strict=True)
+            return batched.rows([x if len(x) == n else x[:n] for x, n in pairs], torch.float64)
+
+        before = rows(self._before[p] for p in batch.ps)
+        change = rows(now) - before
+        grad = rows(self._grads[p] if p in self._grads else sample.of(flat(dense(p.grad))) for p in batch.ps)
         if batch.rule is None:
             unknown = torch.full_like(change[:, :1], math.nan)
             _, _, _, *counts = update_terms(grad, change, change)
@@ -238,10 +220,7 @@ class MeasuredAround:
             return batched.sums([change.square(), unknown, unknown, *counts, zeros, zeros])
         if batch.group.get("maximize"):
             grad = -grad
-        moments = {
-            slot: batched.rows([sample.of(flat(one[slot])) for one in batch.moments], torch.float64)
-            for slot in batch.moments[0]
-        }
+        moments = {slot: rows(sample.of(flat(one[slot])) for one in batch.moments) for slot in batch.moments[0]}
         scalars = batched.columns(self._scalars(batch, batched.device))
         intended, _ = batch.rule.update(AfterStep(), before, grad, moments, scalars)
         inside = batched.inside()
@@ -255,6 +234,13 @@ class MeasuredAround:
         else:
             terms += [torch.where(inside, ratio, 0.0), inside.expand_as(ratio)]
         return batched.sums(terms)
+
+
+def unless_skipped(sums: Tensor, found_inf: Tensor | None) -> Tensor:
+    """Sums, or zeros if torch's GradScaler let the device skip the step."""
+    if found_inf is None:
+        return sums
+    return torch.where(torch.as_tensor(found_inf).to(sums.device).reshape(()) > 0, 0.0, sums)
 
 
 def dense(grad: Tensor | None) -> Tensor:

@@ -21,7 +21,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -29,11 +28,12 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from narrowgauge._arguments import Count, Size, check, check_choice
 from narrowgauge._module_names import unwrap_model
-from narrowgauge.gauges._checks import check_integer
 from narrowgauge.gauges._formats import Target, targets
 from narrowgauge.gauges._magnitudes import FORMATS
-from narrowgauge.gauges._records import Record, Writer, read_records
+from narrowgauge.gauges._records import Record, read_records
+from narrowgauge.gauges._report import write_report
 from narrowgauge.gauges._watch._alarms import Alarms
 from narrowgauge.gauges._watch._features import Hook, loss_in
 from narrowgauge.gauges._watch._measurements import Measurements
@@ -41,7 +41,6 @@ from narrowgauge.gauges._watch._ranks import Message, Part, Ranks
 from narrowgauge.gauges._watch._sink import RecordSink
 from narrowgauge.gauges._watch._sources import Sources, header, parameters_of
 from narrowgauge.gauges._watch._step_records import LossScaleHistory, StepRows
-from narrowgauge.gauges._watch._tensorboard import TensorBoardWriter
 from narrowgauge.gauges._watch._update_stats import Updates
 
 _WATCHED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -112,29 +111,22 @@ def watch(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     optimizer = _unwrap_optimizer(optimizer)
-    check_integer("every", every, 1)
+    check("every", every, Size)
     states_every = 10 * every if states_every is None else states_every
     for name, steps in (("warmup", warmup), ("states_every", states_every), ("rms_every", rms_every)):
-        check_integer(name, steps, 0)
-    if resume_from is not None:
-        check_integer("resume_from", resume_from, 0)
-    if updates not in ("sampled", True, False):
-        raise ValueError(f"updates must be 'sampled', True or False, got {updates!r}")
-    if ranks not in ("all", "own"):
-        raise ValueError(f"ranks must be 'all' or 'own', got {ranks!r}")
+        check(name, steps, Count)
+    check("resume_from", resume_from or 0, Count)
+    check_choice("updates", updates, ("sampled", True, False))
+    check_choice("ranks", ranks, ("all", "own"))
     if on_alarm is not None and not callable(on_alarm):
         raise TypeError(f"on_alarm must be a function of a record, got {type(on_alarm).__name__}")
     asked = targets(formats)
     if not asked:
         raise ValueError("formats must have at least one format, got none")
-    return Watch(
-        model,
-        optimizer,
-        Sources(updates, gradients, activations, asked, every, states_every, rms_every, rms_of),
-        Output(path, tensorboard, ranks == "all", resume_from),
-        LossScaleHistory(scaler) if scaler is not None else None,
-        Alarms(on_alarm, warmup),
-    )
+    sources = Sources(updates, gradients, activations, asked, every, states_every, rms_every, rms_of)
+    scales = LossScaleHistory(scaler) if scaler is not None else None
+    sink = RecordSink(path, tensorboard, resume_from, Alarms(on_alarm, warmup))
+    return Watch(model, optimizer, sources, scales, sink, resume_from or 0, together=ranks == "all")
 
 
 def _unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
@@ -152,39 +144,6 @@ def _unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-class Output:
-    """Where records go, and after which step they continue; see `watch`."""
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str] | None,
-        tensorboard: str | os.PathLike[str] | None,
-        together: bool,
-        resume_from: int | None,
-    ) -> None:
-        self._path, self._tensorboard = path, tensorboard
-        self.together, self.resume_from = together, resume_from
-
-    def open(self, first: bool, alarms: Alarms) -> RecordSink:
-        """The sink of the first rank, or of another one.
-
-        Raises:
-            OSError, ValueError: if the file or the folder cannot be written, or the file not be continued.
-        """
-        writer = Writer(self._path, self.resume_from) if first and self._path is not None else None
-        if writer is not None and writer.continues:
-            alarms.replay(read_records(writer.path))
-        tensorboard = None
-        try:
-            if first and self._tensorboard is not None:
-                tensorboard = TensorBoardWriter(self._tensorboard, self.resume_from or 0)
-        except BaseException:
-            if writer is not None:
-                writer.close()
-            raise
-        return RecordSink(writer, tensorboard, self._path is None, alarms if first else None)
-
-
 class Watch:
     """A watched training; made by `watch`, used as a context manager, once."""
 
@@ -193,19 +152,18 @@ class Watch:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         sources: Sources,
-        output: Output,
-        history: LossScaleHistory | None,
-        alarms: Alarms,
+        scales: LossScaleHistory | None,
+        sink: RecordSink,
+        taken: int,
+        together: bool,
     ) -> None:
-        self._model, self._optimizer, self._sources, self._output = model, optimizer, sources, output
-        self._alarms = alarms
+        self._model, self._optimizer, self._sources = model, optimizer, sources
         inner = unwrap_model(model)
         names = parameters_of(inner, optimizer)
         self._measurements = Measurements(inner, optimizer, sources, names)
-        self._steps = StepRows(output.resume_from or 0, [names[p] for p in self._measurements.rms_of], history)
+        self._steps = StepRows(taken, [names[p] for p in self._measurements.rms_of], scales)
+        self._sink, self._together, self._ranks = sink, together, Ranks()
         self._messages: list[Message] = []
-        self._ranks = Ranks()
-        self._sink: RecordSink | None = None
         self._handles: list[Any] = []
         self._open = self._entered = False
 
@@ -214,23 +172,21 @@ class Watch:
             raise RuntimeError("a watch can be entered once; make another one with narrowgauge.gauges.watch")
         if self._optimizer in _WATCHED:
             raise RuntimeError("optimizer is watched already; one watch at a time")
+        self._entered = True
         try:
             self._begin()
         except BaseException:  # `with` does not call __exit__ if __enter__ raises
             self._let_go()
-            if self._sink is not None:
-                self._sink.close()
+            self._sink.close()
             raise
         return self
 
     def _begin(self) -> None:
-        self._ranks = Ranks.all() if self._output.together else Ranks()
-        self._sink = self._output.open(self._ranks.first, self._alarms)
+        self._ranks = Ranks.all() if self._together else Ranks()
+        inner, names = unwrap_model(self._model), self._measurements.names
+        self._sink.open(header(inner, self._optimizer, self._sources, names), self._ranks.first)
         _WATCHED.add(self._optimizer)
-        self._sink.begin(
-            header(unwrap_model(self._model), self._optimizer, self._sources, self._measurements.names)
-        )
-        self._entered = self._open = True
+        self._open = True
         self._handles = [
             self._model.register_forward_hook(Hook(self._model_returned)),
             self._optimizer.register_step_pre_hook(_BeforeStep(self._before_step)),
@@ -252,7 +208,6 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._let_go()
-        assert self._sink is not None
         try:
             # After an error other ranks may not take part in the collective.
             if self._steps.waiting and (kind is None or self._ranks.group is None):
@@ -296,8 +251,6 @@ class Watch:
         With a `path` only the first of several ranks has them.
         """
         self.settle()
-        if self._sink is None:
-            return []
         writer = self._sink.writer
         return list(read_records(writer.path) if writer is not None else self._sink.rows)
 
@@ -306,7 +259,7 @@ class Watch:
         if self._open and self._steps.waiting and self._ranks.group is None:
             self._send([])
         self._read_all()
-        if self._sink is not None and self._open:
+        if self._open:
             self._sink.flush()
 
     def report(self, path: str | os.PathLike[str]) -> Path:
@@ -316,7 +269,7 @@ class Watch:
             The page's path.
         """
         page = Path(path)
-        import_module("narrowgauge.gauges._report").write_report(self.rows(), page)
+        write_report(self.rows(), page)
         return page
 
     def _model_returned(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -350,8 +303,7 @@ class Watch:
         self._measurements.expect(step + 1)
         while self._messages and self._messages[0].arrived:
             self._read_first()
-        if self._sink is not None:
-            self._sink.notify()
+        self._sink.notify()
 
     def _send(self, found: Sequence[Part]) -> None:
         """Send the waiting steps, and the tables of the present one."""
@@ -364,11 +316,10 @@ class Watch:
 
     def _read_first(self) -> None:
         for part, table in self._messages.pop(0).read():
-            if self._sink is not None:
-                self._sink.submit(partial(part.records, table))
+            self._sink.submit(partial(part.records, table))
 
     def _submit(self, records: list[Record]) -> None:
-        if records and self._sink is not None:
+        if records:
             self._sink.submit(lambda: records)
 
 
