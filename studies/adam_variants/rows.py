@@ -26,23 +26,14 @@ MOMENTUM = 0.9
 
 @dataclass(frozen=True)
 class Variant:
-    """An optimizer.
+    """An optimizer."""
 
-    Attributes:
-        name: in results and tables.
-        title: what is kept, in a line.
-        family: whose learning rate it has: adam, adafactor, adagrad or momentum.
-        make: makes it of a model, from `lr`, `betas`, `eps` and `seed`.
-        package: that must be installed; None for this library and torch.
-        gpu: whether it runs on a GPU alone.
-    """
-
-    name: str
-    title: str
-    family: str
-    make: Make = field(repr=False)
-    package: str | None = None
-    gpu: bool = False
+    name: str  # in results and tables
+    title: str  # what is kept, in a line
+    family: str  # whose learning rate it has: adam, adafactor, adagrad or momentum
+    make: Make = field(repr=False)  # makes it of a model, from `lr`, `betas`, `eps` and `seed`
+    package: str | None = None  # that must be installed; None for this library and torch
+    gpu: bool = False  # whether it runs on a GPU alone
 
     def refusal(self, device: str) -> str | None:
         """Why it cannot be run here; None if it can."""

@@ -35,28 +35,22 @@ WARMUP = 0.1  # of the steps
 
 @dataclass(frozen=True)
 class Plan:
-    """What all runs share.
+    """What all runs share."""
 
-    Attributes:
-        language: setting of the two language tasks, but for model and learning rate.
-        models: of the causal and the masked task.
-        image_steps, image_batch, image_width: of the image task, and the network's first width.
-        validated: batches of held-out images.
-        ablation_steps: of a run of the ablation, on the causal model.
-    """
-
+    # setting of the two language tasks, but for model and learning rate
     language: Setting = field(
         default_factory=lambda: Setting(
             megabytes=24, model="mini", vocabulary=4096, sequence=128, batch=32, steps=500, warmup=50, clip=0.0,
             eps=planned.BASELINE.eps, weight_decay=0.0, gauge_every=0, windows=256, stable_embedding=True,
         )
     )  # fmt: skip
-    models: tuple[str, str] = ("mini", "roberta-micro")
+    models: tuple[str, str] = ("mini", "roberta-micro")  # of the causal and the masked task
+    # image_steps, image_batch, image_width: of the image task, and the network's first width
     image_steps: int = 600
     image_batch: int = 256
     image_width: int = 32
-    validated: int = 16
-    ablation_steps: int = 400
+    validated: int = 16  # batches of held-out images
+    ablation_steps: int = 400  # of a run of the ablation, on the causal model
 
     @property
     def device(self) -> str:
@@ -79,11 +73,7 @@ class Task:
 
 
 def run(task: Task, plan: Plan) -> Result:
-    """Make a run.
-
-    Raises:
-        RuntimeError: if the row's optimizer cannot be used here.
-    """
+    """Make a run."""
     if task.kind == "ablation":
         return _ablation(task, plan)
     chosen = variants_rows.variant(task.row)

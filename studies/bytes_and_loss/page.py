@@ -50,28 +50,19 @@ ANGLES = (0, 180, 90, 270, 30, 330, 150, 210, 60, 300, 120, 240)
 
 @dataclass(frozen=True)
 class Found:
-    """What became of one row under one setting.
+    """What became of one row under one setting."""
 
-    Attributes:
-        name, title, family, formula: as in the results.
-        bytes: measured bytes a parameter; None if no run ended.
-        gradient: bytes of the gradient among them.
-        losses: validation losses of the seeds that have one.
-        differences: from the reference at the same seed, where both are there.
-        diverged: how many seeds did.
-        failed: why there is no number; None if there is one.
-    """
-
+    # name, title, family, formula: as in the results
     name: str
     title: str
     family: str
     formula: float | None
-    bytes: float | None
-    gradient: float
-    losses: list[float]
-    differences: list[float]
-    diverged: int
-    failed: str | None
+    bytes: float | None  # measured bytes a parameter; None if no run ended
+    gradient: float  # bytes of the gradient among them
+    losses: list[float]  # validation losses of the seeds that have one
+    differences: list[float]  # from the reference at the same seed, where both are there
+    diverged: int  # how many seeds did
+    failed: str | None  # why there is no number; None if there is one
 
     @property
     def mean(self) -> float | None:

@@ -37,19 +37,12 @@ Maker = Callable[[list[nn.Parameter], Options], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table.
+    """One line of the table."""
 
-    Attributes:
-        name: its name in results, tables and pictures.
-        title: what is kept, in a line.
-        tier: when it is run.
-        family: ``"ours"``, or the peer's package.
-    """
-
-    name: str
-    title: str
-    tier: int
-    family: str
+    name: str  # its name in results, tables and pictures
+    title: str  # what is kept, in a line
+    tier: int  # when it is run
+    family: str  # ``"ours"``, or the peer's package
 
     def refusal(self) -> str | None:
         """Why it cannot be run here; None if it can."""
@@ -72,16 +65,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Ours(Row):
-    """A composition of this library's storages, under AdamW unless the recipe names another optimizer.
+    """A composition of this library's storages, under AdamW unless the recipe names another optimizer."""
 
-    Attributes:
-        recipe: format, weights and states.
-        block_size: of quantized states.
-        embeddings: the state storage that embeddings are marked with, over the recipe's; None for no mark.
-    """
-
-    recipe: Recipe = field(default_factory=lambda: recipes.get(REFERENCE))
-    block_size: int = 256
+    recipe: Recipe = field(default_factory=lambda: recipes.get(REFERENCE))  # format, weights and states
+    block_size: int = 256  # of quantized states
+    # the state storage that embeddings are marked with, over the recipe's; None for no mark
     embeddings: str | None = None
 
     def formula(self) -> float | None:
@@ -98,12 +86,9 @@ class Ours(Row):
 
 @dataclass(frozen=True)
 class Peer(Row):
-    """Another library's optimizer on bf16 weights.
+    """Another library's optimizer on bf16 weights."""
 
-    Attributes:
-        make: takes the parameters and the options; imports the library.
-    """
-
+    # takes the parameters and the options; imports the library
     make: Callable[[list[nn.Parameter], Options], torch.optim.Optimizer] = field(
         repr=False, default=lambda p, o: None
     )

@@ -42,35 +42,29 @@ LAST = 20  # steps whose training loss is averaged
 
 @dataclass(frozen=True)
 class Setting:
-    """What all rows share, and what a variation changes.
+    """What all rows share, and what a variation changes."""
 
-    Attributes:
-        data: a text; None for the source of Python's standard library.
-        model, vocabulary, sequence: what is trained.
-        steps, batch: optimizer steps, windows a step.
-        lr, warmup, final: learning rate, steps of its rise, share of it that is left at the last step.
-        beta1, beta2, eps, weight_decay: AdamW's.
-        clip: the gradients' norm is brought down to this at most; 0 leaves them alone.
-        device: where to train.
-        graph: whether our own optimizers' steps are replayed from a CUDA graph. The eager step of a small model
-            is bound by the launching of its kernels; a graph computes the same numbers.
-    """
-
-    data: Path | None = None
+    data: Path | None = None  # a text; None for the source of Python's standard library
+    # model, vocabulary, sequence: what is trained
     model: str = "gpt2"
     vocabulary: int = 8192
     sequence: int = 256
+    # steps, batch: optimizer steps, windows a step
     steps: int = 400
     batch: int = 8
+    # lr, warmup, final: learning rate, steps of its rise, share of it that is left at the last step
     lr: float = 5e-4
     warmup: int = 40
     final: float = 0.1
+    # beta1, beta2, eps, weight_decay: AdamW's
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.1
-    clip: float = 1.0
-    device: str = "cpu"
+    clip: float = 1.0  # the gradients' norm is brought down to this at most; 0 leaves them alone
+    device: str = "cpu"  # where to train
+    # whether our own optimizers' steps are replayed from a CUDA graph. The eager step of a small model is bound
+    # by the launching of its kernels; a graph computes the same numbers
     graph: bool = True
 
     def rate(self, step: int) -> float:

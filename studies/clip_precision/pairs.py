@@ -41,24 +41,16 @@ _LAST = 2**31 - 1
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Pictures and captions on a device, and what a CLIP is asked of them.
+    """Pictures and captions on a device, and what a CLIP is asked of them."""
 
-    Attributes:
-        pixels: uint8 (n, 3, edge, edge), the middle squares of the training's pictures.
-        tokens: int64 (n, context), their captions.
-        task: the trainer's own: loss, bound of the logit scale, held-out pictures, zero-shot accuracy.
-        size: edge of what the model sees.
-        vocabulary, end: number of tokens, and the one that ends a caption.
-        about: what a results file says of the data.
-    """
-
-    pixels: Tensor
-    tokens: Tensor
-    task: ImageTextTask
-    size: int
+    pixels: Tensor  # uint8 (n, 3, edge, edge), the middle squares of the training's pictures
+    tokens: Tensor  # int64 (n, context), their captions
+    task: ImageTextTask  # the trainer's own: loss, bound of the logit scale, held-out pictures, zero-shot accuracy
+    size: int  # edge of what the model sees
+    # vocabulary, end: number of tokens, and the one that ends a caption
     vocabulary: int
     end: int
-    about: dict[str, Any]
+    about: dict[str, Any]  # what a results file says of the data
 
 
 def pairs_of(settings: TrainSettings) -> Pairs:
@@ -66,10 +58,6 @@ def pairs_of(settings: TrainSettings) -> Pairs:
 
     Args:
         settings: of a CLIP; `data` None for the emoji of the font that is installed.
-
-    Raises:
-        DataError: if there are none that can be read; without `data`, if there is no font or no list of names.
-        ValueError: for a model that is no CLIP.
     """
     sizes = preset(settings.model)
     if not isinstance(sizes, ClipSizes):
@@ -128,11 +116,7 @@ def _load(
 
 
 def installed_emoji() -> Path:
-    """A folder with the installed color emoji font's pairs, drawn once and kept in the user's cache.
-
-    Raises:
-        DataError: if there is no font, no list of names, or nothing that draws what is held out.
-    """
+    """A folder with the installed color emoji font's pairs, drawn once and kept in the user's cache."""
     folder = cache_folder() / "emoji"
     if not (folder / "emoji.json").is_file():  # written last
         if not features.check("raqm"):

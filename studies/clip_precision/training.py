@@ -59,29 +59,19 @@ _NOT_SAID = (
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """How a run went.
+    """How a run went."""
 
-    Attributes:
-        losses: of every step in nats, up to and with the first that is not finite.
-        scalars: of every step, by name, what `scalars` said.
-        validations: by step: `step`, `loss`, `zero_shot_top1`, `zero_shot_top5`, `logit_scale`.
-        magnitudes: of the image tower's blocks, in order, on held-out pictures: `step`, `mean` (E|x_k|), `absmax`.
-        parameters: their number.
-        passes: eager or from a graph, see `shared/graphed.py`.
-        step_ms: median of a step between looks; the first look, which has compiled kernels in it, is left out.
-        peak_memory: in bytes; None on a CPU.
-        seconds: of all of it.
-    """
-
-    losses: list[float]
-    scalars: dict[str, list[float]]
+    losses: list[float]  # of every step in nats, up to and with the first that is not finite
+    scalars: dict[str, list[float]]  # of every step, by name, what `scalars` said
+    # by step: `step`, `loss`, `zero_shot_top1`, `zero_shot_top5`, `logit_scale`
     validations: list[dict[str, float]]
+    # of the image tower's blocks, in order, on held-out pictures: `step`, `mean` (E|x_k|), `absmax`
     magnitudes: list[dict[str, Any]]
-    parameters: int
-    passes: str
-    step_ms: float
-    peak_memory: int | None
-    seconds: float
+    parameters: int  # their number
+    passes: str  # eager or from a graph, see `shared/graphed.py`
+    step_ms: float  # median of a step between looks; the first look, which has compiled kernels in it, is left out
+    peak_memory: int | None  # in bytes; None on a CPU
+    seconds: float  # of all of it
 
     @property
     def finite(self) -> bool:
@@ -125,9 +115,6 @@ def train(
             of this library are clipped before its step.
         scalars: asked after each step, while gradients are there: numbers on the device, by name.
         magnitudes: whether blocks are measured at each validation.
-
-    Raises:
-        ValueError, DataError: for what cannot be trained, by name.
     """
     begun = time.perf_counter()
     pairs = pairs_of(settings)

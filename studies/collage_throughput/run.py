@@ -48,19 +48,12 @@ LR = 1e-5
 
 @dataclass(frozen=True)
 class Row:
-    """What trains a model.
+    """What trains a model."""
 
-    Attributes:
-        name: the paper's letter, or one of ours.
-        title: what is kept, in a line.
-        recipe: of this library; None for torch's fused AdamW.
-        autocast: whether fp32 weights compute in bf16.
-    """
-
-    name: str
-    title: str
-    recipe: Recipe | None = None
-    autocast: bool = False
+    name: str  # the paper's letter, or one of ours
+    title: str  # what is kept, in a line
+    recipe: Recipe | None = None  # of this library; None for torch's fused AdamW
+    autocast: bool = False  # whether fp32 weights compute in bf16
 
     @property
     def dtype(self) -> torch.dtype:

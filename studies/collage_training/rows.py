@@ -23,18 +23,12 @@ REFERENCE = "D"
 
 @dataclass(frozen=True)
 class Row:
-    """A precision strategy.
+    """A precision strategy."""
 
-    Attributes:
-        name: in results, tables and pictures; the paper's letters where it has some.
-        recipe: format, weights and states.
-        tier: see the module.
-        arithmetic: ``"fp32"`` rounds what is stored, ``"strict"`` every operation, as Collage's Algorithm 2 has it.
-    """
-
-    name: str
-    recipe: Recipe
-    tier: int
+    name: str  # in results, tables and pictures; the paper's letters where it has some
+    recipe: Recipe  # format, weights and states
+    tier: int  # see the module
+    # ``"fp32"`` rounds what is stored, ``"strict"`` every operation, as Collage's Algorithm 2 has it
     arithmetic: str = "fp32"
 
     @property

@@ -27,16 +27,11 @@ OPTIMIZERS = ("SGD", "AdamW")
 
 @dataclass(frozen=True)
 class Row:
-    """How gradients travel.
+    """How gradients travel."""
 
-    Attributes:
-        name: in results, tables and pictures.
-        title: what it is, in a line.
-        options: of `compressed_allreduce_hook`; None where torch does it.
-    """
-
-    name: str
-    title: str
+    name: str  # in results, tables and pictures
+    title: str  # what it is, in a line
+    # of `compressed_allreduce_hook`; None where torch does it
     options: Mapping[str, Any] | None = field(default=None, hash=False)
 
 

@@ -30,33 +30,23 @@ from studies.shared.resumable import RECENT, Study
 
 @dataclass(frozen=True)
 class Task:
-    """A run.
+    """A run."""
 
-    Attributes:
-        optimizer: one of `rows.OPTIMIZERS`.
-        row: how gradients travel.
-        seed: of weights and batches.
-    """
-
-    optimizer: str
-    row: str
-    seed: int
+    optimizer: str  # one of `rows.OPTIMIZERS`
+    row: str  # how gradients travel
+    seed: int  # of weights and batches
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What all runs share.
+    """What all runs share."""
 
-    Attributes:
-        language: the model, the text and the steps; its batch is that of all ranks together.
-        sgd_lr, adamw_lr: learning rates.
-        ranks: processes.
-    """
-
+    # the model, the text and the steps; its batch is that of all ranks together
     language: Setting = field(default_factory=Setting)
+    # sgd_lr, adamw_lr: learning rates
     sgd_lr: float = 0.1
     adamw_lr: float = 1e-3
-    ranks: int = 2
+    ranks: int = 2  # processes
 
     def setting(self, optimizer: str) -> Setting:
         """With an optimizer's learning rate."""

@@ -24,19 +24,13 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """What every run needs: the settings, the text as tokens, whether to use CUDA graphs, and when to stop.
-
-    Attributes:
-        tokens: int32 array, to train on.
-        validation: int64 array (windows, sequence + 1).
-        deadline: in seconds of `time.time`, after which no run is begun.
-    """
+    """What every run needs: the settings, the text as tokens, whether to use CUDA graphs, and when to stop."""
 
     training: Training
-    tokens: np.ndarray
-    validation: np.ndarray
+    tokens: np.ndarray  # int32 array, to train on
+    validation: np.ndarray  # int64 array (windows, sequence + 1)
     graph: bool = False
-    deadline: float = math.inf
+    deadline: float = math.inf  # in seconds of `time.time`, after which no run is begun
 
 
 _shared: Shared | None = None

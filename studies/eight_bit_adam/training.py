@@ -43,17 +43,11 @@ _LOOK = 20  # steps between looks at whether the losses are still finite
 
 @dataclass(frozen=True)
 class Parts:
-    """What of the stable embedding layer a model has.
+    """What of the stable embedding layer a model has."""
 
-    Attributes:
-        norm: a layer norm on what comes out, before the positions are added.
-        xavier: Xavier's uniform initialization.
-        wide: 32-bit states for the table, whatever the others have.
-    """
-
-    norm: bool
-    xavier: bool
-    wide: bool
+    norm: bool  # a layer norm on what comes out, before the positions are added
+    xavier: bool  # Xavier's uniform initialization
+    wide: bool  # 32-bit states for the table, whatever the others have
 
 
 STABLE = Parts(True, True, True)
@@ -62,29 +56,20 @@ USUAL = Parts(False, False, False)
 
 @dataclass(frozen=True)
 class Trial:
-    """A run: everything that two of them can differ in.
+    """A run: everything that two of them can differ in."""
 
-    Attributes:
-        codebook: of both moments; None for 32-bit states.
-        blocks: whether a scale serves a block or the whole tensor, as ``"quantile"`` codes always have it.
-        embedding: the parts of the stable embedding that the model has.
-        lr, beta1, beta2, eps: Adam's.
-        seed: of weights and batches.
-        narrow: the moments that have 8 bits, if any: "mv", "m" or "v".
-        zero: whether a second moment may round to zero, or rounds up to the smallest code instead.
-        nudge: millionths by which all initial weights are larger: the same run but for what chance makes of it.
-    """
-
-    codebook: str | None
-    blocks: bool
-    embedding: Parts
+    codebook: str | None  # of both moments; None for 32-bit states
+    blocks: bool  # whether a scale serves a block or the whole tensor, as ``"quantile"`` codes always have it
+    embedding: Parts  # the parts of the stable embedding that the model has
+    # lr, beta1, beta2, eps: Adam's
     lr: float
     beta1: float
     beta2: float
     eps: float
-    seed: int
-    narrow: str = "mv"
-    zero: bool = True
+    seed: int  # of weights and batches
+    narrow: str = "mv"  # the moments that have 8 bits, if any: "mv", "m" or "v"
+    zero: bool = True  # whether a second moment may round to zero, or rounds up to the smallest code instead
+    # millionths by which all initial weights are larger: the same run but for what chance makes of it
     nudge: int = 0
 
 

@@ -47,16 +47,11 @@ SHARES = ("along_signal", "zero_a", "zero_b")
 
 @dataclass(frozen=True, eq=False)
 class Operands:
-    """One of the three products of a layer, or the control: rows of `a` times rows of `b`.
+    """One of the three products of a layer, or the control: rows of `a` times rows of `b`."""
 
-    Attributes:
-        layer: whose.
-        product: ``"output"``, ``"grad_input"``, ``"grad_weight"`` or ``"normal"``.
-        a, b: (vectors, length), (vectors, length): the whole matrices, of which vectors are drawn.
-    """
-
-    layer: str
-    product: str
+    layer: str  # whose
+    product: str  # ``"output"``, ``"grad_input"``, ``"grad_weight"`` or ``"normal"``
+    # a, b: (vectors, length), (vectors, length): the whole matrices, of which vectors are drawn
     a: Tensor
     b: Tensor
 

@@ -30,36 +30,23 @@ BEFORE, AFTER = 20, 80  # steps around the spike of which every loss and scale i
 
 @dataclass(frozen=True)
 class Task:
-    """A run.
+    """A run."""
 
-    Attributes:
-        kind: ``"formats"``, or the name of what is injected.
-        row: format and scaler.
-        seed: of weights and batches.
-    """
-
-    kind: str
-    row: str
-    seed: int
+    kind: str  # ``"formats"``, or the name of what is injected
+    row: str  # format and scaler
+    seed: int  # of weights and batches
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What all runs share.
+    """What all runs share."""
 
-    Attributes:
-        language: the model, the text and the steps.
-        beta2: AdamW's.
-        interval: good steps in a row that double a dynamic scale; torch's.
-        moments: shares of the fp32 run after which its gradients are looked at.
-        spike: share of a run after which something is injected.
-    """
-
-    language: Setting = field(default_factory=Setting)
-    beta2: float = 0.999
-    interval: int = 2000
+    language: Setting = field(default_factory=Setting)  # the model, the text and the steps
+    beta2: float = 0.999  # AdamW's
+    interval: int = 2000  # good steps in a row that double a dynamic scale; torch's
+    # shares of the fp32 run after which its gradients are looked at
     moments: tuple[float, ...] = (0.01, 0.1, 0.5, 1.0)
-    spike: float = 0.4
+    spike: float = 0.4  # share of a run after which something is injected
 
     @property
     def spiked(self) -> int:

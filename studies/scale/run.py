@@ -142,11 +142,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def rendered(page: str) -> str:
-    """A page with its tables made anew.
-
-    Raises:
-        KeyError: for a table that there is not.
-    """
+    """A page with its tables made anew."""
     pattern = re.compile(r"(<!-- scale (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
     return pattern.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}{match[3]}", page)
 

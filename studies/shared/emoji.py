@@ -71,11 +71,7 @@ class Emoji:
 
 
 def read_names(path: Path) -> list[Emoji]:
-    """The emoji of Unicode's emoji-test.txt, in its order.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """The emoji of Unicode's emoji-test.txt, in its order."""
     if not path.is_file():
         raise ValueError(f"--names: got {path}, where nothing is; Debian has it in the package unicode-data")
     found = []

@@ -71,11 +71,7 @@ class Source:
 
 @functools.cache
 def sources() -> tuple[Source, ...]:
-    """All of them, as the files have them.
-
-    Raises:
-        ValueError: an entry lacks a key, has one too many, or a status or limit that is none; it says which.
-    """
+    """All of them, as the files have them."""
     found = []
     for key in SOURCES:
         data = tomllib.loads((FOLDER / f"{key}.toml").read_text())

@@ -103,9 +103,6 @@ def run(training: Training, snapshots: Sequence[float] = (), recipe: str = "fp32
         recipe: one that keeps fp32 weights, and moments in fp32 or 8 bits.
         min_size: the fewest elements of a parameter whose moments are copied: smaller ones are not quantized in
             practice.
-
-    Raises:
-        RuntimeError: if a loss is not finite.
     """
     corpus = load_corpus(training.data)
     text = tokenize(corpus, training.vocabulary)

@@ -37,9 +37,6 @@ def installed_sources(most_bytes: int, seed: int = 0, roots: Sequence[Path] | No
         most_bytes: of text that is read, at most.
         seed: of the order in which packages and files are taken.
         roots: folders of packages; the running interpreter's standard library and site-packages if None.
-
-    Raises:
-        DataError: if there are fewer than two packages.
     """
     order = random.Random(seed)
     packages: dict[str, list[Document]] = {}

@@ -49,38 +49,31 @@ Maker = Callable[[nn.Module, dict[str, Any]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Setting:
-    """What all runs of a study share.
+    """What all runs of a study share."""
 
-    Attributes:
-        data: a text; None for the Python sources installed on this machine, `megabytes` of them at most.
-        model, vocabulary, sequence, batch, steps: what is trained, on windows a step.
-        lr, warmup, final: learning rate, steps of its rise, share of it that is left at the end of the cosine.
-        beta1, eps, weight_decay: AdamW's; `beta2` is a run's own.
-        clip: norm of all gradients together, at most; 0 for no clipping. The optimizer does it, within its step.
-        gauge_every: steps between measurements of the update; 0 for none.
-        windows: to validate on.
-        stable_embedding: whether the token embedding is the 8-bit paper's, with a layer norm behind it.
-        device: where to train.
-    """
-
+    # a text; None for the Python sources installed on this machine, `megabytes` of them at most
     data: Path | None = None
     megabytes: int = 48
+    # model, vocabulary, sequence, batch, steps: what is trained, on windows a step
     model: str = "gpt2"
     vocabulary: int = 50257
     sequence: int = 1024
     batch: int = 8
     steps: int = 300
+    # lr, warmup, final: learning rate, steps of its rise, share of it that is left at the end of the cosine
     lr: float = 6e-4
     warmup: int = 60
     final: float = 0.1
+    # beta1, eps, weight_decay: AdamW's; `beta2` is a run's own
     beta1: float = 0.9
     eps: float = 1e-8
     weight_decay: float = 0.1
+    # norm of all gradients together, at most; 0 for no clipping. The optimizer does it, within its step
     clip: float = 1.0
-    gauge_every: int = 10
-    windows: int = 128
-    stable_embedding: bool = False
-    device: str = "cpu"
+    gauge_every: int = 10  # steps between measurements of the update; 0 for none
+    windows: int = 128  # to validate on
+    stable_embedding: bool = False  # whether the token embedding is the 8-bit paper's, with a layer norm behind it
+    device: str = "cpu"  # where to train
 
     def rate(self, number: int) -> float:
         """The learning rate of a step, from 1."""

@@ -48,11 +48,7 @@ def given(**values: Any) -> dict[str, Any]:
 
 
 def matching(option: str, patterns: Sequence[str] | None, names: Sequence[str]) -> list[str]:
-    """The names that match one of the patterns; all without patterns.
-
-    Raises:
-        typer.BadParameter: if none matches.
-    """
+    """The names that match one of the patterns; all without patterns."""
     found = [name for name in names if not patterns or any(fnmatch.fnmatchcase(name, p) for p in patterns)]
     if not found:
         raise typer.BadParameter(f"{option} must match one of {', '.join(names)}, got {', '.join(patterns or ())}")
