@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from studies.adam_variants import rows
+from studies.adam_variants import training as rows
 from studies.adam_variants.training import name_of
 from studies.collage_training.page import text
 from studies.eight_bit_adam import plan as planned

@@ -53,13 +53,7 @@ class Row:
         return None
 
     def optimizer(self, model: nn.Module, options: Options, seed: int) -> torch.optim.Optimizer:
-        """Cast the model, which is in fp32 on its device, and make its optimizer.
-
-        Args:
-            model: changed in place.
-            options: lr, betas, eps, weight_decay.
-            seed: of stochastic rounding, where the optimizer takes one.
-        """
+        """Cast the model, which is in fp32 on its device, and make its optimizer of lr, betas, eps and decay."""
         raise NotImplementedError
 
 
@@ -89,9 +83,7 @@ class Peer(Row):
     """Another library's optimizer on bf16 weights."""
 
     # takes the parameters and the options; imports the library
-    make: Callable[[list[nn.Parameter], Options], torch.optim.Optimizer] = field(
-        repr=False, default=lambda p, o: None
-    )
+    make: Maker = field(repr=False, default=lambda p, o: None)
 
     def refusal(self) -> str | None:
         missing = importlib.util.find_spec(self.family) is None

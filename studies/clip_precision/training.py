@@ -24,8 +24,8 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -78,23 +78,12 @@ class Trained:
         """Whether no loss was other than finite."""
         return math.isfinite(self.losses[-1])
 
-    def curve(self, points: int = 100) -> list[list[float]]:
-        """Steps and mean losses up to them, at most so many."""
-        width = max(1, math.ceil(len(self.losses) / points))
-        return [
-            [min(first + width, len(self.losses)), statistics.fmean(self.losses[first : first + width])]
-            for first in range(0, len(self.losses), width)
-        ]
-
     @property
     def rise(self) -> float:
         """How far the loss ended above where it had been: of means of `LAST` steps the last minus the lowest."""
-        means = list(self._means())
+        firsts = range(max(1, len(self.losses) - LAST + 1))
+        means = [statistics.fmean(self.losses[first : first + LAST]) for first in firsts]
         return means[-1] - min(means) if self.finite else math.inf
-
-    def _means(self) -> Iterator[float]:
-        for first in range(max(1, len(self.losses) - LAST + 1)):
-            yield statistics.fmean(self.losses[first : first + LAST])
 
 
 def plain(settings: TrainSettings) -> dict[str, Any]:
@@ -130,6 +119,12 @@ def train(
 def start(settings: TrainSettings, pairs: Pairs) -> Parts:
     """Model, recipe's optimizer and loss scaler, on the device of the pairs."""
     return build_parts(settings, pairs.vocabulary, pairs.pixels.device, end=pairs.end)
+
+
+def sizes(settings: TrainSettings, models: Iterable[str]) -> dict[str, int]:
+    """Parameters by model."""
+    pairs = pairs_of(settings)
+    return {model: parameter_count(start(replace(settings, model=model), pairs).model) for model in models}
 
 
 def drawing(settings: TrainSettings, pairs: Pairs) -> Draw:

@@ -23,12 +23,12 @@ from studies.clip_precision.pairs import crops
 from studies.collage_float8 import float8
 from studies.eight_bit_adam import plan as planned
 from studies.eight_bit_adam import training as one_run
-from studies.eight_bit_adam.quantile_adam import rounded
+from studies.eight_bit_adam.training import rounded
 from studies.inner_product_noise import run as noise
 from studies.loss_scaling import look
 from studies.loss_spikes import run as loss_spikes
 from studies.quantization_error import run as quantization
-from studies.shared.models import measured_bytes
+from studies.shared.language import measured_bytes
 from studies.stability.training import EPS, PLAIN, SCHEDULED, STABLE, Watched, optimizer_of
 from studies.state_codecs import codecs, gradients
 from studies.state_codecs.bench import SETTINGS, Library, Reference, Simulation, run
