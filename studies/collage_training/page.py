@@ -18,21 +18,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from studies.shared import pictures, readings
+from studies.shared import pictures, readings, tables
 from studies.shared.pictures import INK, Line
 from studies.shared.readings import Beside, Reading
-from studies.shared.tables import (
-    Results,
-    digits_of,
-    left_out,
-    per,
-    percent,
-    percent2,
-    place_of,
-    said,
-    several,
-    table,
-)
+from studies.shared.tables import Results, digits_of, left_out, per, percent, percent2, place_of, several, table
 
 REFERENCE = "D"
 GB = 1e9
@@ -153,7 +142,7 @@ def cost(results: Results) -> str:
 def origin(*runs: Results) -> str:
     """What was run, on what."""
     return "\n".join(
-        said(
+        tables.said(
             results,
             "`{command}`: {training[model]} of {parameters:,} parameters, {training[steps]} steps of "
             "{training[batch]} × {training[sequence]:,} tokens of {text}, vocabulary {training[vocabulary]:,}; "

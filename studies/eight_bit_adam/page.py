@@ -104,7 +104,7 @@ def ablation(results: Results) -> str:
         ("stable embedding", lambda arm: "yes" if arm.stable else "no"),
         ("paper: unstable", lambda arm: arm.paper and f"{arm.paper[0]} %"),
         ("perplexity", lambda arm: arm.paper and f"{arm.paper[1]:.1f}"),
-        ("here: unstable", lambda arm: _unstable(runs, trials(arm))),
+        ("here: unstable", lambda arm: unstable_of(runs, trials(arm))),
         ("perplexity", lambda arm: perplexity(runs.losses(trials(arm)))),
         ("loss minus 32-bit's", behind(VALIDATION)),
         ("training loss minus 32-bit's", behind(TRAINING)),
@@ -113,7 +113,7 @@ def ablation(results: Results) -> str:
     )
 
 
-def _unstable(runs: Runs, trials: Sequence[Trial]) -> str:
+def unstable_of(runs: Runs, trials: Sequence[Trial]) -> str:
     return f"{runs.unstable(trials)} of {len(runs.made(trials))}"
 
 
@@ -134,7 +134,7 @@ def causes(results: Results) -> str:
         ("linear codes for", lambda row: row[0]),
         *per(
             ("tensor", "blocks"), "{}: ",
-            ("unstable", of(lambda trials: _unstable(runs, trials))),
+            ("unstable", of(lambda trials: unstable_of(runs, trials))),
             ("perplexity", of(lambda trials: perplexity(runs.losses(trials)))),
             ("v became 0, m did not", of(lambda trials: middle(runs.lost(trials)))),
         ),

@@ -12,20 +12,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from studies.shared import pictures
+from studies.shared import pictures, tables
 from studies.shared.pictures import COLORS, INK, MUTED, Line
-from studies.shared.tables import (
-    Results,
-    cross_check,
-    origin,
-    per,
-    percent,
-    percent2,
-    raised,
-    significant,
-    table,
-    with_error,
-)
+from studies.shared.tables import Results, cross_check, origin, percent, percent2, significant, table, with_error
 
 PRODUCTS = {
     "normal": "normal numbers",
@@ -72,7 +61,7 @@ def slopes(results: Results) -> str:
         _schemes(results, PRODUCTS),
         *zip(("product", "format", "a scale for each"), NAMED, strict=True),
         ("paper's slope", lambda row: "1"),
-        *per(titles, titles.get, ("", lambda key, row: with_error(found(row)[f"{key}_slope"], 2))),
+        *tables.per(titles, titles.get, ("", lambda key, row: with_error(found(row)[f"{key}_slope"], 2))),
         ("noise over Equation 12", lambda row: found(row)["over_predicted"], ".2f"),
         ("noise over signal", lambda row: found(row)["relative"], percent2),
         words=3,
@@ -206,7 +195,7 @@ def noise_against_length(results: Results) -> Figure:
         axis.xaxis.set_major_locator(FixedLocator([64, 512, 4096, 32768]))
         axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
         axis.yaxis.set_major_locator(LogLocator(100 if axis in grid[0] else 10))
-        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"10{raised(math.log10(value))}"))
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"10{tables.raised(math.log10(value))}"))
         for ticks in (axis.xaxis, axis.yaxis):
             ticks.set_minor_locator(NullLocator())
     for axis in grid[1]:

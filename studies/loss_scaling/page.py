@@ -19,19 +19,7 @@ from studies.loss_scaling.rows import FULL, LECTURE
 from studies.shared import pictures, readings, tables
 from studies.shared.pictures import COLORS, INK, MUTED, Line
 from studies.shared.readings import Reading
-from studies.shared.tables import (
-    Results,
-    apart,
-    left_out,
-    name_of,
-    per,
-    percent2,
-    raised,
-    said,
-    several,
-    span,
-    table,
-)
+from studies.shared.tables import Results, apart, left_out, name_of, per, percent2, raised, several, span, table
 
 FORMATS, REFERENCE, QUIET = "formats", "fp32", "none"
 MOMENTS = (("series-6", (1, 1.5)), ("series-2", (2, 1.5)), ("series-3", (6, 2)), ("ink", ()))
@@ -195,7 +183,7 @@ def back(results: Results, runs: Sequence[Results]) -> int:
 
 def origin(results: Results) -> str:
     """What was run, on what."""
-    return said(
+    return tables.said(
         results,
         "`{command}`: {training[model]} of {parameters:,} parameters, {training[steps]} steps of "
         "{training[batch]} × {training[sequence]:,} tokens of {data[source]} ({data[train_tokens]:,} tokens), "

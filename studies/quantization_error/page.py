@@ -14,16 +14,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter
 
 from studies.shared import pictures
 from studies.shared.pictures import COLORS, INK, Line
-from studies.shared.tables import (
-    Results,
-    cross_check,
-    origin,
-    percent2,
-    raised,
-    significant,
-    table,
-    with_error,
-)
+from studies.shared.tables import Results, cross_check, origin, percent2, raised, significant, table, with_error
 
 # 8-bit Optimizers via Block-wise Quantization, Table 6: relative Adam error and its standard error in percent,
 # absolute error of the first state and its standard error in 1e-10.

@@ -18,17 +18,7 @@ from narrowgauge.gauges import SpikeMatch, match_spikes
 from studies.shared import pictures, readings, tables
 from studies.shared.pictures import COLORS, INK, MUTED
 from studies.shared.readings import Reading
-from studies.shared.tables import (
-    Results,
-    left_out,
-    mean_of,
-    name_of,
-    per,
-    percent2,
-    said,
-    significant,
-    table,
-)
+from studies.shared.tables import Results, left_out, mean_of, name_of, per, percent2, said, significant, table
 
 PLAIN, STABLE, CLIPPED = "AdamW", "StableAdamW", "AdamW, clipped to 1"
 LONG, SHORT = 0.999, 0.95
