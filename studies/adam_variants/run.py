@@ -22,9 +22,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -75,44 +73,6 @@ def ablation(lr: float, seeds: int) -> list[Task]:
     ]
 
 
-def study(
-    out: Path,
-    plan: Plan,
-    *,
-    kinds: Sequence[str] = KINDS,
-    seeds: int = 3,
-    ablation_seeds: int = 4,
-    seconds: float = math.inf,
-    jobs: int = 1,
-    resume: bool = False,
-) -> None:
-    """Run it all, or as much as fits: sweeps, then what they are for, task by task."""
-    end = time.monotonic() + seconds
-    lines = [{"name": row.name, "title": row.title, "family": row.family} for row in VARIANTS]
-    counts = {"seeds": seeds, "ablation_seeds": ablation_seeds}
-    about = language.about(plan.language, plan.plain() | counts, lines) | options.origin(plan.device, PACKAGES)
-    about["data"] |= {"parameters": {model: language.parameters_of(plan.language, model) for model in plan.models}}
-    del about["parameters"]
-    results = Study(out, about, resume, grows=tuple(counts))
-    one = functools.partial(run, plan=plan)
-    pairs = [(kind, family) for kind in kinds if kind != "ablation" for family in FAMILIES[kind]]
-    if "ablation" in kinds and ("language", "adam") not in pairs:
-        pairs.insert(0, ("language", "adam"))  # its learning rate
-    sweeps = [task for pair in pairs for task in sweep(*pair)]
-    print(f"{len(sweeps)} runs of sweeps, {len(sweeps) - len(results.missing(sweeps))} of them there", flush=True)
-    results.make(sweeps, one, end, jobs=jobs)
-    rates = {pair: lr for pair in pairs if (lr := best(results, *pair)) is not None}
-    print("learning rates: " + ", ".join(f"{kind} {family} {lr:g}" for (kind, family), lr in rates.items()))
-    tasks = [
-        task for (kind, family), lr in rates.items() if kind in kinds for task in compared(kind, family, lr, seeds)
-    ]
-    if "ablation" in kinds and ("language", "adam") in rates:
-        tasks += ablation(rates["language", "adam"], ablation_seeds)
-    print(f"{len(results.missing(tasks))} runs are to be made", flush=True)
-    left = results.make(tasks, one, end, jobs=jobs)
-    results.write(left + results.missing(sweeps))
-
-
 def main(
     out: options.Out,
     data: options.Text = None,
@@ -129,15 +89,35 @@ def main(
     check: options.Check = False,
 ) -> None:
     """Train three tasks under every optimizer, and write how they ended."""
+    end = time.monotonic() + seconds
     options.one_thread(check)
     plan = CHECK if check else Plan()
     setting = replace(plan.language, **options.given(data=data, steps=steps, device=device))
     lengths = options.given(image_steps=image_steps, ablation_steps=ablation_steps)
     plan = replace(plan, language=setting, **lengths)
-    study(
-        out, plan, kinds=options.matching("--only", only, KINDS), seeds=1 if check else seeds,
-        ablation_seeds=1 if check else ablation_seeds, seconds=seconds, jobs=jobs, resume=resume,
-    )  # fmt: skip
+    kinds = options.matching("--only", only, KINDS)
+    counts = {"seeds": 1 if check else seeds, "ablation_seeds": 1 if check else ablation_seeds}
+    lines = [{"name": row.name, "title": row.title, "family": row.family} for row in VARIANTS]
+    about = language.about(plan.language, plan.plain() | counts, lines) | options.origin(plan.device, PACKAGES)
+    about["data"] |= {"parameters": {model: language.parameters_of(plan.language, model) for model in plan.models}}
+    del about["parameters"]
+    results = Study(out, about, resume, grows=tuple(counts))
+    # Sweeps, then what they are for, task by task.
+    one = functools.partial(run, plan=plan)
+    pairs = [(kind, family) for kind in kinds if kind != "ablation" for family in FAMILIES[kind]]
+    if "ablation" in kinds and ("language", "adam") not in pairs:
+        pairs.insert(0, ("language", "adam"))  # its learning rate
+    sweeps = [task for pair in pairs for task in sweep(*pair)]
+    print(f"{len(sweeps)} runs of sweeps, {len(sweeps) - len(results.missing(sweeps))} of them there", flush=True)
+    results.make(sweeps, one, end, jobs=jobs)
+    rates = {pair: lr for pair in pairs if (lr := best(results, *pair)) is not None}
+    print("learning rates: " + ", ".join(f"{kind} {family} {lr:g}" for (kind, family), lr in rates.items()))
+    tasks = [t for pair, lr in rates.items() if pair[0] in kinds for t in compared(*pair, lr, counts["seeds"])]
+    if "ablation" in kinds and ("language", "adam") in rates:
+        tasks += ablation(rates["language", "adam"], counts["ablation_seeds"])
+    print(f"{len(results.missing(tasks))} runs are to be made", flush=True)
+    left = results.make(tasks, one, end, jobs=jobs)
+    results.write(left + results.missing(sweeps))
 
 
 if __name__ == "__main__":

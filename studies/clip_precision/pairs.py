@@ -54,11 +54,7 @@ class Pairs:
 
 
 def pairs_of(settings: TrainSettings) -> Pairs:
-    """The pairs that settings name, ready to be drawn from; made once in a process for equal data.
-
-    Args:
-        settings: of a CLIP; `data` None for the emoji of the font that is installed.
-    """
+    """The pairs that settings of a CLIP name, made once in a process for equal data; by default emoji."""
     sizes = preset(settings.model)
     if not isinstance(sizes, ClipSizes):
         raise ValueError(f"model: got {settings.model!r}, takes a CLIP such as 'clip-small'")
@@ -134,17 +130,11 @@ def installed_emoji() -> Path:
 
 
 class Draw:
-    """Steps of random crops, without an end.
+    """Steps of random crops, without an end; an epoch is as many steps as the pairs fill.
 
-    Args:
-        pairs: what there is; an epoch is as many steps as they fill, the rest is left to other epochs.
-        batch: pairs a step.
-        seed: of order and crops.
-        scale: the least share of a picture's area that is kept; 1 keeps the middle square.
-        flip: whether one in two is mirrored.
+    `scale` is the least share of a picture's area that is kept, 1 for the middle square; with `flip` one in two is
+    mirrored.
 
-    Raises:
-        DataError: for fewer pairs than a step takes.
     """
 
     def __init__(self, pairs: Pairs, *, batch: int, seed: int, scale: float, flip: bool) -> None:
@@ -165,18 +155,9 @@ class Draw:
 
 
 def crops(pixels: Tensor, size: int, scale: float, flip: bool, generator: torch.Generator) -> Tensor:
-    """A random part of each image, resized.
+    """A random part of each image, uint8 (n, 3, edge, edge), resized: float32 (n, 3, size, size) from 0 to 255.
 
-    Args:
-        pixels: uint8 (n, 3, edge, edge).
-        size: edge of the result.
-        scale: the least share of the area that is kept.
-        flip: whether one in two is mirrored.
-        generator: of the device of the pixels.
-
-    Returns:
-        float32 (n, 3, size, size) from 0 to 255, by bicubic interpolation. Numbers are interpolated, not averaged:
-        pixels should not be much larger than what they are resized to.
+    Numbers are interpolated, not averaged: pixels should not be much larger than what they are resized to.
 
     Source: Szegedy et al. 2015: an area, then a ratio, here of those that fit.
     """

@@ -95,15 +95,11 @@ def plain(settings: TrainSettings) -> dict[str, Any]:
 def train(
     settings: TrainSettings, *, make: Maker | None = None, scalars: Scalars | None = None, magnitudes: bool = True
 ) -> Trained:
-    """Train, and say how it went.
+    """Train, and say how it went; `validate_every` validates at the beginning and the end too, 0 at the end alone.
 
-    Args:
-        settings: of the run. `validate_every` validates at the beginning and at the end too; 0 at the end alone.
-        make: makes the optimizer of a model on its device, from `lr`, `betas`, `eps`, `weight_decay`,
-            `max_grad_norm` and `seed`, so far as they are set; None for the recipe's. Gradients of one that is not
-            of this library are clipped before its step.
-        scalars: asked after each step, while gradients are there: numbers on the device, by name.
-        magnitudes: whether blocks are measured at each validation.
+    `make` makes the optimizer of a model on its device, of `options_of`; None for the recipe's. Gradients of one
+    that is not of this library are clipped before its step. `scalars` is asked after each step, while gradients
+    are there: numbers on the device, by name. With `magnitudes` blocks are measured at each validation.
     """
     begun = time.perf_counter()
     pairs = pairs_of(settings)

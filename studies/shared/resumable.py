@@ -93,7 +93,7 @@ class Study:
         jobs: int = 1,
         alone: Callable[[Any], bool] | None = None,
     ) -> list[Any]:
-        """Make what is missing, in order, and write it down run by run.
+        """Make what is missing, in order, and write it down run by run; the tasks that are left are returned.
 
         Args:
             tasks: the most important first.
@@ -101,11 +101,7 @@ class Study:
             end: in seconds of `time.monotonic`: no run is begun that would not end by then.
             expected: seconds of the first run.
             jobs: processes; 1 for this one, unless some are made alone.
-            alone: whether a run gets a process that no other run has used or will use: libraries do not meet what
-                others left.
-
-        Returns:
-            The tasks that time did not suffice for.
+            alone: whether a run gets a process that no other uses: libraries do not meet what others left.
         """
         left, taken = self.missing(tasks), [expected]
 

@@ -11,7 +11,7 @@ from matplotlib.ticker import LogLocator
 
 from studies.shared import pictures, tables
 from studies.shared.pictures import INK, Line
-from studies.shared.tables import Results, said, significant, table
+from studies.shared.tables import Results, per, said, significant, table
 from studies.training_magnitudes.run import MODELS
 
 DECAY = 0.9  # of the moving average, as `LinearPlan.with_moving_average` has it
@@ -109,22 +109,17 @@ def norms(results: Results) -> str:
 
 def gradients(results: Results) -> str:
     """Embeddings beside other matrices (8-bit optimizers, Appendix C)."""
-    median = statistics.median
+    titles = {"median": "over the median matrix: ", "largest": "over the largest other matrix: "}
 
-    def middle(kind: str) -> list[float]:
-        return gradient_ratios(results, kind, "median")
-
-    def largest(kind: str) -> list[float]:
-        return gradient_ratios(results, kind, "largest")
+    def shown(show: Callable[[list[float]], float]) -> Callable[[str, Results], float]:
+        return lambda of, row: show(gradient_ratios(results, row["name"], of))
 
     return table(
         rows_of(results),
-        ("", "title"), ("over the median matrix: median step", of(median, middle), ".1f"),
-        ("largest", of(max, middle), ".1f"),
-        ("over the largest other matrix: median step", of(median, largest), ".1f"),
-        ("largest", of(max, largest), ".1f"),
-        ("steps in which it is the largest", of(beyond(1), largest), ".0%"),
-    )  # fmt: skip
+        ("", "title"),
+        *per(titles, titles.get, ("median step", shown(statistics.median), ".1f"), ("largest", shown(max), ".1f")),
+        ("steps in which it is the largest", lambda row: shown(beyond(1))("largest", row), ".0%"),
+    )
 
 
 def averages(results: Results) -> str:

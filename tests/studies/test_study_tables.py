@@ -35,11 +35,6 @@ def test_a_table_is_its_rows_and_columns(cells: Callable[[str], list[list[str]]]
     assert cells(drawn) == [["a", "7.12", "", "14.25"], ["b", "16.00", "+1.2", "32"], ["*sum*", "", "", "1"]]
 
 
-def test_a_column_of_what_there_is_not_is_a_mistake() -> None:
-    with pytest.raises(KeyError, match="perplexity"):
-        table(ROWS, ("perplexity", "perplexity"))
-
-
 def test_columns_of_several_keys(cells: Callable[[str], list[list[str]]]) -> None:
     columns = tables.per("xy", "{}: ", ("key", lambda key, row: key), ("loss", lambda key, row: row["loss"], ".1f"))
     drawn = table(ROWS, ("name", "name"), *columns)
