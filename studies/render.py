@@ -5,21 +5,19 @@
 
 A page marks what is drawn: `<!-- table: FILE.json NAME -->` ... `<!-- end -->` is a table of the study,
 `<!--=FILE.json NAME-->` ... `<!--/-->` a number in a sentence. A table of several runs names their files with
-commas between. A picture is drawn if a page shows it; one between `<!-- picture: NAME.png WORDS -->` and `<!-- end
--->` is shown as soon as there are results. Where there are none yet, the page says so with the command that makes
-them. On `docs/evidence.md`, `<!-- evidence: NAME -->` ... `<!-- end -->` is a part of `shared/evidence.py`, whose
-figures may be of `benchmarks/results` too.
+commas between. A picture is drawn if a page shows it; `<!-- picture: NAME.png WORDS -->` ... `<!-- end -->` is one
+with its description. On `docs/evidence.md`, `<!-- evidence: NAME -->` ... `<!-- end -->` is a part of
+`shared/evidence.py`, whose figures may be of `benchmarks/results` too.
 
 A study's `page.py` has `TABLES` (functions of results, by name), `facts` (the numbers in sentences, by name) and
-`PICTURES` (functions of results, by what follows the file's name, usually nothing). `reading.py`, where there is
-one, has the table `reading`: a paper's statements held against the results.
+`PICTURES` (functions of results, by what follows the file's name, usually nothing). The table `reading` is a
+paper's statements held against the results.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import json
 import re
 import sys
@@ -30,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from narrowgauge.cli._charts import drawing
-from studies.shared import evidence, evidence_numbers, unmeasured
+from studies.shared import evidence, evidence_numbers
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES = ROOT / "studies"
@@ -45,37 +43,19 @@ EVIDENCE = re.compile(r"(<!-- evidence: (\w+) -->\n).*?(<!-- end -->)", re.DOTAL
 NUMBER = re.compile(r"(<!--=(\S+) (\w+)-->).*?(<!--/-->)", re.DOTALL)
 
 
-def study_of(name: str) -> str:
-    """quantization_error_h200.json is of the study quantization_error."""
-    return next(study for study in NAMES if name.startswith(study))
-
-
-@functools.cache
-def page_of(study: str) -> ModuleType:
-    """A study's tables, facts and pictures."""
-    page = importlib.import_module(f"studies.{study}.page")
-    if importlib.util.find_spec(f"studies.{study}.reading"):
-        reading = importlib.import_module(f"studies.{study}.reading").reading
-        page.TABLES["reading"] = reading
-    return page
-
-
-def measured(name: str) -> Path | None:
-    """A results file of a study or a benchmark; None if there is none."""
-    return next((path for path in (*STUDIES.glob(f"*/results/{name}"), MEASURED / name) if path.is_file()), None)
+def page_of(name: str) -> ModuleType:
+    """The tables, facts and pictures of a study: quantization_error_h200.json is of quantization_error."""
+    study = next(study for study in NAMES if name.startswith(study))
+    return importlib.import_module(f"studies.{study}.page")
 
 
 @functools.cache
 def results(name: str) -> dict[str, Any]:
-    """What a results file says; its command is as it is typed now.
-
-    Raises:
-        FileNotFoundError: if there is none.
-    """
-    path = measured(name)
-    if path is None:
+    """What a results file of a study or a benchmark says; its command is as it is typed now."""
+    paths = (*STUDIES.glob(f"*/results/{name}"), *MEASURED.glob(name))
+    if not paths:
         raise FileNotFoundError(f"there is no {name} in the results of the studies or the benchmarks")
-    found: dict[str, Any] = json.loads(path.read_text())
+    found: dict[str, Any] = json.loads(paths[0].read_text())
     if "command" in found:
         found["command"] = re.sub(r"^python studies/(\w+)\.py", r"python -m studies.\1.run", found["command"])
     return found
@@ -84,7 +64,7 @@ def results(name: str) -> dict[str, Any]:
 @functools.cache
 def facts(name: str) -> dict[str, str]:
     """The numbers of a results file that pages have in sentences."""
-    page = page_of(study_of(name))
+    page = page_of(name)
     return page.facts(results(name)) if hasattr(page, "facts") else {}
 
 
@@ -101,25 +81,17 @@ def rendered(text: str) -> str:
 
     def table(match: re.Match[str]) -> str:
         files = match[2].split(",")
-        missing = [file for file in files if measured(file) is None]
-        if missing:
-            return match[1] + unmeasured.section(study_of(missing[0]), missing[0]) + match[4]
-        return match[1] + page_of(study_of(files[0])).TABLES[match[3]](*map(results, files)) + match[4]
+        return match[1] + page_of(files[0]).TABLES[match[3]](*map(results, files)) + match[4]
 
-    def picture(match: re.Match[str]) -> str:
-        file = f"{match[2]}.json"
-        if measured(file) is None:
-            return match[1] + unmeasured.section(study_of(file), file) + match[4]
-        return f"{match[1]}![{' '.join(match[3].split())}]({match[2]}.png)\n{match[4]}"
-
-    text = SHOWN.sub(picture, TABLE.sub(table, text))
+    text = TABLE.sub(table, text)
+    text = SHOWN.sub(lambda match: f"{match[1]}![{' '.join(match[3].split())}]({match[2]}.png)\n{match[4]}", text)
     text = NUMBER.sub(lambda match: match[1] + facts(match[2])[match[3]] + match[4], text)
     return EVIDENCE.sub(lambda match: match[1] + evidence.part(match[2], look) + match[3], text)
 
 
 def draw(path: Path) -> None:
     """The picture that a page shows under a name: of a results file, and of its arrays where it has some."""
-    pictures = page_of(study_of(path.name)).PICTURES
+    pictures = page_of(path.name).PICTURES
     ending = next(ending for ending in pictures if path.stem.endswith(ending))
     found = [results(f"{path.stem.removesuffix(ending)}.json")]
     arrays = next(STUDIES.glob(f"*/results/{path.stem}.npz"), None)

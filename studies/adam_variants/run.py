@@ -22,19 +22,15 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from narrowgauge.trainers import parameter_count
-from studies.adam_variants import rows
-from studies.adam_variants.training import Plan, Task, name_of, run
+from studies.adam_variants.training import FAMILIES, RATES, VARIANTS, Plan, Task, name_of, run
+from studies.adam_variants.training import family as family_of
 from studies.eight_bit_adam import plan as planned
-from studies.shared import language as language_run
-from studies.shared import options
+from studies.shared import language, options
 from studies.shared.resumable import Study
 
 KINDS = ("language", "masked", "images", "ablation")
@@ -50,7 +46,7 @@ CHECK = Plan(
 
 def sweep(kind: str, family: str) -> list[Task]:
     """The family's 32-bit row at each of its learning rates."""
-    return [Task(kind, rows.family(family)[0].name, lr, 0) for lr in rows.RATES[family]]
+    return [Task(kind, family_of(family)[0].name, lr, 0) for lr in RATES[family]]
 
 
 def best(results: Study, kind: str, family: str) -> float | None:
@@ -64,7 +60,7 @@ def best(results: Study, kind: str, family: str) -> float | None:
 
 def compared(kind: str, family: str, lr: float, seeds: int) -> list[Task]:
     """All rows of a family at its learning rate: by seed, so that a study cut short has a seed of each."""
-    return [Task(kind, row.name, lr, seed) for seed in range(seeds) for row in rows.family(family)]
+    return [Task(kind, row.name, lr, seed) for seed in range(seeds) for row in family_of(family)]
 
 
 def ablation(lr: float, seeds: int) -> list[Task]:
@@ -75,62 +71,6 @@ def ablation(lr: float, seeds: int) -> list[Task]:
         for seed in range(seeds)
         for arm in planned.ARMS
     ]
-
-
-def about(plan: Plan, seeds: int, ablation_seeds: int) -> dict[str, Any]:
-    """What a results file says of the study before anything has run."""
-    setting = plan.language
-    sizes = {
-        model: parameter_count(language_run.start_of(model, setting.vocabulary, setting.sequence, 0))
-        for model in plan.models
-    }
-    return {
-        **options.origin(plan.device, PACKAGES),
-        "training": plan.plain() | {"seed": 0, "seeds": seeds, "ablation_seeds": ablation_seeds},
-        "data": language_run.about_text(setting) | {"parameters": sizes},
-        "rows": [{"name": row.name, "title": row.title, "family": row.family} for row in rows.VARIANTS],
-    }
-
-
-def study(
-    out: Path,
-    plan: Plan,
-    *,
-    kinds: Sequence[str] = KINDS,
-    seeds: int = 3,
-    ablation_seeds: int = 4,
-    seconds: float = math.inf,
-    jobs: int = 1,
-    resume: bool = False,
-) -> None:
-    """Run it all, or as much as fits: sweeps, then what they are for, task by task."""
-    end = time.monotonic() + seconds
-    results = Study(out, about(plan, seeds, ablation_seeds), resume, grows=("seeds", "ablation_seeds"))
-    one = functools.partial(run, plan=plan)
-    pairs = [(kind, family) for kind in kinds if kind != "ablation" for family in rows.FAMILIES[kind]]
-    if "ablation" in kinds and ("language", "adam") not in pairs:
-        pairs.insert(0, ("language", "adam"))  # its learning rate
-    sweeps = [task for pair in pairs for task in sweep(*pair)]
-    after = sum(seeds * len(rows.family(family)) for _, family in pairs)
-    after += len(ablation(1.0, ablation_seeds)) if "ablation" in kinds else 0
-    print(
-        f"{len(sweeps)} runs of sweeps ({len(sweeps) - len(results.missing(sweeps))} of them there), then {after}",
-        flush=True,
-    )
-    begun, there = time.monotonic(), len(results.runs)
-    results.make(sweeps, one, end, jobs=jobs)
-    rates = {pair: lr for pair in pairs if (lr := best(results, *pair)) is not None}
-    print("learning rates: " + ", ".join(f"{kind} {family} {lr:g}" for (kind, family), lr in rates.items()))
-    tasks = [
-        task for (kind, family), lr in rates.items() if kind in kinds for task in compared(kind, family, lr, seeds)
-    ]
-    if "ablation" in kinds and ("language", "adam") in rates:
-        tasks += ablation(rates["language", "adam"], ablation_seeds)
-    each = (time.monotonic() - begun) / max(1, len(results.runs) - there)
-    missing = len(results.missing(tasks))
-    print(f"{missing} runs are to be made, about {missing * each / 60:.1f} minutes", flush=True)
-    left = results.make(tasks, one, end, expected=each * jobs, jobs=jobs)
-    results.write(left + results.missing(sweeps))
 
 
 def main(
@@ -149,15 +89,35 @@ def main(
     check: options.Check = False,
 ) -> None:
     """Train three tasks under every optimizer, and write how they ended."""
+    end = time.monotonic() + seconds
     options.one_thread(check)
     plan = CHECK if check else Plan()
-    language = replace(plan.language, **options.given(data=data, steps=steps, device=device))
+    setting = replace(plan.language, **options.given(data=data, steps=steps, device=device))
     lengths = options.given(image_steps=image_steps, ablation_steps=ablation_steps)
-    plan = replace(plan, language=language, **lengths)
-    study(
-        out, plan, kinds=options.matching("--only", only, KINDS), seeds=1 if check else seeds,
-        ablation_seeds=1 if check else ablation_seeds, seconds=seconds, jobs=jobs, resume=resume,
-    )  # fmt: skip
+    plan = replace(plan, language=setting, **lengths)
+    kinds = options.matching("--only", only, KINDS)
+    counts = {"seeds": 1 if check else seeds, "ablation_seeds": 1 if check else ablation_seeds}
+    lines = [{"name": row.name, "title": row.title, "family": row.family} for row in VARIANTS]
+    about = language.about(plan.language, plan.plain() | counts, lines) | options.origin(plan.device, PACKAGES)
+    about["data"] |= {"parameters": {model: language.parameters_of(plan.language, model) for model in plan.models}}
+    del about["parameters"]
+    results = Study(out, about, resume, grows=tuple(counts))
+    # Sweeps, then what they are for, task by task.
+    one = functools.partial(run, plan=plan)
+    pairs = [(kind, family) for kind in kinds if kind != "ablation" for family in FAMILIES[kind]]
+    if "ablation" in kinds and ("language", "adam") not in pairs:
+        pairs.insert(0, ("language", "adam"))  # its learning rate
+    sweeps = [task for pair in pairs for task in sweep(*pair)]
+    print(f"{len(sweeps)} runs of sweeps, {len(sweeps) - len(results.missing(sweeps))} of them there", flush=True)
+    results.make(sweeps, one, end, jobs=jobs)
+    rates = {pair: lr for pair in pairs if (lr := best(results, *pair)) is not None}
+    print("learning rates: " + ", ".join(f"{kind} {family} {lr:g}" for (kind, family), lr in rates.items()))
+    tasks = [t for pair, lr in rates.items() if pair[0] in kinds for t in compared(*pair, lr, counts["seeds"])]
+    if "ablation" in kinds and ("language", "adam") in rates:
+        tasks += ablation(rates["language", "adam"], counts["ablation_seeds"])
+    print(f"{len(results.missing(tasks))} runs are to be made", flush=True)
+    left = results.make(tasks, one, end, jobs=jobs)
+    results.write(left + results.missing(sweeps))
 
 
 if __name__ == "__main__":

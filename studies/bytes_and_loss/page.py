@@ -19,7 +19,7 @@ from matplotlib.transforms import Bbox
 
 from studies.shared import pictures
 from studies.shared.pictures import COLORS, INK, MUTED
-from studies.shared.tables import Results, apart, machine, markdown, place_of, table
+from studies.shared.tables import Results, apart, left_out, machine, place_of, said, sizes, table
 
 REFERENCE = "D"
 PACKAGES = ("bitsandbytes", "torchao", "flashoptim", "torch-optimi")
@@ -50,28 +50,19 @@ ANGLES = (0, 180, 90, 270, 30, 330, 150, 210, 60, 300, 120, 240)
 
 @dataclass(frozen=True)
 class Found:
-    """What became of one row under one setting.
+    """What became of one row under one setting."""
 
-    Attributes:
-        name, title, family, formula: as in the results.
-        bytes: measured bytes a parameter; None if no run ended.
-        gradient: bytes of the gradient among them.
-        losses: validation losses of the seeds that have one.
-        differences: from the reference at the same seed, where both are there.
-        diverged: how many seeds did.
-        failed: why there is no number; None if there is one.
-    """
-
+    # name, title, family, formula: as in the results
     name: str
     title: str
     family: str
     formula: float | None
-    bytes: float | None
-    gradient: float
-    losses: list[float]
-    differences: list[float]
-    diverged: int
-    failed: str | None
+    bytes: float | None  # measured bytes a parameter; None if no run ended
+    gradient: float  # bytes of the gradient among them
+    losses: list[float]  # validation losses of the seeds that have one
+    differences: list[float]  # from the reference at the same seed, where both are there
+    diverged: int  # how many seeds did
+    failed: str | None  # why there is no number; None if there is one
 
     @property
     def mean(self) -> float | None:
@@ -115,25 +106,31 @@ def spread(results: Results, setting: int = 0) -> float:
 
 def rows(results: Results) -> str:
     """Every row: bytes measured and by formula, difference of each seed's loss."""
-    lines = []
     limit = spread(results)
-    for row in found(results):
-        formula = "" if row.formula is None else f"{row.formula:.2f}"
-        line = [f"`{row.name}`" if row.family == "ours" else row.name, row.title]
-        if row.bytes is None:
-            lines.append([*line, "", formula, "", f"failed: {row.failed}", "", ""])
-            continue
-        line += [f"{row.bytes:.2f}", formula, f"{row.bytes - row.gradient:.2f}"]
+
+    def verdict(row: Found) -> str:
         if row.mean is None:
-            lines.append([*line, "diverged" if row.diverged else "no reference", "", ""])
-            continue
-        verdict = "reference" if row.name == REFERENCE else "yes" if abs(row.mean) <= limit else "no"
-        verdict += f", {row.diverged} diverged" if row.diverged else ""
-        lines.append([*line, f"{row.mean:+.4f}", row.ends("{}"), verdict])
-    head = (
-        "row", "what is kept", "bytes", "formula", "gradient freed", "loss − D", "of the seeds", "within spread",
-    )  # fmt: skip
-    return markdown(head, lines, words=2)
+            return ""
+        word = "reference" if row.name == REFERENCE else "yes" if abs(row.mean) <= limit else "no"
+        return word + (f", {row.diverged} diverged" if row.diverged else "")
+
+    def loss(row: Found) -> str:
+        if row.bytes is None:
+            return f"failed: {row.failed}"
+        return f"{row.mean:+.4f}" if row.mean is not None else "diverged" if row.diverged else "no reference"
+
+    return table(
+        found(results),
+        ("row", lambda row: f"`{row.name}`" if row.family == "ours" else row.name),
+        ("what is kept", "title"),
+        ("bytes", "bytes", ".2f"),
+        ("formula", "formula", ".2f"),
+        ("gradient freed", lambda row: row.bytes and row.bytes - row.gradient, ".2f"),
+        ("loss − D", loss),
+        ("of the seeds", lambda row: row.ends("{}")),
+        ("within spread", verdict),
+        words=2,
+    )
 
 
 def short(results: Results) -> str:
@@ -151,21 +148,17 @@ def short(results: Results) -> str:
 
 def anchors(*runs: Results) -> str:
     """The three anchors under every setting of every file."""
-    lines = []
-    for results in runs:
-        for number, setting in enumerate(results["settings"]):
-            by_name = {row.name: row for row in found(results, number)}
-            if REFERENCE in by_name and by_name[REFERENCE].losses:
-                lines.append((setting, by_name[REFERENCE].losses, spread(results, number), by_name))
+    places = [(results, number) for results in runs for number in range(len(results["settings"]))]
+    every = [{row.name: row for row in found(*place)} | {"at": place} for place in places]
     return table(
-        lines,
-        ("model", lambda line: line[0]["model"]),
-        ("β2", lambda line: line[0]["beta2"], "g"),
-        ("seeds", lambda line: len(line[1])),
-        ("loss of D", lambda line: statistics.fmean(line[1]), ".4f"),
-        ("its spread", lambda line: line[2], ".4f"),
-        ("`split + log8` − D", lambda line: _difference(line[3].get("split + log8"))),
-        ("`split + 8bit` − D", lambda line: _difference(line[3].get("split + 8bit"))),
+        [each for each in every if REFERENCE in each and each[REFERENCE].losses],
+        ("model", lambda each: each["at"][0]["settings"][each["at"][1]]["model"]),
+        ("β2", lambda each: each["at"][0]["settings"][each["at"][1]]["beta2"], "g"),
+        ("seeds", lambda each: len(each[REFERENCE].losses)),
+        ("loss of D", lambda each: statistics.fmean(each[REFERENCE].losses), ".4f"),
+        ("its spread", lambda each: spread(*each["at"]), ".4f"),
+        ("`split + log8` − D", lambda each: _difference(each.get("split + log8"))),
+        ("`split + 8bit` − D", lambda each: _difference(each.get("split + 8bit"))),
     )
 
 
@@ -177,21 +170,20 @@ def _difference(row: Found | None) -> str:
 
 def origins(*runs: Results) -> str:
     """What was run, on what."""
-    return "\n".join(_origin(results) for results in runs)
+    return "\n".join(map(_origin, runs))
 
 
 def _origin(results: Results) -> str:
-    setting, environment, left = results["training"], results["environment"], len(results["unfinished"])
-    sizes = ", ".join(f"{name} of {count:,} parameters" for name, count in results["parameters"].items())
+    environment = results["environment"]
     peers = [f"{name} {version}" for name in PACKAGES if (version := environment.get(name, "not"))[:3] != "not"]
-    return (
-        f"`{results['command']}`: {sizes}, {setting['steps']} steps of {setting['batch'] * setting['sequence']:,} "
-        f"tokens on {results['data']['source']} ({results['data']['train_tokens']:,} tokens, vocabulary "
-        f"{setting['vocabulary']:,}), learning rate {setting['lr']:g} after {setting['warmup']} steps, falling "
-        f"to {setting['final']:g} of it, weight decay {setting['weight_decay']:g}, gradients' norm at most "
-        f"{setting['clip']:g}; {', '.join([machine(results), *peers])}. "
-        f"{f'{left} runs were left out for want of time.' if left else 'All runs were made.'}\n"
-    )
+    return said(
+        results,
+        "`{command}`: {sizes}, {training[steps]} steps of {tokens:,} tokens on {data[source]} "
+        "({data[train_tokens]:,} tokens, vocabulary {training[vocabulary]:,}), learning rate {training[lr]:g} "
+        "after {training[warmup]} steps, falling to {training[final]:g} of it, weight decay "
+        "{training[weight_decay]:g}, gradients' norm at most {training[clip]:g}; {where}. {left}",
+        sizes=sizes(results), where=", ".join([machine(results), *peers]), left=left_out(results),
+    )  # fmt: skip
 
 
 def facts(results: Results) -> dict[str, str]:

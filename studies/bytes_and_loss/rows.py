@@ -37,19 +37,12 @@ Maker = Callable[[list[nn.Parameter], Options], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table.
+    """One line of the table."""
 
-    Attributes:
-        name: its name in results, tables and pictures.
-        title: what is kept, in a line.
-        tier: when it is run.
-        family: ``"ours"``, or the peer's package.
-    """
-
-    name: str
-    title: str
-    tier: int
-    family: str
+    name: str  # its name in results, tables and pictures
+    title: str  # what is kept, in a line
+    tier: int  # when it is run
+    family: str  # ``"ours"``, or the peer's package
 
     def refusal(self) -> str | None:
         """Why it cannot be run here; None if it can."""
@@ -60,28 +53,17 @@ class Row:
         return None
 
     def optimizer(self, model: nn.Module, options: Options, seed: int) -> torch.optim.Optimizer:
-        """Cast the model, which is in fp32 on its device, and make its optimizer.
-
-        Args:
-            model: changed in place.
-            options: lr, betas, eps, weight_decay.
-            seed: of stochastic rounding, where the optimizer takes one.
-        """
+        """Cast the model, which is in fp32 on its device, and make its optimizer of lr, betas, eps and decay."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Ours(Row):
-    """A composition of this library's storages, under AdamW unless the recipe names another optimizer.
+    """A composition of this library's storages, under AdamW unless the recipe names another optimizer."""
 
-    Attributes:
-        recipe: format, weights and states.
-        block_size: of quantized states.
-        embeddings: the state storage that embeddings are marked with, over the recipe's; None for no mark.
-    """
-
-    recipe: Recipe = field(default_factory=lambda: recipes.get(REFERENCE))
-    block_size: int = 256
+    recipe: Recipe = field(default_factory=lambda: recipes.get(REFERENCE))  # format, weights and states
+    block_size: int = 256  # of quantized states
+    # the state storage that embeddings are marked with, over the recipe's; None for no mark
     embeddings: str | None = None
 
     def formula(self) -> float | None:
@@ -98,15 +80,10 @@ class Ours(Row):
 
 @dataclass(frozen=True)
 class Peer(Row):
-    """Another library's optimizer on bf16 weights.
+    """Another library's optimizer on bf16 weights."""
 
-    Attributes:
-        make: takes the parameters and the options; imports the library.
-    """
-
-    make: Callable[[list[nn.Parameter], Options], torch.optim.Optimizer] = field(
-        repr=False, default=lambda p, o: None
-    )
+    # takes the parameters and the options; imports the library
+    make: Maker = field(repr=False, default=lambda p, o: None)
 
     def refusal(self) -> str | None:
         missing = importlib.util.find_spec(self.family) is None

@@ -21,7 +21,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -32,7 +31,7 @@ from studies.bytes_and_loss import training as bytes_training
 from studies.bytes_and_loss.rows import ANCHORS, PEERS, REFERENCE, REST, Row
 from studies.bytes_and_loss.training import Setting
 from studies.shared import options
-from studies.shared.models import start_of
+from studies.shared.language import start_of
 from studies.shared.resumable import Result, Study, attempt
 
 PACKAGES = ("bitsandbytes", "torchao", "flashoptim", "torch-optimi")
@@ -65,60 +64,13 @@ def tasks(rows: Sequence[Row], settings: Sequence[Setting], seeds: int) -> list[
     return [t for t in first if t.row not in rest] + varied + [t for t in first if t.row in rest]
 
 
-def about(rows: Sequence[Row], settings: Sequence[Setting], seeds: int) -> dict[str, Any]:
-    """What a results file says of the study before anything has run."""
-    setting = settings[0]
-    source, text = bytes_training.text_of(setting.data, setting.vocabulary)
-    models = {s.model: start_of(s.model, s.vocabulary, s.sequence, 0) for s in settings}
-    return {
-        **options.origin(setting.device, PACKAGES),
-        "training": _plain(setting) | {"seed": 0, "seeds": seeds},
-        "settings": [_plain(s) for s in settings],
-        "data": {"source": setting.data.name if setting.data else source, "train_tokens": len(text.train)},
-        "parameters": {name: parameter_count(model) for name, model in models.items()},
-        "rows": [
-            {"name": r.name, "title": r.title, "tier": r.tier, "family": r.family, "formula": r.formula()}
-            for r in rows
-        ],
-    }
-
-
-def _plain(setting: Setting) -> dict[str, Any]:
-    return asdict(setting) | {"data": setting.data.name if setting.data else None}
-
-
 def one(task: Task, settings: Sequence[Setting]) -> Result:
     """A run."""
     return bytes_training.train(task.row, settings[task.setting], task.seed)
 
 
-def study(
-    out: Path,
-    rows: Sequence[Row],
-    settings: Sequence[Setting],
-    *,
-    rates: Sequence[float],
-    seeds: int,
-    jobs: int = 1,
-    seconds: float = math.inf,
-    resume: bool = False,
-) -> None:
-    """Run it all, or as much as fits; of several rates the settings get that under which D ends lowest."""
-    end = time.monotonic() + seconds
-    bytes_training.text_of(settings[0].data, settings[0].vocabulary)  # into the cache, before many ask for it
-    tried = probe(settings[0], rates)
-    settings = [replace(setting, lr=min(tried, key=lambda rate: tried[rate])) for setting in settings]
-    known = about(rows, settings, seeds) | {"rates": [[lr, loss] for lr, loss in tried.items()]}
-    results = Study(out, known, resume, grows=("seeds",))
-    planned = tasks(rows, settings, seeds)
-    refused = {row.name: reason for row in rows if (reason := row.refusal())}
-    for task in planned:
-        if task.row in refused and task.seed == 0:
-            results.add(task, {"failed": refused[task.row]}, [])
-    peers = {row.name for row in rows if row.family != "ours"}
-    able = [task for task in planned if task.row not in refused]
-    make = functools.partial(one, settings=settings)
-    results.make(able, make, end, jobs=jobs, alone=lambda task: task.row in peers)
+def _plain(setting: Setting) -> dict[str, Any]:
+    return asdict(setting) | {"data": setting.data.name if setting.data else None}
 
 
 def probe(setting: Setting, rates: Sequence[float]) -> dict[float, float]:
@@ -155,6 +107,7 @@ def main(
     check: options.Check = False,
 ) -> None:
     """Train a GPT under every row, and write bytes and losses."""
+    end = time.monotonic() + 60 * minutes
     options.one_thread(check)
     if check:
         model, vocabulary, steps, batch, sequence, warmup, seeds = ["micro"], 256, 3, 4, 24, 1, 1
@@ -168,7 +121,31 @@ def main(
     kept = set(options.matching("--only", only, names))
     kept -= set(options.matching("--without", without, names)) if without else set()
     rows = [row for row in bytes_rows.rows() if row.name in kept]
-    study(out, rows, [first, *varied], rates=rates, seeds=seeds, jobs=jobs, seconds=60 * minutes, resume=resume)
+    source, text = bytes_training.text_of(data, vocabulary)  # into the cache, before many ask for it
+    tried = probe(first, rates)
+    settings = [replace(setting, lr=min(tried, key=tried.__getitem__)) for setting in (first, *varied)]
+    about = {
+        **options.origin(device, PACKAGES),
+        "training": _plain(settings[0]) | {"seed": 0, "seeds": seeds},
+        "settings": [_plain(setting) for setting in settings],
+        "data": {"source": data.name if data else source, "train_tokens": len(text.train)},
+        "parameters": {s.model: parameter_count(start_of(s.model, s.vocabulary, s.sequence, 0)) for s in settings},
+        "rows": [
+            {"name": r.name, "title": r.title, "tier": r.tier, "family": r.family, "formula": r.formula()}
+            for r in rows
+        ],
+        "rates": [[lr, loss] for lr, loss in tried.items()],
+    }
+    results = Study(out, about, resume, grows=("seeds",))
+    refused = {row.name: reason for row in rows if (reason := row.refusal())}
+    planned = tasks(rows, settings, seeds)
+    for task in planned:
+        if task.row in refused and task.seed == 0:
+            results.add(task, {"failed": refused[task.row]}, [])
+    peers = {row.name for row in rows if row.family != "ours"}
+    able = [task for task in planned if task.row not in refused]
+    make = functools.partial(one, settings=settings)
+    results.make(able, make, end, jobs=jobs, alone=lambda task: task.row in peers)
 
 
 if __name__ == "__main__":

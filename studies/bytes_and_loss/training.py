@@ -3,9 +3,6 @@
 The loop is the ordinary one and knows nothing of whose optimizer it drives: one seed gives every row the same
 initial weights and the same batches. The learning rate rises, then falls in a straight line to a tenth, so that
 the end of a run is quiet and differences of a thousandth can be seen.
-
-Bytes are counted in the tensors that exist after the last step. Peers keep moments in tensor subclasses and
-tables shared between parameters, so the count takes each piece of memory once, wherever in the state it hangs.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ import copy
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +29,8 @@ from narrowgauge.trainers import (
     validation_windows,
 )
 from studies.bytes_and_loss import rows as bytes_rows
-from studies.shared.models import measured_bytes, reason, set_rate, start_of
+from studies.shared.graphed import reason
+from studies.shared.language import looks, measured_bytes, set_rate, start_of
 
 WINDOWS = 256  # of the validation text
 EAGER_STEPS = 3  # before a step is captured: states are made, kernels chosen
@@ -42,35 +40,29 @@ LAST = 20  # steps whose training loss is averaged
 
 @dataclass(frozen=True)
 class Setting:
-    """What all rows share, and what a variation changes.
+    """What all rows share, and what a variation changes."""
 
-    Attributes:
-        data: a text; None for the source of Python's standard library.
-        model, vocabulary, sequence: what is trained.
-        steps, batch: optimizer steps, windows a step.
-        lr, warmup, final: learning rate, steps of its rise, share of it that is left at the last step.
-        beta1, beta2, eps, weight_decay: AdamW's.
-        clip: the gradients' norm is brought down to this at most; 0 leaves them alone.
-        device: where to train.
-        graph: whether our own optimizers' steps are replayed from a CUDA graph. The eager step of a small model
-            is bound by the launching of its kernels; a graph computes the same numbers.
-    """
-
-    data: Path | None = None
+    data: Path | None = None  # a text; None for the source of Python's standard library
+    # model, vocabulary, sequence: what is trained
     model: str = "gpt2"
     vocabulary: int = 8192
     sequence: int = 256
+    # steps, batch: optimizer steps, windows a step
     steps: int = 400
     batch: int = 8
+    # lr, warmup, final: learning rate, steps of its rise, share of it that is left at the last step
     lr: float = 5e-4
     warmup: int = 40
     final: float = 0.1
+    # beta1, beta2, eps, weight_decay: AdamW's
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.1
-    clip: float = 1.0
-    device: str = "cpu"
+    clip: float = 1.0  # the gradients' norm is brought down to this at most; 0 leaves them alone
+    device: str = "cpu"  # where to train
+    # whether our own optimizers' steps are replayed from a CUDA graph. The eager step of a small model is bound
+    # by the launching of its kernels; a graph computes the same numbers
     graph: bool = True
 
     def rate(self, step: int) -> float:
@@ -105,14 +97,31 @@ def train(name: str, setting: Setting, seed: int) -> dict[str, Any]:
     options: dict[str, Any] = {
         # A captured step reads the rate from the device.
         "lr": torch.tensor(setting.lr, dtype=torch.float64, device=device) if graph else setting.lr,
-        "betas": (setting.beta1, setting.beta2),
-        "eps": setting.eps,
-        "weight_decay": setting.weight_decay,
-    }
+        "betas": (setting.beta1, setting.beta2), "eps": setting.eps, "weight_decay": setting.weight_decay,
+    }  # fmt: skip
     optimizer = row.optimizer(model, options | ({"capturable": True} if graph else {}), seed)
     batches = Batches(text.train.to(device), setting.batch, setting.sequence, seed)
-    trained = time.perf_counter()
-    losses, how = _loop(model, optimizer, batches, setting, graph)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    drive: list[tuple[Callable[[], Any], str]] = [(optimizer.step, "eager")]
+
+    def step(number: int) -> Tensor:
+        set_rate(optimizer, setting.rate(number))
+        # A graph reads gradients where they were when it was captured: they are zeroed in place.
+        optimizer.zero_grad(set_to_none=not graph)
+        loss = next_token_loss(model, next(batches))
+        torch.autograd.backward(loss)
+        if setting.clip:
+            nn.utils.clip_grad_norm_(parameters, setting.clip)
+        if graph and number == EAGER_STEPS + 1:
+            drive.append(_captured(optimizer))
+        drive[-1][0]()
+        return loss.detach()
+
+    trained, losses = time.perf_counter(), []
+    for found, _ in looks(setting.steps, step, LOOK_EVERY):
+        losses += found
+        if not all(map(math.isfinite, found)):
+            break
     trained = time.perf_counter() - trained
     finite = all(map(math.isfinite, losses))
     weighed = measured_bytes(model, optimizer)
@@ -126,39 +135,10 @@ def train(name: str, setting: Setting, seed: int) -> dict[str, Any]:
         "training_loss": sum(last) / len(last) if finite else None,
         "diverged": not math.isfinite(loss),
         "bytes": weighed,
-        "step": how,
+        "step": drive[-1][1],
         "seconds": round(time.perf_counter() - begun, 1),
         "training_seconds": round(trained, 1),
     }
-
-
-def _loop(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Tensor], setting: Setting, graph: bool
-) -> tuple[list[float], str]:
-    """The losses up to a look that finds one not finite, and how the optimizer was driven."""
-    losses: list[float] = []
-    waiting: list[Tensor] = []
-    trained = [p for p in model.parameters() if p.requires_grad]
-    step: Callable[[], Any] = optimizer.step
-    how = "eager"
-    for number in range(1, setting.steps + 1):
-        set_rate(optimizer, setting.rate(number))
-        # A graph reads gradients where they were when it was captured: they are zeroed in place.
-        optimizer.zero_grad(set_to_none=not graph)
-        loss = next_token_loss(model, next(batches))
-        torch.autograd.backward(loss)
-        waiting.append(loss.detach())
-        if setting.clip:
-            nn.utils.clip_grad_norm_(trained, setting.clip)
-        if graph and number == EAGER_STEPS + 1:
-            step, how = _captured(optimizer)
-        step()
-        if number % LOOK_EVERY == 0 or number == setting.steps:
-            losses += torch.stack(waiting).tolist()
-            waiting.clear()
-            if not all(map(math.isfinite, losses[-LOOK_EVERY:])):
-                break
-    return losses, how
 
 
 def _captured(optimizer: torch.optim.Optimizer) -> tuple[Callable[[], Any], str]:

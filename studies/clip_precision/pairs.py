@@ -41,36 +41,20 @@ _LAST = 2**31 - 1
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Pictures and captions on a device, and what a CLIP is asked of them.
+    """Pictures and captions on a device, and what a CLIP is asked of them."""
 
-    Attributes:
-        pixels: uint8 (n, 3, edge, edge), the middle squares of the training's pictures.
-        tokens: int64 (n, context), their captions.
-        task: the trainer's own: loss, bound of the logit scale, held-out pictures, zero-shot accuracy.
-        size: edge of what the model sees.
-        vocabulary, end: number of tokens, and the one that ends a caption.
-        about: what a results file says of the data.
-    """
-
-    pixels: Tensor
-    tokens: Tensor
-    task: ImageTextTask
-    size: int
+    pixels: Tensor  # uint8 (n, 3, edge, edge), the middle squares of the training's pictures
+    tokens: Tensor  # int64 (n, context), their captions
+    task: ImageTextTask  # the trainer's own: loss, bound of the logit scale, held-out pictures, zero-shot accuracy
+    size: int  # edge of what the model sees
+    # vocabulary, end: number of tokens, and the one that ends a caption
     vocabulary: int
     end: int
-    about: dict[str, Any]
+    about: dict[str, Any]  # what a results file says of the data
 
 
 def pairs_of(settings: TrainSettings) -> Pairs:
-    """The pairs that settings name, ready to be drawn from; made once in a process for equal data.
-
-    Args:
-        settings: of a CLIP; `data` None for the emoji of the font that is installed.
-
-    Raises:
-        DataError: if there are none that can be read; without `data`, if there is no font or no list of names.
-        ValueError: for a model that is no CLIP.
-    """
+    """The pairs that settings of a CLIP name, made once in a process for equal data; by default emoji."""
     sizes = preset(settings.model)
     if not isinstance(sizes, ClipSizes):
         raise ValueError(f"model: got {settings.model!r}, takes a CLIP such as 'clip-small'")
@@ -128,11 +112,7 @@ def _load(
 
 
 def installed_emoji() -> Path:
-    """A folder with the installed color emoji font's pairs, drawn once and kept in the user's cache.
-
-    Raises:
-        DataError: if there is no font, no list of names, or nothing that draws what is held out.
-    """
+    """A folder with the installed color emoji font's pairs, drawn once and kept in the user's cache."""
     folder = cache_folder() / "emoji"
     if not (folder / "emoji.json").is_file():  # written last
         if not features.check("raqm"):
@@ -150,17 +130,11 @@ def installed_emoji() -> Path:
 
 
 class Draw:
-    """Steps of random crops, without an end.
+    """Steps of random crops, without an end; an epoch is as many steps as the pairs fill.
 
-    Args:
-        pairs: what there is; an epoch is as many steps as they fill, the rest is left to other epochs.
-        batch: pairs a step.
-        seed: of order and crops.
-        scale: the least share of a picture's area that is kept; 1 keeps the middle square.
-        flip: whether one in two is mirrored.
+    `scale` is the least share of a picture's area that is kept, 1 for the middle square; with `flip` one in two is
+    mirrored.
 
-    Raises:
-        DataError: for fewer pairs than a step takes.
     """
 
     def __init__(self, pairs: Pairs, *, batch: int, seed: int, scale: float, flip: bool) -> None:
@@ -181,18 +155,9 @@ class Draw:
 
 
 def crops(pixels: Tensor, size: int, scale: float, flip: bool, generator: torch.Generator) -> Tensor:
-    """A random part of each image, resized.
+    """A random part of each image, uint8 (n, 3, edge, edge), resized: float32 (n, 3, size, size) from 0 to 255.
 
-    Args:
-        pixels: uint8 (n, 3, edge, edge).
-        size: edge of the result.
-        scale: the least share of the area that is kept.
-        flip: whether one in two is mirrored.
-        generator: of the device of the pixels.
-
-    Returns:
-        float32 (n, 3, size, size) from 0 to 255, by bicubic interpolation. Numbers are interpolated, not averaged:
-        pixels should not be much larger than what they are resized to.
+    Numbers are interpolated, not averaged: pixels should not be much larger than what they are resized to.
 
     Source: Szegedy et al. 2015: an area, then a ratio, here of those that fit.
     """

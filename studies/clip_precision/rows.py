@@ -24,16 +24,11 @@ NOTHING, STEADY = "nothing", "KQ norm"
 
 @dataclass(frozen=True)
 class Row:
-    """Linear layers.
+    """Linear layers."""
 
-    Attributes:
-        name: in results, tables and pictures.
-        linear: their plan, as `--linear` takes it.
-        paper: its zero-shot accuracy minus that of bf16 at ViT-Huge, in points, or what the paper says of it.
-    """
-
-    name: str
-    linear: str
+    name: str  # in results, tables and pictures
+    linear: str  # their plan, as `--linear` takes it
+    # its zero-shot accuracy minus that of bf16 at ViT-Huge, in points, or what the paper says of it
     paper: str = ""
 
     @property
@@ -44,17 +39,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Added:
-    """What is added.
+    """What is added."""
 
-    Attributes:
-        name: in results, tables and pictures.
-        changes: of the settings.
-        paper: what becomes of tensor-wise float8 with it, ViT-Large.
-    """
-
-    name: str
-    changes: dict[str, Any] = field(default_factory=dict, hash=False)
-    paper: str = ""
+    name: str  # in results, tables and pictures
+    changes: dict[str, Any] = field(default_factory=dict, hash=False)  # of the settings
+    paper: str = ""  # what becomes of tensor-wise float8 with it, ViT-Large
 
 
 @dataclass(frozen=True)

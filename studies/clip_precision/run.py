@@ -25,7 +25,6 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,13 +33,13 @@ from typing import Annotated, Any
 
 import typer
 
-from narrowgauge.cli._environment import describe_environment
-from narrowgauge.trainers import DataError, ModelError, SettingsError, TrainSettings, parameter_count
+from narrowgauge.trainers import DataError, ModelError, SettingsError, TrainSettings
 from studies.clip_precision import training as clip_run
 from studies.clip_precision.pairs import pairs_of
 from studies.clip_precision.rows import ADDED, ROWS, Added, Row, Task, settings_of, telling
 from studies.shared import options
-from studies.shared.resumable import Result, Study
+from studies.shared.language import curve
+from studies.shared.resumable import Result, carry_out
 
 RISE = 0.5  # nats above its best that a run ends at that counts as diverged
 GUESSING = 0.1  # nats below a guess's loss that a run must reach to have learned anything
@@ -62,11 +61,6 @@ def plan(
 
     Those of `telling`: on the first model, seed by seed; seed 0 of them on the other models, and at the other
     learning rates; then everything else on the first model, with seed 0.
-
-    Args:
-        rows, added: to combine.
-        models, rates: the first of each is where everything is trained.
-        seeds: of what is telling, at the first rate on the first model.
     """
 
     def cells(wanted: bool, model: str, lr: float, seed: int) -> list[Task]:
@@ -92,22 +86,16 @@ def about(
 ) -> dict[str, Any]:
     """What a results file says of the study before anything has run."""
     pairs = pairs_of(settings)
-    device = pairs.pixels.device
     clip_run.drawing(settings, pairs)  # before the first run: whether there are enough of them
     return {
-        "command": options.command(sys.argv),
-        "environment": describe_environment(device),
+        **options.origin(pairs.pixels.device),
         "training": clip_run.plain(settings)
         | {"seed": 0, "pairs": pairs.about["fingerprint"]}
         | {"seeds": seeds, "models": list(models), "rates": list(rates)},
         "data": pairs.about,
-        "parameters": {model: _parameters(replace(settings, model=model)) for model in models},
+        "parameters": clip_run.sizes(settings, models),
         "rows": [{"name": row.name, "title": row.title, "linear": row.linear} for row in rows],
     }
-
-
-def _parameters(settings: TrainSettings) -> int:
-    return parameter_count(clip_run.start(settings, pairs_of(settings)).model)
 
 
 def one(task: Task, settings: TrainSettings) -> Result:
@@ -129,7 +117,7 @@ def one(task: Task, settings: TrainSettings) -> Result:
         "accuracy_top5": None if last is None else last["zero_shot_top5"],
         "diverged": diverged(trained, settings.batch),
         "rise": trained.rise if trained.finite else None,
-        "curve": trained.curve(50),
+        "curve": curve(trained.losses, 50),
         "validations": {key: [each[key] for each in trained.validations] for key in keys},
         "magnitudes": {
             key: [each[key] for each in trained.magnitudes] for key in ("step", "mean", "absmax")
@@ -151,47 +139,6 @@ def diverged(trained: clip_run.Trained, batch: int) -> str | None:
     if statistics.fmean(trained.losses[-clip_run.LAST :]) > math.log(batch) - GUESSING:
         return "the loss never left that of a guess"
     return None
-
-
-def study(
-    out: Path,
-    settings: TrainSettings,
-    *,
-    rows: Sequence[Row] = ROWS,
-    added: Sequence[Added] = ADDED,
-    models: Sequence[str] = MODELS,
-    rates: Sequence[float] = RATES,
-    seeds: int = 3,
-    jobs: int = 1,
-    seconds: float = math.inf,
-    resume: bool = False,
-    dry: bool = False,
-) -> None:
-    """Run it all, or as much as fits."""
-    end = time.monotonic() + seconds
-    settings = replace(settings, model=models[0], lr=rates[0])
-    grows = ("seeds", "models", "rates")
-    results = Study(out, about(rows, settings, models, rates, seeds), resume, grows=grows)
-    tasks = plan(rows, added, models, rates, seeds)
-    sizes = ", ".join(f"{name} of {count:,} parameters" for name, count in results.about["parameters"].items())
-    print(
-        f"{sizes}: {len(tasks)} runs of {settings.steps} steps of {settings.batch} pairs, "
-        f"{len(tasks) - len(results.missing(tasks))} of them there",
-        flush=True,
-    )
-    if not dry:
-        results.make(tasks, functools.partial(one, settings=settings), end, jobs=jobs)
-        return
-    for task in tasks:
-        there = ", there" if results.of(task) else ""
-        print(f"  {task.model}, {task.row}, {task.added}, lr {task.lr:g}, seed {task.seed}{there}")
-
-
-def setting_of(check: bool, given: dict[str, Any]) -> TrainSettings:
-    """The study's settings, those of a check over them, and over all what was given."""
-    values = (CHECK if check else {}) | given
-    steps = values.get("steps", SETTINGS.steps)
-    return replace(SETTINGS, **{"warmup": steps // 4, **values})
 
 
 def main(
@@ -223,19 +170,24 @@ def main(
     named = options.matching("--only", only, [row.name for row in ROWS])
     adds = options.matching("--added", added, [each.name for each in ADDED])
     options.one_thread(check)
-    given = options.given(
+    end = time.monotonic() + seconds
+    values = (CHECK if check else {}) | options.given(
         data=data, device=device, steps=steps, warmup=warmup, batch=batch, patch_dropout=patch_dropout,
         validate_every=validate_every,
     )  # fmt: skip
+    values = {"warmup": values.get("steps", SETTINGS.steps) // 4, **values}
+    models, rates = model or (("clip-micro",) if check else MODELS), lr or RATES[: 1 if check else None]
+    rows, additions = ([x for x in every if x.name in kept] for every, kept in ((ROWS, named), (ADDED, adds)))
+    seeds = seeds or (1 if check else 3)
     try:
-        study(
-            out, setting_of(check, given), rows=[row for row in ROWS if row.name in named],
-            added=[each for each in ADDED if each.name in adds],
-            models=model or (("clip-micro",) if check else MODELS), rates=lr or RATES[: 1 if check else None],
-            seeds=seeds or (1 if check else 3), jobs=jobs, seconds=seconds, resume=resume, dry=dry,
-        )  # fmt: skip
+        settings = replace(SETTINGS, **values, model=models[0], lr=rates[0])
+        described = about(rows, settings, models, rates, seeds)
     except (DataError, ModelError, SettingsError) as error:
         raise typer.BadParameter(str(error)) from None
+    carry_out(
+        out, described, plan(rows, additions, models, rates, seeds), functools.partial(one, settings=settings), end,
+        jobs=jobs, resume=resume, grows=("seeds", "models", "rates"), dry=dry,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -59,52 +59,31 @@ _NOT_SAID = (
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """How a run went.
+    """How a run went."""
 
-    Attributes:
-        losses: of every step in nats, up to and with the first that is not finite.
-        scalars: of every step, by name, what `scalars` said.
-        validations: by step: `step`, `loss`, `zero_shot_top1`, `zero_shot_top5`, `logit_scale`.
-        magnitudes: of the image tower's blocks, in order, on held-out pictures: `step`, `mean` (E|x_k|), `absmax`.
-        parameters: their number.
-        passes: eager or from a graph, see `shared/graphed.py`.
-        step_ms: median of a step between looks; the first look, which has compiled kernels in it, is left out.
-        peak_memory: in bytes; None on a CPU.
-        seconds: of all of it.
-    """
-
-    losses: list[float]
-    scalars: dict[str, list[float]]
+    losses: list[float]  # of every step in nats, up to and with the first that is not finite
+    scalars: dict[str, list[float]]  # of every step, by name, what `scalars` said
+    # by step: `step`, `loss`, `zero_shot_top1`, `zero_shot_top5`, `logit_scale`
     validations: list[dict[str, float]]
+    # of the image tower's blocks, in order, on held-out pictures: `step`, `mean` (E|x_k|), `absmax`
     magnitudes: list[dict[str, Any]]
-    parameters: int
-    passes: str
-    step_ms: float
-    peak_memory: int | None
-    seconds: float
+    parameters: int  # their number
+    passes: str  # eager or from a graph, see `shared/graphed.py`
+    step_ms: float  # median of a step between looks; the first look, which has compiled kernels in it, is left out
+    peak_memory: int | None  # in bytes; None on a CPU
+    seconds: float  # of all of it
 
     @property
     def finite(self) -> bool:
         """Whether no loss was other than finite."""
         return math.isfinite(self.losses[-1])
 
-    def curve(self, points: int = 100) -> list[list[float]]:
-        """Steps and mean losses up to them, at most so many."""
-        width = max(1, math.ceil(len(self.losses) / points))
-        return [
-            [min(first + width, len(self.losses)), statistics.fmean(self.losses[first : first + width])]
-            for first in range(0, len(self.losses), width)
-        ]
-
     @property
     def rise(self) -> float:
         """How far the loss ended above where it had been: of means of `LAST` steps the last minus the lowest."""
-        means = list(self._means())
+        firsts = range(max(1, len(self.losses) - LAST + 1))
+        means = [statistics.fmean(self.losses[first : first + LAST]) for first in firsts]
         return means[-1] - min(means) if self.finite else math.inf
-
-    def _means(self) -> Iterator[float]:
-        for first in range(max(1, len(self.losses) - LAST + 1)):
-            yield statistics.fmean(self.losses[first : first + LAST])
 
 
 def plain(settings: TrainSettings) -> dict[str, Any]:
@@ -116,18 +95,11 @@ def plain(settings: TrainSettings) -> dict[str, Any]:
 def train(
     settings: TrainSettings, *, make: Maker | None = None, scalars: Scalars | None = None, magnitudes: bool = True
 ) -> Trained:
-    """Train, and say how it went.
+    """Train, and say how it went; `validate_every` validates at the beginning and the end too, 0 at the end alone.
 
-    Args:
-        settings: of the run. `validate_every` validates at the beginning and at the end too; 0 at the end alone.
-        make: makes the optimizer of a model on its device, from `lr`, `betas`, `eps`, `weight_decay`,
-            `max_grad_norm` and `seed`, so far as they are set; None for the recipe's. Gradients of one that is not
-            of this library are clipped before its step.
-        scalars: asked after each step, while gradients are there: numbers on the device, by name.
-        magnitudes: whether blocks are measured at each validation.
-
-    Raises:
-        ValueError, DataError: for what cannot be trained, by name.
+    `make` makes the optimizer of a model on its device, of `options_of`; None for the recipe's. Gradients of one
+    that is not of this library are clipped before its step. `scalars` is asked after each step, while gradients
+    are there: numbers on the device, by name. With `magnitudes` blocks are measured at each validation.
     """
     begun = time.perf_counter()
     pairs = pairs_of(settings)
@@ -143,6 +115,12 @@ def train(
 def start(settings: TrainSettings, pairs: Pairs) -> Parts:
     """Model, recipe's optimizer and loss scaler, on the device of the pairs."""
     return build_parts(settings, pairs.vocabulary, pairs.pixels.device, end=pairs.end)
+
+
+def sizes(settings: TrainSettings, models: Iterable[str]) -> dict[str, int]:
+    """Parameters by model."""
+    pairs = pairs_of(settings)
+    return {model: parameter_count(start(replace(settings, model=model), pairs).model) for model in models}
 
 
 def drawing(settings: TrainSettings, pairs: Pairs) -> Draw:

@@ -116,15 +116,10 @@ class Float8AdamW(AdamW):
 
 @dataclass(frozen=True)
 class Float8Recipe(Recipe):
-    """A recipe of these storages, for the library's trainer.
+    """A recipe of these storages, for the library's trainer."""
 
-    Attributes:
-        expansion: weights as hi + lo.
-        plus: the second moment as hi + lo.
-    """
-
-    expansion: bool = False
-    plus: bool = False
+    expansion: bool = False  # weights as hi + lo
+    plus: bool = False  # the second moment as hi + lo
 
     @property
     def real_bytes(self) -> float:

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from studies.shared.tables import Results, markdown, origin, percent
+from studies.shared.tables import Results, origin, per, percent2, table
 
 
 def recipes(*runs: Results) -> str:
-    """Losses by recipe, a pair of columns for each run."""
-    head = ["recipe", "what is kept", "bytes / parameter"]
-    for run in runs:
-        head += [f"loss, β2 {run['training']['beta2']:g}", "minus D", "lost"]
-    rows = []
-    for places in zip(*(run["recipes"] for run in runs), strict=True):
-        first = places[0]
-        row = [f"`{first['name']}`", first["title"], f"{first['bytes']:g}"]
-        for place, run in zip(places, runs, strict=True):
-            loss, reference = place["validation_loss"], run["recipes"][0]["validation_loss"]
-            if loss is None:
-                row += ["diverged", "", ""]
-            else:
-                row += [f"{loss:.4f}", f"{loss - reference:+.4f}", percent(place["lost_updates"], 2)]
-        rows.append(row)
-    return markdown(head, rows, words=2)
+    """Losses by recipe, a group of columns for each run."""
+    found = [{row["name"]: row for row in run["recipes"]} for run in runs]
+
+    def loss(run: int, row: Results) -> str:
+        value = found[run][row["name"]]["validation_loss"]
+        return "diverged" if value is None else f"{value:.4f}"
+
+    def behind(run: int, row: Results) -> float | None:
+        value = found[run][row["name"]]["validation_loss"]
+        return None if value is None else value - runs[run]["recipes"][0]["validation_loss"]
+
+    def lost(run: int, row: Results) -> float | None:
+        place = found[run][row["name"]]
+        return None if place["validation_loss"] is None else place["lost_updates"]
+
+    return table(
+        runs[0]["recipes"],
+        ("recipe", lambda row: f"`{row['name']}`"),
+        ("what is kept", "title"),
+        ("bytes / parameter", "bytes", "g"),
+        *per(
+            range(len(runs)), lambda run: f"loss, β2 {runs[run]['training']['beta2']:g}",
+            ("", loss), ("minus D", behind, "+.4f"), ("lost", lost, percent2),
+        ),
+        words=2,
+    )  # fmt: skip
 
 
 def origins(*runs: Results) -> str:

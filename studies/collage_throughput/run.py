@@ -24,7 +24,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -38,7 +38,7 @@ from narrowgauge.recipes import Recipe
 from narrowgauge.trainers import next_token_loss
 from studies.memory_plans import run as memory_plans
 from studies.shared import options
-from studies.shared.resumable import Result, Study
+from studies.shared.resumable import Result, carry_out
 
 WARM = 3  # steps that are not timed: states are made, kernels chosen
 TOY = "a toy"
@@ -48,19 +48,12 @@ LR = 1e-5
 
 @dataclass(frozen=True)
 class Row:
-    """What trains a model.
+    """What trains a model."""
 
-    Attributes:
-        name: the paper's letter, or one of ours.
-        title: what is kept, in a line.
-        recipe: of this library; None for torch's fused AdamW.
-        autocast: whether fp32 weights compute in bf16.
-    """
-
-    name: str
-    title: str
-    recipe: Recipe | None = None
-    autocast: bool = False
+    name: str  # the paper's letter, or one of ours
+    title: str  # what is kept, in a line
+    recipe: Recipe | None = None  # of this library; None for torch's fused AdamW
+    autocast: bool = False  # whether fp32 weights compute in bf16
 
     @property
     def dtype(self) -> torch.dtype:
@@ -74,18 +67,12 @@ class Row:
         return torch.optim.AdamW(model.parameters(), LR, fused=True)
 
 
-def _ours(name: str) -> Row:
-    recipe = recipes.get(name)
-    return Row(recipe.letters or recipe.name, recipe.title, recipe)
+def _ours(*names: str) -> list[Row]:
+    return [Row(recipe.letters or recipe.name, recipe.title, recipe) for recipe in map(recipes.get, names)]
 
 
 ROWS = (
-    _ours("D"),
-    _ours("C"),
-    _ours("B"),
-    _ours("A"),
-    _ours("D-MW"),
-    _ours("adamw8bit-split8"),
+    *_ours("D", "C", "B", "A", "D-MW", "adamw8bit-split8"),
     Row("torch fused, bf16", "torch's fused AdamW, bf16 weights and states"),
     Row("torch fused, fp32", "torch's fused AdamW, fp32 weights and states, bf16 by autocast", autocast=True),
 )
@@ -183,11 +170,6 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def plan(models: Sequence[str], rows: Sequence[str]) -> list[Task]:
-    """All measurements, small models first."""
-    return [Task(model, row) for model in models for row in rows]
-
-
 def about(device: str, batch: int, sequence: int, steps: int) -> dict[str, Any]:
     """What a results file says of the study before anything has run."""
     memory = torch.cuda.get_device_properties(device).total_memory if device != "cpu" else None
@@ -226,12 +208,10 @@ def main(
     if check:
         options.one_thread(check)
         models, sequence, steps = [TOY], 32, 2
-    study = Study(out, about(device, batch, sequence, steps), resume)
-    tasks = plan(models, options.matching("--only", only, [row.name for row in ROWS]))
-    missing = study.missing(tasks)
-    print(f"{len(tasks)} measurements, {len(tasks) - len(missing)} of them there", flush=True)
+    rows = options.matching("--only", only, [row.name for row in ROWS])
+    tasks = [Task(model, row) for model in models for row in rows]  # small models first
     one = functools.partial(measure, device=device, batch=batch, sequence=sequence, steps=steps)
-    study.make(tasks, one, end, expected=10.0 if device != "cpu" else 0.0)
+    carry_out(out, about(device, batch, sequence, steps), tasks, one, end, resume=resume)
 
 
 if __name__ == "__main__":

@@ -7,17 +7,17 @@ that, or than a thousandth of a nat, counts as nothing.
 
 from __future__ import annotations
 
-import functools
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from studies.compressed_training.rows import BITS, DEFAULT, KINDS, OPTIMIZERS, REFERENCE, ROUNDED
-from studies.shared import pictures, tables
+from studies.compressed_training.training import BITS, DEFAULT, KINDS, OPTIMIZERS, REFERENCE, ROUNDED
+from studies.shared import pictures
 from studies.shared.pictures import INK, MUTED, Line
-from studies.shared.tables import Results, left_out, machine, mean_of, percent, several, significant, table
+from studies.shared.readings import Beside
+from studies.shared.tables import Results, left_out, mean_of, per, percent, said, several, significant, table
 
 LEAST = 1e-3
 BEHIND, NEAR, BEFORE, UNCLEAR = "behind", "with it", "ahead", "not told"
@@ -29,103 +29,89 @@ LINES = {
 WIDE = 5  # points of a curve that are averaged
 
 
-def runs_of(results: Results, optimizer: str, row: str) -> list[Results]:
-    """Runs that were made, by seed."""
-    return tables.runs_of(results, optimizer=optimizer, row=row)
+def under(results: Results, optimizer: str) -> Beside:
+    """The runs of an optimizer, beside the uncompressed ones."""
+    return Beside(results, REFERENCE, optimizer=optimizer)
 
 
-def apart(results: Results, optimizer: str, row: str) -> list[float]:
-    """Validation losses minus those of the uncompressed runs of the same seeds, of runs that have not diverged."""
-    return tables.apart(runs_of(results, optimizer, row), runs_of(results, optimizer, REFERENCE))
+def verdict(found: Beside, row: str) -> str:
+    """Where a row ends: behind or ahead if every seed does by more than nothing, with it if none does.
 
-
-def drift(results: Results, optimizer: str) -> float:
-    """The largest distance that bf16's all-reduce makes, which is taken for that of rounding alone."""
-    return max(map(abs, apart(results, optimizer, ROUNDED)), default=0.0)
-
-
-def verdict(results: Results, optimizer: str, row: str) -> str:
-    """Where a row ends: behind or ahead if every seed does by more than nothing, with it if none does."""
-    found, limit = apart(results, optimizer, row), max(LEAST, drift(results, optimizer))
-    if not found:
+    Nothing is the largest distance that bf16's all-reduce makes, which is taken for that of rounding alone.
+    """
+    apart, limit = found.apart(row), max(LEAST, max(map(abs, found.apart(ROUNDED)), default=0.0))
+    if not apart:
         return ""
-    if len(found) < len(runs_of(results, optimizer, row)) or min(found) > limit:
+    if len(apart) < len(found.runs(row)) or min(apart) > limit:
         return BEHIND
-    if max(found) < -limit:
+    if max(apart) < -limit:
         return BEFORE
-    return NEAR if max(map(abs, found)) <= limit else UNCLEAR
+    return NEAR if max(map(abs, apart)) <= limit else UNCLEAR
 
 
 def losses(results: Results) -> str:
     """How trainings end, and what travels."""
+    found = {optimizer: under(results, optimizer) for optimizer in OPTIMIZERS}
     rows = [
         row | {"first": runs[0]}
         for row in results["rows"]
-        if (runs := [run for o in OPTIMIZERS for run in runs_of(results, o, row["name"])])
+        if (runs := [run for each in found.values() for run in each.runs(row["name"])])
     ]
 
     def loss(optimizer: str, row: Results) -> str:
-        runs = runs_of(results, optimizer, row["name"])
+        runs = found[optimizer].runs(row["name"])
         bad = sum(run["validation_loss"] is None for run in runs)
         told = f"{bad} of {len(runs)} diverged" if bad else ""
         return " ".join(filter(None, (mean_of((run["validation_loss"] for run in runs), ".4f"), told)))
 
     def behind(optimizer: str, row: Results) -> str:
-        return "" if row["name"] == REFERENCE else several(apart(results, optimizer, row["name"]))
+        return "" if row["name"] == REFERENCE else several(found[optimizer].apart(row["name"]))
 
     def ends(optimizer: str, row: Results) -> str:
-        return "" if row["name"] in (REFERENCE, ROUNDED) else verdict(results, optimizer, row["name"])
+        return "" if row["name"] in (REFERENCE, ROUNDED) else verdict(found[optimizer], row["name"])
 
-    columns = [
-        (title, functools.partial(show, optimizer))
-        for optimizer in OPTIMIZERS
-        for title, show in ((f"{optimizer}: loss", loss), ("− fp32's", behind), ("ends", ends))
-    ]
     return table(
         rows,
         ("", lambda row: f"`{row['name']}`"),
         ("gradients", "title"),
         ("bytes, of fp32's", "first.share", percent),
         ("memory", "first.memory_bytes", lambda size: f"{size / 1e6:.2f} MB"),
-        *columns,
+        *per(OPTIMIZERS, "{}: ", ("loss", loss), ("− fp32's", behind), ("ends", ends)),
         words=2,
     )
 
 
 def origin(results: Results) -> str:
     """What was run, on what."""
-    training, data = results["training"], results["data"]
-    spent = sum(run["seconds"] for run in results["runs"])
-    return (
-        f"`{results['command']}`: {training['model']} of {results['parameters']:,} parameters, {training['steps']} "
-        f"steps of {training['batch']} × {training['sequence']:,} tokens of {data['source']} "
-        f"({data['train_tokens']:,} tokens), vocabulary {training['vocabulary']:,}, on {training['ranks']} ranks; "
-        f"SGD with momentum 0.9, learning rate {training['sgd_lr']:g}; AdamW, {training['adamw_lr']:g}, weight "
-        f"decay {training['weight_decay']:g}; {len(results['runs'])} runs in {spent:.0f} s; "
-        f"{machine(results)}. {left_out(results)}\n"
+    return said(
+        results,
+        "`{command}`: {training[model]} of {parameters:,} parameters, {training[steps]} steps of "
+        "{training[batch]} × {training[sequence]:,} tokens of {data[source]} ({data[train_tokens]:,} tokens), "
+        "vocabulary {training[vocabulary]:,}, on {training[ranks]} ranks; SGD with momentum 0.9, learning rate "
+        "{training[sgd_lr]:g}; AdamW, {training[adamw_lr]:g}, weight decay {training[weight_decay]:g}; {count} "
+        "runs in {spent:.0f} s; {machine}. {left}",
+        count=len(results["runs"]),
+        spent=sum(run["seconds"] for run in results["runs"]),
+        left=left_out(results),
     )
 
 
 def facts(results: Results) -> dict[str, str]:
     """Numbers in sentences: by optimizer in small letters, bits and kind, `sgd_2_nearest`."""
-    training = results["training"]
-    named = {"runs": str(len(results["runs"])), "seeds": str(training["seeds"]), "steps": str(training["steps"])}
+    named = {"runs": str(len(results["runs"])), "seeds": str(results["training"]["seeds"])}
     for optimizer in OPTIMIZERS:
-        short = optimizer.lower()
+        short, found = optimizer.lower(), under(results, optimizer)
         for row in (*(f"{bits} {kind}" for bits in BITS for kind in KINDS), ROUNDED, DEFAULT):
-            if found := apart(results, optimizer, row):
-                key, farthest = f"{short}_{row.replace(' ', '_')}", max(map(abs, found))
-                named[key] = f"{statistics.fmean(found):+.4f}"
+            if apart := found.apart(row):
+                key, farthest = f"{short}_{row.replace(' ', '_')}", max(map(abs, apart))
+                named[key] = f"{statistics.fmean(apart):+.4f}"
                 named[f"farthest_{key}"] = significant(farthest, 2) if farthest >= 1e-4 else "less than 0.0001"
-        most = [x for kind in KINDS for x in apart(results, optimizer, f"8 {kind}")]
+        most = [x for kind in KINDS for x in found.apart(f"8 {kind}")]
         named |= {f"most_{short}_8": f"{max(most):+.4f}"} if most else {}
-        named[f"drift_{short}"] = f"{drift(results, optimizer):.4f}"
-        ends = [run["validation_loss"] for run in runs_of(results, optimizer, REFERENCE) if not run["diverged"]]
+        ends = [run["validation_loss"] for run in found.runs(REFERENCE) if not run["diverged"]]
         named |= {f"spread_{short}": f"{max(ends) - min(ends):.4f}"} if len(ends) > 1 else {}
-    for bits in BITS:
-        shares = [run["share"] for run in results["runs"] if run["row"] == f"{bits} nearest"]
-        named |= {f"share_{bits}": percent(shares[0])} if shares else {}
-    return named
+    shares = [run["share"] for run in results["runs"] if run["row"] == "8 nearest"]
+    return named | ({"share_8": percent(shares[0])} if shares else {})
 
 
 def differences(results: Results) -> Figure:
@@ -135,10 +121,11 @@ def differences(results: Results) -> Figure:
     """
     figure, grid = pictures.figure(13, 7.6, 2, len(BITS))
     for across, (axes, optimizer) in enumerate(zip(grid, OPTIMIZERS, strict=True)):
+        found = under(results, optimizer)
         for axis, bits in zip(axes, BITS, strict=True):
-            _band(axis, _above(results, optimizer, ROUNDED))
+            _band(axis, _above(found, ROUNDED))
             for kind, line in LINES.items():
-                _lines(axis, _above(results, optimizer, f"{bits} {kind}"), line, KINDS[kind])
+                _lines(axis, _above(found, f"{bits} {kind}"), line, KINDS[kind])
             axis.axhline(0, color=MUTED, linewidth=1.0)
             axis.set_title(f"{optimizer}, {bits} bits", color=INK)
             axis.margins(x=0.01)
@@ -152,18 +139,18 @@ def differences(results: Results) -> Figure:
 Curves = Sequence[tuple[list[float], list[float]]]
 
 
-def _above(results: Results, optimizer: str, row: str) -> Curves:
+def _above(found: Beside, row: str) -> Curves:
     """Of each seed steps, and means over some of them of losses less those of the uncompressed run."""
-    known = {run["seed"]: run["curve"] for run in runs_of(results, optimizer, REFERENCE)}
-    found = []
-    for run in runs_of(results, optimizer, row):
+    known = {run["seed"]: run["curve"] for run in found.runs(REFERENCE)}
+    curves = []
+    for run in found.runs(row):
         pairs = zip(run["curve"], known.get(run["seed"], []), strict=False)
         points = [(step, mine - theirs) for (step, mine), (_, theirs) in pairs if None not in (mine, theirs)]
         smooth = [points[first : first + WIDE] for first in range(0, len(points), WIDE)]
         if smooth:
             steps, losses = ([statistics.fmean(x[i] for x in part) for part in smooth] for i in (0, 1))
-            found.append((steps, losses))
-    return found
+            curves.append((steps, losses))
+    return curves
 
 
 def _lines(axis: Any, found: Curves, line: Line, kind: str) -> None:

@@ -25,20 +25,16 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 
-from narrowgauge.trainers import parameter_count
-from studies.compressed_training import rows
-from studies.compressed_training import training as compressed_run
+from studies.compressed_training import training
 from studies.compressed_training.training import Plan, Task
-from studies.shared import language as language_run
-from studies.shared import options
+from studies.shared import language, options
 from studies.shared.language import Setting
 from studies.shared.resumable import Study
 
@@ -52,40 +48,6 @@ CHECK = replace(
         FULL.language, megabytes=1, vocabulary=300, sequence=24, batch=4, steps=10, warmup=2, windows=8
     ),
 )
-
-
-def plan_of(names: Sequence[str], seeds: int) -> list[Task]:
-    """All runs, the most important first: a seed of everything, then the next."""
-    return [Task(optimizer, name, seed) for seed in range(seeds) for optimizer in rows.OPTIMIZERS for name in names]
-
-
-def about(plan: Plan, seeds: int) -> dict[str, Any]:
-    """What a results file says of the study before anything has run."""
-    setting = plan.language
-    model = language_run.start_of(setting.model, setting.vocabulary, setting.sequence, 0)
-    return {
-        **options.origin(setting.device),
-        "training": plan.plain() | {"seed": 0, "seeds": seeds},
-        "data": language_run.about_text(setting),  # and its tokens are in the cache, where ranks find them
-        "parameters": parameter_count(model),
-        "rows": [{"name": row.name, "title": row.title} for row in rows.ROWS],
-    }
-
-
-def study(
-    out: Path, plan: Plan, names: Sequence[str], seeds: int, seconds: float = math.inf, resume: bool = False
-) -> None:
-    """Run it all, or as much as fits."""
-    end = time.monotonic() + seconds
-    results = Study(out, about(plan, seeds), resume, grows=("seeds",))
-    tasks = plan_of(names, seeds)
-    print(
-        f"{plan.language.model}, {results.about['parameters']:,} parameters, {plan.ranks} ranks: {len(tasks)} runs "
-        f"of {plan.language.steps} steps, {len(tasks) - len(results.missing(tasks))} of them there",
-        flush=True,
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        compressed_run.on_ranks(results, tasks, plan, end, START, Path(folder))
 
 
 def main(
@@ -105,7 +67,8 @@ def main(
 ) -> None:
     """Train with compressed gradients on two ranks, and write how far they end from uncompressed ones."""
     plan = CHECK if check else FULL
-    names = options.matching("--only", only, [row.name for row in rows.ROWS])
+    end = time.monotonic() + seconds
+    names = options.matching("--only", only, [row.name for row in training.ROWS])
     if device not in ("cpu", "cuda"):
         raise typer.BadParameter(f"--device: got {device}, takes cpu or cuda")
     if device == "cuda" and torch.cuda.device_count() < plan.ranks:
@@ -115,7 +78,16 @@ def main(
     if setting.batch % plan.ranks:
         raise typer.BadParameter(f"--batch: got {setting.batch}, takes a multiple of {plan.ranks}, the ranks")
     plan = replace(plan, language=setting, sgd_lr=sgd_lr, adamw_lr=adamw_lr)
-    study(out, plan, names, 1 if check else seeds, seconds, resume)
+    seeds = 1 if check else seeds
+    # A seed of everything, then the next.
+    tasks = [Task(o, name, seed) for seed in range(seeds) for o in training.OPTIMIZERS for name in names]
+    lines = [{"name": row.name, "title": row.title} for row in training.ROWS]
+    # With it, tokens are in the cache, where ranks find them.
+    about = language.about(setting, {}, lines) | {"training": plan.plain() | {"seed": 0, "seeds": seeds}}
+    study = Study(out, about, resume, grows=("seeds",))
+    print(f"{len(tasks)} runs, {len(tasks) - len(study.missing(tasks))} of them there", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        training.on_ranks(study, tasks, plan, end, START, Path(folder))
 
 
 if __name__ == "__main__":

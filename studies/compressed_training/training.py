@@ -1,5 +1,10 @@
 """One training by DistributedDataParallel whose gradients travel as a row says, and the ranks that do all of them.
 
+Each width has the lecture's three: rounded to nearest (biased), rounded stochastically (unbiased) and rounded to
+nearest with error feedback. All have the linear codebook, with which stochastic rounding is unbiased exactly.
+Beside them stands bf16, as torch's own hook sends it: what it changes is what the choice of a run's last bits
+changes.
+
 The ranks are processes that live through the whole study. The first one has the results: it says which run is next,
 so that all begin the same ones, and writes down what came out. An error on any rank ends all of them: what was made
 until then is on disk, and `--resume` goes on.
@@ -11,7 +16,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,22 +26,46 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import narrowgauge as ng
 from narrowgauge.distributed import compressed_allreduce_hook
-from studies.compressed_training import rows
-from studies.shared import language as language_run
-from studies.shared.language import LAST, LOOK_EVERY, Result, Setting
+from studies.shared import language
+from studies.shared.language import LOOK_EVERY, Result, Setting
 from studies.shared.resumable import RECENT, Study
+
+REFERENCE, ROUNDED, DEFAULT = "fp32", "bf16", "default"
+PLAIN = {REFERENCE: torch.float32, ROUNDED: torch.bfloat16}  # rows that torch reduces, and the dtype that is sent
+BITS = (8, 4, 2)
+KINDS = {"nearest": "biased", "stochastic": "unbiased", "feedback": "error-fed"}
+OPTIMIZERS = ("SGD", "AdamW")
+
+
+@dataclass(frozen=True)
+class Row:
+    """How gradients travel."""
+
+    name: str  # in results, tables and pictures
+    title: str
+    options: Mapping[str, Any] | None = field(default=None, hash=False)  # of the hook; None where torch reduces
+
+
+def _narrow(bits: int, kind: str) -> Row:
+    words = {"nearest": "to nearest", "stochastic": "stochastically", "feedback": "to nearest, with error feedback"}
+    rounding = "stochastic" if kind == "stochastic" else "nearest"
+    options = {"codebook": "linear", "bits": bits, "rounding": rounding, "error_feedback": kind == "feedback"}
+    return Row(f"{bits} {kind}", f"{bits} bits linear, {words[kind]}", options)
+
+
+ROWS = (
+    Row(REFERENCE, "float32, torch's all-reduce"),
+    *(_narrow(bits, kind) for bits in BITS for kind in KINDS),
+    Row(ROUNDED, "bfloat16, torch's all-reduce"),
+    Row(DEFAULT, "8 bits dynamic, to nearest, with error feedback: the hook's defaults", {}),
+)
 
 
 @dataclass(frozen=True)
 class Task:
-    """A run.
-
-    Attributes:
-        optimizer: one of `rows.OPTIMIZERS`.
-        row: how gradients travel.
-        seed: of weights and batches.
-    """
+    """A run: one of `OPTIMIZERS`, a row, and a seed of weights and batches."""
 
     optimizer: str
     row: str
@@ -45,22 +74,12 @@ class Task:
 
 @dataclass(frozen=True)
 class Plan:
-    """What all runs share.
+    """What all runs share."""
 
-    Attributes:
-        language: the model, the text and the steps; its batch is that of all ranks together.
-        sgd_lr, adamw_lr: learning rates.
-        ranks: processes.
-    """
-
-    language: Setting = field(default_factory=Setting)
+    language: Setting = field(default_factory=Setting)  # its batch is that of all ranks together
     sgd_lr: float = 0.1
     adamw_lr: float = 1e-3
     ranks: int = 2
-
-    def setting(self, optimizer: str) -> Setting:
-        """With an optimizer's learning rate."""
-        return replace(self.language, lr=self.sgd_lr if optimizer == "SGD" else self.adamw_lr)
 
     def plain(self) -> dict[str, Any]:
         """For a results file; what the setting has of other loops is left out."""
@@ -70,16 +89,7 @@ class Plan:
 
 
 def on_ranks(results: Study, tasks: Sequence[Task], plan: Plan, end: float, start: str, folder: Path) -> None:
-    """Make what is missing, on processes of their own.
-
-    Args:
-        results: written to after every run.
-        tasks: the most important first.
-        plan: what they share.
-        end: in seconds of `time.monotonic`: no run is begun that would not end by then.
-        start: how processes are started.
-        folder: where they find each other.
-    """
+    """Make what is missing on processes of their own, which meet in a folder; none begins after `end`."""
     arguments = (results, tasks, plan, end, folder)
     torch.multiprocessing.start_processes(_on_a_rank, arguments, plan.ranks, start_method=start)
 
@@ -115,22 +125,25 @@ def train(task: Task, plan: Plan) -> Result:
     """A run, on the ranks of the default group.
 
     Returns:
-        `validation_loss` and `training_loss` in nats a token (None if diverged), `curve` of training losses over
-        all ranks, `bytes_sent` of a step by a rank, `share` of fp32's, `memory_bytes` of error feedback on a rank,
-        `step_ms`, `seconds`.
+        What `language.ended` says, losses over all ranks; `bytes_sent` of a step by a rank, `share` of fp32's,
+        `memory_bytes` of error feedback on a rank, `step_ms`, `seconds`.
     """
-    begun, setting = time.perf_counter(), plan.setting(task.optimizer)
-    model = language_run.start(setting, task.seed)
-    optimizer = rows.make(task.optimizer, model, setting.lr, setting.weight_decay)
-    data = language_run.task_of(setting, task.seed)
+    begun, sgd = time.perf_counter(), task.optimizer == "SGD"
+    setting = replace(plan.language, lr=plan.sgd_lr if sgd else plan.adamw_lr)
+    model = language.start(setting, task.seed)
+    if sgd:
+        optimizer: torch.optim.Optimizer = ng.optim.SGD(model.parameters(), lr=setting.lr, momentum=0.9)
+    else:
+        optimizer = ng.optim.AdamW(model.parameters(), lr=setting.lr, weight_decay=setting.weight_decay)
+    data = language.task_of(setting, task.seed)
     ddp = DistributedDataParallel(model)
-    hook = _register(ddp, rows.row(task.row), task.seed)
+    hook = _register(ddp, next(row for row in ROWS if row.name == task.row), task.seed)
     losses: list[float] = []
     waiting: list[Tensor] = []
     for number in range(1, setting.steps + 1):
-        language_run.set_rate(optimizer, setting.rate(number))
+        language.set_rate(optimizer, setting.rate(number))
         optimizer.zero_grad()
-        loss = data.loss(ddp, language_run.moved(_share(data.draw()), setting.device))
+        loss = data.loss(ddp, language.moved(_share(data.draw()), setting.device))
         torch.autograd.backward(loss)
         optimizer.step()
         waiting.append(loss.detach())
@@ -140,31 +153,24 @@ def train(task: Task, plan: Plan) -> Result:
             if not math.isfinite(losses[-1]):
                 break
     took = time.perf_counter() - begun
-    finite = math.isfinite(losses[-1])
-    validation = language_run.evaluate(model, data, setting) if finite else math.nan
-    good = math.isfinite(validation)
-    exact = _ring(model, torch.float32)
-    sent = _ring(model, rows.PLAIN[task.row]) if hook is None else hook.bytes_sent
+    sent = _ring(model, PLAIN[task.row]) if hook is None else hook.bytes_sent
     return {
-        "validation_loss": validation if good else None,
-        "training_loss": statistics.fmean(losses[-LAST:]) if good else None,
-        "diverged": not good,
-        "curve": language_run._curve(losses),
+        **language.ended(model, data, setting, losses),
         "bytes_sent": sent,
-        "share": sent / exact,
+        "share": sent / _ring(model, torch.float32),
         "memory_bytes": 0 if hook is None else hook.memory_bytes(),
         "step_ms": 1e3 * took / len(losses),
         "seconds": time.perf_counter() - begun,
     }
 
 
-def _register(ddp: DistributedDataParallel, row: rows.Row, seed: int) -> Any:
+def _register(ddp: DistributedDataParallel, row: Row, seed: int) -> Any:
     """The row's hook: ours, or None where torch reduces."""
     if row.options is not None:
         hook = compressed_allreduce_hook(**row.options, seed=seed)
         ddp.register_comm_hook(*hook)
         return hook
-    if row.name == rows.ROUNDED:
+    if row.name == ROUNDED:
         ddp.register_comm_hook(None, _in_bf16)
     return None
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, replace
 from itertools import chain
 from typing import Any
 
@@ -19,7 +19,7 @@ from studies.eight_bit_adam.plan import ARMS, COMPONENTS, Arm
 from studies.eight_bit_adam.training import STABLE, USUAL, Parts, Trial
 from studies.shared import pictures
 from studies.shared.pictures import COLORS, INK, MUTED, Line
-from studies.shared.tables import Results, machine, markdown, percent, raised, table
+from studies.shared.tables import Results, markdown, per, percent, raised, said, table
 
 VALIDATION, TRAINING = "validation_loss", "training_loss"
 NAMES = {"lr": "learning rate", "beta1": "β1", "beta2": "β2", "eps": "ε"}
@@ -41,11 +41,14 @@ class Runs:
     """The runs of a results file, by trial."""
 
     def __init__(self, results: Results) -> None:
-        self.lr: float = results["training"]["lr"]
+        self.lr: float = results["lr"] if "lr" in results else results["training"]["lr"]
+        names = [field.name for field in fields(Trial)]
         self._runs = {}
         for run in results["runs"]:
-            fields = run["trial"]
-            self._runs[Trial(**fields | {"embedding": Parts(**fields["embedding"])})] = run
+            found = run.get("trial", run)  # as the committed results have it
+            trial = Trial(**{name: found[name] for name in names} | {"embedding": Parts(**found["embedding"])})
+            if "failed" not in run:
+                self._runs[trial] = run
 
     @property
     def trials(self) -> list[Trial]:
@@ -54,8 +57,7 @@ class Runs:
 
     def made(self, trials: Iterable[Trial]) -> list[dict[str, Any]]:
         """Those of the trials that were run."""
-        found = [self._runs[trial] for trial in trials if trial in self._runs]
-        return [run for run in found if run["error"] is None]
+        return [self._runs[trial] for trial in trials if trial in self._runs]
 
     def loss(self, trial: Trial, of: str = VALIDATION) -> float | None:
         """A run's loss at the end; None if it was unstable or was not made."""
@@ -102,7 +104,7 @@ def ablation(results: Results) -> str:
         ("stable embedding", lambda arm: "yes" if arm.stable else "no"),
         ("paper: unstable", lambda arm: arm.paper and f"{arm.paper[0]} %"),
         ("perplexity", lambda arm: arm.paper and f"{arm.paper[1]:.1f}"),
-        ("here: unstable", lambda arm: _unstable(runs, trials(arm))),
+        ("here: unstable", lambda arm: unstable_of(runs, trials(arm))),
         ("perplexity", lambda arm: perplexity(runs.losses(trials(arm)))),
         ("loss minus 32-bit's", behind(VALIDATION)),
         ("training loss minus 32-bit's", behind(TRAINING)),
@@ -111,57 +113,77 @@ def ablation(results: Results) -> str:
     )
 
 
-def _unstable(runs: Runs, trials: Sequence[Trial]) -> str:
+def unstable_of(runs: Runs, trials: Sequence[Trial]) -> str:
     return f"{runs.unstable(trials)} of {len(runs.made(trials))}"
 
 
 def causes(results: Results) -> str:
     """What of linear codes a run does not survive."""
     runs = Runs(results)
-    head = ["linear codes for"]
-    for scale in ("tensor", "blocks"):
-        head += [f"{scale}: unstable", "perplexity", "v became 0, m did not"]
     names = ("m and v", "m", "v", "m and v, which never is zero")
-    rows = []
-    for name, (narrow, zero) in zip(names, planned.CAUSES, strict=True):
-        cells = []
-        for blocks in (False, True):
-            trials = planned.causes(narrow, zero, blocks=blocks, lr=runs.lr)
-            cells += [_unstable(runs, trials), perplexity(runs.losses(trials)), middle(runs.lost(trials))]
-        rows.append([name, *cells])
-    return markdown(head, rows, words=1)
+
+    def of(show: Callable[[list[Trial]], str]) -> Any:
+        def shown(scale: str, row: tuple[str, tuple[str, bool]]) -> str:
+            narrow, zero = row[1]
+            return show(planned.causes(narrow, zero, blocks=scale == "blocks", lr=runs.lr))
+
+        return shown
+
+    return table(
+        zip(names, planned.CAUSES, strict=True),
+        ("linear codes for", lambda row: row[0]),
+        *per(
+            ("tensor", "blocks"), "{}: ",
+            ("unstable", of(lambda trials: unstable_of(runs, trials))),
+            ("perplexity", of(lambda trials: perplexity(runs.losses(trials)))),
+            ("v became 0, m did not", of(lambda trials: middle(runs.lost(trials)))),
+        ),
+    )  # fmt: skip
 
 
 def sensitivity(results: Results) -> str:
     """Figure 3 in numbers."""
-    runs = Runs(results)
-    seeds = planned.SENSITIVITY_SEEDS
-    head = ["changed", "to", "32-bit", "8-bit", *(f"8-bit minus 32-bit, seed {s}" for s in seeds)]
-    head += [f"training loss, seed {s}" for s in seeds]
-    rows = []
-    for name, value, wide, narrow in planned.sensitivity(runs.lr):
-        cells = [shown(runs, trials) for trials in (wide, narrow)]
-        for of in (VALIDATION, TRAINING):
-            gaps = [runs.differences([a], [b], of) for a, b in zip(narrow, wide, strict=True)]
-            cells += [f"{gap[0]:+.4f}" if gap else "" for gap in gaps]
-        rows.append([NAMES[name], number(value), *cells])
-    return markdown(head, rows, words=1)
+    runs, seeds = Runs(results), planned.SENSITIVITY_SEEDS
+
+    def gap(of: str) -> Any:
+        def shown(seed: int, row: Any) -> float | None:
+            place = seeds.index(seed)
+            return next(iter(runs.differences([row[3][place]], [row[2][place]], of)), None)
+
+        return shown
+
+    return table(
+        planned.sensitivity(runs.lr),
+        ("changed", lambda row: NAMES[row[0]]),
+        ("to", lambda row: number(row[1])),
+        ("32-bit", lambda row: shown(runs, row[2])),
+        ("8-bit", lambda row: shown(runs, row[3])),
+        *per(seeds, "8-bit minus 32-bit, seed {}", ("", gap(VALIDATION), "+.4f")),
+        *per(seeds, "training loss, seed {}", ("", gap(TRAINING), "+.4f")),
+    )
 
 
 def repeats(results: Results) -> str:
     """The baseline again and again."""
     runs = Runs(results)
-    head, rows = ["seed"], []
-    for loss in ("validation", "training"):
-        head += [f"{loss}: 32-bit", "8-bit", "difference"]
-    for seed in planned.SENSITIVITY_SEEDS:
-        cells = [str(seed)]
-        for of in (VALIDATION, TRAINING):
-            wide, narrow = (runs.losses(trials, of) for trials in planned.repeats(seed, runs.lr))
-            cells += [f"{statistics.fmean(each):.4f} ± {statistics.stdev(each):.4f}" for each in (wide, narrow)]
-            cells.append(f"{statistics.fmean(narrow) - statistics.fmean(wide):+.4f}")
-        rows.append(cells)
-    return markdown(head, rows)
+
+    def losses(of: str, seed: int) -> list[list[float]]:
+        return [runs.losses(trials, of) for trials in planned.repeats(seed, runs.lr)]
+
+    def each(place: int) -> Any:
+        def shown(of: str, seed: int) -> str:
+            found = losses(of, seed)[place]
+            return f"{statistics.fmean(found):.4f} ± {statistics.stdev(found):.4f}"
+
+        return shown
+
+    def difference(of: str, seed: int) -> float:
+        wide, narrow = losses(of, seed)
+        return statistics.fmean(narrow) - statistics.fmean(wide)
+
+    columns = (("32-bit", each(0)), ("8-bit", each(1)), ("difference", difference, "+.4f"))
+    titles = {VALIDATION: "validation: ", TRAINING: "training: "}
+    return table(planned.SENSITIVITY_SEEDS, ("seed", str), *per(titles, titles.get, *columns))
 
 
 def components(results: Results) -> str:
@@ -200,12 +222,11 @@ def sweep(results: Results) -> str:
 
 def origin(results: Results) -> str:
     """What was run, on what."""
-    training = results["training"]
-    return (
-        f"`{results['command']}`: {len(results['runs'])} runs of a {training['model']} model with "
-        f"{results['parameters']:,} parameters, each {training['steps']} steps of "
-        f"{training['batch'] * training['sequence']:,} tokens in fp32 on {results['data']['source']}; "
-        f"{machine(results)}.\n"
+    return said(
+        results,
+        "`{command}`: {count} runs of a {training[model]} model with {parameters:,} parameters, each "
+        "{training[steps]} steps of {tokens:,} tokens in fp32 on {data[source]}; {machine}.",
+        count=len(results["runs"]),
     )
 
 

@@ -15,25 +15,36 @@ Source: 8-bit Optimizers via Block-wise Quantization, Sections 2.3 and 4, Append
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.formats import codebook
 from narrowgauge.nn import StableEmbedding
 from narrowgauge.optim import Adam
 from narrowgauge.optim._plan import ParamPlan, SlotPlan
 from narrowgauge.storage import mark_states, state_storage
 from narrowgauge.storage._states import CodebookState
-from narrowgauge.trainers import Batches, build_model, evaluate, next_token_loss
-from studies.eight_bit_adam.quantile_adam import QuantileAdam
+from narrowgauge.trainers import (
+    Batches,
+    build_model,
+    evaluate,
+    load_corpus,
+    next_token_loss,
+    tokenize,
+    validation_windows,
+)
 from studies.shared.gather import Training
 
+VALIDATION = 128  # windows
 LAST = 20  # steps whose mean is a run's loss at some time: single steps are noisy
 RISE = 0.5  # nats above its own best that a run may end and still count as a success
 _EAGER = 3  # steps before one is captured: states are made, kernels chosen
@@ -43,17 +54,11 @@ _LOOK = 20  # steps between looks at whether the losses are still finite
 
 @dataclass(frozen=True)
 class Parts:
-    """What of the stable embedding layer a model has.
+    """What of the stable embedding layer a model has."""
 
-    Attributes:
-        norm: a layer norm on what comes out, before the positions are added.
-        xavier: Xavier's uniform initialization.
-        wide: 32-bit states for the table, whatever the others have.
-    """
-
-    norm: bool
-    xavier: bool
-    wide: bool
+    norm: bool  # a layer norm on what comes out, before the positions are added
+    xavier: bool  # Xavier's uniform initialization
+    wide: bool  # 32-bit states for the table, whatever the others have
 
 
 STABLE = Parts(True, True, True)
@@ -62,50 +67,35 @@ USUAL = Parts(False, False, False)
 
 @dataclass(frozen=True)
 class Trial:
-    """A run: everything that two of them can differ in.
+    """A run: everything that two of them can differ in."""
 
-    Attributes:
-        codebook: of both moments; None for 32-bit states.
-        blocks: whether a scale serves a block or the whole tensor, as ``"quantile"`` codes always have it.
-        embedding: the parts of the stable embedding that the model has.
-        lr, beta1, beta2, eps: Adam's.
-        seed: of weights and batches.
-        narrow: the moments that have 8 bits, if any: "mv", "m" or "v".
-        zero: whether a second moment may round to zero, or rounds up to the smallest code instead.
-        nudge: millionths by which all initial weights are larger: the same run but for what chance makes of it.
-    """
-
-    codebook: str | None
-    blocks: bool
-    embedding: Parts
+    codebook: str | None  # of both moments; None for 32-bit states
+    blocks: bool  # whether a scale serves a block or the whole tensor, as ``"quantile"`` codes always have it
+    embedding: Parts  # the parts of the stable embedding that the model has
+    # lr, beta1, beta2, eps: Adam's
     lr: float
     beta1: float
     beta2: float
     eps: float
-    seed: int
-    narrow: str = "mv"
-    zero: bool = True
+    seed: int  # of weights and batches
+    narrow: str = "mv"  # the moments that have 8 bits, if any: "mv", "m" or "v"
+    zero: bool = True  # whether a second moment may round to zero, or rounds up to the smallest code instead
+    # millionths by which all initial weights are larger: the same run but for what chance makes of it
     nudge: int = 0
 
 
 class QuantizedAdam(Adam):
-    """Adam with 8-bit states of any codebook, with a scale a block or a scale a tensor.
+    """Adam with the 8-bit states of a trial: of any codebook, with a scale a block or a scale a tensor.
 
-    `narrow` and `zero` are those of a `Trial`.
+    With ``"quantile"`` codes the moments are, after every step, the nearest of the 256 quantiles of their own
+    tensor. The quantiles are exact, of the tensor as it is then, and moments stay in fp32 tensors: what such
+    codes do to a training is seen, not what they save.
+
+    Source: 8-bit Optimizers via Block-wise Quantization, Appendix F.2, Equation 5.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        *args: Any,
-        codebook: str,
-        blocks: bool,
-        narrow: str = "mv",
-        zero: bool = True,
-        **options: Any,
-    ) -> None:
-        self._storage = CodebookState(codebook, codebook=codebook)
-        self._blocks, self._narrow, self._zero = blocks, narrow, zero
+    def __init__(self, params: Any, *args: Any, trial: Trial, **options: Any) -> None:
+        self._trial, self._rounded = trial, set[Tensor]()
         super().__init__(params, *args, states="8bit", **options)
 
     def _plan_group(self, plans: dict[Tensor, ParamPlan], number: int) -> None:
@@ -115,18 +105,25 @@ class QuantizedAdam(Adam):
             plans[p] = replace(plan, slots=tuple(self._slot(slot, p) for slot in plan.slots))
 
     def _slot(self, slot: SlotPlan, p: Tensor) -> SlotPlan:
-        if not slot.storage.quantized:
+        codes = self._trial.codebook
+        if not slot.storage.quantized:  # by its mark
             return slot
-        if slot.slot.name not in self._narrow:
+        if codes is None or codes == "quantile" or slot.slot.name not in self._trial.narrow:
+            self._rounded |= {p} if codes == "quantile" else set()
             return replace(slot, storage=state_storage("fp32"))
-        return replace(slot, storage=self._storage, block_size=slot.block_size if self._blocks else p.numel())
+        size = slot.block_size if self._trial.blocks else p.numel()
+        return replace(slot, storage=CodebookState(codes, codebook=codes), block_size=size)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = super().step(closure)
-        if not self._zero:
+        if not self._trial.zero:
             for state in self.state.values():
                 if "v.codes" in state:
                     state["v.codes"].clamp_(min=1)  # code 0 is zero
+        with torch.no_grad():
+            for p in self._rounded:
+                for name, signed in (("m", True), ("v", False)):
+                    rounded(self.state[p][name], signed)
         return loss
 
     def lost(self) -> float | None:
@@ -139,6 +136,15 @@ class QuantizedAdam(Adam):
                 lost += int(((v == 0) & (m != 0)).sum())
                 total += p.numel()
         return lost / total if total else None
+
+
+def rounded(x: Tensor, signed: bool) -> Tensor:
+    """Write into a tensor the nearest values of its own quantile map; zeros alone stay as they are."""
+    largest = float(x.abs().max())
+    if 0 < largest < math.inf:
+        values = codebook("quantile", signed, data=x)
+        x.copy_(values[torch.bucketize(x / largest, (values[1:] + values[:-1]) / 2)] * largest)
+    return x
 
 
 class PartlyStableEmbedding(nn.Embedding):
@@ -190,24 +196,38 @@ def make_optimizer(model: nn.Module, trial: Trial, lr: Tensor) -> Adam:
     named = list(model.named_parameters())
     if trial.codebook is None:
         return Adam(named, *numbers, nonfinite="propagate")
-    if trial.codebook == "quantile":
-        return QuantileAdam(named, *numbers, nonfinite="propagate")
-    states = {"codebook": trial.codebook, "blocks": trial.blocks, "narrow": trial.narrow, "zero": trial.zero}
-    return QuantizedAdam(named, *numbers, **states, nonfinite="propagate")
+    return QuantizedAdam(named, *numbers, trial=trial, nonfinite="propagate")
+
+
+def text_of(training: Training) -> tuple[str, Tensor, Tensor]:
+    """The text's name, tokens to train on, windows to validate on, on the device."""
+    return _text(training.data, training.vocabulary, training.sequence, training.device)
+
+
+@functools.cache
+def _text(data: Path | None, vocabulary: int, sequence: int, device: str) -> tuple[str, Tensor, Tensor]:
+    corpus = load_corpus(data)
+    text = tokenize(corpus, vocabulary)
+    windows = validation_windows(text.validation, sequence, VALIDATION)
+    return data.name if data else corpus.source, text.train.to(device), windows.to(device)
+
+
+def about_text(training: Training) -> dict[str, Any]:
+    """What a results file says of the text."""
+    name, tokens, _ = text_of(training)
+    return {"source": name, "train_tokens": len(tokens)}
+
+
+def one(trial: Trial, training: Training, graph: bool) -> dict[str, Any]:
+    """A run."""
+    return train(trial, training, *text_of(training)[1:], graph=graph)
 
 
 def train(trial: Trial, training: Training, tokens: Tensor, validation: Tensor, *, graph: bool) -> dict[str, Any]:
-    """Train and evaluate.
+    """Train and evaluate: what a results file says of it; `unstable` says why it counts as that, or is None.
 
-    Args:
-        trial: the run.
-        training: what all runs share.
-        tokens: to train on, on the device; validation: windows (n, sequence + 1), there too.
-        graph: replay the step as a CUDA graph. The same kernels, without the waiting between them, which for a
-            model this small is most of the time.
-
-    Returns:
-        What a results file says of it; `unstable` says why it counts as that, or is None.
+    Tokens and windows (n, sequence + 1) are on the device. With `graph` the step is replayed as a CUDA graph: the
+    same kernels, without the waiting between them, which for a model this small is most of the time.
     """
     start = time.perf_counter()
     model = build(training, trial)
@@ -244,7 +264,6 @@ def train(trial: Trial, training: Training, tokens: Tensor, validation: Tensor, 
         "lost": lost,
         "state_bytes": optimizer.state_bytes() / sum(p.numel() for p in model.parameters()),
         "seconds": time.perf_counter() - start,
-        "error": None,
     }
 
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from studies.shared import pictures
+from studies.shared import pictures, tables
 from studies.shared.pictures import COLORS, INK, MUTED, Line
-from studies.shared.tables import Results, cross_check, markdown, origin, percent, raised, significant, with_error
+from studies.shared.tables import Results, cross_check, origin, percent, percent2, significant, table, with_error
 
 PRODUCTS = {
     "normal": "normal numbers",
@@ -36,44 +35,56 @@ SCHEMES = {
 }
 
 
+def _schemes(results: Results, products: Iterable[str]) -> list[tuple[str, str]]:
+    """Products with the formats and scales that they were measured in."""
+    return [(product, scheme) for product in products for scheme in results["summary"][product] if scheme != "k"]
+
+
+# The first columns of a table by product and scheme.
+NAMED = (
+    lambda row: PRODUCTS[row[0]],
+    lambda row: row[1].rpartition(" ")[0],
+    lambda row: "vector" if row[1].endswith("row") else "matrix",
+)
+
+
 def slopes(results: Results) -> str:
     """How noise and signal grow with k, and where they end."""
-    rows = []
-    for product, title in PRODUCTS.items():
-        found = results["summary"][product]
-        for scheme in (key for key in found if key != "k"):
-            row = found[scheme]
-            format, _, scale = scheme.rpartition(" ")
-            rows.append((
-                title, format, "vector" if scale == "row" else "matrix", "1",
-                *(with_error(row[f"{key}_slope"], 2) for key in ("noise", "predicted", "signal", "relative")),
-                f"{row['over_predicted']:.2f}", percent(row["relative"], 2),
-            ))  # fmt: skip
-    head = (
-        "product", "format", "a scale for each", "paper's slope", "noise", "Equation 12, measured σ", "signal",
-        "noise / signal", "noise over Equation 12", "noise over signal",
-    )  # fmt: skip
-    return markdown(head, rows, words=3)
+    titles = {
+        "noise": "noise", "predicted": "Equation 12, measured σ", "signal": "signal", "relative": "noise / signal",
+    }  # fmt: skip
+
+    def found(row: tuple[str, str]) -> Results:
+        return results["summary"][row[0]][row[1]]
+
+    return table(
+        _schemes(results, PRODUCTS),
+        *zip(("product", "format", "a scale for each"), NAMED, strict=True),
+        ("paper's slope", lambda row: "1"),
+        *tables.per(titles, titles.get, ("", lambda key, row: with_error(found(row)[f"{key}_slope"], 2))),
+        ("noise over Equation 12", lambda row: found(row)["over_predicted"], ".2f"),
+        ("noise over signal", lambda row: found(row)["relative"], percent2),
+        words=3,
+    )
 
 
 def comparison(results: Results) -> str:
     """How much noisier the weight's gradient is than the two other products: by k, and measured."""
-    rows = []
-    for other, paper in (("output", "51.2 and 12.8"), ("grad_input", "51.2 and 12.8")):
-        ends, base = results["summary"]["grad_weight"], results["summary"][other]
-        by_k = length_ratio(ends["k"], base["k"])
-        for scheme in (key for key in base if key != "k"):
-            format, _, scale = scheme.rpartition(" ")
-            ratios = [ends[scheme][key] / base[scheme][key] for key in ("normalised", "relative")]
-            rows.append((
-                PRODUCTS[other], format, "vector" if scale == "row" else "matrix", paper,
-                f"{by_k:.3g}", *(significant(ratio, 3) for ratio in ratios),
-            ))  # fmt: skip
-    head = (
-        "compared with", "format", "a scale for each", "paper, CLIP ViT-H, by k", "here, by k",
-        "measured, noise / (σ_u² σ_v²)", "measured, noise / signal",
-    )  # fmt: skip
-    return markdown(head, rows, words=3)
+    summary = results["summary"]
+    ends = summary["grad_weight"]
+
+    def ratio(key: str) -> Any:
+        return lambda row: significant(ends[row[1]][key] / summary[row[0]][row[1]][key], 3)
+
+    return table(
+        _schemes(results, ("output", "grad_input")),
+        *zip(("compared with", "format", "a scale for each"), NAMED, strict=True),
+        ("paper, CLIP ViT-H, by k", lambda row: "51.2 and 12.8"),
+        ("here, by k", lambda row: length_ratio(ends["k"], summary[row[0]]["k"]), ".3g"),
+        ("measured, noise / (σ_u² σ_v²)", ratio("normalised")),
+        ("measured, noise / signal", ratio("relative")),
+        words=3,
+    )
 
 
 def length_ratio(lengths: Sequence[int], others: Sequence[int]) -> float:
@@ -83,22 +94,26 @@ def length_ratio(lengths: Sequence[int], others: Sequence[int]) -> float:
 
 def layers(results: Results) -> str:
     """The weight's gradient layer by layer: where Equation 12 fails in int8."""
-    rows = []
-    for row in (row for row in results["layers"] if row["product"] == "grad_weight"):
-        int8, e4m3 = row["int8 row"], row["e4m3 row"]
-        rows.append((
-            f"`{re.sub(r'^transformer[.]', '', row['layer'])}`",
-            f"{int8['crest_a'][-1]:.0f}", percent(int8["zero_a"][-1], 2), f"{int8['noise_slope']:.2f}",
-            f"{int8['noise'][-1] / int8['predicted'][-1]:.1f}", percent(int8["along_signal"][-1], 2),
-            percent(int8["relative"][-1], 2),
-            f"{e4m3['noise_slope']:.2f}", f"{e4m3['noise'][-1] / e4m3['predicted'][-1]:.1f}",
-            percent(e4m3["relative"][-1], 2),
-        ))  # fmt: skip
-    head = (
-        "layer", "G: largest / RMS", "G: became 0", "int8: slope", "over Equation 12", "along the signal",
-        "noise / signal", "e4m3: slope", "over Equation 12", "noise / signal",
-    )  # fmt: skip
-    return markdown(head, rows)
+
+    def end(scheme: str, key: str) -> Any:
+        return lambda row: row[scheme][key][-1]
+
+    def over(scheme: str) -> Any:
+        return lambda row: row[scheme]["noise"][-1] / row[scheme]["predicted"][-1]
+
+    return table(
+        [row for row in results["layers"] if row["product"] == "grad_weight"],
+        ("layer", lambda row: f"`{row['layer'].removeprefix('transformer.')}`"),
+        ("G: largest / RMS", end("int8 row", "crest_a"), ".0f"),
+        ("G: became 0", end("int8 row", "zero_a"), percent2),
+        ("int8: slope", "int8 row.noise_slope", ".2f"),
+        ("over Equation 12", over("int8 row"), ".1f"),
+        ("along the signal", end("int8 row", "along_signal"), percent2),
+        ("noise / signal", end("int8 row", "relative"), percent2),
+        ("e4m3: slope", "e4m3 row.noise_slope", ".2f"),
+        ("over Equation 12", over("e4m3 row"), ".1f"),
+        ("noise / signal", end("e4m3 row", "relative"), percent2),
+    )
 
 
 def facts(results: Results) -> dict[str, str]:
@@ -139,7 +154,6 @@ def facts(results: Results) -> dict[str, str]:
         "e4m3_ratio": f"{output['e4m3 row']['relative'] / weight['e4m3 row']['relative']:.1f}",
         "crest_weight": f"{weight['int8 row']['crest_a']:.0f}",
         "crest_output": f"{output['int8 row']['crest_a']:.1f}",
-        "crest_whole": f"{weight['int8 tensor']['crest_a']:.0f}",
         "control_row": f"{summary['normal']['int8 row']['noise_slope'][0]:.2f}",
         "control_tensor": f"{summary['normal']['int8 tensor']['noise_slope'][0]:.2f}",
     }
@@ -181,7 +195,7 @@ def noise_against_length(results: Results) -> Figure:
         axis.xaxis.set_major_locator(FixedLocator([64, 512, 4096, 32768]))
         axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
         axis.yaxis.set_major_locator(LogLocator(100 if axis in grid[0] else 10))
-        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"10{raised(math.log10(value))}"))
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"10{tables.raised(math.log10(value))}"))
         for ticks in (axis.xaxis, axis.yaxis):
             ticks.set_minor_locator(NullLocator())
     for axis in grid[1]:
@@ -200,12 +214,7 @@ def _name_worst(axis: Any, rows: Sequence[Results]) -> None:
     axis.annotate(name, end, (0, 6), textcoords="offset points", ha="right", color=COLORS["series-1"], fontsize=12)
 
 
-def _curves(
-    axis: Any,
-    lengths: Sequence[Sequence[int]],
-    values: Sequence[Sequence[float]],
-    line: Line,
-) -> None:
+def _curves(axis: Any, lengths: Sequence[Sequence[int]], values: Sequence[Sequence[float]], line: Line) -> None:
     for k, curve in zip(lengths, values, strict=True):
         axis.plot(k, curve, color=COLORS[line.color], linewidth=0.8, alpha=0.45)
     common = [k for k in lengths[0] if all(k in other for other in lengths)]

@@ -16,10 +16,9 @@ for every k, so that σ_ε does not depend on k, as the appendix assumes. Normal
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,16 +46,11 @@ SHARES = ("along_signal", "zero_a", "zero_b")
 
 @dataclass(frozen=True, eq=False)
 class Operands:
-    """One of the three products of a layer, or the control: rows of `a` times rows of `b`.
+    """One of the three products of a layer, or the control: rows of `a` times rows of `b`."""
 
-    Attributes:
-        layer: whose.
-        product: ``"output"``, ``"grad_input"``, ``"grad_weight"`` or ``"normal"``.
-        a, b: (vectors, length), (vectors, length): the whole matrices, of which vectors are drawn.
-    """
-
-    layer: str
-    product: str
+    layer: str  # whose
+    product: str  # ``"output"``, ``"grad_input"``, ``"grad_weight"`` or ``"normal"``
+    # a, b: (vectors, length), (vectors, length): the whole matrices, of which vectors are drawn
     a: Tensor
     b: Tensor
 
@@ -193,9 +187,7 @@ def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(statistics.fmean(map(math.log, values)))
 
 
-def study(
-    trained: Trained, layers: Iterable[LinearTensors], on_product: Callable[[str], None] = lambda name: None
-) -> dict[str, Any]:
+def study(trained: Trained, layers: Iterable[LinearTensors]) -> dict[str, Any]:
     """All products of all layers, and the control: the results."""
     measured, tokens = [], 0
     seed, device = trained.training.seed, trained.training.device
@@ -203,7 +195,7 @@ def study(
         tokens = len(layer.x)
         for operands in products(layer):
             measured.append(measure(operands, seed))
-            on_product(f"{operands.layer} {operands.product}")
+            print(f"{operands.layer} {operands.product}", flush=True)
     measured.append(measure(control(tokens, seed, device), seed))
     about = {"tokens": tokens, "vectors": VECTORS, "draws": DRAWS}
     return options.rounded(trained.about | about | {"summary": summary(measured), "layers": measured})
@@ -232,7 +224,7 @@ def main(
     print(f"trained: loss {trained.about['loss']['last']:.3f}", flush=True)
     layers = gather.gather_linears(trained, tokens)
     with torch.no_grad():
-        results = study(trained, layers, functools.partial(print, flush=True))
+        results = study(trained, layers)
     options.write(out, results)
 
 

@@ -26,19 +26,12 @@ Maker = Callable[[str, int], scaling.LossScaler]  # of a device type, and good s
 
 @dataclass(frozen=True)
 class Row:
-    """A format and a loss scaler.
+    """A format and a loss scaler."""
 
-    Attributes:
-        name: in results, tables and pictures.
-        title: what it is, in a line.
-        recipe: format of weights and gradients, and whether there is a master copy.
-        scaler: makes the loss scaler; None for none.
-    """
-
-    name: str
-    title: str
-    recipe: Recipe
-    scaler: Maker | None = None
+    name: str  # in results, tables and pictures
+    title: str  # what it is, in a line
+    recipe: Recipe  # format of weights and gradients, and whether there is a master copy
+    scaler: Maker | None = None  # makes the loss scaler; None for none
 
 
 def _dynamic(device: str, interval: int) -> scaling.LossScaler:
@@ -79,21 +72,13 @@ SPIKED = (
 
 @dataclass(frozen=True)
 class Injection:
-    """What is done to a training from one step on.
+    """What is done to a training from one step on."""
 
-    Attributes:
-        name: in results and tables.
-        title: in a line.
-        steps: for how many steps.
-        factor: of the loss, and so of every gradient.
-        breaks: whether the gradient of the token embedding is made infinite.
-    """
-
-    name: str
-    title: str
-    steps: int = 0
-    factor: float = 1.0
-    breaks: bool = False
+    name: str  # in results and tables
+    title: str  # in a line
+    steps: int = 0  # for how many steps
+    factor: float = 1.0  # of the loss, and so of every gradient
+    breaks: bool = False  # whether the gradient of the token embedding is made infinite
 
     def on(self, number: int, first: int) -> bool:
         """Whether a step is one of those."""

@@ -13,8 +13,8 @@ is infinite, for one step or twenty, or all gradients are 2^15 times as large fo
 the whole step and halves its scale; one by tensor skips the embedding alone and stays where it is. A run without
 a spike says what either costs. Gradients are not clipped there, as in the paper.
 
-The plan is told first. Results are written after every run; `--seconds` begins no run that would not end in
-time, and `--resume` goes on with what is missing in the file that is there.
+Results are written after every run; `--seconds` begins no run that would not end in time, and `--resume` goes on
+with what is missing in the file that is there.
 
 Source: Yuan, Lecture 11 (FP32 weight copies, loss scaling), after Micikevicius et al. 2017; Wortsman et al. 2023,
 Appendix G.
@@ -27,18 +27,15 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from narrowgauge.trainers import parameter_count
 from studies.loss_scaling import rows
 from studies.loss_scaling.training import Plan, Task, run
-from studies.shared import language as language_run
-from studies.shared import options
+from studies.shared import language, options
 from studies.shared.language import Setting
-from studies.shared.resumable import Study
+from studies.shared.resumable import carry_out
 
 FORMATS = "formats"
 KINDS = (FORMATS, *(injection.name for injection in rows.INJECTIONS))
@@ -66,44 +63,6 @@ def plan_of(kinds: Sequence[str], seeds: int, spike_seeds: int) -> list[Task]:
     return tasks
 
 
-def about(plan: Plan, seeds: int, spike_seeds: int) -> dict[str, Any]:
-    """What a results file says of the study before anything has run."""
-    setting = plan.language
-    model = language_run.start_of(setting.model, setting.vocabulary, setting.sequence, 0)
-    return {
-        **options.origin(setting.device),
-        "training": plan.plain() | {"seed": 0, "seeds": seeds, "spike_seeds": spike_seeds},
-        "data": language_run.about_text(setting),
-        "parameters": parameter_count(model),
-        "rows": [{"name": row.name, "title": row.title} for row in (*rows.ROWS, *rows.SPIKED)],
-        "injections": [{"name": i.name, "title": i.title, "steps": i.steps} for i in rows.INJECTIONS],
-    }
-
-
-def study(
-    out: Path,
-    plan: Plan,
-    *,
-    kinds: Sequence[str] = KINDS,
-    seeds: int = 3,
-    spike_seeds: int = 3,
-    seconds: float = math.inf,
-    jobs: int = 1,
-    resume: bool = False,
-) -> None:
-    """Run it all, or as much as fits."""
-    end = time.monotonic() + seconds
-    results = Study(out, about(plan, seeds, spike_seeds), resume, grows=("seeds", "spike_seeds"))
-    tasks = plan_of(kinds, seeds, spike_seeds)
-    print(
-        f"{plan.language.model}, {results.about['parameters']:,} parameters: {len(tasks)} runs of "
-        f"{plan.language.steps} steps, {len(tasks) - len(results.missing(tasks))} of them there; spikes from step "
-        f"{plan.spiked} on",
-        flush=True,
-    )
-    results.make(tasks, functools.partial(run, plan=plan), end, jobs=jobs)
-
-
 def main(
     out: options.Out,
     data: options.Text = None,
@@ -125,13 +84,16 @@ def main(
     """Train in fp16 under loss scalers, with and without spikes, and write what became of gradients and scales."""
     given = options.given(data=data, model=model, steps=steps, batch=batch, sequence=sequence, lr=lr, device=device)
     options.one_thread(check)
+    end = time.monotonic() + seconds
     plan = CHECK if check else SMALL if small else LARGE
-    setting = replace(plan.language, **given)
-    study(
-        out, replace(plan, language=setting),
-        kinds=options.matching("--only", only, KINDS), seeds=1 if check else seeds,
-        spike_seeds=1 if check else spike_seeds, seconds=seconds, jobs=jobs, resume=resume,
-    )  # fmt: skip
+    plan = replace(plan, language=replace(plan.language, **given))
+    counts = {"seeds": 1 if check else seeds, "spike_seeds": 1 if check else spike_seeds}
+    lines = [{"name": row.name, "title": row.title} for row in (*rows.ROWS, *rows.SPIKED)]
+    about = language.about(plan.language, plan.plain() | counts, lines)
+    about["injections"] = [{"name": i.name, "title": i.title, "steps": i.steps} for i in rows.INJECTIONS]
+    tasks = plan_of(options.matching("--only", only, KINDS), **counts)
+    make = functools.partial(run, plan=plan)
+    carry_out(out, about, tasks, make, end, jobs=jobs, resume=resume, grows=tuple(counts))
 
 
 if __name__ == "__main__":

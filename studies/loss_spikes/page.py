@@ -12,7 +12,7 @@ from matplotlib.ticker import FixedLocator
 from narrowgauge.gauges import SpikeMatch, match_spikes
 from studies.shared import pictures
 from studies.shared.pictures import COLORS, INK, MUTED
-from studies.shared.tables import Results, machine, percent2, significant, span, table
+from studies.shared.tables import Results, percent2, said, significant, span, table
 
 NEAR = 20  # steps after the switch in which a loss spike is put down to it
 AROUND = 50  # steps before it that the loss is compared with
@@ -94,12 +94,12 @@ def matches(results: Results) -> str:
 
 def origins(results: Results) -> str:
     """What was run."""
-    training = results["training"]
-    return (
-        f"`{results['command']}`: {training['model']}, {results['parameters']:,} parameters, {training['steps']} "
-        f"steps, switch after {training['switch']}, brightness {training['brightness']:g}, learning rate "
-        f"{training['lr']:g}, ε {training['eps']:g}, weight decay {training['weight_decay']:g}, "
-        f"{len(results['runs'])} runs in {results['seconds']:.0f} s; {machine(results)}.\n"
+    return said(
+        results,
+        "`{command}`: {training[model]}, {parameters:,} parameters, {training[steps]} steps, switch after "
+        "{training[switch]}, brightness {training[brightness]:g}, learning rate {training[lr]:g}, ε "
+        "{training[eps]:g}, weight decay {training[weight_decay]:g}, {count} runs in {seconds:.0f} s; {machine}.",
+        count=len(results["runs"]),
     )
 
 

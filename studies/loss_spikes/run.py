@@ -20,9 +20,9 @@ Source: Wortsman et al. 2023, Section 3.4 and 3.5, Figures 4, 5 and 20, Appendix
 
 from __future__ import annotations
 
-import sys
+import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import narrowgauge as ng
-from narrowgauge.cli._environment import describe_environment
 from studies.shared import options
 
 WORDS, PIXELS, WIDTH, CLASSES = 32, 64, 64, 16
@@ -165,88 +164,54 @@ def rms(optimizer: torch.optim.Optimizer, p: Tensor, beta2: float, eps: float, s
     return float(ng.gauges.rms_ratio(p.grad, second / (1 - beta2**step), eps))
 
 
-def watched(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, records: Path) -> ng.gauges.Watch:
-    """A watch that writes to a folder: all gauges at every fifth step, RMS_t of two tensors at every one."""
-    return ng.gauges.watch(
-        model, optimizer, 5, path=records, rms_of=[EMBEDDING, MIDDLE], warmup=plan.judged_from - 1
-    )
-
-
 def train(way: Way, plan: Plan, seed: int, records: Path | None = None) -> dict[str, Any]:
-    """One run; with a folder for records it is watched from outside, too."""
+    """One run, with the alarms that whoever writes their own loop would put into it.
+
+    With a folder for records it is watched from outside, too: all gauges at every fifth step, RMS_t of two
+    tensors at every one.
+    """
     torch.manual_seed(seed)
     model, data = TwoEmbeddings(), Data(plan.batch, plan.brightness, seed)
     optimizer = make(way, model, plan)
-    if records is None:
-        return trained(way, plan, seed, model, data, optimizer, None)
-    records.mkdir(parents=True, exist_ok=True)
-    with watched(model, optimizer, plan, records) as watch:
-        return trained(way, plan, seed, model, data, optimizer, watch)
-
-
-def trained(
-    way: Way,
-    plan: Plan,
-    seed: int,
-    model: nn.Module,
-    data: Data,
-    optimizer: torch.optim.Optimizer,
-    watch: ng.gauges.Watch | None,
-) -> dict[str, Any]:
-    """The loop, with the alarms that whoever writes their own would put into it."""
+    watched: Any = contextlib.nullcontext()
+    if records is not None:
+        records.mkdir(parents=True, exist_ok=True)
+        watched = ng.gauges.watch(
+            model, optimizer, 5, path=records, rms_of=[EMBEDDING, MIDDLE], warmup=plan.judged_from - 1
+        )
     looked_at = {"embedding": model.get_parameter(EMBEDDING), "middle": model.get_parameter(MIDDLE)}
     loss_alarm = ng.gauges.LossSpikes(warmup=plan.judged_from - 1)
     rms_alarms = {name: ng.gauges.RmsSpikes(warmup=plan.judged_from - 1) for name in looked_at}
     found: dict[str, Any] = {"loss": [], "loss_spikes": []}
     for name in looked_at:
         found |= {f"{name}_rms": [], f"{name}_spikes": []}
-    for step in range(1, plan.steps + 1):
-        words, images, classes = data.next()
-        each = F.cross_entropy(model(words, images), classes, reduction="none")
-        weight = torch.ones_like(each)
-        weight[plan.batch :] = 1.0 if step > plan.switch else plan.quiet
-        for group in optimizer.param_groups:
-            group["lr"] = plan.lr * min(1.0, step / plan.warmup)
-        optimizer.zero_grad()
-        torch.autograd.backward((weight * each).sum() / plan.batch)
-        if watch is not None:
-            watch.loss(each.detach().mean())
-        if way.clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), way.clip)
-        optimizer.step()
+    with watched as watch:
+        for step in range(1, plan.steps + 1):
+            words, images, classes = data.next()
+            each = F.cross_entropy(model(words, images), classes, reduction="none")
+            weight = torch.ones_like(each)
+            weight[plan.batch :] = 1.0 if step > plan.switch else plan.quiet
+            for group in optimizer.param_groups:
+                group["lr"] = plan.lr * min(1.0, step / plan.warmup)
+            optimizer.zero_grad()
+            torch.autograd.backward((weight * each).sum() / plan.batch)
+            if watch is not None:
+                watch.loss(each.detach().mean())
+            if way.clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), way.clip)
+            optimizer.step()
 
-        # The loss without weights, which the switch does not touch.
-        found["loss"].append(float(each.detach().mean()))
-        spike = loss_alarm.add(found["loss"][-1])
-        if spike is not None:
-            found["loss_spikes"].append([spike.step, spike.seen])
-        for name, p in looked_at.items():
-            found[f"{name}_rms"].append(rms(optimizer, p, way.beta2, plan.eps, step))
-            spike = rms_alarms[name].add(found[f"{name}_rms"][-1])
+            # The loss without weights, which the switch does not touch.
+            found["loss"].append(float(each.detach().mean()))
+            spike = loss_alarm.add(found["loss"][-1])
             if spike is not None:
-                found[f"{name}_spikes"].append(spike.step)
+                found["loss_spikes"].append([spike.step, spike.seen])
+            for name, p in looked_at.items():
+                found[f"{name}_rms"].append(rms(optimizer, p, way.beta2, plan.eps, step))
+                spike = rms_alarms[name].add(found[f"{name}_rms"][-1])
+                if spike is not None:
+                    found[f"{name}_spikes"].append(spike.step)
     return {"way": asdict(way), "seed": seed} | found
-
-
-def study(
-    plan: Plan, seeds: Sequence[int], ways: Sequence[Way] = WAYS, records: Path | None = None
-) -> dict[str, Any]:
-    """All runs; those of one seed share their first weights and their data. The very first may leave records."""
-    start, threads = time.perf_counter(), torch.get_num_threads()
-    torch.set_num_threads(1)  # such small products are faster so
-    try:
-        first = (seeds[0], ways[0])
-        runs = [train(way, plan, seed, records if (seed, way) == first else None) for seed in seeds for way in ways]
-    finally:
-        torch.set_num_threads(threads)
-    model = {"model": "two embeddings, two blocks", "seed": list(seeds)}
-    return {
-        "environment": describe_environment(torch.device("cpu")),
-        "training": asdict(plan) | model,
-        "parameters": sum(p.numel() for p in TwoEmbeddings().parameters()),
-        "seconds": time.perf_counter() - start,
-        "runs": runs,
-    }
 
 
 def main(
@@ -261,12 +226,24 @@ def main(
     check: options.Check = False,
 ) -> None:
     """Make the gradient of an embedding 30 times larger, and see what optimizers do."""
-    plan = Plan(steps=steps, brightness=brightness, lr=lr)
-    results = {"command": options.command(sys.argv)} | study(
-        replace(plan, steps=130, switch=90, judged_from=31) if check else plan,
-        range(1 if check else seeds),
-        records=records,
-    )
+    plan, begun = Plan(steps=steps, brightness=brightness, lr=lr), time.perf_counter()
+    if check:
+        plan, seeds = replace(plan, steps=130, switch=90, judged_from=31), 1
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # such small products are faster so
+    try:
+        # Those of one seed share their first weights and their data; the very first may leave records.
+        pairs = [(seed, way) for seed in range(seeds) for way in WAYS]
+        runs = [train(way, plan, seed, None if i else records) for i, (seed, way) in enumerate(pairs)]
+    finally:
+        torch.set_num_threads(threads)
+    results = {
+        **options.origin("cpu"),
+        "training": asdict(plan) | {"model": "two embeddings, two blocks", "seed": list(range(seeds))},
+        "parameters": sum(p.numel() for p in TwoEmbeddings().parameters()),
+        "seconds": time.perf_counter() - begun,
+        "runs": runs,
+    }
     options.write(out, results)
 
 

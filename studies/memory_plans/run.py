@@ -83,11 +83,8 @@ def table_8(memory: float = 40e9, in_flight: int = 1) -> dict[str, Any]:
 
     States are the recipe's bytes for each of a 16th of the parameters. Activations are Megatron's with each layer
     cut in t parts and without sequence parallelism, s b h (10 + 24 / t + 5 a s / (h t)) bytes a layer (Korthikanti
-    et al. 2022, Section 4.2): tensors that are not cut, those that are, and scores of attention.
-
-    Args:
-        memory: bytes of a GPU.
-        in_flight: micro-batches whose activations are kept at once; a pipeline of two has one or two.
+    et al. 2022, Section 4.2): tensors that are not cut, those that are, and scores of attention. A pipeline of two
+    keeps the activations of one or two micro-batches in flight.
     """
     layers, width, heads, vocabulary, parts = 56, 7168, 56, 50257, 8
     parameters = layers * (12 * width * width + 13 * width) + 2 * vocabulary * width + 2 * width
@@ -201,10 +198,13 @@ def main(
     check: options.Check = False,
 ) -> None:
     """Plan the memory of every model of the papers' tables."""
-    sequences, names = ((128,), ("GPT-125M",)) if check else ((128, 256, 512), tuple(SIZES))
+    sequences, names, table = (128, 256, 512), tuple(SIZES), TABLE_2
+    if check:
+        size, candidates, *paper = TABLE_2[0]
+        sequences, names, table = (128,), ("GPT-125M",), ((size, candidates[:1], *paper),)
     results = {
         **options.origin("cpu"),
-        "table_2": [table_2(sequence, table=TABLE_2[: 1 if check else None]) for sequence in sequences],
+        "table_2": [table_2(sequence, table=table) for sequence in sequences],
         "table_8": [table_8(in_flight=count) for count in (1, 2)],
         "table_12": table_12(names),
     }

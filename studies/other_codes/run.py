@@ -17,15 +17,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
-import torch
 import typer
 
-from narrowgauge.trainers import load_corpus, parameter_count, tokenize, validation_windows
+from narrowgauge.trainers import parameter_count
 from studies.eight_bit_adam.plan import BASELINE
-from studies.eight_bit_adam.training import build, train
+from studies.eight_bit_adam.training import about_text, build, one
 from studies.shared import options
 from studies.shared.gather import Training
-from studies.shared.resumable import Study
+from studies.shared.resumable import carry_out
 
 RATES = (0.016, 0.004)  # the best of `eight_bit_adam`, and a quarter of it
 # Codebook of both moments, and whether a scale serves a block of 256 or the tensor; quantiles are the tensor's.
@@ -41,7 +40,6 @@ TRAINING = Training(
     model="micro", vocabulary=2048, steps=400, batch=16, sequence=128, lr=math.nan, warmup=20, device="cpu"
 )  # fmt: skip
 CHECK = replace(TRAINING, vocabulary=300, steps=12, batch=4, sequence=32, warmup=4)
-VALIDATION = 128  # windows
 
 
 @dataclass(frozen=True)
@@ -53,21 +51,11 @@ class Task:
     seed: int
 
 
-@functools.cache
-def text(training: Training) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Tokens to train on, windows to validate on, and what a results file says of them."""
-    corpus = load_corpus(training.data)
-    found = tokenize(corpus, training.vocabulary)
-    about = {"source": training.data.name if training.data else corpus.source, "train_tokens": len(found.train)}
-    return found.train, validation_windows(found.validation, training.sequence, VALIDATION), about
-
-
 def run(task: Task, training: Training) -> dict[str, Any]:
     """Train once; `diverged` is what `eight_bit_adam` calls unstable."""
     codes, blocks = ROWS[task.row]
     trial = replace(BASELINE, codebook=codes, blocks=blocks, lr=task.lr, seed=task.seed)
-    tokens, windows, _ = text(training)
-    found = train(trial, training, tokens, windows, graph=False)
+    found = one(trial, training, graph=False)
     kept = {key: found[key] for key in ("validation_loss", "training_loss", "unstable", "lost", "seconds")}
     return kept | {"diverged": found["unstable"] is not None}
 
@@ -78,7 +66,7 @@ def about(training: Training, rates: Sequence[float], seeds: int) -> dict[str, A
     return {
         **options.origin("cpu"),
         "training": settings | {"rates": list(rates), "seeds": seeds},
-        "data": text(training)[2],
+        "data": about_text(training),
         "parameters": parameter_count(build(training, BASELINE)),
         "rows": [{"name": name} for name in ROWS],
     }
@@ -98,9 +86,9 @@ def main(
     training = replace(CHECK if check else TRAINING, data=data)
     end = time.monotonic() + seconds
     rates = lr or RATES
-    study = Study(out, about(training, rates, seeds), resume, grows=("seeds", "rates"))
     tasks = [Task(row, rate, seed) for seed in range(seeds) for rate in rates for row in ROWS]
-    study.make(tasks, functools.partial(run, training=training), end, jobs=jobs)
+    make, described = functools.partial(run, training=training), about(training, rates, seeds)
+    carry_out(out, described, tasks, make, end, jobs=jobs, resume=resume, grows=("seeds", "rates"))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter
 
 from studies.shared import pictures
 from studies.shared.pictures import COLORS, INK, Line
-from studies.shared.tables import Results, cross_check, markdown, origin, percent, raised, significant, with_error
+from studies.shared.tables import Results, cross_check, origin, percent2, raised, significant, table, with_error
 
 # 8-bit Optimizers via Block-wise Quantization, Table 6: relative Adam error and its standard error in percent,
 # absolute error of the first state and its standard error in 1e-10.
@@ -35,7 +35,7 @@ TITLES = {
     "dynamic_tree": "dynamic tree",
     "fp8_e4m3": "float8 e4m3",
 }
-BLOCKS = {"tensor": "tensor", "2048": "2048", "256": "256"}
+BLOCKS = ("tensor", "2048", "256")
 MAPS = {
     "linear tensor": "linear, tensor-wise",
     "dynamic tensor": "dynamic, tensor-wise",
@@ -58,65 +58,57 @@ LINES = {
 
 def absolute_errors(results: Results) -> str:
     """Table 6, right column: the absolute error of m, tensor-wise."""
-    base = results["maps"]["dynamic"]["tensor"]["absolute_error_of_m"][0]
+    error = {name: found["tensor"]["absolute_error_of_m"] for name, found in results["maps"].items()}
     widest = max(results["tensor_by_tensor"].values(), key=lambda tensor: tensor["largest_over_mean_m"])
     widest = widest["absolute_error_of_m"]
-    rows = []
-    for name, title in TITLES.items():
-        paper = TABLE_6.get(name)
-        error = results["maps"][name]["tensor"]["absolute_error_of_m"]
-        rows.append((
-            title,
-            f"{paper[2]:.1f} ± {paper[3]:.1f}" if paper else "",
-            f"{paper[2] / TABLE_6['dynamic'][2]:.1f}" if paper else "",
-            with_error(error, 2, 1e7),
-            f"{error[0] / base:.1f}",
-            f"{widest[name] / widest['dynamic']:.1f}",
-        ))  # fmt: skip
-    head = (
-        "map", "paper, 10⁻¹⁰", "over dynamic", "measured, 10⁻⁷", "over dynamic", "token embedding, over dynamic",
-    )  # fmt: skip
-    return markdown(head, rows)
+    return table(
+        TITLES,
+        ("map", TITLES.get),
+        ("paper, 10⁻¹⁰", TABLE_6.get, lambda paper: f"{paper[2]:.1f} ± {paper[3]:.1f}"),
+        ("over dynamic", TABLE_6.get, lambda paper: f"{paper[2] / TABLE_6['dynamic'][2]:.1f}"),
+        ("measured, 10⁻⁷", lambda name: with_error(error[name], 2, 1e7)),
+        ("over dynamic", lambda name: error[name][0] / error["dynamic"][0], ".1f"),
+        ("token embedding, over dynamic", lambda name: widest[name] / widest["dynamic"], ".1f"),
+    )
 
 
 def relative_errors(results: Results) -> str:
     """Table 6, left column: the relative Adam error, tensor-wise, under three readings and three averages."""
-    rows = []
-    for name, title in TITLES.items():
-        paper = TABLE_6.get(name)
-        found = results["maps"][name]["tensor"]
-        rows.append((
-            title,
-            f"{paper[0]:g} ± {paper[1]:g} %" if paper else "",
-            *(_spread(found[condition]["relative"]) for condition in ("m", "matched", "both")),
-            *(percent(found["both"][key], 2) for key in ("relative_median", "relative_norm")),
-        ))  # fmt: skip
-    head = ("map", "paper", "m alone", "both, matched ε", "both, ε = 10⁻⁸", "its median", "its ‖Δu‖ / ‖u‖")
-    return markdown(head, rows)
+    found = {name: results["maps"][name]["tensor"] for name in TITLES}
 
+    def spread(pair: Sequence[float]) -> str:
+        return f"{significant(100 * pair[0], 3)} ± {significant(100 * (pair[1] or 0), 2)} %"
 
-def _spread(pair: Sequence[float]) -> str:
-    return f"{significant(100 * pair[0], 3)} ± {significant(100 * (pair[1] or 0), 2)} %"
+    return table(
+        TITLES,
+        ("map", TITLES.get),
+        ("paper", TABLE_6.get, lambda paper: f"{paper[0]:g} ± {paper[1]:g} %"),
+        ("m alone", lambda name: found[name]["m"]["relative"], spread),
+        ("both, matched ε", lambda name: found[name]["matched"]["relative"], spread),
+        ("both, ε = 10⁻⁸", lambda name: found[name]["both"]["relative"], spread),
+        ("its median", lambda name: found[name]["both"]["relative_median"], percent2),
+        ("its ‖Δu‖ / ‖u‖", lambda name: found[name]["both"]["relative_norm"], percent2),
+    )
 
 
 def adam_errors(results: Results) -> str:
     """Appendix D and Figure 4 in numbers, by map and block."""
-    rows = []
-    for name in ("linear", "quantile", "dynamic", "fp8_e4m3"):
-        for block, size in BLOCKS.items():
-            found = results["maps"][name][block]
-            rows.append((
-                TITLES[name], size, APPENDIX_D.get((name, block), ""),
-                significant(found["matched"]["absolute"], 2), significant(found["both"]["absolute"], 2),
-                significant(found["both"]["absolute_without_zero_v"], 2),
-                percent(found["divided_by_eps_alone"], 2), percent(found["both"]["large"][0], 2),
-                percent(found["both"]["overlap"], 2),
-            ))  # fmt: skip
-    head = (
-        "map", "block", "paper", "matched ε", "ε = 10⁻⁸", "without v that became 0", "v became 0, m did not",
-        f"errors above {results['limits']['large'][0]:g}", "overlap",
-    )  # fmt: skip
-    return markdown(head, rows, words=2)
+    names = ("linear", "quantile", "dynamic", "fp8_e4m3")
+    rows = [results["maps"][name][block] | {"of": (name, block)} for name in names for block in BLOCKS]
+    two = functools.partial(significant, digits=2)
+    return table(
+        rows,
+        ("map", lambda row: TITLES[row["of"][0]]),
+        ("block", lambda row: row["of"][1]),
+        ("paper", lambda row: APPENDIX_D.get(row["of"])),
+        ("matched ε", "matched.absolute", two),
+        ("ε = 10⁻⁸", "both.absolute", two),
+        ("without v that became 0", "both.absolute_without_zero_v", two),
+        ("v became 0, m did not", "divided_by_eps_alone", percent2),
+        (f"errors above {results['limits']['large'][0]:g}", lambda row: row["both"]["large"][0], percent2),
+        ("overlap", "both.overlap", percent2),
+        words=2,
+    )
 
 
 def facts(results: Results) -> dict[str, str]:
@@ -143,22 +135,20 @@ def facts(results: Results) -> dict[str, str]:
         "normal_least": f"{min(ratios['quantile_normal']):.2f}",
         "typical_crest": f"{statistics.median(crest):.0f}",
         "largest_crest": f"{max(crest):.0f}",
-        "small_share": percent(small[0], 2),
-        "small_sum": percent(small[1], 2),
-        "overlap_linear": percent(maps["linear"]["tensor"]["both"]["overlap"], 2),
-        "overlap_dynamic": percent(maps["dynamic"]["tensor"]["both"]["overlap"], 2),
-        "overlap_blocks": percent(maps["dynamic"]["2048"]["both"]["overlap"], 2),
+        "small_share": percent2(small[0]),
+        "small_sum": percent2(small[1]),
+        "overlap_linear": percent2(maps["linear"]["tensor"]["both"]["overlap"]),
+        "overlap_dynamic": percent2(maps["dynamic"]["tensor"]["both"]["overlap"]),
+        "overlap_blocks": percent2(maps["dynamic"]["2048"]["both"]["overlap"]),
         "matched_ratio": f"{_over(maps, 'matched', 'absolute'):.1f}",
         "own_ratio": f"{_over(maps, 'both', 'absolute'):.0f}",
         "large_ratio": f"{_large(maps, 'tensor') / _large(maps, '2048'):.0f}",
         "steps_apart": " and ".join(runs),
-        "apart_mean": f"{percent(first['relative'], 2)} and {percent(last['relative'], 2)}",
-        "apart_median": f"{percent(first['relative_median'], 2)} and {percent(last['relative_median'], 2)}",
-        "zero_v_linear": percent(maps["linear"]["tensor"]["became_zero"]["v"], 2),
-        "zero_v_fp8": percent(maps["fp8_e4m3"]["tensor"]["became_zero"]["v"], 2),
-        "zero_v_dynamic": percent(maps["dynamic"]["tensor"]["became_zero"]["v"], 2),
-        "bits_linear": f"{maps['linear']['tensor']['entropy']['v']:.1f}",
-        "bits_dynamic": f"{maps['dynamic']['tensor']['entropy']['v']:.1f}",
+        "apart_mean": f"{percent2(first['relative'])} and {percent2(last['relative'])}",
+        "apart_median": f"{percent2(first['relative_median'])} and {percent2(last['relative_median'])}",
+        "zero_v_linear": percent2(maps["linear"]["tensor"]["became_zero"]["v"]),
+        "zero_v_fp8": percent2(maps["fp8_e4m3"]["tensor"]["became_zero"]["v"]),
+        "zero_v_dynamic": percent2(maps["dynamic"]["tensor"]["became_zero"]["v"]),
     }
 
 
@@ -185,7 +175,7 @@ def findings(results: Results) -> dict[str, str]:
         found[f"absolute error of m over dynamic's: {TITLES[name]}"] = f"{error / base:.1f}"
     for what, key in (("relative Adam error, median", "relative_median"), ("overlap", "overlap")):
         for name, block in (("linear", "tensor"), ("dynamic", "tensor"), ("dynamic", "2048")):
-            found[f"{what}: {TITLES[name]}, {block}"] = percent(maps[name][block]["both"][key], 2)
+            found[f"{what}: {TITLES[name]}, {block}"] = percent2(maps[name][block]["both"][key])
     return found
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 from narrowgauge import recipes
 
@@ -69,13 +68,21 @@ MODELS = {
 }
 
 
-class Shapes(Protocol):
-    """Any model of which the shapes are known."""
+@dataclass(frozen=True)
+class Listed:
+    """A model whose shapes a results file has."""
+
+    listed: tuple[tuple[int, ...], ...]
+
+    def shapes(self) -> list[tuple[int, ...]]:
+        return list(self.listed)
 
     @property
-    def parameters(self) -> int: ...
+    def parameters(self) -> int:
+        return sum(map(math.prod, self.listed))
 
-    def shapes(self) -> list[tuple[int, ...]]: ...
+
+Shapes = Model | Listed
 
 
 def kept(recipe: str) -> float:

@@ -71,11 +71,7 @@ class Emoji:
 
 
 def read_names(path: Path) -> list[Emoji]:
-    """The emoji of Unicode's emoji-test.txt, in its order.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """The emoji of Unicode's emoji-test.txt, in its order."""
     if not path.is_file():
         raise ValueError(f"--names: got {path}, where nothing is; Debian has it in the package unicode-data")
     found = []
@@ -104,15 +100,7 @@ def held_out(emoji: Iterable[Emoji]) -> set[str]:
 
 
 class Drawer:
-    """Draws emoji by a font.
-
-    Args:
-        path: of the font.
-        size: pixels an em.
-
-    Raises:
-        ValueError: if it cannot be read.
-    """
+    """Draws emoji by a font, so many pixels an em."""
 
     def __init__(self, path: Path, size: int = STRIKE) -> None:
         if not path.is_file():
@@ -215,7 +203,7 @@ def main(
     try:
         told = write_pairs(read_names(names), Drawer(font), out, size=size, renders=renders, seed=seed)
     except ValueError as error:
-        typer.echo(f"_emoji.py: {error}", err=True)
+        typer.echo(f"emoji.py: {error}", err=True)
         raise typer.Exit(2) from None
     for part in ("train", "validation"):
         typer.echo(f"{part}: {told[part]['images']} pictures of {told[part]['emoji']} emoji")

@@ -26,7 +26,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
@@ -71,11 +71,7 @@ class Source:
 
 @functools.cache
 def sources() -> tuple[Source, ...]:
-    """All of them, as the files have them.
-
-    Raises:
-        ValueError: an entry lacks a key, has one too many, or a status or limit that is none; it says which.
-    """
+    """All of them, as the files have them."""
     found = []
     for key in SOURCES:
         data = tomllib.loads((FOLDER / f"{key}.toml").read_text())
@@ -86,22 +82,17 @@ def sources() -> tuple[Source, ...]:
 
 def _claim(entry: dict, file: str) -> Claim:
     name = f"{file}, claim {entry.get('claim', '?')!r}"
-    known = [field.name for field in fields(Claim)]
-    needed = known[: known.index("limit")]
-    if unknown := entry.keys() - set(known):
-        raise ValueError(f"{name}: unknown key {min(unknown)!r}; known are {', '.join(known)}")
-    if missing := [key for key in needed if not entry.get(key)]:
-        raise ValueError(f"{name}: {missing[0]!r} is missing")
-    claim = Claim(**entry | {"run": tuple(entry.get("run", ()))})
+    try:
+        claim = Claim(**entry | {"run": tuple(entry.get("run", ()))})
+    except TypeError as error:  # a key is missing, or unknown
+        raise ValueError(f"{name}: {error}") from None
     if claim.status not in STATUSES:
-        raise ValueError(f"{name}: status {claim.status!r} is none of {', '.join(STATUSES)}")
+        raise ValueError(f"{name}: status must be one of {', '.join(STATUSES)}, got {claim.status!r}")
     if claim.limit:
         match = LIMIT.fullmatch(claim.limit)
-        if match is None:
-            form = "'{FILE:PLACE} < NUMBER' (or >, within, is)"
-            raise ValueError(f"{name}: limit {claim.limit!r} is not of the form {form}")
-        if match[1] not in claim.here:
-            raise ValueError(f"{name}: the limit is of {match[1]}, which 'here' does not show")
+        if match is None or match[1] not in claim.here:
+            form = "'{FILE:PLACE} < NUMBER' (or >, within, is), of a figure in 'here'"
+            raise ValueError(f"{name}: limit must be {form}, got {claim.limit!r}")
     return claim
 
 

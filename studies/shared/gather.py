@@ -97,15 +97,8 @@ class Trained:
 def run(training: Training, snapshots: Sequence[float] = (), recipe: str = "fp32", min_size: int = 4096) -> Trained:
     """Train, copying the moments after the given shares of the run; it ends early if the last is below 1.
 
-    Args:
-        training: the settings.
-        snapshots: shares of the steps, above 0 and up to 1, after which moments are copied.
-        recipe: one that keeps fp32 weights, and moments in fp32 or 8 bits.
-        min_size: the fewest elements of a parameter whose moments are copied: smaller ones are not quantized in
-            practice.
-
-    Raises:
-        RuntimeError: if a loss is not finite.
+    The recipe keeps fp32 weights, and moments in fp32 or 8 bits. Of parameters below `min_size` no moments are
+    copied: they are not quantized in practice.
     """
     corpus = load_corpus(training.data)
     text = tokenize(corpus, training.vocabulary)
@@ -173,11 +166,8 @@ def _about(
 def gather_linears(trained: Trained, tokens: int) -> list[LinearTensors]:
     """Inputs, weights and output gradients of the linear layers of the first, the middle and the last block.
 
-    The gradient is that of the mean loss over all tokens, gathered a training batch at a time; no weight moves.
-
-    Args:
-        trained: the model after its run.
-        tokens: how many rows X and G shall have at least; whole windows are taken.
+    The gradient is that of the mean loss over all tokens, gathered a training batch at a time; no weight moves. X
+    and G have `tokens` rows at least, of whole windows.
     """
     training = trained.training
     windows = math.ceil(tokens / training.sequence)

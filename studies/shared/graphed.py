@@ -12,12 +12,11 @@ optimizer's step and whatever looks at gradients, may be anybody's and is not in
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
-
-from studies.shared.models import reason
 
 Examples = Mapping[str, Tensor]
 EAGER = 3  # steps before a graph is captured: kernels are chosen and compiled in them
@@ -34,13 +33,7 @@ class Gradients:
     """
 
     def __init__(self, model: nn.Module, loss: Callable[[Examples], Tensor], device: torch.device | str) -> None:
-        """Nothing is computed yet.
-
-        Args:
-            model: its parameters get the gradients.
-            loss: of examples, a scalar.
-            device: where both are; on a CPU every step is eager.
-        """
+        """Nothing is computed yet; on a CPU every step will be eager."""
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._loss, self._calls = loss, 0
         self._replay: Callable[[], None] | None = None
@@ -49,12 +42,7 @@ class Gradients:
         self.how = "eager"
 
     def __call__(self, examples: Examples, factor: Tensor | None = None) -> Tensor:
-        """The loss of a step, detached.
-
-        Args:
-            examples: tensors by name, on the device.
-            factor: a scalar there, by which the loss is multiplied before gradients are taken: a loss scale.
-        """
+        """The loss of a step, detached; gradients are of `factor` times it, a loss scale on the device."""
         given = dict(examples) | ({} if factor is None else {"factor": factor})
         if self._stream is None:
             return self._passes(given)
@@ -102,3 +90,9 @@ def captured(passes: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         found = passes()
     return graph.replay, found
+
+
+def reason(error: BaseException) -> str:
+    """An exception in a line, files without their folders."""
+    first = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {re.sub(r'/[^ ]*/', '', first)[:200]}"

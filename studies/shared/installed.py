@@ -24,23 +24,12 @@ from narrowgauge.trainers._text import _NOT_STANDARD, Document, _NotText, _read
 
 MOST = 0.2  # of all bytes, from one package
 HELD_OUT = 0.05  # of the bytes, to validation, by whole packages
-LARGEST = (
-    0.02  # share of a package above which it stays in training, if there are smaller ones: so several validate
-)
+LARGEST = 0.02  # share above which a package stays in training, if there are smaller ones: so several validate
 LONG = 40  # characters of a line that is not alike by chance
 
 
 def installed_sources(most_bytes: int, seed: int = 0, roots: Sequence[Path] | None = None) -> Corpus:
-    """The sources, split by package.
-
-    Args:
-        most_bytes: of text that is read, at most.
-        seed: of the order in which packages and files are taken.
-        roots: folders of packages; the running interpreter's standard library and site-packages if None.
-
-    Raises:
-        DataError: if there are fewer than two packages.
-    """
+    """The sources, split by package: of the interpreter's standard library and site-packages, or of other roots."""
     order = random.Random(seed)
     packages: dict[str, list[Document]] = {}
     seen: set[bytes] = set()

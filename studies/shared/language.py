@@ -5,6 +5,9 @@ windows of a text for causal models, covered tokens for masked ones, a warm-up a
 from that command's in what it leaves out (checkpoints, the exported model) and in what it takes: an optimizer
 of anybody's. One seed gives every optimizer the same initial weights, rounded to bf16 so that none starts by
 losing something, and the same batches.
+
+Bytes are counted in the tensors that exist after the last step. Peers keep moments in tensor subclasses and
+tables shared between parameters, so the count takes each piece of memory once, wherever in the state it hangs.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,16 +25,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.cli._bench._optimizers import tensors_in
 from narrowgauge.optim import NarrowOptimizer, UpdateStats
-from narrowgauge.trainers import Corpus, LanguageTask, TokenizedCorpus, load_corpus, tokenize
+from narrowgauge.trainers import (
+    Corpus,
+    LanguageTask,
+    TokenizedCorpus,
+    build_model,
+    load_corpus,
+    parameter_count,
+    tokenize,
+)
 from narrowgauge.trainers._compare import mean_loss
 from narrowgauge.trainers._examples import Examples
 from narrowgauge.trainers._extras import add_stable_embedding
 from narrowgauge.trainers._models import preset
 from narrowgauge.trainers._schedule import schedule
-from studies.shared import installed
+from studies.shared import installed, options
 from studies.shared.graphed import Gradients
-from studies.shared.models import measured_bytes, set_rate, start_of
 
 LOOK_EVERY = 20  # steps between looks at the losses, each of which waits for the device
 LAST = 50  # steps whose mean is the training loss
@@ -49,37 +60,25 @@ Maker = Callable[[nn.Module, dict[str, Any]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Setting:
-    """What all runs of a study share.
+    """What all runs of a study share; `beta2` is a run's own."""
 
-    Attributes:
-        data: a text; None for the Python sources installed on this machine, `megabytes` of them at most.
-        model, vocabulary, sequence, batch, steps: what is trained, on windows a step.
-        lr, warmup, final: learning rate, steps of its rise, share of it that is left at the end of the cosine.
-        beta1, eps, weight_decay: AdamW's; `beta2` is a run's own.
-        clip: norm of all gradients together, at most; 0 for no clipping. The optimizer does it, within its step.
-        gauge_every: steps between measurements of the update; 0 for none.
-        windows: to validate on.
-        stable_embedding: whether the token embedding is the 8-bit paper's, with a layer norm behind it.
-        device: where to train.
-    """
-
-    data: Path | None = None
-    megabytes: int = 48
+    data: Path | None = None  # a text; None for the Python sources installed on this machine
+    megabytes: int = 48  # of these, at most
     model: str = "gpt2"
     vocabulary: int = 50257
     sequence: int = 1024
-    batch: int = 8
+    batch: int = 8  # windows a step
     steps: int = 300
     lr: float = 6e-4
-    warmup: int = 60
-    final: float = 0.1
+    warmup: int = 60  # steps of the learning rate's rise
+    final: float = 0.1  # share of it that is left at the end of the cosine
     beta1: float = 0.9
     eps: float = 1e-8
     weight_decay: float = 0.1
-    clip: float = 1.0
-    gauge_every: int = 10
-    windows: int = 128
-    stable_embedding: bool = False
+    clip: float = 1.0  # norm of all gradients at most, by the optimizer within its step; 0 for no clipping
+    gauge_every: int = 10  # steps between measurements of the update; 0 for none
+    windows: int = 128  # to validate on
+    stable_embedding: bool = False  # the token embedding is the 8-bit paper's, with a layer norm behind it
     device: str = "cpu"
 
     def rate(self, number: int) -> float:
@@ -112,12 +111,50 @@ def about_text(setting: Setting) -> dict[str, Any]:
     }
 
 
+def about(setting: Setting, training: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What a results file says of a study before anything has run."""
+    return {
+        **options.origin(setting.device),
+        "training": setting.plain() | {"seed": 0} | training,
+        "data": about_text(setting),
+        "parameters": parameters_of(setting, setting.model),
+        "rows": list(rows),
+    }
+
+
+def parameters_of(setting: Setting, model: str) -> int:
+    """Of a model on the setting's text."""
+    return parameter_count(start_of(model, setting.vocabulary, setting.sequence, 0))
+
+
+@functools.lru_cache(maxsize=3)
+def start_of(model: str, vocabulary: int, sequence: int, seed: int) -> nn.Module:
+    """Initial weights, in fp32 on the CPU: copied, never trained.
+
+    Rounded to bf16, so that no row starts by losing something.
+    """
+    built = build_model(model, vocabulary=vocabulary, sequence=sequence, seed=seed)
+    with torch.no_grad():
+        for p in built.parameters():
+            p.copy_(p.to(torch.bfloat16))
+    return built
+
+
 def start(setting: Setting, seed: int) -> nn.Module:
     """Initial weights on the device."""
     model = copy.deepcopy(start_of(setting.model, setting.vocabulary, setting.sequence, seed))
     if setting.stable_embedding:
         add_stable_embedding(model, seed)
     return model.to(setting.device)
+
+
+def task_of(setting: Setting, seed: int) -> LanguageTask:
+    """Windows of the text, drawn from a seed."""
+    _, tokens = text_of(setting.data, setting.megabytes, setting.vocabulary)
+    return LanguageTask(
+        tokens, preset(setting.model).objective, batch=setting.batch, sequence=setting.sequence,
+        windows=setting.windows, seed=seed,
+    )  # type: ignore[arg-type]  # fmt: skip
 
 
 def train(make: Maker, setting: Setting, beta2: float, seed: int) -> Result:
@@ -131,9 +168,8 @@ def train(make: Maker, setting: Setting, beta2: float, seed: int) -> Result:
         seed: of weights, batches and stochastic rounding.
 
     Returns:
-        `validation_loss` and `training_loss` in nats a token (None if diverged), `curve` of training losses,
-        `gauges` by step, `bytes` a parameter, `peak_memory` in bytes (None on a CPU), `passes` (eager or from a
-        graph), `step_ms`, `seconds`.
+        What `ended` says; `gauges` by step, `bytes` a parameter, `peak_memory` in bytes (None on a CPU), `passes`
+        (eager or from a graph), `step_ms`, `seconds`.
     """
     begun = time.perf_counter()
     device = torch.device(setting.device)
@@ -141,103 +177,83 @@ def train(make: Maker, setting: Setting, beta2: float, seed: int) -> Result:
         torch.cuda.reset_peak_memory_stats(device)
     model = start(setting, seed)
     options = {
-        "lr": setting.lr,
-        "betas": (setting.beta1, beta2),
-        "eps": setting.eps,
-        "weight_decay": setting.weight_decay,
-        "max_grad_norm": setting.clip or None,
-        "seed": seed,
-    }
+        "lr": setting.lr, "betas": (setting.beta1, beta2), "eps": setting.eps, "weight_decay": setting.weight_decay,
+        "max_grad_norm": setting.clip or None, "seed": seed,
+    }  # fmt: skip
     optimizer = make(model, options)
     task = task_of(setting, seed)
-    run = _Run(model, optimizer, task, setting)
-    losses = run.steps()
-    finite = math.isfinite(losses[-1])
-    validation = evaluate(model, task, setting) if finite else math.nan
+    gradients = Gradients(model, functools.partial(task.loss, model), setting.device)
+    stats: dict[int, UpdateStats] = {}
+
+    def step(number: int) -> Tensor:
+        set_rate(optimizer, setting.rate(number))
+        # The second step is the first whose moments are averages.
+        due = setting.gauge_every > 0 and (number % setting.gauge_every == 0 or number == 2)
+        if isinstance(optimizer, NarrowOptimizer):
+            optimizer.gauges = due
+        loss = gradients(moved(task.draw(), setting.device))
+        optimizer.step()
+        if due and isinstance(optimizer, NarrowOptimizer):
+            stats[number] = UpdateStats.total(list(optimizer.last_stats.values()))
+        return loss
+
+    losses: list[float] = []
+    times: list[float] = []  # of a step, between looks; the first look has compiled kernels in it
+    for found, seconds in looks(setting.steps, step):
+        times.append(seconds)
+        bad = next((place for place, loss in enumerate(found, 1) if not math.isfinite(loss)), len(found))
+        losses += found[:bad]
+        if not math.isfinite(losses[-1]):
+            break
+    return {
+        **ended(model, task, setting, losses),
+        "gauges": _gauges(stats),
+        "bytes": measured_bytes(model, optimizer),
+        "peak_memory": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        "passes": gradients.how,
+        "step_ms": 1e3 * statistics.median(times[1:] or times),
+        "seconds": time.perf_counter() - begun,
+    }
+
+
+def looks(steps: int, step: Callable[[int], Tensor], every: int = LOOK_EVERY) -> Iterator[tuple[Any, float]]:
+    """Take steps from 1 on; after every few, what they gave, read from the device at once, and seconds of one."""
+    waiting: list[Tensor] = []
+    since = time.perf_counter()
+    for number in range(1, steps + 1):
+        waiting.append(step(number))
+        if number % every == 0 or number == steps:
+            found = torch.stack(waiting).tolist()
+            now = time.perf_counter()
+            yield found, (now - since) / len(found)
+            since = now
+            waiting.clear()
+
+
+def ended(model: nn.Module, task: LanguageTask, setting: Setting, losses: list[float]) -> Result:
+    """How a run ended, in nats a token; None if it diverged, for which one of the last losses is not finite."""
+    validation = evaluate(model, task, setting) if all(map(math.isfinite, losses[-LAST:])) else math.nan
     good = math.isfinite(validation)
     return {
         "validation_loss": validation if good else None,
         "training_loss": statistics.fmean(losses[-LAST:]) if good else None,
         "diverged": not good,
-        "curve": _curve(losses),
-        "gauges": run.gauges(),
-        "bytes": measured_bytes(model, optimizer),
-        "peak_memory": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-        "passes": run.gradients.how,
-        "step_ms": 1e3 * statistics.median(run.seconds),
-        "seconds": time.perf_counter() - begun,
+        "curve": curve(losses),
     }
 
 
-def task_of(setting: Setting, seed: int) -> LanguageTask:
-    """Windows of the text, drawn from a seed."""
-    _, tokens = text_of(setting.data, setting.megabytes, setting.vocabulary)
-    return LanguageTask(
-        tokens, preset(setting.model).objective, batch=setting.batch, sequence=setting.sequence,
-        windows=setting.windows, seed=seed,
-    )  # type: ignore[arg-type]  # fmt: skip
+def _gauges(stats: dict[int, UpdateStats]) -> dict[str, list[float]]:
+    """Of the measured steps their numbers, what the updates' quality was and how many were lost.
 
-
-class _Run:
-    """The loop, and what it notes down on the way."""
-
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, task: LanguageTask, setting: Setting
-    ) -> None:
-        self._optimizer, self._task, self._setting = optimizer, task, setting
-        self.gradients = Gradients(model, functools.partial(task.loss, model), setting.device)
-        self._stats: dict[int, UpdateStats] = {}
-        self.seconds: list[float] = []  # of a step, between looks; the first look has compiled kernels in it
-
-    def steps(self) -> list[float]:
-        """All steps; the losses up to and with the first that is not finite."""
-        losses: list[float] = []
-        waiting: list[Tensor] = []
-        begun = since = time.perf_counter()
-        for number in range(1, self._setting.steps + 1):
-            waiting.append(self._step(number))
-            if number % LOOK_EVERY and number != self._setting.steps:
-                continue
-            found = torch.stack(waiting).tolist()
-            now = time.perf_counter()
-            if losses:
-                self.seconds.append((now - since) / len(found))
-            since = now
-            waiting.clear()
-            for loss in found:
-                losses.append(loss)
-                if not math.isfinite(loss):
-                    break
-            if not math.isfinite(losses[-1]):
-                break
-        self.seconds = self.seconds or [(since - begun) / len(losses)]
-        return losses
-
-    def _step(self, number: int) -> Tensor:
-        setting, optimizer = self._setting, self._optimizer
-        set_rate(optimizer, setting.rate(number))
-        measured = isinstance(optimizer, NarrowOptimizer) and _due(number, setting.gauge_every)
-        if isinstance(optimizer, NarrowOptimizer):
-            optimizer.gauges = measured
-        loss = self.gradients(moved(self._task.draw(), setting.device))
-        optimizer.step()
-        if measured:
-            self._stats[number] = UpdateStats.total(list(optimizer.last_stats.values()))
-        return loss
-
-    def gauges(self) -> dict[str, list[float]]:
-        """Of the measured steps their numbers, what the updates' quality was and how many were lost.
-
-        Stored: of all that is kept, low words too. Visible: of the weight that the next forward pass sees.
-        """
-        stats = list(self._stats.values())
-        return {
-            "step": list(self._stats),
-            "edq": [s.effective_descent_quality for s in stats],
-            "visible_edq": [s.visible_descent_quality for s in stats],
-            "lost": [s.lost_updates for s in stats],
-            "visible_lost": [s.lost_visible_updates for s in stats],
-        }
+    Stored: of all that is kept, low words too. Visible: of the weight that the next forward pass sees.
+    """
+    return {
+        "step": list(stats),
+        "edq": [s.effective_descent_quality for s in stats.values()],
+        "visible_edq": [s.visible_descent_quality for s in stats.values()],
+        "lost": [s.lost_updates for s in stats.values()],
+        "visible_lost": [s.lost_visible_updates for s in stats.values()],
+    }
 
 
 @torch.no_grad()
@@ -261,15 +277,33 @@ def moved(examples: Examples, device: str) -> Examples:
     return {name: t.pin_memory().to(device, non_blocking=True) for name, t in examples.items()}
 
 
-def _due(number: int, every: int) -> bool:
-    # The second step is the first whose moments are averages.
-    return every > 0 and (number % every == 0 or number == 2)
-
-
-def _curve(losses: list[float], points: int = 100) -> list[list[float]]:
+def curve(losses: Sequence[float], points: int = 100) -> list[list[float]]:
     """Steps and mean losses up to them, at most so many."""
     width = max(1, math.ceil(len(losses) / points))
     return [
         [min(first + width, len(losses)), statistics.fmean(losses[first : first + width])]
         for first in range(0, len(losses), width)
     ]
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """A learning rate for all groups, in place where an optimizer wants a tensor."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):  # torchao refuses a number, and a captured step would not see it
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def measured_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Bytes a trained parameter: weights, gradients, and whatever hangs in the optimizer's state."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    count = sum(p.numel() for p in trained)
+    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_in(dict(optimizer.state))}
+    parts = {
+        "weights": sum(p.nbytes for p in trained),
+        "gradients": sum(p.grad.nbytes for p in trained if p.grad is not None),
+        "states": sum(kept.values()),
+    }
+    weighed = {name: size / count for name, size in parts.items()}
+    return weighed | {"total": sum(weighed.values())}

@@ -29,7 +29,6 @@ Sequence_ = Annotated[int, typer.Option("--sequence", help="Tokens a window.")]
 Rate = Annotated[float, typer.Option(help="Learning rate, after the warm-up.")]
 Warmup = Annotated[int, typer.Option(help="Steps of the learning rate's rise.")]
 Seed = Annotated[int, typer.Option(help="Of weights, batches and samples.")]
-Seeds = Annotated[int, typer.Option(min=1, help="Runs of each row: seeds 0, 1, …")]
 Device = Annotated[str, typer.Option(help="Where to train and measure.")]
 Tokens = Annotated[int, typer.Option(min=128, help="Tokens of the gradient of a weight: its inner dimension.")]
 Only = Annotated[list[str] | None, typer.Option(help="Rows or kinds by pattern; several are joined.")]
@@ -48,11 +47,7 @@ def given(**values: Any) -> dict[str, Any]:
 
 
 def matching(option: str, patterns: Sequence[str] | None, names: Sequence[str]) -> list[str]:
-    """The names that match one of the patterns; all without patterns.
-
-    Raises:
-        typer.BadParameter: if none matches.
-    """
+    """The names that match one of the patterns; all without patterns."""
     found = [name for name in names if not patterns or any(fnmatch.fnmatchcase(name, p) for p in patterns)]
     if not found:
         raise typer.BadParameter(f"{option} must match one of {', '.join(names)}, got {', '.join(patterns or ())}")

@@ -21,21 +21,13 @@ COLORS = {name: light for name, (light, _) in PALETTE.items()}
 
 @dataclass(frozen=True)
 class Line:
-    """A series of a picture.
+    """A series of a picture."""
 
-    Attributes:
-        label: in the legend.
-        color: of the palette, `series-1` to `series-6`, or `ink`.
-        dashes: on and off in line widths; none for a solid line.
-        width: of the line.
-        marker: at its points; None for none.
-    """
-
-    label: str
-    color: str
-    dashes: tuple[float, ...] = ()
-    width: float | None = 1.8
-    marker: str | None = None
+    label: str  # in the legend
+    color: str  # of the palette, `series-1` to `series-6`, or `ink`
+    dashes: tuple[float, ...] = ()  # on and off in line widths; none for a solid line
+    width: float | None = 1.8  # of the line
+    marker: str | None = None  # at its points; None for none
 
     def style(self, **more: Any) -> dict[str, Any]:
         """Arguments of `axis.plot`."""

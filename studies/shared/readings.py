@@ -12,7 +12,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from studies.shared.tables import markdown
+from studies.shared import tables
+from studies.shared.tables import Results, markdown
 
 SURE = 0.05  # probability below which a count is not put down to chance
 # Standard errors: by chance a mean is further from zero once in 370 times, but once in 59 where the deviation is
@@ -24,21 +25,13 @@ WORDS = {True: "holds", False: "does not hold", None: "cannot tell"}
 
 @dataclass(frozen=True)
 class Reading:
-    """A statement.
-
-    Attributes:
-        statement: what the paper says, in words.
-        at: table, figure or section.
-        paper: its figures.
-        here: ours, and nothing where it has not been run.
-        holds: whether the statement holds here; None where these runs cannot tell.
-    """
+    """A statement of a paper, and what became of it here."""
 
     statement: str
-    at: str
-    paper: str
-    here: str = ""
-    holds: bool | None = None
+    at: str  # table, figure or section
+    paper: str  # its figures
+    here: str = ""  # ours, and nothing where it has not been run
+    holds: bool | None = None  # None where these runs cannot tell
 
 
 def table(readings: Iterable[Reading]) -> str:
@@ -53,16 +46,11 @@ def verdict(reading: Reading) -> str:
 
 
 def behind(costs: Sequence[float], spread: float | None, lost: bool = False) -> bool | None:
-    """Whether a row costs more than its reference does.
+    """Whether a row costs more than its reference does, by seed `costs` more.
 
-    Args:
-        costs: by seed, what it costs more.
-        spread: how far chance takes a mean, as the reference's own seeds or `margin` say; None if not known.
-        lost: whether a run of the row diverged where the reference's did not.
-
-    Returns:
-        True and False for a mean cost above `spread` and below minus that; None between, and where some seeds cost
-        more and others less, which tell nothing.
+    `spread` is how far chance takes a mean, as the reference's own seeds or `margin` say, None if not known; `lost`
+    says whether a run of the row diverged where the reference's did not. True and False are for a mean cost above
+    `spread` and below minus that; None between, and where some seeds cost more and others less.
     """
     if lost:
         return True
@@ -72,12 +60,7 @@ def behind(costs: Sequence[float], spread: float | None, lost: bool = False) -> 
 
 
 def ends(
-    costs: Sequence[float],
-    spread: float | None,
-    lost: int,
-    *,
-    worse: bool,
-    tells: bool = True,
+    costs: Sequence[float], spread: float | None, lost: int, *, worse: bool, tells: bool = True
 ) -> bool | None:
     """Whether a row ends behind its reference, as the paper says if `worse`, or where it does."""
     return behind(costs, spread, lost > 0) if worse else alike(costs, spread, lost > 0, tells=tells)
@@ -105,14 +88,7 @@ def alike(costs: Sequence[float], spread: float | None, lost: bool = False, *, t
 
 
 def told(costs: str, lost: int, count: int, spread: str, reference: str) -> str:
-    """What was measured of a row, in words.
-
-    Args:
-        costs: by seed, as printed; nothing where no run came to its end.
-        lost: how many of its `count` runs diverged.
-        spread: how far the reference's seeds lie apart, as printed; nothing where there is one.
-        reference: its name.
-    """
+    """What was measured of a row, in words: its costs and what they are held against, both as printed."""
     if lost:
         return ", ".join(filter(None, (costs, f"{lost} of {count} diverged")))
     if not costs:
@@ -159,3 +135,29 @@ def rarer(less: int, of_less: int, more: int, of_more: int) -> bool | None:
         return events > 0 and sum(ways) < SURE * math.comb(runs, events)
 
     return True if beyond(more, of_more) else False if beyond(less, of_less) else None
+
+
+class Beside:
+    """Runs of a study beside those of a reference with the same seed; `fields` say which runs are meant."""
+
+    def __init__(self, results: Results, reference: str, **fields: object) -> None:
+        self.results, self.reference, self.fields = results, reference, fields
+
+    def runs(self, row: str) -> list[Results]:
+        """A row's runs, by seed."""
+        return tables.runs_of(self.results, row=row, **self.fields)
+
+    def apart(self, row: str, key: str = "validation_loss") -> list[float]:
+        """A figure minus the reference's, where neither diverged."""
+        mine, theirs = ([run for run in self.runs(name) if not run["diverged"]] for name in (row, self.reference))
+        return tables.apart(mine, theirs, key)
+
+    def margin(self, runs: int, key: str = "validation_loss") -> float | None:
+        """What the mean difference of so many runs has to exceed: by how those of all rows change with the seed."""
+        rows = [row["name"] for row in self.results["rows"] if row["name"] != self.reference]
+        return margin(chance(self.apart(row, key) for row in rows), runs)
+
+    def lost(self, row: str) -> int:
+        """How many runs diverged where the reference's did not."""
+        good = {run["seed"] for run in self.runs(self.reference) if not run["diverged"]}
+        return sum(bool(run["diverged"]) and run["seed"] in good for run in self.runs(row))

@@ -34,13 +34,10 @@ class Study:
     """The results as they grow, on disk at every moment."""
 
     def __init__(self, out: Path, about: dict[str, Any], resume: bool, grows: Sequence[str] = ()) -> None:
-        """Begin, or go on.
+        """Begin, or with `resume` go on with the file, if there is one.
 
-        Args:
-            out: the results file.
-            about: what it says beside its runs: `command`, `environment`, `training`, `data`, `rows`.
-            resume: go on with the file, if there is one.
-            grows: fields of `training` that may differ: of lists all is kept, of numbers the largest.
+        `about` is what it says beside its runs: `command`, `environment`, `training`, `data`, `rows`. `grows` are
+        fields of `training` that may differ: of lists all is kept, of numbers the largest.
         """
         self._out, self.about = out, about
         self.runs: list[Result] = []
@@ -77,10 +74,7 @@ class Study:
         """Keep a run, and say how it went."""
         self.runs.append(asdict(task) | result)
         self.write(left)
-        named = ", ".join(
-            value if isinstance(value, str) else f"{name} {value:g}" for name, value in asdict(task).items()
-        )
-        print(f"{named}: {result.get('failed') or _said(result)}", flush=True)
+        print(f"{_named(task)}: {result.get('failed') or _said(result)}", flush=True)
 
     def write(self, left: Sequence[Any]) -> None:
         """Written aside, then renamed: who is ended in the middle leaves the last whole file."""
@@ -99,7 +93,7 @@ class Study:
         jobs: int = 1,
         alone: Callable[[Any], bool] | None = None,
     ) -> list[Any]:
-        """Make what is missing, in order, and write it down run by run.
+        """Make what is missing, in order, and write it down run by run; the tasks that are left are returned.
 
         Args:
             tasks: the most important first.
@@ -107,11 +101,7 @@ class Study:
             end: in seconds of `time.monotonic`: no run is begun that would not end by then.
             expected: seconds of the first run.
             jobs: processes; 1 for this one, unless some are made alone.
-            alone: whether a run gets a process that no other run has used or will use: libraries do not meet what
-                others left.
-
-        Returns:
-            The tasks that time did not suffice for.
+            alone: whether a run gets a process that no other uses: libraries do not meet what others left.
         """
         left, taken = self.missing(tasks), [expected]
 
@@ -164,6 +154,29 @@ class Study:
                     self.add(task, result, [*(waiting for waiting, _ in running.values()), *left])
 
 
+def carry_out(
+    out: Path,
+    about: dict[str, Any],
+    tasks: Sequence[Any],
+    one: Callable[[Any], Result],
+    end: float,
+    *,
+    jobs: int = 1,
+    resume: bool = False,
+    grows: Sequence[str] = (),
+    dry: bool = False,
+) -> None:
+    """What the command of a study of many runs does: say the plan, and make what is missing, or as much as fits."""
+    study = Study(out, about, resume, grows)
+    missing = study.missing(tasks)
+    print(f"{len(tasks)} runs, {len(tasks) - len(missing)} of them there", flush=True)
+    if not dry:
+        study.make(tasks, one, end, jobs=jobs)
+        return
+    for task in tasks:
+        print(f"  {_named(task)}{'' if task in missing else ', there'}")
+
+
 def attempt(one: Callable[[Any], Result], task: Any) -> Result:
     """A run, or why there is none: the others go on."""
     try:
@@ -213,17 +226,16 @@ def _identity(about: dict[str, Any]) -> dict[str, Any]:
     return about["training"] | {"device": about["environment"]["device"], "text": text}
 
 
+def _named(task: Any) -> str:
+    fields = asdict(task).items()
+    shown = [(name, value) for name, value in fields if isinstance(value, str | float | int)]
+    return ", ".join(value if isinstance(value, str) else f"{name} {value:g}" for name, value in shown)
+
+
 def _said(result: Result) -> str:
     if result.get("unstable"):
         return str(result["unstable"])
-    shown = [
-        f"{name} {value:.4f}" if value is not None else "diverged"
-        for name, key in (
-            ("validation", "validation_loss"),
-            ("training", "training_loss"),
-            ("accuracy", "accuracy"),
-        )
-        if (value := result.get(key)) is not None or (key == "validation_loss" and key in result)
-    ]
-    shown += [f"{result['step_ms']:.1f} ms a step"] if "step_ms" in result else []
-    return ", ".join([*shown, f"{result['seconds']:.1f} s"])
+    if result.get("validation_loss", 0.0) is None:
+        return f"diverged, {result['seconds']:.1f} s"
+    keys = {"validation_loss": ".4f", "training_loss": ".4f", "accuracy": ".4f", "step_ms": ".1f", "seconds": ".1f"}
+    return ", ".join(f"{key} {result[key]:{form}}" for key, form in keys.items() if result.get(key) is not None)

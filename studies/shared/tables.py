@@ -1,13 +1,16 @@
-"""A table said by its rows and columns, and the runs, differences and numbers that cells are made of.
+"""A table as its rows and columns, and the runs, differences and numbers that cells are made of.
 
 A column is its heading, what it shows of a row (a path such as `bytes.total`, or a function), and how (a format
 such as `.2f`, or a function). What is None leaves the cell empty:
 
     table(results["recipes"], ("recipe", "name"), ("loss", "validation_loss", ".4f"), ("lost", lost, percent))
+
+`per` repeats columns for each of some keys, and `said` fills the sentence below a table that says what was run.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -25,14 +28,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1)
 
 
 def table(rows: Iterable[Any], *columns: Column, words: int = 1, last: Sequence[str] | None = None) -> str:
-    """A table of rows.
-
-    Args:
-        rows: a line each, of any kind that the columns take.
-        columns: see the module.
-        words: how many columns are set to the left.
-        last: the cells of a line below the rows.
-    """
+    """A table of rows: `words` columns are set to the left, `last` are the cells of a line below the rows."""
     lines = [[_cell(row, *column[1:]) for column in columns] for row in rows]
     return markdown([column[0] for column in columns], [*lines, *([] if last is None else [last])], words)
 
@@ -42,6 +38,19 @@ def _cell(row: Any, what: str | Callable[[Any], Any], how: str | Callable[[Any],
     if value is None:
         return ""
     return how(value) if callable(how) else format(value, how)
+
+
+def per(keys: Iterable[Any], head: str | Callable[[Any], str], *columns: Any) -> list[Any]:
+    """Columns for each of some keys, shown by functions of the key and the row.
+
+    The first column of a key has the key before its heading: `head` makes it, a format or a function.
+    """
+    shown = head if callable(head) else head.format
+    return [
+        (title if place else f"{shown(key)}{title}", functools.partial(show, key), *how)
+        for key in keys
+        for place, (title, show, *how) in enumerate(columns)
+    ]
 
 
 def at(row: Any, path: str) -> Any:
@@ -122,14 +131,26 @@ def left_out(results: Results, who: Callable[[Results], str] | None = None) -> s
     return " ".join([*notes, *(f"{who(run)} failed: {run['failed']}." for run in failed)])
 
 
+def said(results: Results, sentence: str, **more: Any) -> str:
+    """A sentence with figures of the results in braces, `{training[lr]:g}`; `machine` and `tokens` are known."""
+    known: Results = {"machine": machine(results)}
+    if {"batch", "sequence"} <= results.get("training", {}).keys():
+        known["tokens"] = results["training"]["batch"] * results["training"]["sequence"]
+    return sentence.format_map(results | known | more) + "\n"
+
+
+def sizes(results: Results) -> str:
+    """`gpt2 of 124,439,808 parameters`, of each model."""
+    return ", ".join(f"{name} of {count:,} parameters" for name, count in results["parameters"].items())
+
+
 def origin(results: Results) -> str:
     """What `shared/gather.py` trained, on what."""
-    training, loss = results["training"], results["loss"]
-    return (
-        f"`{results['command']}`: {training['model']} model of {results['parameters']:,} parameters, "
-        f"{training['steps']} steps of {training['batch'] * training['sequence']:,} tokens in fp32 on "
-        f"{results['data']['source']}, loss {loss['first']:.2f} to {loss['last']:.2f}, learning rate "
-        f"{training['lr']:g}, β2 {training['beta2']:g}, seed {training['seed']}; {machine(results)}.\n"
+    return said(
+        results,
+        "`{command}`: {training[model]} model of {parameters:,} parameters, {training[steps]} steps of {tokens:,} "
+        "tokens in fp32 on {data[source]}, loss {loss[first]:.2f} to {loss[last]:.2f}, learning rate "
+        "{training[lr]:g}, β2 {training[beta2]:g}, seed {training[seed]}; {machine}.",
     )
 
 

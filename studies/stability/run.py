@@ -31,15 +31,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from narrowgauge.trainers import parameter_count
 from studies.clip_precision import pairs as clip_pairs
 from studies.clip_precision import training as clip_run
 from studies.shared import options
-from studies.shared.resumable import Study
+from studies.shared.resumable import carry_out
 from studies.stability.training import CLIPPED, PLAIN, SCHEDULED, STABLE, WAYS, Plan, Task, run
 
 LONG, SHORT = 0.999, 0.95
@@ -98,42 +97,6 @@ def plan_of(kinds: Sequence[str], plan: Plan, seeds: int) -> list[Task]:
     return list(dict.fromkeys(tasks))
 
 
-def about(plan: Plan, seeds: int) -> dict[str, Any]:
-    """What a results file says of the study before anything has run."""
-    pairs = clip_pairs.pairs_of(plan.settings)
-    clip_run.drawing(plan.settings, pairs)  # before the first run: whether there are enough of them
-    models = dict.fromkeys((plan.settings.model, *plan.sizes))
-    sizes = {
-        model: parameter_count(clip_run.start(replace(plan.settings, model=model), pairs).model) for model in models
-    }
-    return {
-        **options.origin(plan.settings.device),
-        "training": plan.plain() | {"seed": 0, "seeds": seeds, "pairs": pairs.about["fingerprint"]},
-        "data": pairs.about,
-        "parameters": sizes,
-        "rows": [{"name": way.name} for way in WAYS],
-    }
-
-
-def study(
-    out: Path,
-    plan: Plan,
-    *,
-    kinds: Sequence[str] = KINDS,
-    seeds: int = 2,
-    seconds: float = math.inf,
-    jobs: int = 1,
-    resume: bool = False,
-) -> None:
-    """Run it all, or as much as fits."""
-    end = time.monotonic() + seconds
-    results = Study(out, about(plan, seeds), resume, grows=("seeds",))
-    tasks = plan_of(kinds, plan, seeds)
-    there = len(tasks) - len(results.missing(tasks))
-    print(f"{len(tasks)} runs of {plan.settings.steps} steps, {there} of them there", flush=True)
-    results.make(tasks, functools.partial(run, plan=plan), end, jobs=jobs)
-
-
 def main(
     out: options.Out,
     data: Annotated[Path | None, typer.Option(help="Pairs: a folder with train.csv.", show_default="emoji")] = None,
@@ -157,14 +120,23 @@ def main(
         data=data, model=model, steps=steps, warmup=warmup, batch=batch, lr=lr, patch_dropout=patch_dropout,
         device=device,
     )  # fmt: skip
+    end = time.monotonic() + seconds
     options.one_thread(check)
     plan = CHECK if check else SMALL if small else Plan()
-    settings = replace(plan.settings, **given)
-    study(
-        out, replace(plan, settings=settings),
-        kinds=options.matching("--only", only, KINDS), seeds=1 if check else seeds,
-        seconds=seconds, jobs=jobs, resume=resume,
-    )  # fmt: skip
+    plan = replace(plan, settings=replace(plan.settings, **given))
+    seeds = 1 if check else seeds
+    pairs = clip_pairs.pairs_of(plan.settings)
+    clip_run.drawing(plan.settings, pairs)  # before the first run: whether there are enough of them
+    about = {
+        **options.origin(plan.settings.device),
+        "training": plan.plain() | {"seed": 0, "seeds": seeds, "pairs": pairs.about["fingerprint"]},
+        "data": pairs.about,
+        "parameters": clip_run.sizes(plan.settings, dict.fromkeys((plan.settings.model, *plan.sizes))),
+        "rows": [{"name": way.name} for way in WAYS],
+    }
+    tasks = plan_of(options.matching("--only", only, KINDS), plan, seeds)
+    make = functools.partial(run, plan=plan)
+    carry_out(out, about, tasks, make, end, jobs=jobs, resume=resume, grows=("seeds",))
 
 
 if __name__ == "__main__":

@@ -39,19 +39,12 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Way:
-    """How spikes are met.
+    """How spikes are met."""
 
-    Attributes:
-        name: in results, tables and pictures.
-        clip: norm of all gradients together at most; 0 for no clipping.
-        stable: whether updates are clipped.
-        schedule: lambda of beta2 = 1 - t^-lambda; None for a fixed one.
-    """
-
-    name: str
-    clip: float = 0.0
-    stable: bool = False
-    schedule: float | None = None
+    name: str  # in results, tables and pictures
+    clip: float = 0.0  # norm of all gradients together at most; 0 for no clipping
+    stable: bool = False  # whether updates are clipped
+    schedule: float | None = None  # lambda of beta2 = 1 - t^-lambda; None for a fixed one
 
 
 PLAIN, STABLE, CLIPPED = Way("AdamW"), Way("StableAdamW", stable=True), Way("AdamW, clipped to 1", clip=1.0)
@@ -62,35 +55,23 @@ WAYS = (PLAIN, STABLE, CLIPPED, *SCHEDULED)
 
 @dataclass(frozen=True)
 class Task:
-    """A run.
+    """A run."""
 
-    Attributes:
-        row: a way, by its name.
-        model, lr, batch, beta2: of this run; under a schedule `beta2` is that of the last step.
-        signal: share of the patch embedding's gradient before the switch; 1 for no switch.
-        seed: of weights, pictures and dropped patches.
-    """
-
-    row: str
+    row: str  # a way, by its name
+    # model, lr, batch, beta2: of this run; under a schedule `beta2` is that of the last step
     model: str
     lr: float
     batch: int
     beta2: float
-    signal: float
-    seed: int
+    signal: float  # share of the patch embedding's gradient before the switch; 1 for no switch
+    seed: int  # of weights, pictures and dropped patches
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What all runs share.
+    """What all runs share."""
 
-    Attributes:
-        settings: of a training; model, learning rate and batch are those that are not varied.
-        sizes: models beside that of the settings.
-        judged_from: the first step at which a spike could be found: the heuristics leave out a warm-up.
-        switch: share of the steps after which the patch embedding gets its whole gradient.
-    """
-
+    # of a training; model, learning rate and batch are those that are not varied
     settings: TrainSettings = field(
         default_factory=lambda: TrainSettings(
             model="clip-small", recipe="fp32", batch=512, steps=600, warmup=150, lr=2e-3, beta1=0.9, eps=EPS,
@@ -98,9 +79,9 @@ class Plan:
             validation_windows=1024, sequence=16, device="cpu",
         )
     )  # fmt: skip
-    sizes: tuple[str, ...] = ("clip-deep", "clip-mini")
-    judged_from: int = 101
-    switch: float = 0.5
+    sizes: tuple[str, ...] = ("clip-deep", "clip-mini")  # models beside that of the settings
+    judged_from: int = 101  # the first step at which a spike could be found: the heuristics leave out a warm-up
+    switch: float = 0.5  # share of the steps after which the patch embedding gets its whole gradient
 
     @property
     def switched(self) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,23 +39,6 @@ _OPTIMIZERS = {
     "adagrad": ng.optim.Adagrad,
     "lion": ng.optim.Lion,
 }
-
-
-class Candidate(Protocol):
-    """What can be run."""
-
-    def start(self, rule: str, p0: Tensor, segments: Mapping[str, slice], block_size: int) -> Run:
-        """A run of it from some weights, for a rule of `SETTINGS`."""
-
-
-class Run(Protocol):
-    """A candidate, or the reference, under way."""
-
-    def step(self, g: Tensor, t: int, noise: Tensor) -> None:
-        """Take step t; `noise` is uniform, two rows of the gradient's size."""
-
-    def weights(self) -> Tensor:
-        """The weights, flat, in float64."""
 
 
 class Reference:
@@ -100,23 +83,13 @@ class Reference:
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """AdamW, or AdaGrad, with a codec for each moment.
-
-    Attributes:
-        m, v: codecs; AdaGrad has a v only.
-        hand_over: m's rounding error is added to the step, times what it would have moved the weight by later.
-        unit: m's codec sees m over this of the v that is kept: its "root", the root rounded down to a power of two,
-            "shift", or nothing.
-        block_size: of its own, instead of the run's.
-        corrected: hand over with the bias correction of m: what not to do.
-    """
+    """AdamW, or AdaGrad, with a codec for each moment."""
 
     m: Codec
     v: Codec
-    hand_over: bool = False
-    unit: str = ""
-    block_size: int | None = None
-    corrected: bool = False
+    hand_over: bool = False  # m's error is added to the step, times what it would have moved the weight by later
+    unit: bool = False  # m's codec sees m over the root of the v that is kept, rounded down to a power of two
+    block_size: int | None = None  # of its own, instead of the run's
 
     def start(self, rule: str, p0: Tensor, segments: Mapping[str, slice], block_size: int) -> SimulatedRun:
         return SimulatedRun(self, rule, p0, self.block_size or block_size)
@@ -142,7 +115,7 @@ class SimulatedRun:
         """A first moment as it is read back, beside a second that has been."""
         if not self.how.unit:
             return self._kept(self.how.m, m, noise)
-        unit = unit_of(self.v) if self.how.unit == "shift" else self.v.sqrt()
+        unit = unit_of(self.v)
         # Beside a root that was rounded to zero nothing is kept, and nothing else loses precision by it.
         return self._kept(self.how.m, torch.where(unit > 0, m / unit, 0.0), noise) * unit
 
@@ -159,17 +132,15 @@ class SimulatedRun:
         root = (v / (1 - beta2**t)).sqrt_().add_(s["eps"])
         self.v = self._kept(self.how.v, v, noise[1])
         self.m = self._first(m, noise[0])
-        correction = 1 - beta1**t
-        u = m / correction
+        u = m / (1 - beta1**t)
         if self.how.hand_over:
-            later = beta1 / (1 - beta1) / (correction if self.how.corrected else 1.0)
-            u.add_(m - self.m, alpha=later)
+            u.add_(m - self.m, alpha=beta1 / (1 - beta1))
         self.p.mul_(1 - s["lr"] * s["weight_decay"]).sub_(u.div_(root), alpha=s["lr"])
 
 
 @dataclass(frozen=True)
 class Library:
-    """The library's optimizer with these states, on fp32 weights."""
+    """The library's optimizer with these states, by slot where they differ, on fp32 weights."""
 
     states: str | tuple[tuple[str, str], ...]
 
@@ -198,6 +169,9 @@ class LibraryRun:
         self.optimizer.step()
 
 
+Candidate = Simulation | Library
+
+
 @torch.no_grad()
 def run(
     candidates: Mapping[str, Candidate],
@@ -207,18 +181,10 @@ def run(
     block_size: int = 256,
     seed: int = 1,
 ) -> dict[str, dict[str, dict[int, list[float]]]]:
-    """Run all candidates beside the reference.
+    """Run all candidates beside the reference: by candidate, segment and mark, [error, worst element].
 
-    Args:
-        candidates: by name.
-        gradients: what all of them see.
-        marks: the steps after which errors are taken, ascending; the last is the end.
-        rule: one of `SETTINGS`.
-        block_size: of states, for candidates without their own.
-        seed: of the noise of stochastic codecs.
-
-    Returns:
-        By candidate, segment and mark: [error, worst element].
+    The marks are the steps after which errors are taken, ascending; the last is the end. The seed is of the noise
+    of stochastic codecs.
     """
     device = gradients.device
     generator = torch.Generator(device).manual_seed(seed)

@@ -11,8 +11,8 @@ from matplotlib.ticker import LogLocator
 
 from studies.shared import pictures, tables
 from studies.shared.pictures import INK, Line
-from studies.shared.tables import Results, machine, significant, table
-from studies.training_magnitudes.training import MODELS
+from studies.shared.tables import Results, per, said, significant, table
+from studies.training_magnitudes.run import MODELS
 
 DECAY = 0.9  # of the moving average, as `LinearPlan.with_moving_average` has it
 GRADIENT, FEATURES = "feed-forward gradient", ("first block", "last block")
@@ -109,22 +109,17 @@ def norms(results: Results) -> str:
 
 def gradients(results: Results) -> str:
     """Embeddings beside other matrices (8-bit optimizers, Appendix C)."""
-    median = statistics.median
+    titles = {"median": "over the median matrix: ", "largest": "over the largest other matrix: "}
 
-    def middle(kind: str) -> list[float]:
-        return gradient_ratios(results, kind, "median")
-
-    def largest(kind: str) -> list[float]:
-        return gradient_ratios(results, kind, "largest")
+    def shown(show: Callable[[list[float]], float]) -> Callable[[str, Results], float]:
+        return lambda of, row: show(gradient_ratios(results, row["name"], of))
 
     return table(
         rows_of(results),
-        ("", "title"), ("over the median matrix: median step", of(median, middle), ".1f"),
-        ("largest", of(max, middle), ".1f"),
-        ("over the largest other matrix: median step", of(median, largest), ".1f"),
-        ("largest", of(max, largest), ".1f"),
-        ("steps in which it is the largest", of(beyond(1), largest), ".0%"),
-    )  # fmt: skip
+        ("", "title"),
+        *per(titles, titles.get, ("median step", shown(statistics.median), ".1f"), ("largest", shown(max), ".1f")),
+        ("steps in which it is the largest", lambda row: shown(beyond(1))("largest", row), ".0%"),
+    )
 
 
 def averages(results: Results) -> str:
@@ -167,15 +162,19 @@ def origin(results: Results) -> str:
     """What was run, on what."""
     told = []
     for row in rows_of(results):
-        t, runs = results["training"][row["name"]], runs_of(results, row["name"])
-        seeds = "1 seed" if len(runs) == 1 else f"{len(runs)} seeds"
+        training, seeds = results["training"][row["name"]], len(runs_of(results, row["name"]))
         told.append(
-            f"{row['model']} of {row['parameters']:,} parameters, {seeds}, {t['steps']} steps of {t['batch']} × "
-            f"{t['sequence']:,} tokens, learning rate {t['lr']:g} after {t['warmup']} steps"
+            "{row[model]} of {row[parameters]:,} parameters, {seeds}, {training[steps]} steps of "
+            "{training[batch]} × "
+            "{training[sequence]:,} tokens, learning rate {training[lr]:g} after {training[warmup]} steps".format(
+                row=row, training=training, seeds="1 seed" if seeds == 1 else f"{seeds} seeds"
+            )
         )
-    return (
-        f"`{results['command']}`: {'; '.join(told)}; {results['data']['source']}; AdamW in fp32, β2 0.999, norm of "
-        f"gradients at most {results['training']['causal']['clip']:g}; {machine(results)}.\n"
+    return said(
+        results,
+        "`{command}`: {told}; {data[source]}; AdamW in fp32, β2 0.999, norm of gradients at most "
+        "{training[causal][clip]:g}; {machine}.",
+        told="; ".join(told),
     )
 
 

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import matplotlib
 import pytest
+import typer
+from click.testing import Result
 from PIL import Image
 from typer.testing import CliRunner
 
+from narrowgauge.trainers._images import open_images
 from studies.shared import emoji
 from studies.shared.emoji import Drawer, Emoji, held_out, picture, read_names, write_pairs
 
@@ -101,6 +104,12 @@ def test_what_the_font_has_not_is_left_out_and_counted(names: Path, tmp_path: Pa
     drawer = Drawer(FONT, size=64)
     more = [Emoji("\u263a", "person smiling"), Emoji("\u2639", "man smiling"), Emoji("\u263b", "woman smiling")]
     told = write_pairs([*read_names(names), *more], drawer, tmp_path / "out", size=24, renders=2, seed=0)
+    drawn = []
+    for name, seed in (("out", 0), ("again", 0), ("other", 1)):
+        write_pairs([*read_names(names), *more], drawer, tmp_path / name, size=24, renders=2, seed=seed)
+        drawn.append({file.name: file.read_bytes() for file in (tmp_path / name / "images").iterdir()})
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert drawn[0].keys() == drawn[2].keys()
     left_out = sum(told["left_out"].values())
     assert "not in the font" in told["left_out"]
     assert left_out >= 2  # the amulet, the thumb and its tone
@@ -119,17 +128,6 @@ def test_what_the_font_has_not_is_left_out_and_counted(names: Path, tmp_path: Pa
     assert "nazar amulet" not in captions
 
 
-def test_pictures_are_the_seeds(names: Path, tmp_path: Path) -> None:
-    found = []
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        write_pairs(read_names(names), Drawer(FONT, size=64), tmp_path / name, size=24, renders=2, seed=seed)
-        files = sorted((tmp_path / name / "images").iterdir())
-        found.append({file.name: file.read_bytes() for file in files})
-    assert found[0] == found[1]
-    assert found[0].keys() == found[2].keys()
-    assert found[0] != found[2]
-
-
 def test_a_picture_keeps_its_shape_and_stays_inside() -> None:
     red = Image.new("RGBA", (60, 30), (255, 0, 0, 255))
     for seed in range(40):
@@ -142,21 +140,19 @@ def test_a_picture_keeps_its_shape_and_stays_inside() -> None:
         assert 0.5 * 48 <= width <= 48
 
 
+def command(*words: str) -> Result:
+    app = typer.Typer()
+    app.command()(emoji.main)
+    return CliRunner().invoke(app, list(words))
+
+
 def test_the_command_makes_what_the_trainer_reads(
     names: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import typer
-
-    from narrowgauge.trainers._images import open_images
-
     monkeypatch.setattr(emoji, "STRIKE", 64)
-    app = typer.Typer()
-    app.command()(emoji.main)
     more = LIST + "2639 ; fully-qualified # ☹ E1.0 man smiling\n263B ; fully-qualified # ☻ E1.0 person smiling\n"
-    more += "2600 ; fully-qualified # ☀ E1.0 woman smiling\n"
-    names.write_text(more, encoding="utf-8")
-    asked = ["--out", str(tmp_path / "out"), "--font", str(FONT), "--names", str(names), "--size", "24"]
-    done = CliRunner().invoke(app, asked)
+    names.write_text(more + "2600 ; fully-qualified # ☀ E1.0 woman smiling\n", encoding="utf-8")
+    done = command("--out", str(tmp_path / "out"), "--font", str(FONT), "--names", str(names), "--size", "24")
     assert done.exit_code == 0, done.output
     assert "validation: 1 pictures of 1 emoji" in done.output
     data = open_images(tmp_path / "out")
@@ -166,25 +162,14 @@ def test_the_command_makes_what_the_trainer_reads(
 
 
 @pytest.mark.parametrize(
-    ("flag", "says"),
-    [
-        (
-            "--font",
-            "--font: got nowhere, where nothing is; Debian has NotoColorEmoji.ttf in fonts-noto-color-emoji",
-        ),
-        ("--names", "--names: got nowhere, where nothing is; Debian has it in the package unicode-data"),
-    ],
+    ("flag", "package"), [("--font", "fonts-noto-color-emoji"), ("--names", "package unicode-data")]
 )
 def test_what_is_missing_is_named_with_the_package_that_has_it(
-    flag: str, says: str, names: Path, tmp_path: Path
+    flag: str, package: str, names: Path, tmp_path: Path
 ) -> None:
-    import typer
-
-    app = typer.Typer()
-    app.command()(emoji.main)
     given = {"--font": str(FONT), "--names": str(names)} | {flag: "nowhere"}
-    asked = ["--out", str(tmp_path / "out"), *(word for pair in given.items() for word in pair)]
-    done = CliRunner().invoke(app, asked)
+    done = command("--out", str(tmp_path / "out"), *(word for pair in given.items() for word in pair))
     assert done.exit_code == 2
-    assert says in done.output
+    assert f"{flag}: got nowhere" in done.output
+    assert package in done.output
     assert not (tmp_path / "out").exists()

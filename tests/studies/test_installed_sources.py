@@ -39,17 +39,14 @@ def test_no_package_is_on_both_sides(root: Root) -> None:
     assert 0.05 <= held / corpus.total_bytes < 0.1
 
 
-def test_copies_are_left_out_even_with_other_comments_and_blanks(root: Root) -> None:
-    files = many(4) | {"package0/vendored.py": "# a copy\n\n" + "  one_1 = 1\n" * 20}
+def test_copies_and_what_is_no_package_are_left_out(root: Root) -> None:
+    """Copies are known in spite of other comments and blanks."""
+    files = many(4) | {"package0/vendored.py": "# a copy\n\n" + "  one_1 = 1\n" * 20, "module.py": "m = 1"}
+    files |= {"a.dist-info/x.py": "x = 1", ".hidden/x.py": "x = 2", "site-packages/y.py": "y = 3", "pkg/t.txt": "z"}
     corpus = installed.installed_sources(1 << 20, roots=[root(files)])
+    assert packages(corpus.documents) == {f"package{i}" for i in range(4)} | {"module"}
     assert corpus.skipped == {"duplicate": 1}
     assert sum("one_1 = 1" in document.text for document in corpus.documents) == 1
-
-
-def test_what_is_no_package_is_not_read(root: Root) -> None:
-    others = {"a.dist-info/x.py": "x = 1", ".hidden/x.py": "x = 2", "site-packages/y.py": "y = 3", "pkg/t.txt": "z"}
-    corpus = installed.installed_sources(1 << 20, roots=[root(many(3) | others | {"module.py": "m = 1"})])
-    assert packages(corpus.documents) == {"package0", "package1", "package2", "module"}
 
 
 def test_there_is_an_end_and_no_package_takes_it_all(root: Root) -> None:
@@ -75,8 +72,7 @@ def test_one_package_is_not_enough(root: Root) -> None:
 
 def test_shared_lines_are_those_of_both_sides(root: Root) -> None:
     long = "a_line_that_is_long_enough_to_be_alike = 'not by chance'\n"
-    files = {
-        f"package{i}/one.py": long + f"another_long_line_that_is_nobody_elses_at_all_{i} = 1\n" for i in range(9)
-    }
+    own = "another_long_line_that_is_nobody_elses_at_all_{} = 1\n"
+    files = {f"package{i}/one.py": long + own.format(i) for i in range(9)}
     corpus = installed.installed_sources(1 << 20, roots=[root(files)])
     assert installed.shared_lines(corpus) == 0.5

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
-import shlex
 from pathlib import Path
 
 import pytest
-import typer
 
 from studies import render
-from studies.shared import unmeasured
 
 PAGES = {page.stem: page for page in sorted(render.PAGES.glob("*.md"))}
 RESULTS = sorted(render.STUDIES.glob("*/results/*.json"))
@@ -25,8 +21,7 @@ def test_there_is_a_page_and_a_command_for_each_study() -> None:
     for name in render.NAMES:
         assert (render.STUDIES / name / "run.py").is_file()
         assert f"[docs/studies/{name}.md]" in listed
-    assert {render.study_of(path.name) for path in RESULTS} <= PAGES.keys()
-    assert all(path.parents[1].name == render.study_of(path.name) for path in RESULTS)
+    assert all(render.page_of(path.name).__name__ == f"studies.{path.parents[1].name}.page" for path in RESULTS)
 
 
 @pytest.mark.parametrize("page", [*PAGES.values(), render.ROOT / "README.md"], ids=lambda page: page.stem)
@@ -48,7 +43,7 @@ def test_drawing_corrects_a_number() -> None:
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_results_say_where_they_come_from(path: Path) -> None:
     results = json.loads(path.read_text())
-    assert render.results(path.name)["command"].startswith(f"python -m studies.{render.study_of(path.name)}.run")
+    assert render.results(path.name)["command"].startswith(f"python -m studies.{path.parents[1].name}.run")
     assert {"device", "torch"} <= results["environment"].keys()
     if path.stem != "memory_plans":  # where nothing is trained
         assert {"seed", "steps", "model"} <= results["training"].keys()
@@ -61,29 +56,6 @@ def test_a_picture_is_drawn(name: str, tmp_path: Path) -> None:
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_is_not_measured_yet_is_said_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(unmeasured.OPTIONS, "stability_x.json", "--device cuda --jobs 8")
-    command = (
-        "python -m studies.stability.run --device cuda --jobs 8 --out studies/stability/results/stability_x.json"
-    )
-    for mark in ("table: stability_x.json ways", "picture: stability_x.png words"):
-        drawn = render.rendered(f"<!-- {mark} -->\n<!-- end -->")
-        assert drawn == f"<!-- {mark} -->\nNot measured yet.\n\n`{command}`\n<!-- end -->"
-
-
-@pytest.mark.parametrize("name", sorted(unmeasured.OPTIONS))
-def test_a_command_is_one_that_its_study_takes(name: str) -> None:
-    study = render.study_of(name)
-    words = shlex.split(unmeasured.command(study, name))
-    assert words[:3] == ["python", "-m", f"studies.{study}.run"]
-    app = typer.Typer()
-    app.command()(importlib.import_module(words[2]).main)
-    with typer.main.get_command(app).make_context(study, words[3:]) as context:
-        assert context.params["out"] == Path(f"studies/{study}/results/{name}")
-        assert context.params["device"] == "cuda"
-
-
-@pytest.mark.parametrize("mark", ["table: stability_x.json ways", "picture: stability_x.png words"])
-def test_a_file_that_a_page_names_by_mistake(mark: str) -> None:
-    with pytest.raises(FileNotFoundError, match=r"stability_x\.json .* stability_h200"):
-        render.rendered(f"<!-- {mark} -->\n<!-- end -->")
+def test_a_file_that_a_page_names_by_mistake() -> None:
+    with pytest.raises(FileNotFoundError, match=r"there is no stability_x\.json"):
+        render.rendered("<!-- table: stability_x.json ways -->\n<!-- end -->")

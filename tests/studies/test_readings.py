@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from studies.shared import readings
-from studies.shared.readings import Reading
+from studies.shared.readings import Beside, Reading
 
 
 @pytest.mark.parametrize(
@@ -81,3 +81,14 @@ def test_chance_is_the_scatter_of_seeds_about_their_own_means() -> None:
     assert readings.margin(0.2, 4) == pytest.approx(readings.CERTAIN * 0.1)
     assert readings.margin(None, 4) is None
     assert readings.margin(0.2, 0) is None
+
+
+def test_runs_beside_a_reference_are_those_of_a_seed() -> None:
+    def run(row: str, seed: int, loss: float | None) -> dict[str, object]:
+        return {"row": row, "seed": seed, "beta2": 0.9, "validation_loss": loss, "diverged": loss is None}
+
+    runs = [run("D", 0, 1.0), run("D", 1, 2.0), run("A", 0, 1.5), run("A", 1, None), run("A", 2, 3.0)]
+    found = Beside({"runs": runs, "rows": [{"name": "D"}, {"name": "A"}]}, "D", beta2=0.9)
+    assert found.apart("A") == [0.5]
+    assert found.lost("A") == 1
+    assert found.margin(1) is None  # too few seeds

@@ -50,12 +50,8 @@ def test_every_run_is_made_once(jobs: int, tmp_path: Path) -> None:
     assert study.make(TASKS[:2], squared, NEVER) == []
     assert study.make(TASKS, squared, NEVER, jobs=jobs) == []
     found = json.loads(out.read_text())
-    assert sorted((run["seed"], run["validation_loss"]) for run in found["runs"]) == [
-        (0, 0),
-        (1, 1),
-        (2, 4),
-        (3, 9),
-    ]
+    assert {run["seed"]: run["validation_loss"] for run in found["runs"]} == {0: 0, 1: 1, 2: 4, 3: 9}
+    assert len(found["runs"]) == 4
     assert found["unfinished"] == []
 
 
@@ -102,14 +98,8 @@ def test_what_may_grow_grows(tmp_path: Path) -> None:
     assert [row["name"] for row in study.about["rows"]] == ["a", "b"]
     with pytest.raises(typer.BadParameter, match=r"--resume: got lr 0.01, takes 0.001"):
         Study(out, about(lr=1e-2, seeds=3), resume=True)
-
-
-def test_another_device_is_another_study(tmp_path: Path) -> None:
-    out = tmp_path / "x.json"
-    Study(out, about(), resume=False).make(TASKS[:1], squared, NEVER)
-    other = about() | {"environment": {"device": "NVIDIA H200"}}
     with pytest.raises(typer.BadParameter, match="--resume: got device 'NVIDIA H200', takes 'cpu'"):
-        Study(out, other, resume=True)
+        Study(out, about(seeds=3) | {"environment": {"device": "NVIDIA H200"}}, resume=True)
 
 
 def test_no_run_is_begun_that_would_end_too_late(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ WORDS = {
     "other_codes": ["--data", "TEXT", "--lr", "0.01", "--seeds", "1"],
     "quantization_error": ["--data", "TEXT"],
     "stability": ["--data", "PAIRS", "--only", "shift"],
-    "state_codecs": ["--data", "TEXT", "--part", "reference", "--part", "sgd", "--jobs", "1"],
+    "state_codecs": ["--data", "TEXT", "--part", "blocks", "--part", "adagrad", "--jobs", "1"],
     "training_magnitudes": ["--data", "TEXT"],
 }
 # Tables that need more than a check makes: several seeds or devices, every part, every row.

@@ -35,14 +35,22 @@ def test_a_table_is_its_rows_and_columns(cells: Callable[[str], list[list[str]]]
     assert cells(drawn) == [["a", "7.12", "", "14.25"], ["b", "16.00", "+1.2", "32"], ["*sum*", "", "", "1"]]
 
 
-def test_a_column_of_what_there_is_not_is_a_mistake() -> None:
-    with pytest.raises(KeyError, match="perplexity"):
-        table(ROWS, ("perplexity", "perplexity"))
+def test_columns_of_several_keys(cells: Callable[[str], list[list[str]]]) -> None:
+    columns = tables.per("xy", "{}: ", ("key", lambda key, row: key), ("loss", lambda key, row: row["loss"], ".1f"))
+    drawn = table(ROWS, ("name", "name"), *columns)
+    assert drawn.splitlines()[0] == "| name | x: key | loss | y: key | loss |"
+    assert cells(drawn) == [["a", "x", "", "y", ""], ["b", "x", "1.2", "y", "1.2"]]
 
 
-def test_a_path_goes_through_keys_and_attributes() -> None:
-    assert tables.at({"a": {"b": 3}}, "a.b") == 3
-    assert tables.at({"line": pictures.Line("x", "ink")}, "line.label") == "x"
+def test_a_sentence_has_the_figures_of_the_results() -> None:
+    results = {
+        "environment": {"device": "H200", "torch": "2.11.0+cu130"},
+        "training": {"batch": 2, "sequence": 1024},
+    }
+    assert (
+        tables.said(results, "{tokens:,} tokens, {who}; {machine}.", who="us")
+        == "2,048 tokens, us; H200, torch 2.11.0.\n"
+    )
 
 
 def test_runs_are_compared_seed_by_seed() -> None:
@@ -54,15 +62,9 @@ def test_runs_are_compared_seed_by_seed() -> None:
     assert tables.apart(wide, narrow) == [-0.5]
 
 
-@pytest.mark.parametrize(
-    ("values", "shown"),
-    [([], ""), ([0.5], "+0.5000"), ([0.5, -0.25], "+0.1250 (-0.2500 … +0.5000)")],
-)
-def test_a_mean_has_its_ends(values: list[float], shown: str) -> None:
-    assert tables.several(values) == shown
-
-
-def test_ends_that_look_alike_are_one() -> None:
+def test_means_and_their_ends() -> None:
+    assert [tables.several(x) for x in ([], [0.5])] == ["", "+0.5000"]
+    assert tables.several([0.5, -0.25]) == "+0.1250 (-0.2500 … +0.5000)"
     assert [tables.span(x) for x in ([], [3], [3, 3], [7, 3])] == ["", "3", "3", "3 to 7"]
     assert tables.span([1.01, 1.04], ".1f") == "1.0"
     assert tables.mean_of([None, 1.0, 2.0], ".1f") == "1.5"
@@ -94,15 +96,6 @@ def test_what_was_left_out_is_told() -> None:
     assert told == "1 runs were left out for want of time. A failed: no memory."
     machine = {"environment": {"device": "H200", "torch": "2.11.0+cu130"}}
     assert tables.machine(machine) == "H200, torch 2.11.0"
-
-
-def test_a_line_has_its_style() -> None:
-    line = pictures.Line("D", "series-1", (6, 2), 1.8, "o")
-    assert line.style(label="x") == {
-        "color": pictures.COLORS["series-1"], "linewidth": 1.8, "linestyle": (0, (6, 2)), "marker": "o",
-        "label": "x",
-    }  # fmt: skip
-    assert pictures.Line("D", "ink", (), None).style() == {"color": pictures.INK, "linestyle": "-"}
 
 
 def test_ticks_and_legend_of_a_figure() -> None:
