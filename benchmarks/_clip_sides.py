@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from _clip_model import encoders
 from torch import nn
 
-from narrowgauge.cli._bench._layers import Layer
+from narrowgauge.cli._bench._linear import Layer
 from narrowgauge.linear import SwapReport, swap_linears
 
 

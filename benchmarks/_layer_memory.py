@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.cli._bench._layers import BASELINE, Layer
+from narrowgauge.cli._bench._linear import BASELINE, Layer
 from narrowgauge.cli._bench._timing import why
 
 # Layers that are held at once, in units of dim: what each group of layers reads, and the widths of what they give.

@@ -35,10 +35,11 @@ from _resume import resumed
 from torch import nn
 
 from narrowgauge import optim
-from narrowgauge.cli._bench._layers import Layer, baseline, peer_versions, peers, plan_layer
-from narrowgauge.cli._bench._shared import parts, write_json
+from narrowgauge.cli._bench._linear import Layer, baseline, peer_versions, peers, plan_layer
+from narrowgauge.cli._bench._shared import write_json
 from narrowgauge.cli._bench._timing import timed
 from narrowgauge.cli._environment import describe_environment, find_device
+from narrowgauge.cli._options import parts
 from narrowgauge.linear import SwapReport
 
 PEER = "torchao"

@@ -29,10 +29,12 @@ from _layer_noise import INPUTS, noise
 from _layer_operations import mlp, time_operations
 from _resume import resumed
 
-from narrowgauge.cli._bench._layers import BASELINE, Layer, baseline
 from narrowgauge.cli._bench._linear import (
+    BASELINE,
     DTYPES,
+    Layer,
     Shape,
+    baseline,
     chosen_dtype,
     chosen_plans,
     header,
@@ -42,10 +44,11 @@ from narrowgauge.cli._bench._linear import (
     times_of,
     tune_shape,
 )
-from narrowgauge.cli._bench._shared import parts, write_json
+from narrowgauge.cli._bench._shared import write_json
 from narrowgauge.cli._bench._timing import replayed, take_turns, why
 from narrowgauge.cli._environment import find_device
-from narrowgauge.cli._errors import UsageError
+from narrowgauge.cli._files import UsageError
+from narrowgauge.cli._options import parts
 
 SECTIONS = ("memory", "noise", "operations", "grid")
 GRID_PLANS = "SWITCHBACK:int8,SWITCHBACK:e4m3,TENSORWISE_FP8:e4m3"

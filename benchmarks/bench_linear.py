@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.cli._bench._layers import default_plans, plan_layer
-from narrowgauge.cli._bench._linear import Shape, chosen_shapes
+from narrowgauge.cli._bench._linear import Shape, chosen_shapes, default_plans, plan_layer
 from narrowgauge.cli._bench._shared import write_json
 from narrowgauge.cli._bench._timing import take_turns
 from narrowgauge.cli._environment import describe_environment

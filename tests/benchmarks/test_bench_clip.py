@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from narrowgauge.cli._bench._layers import Layer, baseline, peers, plan_layer
+from narrowgauge.cli._bench._linear import Layer, baseline, peers, plan_layer
 from narrowgauge.linear import LowPrecisionLinear
 
 CPU = torch.device("cpu")

@@ -16,9 +16,8 @@ import torch
 from _resume import resumed
 
 from narrowgauge.cli._bench import _layers, _linear
-from narrowgauge.cli._bench._layers import BASELINE, baseline, plan_layer
-from narrowgauge.cli._bench._linear import Shape
-from narrowgauge.cli._errors import UsageError
+from narrowgauge.cli._bench._linear import BASELINE, Shape, baseline, plan_layer
+from narrowgauge.cli._files import UsageError
 from narrowgauge.linear import quantize
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16

@@ -151,8 +151,6 @@ def prepare(folder: Path) -> None:
 
 
 BAD = {
-    "missing data": (["--data", "FOLDER/nowhere"], "nowhere"),
-    "empty data": (["--data", "FOLDER/empty.txt"], "empty.txt"),
     "binary data": (["--data", "FOLDER/binary.bin"], "binary.bin"),
     "short data": (["--data", "FOLDER/short.txt"], "tokens"),
     "unknown recipe": (["--recipes", "A,E"], "recipe must be one of fp32, bf16 (A)"),
@@ -160,22 +158,15 @@ BAD = {
     "a recipe twice": (["--recipes", "A,bf16"], "--recipes: got bf16 twice"),
     "unknown model": (["--model", "gpt5"], "--model: got 'gpt5', takes one of micro"),
     "no steps": (["--steps", "0"], "--steps: got 0, takes an integer of at least 1"),
-    "no number": (["--steps", "many"], "'--steps'"),
     "short sequence": (["--sequence", "1"], "--sequence: got 1"),
-    "small vocabulary": (["--vocabulary", "100"], "--vocabulary: got 100"),
-    "negative rate": (["--lr", "-1"], "Invalid learning rate: -1.0"),
     "bad beta": (["--beta2", "1"], "Invalid beta parameter at index 1: 1.0"),
-    "bad arithmetic": (["--arithmetic", "exact"], "--arithmetic: got 'exact'"),
-    "bad device": (["--device", "tpu9"], "--device: got 'tpu9'"),
     "no such device": (["--device", "cuda:77"], "--device: got 'cuda:77'"),
     "unwritable folder": (["--out", "FOLDER/blocked/runs"], "--out: cannot"),
     "no such user": (["--data", "~nosuchuser/x"], "nosuchuser"),
-    "no such user's folder": (["--out", "~nosuchuser/x"], "nosuchuser"),
     "vast vocabulary": (
         ["--vocabulary", "5000000000"],
         "--vocabulary: got 5000000000, takes an integer of at most",
     ),
-    "vast block": (["--block-size", "100000000000000"], "--block-size: got 100000000000000"),
     "vast seed": (["--seed", "4294967295", "--seeds", "2"], "--seed: got 4294967295 with --seeds 2"),
     "unknown option": (["--recipies", "A"], "--recipies"),
 }

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from narrowgauge.cli import main
 from narrowgauge.cli._format_names import FORMATS, find
-from narrowgauge.cli._formats import neighbor
-from narrowgauge.cli._printer import power
+from narrowgauge.cli._formats import neighbor, power
 from narrowgauge.formats import CodebookMap, FloatFormat, codebook, codebook_map, codebook_names
 
 EVERY = [*(fmt.name for fmt in FORMATS), "e3m4", "e3m4fn", "tf32", "e2m1fn", "e11m20", "e4m27"]

@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 import narrowgauge as ng
 from narrowgauge.cli import main
 from narrowgauge.cli._charts import PALETTE
-from narrowgauge.cli._report._figure import COLUMNS, ROWS, embedding_and_middle, grid, number, short
-from narrowgauge.cli._report._heat_maps import _paint, medians
+from narrowgauge.cli._report._page import number
+from narrowgauge.cli._report._run_drawing import COLUMNS, ROWS, _paint, grid, medians, short
+from narrowgauge.cli._report._run_figures import embedding_and_middle
 from narrowgauge.cli._report._run_page import page
 from narrowgauge.gauges import write_report
 from narrowgauge.gauges._history import History

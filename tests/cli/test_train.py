@@ -151,15 +151,9 @@ def test_without_gauges_the_run_is_the_same(text: Path, tmp_path: Path) -> None:
 
 REFUSED = {
     "a model there is not": (("--model", "gpt-5"), "--model takes one of micro"),
-    "a recipe there is not": (("--recipe", "magic"), "recipe must be one of fp32"),
     "no number": (("--lr", "fast"), "--lr"),
     "no steps": (("--steps", "0"), "--steps: got 0, takes an integer from 1"),
-    "no parts": (("--accumulate", "0"), "--accumulate: got 0, takes an integer from 1"),
-    "a rate of nothing": (("--lr", "0"), "--lr: got 0.0, takes a number above 0"),
     "parts that do not divide": (("--accumulate", "3"), "--accumulate: got 3, takes a divisor of --batch 2"),
-    "a schedule there is not": (("--schedule", "wave"), "--schedule: got 'wave', takes one of constant, linear"),
-    "a plan there is not": (("--linear", "nimble"), "--linear must be a name such as SWITCHBACK"),
-    "a scaler there is not": (("--scaler", "grand"), "--scaler: got 'grand', takes one of none, dynamic"),
     "autocast of bf16 weights": (
         ("--autocast", "fp16"),
         "--autocast must be none with --recipe adamw8b",
@@ -168,15 +162,8 @@ REFUSED = {
         ("--recipe", "lion8bit", "--beta2-schedule", "0.8"),
         "--beta2-schedule: got 0.8, takes nothing with --recipe lion8bit, whose Lion has none",
     ),
-    "a first decay out of range": (("--beta1", "-1"), "--beta1: got -1.0, takes a number from 0 to below 1"),
     "a decay out of range": (("--beta2", "1.5"), "--beta2: got 1.5, takes a number from 0 to below 1"),
-    "a decay's schedule": (("--beta2-schedule", "2"), "--beta2-schedule: got 2.0, takes a number above 0, at most"),
-    "a negative epsilon": (("--eps", "-1"), "--eps: got -1.0, takes a number from 0"),
-    "a growing weight": (("--weight-decay", "-1"), "--weight-decay: got -1.0, takes a number from 0"),
-    "a device there is not": (("--device", "abacus"), "--device: got 'abacus'"),
-    "no checkpoint": (("--resume", "nowhere"), "--resume: got 'nowhere', takes auto, no, or the folder"),
     "a text that is not there": (("--data", "nowhere.txt"), "--data takes a UTF-8 text file"),
-    "a text too short": (("--sequence", "100000"), "--data takes a longer text"),
     "a file that is not there": (("--config", "nowhere.toml"), "--config: nowhere.toml: No such file"),
 }
 
@@ -193,11 +180,7 @@ def test_bad_input_is_one_line_that_names_the_flag(case: str, text: Path, tmp_pa
 
 FILES = {
     "an unknown key": ("stepz = 3", "got the unknown key 'stepz', takes data, out, model"),
-    "the name in code": ("weight_decay = 0.1", "got the unknown key 'weight_decay'"),
-    "a fraction of a step": ("steps = 2.5", "steps: got 2.5, takes an integer"),
-    "a word for a number": ('lr = "high"', "lr: got 'high', takes a number"),
     "a number for a switch": ("compile = 1", "compile: got 1, takes true or false"),
-    "a switch for a number": ("steps = true", "steps: got True, takes an integer"),
     "a value out of range": ("keep = 0", "--keep: got 0, takes an integer from 1"),
     "no TOML": ("steps: 3", "config.toml"),
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from narrowgauge import __version__
-from narrowgauge.cli._errors import UsageError
+from narrowgauge.cli._files import UsageError
 
 
 def describe_environment(device: torch.device) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 
-from narrowgauge.cli._errors import UsageError
+from narrowgauge.cli._files import UsageError
 from narrowgauge.formats import (
     BF16,
     FP4_E2M1,

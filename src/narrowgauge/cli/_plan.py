@@ -10,15 +10,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from narrowgauge import recipes
-from narrowgauge.cli._errors import UsageError, user_input
-from narrowgauge.cli._files import expanded, picture_path, write_output
-from narrowgauge.cli._printer import MISSING, Printer
+from narrowgauge.cli._console import MISSING, Printer
+from narrowgauge.cli._files import UsageError, picture_path, user_input, write_output
+from narrowgauge.cli._options import PlanOptions, parts
 from narrowgauge.linear import LinearPlan, named_plan
 from narrowgauge.recipes import MemoryPlan, Recipe
 from narrowgauge.recipes._parallel import MOST
@@ -55,37 +55,6 @@ _OF_A_MODEL = ("linear", "batch", "sequence", "checkpointing", "accumulate")
 
 
 @dataclass(frozen=True)
-class PlanOptions:
-    """The command's arguments under their names on the command line."""
-
-    model: str
-    recipe: str
-    linear: str | None = None
-    batch: int | None = None
-    sequence: int | None = None
-    vocabulary: int | None = None
-    classes: int | None = None
-    checkpointing: bool = False
-    accumulate: bool = False
-    stable_embedding: bool = False
-    layer_scale: float | None = None
-    kq_norm: bool = False
-    patch_norm: str = "none"
-    patch_dropout: float = 0.0
-    offload: str = "none"
-    memory: str | None = None
-    gpus: int = 1
-    parallel: str = "ddp"
-    json: Path | None = None
-    figure: Path | None = None
-
-    @property
-    def additions(self) -> Extras:
-        """What is added to the model."""
-        return Extras(**{f.name: getattr(self, f.name) for f in fields(Extras)})
-
-
-@dataclass(frozen=True)
 class Answers:
     """What fits into the memory asked for, under one recipe; None where that cannot be asked."""
 
@@ -110,7 +79,7 @@ def plan(options: PlanOptions) -> int:
     printer = Printer()
     show(printer, plans, answers, options.additions)
     if options.json is not None:
-        _write(printer, "--json", expanded("--json", options.json), _as_json(plans, answers))
+        _write(printer, "--json", options.json, _as_json(plans, answers))
     if figure is not None:
         # Drawing needs matplotlib, which takes longer to import than everything else here.
         from narrowgauge.cli._charts import save_figure
@@ -121,7 +90,7 @@ def plan(options: PlanOptions) -> int:
 
 def _planned(options: PlanOptions) -> tuple[list[MemoryPlan], list[Answers] | None]:
     """The plans, and what would fit if a memory was given."""
-    names = list(dict.fromkeys(name.strip() for name in options.recipe.split(",") if name.strip()))
+    names = list(dict.fromkeys(parts(options.recipe)))
     if not names:
         raise UsageError(f"--recipe: got {options.recipe!r}, takes names of recipes")
     found = {recipe.name: recipe for recipe in map(recipes.get, names)}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +17,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from narrowgauge.cli._errors import UsageError
-from narrowgauge.cli._report._figure import number
+from narrowgauge.cli._files import UsageError
+from narrowgauge.cli._options import WatchOptions
+from narrowgauge.cli._report._page import number
 from narrowgauge.gauges._advice import Advice, advise
 from narrowgauge.gauges._history import Floats, History, as_number
 from narrowgauge.gauges._live_reader import LiveReader
@@ -31,15 +31,6 @@ _STYLES = {"change": "bold red", "watch": "yellow", "note": "dim"}
 TENSORS, ALARMS, ADVICE = 6, 3, 3
 # Advice may take this share of the time at most.
 ADVICE_SHARE = 0.1
-
-
-@dataclass(frozen=True)
-class WatchOptions:
-    """The command's options under their names on the command line."""
-
-    run: Path
-    once: bool
-    interval: float
 
 
 def watch(options: WatchOptions, console: Console | None = None, rounds: int | None = None) -> int:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from narrowgauge import optim, recipes
-from narrowgauge.cli._errors import UsageError
+from narrowgauge.cli._files import UsageError
 
 _FP32, _BF16 = torch.float32, torch.bfloat16
 _OPTIM, _BITSANDBYTES = optim.__name__, "bitsandbytes.optim"

@@ -14,15 +14,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from narrowgauge.cli._errors import UsageError
-from narrowgauge.cli._files import picture_path, write_output
+from narrowgauge.cli._files import UsageError, picture_path, write_output
 
 Figures = Mapping[str, Any]
-
-
-def parts(text: str) -> list[str]:
-    """What stands between the commas of an option."""
-    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def write_json(path: Path, results: Mapping[str, Any]) -> None:
