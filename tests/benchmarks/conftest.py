@@ -11,11 +11,11 @@ from pathlib import Path
 BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
 sys.path.append(BENCHMARKS)
 MODULES = (
+    "_pages",
     "_steps",
-    "_steps_picture",
     "_layers",
     "_layers_pictures",
-    "_clip_model",
+    "_clip",
     "_small_tables",
     "_resume",
     "_layer_memory",

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import _clip_model
+import _clip
 import bench_clip
 import pytest
 import torch
@@ -19,7 +19,7 @@ from narrowgauge.cli._bench._linear import Layer, baseline, peers, plan_layer
 from narrowgauge.linear import LowPrecisionLinear
 
 CPU = torch.device("cpu")
-TINY = _clip_model.MODELS["tiny"]
+TINY = _clip.MODELS["tiny"]
 # transformers' own, and what torch says of the profiler and of reading numbers out of a compiled graph
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 @pytest.fixture
 def model() -> Any:
     torch.manual_seed(0)
-    return _clip_model.clip_model(TINY, patch_dropout=0.0, checkpointing=False).to(torch.bfloat16)
+    return _clip.clip_model(TINY, patch_dropout=0.0, checkpointing=False).to(torch.bfloat16)
 
 
 def test_the_check_reports_every_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +86,7 @@ def test_blocks_of_a_tower_share_what_is_compiled() -> None:
         towers = {"vision": _tower(of.vision, layers), "text": _tower(of.text, layers)}
         args = bench_clip.arguments(["--check", "--compile", "aot_eager", "--device", "cpu"])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(_clip_model.MODELS, name, dataclasses.replace(of, **towers))
+            patch.setitem(_clip.MODELS, name, dataclasses.replace(of, **towers))
             found = bench_clip.bench(name, [baseline(), plan_layer("SWITCHBACK:e4m3")], args, CPU)
         assert found["recompiled"] == 0
         graphs.append([row["compiled_graphs"] for row in found["rows"].values()])
@@ -94,13 +94,13 @@ def test_blocks_of_a_tower_share_what_is_compiled() -> None:
 
 
 def _tower(of: Any, layers: int) -> Any:
-    return _clip_model.Tower(of.width, layers, of.heads)
+    return _clip.Tower(of.width, layers, of.heads)
 
 
 def test_sides_step_the_same_parameters_and_leave_the_model_as_it_was(model: Any) -> None:
     before = {id(p) for p in model.parameters()}
     state = copy.deepcopy(model.state_dict())
-    linears = [m for encoder in _clip_model.encoders(model) for m in encoder.modules() if isinstance(m, nn.Linear)]
+    linears = [m for encoder in _clip.encoders(model) for m in encoder.modules() if isinstance(m, nn.Linear)]
     with bench_clip.swapped(model, plan_layer("SWITCHBACK")) as count:
         assert count == len(linears) == 24
         assert all(type(layer) is LowPrecisionLinear for layer in linears)
@@ -121,7 +121,7 @@ def test_the_filter_leaves_what_is_slower_at_a_towers_rows(model: Any, monkeypat
 
     monkeypatch.setattr("narrowgauge.linear._swap.speedups", speedups)
     # 16 patches of which half are dropped and a class token; texts of 12.
-    rows = _clip_model.clip_rows(TINY, 4, 0.5)
+    rows = _clip.clip_rows(TINY, 4, 0.5)
     assert rows == (4 * 9, 4 * 12)
     for launched in (True, False):
         asked.clear()
@@ -209,7 +209,7 @@ def test_the_models_are_open_clips() -> None:
     millions = {"vit-b-16": 149.6, "vit-l-14": 427.6, "vit-h-14": 986.1}
     for name, wanted in millions.items():
         with torch.device("meta"):
-            model = _clip_model.clip_model(_clip_model.MODELS[name], 0.5, True)
+            model = _clip.clip_model(_clip.MODELS[name], 0.5, True)
         assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(wanted, rel=1e-3), name
 
 

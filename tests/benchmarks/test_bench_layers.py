@@ -15,7 +15,7 @@ import pytest
 import torch
 from _resume import resumed
 
-from narrowgauge.cli._bench import _layers, _linear
+from narrowgauge.cli._bench import _linear
 from narrowgauge.cli._bench._linear import BASELINE, Shape, baseline, plan_layer
 from narrowgauge.cli._files import UsageError
 from narrowgauge.linear import quantize
@@ -82,7 +82,7 @@ HELD = {
 
 @pytest.mark.parametrize("of", _memory.MODELS)
 def test_what_layers_hold(of: str) -> None:
-    layers = [baseline(), *(layer for layer in _layers.default_plans() if layer.name in HELD)]
+    layers = [baseline(), *(layer for layer in _linear.default_plans() if layer.name in HELD)]
     rows = _memory.memory(of, DIM, 64, layers, BF16, CPU)
     assert rows.keys() == HELD.keys()
     model = _memory.MODELS[of]
@@ -147,7 +147,7 @@ SEEN = {
 
 
 def test_the_operations_of_layers_are_known_by_name() -> None:
-    layers = [baseline(), *(layer for layer in _layers.default_plans() if layer.name in SEEN)]
+    layers = [baseline(), *(layer for layer in _linear.default_plans() if layer.name in SEEN)]
     rows = _operations.time_operations(32, 16, layers, BF16, CPU, 0.001)
     assert rows.keys() == SEEN.keys()
     for name, wanted in SEEN.items():
@@ -160,8 +160,8 @@ def test_the_operations_of_layers_are_known_by_name() -> None:
         assert list(row["operations"]) == [of for of in _operations.OPERATIONS if of in wanted]
 
 
-@pytest.mark.parametrize("layer", [baseline(), *_layers.default_plans()], ids=lambda layer: layer.name)
-def test_operations_alone_give_what_they_gave_in_the_pass(layer: _layers.Layer) -> None:
+@pytest.mark.parametrize("layer", [baseline(), *_linear.default_plans()], ids=lambda layer: layer.name)
+def test_operations_alone_give_what_they_gave_in_the_pass(layer: _linear.Layer) -> None:
     """All sides equal, so that only what they end in tells gradients apart."""
     fed = _linear.operands(Shape(32, 32, 32), BF16, CPU)
     made = layer.made(fed.linear)
@@ -212,8 +212,8 @@ def test_what_is_no_results_file_of_this_kind_is_named(content: str, tmp_path: P
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layer", [baseline(), *_layers.default_plans()], ids=lambda layer: layer.name)
-def test_on_a_gpu(layer: _layers.Layer) -> None:
+@pytest.mark.parametrize("layer", [baseline(), *_linear.default_plans()], ids=lambda layer: layer.name)
+def test_on_a_gpu(layer: _linear.Layer) -> None:
     device = torch.device("cuda")
     layers = [baseline()] if layer.name == BASELINE else [baseline(), layer]
     assert bench_layers.time_cell(128, 256, layers, BF16, device, 0.02)[layer.name]["ms"] > 0

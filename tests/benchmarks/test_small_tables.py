@@ -92,19 +92,19 @@ def test_tables_of_one_page_do_not_replace_each_other(tmp_path: Path) -> None:
     page = PAGE.replace("NAME", "compressed on CPUs") + PAGE.replace("NAME", "compressed on GPUs")
     for file in ("compressed_cpu.json", "compressed_h200.json"):
         (tmp_path / file).write_text(json.dumps(compressed() | {"device": file}))
-    drawn = _small_tables.all_rendered(page, "distributed.md", tmp_path)
+    drawn = _small_tables.rendered(page, "distributed.md", tmp_path)
     assert "compressed_cpu.json" in drawn
     assert "compressed_h200.json" in drawn
-    assert _small_tables.all_rendered(page, "plan.md", tmp_path) == page
+    assert _small_tables.rendered(page, "plan.md", tmp_path) == page
 
 
 def test_a_page_has_its_table_once_there_are_results(tmp_path: Path) -> None:
     tables = {"memory": memory(), "watch": watch(), "compressed on CPUs": compressed(), "offload": offload()}
     for name, made in tables.items():
         page = PAGE.replace("NAME", name)
-        _, file, draw = _small_tables.TABLES[name]
-        assert _small_tables.rendered(page, name, tmp_path) == page.replace("stale\n", "")
+        where, file, draw = _small_tables.TABLES[name]
+        assert _small_tables.rendered(page, where, tmp_path) == page.replace("stale\n", "")
         (tmp_path / file).write_text(json.dumps(made))
-        drawn = _small_tables.rendered(page, name, tmp_path)
+        drawn = _small_tables.rendered(page, where, tmp_path)
         assert drawn == page.replace("stale", f"\n{draw(made)}")
-        assert _small_tables.rendered(drawn, name, tmp_path) == drawn
+        assert _small_tables.rendered(drawn, where, tmp_path) == drawn

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import _pages
 import _steps
-import _steps_picture
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,12 +106,12 @@ def test_the_page_has_a_section_for_each_file_that_there_is(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("lists", [("matrix",), ("big", "gpt2-medium", "vit-huge")])
 def test_a_picture_is_drawn(lists: tuple[str, ...], tmp_path: Path) -> None:
-    _steps_picture.draw(made_up("a GPU", lists, **ON_GPU), tmp_path / "speed.png")
+    _steps.draw(made_up("a GPU", lists, **ON_GPU), tmp_path / "speed.png")
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_numbers_have_three_digits() -> None:
-    assert [_steps.short(x) for x in (0.0312, 2.4, 12.0, 99.94, 99.96, 26094.2)] == [
+    assert [_pages.short(x) for x in (0.0312, 2.4, 12.0, 99.94, 99.96, 26094.2)] == [
         "0.0312", "2.40", "12.0", "99.9", "100", "26,094",
     ]  # fmt: skip
 
