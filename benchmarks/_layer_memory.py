@@ -90,7 +90,7 @@ def _forward(groups: Sequence[tuple[Tensor, list[nn.Module]]]) -> list[Tensor]:
     """Run all; what autograd keeps for the backward pass lives as long as the results."""
     results = []
     for x, modules in groups:
-        hidden = x.clone()  # nobody else's, as the output of the layer before would be
+        hidden = x.clone()  # its own, as the output of the layer before would be
         results += [module(hidden) for module in modules]
     return results
 

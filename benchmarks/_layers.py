@@ -110,10 +110,10 @@ def answers(results: Results) -> str:
 
     def tell_speed(name: str) -> str:
         values = speedups(results, name)
-        told = f"{min(values):.2f} to {max(values):.2f} times as fast as `nn.Linear`"
+        text = f"{min(values):.2f} to {max(values):.2f} times as fast as `nn.Linear`"
         if any("graph_speedup" in rows.get(name, {}) for rows in results.get("shapes", {}).values()):
-            told += ", the device's work alone"
-        return told if max(values) >= 1 else f"{told}: stay with that where time is all that counts"
+            text += ", the device's work alone"
+        return text if max(values) >= 1 else f"{text}: stay with that where time is all that counts"
 
     def held(name: str) -> float | None:
         return results.get("memory", {}).get(BLOCK, {}).get(name, {}).get("saving")
@@ -169,13 +169,13 @@ def _speed_cell(row: Mapping[str, Any], baseline: bool) -> str:
 
 
 def _explained(shapes: Mapping[str, Rows]) -> str:
-    told = "Tokens × input × output features: milliseconds of `nn.Linear`, and how many times as fast others are."
+    text = "Tokens × input × output features: milliseconds of `nn.Linear`, and how many times as fast others are."
     if any("graph_ms" in row for rows in shapes.values() for row in rows.values()):
-        told += (
+        text += (
             " In brackets, where the host does not keep up with the device: the device's work alone, replayed from "
             "a CUDA graph. Host ms is how long it is busy with a layer's forward and backward."
         )
-    return told
+    return text
 
 
 def cells_of(name: str) -> tuple[int, int]:

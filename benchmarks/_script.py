@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from narrowgauge.cli._bench._shared import write_json
+from narrowgauge.cli._bench._timing import timed
 
 
 def parser_for(doc: str | None) -> argparse.ArgumentParser:
@@ -29,6 +31,17 @@ def save(path: Path | None, results: Mapping[str, Any]) -> None:
     """Write the results, if there is a file for them."""
     if path is not None:
         write_json(path, results)
+
+
+def slowest(run: Callable[[], Any], device: torch.device, repeats: int, warm: int = 3) -> float:
+    """Milliseconds of a run, the median, of the slowest rank."""
+    times = []
+    for _ in range(warm + repeats):
+        dist.barrier()
+        times.append(1e3 * timed(run, device))
+    found = torch.tensor(median(times[warm:]), device=device, dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
 
 
 def wait(device: torch.device) -> None:

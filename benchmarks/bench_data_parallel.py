@@ -14,10 +14,9 @@ from __future__ import annotations
 import copy
 import functools
 import platform
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,12 +24,11 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from _script import parser_for, save
+from _script import parser_for, save, slowest
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowgauge import formats
-from narrowgauge.cli._bench._timing import timed
 from narrowgauge.distributed import compressed_allreduce_hook, save_checkpoint
 from narrowgauge.trainers import TrainSettings, _build
 from narrowgauge.trainers._build import Parts, build_parts
@@ -97,21 +95,10 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def slowest(run: Callable[[], Any], warm: int, repeats: int, device: torch.device) -> float:
-    """Seconds of a run, the median, of the slowest process."""
-    times = []
-    for _ in range(warm + repeats):
-        dist.barrier()
-        times.append(timed(run, device))
-    found = torch.tensor(statistics.median(times[warm:]), device=device, dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
-
-
 def bandwidth(device: torch.device, repeats: int) -> float:
     """Bytes a second that a process sends in a large all-reduce, as a ring counts them."""
     x = torch.ones(BUCKET if device.type == "cuda" else 2**20, device=device, dtype=torch.bfloat16)
-    ranks, seconds = dist.get_world_size(), slowest(lambda: dist.all_reduce(x), 2, repeats, device)
+    ranks, seconds = dist.get_world_size(), slowest(lambda: dist.all_reduce(x), device, repeats) / 1e3
     return 2 * (ranks - 1) / ranks * x.nbytes / seconds
 
 
@@ -141,7 +128,7 @@ def measured(
         torch.autograd.backward(next_token_loss(parts.runs, windows))
         parts.optimizer.step()
 
-    seconds = slowest(lambda: [step() for _ in range(STEPS)], 1, repeats, device) / STEPS
+    seconds = slowest(lambda: [step() for _ in range(STEPS)], device, repeats, 1) / STEPS / 1e3
     with Sent() as sent:
         step()
     row = {

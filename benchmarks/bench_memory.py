@@ -170,7 +170,7 @@ def measured(row: Row, device: torch.device) -> list[int]:
 
 
 def loss_of(row: Row, model: Any, generator: torch.Generator) -> Tensor:
-    """The loss of a batch, which goes as soon as nobody needs it."""
+    """The loss of a batch, which goes as soon as it is not needed."""
     config, options = model.config, {"device": generator.device, "generator": generator}
 
     def integers(most: int, *shape: int) -> Tensor:

@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _script import median, parser_for, save
+from _script import parser_for, save, slowest
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import narrowgauge as ng
-from narrowgauge.cli._bench._timing import timed
 
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "AdamW, plain, bf16": ("AdamW", {"states": "bf16"}),
@@ -47,17 +46,6 @@ class Layer(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
         sizes = ((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width))
         self.linears = nn.ModuleList(nn.Linear(*size) for size in sizes)
-
-
-def milliseconds(step: Any, device: torch.device, repeats: int) -> float:
-    """The median time of a step, the slowest rank's."""
-    times = []
-    for _ in range(repeats + 3):
-        dist.barrier()
-        times.append(timed(step, device))
-    found = torch.tensor(median(times[3:]) * 1e3, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
 
 
 def main() -> None:
@@ -90,7 +78,7 @@ def main() -> None:
         row: dict[str, Any] = {"run": name}
         for what, ps in (("plain", plain), ("sharded", shared)):
             optimizer = getattr(ng.optim, kind)(ps, lr=1e-5, **options)
-            row[what] = milliseconds(optimizer.step, device, arguments.repeats)
+            row[what] = slowest(optimizer.step, device, arguments.repeats)
             row[f"{what} path"] = sorted({line.path for line in optimizer.describe().rows})
             del optimizer
         rows.append(row)

@@ -11,7 +11,6 @@ from pathlib import Path
 BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
 sys.path.append(BENCHMARKS)
 MODULES = (
-    "_pages",
     "_steps",
     "_layers",
     "_layers_pictures",

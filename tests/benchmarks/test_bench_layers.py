@@ -101,14 +101,6 @@ def test_what_layers_hold(of: str) -> None:
         assert row["saving"] == pytest.approx(1 - wanted / 2)
 
 
-def test_switchback_m_saves_what_is_promised() -> None:
-    """At least 45 % of what the linear layers of a block hold, at a width of CLIP's."""
-    rows = _memory.memory(
-        "a block, q, k, v as one layer", 256, 32, [baseline(), plan_layer("SWITCHBACK_M")], BF16, CPU
-    )
-    assert rows["SWITCHBACK_M int8"]["saving"] >= 0.45
-
-
 def test_the_noise_is_that_of_the_codes() -> None:
     """The output's, worked out from the operands that were multiplied."""
     shape = Shape(64, 128, 32)
@@ -123,15 +115,6 @@ def test_the_noise_is_that_of_the_codes() -> None:
     assert rows["SWITCHBACK int8"]["output"] == pytest.approx(decibels, abs=0.01)
     assert rows["SWITCHBACK int8"]["grad_weight"] > 100  # in float32, nothing quantized
     assert min(rows[BASELINE].values()) > 100
-
-
-def test_outliers_are_harder_for_integers() -> None:
-    shape, layers = Shape(256, 256, 128), [plan_layer("SWITCHBACK"), plan_layer("SWITCHBACK:e4m3")]
-    normal, outliers = (_noise.noise(of, shape, layers, BF16, CPU) for of in _noise.INPUTS)
-    integers, floats = (layer.name for layer in layers)
-    assert normal[integers]["output"] > normal[floats]["output"] + 6
-    assert outliers[integers]["output"] < normal[integers]["output"] - 6
-    assert abs(outliers[floats]["output"] - normal[floats]["output"]) < 3
 
 
 # Of a pass: multiplies, and what is quantized for them; the column sums for the bias come from the pass over G.
@@ -201,14 +184,10 @@ def test_a_damaged_file_is_results_or_named(tmp_path: Path) -> None:
             found = resumed(path, new)
             json.dumps(found)
             assert found["resumed"][-1] == "again"
-
-
-@pytest.mark.parametrize("content", ["", "[", "{}", '{"environment": {}, "dtype": "f", "layers": {}}', "[" * 10**5])
-def test_what_is_no_results_file_of_this_kind_is_named(content: str, tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-    path.write_text(content)
-    with pytest.raises(UsageError, match=rf"--resume: {path} (is of dtype f|holds no results)"):
-        resumed(path, RESULTS)
+    for content in ("{}", '{"environment": {}, "dtype": "f", "layers": {}}'):
+        path.write_text(content)
+        with pytest.raises(UsageError, match=rf"--resume: {path} (is of dtype f|holds no results)"):
+            resumed(path, RESULTS)
 
 
 @pytest.mark.gpu

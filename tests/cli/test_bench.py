@@ -169,7 +169,7 @@ def test_a_step_whose_launches_the_device_does_not_wait_for_has_no_time_of_its_o
             patch.setattr(torch.cuda, name, stand_in)
         patch.setattr(torch.cuda, "current_stream", lambda device: None)
         patch.setattr(torch.cuda, "_sleep", lambda cycles: None)  # as where the queue is full
-        assert _timing.timed_behind(machine.step, 1e-3, torch.device("cuda")) is None
+        assert _timing.timed_queued(machine.step, 1e-3, torch.device("cuda")) is None
 
 
 def test_what_fails_is_a_result_of_its_own(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:

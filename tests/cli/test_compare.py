@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from forked import Command
+from narrowgauge import __version__
 from narrowgauge.cli import main
 
 pytestmark = pytest.mark.usefixtures("surroundings")
@@ -199,8 +200,8 @@ def test_several_processes_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_seeds_differ_and_recipes_of_one_seed_share_their_batches(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_seeds_differ_recipes_of_one_share_their_batches_and_a_narrow_table_has_whole_numbers(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from narrowgauge import trainers
 
@@ -213,7 +214,14 @@ def test_seeds_differ_and_recipes_of_one_seed_share_their_batches(
         return real(recipe, model, iter(taken), validation, settings, **options)
 
     monkeypatch.setattr(trainers, "train", train)
+    monkeypatch.setenv("COLUMNS", "80")
     assert compare("--out", tmp_path, "--data", text, "--recipes", "A,D,fp32", "--seeds", 2, *SMALL) == 0
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    for row in json.loads((tmp_path / "results.json").read_text())["recipes"].values():
+        assert f"{row['validation_loss']:.4f}" in printed
+        assert f"{row['step_ms']:.1f}" in printed
+        assert f"{row['peak_memory_bytes'] / 2**20:.1f}" in printed
     assert [seed for seed, *_ in seen] == [0, 0, 0, 1, 1, 1]
     for first in (0, 3):
         for other in (first + 1, first + 2):
@@ -241,36 +249,16 @@ def test_a_terminal_that_takes_nothing_or_only_ascii_costs_no_result(
     assert status == 0
 
 
-def test_numbers_are_whole_on_a_narrow_terminal(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    assert (
-        compare("--out", tmp_path, "--data", text, "--recipes", "D,A,adamw8bit-expansion", "--seeds", 2, *SMALL)
-        == 0
-    )
-    printed = capsys.readouterr().out
-    assert "…" not in printed
-    rows = json.loads((tmp_path / "results.json").read_text())["recipes"]
-    for row in rows.values():
-        assert f"{row['validation_loss']:.4f}" in printed
-        assert f"{row['step_ms']:.1f}" in printed
-        assert f"{row['peak_memory_bytes'] / 2**20:.1f}" in printed
-
-
 def test_help_and_version_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    from narrowgauge import __version__
-
-    assert main(["--version"]) == 0
-    assert __version__ in capsys.readouterr().out
-    assert main(["compare", "--help"]) == 0
-    printed = capsys.readouterr().out
-    assert "--recipes" in printed
-    assert "adamw8bit-split8" in printed
-    assert main([]) == 0
-    assert "compare" in capsys.readouterr().out
-    assert main(["conquer"]) == 2
-    assert "conquer" in capsys.readouterr().err
+    for words, status, says in (
+        (["--version"], 0, __version__),
+        (["compare", "--help"], 0, "adamw8bit-split8"),
+        ([], 0, "compare"),
+        (["conquer"], 2, "conquer"),
+    ):
+        assert main(words) == status
+        printed = capsys.readouterr()
+        assert says in printed.out + printed.err
 
 
 def test_ctrl_c_keeps_the_recipes_that_are_finished(text: Path, tmp_path: Path) -> None:

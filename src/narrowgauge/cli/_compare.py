@@ -47,9 +47,6 @@ def compare(options: CompareOptions, command: str) -> int:
     Returns:
         The exit status: 0, 130 if it was interrupted, 2 if a model did not fit into memory; in the latter two
         cases what was complete is written all the same.
-
-    Raises:
-        UsageError: in one line that names the option.
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         world = os.environ["WORLD_SIZE"]

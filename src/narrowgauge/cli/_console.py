@@ -100,7 +100,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """A line of plain text, above the bars."""
-        # A terminal that went away, a full disk behind a pipe: no reason to stop training.
+        # A terminal that went away, a full disk after a pipe: no reason to stop training.
         with contextlib.suppress(OSError):
             self.console.print(text, markup=False, soft_wrap=True)
             sys.stdout.flush()

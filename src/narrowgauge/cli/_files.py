@@ -23,9 +23,6 @@ def user_input() -> Iterator[None]:
 
     The library raises ValueError for wrong arguments and unreadable files. Put around calls that check or read what
     the user gave, and around nothing else: a ValueError from a computation is a defect.
-
-    Raises:
-        UsageError: in place of ValueError and OverflowError.
     """
     try:
         yield

@@ -65,14 +65,7 @@ class Shown(NamedTuple):
 
 
 def formats(options: FormatsOptions) -> int:
-    """Show what was asked for.
-
-    Returns:
-        The exit status, 0.
-
-    Raises:
-        UsageError: in one line that names the argument.
-    """
+    """Show what was asked for."""
     found = _check(options)
     if options.plot is not None:
         return _plot(options, found, Path(options.plot))
@@ -141,11 +134,7 @@ def _plot(options: FormatsOptions, found: FloatFormat | CodebookMap | None, path
 
 
 def shown(found: CodebookMap, options: FormatsOptions) -> Shown:
-    """A codebook as asked for: with sign unless it has none, at its widest code where no width is given.
-
-    Raises:
-        UsageError: for a width or a sign that it is not defined for.
-    """
+    """A codebook as asked for: with sign unless it has none, at its widest code where no width is given."""
     unsigned, bits = options.unsigned or not found.signed_bits, options.bits
     widths = found.unsigned_bits if unsigned else found.signed_bits
     if not widths:
@@ -408,11 +397,7 @@ def signed(error: Fraction | None) -> str:
 
 
 def read_value(text: str) -> float:
-    """The double nearest to what was typed: a decimal, a hexadecimal float, inf, nan, or a power such as 2^-14.
-
-    Raises:
-        UsageError: for anything else.
-    """
+    """The double nearest to what was typed: a decimal, a hexadecimal float, inf, nan, or a power such as 2^-14."""
     typed = text.strip()
     try:
         if found := _POWER.fullmatch(typed):

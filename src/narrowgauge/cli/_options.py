@@ -11,7 +11,8 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from narrowgauge import recipes
-from narrowgauge.cli._files import expanded, user_input
+from narrowgauge.cli._files import UsageError, expanded, user_input
+from narrowgauge.linear import LinearPlan, named_plan
 from narrowgauge.trainers import DEFAULT_VOCABULARY, Settings, presets
 from narrowgauge.trainers._extras import Extras
 
@@ -204,6 +205,14 @@ class LinearOptions:
 def parts(text: str) -> list[str]:
     """What stands between the commas of an option."""
     return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def plan_of(option: str, text: str) -> LinearPlan:
+    """A plan of linear layers by its name and format: ``SWITCHBACK``, ``TENSORWISE_FP8:e4m3/e5m2``."""
+    try:
+        return named_plan(text)
+    except ValueError as error:
+        raise UsageError(f"{option} {str(error).removeprefix('plan ')}") from None
 
 
 def command_of(

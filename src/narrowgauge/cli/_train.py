@@ -56,9 +56,6 @@ def train(settings: TrainSettings) -> int:
     Returns:
         The exit status: 0, 1 if it diverged, 2 if it did not fit into memory, 130 if it was stopped, after a
         checkpoint.
-
-    Raises:
-        UsageError: in one line that names the option.
     """
     # Imported here, as the other commands start without them.
     from narrowgauge.trainers import fit
@@ -73,7 +70,7 @@ def train(settings: TrainSettings) -> int:
         ):
 
             def stop() -> bool:
-                display.begun = True  # in all processes: only the first one's display is told of the beginning
+                display.begun = True  # in all processes: only the first one's display hears of the beginning
                 return bool(asked)
 
             outcome = fit(settings, device, display, stop)
@@ -138,11 +135,7 @@ class TrainDisplay(Display):
 
 
 def tokens(options: TokensOptions) -> int:
-    """Write a folder of tokens; see `prepare_tokens`.
-
-    Raises:
-        UsageError: in one line that names the option.
-    """
+    """Write a folder of tokens; see `prepare_tokens`."""
     from narrowgauge.trainers import prepare_tokens
 
     vocabulary, workers = options.vocabulary, options.workers

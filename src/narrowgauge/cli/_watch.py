@@ -40,12 +40,6 @@ def watch(options: WatchOptions, console: Console | None = None, rounds: int | N
         options: what the user asked for.
         console: where to; the terminal by default.
         rounds: how many looks to take; without end by default.
-
-    Returns:
-        The exit status, 0.
-
-    Raises:
-        UsageError: with `once`, if there is no file or it has no records; for an interval that is not above 0.
     """
     if not options.interval > 0:
         raise UsageError(f"--interval: got {options.interval:g}, takes seconds above 0")

@@ -27,8 +27,8 @@ from narrowgauge.cli._bench._shared import Output
 from narrowgauge.cli._bench._timing import Run, Turns, replayed, take_turns, timed, why
 from narrowgauge.cli._environment import describe_environment, find_device
 from narrowgauge.cli._files import UsageError
-from narrowgauge.cli._options import LinearOptions, parts
-from narrowgauge.linear import LinearPlan, LowPrecisionLinear, named_plan, tune
+from narrowgauge.cli._options import LinearOptions, parts, plan_of
+from narrowgauge.linear import LinearPlan, LowPrecisionLinear, tune
 
 Rows = dict[str, dict[str, Any]]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -154,15 +154,8 @@ def default_plans() -> tuple[Layer, ...]:
 
 
 def plan_layer(text: str) -> Layer:
-    """A plan by its name and format: ``SWITCHBACK``, ``switchback:e4m3``, ``TENSORWISE_FP8:e4m3/e5m2``.
-
-    Raises:
-        UsageError: for an unknown name or formats that do not go together.
-    """
-    try:
-        plan = named_plan(text)
-    except ValueError as error:
-        raise UsageError(f"--plans {str(error).removeprefix('plan ')}") from None
+    """A plan by its name and format: ``SWITCHBACK``, ``switchback:e4m3``, ``TENSORWISE_FP8:e4m3/e5m2``."""
+    plan = plan_of("--plans", text)
     count = sum(multiply is not None for multiply in (plan.output, plan.grad_input, plan.grad_weight))
     what = {0: "our autograd function alone", 2: "all but the weight gradient", 3: "all three multiplies"}[count]
     what += ", keeps codes" if plan.saved == "codes" else ""
@@ -174,9 +167,6 @@ def bench_linear(options: LinearOptions, command: str) -> int:
 
     Returns:
         The exit status: 0, or 1 if any row failed.
-
-    Raises:
-        UsageError: naming the argument.
     """
     device = find_device(options.device)
     shapes = chosen_shapes(options.shapes, device)
@@ -230,11 +220,7 @@ def header(
 
 
 def chosen_shapes(text: str | None, device: torch.device) -> tuple[Shape, ...]:
-    """The shapes of `--shapes`.
-
-    Raises:
-        UsageError: for text that is not a shape.
-    """
+    """The shapes of `--shapes`."""
     if text is None:
         return _GPU_SHAPES if device.type == "cuda" else _CPU_SHAPES
     shapes = []
@@ -248,11 +234,7 @@ def chosen_shapes(text: str | None, device: torch.device) -> tuple[Shape, ...]:
 
 
 def chosen_dtype(name: str) -> torch.dtype:
-    """The dtype of `--dtype`.
-
-    Raises:
-        UsageError: for another name.
-    """
+    """The dtype of `--dtype`."""
     if name not in DTYPES:
         raise UsageError(f"--dtype: got {name!r}, takes {', '.join(DTYPES)}")
     return DTYPES[name]

@@ -33,9 +33,6 @@ def bench_optimizers(options: BenchOptions, command: str) -> int:
 
     Returns:
         The exit status: 0, or 1 if any row failed.
-
-    Raises:
-        UsageError: naming the argument.
     """
     device = find_device(options.device)
     names = options.lists or ("big,gpt2-medium,vit-huge" if device.type == "cuda" else "matrix,many-64,many-768")

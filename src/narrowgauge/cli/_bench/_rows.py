@@ -263,11 +263,7 @@ _SHAPE = re.compile(r"0*[1-9]\d*(x0*[1-9]\d*)*")
 
 
 def parameter_list(name: str) -> ParameterList:
-    """A list by its name, or one tensor by its shape: 4096x4096.
-
-    Raises:
-        UsageError: for neither.
-    """
+    """A list by its name, or one tensor by its shape: 4096x4096."""
     if name in LISTS:
         return LISTS[name]
     if _SHAPE.fullmatch(name):

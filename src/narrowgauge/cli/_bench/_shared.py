@@ -20,11 +20,7 @@ Figures = Mapping[str, Any]
 
 
 def write_json(path: Path, results: Mapping[str, Any]) -> None:
-    """Write a results file, whole, with its folder.
-
-    Raises:
-        UsageError: if it cannot be written.
-    """
+    """Write a results file, whole, with its folder."""
     write_output("--json", path, json.dumps(results, indent=1) + "\n")
 
 
@@ -36,11 +32,7 @@ class Output:
     """
 
     def __init__(self, seconds: float, json: Path | None, figure: Path | None) -> None:
-        """Check the options that both benchmarks have.
-
-        Raises:
-            UsageError: naming the option.
-        """
+        """Check the options that both benchmarks have."""
         if not 0 < seconds < math.inf:
             raise UsageError(f"--seconds: got {seconds}, takes a finite number above 0")
         self._figure = None if figure is None else picture_path("--figure", figure)

@@ -13,9 +13,6 @@ def report(options: ReportOptions) -> int:
 
     Returns:
         The exit status: 0, also for a damaged file, of which the page shows what stands before the damage.
-
-    Raises:
-        UsageError: if there are no records to show, in one line that names the argument.
     """
     path = records_file(options.run)
     if not path.exists():

@@ -130,16 +130,16 @@ def _summary_of_losses(results: Json) -> Iterable[str]:
         return
     within = [name for name, difference in found.items() if difference["within_spread"]]
     beyond = sorted(set(found) - set(within), key=lambda name: (-abs(found[name]["mean"]), name))
-    told, clauses = _first(beyond), []
+    named, clauses = _first(beyond), []
     for side, sign in (("higher", 1), ("lower", -1)):
-        names = [name for name in told if (found[name]["mean"] < 0) == (sign < 0)]
+        names = [name for name in named if (found[name]["mean"] < 0) == (sign < 0)]
         amounts = [f"{name} by {_amount(found[name])}" for name in names]
         if amounts:
             amounts[0] = f"{names[0]} ended {side} by {_amount(found[names[0]])}"
             clauses.append(_all(amounts))
-    if len(beyond) > len(told):
-        most = abs(found[beyond[len(told)]]["mean"])
-        clauses.append(f"the other {len(beyond) - len(told)} differ by at most {_at_most(most, 5)}")
+    if len(beyond) > len(named):
+        most = abs(found[beyond[len(named)]]["mean"])
+        clauses.append(f"the other {len(beyond) - len(named)} differ by at most {_at_most(most, 5)}")
     yield f"{reference}, the reference, reached a validation loss of {recipes[reference]['validation_loss']:.4f}."
     if clauses:
         yield f"Against it, {'; '.join(clauses)}."
@@ -148,7 +148,7 @@ def _summary_of_losses(results: Json) -> Iterable[str]:
     close = [name for name in beyond if found[name].get("within_reference_spread")]
     if close:
         yield f"Less than another seed changes {reference}'s own loss: {_all(close)}."
-    if any(found[name]["mean"] < 0 for name in told):
+    if any(found[name]["mean"] < 0 for name in named):
         yield "Lower than the reference is not better arithmetic: coarser states make other steps."
     if any(difference["spread"] is None for difference in found.values()):
         one_seed = all(len(recipe["seeds"]) == 1 for recipe in recipes.values())
@@ -164,12 +164,12 @@ def _amount(difference: Json) -> str:
 def _summary_of_lost_updates(recipes: Json) -> Iterable[str]:
     lost = {name: recipe["lost_updates"] for name, recipe in recipes.items() if recipe["lost_updates"] is not None}
     names = sorted(lost, key=lambda name: (-lost[name], name))
-    told = _first([name for name in names if lost[name] >= 0.01])
-    if told:
-        rest = [name for name in names if name not in told]
+    named = _first([name for name in names if lost[name] >= 0.01])
+    if named:
+        rest = [name for name in names if name not in named]
         others = f"; no other lost more than {_at_most(100 * lost[rest[0]], 1)} %" if rest else ""
-        shares = [f"{name} {_percent(lost[name])} %" for name in told]
-        shares[0] = f"{told[0]} lost {_percent(lost[told[0]])} % of its updates"
+        shares = [f"{name} {_percent(lost[name])} %" for name in named]
+        shares[0] = f"{named[0]} lost {_percent(lost[named[0]])} % of its updates"
         yield f"{_all(shares)}{others}."
     elif names:
         yield f"No recipe lost more than {_at_most(100 * lost[names[0]], 1)} % of its updates."
@@ -181,10 +181,10 @@ def _summary_of_bytes(recipes: Json, reference: str | None) -> Iterable[str]:
     if reference is not None:
         most = kept[reference]
         less = [name for name in names if kept[name] < most]
-        told = [f"{name} {kept[name]:.4g} ({100 * (1 - kept[name] / most):.0f} % less)" for name in less]
-        if told:
-            shown = _first(told)
-            others = f"; {len(told) - len(shown)} others keep less than it, too" if len(told) > len(shown) else ""
+        named = [f"{name} {kept[name]:.4g} ({100 * (1 - kept[name] / most):.0f} % less)" for name in less]
+        if named:
+            shown = _first(named)
+            others = f"; {len(named) - len(shown)} others keep less than it, too" if len(named) > len(shown) else ""
             yield f"{reference} keeps {most:.4g} bytes per parameter, {_all(shown)}{others}."
     elif len(names) > 1:
         least, most = names[0], names[-1]
