@@ -42,7 +42,7 @@ def optimizers(device: torch.device) -> dict[str, tuple[torch.dtype, Make]]:
     }
     for recipe in map(recipes.get, recipes.names()):
         storages = {"weights": recipe.weights, "states": recipe.states}
-        found[recipe.name] = (recipe.dtype, lambda ps, o=storages: recipes.AdamW(ps, **o))
+        found[recipe.name] = (recipe.dtype, lambda ps, o=storages: optim.AdamW(ps, **o))
     for weights, states in _STORAGES if device.type == "cpu" else ():
         storages = {"weights": weights, "states": states}
         found[f"{weights}, {states}"] = (torch.bfloat16, lambda ps, o=storages: optim.AdamW(ps, **o))
