@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from _script import median
 
+from narrowgauge.cli._bench._timing import timed
 from narrowgauge.distributed._compressed_passes import EagerPasses, Reduction, passes_of
 
 RANKS = (2, 4, 8, 64)
@@ -70,17 +70,8 @@ def median_ms(call: Callable[[], Any], repeats: int, device: torch.device) -> fl
             end.synchronize()
             found.append(start.elapsed_time(end) / _TOGETHER)
         else:
-            began = time.perf_counter()
-            call()
-            found.append((time.perf_counter() - began) * 1e3)
-    return sorted(found)[len(found) // 2]
-
-
-def copy_speed(device: torch.device) -> float:
-    """Bytes a second, reads and writes counted, of a copy that no cache holds."""
-    x = torch.zeros(1 << (28 if device.type == "cuda" else 26), dtype=torch.uint8, device=device)
-    y: Tensor = torch.empty_like(x)
-    return 2 * x.nbytes / median_ms(lambda: y.copy_(x), 9, device) * 1e3
+            found.append(1e3 * timed(call, device))
+    return median(found)
 
 
 def moved_bytes(task: Reduction, ranks: int) -> dict[str, float]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.cli._bench._layers import BASELINE, Layer
+from narrowgauge.cli._bench._linear import BASELINE, Layer
 from narrowgauge.cli._bench._timing import why
 
 # Layers that are held at once, in units of dim: what each group of layers reads, and the widths of what they give.
@@ -90,7 +90,7 @@ def _forward(groups: Sequence[tuple[Tensor, list[nn.Module]]]) -> list[Tensor]:
     """Run all; what autograd keeps for the backward pass lives as long as the results."""
     results = []
     for x, modules in groups:
-        hidden = x.clone()  # nobody else's, as the output of the layer before would be
+        hidden = x.clone()  # its own, as the output of the layer before would be
         results += [module(hidden) for module in modules]
     return results
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.cli._bench._layers import Layer
-from narrowgauge.cli._bench._linear import Operands, Shape, operands, pass_of
+from narrowgauge.cli._bench._linear import Layer, Operands, Shape, operands, pass_of
 from narrowgauge.cli._bench._timing import why
 
 INPUTS = ("normal", "outliers")

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from narrowgauge.cli._bench._layers import Layer
-from narrowgauge.cli._bench._linear import Operands, Shape, operands
+from narrowgauge.cli._bench._linear import Layer, Operands, Shape, operands
 from narrowgauge.cli._bench._timing import Run, replayed, take_turns, why
 
 MULTIPLIES = ("output", "grad_input", "grad_weight")

@@ -1,6 +1,6 @@
-"""Times of linear layers as a page: a section from each results file of `narrowgauge bench linear`.
+"""Linear layers: docs/which_linear.md, from the results of `narrowgauge bench linear` and of runs beside it.
 
-Results are the files `linear_DEVICE.json` that there are, and beside them those of runs of their own: with peers
+A section for each file `linear_DEVICE.json`; with it go the results of runs of their own: with peers
 (`peers_linear_`), and of `bench_clip.py` without and with its filter (`clip_`, `clip_filter_`). Sections stand
 between `<!-- linear -->` and `<!-- end -->`. What one answers follows from its numbers.
 """
@@ -8,41 +8,34 @@ between `<!-- linear -->` and `<!-- end -->`. What one answers follows from its 
 from __future__ import annotations
 
 import json
-import re
 import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from _layers_clip import clip_table, commands
-from _steps import short
+from _pages import Results, by_device, commands, markdown, packages, replaced, short, table
 
-Results = Mapping[str, Any]
 Rows = Mapping[str, Mapping[str, Any]]
 BASELINE = "nn.Linear"
 BESIDE = ("peers_linear", "clip", "clip_filter")
 BLOCK = "a block, q, k, v as one layer"
-_MARKED = re.compile(r"(<!-- linear -->\n).*?(<!-- end -->)", re.DOTALL)
 _HOST_BOUND = 1.05  # launched one by one, a layer takes so many times its device's work
 
 
 def found(folder: Path) -> dict[str, Results]:
     """The results in a folder by the device's short name, GPUs first; other runs' within, by their names."""
-    files = sorted(folder.glob("linear_*.json"), key=lambda path: (path.stem.endswith("cpu"), path.stem))
-    results = {}
-    for path in files:
-        device = path.stem.removeprefix("linear_")
-        results[device] = json.loads(path.read_text())
+    results = by_device(folder, "linear")
+    for device, of in results.items():
         for run in BESIDE:
             if (file := folder / f"{run}_{device}.json").is_file():
-                results[device][run] = json.loads(file.read_text())
-    return results
+                of[run] = json.loads(file.read_text())
+    return dict(results)
 
 
 def rendered(text: str, results: Mapping[str, Results]) -> str:
     """A page with its sections drawn anew."""
     sections = "\n".join(section(of, device) for device, of in results.items())
-    return _MARKED.sub(lambda match: f"{match[1]}\n{sections}\n{match[2]}", text)
+    return replaced(text, "linear", f"\n{sections}\n")
 
 
 def pictures(device: str) -> tuple[str, str]:
@@ -96,12 +89,7 @@ def section(results: Results, device: str) -> str:
 
 def origin(results: Results) -> str:
     """The commands and the versions."""
-    packages = [
-        f"{name} {version}"
-        for name, version in results["environment"].items()
-        if name not in ("device", "platform", "transformers", "python")
-    ]
-    return f"{commands(results)}: {results['dtype']}, {', '.join(packages)}."
+    return f"{commands(results)}: {results['dtype']}, {packages(results, 'python')}."
 
 
 def answers(results: Results) -> str:
@@ -122,10 +110,10 @@ def answers(results: Results) -> str:
 
     def tell_speed(name: str) -> str:
         values = speedups(results, name)
-        told = f"{min(values):.2f} to {max(values):.2f} times as fast as `nn.Linear`"
+        text = f"{min(values):.2f} to {max(values):.2f} times as fast as `nn.Linear`"
         if any("graph_speedup" in rows.get(name, {}) for rows in results.get("shapes", {}).values()):
-            told += ", the device's work alone"
-        return told if max(values) >= 1 else f"{told}: stay with that where time is all that counts"
+            text += ", the device's work alone"
+        return text if max(values) >= 1 else f"{text}: stay with that where time is all that counts"
 
     def held(name: str) -> float | None:
         return results.get("memory", {}).get(BLOCK, {}).get(name, {}).get("saving")
@@ -159,19 +147,15 @@ def speedups(results: Results, name: str) -> list[float]:
 
 def speed_table(shapes: Mapping[str, Rows], about: Mapping[str, Any]) -> str:
     """Layers and shapes: milliseconds of `nn.Linear`, times as fast of the others."""
-    lines = [
-        f"| layer | {' | '.join(name.replace('x', ' × ') for name in shapes)} | host ms |",
-        f"| --- |{' ---: |' * (len(shapes) + 1)}",
-    ]
+    lines = []
     for name in dict.fromkeys(name for rows in shapes.values() for name in rows):
         of = about[name]
         shown = f"**{name}**" if of["of"] == "narrowgauge" else name
         rows = [rows.get(name, {}) for rows in shapes.values()]
         host = [row["host_ms"] for row in rows if "host_ms" in row]
         cells = [_speed_cell(row, name == BASELINE) for row in rows]
-        host_cell = short(statistics.median(host)) if host else "–"
-        lines.append(f"| {shown}<br>{of['what']} | {' | '.join(cells)} | {host_cell} |")
-    return "\n".join(lines)
+        lines.append([f"{shown}<br>{of['what']}", *cells, short(statistics.median(host)) if host else "–"])
+    return markdown(["layer", *(name.replace("x", " × ") for name in shapes), "host ms"], lines).rstrip()
 
 
 def _speed_cell(row: Mapping[str, Any], baseline: bool) -> str:
@@ -185,13 +169,13 @@ def _speed_cell(row: Mapping[str, Any], baseline: bool) -> str:
 
 
 def _explained(shapes: Mapping[str, Rows]) -> str:
-    told = "Tokens × input × output features: milliseconds of `nn.Linear`, and how many times as fast others are."
+    text = "Tokens × input × output features: milliseconds of `nn.Linear`, and how many times as fast others are."
     if any("graph_ms" in row for rows in shapes.values() for row in rows.values()):
-        told += (
+        text += (
             " In brackets, where the host does not keep up with the device: the device's work alone, replayed from "
             "a CUDA graph. Host ms is how long it is busy with a layer's forward and backward."
         )
-    return told
+    return text
 
 
 def cells_of(name: str) -> tuple[int, int]:
@@ -204,30 +188,35 @@ def by_dim(cells: Mapping[str, Rows], show: Callable[[Mapping[str, Any]], str]) 
     """A number of each layer by dim, a row for each number of tokens."""
     sides = [cells_of(name) for name in cells]
     dims, tokens = sorted({dim for _, dim in sides}), sorted({count for count, _ in sides})
-    lines = [f"| layer | tokens | {' | '.join(map(str, dims))} |", f"| --- | ---: |{' ---: |' * len(dims)}"]
-    for name in dict.fromkeys(name for rows in cells.values() for name in rows):
-        if name == BASELINE:
-            continue
+    lines = []
+    for name in dict.fromkeys(name for rows in cells.values() for name in rows if name != BASELINE):
         for count in tokens:
             rows = [cells.get(f"{count}x{dim}", {}).get(name, {}) for dim in dims]
             shown = [show(row) if row and "failed" not in row else "–" for row in rows]
-            lines.append(f"| {name} | {count:,} | {' | '.join(shown)} |")
-    return "\n".join(lines)
+            lines.append([name, f"{count:,}", *shown])
+    return markdown(["layer", "tokens", *map(str, dims)], lines).rstrip()
 
 
 def memory_table(models: Mapping[str, Rows]) -> str:
     """Bytes of a token and feature, and the saving, by part of a model."""
-    lines = [
-        f"| layer | {' | '.join(models)} | B of a weight |",
-        f"| --- |{' ---: |' * (len(models) + 1)}",
-    ]
-    for name in next(iter(models.values())):
-        rows = [rows[name] for rows in models.values() if "failed" not in rows[name]]
-        if len(rows) < len(models):
-            continue
-        cells = [f"{row['bytes_per_token_feature']:.2f} B{_less(row['saving'])}" for row in rows]
-        lines.append(f"| {name} | {' | '.join(cells)} | {rows[-1]['bytes_per_weight']:.2f} |")
-    return "\n".join(lines)
+
+    def saved(model: str) -> Callable[[str], str]:
+        return lambda name: (
+            "{bytes_per_token_feature:.2f} B".format(**models[model][name]) + _less(models[model][name]["saving"])
+        )
+
+    last = models[list(models)[-1]]
+    return table(
+        _measured(models),
+        ("layer", str),
+        *((model, saved(model)) for model in models),
+        ("B of a weight", lambda name: last[name]["bytes_per_weight"], ".2f"),
+    ).rstrip()
+
+
+def _measured(parts: Mapping[str, Rows]) -> list[str]:
+    """The layers that there are numbers of in all parts."""
+    return [n for n in next(iter(parts.values())) if not any("failed" in rows[n] for rows in parts.values())]
 
 
 def _less(saving: float) -> str:
@@ -238,14 +227,11 @@ def _less(saving: float) -> str:
 def noise_table(kinds: Mapping[str, Rows]) -> str:
     """Decibels of each result by kind of input."""
     results = ("output", "grad_input", "grad_weight")
-    heads = [f"{kind}: {name}" for kind in kinds for name in results]
-    lines = [f"| layer, dB | {' | '.join(heads)} |", f"| --- |{' ---: |' * len(heads)}"]
-    for name in next(iter(kinds.values())):
-        rows = [rows[name] for rows in kinds.values()]
-        if not any("failed" in row for row in rows):
-            cells = [f"{row[result]:.1f}" for row in rows for result in results]
-            lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    lines = [
+        [name, *(f"{rows[name][result]:.1f}" for rows in kinds.values() for result in results)]
+        for name in _measured(kinds)
+    ]
+    return markdown(["layer, dB", *(f"{kind}: {name}" for kind in kinds for name in results)], lines).rstrip()
 
 
 def failures(results: Results) -> list[str]:
@@ -257,3 +243,59 @@ def failures(results: Results) -> list[str]:
         for layer, row in rows.items()
         if "failed" in row
     ]
+
+
+def clip_table(clip: Results) -> str:
+    """Steps of CLIP with each kind of linear layers, by model."""
+    rows = [
+        {"model": model, "layer": name, "peak_bytes": None, **row}
+        for model, of in clip["models"].items()
+        for name, row in of["rows"].items()
+        if "failed" not in row
+    ]
+    drawn = table(
+        rows,
+        ("model", "model"),
+        ("linear layers", "layer"),
+        ("in eight bits", _layers),
+        ("ms a step", "ms", short),
+        ("times as fast", lambda row: f"{row['speedup']:.2f}" + _in_graph(row, "graph_speedup", ".2f")),
+        ("ceiling", "ceiling", ".2f"),
+        ("peak GB", lambda row: f"{row['peak_bytes'] / 1e9:.1f}" if row["peak_bytes"] else "–"),
+        ("warm-up", lambda row: f"{row['warm_up_seconds']:.0f} s"),
+        words=2,
+    )
+    shares = (f"{model} {100 * of['linear_share']:.0f} %" for model, of in clip["models"].items())
+    graph = " In brackets: the device's work alone, a step replayed from a CUDA graph." if "(*" in drawn else ""
+    return (
+        f"{drawn}\n{commands(clip)}. Matrix multiplies of the linear layers take {', '.join(shares)} of the step "
+        "with `nn.Linear`; the ceiling is what a step would reach if those in eight bits took half of their time "
+        f"and quantization none.{graph}{_same_step(clip)}"
+    )
+
+
+def _same_step(clip: Results) -> str:
+    """What the times of a step say whose layers the filter left as they were, all of them."""
+    left = [
+        row["speedup"]
+        for of in clip["models"].values()
+        if of.get("settings", {}).get("filter")
+        for row in of["rows"].values()
+        if row.get("swapped") == 0 and row.get("ceiling", 1.0) > 1.0
+    ]
+    if not left:
+        return ""
+    return (
+        f" With none in eight bits a step is that of `nn.Linear`: {min(left):.2f} to {max(left):.2f} is what "
+        "the host's launches make of the same step, and no gain."
+    )
+
+
+def _layers(row: Mapping[str, Any]) -> str:
+    """How many layers are in eight bits, and in a graph where those are others."""
+    same = row.get("graph_swapped") == row["swapped"]
+    return f"{row['swapped']}" + ("" if same else _in_graph(row, "graph_swapped"))
+
+
+def _in_graph(row: Mapping[str, Any], key: str, form: str = "") -> str:
+    return f" (*{row[key]:{form}}*)" if key in row else ""

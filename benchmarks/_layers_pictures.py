@@ -89,8 +89,8 @@ def _grid(figure: Figure, grid: Results, height: float, below: float) -> None:
         axis.set_xticklabels(dims)
         axis.set_title(plan, color=INK, fontsize=_TYPE + 0.5)
         axis.tick_params(labelsize=_TYPE - 1.5, labelleft=i == 0)
-    told = "dim: a layer from dim to 4 dim and one back"
-    figure.text(0.5, 0.46 / height, told, ha="center", color=MUTED, fontsize=_TYPE)
+    text = "dim: a layer from dim to 4 dim and one back"
+    figure.text(0.5, 0.46 / height, text, ha="center", color=MUTED, fontsize=_TYPE)
     handles = [
         Line2D([], [], color=_colour(j), marker=_marker(j), label=f"{count:,} tokens")
         for j, count in enumerate(tokens)

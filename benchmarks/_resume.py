@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from narrowgauge.cli._errors import UsageError
+from narrowgauge.cli._files import UsageError
 
 _NO_SECTIONS = ("command", "dtype", "seconds", "resumed")
 

@@ -17,6 +17,7 @@ the device's work.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import gc
 import statistics
@@ -24,21 +25,29 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
-from _clip_graph import as_if_capturing, captured
-from _clip_model import MODELS, clip_batch, clip_model, clip_rows, encoders, settings
-from _clip_sides import chosen, swapped
+from _clip import (
+    MODELS,
+    as_if_capturing,
+    captured,
+    chosen,
+    clip_batch,
+    clip_model,
+    clip_rows,
+    encoders,
+    swapped,
+)
 from _resume import resumed
+from _script import parser_for, save
 from torch import nn
 
 from narrowgauge import optim
-from narrowgauge.cli._bench._layers import Layer, baseline, peer_versions, peers, plan_layer
-from narrowgauge.cli._bench._shared import parts, write_json
-from narrowgauge.cli._bench._timing import timed
+from narrowgauge.cli._bench._linear import Layer, baseline, peer_versions, peers, plan_layer
+from narrowgauge.cli._bench._timing import timed, why
 from narrowgauge.cli._environment import describe_environment, find_device
+from narrowgauge.cli._options import parts
 from narrowgauge.linear import SwapReport
 
 PEER = "torchao"
@@ -112,7 +121,8 @@ def bench(
         optimizer.step()
 
     counts = clip_rows(of, args.batch, args.patch_dropout) if args.filter else None
-    shown = settings(of, args.batch) | {"filter": args.filter, "graph": args.graph, "mode": args.mode}
+    asked = {"batch": args.batch, "filter": args.filter, "graph": args.graph, "mode": args.mode}
+    shown = dataclasses.asdict(of) | asked
     found: dict[str, Any] = {"settings": shown, "rows": {}}
     rows, ready, reports = found["rows"], [], {}
     for layer in layers:
@@ -155,7 +165,7 @@ def bench(
 
 def _failed(error: Exception) -> dict[str, Any]:
     gc.collect()
-    return {"failed": f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"}
+    return {"failed": why(error)}
 
 
 def _speed(kind: str, own: Sequence[float], over: Sequence[float]) -> dict[str, float]:
@@ -216,7 +226,7 @@ def _rounds(
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
     shown = ", ".join(name for name in MODELS if name != "tiny")
     parser.add_argument("--models", help=f"comma-separated: {shown} (all of them; without a GPU --check)")
     parser.add_argument("--plans", default=PLANS, help="comma-separated, as `narrowgauge bench linear` takes them")
@@ -241,7 +251,6 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="steps of a side in a round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="auto", help="'cpu', 'cuda', or 'auto': a GPU if there is one")
-    parser.add_argument("--json", type=Path, help="a file for the results, written after every model")
     parser.add_argument("--resume", action="store_true", help="keep the models that the results file has")
     parser.add_argument("--check", action="store_true", help="a tiny model and a few steps")
     args = parser.parse_args(words)
@@ -293,25 +302,26 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
             found = results["models"][name] = bench(name, args.layers, args, args.device)
         print(f"{name}: linear layers {100 * found['linear_share']:.0f} % of a step")
         for side, row in found["rows"].items():
-            told = row.get("failed") or (
-                f"{row['ms']:.1f} ms, {row['speedup']:.3f} x"
-                + f", {row['swapped']} layers"
-                + (
-                    f"; from a graph {row['graph_ms']:.1f} ms, {row['graph_speedup']:.3f} x, "
-                    f"{row['graph_swapped']} layers"
-                    if "graph_ms" in row
-                    else ""
-                )
-                + f" (ceiling {row['ceiling']:.2f}), warm-up {row['warm_up_seconds']:.0f} s, "
-                f"{row['compiled_graphs']} graphs, peak {row.get('peak_bytes', 0) / 1e9:.1f} GB"
-            )
-            print(f"  {side}: {told}", flush=True)
-        if args.json:
-            write_json(args.json, results)
+            print(f"  {side}: {_line(row)}", flush=True)
+        save(args.json, results)
         gc.collect()
         if args.device.type == "cuda":
             torch.cuda.empty_cache()
     return results
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    if "failed" in row:
+        return str(row["failed"])
+    line = f"{row['ms']:.1f} ms, {row['speedup']:.3f} x, {row['swapped']} layers"
+    if "graph_ms" in row:
+        line += (
+            f"; from a graph {row['graph_ms']:.1f} ms, {row['graph_speedup']:.3f} x, {row['graph_swapped']} layers"
+        )
+    line += (
+        f" (ceiling {row['ceiling']:.2f}), warm-up {row['warm_up_seconds']:.0f} s, {row['compiled_graphs']} graphs"
+    )
+    return f"{line}, peak {row.get('peak_bytes', 0) / 1e9:.1f} GB"
 
 
 def main() -> int:

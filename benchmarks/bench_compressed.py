@@ -22,16 +22,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from _compressed_codec import codec_row, copy_speed, task_of
+from _compressed_codec import codec_row, task_of
+from _script import median, parser_for, save, wait
 from torch import Tensor, nn
 
 from narrowgauge import formats
+from narrowgauge.cli._bench._timing import copy_speed
 from narrowgauge.distributed import compressed_allreduce_hook
 
 HOOKS: dict[str, dict[str, Any]] = {
@@ -69,34 +73,21 @@ class Bucket:
         return True
 
 
-class Copied:
-    """The work of a collective that has been a copy."""
-
-    def wait(self) -> None:
-        pass
-
-
 @contextmanager
 def copies() -> Iterator[None]:
     """Copies of this rank's own messages in the place of collectives."""
+    work = SimpleNamespace(wait=lambda: None)
 
-    def exchange(received: Tensor, sent: Tensor, **_: Any) -> Copied:
-        received.copy_(sent)
-        return Copied()
-
-    def gather(received: Tensor, sent: Tensor, **_: Any) -> Copied:
+    def exchange(received: Tensor, sent: Tensor, **_: Any) -> Any:
         received.view(-1, sent.numel()).copy_(sent)
-        return Copied()
+        return work
 
-    patched = {"all_to_all_single": exchange, "all_gather_into_tensor": gather, "all_gather_single": gather}
-    kept = {name: getattr(dist, name) for name in patched if hasattr(dist, name)}
-    for name in kept:
-        setattr(dist, name, patched[name])
-    try:
+    names = ("all_to_all_single", "all_gather_into_tensor", "all_gather_single")
+    with ExitStack() as patches:
+        for name in names:
+            if hasattr(dist, name):
+                patches.enter_context(mock.patch.object(dist, name, exchange))
         yield
-    finally:
-        for name, function in kept.items():
-            setattr(dist, name, function)
 
 
 def timed(call: Callable[[], Any], repeats: int, device: torch.device) -> dict[str, float]:
@@ -105,23 +96,18 @@ def timed(call: Callable[[], Any], repeats: int, device: torch.device) -> dict[s
         call()
     found, host = [], []
     for _ in range(repeats):
-        synchronize(device)
+        wait(device)
         dist.barrier()
-        synchronize(device)
+        wait(device)
         start = time.perf_counter()
         call()
         host.append(time.perf_counter() - start)
-        synchronize(device)
+        wait(device)
         found.append(time.perf_counter() - start)
-    both = torch.tensor([sorted(times)[len(times) // 2] for times in (found, host)], device=device) * 1e3
+    both = torch.tensor([median(found), median(host)], device=device) * 1e3
     dist.all_reduce(both, op=dist.ReduceOp.MAX)
     ms, host_ms = both.tolist()
     return {"ms": ms, "host_ms": host_ms} if device.type == "cuda" else {"ms": ms}
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def bucket_rows(elements: int, repeats: int, device: torch.device) -> dict[str, dict[str, Any]]:
@@ -130,7 +116,7 @@ def bucket_rows(elements: int, repeats: int, device: torch.device) -> dict[str, 
     rows: dict[str, dict[str, Any]] = {}
     for name, dtype in PLAIN.items():
         x = torch.randn(elements // 1024 * 1024, device=device).to(dtype)
-        row: dict[str, Any] = timed(lambda x=x: dist.all_reduce(x.mul_(1 / ranks)), repeats, device)  # type: ignore[misc]
+        row: dict[str, Any] = timed(lambda x=x: dist.all_reduce(x.mul_(1 / ranks)), repeats, device)
         row["bytes"] = 2 * (ranks - 1) * x.nbytes // ranks
         row["GB/s"] = row["bytes"] / row["ms"] / 1e6
         rows[name] = row
@@ -139,9 +125,13 @@ def bucket_rows(elements: int, repeats: int, device: torch.device) -> dict[str, 
     for name, options in HOOKS.items():
         bucket: Any = Bucket(elements, device)
         hook = compressed_allreduce_hook(**options)
-        row = timed(lambda hook=hook, bucket=bucket: hook(None, bucket).wait(), repeats, device)  # type: ignore[misc]
+
+        def reduce(hook: Any = hook, bucket: Any = bucket) -> None:
+            hook(None, bucket).wait()
+
+        row = timed(reduce, repeats, device)
         with copies():
-            local = timed(lambda hook=hook, bucket=bucket: hook(None, bucket).wait(), repeats, device)  # type: ignore[misc]
+            local = timed(reduce, repeats, device)
         row |= {"local_ms": local["ms"], "bytes": hook.bytes_sent, "memory_bytes": hook.memory_bytes()}
         row["share of bf16"] = hook.bytes_sent / sent
         row["pays below GB/s"] = (sent - hook.bytes_sent) / local["ms"] / 1e6
@@ -215,9 +205,8 @@ def show(title: str, rows: dict[str, dict[str, Any]], rank: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--elements", type=int, nargs="*", help="of a bucket")
     args = parser.parse_args()
@@ -226,12 +215,11 @@ def main() -> None:
     found = []
     for ranks in args.ranks:
         with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(on_a_rank, (folder, ranks, args), nprocs=ranks)  # type: ignore[no-untyped-call]
+            torch.multiprocessing.spawn(on_a_rank, (folder, ranks, args), nprocs=ranks)
             found.append(json.loads((Path(folder) / "results.json").read_text()))
-    if args.json:
-        command = f"python benchmarks/bench_compressed.py --ranks {' '.join(map(str, args.ranks))}"
-        results = {"command": command, "device": found[0]["device"], "torch": torch.__version__, "runs": found}
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    command = f"python benchmarks/bench_compressed.py --ranks {' '.join(map(str, args.ranks))}"
+    device = found[0]["device"]
+    save(args.json, {"command": command, "device": device, "torch": torch.__version__, "runs": found})
 
 
 if __name__ == "__main__":

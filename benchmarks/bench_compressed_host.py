@@ -14,19 +14,21 @@ import argparse
 import cProfile
 import pstats
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from _script import median, parser_for
 from bench_compressed import Bucket
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from narrowgauge.cli._bench._timing import timed
 from narrowgauge.distributed import compressed_allreduce_hook
 from narrowgauge.kernels import _allreduce, _launches
 
+CPU = torch.device("cpu")
 WEIGHT, VECTOR = (64, 64), (64,)
 BUCKETS = {
     "a weight": [WEIGHT],
@@ -61,24 +63,24 @@ class Nothing:
         return self
 
 
+def passed_on(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """A call that a mode sees, counted."""
+    self.count += 1
+    return func(*args, **(kwargs or {}))
+
+
 class Functions(TorchFunctionMode):
     """Counts torch's functions."""
 
     count = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
+    __torch_function__ = passed_on
 
 
-class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Operations(TorchDispatchMode):
     """Counts what torch dispatches."""
 
     count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
+    __torch_dispatch__ = passed_on
 
 
 def counted(call: Callable[[], Any]) -> dict[str, int]:
@@ -94,24 +96,12 @@ def counted(call: Callable[[], Any]) -> dict[str, int]:
         call()
     finally:
         sys.setprofile(None)
-    functions, operations = Functions(), Operations()  # type: ignore[no-untyped-call]
-    with functions:
-        call()
-    with operations:
-        call()
-    return {
-        "Python": found["call"], "C": found["c_call"], "torch": functions.count, "operations": operations.count
-    }  # fmt: skip
-
-
-def microseconds(call: Callable[[], Any], repeats: int) -> float:
-    """The median of a call."""
-    found = []
-    for _ in range(repeats):
-        start = time.perf_counter_ns()
-        call()
-        found.append(time.perf_counter_ns() - start)
-    return sorted(found)[len(found) // 2] / 1e3
+    counts = {"Python": found["call"], "C": found["c_call"]}
+    for kind, counter in (("torch", Functions()), ("operations", Operations())):
+        with counter:
+            call()
+        counts[kind] = counter.count
+    return counts
 
 
 def without_ranks(nothing: Nothing) -> None:
@@ -146,7 +136,7 @@ def rows(path: str, args: argparse.Namespace) -> None:
 
             for _ in range(20):
                 call()
-            took = microseconds(call, args.repeats)
+            took = 1e6 * median([timed(call, CPU) for _ in range(args.repeats)])
             calls = ", ".join(f"{kind} {count}" for kind, count in counted(call).items())
             print(f"{path:8}{name:20}{title:16}{took:7.1f} us; calls: {calls}", flush=True)
             if args.profile:
@@ -156,7 +146,7 @@ def rows(path: str, args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
     parser.add_argument("--repeats", type=int, default=2000)
     parser.add_argument("--profile", action="store_true", help="where the time goes")
     args = parser.parse_args()

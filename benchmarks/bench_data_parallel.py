@@ -11,12 +11,9 @@ checkpoint's bytes and seconds. `studies/scale.py` sets its calculation beside t
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
-import json
 import platform
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +24,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from _script import parser_for, save, slowest
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -77,11 +75,6 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(t.nbytes for t in tensors)
 
 
-def with_torchs(parts: Parts) -> Parts:
-    """The same with torch's AdamW."""
-    return replace(parts, optimizer=torch.optim.AdamW(parts.model.parameters(), 1e-4, fused=True))  # type: ignore[arg-type]
-
-
 class Sent(TorchDispatchMode):
     """Counts what collectives send, as rings do, or every rank to every other."""
 
@@ -102,30 +95,11 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def slowest(seconds: float, device: torch.device) -> float:
-    found = torch.tensor(seconds, device=device, dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def bandwidth(device: torch.device, repeats: int) -> float:
     """Bytes a second that a process sends in a large all-reduce, as a ring counts them."""
     x = torch.ones(BUCKET if device.type == "cuda" else 2**20, device=device, dtype=torch.bfloat16)
-    times = []
-    for _ in range(repeats + 2):
-        synchronize(device)
-        dist.barrier()
-        begin = time.perf_counter()
-        dist.all_reduce(x)
-        synchronize(device)
-        times.append(time.perf_counter() - begin)
-    ranks = dist.get_world_size()
-    return 2 * (ranks - 1) / ranks * x.nbytes / slowest(statistics.median(times[2:]), device)
+    ranks, seconds = dist.get_world_size(), slowest(lambda: dist.all_reduce(x), device, repeats) / 1e3
+    return 2 * (ranks - 1) / ranks * x.nbytes / seconds
 
 
 def measured(
@@ -137,7 +111,9 @@ def measured(
     team = ProcessGroup.of(settings) if together else ALONE
     ranks = dist.get_world_size()
     parts = build_parts(settings, vocabulary, device, team)
-    parts = with_torchs(parts) if name.endswith(TORCHS) else parts
+    if name.endswith(TORCHS):
+        fused: Any = torch.optim.AdamW(parts.model.parameters(), 1e-4, fused=True)
+        parts = replace(parts, optimizer=fused)
     hook = None
     if options is not None:
         hook = compressed_allreduce_hook(**options)
@@ -152,18 +128,7 @@ def measured(
         torch.autograd.backward(next_token_loss(parts.runs, windows))
         parts.optimizer.step()
 
-    for _ in range(3):
-        step()
-    times = []
-    for _ in range(repeats):
-        synchronize(device)
-        dist.barrier()
-        begin = time.perf_counter()
-        for _ in range(STEPS):
-            step()
-        synchronize(device)
-        times.append((time.perf_counter() - begin) / STEPS)
-    seconds = slowest(statistics.median(times), device)
+    seconds = slowest(lambda: [step() for _ in range(STEPS)], device, repeats, 1) / STEPS / 1e3
     with Sent() as sent:
         step()
     row = {
@@ -203,14 +168,13 @@ def shared_folder() -> Iterator[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
     parser.add_argument("--model", default="gpt2-medium", help="preset of a causal model")
     parser.add_argument("--batch", type=int, default=8, help="windows of each process")
     parser.add_argument("--sequence", type=int, default=1024)
     parser.add_argument("--vocabulary", type=int, default=50257, help="GPT-2's, if nothing else is said")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", help="comma-separated parts of names of rows")
-    parser.add_argument("--json", type=Path, help="write results here")
     args = parser.parse_args(arguments)
     cuda = torch.cuda.is_available()
     device = own_device(torch.device("cuda" if cuda else "cpu"))
@@ -238,15 +202,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         results["rows"][name] = {"recipe": settings.recipe, **row}
         if first:
             print(f"{name:34}" + ", ".join(_said(*cell) for cell in row.items()), flush=True)
-            if args.json is not None:  # row by row: a call that is cut off leaves what it has
-                args.json.write_text(json.dumps(results, indent=1) + "\n")
+            save(args.json, results)  # row by row: a call that is cut off leaves what it has
     if first:
         model = build_parts(TrainSettings(**given), args.vocabulary, torch.device("cpu")).model
         results["shapes"] = [list(p.shape) for p in model.parameters()]
         layers = sum(p.numel() for block in blocks(model) for p in block.parameters())
         results["outside_layers"] = sum(p.numel() for p in model.parameters()) - layers
-        if args.json is not None:
-            args.json.write_text(json.dumps(results, indent=1) + "\n")
+        save(args.json, results)
     dist.destroy_process_group()
     return results
 

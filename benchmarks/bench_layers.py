@@ -20,7 +20,6 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,11 +27,14 @@ from _layer_memory import MODELS, memory
 from _layer_noise import INPUTS, noise
 from _layer_operations import mlp, time_operations
 from _resume import resumed
+from _script import parser_for, save
 
-from narrowgauge.cli._bench._layers import BASELINE, Layer, baseline
 from narrowgauge.cli._bench._linear import (
+    BASELINE,
     DTYPES,
+    Layer,
     Shape,
+    baseline,
     chosen_dtype,
     chosen_plans,
     header,
@@ -42,10 +44,10 @@ from narrowgauge.cli._bench._linear import (
     times_of,
     tune_shape,
 )
-from narrowgauge.cli._bench._shared import parts, write_json
 from narrowgauge.cli._bench._timing import replayed, take_turns, why
 from narrowgauge.cli._environment import find_device
-from narrowgauge.cli._errors import UsageError
+from narrowgauge.cli._files import UsageError
+from narrowgauge.cli._options import parts
 
 SECTIONS = ("memory", "noise", "operations", "grid")
 GRID_PLANS = "SWITCHBACK:int8,SWITCHBACK:e4m3,TENSORWISE_FP8:e4m3"
@@ -125,8 +127,7 @@ def run(args: argparse.Namespace, command: str) -> int:
         for layer, row in rows.items():
             shown = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
             print(f"  {layer}: {', '.join(f'{key} {value}' for key, value in shown.items())}", flush=True)
-        if args.json is not None:
-            write_json(args.json, results)
+        save(args.json, results)
         if args.device.type == "cuda":
             torch.cuda.empty_cache()
     return int(failed)
@@ -134,7 +135,7 @@ def run(args: argparse.Namespace, command: str) -> int:
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:
     """The options, checked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
     parser.add_argument("--sections", default=",".join(SECTIONS), help="comma-separated")
     parser.add_argument("--plans", help="comma-separated, as `narrowgauge bench linear` takes them")
     parser.add_argument("--dtype", default="bf16", help="of the layers")
@@ -142,7 +143,6 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tune", action="store_true", help="time all ways to multiply first")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--seconds", type=float, default=0.2, help="how long to time each row")
-    parser.add_argument("--json", type=Path, help="results file, written after each measurement")
     parser.add_argument("--resume", action="store_true", help="keep what the results file has")
     args = parser.parse_args(words)
     args.sections = tuple(parts(args.sections))

@@ -10,19 +10,16 @@ on the CPU. Such times compare two states of this library, not the library with 
 
 from __future__ import annotations
 
-import argparse
 import cProfile
-import json
 import pstats
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import triton
+from _script import command, parser_for, save
 from torch import nn
 
 from narrowgauge.kernels import _launches
@@ -133,18 +130,8 @@ def microseconds(run: Callable[[], None], wait: Callable[[], None], runs: int, r
     return 1e6 * min(times[1:]) / runs
 
 
-def profiled(run: Callable[[], None], runs: int) -> pstats.Stats:
-    """What Python does in runs; the autograd engine of a GPU has a thread of its own, which is not in it."""
-    profile = cProfile.Profile()
-    profile.enable()
-    for _ in range(runs):
-        run()
-    profile.disable()
-    return pstats.Stats(profile)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--tokens", type=int, default=256 if on_gpu else 16)
     parser.add_argument("--features", type=int, default=1280 if on_gpu else 32, help="of input and output")
@@ -152,7 +139,6 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=20 if on_gpu else 200, help="passes in a row")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--profile", action="store_true", help="show where Python spends its time")
-    parser.add_argument("--json", type=Path, help="a file for the results")
     args = parser.parse_args()
     if not on_gpu:
         without_gpu()
@@ -172,7 +158,10 @@ def main() -> None:
         spent = microseconds(run, wait, args.runs, args.rounds)
         # Beside it, so that a host that becomes slower does so for both.
         beside = microseconds(one_pass(plain, args.tokens, device), wait, args.runs, args.rounds)
-        stats = profiled(run, args.runs)
+        # What Python does; the autograd engine of a GPU has a thread of its own, which is not in it.
+        profile = cProfile.Profile()
+        profile.runcall(lambda run=run: [run() for _ in range(args.runs)])
+        stats = pstats.Stats(profile)
         wait()
         calls = stats.total_calls / args.runs
         row = rows[name] = {"host_us": spent, "beside_us": beside, "times_linear": spent / beside, "calls": calls}
@@ -180,14 +169,9 @@ def main() -> None:
         print(f"{name:20} {spent:7.1f} us, {row['times_linear']:.2f} x nn.Linear{reach}; {calls:.0f} calls")
         if args.profile:
             stats.sort_stats("tottime").print_stats(25)
-    if args.json:
-        environment = {"torch": torch.__version__, "triton": triton.__version__, "device": where}
-        sizes = {"tokens": args.tokens, "features": args.features}
-        command = " ".join(["python", "benchmarks/bench_linear_host.py", *sys.argv[1:]])
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(
-            json.dumps({"environment": environment, "command": command, **sizes, "rows": rows}, indent=1) + "\n"
-        )
+    environment = {"torch": torch.__version__, "triton": triton.__version__, "device": where}
+    sizes = {"tokens": args.tokens, "features": args.features}
+    save(args.json, {"environment": environment, "command": command(), **sizes, "rows": rows})
 
 
 if __name__ == "__main__":

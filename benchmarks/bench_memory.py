@@ -11,18 +11,15 @@ one product, forward and backward, leaves behind.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import gc
-import json
-import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+from _script import command, parser_for, save
 from torch import Tensor
 
 from narrowgauge import linear, recipes
@@ -173,7 +170,7 @@ def measured(row: Row, device: torch.device) -> list[int]:
 
 
 def loss_of(row: Row, model: Any, generator: torch.Generator) -> Tensor:
-    """The loss of a batch, which goes as soon as nobody needs it."""
+    """The loss of a batch, which goes as soon as it is not needed."""
     config, options = model.config, {"device": generator.device, "generator": generator}
 
     def integers(most: int, *shape: int) -> Tensor:
@@ -214,7 +211,7 @@ def results_of(rows: list[Row], device: torch.device, most: float, seconds: floa
     results: dict[str, Any] = {
         "device": name,
         "torch": torch.__version__,
-        "command": shlex.join(["python", *sys.argv]),
+        "command": command(),
         "workspaces": workspaces(device),
         "rows": [],
     }
@@ -256,8 +253,7 @@ def line(found: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="results file")
+    parser = parser_for(__doc__)
     parser.add_argument("--only", default="", help="comma-separated: models, recipes, what is on the host")
     parser.add_argument("--most", type=float, default=120.0, help="GB that a row may be planned to take")
     parser.add_argument("--seconds", type=float, default=140.0, help="after which no row is begun")
@@ -279,9 +275,7 @@ def main() -> int:
     ratios = [row["ratio"] for row in results["rows"] if "ratio" in row]
     within = sum(abs(ratio - 1) <= 0.05 for ratio in ratios)
     print(f"{within} of {len(results['rows'])} rows within 5%; workspaces {results['workspaces'] / 2**20:.1f} MiB")
-    if given.json is not None:
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(json.dumps(results, indent=1) + "\n")
+    save(given.json, results)
     return 0
 
 

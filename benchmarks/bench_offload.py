@@ -11,21 +11,18 @@ whose AdamW keeps weights and moments in bf16.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import statistics
-import sys
-import time
 from collections.abc import Callable, Sequence
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
+from _script import command, parser_for, save
 from torch import Tensor, nn
 
 import narrowgauge as ng
+from narrowgauge.cli._bench._rows import installed_version
+from narrowgauge.cli._bench._timing import timed
 from narrowgauge.cli._environment import describe_environment, usable_cores
 
 Make = Callable[[list[nn.Parameter]], Any]
@@ -114,14 +111,6 @@ def contenders(device: torch.device) -> dict[str, Make | str]:
 
 def measured(shapes: Sequence[tuple[int, ...]], make: Make, device: torch.device, count: int, repeats: int) -> Any:
     """One contender's row: times in milliseconds, memory in bytes."""
-
-    def seconds(what: Callable[[], Any]) -> float:
-        synchronize(device)
-        start = time.perf_counter()
-        what()
-        synchronize(device)
-        return time.perf_counter() - start
-
     cuda = device.type == "cuda"
     ps = [nn.Parameter(torch.empty(s, dtype=torch.bfloat16, device=device).normal_(0, 0.02)) for s in shapes]
     width = max(max(s) for s in shapes)
@@ -129,28 +118,25 @@ def measured(shapes: Sequence[tuple[int, ...]], make: Make, device: torch.device
     before = torch.cuda.memory_allocated(device) if cuda else 0
     optimizer = make(ps)
 
-    def clear() -> None:
-        for p in ps:
-            p.grad = None
-
     def whole() -> None:
         backward(ps, tokens)
         optimizer.step()
 
-    first = seconds(whole)
+    first = timed(whole, device)
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     both, alone = [], []
     for _ in range(repeats):
         optimizer.zero_grad()
-        both.append(seconds(whole))
+        both.append(timed(whole, device))
     peak = torch.cuda.max_memory_allocated(device) if cuda else None
     for _ in range(repeats):
         optimizer.zero_grad()
-        seconds(lambda: backward(ps, tokens))
-        alone.append(seconds(optimizer.step))
+        timed(lambda: backward(ps, tokens), device)
+        alone.append(timed(optimizer.step, device))
     optimizer.zero_grad()
-    clear()
+    for p in ps:
+        p.grad = None
     row = {
         "ms": 1e3 * statistics.median(both),
         "step_ms": 1e3 * statistics.median(alone),
@@ -168,45 +154,24 @@ def measured(shapes: Sequence[tuple[int, ...]], make: Make, device: torch.device
 def backward_ms(shapes: Sequence[tuple[int, ...]], device: torch.device, count: int, repeats: int) -> float:
     """The backward pass without an optimizer."""
 
-    class Nothing:
-        def step(self) -> None: ...
+    class Nothing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None: ...
 
-        def zero_grad(self) -> None: ...
-
-    made: Any = Nothing()
-    ps: list[nn.Parameter] = []
-
-    def make(given: list[nn.Parameter]) -> Any:
-        ps.extend(given)
-        return made
-
-    made.zero_grad = lambda: [setattr(p, "grad", None) for p in ps]
-    return float(measured(shapes, make, device, count, repeats)["ms"])
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return float(measured(shapes, lambda ps: Nothing(ps, lr=0.0), device, count, repeats)["ms"])
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_for(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--lists", nargs="+", choices=LISTS, default=["1b", "7b"])
     parser.add_argument("--rows", default="", help="measure rows only whose names have this in them")
     parser.add_argument("--tokens", type=int, default=4096, help="of the backward pass")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write results here, after each row")
     arguments = parser.parse_args(argv)
     device = torch.device(arguments.device)
-    versions = {}
-    for package in ("torchao", "triton"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = "not installed"
+    versions = {package: installed_version(package) or "not installed" for package in ("torchao", "triton")}
     results: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": command(),
         "environment": describe_environment(device) | versions,
         "cores": usable_cores(),
         "threads": torch.get_num_threads(),
@@ -234,9 +199,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
             print(f"  {label:<58} {said(rows[label])}", flush=True)
-            if arguments.json:
-                arguments.json.parent.mkdir(parents=True, exist_ok=True)
-                arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+            save(arguments.json, results)
     return results
 
 

@@ -9,20 +9,16 @@ fraction of the data's interquartile range; each as the mean and the largest ove
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import sys
-import time
 from collections.abc import Callable
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from _script import command, median, parser_for, save
 from torch import Tensor
 
+from narrowgauge.cli._bench._timing import timed, timed_run
 from narrowgauge.cli._environment import describe_environment
 from narrowgauge.storage import estimate_quantiles
 
@@ -109,45 +105,32 @@ def error_tables(largest: int) -> dict[str, Any]:
     return tables
 
 
-def nanoseconds(function: Callable[[], object], size: int, device: str, repeats: int) -> float:
+def nanoseconds(function: Callable[[], object], size: int, device: torch.device, repeats: int) -> float:
     """Median nanoseconds an element after two calls that are not counted; a GPU's by its own clock."""
-    times = []
-    for _ in range(repeats + 2):
-        if device == "cpu":
-            start = time.perf_counter()
-            function()
-            times.append(1e9 * (time.perf_counter() - start))
-        else:
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            events[0].record()
-            function()
-            events[1].record()
-            events[1].synchronize()
-            times.append(1e6 * events[0].elapsed_time(events[1]))
-    return statistics.median(times[2:]) / size
+    on_gpu = device.type == "cuda"
+    times = [timed_run(function, 1, device)[0] if on_gpu else timed(function, device) for _ in range(repeats + 2)]
+    return 1e9 * median(times[2:]) / size
 
 
-def speed_table(device: str, repeats: int) -> dict[str, float]:
+def speed_table(device: torch.device, repeats: int) -> dict[str, float]:
     """Nanoseconds an element of ours and of what else there is."""
     rows = {}
-    sizes = (2**20, 2**24, 2**28) if device != "cpu" else (2**16, 2**20, 2**24)
-    for size in sizes:
-        x = torch.randn(size, device=device)
-        where = f"2^{size.bit_length() - 1} float32"
-        rows[f"estimate_quantiles, {where}"] = nanoseconds(lambda x=x: estimate_quantiles(x), size, device, repeats)
-        rows[f"torch.sort, {where}"] = nanoseconds(lambda x=x: torch.sort(x), size, device, 3)
-        if size <= 2**24:
-            p = torch.from_numpy(PROBABILITIES).float().to(device)
-            rows[f"torch.quantile, {where}"] = nanoseconds(
-                lambda x=x, p=p: torch.quantile(x[:-1], p), size, device, 3
-            )
-        if device == "cpu":
-            array = x.numpy()
-            rows[f"numpy.quantile, {where}"] = nanoseconds(
-                lambda a=array: np.quantile(a, PROBABILITIES), size, device, 3
-            )
+    on_cpu = device.type == "cpu"
+    p = torch.from_numpy(PROBABILITIES).float().to(device)
+    for exponent in (16, 20, 24) if on_cpu else (20, 24, 28):
+        x = torch.randn(2**exponent, device=device)
+        ways: dict[str, tuple[Callable[[], object], int]] = {
+            "estimate_quantiles": (lambda x=x: estimate_quantiles(x), repeats),
+            "torch.sort": (lambda x=x: torch.sort(x), 3),
+        }
+        if exponent <= 24:
+            ways["torch.quantile"] = (lambda x=x: torch.quantile(x[:-1], p), 3)
+        if on_cpu:
+            ways["numpy.quantile"] = (lambda x=x: np.quantile(x.numpy(), PROBABILITIES), 3)
         else:
-            rows[f"torch.sum, {where}"] = nanoseconds(lambda x=x: x.sum(), size, device, repeats)
+            ways["torch.sum"] = (lambda x=x: x.sum(), repeats)
+        for name, (way, times) in ways.items():
+            rows[f"{name}, 2^{exponent} float32"] = nanoseconds(way, x.numel(), device, times)
     variants = {
         "bfloat16": (x.bfloat16(), 256),
         "float32, count 16": (x, 16),
@@ -156,36 +139,34 @@ def speed_table(device: str, repeats: int) -> dict[str, float]:
         "float32, one element less": (x[:-1], 256),
     }
     for name, (values, count) in variants.items():
-        label = f"estimate_quantiles, 2^{size.bit_length() - 1} {name}"
-        rows[label] = nanoseconds(lambda v=values, c=count: estimate_quantiles(v, c), size, device, repeats)
+        way = lambda v=values, c=count: estimate_quantiles(v, c)  # noqa: E731
+        rows[f"estimate_quantiles, 2^{exponent} {name}"] = nanoseconds(way, x.numel(), device, repeats)
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_for(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    environment = describe_environment(torch.device(arguments.device))
-    if arguments.device != "cpu":
+    device = torch.device(arguments.device)
+    environment = describe_environment(device)
+    if device.type == "cuda":
         environment["triton"] = metadata.version("triton")
     results: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": command(),
         "environment": environment,
-        "nanoseconds an element, median": speed_table(arguments.device, arguments.repeats),
+        "nanoseconds an element, median": speed_table(device, arguments.repeats),
     }
     for name, value in results["nanoseconds an element, median"].items():
         print(f"  {name:<56} {value:10.5f} ns")
-    if arguments.device == "cpu":
+    if device.type == "cpu":
         results["errors"] = error_tables(24)
         for title, table in results["errors"].items():
             print(title)
             for name, row in table.items():
                 print(f"  {name:<58}", "  ".join(f"{key} {value:.1e}" for key, value in row.items()))
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    save(arguments.json, results)
 
 
 if __name__ == "__main__":

@@ -9,16 +9,13 @@ tensors, the factor's multiplication, and the all-reduce. Times are the slowest 
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import platform
-import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from _script import parser_for, save, slowest
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -51,29 +48,11 @@ class Layer(nn.Module):
         self.linears = nn.ModuleList(nn.Linear(*size) for size in sizes)
 
 
-def milliseconds(step: Any, device: torch.device, repeats: int) -> float:
-    """The median time of a step, the slowest rank's."""
-    times = []
-    for _ in range(repeats + 3):
-        dist.barrier()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        step()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    found = torch.tensor(sorted(times[3:])[repeats // 2] * 1e3, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_for(__doc__)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--json", type=Path, help="write results here")
     arguments = parser.parse_args()
     cuda = torch.cuda.is_available()
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
@@ -99,7 +78,7 @@ def main() -> None:
         row: dict[str, Any] = {"run": name}
         for what, ps in (("plain", plain), ("sharded", shared)):
             optimizer = getattr(ng.optim, kind)(ps, lr=1e-5, **options)
-            row[what] = milliseconds(optimizer.step, device, arguments.repeats)
+            row[what] = slowest(optimizer.step, device, arguments.repeats)
             row[f"{what} path"] = sorted({line.path for line in optimizer.describe().rows})
             del optimizer
         rows.append(row)
@@ -110,8 +89,7 @@ def main() -> None:
         head = {"device": where, "torch": torch.__version__, "ranks": dist.get_world_size()}
         head |= {"parameters": len(plain), "elements a rank": elements}
         print(head)
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
+        save(arguments.json, head | {"rows": rows})
     dist.destroy_process_group()
 
 

@@ -15,19 +15,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import shlex
 import statistics
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from _script import command, parser_for, save
 from torch import Tensor, nn
 
 from narrowgauge import gauges, optim
+from narrowgauge.cli._bench._timing import timed
 
 OPTIMIZERS: dict[str, tuple[torch.dtype, Callable[[nn.Module], torch.optim.Optimizer]]] = {
     "torch": (torch.bfloat16, lambda net: torch.optim.AdamW(net.parameters(), 1e-5, fused=True)),
@@ -100,18 +98,14 @@ class Training:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
 
-    def seconds(self, count: int, options: dict[str, Any] | None, every: int) -> float:
-        """Of some steps, after some more, with a watch if there are options; from one idle device to the next."""
+    def seconds(self, count: int, way: dict[str, Any] | None, every: int) -> float:
+        """Of some steps, after some more, with a watch if there is a way of watching."""
         watched: Any = contextlib.nullcontext()
-        if options is not None:
-            watched = gauges.watch(self.net, self.optimizer, every, states_every=0, **options)
+        if way is not None:
+            watched = gauges.watch(self.net, self.optimizer, every, states_every=0, **way)
         with watched:
             self.steps(every)
-            self._wait()
-            start = time.perf_counter()
-            self.steps(count)
-            self._wait()
-            return time.perf_counter() - start
+            return timed(lambda: self.steps(count), self.device)
 
     def moments(self, every: int) -> float | None:
         """Seconds that a step takes longer if quantized moments are compared with exact ones."""
@@ -121,16 +115,8 @@ class Training:
         for states in (0, 1, 0, 1):
             with gauges.watch(self.net, self.optimizer, every, updates=False, gradients=False, activations=False,
                               rms_every=0, states_every=states):  # fmt: skip
-                self._wait()
-                start = time.perf_counter()
-                self.steps(1)
-                self._wait()
-                found.append(time.perf_counter() - start)
+                found.append(timed(lambda: self.steps(1), self.device))
         return min(found[1::2]) - min(found[::2])
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
 
 def measured(name: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -143,7 +129,7 @@ def measured(name: str, args: argparse.Namespace) -> dict[str, Any]:
     for number in range(args.rounds):
         for way in args.ways:
             order = (None, WAYS[way]) if number % 2 == 0 else (WAYS[way], None)
-            found = [training.seconds(count, options, args.every) for options in order]
+            found = [training.seconds(count, one, args.every) for one in order]
             without, within = found if number % 2 == 0 else found[::-1]
             rounds[way].append((without, within))
     base = statistics.median(without for pairs in rounds.values() for without, _ in pairs) / count
@@ -161,8 +147,7 @@ def measured(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    parser = parser_for(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--optimizers", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS))
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
@@ -182,7 +167,7 @@ def main() -> None:
         "model": {key: getattr(args, key) for key in ("layers", "width", "vocabulary", "length", "batch")},
         "every": args.every,
         "optimizers": {},
-        "command": shlex.join(["python", *sys.argv]),
+        "command": command(),
     }
     for name in args.optimizers:
         results["optimizers"][name] = found = measured(name, args)
@@ -194,8 +179,7 @@ def main() -> None:
             row = found["moments"]
             how = f"({row['ms']:.1f} ms every {STATES_EVERY} steps)"
             print(f"  moments            {row['cost']:+7.2%}   {how}", flush=True)
-        if args.json:
-            args.json.write_text(json.dumps(results, indent=1) + "\n")
+        save(args.json, results)
         if cuda:
             torch.cuda.empty_cache()
 

@@ -8,23 +8,17 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import re
-import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-from count_step_instructions import sass, usage
-from triton.backends.compiler import GPUTarget
+from _machine_code import compile_kernel, memory_operations, registers, sass, unpredicated, write_code
 
 from narrowgauge import formats
 from narrowgauge.formats import Coder
 from narrowgauge.kernels import _allreduce
 from narrowgauge.kernels._allreduce_key import AllreduceKey
 
-TARGET = GPUTarget("cuda", 90, 32)
 _POINTERS = {
     "places": "*i64", "owners": "*i32", "values": "*fp32", "total": "*fp32", "flags": "*i32", "halves": "*i16",
     "halves_in": "*i16", "halves_sent": "*i16",
@@ -39,7 +33,7 @@ BOOKS = {
 }
 
 
-def compiled(kind: AllreduceKey, name: str, aligned: bool = True, target: GPUTarget = TARGET) -> Any:
+def compiled(kind: AllreduceKey, name: str, aligned: bool = True) -> Any:
     """A kernel of a kind, compiled as it is launched."""
     kernel = getattr(_allreduce, name)
     made = _allreduce.TritonAllreduce(kind)
@@ -47,20 +41,13 @@ def compiled(kind: AllreduceKey, name: str, aligned: bool = True, target: GPUTar
     constants |= {"TOTAL": kind.residual is not None, "MANY": _allreduce._SCALES}
     if kind.residual is None:
         constants |= {"total": None, "flags": None}
-    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     words = "*i32" if kind.bits == 8 else "*i16"
-    types = _POINTERS | dict.fromkeys(("codes", "codes_in", "codes_sent"), words)
+    types = _POINTERS | dict.fromkeys(("codes", "codes_in", "codes_sent"), words) | dict.fromkeys(_SIZES, "i32")
     types["grads"] = "*fp32" if kind.dtype == torch.float32 else "*i16"
     types["table"] = "*fp32" if kind.table is None else "*i32"
-    types |= dict.fromkeys(_SIZES, "i32")
-    signature = {key: "constexpr" if key in constants else types[key] for key in kernel.arg_names}
-    aligned_at = [
-        i for i, key in enumerate(kernel.arg_names)
-        if key not in constants and (types[key].startswith("*") or (aligned and key in ("pitch", "codes_at")))
-    ]  # fmt: skip
-    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned_at}
-    source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=target, options=made.options)
+    types = {name: types[name] for name in kernel.arg_names if name not in constants}
+    at = [name for name, of in types.items() if of.startswith("*") or (aligned and name in ("pitch", "codes_at"))]
+    return compile_kernel(kernel, types, constants, at, **made.options)
 
 
 def kinds(every: bool) -> dict[str, AllreduceKey]:
@@ -82,18 +69,13 @@ def kinds(every: bool) -> dict[str, AllreduceKey]:
 
 def measured(kernel: Any, elements: int) -> dict[str, Any]:
     """What a compiled kernel takes; `elements` a thread."""
-    cubin = kernel.asm["cubin"]
-    lines = [re.sub(r"^@!?U?P\w+ ", "", line) for _, line in sass(cubin)]
-    memory = Counter(
-        op for line in lines if (op := line.split()[0]).startswith(("LDG", "STG", "LDL", "STL", "LDS", "STS"))
-    )
-    info = re.search(r"REG:(\d+) STACK:(\d+)", usage(cubin))
-    registers, stack = map(int, info.groups()) if info else (0, 0)
+    lines = [unpredicated(line) for _, line in sass(kernel)]
+    used, stack = registers(kernel)
+    memory = memory_operations(lines)
     counted = [line for line in lines if not line.startswith(("NOP", "BRA"))]
-    spilled = any(op.startswith(("LDL", "STL")) for op in memory)
     return {
-        "registers": registers, "stack": stack, "spills": spilled, "all": round(len(counted) / elements, 1),
-        "memory": dict(sorted(memory.items())),
+        "registers": used, "stack": stack, "spills": any(op.startswith(("LDL", "STL")) for op in memory),
+        "all": round(len(counted) / elements, 1), "memory": memory,
     }  # fmt: skip
 
 
@@ -117,16 +99,10 @@ def main() -> None:
             print("compiled", name, kernel, found, flush=True)
             if found["spills"]:
                 spilled.append(f"{name} {kernel}")
-            if args.sass:
-                args.sass.mkdir(parents=True, exist_ok=True)
-                text = "\n".join(f"{address:05x} {line}" for address, line in sass(made.asm["cubin"]))
-                (args.sass / f"{kernel}_{name.replace(', ', '_').replace(' ', '')}.sass").write_text(text)
-                (args.sass / f"{kernel}_{name.replace(', ', '_').replace(' ', '')}.ttgir").write_text(
-                    made.asm["ttgir"]
-                )
+            write_code(args.sass, f"{kernel}_{name.replace(', ', '_').replace(' ', '')}", made)
     if spilled:
         raise SystemExit(f"registers are spilled: {spilled}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -10,20 +10,18 @@ element, once through from beginning to end: at the speed of a copy an H200 has 
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import sys
 from collections.abc import Iterator
 from typing import Any
 
-import triton
-from count_step_instructions import sass, usage
-from triton.backends.compiler import GPUTarget
+from _machine_code import compile_kernel, registers, sass
 
 from narrowgauge.kernels._linear import _configs, _multiply, _rows, _tiles
 from narrowgauge.kernels._linear._configs import MatmulConfig, MatmulShape
 from narrowgauge.kernels._linear._encode import LARGEST
 
-_TARGET = GPUTarget("cuda", 90, 32)
 _SHARED = 227 * 1024
 # Left and right operand, accumulation.
 _OPERANDS = (("i8", "i8", "full"), ("fp8e4nv", "fp8e4nv", "fast"), ("fp8e5", "fp8e4nv", "fast"),
@@ -31,17 +29,10 @@ _OPERANDS = (("i8", "i8", "full"), ("fp8e4nv", "fp8e4nv", "fast"), ("fp8e5", "fp
 _COLUMNS = (768, 1280, 5120, 4096, 8192, 16384)
 
 
-def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, Any]) -> Any:
-    """A kernel, compiled without a GPU; what has no type is a constant."""
-    constants = {name: constants.get(name) for name in kernel.arg_names if name not in types}
-    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    attrs = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(kernel.arg_names)
-        if name in types and not types[name].startswith("tensordesc") and name != "tiles"
-    }
-    source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
-    return triton.compile(source, target=_TARGET, options={"enable_fp_fusion": False, **options})
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any) -> Any:
+    """A kernel as it is launched."""
+    aligned = [name for name, kind in types.items() if not kind.startswith("tensordesc") and name != "tiles"]
+    return compile_kernel(kernel, types, constants, aligned, enable_fp_fusion=False, **options)
 
 
 def multiply_of(config: MatmulConfig, left: str, right: str, accumulation: str, even: bool) -> Any:
@@ -63,7 +54,7 @@ def multiply_of(config: MatmulConfig, left: str, right: str, accumulation: str, 
         "IMPRECISE": config.inner if accumulation == "full" else None, "TALL": even, "WIDE": even, "DEEP": even,
         "HALVES": config.halves, "PROGRAMS": 132 * config.resident,
     }  # fmt: skip
-    return compile_kernel(kernel, types, constants, {"num_warps": config.warps, "num_stages": config.stages})
+    return compiled(kernel, types, constants, num_warps=config.warps, num_stages=config.stages)
 
 
 def multiplies() -> Iterator[tuple[str, Any, MatmulConfig]]:
@@ -90,32 +81,25 @@ def quantizers() -> Iterator[tuple[str, Any, float]]:
         pointers = {"x": "*bf16", "codes": byte, "transposed": byte, "scale": "*fp32", "sums": "*fp32",
                     "maxima": "*i32", "tensor": "*i32", "column": "*i32", "own": "*fp32"}  # fmt: skip
         common = {"FORMAT": form, "LARGEST": LARGEST[form], "TALL": True, "WIDE": True}
-        for columns in _COLUMNS:
-            for sums in (False, True):
-                height, first, second, warps = _rows.layout(2**15, columns, sums)
-                constants = common | {
-                    "HEIGHT": height,
-                    "FIRST": first,
-                    "SECOND": second,
-                    "SUMS": sums,
-                    "STAGES": _rows._STAGES,
-                }
-                types = {k: v for k, v in (pointers | numbers).items() if k in _rows._quantize_rows.arg_names}
-                made = compile_kernel(_rows._quantize_rows, types, constants, {"num_warps": warps})
-                each = height * (first + second) / (32 * warps)
-                yield f"rows of {columns} {form}{' + sums' if sums else ''}", made, each
-        constants = common | {
-            "HEIGHT": _tiles._DOWN,
-            "WIDTH": _tiles._ACROSS,
-            "TENSOR": True,
-            "COLUMN": False,
-            "STAGES": _tiles._STAGES,
-        }
-        types = {k: v for k, v in (pointers | numbers).items() if k in _tiles._look.arg_names}
+
+        def quantizer(kernel: Any, constants: dict[str, Any], warps: int, of: Any = (common, pointers)) -> Any:
+            types = {name: kind for name, kind in (of[1] | numbers).items() if name in kernel.arg_names}
+            return compiled(kernel, types, of[0] | constants, num_warps=warps)
+
+        for columns, sums in itertools.product(_COLUMNS, (False, True)):
+            height, first, second, warps = _rows.layout(2**15, columns, sums)
+            constants = {"HEIGHT": height, "FIRST": first, "SECOND": second, "SUMS": sums, "STAGES": _rows._STAGES}
+            made = quantizer(_rows._quantize_rows, constants, warps)
+            yield (
+                f"rows of {columns} {form}{' + sums' if sums else ''}",
+                made,
+                height * (first + second) / (32 * warps),
+            )
+        constants = {"HEIGHT": _tiles._DOWN, "WIDTH": _tiles._ACROSS, "TENSOR": True, "COLUMN": False}
         for sums in (False, True):
-            made = compile_kernel(_tiles._look, types, constants | {"SUMS": sums}, {"num_warps": 4})
+            made = quantizer(_tiles._look, constants | {"SUMS": sums, "STAGES": _tiles._STAGES}, 4)
             yield f"absmax {form}{' + sums' if sums else ''}", made, _tiles._DOWN * _tiles._ACROSS / 128
-        constants = common | {
+        constants = {
             "SIDE": _tiles.SIDE,
             "COUNT": 512,
             "AVERAGE": False,
@@ -123,19 +107,9 @@ def quantizers() -> Iterator[tuple[str, Any, float]]:
             "TURNED": True,
             "LONG": False,
         }
-        types = {k: v for k, v in (pointers | numbers).items() if k in _tiles._quantize_tiles.arg_names}
         for tensor in (True, False):
-            made = compile_kernel(
-                _tiles._quantize_tiles, types, constants | {"TENSOR": tensor}, {"num_warps": _tiles._WARPS}
-            )
+            made = quantizer(_tiles._quantize_tiles, constants | {"TENSOR": tensor}, _tiles._WARPS)
             yield f"{'tensor' if tensor else 'columns'} {form}, both", made, _tiles.SIDE**2 / (32 * _tiles._WARPS)
-
-
-def registers(made: Any) -> tuple[int, int]:
-    """Registers and bytes of stack, which are spills, a thread."""
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage(made.asm["cubin"]))
-    assert found is not None
-    return int(found[1]), int(found[2])
 
 
 def main() -> int:
@@ -156,7 +130,7 @@ def main() -> int:
     if args.only != "multiplies":
         for name, made, each in quantizers():
             used, spilled = registers(made)
-            count = len([line for _, line in sass(made.asm["cubin"]) if not line.startswith(("NOP", "BRA"))])
+            count = len([line for _, line in sass(made) if not line.startswith(("NOP", "BRA"))])
             bad += spilled > 0
             shown = f"{used} registers, {spilled} spilled, {count / each:.1f} instructions an element"
             print(f"{'BAD' if spilled else 'compiled'} {name}: {shown}", flush=True)

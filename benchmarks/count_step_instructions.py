@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import argparse
 import re
-import subprocess
-import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
+from _machine_code import TARGET, compile_kernel, memory_operations, registers, sass, unpredicated, write_code
 from triton.backends.compiler import GPUTarget
 
 from narrowgauge import optim
@@ -29,7 +26,6 @@ from narrowgauge.optim._plan import ParamStep
 from narrowgauge.optim._tracing import Hyperparameters
 from narrowgauge.optim._triton_backend import kernels_of, launch_key
 
-_TARGET = GPUTarget("cuda", 90, 32)
 _TYPES = {
     "table": "*i64", "programs": "*i32", "uniforms": "*fp32", "steps": "*i32", "flags": "*i32", "partials": "*fp64",
     "hyper": "*fp64", "values0": "*fp32", "values1": "*fp32", "cells0": "*i32", "cells1": "*i32",
@@ -70,50 +66,31 @@ def step_of(
     return kernels_of(launch_key(step, Hyperparameters.of(group), gauges, factor))
 
 
-def compile_step(step: Any) -> Any:
-    """The step kernel as it is launched."""
-    return compile_kernel(step.step, step.layout, {})
+def compiled(kernel: Any, layout: Any, constants: dict[str, Any], target: GPUTarget = TARGET) -> Any:
+    """A kernel as it is launched."""
+    types = {name: kind for name, kind in _TYPES.items() if name in kernel.arg_names and name not in constants}
+    # As `_triton.limits_registers` has it.
+    more = {"maxnreg": layout.registers} if target.arch == 90 else {}
+    return compile_kernel(
+        kernel, types, constants, types, target, num_warps=layout.warps, enable_fp_fusion=False, **more
+    )
 
 
-def compile_kernel(kernel: Any, layout: Any, constants: dict[str, Any], target: GPUTarget = _TARGET) -> Any:
-    """A kernel, compiled without a GPU."""
-    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    types = {name: kind for name, kind in _TYPES.items() if name not in constants}
-    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in types}
-    source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    options = {"num_warps": layout.warps, "enable_fp_fusion": False}
-    if target.arch == 90:  # as `_triton.limits_registers` has it
-        options["maxnreg"] = layout.registers
-    return triton.compile(source, target=target, options=options)
-
-
-def compile_every(step: Any, target: GPUTarget = _TARGET) -> None:
+def compile_every(step: Any, target: GPUTarget = TARGET) -> None:
     """All kernels of a step as they are launched: what the interpreter lets pass the compiler may refuse."""
     shared = ("totals", "numbers_summed") if step.terms else ()
     for name in ("step", "numbers", "sums", "numbers_before", "finite", "pass_before", *shared):
         for advance in (True, False) if name.startswith("numbers") and hasattr(step, name) else (True,):
             if hasattr(step, name):
                 constants = {"ADVANCE": advance, "SKIP": advance and step.skip, "PEEK": not advance}
-                compile_kernel(getattr(step, name), step.layout, constants, target)
+                compiled(getattr(step, name), step.layout, constants, target)
     if step.squares:
         constants = {"WIDTH": WIDTH, "FIRST": AT["pass_first"], "PASSES": AT["passes"]}
-        compile_kernel(_launch.add_squares, step.layout, constants, target)
+        compiled(_launch.add_squares, step.layout, constants, target)
     if step.layout.gauges:
         constants = {"WIDTH": WIDTH, "NUMEL": AT["numel"], "RATIO": step.ratio}
-        compile_kernel(_stats.add_slices, step.layout, constants, target)
-        compile_kernel(_stats.add_tensors, step.layout, constants, target)
-
-
-def sass(cubin: bytes) -> list[tuple[int, str]]:
-    """(address, instruction)."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", text, re.MULTILINE)
-    return [(int(address, 16), line) for address, line in found]
+        compiled(_stats.add_slices, step.layout, constants, target)
+        compiled(_stats.add_tensors, step.layout, constants, target)
 
 
 def ordinary(lines: list[tuple[int, str]]) -> list[str]:
@@ -145,32 +122,22 @@ def _shortest(lines: list[tuple[int, str]], jumps: dict[int, int], start: int, e
     return [lines[i][1] for i in best.get(start, ())]
 
 
-def measure(step: Any) -> dict[str, Any]:
-    compiled = compile_step(step)
-    lines = sass(compiled.asm["cubin"])
+def measure(made: Any, layout: Any) -> dict[str, Any]:
+    """What a compiled step kernel takes."""
+    lines = sass(made)
     every = [line for _, line in lines if not re.match(r"(@\S+ )?(NOP|BRA)", line)]
     way = [line for line in ordinary(lines) if not line.startswith("NOP")]
-    each = step.layout.unit // (32 * step.layout.warps)
-    ops = [re.sub(r"^@!?U?P\w+ ", "", line).split()[0] for line in way]
-    memory = Counter(op for op in ops if op.startswith(("LDG", "STG", "LDS", "STS", "LDL", "STL", "SHFL")))
-    info = re.search(r"REG:(\d+) STACK:(\d+)", usage(compiled.asm["cubin"]))
+    each = layout.unit // (32 * layout.warps)
+    used, stack = registers(made)
     return {
         "way": len(way) / each,
         "all": len(every) / each,
-        "registers": int(info.group(1)) if info else None,
-        "stack": int(info.group(2)) if info else None,
-        "memory": dict(sorted(memory.items())),
-        "ops": Counter(op.split(".")[0] for op in ops),
+        "registers": used,
+        "stack": stack,
+        "memory": memory_operations(way, "SHFL"),
+        "ops": Counter(unpredicated(line).split()[0].split(".")[0] for line in way),
         "elements a thread": each,
     }
-
-
-def usage(cubin: bytes) -> str:
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
 
 
 def main() -> None:
@@ -190,20 +157,13 @@ def main() -> None:
         return
     for weights, states in [tuple(v.split(":")) for v in args.only] if args.only else VARIANTS:
         step = step_of(weights, states, gauges=args.gauges, factor=args.factor)
-        found = measure(step)
+        made = compiled(step.step, step.layout, {})
+        found = measure(made, step.layout)
         ops = found.pop("ops")
         print(weights, states, {k: round(v, 1) if isinstance(v, float) else v for k, v in found.items()})
         print("    ", {k: round(v / found["elements a thread"], 2) for k, v in ops.most_common(30)}, flush=True)
-        if args.sass:
-            args.sass.mkdir(parents=True, exist_ok=True)
-            compiled = compile_step(step)
-            text = "\n".join(f"{address:05x} {line}" for address, line in sass(compiled.asm["cubin"]))
-            (args.sass / f"{weights}_{states}.sass").write_text(text)
-            way = "\n".join(ordinary(sass(compiled.asm["cubin"])))
-            (args.sass / f"{weights}_{states}.way").write_text(way)
-            (args.sass / f"{weights}_{states}.ttgir").write_text(compiled.asm["ttgir"])
-            (args.sass / f"{weights}_{states}.ptx").write_text(compiled.asm["ptx"])
+        write_code(args.sass, f"{weights}_{states}", made)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

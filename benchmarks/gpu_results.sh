@@ -26,7 +26,7 @@ part() {
     tests) run -m pytest -q -p no:benchmark -n 8 -m gpu tests/optim tests/scaling tests/kernels tests/gauges \
         tests/linear tests/nn tests/distributed tests/trainers tests/benchmarks tests/cli ;;
     sanitize) for tool in memcheck racecheck initcheck; do
-        compute-sanitizer --tool $tool "$python" benchmarks/bench_fused_step.py --check --only split8:log8 plain:8bit
+        compute-sanitizer --tool $tool "$python" -m pytest -q -m gpu tests/optim/test_fused_steps.py
     done ;;
     optimizers) run -m narrowgauge.cli bench optimizers --device cuda --peers --seconds 0.1 \
         --json "$bench/optimizers_h200.json" ;;

@@ -21,14 +21,22 @@ Column = tuple[str, str | Callable[[Any], Any]] | tuple[str, str | Callable[[Any
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> str:
-    """A table of cells; all columns but the first few are set to the right."""
-    marks = ["---" if column < words else "---:" for column in range(len(head))]
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], words: int | str = 1) -> str:
+    """A table of cells; all columns but the first few are set to the right, or each by its letter, l or r."""
+    sides = words if isinstance(words, str) else ("l" * words).ljust(len(head), "r")
+    marks = ["---" if side == "l" else "---:" for side in sides]
     return "".join("| " + " | ".join(row) + " |\n" for row in (head, marks, *rows))
 
 
-def table(rows: Iterable[Any], *columns: Column, words: int = 1, last: Sequence[str] | None = None) -> str:
-    """A table of rows: `words` columns are set to the left, `last` are the cells of a line below the rows."""
+def table(rows: Iterable[Any], *columns: Column, words: int | str = 1, last: Sequence[str] | None = None) -> str:
+    """A table of rows.
+
+    Args:
+        rows: a line each, of any kind that the columns take.
+        columns: see the module.
+        words: how many columns are set to the left, or the side of each as in `lrl`.
+        last: the cells of a line below the rows.
+    """
     lines = [[_cell(row, *column[1:]) for column in columns] for row in rows]
     return markdown([column[0] for column in columns], [*lines, *([] if last is None else [last])], words)
 

@@ -12,10 +12,9 @@ BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
 sys.path.append(BENCHMARKS)
 MODULES = (
     "_steps",
-    "_steps_picture",
     "_layers",
     "_layers_pictures",
-    "_clip_model",
+    "_clip",
     "_small_tables",
     "_resume",
     "_layer_memory",

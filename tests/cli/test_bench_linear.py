@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from test_bench import Machine
 
 from narrowgauge.cli import main
-from narrowgauge.cli._bench import _layers, _linear, _timing
-from narrowgauge.cli._bench._layers import BASELINE, baseline, plan_layer
-from narrowgauge.cli._bench._linear import Shape, operands, pass_of, time_shape
+from narrowgauge.cli._bench import _linear, _timing
+from narrowgauge.cli._bench._linear import BASELINE, Shape, baseline, operands, pass_of, plan_layer, time_shape
 from narrowgauge.linear import LowPrecisionLinear
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
@@ -68,6 +67,8 @@ def test_what_was_measured_outlives_what_ends_a_run(tmp_path: Path, monkeypatch:
 def test_what_fails_is_a_result_of_its_own(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """A layer, and the operands of all, for which there is too little memory."""
+
     def refuse(*arguments: Any) -> None:
         raise ValueError("no such layer\nand more")
 
@@ -77,6 +78,10 @@ def test_what_fails_is_a_result_of_its_own(
     rows = json.loads((tmp_path / "l.json").read_text())["shapes"]["8x32x48"]
     assert rows["SWITCHBACK int8"] == {"failed": "ValueError: no such layer"}
     assert rows[BASELINE]["speedup"] == 1
+    monkeypatch.setattr(_linear, "operands", refuse)
+    assert bench("--plans", "SWITCHBACK", "--json", tmp_path / "l.json") == 1
+    rows = json.loads((tmp_path / "l.json").read_text())["shapes"]["8x32x48"]
+    assert [row["failed"] for row in rows.values()] == ["ValueError: no such layer"] * 2
 
 
 def test_tuning_is_done_once_for_multiplies_alike(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,52 +108,26 @@ def test_tuning_is_done_once_for_multiplies_alike(monkeypatch: pytest.MonkeyPatc
         _linear.refuse_tuning(torch.device("cuda"), [plan_layer("HIGH_PRECISION")])
 
 
-def test_too_little_memory_for_operands_is_a_result_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def full(*arguments: Any) -> None:
-        raise torch.OutOfMemoryError("no room")
-
-    monkeypatch.setattr(_linear, "operands", full)
-    assert bench("--plans", "SWITCHBACK", "--json", tmp_path / "l.json") == 1
-    rows = json.loads((tmp_path / "l.json").read_text())["shapes"]["8x32x48"]
-    assert {row["failed"] for row in rows.values()} == {"OutOfMemoryError: no room"}
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["--shapes", "8x8"],
-            "--shapes: got '8x8', takes tokens, input and output features such as 32768x1280x5120",
-        ),
-        (["--shapes", "8x0x8"], "--shapes: got '8x0x8', takes tokens"),
+        (["--shapes", "8x0x8"], "--shapes: got '8x0x8', takes tokens, input and output features such as 32768"),
         (["--shapes", ","], "--shapes: got ',', takes tokens"),
         (["--plans", "SWITCH"], "--plans must be a name such as SWITCHBACK, SWITCHBACK_M,"),
-        (["--plans", ","], "--plans must be a name such as"),
-        (["--plans", "SWITCHBACK:e3m4"], "--plans 'SWITCHBACK:e3m4': format must be 'int8'"),
         (["--plans", "SWITCHBACK:int8/e4m3"], "--plans 'SWITCHBACK:int8/e4m3': right_format must be"),
-        (["--plans", "SWITCHBACK:e4m3/"], "--plans must be a name"),
-        (["--plans", "HIGH_PRECISION:int8"], "--plans must be a name"),
         (["--dtype", "e4m3"], "--dtype: got 'e4m3', takes bf16, fp16, fp32"),
-        (["--device", "tpu"], "--device: got 'tpu'"),
-        (["--seconds", "0"], "--seconds: got 0.0, takes a finite number above 0"),
         (["--seconds", "nan"], "--seconds: got nan, takes a finite number above 0"),
         (["--tune"], "--tune: got it with the device cpu, takes a CUDA device"),
+        (["--peers"], "--peers: none is installed of torchao, bitsandbytes"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_a_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(_linear, "peer_versions", dict)
     assert bench(*arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"narrowgauge: {message}")
-
-
-def test_no_peer_at_all_is_refused_in_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(_layers, "peer_versions", dict)
-    assert bench("--peers") == 2
-    assert capsys.readouterr().err == "narrowgauge: --peers: none is installed of torchao, bitsandbytes\n"
 
 
 def test_plans_have_names() -> None:
@@ -161,12 +140,12 @@ def test_plans_have_names() -> None:
     both = plan_layer("TENSORWISE_FP8:e4m3/e5m2").plan
     assert both is not None
     assert [operand.format for operand in both.operands("grad_input") or ()] == ["e5m2", "e4m3"]
-    names = [layer.name for layer in (baseline(), *_layers.default_plans(), *_layers.peers())]
+    names = [layer.name for layer in (baseline(), *_linear.default_plans(), *_linear.peers())]
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize("layer", [baseline(), *_layers.default_plans()], ids=lambda layer: layer.name)
-def test_a_layer_computes_what_its_name_says_with_the_same_parameters(layer: _layers.Layer) -> None:
+@pytest.mark.parametrize("layer", [baseline(), *_linear.default_plans()], ids=lambda layer: layer.name)
+def test_a_layer_computes_what_its_name_says_with_the_same_parameters(layer: _linear.Layer) -> None:
     fed = operands(Shape(8, 32, 16), BF16, CPU)
     made = layer.made(fed.linear)
     assert {id(p) for p in made.parameters()} == {id(p) for p in fed.linear.parameters()}
@@ -208,17 +187,17 @@ def test_a_speed_up_is_that_of_neighbours() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the peer
-@pytest.mark.parametrize("layer", _layers.peers(), ids=lambda layer: layer.name)
-def test_every_peer_computes(layer: _layers.Layer) -> None:
-    if layer.family not in _layers.peer_versions():
+@pytest.mark.parametrize("layer", _linear.peers(), ids=lambda layer: layer.name)
+def test_every_peer_computes(layer: _linear.Layer) -> None:
+    if layer.family not in _linear.peer_versions():
         pytest.skip(reason=f"needs {layer.family}, which is not installed")
     rows = time_shape(Shape(64, 64, 128), [baseline(), layer], BF16, CPU, 0.001)
     assert rows[layer.name].get("ms", 0) > 0, rows
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layer", [baseline(), *_layers.default_plans()], ids=lambda layer: layer.name)
-def test_on_a_gpu(layer: _layers.Layer) -> None:
+@pytest.mark.parametrize("layer", [baseline(), *_linear.default_plans()], ids=lambda layer: layer.name)
+def test_on_a_gpu(layer: _linear.Layer) -> None:
     layers = [baseline()] if layer.name == BASELINE else [baseline(), layer]
     row = time_shape(Shape(256, 128, 384), layers, BF16, torch.device("cuda"), 0.02)[layer.name]
     assert "graph_failed" not in row

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from forked import Command
+from narrowgauge import __version__
 from narrowgauge.cli import main
 
 pytestmark = pytest.mark.usefixtures("surroundings")
@@ -151,8 +152,6 @@ def prepare(folder: Path) -> None:
 
 
 BAD = {
-    "missing data": (["--data", "FOLDER/nowhere"], "nowhere"),
-    "empty data": (["--data", "FOLDER/empty.txt"], "empty.txt"),
     "binary data": (["--data", "FOLDER/binary.bin"], "binary.bin"),
     "short data": (["--data", "FOLDER/short.txt"], "tokens"),
     "unknown recipe": (["--recipes", "A,E"], "recipe must be one of fp32, bf16 (A)"),
@@ -160,22 +159,15 @@ BAD = {
     "a recipe twice": (["--recipes", "A,bf16"], "--recipes: got bf16 twice"),
     "unknown model": (["--model", "gpt5"], "--model: got 'gpt5', takes one of micro"),
     "no steps": (["--steps", "0"], "--steps: got 0, takes an integer of at least 1"),
-    "no number": (["--steps", "many"], "'--steps'"),
     "short sequence": (["--sequence", "1"], "--sequence: got 1"),
-    "small vocabulary": (["--vocabulary", "100"], "--vocabulary: got 100"),
-    "negative rate": (["--lr", "-1"], "Invalid learning rate: -1.0"),
     "bad beta": (["--beta2", "1"], "Invalid beta parameter at index 1: 1.0"),
-    "bad arithmetic": (["--arithmetic", "exact"], "--arithmetic: got 'exact'"),
-    "bad device": (["--device", "tpu9"], "--device: got 'tpu9'"),
     "no such device": (["--device", "cuda:77"], "--device: got 'cuda:77'"),
     "unwritable folder": (["--out", "FOLDER/blocked/runs"], "--out: cannot"),
     "no such user": (["--data", "~nosuchuser/x"], "nosuchuser"),
-    "no such user's folder": (["--out", "~nosuchuser/x"], "nosuchuser"),
     "vast vocabulary": (
         ["--vocabulary", "5000000000"],
         "--vocabulary: got 5000000000, takes an integer of at most",
     ),
-    "vast block": (["--block-size", "100000000000000"], "--block-size: got 100000000000000"),
     "vast seed": (["--seed", "4294967295", "--seeds", "2"], "--seed: got 4294967295 with --seeds 2"),
     "unknown option": (["--recipies", "A"], "--recipies"),
 }
@@ -208,8 +200,8 @@ def test_several_processes_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_seeds_differ_and_recipes_of_one_seed_share_their_batches(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_seeds_differ_recipes_of_one_share_their_batches_and_a_narrow_table_has_whole_numbers(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from narrowgauge import trainers
 
@@ -222,7 +214,14 @@ def test_seeds_differ_and_recipes_of_one_seed_share_their_batches(
         return real(recipe, model, iter(taken), validation, settings, **options)
 
     monkeypatch.setattr(trainers, "train", train)
+    monkeypatch.setenv("COLUMNS", "80")
     assert compare("--out", tmp_path, "--data", text, "--recipes", "A,D,fp32", "--seeds", 2, *SMALL) == 0
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    for row in json.loads((tmp_path / "results.json").read_text())["recipes"].values():
+        assert f"{row['validation_loss']:.4f}" in printed
+        assert f"{row['step_ms']:.1f}" in printed
+        assert f"{row['peak_memory_bytes'] / 2**20:.1f}" in printed
     assert [seed for seed, *_ in seen] == [0, 0, 0, 1, 1, 1]
     for first in (0, 3):
         for other in (first + 1, first + 2):
@@ -250,36 +249,16 @@ def test_a_terminal_that_takes_nothing_or_only_ascii_costs_no_result(
     assert status == 0
 
 
-def test_numbers_are_whole_on_a_narrow_terminal(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    assert (
-        compare("--out", tmp_path, "--data", text, "--recipes", "D,A,adamw8bit-expansion", "--seeds", 2, *SMALL)
-        == 0
-    )
-    printed = capsys.readouterr().out
-    assert "…" not in printed
-    rows = json.loads((tmp_path / "results.json").read_text())["recipes"]
-    for row in rows.values():
-        assert f"{row['validation_loss']:.4f}" in printed
-        assert f"{row['step_ms']:.1f}" in printed
-        assert f"{row['peak_memory_bytes'] / 2**20:.1f}" in printed
-
-
 def test_help_and_version_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    from narrowgauge import __version__
-
-    assert main(["--version"]) == 0
-    assert __version__ in capsys.readouterr().out
-    assert main(["compare", "--help"]) == 0
-    printed = capsys.readouterr().out
-    assert "--recipes" in printed
-    assert "adamw8bit-split8" in printed
-    assert main([]) == 0
-    assert "compare" in capsys.readouterr().out
-    assert main(["conquer"]) == 2
-    assert "conquer" in capsys.readouterr().err
+    for words, status, says in (
+        (["--version"], 0, __version__),
+        (["compare", "--help"], 0, "adamw8bit-split8"),
+        ([], 0, "compare"),
+        (["conquer"], 2, "conquer"),
+    ):
+        assert main(words) == status
+        printed = capsys.readouterr()
+        assert says in printed.out + printed.err
 
 
 def test_ctrl_c_keeps_the_recipes_that_are_finished(text: Path, tmp_path: Path) -> None:

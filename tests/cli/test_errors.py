@@ -10,8 +10,7 @@ import pytest
 
 from narrowgauge import recipes, trainers
 from narrowgauge.cli import main
-from narrowgauge.cli._errors import UsageError, user_input
-from narrowgauge.cli._files import write_output
+from narrowgauge.cli._files import UsageError, user_input, write_output
 
 
 def test_wrong_input_is_a_line_and_with_debug_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
@@ -24,13 +23,6 @@ def test_wrong_input_is_a_line_and_with_debug_a_traceback(capsys: pytest.Capture
         told = capsys.readouterr().err
         assert told.startswith("Traceback (most recent call last):")
         assert told.endswith(line)
-
-
-def test_an_error_of_the_library_keeps_its_place_in_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "7B", "--recipe", "magic", "--debug"]) == 2
-    told = capsys.readouterr().err
-    assert "in get" in told  # of narrowgauge.recipes, where it was raised
-    assert told.splitlines()[-1].startswith("narrowgauge: recipe must be one of fp32")
 
 
 def test_a_defect_is_not_blamed_on_the_input(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from narrowgauge.cli import main
 from narrowgauge.cli._format_names import FORMATS, find
-from narrowgauge.cli._formats import neighbor
-from narrowgauge.cli._printer import power
+from narrowgauge.cli._formats import neighbor, power
 from narrowgauge.formats import CodebookMap, FloatFormat, codebook, codebook_map, codebook_names
 
 EVERY = [*(fmt.name for fmt in FORMATS), "e3m4", "e3m4fn", "tf32", "e2m1fn", "e11m20", "e4m27"]
@@ -129,12 +128,11 @@ def test_the_page_of_fp16_has_the_lectures_tables(capsys: pytest.CaptureFixture[
 
 
 def test_long_tables_are_shortened_around_one(capsys: pytest.CaptureFixture[str]) -> None:
-    page, whole = read(capsys, "bf16"), read(capsys, "bf16", "--all")
-    assert len(whole.splitlines()) > 254 > 80 > len(page.splitlines())
+    page = read(capsys, "bf16")
+    assert len(page.splitlines()) < 80
     assert "238 binades are left out; --all shows them." in page
     assert rows(page, "1 +2 +2\\^-7 ")
-    kept = rows(page, r"\S+ +\S+ +\S+ +\S+ +(128|256)$")
-    assert len(kept) == 254 - 238
+    assert len(rows(page, r"\S+ +\S+ +\S+ +\S+ +(128|256)$")) == 254 - 238
 
 
 SPELLINGS = {
@@ -147,25 +145,14 @@ SPELLINGS = {
 }
 
 
-@pytest.mark.parametrize(("name", "other"), [(name, other) for name, all in SPELLINGS.items() for other in all])
-def test_names_have_the_spellings_of_the_field(name: str, other: str) -> None:
-    assert find(other) is find(name)
-
-
-def test_a_layout_is_a_format() -> None:
+def test_names_have_the_spellings_of_the_field_and_a_layout_is_a_format() -> None:
+    for name, others in SPELLINGS.items():
+        assert all(find(other) is find(name) for other in others)
     assert find("e3m4") == FloatFormat("e3m4", 3, 4)
-    assert find("e3m4fn") == FloatFormat("e3m4fn", 3, 4, has_infinity=False)
     assert find("e5m2fn") == FloatFormat("e5m2fn", 5, 2, has_infinity=False)
 
 
-def test_the_float_codebooks_are_the_numbers_of_the_formats_listed() -> None:
-    for fmt in FORMATS:
-        if fmt.name in codebook_names():
-            positive = fmt.decode(torch.arange(fmt.max_code + 1)) / fmt.max
-            assert torch.equal(codebook(fmt.name, signed=False, bits=fmt.bits), positive.to(torch.float32))
-
-
-@pytest.mark.parametrize("typed", ["0.1", "1e-8", "-0.0", "0x1p-3", "2^-24", "70000", "65519.99", "1", "-3e-5"])
+@pytest.mark.parametrize("typed", ["0.1", "1e-8", "-0.0", "0x1p-3", "2^-24", "70000", "65519.99", "5e-324"])
 def test_a_value_becomes_what_torch_makes_of_it(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
     page = read(capsys, f"--value={typed}")
     x = math.ldexp(1.0, -24) if typed == "2^-24" else float.fromhex(typed) if "x" in typed else float(typed)
@@ -216,9 +203,10 @@ def test_a_value_in_one_format_comes_with_its_neighbours(capsys: pytest.CaptureF
     codes = [int(row[2], 16) for row in rows(page, r"(below|nearest|above) +([0-9a-f]{4})  0 ")]
     assert codes == [0x2E65, 0x2E66, 0x2E67]
     assert rows(page, r"nearest +-2\.44e-05 +-0\.000244 +-0\.4 +2\^-14  rounded$")
+    assert "1.5 lies outside of [-1, 1]" in read(capsys, "--value", "1.5")
 
 
-@pytest.mark.parametrize("typed", ["0.1", "-0.25", "1", "0", "3e-7"])
+@pytest.mark.parametrize("typed", ["0.1", "-0.25", "0"])
 def test_a_value_becomes_the_nearest_of_every_codebook(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
     page, x = read(capsys, f"--value={typed}").split("codebook ")[1], float(typed)
     for name in codebook_names():
@@ -231,11 +219,6 @@ def test_a_value_becomes_the_nearest_of_every_codebook(typed: str, capsys: pytes
                 assert float(value) == pytest.approx(float(values[int(code)]), rel=1e-6)
                 assert float(error) == pytest.approx(float(values[int(code)]) - x, rel=5e-3, abs=1e-12)
                 assert abs(values - x).min() == pytest.approx(abs(float(values[int(code)]) - x), abs=1e-8)
-
-
-def test_outside_of_the_codebooks_interval_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "1.5 lies outside of [-1, 1]" in read(capsys, "--value", "1.5")
-    assert "nan lies outside of [-1, 1]" in read(capsys, "--value", "nan")
 
 
 @pytest.mark.parametrize("name", codebook_names())
@@ -289,25 +272,16 @@ BAD = {
     "a range beyond doubles": (["e11m3fn"], "NAME: got 'e11m3fn'"),
     "wrong width": (["fp6_e3m4"], "NAME: got 'fp6_e3m4', takes fp8_ for e3m4"),
     "no codebook": (["fp16", "--codebook"], "NAME: got 'fp16', takes with --codebook dynamic, "),
-    "no number": (["--value", "abc"], "--value: got 'abc', takes a number such as 0.1"),
-    "no hexadecimal number": (["--value", "0xg"], "--value: got '0xg'"),
     "vast hexadecimal number": (["--value", "0x1p9999"], "--value: got '0x1p9999'"),
-    "vast power": (["--value", "2^2000"], "--value: got '2^2000'"),
     "outside": (["dynamic", "--value", "2"], "--value: got '2', takes a number in [-1, 1] for dynamic, 8 bits"),
-    "nan in a codebook": (["dynamic", "--value", "nan"], "--value: got 'nan'"),
     "negative": (["dynamic", "--unsigned", "--value=-0.5"], "--value: got '-0.5', takes a number in [0, 1]"),
     "width": (["dynamic", "--bits", "9"], "--bits: got 9, takes 2-8 for dynamic with sign"),
-    "no width": (["dynamic", "--bits", "many"], "'--bits'"),
     "codebook option": (["fp16", "--unsigned"], "--unsigned: takes a codebook, fp16 is a float format"),
-    "codebook option, either": (["e4m3", "--bits", "8"], "--bits: takes a codebook, fp8_e4m3 is a float format ("),
     "format option": (["dynamic", "--all"], "--all: takes a float format, dynamic is a codebook"),
     "wide codes": (["fp16", "--codes"], "--codes: got fp16, which has 2^16 codes, takes a format of at most 8"),
     "all of nothing": (["--all"], "--all: takes a NAME"),
-    "bits of nothing": (["--value", "1", "--bits", "4"], "--bits: takes a NAME"),
     "page and value": (["e4m3", "--value", "1", "--codes"], "--codes: shows more of a page, takes no --value"),
     "picture and value": (["--value", "1", "--plot"], "--plot: got it with --value"),
-    "two names": (["fp16", "bf16"], "bf16"),
-    "unknown option": (["--valeu", "1"], "--valeu"),
 }
 
 
@@ -334,11 +308,3 @@ def test_it_imports_neither_training_nor_drawing_and_takes_a_closed_pipe() -> No
     assert ran.returncode == 1
     assert "fp8_e4m3" in ran.stdout
     assert "\x1b" not in ran.stdout
-
-
-@pytest.mark.parametrize("arguments", [["fp16"], ["dynamic"], ["fp4_e2m1", "--codebook"]], ids=" ".join)
-def test_values_near_the_smallest_double_are_shown(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["formats", *arguments, "--value", "5e-324"]) == 0
-    assert capsys.readouterr().err == ""

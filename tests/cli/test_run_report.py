@@ -12,21 +12,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from html_page import Page
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import narrowgauge as ng
 from narrowgauge.cli import main
 from narrowgauge.cli._charts import PALETTE
-from narrowgauge.cli._report._figure import COLUMNS, ROWS, embedding_and_middle, grid, number, short
-from narrowgauge.cli._report._heat_maps import _paint, medians
+from narrowgauge.cli._report._page import number
+from narrowgauge.cli._report._run_drawing import COLUMNS, ROWS, _paint, grid, medians, short
+from narrowgauge.cli._report._run_figures import embedding_and_middle
 from narrowgauge.cli._report._run_page import page
 from narrowgauge.gauges import write_report
 from narrowgauge.gauges._history import History
 from narrowgauge.gauges._records import line_of
-from recorded import NAMES, STRANGE, changed, header, sound, step, update
+from recorded import NAMES, changed, header, sound, step, update
 
 Records = list[dict[str, Any]]
 
@@ -61,14 +60,7 @@ def test_a_whole_run_has_every_figure_and_each_has_its_numbers() -> None:
     # The embedding and a matrix of the middle block are compared.
     assert "RMS_t of wte.weight" in parsed.text
     assert "RMS_t of h.1.fc.weight" in parsed.text
-
-
-def test_numbers_of_a_tensor_are_in_the_tables() -> None:
-    records = changed(sound(), "update", ["ln.weight"], range(100, 101), descent_quality=0.4321)
-    parsed, _ = look(records)
-    assert ["ln.weight", "1", "1", "0.4321 (step 100)", "1"] in [
-        [" ".join(c.split()) for c in r] for r in parsed.rows
-    ]
+    assert all(name in parsed.text for name in NAMES)
 
 
 def test_rms_is_that_of_the_embedding_that_foretold() -> None:
@@ -100,6 +92,7 @@ def test_advice_stands_on_top_with_its_numbers() -> None:
     assert "ln.weight: effective descent quality 0 at step 200, threshold 0.9" in parsed.text
     assert "Advice: 1 to change." in parsed.text
     assert '<li class="change">' in source
+    assert ["ln.weight", "0", "0", "0 (step 5)", "0"] in [[" ".join(c.split()) for c in r] for r in parsed.rows]
 
 
 def test_spikes_are_marked_with_their_precursors() -> None:
@@ -150,12 +143,6 @@ def test_what_is_not_finite_is_shown() -> None:
     assert "Purple: not finite." in parsed.text
 
 
-def test_a_damaged_file_says_so_first() -> None:
-    parsed, _ = look(sound(50), damage="line 7 (byte 1234): no record")
-    assert "The records end early. line 7 (byte 1234): no record. The page shows what stands before." in parsed.text
-    assert parsed.text.index("end early") < parsed.text.index("Advice")
-
-
 def test_a_header_alone_is_a_page() -> None:
     parsed, source = look([header()])
     assert "No step was recorded." in parsed.text
@@ -192,10 +179,6 @@ def test_the_page_needs_nothing_from_outside_and_runs_nothing() -> None:
     assert set(re.findall(r"https?://[^\"'\s<]*", source)) <= {"http://www.w3.org/2000/svg"}
     (policy,) = [value for tag, name, value in parsed.attributes if tag == "meta" and "default-src" in value]
     assert policy == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-
-
-def test_ids_are_unique_and_colors_defined_for_both_schemes() -> None:
-    parsed, source = look(sound())
     ids = Counter(value for _, name, value in parsed.attributes if name == "id")
     assert max(ids.values()) == 1
     defined = Counter(re.findall(r"(?<![\w(-])--([\w-]+):", source))
@@ -233,7 +216,7 @@ def test_a_heat_map_never_hides_the_worst(measured: list[tuple[int, int, float]]
     assert np.nanmax(cells.values) == max(kept.values())
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_run_with_odd_values_anywhere_is_a_page(seed: int) -> None:
     """A sound run, of which one field in ten holds something else."""
     generator = random.Random(seed)
@@ -248,23 +231,6 @@ def test_a_run_with_odd_values_anywhere_is_a_page(seed: int) -> None:
     Page(page(History(records), "odd"))
 
 
-def test_a_watch_writes_the_page_of_what_it_saw(tmp_path: Path) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with ng.gauges.watch(model, optimizer, every=2) as gauges:
-        for _ in range(6):
-            loss = model(torch.ones(4, 8)).square().mean()
-            gauges.loss(loss)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    written = gauges.report(tmp_path / "pages" / "run.html")
-    text = Page(written.read_text()).text
-    assert "6 steps were watched" in text
-    assert "AdamW, cpu" in text
-    assert "0.weight" in text
-
-
 def test_without_what_draws_a_report_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [
         name for name in sys.modules if name.startswith(("narrowgauge.cli._report", "narrowgauge.cli._charts"))
@@ -275,12 +241,6 @@ def test_without_what_draws_a_report_says_what_to_install(tmp_path: Path, monkey
         write_report([], tmp_path / "x.html")
     assert str(raised.value) == "a report needs matplotlib; install it with: pip install 'narrowgauge[train]'"
     assert not list(tmp_path.iterdir())
-
-
-@given(st.lists(STRANGE, max_size=20))
-@settings(max_examples=15, deadline=None)
-def test_no_record_can_make_a_page_fail(records: Records) -> None:
-    Page(page(History(records), "strange"))
 
 
 def test_cells_are_painted_by_their_distance_and_side() -> None:
@@ -314,15 +274,8 @@ def test_labels_leave_out_what_all_share() -> None:
     (label, _) = short(["x" * 60, "y"])
     assert len(label) == 26
     assert label.startswith("…")
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(None, "—"), (math.nan, "NaN"), (-math.inf, "−inf"), (0.0, "0"), (1.23456, "1.235"), (-2.0, "−2"),
-     (1e-8, "1.000e−08")],
-)  # fmt: skip
-def test_numbers_in_tables(value: float | None, text: str) -> None:
-    assert number(value) == text
+    values = (None, math.nan, -math.inf, 0.0, 1.23456, -2.0, 1e-8)
+    assert [number(value) for value in values] == ["—", "NaN", "−inf", "0", "1.235", "−2", "1.000e−08"]
 
 
 def test_the_command_writes_beside_the_records_and_says_where(
@@ -343,7 +296,9 @@ def test_a_cut_file_is_read_up_to_the_cut(tmp_path: Path, capsys: pytest.Capture
     path.write_bytes(path.read_bytes()[:-20])
     assert main(["report", str(path)]) == 0
     assert "read up to a damage: line" in capsys.readouterr().out
-    assert "The records end early." in (tmp_path / "gauges.html").read_text()
+    text = Page((tmp_path / "gauges.html").read_text()).text
+    assert text.index("The records end early. line") < text.index("The page shows what stands before.")
+    assert text.index("end early") < text.index("Advice")
 
 
 @pytest.mark.parametrize(
@@ -355,6 +310,8 @@ def test_what_is_no_file_of_records_is_refused_in_one_line(
     content: bytes | None, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "run.jsonl"
+    assert main(["report", str(tmp_path)]) == 2
+    assert "a folder without gauges.jsonl" in capsys.readouterr().err
     if content is not None:
         path.write_bytes(content)
     assert main(["report", str(path)]) == 2
@@ -365,22 +322,12 @@ def test_what_is_no_file_of_records_is_refused_in_one_line(
     assert not path.with_suffix(".html").exists()
 
 
-def test_a_folder_without_records_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(tmp_path)]) == 2
-    assert "a folder without gauges.jsonl" in capsys.readouterr().err
-
-
 def test_the_records_are_never_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = save(sound(10), tmp_path / "run.html")
     before = path.read_bytes()
     assert main(["report", str(path)]) == 2
     assert "--out: got" in capsys.readouterr().err
     assert path.read_bytes() == before
-
-
-def test_names_of_all_tensors_are_on_the_page() -> None:
-    parsed, _ = look(sound())
-    assert all(name in parsed.text for name in NAMES)
 
 
 def test_what_a_run_could_not_record_is_named() -> None:

@@ -48,6 +48,19 @@ def typed(out: Path, text: Path, *more: str) -> list[str]:
     return ["train", "--out", str(out), "--data", str(text), *TINY, *more]
 
 
+def kill(process: Command, out: Path) -> None:
+    """After its first checkpoint, in steps that have to be taken again."""
+    deadline = time.monotonic() + 120
+    while not list((out / "checkpoints").glob("step-*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert not (out / "model.safetensors").exists(), "it had ended before it was killed"
+    assert list((out / "checkpoints").glob("step-*"))
+
+
 def test_killed_in_the_middle_it_ends_as_if_it_had_not_been(text: Path, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     options = (
@@ -55,16 +68,7 @@ def test_killed_in_the_middle_it_ends_as_if_it_had_not_been(text: Path, tmp_path
         "--scaler", "dynamic", "--stable-embedding", "--layer-scale", "0.5", "--accumulate", "2",
     )  # fmt: skip
     process, reference = (Command(typed(out, text, *options), tmp_path) for out in (killed, whole))
-    deadline = time.monotonic() + 120
-    while not list((killed / "checkpoints").glob("step-*")) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.05)  # beyond the checkpoint, into steps that have to be taken again
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    assert not (killed / "model.safetensors").exists(), "it had ended before it was killed"
-    saved = sorted((killed / "checkpoints").glob("step-*"))
-    assert saved
+    kill(process, killed)
     resumed = Command(typed(killed, text, *options), tmp_path)
     told, complaints = resumed.communicate()
     assert resumed.returncode == 0
@@ -119,7 +123,7 @@ def test_the_file_of_a_run_repeats_it_and_flags_win(text: Path, tmp_path: Path) 
     assert losses(third) != losses(first)
 
 
-def test_a_run_that_has_ended_goes_on_to_more_steps(text: Path, tmp_path: Path) -> None:
+def test_a_run_that_has_ended_goes_on_to_more_steps(text: Path, tmp_path: Path, capsys) -> None:
     for steps in (3, 5):
         assert train("--data", text, "--out", tmp_path, *TINY, "--schedule", "constant", "--steps", steps) == 0
     assert train("--data", text, "--out", tmp_path / "whole", *TINY, "--schedule", "constant", "--steps", 5) == 0
@@ -128,38 +132,18 @@ def test_a_run_that_has_ended_goes_on_to_more_steps(text: Path, tmp_path: Path) 
     assert (tmp_path / "model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
     # Asked for again, it takes no step, and says what it said.
     assert train("--data", text, "--out", tmp_path, *TINY, "--schedule", "constant", "--steps", 5) == 0
-
-
-def test_the_records_of_a_run_are_where_report_and_watch_look(text: Path, tmp_path: Path, capsys) -> None:
-    assert train("--data", text, "--out", tmp_path, *TINY, "--steps", 4, "--gauges-every", 2) == 0
+    # Its records are where `report` and `watch` look.
     assert main(["report", str(tmp_path)]) == 0
     assert "<svg" in (tmp_path / "gauges.html").read_text()
     assert main(["watch", "--once", str(tmp_path)]) == 0
-    assert "step 4" in capsys.readouterr().out
-    kinds = {record["kind"] for record in read_records(tmp_path / "gauges.jsonl")}
-    assert kinds >= {"run", "step", "update", "activation"}
-
-
-def test_without_gauges_the_run_is_the_same(text: Path, tmp_path: Path) -> None:
-    for every in (0, 1):
-        assert (
-            train("--data", text, "--out", tmp_path / str(every), *TINY, "--steps", 4, "--gauges-every", every) == 0
-        )
-    assert losses(tmp_path / "0") == losses(tmp_path / "1")
-    assert not (tmp_path / "0" / "gauges.jsonl").exists()
+    assert "step 5" in capsys.readouterr().out
 
 
 REFUSED = {
     "a model there is not": (("--model", "gpt-5"), "--model takes one of micro"),
-    "a recipe there is not": (("--recipe", "magic"), "recipe must be one of fp32"),
     "no number": (("--lr", "fast"), "--lr"),
     "no steps": (("--steps", "0"), "--steps: got 0, takes an integer from 1"),
-    "no parts": (("--accumulate", "0"), "--accumulate: got 0, takes an integer from 1"),
-    "a rate of nothing": (("--lr", "0"), "--lr: got 0.0, takes a number above 0"),
     "parts that do not divide": (("--accumulate", "3"), "--accumulate: got 3, takes a divisor of --batch 2"),
-    "a schedule there is not": (("--schedule", "wave"), "--schedule: got 'wave', takes one of constant, linear"),
-    "a plan there is not": (("--linear", "nimble"), "--linear must be a name such as SWITCHBACK"),
-    "a scaler there is not": (("--scaler", "grand"), "--scaler: got 'grand', takes one of none, dynamic"),
     "autocast of bf16 weights": (
         ("--autocast", "fp16"),
         "--autocast must be none with --recipe adamw8b",
@@ -168,15 +152,8 @@ REFUSED = {
         ("--recipe", "lion8bit", "--beta2-schedule", "0.8"),
         "--beta2-schedule: got 0.8, takes nothing with --recipe lion8bit, whose Lion has none",
     ),
-    "a first decay out of range": (("--beta1", "-1"), "--beta1: got -1.0, takes a number from 0 to below 1"),
     "a decay out of range": (("--beta2", "1.5"), "--beta2: got 1.5, takes a number from 0 to below 1"),
-    "a decay's schedule": (("--beta2-schedule", "2"), "--beta2-schedule: got 2.0, takes a number above 0, at most"),
-    "a negative epsilon": (("--eps", "-1"), "--eps: got -1.0, takes a number from 0"),
-    "a growing weight": (("--weight-decay", "-1"), "--weight-decay: got -1.0, takes a number from 0"),
-    "a device there is not": (("--device", "abacus"), "--device: got 'abacus'"),
-    "no checkpoint": (("--resume", "nowhere"), "--resume: got 'nowhere', takes auto, no, or the folder"),
     "a text that is not there": (("--data", "nowhere.txt"), "--data takes a UTF-8 text file"),
-    "a text too short": (("--sequence", "100000"), "--data takes a longer text"),
     "a file that is not there": (("--config", "nowhere.toml"), "--config: nowhere.toml: No such file"),
 }
 
@@ -193,11 +170,7 @@ def test_bad_input_is_one_line_that_names_the_flag(case: str, text: Path, tmp_pa
 
 FILES = {
     "an unknown key": ("stepz = 3", "got the unknown key 'stepz', takes data, out, model"),
-    "the name in code": ("weight_decay = 0.1", "got the unknown key 'weight_decay'"),
-    "a fraction of a step": ("steps = 2.5", "steps: got 2.5, takes an integer"),
-    "a word for a number": ('lr = "high"', "lr: got 'high', takes a number"),
     "a number for a switch": ("compile = 1", "compile: got 1, takes true or false"),
-    "a switch for a number": ("steps = true", "steps: got True, takes an integer"),
     "a value out of range": ("keep = 0", "--keep: got 0, takes an integer from 1"),
     "no TOML": ("steps: 3", "config.toml"),
 }

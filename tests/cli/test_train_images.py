@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import io
-import json
-import signal
 import tarfile
-import time
 import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image, ImageDraw
+from test_train import history, kill
 
 from forked import Command
 from narrowgauge.cli import main
@@ -44,10 +42,6 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def history(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
-
-
 def records(out: Path) -> list[dict]:
     return [record for record in history(out) if "images_per_second" not in record]
 
@@ -64,15 +58,7 @@ def test_killed_in_the_middle_it_ends_as_if_it_had_not_been(shards: Path, tmp_pa
         "--layer-scale", "0.5", "--patch-dropout", "0.5", "--kq-norm", "--patch-norm", "after", "--flip",
     )  # fmt: skip
     process, reference = started(killed, shards, *options), started(whole, shards, *options)
-    deadline = time.monotonic() + 120
-    while not list((killed / "checkpoints").glob("step-*")) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.05)  # beyond the checkpoint, into steps that have to be taken again
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    assert not (killed / "model.safetensors").exists(), "it had ended before it was killed"
-    assert list((killed / "checkpoints").glob("step-*"))
+    kill(process, killed)
     resumed = started(killed, shards, *options)
     told, complaints = resumed.communicate()
     assert (resumed.returncode, complaints) == (0, "")

@@ -1,4 +1,4 @@
-"""The commands and their options; what they do is in modules of their own."""
+"""The command line: what it takes, and which module does it. The options are in `_options`."""
 
 from __future__ import annotations
 
@@ -6,26 +6,25 @@ import io
 import shlex
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
 
-from narrowgauge import __version__, recipes
-from narrowgauge.cli._errors import UsageError
-from narrowgauge.cli._files import expanded
-from narrowgauge.cli._train import tokens, train, train_command
-from narrowgauge.trainers import DEFAULT_VOCABULARY, presets
-
-# Ordered as a story: the reference, what fails, what repairs it, what costs least.
-DEFAULT_RECIPES = ("D", "A", "B", "C", "adamw8bit-split8")
+from narrowgauge import __version__
+from narrowgauge.cli import _options
+from narrowgauge.cli._files import UsageError
+from narrowgauge.cli._options import command_of
+from narrowgauge.cli._train import read_config, tokens, train, train_hints
+from narrowgauge.trainers import TrainSettings
 
 app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Train on narrow numbers, and gauge what they cost you.",
 )
-
+_bench = typer.Typer(add_completion=False, help="Measure what things cost on this machine.", no_args_is_help=True)
 
 # The base of typer's own complaints; it is click's or a copy of it inside typer, by version.
 _TyperError = cast(
@@ -69,66 +68,53 @@ def _main(
         raise typer.Exit
 
 
-def _option(help: str, *names: str, **settings: Any) -> Any:
-    return typer.Option(*names, help=help, **settings)
+Run = Callable[[Any, typer.Context], int]
 
 
-@app.command(name="compare")
-def _compare(
-    context: typer.Context,
-    out: Annotated[Path, _option("Folder for results.json and report.html.")] = Path("runs/compare"),
-    data: Annotated[
-        Path | None, _option("A text file or a folder of them.", show_default="Python's standard library")
-    ] = None,
-    recipe: Annotated[
-        str, _option(f"Comma-separated: {', '.join(recipes.names())}; or A, B, C, D, D-MW.", "--recipes")
-    ] = ",".join(DEFAULT_RECIPES),
-    model: Annotated[str, _option("Model preset: " + ", ".join(presets()) + ".")] = "micro",
-    steps: Annotated[int, _option("Optimizer steps a run.")] = 300,
-    seeds: Annotated[int, _option("Runs a recipe, each with another seed.")] = 1,
-    seed: Annotated[int, _option("The first seed.")] = 0,
-    batch: Annotated[int, _option("Windows a step.")] = 16,
-    sequence: Annotated[int, _option("Tokens a window.")] = 128,
-    vocabulary: Annotated[int, _option("Tokens of the byte-level BPE; 256 means bytes.")] = 1024,
-    validation_windows: Annotated[int, _option("Windows of held-out text to evaluate on.")] = 128,
-    lr: Annotated[float, _option("Learning rate, after the warm-up.")] = 1e-4,
-    warmup: Annotated[int, _option("Steps over which the learning rate rises.")] = 10,
-    beta1: Annotated[float, _option("Decay rate of the first moment.")] = 0.9,
-    beta2: Annotated[float, _option("Decay rate of the second moment.")] = 0.999,
-    eps: Annotated[float, _option("Added to the root of the second moment.")] = 1e-8,
-    weight_decay: Annotated[float, _option("Decoupled weight decay.")] = 0.1,
-    arithmetic: Annotated[
-        str, _option("'fp32', or 'strict': round every operation of float storages as the papers do.")
-    ] = "fp32",
-    block_size: Annotated[int, _option("Elements that share a scale in 8-bit states.")] = 256,
-    min_quantized_size: Annotated[int, _option("Smaller parameters keep fp32 states, not 8-bit ones.")] = 4096,
-    gauge_every: Annotated[int, _option("Steps between measurements of the update; 0 for none.")] = 5,
-    device: Annotated[str, _option("'cpu', 'cuda', 'cuda:1', or 'auto': a GPU if there is one.")] = "auto",
-) -> int:
+def _command(options: type, group: typer.Typer = app, **settings: Any) -> Callable[[Run], Run]:
+    """Make a command of a function, under the function's name."""
+
+    def decorate(function: Run) -> Run:
+        group.command(name=function.__name__.strip("_"), **settings)(command_of(options, function))
+        return function
+
+    return decorate
+
+
+def _line(context: typer.Context) -> str:
+    """The command line, for the record."""
+    return shlex.join(["narrowgauge", *context.obj])
+
+
+# What a command alone needs is imported by it: the others answer at once.
+
+
+@_command(_options.CompareOptions)
+def _compare(options: Any, context: typer.Context) -> int:
     """Train the same small GPT once under each precision recipe, on real text, and show what each cost."""
-    options = {name: value for name, value in locals().items() if name not in ("context", "recipe")}
-    names = tuple(name.strip() for name in recipe.split(",") if name.strip())
-    options["out"] = expanded("--out", out)
-    # What a command alone needs is imported by it: the others answer at once.
-    from narrowgauge.cli._compare import CompareOptions, compare
+    from narrowgauge.cli._compare import compare
 
-    return compare(CompareOptions(recipes=names, **options), shlex.join(["narrowgauge", *context.obj]))
+    return compare(options, _line(context))
 
 
-app.command(name="train")(train_command(train))
+def _train(settings: TrainSettings, context: typer.Context) -> int:
+    return train(settings)
 
 
-@app.command(name="tokens")
-def _tokens(
-    out: Annotated[Path, _option("A new folder for the tokens.")],
-    data: Annotated[
-        Path | None, _option("A text file or a folder of them.", show_default="Python's standard library")
-    ] = None,
-    vocabulary: Annotated[int, _option("Tokens of the byte-level BPE; 256 means bytes.")] = DEFAULT_VOCABULARY,
-    workers: Annotated[int | None, _option("Processes that encode.", show_default="one a core")] = None,
-) -> int:
+_config = typer.Option(
+    "--config", help="A TOML file of these flags; flags win.", callback=read_config, is_eager=True
+)
+app.command(
+    name="train",
+    help="Train a language model on text, or CLIP or ViT on images, and leave a folder that transformers loads. "
+    "After a kill the same command goes on from the last checkpoint.",
+)(command_of(TrainSettings, _train, train_hints(), config=Annotated[Path | None, _config]))
+
+
+@_command(_options.TokensOptions)
+def _tokens(options: Any, context: typer.Context) -> int:
     """Learn a tokenizer and encode a text, which train --data maps into memory."""
-    return tokens(data, out, vocabulary, workers)
+    return tokens(options)
 
 
 class _OptionalPath(typer.core.TyperCommand):
@@ -144,155 +130,52 @@ class _OptionalPath(typer.core.TyperCommand):
         return super().parse_args(ctx, words)
 
 
-@app.command(name="formats", cls=_OptionalPath)
-def _formats(
-    name: Annotated[
-        str | None, typer.Argument(help="A float format (fp16, float8_e4m3fn, e3m4) or a codebook (dynamic).")
-    ] = None,
-    value: Annotated[str | None, _option("A number to look at: 0.1, 1e-8, 2^-14, inf.")] = None,
-    plot: Annotated[
-        str | None,
-        _option("Draw instead: the maps, or the spacing of a float format.", metavar="[PATH.svg|.png|.pdf]"),
-    ] = None,
-    all: Annotated[bool, _option("Every binade of a float format.", "--all")] = False,
-    codes: Annotated[bool, _option("Every code of a codebook or of a float of up to 8 bits.", "--codes")] = False,
-    codebook: Annotated[bool, _option("The codebook NAME, not the float format.", "--codebook")] = False,
-    unsigned: Annotated[bool, _option("A codebook without negative values.", "--unsigned")] = False,
-    bits: Annotated[int | None, _option("Code width of a codebook.", show_default="its widest")] = None,
-) -> int:
+@_command(_options.FormatsOptions, cls=_OptionalPath)
+def _formats(options: Any, context: typer.Context) -> int:
     """Show the float formats and codebooks there are, one of them, or what a number becomes in them."""
-    options = locals() | {"plot": None if plot is None else Path(plot)}
-    from narrowgauge.cli._formats import FormatsOptions, formats
+    from narrowgauge.cli._formats import formats
 
-    return formats(FormatsOptions(**options))
+    return formats(options)
 
 
-@app.command(name="report")
-def _report(
-    run: Annotated[Path, typer.Argument(help="A file that gauges were recorded to, or the folder it is in.")],
-    out: Annotated[
-        Path | None, _option("The page, or a folder for it.", show_default="gauges.html beside the records")
-    ] = None,
-) -> int:
+@_command(_options.ReportOptions)
+def _report(options: Any, context: typer.Context) -> int:
     """Make one page of what the gauges of a training recorded: advice, figures, and their numbers."""
-    from narrowgauge.cli._report import ReportOptions, report
+    from narrowgauge.cli._report import report
 
-    return report(ReportOptions(run, out))
+    return report(options)
 
 
-@app.command(name="watch")
-def _watch(
-    run: Annotated[Path, typer.Argument(help="The file that gauges are recorded to, or the folder it will be in.")],
-    once: Annotated[bool, _option("Print the page once and end, as into a pipe.", "--once")] = False,
-    interval: Annotated[float, _option("Seconds between two looks.")] = 2.0,
-) -> int:
+@_command(_options.WatchOptions)
+def _watch(options: Any, context: typer.Context) -> int:
     """Follow a training in the terminal: loss, lost updates, RMS_t, alarms, advice. Ctrl-C ends it."""
-    from narrowgauge.cli._watch import WatchOptions, watch
+    from narrowgauge.cli._watch import watch
 
-    return watch(WatchOptions(run, once, interval))
+    return watch(options)
 
 
-@app.command(name="plan")
-def _plan(
-    model: Annotated[
-        str,
-        typer.Argument(help=f"{', '.join(presets(None))}; a folder with a config.json; or parameters, such as 7B."),
-    ],
-    recipe: Annotated[
-        str, _option("Comma-separated, a column each: names, or A, B, C, D, D-MW.", "--recipe", "--recipes")
-    ] = "D,adamw8bit-split8",
-    linear: Annotated[
-        str | None, _option("Plan of the linear layers: SWITCHBACK:int8, SWITCHBACK_M, ...", show_default="none")
-    ] = None,
-    batch: Annotated[int | None, _option("Sequences or images a step on each GPU.", show_default="8")] = None,
-    sequence: Annotated[
-        int | None, _option("Tokens a sequence or a caption.", show_default="1024, or the model's positions")
-    ] = None,
-    vocabulary: Annotated[int | None, _option("Tokens of a preset.", show_default="its family's")] = None,
-    classes: Annotated[int | None, _option("Classes of a preset of ViT.", show_default="1000")] = None,
-    checkpointing: Annotated[
-        bool, _option("Blocks keep their inputs only, and run again in the backward pass.", "--checkpointing")
-    ] = False,
-    accumulate: Annotated[
-        bool, _option("Gradients of several micro-batches are added up; --batch is one of them.", "--accumulate")
-    ] = False,
-    stable_embedding: Annotated[
-        bool, _option("A layer norm behind the token embedding, whose states are fp32.", "--stable-embedding")
-    ] = False,
-    layer_scale: Annotated[
-        float | None, _option("Learned scales behind each branch of a block.", show_default="none")
-    ] = None,
-    kq_norm: Annotated[bool, _option("Layer norms on queries and keys, head by head.", "--kq-norm")] = False,
-    patch_norm: Annotated[str, _option("Layer norm on patches: none, before their embedding, or after.")] = "none",
-    patch_dropout: Annotated[float, _option("Share of the patches of an image that is dropped.")] = 0.0,
-    offload: Annotated[
-        str, _option("On the CPU, with the step: none, states (low words too), or gradients as well.")
-    ] = "none",
-    memory: Annotated[str | None, _option("Of each GPU: 80GB, 79GiB. Also says what would fit.")] = None,
-    gpus: Annotated[int, _option("GPUs that share the training.")] = 1,
-    parallel: Annotated[str, _option("How they do: 'ddp' or 'fsdp'.")] = "ddp",
-    json: Annotated[Path | None, _option("Results file.")] = None,
-    figure: Annotated[Path | None, _option("Picture of the bars: .svg, .png or .pdf.")] = None,
-) -> int:
+@_command(_options.PlanOptions)
+def _plan(options: Any, context: typer.Context) -> int:
     """Will it fit? The memory of a training step on a GPU, by recipe, without a GPU."""
-    options = dict(locals())
-    from narrowgauge.cli._plan import PlanOptions, plan
+    from narrowgauge.cli._plan import plan
 
-    return plan(PlanOptions(**options))
+    return plan(options)
 
 
-_bench = typer.Typer(add_completion=False, help="Measure what things cost on this machine.", no_args_is_help=True)
 app.add_typer(_bench, name="bench")
 
 
-@_bench.command(name="optimizers")
-def _optimizers(
-    context: typer.Context,
-    lists: Annotated[
-        str | None,
-        _option(
-            "Comma-separated: big, matrix, many-64, many-768, gpt2, gpt2-medium, vit-huge, or a shape: 4096x4096.",
-            show_default="big,gpt2-medium,vit-huge on a GPU, else matrix,many-64,many-768",
-        ),
-    ] = None,
-    only: Annotated[str | None, _option("Comma-separated parts of names of rows.", show_default="all")] = None,
-    peers: Annotated[bool, _option("Other libraries' optimizers too, where installed.", "--peers")] = False,
-    device: Annotated[str, _option("'cpu', 'cuda', 'cuda:1', or 'auto': a GPU if there is one.")] = "auto",
-    seconds: Annotated[float, _option("How long to time each row.")] = 1.0,
-    json: Annotated[Path | None, _option("Results file.")] = None,
-    figure: Annotated[Path | None, _option("Picture of the times: .svg, .png or .pdf.")] = None,
-) -> int:
+@_command(_options.BenchOptions, _bench)
+def _optimizers(options: Any, context: typer.Context) -> int:
     """Milliseconds of an optimizer's step, beside what the speed of memory allows."""
-    options = {name: value for name, value in locals().items() if name != "context"}
-    from narrowgauge.cli._bench._optimizers import BenchOptions, bench_optimizers
+    from narrowgauge.cli._bench._optimizers import bench_optimizers
 
-    return bench_optimizers(BenchOptions(**options), shlex.join(["narrowgauge", *context.obj]))
+    return bench_optimizers(options, _line(context))
 
 
-@_bench.command(name="linear")
-def _linear(
-    context: typer.Context,
-    shapes: Annotated[
-        str | None,
-        _option(
-            "Comma-separated: tokens, input and output features, such as 32768x1280x5120.",
-            show_default="six on a GPU, three small ones on a CPU",
-        ),
-    ] = None,
-    plans: Annotated[
-        str | None,
-        _option("Comma-separated: SWITCHBACK:int8, TENSORWISE_FP8:e4m3/e5m2, ...", show_default="all there are"),
-    ] = None,
-    dtype: Annotated[str, _option("Of the layer: bf16, fp16 or fp32.")] = "bf16",
-    peers: Annotated[bool, _option("torchao's and bitsandbytes' layers too, at --shapes.", "--peers")] = False,
-    tune: Annotated[bool, _option("Time all ways to multiply first, and keep the fastest.", "--tune")] = False,
-    device: Annotated[str, _option("'cpu', 'cuda', 'cuda:1', or 'auto': a GPU if there is one.")] = "auto",
-    seconds: Annotated[float, _option("How long to time each row.")] = 0.2,
-    json: Annotated[Path | None, _option("Results file.")] = None,
-    figure: Annotated[Path | None, _option("Picture of the times: .svg, .png or .pdf.")] = None,
-) -> int:
+@_command(_options.LinearOptions, _bench)
+def _linear(options: Any, context: typer.Context) -> int:
     """Forward and backward of a linear layer by each plan, beside nn.Linear."""
-    options = {name: value for name, value in locals().items() if name != "context"}
-    from narrowgauge.cli._bench._linear import LinearOptions, bench_linear
+    from narrowgauge.cli._bench._linear import bench_linear
 
-    return bench_linear(LinearOptions(**options), shlex.join(["narrowgauge", *context.obj]))
+    return bench_linear(options, _line(context))

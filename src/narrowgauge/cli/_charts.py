@@ -13,13 +13,14 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import matplotlib
 import numpy as np
+from markupsafe import Markup
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
@@ -91,9 +92,29 @@ def drawing() -> Iterator[None]:
         yield
 
 
-def new_figure(height: float) -> Figure:
-    """A figure of a page, as wide as all."""
-    return Figure((WIDTH / 72, height / 72), layout="constrained")
+@dataclass
+class Drawn:
+    """A figure of a page: its axes while it is drawn, then an `<svg>` element."""
+
+    axes: Any
+    svg: Markup = field(default_factory=Markup)
+
+
+@contextmanager
+def page_figure(name: str, title: str, height: float, *grid: int, **more: Any) -> Iterator[Drawn]:
+    """A figure of a page, as wide as all; its `svg` is there after the block.
+
+    Args:
+        name: prefix of its ids, so that several figures share a page.
+        title: what it shows, for those who cannot see it.
+        height: in units.
+        grid, more: arguments of matplotlib's `subplots`.
+    """
+    with drawing():
+        figure = Figure((WIDTH / 72, height / 72), layout="constrained")
+        made = Drawn(figure.subplots(*grid, **more))
+        yield made
+        made.svg = Markup(_to_svg(figure, name, title))
 
 
 def printable(text: str) -> str:
@@ -142,10 +163,8 @@ def bar_panels(panels: Mapping[str, Mapping[str, float | None]], title: str) -> 
     return figure
 
 
-def to_svg(figure: Figure, name: str, title: str) -> str:
-    """The figure as an `<svg>` element: ids prefixed with its name, so that several figures share a page; the
-    palette's colors as CSS variables; as wide as its place.
-    """
+def _to_svg(figure: Figure, name: str, title: str) -> str:
+    """The figure as an `<svg>` element as wide as its place, with the palette's colors as CSS variables."""
     file = io.StringIO()
     unwanted = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     figure.savefig(file, format="svg", transparent=True, metadata=unwanted)

@@ -6,60 +6,35 @@ pairs; after each run the results so far are on disk. A comparison runs in one p
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.progress import TaskID
+from rich.table import Table
+from rich.text import Text
 
 from narrowgauge import recipes as recipe_book
 from narrowgauge import trainers
-from narrowgauge.cli._compare_table import CompareDisplay
-from narrowgauge.cli._console import asked_to_stop, complain
+from narrowgauge.cli._console import Display, asked_to_stop, complain
 from narrowgauge.cli._environment import describe_environment, find_device, out_of_memory
-from narrowgauge.cli._errors import UsageError, user_input
+from narrowgauge.cli._files import UsageError, user_input
+from narrowgauge.cli._options import CompareOptions
 from narrowgauge.cli._report._compare_page import write_report
 from narrowgauge.cli._results import assemble, set_aside, write_results
-from narrowgauge.trainers import Run, Settings, TokenizedCorpus
+from narrowgauge.trainers import Run, TokenizedCorpus
 
-
-@dataclass(frozen=True)
-class CompareOptions:
-    """The command's options under their names on the command line."""
-
-    out: Path
-    data: Path | None
-    recipes: tuple[str, ...]
-    model: str
-    steps: int
-    seeds: int
-    seed: int
-    batch: int
-    sequence: int
-    vocabulary: int
-    validation_windows: int
-    lr: float
-    warmup: int
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    arithmetic: str
-    block_size: int
-    min_quantized_size: int
-    gauge_every: int
-    device: str
-
-    def settings(self) -> Settings:
-        """The part that the training loop needs."""
-        return Settings(**{name: getattr(self, name) for name in Settings.__dataclass_fields__})
-
-    def as_json(self) -> dict[str, Any]:
-        """All options as JSON values."""
-        values = asdict(self) | {"out": str(self.out), "data": None if self.data is None else str(self.data)}
-        return values | {"recipes": list(self.recipes)}
+_SIZE = 2**31 - 1
+# The least and the most of each option.
+_BOUNDS = {
+    "steps": (1, _SIZE), "seeds": (1, _SIZE), "seed": (0, 2**32), "batch": (1, _SIZE), "sequence": (2, _SIZE),
+    "vocabulary": (256, 2**20), "validation_windows": (1, _SIZE), "warmup": (0, _SIZE), "block_size": (1, _SIZE),
+    "min_quantized_size": (0, 2**63 - 1), "gauge_every": (0, 2**63 - 1),
+}  # fmt: skip
 
 
 def compare(options: CompareOptions, command: str) -> int:
@@ -72,9 +47,6 @@ def compare(options: CompareOptions, command: str) -> int:
     Returns:
         The exit status: 0, 130 if it was interrupted, 2 if a model did not fit into memory; in the latter two
         cases what was complete is written all the same.
-
-    Raises:
-        UsageError: in one line that names the option.
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         world = os.environ["WORLD_SIZE"]
@@ -115,7 +87,7 @@ class Record:
             "command": command,
             "environment": describe_environment(device),
             "settings": options.as_json(),
-            "reference": _reference(options.recipes),
+            "reference": _reference(options.names),
         }
         self._out = options.out
         self._runs: dict[str, list[Run]] = {}
@@ -144,37 +116,28 @@ class Record:
 
 def _check(options: CompareOptions) -> torch.device:
     """Refuse what cannot work, before minutes are spent on it; give the device."""
-    if not options.recipes:
+    if not options.names:
         raise UsageError(f"--recipes: got none, takes one or more of {', '.join(recipe_book.names())}")
-    for name in options.recipes:
+    for name in options.names:
         recipe_book.get(name)
-    canonical = [recipe_book.get(name).name for name in options.recipes]
+    canonical = [recipe_book.get(name).name for name in options.names]
     for name in canonical:
         if canonical.count(name) > 1:
             raise UsageError(f"--recipes: got {name} twice, takes each recipe once")
     if options.model not in trainers.presets():
         raise UsageError(f"--model: got {options.model!r}, takes one of {', '.join(trainers.presets())}")
-    least = {
-        "steps": 1, "seeds": 1, "seed": 0, "batch": 1, "sequence": 2, "vocabulary": 256, "validation_windows": 1,
-        "warmup": 0, "block_size": 1, "min_quantized_size": 0, "gauge_every": 0,
-    }  # fmt: skip
-    for name, bound in least.items():
-        if getattr(options, name) < bound:
-            got = getattr(options, name)
-            raise UsageError(f"--{name.replace('_', '-')}: got {got}, takes an integer of at least {bound}")
-    most = {"vocabulary": 2**20, "block_size": 2**31 - 1, "min_quantized_size": 2**63 - 1}
-    most |= dict.fromkeys(("steps", "seeds", "batch", "sequence", "validation_windows", "warmup"), 2**31 - 1)
-    for name, bound in most.items():
-        if getattr(options, name) > bound:
-            got = getattr(options, name)
-            raise UsageError(f"--{name.replace('_', '-')}: got {got}, takes an integer of at most {bound}")
+    for name, (least, most) in _BOUNDS.items():
+        got = getattr(options, name)
+        if not least <= got <= most:
+            bound = f"least {least}" if got < least else f"most {most}"
+            raise UsageError(f"--{name.replace('_', '-')}: got {got}, takes an integer of at {bound}")
     if options.seed + options.seeds > 2**32:
         raise UsageError(f"--seed: got {options.seed} with --seeds {options.seeds}, takes seeds below 2^32")
     if options.arithmetic not in ("fp32", "strict"):
         raise UsageError(f"--arithmetic: got {options.arithmetic!r}, takes 'fp32' or 'strict'")
     # The optimizer knows what its hyperparameters may be; ask it with the smallest model there is.
     probe = torch.nn.Linear(1, 1)
-    for name in options.recipes:
+    for name in options.names:
         trainers.make_optimizer(recipe_book.get(name), probe, options.settings(), options.seed)
         probe.to(torch.float32)
     _check_out(options.out)
@@ -235,14 +198,14 @@ def _train_all(
     windows = trainers.validation_windows(tokens.validation, options.sequence, options.validation_windows)
     display = record.display
     seeds = range(options.seed, options.seed + options.seeds)
-    display.plan(len(seeds) * len(options.recipes), options.steps, options.batch * options.sequence)
+    display.plan(len(seeds) * len(options.names), options.steps, options.batch * options.sequence)
 
     def on_step(number: int, loss: float) -> None:
         display.step(number, loss)
         if asked:
             raise KeyboardInterrupt
 
-    for seed, name in itertools.product(seeds, options.recipes):
+    for seed, name in itertools.product(seeds, options.names):
         display.begin(name, seed)
         try:
             run = trainers.train(
@@ -262,3 +225,139 @@ def _train_all(
         record.keep(name, run)
         if asked:
             raise KeyboardInterrupt
+
+
+class CompareDisplay(Display):
+    """Progress bars on a terminal, one line a run elsewhere; then the table."""
+
+    def __init__(self) -> None:
+        """No run has begun."""
+        super().__init__()
+        self._all: TaskID | None = None
+        self._run: TaskID | None = None
+        self._steps = self._tokens = self._finished = 0
+        self._started = 0.0
+
+    def plan(self, runs: int, steps: int, tokens: int) -> None:
+        """Announce how much training lies ahead: runs, steps a run, tokens a step."""
+        self.hide_stages()
+        self._steps, self._tokens = steps, tokens
+        self._all = self.add("all runs", runs * steps)
+
+    def begin(self, name: str, seed: int) -> None:
+        """A run starts."""
+        if self._run is not None:
+            self.bars.update(self._run, visible=False)
+        self._run = self.add(f"{name}, seed {seed}", self._steps)
+        self._started = self.bars.get_time()
+
+    def step(self, number: int, loss: float) -> None:
+        """A step is done."""
+        assert self._run is not None
+        assert self._all is not None
+        seconds = max(1e-9, self.bars.get_time() - self._started)
+        note = f"loss {loss:.3f}, {number * self._tokens / seconds:,.0f} tokens/s"
+        self.bars.update(self._run, completed=number, note=note)
+        self.bars.update(self._all, completed=self._finished * self._steps + number)
+
+    def finish(self, name: str, run: Run) -> None:
+        """A run is done; it leaves a line."""
+        assert self._all is not None
+        self._finished += 1
+        self.bars.update(self._all, completed=self._finished * self._steps)
+        if run.validation_loss is None:
+            outcome = f"diverged at step {len(run.loss)}"
+        else:
+            outcome = f"validation loss {run.validation_loss:.4f}"
+        self.say(f"{name}, seed {run.seed}: {outcome}")
+
+    def table(self, results: dict[str, Any]) -> None:
+        """The comparison as a table, with a line that says how to read it."""
+        with contextlib.suppress(OSError):
+            self.console.print()
+            for table in _tables(results, self.console.width):
+                self.console.print(table)
+                self.console.print()
+            self.console.print(Text(_legend(results), style="dim"))
+
+
+# Above this the table is one; below, numbers would be cut, so costs get a table of their own.
+_WIDE = 140
+
+
+def _tables(results: dict[str, Any], width: int) -> list[Table]:
+    """One table, or two on a narrow terminal: what each recipe reached, and what it cost."""
+    reference = results["reference"]
+    rows = results["recipes"]
+    reached = {
+        "validation\nloss": lambda row: _loss(row),
+        "perplex-\nity": lambda row: _number(row["perplexity"], 2),
+        f"minus {reference}" if reference else "difference": lambda row: (
+            "(reference)" if reference and row is rows[reference] else _difference(row["difference"])
+        ),
+        "EDQ\n%": lambda row: _number(row["edq"], 1, 100),
+        "lost\n%": lambda row: _number(row["lost_updates"], 1, 100),
+    }
+    cost = {
+        "bytes/param\nplanned": lambda row: _number(row["bytes_per_parameter"], 2),
+        "\nmeasured": lambda row: _number((row["bytes"]["measured"] or {}).get("total"), 2),
+        "peak\nMiB": lambda row: _number(row["peak_memory_bytes"], 1, 2.0**-20),
+        "optimizer\nms": lambda row: _number(row["optimizer_ms"], 1),
+        "step\nms": lambda row: _number(row["step_ms"], 1),
+    }
+    parts = [reached | cost] if width >= _WIDE else [reached, cost]
+    return [_table(rows, columns) for columns in parts]
+
+
+def _table(rows: dict[str, Any], columns: dict[str, Callable[[dict[str, Any]], str]]) -> Table:
+    # Rich pads columns by two; one leaves room for every digit at 80 characters.
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    table.add_column("recipe", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, row in rows.items():
+        table.add_row(Text(name), *(read(row) for read in columns.values()))
+    return table
+
+
+def _loss(row: dict[str, Any]) -> str:
+    return "diverged" if row["diverged"] else _with_spread(row["validation_loss"], row["validation_loss_spread"])
+
+
+def _number(value: float | None, digits: int, scale: float = 1.0) -> str:
+    return "–" if value is None else f"{value * scale:.{digits}f}"
+
+
+def _with_spread(value: float | None, spread: float | None) -> str:
+    return _number(value, 4) + ("" if spread is None else f" ± {spread:.4f}")
+
+
+def _difference(difference: dict[str, Any] | None) -> str:
+    if difference is None:
+        return "–"
+    text = f"{difference['mean']:+.5f}"
+    if difference["spread"] is None:
+        return text
+    mark = " ~" if difference["within_spread"] else " ≈" if difference["within_reference_spread"] else ""
+    return f"{text} ± {difference['spread']:.5f}{mark}"
+
+
+def _legend(results: dict[str, Any]) -> str:
+    lines = [
+        "EDQ: how far what is stored moved along the intended update (100%: nothing is missing along it). Lost "
+        "updates: intended changes that left what is stored as it was."
+    ]
+    seeds = max(len(row["seeds"]) for row in results["recipes"].values())
+    if seeds > 1:
+        lines.append(
+            "±: standard deviation over seeds, of the loss and of the paired difference. ~ marks one within "
+            f"its own spread, ≈ one within the spread of {results['reference']}'s loss."
+        )
+    else:
+        lines.append("One seed: differences have no spread to be compared with (--seeds 3 gives one).")
+    lines += [
+        f"{name}: {row['title']}" for name, row in results["recipes"].items() if "computed in" in row["title"]
+    ]
+    if results["interrupted"]:
+        lines.append("Interrupted: runs that were not complete are missing.")
+    return "\n".join(lines)

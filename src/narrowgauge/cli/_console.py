@@ -1,4 +1,4 @@
-"""The terminal: where commands print, progress bars, and Ctrl-C."""
+"""The terminal: where commands print, tables of numbers, progress bars, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
+MISSING = "-"  # stands in a table where there is no value
 STAGES = {"tokenizer": "learning the tokenizer", "tokens": "encoding the text"}
 
 
@@ -97,7 +100,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """A line of plain text, above the bars."""
-        # A terminal that went away, a full disk behind a pipe: no reason to stop training.
+        # A terminal that went away, a full disk after a pipe: no reason to stop training.
         with contextlib.suppress(OSError):
             self.console.print(text, markup=False, soft_wrap=True)
             sys.stdout.flush()
@@ -116,3 +119,59 @@ class Display:
     def add(self, name: str, total: float, completed: float = 0) -> TaskID:
         """A new bar."""
         return self.bars.add_task(name, total=total, completed=int(completed), note="")
+
+
+class Printer:
+    """Paragraphs and tables, a blank line between them."""
+
+    def __init__(self) -> None:
+        # A pipe or a log has no width of its own; what is printed is made for 80 columns.
+        width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 80
+        self._console = Console(width=width, highlight=False, markup=False, emoji=False)
+        self._begun = False
+
+    def say(self, text: str, style: str | None = None) -> None:
+        """A paragraph; lines are folded between words, and long words stay whole."""
+        if self._begun:
+            self._console.print()
+        self._console.print(text, style=style)
+        self._begun = True
+
+    def line(self, text: str) -> None:
+        """A line that is not folded, such as a path to copy."""
+        self._console.print(text, soft_wrap=True)
+
+    def title(self, text: str) -> None:
+        """A heading: the table or paragraph after it follows directly."""
+        self.say(text, style="bold")
+        self._begun = False
+
+    def table(
+        self,
+        columns: Sequence[str],
+        rows: Iterable[Sequence[str]],
+        left: Sequence[str] = (),
+        gap: int = 2,
+        indent: int = 0,
+    ) -> None:
+        """A table without lines.
+
+        Args:
+            columns: their headings; with none at all the table has no heading.
+            rows: their cells.
+            left: headings of columns to align left; the first is in any case, the others hold numbers.
+            gap: spaces between columns.
+            indent: spaces before the first.
+        """
+        if self._begun:
+            self._console.print()
+        table = Table(
+            box=None, pad_edge=False, header_style="bold", padding=(0, gap, 0, 0), show_header=any(columns)
+        )
+        for index, name in enumerate(columns):
+            text = index == 0 or name in left or not any(columns)
+            table.add_column(name, justify="left" if text else "right", overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        self._console.print(Padding(table, (0, 0, 0, indent), expand=False))
+        self._begun = True

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from narrowgauge import __version__
-from narrowgauge.cli._errors import UsageError
+from narrowgauge.cli._files import UsageError
 
 
 def describe_environment(device: torch.device) -> dict[str, str]:
@@ -47,11 +47,7 @@ def _cpu_model() -> str:
 
 
 def find_device(name: str) -> torch.device:
-    """The device of a `--device`; ``"auto"`` is a GPU if there is one.
-
-    Raises:
-        UsageError: for one that torch does not know or see.
-    """
+    """The device of a `--device`; ``"auto"`` is a GPU if there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

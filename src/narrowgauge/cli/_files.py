@@ -1,14 +1,35 @@
-"""Output files: checked before the work begins, and written whole."""
+"""What a user gave, and the files that are written for it: errors of the input, and output files written whole.
+
+A `UsageError` is one line and exit status 2. Any other exception is a defect and shows its traceback.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
-from narrowgauge.cli._errors import UsageError
-
 PICTURES = (".svg", ".png", ".pdf")
+
+
+class UsageError(ValueError):
+    """The input cannot work. The message is one line that names the option or the file."""
+
+
+@contextlib.contextmanager
+def user_input() -> Iterator[None]:
+    """Turn the errors of a block into usage errors.
+
+    The library raises ValueError for wrong arguments and unreadable files. Put around calls that check or read what
+    the user gave, and around nothing else: a ValueError from a computation is a defect.
+    """
+    try:
+        yield
+    except UsageError:
+        raise
+    except (ValueError, OverflowError) as error:
+        raise UsageError(str(error)) from error
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -25,11 +46,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def write_output(option: str, path: Path, content: str | bytes) -> None:
-    """Write the file of an option, with its folder.
-
-    Raises:
-        UsageError: naming the option if the file cannot be written.
-    """
+    """Write the file of an option, with its folder; a UsageError names the option if that is not possible."""
     try:
         if path.is_dir():
             raise IsADirectoryError("it is a folder")
@@ -44,11 +61,7 @@ def write_output(option: str, path: Path, content: str | bytes) -> None:
 
 
 def expanded(option: str, path: Path) -> Path:
-    """The path with `~` replaced by a home folder.
-
-    Raises:
-        UsageError: for a home that does not exist.
-    """
+    """The path with `~` replaced by a home folder; a UsageError for a home that does not exist."""
     try:
         return path.expanduser()
     except RuntimeError as error:
@@ -56,11 +69,7 @@ def expanded(option: str, path: Path) -> Path:
 
 
 def picture_path(option: str, path: Path) -> Path:
-    """The expanded path of a picture.
-
-    Raises:
-        UsageError: for a suffix other than `PICTURES`.
-    """
+    """The expanded path of a picture; a UsageError for a suffix other than `PICTURES`."""
     if path.suffix.lower() not in PICTURES:
         raise UsageError(f"{option}: got {str(path)!r}, takes a path that ends in {', '.join(PICTURES)}")
     return expanded(option, path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 
-from narrowgauge.cli._errors import UsageError
+from narrowgauge.cli._files import UsageError
 from narrowgauge.formats import (
     BF16,
     FP4_E2M1,
@@ -39,9 +39,6 @@ def find(name: str, codebook: bool = False) -> FloatFormat | CodebookMap:
         name: ours (fp16), torch's (float16, torch.float8_e4m3fn), a layout (e3m4; with `fn` for finite: no
             infinities, NaN only where all bits are ones), or a codebook's.
         codebook: look among the codebooks only.
-
-    Raises:
-        UsageError: for any other name, with the nearest one.
     """
     typed = name.strip().casefold().removeprefix("torch.")
     found = None if codebook else _float_format(name, typed)

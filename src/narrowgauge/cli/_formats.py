@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -22,10 +22,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from narrowgauge.cli._errors import UsageError
-from narrowgauge.cli._files import picture_path, write_output
+from narrowgauge.cli._console import MISSING, Printer
+from narrowgauge.cli._files import UsageError, picture_path, write_output
 from narrowgauge.cli._format_names import FORMATS, find
-from narrowgauge.cli._printer import MISSING, Printer, exact, number, power, say_double, signed
+from narrowgauge.cli._options import FormatsOptions
 from narrowgauge.formats import (
     CodebookMap,
     Coder,
@@ -41,21 +41,9 @@ _MOST_BITS_LISTED = 8
 # A page shows this many binades in full; of more, the ends and those around one.
 _MOST_BINADES, _ENDS, _AROUND_ONE = 48, 3, 5
 _PER_LINE = 4  # values of a codebook
+# Doubles with longer expansions are shown in hexadecimal alone.
+_MOST_DIGITS = 72
 _POWER = re.compile(r"([+-]?)2\^([+-]?[0-9]{1,4})")
-
-
-@dataclass(frozen=True)
-class FormatsOptions:
-    """The command's arguments under their names on the command line."""
-
-    name: str | None = None
-    value: str | None = None
-    codebook: bool = False
-    unsigned: bool = False
-    bits: int | None = None
-    all: bool = False
-    codes: bool = False
-    plot: Path | None = None  # an empty path: the default one
 
 
 class Shown(NamedTuple):
@@ -77,17 +65,10 @@ class Shown(NamedTuple):
 
 
 def formats(options: FormatsOptions) -> int:
-    """Show what was asked for.
-
-    Returns:
-        The exit status, 0.
-
-    Raises:
-        UsageError: in one line that names the argument.
-    """
+    """Show what was asked for."""
     found = _check(options)
     if options.plot is not None:
-        return _plot(options, found, options.plot)
+        return _plot(options, found, Path(options.plot))
     printer = Printer()
     if options.value is not None:
         x = read_value(options.value)
@@ -153,11 +134,7 @@ def _plot(options: FormatsOptions, found: FloatFormat | CodebookMap | None, path
 
 
 def shown(found: CodebookMap, options: FormatsOptions) -> Shown:
-    """A codebook as asked for: with sign unless it has none, at its widest code where no width is given.
-
-    Raises:
-        UsageError: for a width or a sign that it is not defined for.
-    """
+    """A codebook as asked for: with sign unless it has none, at its widest code where no width is given."""
     unsigned, bits = options.unsigned or not found.signed_bits, options.bits
     widths = found.unsigned_bits if unsigned else found.signed_bits
     if not widths:
@@ -380,15 +357,47 @@ def _decades(values: NDArray[np.float64]) -> Iterator[tuple[str, ...]]:
         top = float(f"{top / 10:.0e}")
 
 
+# Numbers as text.
+
+
+def power(x: float) -> str:
+    """A power of two as people write it: 2^-14, 1/8, 1024; any other number in nine digits."""
+    mantissa, exponent = math.frexp(x)
+    if mantissa != 0.5:
+        return number(x)
+    exponent -= 1
+    if 0 <= exponent <= 16:
+        return str(1 << exponent)
+    return f"1/{1 << -exponent}" if -3 <= exponent < 0 else f"2^{exponent}"
+
+
+def number(x: float, digits: int = 9) -> str:
+    """A decimal of so many digits; nine tell any two numbers of float32 apart."""
+    return f"{x:.{digits}g}"
+
+
+def exact(x: float) -> str:
+    """The shortest decimal that reads back as exactly this double."""
+    return repr(x).removesuffix(".0")
+
+
+def signed(error: Fraction | None) -> str:
+    """An error in three digits, with its sign."""
+    if error is None:
+        return MISSING
+    if not error:
+        return "0"
+    try:
+        return f"{float(error):+.3g}"
+    except OverflowError:
+        return f"{Decimal(error.numerator) / Decimal(error.denominator):+.3g}"
+
+
 # What a number becomes.
 
 
 def read_value(text: str) -> float:
-    """The double nearest to what was typed: a decimal, a hexadecimal float, inf, nan, or a power such as 2^-14.
-
-    Raises:
-        UsageError: for anything else.
-    """
+    """The double nearest to what was typed: a decimal, a hexadecimal float, inf, nan, or a power such as 2^-14."""
     typed = text.strip()
     try:
         if found := _POWER.fullmatch(typed):
@@ -505,3 +514,18 @@ def _note(fmt: FloatFormat, x: float, becomes: float) -> str:
         return f"underflow: 0 up to {power(fmt.min_subnormal / 2)}"
     kind = "exact" if becomes == x else "rounded"
     return kind if becomes == 0 or abs(becomes) >= fmt.min_normal else f"{kind}, subnormal"
+
+
+def say_double(printer: Printer, typed: str, x: float) -> None:
+    """Errors are those of the double that was read, so that is shown: in full, unless it has very many digits."""
+    if not math.isfinite(x):
+        printer.say(f"{typed} is read as {exact(x)}.")
+        return
+    decimal = Decimal(x)
+    digits = next((d for d in (f"{decimal:f}", f"{decimal}") if len(d) <= _MOST_DIGITS), None)
+    if digits is None:
+        printer.say(f"{typed} is read as the double {x.hex()}, about {exact(x)}.")
+    elif Decimal(exact(x)) == decimal:
+        printer.say(f"{typed} is read as the double {digits}.")
+    else:
+        printer.say(f"{typed} is read as the double {x.hex()}, which is\n{digits}")

@@ -10,16 +10,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from narrowgauge import recipes
-from narrowgauge.cli._errors import UsageError, user_input
-from narrowgauge.cli._files import expanded, picture_path, write_output
-from narrowgauge.cli._printer import MISSING, Printer
-from narrowgauge.linear import LinearPlan, named_plan
+from narrowgauge.cli._console import MISSING, Printer
+from narrowgauge.cli._files import UsageError, picture_path, user_input, write_output
+from narrowgauge.cli._options import PlanOptions, parts, plan_of
 from narrowgauge.recipes import MemoryPlan, Recipe
 from narrowgauge.recipes._parallel import MOST
 from narrowgauge.recipes._plan import largest, parse_bytes
@@ -48,61 +47,17 @@ MEANING = {
 }
 _OFFLOADED = {"states": "states", "gradients": "states and gradients"}
 _WIDTH = 60
-# Hatches beside colors: no share is told by its colour alone.
+# Hatches beside colors: no share is known by its color alone.
 _GREY = ("buffers", "workspaces")
 _HATCHES = ("", "//", "", "..", "", "\\\\", "", "xx", "", "oo")
 _OF_A_MODEL = ("linear", "batch", "sequence", "checkpointing", "accumulate")
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """The command's arguments under their names on the command line."""
-
-    model: str
-    recipe: str
-    linear: str | None = None
-    batch: int | None = None
-    sequence: int | None = None
-    vocabulary: int | None = None
-    classes: int | None = None
-    checkpointing: bool = False
-    accumulate: bool = False
-    stable_embedding: bool = False
-    layer_scale: float | None = None
-    kq_norm: bool = False
-    patch_norm: str = "none"
-    patch_dropout: float = 0.0
-    offload: str = "none"
-    memory: str | None = None
-    gpus: int = 1
-    parallel: str = "ddp"
-    json: Path | None = None
-    figure: Path | None = None
-
-    @property
-    def additions(self) -> Extras:
-        """What is added to the model."""
-        return Extras(**{f.name: getattr(self, f.name) for f in fields(Extras)})
-
-
-@dataclass(frozen=True)
-class Answers:
-    """What fits into the memory asked for, under one recipe; None where that cannot be asked."""
-
-    largest_batch: int | None
-    longest_sequence: int | None
-    largest_model: int
+Answers = dict[str, int | None]  # by question; None where it cannot be asked
 
 
 def plan(options: PlanOptions) -> int:
-    """Print the plans, and write what was asked for.
-
-    Returns:
-        The exit status, 0.
-
-    Raises:
-        UsageError: in one line that names the argument.
-    """
+    """Print the plans, and write what was asked for."""
     figure = None if options.figure is None else picture_path("--figure", options.figure)
     # Planning reads a configuration and checks options; it computes sizes, and nothing else.
     with user_input():
@@ -110,23 +65,25 @@ def plan(options: PlanOptions) -> int:
     printer = Printer()
     show(printer, plans, answers, options.additions)
     if options.json is not None:
-        _write(printer, "--json", expanded("--json", options.json), _as_json(plans, answers))
+        write_output("--json", options.json, _as_json(plans, answers))
+        printer.line(str(options.json))
     if figure is not None:
         # Drawing needs matplotlib, which takes longer to import than everything else here.
         from narrowgauge.cli._charts import save_figure
 
-        _write(printer, "--figure", figure, save_figure(_drawn(plans), figure))
+        write_output("--figure", figure, save_figure(_drawn(plans), figure))
+        printer.line(str(figure))
     return 0
 
 
 def _planned(options: PlanOptions) -> tuple[list[MemoryPlan], list[Answers] | None]:
     """The plans, and what would fit if a memory was given."""
-    names = list(dict.fromkeys(name.strip() for name in options.recipe.split(",") if name.strip()))
+    names = list(dict.fromkeys(parts(options.recipe)))
     if not names:
         raise UsageError(f"--recipe: got {options.recipe!r}, takes names of recipes")
     found = {recipe.name: recipe for recipe in map(recipes.get, names)}
     memory = None if options.memory is None else parse_bytes("--memory", options.memory)
-    linear = None if options.linear is None else _linear(options.linear)
+    linear = None if options.linear is None else plan_of("--linear", options.linear)
     model = _model(options, options.sequence)
 
     def planned(recipe: Recipe, model: Any, sequence: int | None) -> MemoryPlan:
@@ -154,33 +111,24 @@ def _planned(options: PlanOptions) -> tuple[list[MemoryPlan], list[Answers] | No
     return plans, answers
 
 
-def _linear(text: str) -> LinearPlan:
-    try:
-        return named_plan(text)
-    except ValueError as error:
-        raise UsageError(f"--linear {str(error).removeprefix('plan ')}") from None
-
-
 def _answers(one: MemoryPlan, memory: int, peak: Callable[[Recipe, int], int] | None) -> Answers:
-    """What fits.
+    """What fits into the memory.
 
     Args:
         peak: bytes by recipe and tokens, of a model that has positions for as many as it is trained on; else None.
     """
-    if one.batch is None:
-        return Answers(None, None, one.largest_model())
-    longest = None if one.sequence is None else one.longest_sequence()
+    longest = None if one.batch is None or one.sequence is None else one.longest_sequence()
     if longest and peak is not None and longest == one.positions:
         longest = largest(partial(peak, recipes.get(one.recipe)), memory, MOST, start=longest)
-    return Answers(one.largest_batch(), longest, one.largest_model())
+    return {
+        "largest_batch": None if one.batch is None else one.largest_batch(),
+        "longest_sequence": longest,
+        "largest_model": one.largest_model(),
+    }
 
 
 def _model(options: PlanOptions, sequence: int | None) -> Any:
-    """The model, with what is added to it.
-
-    Raises:
-        UsageError: for what a number of parameters does not take.
-    """
+    """The model, with what is added to it."""
     model = find_model(options.model, options.vocabulary, sequence, options.classes)
     if isinstance(model, int):
         asked = {name: getattr(options, name) for name in _OF_A_MODEL} | options.additions.given
@@ -198,13 +146,8 @@ def _model(options: PlanOptions, sequence: int | None) -> Any:
 def _as_json(plans: list[MemoryPlan], answers: list[Answers] | None) -> str:
     records = [one.record() for one in plans]
     for record, answer in zip(records, answers or [], strict=False):
-        record |= vars(answer)
+        record |= answer
     return json.dumps({"plans": records}, indent=1) + "\n"
-
-
-def _write(printer: Printer, option: str, path: Path, content: str | bytes) -> None:
-    write_output(option, path, content)
-    printer.line(str(path))
 
 
 def find_model(text: str, vocabulary: int | None, sequence: int | None, classes: int | None) -> Any:
@@ -215,9 +158,6 @@ def find_model(text: str, vocabulary: int | None, sequence: int | None, classes:
         vocabulary: of a preset, whose tokens are the data's; its family's own if None.
         sequence: tokens that a language preset has positions for, at least; those of a CLIP are the preset's.
         classes: of a preset of ViT; ImageNet's 1000 if None.
-
-    Raises:
-        UsageError: if it is none of these, or for an option of another kind of model.
     """
     named = text in presets(None)
     sizes = preset(text) if named else None
@@ -228,11 +168,12 @@ def find_model(text: str, vocabulary: int | None, sequence: int | None, classes:
             f"--vocabulary: got {vocabulary} for {text!r}, takes a preset beside it that reads tokens: others have "
             "their own"
         )
+    for name, value in (("classes", classes), ("vocabulary", vocabulary)):
+        if value is not None and value < 1:
+            raise UsageError(f"--{name}: got {value}, takes at least 1")
     if isinstance(sizes, VitSizes):
-        return _vit(sizes, classes)
+        return vit_configuration(sizes, 1000 if classes is None else classes)
     if isinstance(sizes, ClipSizes):
-        if vocabulary is not None and vocabulary < 1:
-            raise UsageError(f"--vocabulary: got {vocabulary}, takes at least 1")
         known = sizes if vocabulary is None else replace(sizes, vocabulary=vocabulary)
         return clip_configuration(known, end=END_OF_TEXT)
     if sizes is not None:
@@ -248,12 +189,6 @@ def grows(text: str) -> bool:
     return text in presets(None) and not isinstance(preset(text), ClipSizes | VitSizes)
 
 
-def _vit(sizes: VitSizes, classes: int | None) -> Any:
-    if classes is not None and classes < 1:
-        raise UsageError(f"--classes: got {classes}, takes at least 1")
-    return vit_configuration(sizes, 1000 if classes is None else classes)
-
-
 def _read(path: Path) -> Any:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -264,7 +199,7 @@ def _read(path: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        # Code that a folder brings along is not run, and nobody is asked whether to.
+        # Code that a folder brings along is not run, and there is no question whether to.
         return AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever the configurations' classes make of it
         raise UsageError(f"MODEL: {str(file)!r} is no configuration of transformers: {error}") from None
@@ -285,7 +220,7 @@ def show(printer: Printer, plans: Sequence[MemoryPlan], answers: Sequence[Answer
     when = "in all" if first.batch is None else "peak"
     rows.append([when, *(size(one.peak) for one in plans)])
     if first.batch is not None:
-        rows.append(["in the", *(_where(one) for one in plans)])
+        rows.append(["in the", *("update" if one.where == "optimizer" else one.where for one in plans)])
         rows.append(["gradients, all of them", *(size(one.held["gradients"]) for one in plans)])
         rows.append(["saved for the backward pass", *(size(one.saved or 0) for one in plans)])
     printer.table(["GB on each GPU", *(one.recipe for one in plans)], rows)
@@ -330,10 +265,6 @@ def _headline(one: MemoryPlan, added: Extras) -> str:
     return f"{one.model}, {one.parameters:,} parameters; {of_a_step(one)} a step{what}{shared}"
 
 
-def _where(one: MemoryPlan) -> str:
-    return {"forward": "forward", "backward": "backward", "optimizer": "update"}[one.where]
-
-
 def _bars(printer: Printer, plans: Sequence[MemoryPlan], names: Sequence[str]) -> None:
     """One bar a plan, a letter for each share; the longest is as wide as what there is."""
     whole = max([one.peak for one in plans] + [one.device_memory or 0 for one in plans])
@@ -355,10 +286,10 @@ def _bars(printer: Printer, plans: Sequence[MemoryPlan], names: Sequence[str]) -
 def _fits(printer: Printer, plans: Sequence[MemoryPlan], answers: Sequence[Answers]) -> None:
     rows = [["fits", *("yes" if one.fits else "no" for one in plans)]]
     if plans[0].batch is not None:
-        rows.append(["largest batch on each GPU", *(_count(one.largest_batch) for one in answers)])
+        rows.append(["largest batch on each GPU", *(_count(of["largest_batch"]) for of in answers)])
     if plans[0].sequence is not None:
-        rows.append(["longest sequence", *(_count(one.longest_sequence) for one in answers)])
-    rows.append(["largest model, no activations", *(f"{one.largest_model / 1e9:.2f}B" for one in answers)])
+        rows.append(["longest sequence", *(_count(of["longest_sequence"]) for of in answers)])
+    rows.append(["largest model, no activations", *(f"{(of['largest_model'] or 0) / 1e9:.2f}B" for of in answers)])
     printer.table([f"into {size(plans[0].device_memory or 0)} GB", *(one.recipe for one in plans)], rows)
 
 

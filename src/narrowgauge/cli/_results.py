@@ -3,7 +3,7 @@
 Differences are paired: recipe minus reference for each seed, then mean and spread (the sample standard
 deviation) over seeds. One seed has no spread, and none is claimed. Pairing cancels what seeds have in common, so
 a difference may exceed its own spread and still be far below what another seed would have changed: whether it
-lies within the spread of the reference's own loss is told as well.
+lies within the spread of the reference's own loss is stated as well.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -14,8 +12,8 @@ from rich.progress import TaskID
 from narrowgauge import recipes
 from narrowgauge.cli._console import Display, asked_to_stop, complain
 from narrowgauge.cli._environment import find_device, out_of_memory, usable_cores
-from narrowgauge.cli._errors import UsageError, user_input
-from narrowgauge.cli._files import expanded
+from narrowgauge.cli._files import UsageError, user_input
+from narrowgauge.cli._options import TokensOptions, option
 from narrowgauge.trainers import (
     DataError,
     SettingsError,
@@ -30,7 +28,7 @@ DATA_ERRORS = (DataError, SettingsError)
 _LISTS = {"model": presets(None), "recipe": recipes.names()}
 
 
-def _read(context: typer.Context, path: Path | None) -> Path | None:
+def read_config(context: typer.Context, path: Path | None) -> Path | None:
     """Make a file's values the defaults, which flags win over."""
     if path is not None:
         # As text: then they are looked at as flags are.
@@ -40,49 +38,16 @@ def _read(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
-_Config = Annotated[
-    Path | None,
-    typer.Option("--config", help="A TOML file of these flags; flags win.", callback=_read, is_eager=True),
-]
-
-
-def train_command(run: Callable[[TrainSettings], int]) -> Callable[..., int]:
-    """A function with the flags as its parameters.
-
-    Args:
-        run: what is called with the settings; gives the exit status.
-    """
-
-    def command(**values: Any) -> int:
-        values.pop("config")
-        for name in ("data", "validation_data", "out"):
-            if values[name] is not None:
-                values[name] = expanded(f"--{name.replace('_', '-')}", values[name])
-        with user_input():
-            settings = TrainSettings(**values)
-        return run(settings)
-
+def train_hints() -> dict[str, Any]:
+    """The fields of `TrainSettings` as options."""
     hints = get_type_hints(TrainSettings)
-    parameters = []
     for f in fields(TrainSettings):
         help = f.metadata["help"]
         if f.name in _LISTS:
             help = f"{help.rstrip('.')}: {', '.join(_LISTS[f.name])}."
         default = {"data": "Python's standard library"}.get(f.name, True)
-        told = typer.Option(help=help, show_default=default)
-        kind: Any = Annotated[(hints[f.name], told)]
-        parameters.append(
-            inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=kind)
-        )
-    last = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_Config)
-    made: Any = command
-    made.__signature__ = inspect.Signature([*parameters, last], return_annotation=int)
-    made.__annotations__ = {p.name: p.annotation for p in (*parameters, last)} | {"return": int}
-    made.__doc__ = (
-        "Train a language model on text, or CLIP or ViT on images, and leave a folder that transformers loads. "
-        "After a kill the same command goes on from the last checkpoint."
-    )
-    return command
+        hints[f.name] = Annotated[(hints[f.name], option(help, show_default=default))]
+    return hints
 
 
 def train(settings: TrainSettings) -> int:
@@ -91,9 +56,6 @@ def train(settings: TrainSettings) -> int:
     Returns:
         The exit status: 0, 1 if it diverged, 2 if it did not fit into memory, 130 if it was stopped, after a
         checkpoint.
-
-    Raises:
-        UsageError: in one line that names the option.
     """
     # Imported here, as the other commands start without them.
     from narrowgauge.trainers import fit
@@ -108,7 +70,7 @@ def train(settings: TrainSettings) -> int:
         ):
 
             def stop() -> bool:
-                display.begun = True  # in all processes: only the first one's display is told of the beginning
+                display.begun = True  # in all processes: only the first one's display hears of the beginning
                 return bool(asked)
 
             outcome = fit(settings, device, display, stop)
@@ -172,23 +134,21 @@ class TrainDisplay(Display):
         self.say(f"step {step}/{self._steps}: validation loss {loss:.4f}")
 
 
-def tokens(data: Path | None, out: Path, vocabulary: int, workers: int | None) -> int:
-    """Write a folder of tokens; see `prepare_tokens`.
-
-    Raises:
-        UsageError: in one line that names the option.
-    """
+def tokens(options: TokensOptions) -> int:
+    """Write a folder of tokens; see `prepare_tokens`."""
     from narrowgauge.trainers import prepare_tokens
 
+    vocabulary, workers = options.vocabulary, options.workers
     for name, value, least, most in (("vocabulary", vocabulary, 256, 2**20), ("workers", workers, 1, 1024)):
         if value is not None and not least <= value <= most:
             raise UsageError(f"--{name}: got {value}, takes an integer from {least} to {most}")
     with TrainDisplay() as display, user_input():
         index = prepare_tokens(
-            data, out, vocabulary=vocabulary, workers=workers or usable_cores(), on_progress=display.stage
-        )
+            options.data, options.out, vocabulary=vocabulary, workers=workers or usable_cores(),
+            on_progress=display.stage,
+        )  # fmt: skip
         for note in index["notes"]:
             display.say(note)
     held = sum(index[side]["tokens"] for side in ("train", "validation"))
-    display.say(f"{held:,} tokens, {index['bytes_per_token']:.2f} bytes a token\n{out}")
+    display.say(f"{held:,} tokens, {index['bytes_per_token']:.2f} bytes a token\n{options.out}")
     return 0

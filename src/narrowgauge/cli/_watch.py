@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +17,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from narrowgauge.cli._errors import UsageError
-from narrowgauge.cli._report._figure import number
+from narrowgauge.cli._files import UsageError
+from narrowgauge.cli._options import WatchOptions
+from narrowgauge.cli._report._page import number
 from narrowgauge.gauges._advice import Advice, advise
 from narrowgauge.gauges._history import Floats, History, LiveReader, as_number
 from narrowgauge.gauges._spike_matching import RMS_THRESHOLD
@@ -32,15 +32,6 @@ TENSORS, ALARMS, ADVICE = 6, 3, 3
 ADVICE_SHARE = 0.1
 
 
-@dataclass(frozen=True)
-class WatchOptions:
-    """The command's options under their names on the command line."""
-
-    run: Path
-    once: bool
-    interval: float
-
-
 def watch(options: WatchOptions, console: Console | None = None, rounds: int | None = None) -> int:
     """Show the page until Ctrl-C, or once.
 
@@ -48,12 +39,6 @@ def watch(options: WatchOptions, console: Console | None = None, rounds: int | N
         options: what the user asked for.
         console: where to; the terminal by default.
         rounds: how many looks to take; without end by default.
-
-    Returns:
-        The exit status, 0.
-
-    Raises:
-        UsageError: with `once`, if there is no file or it has no records; for an interval that is not above 0.
     """
     if not options.interval > 0:
         raise UsageError(f"--interval: got {options.interval:g}, takes seconds above 0")

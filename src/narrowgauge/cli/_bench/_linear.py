@@ -3,27 +3,32 @@
 Layers take turns, so that a device that slows down slows all, and a speed-up is the median of the ratios of a
 round. On a GPU a layer is timed twice: launched one by one, as in eager training, and replayed from a CUDA
 graph, which is the device's work alone.
+
+Peers are named, not imported: the library knows none. torchao's layers are compiled, as its users compile them:
+without, each step of a quantization is a pass over memory of its own. bitsandbytes' have kernels of their own,
+those of LLM.int8(), and run as they are.
 """
 
 from __future__ import annotations
 
+import importlib
+import logging
 import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.cli._bench import _layers
-from narrowgauge.cli._bench._layers import Layer
-from narrowgauge.cli._bench._shared import Output, parts
+from narrowgauge.cli._bench._rows import installed_version
+from narrowgauge.cli._bench._shared import Output
 from narrowgauge.cli._bench._timing import Run, Turns, replayed, take_turns, timed, why
 from narrowgauge.cli._environment import describe_environment, find_device
-from narrowgauge.cli._errors import UsageError
-from narrowgauge.linear import LowPrecisionLinear, tune
+from narrowgauge.cli._files import UsageError
+from narrowgauge.cli._options import LinearOptions, parts, plan_of
+from narrowgauge.linear import LinearPlan, LowPrecisionLinear, tune
 
 Rows = dict[str, dict[str, Any]]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -49,19 +54,112 @@ _GPU_SHAPES = (
 _CPU_SHAPES = (Shape(1024, 256, 1024), Shape(1024, 512, 512), Shape(512, 768, 3072))
 
 
-@dataclass(frozen=True)
-class LinearOptions:
-    """The command's arguments under their names on the command line."""
+BASELINE = "nn.Linear"
+_DEFAULT = (
+    "SWITCHBACK:int8", "SWITCHBACK:e4m3", "SWITCHBACK_M:int8", "SWITCHBACK_M:e4m3", "SWITCHBACK_Q:int8",
+    "SWITCHBACK_Q:e4m3", "LLM_INT8:int8", "TENSORWISE_FP8:e4m3", "HIGH_PRECISION",
+)  # fmt: skip
+# torchao's float8 recipes, and its int8 training, by what of a layer is in eight bits.
+_TORCHAO, _RECIPES = "torchao", {
+    "tensorwise": ("float8, all three multiplies", 3),
+    "rowwise": ("float8 by row and column, all three", 3),
+    "rowwise_with_gw_hp": ("float8 but for the weight gradient", 2),
+    "int8": ("int8 by row and column, all three", 3),
+}  # fmt: skip
+_BITSANDBYTES, _LAYER = "bitsandbytes", "Linear8bitLt"
 
-    shapes: str | None = None
-    plans: str | None = None
-    dtype: str = "bf16"
-    peers: bool = False
-    tune: bool = False
-    device: str = "auto"
-    seconds: float = 0.2
-    json: Path | None = None
-    figure: Path | None = None
+
+@dataclass(frozen=True)
+class Layer:
+    """A way to compute a linear layer.
+
+    Attributes:
+        name: of the row.
+        what: what is in eight bits, in a line.
+        eight_bits: how many of the three multiplies are.
+        plan: ours, or None.
+        peer: the other library that it is of, or None.
+        recipe: of torchao, the layer of bitsandbytes.
+    """
+
+    name: str
+    what: str
+    eight_bits: int
+    plan: LinearPlan | None = None
+    peer: str | None = None
+    recipe: str = ""
+
+    @property
+    def family(self) -> str:
+        """The package."""
+        return self.peer or ("torch" if self.plan is None else "narrowgauge")
+
+    def converted(self, linear: nn.Linear) -> nn.Module:
+        """A layer that computes this way with the parameters of another: the same memory, not copies."""
+        if self.plan is not None:
+            return LowPrecisionLinear.from_linear(linear, self.plan)
+        if self.peer is None:
+            return linear
+        sizes = linear.in_features, linear.out_features, linear.bias is not None
+        if self.peer == _BITSANDBYTES:
+            module = _module(_BITSANDBYTES, "nn")
+            logging.getLogger(_BITSANDBYTES).setLevel(logging.ERROR)  # else a line a call, of a cast to fp16
+            layer: nn.Module = getattr(module, self.recipe)(*sizes, has_fp16_weights=True, device="meta")
+            layer.weight = module.Int8Params(linear.weight.detach(), requires_grad=True, has_fp16_weights=True)
+            layer.bias = linear.bias
+            return layer
+        own = nn.Linear(*sizes, device="meta")
+        own.weight, own.bias = linear.weight, linear.bias
+        if self.recipe == "int8":
+            config = _module(self.family, "prototype.quantized_training").Int8MixedPrecisionTrainingConfig
+            _module(self.family, "quantization").quantize_(own, config(module_swap=True))
+            return own
+        float8 = _module(self.family, "float8")
+        config = float8.Float8LinearConfig.from_recipe_name(self.recipe)
+        return cast(nn.Module, float8.convert_to_float8_training(own, config=config))
+
+    def made(self, linear: nn.Linear) -> nn.Module:
+        """The same, as its users run it: torchao's compiled."""
+        layer = self.converted(linear)
+        return cast(nn.Module, torch.compile(layer, dynamic=False)) if self.peer == _TORCHAO else layer
+
+
+def _module(package: str, name: str) -> Any:
+    return importlib.import_module(f"{package}.{name}")
+
+
+def baseline() -> Layer:
+    """`nn.Linear`, which all others are set against."""
+    return Layer(BASELINE, "nothing in eight bits", 0)
+
+
+def peers() -> tuple[Layer, ...]:
+    """The layers of other libraries, installed or not."""
+    eight = "int8 by row and column, output and weight gradient"
+    return (
+        *(Layer(f"{_TORCHAO} {name}", *about, peer=_TORCHAO, recipe=name) for name, about in _RECIPES.items()),
+        Layer(f"{_BITSANDBYTES} {_LAYER}", eight, 2, peer=_BITSANDBYTES, recipe=_LAYER),
+    )
+
+
+def peer_versions() -> dict[str, str]:
+    """Versions of the libraries that are installed, by name."""
+    names = dict.fromkeys(peer.family for peer in peers())
+    return {name: version for name in names if (version := installed_version(name)) is not None}
+
+
+def default_plans() -> tuple[Layer, ...]:
+    """What is measured unless something else is asked for."""
+    return tuple(map(plan_layer, _DEFAULT))
+
+
+def plan_layer(text: str) -> Layer:
+    """A plan by its name and format: ``SWITCHBACK``, ``switchback:e4m3``, ``TENSORWISE_FP8:e4m3/e5m2``."""
+    plan = plan_of("--plans", text)
+    count = sum(multiply is not None for multiply in (plan.output, plan.grad_input, plan.grad_weight))
+    what = {0: "our autograd function alone", 2: "all but the weight gradient", 3: "all three multiplies"}[count]
+    what += ", keeps codes" if plan.saved == "codes" else ""
+    return Layer(" ".join((plan.name, "/".join(plan.formats))).strip(), what, count, plan)
 
 
 def bench_linear(options: LinearOptions, command: str) -> int:
@@ -69,22 +167,17 @@ def bench_linear(options: LinearOptions, command: str) -> int:
 
     Returns:
         The exit status: 0, or 1 if any row failed.
-
-    Raises:
-        UsageError: naming the argument.
     """
     device = find_device(options.device)
     shapes = chosen_shapes(options.shapes, device)
     dtype = chosen_dtype(options.dtype)
-    layers = [_layers.baseline(), *chosen_plans(options.plans)]
+    layers = [baseline(), *chosen_plans(options.plans)]
     if options.tune:
         refuse_tuning(device, layers)
-    versions = _layers.peer_versions() if options.peers else {}
+    versions = peer_versions() if options.peers else {}
     if options.peers and not versions:
-        raise UsageError(
-            f"--peers: none is installed of {', '.join(dict.fromkeys(p.family for p in _layers.peers()))}"
-        )
-    layers += [peer for peer in _layers.peers() if peer.family in versions]
+        raise UsageError(f"--peers: none is installed of {', '.join(dict.fromkeys(p.family for p in peers()))}")
+    layers += [peer for peer in peers() if peer.family in versions]
     output = Output(options.seconds, options.json, options.figure)
     results = header(command, options.dtype, options.seconds, device, layers) | {"shapes": {}}
     results["environment"] |= versions
@@ -127,11 +220,7 @@ def header(
 
 
 def chosen_shapes(text: str | None, device: torch.device) -> tuple[Shape, ...]:
-    """The shapes of `--shapes`.
-
-    Raises:
-        UsageError: for text that is not a shape.
-    """
+    """The shapes of `--shapes`."""
     if text is None:
         return _GPU_SHAPES if device.type == "cuda" else _CPU_SHAPES
     shapes = []
@@ -145,11 +234,7 @@ def chosen_shapes(text: str | None, device: torch.device) -> tuple[Shape, ...]:
 
 
 def chosen_dtype(name: str) -> torch.dtype:
-    """The dtype of `--dtype`.
-
-    Raises:
-        UsageError: for another name.
-    """
+    """The dtype of `--dtype`."""
     if name not in DTYPES:
         raise UsageError(f"--dtype: got {name!r}, takes {', '.join(DTYPES)}")
     return DTYPES[name]
@@ -158,8 +243,8 @@ def chosen_dtype(name: str) -> torch.dtype:
 def chosen_plans(text: str | None) -> tuple[Layer, ...]:
     """The plans of `--plans`, each once; all there are if None."""
     if text is None:
-        return _layers.default_plans()
-    return tuple({each.name: each for each in map(_layers.plan_layer, parts(text) or [text])}.values())
+        return default_plans()
+    return tuple({each.name: each for each in map(plan_layer, parts(text) or [text])}.values())
 
 
 def refuse_tuning(device: torch.device, layers: Sequence[Layer]) -> None:

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from narrowgauge.cli._bench._rows import ParameterList, Row, installed_version, parameter_list, rows
-from narrowgauge.cli._bench._shared import Output, parts
+from narrowgauge.cli._bench._shared import Output
 from narrowgauge.cli._bench._timing import copy_speed, time_steps, timed, why
 from narrowgauge.cli._environment import describe_environment, find_device
-from narrowgauge.cli._errors import UsageError
+from narrowgauge.cli._files import UsageError
+from narrowgauge.cli._options import BenchOptions, parts
 
 _WARM = 2  # steps after the first that are not counted
 _EXPLAINED = """\
@@ -29,27 +28,11 @@ limit: the time of a copy of what the step reads and writes, as a share of ms;
 a small list stays in a cache and may pass it."""
 
 
-@dataclass(frozen=True)
-class BenchOptions:
-    """The command's arguments under their names on the command line."""
-
-    lists: str | None = None
-    only: str | None = None
-    peers: bool = False
-    device: str = "auto"
-    seconds: float = 1.0
-    json: Path | None = None
-    figure: Path | None = None
-
-
 def bench_optimizers(options: BenchOptions, command: str) -> int:
     """Measure, print, and write what was asked for.
 
     Returns:
         The exit status: 0, or 1 if any row failed.
-
-    Raises:
-        UsageError: naming the argument.
     """
     device = find_device(options.device)
     names = options.lists or ("big,gpt2-medium,vit-huge" if device.type == "cuda" else "matrix,many-64,many-768")

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from narrowgauge import optim, recipes
-from narrowgauge.cli._errors import UsageError
+from narrowgauge.cli._files import UsageError
 
 _FP32, _BF16 = torch.float32, torch.bfloat16
 _OPTIM, _BITSANDBYTES = optim.__name__, "bitsandbytes.optim"
@@ -263,11 +263,7 @@ _SHAPE = re.compile(r"0*[1-9]\d*(x0*[1-9]\d*)*")
 
 
 def parameter_list(name: str) -> ParameterList:
-    """A list by its name, or one tensor by its shape: 4096x4096.
-
-    Raises:
-        UsageError: for neither.
-    """
+    """A list by its name, or one tensor by its shape: 4096x4096."""
     if name in LISTS:
         return LISTS[name]
     if _SHAPE.fullmatch(name):

@@ -14,23 +14,13 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from narrowgauge.cli._errors import UsageError
-from narrowgauge.cli._files import picture_path, write_output
+from narrowgauge.cli._files import UsageError, picture_path, write_output
 
 Figures = Mapping[str, Any]
 
 
-def parts(text: str) -> list[str]:
-    """What stands between the commas of an option."""
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
 def write_json(path: Path, results: Mapping[str, Any]) -> None:
-    """Write a results file, whole, with its folder.
-
-    Raises:
-        UsageError: if it cannot be written.
-    """
+    """Write a results file, whole, with its folder."""
     write_output("--json", path, json.dumps(results, indent=1) + "\n")
 
 
@@ -42,11 +32,7 @@ class Output:
     """
 
     def __init__(self, seconds: float, json: Path | None, figure: Path | None) -> None:
-        """Check the options that both benchmarks have.
-
-        Raises:
-            UsageError: naming the option.
-        """
+        """Check the options that both benchmarks have."""
         if not 0 < seconds < math.inf:
             raise UsageError(f"--seconds: got {seconds}, takes a finite number above 0")
         self._figure = None if figure is None else picture_path("--figure", figure)

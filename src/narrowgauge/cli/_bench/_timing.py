@@ -22,7 +22,7 @@ import torch
 _LEAST, _MOST = 5, 200  # steps timed on a CPU; at least that many runs on a GPU
 _STEP_SECONDS, _PASS_SECONDS = 0.05, 0.15  # length of a run; layers need longer ones for the clock to settle
 _RUN_LEAST, _RUN_MOST = 3, 2000  # steps of a run
-_BEHIND, _BEHIND_MOST = 5e-3, 10  # seconds of host work that the device waits for, and steps in it
+_QUEUED, _QUEUED_MOST = 5e-3, 10  # seconds of host work that the device waits for, and steps in it
 _CYCLES = 2e9  # of a device, a second: about, and rather too many
 _CPU_COPY, _CUDA_COPY, _COPIES = 1 << 28, 1 << 32, 10  # bytes, and copies in a row
 
@@ -75,9 +75,9 @@ def time_steps(step: Run, device: torch.device, seconds: float) -> Times:
         runs.append(timed_run(step, count, device))
     in_a_row, of_host = zip(*runs, strict=True)
     host = statistics.median(of_host)
-    behind = [found for _ in range(_LEAST) if (found := timed_behind(step, host, device)) is not None]
+    queued = [found for _ in range(_LEAST) if (found := timed_queued(step, host, device)) is not None]
     return Times(
-        statistics.median(in_a_row), count * len(runs), host, statistics.median(behind) if behind else None
+        statistics.median(in_a_row), count * len(runs), host, statistics.median(queued) if queued else None
     )
 
 
@@ -113,7 +113,7 @@ def timed_run(step: Run, count: int, device: torch.device) -> tuple[float, float
     return begin.elapsed_time(end) / 1e3 / count, host
 
 
-def timed_behind(step: Run, host: float, device: torch.device) -> float | None:
+def timed_queued(step: Run, host: float, device: torch.device) -> float | None:
     """Seconds a step on the device, of a few that wait for it; None if the device would not wait long enough.
 
     Args:
@@ -121,7 +121,7 @@ def timed_behind(step: Run, host: float, device: torch.device) -> float | None:
         host: seconds that a step keeps the host, about.
         device: a GPU.
     """
-    count = min(max(int(_BEHIND / max(host, 1e-9)), 1), _BEHIND_MOST)
+    count = min(max(int(_QUEUED / max(host, 1e-9)), 1), _QUEUED_MOST)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     stream = torch.cuda.current_stream(device)
     for longer in (2, 8):

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
-from narrowgauge.cli._errors import UsageError
+from narrowgauge.cli._files import UsageError
+from narrowgauge.cli._options import ReportOptions
 from narrowgauge.cli._report._run_page import write_run_report
 from narrowgauge.gauges._records import read_records, records_file
-
-
-@dataclass(frozen=True)
-class ReportOptions:
-    """The command's options under their names on the command line."""
-
-    run: Path
-    out: Path | None
 
 
 def report(options: ReportOptions) -> int:
@@ -23,9 +13,6 @@ def report(options: ReportOptions) -> int:
 
     Returns:
         The exit status: 0, also for a damaged file, of which the page shows what stands before the damage.
-
-    Raises:
-        UsageError: if there are no records to show, in one line that names the argument.
     """
     path = records_file(options.run)
     if not path.exists():

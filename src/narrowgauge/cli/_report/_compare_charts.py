@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
@@ -26,10 +27,9 @@ from narrowgauge.cli._charts import (
     LineStyle,
     drawing,
     extremes,
-    new_figure,
+    page_figure,
     printable,
     thin,
-    to_svg,
 )
 
 Results = dict[str, Any]
@@ -88,54 +88,59 @@ def line_styles(results: Results) -> dict[str, LineStyle]:
     return {name: found.get(name, LineStyle("ink", (), 2.2)) for name in results["recipes"]}
 
 
-def loss(results: Results) -> str:
+def loss(results: Results) -> Markup:
     """Training loss against step; below it, if there is a reference, the difference to the reference's."""
-    with drawing():
-        reference = results["recipes"].get(results["reference"])
-        panels = 2 if reference and len(results["recipes"]) > 1 else 1
-        figure = new_figure(300 if panels == 1 else 610)
-        axes = figure.subplots(panels, 1, sharex=True, squeeze=False, height_ratios=(3, 2)[:panels])[:, 0]
+    reference = results["recipes"].get(results["reference"])
+    panels = 2 if reference and len(results["recipes"]) > 1 else 1
+    grid: dict[str, Any] = {"sharex": True, "squeeze": False, "height_ratios": (3, 2)[:panels]}
+    with page_figure("loss", "Training loss against step", (300, 610)[panels - 1], panels, 1, **grid) as drawn:
+        axes = drawn.axes[:, 0]
         curves = {name: Curves.read(recipe, "loss") for name, recipe in results["recipes"].items()}
         _lines(axes[0], results, curves, "training loss", skip=10)
         _mark_divergence(axes[0], results, curves)
         if panels == 2:
             _difference(axes[1], results, curves)
             axes[0].set_xlabel("")
-        return to_svg(figure, "loss", "Training loss against step")
+    return drawn.svg
 
 
-def edq(results: Results) -> str:
+def edq(results: Results) -> Markup:
     """Effective descent quality against step."""
     return _shares(results, "edq", "effective descent quality, %")
 
 
-def lost_updates(results: Results) -> str:
+def lost_updates(results: Results) -> Markup:
     """Share of lost updates against step."""
     return _shares(results, "lost_updates", "lost updates, %")
 
 
-def memory(results: Results) -> str:
+def _shares(results: Results, quantity: str, title: str) -> Markup:
+    with page_figure(quantity, f"{title}, against step", 280) as drawn:
+        curves = {name: Curves.read(recipe, quantity, 100) for name, recipe in results["recipes"].items()}
+        _lines(drawn.axes, results, curves, title, floor=0.0)
+    return drawn.svg
+
+
+def memory(results: Results) -> Markup:
     """Bytes a parameter, stacked by what they hold; a tick where the measured total lies."""
-    with drawing():
-        figure = new_figure(52 + 44 * len(results["recipes"]))
-        _memory_bars(figure.subplots(), results, {})
-        return to_svg(figure, "memory", "Bytes per parameter of each recipe")
+    with page_figure("memory", "Bytes per parameter of each recipe", 52 + 44 * len(results["recipes"])) as drawn:
+        _memory_bars(drawn.axes, results, {})
+    return drawn.svg
 
 
-def speed(results: Results) -> str:
+def speed(results: Results) -> Markup:
     """Milliseconds of the optimizer and of a whole step, side by side, each on its own scale."""
-    with drawing():
-        figure = new_figure(52 + 44 * len(results["recipes"]))
-        left, right = figure.subplots(1, 2)
+    recipes = results["recipes"]
+    with page_figure("speed", "Milliseconds per step of each recipe", 52 + 44 * len(recipes), 1, 2) as drawn:
+        left, right = drawn.axes
+        colors = [look.color for look in line_styles(results).values()]
         for axis, key, title in ((left, "optimizer_ms", "optimizer, ms"), (right, "step_ms", "whole step, ms")):
-            taken = {name: recipe[key] for name, recipe in results["recipes"].items()}
+            taken = {name: recipe[key] for name, recipe in recipes.items()}
             ends = {name: value or 0.0 for name, value in taken.items()}
             labels = ["not measured" if value is None else _short(value) for value in taken.values()]
             _bar_axis(axis, title, ends, labels, {name: name for name in taken if axis is left})
-            axis.barh(
-                range(len(ends)), ends.values(), 0.4, color=[look.color for look in line_styles(results).values()]
-            )
-        return to_svg(figure, "speed", "Milliseconds per step of each recipe")
+            axis.barh(range(len(ends)), ends.values(), 0.4, color=colors)
+    return drawn.svg
 
 
 def save_picture(results: Results, path: Path) -> None:
@@ -161,15 +166,6 @@ def save_picture(results: Results, path: Path) -> None:
         _memory_bars(right, results, lost)
         right.set_xlabel("dark to light: weights, gradients, states; tick: measured")
         figure.savefig(path, format="png", dpi=130, bbox_inches="tight", pad_inches=0.15)
-
-
-def _shares(results: Results, quantity: str, title: str) -> str:
-    with drawing():
-        figure = new_figure(280)
-        axis = figure.subplots()
-        curves = {name: Curves.read(recipe, quantity, 100) for name, recipe in results["recipes"].items()}
-        _lines(axis, results, curves, title, floor=0.0)
-        return to_svg(figure, quantity, f"{title}, against step")
 
 
 def _difference(axis: Any, results: Results, curves: dict[str, Curves]) -> None:
@@ -239,7 +235,7 @@ def _memory_bars(axis: Any, results: Results, remarks: dict[str, str]) -> None:
 
 
 def _bar_axis(axis: Any, title: str, ends: dict[str, float], labels: list[str], names: dict[str, str]) -> None:
-    """An axis for one bar a row, with its name above it and its value behind its end."""
+    """An axis for one bar a row, with its name above it and its value after its end."""
     longest = max(ends.values(), default=0.0) or 1.0
     axis.set(xlim=(0, 1.2 * longest), ylim=(len(ends) - 0.6, -0.75), yticks=[])
     axis.set_title(title, color=INK)

@@ -11,14 +11,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
-from narrowgauge.cli._html import MISSING, join, write_page
+from narrowgauge._text import listed
 from narrowgauge.cli._report import _compare_charts as charts
+from narrowgauge.cli._report._page import MISSING, write_page
 
 Json = dict[str, Any]
 # A sentence names this many recipes; it sums up the others.
@@ -51,21 +49,10 @@ def write_report(results: Json, path: Path) -> None:
         details={
             title: _definitions(results[title.lower()]) for title in ("Settings", "Data", "Model", "Environment")
         },
-        plots={figure.__name__: Markup(figure(results)) for figure in figures},
+        plots={figure.__name__: figure(results) for figure in figures},
         looks=charts.line_styles(results),
         parts=charts.PARTS,
     )
-
-
-@dataclass(frozen=True)
-class Row:
-    """A recipe in the table. Cells are pairs: the value, and what has to be said about it (or nothing)."""
-
-    name: str
-    alias: str
-    title: str
-    is_reference: bool
-    cells: list[tuple[str, str]]
 
 
 def _columns(reference: str | None) -> list[str]:
@@ -75,7 +62,8 @@ def _columns(reference: str | None) -> list[str]:
     ]  # fmt: skip
 
 
-def _row(name: str, results: Json) -> Row:
+def _row(name: str, results: Json) -> Json:
+    """A recipe in the table. Cells are pairs: the value, and what has to be said about it (or nothing)."""
     recipe, is_reference = results["recipes"][name], name == results["reference"]
     measured = recipe["bytes"]["measured"]
     cells = [
@@ -89,7 +77,8 @@ def _row(name: str, results: Json) -> Row:
         (_percent(recipe["edq"]), ""),
         (_percent(recipe["lost_updates"]), ""),
     ]
-    return Row(name, recipe["recipe"] if recipe["recipe"] != name else "", recipe["title"], is_reference, cells)
+    alias = recipe["recipe"] if recipe["recipe"] != name else ""
+    return {"name": name, "alias": alias, "title": recipe["title"], "is_reference": is_reference, "cells": cells}
 
 
 def _loss(recipe: Json) -> tuple[str, str]:
@@ -121,7 +110,7 @@ def _summary(results: Json) -> Iterable[str]:
     yield f"{trained}, with {upto}{max(counts)} seeds each." if max(counts) > 1 else f"{trained}, with one seed."
     diverged = [name for name, recipe in recipes.items() if recipe["diverged"]]
     if diverged:
-        yield f"{join(diverged)} diverged, and {'has' if len(diverged) == 1 else 'have'} no validation loss."
+        yield f"{_all(diverged)} diverged, and {'has' if len(diverged) == 1 else 'have'} no validation loss."
     yield from _summary_of_losses(results)
     yield from _summary_of_lost_updates(recipes)
     yield from _summary_of_bytes(recipes, results["reference"])
@@ -141,25 +130,25 @@ def _summary_of_losses(results: Json) -> Iterable[str]:
         return
     within = [name for name, difference in found.items() if difference["within_spread"]]
     beyond = sorted(set(found) - set(within), key=lambda name: (-abs(found[name]["mean"]), name))
-    told, clauses = _first(beyond), []
+    named, clauses = _first(beyond), []
     for side, sign in (("higher", 1), ("lower", -1)):
-        names = [name for name in told if (found[name]["mean"] < 0) == (sign < 0)]
+        names = [name for name in named if (found[name]["mean"] < 0) == (sign < 0)]
         amounts = [f"{name} by {_amount(found[name])}" for name in names]
         if amounts:
             amounts[0] = f"{names[0]} ended {side} by {_amount(found[names[0]])}"
-            clauses.append(join(amounts))
-    if len(beyond) > len(told):
-        most = abs(found[beyond[len(told)]]["mean"])
-        clauses.append(f"the other {len(beyond) - len(told)} differ by at most {_at_most(most, 5)}")
+            clauses.append(_all(amounts))
+    if len(beyond) > len(named):
+        most = abs(found[beyond[len(named)]]["mean"])
+        clauses.append(f"the other {len(beyond) - len(named)} differ by at most {_at_most(most, 5)}")
     yield f"{reference}, the reference, reached a validation loss of {recipes[reference]['validation_loss']:.4f}."
     if clauses:
         yield f"Against it, {'; '.join(clauses)}."
     if within:
-        yield f"Within the spread over the seeds: {join(within)}."
+        yield f"Within the spread over the seeds: {_all(within)}."
     close = [name for name in beyond if found[name].get("within_reference_spread")]
     if close:
-        yield f"Less than another seed changes {reference}'s own loss: {join(close)}."
-    if any(found[name]["mean"] < 0 for name in told):
+        yield f"Less than another seed changes {reference}'s own loss: {_all(close)}."
+    if any(found[name]["mean"] < 0 for name in named):
         yield "Lower than the reference is not better arithmetic: coarser states make other steps."
     if any(difference["spread"] is None for difference in found.values()):
         one_seed = all(len(recipe["seeds"]) == 1 for recipe in recipes.values())
@@ -175,13 +164,13 @@ def _amount(difference: Json) -> str:
 def _summary_of_lost_updates(recipes: Json) -> Iterable[str]:
     lost = {name: recipe["lost_updates"] for name, recipe in recipes.items() if recipe["lost_updates"] is not None}
     names = sorted(lost, key=lambda name: (-lost[name], name))
-    told = _first([name for name in names if lost[name] >= 0.01])
-    if told:
-        rest = [name for name in names if name not in told]
+    named = _first([name for name in names if lost[name] >= 0.01])
+    if named:
+        rest = [name for name in names if name not in named]
         others = f"; no other lost more than {_at_most(100 * lost[rest[0]], 1)} %" if rest else ""
-        shares = [f"{name} {_percent(lost[name])} %" for name in told]
-        shares[0] = f"{told[0]} lost {_percent(lost[told[0]])} % of its updates"
-        yield f"{join(shares)}{others}."
+        shares = [f"{name} {_percent(lost[name])} %" for name in named]
+        shares[0] = f"{named[0]} lost {_percent(lost[named[0]])} % of its updates"
+        yield f"{_all(shares)}{others}."
     elif names:
         yield f"No recipe lost more than {_at_most(100 * lost[names[0]], 1)} % of its updates."
 
@@ -192,14 +181,18 @@ def _summary_of_bytes(recipes: Json, reference: str | None) -> Iterable[str]:
     if reference is not None:
         most = kept[reference]
         less = [name for name in names if kept[name] < most]
-        told = [f"{name} {kept[name]:.4g} ({100 * (1 - kept[name] / most):.0f} % less)" for name in less]
-        if told:
-            shown = _first(told)
-            others = f"; {len(told) - len(shown)} others keep less than it, too" if len(told) > len(shown) else ""
-            yield f"{reference} keeps {most:.4g} bytes per parameter, {join(shown)}{others}."
+        named = [f"{name} {kept[name]:.4g} ({100 * (1 - kept[name] / most):.0f} % less)" for name in less]
+        if named:
+            shown = _first(named)
+            others = f"; {len(named) - len(shown)} others keep less than it, too" if len(named) > len(shown) else ""
+            yield f"{reference} keeps {most:.4g} bytes per parameter, {_all(shown)}{others}."
     elif len(names) > 1:
         least, most = names[0], names[-1]
         yield f"Bytes per parameter run from {kept[least]:.4g} ({least}) to {kept[most]:.4g} ({most})."
+
+
+def _all(names: list[str]) -> str:
+    return listed(names, len(names))
 
 
 def _first(items: list[str]) -> list[str]:

@@ -7,16 +7,24 @@ says so before anything else.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from narrowgauge._text import listed
 from narrowgauge.cli._files import write_whole
-from narrowgauge.cli._html import join, render
-from narrowgauge.cli._report._codes import maps, usage
-from narrowgauge.cli._report._figure import STEPS, Figure, Table, number
-from narrowgauge.cli._report._ranges import features, formats, loss_scale
-from narrowgauge.cli._report._updates import loss, lost, quality
+from narrowgauge.cli._report._page import Figure, Table, number, render
+from narrowgauge.cli._report._run_figures import (
+    STEPS,
+    features,
+    formats,
+    loss,
+    loss_scale,
+    lost,
+    maps,
+    quality,
+    usage,
+)
 from narrowgauge.gauges._advice import advise
 from narrowgauge.gauges._history import History, Record, as_number
 from narrowgauge.gauges._records import MISSED
@@ -112,7 +120,7 @@ def _summary(history: History, urgencies: list[str]) -> Iterable[str]:
         if spikes.loss:
             yield f"{_many(len(spikes.loss), 'loss spike')}, {len(spikes.matched)} of them after an RMS spike."
     said = [f"{urgencies.count(kind)} {WORDS[kind]}" for kind in WORDS if kind in urgencies]
-    yield f"Advice: {join(said)}." if said else "No gauge crossed a threshold."
+    yield f"Advice: {listed(said, len(said))}." if said else "No gauge crossed a threshold."
 
 
 def _many(count: int, what: str) -> str:
@@ -121,7 +129,10 @@ def _many(count: int, what: str) -> str:
 
 def _facts(history: History) -> list[tuple[str, str]]:
     header, shapes = history.header, history.parameters
-    sizes = [_size(shape) for shape in shapes.values()]
+    sizes = [
+        math.prod(side for side in shape if isinstance(side, int)) if isinstance(shape, list) else 1
+        for shape in shapes.values()
+    ]
     facts = {
         "Optimizer": header.get("optimizer"),
         "Device": header.get("device"),
@@ -134,13 +145,6 @@ def _facts(history: History) -> list[tuple[str, str]]:
         "Resumed": f"{history.runs - 1} times" if history.runs > 1 else None,
     }
     return [(key, str(value)) for key, value in facts.items() if value]
-
-
-def _size(shape: object) -> int:
-    total = 1
-    for side in shape if isinstance(shape, list) else []:
-        total *= side if isinstance(side, int) else 1
-    return total
 
 
 def _raised(history: History) -> Table:

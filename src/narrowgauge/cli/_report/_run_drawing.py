@@ -1,4 +1,7 @@
-"""The parts of which a run's figures are drawn: curves with what is not finite, heat maps, maps of codes.
+"""What a run's figures are drawn with: curves, heat maps, maps of codes; all thinned to what a page has room for.
+
+A run of 100 000 steps has more of everything than a page has points. A curve keeps the lowest and the highest value
+of each stretch, a cell of a heat map the worst of what falls into it. What is thinned says so under its figure.
 
 Colors of a heat map cannot follow the page's scheme as lines do, because a browser paints them from an image.
 So they are one hue whose opacity says how much: it stands out from light paper and from dark. What was measured and
@@ -7,9 +10,12 @@ is as it should be has a faint grey, what was not measured nothing, what was not
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 from matplotlib.colors import to_rgb
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
@@ -20,15 +26,12 @@ from narrowgauge.cli._charts import (
     MUTED,
     PALETTE,
     LineStyle,
-    drawing,
     extremes,
-    new_figure,
+    page_figure,
     printable,
     thin,
-    to_svg,
 )
-from narrowgauge.cli._report._figure import Grid, short
-from narrowgauge.gauges._history import Floats, Series
+from narrowgauge.gauges._history import Floats, History, Series
 
 RAISED, LOWERED, BROKEN = (PALETTE[name][0] for name in ("series-2", "series-1", "series-4"))
 # What is beyond this is drawn as what is not finite: sums and margins of an axis would overflow.
@@ -37,6 +40,66 @@ LARGEST = 1e30
 CALM = 0.12
 # What counts as being at a target, of the way from it to the end of its scale: a hundredth of EDQ.
 NEAR = 0.02
+# What a heat map shows at most, in rows and columns; beyond, neighbours share a cell.
+ROWS, COLUMNS = 320, 160
+# Longest label of a row, in characters.
+LABEL = 26
+# Units of height of a row that has room for a label.
+LABELED = 15.0
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A number of many tensors over the steps, thinned.
+
+    Attributes:
+        names: the tensor, or the first and the last of several, of each row.
+        steps: the first step of each column, and last of all the end.
+        values: (rows, columns), the worst of each cell; NaN where nothing was measured.
+        broken: (rows, columns), where something measured was not finite.
+        shared: how many steps and tensors share a cell at most.
+    """
+
+    names: list[str]
+    steps: NDArray[np.int64]
+    values: Floats
+    broken: NDArray[np.bool_]
+    shared: tuple[int, int]
+
+
+def grid(history: History, kind: str, field: str, target: float) -> Grid | None:
+    """A number of every tensor of a kind; the worst is what is farthest from the target. None if there is none."""
+    names, steps, values = history.matrix(kind, field)
+    if not names:
+        return None
+    measured = np.zeros(values.shape, bool)
+    for row, name in zip(measured, names, strict=True):
+        row[np.searchsorted(steps, history.series(kind, field, name).steps)] = True
+    broken = measured & ~np.isfinite(values)
+    rows = np.array_split(np.arange(len(names)), min(len(names), ROWS))
+    columns = np.array_split(np.arange(len(steps)), min(len(steps), COLUMNS))
+    thin = np.full((len(rows), len(columns)), np.nan)
+    marks = np.zeros(thin.shape, bool)
+    for i, row in enumerate(rows):
+        for j, column in enumerate(columns):
+            cell = values[np.ix_(row, column)]
+            finite = cell[np.isfinite(cell)]
+            if len(finite):
+                thin[i, j] = finite[np.argmax(np.abs(finite - target))]
+            marks[i, j] = broken[np.ix_(row, column)].any()
+    ends = [names[row[0]] if len(row) == 1 else f"{names[row[0]]} … {names[row[-1]]}" for row in rows]
+    shared = (max(map(len, columns)), max(map(len, rows)))
+    return Grid(ends, np.append([steps[c[0]] for c in columns], steps[-1]), thin, marks, shared)
+
+
+def short(names: Sequence[str]) -> list[str]:
+    """Names as labels: without the parts that all have in front, the end of what is still too long."""
+    parts = [name.split(".") for name in names]
+    common = 0
+    while len(names) > 1 and all(len(p) > common + 1 and p[common] == parts[0][common] for p in parts):
+        common += 1
+    labels = [".".join(p[common:]) for p in parts]
+    return [label if len(label) <= LABEL else "…" + label[1 - LABEL :] for label in labels]
 
 
 def curve(axis: Any, series: Series, look: LineStyle, smoothed: bool = False) -> None:
@@ -99,17 +162,12 @@ def settle(axis: Any, title: str, last_step: int, label: bool = True) -> None:
         axis.yaxis.set_major_locator(MaxNLocator(5))
 
 
-def heat_map(name: str, title: str, cells: Grid, low: float, target: float, high: float) -> str:
+def heat_map(name: str, title: str, cells: Grid, low: float, target: float, high: float) -> Markup:
     """Rows of tensors over steps: orange below the target and blue above, or orange where the target is the end."""
-    count = len(cells.names)
-    each = 15.0 if count <= 30 else max(450 / count, 1.6)
-    with drawing():
-        figure = new_figure(95 + each * count)
-        axis, bar = figure.subplots(1, 2, width_ratios=(40, 1.6))
+    with page_figure(name, title, 95 + _height(cells.names), 1, 2, width_ratios=(40, 1.6)) as drawn:
+        axis, bar = drawn.axes
         _image(axis, _paint(cells.values, low, target, high, cells.broken))
-        labels = short(cells.names)
-        every = max(1, int(np.ceil(15.0 / each)))
-        axis.set_yticks(range(0, count, every), [printable(label) for label in labels[::every]], fontsize=11)
+        _label_rows(axis, cells.names)
         steps = len(cells.steps) - 1
         ticks = np.unique(np.linspace(0, steps - 1, min(steps, 4)).round().astype(int))
         axis.set_xticks(ticks, [f"{int(cells.steps[i]):,}" for i in ticks])
@@ -122,23 +180,35 @@ def heat_map(name: str, title: str, cells: Grid, low: float, target: float, high
         bar.yaxis.tick_right()
         bar.set_xticks([])
         bar.yaxis.set_major_locator(MaxNLocator(4))
-        return to_svg(figure, name, title)
+    return drawn.svg
 
 
-def table_map(name: str, title: str, rows: list[str], columns: list[str], values: Floats) -> str:
+def table_map(name: str, title: str, rows: list[str], columns: list[str], values: Floats) -> Markup:
     """Rows of tensors over a few columns of shares, 0 to 1."""
-    count = len(rows)
-    each = 15.0 if count <= 30 else max(450 / count, 1.6)
-    with drawing():
-        figure = new_figure(110 + each * count)
-        axis = figure.subplots()
+    with page_figure(name, title, 110 + _height(rows)) as drawn:
+        axis = drawn.axes
         _image(axis, _paint(values, 0.0, 0.0, 1.0, None))
-        every = max(1, int(np.ceil(15.0 / each)))
-        axis.set_yticks(range(0, count, every), [printable(n) for n in short(rows)[::every]], fontsize=11)
+        _label_rows(axis, rows)
         axis.set_xticks(range(len(columns)), columns, fontsize=11)
         axis.xaxis.tick_top()
         axis.set_title(title, color=INK)
-        return to_svg(figure, name, title)
+    return drawn.svg
+
+
+def _height(rows: Sequence[str]) -> float:
+    """Of all rows of a map, in units."""
+    return len(rows) * _row_height(len(rows))
+
+
+def _row_height(count: int) -> float:
+    return LABELED if count <= 30 else max(450 / count, 1.6)
+
+
+def _label_rows(axis: Any, rows: Sequence[str]) -> None:
+    """A label for each row, or for as many as there is room for."""
+    every = max(1, int(np.ceil(LABELED / _row_height(len(rows)))))
+    labels = [printable(label) for label in short(rows)[::every]]
+    axis.set_yticks(range(0, len(rows), every), labels, fontsize=11)
 
 
 def code_map(axis: Any, values: Floats, title: str) -> None:
