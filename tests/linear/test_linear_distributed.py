@@ -131,28 +131,26 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def alone(plan: LinearPlan, before: Callable[[list[nn.Module]], None], narrow: bool = False) -> list[dict]:
+def alone(plan: LinearPlan, share_buffers: bool = False, narrow: bool = False) -> list[dict]:
     """The ranks' steps in one process: as many models as ranks, one set of weights.
 
     Args:
         plan: of the layers.
-        before: what happens to the models before each step.
+        share_buffers: those of rank 0 go to all before each step, as DDP does.
         narrow: compute in bf16, with float32 weights behind.
     """
     master = model(plan)
     ranks: list[nn.Module] = [copy.deepcopy(master) for _ in range(WORLD)]
     if narrow:
         for made in ranks:
-            kept = averages(made)
             made.bfloat16()
-            buffers = [(m, n) for m in made.modules() for n in m._buffers if n == "absmax_averages"]
-            for (module, name), value in zip(buffers, kept, strict=True):
-                module._buffers[name] = value  # FSDP2 casts parameters, not buffers
     losses: list[list[float]] = [[] for _ in ranks]
     gradients = []
     optimizer = torch.optim.SGD(master.parameters(), lr=0.05)
     for step in range(STEPS):
-        before(ranks)
+        for made in ranks[1:] if share_buffers else ():
+            for mine, its in zip(made.buffers(), ranks[0].buffers(), strict=True):
+                mine.copy_(its)
         for made, x, told in zip(ranks, halves(step), losses, strict=True):
             made.zero_grad()
             with torch.no_grad():
@@ -174,17 +172,6 @@ def alone(plan: LinearPlan, before: Callable[[list[nn.Module]], None], narrow: b
     ]
 
 
-def first_ranks(ranks: list[nn.Module]) -> None:
-    """What DDP does to buffers: those of rank 0 go to all."""
-    for made in ranks[1:]:
-        for mine, its in zip(made.buffers(), ranks[0].buffers(), strict=True):
-            mine.copy_(its)
-
-
-def nothing(ranks: list[nn.Module]) -> None:
-    pass
-
-
 def check(got: list[dict], wanted: list[dict], rtol: float) -> None:
     for one, other in zip(got, wanted, strict=True):
         assert one["losses"] == pytest.approx(other["losses"], rel=rtol)
@@ -202,7 +189,7 @@ names = pytest.mark.parametrize("name", PLANS)
 def test_ddp_is_one_process(runs: Runs, name: str) -> None:
     """Averages of rank 0 go to all at each forward pass, as DDP does with buffers; then each moves its own."""
     got = runs("ddp", name)
-    check(got, alone(PLANS[name], first_ranks), rtol=1e-5)
+    check(got, alone(PLANS[name], share_buffers=True), rtol=1e-5)
     if name == "averaged":
         assert not torch.equal(got[0]["averages"][0], got[1]["averages"][0])
 
@@ -210,7 +197,7 @@ def test_ddp_is_one_process(runs: Runs, name: str) -> None:
 @names
 def test_fsdp2_is_one_process(runs: Runs, name: str) -> None:
     got = runs("fsdp2", name)
-    check(got, alone(PLANS[name], nothing), rtol=1e-5)
+    check(got, alone(PLANS[name]), rtol=1e-5)
     assert len(got[0]["averages"]) == (5 if name == "averaged" else 0)
     for one, other in zip(got[0]["averages"], got[1]["averages"], strict=True):
         # Of X and G each rank has its own; W was gathered, and its absmax is that of all of it on both.
@@ -220,7 +207,7 @@ def test_fsdp2_is_one_process(runs: Runs, name: str) -> None:
 
 @names
 def test_fsdp2_in_mixed_precision_is_one_process_in_bf16(runs: Runs, name: str) -> None:
-    check(runs("fsdp2 bf16", name), alone(PLANS[name], nothing, narrow=True), rtol=1e-5)
+    check(runs("fsdp2 bf16", name), alone(PLANS[name], narrow=True), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["SWITCHBACK", "SWITCHBACK_M"])

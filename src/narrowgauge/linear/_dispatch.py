@@ -14,20 +14,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from narrowgauge._torch_private import operators_observed
 from narrowgauge.linear import _ops
-
-# Functions of `_ops` by their arguments: a matrix, its settings, whether to sum columns, the dtype of the sums.
-# They return codes, scales and the sums.
-Vectors = Callable[..., tuple[Tensor, Tensor, Tensor | None]]
-Tensors = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]]
 
 
 class Operations(NamedTuple):
-    """One implementation of the operations: quantizers, dequantization, and the product of contiguous codes."""
+    """One implementation of the operations: quantizers, dequantization, and the product of contiguous codes.
 
-    quantize_rows: Vectors
-    quantize_columns: Vectors
-    quantize_tensor: Tensors
+    Quantizers take a matrix, their settings, whether to sum columns, and the dtype of the sums.
+    """
+
+    quantize_rows: Callable[..., _ops.Vectors]
+    quantize_columns: Callable[..., _ops.Vectors]
+    quantize_tensor: Callable[..., _ops.Tensors]
     dequantize: Callable[[Tensor, Tensor, torch.dtype], Tensor]
     product: Callable[..., Tensor]
 
@@ -62,12 +61,13 @@ EAGER = Operations(
 )  # fmt: skip
 CUDA = Operations(_ops._cuda_rows, _ops._cuda_columns, _ops._cuda_tensor, _ops._cuda_dequantize, _ops.cuda_product)
 _DIRECT = {"cpu": EAGER, "cuda": CUDA}
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def operations(*tensors: Tensor) -> Operations:
     """The implementation for tensors of one device."""
     # First, so that a compiler traces no further.
-    if torch.compiler.is_compiling() or _observed():
+    if torch.compiler.is_compiling() or operators_observed():
         return OPERATORS
     for tensor in tensors:
         # A lazy negation is a flag on the tensor, which the dispatcher resolves.
@@ -76,15 +76,3 @@ def operations(*tensors: Tensor) -> Operations:
     if tensors[0].is_cuda:
         return _DIRECT["cuda"]
     return _DIRECT["cpu"] if tensors[0].is_cpu else OPERATORS
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
-def _observed() -> bool:
-    """Whether something observes every operation: a mode, `torch.func`'s transforms, `torch.jit.trace`."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
-    )

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from narrowgauge._arguments import check_instance
 from narrowgauge.linear import _passes
+from narrowgauge.linear._matmuls import Wants
 from narrowgauge.linear._plan import LinearPlan
-from narrowgauge.linear._schedule import Wants
 
 Result = TypeVar("Result")
 _unsafe_view = torch.ops.aten._unsafe_view.default

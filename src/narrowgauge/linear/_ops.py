@@ -25,6 +25,10 @@ from narrowgauge.kernels._triton import unavailable
 from narrowgauge.linear._quantize import FORMATS, Format, ScaledCodes, largest_magnitude, quantize, quantize_by
 from narrowgauge.linear._reference import LONGEST_INT32_SUM, is_real, scaled_matmul
 
+# Codes, scales, and sums of columns if requested.
+Vectors = tuple[Tensor, Tensor, Tensor | None]
+# Straight codes, transposed ones, the scale, the matrix's own absmax, and sums of columns if requested.
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 _LIBRARY: Any = torch.library.Library("narrowgauge", "FRAGMENT")  # type: ignore[no-untyped-call]
 _FLOAT8 = (8, 9)  # the compute capability from which tensor cores take it
 _INT8 = (8, 0)
@@ -73,19 +77,30 @@ def _codes(x: Tensor, format: str, rows: int, columns: int) -> Tensor:
     return x.new_empty((rows, columns), dtype=FORMATS[format].dtype)
 
 
+def _both_codes(x: Tensor, format: str, straight: bool, transposed: bool) -> tuple[Tensor, Tensor]:
+    rows, columns = x.shape
+    one = _codes(x, format, rows, columns) if straight else _codes(x, format, 0, 0)
+    return one, _codes(x, format, columns, rows) if transposed else _codes(x, format, 0, 0)
+
+
+def _floats(x: Tensor, *shape: int) -> Tensor:
+    return x.new_empty(shape, dtype=torch.float32)
+
+
+def _transposed(codes: Tensor) -> Tensor:
+    # Not `.contiguous()`, which returns a single row or column itself: an operator must not return a view.
+    return codes.t().clone(memory_format=torch.contiguous_format)
+
+
 # Rows
 
 
-def _eager_rows(
-    x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _eager_rows(x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32) -> Vectors:
     codes, scale = quantize(x, "row", format)
     return codes.contiguous(), scale.contiguous(), _sums(x, sums, dtype)
 
 
-def _cuda_rows(
-    x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _cuda_rows(x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32) -> Vectors:
     if not _kernels(x, FORMATS[format].dtype):
         return _eager_rows(x, format, sums, dtype)
     if not x.is_contiguous():
@@ -100,23 +115,18 @@ def _cuda_rows(
 
 def _fake_rows(x: Tensor, format: Format, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = x.shape
-    codes = x.new_empty((rows, columns), dtype=FORMATS[format].dtype)
-    return codes, _floats(x, rows, 1), _floats(x, columns if sums else 0)
+    return _codes(x, format, rows, columns), _floats(x, rows, 1), _floats(x, columns if sums else 0)
 
 
 # Columns
 
 
-def _eager_columns(
-    x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _eager_columns(x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32) -> Vectors:
     codes, scale = quantize(x, "column", format)
     return _transposed(codes), scale.contiguous(), _sums(x, sums, dtype)
 
 
-def _cuda_columns(
-    x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _cuda_columns(x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32) -> Vectors:
     if not _kernels(x, FORMATS[format].dtype):
         return _eager_columns(x, format, sums, dtype)
     if not x.is_contiguous():
@@ -130,8 +140,7 @@ def _cuda_columns(
 
 def _fake_columns(x: Tensor, format: Format, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = x.shape
-    codes = x.new_empty((columns, rows), dtype=FORMATS[format].dtype)
-    return codes, _floats(x, 1, columns), _floats(x, columns if sums else 0)
+    return _codes(x, format, columns, rows), _floats(x, 1, columns), _floats(x, columns if sums else 0)
 
 
 # Tensor
@@ -140,7 +149,7 @@ def _fake_columns(x: Tensor, format: Format, sums: bool) -> tuple[Tensor, Tensor
 def _eager_tensor(
     x: Tensor, average: Tensor | None, format: Format, straight: bool, transposed: bool, sums: bool,
     dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+) -> Tensors:  # fmt: skip
     own = largest_magnitude(x, "tensor", format)
     absmax = own
     if average is not None:
@@ -155,7 +164,7 @@ def _eager_tensor(
 def _cuda_tensor(
     x: Tensor, average: Tensor | None, format: Format, straight: bool, transposed: bool, sums: bool,
     dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+) -> Tensors:  # fmt: skip
     if not _kernels(x, FORMATS[format].dtype):
         return _eager_tensor(x, average, format, straight, transposed, sums, dtype)
     if not x.is_contiguous():
@@ -164,9 +173,7 @@ def _cuda_tensor(
             return codes, turned, scale, own, None
         x = x.contiguous()
     tiles = _modules()[1]
-    rows, columns = x.shape
-    codes = _codes(x, format, *((rows, columns) if straight else (0, 0)))
-    turned = _codes(x, format, *((columns, rows) if transposed else (0, 0)))
+    codes, turned = _both_codes(x, format, straight, transposed)
     scale, own, total = tiles.quantize_tensor(
         x, format, average, codes if straight else None, turned if transposed else None, sums, dtype
     )
@@ -176,28 +183,11 @@ def _cuda_tensor(
 def _fake_tensor(
     x: Tensor, average: Tensor | None, format: Format, straight: bool, transposed: bool, sums: bool
 ) -> tuple[Tensor, ...]:
-    rows, columns = x.shape
-    dtype = FORMATS[format].dtype
-    codes = x.new_empty((rows, columns) if straight else (0, 0), dtype=dtype)
-    turned = x.new_empty((columns, rows) if transposed else (0, 0), dtype=dtype)
-    return codes, turned, _floats(x, 1, 1), _floats(x, 1, 1), _floats(x, columns if sums else 0)
+    codes = _both_codes(x, format, straight, transposed)
+    return *codes, _floats(x, 1, 1), _floats(x, 1, 1), _floats(x, x.shape[1] if sums else 0)
 
 
 # Multiply
-
-
-def _eager_multiply(
-    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
-    dtype: torch.dtype, accumulation: str,
-) -> Tensor:  # fmt: skip
-    return scaled_matmul(ScaledCodes(left, left_scale), ScaledCodes(right, right_scale), bias, dtype, "real")
-
-
-def _cuda_multiply(
-    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
-    dtype: torch.dtype, accumulation: str,
-) -> Tensor:  # fmt: skip
-    return cuda_product(left, right.t(), left_scale, right_scale, bias, dtype, accumulation)
 
 
 def eager_product(
@@ -240,35 +230,23 @@ def _cuda_dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor
     return product
 
 
-def _fake_dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return codes.new_empty(codes.shape, dtype=dtype)
-
-
-def _fake_multiply(
-    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
-    dtype: torch.dtype, accumulation: str,
-) -> Tensor:  # fmt: skip
-    return left.new_empty((left.shape[0], right.shape[1]), dtype=dtype)
-
-
-def _floats(x: Tensor, *shape: int) -> Tensor:
-    return x.new_empty(shape, dtype=torch.float32)
-
-
-def _transposed(codes: Tensor) -> Tensor:
-    # Not `.contiguous()`, which returns a single row or column itself: an operator must not return a view.
-    return codes.t().clone(memory_format=torch.contiguous_format)
+# The operators
 
 
 def _complete(run: Any) -> Any:
     """A quantizer as an operator, which returns an empty tensor instead of None for sums."""
 
-    @functools.wraps(run)
     def quantizer(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         *results, total = run(x, *rest)
         return *results, _floats(x, 0) if total is None else total
 
     return quantizer
+
+
+def _turning(product: Any) -> Any:
+    """A product as an operator, which takes the right codes as (K, N)."""
+
+    return lambda left, right, *rest: product(left, right.t(), *rest)
 
 
 _SCHEMAS: dict[str, tuple[str, Any, Any, Any]] = {
@@ -280,10 +258,13 @@ _SCHEMAS: dict[str, tuple[str, Any, Any, Any]] = {
                         "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
                         _eager_tensor, _cuda_tensor, _fake_tensor),
     "dequantize": ("(Tensor codes, Tensor scale, ScalarType dtype) -> Tensor",
-                   _eager_dequantize, _cuda_dequantize, _fake_dequantize),
+                   _eager_dequantize, _cuda_dequantize,
+                   lambda codes, scale, dtype: codes.new_empty(codes.shape, dtype=dtype)),
     "multiply_codes": ("(Tensor left, Tensor right, Tensor left_scale, Tensor right_scale, Tensor? bias, "
                        "ScalarType dtype, str accumulation) -> Tensor",
-                       _eager_multiply, _cuda_multiply, _fake_multiply),
+                       _turning(eager_product), _turning(cuda_product),
+                       lambda left, right, left_scale, right_scale, bias, dtype, accumulation: left.new_empty(
+                           (left.shape[0], right.shape[1]), dtype=dtype)),
 }  # fmt: skip
 
 for _name, (_schema, _eager, _cuda, _fake) in _SCHEMAS.items():

@@ -14,9 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from narrowgauge.linear import _dispatch
-from narrowgauge.linear._matmuls import Matmuls
+from narrowgauge.linear._matmuls import Matmuls, Wants
 from narrowgauge.linear._plan import LinearPlan
-from narrowgauge.linear._schedule import Wants
 
 # Ordinary passes before one is recorded: recording takes as long as a few of them, and where lengths vary from step
 # to step most shapes occur once.
@@ -38,7 +37,7 @@ def forward(
     """The output of a layer, and the tensors that its backward pass needs.
 
     Args:
-        plan, averages, wants: as `Matmuls` takes them.
+        plan, averages, wants: as in `Matmuls`.
         x: (tokens, in_features).
         w: (out_features, in_features).
         bias: (out_features,) or None.
@@ -46,7 +45,7 @@ def forward(
     run = _dispatch.operations(x, w) if bias is None else _dispatch.operations(x, w, bias)
 
     def whole(x: Tensor, bias: Tensor | None, w: Tensor) -> list[Tensor]:
-        matmuls = Matmuls(plan, averages, x.dtype, {"input": x, "weight": w}, wants, run=run)
+        matmuls = Matmuls(plan, averages, x.dtype, {"input": x, "weight": w}, wants, run)
         return [matmuls.output(bias), *matmuls.save()]
 
     if run is not _dispatch.CUDA or averages is not None:
@@ -61,23 +60,19 @@ def forward(
 
 
 def backward(
-    plan: LinearPlan,
-    averages: Tensor | None,
-    g: Tensor,
-    wants: Wants,
-    saved: Sequence[Tensor],
+    plan: LinearPlan, averages: Tensor | None, g: Tensor, wants: Wants, saved: Sequence[Tensor]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The requested gradients of input (tokens, in_features), weight and bias.
 
     Args:
-        plan, averages, wants: as `Matmuls` takes them.
+        plan, averages, wants: as in `Matmuls`.
         g: (tokens, out_features), the gradient of the output.
         saved: the tensors that `forward` returned.
     """
     run = _dispatch.operations(g, *saved)
 
     def whole(g: Tensor, *saved: Tensor) -> list[Tensor]:
-        matmuls = Matmuls(plan, averages, g.dtype, {"grad_output": g}, wants, saved, run)
+        matmuls = Matmuls(plan, averages, g.dtype, {"grad_output": g}, wants, run, saved)
         made = [matmuls.grad_input()] if wants[0] else []
         made += [matmuls.grad_weight()] if wants[1] else []
         made += [matmuls.grad_bias()] if wants[2] else []
