@@ -56,7 +56,7 @@ def options(*command: str) -> dict:
     return {p.opts[0]: p.default for p in found.params if p.name not in ("help", "name")}
 
 
-def as_told(option: str, default: object) -> str:
+def as_listed(option: str, default: object) -> str:
     """A default as the tables of options write it."""
     if option == "--data":
         return "Python's standard library"
@@ -139,23 +139,23 @@ def test_the_recipe_table_is_the_programs() -> None:
         recipe = recipes.get(name)
         assert cells[1] == (recipe.letters or "")
         states = recipe.states
-        told = states if isinstance(states, str) else ", ".join(map(" ".join, states.items()))
-        assert [cell.replace("`", "") for cell in cells[3:5]] == [recipe.weights, told]
+        listed = states if isinstance(states, str) else ", ".join(map(" ".join, states.items()))
+        assert [cell.replace("`", "") for cell in cells[3:5]] == [recipe.weights, listed]
         assert cells[5] == f"{recipe.bytes_per_parameter():.2f}".removesuffix(".00")
 
 
 def test_the_option_tables_are_the_programs() -> None:
-    told = {}
+    listed = {}
     for cells in rows("compare.md"):
         names = re.findall(r"`(--[\w-]+)`", cells[0])
         defaults = cells[1].split(", ") if len(names) > 1 else [cells[1].strip("`")]
-        told |= dict(zip(names, defaults, strict=False))
-    assert {name: _plain(text) for name, text in told.items()} == {
-        name: as_told(name, default) for name, default in options("compare").items()
+        listed |= dict(zip(names, defaults, strict=False))
+    assert {name: _plain(text) for name, text in listed.items()} == {
+        name: as_listed(name, default) for name, default in options("compare").items()
     }
     table = {cells[0].strip("`"): cells for cells in rows("train.md") if cells[0].startswith("`--")}
     assert {name: _plain(cells[1].strip("`")) for name, cells in table.items()} == {
-        name: as_told(name, default) for name, default in options("train").items()
+        name: as_listed(name, default) for name, default in options("train").items()
     }
     assert list(table) == list(options("train"))
     assert tuple(re.findall(r"`([\w-]+)`", table["--model"][2])) == presets(None)
@@ -215,8 +215,8 @@ def _number(text: str) -> float:
 
 
 def test_the_options_of_formats_are_listed() -> None:
-    told = [re.findall(r"`(--[\w-]+)", cells[0]) for cells in rows("formats.md")]
-    assert {option for found in told for option in found} == set(options("formats"))
+    listed = [re.findall(r"`(--[\w-]+)", cells[0]) for cells in rows("formats.md")]
+    assert {option for found in listed for option in found} == set(options("formats"))
 
 
 BENCHES = {"optimizers": "An optimizer's step", "linear": "Timing linear layers"}
@@ -225,30 +225,30 @@ BENCHES = {"optimizers": "An optimizer's step", "linear": "Timing linear layers"
 @pytest.mark.parametrize("command", BENCHES)
 def test_the_options_of_the_benchmarks_are_listed(command: str) -> None:
     known = options("bench", command)
-    told = {cells[0]: cells[1] for cells in rows("bench.md", BENCHES[command]) if "`--" in cells[0]}
-    assert [name.strip("`") for name in told] == list(known)
+    listed = {cells[0]: cells[1] for cells in rows("bench.md", BENCHES[command]) if "`--" in cells[0]}
+    assert [name.strip("`") for name in listed] == list(known)
     for name, default in known.items():
         if default not in (None, False):
-            assert told[f"`{name}`"].strip("`") == str(default), name
+            assert listed[f"`{name}`"].strip("`") == str(default), name
 
 
 def test_the_keys_of_the_benchmarks_results_are_listed() -> None:
     lists = [of for device in ("cpu", "h200") for of in results(f"optimizers_{device}")["lists"].values()]
     known = {key for of in lists for row in of["rows"].values() for key in row}
     table = [cells for cells in rows("bench.md", BENCHES["optimizers"]) if len(cells) == 2]
-    told = [key for cells in table for key in re.findall(r"`(\w+)`", cells[0])]
-    assert len(told) == len(set(told))
-    assert set(told) == known | {"failed"}
+    listed = [key for cells in table for key in re.findall(r"`(\w+)`", cells[0])]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == known | {"failed"}
 
 
 def test_the_keys_and_sections_of_layers_results_are_listed() -> None:
     layers = results("linear_cpu")
     sections = ("shapes", "memory", "noise", "operations", "grid")
     table = [cells for cells in rows("bench.md", BENCHES["linear"]) if len(cells) == 2]
-    told = [key for cells in table for key in re.findall(r"`(\w+)`", cells[0])]
+    listed = [key for cells in table for key in re.findall(r"`(\w+)`", cells[0])]
     known = {key for name in sections for of in layers[name].values() for row in of.values() for key in row}
     on_gpu = {"host_ms", "graph_ms", "graph_speedup"}
-    assert set(told) == known | {*sections} | on_gpu | {"failed"}
+    assert set(listed) == known | {*sections} | on_gpu | {"failed"}
 
 
 def test_the_readmes_times_are_those_of_the_committed_results() -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowgauge._torch_private import (
@@ -84,7 +85,7 @@ def test_hooks_are_found() -> None:
         assert list(optimizer_hooks(optimizer, kind)) == []
         getattr(optimizer, f"register_{kind}_hook")(print)
         assert list(optimizer_hooks(optimizer, kind)) == [print]
-    hook = torch.optim.optimizer.register_optimizer_step_pre_hook(print)
+    hook = register_optimizer_step_pre_hook(print)
     assert list(hooks_of_all_optimizers()) == [print]
     hook.remove()
     assert list(hooks_of_all_optimizers()) == []

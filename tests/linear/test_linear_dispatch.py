@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowgauge as ng
 from narrowgauge.linear import LowPrecisionLinear, linear
-from narrowgauge.linear._dispatch import EAGER, OPERATORS, operations
+from narrowgauge.linear._ops import EAGER, OPERATORS, operations
 
 
 class Heard(TorchDispatchMode):

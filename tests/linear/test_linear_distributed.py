@@ -8,7 +8,7 @@ process then takes one half after the other.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ import narrowgauge as ng
 from forked import run_ranks
 from narrowgauge.linear import LinearPlan, LowPrecisionLinear, swap_linears
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # as the ranks have: in bf16 the order of sums is seen
 WORLD, BATCH, DIM, STEPS = 2, 12, 32, 3
 
 PLANS = {
@@ -122,15 +123,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return lambda how, name: [one[how, name] for one in done]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As the ranks have: in bf16 the order of sums is seen."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def alone(plan: LinearPlan, share_buffers: bool = False, narrow: bool = False) -> list[dict]:
     """The ranks' steps in one process: as many models as ranks, one set of weights.
 
@@ -151,14 +143,14 @@ def alone(plan: LinearPlan, share_buffers: bool = False, narrow: bool = False) -
         for made in ranks[1:] if share_buffers else ():
             for mine, its in zip(made.buffers(), ranks[0].buffers(), strict=True):
                 mine.copy_(its)
-        for made, x, told in zip(ranks, halves(step), losses, strict=True):
+        for made, x, own in zip(ranks, halves(step), losses, strict=True):
             made.zero_grad()
             with torch.no_grad():
                 for p, q in zip(made.parameters(), master.parameters(), strict=True):
                     p.copy_(q)
             loss = loss_of(made, x.bfloat16() if narrow else x)
             loss.backward()
-            told.append(float(loss.detach()))
+            own.append(float(loss.detach()))
         mean = [
             sum(p.grad.float() for p in ps) / WORLD for ps in zip(*(m.parameters() for m in ranks), strict=True)
         ]
@@ -167,8 +159,8 @@ def alone(plan: LinearPlan, share_buffers: bool = False, narrow: bool = False) -
             p.grad = grad
         optimizer.step()
     return [
-        {"losses": told, "gradients": gradients, "averages": averages(made)}
-        for told, made in zip(losses, ranks, strict=True)
+        {"losses": own, "gradients": gradients, "averages": averages(made)}
+        for own, made in zip(losses, ranks, strict=True)
     ]
 
 

@@ -130,25 +130,6 @@ def test_any_shape_scales_by_powers_of_two_and_permutes(
         assert torch.allclose(got, wanted, rtol=1e-4, atol=1e-4)
 
 
-# Signal to quantization noise in dB. Normal data of these sizes have an absmax of 3.2 sigma in a row, 4.5 in the
-# weights, 4.7 in the inputs; steps of absmax / 127 with noise of step^2 / 12 make 38.0 by row and tensor, 36.6 by
-# tensors. The relative error of e4m3 is uniform in half of 2^-3 to 2^-4, whatever the scale.
-FLOORS = {"int8": {"row": 37.6, "tensor": 36.2}, "e4m3": {"row": 28.0, "tensor": 28.0}}
-
-
-@pytest.mark.parametrize("form", ["int8", "e4m3"])
-@pytest.mark.parametrize("name", [name for name in PLANS if name != "HIGH_PRECISION"])
-def test_signal_to_noise_has_a_floor(name: str, form: str) -> None:
-    torch.manual_seed(0)
-    x, w, g = torch.randn(1024, 512), torch.randn(256, 512), torch.randn(1024, 256)
-    exact = run(ng.linear.HIGH_PRECISION, x, w, g)
-    for got, wanted in zip(run(PLANS[name].with_format(form), x, w, g), exact, strict=True):
-        noise = (got - wanted).double().square().sum()
-        decibels = 10 * torch.log10(wanted.double().square().sum() / noise)
-        scaling = "tensor" if name == "TENSORWISE_FP8" else "row"
-        assert float(decibels) > FLOORS[form][scaling], decibels
-
-
 @by_pairs(name=PLANS.keys(), form=["int8", "e4m3", "e5m2"], bad=[float("inf"), float("-inf"), float("nan")])
 def test_inf_and_nan_show_and_touch_no_other_row(name: str, form: str, bad: float) -> None:
     x, w, g = torch.randn(9, 20), torch.randn(12, 20), torch.randn(9, 12)
@@ -171,17 +152,6 @@ def test_inf_and_nan_show_and_touch_no_other_row(name: str, form: str, bad: floa
     _, grad_x, grad_w = run(plan, x, w, g)
     assert not grad_x[2].isfinite().any()
     assert not grad_w[3].isfinite().any()
-
-
-def test_sums_are_kept_in_32_bits() -> None:
-    """4096 ones and a half: a 16-bit sum of bf16 stops growing at 256, of float16 at 2048."""
-    ones = torch.ones(1, 4096)
-    for dtype in (torch.bfloat16, torch.float16):
-        for name, plan in PLANS.items():
-            y = linear(ones.to(dtype), ones.to(dtype), None, plan)
-            assert y.item() == 4096, (name, dtype)
-            grad_w = run(plan, ones.t().to(dtype), torch.ones(1, 1, dtype=dtype), ones.t().to(dtype))[2]
-            assert grad_w.item() == pytest.approx(4096, rel=2**-8), (name, dtype)
 
 
 def test_int8_products_are_exact_in_every_layout() -> None:

@@ -44,7 +44,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-def test_it_is_an_nn_linear_to_whoever_asks() -> None:
+def test_it_is_an_nn_linear() -> None:
     torch.manual_seed(0)
     plain = nn.Linear(20, 12, dtype=torch.bfloat16)
     torch.manual_seed(0)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import narrowgauge as ng
 from narrowgauge.kernels import _triton
-from narrowgauge.linear import LowPrecisionLinear, _dispatch, _ops, linear, quantize
+from narrowgauge.linear import LowPrecisionLinear, _ops, linear, quantize
 from narrowgauge.linear._plan import MULTIPLIES
 from pairwise import by_pairs
 
@@ -68,21 +68,6 @@ def test_the_multiply_is_an_operator(form: str, sides: tuple[int, int, int], dev
         check(_ops.multiply_codes, left.codes, right.codes, left.scale, right.scale, bias, dtype, how)
 
 
-def test_what_they_give_is_the_quantizer() -> None:
-    x = torch.randn(33, 20)
-    codes, scale, sums = _ops.quantize_rows(x, "int8", True)
-    assert all(map(torch.equal, (codes, scale), quantize(x, "row")))
-    assert torch.allclose(sums, x.sum(0), rtol=1e-5, atol=1e-5)
-    codes, scale, sums = _ops.quantize_columns(x, "int8", False)
-    assert all(map(torch.equal, (codes.t(), scale), quantize(x, "column")))
-    assert sums.numel() == 0
-    straight, turned, scale, own, _ = _ops.quantize_tensor(x, torch.tensor(0.5), "int8", True, True, False)
-    wanted = quantize(x, "tensor", "int8", torch.tensor([[0.5]]))
-    assert all(map(torch.equal, (straight, scale), wanted))
-    assert torch.equal(turned.t(), wanted.codes)
-    assert own.item() == x.abs().max().item()
-
-
 @by_pairs(way=["EAGER", "OPERATORS"], name=PLANS.keys(), saved=["input", "codes"])
 def test_each_matrix_is_quantized_once(way: str, name: str, saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """W and its transpose in one pass where the codes are the same; sums of columns in one that reads G anyway."""
@@ -92,9 +77,9 @@ def test_each_matrix_is_quantized_once(way: str, name: str, saved: str, monkeypa
         calls.append((name, tuple(x.shape), bool(args[-2])))
         return run(x, *args)
 
-    run = getattr(_dispatch, way)
+    run = getattr(_ops, way)
     spies = {of: partial(spy, of, getattr(run, of)) for of in run._fields if of.startswith("quantize")}
-    monkeypatch.setitem(_dispatch._DIRECT, "cpu", run._replace(**spies))
+    monkeypatch.setitem(_ops._DIRECT, "cpu", run._replace(**spies))
     x, w, g = torch.randn(40, 16), torch.randn(24, 16), torch.randn(40, 24)
     bias = torch.randn(24, requires_grad=True)
     plan = PLANS[name] if name == "HIGH_PRECISION" else replace(PLANS[name], saved=saved)

@@ -10,7 +10,7 @@ import torch
 from test_linear_matmuls import FORMS, PLANS
 from torch import Tensor
 
-from narrowgauge.linear import LinearPlan, _passes, linear, tune
+from narrowgauge.linear import LinearPlan, _function, linear, tune
 from pairwise import by_pairs
 
 pytest.importorskip("triton", reason="triton is not installed: there are no kernels")
@@ -43,7 +43,7 @@ def numbers(plan: LinearPlan, given: list[Tensor], wants: tuple[bool, ...] = (Tr
 
 def long_way(monkeypatch: pytest.MonkeyPatch, run: Callable[[], list[Tensor]]) -> list[Tensor]:
     with monkeypatch.context() as patch:
-        patch.setattr(_passes, "_known", {})
+        patch.setattr(_function, "_known", {})
         return run()
 
 
@@ -53,7 +53,7 @@ def same(got: list[Tensor], wanted: list[Tensor]) -> bool:
 
 def programs() -> list[bool]:
     """Whether each kind of pass is played."""
-    return [type(found) is Program for found in _passes._known.values()]
+    return [type(found) is Program for found in _function._known.values()]
 
 
 @pytest.fixture
@@ -103,9 +103,9 @@ def test_other_dtypes_and_shapes_are_other_kinds(
             wanted = long_way(monkeypatch, lambda given=given: numbers(INT8, given))
             assert same(numbers(INT8, given), wanted)
     assert programs() == [True] * 8
-    monkeypatch.setattr(_passes, "_MOST", 4)
+    monkeypatch.setattr(_function, "_MOST", 4)
     numbers(INT8, layer(kernels, 7))
-    assert len(_passes._known) <= 4
+    assert len(_function._known) <= 4
 
 
 def test_a_transposed_weight_is_played(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def test_addresses_off_16_bytes_go_the_long_way(kernels: str, monkeypatch: pytes
         assert same(numbers(INT8, [x, *rest]), wanted)
 
 
-def test_passes_under_way_do_not_share_memory(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_function_under_way_do_not_share_memory(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(4):
         numbers(INT8, layer(kernels))
     assert programs() == [True, True]
@@ -147,7 +147,7 @@ def test_saved_tensors_may_come_from_elsewhere(kernels: str, play: Callable[...,
         play(PLANS["SWITCHBACK_M"])
 
 
-def test_profilers_hooks_send_passes_the_long_way(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profilers_hooks_send_function_the_long_way(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(4):
         numbers(INT8, layer(kernels))
     played: list[object] = []
@@ -166,7 +166,7 @@ def test_averages_and_simulated_layers(kernels: str, play: Callable[..., None]) 
     for _ in range(4):
         x, w, b, g = layer(kernels)
         linear(x, w.requires_grad_(), b, INT8.with_moving_average(), averages).backward(g)
-    assert not _passes._known
+    assert not _function._known
     play(INT8.simulated())
 
 
@@ -176,7 +176,7 @@ def test_tuning_records_anew() -> None:
         numbers(INT8, layer("cuda"))
     assert programs() == [True, True]
     tune(21, 32, 16, INT8)
-    assert not _passes._known
+    assert not _function._known
 
 
 # What cannot be recorded

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -203,15 +203,6 @@ def test_what_is_slower_never_reads_as_even(cache: Path, monkeypatch: pytest.Mon
     assert report.kept == {"0": "measured 0.99x nn.Linear at 8 tokens"}
     monkeypatch.setattr(_tune, "alternating", lambda *arguments: (1.0, 1.0))
     assert swap_linears(nn.Sequential(nn.Linear(16, 24)), SWITCHBACK, tokens=8).swapped == ["0"]
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Threads of a small multiply wait for each other on a busy machine, for longer than they compute."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -16,7 +16,7 @@ from narrowgauge import linear, recipes
 from narrowgauge.recipes._losses import token_loss
 from narrowgauge.recipes._parallel import WORKSPACE
 from narrowgauge.recipes._plan import largest, parse_bytes
-from narrowgauge.recipes._timeline import Recorder, rounded
+from narrowgauge.recipes._timeline import rounded
 from narrowgauge.recipes._trace import Traced, enable_checkpointing, without_memory
 from narrowgauge.trainers import build_model
 from narrowgauge.trainers._models import configuration, next_token_loss
@@ -94,26 +94,6 @@ def test_a_step_by_hand() -> None:
     assert timeline.peak(("gradients",)).live["gradients"] == 2 * gradient
 
 
-def test_a_recorder_counts_storages_while_they_live() -> None:
-    known = torch.empty(1000, device="meta")
-    with Recorder([known], {}) as recorder:
-        recorder.timeline.mark("forward")
-        first = torch.empty(100, device="meta")  # 400 bytes, 512 as allocated
-        view = first[10:]
-        del first
-        recorder.timeline.mark("with a view")
-        second = known.t() + 1
-        del view
-        recorder.timeline.mark("alone")
-        del second
-        recorder.timeline.mark("nothing")
-        known.add_(1)
-    live = [recorder.timeline.at(mark).total for mark in ("forward", "with a view", "alone", "nothing")]
-    assert live == [0, 512, 4096, 0]
-    assert recorder.timeline.peak().total == 512 + 4096
-    assert recorder.timeline.peak().where == "with a view"
-
-
 @by_pairs(
     of={"gpt2 fp32": ("mini", "fp32"), "gpt2 bf16": ("mini", "A"), "llama bf16": ("llama-micro", "A")},
     checkpointing={"kept": False, "checkpointed": True},
@@ -180,12 +160,10 @@ def peak(config: Any, recipe: str = "D", batch: int = 2, sequence: int = 64, **o
 
 
 def test_more_takes_more(config: Any) -> None:
-    batches = [peak(config, batch=batch) for batch in (1, 2, 64)]
-    sequences = [peak(config, sequence=sequence) for sequence in (64, 65, 512)]
-    assert batches == sorted(set(batches))
-    assert sequences == sorted(set(sequences))
-    by_bytes = [peak(config, name) for name in ("adamw8bit-split8", "A", "D")]
-    assert by_bytes == sorted(set(by_bytes))
+    one = peak(config)
+    assert peak(config, batch=1) < one < peak(config, batch=64)
+    assert one < peak(config, sequence=65)
+    assert peak(config, "adamw8bit-split8") < peak(config, "A") < one
     assert peak(config, "A", 16, 512, checkpointing=True) < peak(config, "A", 16, 512)
 
 

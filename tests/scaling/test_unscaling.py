@@ -131,18 +131,10 @@ def test_a_list_of_mixed_tensors_is_flagged_tensor_by_tensor() -> None:
 
 
 def test_clearing_and_marking_touch_the_flagged_alone() -> None:
-    def tensors() -> list[torch.Tensor]:
-        return [
-            torch.full((2, 3), -0.0),
-            torch.ones(3, 2).t()[1:],
-            torch.ones(3, dtype=torch.bfloat16),
-            torch.empty(0),
-        ]
-
     flags = {torch.device("cpu"): torch.tensor([False, True, True, True])}
-    values = tensors()
+    values = [torch.ones(2, 3), torch.ones(3, 2).t()[1:], torch.ones(3, dtype=torch.bfloat16), torch.empty(0)]
     clear(values, flags)
-    assert [v.abs().sum().item() for v in values] == [0.0, 0.0, 0.0, 0.0]
+    assert [v.sum().item() for v in values] == [6, 0, 0, 0]
     mark(values, flags)
     assert [int(v.isnan().sum()) for v in values] == [0, 1, 1, 0]
     whole = torch.ones(3, 2)

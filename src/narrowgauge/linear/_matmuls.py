@@ -16,8 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from narrowgauge.linear._dispatch import Operations
-from narrowgauge.linear._ops import eager_product
+from narrowgauge.linear._ops import Operations, eager_product
 from narrowgauge.linear._plan import MULTIPLIES, OPERANDS, LinearPlan, Multiply, Operand, Quantity
 
 Order = Literal["straight", "transposed"]
@@ -42,19 +41,15 @@ class Codes(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The steps of a plan.
+    """The steps of a plan."""
 
-    Attributes:
-        operands: left and right operand of each multiply in eight bits, None for one in high precision.
-        orders: for each operand its straight and its transposed codes, None for those that are not needed.
-        kept: the quantities saved for the backward pass, as codes or in high precision (None).
-        scaled: the quantities that the forward pass scales tensor-wise. With averages the backward pass uses the
-            same scales.
-    """
-
+    # Left and right operand of each multiply in eight bits, None for one in high precision.
     operands: dict[Multiply, tuple[Codes, Codes] | None]
+    # For each operand its straight and its transposed codes, None for those that are not needed.
     orders: dict[Operand, tuple[Codes | None, Codes | None]]
+    # The quantities saved for the backward pass, as codes or in high precision (None).
     kept: tuple[tuple[Quantity, Codes | None], ...]
+    # Those that the forward pass scales tensor-wise. With averages the backward pass uses the same scales.
     scaled: tuple[Quantity, ...]
 
 

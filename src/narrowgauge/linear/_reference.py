@@ -29,7 +29,7 @@ _CUDA_ROWS, _CUDA_MULTIPLE = 32, 8
 def scaled_matmul(
     left: ScaledCodes, right: ScaledCodes, bias: Tensor | None, dtype: torch.dtype, arithmetic: str
 ) -> Tensor:
-    """The product of two matrices in eight bits.
+    """The product (M, N) of two matrices in eight bits, as a dtype.
 
     Args:
         left: (M, K) with a scale a row or one in all.
@@ -37,9 +37,6 @@ def scaled_matmul(
         bias: (N,) or None.
         dtype: of the result.
         arithmetic: ``"real"`` or ``"simulated"``.
-
-    Returns:
-        (M, N) of dtype.
     """
     if arithmetic == "simulated" or not is_real(left.codes.dtype, left.codes.device.type):
         product = left.codes.to(torch.float32) @ right.codes.to(torch.float32)

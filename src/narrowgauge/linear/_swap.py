@@ -188,21 +188,13 @@ def _rows_by_name(tokens: int | Mapping[str, int] | None) -> dict[str, int]:
 
 @dataclass(frozen=True, eq=False)
 class _Candidate:
-    """A module that multiplies by a weight.
-
-    Attributes:
-        name: in the model.
-        module: the module.
-        becomes: its class after swapping.
-        holder: the `nn.MultiheadAttention` whose `out_proj` it is: without a plan that does not call it.
-        reason: why it is kept; None if it can be swapped.
-    """
+    """A module that multiplies by a weight."""
 
     name: str
     module: Any
-    becomes: type[PlannedModule]
-    holder: nn.MultiheadAttention | None
-    reason: str | None
+    becomes: type[PlannedModule]  # its class after swapping
+    holder: nn.MultiheadAttention | None  # whose `out_proj` it is; without a plan that does not call it
+    reason: str | None  # why it is kept; None if it can be swapped
 
 
 def _candidates(model: nn.Module, keep: tuple[str, ...], min_features: int) -> Iterator[_Candidate]:

@@ -30,9 +30,8 @@ from torch import Tensor, nn
 from narrowgauge._arguments import Size, check, check_choice, check_instance
 from narrowgauge._version import __version__
 from narrowgauge.kernels import _cache
-from narrowgauge.linear._function import linear
+from narrowgauge.linear._function import forget, linear
 from narrowgauge.linear._ops import no_kernels
-from narrowgauge.linear._passes import forget
 from narrowgauge.linear._plan import MULTIPLIES, LinearPlan
 from narrowgauge.linear._quantize import FORMATS, Format, ScaledCodes, Scaling, quantize
 

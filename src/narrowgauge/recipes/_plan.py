@@ -192,7 +192,7 @@ def plan_memory(
     """
     recipe = get(recipe) if isinstance(recipe, str) else recipe
     check_instance("recipe", recipe, Recipe)
-    _check_sizes(batch=batch, sequence=sequence, gpus=gpus)
+    _check_sizes(batch, sequence, gpus)
     check_choice("parallel", parallel, PARALLEL)
     check_choice("offload", offload, OFFLOADS)
     _refuse_offload(offload, gpus, parallel, accumulate)
@@ -223,27 +223,15 @@ def plan_memory(
     tokens = _tokens(sequence, planner.positions, step, type(model).__name__)
     at_peak, saved, where = planner.at(batch, tokens or 0)
     return MemoryPlan(
-        model=type(model).__name__,
-        parameters=traced.parameters,
-        linear=None if linear is None else str(linear).splitlines()[0],
-        example=step.example,
-        batch=batch,
-        sequence=tokens,
-        checkpointing=checkpointing,
-        accumulate=accumulate,
-        held=planner.held,
-        host=planner.host,
-        saved=saved,
-        at_peak=at_peak,
-        where=where,
-        _planner=planner,
-        **common,
-    )
+        model=type(model).__name__, parameters=traced.parameters, linear=None if linear is None else linear.title,
+        example=step.example, batch=batch, sequence=tokens, checkpointing=checkpointing, accumulate=accumulate,
+        held=planner.held, host=planner.host, saved=saved, at_peak=at_peak, where=where, _planner=planner, **common,
+    )  # fmt: skip
 
 
-def _check_sizes(**sizes: int | None) -> None:
-    for name, size in sizes.items():
-        if not (is_integer(size) and 1 <= size <= MOST) and (size is not None or name != "sequence"):
+def _check_sizes(batch: int, sequence: int | None, gpus: int) -> None:
+    for name, size in (("batch", batch), ("sequence", 1 if sequence is None else sequence), ("gpus", gpus)):
+        if not is_integer(size) or not 1 <= size <= MOST:
             raise ValueError(f"{name} must be an integer from 1 to {MOST}, got {size!r}")
 
 
@@ -275,13 +263,10 @@ def _of_count(
         got = count if count < 1 else "2^63 or more"
         raise ValueError(f"model_or_config must be at least 1 parameter, and under 2^63, got {got}")
     parts = {name: int(size * count) for name, size in device.items()}
+    held = {name: size for name, size in parts.items() if name != "communication"}
+    on_host = {name: int(size * count) for name, size in host.items()}
     return MemoryPlan(
-        model=f"{count:,} parameters",
-        parameters=count,
-        held={name: size for name, size in parts.items() if name != "communication"},
-        host={name: int(size * count) for name, size in host.items()},
-        at_peak=parts,
-        **common,
+        model=f"{count:,} parameters", parameters=count, held=held, host=on_host, at_peak=parts, **common
     )
 
 

@@ -58,11 +58,7 @@ def without_memory(model: nn.Module) -> nn.Module:
 
 
 def from_config(config: Any) -> nn.Module:
-    """The transformers model of a configuration, on the meta device, with fused attention where it has that.
-
-    Raises:
-        ValueError: for anything but a configuration of a language model, a CLIP or a ViT.
-    """
+    """The transformers model of a configuration, on the meta device, with fused attention where it has that."""
     library: Any = sys.modules.get("transformers")  # imported, if the configuration is one of its
     if library is None or not isinstance(config, library.PretrainedConfig):
         raise ValueError(
@@ -104,9 +100,7 @@ class Traced:
 
     Args:
         model: on the meta device; it is cast and swapped here.
-        recipe: the precision strategy.
-        linear: the plan of its linear layers; None leaves them.
-        checkpointing: whether blocks keep their inputs only and run again in the backward pass.
+        recipe, linear, checkpointing: as `plan_memory` takes them.
         loss: the forward pass.
         options: of the optimizer.
         accumulate: whether there are gradients of an earlier micro-batch, which a step adds to.
@@ -114,16 +108,9 @@ class Traced:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        recipe: Recipe,
-        linear: LinearPlan | None,
-        checkpointing: bool,
-        loss: Loss,
-        options: Mapping[str, Any],
-        accumulate: bool = False,
-        frees: bool = False,
-    ) -> None:
+        self, model: nn.Module, recipe: Recipe, linear: LinearPlan | None, checkpointing: bool, loss: Loss,
+        options: Mapping[str, Any], accumulate: bool = False, frees: bool = False,
+    ) -> None:  # fmt: skip
         if checkpointing:
             enable_checkpointing(model)
         self.optimizer = recipe.apply(model, **options)
@@ -233,11 +220,7 @@ def _loss_apart(model: nn.Module, recorder: Recorder) -> Iterator[None]:
 
 
 def enable_checkpointing(model: nn.Module) -> None:
-    """Have a transformers model's blocks keep their inputs only.
-
-    Raises:
-        ValueError: for another model.
-    """
+    """Have a transformers model's blocks keep their inputs only."""
     # The first is transformers' later name of the second.
     enable = getattr(model, "activation_checkpointing_enable", None)
     enable = enable or getattr(model, "gradient_checkpointing_enable", None)
@@ -250,9 +233,6 @@ def enable_checkpointing(model: nn.Module) -> None:
 
 
 def _tables(plan: ParamPlan, elements: float) -> int:
-    """Bytes of the optimizer's launch tables for a parameter.
-
-    They have a row of addresses, and a number for each program of the step and of the pass that inspects gradients.
-    """
+    """Bytes of the optimizer's launch tables: addresses, and a number for each program of its passes."""
     each = _BLOCKS if any(slot.storage.quantized for slot in plan.slots) else _PLAIN
     return 128 + int(4 * elements / each) + int(4 * elements / _BLOCKS)

@@ -79,8 +79,7 @@ def _launches(values: Sequence[Tensor | None]) -> dict[tuple[torch.device, torch
 def widen_float16(slots: Sequence[Slot]) -> None:
     """Replace float16 gradients by float32 ones of the same values, in which unscaling loses nothing.
 
-    Raises:
-        ValueError: for a parameter whose optimizer cannot be expected to take a gradient wider than it.
+    Refused for a parameter whose optimizer cannot be expected to take a gradient wider than it.
     """
     narrow = [(slot, g) for slot in slots if (g := slot.parameter.grad) is not None and g.dtype is torch.float16]
     for slot, _ in narrow:
