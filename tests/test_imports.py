@@ -80,8 +80,11 @@ def test_it_is_quick(facts: dict[str, Any], tmp_path: Path) -> None:
     assert min(times) < LIMIT, times
 
 
-def test_it_has_no_side_effects(facts: dict[str, Any]) -> None:
+def test_it_is_this_checkout(facts: dict[str, Any]) -> None:
     assert Path(facts["file"]) == Path(narrowgauge.__file__)
+
+
+def test_it_has_no_side_effects(facts: dict[str, Any]) -> None:
     assert not facts["cuda"]
     assert "narrowgauge" in facts["modules"]
     assert not HEAVY & set(facts["modules"])

@@ -197,9 +197,7 @@ def test_what_it_does_not_take() -> None:
     model = nn.Sequential(nn.Linear(16, 16))
     for changed, message in (
         ({"plan": "int8"}, "plan must be a LinearPlan .*, got 'int8'"),
-        ({"model": None}, r"model must be a torch\.nn\.Module, got None"),
         ({"keep": "head"}, "keep must be a list of names .*, got 'head'"),
-        ({"min_features": 0}, "min_features must be an integer of at least 1, got 0"),
         ({"launched": False}, "launched must be True without tokens"),
     ):
         with pytest.raises(ValueError, match=message):

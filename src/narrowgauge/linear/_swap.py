@@ -138,15 +138,12 @@ def swap_linears(
         The swapped layers, the kept ones and why; `undo()` restores all.
 
     Raises:
-        ValueError: for a `model` that is no module, a `plan` that is no `LinearPlan`, a `keep` that is one string,
-            `tokens` or `min_features` that are not integers of at least 1, a model on the meta device with
-            `tokens`, and for `launched=False` without `tokens`.
+        ValueError: for a `plan` that is no `LinearPlan`, a `keep` that is one string, `tokens` that are not
+            integers of at least 1, a model on the meta device with `tokens`, and `launched=False` without `tokens`.
     """
     check_instance("plan", plan, LinearPlan, "narrowgauge.linear.SWITCHBACK")
-    check_instance("model", model, nn.Module)
     if isinstance(keep, str):
         raise ValueError(f"keep must be a list of names such as ('lm_head',), got {keep!r}")
-    check("min_features", min_features, Size)
     if not check("launched", launched, Flag) and tokens is None:
         raise ValueError("launched must be True without tokens, got False: no layer is measured")
     rows, patterns = _rows_by_name(tokens), tuple(keep)
