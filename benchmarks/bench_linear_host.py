@@ -32,7 +32,6 @@ from narrowgauge.linear import (
     SWITCHBACK_Q,
     TENSORWISE_FP8,
     LowPrecisionLinear,
-    _dispatch,
     _ops,
 )
 
@@ -98,7 +97,7 @@ def without_gpu() -> None:
     _ops.no_kernels = lambda device, dtype: None
     _autotune._is_hopper = lambda device: True
     _tiles.SIDE = 16  # small matrices are whole tiles
-    _dispatch._DIRECT["cpu"] = _dispatch.CUDA
+    _ops._DIRECT["cpu"] = _ops.CUDA
     torch.set_num_threads(1)
 
 

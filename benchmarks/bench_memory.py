@@ -24,7 +24,7 @@ from torch import Tensor
 
 from narrowgauge import linear, recipes
 from narrowgauge.distributed import CPUOffload
-from narrowgauge.linear._names import output_heads
+from narrowgauge.linear._swap import output_heads
 from narrowgauge.nn import add_patch_dropout
 from narrowgauge.recipes._losses import class_loss, pair_loss
 from narrowgauge.recipes._trace import enable_checkpointing, from_config

@@ -103,6 +103,15 @@ def cache() -> Path:
     return Path(os.environ["XDG_CACHE_HOME"])
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Threads wait for one another in small matrices, and with one the order of sums is the same everywhere."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def surroundings(cache: Path) -> Iterator[None]:
     """Those of small trainings: the tests' own cache, one thread, and a terminal that is wide enough."""

@@ -38,6 +38,33 @@ def rows(page: str, section: str | None = None) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
 
 
+def results(name: str) -> dict:
+    """The committed results of a benchmark."""
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def prose(page: str, end: str = "\0") -> str:
+    """The text of a page up to a mark, on one line."""
+    return " ".join((ROOT / page).read_text().partition(end)[0].split())
+
+
+def options(*command: str) -> dict:
+    """The options of a command with their defaults."""
+    found = typer.main.get_command(app)
+    for name in command:
+        found = found.commands[name]  # type: ignore[attr-defined]
+    return {p.opts[0]: p.default for p in found.params if p.name not in ("help", "name")}
+
+
+def as_listed(option: str, default: object) -> str:
+    """A default as the tables of options write it."""
+    if option == "--data":
+        return "Python's standard library"
+    if isinstance(default, float):
+        return f"{default:g}"
+    return {"None": "none", "False": "off"}.get(str(default), str(default))
+
+
 @pytest.mark.parametrize("page", [p for p in PAGES if BLOCK.search(p.read_text())], ids=lambda p: p.name)
 def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -68,23 +95,20 @@ def test_the_axes_on_the_front_page_are_the_programs() -> None:
 
 
 def test_the_choice_of_a_recipe_is_that_of_the_committed_results() -> None:
-    def results(name: str) -> dict:
+    def study(name: str) -> dict:
         (path,) = (ROOT / "studies").rglob(name)
         return json.loads(path.read_text())
 
-    lost = results("bytes_and_loss_h200.json")
+    lost = study("bytes_and_loss_h200.json")
     losses: dict[str, dict[int, float]] = {}
     for run in lost["runs"]:
         losses.setdefault(run["row"], {})[run["seed"]] = run["validation_loss"]
-    timed = results("collage_throughput_h200.json")["runs"]
+    timed = study("collage_throughput_h200.json")["runs"]
     measured = {run["row"]: run for run in timed if run["kind"] == "GPT-6.7B"}
     rows_of = {
-        "adamw8bit-split8": ("split8 + log8", "adamw8bit-split8"),
-        "collage-plus": ("C", "C"),
-        "collage-light": ("B", "B"),
-        "master": ("D", "D"),
-        "bf16": ("A", "A"),
-    }
+        "adamw8bit-split8": ("split8 + log8", "adamw8bit-split8"), "collage-plus": ("C", "C"),
+        "collage-light": ("B", "B"), "master": ("D", "D"), "bf16": ("A", "A"),
+    }  # fmt: skip
 
     def difference(row: str) -> str:
         found = [loss - losses["D"][seed] for seed, loss in losses[row].items()]
@@ -101,7 +125,7 @@ def test_the_choice_of_a_recipe_is_that_of_the_committed_results() -> None:
             f"{run['optimizer_ms']:.1f} ms",
             f"{run['peak_memory'] / 1e9:.0f} GB",
         ]
-    text = " ".join((ROOT / "docs" / "start.md").read_text().split())
+    text = prose("docs/start.md")
     assert f"torch's fused fp32 AdamW {measured['torch fused, fp32']['optimizer_ms']:.1f} ms" in text
     assert f"The seeds of `master` end {max(losses['D'].values()) - min(losses['D'].values()):.2f} apart" in text
     narrower = recipes.get("adamw6bit-split8").bytes_per_parameter()
@@ -115,46 +139,34 @@ def test_the_recipe_table_is_the_programs() -> None:
         recipe = recipes.get(name)
         assert cells[1] == (recipe.letters or "")
         states = recipe.states
-        told = states if isinstance(states, str) else ", ".join(map(" ".join, states.items()))
-        assert [cell.replace("`", "") for cell in cells[3:5]] == [recipe.weights, told]
+        listed = states if isinstance(states, str) else ", ".join(map(" ".join, states.items()))
+        assert [cell.replace("`", "") for cell in cells[3:5]] == [recipe.weights, listed]
         assert cells[5] == f"{recipe.bytes_per_parameter():.2f}".removesuffix(".00")
 
 
-def test_the_option_table_is_the_programs() -> None:
-    command = typer.main.get_command(app).commands["compare"]  # type: ignore[attr-defined]
-    known = {p.opts[0]: p.default for p in command.params if p.name != "help"}
-    told = {}
+def test_the_option_tables_are_the_programs() -> None:
+    listed = {}
     for cells in rows("compare.md"):
-        if not (options := re.findall(r"`(--[\w-]+)`", cells[0])):
-            continue
-        defaults = cells[1].split(", ") if len(options) > 1 else [cells[1].strip("`")]
-        told |= dict(zip(options, defaults, strict=True))
-    assert told.keys() == known.keys()
-    for option, default in known.items():
-        if option == "--data":
-            assert told[option] == "Python's standard library"
-        elif isinstance(default, float):
-            assert float(told[option]) == default, option
-        else:
-            assert told[option] == str(default), option
-
-
-def test_the_options_of_a_training_are_the_programs() -> None:
-    command = typer.main.get_command(app).commands["train"]  # type: ignore[attr-defined]
-    known = {p.opts[0]: p.default for p in command.params if p.name != "help"}
+        names = re.findall(r"`(--[\w-]+)`", cells[0])
+        defaults = cells[1].split(", ") if len(names) > 1 else [cells[1].strip("`")]
+        listed |= dict(zip(names, defaults, strict=False))
+    assert {name: _plain(text) for name, text in listed.items()} == {
+        name: as_listed(name, default) for name, default in options("compare").items()
+    }
     table = {cells[0].strip("`"): cells for cells in rows("train.md") if cells[0].startswith("`--")}
-    assert list(table) == list(known)
-    for option, default in known.items():
-        told = table[option][1].strip("`")
-        if option == "--data":
-            assert told == "Python's standard library"
-        elif isinstance(default, bool) or default is None:
-            assert told == {False: "off", None: "none"}[default], option
-        elif isinstance(default, float):
-            assert float(told) == default, option
-        else:
-            assert told == str(default), option
+    assert {name: _plain(cells[1].strip("`")) for name, cells in table.items()} == {
+        name: as_listed(name, default) for name, default in options("train").items()
+    }
+    assert list(table) == list(options("train"))
     assert tuple(re.findall(r"`([\w-]+)`", table["--model"][2])) == presets(None)
+
+
+def _plain(text: str) -> str:
+    """A number as Python writes it shortest, anything else as it is."""
+    try:
+        return f"{float(text):g}" if "." in text or "e" in text else text
+    except ValueError:
+        return text
 
 
 def test_the_presets_are_listed() -> None:
@@ -203,10 +215,8 @@ def _number(text: str) -> float:
 
 
 def test_the_options_of_formats_are_listed() -> None:
-    command = typer.main.get_command(app).commands["formats"]  # type: ignore[attr-defined]
-    known = {p.opts[0] for p in command.params if p.name not in ("help", "name")}
-    told = [re.findall(r"`(--[\w-]+)", cells[0]) for cells in rows("formats.md")]
-    assert {option for options in told for option in options} == known
+    listed = [re.findall(r"`(--[\w-]+)", cells[0]) for cells in rows("formats.md")]
+    assert {option for found in listed for option in found} == set(options("formats"))
 
 
 BENCHES = {"optimizers": "An optimizer's step", "linear": "Timing linear layers"}
@@ -214,46 +224,42 @@ BENCHES = {"optimizers": "An optimizer's step", "linear": "Timing linear layers"
 
 @pytest.mark.parametrize("command", BENCHES)
 def test_the_options_of_the_benchmarks_are_listed(command: str) -> None:
-    bench = typer.main.get_command(app).commands["bench"]  # type: ignore[attr-defined]
-    assert bench.commands.keys() == BENCHES.keys()
-    known = {p.opts[0]: p.default for p in bench.commands[command].params if p.name != "help"}
-    told = {cells[0]: cells[1] for cells in rows("bench.md", BENCHES[command]) if "`--" in cells[0]}
-    assert [name.strip("`") for name in told] == list(known)
+    known = options("bench", command)
+    listed = {cells[0]: cells[1] for cells in rows("bench.md", BENCHES[command]) if "`--" in cells[0]}
+    assert [name.strip("`") for name in listed] == list(known)
     for name, default in known.items():
         if default not in (None, False):
-            assert told[f"`{name}`"].strip("`") == str(default), name
+            assert listed[f"`{name}`"].strip("`") == str(default), name
 
 
 def test_the_keys_of_the_benchmarks_results_are_listed() -> None:
-    files = [ROOT / "benchmarks" / "results" / f"optimizers_{device}.json" for device in ("cpu", "h200")]
-    lists = [of for file in files for of in json.loads(file.read_text())["lists"].values()]
+    lists = [of for device in ("cpu", "h200") for of in results(f"optimizers_{device}")["lists"].values()]
     known = {key for of in lists for row in of["rows"].values() for key in row}
     table = [cells for cells in rows("bench.md", BENCHES["optimizers"]) if len(cells) == 2]
-    told = [key for cells in table for key in re.findall(r"`(\w+)`", cells[0])]
-    assert len(told) == len(set(told))
-    assert set(told) == known | {"failed"}
+    listed = [key for cells in table for key in re.findall(r"`(\w+)`", cells[0])]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == known | {"failed"}
 
 
 def test_the_keys_and_sections_of_layers_results_are_listed() -> None:
-    results = json.loads((ROOT / "benchmarks" / "results" / "linear_cpu.json").read_text())
+    layers = results("linear_cpu")
     sections = ("shapes", "memory", "noise", "operations", "grid")
     table = [cells for cells in rows("bench.md", BENCHES["linear"]) if len(cells) == 2]
-    told = [key for cells in table for key in re.findall(r"`(\w+)`", cells[0])]
-    known = {
-        key for name in sections for of in results[name].values() for row in of.values() for key in row
-    }  # fmt: skip
+    listed = [key for cells in table for key in re.findall(r"`(\w+)`", cells[0])]
+    known = {key for name in sections for of in layers[name].values() for row in of.values() for key in row}
     on_gpu = {"host_ms", "graph_ms", "graph_speedup"}
-    assert set(told) == known | {*sections} | on_gpu | {"failed"}
+    assert set(listed) == known | {*sections} | on_gpu | {"failed"}
 
 
 def test_the_readmes_times_are_those_of_the_committed_results() -> None:
-    results = json.loads((ROOT / "benchmarks" / "results" / "optimizers_cpu.json").read_text())
-    ms = {name: row["ms"] for name, row in results["lists"]["matrix"]["rows"].items() if "ms" in row}
+    ms = {
+        name: row["ms"] for name, row in results("optimizers_cpu")["lists"]["matrix"]["rows"].items() if "ms" in row
+    }
     fused = ms["torch AdamW fused, fp32"]
     ours, bitsandbytes, torchao = (
         ms[name] / fused for name in ("AdamW8bit, defaults", "bitsandbytes AdamW8bit", "torchao AdamW8bit")
     )
-    text = " ".join((ROOT / "README.md").read_text().split())
+    text = prose("README.md")
     bf16 = ms["AdamW bf16"] / ms["torch AdamW fused, bf16"]
     assert f"AdamW in bf16 takes {bf16:.2f} of the time of torch's fused step" in text
     assert f"takes {ours:.1f} times as long as torch's fused fp32 step there" in text
@@ -261,27 +267,26 @@ def test_the_readmes_times_are_those_of_the_committed_results() -> None:
 
 
 def test_the_readmes_speed_ups_of_linear_layers_are_those_of_the_committed_results() -> None:
-    results = json.loads((ROOT / "benchmarks" / "results" / "linear_h200.json").read_text())
-    text = " ".join((ROOT / "README.md").read_text().split())
-    assert len(results["shapes"]) == 6
-    others = [rows for shape, rows in results["shapes"].items() if shape != "32768x1280x1280"]
+    shapes = results("linear_h200")["shapes"]
+    text = prose("README.md")
+    assert len(shapes) == 6
+    others = [rows for shape, rows in shapes.items() if shape != "32768x1280x1280"]
     ranges = []
     for layer in ("SWITCHBACK e4m3", "TENSORWISE_FP8 e4m3"):
         found = [rows[layer]["speedup"] for rows in others]
         ranges.append(f"{min(found):.2f} to {max(found):.2f} times")
-        small = results["shapes"]["32768x1280x1280"][layer]
+        small = shapes["32768x1280x1280"][layer]
         assert small["speedup"] < 1 < small["graph_speedup"]
     assert f"is {ranges[0]} as fast as `nn.Linear` with SwitchBack in float8 and {ranges[1]} with tensor" in text
-    clip = json.loads((ROOT / "benchmarks" / "results" / "clip_h200.json").read_text())["models"]["vit-h-14"]
+    clip = results("clip_h200")["models"]["vit-h-14"]
     times = clip["rows"]["SWITCHBACK e4m3"]["graph_speedup"]
     assert f"replayed from a graph, is {times:.2f} times as fast with SwitchBack in float8" in text
 
 
 def test_the_readmes_times_on_a_gpu_are_those_of_the_committed_results() -> None:
-    results = json.loads((ROOT / "benchmarks" / "results" / "optimizers_h200.json").read_text())
-    found = results["lists"]["big"]["rows"]
+    found = results("optimizers_h200")["lists"]["big"]["rows"]
     ms = {name: f"{row['ms_per_1e9']:.2f} ms" for name, row in found.items() if "ms_per_1e9" in row}
-    text = " ".join((ROOT / "README.md").read_text().split())
+    text = prose("README.md")
     share = 100 * found["AdamW8bit, defaults"]["share"]
     assert f"as it comes takes {ms['AdamW8bit, defaults']} for 10⁹ parameters, {share:.0f} % of what a copy" in text
     assert f"{ms['torch AdamW fused, bf16']} in bf16 and {ms['torch AdamW fused, fp32']} in fp32" in text
@@ -301,11 +306,11 @@ def test_the_tables_of_compare_and_speed_are_those_of_the_committed_results() ->
 
 
 def test_measured_pages_begin_with_the_answer_that_their_results_give() -> None:
-    lists = json.loads((ROOT / "benchmarks" / "results" / "optimizers_h200.json").read_text())["lists"]
+    lists = results("optimizers_h200")["lists"]
     big, gpt2 = (
         {name: row.get("ms_per_1e9") for name, row in lists[of]["rows"].items()} for of in ("big", "gpt2-medium")
     )
-    answer = " ".join((ROOT / "docs" / "speed.md").read_text().partition("\n## ")[0].split())
+    answer = prose("docs/speed.md", "\n## ")
     assert (
         f"takes {big['AdamW8bit, defaults']:.2f} ms for 10⁹ parameters, torch's fused AdamW "
         f"{big['torch AdamW fused, bf16']:.2f} ms in bf16 and {big['torch AdamW fused, fp32']:.2f} ms in fp32, "
@@ -314,15 +319,13 @@ def test_measured_pages_begin_with_the_answer_that_their_results_give() -> None:
     recipe, flash = "recipe adamw8bit-split8", "FlashAdamW"
     assert f"`adamw8bit-split8` takes {big[recipe]:.2f} ms, FlashOptim's FlashAdamW {big[flash]:.2f} ms" in answer
     assert f"292 tensors the recipe takes {gpt2[recipe]:.2f} ms, FlashAdamW {gpt2[flash]:.1f} ms" in answer
-    on_cpu = json.loads((ROOT / "benchmarks" / "results" / "optimizers_cpu.json").read_text())["lists"]["matrix"][
-        "rows"
-    ]
+    on_cpu = results("optimizers_cpu")["lists"]["matrix"]["rows"]
     bf16 = on_cpu["AdamW bf16"]["ms"] / on_cpu["torch AdamW fused, bf16"]["ms"]
     eight = on_cpu["AdamW8bit, defaults"]["ms"] / on_cpu["torch AdamW fused, fp32"]["ms"]
     assert f"bf16 takes {bf16:.2f} of the time of torch's fused step, and `AdamW8bit` {eight:.1f} times" in answer
 
     text = (ROOT / "docs" / "which_linear.md").read_text()
-    answer = " ".join(text.partition("<!-- linear -->")[0].split())
+    answer = prose("docs/which_linear.md", "<!-- linear -->")
     (first, *_) = re.findall(r"\*\*SWITCHBACK e4m3\*\* \| (\S+ to \S+) times as fast", text)
     (second, *_) = re.findall(r"\*\*TENSORWISE_FP8 e4m3\*\* \| (\S+ to \S+) times as fast", text)
     assert f"it is {first} times as fast as `nn.Linear`" in answer
@@ -356,8 +359,8 @@ def test_what_contributing_names_is_there() -> None:
 
 
 def test_the_front_page_says_how_near_memory_plans_are() -> None:
-    rows = json.loads((ROOT / "benchmarks" / "results" / "memory_h200.json").read_text())["rows"]
+    rows = results("memory_h200")["rows"]
     count, percent = len(rows), max(100 * abs(row["ratio"] - 1) for row in rows)
-    text = " ".join((ROOT / "README.md").read_text().split())
+    text = prose("README.md")
     said = f"Within {math.ceil(percent)} % of the measured peak in all {count} configurations measured on an H200"
     assert f"{said}, {sum(abs(row['ratio'] - 1) <= 0.02 for row in rows)} of them within 2 %" in text

@@ -147,12 +147,9 @@ def reaches(source: Path) -> list[str]:
     return found
 
 
-def test_no_modules_import_each_other() -> None:
-    assert circle(SOURCE) == []
-
-
-def test_nobody_reaches_into_an_optimizer() -> None:
-    assert reaches(SOURCE) == []
+def test_the_source_keeps_to_the_table() -> None:
+    assert violations(SOURCE) == circle(SOURCE) == reaches(SOURCE) == []
+    assert {path.parts[-2] for path in SOURCE.rglob("__init__.py")} >= {"formats", "storage", "rules", "optim"}
 
 
 @pytest.mark.parametrize(
@@ -176,59 +173,30 @@ def test_a_planted_reach_is_found(tmp_path: Path) -> None:
     assert reaches(tmp_path) == ["optim/_x.py:3 optimizer._engine"]
 
 
-def test_the_source_keeps_to_the_table() -> None:
-    assert violations(SOURCE) == []
-
-
-def test_the_walk_sees_the_source() -> None:
-    """A walk over nothing would find no violations either."""
-    path = SOURCE / "storage" / "__init__.py"
-    seen = {tuple(target[:2]) for _, target in imports(ast.parse(path.read_text()), [PACKAGE, "storage"])}
-    assert (PACKAGE, "storage") in seen
-    assert {path.parts[-2] for path in SOURCE.rglob("__init__.py")} >= {"formats", "storage", "rules", "optim"}
-
-
 FORBIDDEN = {
     "absolute": ("formats/_x.py", "import narrowgauge.storage"),
-    "absolute from": ("rules/_x.py", "from narrowgauge.formats import BF16"),
     "absolute, a private module of another room": ("kernels/_x.py", "from narrowgauge.storage._weights import cut"),
     "room as a name": ("gauges/_x.py", "from narrowgauge import optim"),
-    "second of two names": ("gauges/_x.py", "from narrowgauge import formats, optim"),
     "relative": ("storage/_x.py", "from ..optim import AdamW"),
-    "relative, room as a name": ("storage/_x.py", "from .. import optim"),
     "relative, in a room's __init__": ("storage/__init__.py", "from ..optim import AdamW"),
     "relative, deeper": ("kernels/triton/_x.py", "from ...optim import AdamW"),
-    "relative, from a module": ("recipes.py", "from .gauges import lost_updates"),
     "relative, out of the package": ("formats/_x.py", "from ... import something"),
     "lazy": ("optim/_x.py", "def f():\n    from narrowgauge.gauges import lost_updates"),
-    "lazy, in a method": ("linear/_x.py", "class C:\n    def f(self):\n        import narrowgauge.optim"),
     "type checking": ("nn.py", "if TYPE_CHECKING:\n    from narrowgauge.optim import AdamW"),
     "guarded": ("scaling/_x.py", "try:\n    import narrowgauge.storage\nexcept ImportError:\n    pass"),
     "import_module": ("optim/_x.py", "import importlib\nimportlib.import_module('narrowgauge.recipes')"),
-    "import_module, relative": ("optim/_x.py", "import importlib as i\ni.import_module('..recipes', __package__)"),
     "__import__": ("optim/_x.py", "__import__('narrowgauge.recipes')"),
     "package as a whole": ("optim/_x.py", "import narrowgauge as ng"),
     "star": ("optim/_x.py", "from narrowgauge import *"),
-    "gauges outside the programs": ("distributed/_x.py", "import narrowgauge.gauges"),
-    "distributed in a recipe": ("recipes.py", "from narrowgauge import distributed"),
     "trainers in the library": ("recipes.py", "from narrowgauge.trainers import train"),
-    "cli in trainers": ("trainers/_x.py", "from narrowgauge.cli import main"),
-    "the command line in gauges": ("gauges/_x.py", "from narrowgauge.cli._report._run_page import page"),
     "more than is handed over": ("gauges/_report.py", "from narrowgauge.cli._report._run_page import page"),
     "trainers at the top": ("__init__.py", "from narrowgauge import trainers"),
-    "cli at the top, lazily": ("__init__.py", "def __getattr__(name):\n    from . import cli"),
     "a tunnel through a private module": ("_shared.py", "from narrowgauge.optim import AdamW"),
     "triton outside kernels": ("optim/_x.py", "def f():\n    import triton.language as tl"),
-    "triton in a program": ("cli/_x.py", "import triton"),
     "an unknown room": ("extras/__init__.py", ""),
-    "an unknown module": ("helpers.py", ""),
     "another framework in a plug-in": ("gauges/_lightning.py", "import transformers"),
-    "a plug-in elsewhere": ("optim/_huggingface.py", "import transformers"),
-    **{f"peer {peer}": ("trainers/_x.py", f"import {peer}") for peer in sorted(PEERS)},
-    **{
-        f"{name} in the library": ("gauges/_x.py", f"def f():\n    from {name} import x")
-        for name in ("transformers", "tokenizers", "rich", "typer", "matplotlib", "jinja2")
-    },
+    "a peer": ("trainers/_x.py", "import torchao"),
+    "a program's package in the library": ("gauges/_x.py", "def f():\n    from matplotlib import figure"),
 }  # fmt: skip
 
 
@@ -243,13 +211,9 @@ def test_a_planted_violation_is_found(tmp_path: Path, path: str, code: str) -> N
 ALLOWED = {
     "own room": ("storage/_x.py", "import narrowgauge.storage\nfrom ._weights import cut\nfrom . import _y"),
     "what the table grants": ("optim/_x.py", "from narrowgauge import formats, rules, storage, kernels"),
-    "relative": ("recipes.py", "from .optim import AdamW\nfrom . import nn"),
-    "gauges in a program": ("trainers/_x.py", "from narrowgauge.gauges import lost_updates"),
-    "everything in the cli": ("cli/_x.py", "import narrowgauge\nfrom narrowgauge import trainers, distributed"),
     "the library at the top": ("__init__.py", f"from narrowgauge import {', '.join(sorted(TOP))}"),
     "private modules": ("formats/_x.py", "from narrowgauge import __version__\nfrom .._version import __version__"),
     "triton in kernels": ("kernels/_x.py", "import triton\nfrom triton import language as tl"),
-    "torch, numpy, the standard library": ("rules/_x.py", "import json, torch.nn, numpy\nfrom os import path"),
     "a program's own": ("cli/_x.py", "import rich.table\nfrom matplotlib import figure\nimport typer, jinja2"),
     "a plug-in's framework": ("gauges/_huggingface.py", "from transformers import TrainerCallback"),
     "names that only look alike": ("rules/_x.py", "import numpy.random\nprint('triton')\nrecipes = optim = None"),

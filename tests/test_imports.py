@@ -73,10 +73,6 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return probe(tmp_path_factory.mktemp("import"))
 
 
-def test_it_is_this_checkout(facts: dict[str, Any]) -> None:
-    assert Path(facts["file"]) == Path(narrowgauge.__file__)
-
-
 def test_it_is_quick(facts: dict[str, Any], tmp_path: Path) -> None:
     times = [facts["seconds"]]
     while min(times) >= LIMIT and len(times) < TRIES:
@@ -84,21 +80,18 @@ def test_it_is_quick(facts: dict[str, Any], tmp_path: Path) -> None:
     assert min(times) < LIMIT, times
 
 
-def test_it_initialises_no_cuda(facts: dict[str, Any]) -> None:
+def test_it_is_this_checkout(facts: dict[str, Any]) -> None:
+    assert Path(facts["file"]) == Path(narrowgauge.__file__)
+
+
+def test_it_has_no_side_effects(facts: dict[str, Any]) -> None:
     assert not facts["cuda"]
-
-
-def test_it_brings_nothing_heavy(facts: dict[str, Any]) -> None:
     assert "narrowgauge" in facts["modules"]
     assert not HEAVY & set(facts["modules"])
-
-
-def test_it_reads_no_environment(facts: dict[str, Any]) -> None:
     assert facts["reads"] == []
-
-
-def test_it_prints_nothing(facts: dict[str, Any]) -> None:
     assert facts["printed"] == ""
+    assert "narrowgauge._version" in facts["own"]
+    assert not {"narrowgauge.distributed", "narrowgauge.gauges"} & set(facts["own"])
 
 
 def test_the_probe_sees_what_it_looks_for(tmp_path: Path) -> None:
@@ -127,16 +120,9 @@ def test_all_names_what_there_is() -> None:
     for name in rooms:
         module = importlib.import_module(f"narrowgauge.{name}")
         assert getattr(narrowgauge, name) is module
+        assert name in dir(narrowgauge)
         for public in getattr(module, "__all__", ()):
             assert hasattr(module, public), f"narrowgauge.{name}.{public}"
-
-
-@pytest.mark.parametrize("name", ["distributed", "gauges"])
-def test_what_not_everybody_uses_is_imported_when_asked_for(name: str, facts: dict[str, Any]) -> None:
-    assert "narrowgauge._version" in facts["own"]
-    assert f"narrowgauge.{name}" not in facts["own"]
-    assert getattr(narrowgauge, name).__name__ == f"narrowgauge.{name}"
-    assert name in dir(narrowgauge)
 
 
 def test_what_there_is_not_has_a_name() -> None:

@@ -12,16 +12,26 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from narrowgauge._torch_private import accumulate_hooks, is_flattened, local_tensor, optimizer_hooks
+from narrowgauge._torch_private import (
+    accumulate_hooks,
+    hooks_of_all_optimizers,
+    is_flattened,
+    local_tensor,
+    operators_observed,
+    optimizer_hooks,
+)
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "narrowgauge"
-# Of FSDP, DTensor, tensors' and optimizers' hooks.
+# Of FSDP, DTensor, tensors' and optimizers' hooks, and the dispatcher.
 NAMES = {
     "_local_tensor", "_fsdp_flattened", "_fsdp_param_group", "_fsdp_param_groups", "_module_state_mapping",
     "_sharded_local_tensor", "_orig_size", "_module_info", "_get_default_store", "_post_accumulate_grad_hooks",
     "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
+    "_optimizer_load_state_dict_post_hooks", "_optimizer_step_pre_hooks", "_global_optimizer_pre_hooks",
+    "_len_torch_dispatch_stack", "_are_functorch_transforms_active", "_get_tracing_state",
 }  # fmt: skip
 
 
@@ -71,10 +81,21 @@ def test_hooks_are_found() -> None:
     assert list(accumulate_hooks(p)) == [print]
     hook.remove()
     optimizer = torch.optim.SGD([p])
-    for kind in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):
+    for kind in ("step_pre", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):
         assert list(optimizer_hooks(optimizer, kind)) == []
         getattr(optimizer, f"register_{kind}_hook")(print)
         assert list(optimizer_hooks(optimizer, kind)) == [print]
+    hook = register_optimizer_step_pre_hook(print)
+    assert list(hooks_of_all_optimizers()) == [print]
+    hook.remove()
+    assert list(hooks_of_all_optimizers()) == []
+
+
+def test_modes_and_transforms_are_seen() -> None:
+    assert not operators_observed()
+    with TorchDispatchMode():
+        assert operators_observed()
+    assert torch.vmap(lambda x: x + operators_observed())(torch.zeros(2)).tolist() == [1, 1]
 
 
 def test_an_attribute_that_torch_has_no_more_is_named() -> None:

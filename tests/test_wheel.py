@@ -105,7 +105,7 @@ def test_it_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert b"narrowgauge developers" in licence
 
 
-def test_it_imports_from_where_it_was_installed(environment: Path) -> None:
+def test_it_imports_and_runs_from_where_it_was_installed(environment: Path) -> None:
     seen = json.loads(run(python(environment), "-c", LOOK, folder=environment))
     assert Path(seen["file"]).is_relative_to(environment)
     assert seen["version"] == seen["metadata"] == narrowgauge.__version__
@@ -113,9 +113,6 @@ def test_it_imports_from_where_it_was_installed(environment: Path) -> None:
     assert seen["names"] == narrowgauge.__all__
     assert ["<html" in page for page in seen["pages"]] == [True, False, False]
     assert ['{% extends "page.html.j2" %}' in page for page in seen["pages"]] == [False, True, True]
-
-
-def test_the_command_is_there(environment: Path) -> None:
     command = python(environment).with_name("narrowgauge.exe" if os.name == "nt" else "narrowgauge")
     assert run(command, "--version", folder=environment).strip() == narrowgauge.__version__
 
@@ -131,14 +128,11 @@ def test_the_torch_it_asks_for(metadata: Message) -> None:
     assert torch.__version__ in core["torch"]
 
 
-def test_the_python_it_asks_for(metadata: Message) -> None:
+def test_its_python_licence_and_description(metadata: Message) -> None:
     asked = SpecifierSet(metadata["Requires-Python"])
     assert [minor for minor in range(20) if f"3.{minor}.0" in asked] == [11, 12, 13]
     named = [line.rsplit(" ", 1)[1] for line in metadata.get_all("Classifier", []) if "Python :: 3." in line]
     assert named == ["3.11", "3.12", "3.13"]
-
-
-def test_its_licence_and_description(metadata: Message) -> None:
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Summary"]
     body = metadata.get_payload(decode=True)

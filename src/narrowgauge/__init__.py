@@ -26,9 +26,7 @@ _WHEN_ASKED = ("distributed", "gauges", "linear", "nn", "recipes", "scaling")
 
 
 def __getattr__(name: str) -> Any:
-    """What not every training uses is imported when somebody asks for it: torch's own distributed packages alone
-    take a second.
-    """
+    """Import a package on first use: torch's distributed packages alone take a second."""
     if name in _WHEN_ASKED:
         return import_module(f"narrowgauge.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,15 +21,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Kind(Generic[T]):
-    """What an argument must be.
-
-    Attributes:
-        accepts: whether a value is of this kind.
-        words: what errors call it, after "must be".
-    """
+    """What an argument must be."""
 
     accepts: Callable[[Any], bool]
-    words: str
+    words: str  # what errors call it, after "must be"
 
 
 def is_integer(value: object) -> TypeGuard[int]:
@@ -56,11 +51,7 @@ FloatDtype = Kind[torch.dtype](
 
 
 def check(name: str, value: Any, kind: Kind[T]) -> T:
-    """An argument, if it is of a kind.
-
-    Raises:
-        ValueError: naming the argument, what it must be and what it is.
-    """
+    """An argument, if it is of a kind; else a ValueError with its name, what it must be and what it is."""
     if not kind.accepts(value):
         raise ValueError(f"{name} must be {kind.words}, got {shown(value)}")
     checked: T = value
@@ -68,11 +59,7 @@ def check(name: str, value: Any, kind: Kind[T]) -> T:
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    """Refuse a value that is not among the choices.
-
-    Raises:
-        ValueError: naming the argument, the choices and what it is.
-    """
+    """Refuse a value that is not among the choices."""
     # A tensor compares by element: only plain values can be a choice.
     if not isinstance(value, bool | int | str | torch.dtype | None) or value not in choices:
         *first, last = map(repr, choices)
@@ -82,17 +69,7 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
 
 
 def check_instance(name: str, value: Any, cls: type, example: str = "") -> None:
-    """Refuse a value that is no instance of a class.
-
-    Args:
-        name: of the argument.
-        value: its value.
-        cls: what it must be an instance of.
-        example: how one is made, for the message.
-
-    Raises:
-        ValueError: naming the argument, the class and what it is.
-    """
+    """Refuse a value that is no instance of a class; the message names an example, if there is one."""
     if not isinstance(value, cls):
         name_of = f"torch.nn.{cls.__name__}" if cls.__module__.startswith("torch.nn.") else cls.__name__
         article = "an" if name_of[0] in "AEIOU" else "a"

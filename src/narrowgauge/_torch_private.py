@@ -1,4 +1,4 @@
-"""The private attributes of torch's sharding and hooks that the library reads, each behind one function.
+"""The private attributes of torch that the library reads, of its sharding, hooks and dispatcher, a function each.
 
 A release of torch may rename any of them. Where a public way exists it is the fallback; where none does, the
 function raises and names the attribute and the torch version, so that nothing goes wrong silently.
@@ -38,13 +38,29 @@ def accumulate_hooks(p: Tensor) -> Collection[Any]:
     return () if hooks is None else hooks.values()
 
 
-Hooks = Literal["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"]
+def operators_observed() -> bool:
+    """Whether something observes every operation: a mode, `torch.func`'s transforms, `torch.jit.trace`."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+Hooks = Literal["step_pre", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"]
 
 
 def optimizer_hooks(optimizer: torch.optim.Optimizer, kind: Hooks) -> Collection[Any]:
     """The hooks that `register_<kind>_hook` has added to an optimizer."""
     found: Collection[Any] = _attribute(optimizer, f"_optimizer_{kind}_hooks").values()
     return found
+
+
+def hooks_of_all_optimizers() -> Collection[Any]:
+    """The hooks that `torch.optim.optimizer.register_optimizer_step_pre_hook` has added."""
+    from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+    return _global_optimizer_pre_hooks.values()
 
 
 def _attribute(x: object, name: str) -> Any:

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from narrowgauge.linear import _dispatch, _ops, _passes
+from narrowgauge.linear import _function, _ops
 
 
 @pytest.fixture(autouse=True)
 def nothing_recorded() -> None:
     """Each test goes the long way first."""
-    _passes.forget()
+    _function.forget()
 
 
 @pytest.fixture
@@ -25,6 +25,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield "cuda"
         return
     monkeypatch.setattr(_ops, "no_kernels", lambda device, dtype: None)
-    monkeypatch.setitem(_dispatch._DIRECT, "cpu", _dispatch.CUDA)
+    monkeypatch.setitem(_ops._DIRECT, "cpu", _ops.CUDA)
     with np.errstate(all="ignore"):
         yield "cpu"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import pickle
 
 import pytest
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.linear import LowPrecisionLinear, LowPrecisionMultiheadAttention, linear, swap_linears
+from pairwise import by_pairs
 
 DIM, HEADS, BATCH, TOKENS, KEYS = 32, 4, 3, 6, 5
 
@@ -58,30 +58,29 @@ def masks(kind: str, keys: int, batched: bool) -> dict[str, Tensor]:
 MASKS = ("none", "float", "bool", "heads", "padding", "both", "both, floats")
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("same", ["all", "keys", "none"])
-def test_in_high_precision_it_is_torchs(mask: str, same: str) -> None:
+@by_pairs(
+    mask=MASKS, same=["all", "keys", "none"], bias=[True, False], batch_first=[True, False], batched=[True, False]
+)
+def test_in_high_precision_it_is_torchs(mask: str, same: str, bias: bool, batch_first: bool, batched: bool) -> None:
     torch.manual_seed(0)
-    for bias, batch_first, batched in itertools.product((True, False), repeat=3):
-        module = nn.MultiheadAttention(DIM, HEADS, bias=bias, batch_first=batch_first)
-        twin = swapped(module)
-        q, k, v = inputs(same, batch_first, batched)
-        options = masks(mask, TOKENS if same == "all" else KEYS, batched)
-        for weights in ({"need_weights": False}, {}, {"average_attn_weights": False}):
-            wanted = module(q, k, v, **options, **weights)
-            got = twin(q, k, v, **options, **weights)
-            assert got[0].shape == wanted[0].shape
-            assert torch.allclose(got[0], wanted[0], atol=1e-6)
-            if weights.get("need_weights", True):
-                assert got[1].shape == wanted[1].shape
-                assert torch.allclose(got[1], wanted[1], atol=1e-6)
-            else:
-                assert got[1] is wanted[1] is None
-        for one in (module, twin):
-            one.zero_grad()
-            one(q, k, v, **options)[0].square().sum().backward()
-        for p, other in zip(twin.parameters(), module.parameters(), strict=True):
-            assert torch.allclose(p.grad, other.grad, atol=1e-4)
+    module = nn.MultiheadAttention(DIM, HEADS, bias=bias, batch_first=batch_first)
+    twin = swapped(module)
+    q, k, v = inputs(same, batch_first, batched)
+    options = masks(mask, TOKENS if same == "all" else KEYS, batched)
+    for weights in ({"need_weights": False}, {}, {"average_attn_weights": False}):
+        wanted = module(q, k, v, **options, **weights)
+        got = twin(q, k, v, **options, **weights)
+        assert got[0].shape == wanted[0].shape
+        assert torch.allclose(got[0], wanted[0], atol=1e-6)
+        if weights.get("need_weights", True):
+            assert got[1].shape == wanted[1].shape
+            assert torch.allclose(got[1], wanted[1], atol=1e-6)
+        else:
+            assert got[1] is wanted[1] is None
+    for one in (module, twin):
+        one(q, k, v, **options)[0].square().sum().backward()
+    for p, other in zip(twin.parameters(), module.parameters(), strict=True):
+        assert torch.allclose(p.grad, other.grad, atol=1e-4)
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
@@ -169,22 +168,17 @@ def test_what_is_kept_of_attentions() -> None:
     class Own(nn.MultiheadAttention):
         pass
 
-    class Packed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.in_proj_weight = nn.Parameter(torch.zeros(3 * DIM, DIM))
-            self.out_proj = nn.Linear(DIM, DIM)
-
+    packed = nn.ModuleDict({"out_proj": nn.Linear(DIM, DIM)})
+    packed.in_proj_weight = nn.Parameter(torch.zeros(3 * DIM, DIM))
     model = nn.ModuleDict({
         "own": Own(DIM, HEADS),
         "sizes": nn.MultiheadAttention(DIM, HEADS, kdim=16),
         "zero": nn.MultiheadAttention(DIM, HEADS, add_zero_attn=True),
         "small": nn.MultiheadAttention(8, 2),
-        "named": nn.MultiheadAttention(DIM, HEADS),
         "inner": nn.MultiheadAttention(DIM, HEADS),
-        "packed": Packed(),
+        "packed": packed,
     })  # fmt: skip
-    report = swap_linears(model, ng.linear.SWITCHBACK, keep=("named", "inner.out_proj"))
+    report = swap_linears(model, ng.linear.SWITCHBACK, keep=("inner.out_proj",))
     read = "nn.MultiheadAttention reads its weight, not its output"
     assert report.swapped == ["inner", "packed.out_proj"]
     assert report.kept == {
@@ -196,10 +190,8 @@ def test_what_is_kept_of_attentions() -> None:
         "zero.out_proj": read,
         "small": "8 features, fewer than 16",
         "small.out_proj": "8 features, fewer than 16",
-        "named": "named in keep: 'named'",
-        "named.out_proj": "named in keep: 'named'",
         "inner.out_proj": "named in keep: 'inner.out_proj'",
-        "packed": "is a Packed, which multiplies by in_proj_weight without a layer",
+        "packed": "is a ModuleDict, which multiplies by in_proj_weight without a layer",
     }
     x = torch.randn(BATCH, TOKENS, DIM)
     assert torch.isfinite(model["inner"](x, x, x)[0]).all()
@@ -222,7 +214,7 @@ def test_autocast_and_one_graph() -> None:
     assert torch.equal(compiled(x, x, x, attn_mask=mask)[0], narrow(x, x, x, attn_mask=mask)[0])
 
 
-def test_what_it_does_not_take() -> None:
+def test_a_hint_needs_its_mask_and_nested_tensors_are_refused() -> None:
     twin = swapped(nn.MultiheadAttention(DIM, HEADS, batch_first=True))
     x = torch.randn(BATCH, TOKENS, DIM)
     with pytest.raises(RuntimeError, match=r"is_causal must be False without an attn_mask, got True"):
@@ -235,30 +227,23 @@ def test_what_it_does_not_take() -> None:
         twin(nested, nested, nested)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"attn_mask": torch.ones(TOKENS, TOKENS, dtype=torch.uint8)}, "attn_mask must .*got torch.uint8 of shape"),
-        ({"attn_mask": torch.zeros(1, TOKENS)}, r"attn_mask must .*got torch.float32 of shape \(1, "),
-        ({"attn_mask": torch.zeros(BATCH, TOKENS, TOKENS)}, "attn_mask must .*got torch.float32 of shape"),
-        (
-            {"key_padding_mask": torch.zeros(BATCH, TOKENS, dtype=torch.int64)},
-            "key_padding_mask must .*got torch.int64",
-        ),
-        (
-            {"key_padding_mask": torch.zeros(TOKENS, BATCH, dtype=torch.bool)},
-            "key_padding_mask must .*got torch.bool of",
-        ),
-    ],
-    ids=["bytes", "too few rows", "no heads", "integers", "turned"],
-)
-def test_masks_that_torch_refuses_are_refused(options: dict[str, Tensor], message: str) -> None:
+WRONG_MASKS = {
+    "bytes": ("attn_mask", torch.ones(TOKENS, TOKENS, dtype=torch.uint8)),
+    "too few rows": ("attn_mask", torch.zeros(1, TOKENS)),
+    "no heads": ("attn_mask", torch.zeros(BATCH, TOKENS, TOKENS)),
+    "integers": ("key_padding_mask", torch.zeros(BATCH, TOKENS, dtype=torch.int64)),
+    "turned": ("key_padding_mask", torch.zeros(TOKENS, BATCH, dtype=torch.bool)),
+}
+
+
+@pytest.mark.parametrize(("name", "mask"), WRONG_MASKS.values(), ids=WRONG_MASKS)
+def test_masks_that_torch_refuses_are_refused(name: str, mask: Tensor) -> None:
     module = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
     x = torch.randn(BATCH, TOKENS, DIM)
     with pytest.raises((AssertionError, RuntimeError)):
-        module(x, x, x, **options)
-    with pytest.raises(ValueError, match=message):
-        swapped(module)(x, x, x, **options)
+        module(x, x, x, **{name: mask})
+    with pytest.raises(ValueError, match=f"{name} must be bool or float of shape .*, got {mask.dtype} of shape"):
+        swapped(module)(x, x, x, **{name: mask})
 
 
 def test_logits_that_are_finite_once_scaled_are_finite_in_float16() -> None:

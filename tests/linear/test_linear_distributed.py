@@ -8,7 +8,7 @@ process then takes one half after the other.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ import narrowgauge as ng
 from forked import run_ranks
 from narrowgauge.linear import LinearPlan, LowPrecisionLinear, swap_linears
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # as the ranks have: in bf16 the order of sums is seen
 WORLD, BATCH, DIM, STEPS = 2, 12, 32, 3
 
 PLANS = {
@@ -122,45 +123,34 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return lambda how, name: [one[how, name] for one in done]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As the ranks have: in bf16 the order of sums is seen."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def alone(plan: LinearPlan, before: Callable[[list[nn.Module]], None], narrow: bool = False) -> list[dict]:
+def alone(plan: LinearPlan, share_buffers: bool = False, narrow: bool = False) -> list[dict]:
     """The ranks' steps in one process: as many models as ranks, one set of weights.
 
     Args:
         plan: of the layers.
-        before: what happens to the models before each step.
+        share_buffers: those of rank 0 go to all before each step, as DDP does.
         narrow: compute in bf16, with float32 weights behind.
     """
     master = model(plan)
     ranks: list[nn.Module] = [copy.deepcopy(master) for _ in range(WORLD)]
     if narrow:
         for made in ranks:
-            kept = averages(made)
             made.bfloat16()
-            buffers = [(m, n) for m in made.modules() for n in m._buffers if n == "absmax_averages"]
-            for (module, name), value in zip(buffers, kept, strict=True):
-                module._buffers[name] = value  # FSDP2 casts parameters, not buffers
     losses: list[list[float]] = [[] for _ in ranks]
     gradients = []
     optimizer = torch.optim.SGD(master.parameters(), lr=0.05)
     for step in range(STEPS):
-        before(ranks)
-        for made, x, told in zip(ranks, halves(step), losses, strict=True):
+        for made in ranks[1:] if share_buffers else ():
+            for mine, its in zip(made.buffers(), ranks[0].buffers(), strict=True):
+                mine.copy_(its)
+        for made, x, own in zip(ranks, halves(step), losses, strict=True):
             made.zero_grad()
             with torch.no_grad():
                 for p, q in zip(made.parameters(), master.parameters(), strict=True):
                     p.copy_(q)
             loss = loss_of(made, x.bfloat16() if narrow else x)
             loss.backward()
-            told.append(float(loss.detach()))
+            own.append(float(loss.detach()))
         mean = [
             sum(p.grad.float() for p in ps) / WORLD for ps in zip(*(m.parameters() for m in ranks), strict=True)
         ]
@@ -169,20 +159,9 @@ def alone(plan: LinearPlan, before: Callable[[list[nn.Module]], None], narrow: b
             p.grad = grad
         optimizer.step()
     return [
-        {"losses": told, "gradients": gradients, "averages": averages(made)}
-        for told, made in zip(losses, ranks, strict=True)
+        {"losses": own, "gradients": gradients, "averages": averages(made)}
+        for own, made in zip(losses, ranks, strict=True)
     ]
-
-
-def first_ranks(ranks: list[nn.Module]) -> None:
-    """What DDP does to buffers: those of rank 0 go to all."""
-    for made in ranks[1:]:
-        for mine, its in zip(made.buffers(), ranks[0].buffers(), strict=True):
-            mine.copy_(its)
-
-
-def nothing(ranks: list[nn.Module]) -> None:
-    pass
 
 
 def check(got: list[dict], wanted: list[dict], rtol: float) -> None:
@@ -202,7 +181,7 @@ names = pytest.mark.parametrize("name", PLANS)
 def test_ddp_is_one_process(runs: Runs, name: str) -> None:
     """Averages of rank 0 go to all at each forward pass, as DDP does with buffers; then each moves its own."""
     got = runs("ddp", name)
-    check(got, alone(PLANS[name], first_ranks), rtol=1e-5)
+    check(got, alone(PLANS[name], share_buffers=True), rtol=1e-5)
     if name == "averaged":
         assert not torch.equal(got[0]["averages"][0], got[1]["averages"][0])
 
@@ -210,7 +189,7 @@ def test_ddp_is_one_process(runs: Runs, name: str) -> None:
 @names
 def test_fsdp2_is_one_process(runs: Runs, name: str) -> None:
     got = runs("fsdp2", name)
-    check(got, alone(PLANS[name], nothing), rtol=1e-5)
+    check(got, alone(PLANS[name]), rtol=1e-5)
     assert len(got[0]["averages"]) == (5 if name == "averaged" else 0)
     for one, other in zip(got[0]["averages"], got[1]["averages"], strict=True):
         # Of X and G each rank has its own; W was gathered, and its absmax is that of all of it on both.
@@ -220,7 +199,7 @@ def test_fsdp2_is_one_process(runs: Runs, name: str) -> None:
 
 @names
 def test_fsdp2_in_mixed_precision_is_one_process_in_bf16(runs: Runs, name: str) -> None:
-    check(runs("fsdp2 bf16", name), alone(PLANS[name], nothing, narrow=True), rtol=1e-5)
+    check(runs("fsdp2 bf16", name), alone(PLANS[name], narrow=True), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["SWITCHBACK", "SWITCHBACK_M"])

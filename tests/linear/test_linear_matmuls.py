@@ -15,6 +15,7 @@ from torch import Tensor
 
 import narrowgauge as ng
 from narrowgauge.linear import EightBit, LinearPlan, _matmuls, _reference, linear
+from pairwise import by_pairs
 
 PLANS = {name: getattr(ng.linear, name) for name in oracle.PAPER}
 FORMS = {"int8": ("int8", "int8"), "e4m3": ("e4m3", "e4m3"), "e4m3 and e5m2": ("e4m3", "e5m2")}
@@ -50,9 +51,7 @@ def within(got: Tensor, wanted: oracle.Product, terms: int, exact: bool) -> None
     assert bool(((got.double() - value).abs() <= bound).all())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS)
-@pytest.mark.parametrize("name", PLANS)
+@by_pairs(name=PLANS.keys(), forms=FORMS, dtype=[torch.float32, torch.bfloat16])
 def test_every_multiply_is_that_of_the_papers_algorithm(name: str, forms: tuple, dtype: torch.dtype) -> None:
     x, w, g = tensors(37, 50, 23, dtype=dtype)
     plan = PLANS[name].with_format(*forms)
@@ -96,10 +95,9 @@ def test_switchbacks_weight_gradient_is_that_of_nn_linear_bit_for_bit(dtype: tor
 
 
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("form", ["int8", "e4m3"])
-def test_simulated_and_real_are_the_same_numbers(name: str, form: str) -> None:
+def test_simulated_and_real_are_the_same_numbers(name: str) -> None:
     x, w, g = tensors(16, 40, 24)
-    plan = PLANS[name].with_format(form)
+    plan = PLANS[name].with_format("int8")
     for real, simulated in zip(run(plan, x, w, g), run(plan.simulated(), x, w, g), strict=True):
         assert torch.equal(real, simulated)  # sums of so few products of int8 are exact in float32 too
 
@@ -132,28 +130,7 @@ def test_any_shape_scales_by_powers_of_two_and_permutes(
         assert torch.allclose(got, wanted, rtol=1e-4, atol=1e-4)
 
 
-# Signal to quantization noise in dB. Normal data of these sizes have an absmax of 3.2 sigma in a row, 4.5 in the
-# weights, 4.7 in the inputs; steps of absmax / 127 with noise of step^2 / 12 make 38.0 by row and tensor, 36.6 by
-# tensors. The relative error of e4m3 is uniform in half of 2^-3 to 2^-4, whatever the scale.
-FLOORS = {"int8": {"row": 37.6, "tensor": 36.2}, "e4m3": {"row": 28.0, "tensor": 28.0}}
-
-
-@pytest.mark.parametrize("form", ["int8", "e4m3"])
-@pytest.mark.parametrize("name", [name for name in PLANS if name != "HIGH_PRECISION"])
-def test_signal_to_noise_has_a_floor(name: str, form: str) -> None:
-    torch.manual_seed(0)
-    x, w, g = torch.randn(1024, 512), torch.randn(256, 512), torch.randn(1024, 256)
-    exact = run(ng.linear.HIGH_PRECISION, x, w, g)
-    for got, wanted in zip(run(PLANS[name].with_format(form), x, w, g), exact, strict=True):
-        noise = (got - wanted).double().square().sum()
-        decibels = 10 * torch.log10(wanted.double().square().sum() / noise)
-        scaling = "tensor" if name == "TENSORWISE_FP8" else "row"
-        assert float(decibels) > FLOORS[form][scaling], decibels
-
-
-@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-@pytest.mark.parametrize("form", ["int8", "e4m3", "e5m2"])
-@pytest.mark.parametrize("name", PLANS)
+@by_pairs(name=PLANS.keys(), form=["int8", "e4m3", "e5m2"], bad=[float("inf"), float("-inf"), float("nan")])
 def test_inf_and_nan_show_and_touch_no_other_row(name: str, form: str, bad: float) -> None:
     x, w, g = torch.randn(9, 20), torch.randn(12, 20), torch.randn(9, 12)
     plan = PLANS[name].with_format(form)
@@ -177,17 +154,6 @@ def test_inf_and_nan_show_and_touch_no_other_row(name: str, form: str, bad: floa
     assert not grad_w[3].isfinite().any()
 
 
-def test_sums_are_kept_in_32_bits() -> None:
-    """4096 ones and a half: a 16-bit sum of bf16 stops growing at 256, of float16 at 2048."""
-    ones = torch.ones(1, 4096)
-    for dtype in (torch.bfloat16, torch.float16):
-        for name, plan in PLANS.items():
-            y = linear(ones.to(dtype), ones.to(dtype), None, plan)
-            assert y.item() == 4096, (name, dtype)
-            grad_w = run(plan, ones.t().to(dtype), torch.ones(1, 1, dtype=dtype), ones.t().to(dtype))[2]
-            assert grad_w.item() == pytest.approx(4096, rel=2**-8), (name, dtype)
-
-
 def test_int8_products_are_exact_in_every_layout() -> None:
     """Views of one row or column have strides that mean nothing, which a multiply may not follow."""
     random = torch.Generator().manual_seed(0)
@@ -197,16 +163,14 @@ def test_int8_products_are_exact_in_every_layout() -> None:
         wanted = left.long() @ right.long()
         for one in (left, left.t().contiguous().t(), left.repeat(1, 2)[:, :k]):
             for other in (right, right.t().contiguous().t(), right.repeat(1, 2)[:, :n]):
-                assert torch.equal(_reference._int8(one, other).long(), wanted), (b, k, n)
+                assert torch.equal(_reference.int8_product(one, other).long(), wanted), (b, k, n)
 
 
 def test_int8_sums_beyond_32_bits_are_exact() -> None:
     length = 2**31 // 127**2 + 5000  # where a sum of 127² leaves int32
     x, w = torch.ones(2, length), torch.ones(3, length)
     y = linear(x, w, None, ng.linear.SWITCHBACK)
-    assert torch.equal(y, torch.full((2, 3), float(length))) or torch.allclose(
-        y, torch.tensor(float(length)), rtol=3e-7
-    )
+    assert torch.allclose(y, torch.tensor(float(length)), rtol=3e-7)
 
 
 CUSTOM = {
@@ -274,14 +238,10 @@ def test_switchback_m_keeps_nothing_but_codes_and_scales(form: str) -> None:
     assert (codes.element_size(), codes.shape, codes.is_contiguous(), scale.numel()) == (1, (48, 32), True, 1)
 
 
-@pytest.mark.parametrize("name", ["SWITCHBACK_Q", "LLM_INT8"])
-def test_what_the_backward_pass_wants_in_other_codes_is_kept_as_it_is(name: str) -> None:
+def test_what_the_other_plans_save() -> None:
     x, w = torch.randn(64, 48, requires_grad=True), torch.randn(32, 48, requires_grad=True)
-    assert {t.data_ptr() for t in saved_by(PLANS[name], x, w)} == {x.data_ptr(), w.data_ptr()}  # no copies
-
-
-def test_tensorwise_float8_keeps_codes_alone() -> None:
-    x, w = torch.randn(64, 48, requires_grad=True), torch.randn(32, 48, requires_grad=True)
+    for name in ("SWITCHBACK_Q", "LLM_INT8"):  # whose backward passes need other codes
+        assert {t.data_ptr() for t in saved_by(PLANS[name], x, w)} == {x.data_ptr(), w.data_ptr()}  # no copies
     assert sum(t.nbytes for t in saved_by(ng.linear.TENSORWISE_FP8, x, w)) == 64 * 48 + 32 * 48 + 2 * 4
 
 
@@ -289,19 +249,12 @@ def test_tensorwise_float8_keeps_codes_alone() -> None:
 def test_what_has_no_use_in_the_backward_pass_is_not_kept(name: str) -> None:
     x, w = torch.randn(64, 48), torch.randn(32, 48)
     assert saved_by(PLANS[name], x, w) == []
-    only_input = saved_by(PLANS[name], x.clone().requires_grad_(), w)
-    assert only_input
-    assert all(t.numel() == 1 or 64 not in t.shape for t in only_input)
-    only_weight = saved_by(PLANS[name], x, w.clone().requires_grad_())
-    assert only_weight
-    assert all(t.numel() == 1 or 64 in t.shape for t in only_weight)
-
-
-def test_the_high_precision_plan_has_the_right_gradients() -> None:
-    x = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
-    w = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)
-    bias = torch.randn(4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda *t: linear(*t, ng.linear.HIGH_PRECISION), (x, w, bias))
+    for_input = saved_by(PLANS[name], x.clone().requires_grad_(), w)
+    for_weight = saved_by(PLANS[name], x, w.clone().requires_grad_())
+    assert for_input
+    assert for_weight
+    assert all(t.numel() == 1 or 64 not in t.shape for t in for_input)
+    assert all(t.numel() == 1 or 64 in t.shape for t in for_weight)
 
 
 def test_a_second_derivative_is_refused() -> None:
@@ -339,20 +292,12 @@ def test_averages_move_in_the_backward_pass_and_give_the_scale() -> None:
 
 @pytest.mark.parametrize("saved", ["input", "codes"])
 def test_averages_of_what_the_backward_pass_alone_scales_move_too(saved: str) -> None:
-    rows = EightBit("row", "row", "e4m3")
     by_tensor = EightBit("tensor", "tensor", "e4m3")
-    plan = LinearPlan(rows, by_tensor, by_tensor, saved=saved).with_moving_average(decay=0.75)
-    averages = torch.zeros(3)
-    w = torch.full((4, 8), 0.5, requires_grad=True)
-
-    def step(size: float, gradient: float) -> None:
+    plan = LinearPlan(EightBit("row", "row", "e4m3"), by_tensor, by_tensor, saved=saved).with_moving_average(0.75)
+    averages, w = torch.zeros(3), torch.full((4, 8), 0.5, requires_grad=True)
+    for size, moved in ((4.0, [4, 0.5, 2]), (8.0, [5, 0.5, 2])):
         w.grad = None
-        x = torch.full((2, 8), size, requires_grad=True)
-        y = linear(x, w, None, plan, averages)
-        y.backward(torch.full_like(y, gradient))
-
-    step(4.0, 2.0)
-    assert averages.tolist() == [4, 0.5, 2]
-    step(8.0, 2.0)
+        y = linear(torch.full((2, 8), size, requires_grad=True), w, None, plan, averages)
+        y.backward(torch.full_like(y, 2.0))
+        assert averages.tolist() == moved
     assert torch.allclose(w.grad, torch.tensor(2 * 2.0 * 4), rtol=1e-6)  # 8 is beyond the average and saturates
-    assert averages.tolist() == [5, 0.5, 2]

@@ -10,7 +10,7 @@ import torch
 from test_linear_matmuls import FORMS, PLANS
 from torch import Tensor
 
-from narrowgauge.linear import LinearPlan, _passes, linear, tune
+from narrowgauge.linear import LinearPlan, _function, linear, tune
 from pairwise import by_pairs
 
 pytest.importorskip("triton", reason="triton is not installed: there are no kernels")
@@ -43,7 +43,7 @@ def numbers(plan: LinearPlan, given: list[Tensor], wants: tuple[bool, ...] = (Tr
 
 def long_way(monkeypatch: pytest.MonkeyPatch, run: Callable[[], list[Tensor]]) -> list[Tensor]:
     with monkeypatch.context() as patch:
-        patch.setattr(_passes, "_known", {})
+        patch.setattr(_function, "_known", {})
         return run()
 
 
@@ -53,7 +53,21 @@ def same(got: list[Tensor], wanted: list[Tensor]) -> bool:
 
 def programs() -> list[bool]:
     """Whether each kind of pass is played."""
-    return [type(found) is Program for found in _passes._known.values()]
+    return [type(found) is Program for found in _function._known.values()]
+
+
+@pytest.fixture
+def play(kernels: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Passes of a kind four times, the last two of them played, each beside the long way."""
+
+    def check(plan: LinearPlan, wants: tuple[bool, ...] = (True,) * 3, bias: bool = True) -> None:
+        for seed in range(4):
+            given = layer(kernels, seed=seed)
+            wanted = long_way(monkeypatch, lambda given=given: numbers(plan, given, wants, bias))
+            assert same(numbers(plan, given, wants, bias), wanted)
+        assert programs() == [True] * (2 if any(wants) else 1)
+
+    return check
 
 
 # Every plan, format and bias; the full product with --slow.
@@ -70,27 +84,13 @@ PLAYED = [
         for case in itertools.product(PLANS, FORMS, (True, False))
     ],
 )
-def test_played_is_the_long_way(
-    name: str, form: str, bias: bool, kernels: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = PLANS[name] if name == "HIGH_PRECISION" else PLANS[name].with_format(*FORMS[form])
-    for seed in range(4):
-        given = layer(kernels, seed=seed)
-        wanted = long_way(monkeypatch, lambda given=given: numbers(plan, given, bias=bias))
-        assert same(numbers(plan, given, bias=bias), wanted)
-    assert programs() == [True, True]
+def test_played_is_the_long_way(name: str, form: str, bias: bool, play: Callable[..., None]) -> None:
+    play(PLANS[name].with_format(*FORMS[form]), bias=bias)
 
 
 @by_pairs(name=["SWITCHBACK", "SWITCHBACK_M", "LLM_INT8"], x=[True, False], w=[True, False], b=[True, False])
-def test_gradients_that_are_wanted(
-    name: str, x: bool, w: bool, b: bool, kernels: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wants = (x, w, b)
-    for seed in range(4):
-        given = layer(kernels, seed=seed)
-        wanted = long_way(monkeypatch, lambda given=given: numbers(PLANS[name], given, wants))
-        assert same(numbers(PLANS[name], given, wants), wanted)
-    assert programs() == [True] * (2 if any(wants) else 1)
+def test_gradients_that_are_wanted(name: str, x: bool, w: bool, b: bool, play: Callable[..., None]) -> None:
+    play(PLANS[name], (x, w, b))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
@@ -103,6 +103,9 @@ def test_other_dtypes_and_shapes_are_other_kinds(
             wanted = long_way(monkeypatch, lambda given=given: numbers(INT8, given))
             assert same(numbers(INT8, given), wanted)
     assert programs() == [True] * 8
+    monkeypatch.setattr(_function, "_MOST", 4)
+    numbers(INT8, layer(kernels, 7))
+    assert len(_function._known) <= 4
 
 
 def test_a_transposed_weight_is_played(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +127,7 @@ def test_addresses_off_16_bytes_go_the_long_way(kernels: str, monkeypatch: pytes
         assert same(numbers(INT8, [x, *rest]), wanted)
 
 
-def test_passes_under_way_do_not_share_memory(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_function_under_way_do_not_share_memory(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(4):
         numbers(INT8, layer(kernels))
     assert programs() == [True, True]
@@ -138,17 +141,13 @@ def test_passes_under_way_do_not_share_memory(kernels: str, monkeypatch: pytest.
         assert same([y.detach(), *(leaf.grad for leaf in three)], wanted)
 
 
-def test_saved_tensors_may_come_from_elsewhere(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_tensors_may_come_from_elsewhere(kernels: str, play: Callable[..., None]) -> None:
     """Offloaded, say, and brought back."""
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.cpu().clone(), lambda t: t.to(kernels)):
-        for seed in range(4):
-            given = layer(kernels, seed=seed)
-            wanted = long_way(monkeypatch, lambda given=given: numbers(PLANS["SWITCHBACK_M"], given))
-            assert same(numbers(PLANS["SWITCHBACK_M"], given), wanted)
-    assert programs() == [True, True]
+        play(PLANS["SWITCHBACK_M"])
 
 
-def test_profilers_hooks_send_passes_the_long_way(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profilers_hooks_send_function_the_long_way(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(4):
         numbers(INT8, layer(kernels))
     played: list[object] = []
@@ -161,25 +160,14 @@ def test_profilers_hooks_send_passes_the_long_way(kernels: str, monkeypatch: pyt
     assert [result is None for result in played] == [False, False, True, True]
 
 
-def test_few_kinds_are_remembered(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_passes, "_MOST", 4)
-    for rows in range(1, 9):
-        numbers(INT8, layer(kernels, rows))
-    assert len(_passes._known) <= 4
-
-
-def test_averages_and_simulated_layers(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_averages_and_simulated_layers(kernels: str, play: Callable[..., None]) -> None:
     """Averages move: such passes always go the long way. Simulated ones are functions of torch, and played."""
     averages = torch.zeros(3, device=kernels)
     for _ in range(4):
         x, w, b, g = layer(kernels)
         linear(x, w.requires_grad_(), b, INT8.with_moving_average(), averages).backward(g)
-    assert not _passes._known
-    for seed in range(4):
-        given = layer(kernels, seed=seed)
-        wanted = long_way(monkeypatch, lambda given=given: numbers(INT8.simulated(), given))
-        assert same(numbers(INT8.simulated(), given), wanted)
-    assert programs() == [True, True]
+    assert not _function._known
+    play(INT8.simulated())
 
 
 @pytest.mark.gpu
@@ -188,7 +176,7 @@ def test_tuning_records_anew() -> None:
         numbers(INT8, layer("cuda"))
     assert programs() == [True, True]
     tune(21, 32, 16, INT8)
-    assert not _passes._known
+    assert not _function._known
 
 
 # What cannot be recorded

@@ -1,17 +1,16 @@
-"""Plans: what they say, print and refuse."""
+"""Plans: what they say, print and refuse, and how they are typed."""
 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 
 import pytest
 
 import narrowgauge as ng
-from narrowgauge.linear import EightBit, LinearPlan
+from narrowgauge.linear import EightBit, LinearPlan, named_plan
 
-PLANS = {
-    name: plan for name in ng.linear.__all__ if isinstance(plan := getattr(ng.linear, name), LinearPlan)
-}  # fmt: skip
+PLANS = {name: plan for name in ng.linear.__all__ if isinstance(plan := getattr(ng.linear, name), LinearPlan)}
 
 
 def test_plans_are_values() -> None:
@@ -20,6 +19,7 @@ def test_plans_are_values() -> None:
         assert plan.name == name
         assert pickle.loads(pickle.dumps(plan)) == plan
         assert not plan.formats or plan.with_format("e5m2").with_format(plan.formats[0]) == plan
+        assert named_plan(name) is named_plan(name.lower()) is plan
     assert EightBit("row", "tensor", "e4m3") == EightBit("row", "tensor", "e4m3", "e4m3")
     assert PLANS["SWITCHBACK"] == LinearPlan(EightBit("row", "tensor"), EightBit("row", "tensor"))
     assert PLANS["SWITCHBACK"].simulated() != PLANS["SWITCHBACK"]
@@ -33,6 +33,8 @@ def test_with_format_changes_formats_only() -> None:
     assert plan.with_format("int8") == ng.linear.LLM_INT8
     assert ng.linear.SWITCHBACK_M.with_format("e4m3").saved == "codes"
     assert ng.linear.HIGH_PRECISION.with_format("e4m3") == ng.linear.HIGH_PRECISION
+    assert named_plan("switchback:e4m3") == ng.linear.SWITCHBACK.with_format("e4m3")
+    assert named_plan("TENSORWISE_FP8:e4m3/e5m2") == ng.linear.TENSORWISE_FP8.with_format("e4m3", "e5m2")
 
 
 def test_a_plan_prints_its_three_multiplies() -> None:
@@ -42,11 +44,11 @@ def test_a_plan_prints_its_three_multiplies() -> None:
         "  grad_input   G e5m2 by row × W e4m3 by tensor\n"
         "  grad_weight  high precision"
     )
+    assert LinearPlan(EightBit("row", "row"), accumulation="full").title.endswith("full accumulation")
 
 
-REFUSED = {
+REFUSED: dict[str, Callable[[], object]] = {
     "left must be 'row', 'column' or 'tensor'.*, got 'block'": lambda: EightBit("block", "row"),
-    "right_format must be 'int8', 'e4m3' or 'e5m2'.*, got 'fp8'": lambda: EightBit("row", "row", "e4m3", "fp8"),
     "right_format must .*, got 'e4m3' with 'int8'": lambda: EightBit("row", "row", "int8", "e4m3"),
     "output must be an EightBit, or None.*, got 'int8'": lambda: LinearPlan("int8"),
     "output.left must be 'row' or 'tensor', got 'column': a scale of X": lambda: LinearPlan(
@@ -58,22 +60,23 @@ REFUSED = {
     "grad_weight.left must be 'column' or 'tensor'.*, got 'row'": (
         lambda: LinearPlan(grad_weight=EightBit("row", "column"))
     ),
-    "saved must be 'input' or 'codes'.*, got 'nothing'": lambda: LinearPlan(saved="nothing"),
+    "accumulation must be 'fast' or 'full'.*, got 'slow'": lambda: LinearPlan(accumulation="slow"),
     "saved must be 'input' unless .*, got 'codes'": (
         lambda: LinearPlan(grad_input=EightBit("row", "column"), saved="codes")
     ),
-    "arithmetic must be 'real' or 'simulated'.*, got 'exact'": lambda: LinearPlan(arithmetic="exact"),
     "tensor_absmax must be 'step' in a plan without.*, got 'average'": lambda: (
         ng.linear.LLM_INT8.with_moving_average()
     ),
     "decay must be a number from 0 to below 1.*, got 1": lambda: ng.linear.SWITCHBACK.with_moving_average(1),
-    "format must be 'int8', 'e4m3' or 'e5m2', got 'fp8'": lambda: ng.linear.SWITCHBACK.with_format("fp8"),
-    "gradient must be 'int8', 'e4m3' or 'e5m2', got 'fp8'": lambda: ng.linear.SWITCHBACK.with_format("e4m3", "fp8"),
     "right_format must .*, got 'int8' with 'e5m2'": lambda: ng.linear.SWITCHBACK.with_format("int8", "e5m2"),
+    "plan must be a name such as SWITCHBACK, .*, got 'nimble'": lambda: named_plan("nimble"),
+    "plan must be .*, got 'SWITCHBACK:e4m3/'": lambda: named_plan("SWITCHBACK:e4m3/"),
+    "plan must be .*, got 'HIGH_PRECISION:int8'": lambda: named_plan("HIGH_PRECISION:int8"),
+    "plan 'SWITCHBACK:int4': left_format must be 'int8', .*, got 'int4'": lambda: named_plan("SWITCHBACK:int4"),
 }
 
 
 @pytest.mark.parametrize(("words", "make"), REFUSED.items(), ids=REFUSED)
-def test_what_cannot_be_computed_is_refused(words: str, make) -> None:
+def test_what_cannot_be_computed_is_refused(words: str, make: Callable[[], object]) -> None:
     with pytest.raises(ValueError, match=words):
         make()

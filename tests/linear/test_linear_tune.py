@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,9 +22,9 @@ Measured = list[_tune.LayerKind]
 
 
 def kind_of(
-    layer: nn.Linear, tokens: int, plan: ng.linear.LinearPlan, turned: bool, launched: bool = True
+    layer: nn.Module, tokens: int, plan: ng.linear.LinearPlan, transposed: bool = False, launched: bool = True
 ) -> _tune.LayerKind:
-    return _tune.LayerKind.of(layer.weight, layer.bias, tokens, plan, turned, launched)
+    return _tune.LayerKind.of(layer.weight, layer.bias, tokens, plan, transposed, launched)
 
 
 @pytest.fixture
@@ -66,8 +66,11 @@ def model() -> nn.ModuleDict:
     })  # fmt: skip
 
 
-def test_layers_that_measured_slower_are_kept_and_say_so(measured: Measured) -> None:
-    made = model()
+def test_layers_that_measured_slower_are_kept_and_say_so(measured: Measured, cache: Path) -> None:
+    report = swap_linears(model(), SWITCHBACK)
+    assert "narrow" in report.swapped
+    assert (report.speedups, measured, cache.exists()) == ({}, [], False)  # nothing is measured unasked
+    made, state = model(), torch.get_rng_state()
     report = swap_linears(made, SWITCHBACK, keep=("head",), tokens=16)
     assert report.swapped == ["wide", "same", "frozen", "bf16_"]
     assert report.kept == {
@@ -79,19 +82,13 @@ def test_layers_that_measured_slower_are_kept_and_say_so(measured: Measured) -> 
     assert "swapped: 4 (int8 real)\n  wide    1.25x nn.Linear\n  same    1.25x nn.Linear\n" in str(report)
     assert type(made["narrow"]) is nn.Linear
     assert isinstance(made["frozen"], LowPrecisionLinear)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in made.parameters())
     # One measurement a kind: alike are wide and same.
     assert [(k.in_features, k.bias, k.dtype, k.trained) for k in measured] == [
         (64, True, torch.float32, True), (32, True, torch.float32, True), (64, True, torch.float32, False),
         (64, False, torch.bfloat16, True),
     ]  # fmt: skip
-
-
-def test_nothing_is_measured_unasked(measured: Measured, cache: Path) -> None:
-    report = swap_linears(model(), SWITCHBACK)
-    assert "narrow" in report.swapped
-    assert report.speedups == {}
-    assert measured == []
-    assert not cache.exists()
 
 
 def test_it_is_remembered_by_everything_that_it_depends_on(measured: Measured, cache: Path) -> None:
@@ -120,6 +117,11 @@ def test_it_is_remembered_by_everything_that_it_depends_on(measured: Measured, c
         swap_linears(layer(), SWITCHBACK, tokens=16)
     assert measured[-1].autocast == torch.bfloat16
     assert len(measured) == 7
+    for _ in range(2):
+        swap_linears(layer(), SWITCHBACK, tokens=16, launched=False)
+    assert [kind.launched for kind in measured] == [True] * 7 + [False]
+    (records,) = json.loads(cache.read_text())["devices"].values()
+    assert sum(key.endswith(", the device's time") for key in records) == 1
 
 
 @pytest.mark.parametrize(
@@ -131,8 +133,7 @@ def test_it_is_remembered_by_everything_that_it_depends_on(measured: Measured, c
      '{"version": 1, "devices": {"NAME": {"KEY": {"speedup": 2.0}}}}'],
 )  # fmt: skip
 def test_a_damaged_memory_is_none(measured: Measured, cache: Path, damage: str) -> None:
-    layer = nn.Linear(64, 32)
-    kind = _tune.LayerKind.of(layer.weight, layer.bias, 16, SWITCHBACK, turned=False)
+    kind = kind_of(nn.Linear(64, 32), 16, SWITCHBACK)
     cache.parent.mkdir()
     name = _tune._name(torch.device("cpu")).replace("\\", "\\\\")
     cache.write_text(damage.replace("NAME", name).replace("KEY", kind.key))
@@ -145,7 +146,7 @@ def test_kernels_that_were_tuned_since_are_measured_anew(
     measured: Measured, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU only: there is nothing to tune on a CPU."""
-    kind = kind_of(nn.Linear(64, 32), 16, SWITCHBACK, turned=False)
+    kind = kind_of(nn.Linear(64, 32), 16, SWITCHBACK)
     _tune.speedups([kind])
     tuned = cache.parent / "multiplies.json"
     tuned.touch()
@@ -159,6 +160,13 @@ def test_kernels_that_were_tuned_since_are_measured_anew(
     assert _tune._known(gpu) == 1.25
 
 
+def test_the_weight_of_a_conv1d_is_measured_as_it_lies(measured: Measured) -> None:
+    conv = pytest.importorskip("transformers").pytorch_utils.Conv1D(32, 64)
+    swap_linears(nn.Sequential(conv), SWITCHBACK, tokens=8)
+    (kind,) = measured
+    assert (kind.in_features, kind.out_features, kind.order) == (64, 32, "in, out")
+
+
 def test_tokens_by_name(measured: Measured) -> None:
     made = nn.ModuleDict({name: nn.Sequential(nn.Linear(64, 32)) for name in ("visual", "text", "other")})
     report = swap_linears(made, SWITCHBACK, tokens={"visual": 48, "t*": 16})
@@ -169,17 +177,12 @@ def test_tokens_by_name(measured: Measured) -> None:
         swap_linears(nn.ModuleDict({"visual": nn.Linear(16, 16)}), SWITCHBACK, tokens={"vision": 4})
 
 
-@pytest.mark.parametrize("tokens", [0, 2.0, {}, {"visual": 0}])
+@pytest.mark.parametrize("tokens", [0, {}, {"visual": 0}])
 def test_what_are_no_tokens(tokens: object) -> None:
     with pytest.raises(ValueError, match=r"tokens must be an integer of at least 1.*, got .*"):
         swap_linears(model(), SWITCHBACK, tokens=tokens)
-
-
-def test_on_the_meta_device_nothing_can_be_measured_and_nothing_is_swapped(measured: Measured) -> None:
     made = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, device="meta"))
-    with pytest.raises(
-        ValueError, match=r"tokens must be None for a model on the meta device, got 4 and '1' there"
-    ):
+    with pytest.raises(ValueError, match=r"tokens must be None for a model on the meta device, got 4 and '1'"):
         swap_linears(made, SWITCHBACK, tokens=4)
     assert type(made[0]) is nn.Linear
 
@@ -202,72 +205,27 @@ def test_what_is_slower_never_reads_as_even(cache: Path, monkeypatch: pytest.Mon
     assert swap_linears(nn.Sequential(nn.Linear(16, 24)), SWITCHBACK, tokens=8).swapped == ["0"]
 
 
-def test_measuring_leaves_the_training_as_it_was(measured: Measured) -> None:
-    made, state = model(), torch.get_rng_state()
-    swap_linears(made, ng.linear.LLM_INT8, tokens=16)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(p.grad is None for p in made.parameters())
-
-
-def test_both_sides_compute_what_they_stand_for() -> None:
-    """The steps that are timed: gradients of all that is trained, of the shapes that the layer has."""
-    conv = pytest.importorskip("transformers").pytorch_utils.Conv1D(24, 16)
-    for layer, turned in ((nn.Linear(16, 24), False), (conv, True)):
-        for plan in (SWITCHBACK, ng.linear.TENSORWISE_FP8.with_moving_average()):
-            kind = _tune.LayerKind.of(layer.weight, layer.bias, 8, plan, turned)
-            assert (kind.in_features, kind.out_features) == (16, 24)
-            seen: list[list[torch.Size]] = []
-            grad = torch.autograd.grad
-
-            def watched(y, inputs, g, grad=grad, seen=seen):
-                seen.append([y.shape, *(x.shape for x in inputs)])
-                return grad(y, inputs, g)
-
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(torch.autograd, "grad", watched)
-                for step in _tune._steps(kind):
-                    step()
-            shape = [(8, 24), (8, 16), (16, 24) if turned else (24, 16), (24,)]
-            assert seen == [shape, shape]
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Threads of a small multiply wait for each other on a busy machine, for longer than they compute."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.usefixtures("one_thread")
 def test_a_real_measurement_on_this_cpu(cache: Path) -> None:
     """Float8 is simulated here, many times slower than nn.Linear; without eight bits a plan is about even."""
     made = nn.Sequential(nn.Linear(64, 64))
-    report = swap_linears(made, ng.linear.TENSORWISE_FP8, tokens=256)
+    with torch.inference_mode():  # which has no backward pass
+        report = swap_linears(made, ng.linear.TENSORWISE_FP8, tokens=256)
     assert report.swapped == []
     assert 0.0 < report.speedups["0"] < 0.8
     assert report.kept["0"].startswith("measured 0.")
     assert type(made[0]) is nn.Linear
     ((record,),) = (list(r.values()) for r in json.loads(cache.read_text())["devices"].values())
     assert record["ms"] > record["nn.Linear ms"] > 0
-    kind = kind_of(nn.Linear(512, 512), 512, ng.linear.HIGH_PRECISION, turned=False)
+    kind = kind_of(nn.Linear(512, 512), 512, ng.linear.HIGH_PRECISION)
     assert 0.3 < _tune.speedups([kind])[kind] < 3.0
-
-
-def test_the_devices_time_is_another_figure(measured: Measured, cache: Path) -> None:
-    for launched in (True, False, False):
-        swap_linears(nn.ModuleDict({"a": nn.Linear(64, 32)}), SWITCHBACK, tokens=16, launched=launched)
-    assert [kind.launched for kind in measured] == [True, False]
-    (records,) = json.loads(cache.read_text())["devices"].values()
-    assert [key.endswith(", the device's time") for key in records] == [False, True]
 
 
 @pytest.mark.gpu
 def test_the_devices_time_leaves_the_host_out(cache: Path) -> None:
     """A small layer is the host's; replayed it is faster than launched, for nn.Linear and by a plan."""
     layer = nn.Linear(256, 256, device="cuda", dtype=torch.bfloat16)
-    kinds = [kind_of(layer, 256, SWITCHBACK, turned=False, launched=launched) for launched in (True, False)]
+    kinds = [kind_of(layer, 256, SWITCHBACK, launched=launched) for launched in (True, False)]
     _tune.speedups(kinds)
     (records,) = json.loads(cache.read_text())["devices"].values()
     launched, replayed = (records[kind.key] for kind in kinds)
@@ -307,9 +265,7 @@ def test_a_name_in_keep_that_the_model_has_not_is_warned_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         swap_linears(model(), SWITCHBACK)  # the default is no request
-        swap_linears(model(), SWITCHBACK, keep=())
         swap_linears(model(), SWITCHBACK, keep=["head", "*row"])
-        swap_linears(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)), SWITCHBACK, keep=["0"])
 
 
 def test_the_clock_takes_the_best_of_rounds_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,24 +281,11 @@ def test_the_clock_takes_the_best_of_rounds_in_turns(monkeypatch: pytest.MonkeyP
         return run
 
     monkeypatch.setattr(_tune.time, "perf_counter", lambda: now[0])
-    cpu = torch.device("cpu")
-    assert _tune.alternating(step("a", 1.0), step("b", 3.0), cpu) == pytest.approx((1.0, 3.0))
+    assert _tune.alternating(step("a", 1.0), step("b", 3.0), torch.device("cpu")) == pytest.approx((1.0, 3.0))
     assert "".join(order) == "ab" * 6
-    order.clear()
-    assert _tune.alternating(step("a", 1e-3), step("b", 1e-2), cpu) == pytest.approx((1e-3, 1e-2))
-    assert 40 <= len(order) <= 100  # half a second
-    order.clear()
-    assert _tune.alternating(step("a", 1e-6), step("b", 2e-6), cpu) == pytest.approx((1e-6, 2e-6))
-    assert len(order) == 2 * 101
     # On a GPU steps in a row, which make up a round's time.
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     order.clear()
     _tune.alternating(step("a", 1e-3), step("b", 1.0), torch.device("cuda"))
     assert "a" * 15 in "".join(order)
     assert "bb" not in "".join(order)[8:]
-
-
-def test_it_measures_in_inference_mode_too(cache: Path) -> None:
-    with torch.inference_mode():
-        report = swap_linears(nn.Sequential(nn.Linear(32, 32)), SWITCHBACK, tokens=16)
-    assert list(report.speedups) == ["0"]

@@ -152,8 +152,8 @@ def test_with_torchs_fused_optimizer_it_never_waits(kind) -> None:
         scaler.update()
     assert all(torch.equal(b, p) for b, (_, p) in zip(before, params, strict=True))
     # A fixed scale warns of what it skipped when it is asked: to warn in the step it would have to wait.
-    told = pytest.warns(UserWarning, match="a step was skipped") if kind is StaticLossScaler else nullcontext()
-    with told:
+    warned = pytest.warns(UserWarning, match="a step was skipped") if kind is StaticLossScaler else nullcontext()
+    with warned:
         assert (scaler.skipped, scaler.skipped_steps) == ({"3": 1}, 1)
 
 

@@ -43,20 +43,14 @@ def step_on(rank: int, world: int, folder: Path) -> None:
         dist.destroy_process_group()
 
 
-def check(folder: Path, world: int) -> None:
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_tensor_is_skipped_on_all_ranks(world: int, tmp_path: Path) -> None:
+    if world == 1:
+        step_on(0, 1, tmp_path)
+    else:
+        run_ranks(step_on, world, world, tmp_path)
     for rank in range(world):
-        ends, skipped = torch.load(folder / f"rank{rank}.pt")
+        ends, skipped = torch.load(tmp_path / f"rank{rank}.pt")
         assert torch.equal(ends["bad"], torch.ones(4, 3))  # neither step nor decay, in no shard
         assert torch.equal(ends["good"], torch.full((4, 3), 0.25))
         assert skipped == {"bad": 1}
-
-
-def test_on_one_rank(tmp_path: Path) -> None:
-    step_on(0, 1, tmp_path)
-    check(tmp_path, 1)
-
-
-@pytest.mark.slow
-def test_on_two_ranks(tmp_path: Path) -> None:
-    run_ranks(step_on, 2, 2, tmp_path)
-    check(tmp_path, 2)

@@ -65,20 +65,6 @@ def test_any_other_scale_rounds_twice_in_float32(scale: float, values: list[floa
     assert ((narrow - exact).abs() / exact).max() <= 2.0**-8 + 2.0**-22
 
 
-@pytest.mark.parametrize("kind", [StaticLossScaler, DynamicLossScaler])
-def test_overflow_by_unscaling_is_found_too(kind) -> None:
-    """A scale below 1 makes gradients larger; torch's own check, made before the product, does not see that."""
-    p = torch.nn.Parameter(torch.zeros(2))
-    optimizer = SGD([("p", p)], lr=1.0)
-    scaler = kind(init_scale=2.0**-10)
-    scaler.scale(torch.ones(()))
-    p.grad = torch.tensor([1.0, 2.0**127])
-    with pytest.warns(UserWarning, match="p"):
-        scaler.step(optimizer)
-    assert torch.equal(p, torch.zeros(2))
-    assert scaler.skipped == {"p": 1}
-
-
 def test_a_float16_gradient_is_refused_where_it_would_underflow_again() -> None:
     p = torch.nn.Parameter(torch.zeros(3, dtype=torch.float16))
     p.grad = torch.ones_like(p)
@@ -145,18 +131,10 @@ def test_a_list_of_mixed_tensors_is_flagged_tensor_by_tensor() -> None:
 
 
 def test_clearing_and_marking_touch_the_flagged_alone() -> None:
-    def tensors() -> list[torch.Tensor]:
-        return [
-            torch.full((2, 3), -0.0),
-            torch.ones(3, 2).t()[1:],
-            torch.ones(3, dtype=torch.bfloat16),
-            torch.empty(0),
-        ]
-
     flags = {torch.device("cpu"): torch.tensor([False, True, True, True])}
-    values = tensors()
+    values = [torch.ones(2, 3), torch.ones(3, 2).t()[1:], torch.ones(3, dtype=torch.bfloat16), torch.empty(0)]
     clear(values, flags)
-    assert [v.abs().sum().item() for v in values] == [0.0, 0.0, 0.0, 0.0]
+    assert [v.sum().item() for v in values] == [6, 0, 0, 0]
     mark(values, flags)
     assert [int(v.isnan().sum()) for v in values] == [0, 1, 1, 0]
     whole = torch.ones(3, 2)

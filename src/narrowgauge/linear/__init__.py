@@ -3,7 +3,6 @@
 from narrowgauge.linear._attention import LowPrecisionMultiheadAttention
 from narrowgauge.linear._function import linear
 from narrowgauge.linear._module import LowPrecisionConv1D, LowPrecisionLinear
-from narrowgauge.linear._names import named_plan
 from narrowgauge.linear._plan import (
     HIGH_PRECISION,
     LLM_INT8,
@@ -13,6 +12,7 @@ from narrowgauge.linear._plan import (
     TENSORWISE_FP8,
     EightBit,
     LinearPlan,
+    named_plan,
 )
 from narrowgauge.linear._quantize import ScaledCodes, quantize
 from narrowgauge.linear._swap import SwapReport, swap_linears

@@ -6,23 +6,36 @@ has the same codes wherever it is used in the same scaling and format, and it is
 
 Moving averages of the absmax are read in the forward pass and updated in the backward pass: gradient checkpointing
 recomputes with the same averages, and evaluation does not change them.
+
+On CUDA devices a pass over small matrices is bound by the host. The first passes of a kind are executed by
+`Matmuls`, which compiles kernels and finds launches; then one is recorded (`kernels._linear._record`), and later
+ones replay it. Passes are of one kind if plan, requested gradients, shapes, strides, dtypes and device are the
+same. A pass that cannot be replayed, for an address off 16 bytes say, is executed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from narrowgauge._arguments import check_instance
-from narrowgauge.linear import _passes
+from narrowgauge.linear._matmuls import Matmuls, Wants
+from narrowgauge.linear._ops import CUDA, operations
 from narrowgauge.linear._plan import LinearPlan
-from narrowgauge.linear._schedule import Wants
 
 Result = TypeVar("Result")
 _unsafe_view = torch.ops.aten._unsafe_view.default
+
+# Ordinary passes before one is recorded: recording takes as long as a few of them, and where lengths vary from step
+# to step most shapes occur once.
+_BEFORE = 2
+_MOST = 4096  # kinds of passes that are remembered
+
+# By kind: how often it was executed, or its recording; False if it cannot be recorded.
+_known: dict[Any, Any] = {}
 
 
 def linear(
@@ -106,7 +119,7 @@ class _Linear(torch.autograd.Function):
         ctx.plan, ctx.averages, ctx.wants, ctx.leading = plan, averages, wants, x.shape[:-1]
 
         def run() -> tuple[Tensor, list[Tensor]]:
-            return _passes.forward(plan, averages, _flat(x), w, bias, wants)
+            return _forward(plan, averages, _flat(x), w, bias, wants)
 
         y, saved = _without_autocast(x, run)
         ctx.save_for_backward(*saved)
@@ -118,7 +131,7 @@ class _Linear(torch.autograd.Function):
         wants = ctx.wants
 
         def run() -> tuple[Tensor | None, ...]:
-            grad_x, grad_w, grad_bias = _passes.backward(ctx.plan, ctx.averages, _flat(g), wants, ctx.saved_tensors)
+            grad_x, grad_w, grad_bias = _backward(ctx.plan, ctx.averages, _flat(g), wants, ctx.saved_tensors)
             grad_x = None if grad_x is None else _unflat(grad_x, ctx.leading)
             return grad_x, grad_w, grad_bias
 
@@ -152,3 +165,90 @@ def _without_autocast(x: Tensor, run: Callable[[], Result]) -> Result:
         return run()
     with torch.autocast(device, enabled=False):
         return run()
+
+
+# A layer's two passes
+
+
+def forget() -> None:
+    """Drop all recordings: the fastest kernels have changed."""
+    _known.clear()
+
+
+def _forward(
+    plan: LinearPlan, averages: Tensor | None, x: Tensor, w: Tensor, bias: Tensor | None, wants: Wants
+) -> tuple[Tensor, list[Tensor]]:
+    """The output of a layer, and the tensors that its backward pass needs.
+
+    Args:
+        plan, averages, wants: as in `Matmuls`.
+        x: (tokens, in_features).
+        w: (out_features, in_features).
+        bias: (out_features,) or None.
+    """
+    run = operations(x, w) if bias is None else operations(x, w, bias)
+
+    def whole(x: Tensor, bias: Tensor | None, w: Tensor) -> list[Tensor]:
+        matmuls = Matmuls(plan, averages, x.dtype, {"input": x, "weight": w}, wants, run)
+        return [matmuls.output(bias), *matmuls.save()]
+
+    if run is not CUDA or averages is not None:
+        y, *saved = whole(x, bias, w)
+        return y, saved
+    key = (
+        plan, wants, x.shape, x.stride(), x.dtype, w.shape, w.stride(), x.device,
+        None if bias is None else (bias.dtype, bias.stride()),
+    )  # fmt: skip
+    y, *saved = _replayed(key, whole, (x, bias, w))
+    return y, saved
+
+
+def _backward(
+    plan: LinearPlan, averages: Tensor | None, g: Tensor, wants: Wants, saved: Sequence[Tensor]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The requested gradients of input (tokens, in_features), weight and bias.
+
+    Args:
+        plan, averages, wants: as in `Matmuls`.
+        g: (tokens, out_features), the gradient of the output.
+        saved: the tensors that `_forward` returned.
+    """
+    run = operations(g, *saved)
+
+    def whole(g: Tensor, *saved: Tensor) -> list[Tensor]:
+        matmuls = Matmuls(plan, averages, g.dtype, {"grad_output": g}, wants, run, saved)
+        made = [matmuls.grad_input()] if wants[0] else []
+        made += [matmuls.grad_weight()] if wants[1] else []
+        made += [matmuls.grad_bias()] if wants[2] else []
+        matmuls.move_averages()
+        return made
+
+    if run is not CUDA or averages is not None:
+        made: Sequence[Tensor] = whole(g, *saved)
+    else:
+        of = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in saved]
+        key = (plan, wants, g.shape, g.stride(), g.dtype, g.device, *of)
+        made = _replayed(key, whole, (g, *saved))
+    gradients = iter(made)
+    one, two, three = (next(gradients) if wanted else None for wanted in wants)
+    return one, two, three
+
+
+def _replayed(key: Any, run: Callable[..., Sequence[Tensor]], given: tuple[Tensor | None, ...]) -> Sequence[Tensor]:
+    """A pass, replayed if one of its kind was recorded."""
+    found = _known.get(key, 0)
+    if found is False:
+        return run(*given)
+    if type(found) is int:
+        if found < _BEFORE:
+            if len(_known) >= _MOST:
+                _known.clear()
+            _known[key] = found + 1
+            return run(*given)
+        from narrowgauge.kernels._linear._record import record
+
+        found = _known[key] = record(given, run) or False
+        if found is False:
+            return run(*given)
+    results: Sequence[Tensor] | None = found(*given)
+    return run(*given) if results is None else results

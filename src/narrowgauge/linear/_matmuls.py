@@ -1,19 +1,99 @@
-"""The three multiplies of a linear layer by a plan's schedule, on matrices or their codes."""
+"""The three multiplies of a linear layer, on matrices or their codes, by the schedule of a plan.
+
+A multiply in eight bits reads both operands along the summed dimension, so it needs an operand's codes straight or
+transposed: W straight for the output and transposed for the gradient of the input. With one scale for the tensor
+both are the same codes; one kernel makes them in the forward pass, and the transposed ones are saved for the
+backward pass. That is the rule of saving: the codes, if the forward pass makes those that the backward pass needs;
+else the matrix itself or, by the plan, codes only.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from narrowgauge.linear._dispatch import Operations, operations
-from narrowgauge.linear._ops import eager_product
-from narrowgauge.linear._plan import LinearPlan, Operand, Quantity
-from narrowgauge.linear._schedule import Codes, Wants, make_schedule, schedule_of
+from narrowgauge.linear._ops import Operations, eager_product
+from narrowgauge.linear._plan import MULTIPLIES, OPERANDS, LinearPlan, Multiply, Operand, Quantity
 
+Order = Literal["straight", "transposed"]
+# Whether the gradients of input, weight and bias are requested.
+Wants = tuple[bool, bool, bool]
+
+# The memory order of the left and the right operand's codes.
+_ORDERS: dict[Multiply, tuple[Order, Order]] = {
+    "output": ("straight", "straight"),
+    "grad_input": ("straight", "transposed"),
+    "grad_weight": ("transposed", "transposed"),
+}
 # Index of a quantity in the averages.
 _SLOTS = {"input": 0, "weight": 1, "grad_output": 2}
+
+
+class Codes(NamedTuple):
+    """Codes of an operand, in a memory order."""
+
+    operand: Operand
+    order: Order
+
+
+class Schedule(NamedTuple):
+    """The steps of a plan."""
+
+    # Left and right operand of each multiply in eight bits, None for one in high precision.
+    operands: dict[Multiply, tuple[Codes, Codes] | None]
+    # For each operand its straight and its transposed codes, None for those that are not needed.
+    orders: dict[Operand, tuple[Codes | None, Codes | None]]
+    # The quantities saved for the backward pass, as codes or in high precision (None).
+    kept: tuple[tuple[Quantity, Codes | None], ...]
+    # Those that the forward pass scales tensor-wise. With averages the backward pass uses the same scales.
+    scaled: tuple[Quantity, ...]
+
+
+def make_schedule(plan: LinearPlan, wants: Wants) -> Schedule:
+    operands: dict[Multiply, tuple[Codes, Codes] | None] = {}
+    for multiply in MULTIPLIES:
+        pair, (left, right) = plan.operands(multiply), _ORDERS[multiply]
+        operands[multiply] = None if pair is None else (Codes(pair[0], left), Codes(pair[1], right))
+    kept = _kept(plan, wants, operands)
+    wanted = {codes for _, codes in kept if codes is not None}
+    in_forward = {operand for operand, _ in (*wanted, *(operands["output"] or ())) if operand.scaling == "tensor"}
+    scaled = tuple(q for q in OPERANDS["output"] if any(operand.quantity == q for operand in in_forward))
+    for multiply, runs in zip(MULTIPLIES, (True, *wants[:2]), strict=True):
+        wanted.update(operands[multiply] or () if runs else ())
+    orders = {}
+    for operand, _ in wanted:
+        both = Codes(operand, "straight"), Codes(operand, "transposed")
+        orders[operand] = both[0] if both[0] in wanted else None, both[1] if both[1] in wanted else None
+    return Schedule(operands, orders, kept, scaled)
+
+
+schedule_of = functools.lru_cache(maxsize=256)(make_schedule)
+
+
+def _kept(
+    plan: LinearPlan, wants: Wants, operands: dict[Multiply, tuple[Codes, Codes] | None]
+) -> tuple[tuple[Quantity, Codes | None], ...]:
+    kept: list[tuple[Quantity, Codes | None]] = []
+    made = operands["output"] or (None, None)
+    # The backward multiplies read these on the right; `output` has the input left and the weight right.
+    uses: tuple[tuple[bool, Quantity, Multiply, Codes | None], ...] = (
+        (wants[1], "input", "grad_weight", made[0]), (wants[0], "weight", "grad_input", made[1]),
+    )  # fmt: skip
+    for wanted, quantity, multiply, in_forward in uses:
+        if not wanted:
+            continue
+        pair = operands[multiply]
+        in_backward = None if pair is None else pair[1]
+        same = in_forward is not None and in_backward is not None and in_forward.operand == in_backward.operand
+        if same or (plan.saved == "codes" and in_backward is not None):
+            kept.append((quantity, in_backward))
+        else:
+            kept.append((quantity, in_forward if plan.saved == "codes" else None))
+    return tuple(kept)
 
 
 class Matmuls:
@@ -25,18 +105,18 @@ class Matmuls:
         dtype: of the results, and of dequantized codes.
         matrices: the quantities that are available in high precision.
         wants: whether gradients of input, weight and bias are requested.
+        run: the operations to use.
         saved: in the backward pass, the tensors that the forward pass saved.
-        run: the operations to use; those for these tensors if None.
     """
 
     def __init__(
         self, plan: LinearPlan, averages: Tensor | None, dtype: torch.dtype, matrices: dict[Quantity, Tensor],
-        wants: Wants, saved: Sequence[Tensor] = (), run: Operations | None = None,
+        wants: Wants, run: Operations, saved: Sequence[Tensor] = (),
     ) -> None:  # fmt: skip
         self.plan, self.averages, self.dtype, self.matrices, self.wants = plan, averages, dtype, matrices, wants
         # A compiler warns of caches.
         self.schedule = (make_schedule if torch.compiler.is_compiling() else schedule_of)(plan, wants)
-        self.run = operations(*matrices.values(), *saved) if run is None else run
+        self.run = run
         # Codes in the requested memory order, and their scales.
         self.codes: dict[Codes, tuple[Tensor, Tensor]] = {}
         # For tensor-wise scales with averages: the tensor's own absmax and the one in use, (2,).
@@ -125,25 +205,23 @@ class Matmuls:
 
     def _quantize(self, operand: Operand) -> None:
         """Quantize an operand, in all memory orders that will be needed."""
-        quantity, scaling, form = operand
+        quantity, scaling, format = operand
         straight, transposed = self.schedule.orders[operand]
         matrix = self.matrix(quantity)
         # Float64 columns are summed in float64.
-        sums = (
-            quantity == "grad_output" and self.wants[2] and self.sums is None and matrix.dtype != torch.float64
-        )  # fmt: skip
+        sums = quantity == "grad_output" and self.wants[2] and self.sums is None and matrix.dtype != torch.float64
         total: Tensor | None
         if scaling == "tensor":
             average = self._average(quantity)
             codes, turned, scale, own, total = self.run.quantize_tensor(
-                matrix, average, form, straight is not None, transposed is not None, sums, self.dtype
+                matrix, average, format, straight is not None, transposed is not None, sums, self.dtype
             )
             if average is not None and quantity not in self.absmax:
                 own = own.reshape(())
                 self.absmax[quantity] = torch.stack([own, torch.where(average > 0, average, own)])
         else:
             quantize = self.run.quantize_rows if scaling == "row" else self.run.quantize_columns
-            codes, scale, total = quantize(matrix, form, sums, self.dtype)
+            codes, scale, total = quantize(matrix, format, sums, self.dtype)
             turned = codes
         if straight is not None:
             self.codes[straight] = codes, scale

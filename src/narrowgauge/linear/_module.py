@@ -17,27 +17,29 @@ _AVERAGES = "absmax_averages"
 
 
 class PlannedModule(nn.Module):
-    """Base of the layers with a plan.
-
-    Attributes:
-        plan: the plan.
-        WEIGHT: the name of the parameter that is multiplied.
-        AVERAGES: the shape of the moving averages, for plans with averages.
-    """
+    """Base of the layers with a plan."""
 
     plan: LinearPlan
-    WEIGHT: ClassVar[str] = "weight"
-    AVERAGES: ClassVar[tuple[int, ...]] = (3,)
+    WEIGHT: ClassVar[str] = "weight"  # the name of the parameter that is multiplied
+    AVERAGES: ClassVar[tuple[int, ...]] = (3,)  # the shape of the moving averages, for plans with averages
 
     def set_plan(self, plan: LinearPlan) -> None:
         """Compute by a plan from now on; a ValueError for anything but a `LinearPlan`."""
         check_instance("plan", plan, LinearPlan, "narrowgauge.linear.SWITCHBACK")
+        self._drop_averages()
         self.plan = plan
-        self._buffers.pop(_AVERAGES, None)
-        self._non_persistent_buffers_set.discard(_AVERAGES)
         if plan.tensor_absmax == "average":
             device = self.get_parameter(self.WEIGHT).device
             self.register_buffer(_AVERAGES, torch.zeros(self.AVERAGES, device=device), persistent=False)
+
+    def remove_plan(self) -> None:
+        """Undo `set_plan`."""
+        self._drop_averages()
+        del self.plan
+
+    def _drop_averages(self) -> None:
+        self._buffers.pop(_AVERAGES, None)
+        self._non_persistent_buffers_set.discard(_AVERAGES)
 
     @property
     def path(self) -> str:
@@ -139,10 +141,3 @@ class LowPrecisionConv1D(PlannedModule):
     def extra_repr(self) -> str:
         rows, columns = self.weight.shape
         return f"nf={columns}, nx={rows}, plan={self.plan.title!r}"
-
-
-def remove_plan(module: Any) -> None:
-    """Undo `set_plan`."""
-    del module.plan
-    module._buffers.pop(_AVERAGES, None)
-    module._non_persistent_buffers_set.discard(_AVERAGES)

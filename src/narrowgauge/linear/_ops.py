@@ -1,6 +1,6 @@
-"""The heavy operations of a linear layer as operators of torch, so that `torch.compile` does not trace into them.
+"""The heavy operations of a linear layer: eager torch, kernels, and operators of torch for compilers.
 
-`narrowgauge::quantize_rows`, `quantize_columns`, `quantize_tensor`, `dequantize` and `multiply_codes`. On CUDA they
+They quantize a matrix by rows, by columns or as a whole, dequantize it, and multiply two in codes. On CUDA they
 are Triton kernels where Triton runs; elsewhere eager torch, which is the specification. The kernels match its codes
 and scales bit for bit, its products of int8 too, and those of float8 up to the order and width of sums.
 
@@ -8,23 +8,32 @@ Codes are in the memory order that a multiply reads: *straight*, (rows, columns)
 both contiguous. An order that was not requested is an empty tensor. Column sums are float32: the bias gradient
 needs them, and they cost nothing where G is read anyway.
 
-Torch's dispatcher takes longer for an operator written in Python than many of the kernels do. `_dispatch` calls
-these functions without it where that is safe.
+Each is an operator too (`narrowgauge::quantize_rows`, `quantize_columns`, `quantize_tensor`, `dequantize`,
+`multiply_codes`), so that `torch.compile` does not trace into it. An operator serves a compiler, a tensor subclass
+(sharded, fake, batched), or a mode that observes or changes every operation. Eager training has none of these, and
+torch's dispatcher takes longer to call a Python function than most of these run. So plain tensors on a CPU or a
+CUDA device, with no mode active, go to the functions themselves (`operations`). The numbers are the same.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from narrowgauge._torch_private import operators_observed
 from narrowgauge.kernels import _triton
 from narrowgauge.kernels._triton import unavailable
 from narrowgauge.linear._quantize import FORMATS, Format, ScaledCodes, largest_magnitude, quantize, quantize_by
 from narrowgauge.linear._reference import LONGEST_INT32_SUM, is_real, scaled_matmul
 
+# Codes, scales, and sums of columns if requested.
+Vectors = tuple[Tensor, Tensor, Tensor | None]
+# Straight codes, transposed ones, the scale, the matrix's own absmax, and sums of columns if requested.
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 _LIBRARY: Any = torch.library.Library("narrowgauge", "FRAGMENT")  # type: ignore[no-untyped-call]
 _FLOAT8 = (8, 9)  # the compute capability from which tensor cores take it
 _INT8 = (8, 0)
@@ -73,19 +82,30 @@ def _codes(x: Tensor, format: str, rows: int, columns: int) -> Tensor:
     return x.new_empty((rows, columns), dtype=FORMATS[format].dtype)
 
 
+def _both_codes(x: Tensor, format: str, straight: bool, transposed: bool) -> tuple[Tensor, Tensor]:
+    rows, columns = x.shape
+    one = _codes(x, format, rows, columns) if straight else _codes(x, format, 0, 0)
+    return one, _codes(x, format, columns, rows) if transposed else _codes(x, format, 0, 0)
+
+
+def _floats(x: Tensor, *shape: int) -> Tensor:
+    return x.new_empty(shape, dtype=torch.float32)
+
+
+def _transposed(codes: Tensor) -> Tensor:
+    # Not `.contiguous()`, which returns a single row or column itself: an operator must not return a view.
+    return codes.t().clone(memory_format=torch.contiguous_format)
+
+
 # Rows
 
 
-def _eager_rows(
-    x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _eager_rows(x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32) -> Vectors:
     codes, scale = quantize(x, "row", format)
     return codes.contiguous(), scale.contiguous(), _sums(x, sums, dtype)
 
 
-def _cuda_rows(
-    x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _cuda_rows(x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32) -> Vectors:
     if not _kernels(x, FORMATS[format].dtype):
         return _eager_rows(x, format, sums, dtype)
     if not x.is_contiguous():
@@ -100,23 +120,18 @@ def _cuda_rows(
 
 def _fake_rows(x: Tensor, format: Format, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = x.shape
-    codes = x.new_empty((rows, columns), dtype=FORMATS[format].dtype)
-    return codes, _floats(x, rows, 1), _floats(x, columns if sums else 0)
+    return _codes(x, format, rows, columns), _floats(x, rows, 1), _floats(x, columns if sums else 0)
 
 
 # Columns
 
 
-def _eager_columns(
-    x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _eager_columns(x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32) -> Vectors:
     codes, scale = quantize(x, "column", format)
     return _transposed(codes), scale.contiguous(), _sums(x, sums, dtype)
 
 
-def _cuda_columns(
-    x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _cuda_columns(x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32) -> Vectors:
     if not _kernels(x, FORMATS[format].dtype):
         return _eager_columns(x, format, sums, dtype)
     if not x.is_contiguous():
@@ -130,8 +145,7 @@ def _cuda_columns(
 
 def _fake_columns(x: Tensor, format: Format, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = x.shape
-    codes = x.new_empty((columns, rows), dtype=FORMATS[format].dtype)
-    return codes, _floats(x, 1, columns), _floats(x, columns if sums else 0)
+    return _codes(x, format, columns, rows), _floats(x, 1, columns), _floats(x, columns if sums else 0)
 
 
 # Tensor
@@ -140,7 +154,7 @@ def _fake_columns(x: Tensor, format: Format, sums: bool) -> tuple[Tensor, Tensor
 def _eager_tensor(
     x: Tensor, average: Tensor | None, format: Format, straight: bool, transposed: bool, sums: bool,
     dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+) -> Tensors:  # fmt: skip
     own = largest_magnitude(x, "tensor", format)
     absmax = own
     if average is not None:
@@ -155,7 +169,7 @@ def _eager_tensor(
 def _cuda_tensor(
     x: Tensor, average: Tensor | None, format: Format, straight: bool, transposed: bool, sums: bool,
     dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+) -> Tensors:  # fmt: skip
     if not _kernels(x, FORMATS[format].dtype):
         return _eager_tensor(x, average, format, straight, transposed, sums, dtype)
     if not x.is_contiguous():
@@ -164,9 +178,7 @@ def _cuda_tensor(
             return codes, turned, scale, own, None
         x = x.contiguous()
     tiles = _modules()[1]
-    rows, columns = x.shape
-    codes = _codes(x, format, *((rows, columns) if straight else (0, 0)))
-    turned = _codes(x, format, *((columns, rows) if transposed else (0, 0)))
+    codes, turned = _both_codes(x, format, straight, transposed)
     scale, own, total = tiles.quantize_tensor(
         x, format, average, codes if straight else None, turned if transposed else None, sums, dtype
     )
@@ -176,28 +188,11 @@ def _cuda_tensor(
 def _fake_tensor(
     x: Tensor, average: Tensor | None, format: Format, straight: bool, transposed: bool, sums: bool
 ) -> tuple[Tensor, ...]:
-    rows, columns = x.shape
-    dtype = FORMATS[format].dtype
-    codes = x.new_empty((rows, columns) if straight else (0, 0), dtype=dtype)
-    turned = x.new_empty((columns, rows) if transposed else (0, 0), dtype=dtype)
-    return codes, turned, _floats(x, 1, 1), _floats(x, 1, 1), _floats(x, columns if sums else 0)
+    codes = _both_codes(x, format, straight, transposed)
+    return *codes, _floats(x, 1, 1), _floats(x, 1, 1), _floats(x, x.shape[1] if sums else 0)
 
 
 # Multiply
-
-
-def _eager_multiply(
-    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
-    dtype: torch.dtype, accumulation: str,
-) -> Tensor:  # fmt: skip
-    return scaled_matmul(ScaledCodes(left, left_scale), ScaledCodes(right, right_scale), bias, dtype, "real")
-
-
-def _cuda_multiply(
-    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
-    dtype: torch.dtype, accumulation: str,
-) -> Tensor:  # fmt: skip
-    return cuda_product(left, right.t(), left_scale, right_scale, bias, dtype, accumulation)
 
 
 def eager_product(
@@ -240,30 +235,29 @@ def _cuda_dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor
     return product
 
 
-def _fake_dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return codes.new_empty(codes.shape, dtype=dtype)
+class Operations(NamedTuple):
+    """One implementation of the operations.
+
+    Quantizers take a matrix, their settings, whether to sum columns, and the dtype of the sums.
+    """
+
+    quantize_rows: Callable[..., Vectors]
+    quantize_columns: Callable[..., Vectors]
+    quantize_tensor: Callable[..., Tensors]
+    dequantize: Callable[[Tensor, Tensor, torch.dtype], Tensor]
+    product: Callable[..., Tensor]  # of contiguous codes
 
 
-def _fake_multiply(
-    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
-    dtype: torch.dtype, accumulation: str,
-) -> Tensor:  # fmt: skip
-    return left.new_empty((left.shape[0], right.shape[1]), dtype=dtype)
+EAGER = Operations(_eager_rows, _eager_columns, _eager_tensor, _eager_dequantize, eager_product)
+CUDA = Operations(_cuda_rows, _cuda_columns, _cuda_tensor, _cuda_dequantize, cuda_product)
 
 
-def _floats(x: Tensor, *shape: int) -> Tensor:
-    return x.new_empty(shape, dtype=torch.float32)
-
-
-def _transposed(codes: Tensor) -> Tensor:
-    # Not `.contiguous()`, which returns a single row or column itself: an operator must not return a view.
-    return codes.t().clone(memory_format=torch.contiguous_format)
+# The operators
 
 
 def _complete(run: Any) -> Any:
     """A quantizer as an operator, which returns an empty tensor instead of None for sums."""
 
-    @functools.wraps(run)
     def quantizer(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         *results, total = run(x, *rest)
         return *results, _floats(x, 0) if total is None else total
@@ -271,25 +265,45 @@ def _complete(run: Any) -> Any:
     return quantizer
 
 
-_SCHEMAS: dict[str, tuple[str, Any, Any, Any]] = {
-    "quantize_rows": ("(Tensor x, str format, bool sums) -> (Tensor, Tensor, Tensor)",
-                      _eager_rows, _cuda_rows, _fake_rows),
-    "quantize_columns": ("(Tensor x, str format, bool sums) -> (Tensor, Tensor, Tensor)",
-                         _eager_columns, _cuda_columns, _fake_columns),
-    "quantize_tensor": ("(Tensor x, Tensor? average, str format, bool straight, bool transposed, bool sums) "
-                        "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-                        _eager_tensor, _cuda_tensor, _fake_tensor),
-    "dequantize": ("(Tensor codes, Tensor scale, ScalarType dtype) -> Tensor",
-                   _eager_dequantize, _cuda_dequantize, _fake_dequantize),
-    "multiply_codes": ("(Tensor left, Tensor right, Tensor left_scale, Tensor right_scale, Tensor? bias, "
-                       "ScalarType dtype, str accumulation) -> Tensor",
-                       _eager_multiply, _cuda_multiply, _fake_multiply),
+def _turning(product: Any) -> Any:
+    """A product as an operator, which takes the right codes as (K, N)."""
+    return lambda left, right, *rest: product(left, right.t(), *rest)
+
+
+def _fake_product(
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
+    dtype: torch.dtype, accumulation: str,
+) -> Tensor:  # fmt: skip
+    return left.new_empty((left.shape[0], right.shape[1]), dtype=dtype)
+
+
+# By the operation: the operator's name and signature, its shapes, and what makes an operator of the function.
+_OPERATORS: dict[str, tuple[str, Any, Any]] = {
+    "quantize_rows": (
+        "quantize_rows(Tensor x, str format, bool sums) -> (Tensor, Tensor, Tensor)", _fake_rows, _complete
+    ),
+    "quantize_columns": (
+        "quantize_columns(Tensor x, str format, bool sums) -> (Tensor, Tensor, Tensor)", _fake_columns, _complete
+    ),
+    "quantize_tensor": (
+        "quantize_tensor(Tensor x, Tensor? average, str format, bool straight, bool transposed, bool sums) -> "
+        "(Tensor, Tensor, Tensor, Tensor, Tensor)", _fake_tensor, _complete,
+    ),
+    "dequantize": (
+        "dequantize(Tensor codes, Tensor scale, ScalarType dtype) -> Tensor",
+        lambda codes, scale, dtype: codes.new_empty(codes.shape, dtype=dtype), lambda run: run,
+    ),
+    "product": (
+        "multiply_codes(Tensor left, Tensor right, Tensor left_scale, Tensor right_scale, Tensor? bias, "
+        "ScalarType dtype, str accumulation) -> Tensor", _fake_product, _turning,
+    ),
 }  # fmt: skip
 
-for _name, (_schema, _eager, _cuda, _fake) in _SCHEMAS.items():
-    _LIBRARY.define(_name + _schema)
-    for _run, _key in ((_eager, "CompositeExplicitAutograd"), (_cuda, "CUDA")):
-        _LIBRARY.impl(_name, _complete(_run) if _name.startswith("quantize") else _run, _key)
+for _field, (_schema, _fake, _adapted) in _OPERATORS.items():
+    _name = _schema.partition("(")[0]
+    _LIBRARY.define(_schema)
+    _LIBRARY.impl(_name, _adapted(getattr(EAGER, _field)), "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, _adapted(getattr(CUDA, _field)), "CUDA")
     torch.library.register_fake(f"narrowgauge::{_name}", _fake, lib=_LIBRARY)
 
 quantize_rows = torch.ops.narrowgauge.quantize_rows.default
@@ -297,3 +311,48 @@ quantize_columns = torch.ops.narrowgauge.quantize_columns.default
 quantize_tensor = torch.ops.narrowgauge.quantize_tensor.default
 dequantize = torch.ops.narrowgauge.dequantize.default
 multiply_codes = torch.ops.narrowgauge.multiply_codes.default
+
+
+# The operations by operators
+
+
+def _quantizer(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """A quantizer by its operator, whose sums are always float32."""
+
+    def run(x: Tensor, *settings: Any) -> tuple[Tensor | None, ...]:
+        *others, sums, dtype = settings
+        *results, total = operator(x, *others, sums)
+        return *results, total.to(dtype) if sums else None
+
+    return run
+
+
+def _product(
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
+    dtype: torch.dtype, accumulation: str,
+) -> Tensor:  # fmt: skip
+    """`multiply_codes` by the operator, which takes right codes transposed, scales as a column and a row."""
+    one, other = left_scale.reshape(-1, 1), right_scale.reshape(1, -1)
+    product: Tensor = multiply_codes(left, right.t(), one, other, bias, dtype, accumulation)
+    return product
+
+
+OPERATORS = Operations(
+    _quantizer(quantize_rows), _quantizer(quantize_columns), _quantizer(quantize_tensor), dequantize, _product
+)
+_DIRECT = {"cpu": EAGER, "cuda": CUDA}
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def operations(*tensors: Tensor) -> Operations:
+    """The implementation for tensors of one device."""
+    # First, so that a compiler traces no further.
+    if torch.compiler.is_compiling() or operators_observed():
+        return OPERATORS
+    for tensor in tensors:
+        # A lazy negation is a flag on the tensor, which the dispatcher resolves.
+        if type(tensor) not in _PLAIN or tensor.is_neg():
+            return OPERATORS
+    if tensors[0].is_cuda:
+        return _DIRECT["cuda"]
+    return _DIRECT["cpu"] if tensors[0].is_cpu else OPERATORS

@@ -28,7 +28,7 @@ Equation 4), Section 2.3 (tensor-wise float8, moving averages of the absmax).
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
@@ -58,11 +58,9 @@ class EightBit:
     """How a multiply is done in eight bits.
 
     Args:
-        left, right: scaling of its operands, in the order of the module's table: ``"row"``, ``"column"`` or
-            ``"tensor"``.
+        left, right: scaling of its operands, as in the module's table: ``"row"``, ``"column"`` or ``"tensor"``.
         left_format: ``"int8"``, ``"e4m3"`` or ``"e5m2"``.
-        right_format: the same; that of the left operand if None. Two float8 formats may be mixed, int8 goes
-            with int8 only.
+        right_format: that of the left operand if None. Two float8 formats may be mixed, int8 goes with int8 only.
 
     Raises:
         ValueError: for a scaling or format that does not exist, and for int8 with float8.
@@ -193,13 +191,12 @@ class LinearPlan:
         Raises:
             ValueError: for an unknown format, or int8 beside float8 in one multiply.
         """
-        for name, value in (("format", format), ("gradient", gradient or format)):
-            check_choice(name, value, tuple(FORMATS))
-        changed = {
-            name: replace(how, left_format=gradient or format if name != "output" else format, right_format=format)
-            for name in MULTIPLIES
-            if (how := getattr(self, name)) is not None
-        }
+        changed = {}
+        for name in MULTIPLIES:
+            how = getattr(self, name)
+            if how is not None:
+                left = format if name == "output" else gradient or format
+                changed[name] = replace(how, left_format=left, right_format=format)
         return replace(self, **changed)
 
     def simulated(self) -> LinearPlan:
@@ -263,3 +260,28 @@ LLM_INT8 = replace(SWITCHBACK_Q, grad_weight=EightBit("column", "column"), name=
 _TENSORS = EightBit("tensor", "tensor", "e4m3")
 TENSORWISE_FP8 = LinearPlan(_TENSORS, _TENSORS, _TENSORS, name="TENSORWISE_FP8")
 HIGH_PRECISION = LinearPlan(name="HIGH_PRECISION")
+_NAMED = {
+    plan.name: plan for plan in (SWITCHBACK, SWITCHBACK_M, SWITCHBACK_Q, LLM_INT8, TENSORWISE_FP8, HIGH_PRECISION)
+}
+
+
+def named_plan(text: str) -> LinearPlan:
+    """A plan by its name and format: ``SWITCHBACK``, ``switchback:e4m3``, ``TENSORWISE_FP8:e4m3/e5m2``.
+
+    Raises:
+        ValueError: for an unknown name or formats that do not go together.
+    """
+    name, colon, formats = text.partition(":")
+    plan = _NAMED.get(name.upper())
+    if plan is None or (colon and not plan.formats) or formats.endswith("/"):
+        raise ValueError(
+            f"plan must be a name such as {', '.join(_NAMED)}, those in eight bits with an optional format "
+            f"(SWITCHBACK:e4m3, TENSORWISE_FP8:e4m3/e5m2), got {text!r}"
+        )
+    if not colon:
+        return plan
+    format, _, gradient = formats.partition("/")
+    try:
+        return plan.with_format(cast(Any, format), cast(Any, gradient or None))
+    except ValueError as error:
+        raise ValueError(f"plan {text!r}: {error}") from None

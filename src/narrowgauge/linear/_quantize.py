@@ -25,7 +25,6 @@ and casts to float8 values between -1 and 1; here the whole range of the format 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -41,8 +40,7 @@ SCALINGS: tuple[Scaling, ...] = ("row", "column", "tensor")
 SMALLEST_ABSMAX = 2.0**-110
 
 
-@dataclass(frozen=True)
-class CodeFormat:
+class CodeFormat(NamedTuple):
     """A format of eight bits: torch's dtype, the largest code, and the float format if it is one."""
 
     dtype: torch.dtype
@@ -109,12 +107,6 @@ def quantize(x: Tensor, scaling: Scaling, format: Format = "int8", absmax: Tenso
 
 def quantize_by(x: Tensor, own: Tensor, absmax: Tensor, format: Format) -> ScaledCodes:
     """A matrix in eight bits by an absmax; `own` is its `largest_magnitude`, of the same shape."""
-    inverse, scale = scales_by(own, absmax, format)
-    return ScaledCodes(codes_by(x, inverse, format), scale)
-
-
-def scales_by(own: Tensor, absmax: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """The factor of elements, and the value of the code 1, by an absmax; all float32, of one shape."""
     # Two comparisons that NaN fails: in int8 the own absmax shows inf and NaN, whichever absmax is used.
     usable = (absmax >= SMALLEST_ABSMAX) & (own < torch.inf)
     target = FORMATS[format]
@@ -122,20 +114,13 @@ def scales_by(own: Tensor, absmax: Tensor, format: Format) -> tuple[Tensor, Tens
     largest = torch.full_like(absmax, target.largest)
     inverse = torch.where(usable, largest / absmax, 0.0)
     scale = torch.where(usable, absmax / largest, 0.0)
-    if target.floats is None:
-        scale = torch.where(own < torch.inf, scale, torch.nan)
-    return inverse, scale
-
-
-def codes_by(x: Tensor, inverse: Tensor, format: Format) -> Tensor:
-    """The codes of a matrix, by the factor of its elements."""
-    target = FORMATS[format]
     x = x.to(torch.float32)
     if target.floats is None:
-        scaled = (x * inverse).nan_to_num(nan=0.0).round()
-        return scaled.clamp(-target.largest, target.largest).to(torch.int8)
+        scale = torch.where(own < torch.inf, scale, torch.nan)
+        rounded = (x * inverse).nan_to_num(nan=0.0).round()
+        return ScaledCodes(rounded.clamp(-target.largest, target.largest).to(torch.int8), scale)
     scaled = torch.where(x.isfinite(), (x * inverse).clamp(-target.largest, target.largest), torch.nan)
-    return round_to(scaled, target.floats)
+    return ScaledCodes(round_to(scaled, target.floats), scale)
 
 
 def largest_magnitude(x: Tensor, scaling: Scaling, format: Format) -> Tensor:

@@ -9,14 +9,11 @@ float8 values it is accumulated in float32. The product of the scales, its produ
 addition of the bias are float32 operations in this order; the last step is the only rounding to the dtype of
 the result.
 
-`_engine` selects the function for a format and device. Int8 is real, on CPUs and CUDA devices, through
-`torch._int_mm`. Float8 is simulated: its values are multiplied in float32, in which each product is exact. On CUDA
-devices `_ops.multiply_codes` has kernels for both.
+Int8 is real, on CPUs and CUDA devices, through `torch._int_mm`. Float8 is simulated: its values are multiplied in
+float32, in which each product is exact. On CUDA devices `_ops.multiply_codes` has kernels for both.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -28,13 +25,11 @@ LONGEST_INT32_SUM = 1 << 17
 # Required by torch._int_mm on CUDA: more than 16 rows, the other sides multiples of 8.
 _CUDA_ROWS, _CUDA_MULTIPLE = 32, 8
 
-Engine = Callable[[Tensor, Tensor], Tensor]
-
 
 def scaled_matmul(
     left: ScaledCodes, right: ScaledCodes, bias: Tensor | None, dtype: torch.dtype, arithmetic: str
 ) -> Tensor:
-    """The product of two matrices in eight bits.
+    """The product (M, N) of two matrices in eight bits, as a dtype.
 
     Args:
         left: (M, K) with a scale a row or one in all.
@@ -42,11 +37,11 @@ def scaled_matmul(
         bias: (N,) or None.
         dtype: of the result.
         arithmetic: ``"real"`` or ``"simulated"``.
-
-    Returns:
-        (M, N) of dtype.
     """
-    product = _engine(left.codes.dtype, left.codes.device.type, arithmetic)(left.codes, right.codes)
+    if arithmetic == "simulated" or not is_real(left.codes.dtype, left.codes.device.type):
+        product = left.codes.to(torch.float32) @ right.codes.to(torch.float32)
+    else:
+        product = int8_product(left.codes, right.codes)
     result = product.to(torch.float32) * (left.scale * right.scale)
     return (result if bias is None else result + bias.to(torch.float32)).to(dtype)
 
@@ -56,17 +51,9 @@ def is_real(dtype: torch.dtype, device: str) -> bool:
     return dtype == torch.int8 and device in ("cpu", "cuda")
 
 
-def _engine(dtype: torch.dtype, device: str, arithmetic: str) -> Engine:
-    if arithmetic == "simulated" or not is_real(dtype, device):
-        return _simulated
-    return _int8_on_cuda if device == "cuda" else _int8
-
-
-def _simulated(left: Tensor, right: Tensor) -> Tensor:
-    return left.to(torch.float32) @ right.to(torch.float32)
-
-
-def _int8(left: Tensor, right: Tensor, multiply: Engine = torch._int_mm) -> Tensor:
+def int8_product(left: Tensor, right: Tensor) -> Tensor:
+    """The exact product of two int8 matrices: int32, or int64 where sums may leave 32 bits."""
+    multiply = _padded_int_mm if left.is_cuda else torch._int_mm
     left, right = _with_own_strides(left), _with_own_strides(right)
     inner = left.shape[1]
     if inner <= LONGEST_INT32_SUM:
@@ -85,10 +72,6 @@ def _with_own_strides(x: Tensor) -> Tensor:
     the view of a column it reads past the end.
     """
     return x.reshape(-1).view(x.shape) if 1 in x.shape else x
-
-
-def _int8_on_cuda(left: Tensor, right: Tensor) -> Tensor:
-    return _int8(left, right, _padded_int_mm)
 
 
 def _padded_int_mm(left: Tensor, right: Tensor) -> Tensor:

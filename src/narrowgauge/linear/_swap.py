@@ -9,21 +9,32 @@ the model as it was.
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from narrowgauge._arguments import Flag, Size, check, check_instance
-from narrowgauge.linear._candidates import READ_BY_ATTENTION, Candidate, candidates, matches
-from narrowgauge.linear._module import PlannedModule, remove_plan
+from narrowgauge.linear._attention import LowPrecisionMultiheadAttention
+from narrowgauge.linear._module import LowPrecisionConv1D, LowPrecisionLinear, PlannedModule
 from narrowgauge.linear._plan import LinearPlan
 from narrowgauge.linear._tune import LayerKind, speedups
 
 _KEEP = ("lm_head",)
+# In transformers models. They stay in high precision: their noise would be the loss's.
+_HEADS = ("lm_head", "cls", "visual_projection", "text_projection", "classifier")
+_READ_BY_ATTENTION = "nn.MultiheadAttention reads its weight, not its output"
+_READ_WITH_BIASES = "its attention reads its weight, not its output (qkv_bias_separate=True would call it)"
+
+
+def output_heads(model: nn.Module) -> list[str]:
+    """The names of a transformers model's output layers, for `swap_linears` to keep."""
+    return [name for name, _ in model.named_children() if name in _HEADS]
 
 
 class _Swapped(NamedTuple):
@@ -66,22 +77,29 @@ class SwapReport:
                     "remove first what was applied after swapping"
                 )
         for one in self._undo:
-            remove_plan(one.layer)
+            one.layer.remove_plan()
             one.layer.__class__ = one.was  # type: ignore[assignment]
         self._undo.clear()
 
     def __str__(self) -> str:
         paths = sorted({one.layer.path for one in self._undo})
         where = f" ({'; '.join(paths)})" if paths else ""
+        speeds = {
+            name: f"{_times(self.speedups[name])} nn.Linear" for name in self.swapped if name in self.speedups
+        }
         lines = [str(self.plan), f"swapped: {len(self.swapped)}{where}"]
-        width = max(map(len, self.swapped), default=0)
-        for name in self.swapped:
-            speed = f"{_times(self.speedups[name])} nn.Linear" if name in self.speedups else ""
-            lines.append(f"  {name.ljust(width)}  {speed}".rstrip())
-        width = max(map(len, self.kept), default=0)
-        lines.append(f"kept: {len(self.kept)}")
-        lines.extend(f"  {name.ljust(width)}  {reason}" for name, reason in self.kept.items())
-        return "\n".join(lines)
+        lines += _columns({name: speeds.get(name, "") for name in self.swapped})
+        return "\n".join([*lines, f"kept: {len(self.kept)}", *_columns(self.kept)])
+
+
+def _columns(rows: Mapping[str, str]) -> list[str]:
+    width = max(map(len, rows), default=0)
+    return [f"  {name.ljust(width)}  {text}".rstrip() for name, text in rows.items()]
+
+
+def _times(speedup: float) -> str:
+    # Rounded down, so that a slower layer never reads as 1.00.
+    return f"{math.floor(speedup * 100) / 100:.2f}x"
 
 
 def swap_linears(
@@ -120,49 +138,148 @@ def swap_linears(
         The swapped layers, the kept ones and why; `undo()` restores all.
 
     Raises:
-        ValueError: for a `model` that is no module, a `plan` that is no `LinearPlan`, a `keep` that is one string
-            or contains other than strings, `tokens` or `min_features` that are not integers of at least 1, a model
-            on the meta device with `tokens`, and for `launched=False` without `tokens`.
+        ValueError: for a `plan` that is no `LinearPlan`, a `keep` that is one string, `tokens` that are not
+            integers of at least 1, a model on the meta device with `tokens`, and `launched=False` without `tokens`.
     """
     check_instance("plan", plan, LinearPlan, "narrowgauge.linear.SWITCHBACK")
-    check_instance("model", model, nn.Module)
-    patterns = () if isinstance(keep, str) else tuple(keep)
-    if isinstance(keep, str) or not all(isinstance(pattern, str) for pattern in patterns):
+    if isinstance(keep, str):
         raise ValueError(f"keep must be a list of names such as ('lm_head',), got {keep!r}")
-    check("min_features", min_features, Size)
     if not check("launched", launched, Flag) and tokens is None:
         raise ValueError("launched must be True without tokens, got False: no layer is measured")
-    rows = _rows_by_name(tokens)
+    rows, patterns = _rows_by_name(tokens), tuple(keep)
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     given = (*(patterns if keep is not _KEEP else ()), *rows)
-    unknown = [pattern for pattern in given if not any(matches(name, pattern) for name in names)]
+    unknown = [pattern for pattern in given if not any(_matches(name, pattern) for name in names)]
     if unknown:
-        listed = ", ".join(map(repr, unknown))
         warnings.warn(
-            f"swap_linears: no module of the model is called {listed}; "
+            f"swap_linears: no module of the model is called {', '.join(map(repr, unknown))}; "
             "give a name, its last part, or a pattern with *",
             stacklevel=2,
         )
     report = SwapReport(plan)
-    found = list(candidates(model, patterns, min_features))
+    found = list(_candidates(model, patterns, min_features))
     slow = {} if tokens is None else _slow(found, rows, plan, report, launched)
     for one in found:
         reason = one.reason or slow.get(one.name)
         if reason is None and one.holder is not None and not isinstance(one.holder, PlannedModule):
-            reason = READ_BY_ATTENTION
+            reason = _READ_BY_ATTENTION
         if reason is not None:
             report.kept[one.name] = reason
             continue
         report.swapped.append(one.name)
-        kind, swapped = type(one.module), cast(Any, one.module)
-        swapped.__class__ = one.becomes
-        swapped.set_plan(plan)
-        report._undo.append(_Swapped(one.name, swapped, kind, one.becomes))
+        report._undo.append(_Swapped(one.name, one.module, type(one.module), one.becomes))
+        one.module.__class__ = one.becomes
+        one.module.set_plan(plan)
     return report
 
 
+def _rows_by_name(tokens: int | Mapping[str, int] | None) -> dict[str, int]:
+    rows = {} if tokens is None else dict(tokens) if isinstance(tokens, Mapping) else {"*": tokens}
+    if not all(map(Size.accepts, rows.values())) or (tokens is not None and not rows):
+        raise ValueError(f"tokens must be an integer of at least 1, or such integers by name, got {tokens!r}")
+    return rows
+
+
+# Which modules of a model can be swapped, and why the others are kept
+
+
+@dataclass(frozen=True, eq=False)
+class _Candidate:
+    """A module that multiplies by a weight."""
+
+    name: str
+    module: Any
+    becomes: type[PlannedModule]  # its class after swapping
+    holder: nn.MultiheadAttention | None  # whose `out_proj` it is; without a plan that does not call it
+    reason: str | None  # why it is kept; None if it can be swapped
+
+
+def _candidates(model: nn.Module, keep: tuple[str, ...], min_features: int) -> Iterator[_Candidate]:
+    """All modules of a model that multiply by a weight; an attention comes before its layers."""
+    names: dict[nn.Module, list[str]] = {}  # a module that occurs twice has two
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        becomes = _becomes(module)
+        if becomes is None:
+            continue
+        parent = modules.get(name.rpartition(".")[0]) if name else None
+        holder = parent if isinstance(parent, nn.MultiheadAttention) else None
+        reason = _why_kept(names[module], module, becomes, holder, keep, min_features)
+        if reason is None and _only_read(name, parent):
+            reason = _READ_WITH_BIASES
+        yield _Candidate(name, module, becomes, holder, reason)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a pattern with ``*`` is a module's name, its last part, or the name of a module around it."""
+    return (
+        fnmatch.fnmatchcase(name, pattern)
+        or name.startswith(f"{pattern}.")
+        or name.endswith(f".{pattern}")
+        or f".{pattern}." in name
+    )
+
+
+def _becomes(module: nn.Module) -> type[PlannedModule] | None:
+    kind = type(module)
+    if isinstance(module, PlannedModule):
+        return type(module)
+    # By name: transformers may not be installed.
+    if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
+        return LowPrecisionConv1D
+    if isinstance(module, nn.Linear):
+        return LowPrecisionLinear
+    # Attentions like nn.MultiheadAttention, such as open_clip's own.
+    packed = isinstance(getattr(module, "in_proj_weight", None), nn.Parameter)
+    return LowPrecisionMultiheadAttention if packed or isinstance(module, nn.MultiheadAttention) else None
+
+
+def _only_read(name: str, parent: nn.Module | None) -> bool:
+    """Whether a layer's weight is read without calling it: with the biases of timm's BEiT, EVA, Swin V2."""
+    biases = isinstance(getattr(parent, "q_bias", None), nn.Parameter)
+    return name.rpartition(".")[2] == "qkv" and biases and not getattr(parent, "qkv_bias_separate", False)
+
+
+def _why_kept(
+    names: list[str], module: Any, becomes: type[PlannedModule], holder: nn.Module | None, keep: tuple[str, ...],
+    min_features: int,
+) -> str | None:  # fmt: skip
+    if isinstance(module, PlannedModule):
+        return f"has a plan already: {module.plan.title}"
+    for pattern in keep:
+        if any(_matches(name, pattern) for name in names):
+            return f"named in keep: {pattern!r}"
+    # With torch's older hooks (weight norm, pruning) the weight is an attribute, not a parameter.
+    weight = module._parameters.get(becomes.WEIGHT)
+    if nn.utils.parametrize.is_parametrized(module) or (
+        weight is None and isinstance(getattr(module, becomes.WEIGHT, None), Tensor)
+    ):
+        return "is parametrized: its weight is computed anew"
+    expected: dict[type[PlannedModule], Any] = {
+        LowPrecisionConv1D: type(module),  # checked by name
+        LowPrecisionMultiheadAttention: nn.MultiheadAttention,
+        LowPrecisionLinear: nn.Linear if holder is None else NonDynamicallyQuantizableLinear,
+    }
+    if type(module) is not expected[becomes]:
+        own = "" if isinstance(module, nn.Linear) else ", which multiplies by in_proj_weight without a layer"
+        return f"is a {type(module).__name__}{own}"
+    if "forward" in vars(module):
+        return "has a forward of its own"
+    if becomes is LowPrecisionMultiheadAttention:
+        if not module._qkv_same_embed_dim:
+            return "has projections of different sizes (kdim, vdim)"
+        if module.bias_k is not None or module.add_zero_attn:
+            return "attends to keys that it adds (add_bias_kv, add_zero_attn)"
+    if not weight.is_floating_point():
+        return "its weight is not of floats"
+    smallest = min(weight.shape)
+    return f"{smallest} features, fewer than {min_features}" if smallest < min_features else None
+
+
 def _slow(
-    found: list[Candidate], rows: dict[str, int], plan: LinearPlan, report: SwapReport, launched: bool
+    found: list[_Candidate], rows: dict[str, int], plan: LinearPlan, report: SwapReport, launched: bool
 ) -> dict[str, str]:
     """Why layers are kept for their speed, by name; adds the speeds to the report."""
     slow: dict[str, str] = {}
@@ -170,16 +287,19 @@ def _slow(
     for one in found:
         if one.reason is not None:
             continue
-        if one.weight.is_meta:
+        weight = one.module.get_parameter(one.becomes.WEIGHT)
+        bias = getattr(one.module, one.becomes.WEIGHT.replace("weight", "bias"))
+        if weight.is_meta:
             raise ValueError(
                 f"tokens must be None for a model on the meta device, got {next(iter(rows.values()))} and "
                 f"{one.name!r} there: measuring needs the device of the training"
             )
-        b = next((b for pattern, b in rows.items() if matches(one.name, pattern)), None)
+        b = next((b for pattern, b in rows.items() if _matches(one.name, pattern)), None)
         if b is None:
             slow[one.name] = "not measured: tokens has no name that fits"
         else:
-            kinds[one.name] = LayerKind.of(one.weight, one.bias, b, plan, one.turned, launched)
+            transposed = one.becomes is LowPrecisionConv1D
+            kinds[one.name] = LayerKind.of(weight, bias, b, plan, transposed, launched)
     fast = speedups(kinds.values())
     for name, kind in kinds.items():
         if kind not in fast:
@@ -189,16 +309,3 @@ def _slow(
         if fast[kind] < 1:
             slow[name] = f"measured {_times(fast[kind])} nn.Linear at {kind.tokens} tokens"
     return slow
-
-
-def _rows_by_name(tokens: int | Mapping[str, int] | None) -> dict[str, int]:
-    rows = {} if tokens is None else dict(tokens) if isinstance(tokens, Mapping) else {"*": tokens}
-    bad = [b for name, b in rows.items() if not (isinstance(name, str) and Size.accepts(b))]
-    if bad or (tokens is not None and not rows):
-        raise ValueError(f"tokens must be an integer of at least 1, or such integers by name, got {tokens!r}")
-    return rows
-
-
-def _times(speedup: float) -> str:
-    # Rounded down, so that a slower layer never reads as 1.00.
-    return f"{math.floor(speedup * 100) / 100:.2f}x"

@@ -30,12 +30,12 @@ from torch import Tensor, nn
 from narrowgauge._arguments import Size, check, check_choice, check_instance
 from narrowgauge._version import __version__
 from narrowgauge.kernels import _cache
-from narrowgauge.linear._function import linear
+from narrowgauge.linear._function import forget, linear
 from narrowgauge.linear._ops import no_kernels
-from narrowgauge.linear._passes import forget
 from narrowgauge.linear._plan import MULTIPLIES, LinearPlan
 from narrowgauge.linear._quantize import FORMATS, Format, ScaledCodes, Scaling, quantize
 
+Order = Literal["out, in", "in, out"]
 _ROUNDS, _MOST_ROUNDS = 5, 100
 _ROUND_SECONDS = 0.02  # of steps in a row, on a GPU
 _SECONDS = 0.5  # of all rounds on a CPU, unless _ROUNDS take longer
@@ -71,10 +71,10 @@ def tune(
     where = torch.device(device)
     if where.type == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(f"no kernels to tune on {where}: torch sees no CUDA device")
-    for form in plan.formats:
-        why = no_kernels(where, FORMATS[form].dtype)
+    for format in plan.formats:
+        why = no_kernels(where, FORMATS[format].dtype)
         if why is not None:
-            raise RuntimeError(f"no kernels to tune for {form}: {why}")
+            raise RuntimeError(f"no kernels to tune for {format}: {why}")
     b, n, m = tokens, in_features, out_features
     # Rows, columns and the length of the sums; rows of the left and columns of the right operand.
     sides = {"output": (b, m, n), "grad_input": (b, n, m), "grad_weight": (m, n, b)}
@@ -106,52 +106,32 @@ def _codes(rows: int, inner: int, scaling: Scaling, format: Format, device: torc
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What the speed of a layer depends on.
+    """What the speed of a layer depends on."""
 
-    Attributes:
-        tokens: rows of the input.
-        in_features, out_features: of the layer.
-        bias: whether it has one.
-        dtype: of its weight.
-        order: shape of the weight, (out, in) as nn.Linear's or (in, out) as that of transformers' Conv1D.
-        trained: whether a gradient of the weight is computed.
-        autocast: dtype of autocast, None without.
-        device: of the layer.
-        plan: the plan that replaces nn.Linear.
-        launched: on a GPU, whether the host's time counts where it is longer.
-    """
-
-    tokens: int
+    tokens: int  # rows of the input
     in_features: int
     out_features: int
     bias: bool
-    dtype: torch.dtype
-    order: Literal["out, in", "in, out"]
-    trained: bool
+    dtype: torch.dtype  # of the weight
+    order: Order  # of the weight: nn.Linear's is (out, in), that of transformers' Conv1D (in, out)
+    trained: bool  # whether a gradient of the weight is computed
     autocast: torch.dtype | None
     device: torch.device
-    plan: LinearPlan
-    launched: bool = True
+    plan: LinearPlan  # that replaces nn.Linear
+    launched: bool = True  # on a GPU, whether the host's time counts where it is longer
 
     @classmethod
     def of(
-        cls, weight: Tensor, bias: Tensor | None, tokens: int, plan: LinearPlan, turned: bool, launched: bool = True
-    ) -> LayerKind:
-        """The kind of a layer, under the autocast that is on.
-
-        Args:
-            weight: of the layer, (out_features, in_features), or transposed if `turned`.
-            bias: (out_features,), or None.
-            tokens: rows of its input.
-            plan: the plan that replaces nn.Linear.
-            turned: whether the weight is (in_features, out_features).
-            launched: whether the host's time counts.
-        """
-        n, m = weight.shape if turned else weight.shape[::-1]
+        cls, weight: Tensor, bias: Tensor | None, tokens: int, plan: LinearPlan, transposed: bool,
+        launched: bool = True,
+    ) -> LayerKind:  # fmt: skip
+        """The kind of a layer, under the autocast that is on; `transposed`: its weight is (in, out)."""
+        n, m = weight.shape if transposed else weight.shape[::-1]
+        order: Order = "in, out" if transposed else "out, in"
         device = weight.device
         autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         return cls(
-            tokens, n, m, bias is not None, weight.dtype, "in, out" if turned else "out, in", weight.requires_grad,
+            tokens, n, m, bias is not None, weight.dtype, order, weight.requires_grad,
             None if weight.dtype == torch.float64 else autocast, device, plan, launched,
         )  # fmt: skip
 
@@ -222,9 +202,9 @@ def _steps(kind: LayerKind) -> tuple[Callable[[], Any], Callable[[], Any]]:
 
     b, n, m = kind.tokens, kind.in_features, kind.out_features
     computed = kind.autocast or kind.dtype
-    turned = kind.order == "in, out"
+    transposed = kind.order == "in, out"
     x = normal(b, n, dtype=computed).requires_grad_()
-    weight = normal(*((n, m) if turned else (m, n)), dtype=kind.dtype).requires_grad_(kind.trained)
+    weight = normal(*((n, m) if transposed else (m, n)), dtype=kind.dtype).requires_grad_(kind.trained)
     bias = normal(m, dtype=kind.dtype).requires_grad_(kind.trained) if kind.bias else None
     gradient = normal(b, m, dtype=computed)
     averages = torch.ones(3, device=kind.device) if kind.plan.tensor_absmax == "average" else None
@@ -232,7 +212,7 @@ def _steps(kind: LayerKind) -> tuple[Callable[[], Any], Callable[[], Any]]:
 
     def step(forward: Callable[[Tensor], Tensor]) -> None:
         with torch.enable_grad(), torch.autocast(kind.device.type, kind.autocast, kind.autocast is not None):
-            y = forward(weight.t() if turned else weight)
+            y = forward(weight.t() if transposed else weight)
         torch.autograd.grad(y, inputs, gradient)
 
     return (
@@ -251,12 +231,10 @@ def _captured(step: Callable[[], Any]) -> Callable[[], Any]:
     with torch.cuda.graph(graph, stream=side):
         step()
 
-    # The partial keeps the step's tensors alive, which the graph reads.
-    return functools.partial(_replay, graph, step)
+    def replay(keep_alive: Callable[[], Any] = step) -> None:  # the graph reads the step's tensors
+        graph.replay()
 
-
-def _replay(graph: torch.cuda.CUDAGraph, step: Callable[[], Any]) -> None:
-    graph.replay()
+    return replay
 
 
 def alternating(one: Callable[[], Any], other: Callable[[], Any], device: torch.device) -> tuple[float, float]:

@@ -63,8 +63,6 @@ def drop_patches(tokens: Tensor, share: float) -> Tensor:
 
     Source: Li et al. 2023.
     """
-    if tokens.dim() != 3 or tokens.shape[1] < 1:
-        raise ValueError(f"tokens must be (batch, 1 + patches, width), got shape {tuple(tokens.shape)}")
     batch, count, width = tokens.shape
     kept = patches_left(count - 1, share)
     places = torch.rand(batch, count - 1, device=tokens.device).topk(kept, dim=1).indices + 1

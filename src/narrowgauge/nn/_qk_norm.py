@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge._arguments import Positive, check, check_instance
+from narrowgauge._arguments import Positive, check
 
 
 class HeadLayerNorm(nn.LayerNorm):
@@ -126,7 +126,6 @@ def add_qk_norm(model: nn.Module, eps: float = 1e-6) -> AddedQKNorms:
 
     Source: Wortsman et al. 2023, Figure 2; Dehghani et al. 2023, Section 2.
     """
-    check_instance("model", model, nn.Module)
     check("eps", eps, Positive)
     attentions = [(f"{name}.".lstrip("."), module) for name, module in model.named_modules()]
     found = [(name, module, _layers(module), _place(module)) for name, module in attentions]

@@ -28,12 +28,9 @@ def as_on_cuda() -> Iterator[None]:
     # Registered with the dispatcher, for meta tensors only: modules reach these functions in many ways, from within
     # a recomputed block too.
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    for name, kernel in (
-        ("scaled_dot_product_attention", _attention),
-        ("dropout", _dropout),
-        ("rms_norm", _rms_norm),
-    ):
-        library.impl(name, kernel, "AutogradMeta")
+    library.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
+    library.impl("dropout", _dropout, "AutogradMeta")
+    library.impl("rms_norm", _rms_norm, "AutogradMeta")
     try:
         yield
     finally:
@@ -51,15 +48,9 @@ def _rms_norm(input: Tensor, shape: list[int], weight: Tensor | None = None, eps
 
 
 def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
     width = query.shape[-1]
     grouped = query.dim() == 4 and query.shape[-3] != key.shape[-3]
     fused = query.dim() == 4 and width == value.shape[-1] and width <= 256

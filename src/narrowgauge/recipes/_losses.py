@@ -43,14 +43,11 @@ def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def contrastive_loss(images: Tensor, texts: Tensor, logit_scale: Tensor) -> Tensor:
-    """Mean cross entropy of both directions.
+    """Mean cross entropy of both directions, a float32 scalar in nats.
 
     Args:
         images, texts: features of pairs, (n, width), of any length and float format.
         logit_scale: logarithm of what cosines are multiplied by; a scalar.
-
-    Returns:
-        float32 scalar in nats; computed in float32.
     """
     pairs = unit_pairs(images, texts)
     return contrast(pairs, slice(0, len(pairs)), logit_scale)
@@ -85,40 +82,19 @@ def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def pair_loss(model: nn.Module, images: Tensor, tokens: Tensor) -> Tensor:
-    """The contrastive loss of a CLIP of transformers.
-
-    Args:
-        model: in any dtype.
-        images: uint8 (n, 3, height, width).
-        tokens: int64 (n, length), each row's caption with its end.
-
-    Returns:
-        float32 scalar in nats.
-    """
+    """The contrastive loss of a CLIP of transformers: images uint8 (n, 3, height, width), tokens (n, length)."""
     rows = pair_rows(model, images, tokens)
     return contrast(rows, slice(0, len(rows)), model.get_parameter("logit_scale"))
 
 
 def pair_rows(model: nn.Module, images: Tensor, tokens: Tensor) -> Tensor:
-    """The features of pairs by a CLIP of transformers, as `unit_pairs` has them; arguments as `pair_loss`.
-
-    The model's other results, its own cosines among them, are dropped.
-    """
+    """The features of pairs by a CLIP of transformers, as `unit_pairs` has them; its own cosines are dropped."""
     found = model(input_ids=tokens, pixel_values=normalized(images))
     return unit_pairs(found.image_embeds, found.text_embeds)
 
 
 def class_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """The cross entropy of a classifier of transformers.
-
-    Args:
-        model: in any dtype.
-        images: uint8 (n, 3, height, width).
-        labels: int64 (n,).
-
-    Returns:
-        float32 scalar in nats.
-    """
+    """The cross entropy of a classifier of transformers: images uint8 (n, 3, height, width), labels int64 (n,)."""
     logits = model(pixel_values=normalized(images)).logits
     return F.cross_entropy(logits.float(), labels)
 
@@ -128,27 +104,16 @@ Example = Literal["sequence", "pair", "image"]
 
 @dataclass(frozen=True)
 class Step:
-    """How a kind of model is trained, for a plan.
+    """How a kind of model is trained, for a plan."""
 
-    Attributes:
-        example: unit of a batch: sequences of tokens, images with a caption each, or images.
-        loss: makes inputs on the meta device, and their loss.
-    """
-
-    example: Example
-    loss: Loss
-
-    @property
-    def has_tokens(self) -> bool:
-        """Whether an example has a number of tokens."""
-        return self.example != "image"
+    example: Example  # unit of a batch: sequences of tokens, images with a caption each, or images
+    loss: Loss  # makes inputs on the meta device, and their loss
 
 
 def step_of(model: nn.Module, gpus: int = 1) -> Step:
     """How a model is trained by default: transformers' CLIP and ViT by their losses, all else by tokens.
 
-    Args:
-        gpus: how many share a step: for a CLIP, each gathers the rows of all.
+    The GPUs that share a step of a CLIP gather the rows of all.
     """
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind == "clip":

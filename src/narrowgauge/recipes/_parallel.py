@@ -21,8 +21,8 @@ from typing import Any, Literal
 from torch import nn
 
 from narrowgauge.recipes._recipe import Recipe
-from narrowgauge.recipes._timeline import PARTS, Moment, rounded
-from narrowgauge.recipes._trace import Held, Traced
+from narrowgauge.recipes._timeline import PARTS, rounded
+from narrowgauge.recipes._trace import Traced
 from narrowgauge.storage import weight_storage
 
 MOST = 1 << 20  # sequences of a batch, tokens of a sequence
@@ -37,11 +37,6 @@ OFFLOADS: tuple[Offload, ...] = ("none", "states", "gradients")
 class Planner:
     """A traced model on its GPUs: the memory of a step of any batch and sequence on each.
 
-    Args:
-        traced: the model.
-        gpus, parallel: how many GPUs share the training, and how.
-        offload: what is on the host.
-
     Attributes:
         held: bytes that each GPU keeps from step to step, by what they are; gradients are all of them.
         host: bytes on the host, by what they are; none without offloading.
@@ -50,7 +45,7 @@ class Planner:
     def __init__(self, traced: Traced, gpus: int, parallel: Parallel, offload: Offload) -> None:
         self._traced = traced
         self._sharded = parallel == "fsdp" and gpus > 1
-        self.held = _named(traced.held(gpus if self._sharded else 1))
+        self.held = traced.held(gpus if self._sharded else 1)
         self.host: dict[str, int] = {}
         if offload != "none":
             self.host = traced.host()
@@ -83,25 +78,14 @@ class Planner:
     def at(self, batch: int, sequence: int) -> tuple[dict[str, int], int, str]:
         """Bytes at the worst moment by what they are, those saved for the backward pass, where that moment is."""
         timeline = self._traced.trace(batch, sequence)
-        if self._sharded:
-            moment = timeline.peak(("activations", "loss", "backward"))
-            moment = Moment(moment.where, {**moment.live, "gradients": self.held["gradients"]})
-        else:
-            moment = timeline.peak()
-            if self._traced.accumulate:
-                moment = Moment(moment.where, {**moment.live, "gradients": self.held["gradients"]})
+        moment = timeline.peak(("activations", "loss", "backward")) if self._sharded else timeline.peak()
         saved = timeline.at("backward").total
         parts = {name: size for name, size in self.held.items() if name != "gradients"}
         parts |= {str(part): moment.live[part] for part in PARTS}
+        if self._sharded or self._traced.accumulate:
+            parts["gradients"] = self.held["gradients"]
         parts |= {"communication": self._communication, "workspaces": WORKSPACE}
         return parts, saved, moment.where
-
-
-def _named(held: Held) -> dict[str, int]:
-    return {
-        "weights": held.weights, "buffers": held.buffers, "states": held.states, "low words": held.low_words,
-        "gradients": held.gradients,
-    }  # fmt: skip
 
 
 def bytes_each(

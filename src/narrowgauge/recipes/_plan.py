@@ -177,7 +177,7 @@ def plan_memory(
         checkpointing: whether a transformers model's blocks keep their inputs only and run again in the backward
             pass.
         gpus: how many share the training.
-        parallel: how: ``"ddp"`` or ``"fsdp"``, see `narrowgauge.recipes._share`.
+        parallel: how: ``"ddp"`` or ``"fsdp"``, see `narrowgauge.recipes._parallel`.
         accumulate: whether gradients of several micro-batches are added up: all of them live through the step then.
         offload: tensors that `narrowgauge.distributed.CPUOffload` keeps on the host: ``"states"``, with low words,
             or ``"gradients"`` as well, each of which leaves the GPU as soon as it is made.
@@ -192,30 +192,21 @@ def plan_memory(
     """
     recipe = get(recipe) if isinstance(recipe, str) else recipe
     check_instance("recipe", recipe, Recipe)
-    for name, count in (("batch", batch), ("sequence", sequence), ("gpus", gpus)):
-        if count is None and name == "sequence":
-            continue
-        if not is_integer(count) or not 1 <= count <= MOST:
-            raise ValueError(f"{name} must be an integer from 1 to {MOST}, got {count!r}")
-    for name, got, choices in (("parallel", parallel, PARALLEL), ("offload", offload, OFFLOADS)):
-        check_choice(name, got, choices)
+    _check_sizes(batch, sequence, gpus)
+    check_choice("parallel", parallel, PARALLEL)
+    check_choice("offload", offload, OFFLOADS)
     _refuse_offload(offload, gpus, parallel, accumulate)
     memory = None if device_memory is None else parse_bytes("device_memory", device_memory)
     device, host = bytes_each(recipe, gpus, parallel, offload)
     common: dict[str, Any] = {
-        "recipe": recipe.name,
-        "gpus": gpus,
-        "parallel": parallel,
-        "offload": offload,
-        "device_memory": memory,
+        "recipe": recipe.name, "gpus": gpus, "parallel": parallel, "offload": offload, "device_memory": memory,
         "_bytes": sum(device.values()),
-    }
+    }  # fmt: skip
     if is_integer(model_or_config):
-        refused: dict[str, Any] = {"linear": linear, "loss": loss, "checkpointing": checkpointing or None}
-        refused["accumulate"] = accumulate or None
-        for name, value in refused.items():
-            if value is not None:
-                raise ValueError(f"{name} must be None for a number of parameters, got {value!r}")
+        of_a_model = {"linear": linear, "loss": loss, "checkpointing": checkpointing, "accumulate": accumulate}
+        for name, value in of_a_model.items():
+            if value:
+                raise ValueError(f"{name} must be left out for a number of parameters, got {value!r}")
         return _of_count(model_or_config, device, host, common)
     given: Any = model_or_config
     model = without_memory(given) if isinstance(given, nn.Module) else from_config(given)
@@ -232,22 +223,16 @@ def plan_memory(
     tokens = _tokens(sequence, planner.positions, step, type(model).__name__)
     at_peak, saved, where = planner.at(batch, tokens or 0)
     return MemoryPlan(
-        model=type(model).__name__,
-        parameters=traced.parameters,
-        linear=None if linear is None else str(linear).splitlines()[0],
-        example=step.example,
-        batch=batch,
-        sequence=tokens,
-        checkpointing=checkpointing,
-        accumulate=accumulate,
-        held=planner.held,
-        host=planner.host,
-        saved=saved,
-        at_peak=at_peak,
-        where=where,
-        _planner=planner,
-        **common,
-    )
+        model=type(model).__name__, parameters=traced.parameters, linear=None if linear is None else linear.title,
+        example=step.example, batch=batch, sequence=tokens, checkpointing=checkpointing, accumulate=accumulate,
+        held=planner.held, host=planner.host, saved=saved, at_peak=at_peak, where=where, _planner=planner, **common,
+    )  # fmt: skip
+
+
+def _check_sizes(batch: int, sequence: int | None, gpus: int) -> None:
+    for name, size in (("batch", batch), ("sequence", 1 if sequence is None else sequence), ("gpus", gpus)):
+        if not is_integer(size) or not 1 <= size <= MOST:
+            raise ValueError(f"{name} must be an integer from 1 to {MOST}, got {size!r}")
 
 
 def _refuse_offload(offload: Offload, gpus: int, parallel: Parallel, accumulate: bool) -> None:
@@ -260,7 +245,7 @@ def _refuse_offload(offload: Offload, gpus: int, parallel: Parallel, accumulate:
 
 def _tokens(sequence: int | None, positions: int, step: Step, kind: str) -> int | None:
     """Tokens of an example: as asked for, or as many as there are positions."""
-    if not step.has_tokens:
+    if step.example == "image":
         if sequence is not None:
             raise ValueError(f"sequence must be None for a {kind}, whose images have no captions, got {sequence}")
         return None
@@ -278,23 +263,17 @@ def _of_count(
         got = count if count < 1 else "2^63 or more"
         raise ValueError(f"model_or_config must be at least 1 parameter, and under 2^63, got {got}")
     parts = {name: int(size * count) for name, size in device.items()}
+    held = {name: size for name, size in parts.items() if name != "communication"}
+    on_host = {name: int(size * count) for name, size in host.items()}
     return MemoryPlan(
-        model=f"{count:,} parameters",
-        parameters=count,
-        held={name: size for name, size in parts.items() if name != "communication"},
-        host={name: int(size * count) for name, size in host.items()},
-        at_peak=parts,
-        **common,
+        model=f"{count:,} parameters", parameters=count, held=held, host=on_host, at_peak=parts, **common
     )
 
 
 def parse_bytes(name: str, value: int | str) -> int:
-    """Bytes from a number, or from a text with a unit: 80GB is 80 * 10^9, 80GiB is 80 * 2^30.
+    """Bytes from a number above 0, or from a text with a unit: 80GB is 80 * 10^9, 80GiB is 80 * 2^30.
 
     A text without a unit is refused: 80 hardly means bytes.
-
-    Raises:
-        ValueError: for another text, and a number not above 0.
     """
     if is_integer(value) and value > 0:
         return value
@@ -307,10 +286,9 @@ def parse_bytes(name: str, value: int | str) -> int:
 def largest(peak: Callable[[int], float], memory: float, limit: int, start: int = 1) -> int:
     """The largest count from `start` to `limit` with `peak(count) <= memory`; `start - 1` if none fits.
 
-    A peak grows with the batch nearly along a line, and with the sequence along a line as well where attention is
-    fused; the cosines of a contrastive loss bend it. So the next count to try is where the line through the last
-    two crosses the memory. Between a count that fits and one that does not there is always another try: a wrong
-    guess costs a try, not correctness.
+    A peak grows nearly along a line, with the batch and, where attention is fused, with the sequence. So the next
+    count to try is where the line through the last two crosses the memory. A wrong guess costs a try, not
+    correctness.
     """
     low, low_peak = start, peak(start)
     if low_peak > memory:

@@ -45,15 +45,10 @@ class _Life:
 
 @dataclass(frozen=True)
 class Moment:
-    """The bytes alive at one moment of a step.
+    """The bytes alive at one moment of a step."""
 
-    Attributes:
-        where: the part of the step that ran then.
-        live: bytes alive by what they are.
-    """
-
-    where: str
-    live: Mapping[Part, int]
+    where: str  # the part of the step that ran then
+    live: Mapping[Part, int]  # by what they are
 
     @property
     def total(self) -> int:
@@ -62,15 +57,10 @@ class Moment:
 
 @dataclass
 class Timeline:
-    """The lives of all storages that a step allocates.
-
-    Attributes:
-        operations: how many operations ran.
-    """
+    """The lives of all storages that a step allocates, and the events at which its parts began."""
 
     lives: list[_Life] = field(default_factory=list)
     marks: list[tuple[int, str]] = field(default_factory=list)
-    operations: int = 0
     _clock: int = 0
 
     def born(self, nbytes: int, part: Part) -> _Life:
@@ -101,15 +91,13 @@ class Timeline:
 
     def peak(self, counted: Iterable[Part] = PARTS) -> Moment:
         """The worst moment, by the bytes of some parts; `live` has all of them."""
-        weights = {part: int(part in set(counted)) for part in PARTS}
-        events = sorted(
-            [(x.born, x.part, x.nbytes) for x in self.lives]
-            + [(x.died, x.part, -x.nbytes) for x in self.lives if x.died is not None]
-        )
+        counted = tuple(counted)
+        events = [(x.born, x.part, x.nbytes) for x in self.lives]
+        events += [(x.died, x.part, -x.nbytes) for x in self.lives if x.died is not None]
         live, worst, best, when = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0), -1, 0
-        for clock, part, nbytes in events:
+        for clock, part, nbytes in sorted(events):
             live[part] += nbytes
-            total = sum(weights[name] * size for name, size in live.items())
+            total = sum(live[part] for part in counted)
             if total > best:
                 best, worst, when = total, dict(live), clock
         where = [name for clock, name in self.marks if clock <= when]
@@ -121,12 +109,7 @@ Workspaces = Mapping[Any, Callable[..., int]]
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records every storage that operations make while it is on.
-
-    Args:
-        known: tensors that existed before; their storages are not counted.
-        workspaces: bytes that operations take while they run, beside their results.
-    """
+    """Records every storage that operations make while it is on, but for those of `known` tensors."""
 
     def __init__(self, known: Iterable[Tensor], workspaces: Workspaces) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -159,7 +142,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:
             return _value(args[0])
-        self.timeline.operations += 1
         self._last = None
         workspace = self._workspaces.get(func)
         if workspace is not None:
@@ -210,9 +192,6 @@ def _value(tensor: Tensor) -> bool:
     """The value of a truth value on the meta device: True.
 
     Models read masks to learn whether nothing is padded, or each row is one text, which holds in ordinary training.
-
-    Raises:
-        ValueError: for a number.
     """
     if tensor.dtype != torch.bool:
         raise ValueError(

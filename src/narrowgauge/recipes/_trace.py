@@ -13,14 +13,13 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from narrowgauge.linear import LinearPlan, swap_linears
-from narrowgauge.linear._names import output_heads
+from narrowgauge.linear._swap import output_heads
 from narrowgauge.optim._plan import ParamPlan
 from narrowgauge.recipes._cuda_kernels import WORKSPACES, as_on_cuda
 from narrowgauge.recipes._losses import Loss
@@ -37,36 +36,8 @@ _COUNTERS = 4 + 8  # bytes: how many steps a parameter has taken, and how many w
 _IMAGE_MODELS = {"clip": "CLIPModel", "vit": "ViTForImageClassification"}
 
 
-@dataclass(frozen=True)
-class Held:
-    """Bytes that a training keeps from step to step, in all its tensors, each rounded up as allocated.
-
-    Attributes:
-        weights: the model's parameters.
-        buffers: its other tensors.
-        gradients: of the parameters that are trained.
-        states: the optimizer's moments, with their scales and counters, and the tables that its kernels read.
-        low_words: the optimizer's additions to weights: low words, remainders, master copies.
-    """
-
-    weights: int
-    buffers: int
-    gradients: int
-    states: int
-    low_words: int
-
-    @property
-    def total(self) -> int:
-        """All but the gradients, which come and go."""
-        return self.weights + self.buffers + self.states + self.low_words
-
-
 def without_memory(model: nn.Module) -> nn.Module:
-    """A copy of a model on the meta device; the model is left alone, and no memory is taken.
-
-    Raises:
-        ValueError: for a model that cannot be copied.
-    """
+    """A copy of a model on the meta device; the model is left alone, and no memory is taken."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         twin: Tensor = torch.empty_like(tensor, device="meta")
@@ -87,11 +58,7 @@ def without_memory(model: nn.Module) -> nn.Module:
 
 
 def from_config(config: Any) -> nn.Module:
-    """The transformers model of a configuration, on the meta device, with fused attention where it has that.
-
-    Raises:
-        ValueError: for anything but a configuration of a language model, a CLIP or a ViT.
-    """
+    """The transformers model of a configuration, on the meta device, with fused attention where it has that."""
     library: Any = sys.modules.get("transformers")  # imported, if the configuration is one of its
     if library is None or not isinstance(config, library.PretrainedConfig):
         raise ValueError(
@@ -133,9 +100,7 @@ class Traced:
 
     Args:
         model: on the meta device; it is cast and swapped here.
-        recipe: the precision strategy.
-        linear: the plan of its linear layers; None leaves them.
-        checkpointing: whether blocks keep their inputs only and run again in the backward pass.
+        recipe, linear, checkpointing: as `plan_memory` takes them.
         loss: the forward pass.
         options: of the optimizer.
         accumulate: whether there are gradients of an earlier micro-batch, which a step adds to.
@@ -143,16 +108,9 @@ class Traced:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        recipe: Recipe,
-        linear: LinearPlan | None,
-        checkpointing: bool,
-        loss: Loss,
-        options: Mapping[str, Any],
-        accumulate: bool = False,
-        frees: bool = False,
-    ) -> None:
+        self, model: nn.Module, recipe: Recipe, linear: LinearPlan | None, checkpointing: bool, loss: Loss,
+        options: Mapping[str, Any], accumulate: bool = False, frees: bool = False,
+    ) -> None:  # fmt: skip
         if checkpointing:
             enable_checkpointing(model)
         self.optimizer = recipe.apply(model, **options)
@@ -170,37 +128,37 @@ class Traced:
         """How many the model has, shared ones counted once."""
         return sum(p.numel() for p in self.model.parameters())
 
-    def held(self, shards: int = 1) -> Held:
-        """Bytes that stay from step to step, on each shard if there are several (cut along the first side)."""
-        plans = self.optimizer.plans()
-        parts = [-(-p.shape[0] // shards) / p.shape[0] if p.dim() and shards > 1 else 1.0 for p, _ in plans]
-        low = [p.numel() * plan.weight.bytes_added(p.dtype) for p, plan in plans]
-        cut = dict(zip([id(p) for p, _ in plans], parts, strict=True))
+    def held(self, shards: int = 1) -> dict[str, int]:
+        """Bytes that stay from step to step, on each shard if there are several (cut along the first side).
 
-        def total(sizes: Any, of: Any = parts) -> int:
-            return sum(rounded(int(size * part)) for size, part in zip(sizes, of, strict=True))
-
-        everything = list(self.model.parameters())
-        words = [[s.storage.nbytes(p.numel(), s.block_size) for s in plan.slots] for p, plan in plans]
-        return Held(
-            weights=total([p.nbytes for p in everything], [cut.get(id(p), 1.0) for p in everything]),
-            buffers=sum(rounded(b.nbytes) for b in self.model.buffers()),
-            gradients=total([p.nbytes for p, _ in plans]),
-            states=sum(
-                sum(rounded(int(size * part)) for size in sizes) + 2 * rounded(8) + _tables(plan, p.numel() * part)
-                for (p, plan), sizes, part in zip(plans, words, parts, strict=True)
-            ),
-            low_words=total(low),
-        )
+        Each tensor is rounded up as allocated. By what they are: weights, buffers, states (moments with scales and
+        counters, and the tables that kernels read), low words (with remainders and master copies), gradients.
+        """
+        held = {"weights": 0, "buffers": sum(rounded(b.nbytes) for b in self.model.buffers())}
+        held |= {"states": 0, "low words": 0, "gradients": 0}
+        trained = {id(p): plan for p, plan in self.optimizer.plans()}
+        for p in self.model.parameters():
+            plan = trained.get(id(p))
+            cut = plan is not None and p.dim() and shards > 1
+            part = -(-p.shape[0] // shards) / p.shape[0] if cut else 1.0
+            held["weights"] += rounded(int(p.nbytes * part))
+            if plan is None:
+                continue
+            moments = [slot.storage.nbytes(p.numel(), slot.block_size) for slot in plan.slots]
+            held["states"] += sum(rounded(int(size * part)) for size in moments)
+            held["states"] += 2 * rounded(8) + _tables(plan, p.numel() * part)
+            held["low words"] += rounded(int(p.numel() * plan.weight.bytes_added(p.dtype) * part))
+            held["gradients"] += rounded(int(p.nbytes * part))
+        return held
 
     def host(self) -> dict[str, int]:
         """Bytes on the CPU with offloaded states: copies of trained weights, room for gradients, states."""
         plans = self.optimizer.plans()
-        words = [(s.storage.nbytes(p.numel(), s.block_size)) for p, plan in plans for s in plan.slots]
+        moments = [int(slot.storage.nbytes(p.numel(), slot.block_size)) for p, plan in plans for slot in plan.slots]
         return {
             "weights": sum(p.nbytes for p, _ in plans),
             "gradients": sum(p.nbytes for p, _ in plans),
-            "states": sum(map(int, words)) + _COUNTERS * len(plans),
+            "states": sum(moments) + _COUNTERS * len(plans),
             "low words": sum(p.numel() * plan.weight.bytes_added(p.dtype) for p, plan in plans),
         }
 
@@ -262,11 +220,7 @@ def _loss_apart(model: nn.Module, recorder: Recorder) -> Iterator[None]:
 
 
 def enable_checkpointing(model: nn.Module) -> None:
-    """Have a transformers model's blocks keep their inputs only.
-
-    Raises:
-        ValueError: for another model.
-    """
+    """Have a transformers model's blocks keep their inputs only."""
     # The first is transformers' later name of the second.
     enable = getattr(model, "activation_checkpointing_enable", None)
     enable = enable or getattr(model, "gradient_checkpointing_enable", None)
@@ -279,9 +233,6 @@ def enable_checkpointing(model: nn.Module) -> None:
 
 
 def _tables(plan: ParamPlan, elements: float) -> int:
-    """Bytes of the optimizer's launch tables for a parameter.
-
-    They have a row of addresses, and a number for each program of the step and of the pass that inspects gradients.
-    """
+    """Bytes of the optimizer's launch tables: addresses, and a number for each program of its passes."""
     each = _BLOCKS if any(slot.storage.quantized for slot in plan.slots) else _PLAIN
     return 128 + int(4 * elements / each) + int(4 * elements / _BLOCKS)

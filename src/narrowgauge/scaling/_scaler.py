@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from narrowgauge._arguments import Count, Flag, Kind, Size, check, is_number
-from narrowgauge.scaling._skips import Flags, SkipCounts, SkipNotices, first_names
+from narrowgauge._text import listed
+from narrowgauge.scaling._skips import Flags, SkipCounts, SkipNotices
 from narrowgauge.scaling._unscale import (
     has_unscaling,
     join_over_ranks,
@@ -30,15 +31,9 @@ from narrowgauge.scaling._unscale import (
     widen_float16,
 )
 
-
-def _between(low: float, high: float, words: str) -> Kind[float]:
-    # Comparisons that NaN fails; an integer may be too large for a float.
-    return Kind(lambda x: is_number(x) and low < x < high and x <= sys.float_info.max, words)
-
-
-_FINITE = _between(-math.inf, math.inf, "a finite number")
-_GROWTH = _between(1.0, math.inf, "a finite number above 1")
-_BACKOFF = _between(0.0, 1.0, "a number between 0 and 1, both excluded")
+_GROWTH = Kind[float](lambda x: is_number(x) and 1 < x <= sys.float_info.max, "a finite number above 1")
+_BACKOFF = Kind[float](lambda x: is_number(x) and 0 < x < 1, "a number between 0 and 1, both excluded")
+_FINITE = Kind[float](lambda x: is_number(x) and abs(x) <= sys.float_info.max, "a finite number")
 # Float32 holds both the scale and its inverse.
 _SCALE = Kind[float](lambda x: is_number(x) and 2.0**-126 <= x <= 2.0**126, "a number from 2^-126 to 2^126")
 
@@ -49,7 +44,7 @@ class LossScaler(torch.amp.GradScaler):
     Args:
         device: device type that the scale lives on, such as ``"cuda"``. By default this machine's accelerator, or
             the CPU if it has none; the first loss decides the exact device.
-        init_scale: the scale to begin with, a finite number above 0.
+        init_scale: the scale to begin with, from 2^-126 to 2^126.
         enabled: if False, `scale` returns what it is given, `step` calls the optimizer and the rest does nothing.
 
     Raises:
@@ -60,8 +55,6 @@ class LossScaler(torch.amp.GradScaler):
         if device is None:
             accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
             device = "cpu" if accelerator is None else accelerator.type
-        if not isinstance(device, str):
-            raise ValueError(f"device must be the name of a device type, such as 'cuda', got {device!r}")
         check("enabled", enabled, Flag)
         super().__init__(device, init_scale=float(check("init_scale", init_scale, _SCALE)), enabled=enabled)
         self._counts = SkipCounts()
@@ -93,11 +86,7 @@ class LossScaler(torch.amp.GradScaler):
         return {device: vector.any().float() for device, vector in flags.items()}
 
     def _refuse_late(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse gradients of groups that were added after `unscale_`: they are still scaled.
-
-        Raises:
-            RuntimeError: naming the parameter.
-        """
+        """Refuse gradients of groups that were added after `unscale_`: they are still scaled."""
         unscaled = self._per_optimizer_states[id(optimizer)].get("unscaled", math.inf)
         for number, slot in enumerate(slots_of(optimizer)):
             if number >= unscaled and slot.parameter.grad is not None:
@@ -137,7 +126,6 @@ class LossScaler(torch.amp.GradScaler):
         return result
 
     def _can_unscale_in_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer's step can unscale: it supports that, and `unscale_` was not called."""
         refuse_in_backward(optimizer)
         ready = self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
         return ready and unscales_in_step(optimizer)
@@ -174,7 +162,7 @@ class LossScaler(torch.amp.GradScaler):
             flags = self._per_optimizer_states[id(optimizer)]["flags"]
             bad = {i for vector in flags.values() for i in vector.nonzero().flatten().tolist()}
             names = [slot.name for i, slot in enumerate(slots_of(optimizer)) if i in bad]
-            self._warn_skipped(first_names(names), self.get_scale())
+            self._warn_skipped(listed(names), self.get_scale())
             return None
         return optimizer.step(*args, **kwargs)
 
@@ -376,15 +364,12 @@ class FixedLossScaler(LossScaler):
 
     def set_growth_factor(self, new_factor: float) -> None:
         """The scale is fixed: a ValueError for any factor but 1."""
-        self._refuse_factor("growth_factor", new_factor)
+        if new_factor != 1.0:
+            raise ValueError(
+                f"new_factor must be 1.0 for {type(self).__name__}, whose scale is fixed, got {new_factor}"
+            )
 
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """The scale is fixed: a ValueError for any factor but 1."""
-        self._refuse_factor("backoff_factor", new_factor)
-
-    def _refuse_factor(self, name: str, value: float) -> None:
-        if value != 1.0:
-            raise ValueError(f"{name} must be 1.0 for {type(self).__name__}, whose scale is fixed, got {value!r}")
+    set_backoff_factor = set_growth_factor
 
     def _check_saved(self, state_dict: Mapping[str, Any]) -> None:
         super()._check_saved(state_dict)
@@ -429,11 +414,7 @@ def inverse_of(scale: Tensor) -> Tensor:
 
 
 def refuse_in_backward(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that moved weights during the backward pass.
-
-    Raises:
-        RuntimeError: naming the optimizer.
-    """
+    """Refuse an optimizer that moved weights during the backward pass."""
     if getattr(optimizer, "in_backward", None) is not None:
         raise RuntimeError(
             f"optimizer must move weights in step(), got {type(optimizer).__name__} with step_in_backward, which "
@@ -442,18 +423,13 @@ def refuse_in_backward(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keywords without `closure=None`, which frameworks pass along.
-
-    Raises:
-        RuntimeError: for a closure: the loss that it computes would have to be scaled.
-    """
+    """The keywords without `closure=None`, which frameworks pass along. A closure's loss would not be scaled."""
     if (args and args[0] is not None) or kwargs.get("closure") is not None:
         raise RuntimeError("closure must be None: compute the loss, scale(loss).backward(), then step(optimizer)")
     return {name: value for name, value in kwargs.items() if name != "closure"}
 
 
 def _refuse_float16(outputs: object, scale: float) -> None:
-    """Refuse a loss whose gradient is infinite from the start."""
     if isinstance(outputs, list | tuple):
         for output in outputs:
             _refuse_float16(output, scale)

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor
 
+from narrowgauge._text import listed
 from narrowgauge.scaling._unscale import slots_of
 
 # Of an optimizer's parameters, which gradients have inf or NaN: a bool vector on each device.
@@ -17,11 +18,7 @@ Flags = Mapping[torch.device, Tensor]
 
 
 class SkipCounts:
-    """How often each tensor of each optimizer had inf or NaN.
-
-    Args:
-        counted: counts to continue from, by tensor name.
-    """
+    """How often each tensor of each optimizer had inf or NaN, from `counted` on."""
 
     def __init__(self, counted: Mapping[str, int] | None = None) -> None:
         self._counted = dict(counted or {})
@@ -53,11 +50,7 @@ class SkipCounts:
         self._counting.add(optimizer)
 
     def read(self, *, with_optimizers: bool) -> dict[str, int]:
-        """The counts above 0, by tensor name; one copy to the host per optimizer and device.
-
-        Args:
-            with_optimizers: add what the optimizers counted themselves.
-        """
+        """The counts above 0, by tensor name; with what optimizers counted themselves, if asked for."""
         total = Counter(self._counted)
         taken: set[str] = set()
         for number, (optimizer, live) in enumerate(self._live.items()):
@@ -92,12 +85,7 @@ class SkipNotices:
             _, vectors, scale, names = self._sent.pop(0)
             bad = torch.stack(vectors).any(0).tolist() if vectors else []
             if any(bad):
-                report(first_names([name for name, flag in zip(names, bad, strict=True) if flag]), float(scale))
-
-
-def first_names(names: Sequence[str]) -> str:
-    """Names in a message: three of them at most."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+                report(listed([name for name, flag in zip(names, bad, strict=True) if flag]), float(scale))
 
 
 def _to_host(there: Tensor, events: list[Any]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -80,22 +81,20 @@ class TensorLossScaler(FixedLossScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        slots = slots_of(optimizer)
-        itself = all(slot.handles_nonfinite for slot in slots)
-        if any(slot.handles_nonfinite for slot in slots):
+        handled = [slot.handles_nonfinite for slot in slots_of(optimizer)]
+        if any(handled):
             self._counts.counts_itself(optimizer)
-        if itself and self._can_unscale_in_step(optimizer):
-            with optimizer.unscaling(inverse_of(self._checked_scale("step")), whole=False):
-                result = optimizer.step(*args, **kwargs)
-            state["stage"] = OptState.STEPPED
-            return result
-        if state["stage"] is OptState.READY:
+        unscaling: AbstractContextManager[Any] = nullcontext()
+        if all(handled) and self._can_unscale_in_step(optimizer):
+            unscaling = optimizer.unscaling(inverse_of(self._checked_scale("step")), whole=False)
+        elif state["stage"] is OptState.READY:
             super().unscale_(optimizer)
             self._drop(optimizer)
         else:
             with torch.no_grad():
                 mark(self._handled(optimizer)[: state["unscaled"]], state["cleared"])
-        result = optimizer.step(*args, **kwargs)
+        with unscaling:
+            result = optimizer.step(*args, **kwargs)
         state["stage"] = OptState.STEPPED
         return result
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+from narrowgauge._torch_private import hooks_of_all_optimizers, optimizer_hooks
 
 # The option of narrowgauge's parameter groups that says what the optimizer does about inf and NaN by itself.
 _OPTION = "nonfinite"
@@ -23,19 +24,12 @@ _OPTION = "nonfinite"
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One parameter of an optimizer.
+    """One parameter of an optimizer."""
 
-    Attributes:
-        name: as the optimizer has it, or ``group.position``.
-        parameter: the parameter; its gradient may be replaced by another tensor while the slot lives.
-        ours: the optimizer is one of narrowgauge's, which compute in float32 whatever the dtype of gradients.
-        handles_nonfinite: the optimizer skips or refuses tensors with inf and NaN by itself.
-    """
-
-    name: str
-    parameter: Tensor
-    ours: bool
-    handles_nonfinite: bool
+    name: str  # as the optimizer has it, or ``group.position``
+    parameter: Tensor  # its gradient may be replaced by another tensor while the slot lives
+    ours: bool  # the optimizer is one of narrowgauge's, which compute in float32 whatever the dtype of gradients
+    handles_nonfinite: bool  # the optimizer skips or refuses tensors with inf and NaN by itself
 
     def values(self) -> Tensor | None:
         """The gradient's values on this rank: a shard's local part, the values of a sparse gradient."""
@@ -67,50 +61,48 @@ def unscales_in_step(optimizer: torch.optim.Optimizer) -> bool:
     Those of narrowgauge can, unless hooks run before the step, which may read gradients. Hooks with a true
     attribute `unscales`, as the gauges' have, know of the scale.
     """
-    hooks = (*getattr(optimizer, "_optimizer_step_pre_hooks", {}).values(), *_global_optimizer_pre_hooks.values())
-    return has_unscaling(optimizer) and all(getattr(hook, "unscales", False) for hook in hooks)
+    if not has_unscaling(optimizer):
+        return False
+    hooks = (*optimizer_hooks(optimizer, "step_pre"), *hooks_of_all_optimizers())
+    return all(getattr(hook, "unscales", False) for hook in hooks)
 
 
-def by_kind(tensors: Iterable[tuple[int, Tensor]]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
-    """Positions of the tensors that one fused launch can take together."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
-    for position, tensor in tensors:
-        kinds[tensor.device, tensor.dtype].append(position)
-    return kinds
+def _launches(values: Sequence[Tensor | None]) -> dict[tuple[torch.device, torch.dtype], dict[int, Tensor]]:
+    """The tensors that one fused launch can take together, by their positions."""
+    launches: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = defaultdict(dict)
+    for position, tensor in enumerate(values):
+        if tensor is not None:
+            launches[tensor.device, tensor.dtype][position] = tensor
+    return launches
 
 
 def widen_float16(slots: Sequence[Slot]) -> None:
     """Replace float16 gradients by float32 ones of the same values, in which unscaling loses nothing.
 
-    Raises:
-        ValueError: for a parameter whose optimizer cannot be expected to take a gradient wider than it.
+    Refused for a parameter whose optimizer cannot be expected to take a gradient wider than it.
     """
-    narrow = [
-        slot for slot in slots if slot.parameter.grad is not None and slot.parameter.grad.dtype is torch.float16
-    ]
-    for slot in narrow:
+    narrow = [(slot, g) for slot in slots if (g := slot.parameter.grad) is not None and g.dtype is torch.float16]
+    for slot, _ in narrow:
         if not slot.ours:
             raise ValueError(
                 f"{slot.name} must be a float32 parameter (under torch.autocast), or in an optimizer of "
                 "narrowgauge.optim, got a float16 gradient, which would underflow again when it is unscaled"
             )
-    for slot in narrow:
-        wide = slot.parameter.grad.float()  # type: ignore[union-attr]
+    for slot, gradient in narrow:
         slot.parameter.grad_dtype = None  # torch's way to say: any
-        slot.parameter.grad = wide
+        slot.parameter.grad = gradient.float()
 
 
 def unscale(values: Sequence[Tensor | None], inverse: Tensor) -> None:
     """Multiply in place by a 0-d float32 tensor, in float32 and with one rounding."""
-    present = [(i, v) for i, v in enumerate(values) if v is not None]
-    for (device, _), positions in by_kind(present).items():
-        tensors = [v for i in positions if (v := values[i]) is not None]
+    for (device, _), tensors in _launches(values).items():
         there = inverse.to(device, non_blocking=True)
         try:
             # Its flag is not used: it does not name the tensor, and misses overflow by a scale below 1.
-            torch._amp_foreach_non_finite_check_and_unscale_(tensors, torch.zeros((), device=device), there)
+            unused = torch.zeros((), device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(list(tensors.values()), unused, there)
         except NotImplementedError:  # torch 2.11 has it for no bfloat16 on a GPU
-            for tensor in tensors:
+            for tensor in tensors.values():
                 tensor.copy_(tensor.to(torch.float32) * there)
 
 
@@ -119,15 +111,14 @@ def nonfinite(values: Sequence[Tensor | None]) -> dict[torch.device, Tensor]:
 
     None, tensors on another device and empty ones count as finite.
     """
-    present = [(i, v) for i, v in enumerate(values) if v is not None]
     largest: dict[torch.device, list[Tensor]] = {}
-    for device in dict.fromkeys(v.device for _, v in present):
-        largest[device] = [torch.zeros((), device=device)] * len(values)
-    for (device, _), positions in by_kind((i, v) for i, v in present if v.numel()).items():
-        # The largest magnitude: exact in any format, inf or NaN if one is there.
-        norms = torch._foreach_norm([v for i in positions if (v := values[i]) is not None], math.inf)
-        for position, norm in zip(positions, norms, strict=True):
-            largest[device][position] = norm
+    for (device, _), tensors in _launches(values).items():
+        norms = largest.setdefault(device, [torch.zeros((), device=device)] * len(values))
+        filled = {position: tensor for position, tensor in tensors.items() if tensor.numel()}
+        if filled:
+            # The largest magnitude: exact in any format, inf or NaN if one is there.
+            for position, norm in zip(filled, torch._foreach_norm(list(filled.values()), math.inf), strict=True):
+                norms[position] = norm
     return {device: ~torch.isfinite(torch.stack(norms)) for device, norms in largest.items()}
 
 
@@ -154,8 +145,8 @@ def clear(values: Sequence[Tensor | None], flags: dict[torch.device, Tensor]) ->
 
 def mark(values: Sequence[Tensor | None], flags: dict[torch.device, Tensor]) -> None:
     """Put a NaN into the first element of each flagged tensor, in one fused launch per device and dtype."""
-    present = [(i, v) for i, v in enumerate(values) if v is not None and v.numel() and v.device in flags]
-    for (device, dtype), positions in by_kind(present).items():
+    filled = [v if v is not None and v.numel() and v.device in flags else None for v in values]
+    for (device, dtype), tensors in _launches(filled).items():
         poison = torch.where(flags[device], math.nan, 0.0).to(dtype).view(-1, 1).unbind()
-        firsts = [v.as_strided((1,), (1,)) for i in positions if (v := values[i]) is not None]
-        torch._foreach_add_(firsts, [poison[i] for i in positions])
+        firsts = [tensor.as_strided((1,), (1,)) for tensor in tensors.values()]
+        torch._foreach_add_(firsts, [poison[position] for position in tensors])

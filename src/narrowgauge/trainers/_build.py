@@ -14,7 +14,7 @@ from torch import nn
 from narrowgauge import recipes
 from narrowgauge.distributed import CPUOffload
 from narrowgauge.linear import swap_linears
-from narrowgauge.linear._names import output_heads
+from narrowgauge.linear._swap import output_heads
 from narrowgauge.optim import NarrowOptimizer
 from narrowgauge.recipes import cast
 from narrowgauge.scaling import DynamicLossScaler, LossScaler, StaticLossScaler, TensorLossScaler
