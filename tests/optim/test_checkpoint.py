@@ -231,27 +231,27 @@ def odd(state_dict: dict) -> dict:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda s: group(s).update(state_version=2), "group 0 has state_version=2, this version reads 1"),
-        (lambda s: group(s).pop("block_size"), "group 0 has no 'block_size'"),
-        (lambda s: group(s).update(states="7bit"), "group 0: states: got '7bit', takes one of"),
+        (lambda s: group(s).update(state_version=2), "state_version of group 0 must be 1, got 2"),
+        (lambda s: group(s).pop("block_size"), "group 0 must have 'block_size'"),
+        (lambda s: group(s).update(states="7bit"), "group 0: states.*'7bit'"),
         (lambda s: group(s).update(betas=(0.9,)), "group 0: Invalid betas"),
-        (lambda s: s.pop("state"), r"got \['param_groups'\], takes 'state' and 'param_groups'"),
+        (lambda s: s.pop("state"), r"must be a dict with 'state' .*, got \['param_groups'\]"),
         (lambda s: s["param_groups"].append(group(s)), "different number of parameter groups"),
         (lambda s: group(s)["params"].pop(), "doesn't match the size of optimizer's group"),
-        (lambda s: odd(s).pop("step"), "odd has no 'step', got"),
+        (lambda s: odd(s).pop("step"), "odd must have 'step', got"),
         (lambda s: odd(s).pop("m.scales"), r"'m' of odd has codes \(7, 13\) in uint8, which is not a moment"),
         (
             lambda s: [odd(s).pop(f"v.{word}") for word in ("codes", "scales")],
-            r"odd has no 'v', got .* 'm' and 'v'",
+            "odd must have 'v' for AdamW, got",
         ),
         (lambda s: odd(s).update({"v.scales": torch.ones(9)}), r"'v' of odd has codes .*, scales \(9,\)"),
         (lambda s: s["state"].update({0: odd(s)}), r"'m' of weight has codes \(7, 13\) .* of shape \(33, 40\)"),
         (
             lambda s: odd(s).update({"weight.lo": torch.ones(11, dtype=torch.int16)}),
-            r"'weight.lo' of odd has shape",
+            r"'weight.lo' of odd must have shape",
         ),
-        (lambda s: odd(s).update({"m": {}}), "'m' of odd is a dict, takes a tensor"),
-        (lambda s: odd(s).update({"step": torch.ones(3)}), r"'step' of odd has shape \(3,\)"),
+        (lambda s: odd(s).update({"m": {}}), "'m' of odd must be a tensor or a number, got dict"),
+        (lambda s: odd(s).update({"step": torch.ones(3)}), r"'step' of odd must have shape \(\), got \(3,\)"),
     ],
     ids=range(15),
 )
@@ -277,9 +277,9 @@ def test_states_of_other_rules_are_taken_as_far_as_they_go() -> None:
         Lion(model()).load_state_dict(adam.state_dict())
     with pytest.warns(UserWarning, match=r"took moments of 'sgd' for those of 'lars', which may be other averages"):
         LARS(model()).load_state_dict(sgd.state_dict())
-    with pytest.raises(ValueError, match=r"weight has no 'v', got .*; AdamW takes 'm' and 'v'"):
+    with pytest.raises(ValueError, match="weight must have 'v' for AdamW, got"):
         AdamW(model()).load_state_dict(lion.state_dict())
-    with pytest.raises(ValueError, match="weight has no 'm'"):
+    with pytest.raises(ValueError, match="weight must have 'm'"):
         AdamW(model()).load_state_dict(adagrad.state_dict())
     # Momentum is the checkpoint's to say, and so is whether there is a state for it.
     bare = SGD(model())

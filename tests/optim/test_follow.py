@@ -130,17 +130,17 @@ def test_what_only_the_rule_reads_takes_effect_at_the_next_step(cls: type, chang
 @pytest.mark.parametrize(
     ("cls", "change", "message"),
     [
-        (AdamW, {"states": "fp3"}, "states: got 'fp3'"),
-        (AdamW, {"states": {"m": "8bit"}}, r"states: got slots \['m'\]"),
-        (AdamW, {"weights": "splitt"}, "weights: got 'splitt'"),
-        (AdamW, {"block_size": 0}, "block_size: got 0"),
-        (AdamW, {"arithmetic": "strict", "states": "8bit"}, "arithmetic: 'strict' takes states"),
-        (AdamW, {"nonfinite": "ignore"}, "nonfinite: got 'ignore'"),
-        (AdamW, {"amsgrad": True}, "amsgrad: got True"),
-        (SGD, {"clip_updates": True}, "clip_updates: got True, SGD takes False only"),
-        (Muon, {"clip_updates": True}, "clip_updates: got True, Muon takes False only"),
-        (Muon, {"ns_steps": 100}, "ns_steps: got 100"),
-        (Muon, {"ns_coefficients": None}, "ns_coefficients: got None"),
+        (AdamW, {"states": "fp3"}, "states.*'fp3'"),
+        (AdamW, {"states": {"m": "8bit"}}, r"states must .*, got \['m'\]"),
+        (AdamW, {"weights": "splitt"}, "weights.*'splitt'"),
+        (AdamW, {"block_size": 0}, "block_size must be .*, got 0"),
+        (AdamW, {"arithmetic": "strict", "states": "8bit"}, "states must be stored in floats"),
+        (AdamW, {"nonfinite": "ignore"}, "nonfinite must be .*, got 'ignore'"),
+        (AdamW, {"amsgrad": True}, "amsgrad must be False"),
+        (SGD, {"clip_updates": True}, "clip_updates must be False for SGD"),
+        (Muon, {"clip_updates": True}, "clip_updates must be False for Muon"),
+        (Muon, {"ns_steps": 100}, "ns_steps must .*, got 100"),
+        (Muon, {"ns_coefficients": None}, "ns_coefficients is None"),
         (Muon, {"adjust_lr_fn": "none"}, "Adjust learning rate function none"),
     ],
     ids=str,
@@ -177,7 +177,7 @@ def test_a_model_cast_to_float32_is_refused_by_name(weights: str) -> None:
     p, optimizer = made(weights=weights)
     drive(p, optimizer, range(2))
     p.data = p.data.float()
-    with pytest.raises(ValueError, match=f"weights: '{weights}' takes bfloat16.* weight is torch.float32"):
+    with pytest.raises(ValueError, match=f"params must be bfloat16.* for weights='{weights}', got torch.float32"):
         drive(p, optimizer, range(2, 3))
     p.data = p.data.bfloat16()
     drive(p, optimizer, range(2, 3))

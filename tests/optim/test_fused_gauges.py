@@ -127,7 +127,7 @@ def test_gauges_are_on_or_off() -> None:
     optimizer = optim.SGD(parameters(((3,),), torch.float32, "cpu"), lr=0.1)
     assert optimizer.gauges is False
     for bad in (1, "yes", "sampled", None, 0.5):
-        with pytest.raises(ValueError, match=r"gauges: got .*, takes True or False"):
+        with pytest.raises(ValueError, match="gauges must be True or False"):
             optimizer.gauges = bad
 
 

@@ -79,9 +79,9 @@ def test_bare_bf16_weights_lose_what_this_library_is_there_for() -> None:
 def test_what_cannot_be_is_refused_by_name(case: Case) -> None:
     _, weights, states, _, dtype = case
     if dtype not in weight_storage(weights).dtypes:
-        words = f"weights: '{weights}' takes .* parameters, p is {dtype}"
+        words = rf"params must be .* for weights='{weights}', got {dtype} \(p\)"
     else:
-        words = f"arithmetic: 'strict' takes .* floats, got (weights='{weights}'|states='{states}')"
+        words = f"must be stored in floats for arithmetic='strict', got ('{weights}'|'{states}')"
     with pytest.raises(ValueError, match=words):
         make(case)
 

@@ -239,7 +239,9 @@ def test_gradients_from_elsewhere_are_found_out() -> None:
     model = Tied()
     optimizer = step_in_backward(model, optim.AdamW)
     model.head.weight.grad = torch.ones_like(model.head.weight)
-    with pytest.raises(RuntimeError, match=r"embedding\.weight: got gradients outside backward"):
+    with pytest.raises(
+        RuntimeError, match=r"gradients must come from backward\(\), got others of embedding\.weight"
+    ):
         optimizer.step()
     optimizer.zero_grad()
     train(model, optimizer, range(1))
@@ -276,23 +278,23 @@ def test_clipping_by_the_norm_of_all_finds_nothing() -> None:
 
 def test_what_cannot_be_had_is_refused_by_name() -> None:
     model = Tied()
-    with pytest.raises(ValueError, match="nonfinite: got 'raise', step_in_backward takes 'skip' and 'propagate'"):
+    with pytest.raises(
+        ValueError, match="nonfinite must be 'skip' or 'propagate' with step_in_backward, got 'raise'"
+    ):
         step_in_backward(model, optim.AdamW, nonfinite="raise")
-    with pytest.raises(TypeError, match=r"optimizer: got torch\.optim\.adamw\.AdamW, takes an optimizer of narrow"):
+    with pytest.raises(TypeError, match=r"optimizer must be .* of narrowgauge, got torch\.optim\.adamw\.AdamW"):
         step_in_backward(model, torch.optim.AdamW)
-    with pytest.raises(TypeError, match=r"model: got generator, takes a torch\.nn\.Module"):
-        step_in_backward(model.parameters(), optim.AdamW)
-    with pytest.raises(ValueError, match="weights: 'split' takes bfloat16 parameters"):
+    with pytest.raises(ValueError, match="params must be bfloat16 for weights='split'"):
         step_in_backward(model, optim.AdamW, weights="split")
     optimizer = step_in_backward(model, optim.AdamW)  # none of the refused ones left a hook
-    with pytest.raises(ValueError, match=r"another optimizer steps embedding\.weight in backward"):
+    with pytest.raises(ValueError, match=r"model must not be stepped in backward already, as embedding\.weight is"):
         step_in_backward(model, optim.AdamW)
     extra = torch.nn.Parameter(torch.ones(3))
-    with pytest.raises(ValueError, match="nonfinite: got 'raise'"):
+    with pytest.raises(ValueError, match=r"nonfinite must be .*, got 'raise'"):
         optimizer.add_param_group({"params": [("extra", extra)], "nonfinite": "raise"})
     assert len(optimizer.param_groups) == 1
     usual = optim.AdamW(Tied().named_parameters(), nonfinite="raise")
-    with pytest.raises(ValueError, match="nonfinite: got 'raise'"):
+    with pytest.raises(ValueError, match=r"nonfinite must be .*, got 'raise'"):
         optimizer.load_state_dict(usual.state_dict())
     assert optimizer.param_groups[0]["nonfinite"] == "skip"
     train(model, optimizer, range(1))

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge._arguments import is_number
+from narrowgauge._arguments import is_number, shown
 from narrowgauge.optim._checkpoint_convert import Notes, StateReader
 from narrowgauge.optim._checkpoint_foreign import VERSION_KEY, layout_of
 from narrowgauge.optim._options import LIMIT, check_limits
@@ -61,10 +61,9 @@ class Receiver:
 
     Attributes:
         name: its class name, for messages.
-        groups: its parameter groups.
-        names: its parameters' names, in the order of the groups.
+        groups, names: its parameter groups, and its parameters' names in their order.
         identity: options that no checkpoint changes, because the class is named after them.
-        check: validates a group and returns its rule; raises ValueError.
+        check: validates a group and returns its rule.
     """
 
     name: str
@@ -89,52 +88,6 @@ class Checkpoint:
     others: dict[Any, Any]
     states: dict[Tensor, dict[str, Tensor]] = field(default_factory=dict)
     notes: Notes = field(default_factory=Notes)
-
-
-def load_checkpoint(
-    receiver: Receiver,
-    given: Any,
-    load: Callable[[dict[str, Any]], None],
-    register_before: Callable[..., Any],
-    register_after: Callable[..., Any],
-) -> Notes:
-    """Load a checkpoint through torch.
-
-    Args:
-        receiver: the optimizer that loads it.
-        given: the state_dict, as the user gave it.
-        load: torch's `load_state_dict`.
-        register_before, register_after: torch's `register_load_state_dict_pre_hook` and `..._post_hook`.
-
-    Returns:
-        What was changed or dropped.
-
-    Raises:
-        ValueError: for a checkpoint that does not fit; nothing is changed then.
-    """
-    if not isinstance(given, Mapping):
-        raise ValueError(f"state_dict: got {type(given).__name__}, takes a dict")
-    # torch casts every float state to the parameter's dtype, which would round fp32 moments to bf16. Two hooks
-    # avoid that: the last pre-hook takes the states out, and the first post-hook puts them back.
-    read: list[Checkpoint] = []
-
-    def before(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        checkpoint = read_checkpoint(receiver, state_dict)
-        if checkpoint is None:
-            return None
-        read.append(checkpoint)
-        return {**state_dict, "state": checkpoint.others, "param_groups": checkpoint.groups}
-
-    def after(optimizer: torch.optim.Optimizer) -> None:
-        optimizer.state.update(read[0].states)
-
-    handles = register_before(before), register_after(after, prepend=True)
-    try:
-        load(dict(given))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return read[0].notes
 
 
 @torch.no_grad()
@@ -213,70 +166,54 @@ def _marked(plan: ParamPlan) -> dict[str, StateStorage]:
 
 
 def check_form(given: Any) -> None:
-    """Refuse what is not a torch optimizer's state_dict.
-
-    Raises:
-        ValueError: naming the place and the value.
-    """
-    if not isinstance(given, Mapping):
-        raise ValueError(f"state_dict: got {type(given).__name__}, takes a dict")
-    if not {"state", "param_groups"} <= given.keys():
-        raise ValueError(f"state_dict: got {sorted(map(str, given))}, takes 'state' and 'param_groups'")
+    """Refuse what is not a torch optimizer's state_dict, naming the place and the value."""
+    if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
+        keys = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
+        raise ValueError(f"state_dict must be a dict with 'state' and 'param_groups', got {keys}")
     states, groups = given["state"], given["param_groups"]
-    if not isinstance(states, Mapping):
-        raise ValueError(f"state_dict: 'state' is a {type(states).__name__}, takes a dict")
+    _check_kind("'state'", states, Mapping, "a dict")
     for identity, entry in states.items():
-        if not isinstance(entry, Mapping):
-            raise ValueError(f"state_dict: the state of {identity!r} is a {type(entry).__name__}, takes a dict")
-    if not isinstance(groups, list | tuple):
-        raise ValueError(f"state_dict: 'param_groups' is a {type(groups).__name__}, takes a list")
-    members: list[Any] = []
+        _check_kind(f"the state of {identity!r}", entry, Mapping, "a dict")
+    _check_kind("'param_groups'", groups, (list, tuple), "a list")
     for number, group in enumerate(groups):
-        _check_group(number, group)
-        members += group["params"]
-    for identity in members:
-        if identity in states:
-            _check_entry(f"the state of {identity!r}", states[identity])
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), list | tuple):
+            raise ValueError(
+                f"state_dict: group {number} must be a dict with a list of 'params', got {group!r:.200}"
+            )
+        for option in group:
+            _check_kind(f"an option of group {number}", option, str, "a name")
+        for identity in group["params"]:
+            _check_kind(f"a parameter of group {number}", identity, (int, str), "a number or a name")
+            if identity in states:
+                _check_entry(f"the state of {identity!r}", states[identity])
 
 
 def check_members(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse groups that do not list each parameter once.
-
-    Raises:
-        ValueError: naming the group, or the parameter.
-    """
+    """Refuse groups that do not list each parameter once, naming the group or the parameter."""
     for number, group in enumerate(groups):
         named, count = group.get("param_names"), len(group["params"])
         if named is None:
             continue
         names = isinstance(named, list | tuple) and all(isinstance(name, str) for name in named)
         if not names or len(named) != count:
-            raise ValueError(f"state_dict: group {number} has param_names={named!r:.200}, takes {count} names")
+            raise ValueError(f"state_dict: param_names of group {number} must be {count} names, got {named!r:.200}")
     counts = Counter(identity for group in groups for identity in group["params"])
     if twice := [identity for identity, count in counts.items() if count > 1]:
-        raise ValueError(f"state_dict: 'params' has {twice[0]!r} twice, takes each parameter once")
-
-
-def _check_group(number: int, group: Any) -> None:
-    if not isinstance(group, Mapping) or not isinstance(group.get("params"), list | tuple):
-        raise ValueError(f"state_dict: group {number} is {group!r:.200}, takes a dict with a list of 'params'")
-    if odd := [key for key in group if not isinstance(key, str)]:
-        raise ValueError(f"state_dict: group {number} has the option {odd[0]!r}, takes names")
-    for identity in group["params"]:
-        if not isinstance(identity, int | str):
-            raise ValueError(
-                f"state_dict: group {number} calls a parameter {identity!r:.100}, takes numbers or names"
-            )
+        raise ValueError(f"state_dict: 'params' must have each parameter once, got {twice[0]!r} twice")
 
 
 def _check_entry(what: str, entry: Mapping[Any, Any]) -> None:
     for key, value in entry.items():
-        if not isinstance(key, str):
-            raise ValueError(f"state_dict: {what} has the key {key!r}, takes names")
+        _check_kind(f"a key in {what}", key, str, "a name")
         if isinstance(value, Mapping):
             _check_entry(f"{key!r} in {what}", value)
         if isinstance(value, Tensor) and (value.is_meta or value.layout is not torch.strided or value.is_complex()):
             raise ValueError(
-                f"state_dict: {key!r} in {what} is of {value.dtype} ({value.layout}, on {value.device}), takes "
-                "dense real numbers"
+                f"state_dict: {key!r} in {what} must be of dense real numbers, got {value.dtype} "
+                f"({value.layout}, on {value.device})"
             )
+
+
+def _check_kind(what: str, value: Any, kind: type | tuple[type, ...], words: str) -> None:
+    if not isinstance(value, kind):
+        raise ValueError(f"state_dict: {what} must be {words}, got {shown(value)}")
