@@ -41,11 +41,6 @@ def test_options_are_refused_by_name(options: dict, words: str) -> None:
         AdamW([parameter()], **options)
 
 
-def test_what_the_name_says_is_no_argument() -> None:
-    with pytest.raises(TypeError, match=r"^AdamW\(\) got an unexpected keyword argument 'decoupled_weight_decay'$"):
-        AdamW([parameter()], decoupled_weight_decay=True)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.float8_e4m3fn])
 def test_dtypes_are_refused_by_parameter(dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match=rf"params must be float32, .*, got {dtype} \(head\.weight\)"):

@@ -10,7 +10,7 @@ import torch
 from checkpoint_runs import drive, everything, model, same
 
 from narrowgauge.optim import LARS, SGD, Adagrad, Adam, AdamW, AdamW8bit, Lion, NarrowOptimizer
-from narrowgauge.storage import mark_states, state_storage, state_storages
+from narrowgauge.storage import mark_states, state_storages
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -73,15 +73,6 @@ def test_what_was_quantized_comes_back_from_wider_states_as_it_was(narrow: str) 
     wide.load_state_dict(first.state_dict())
     back.load_state_dict(wide.state_dict())
     assert same(moments(back), moments(first))
-
-
-def test_words_tell_their_storage() -> None:
-    """What makes a checkpoint readable without a list of what each parameter was kept in; see `_checkpoint`."""
-    p = torch.zeros(5, 7)
-    for signed in (True, False):
-        words = [state_storage(name).init(p, signed, 16) for name in state_storages()]
-        told = [{(key, word.dtype, word.shape) for key, word in w.items()} for w in words]
-        assert all(a != b for a, b in itertools.combinations(told, 2))
 
 
 def test_marked_and_renamed_parameters_resume() -> None:

@@ -9,7 +9,6 @@ import weakref
 import pytest
 import torch
 
-from narrowgauge import rules
 from narrowgauge.optim import LAMB, SGD, Adagrad, AdamW, AdamW8bit, Muon, NarrowOptimizer
 from narrowgauge.storage import mark_states, state_storages, weight_storages
 
@@ -183,15 +182,6 @@ def test_a_model_cast_to_float32_is_refused_by_name(weights: str) -> None:
     drive(p, optimizer, range(2, 3))
 
 
-def test_plain_weights_follow_a_cast() -> None:
-    p, optimizer = made(AdamW8bit)
-    drive(p, optimizer, range(2))
-    p.data = p.data.float()
-    drive(p, optimizer, range(2, 4))
-    assert optimizer.describe().rows[0].dtype == "float32"
-    assert optimizer.state[p]["step"] == 4
-
-
 @pytest.mark.parametrize("cls", [SGD, Adagrad])
 @pytest.mark.parametrize("states", ["8bit", "mapping"])
 def test_momentum_sleeps_and_wakes_with_what_it_was(cls: type, states: str) -> None:
@@ -229,15 +219,6 @@ def test_a_sleeping_momentum_is_saved_and_loaded() -> None:
     assert same(words(optimizer), words(twin))
 
 
-def test_a_momentum_switched_on_just_before_saving_starts_anew() -> None:
-    p, optimizer = made(SGD)
-    drive(p, optimizer, range(2))
-    optimizer.param_groups[0]["momentum"] = 0.9
-    other = made(SGD)[1]
-    other.load_state_dict(optimizer.state_dict())
-    assert not other.state[other.param_groups[0]["params"][0]]["m"].any()
-
-
 def test_nothing_is_planned_again_without_a_change() -> None:
     p, optimizer = made(clip_updates=True, states={"m": "8bit", "v": "fp32"})
     drive(p, optimizer, range(1))
@@ -246,15 +227,6 @@ def test_nothing_is_planned_again_without_a_change() -> None:
     drive(p, optimizer, range(1, 3))
     optimizer.describe()
     assert optimizer._engine.plans[p] is plan
-
-
-def test_a_mark_on_another_models_parameter_changes_no_list() -> None:
-    p, optimizer = made(AdamW8bit)
-    drive(p, optimizer, range(2))
-    (roster,) = optimizer._engine._rosters.values()
-    mark_states(torch.nn.Parameter(torch.zeros(3)), "fp32")
-    drive(p, optimizer, range(2, 3))
-    assert list(optimizer._engine._rosters.values()) == [roster]
 
 
 def test_no_old_state_stays_in_memory() -> None:
@@ -268,26 +240,3 @@ def test_no_old_state_stays_in_memory() -> None:
     drive(p, optimizer, range(2, 3))
     gc.collect()
     assert old() is None
-
-
-def test_parameters_of_one_name_are_told_apart() -> None:
-    ps = [torch.nn.Parameter(torch.zeros(3)) for _ in range(3)]
-    optimizer = SGD([{"params": [("w", ps[0]), ("w", ps[1])]}, {"params": [("w", ps[2])]}], lr=0.1)
-    assert [row.parameter for row in optimizer.describe().rows] == ["w", "0.w", "1.w"]
-
-
-def test_the_slots_of_a_clipped_rule_are_its_own() -> None:
-    class OneMoment(type(rules.ADAM)):  # type: ignore[misc]
-        def slots(self, group: dict) -> tuple:
-            return self.moments[1:]
-
-    rule = rules.clipped(OneMoment("one moment", decoupled=True))
-    assert rule is not None
-    assert [slot.name for slot in rule.slots({})] == ["v"]
-
-
-def test_muon_takes_no_momentum_as_torchs_does() -> None:
-    p = torch.nn.Parameter(torch.eye(3))
-    p.grad = torch.ones_like(p)
-    Muon([p], momentum=0.0).step()
-    assert not torch.equal(p, torch.eye(3))

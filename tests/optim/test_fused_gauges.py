@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed: kernels cannot run, not even interpreted")
 
@@ -19,7 +18,7 @@ from test_dispatch import Pair
 from narrowgauge import optim
 from narrowgauge.kernels import _cuda_graphs
 from narrowgauge.kernels._step import _stats, _tables
-from narrowgauge.optim import UpdateStats, _triton_backend, step_in_backward
+from narrowgauge.optim import UpdateStats, _triton_backend
 from narrowgauge.storage import state_storages, weight_storage, weight_storages
 from pairwise import cases
 
@@ -123,14 +122,6 @@ def test_measuring_changes_no_bit(weights: str, states: str, device: str) -> Non
     assert all(map(torch.equal, *ends))
 
 
-def test_gauges_are_on_or_off() -> None:
-    optimizer = optim.SGD(parameters(((3,),), torch.float32, "cpu"), lr=0.1)
-    assert optimizer.gauges is False
-    for bad in (1, "yes", "sampled", None, 0.5):
-        with pytest.raises(ValueError, match="gauges must be True or False"):
-            optimizer.gauges = bad
-
-
 def test_sums_by_hand(device: str) -> None:
     """Plain SGD with a rate of one: the update is the negative gradient."""
     p = torch.nn.Parameter(torch.tensor([1.0, 1.0, 1.0, 2.0, 0.0, 4.0], dtype=torch.bfloat16, device=device))
@@ -217,16 +208,6 @@ def test_many_programs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ends.tolist() == [0, 3, 3, 4, 6]
 
 
-def test_stepping_in_backward(device: str) -> None:
-    net = torch.nn.Linear(20, 30).to(device, torch.bfloat16)
-    optimizer = step_in_backward(net, optim.AdamW, weights="split", states="bf16")
-    optimizer.gauges = True
-    net(torch.ones(4, 20, device=device, dtype=torch.bfloat16)).float().square().mean().backward()
-    optimizer.step()
-    counted = {name: stats.ratio_elements for name, stats in optimizer.last_stats.items()}
-    assert counted == {"weight": 600, "bias": 30}
-
-
 def test_a_graph_tells_of_its_last_replay(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Captures are only said to be ones, as in `test_dispatch`."""
     pair = gauged(device, "AdamW", weights="split", states="fp32")
@@ -246,16 +227,6 @@ def test_a_graph_tells_of_its_last_replay(device: str, monkeypatch: pytest.Monke
     pair.eager.step()
     check(pair)
     assert not torch.equal(stats["0.2"].sums, before)
-
-
-def test_an_ordinary_steps_sums_stay(device: str) -> None:
-    pair = gauged(device, "AdamW", weights="split", states="fp32")
-    pair.step()
-    first = pair.fused.last_stats["0.2"]
-    kept: Tensor = first.sums.clone()
-    pair.step()
-    assert torch.equal(first.sums, kept)
-    assert not torch.equal(pair.fused.last_stats["0.2"].sums, kept)
 
 
 @pytest.mark.gpu

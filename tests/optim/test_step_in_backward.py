@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from narrowgauge import optim
 from narrowgauge.optim import NarrowOptimizer, step_in_backward
-from narrowgauge.scaling import DynamicLossScaler, StaticLossScaler, TensorLossScaler
 from narrowgauge.trainers._memory import peak_memory
 
 BF16 = {"weights": "split8", "min_quantized_size": 0}
@@ -191,21 +190,6 @@ def test_groups_may_be_made_by_a_function_frozen_and_added_later() -> None:
     assert same(*ends)
 
 
-def test_a_closure_runs_once_and_ends_the_step() -> None:
-    one, two = Tied(), Tied()
-    for model, optimizer in ((one, step_in_backward(one, optim.AdamW)), (two, optim.AdamW(two.parameters()))):
-        for step in range(3):
-
-            def closure(model=model, optimizer=optimizer, step=step) -> torch.Tensor:
-                optimizer.zero_grad()
-                loss = model(batch(step))
-                loss.backward()
-                return loss
-
-            assert optimizer.step(closure).item() > 0
-    assert same(one, two)
-
-
 def test_accumulation_is_found_out() -> None:
     model = Tied()
     optimizer = step_in_backward(model, optim.AdamW)
@@ -254,26 +238,6 @@ def test_a_loss_scaler_is_found_out_at_its_step() -> None:
     scaler.scale(model(batch(0))).backward()
     with pytest.raises(AssertionError, match="No inf checks were recorded"):
         scaler.step(optimizer)
-
-
-@pytest.mark.parametrize("kind", [DynamicLossScaler, StaticLossScaler, TensorLossScaler])
-def test_our_loss_scalers_find_it_out_too(kind) -> None:
-    model = Tied()
-    optimizer = step_in_backward(model, optim.AdamW)
-    scaler = kind("cpu")
-    scaler.scale(model(batch(0))).backward()
-    for call in (scaler.unscale_, scaler.step):
-        with pytest.raises(RuntimeError, match="got AdamW with step_in_backward"):
-            call(optimizer)
-
-
-def test_clipping_by_the_norm_of_all_finds_nothing() -> None:
-    """What the documentation says of it."""
-    model = Tied()
-    optimizer = step_in_backward(model, optim.AdamW)  # its hooks end with the last reference to it
-    model(batch(0)).backward()
-    assert optimizer.in_backward is not None
-    assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-9) == 0
 
 
 def test_what_cannot_be_had_is_refused_by_name() -> None:

@@ -64,11 +64,6 @@ def test_schedules_of_the_rate(name: str, which: str, rate: float | torch.Tensor
     check_schedule(name, {"lr": rate}, SCHEDULERS[which])
 
 
-@pytest.mark.parametrize("name", ["Adam", "Adagrad", "Muon"])
-def test_every_namesake_follows_a_schedule(name: str) -> None:
-    check_schedule(name, {}, SCHEDULERS["LambdaLR"])
-
-
 @pytest.mark.parametrize("which", CYCLES)
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -162,20 +157,6 @@ def test_groups_added_later_take_part(name: str) -> None:
         assert [group["lr"] for group in optimizer.param_groups][1] == 0.05
         ends.append(values(ps))
     assert distance(*ends) < NEAR[name]
-
-
-@pytest.mark.parametrize("name", NAMESAKES)
-def test_zero_grad_frees_or_zeroes(name: str) -> None:
-    ps = parameters()
-    optimizer = ours(name)(ps)
-    backward(ps, 0)
-    optimizer.zero_grad(set_to_none=False)
-    assert all(p.grad is not None and not p.grad.any() for p in ps)
-    optimizer.zero_grad()
-    assert all(p.grad is None for p in ps)
-    before = values(ps)
-    optimizer.step()  # nothing to do
-    assert torch.equal(values(ps), before)
 
 
 @pytest.mark.parametrize("name", NAMESAKES)
