@@ -14,7 +14,6 @@ from narrowgauge.optim import AdamW, CollageAdamW
 from narrowgauge.storage import weight_storage
 
 LR, BETA1, BETA2, EPS = 1e-3, 0.9, 0.999, 1e-8
-ARITHMETICS = ("fp32", "strict")
 
 
 def bf16(x):
@@ -135,11 +134,7 @@ def test_collage_plus_follows_exact_adamw_where_bf16_does_not() -> None:
         ("plain", "fp32", None),
         ("plain", "strict", None),
         # The strict step is -lr * decay * w in bf16, whose constants are off by up to 2^-9 each.
-        *[
-            (weights, arithmetic, 0.008)
-            for weights in ("kahan", "expansion", "master")
-            for arithmetic in ARITHMETICS
-        ],
+        *[(weights, of, 0.008) for weights in ("kahan", "expansion", "master") for of in ("fp32", "strict")],
         ("split", "fp32", 0.004),
         ("split8", "fp32", 0.01),
     ],
@@ -160,7 +155,7 @@ def test_weight_decay_arrives(weights: str, arithmetic: str, error: float | None
 
 
 def test_the_second_moment_follows_a_gradient_that_falls() -> None:
-    """A tenfold drop, beta2 = 0.999: after 3000 steps v must be right; in one bf16 word it is far too large.
+    """A tenfold drop, beta2 = 0.999: after 4000 steps v must be right; in one bf16 word it is far too large.
 
     In fp32 arithmetic; the strict one is Algorithm 2's bit for bit (above).
     """
@@ -169,7 +164,7 @@ def test_the_second_moment_follows_a_gradient_that_falls() -> None:
         p = torch.nn.Parameter(start())
         optimizer = AdamW([p], LR, weights="expansion", states=states)
         v = torch.zeros(64, dtype=torch.float64)
-        for step in range(4000):
+        for step in range(5000):
             grad = torch.full((64,), 1e-2 if step < 1000 else 1e-3).to(torch.bfloat16)
             p.grad = grad
             optimizer.step()
