@@ -2,14 +2,13 @@
 
 import copy
 import itertools
-import pickle
 import warnings
 
 import pytest
 import torch
 from checkpoint_runs import drive, everything, model, same
 
-from narrowgauge.optim import LARS, SGD, Adagrad, Adam, AdamW, AdamW8bit, Lion, NarrowOptimizer
+from narrowgauge.optim import LARS, SGD, Adagrad, Adam, AdamW, Lion, NarrowOptimizer
 from narrowgauge.storage import mark_states, state_storages
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -168,17 +167,6 @@ def test_only_plain_values_are_saved_and_none_is_shared() -> None:
     assert same(everything(loaded), before)
 
 
-def test_pickles_and_copies_go_on_alike() -> None:
-    original = AdamW8bit(model(), weights="split8", min_quantized_size=50)
-    drive(original, range(2))
-    twins = [pickle.loads(pickle.dumps(original)), copy.deepcopy(original)]
-    drive(original, range(2, 4))
-    for twin in twins:
-        drive(twin, range(2, 4))
-        assert same(everything(original), everything(twin))
-        assert same(weights(original), weights(twin))
-
-
 def test_norms_of_percentile_clipping_are_dropped() -> None:
     """Earlier versions had that option: its norms are in their states, and its percentile in every group."""
     for percentile, dropped in ((90, True), (100, False)):
@@ -225,18 +213,22 @@ def odd(state_dict: dict) -> dict:
         (lambda s: group(s).update(state_version=2), "state_version of group 0 must be 1, got 2"),
         (lambda s: group(s).pop("block_size"), "group 0 must have 'block_size'"),
         (lambda s: group(s).update(states="7bit"), "group 0: states.*'7bit'"),
-        (lambda s: group(s).update(betas=(0.9,)), "group 0: Invalid betas"),
         (lambda s: s.pop("state"), r"must be a dict with 'state' .*, got \['param_groups'\]"),
         (lambda s: s["param_groups"].append(group(s)), "different number of parameter groups"),
-        (lambda s: group(s)["params"].pop(), "doesn't match the size of optimizer's group"),
         (lambda s: odd(s).pop("step"), "odd must have 'step', got"),
-        (lambda s: odd(s).pop("m.scales"), r"'m' of odd has codes \(7, 13\) in uint8, which is not a moment"),
+        (lambda s: odd(s).pop("m.scales"), "'m' of odd must be a moment of .* got {'codes': "),
         (
             lambda s: [odd(s).pop(f"v.{word}") for word in ("codes", "scales")],
             "odd must have 'v' for AdamW, got",
         ),
-        (lambda s: odd(s).update({"v.scales": torch.ones(9)}), r"'v' of odd has codes .*, scales \(9,\)"),
-        (lambda s: s["state"].update({0: odd(s)}), r"'m' of weight has codes \(7, 13\) .* of shape \(33, 40\)"),
+        (
+            lambda s: odd(s).update({"v.scales": torch.ones(9)}),
+            r"'v' of odd must be a moment of .*'scales': .*\(9,\)",
+        ),
+        (
+            lambda s: s["state"].update({0: odd(s)}),
+            r"'m' of weight must be a moment of shape \(33, 40\) .*\(7, 13\)",
+        ),
         (
             lambda s: odd(s).update({"weight.lo": torch.ones(11, dtype=torch.int16)}),
             r"'weight.lo' of odd must have shape",
@@ -244,7 +236,7 @@ def odd(state_dict: dict) -> dict:
         (lambda s: odd(s).update({"m": {}}), "'m' of odd must be a tensor or a number, got dict"),
         (lambda s: odd(s).update({"step": torch.ones(3)}), r"'step' of odd must have shape \(\), got \(3,\)"),
     ],
-    ids=range(15),
+    ids=range(13),
 )
 def test_what_cannot_be_loaded_is_refused_and_changes_nothing(change, words: str) -> None:
     optimizer = AdamW(model(), lr=0.1, states="bf16", weights="split")

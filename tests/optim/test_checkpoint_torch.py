@@ -169,22 +169,6 @@ def test_what_torch_cannot_continue_is_said() -> None:
             kind(parameters()).torch_state_dict()
 
 
-def test_torchs_state_loads_into_narrow_storages() -> None:
-    theirs = torch.optim.AdamW(parameters(torch.bfloat16))
-    drive(theirs, range(3))
-    ours = AdamW(
-        parameters(torch.bfloat16), states={"m": "8bit", "v": "bf16"}, weights="split8", min_quantized_size=500
-    )
-    ours.load_state_dict(theirs.state_dict())
-    for p, q in zip(ours.state, theirs.state, strict=True):
-        assert ours.state[p]["v"].dtype == torch.bfloat16
-        assert torch.equal(ours.state[p]["v"], theirs.state[q]["exp_avg_sq"])
-        assert ours.state[p]["weight.lo"].dtype == torch.int8
-        assert ours.state[p]["skipped"] == 0
-    assert ours.state[next(iter(ours.state))]["m.codes"].dtype == torch.uint8
-    drive(ours, range(3, 4))
-
-
 @pytest.mark.parametrize("ours", [optim.Adam, optim.AdamW, optim.StableAdamW, optim.AdamW8bit])
 @pytest.mark.parametrize("written", ["torch", "here"])
 @pytest.mark.parametrize("decoupled", [False, True])

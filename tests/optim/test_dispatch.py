@@ -199,15 +199,6 @@ def test_what_has_no_kernel_is_stepped_once_too(device: str) -> None:
     assert all(pair.fused.state[p]["step"] == 4 for p in (*pair.ps, odd))
 
 
-def test_a_rule_without_a_kernel_says_so(device: str) -> None:
-    pair = Pair(device, "Muon", shapes=((8, 4), (6, 6)))
-    assert pair.paths == ["eager torch, fp32"] * 2
-    pair.step(2)
-    assert pair.paths == ["eager torch, fp32"] * 2
-    assert all("not fused: " in row.why for row in pair.fused.describe().rows)
-    pair.check()
-
-
 def test_tensors_that_are_moved_or_replaced(device: str, looks: list[int]) -> None:
     pair = Pair(device, **SPLIT8)
     pair.step()
@@ -269,19 +260,6 @@ def test_a_gradient_that_is_a_negated_view(device: str) -> None:
             ps[0].grad = torch._neg_view(ps[0].grad)
         pair.both(lambda optimizer: optimizer.step())
     pair.check()
-
-
-def test_states_that_are_loaded_between_steps(device: str) -> None:
-    pair = Pair(device, **SPLIT8)
-    pair.step(2)
-    saved = pair.both(lambda optimizer: copy.deepcopy(optimizer.state_dict()))
-    pair.step()
-    pair.fused.load_state_dict(saved[0])
-    pair.eager.load_state_dict(saved[1])
-    pair.step(2)
-    pair.check()
-    with pytest.warns(UserWarning, match="torch_state_dict: dropped"):
-        assert len(pair.fused.torch_state_dict()["state"]) == len(SHAPES)
 
 
 def test_copies_go_on_alone(device: str) -> None:

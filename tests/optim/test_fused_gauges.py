@@ -187,16 +187,6 @@ def test_what_is_no_number_counts_alike(weights: str, states: str, device: str) 
     assert torch.equal(found.isfinite(), wanted.isfinite())
 
 
-def test_addresses_that_are_no_multiple_of_16_bytes(device: str) -> None:
-    for weights, states in (("split8", "log8"), ("expansion", "8bit"), ("split", "bf16")):
-        pair = gauged(device, "AdamW", ((300,),), weights=weights, states=states)
-        for p in (pair.ps[0], pair.qs[0]):
-            pool = torch.ones(301, dtype=torch.bfloat16, device=device)
-            p.data = pool[1:]
-        pair.step(2)
-        check(pair)
-
-
 def test_many_programs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut into slices of two programs, as longer tensors are into slices of a thousand."""
     monkeypatch.setattr(_stats, "SLICE", 2)

@@ -31,18 +31,11 @@ def run(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], steps
 
 
 NAMESAKES: list[tuple[str, dict[str, Any]]] = [
-    ("Adam", {}),
     ("Adam", {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}),
-    ("AdamW", {"weight_decay": 0.1}),
     ("AdamW", {"maximize": True, "betas": (0.0, 0.0)}),
-    ("SGD", {}),
-    ("SGD", {"lr": 0.02, "momentum": 0.9}),
     ("SGD", {"lr": 0.02, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}),
     ("SGD", {"lr": 0.02, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
-    ("SGD", {"lr": 0.02, "weight_decay": 0.1, "maximize": True}),
-    ("Adagrad", {}),
     ("Adagrad", {"lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.5, "eps": 1e-6}),
-    ("Muon", {}),
     ("Muon", {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0, "lr": 0.02}),
     ("Muon", {"ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5), "momentum": 0.5}),
 ]

@@ -102,23 +102,6 @@ def test_momentum_switched_on_and_off_is_what_torch_makes_of_it() -> None:
     check_schedule("SGD", {"lr": 0.01, "momentum": 0.9}, switch_momentum)
 
 
-def test_a_slot_that_came_later_is_kept_as_asked() -> None:
-    ps = [torch.nn.Parameter(torch.ones(5000)) for _ in range(3)]
-    optimizer = ours("SGD")([{"params": ps[:2]}, {"params": ps[2:]}], states="8bit")
-    for step in range(2):
-        for p in ps:
-            p.grad = torch.ones_like(p)
-        optimizer.step()
-        if step == 0:
-            assert not any(key.startswith("m.") for p in ps for key in optimizer.state[p])
-            for group in optimizer.param_groups:
-                group["momentum"] = 0.9
-    assert [row.states for row in optimizer.describe().rows] == ["m:8bit"] * 3
-    for p in ps:
-        assert optimizer.state[p]["m.codes"].dtype == torch.uint8
-        assert optimizer.state[p]["step"] == 2
-
-
 @pytest.mark.parametrize("name", NAMESAKES)
 def test_a_closure_is_called_once_with_gradients_on_and_its_loss_returned(name: str) -> None:
     ends = []
@@ -195,14 +178,6 @@ def test_sparse_gradients_are_refused_before_anything_moves(name: str) -> None:
     ):
         optimizer.step()
     assert torch.equal(values([p, q]), before)
-
-
-@pytest.mark.parametrize("name", NAMESAKES)
-def test_complex_parameters_are_refused(name: str) -> None:
-    p = torch.nn.Parameter(torch.ones(2, 3, dtype=torch.complex64))
-    kind, words = (RuntimeError, "Muon does not support complex") if name == "Muon" else (ValueError, "complex64")
-    with pytest.raises(kind, match=words):
-        ours(name)([p])
 
 
 def copies(ps: list[torch.nn.Parameter], optimizer: NarrowOptimizer, how: str) -> tuple[list[Any], Any]:

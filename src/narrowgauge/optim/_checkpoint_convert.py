@@ -171,9 +171,9 @@ class StateReader:
         if found is None:
             wanted = self.declared[-1].get(slot.slot.name, slot.storage).name
             raise ValueError(
-                f"state_dict: {slot.slot.name!r} of {self.plan.name} has "
-                f"{_show(_signature(slot.tensors(self.entry)))}, which is not a moment of shape "
-                f"{tuple(self.p.shape)} in {wanted!r}, block_size={self.block_size}"
+                f"state_dict: {slot.slot.name!r} of {self.plan.name} must be a moment of shape "
+                f"{tuple(self.p.shape)} in {wanted!r}, block_size={self.block_size}, got "
+                f"{_signature(slot.tensors(self.entry))}"
             )
         return found
 
@@ -320,14 +320,6 @@ Signature = dict[str, tuple[torch.dtype, tuple[int, ...]] | type]
 
 def _signature(tensors: Mapping[str, Any]) -> Signature:
     return {key: (x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else type(x) for key, x in tensors.items()}
-
-
-def _show(signature: Signature) -> str:
-    parts = []
-    for key, value in sorted(signature.items()):
-        what = f"{value[1]} in {_name(value[0])}" if isinstance(value, tuple) else value.__name__
-        parts.append(f"{key} {what}".strip())
-    return ", ".join(parts)
 
 
 def _name(dtype: torch.dtype) -> str:
