@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from narrowgauge.optim import LAMB, LARS, SGD, Adagrad, Adam, AdamW, Lion, Muon, NarrowOptimizer, StableAdamW
+from narrowgauge.optim import LAMB, LARS, SGD, Adagrad, Adam, AdamW, NarrowOptimizer, StableAdamW
 from narrowgauge.optim._eager import Fp32Arithmetic, Noise, Operands, numbers, update, with_sums
 from narrowgauge.optim._plan import ParamStep
 from pairwise import cases
@@ -133,17 +133,6 @@ def asked(optimizer: NarrowOptimizer, p: torch.nn.Parameter) -> float:
     found = plan.rule.remaining_effect(Fp32Arithmetic(), weight, moments, scalars)
     assert set(found) == {"m"}
     return float(torch.as_tensor(found["m"]).expand(SHAPE)[3, 5])
-
-
-@pytest.mark.parametrize(("kind", "options"), [(Lion, {}), (Muon, {}), (SGD, {}), (Adagrad, {})], ids=str)
-def test_rules_that_cannot_say_hand_nothing_over(
-    kind: Callable[..., NarrowOptimizer], options: dict[str, Any]
-) -> None:
-    p, optimizer = made(kind, **options)
-    take(p, optimizer, gradients(2))
-    (plan,) = (plan for _, plan in optimizer.plans())
-    moments = {slot.slot.name: torch.ones(SHAPE) for slot in plan.slots}
-    assert plan.rule.remaining_effect(Fp32Arithmetic(), p.detach(), moments, {}) == {}
 
 
 def test_an_average_in_eight_bits_shrinks_as_it_should() -> None:
