@@ -62,7 +62,7 @@ def test_it_is_one_number_for_all_groups() -> None:
 def test_the_norm_is_of_the_last_step_and_there_is_none_before() -> None:
     ps = parameters()
     optimizer = SGD(ps, lr=1.0, max_grad_norm=math.inf)  # measures, and clips nothing
-    with pytest.raises(RuntimeError, match="grad_norm must be measured by a step first"):
+    with pytest.raises(RuntimeError, match="grad_norm: no step has measured one"):
         _ = optimizer.grad_norm
     optimizer.step()  # no gradients at all
     norm = optimizer.grad_norm

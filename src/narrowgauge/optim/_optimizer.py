@@ -355,7 +355,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
             RuntimeError: if no step has measured it.
         """
         if self._grad_norm is None:
-            raise RuntimeError("grad_norm must be measured by a step first, with max_grad_norm, which may be inf")
+            raise RuntimeError("grad_norm: no step has measured one; step with max_grad_norm, which may be inf")
         return self._grad_norm.clone()
 
     # What gauges and people read.
