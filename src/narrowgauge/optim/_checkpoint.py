@@ -55,24 +55,6 @@ _ALIKE = {"adam", "adamw", "lamb"}
 Group = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Receiver:
-    """What the reader needs of the optimizer.
-
-    Attributes:
-        name: its class name, for messages.
-        groups, names: its parameter groups, and its parameters' names in their order.
-        identity: options that no checkpoint changes, because the class is named after them.
-        check: validates a group and returns its rule.
-    """
-
-    name: str
-    groups: Sequence[Group]
-    names: Sequence[str]
-    identity: tuple[str, ...]
-    check: Callable[[Group], Rule]
-
-
 @dataclass
 class Checkpoint:
     """A checkpoint in the form of the optimizer that reads it.
@@ -91,8 +73,22 @@ class Checkpoint:
 
 
 @torch.no_grad()
-def read_checkpoint(receiver: Receiver, given: Mapping[str, Any]) -> Checkpoint | None:
+def read_checkpoint(
+    optimizer: str,
+    live: Sequence[Group],
+    names: Sequence[str],
+    fixed: tuple[str, ...],
+    check: Callable[[Group], Rule],
+    given: Mapping[str, Any],
+) -> Checkpoint | None:
     """Bring a checkpoint into an optimizer's form, without changing the optimizer.
+
+    Args:
+        optimizer: its class name, for messages.
+        live, names: its parameter groups, and its parameters' names in their order.
+        fixed: options that no checkpoint changes, because the class is named after them.
+        check: validates a group and returns its rule.
+        given: the state_dict.
 
     Returns:
         None if the groups' number or sizes differ: torch then raises its own error.
@@ -101,14 +97,14 @@ def read_checkpoint(receiver: Receiver, given: Mapping[str, Any]) -> Checkpoint 
         ValueError: for a state_dict that is damaged, or that does not fit.
     """
     check_form(given)
-    live, saved = receiver.groups, given["param_groups"]
+    saved = given["param_groups"]
     if [len(group["params"]) for group in live] != [len(group["params"]) for group in saved]:
         return None
     check_members(saved)
     to_group, to_state = layout_of(given)
     pairs = zip(live, saved, strict=True)
-    translated = [to_group(receiver.name, number, *pair) for number, pair in enumerate(pairs)]
-    stays = (*_STAYS, *receiver.identity)
+    translated = [to_group(optimizer, number, *pair) for number, pair in enumerate(pairs)]
+    stays = (*_STAYS, *fixed)
     groups = [
         {**mine, **new, **{option: mine[option] for option in stays if option in mine}}
         for mine, new in zip(live, translated, strict=True)
@@ -118,17 +114,17 @@ def read_checkpoint(receiver: Receiver, given: Mapping[str, Any]) -> Checkpoint 
     except ValueError as error:
         raise ValueError(f"state_dict: {error}") from error
     checkpoint = Checkpoint(groups, dict(given["state"]))
-    notes, names = checkpoint.notes, iter(receiver.names)
+    notes, every = checkpoint.notes, iter(names)
     for number, (group, old) in enumerate(zip(groups, translated, strict=True)):
         members = live[number]["params"]
         former = group.pop(_FORMER_OPTION, 100)
         if not is_number(former) or former < 100:
-            notes.add(f"dropped {_FORMER_OPTION}, which {receiver.name} does not have", f"group {number}")
+            notes.add(f"dropped {_FORMER_OPTION}, which {optimizer} does not have", f"group {number}")
         if group["rule"] != old["rule"] and not {group["rule"], old["rule"]} <= _ALIKE:
             what = f"took moments of {old['rule']!r} for those of {group['rule']!r}, which may be other averages"
             notes.add(what, f"group {number}")
         try:
-            rule = receiver.check({**group, "params": members})
+            rule = check({**group, "params": members})
             # What the saved group asks for each slot; a single parameter may differ (`StateReader`).
             declared = slot_storages(rule, {**group, "states": old["states"]})
         except ValueError as error:
@@ -138,18 +134,18 @@ def read_checkpoint(receiver: Receiver, given: Mapping[str, Any]) -> Checkpoint 
                 what = f"took {option}={group[option]!r} from the checkpoint, for {live[number][option]!r}"
                 notes.add(what, f"group {number}")
         for p, identity in zip(members, group["params"], strict=True):
-            plan = plan_param(rule, group, p, next(names), 0)
+            plan = plan_param(rule, group, p, next(every), 0)
             entry = checkpoint.others.pop(identity, None)
             if entry == {} and plan.slots:
                 notes.add("found an empty state, which starts anew", plan.name)
             if entry and _FORMER_ENTRY in entry:
                 entry = copy.copy(entry)
                 del entry[_FORMER_ENTRY]
-                notes.add(f"dropped {_FORMER_ENTRY!r}, which {receiver.name} does not keep", plan.name)
+                notes.add(f"dropped {_FORMER_ENTRY!r}, which {optimizer} does not keep", plan.name)
             if not entry:
                 continue
             likely = (_marked(plan), declared) if plan.kind[1] is not None else (declared,)
-            reader = StateReader(receiver.name, plan, local(p), entry, likely, old["block_size"], notes)
+            reader = StateReader(optimizer, plan, local(p), entry, likely, old["block_size"], notes)
             found, decoded = from_dtensors(p, plan, entry, old["block_size"], reader.moments_of)
             if decoded:
                 notes.add("encoded moments anew, whose blocks were those of other shards", plan.name)

@@ -20,7 +20,7 @@ from torch.optim.optimizer import ParamsT
 
 from narrowgauge._arguments import Flag, check, check_instance
 from narrowgauge.optim._changes import GroupSnapshot
-from narrowgauge.optim._checkpoint import Checkpoint, Receiver, read_checkpoint
+from narrowgauge.optim._checkpoint import Checkpoint, read_checkpoint
 from narrowgauge.optim._checkpoint_convert import replan
 from narrowgauge.optim._checkpoint_foreign import VERSION, VERSION_KEY, export_to_torch
 from narrowgauge.optim._describe import Description, describe
@@ -516,13 +516,14 @@ class NarrowOptimizer(torch.optim.Optimizer):
         """
         check_instance("state_dict", state_dict, Mapping)
         names = [plan.name for _, plan in self.plans()]
-        receiver = Receiver(type(self).__name__, self.param_groups, names, self.identity, self._checked_rule)
         # torch casts every float state to the parameter's dtype, which would round fp32 moments to bf16. Two hooks
         # avoid that: the last pre-hook takes the states out, and the first post-hook puts them back.
         read: list[Checkpoint] = []
 
         def before(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
-            checkpoint = read_checkpoint(receiver, given)
+            checkpoint = read_checkpoint(
+                type(self).__name__, self.param_groups, names, self.identity, self._checked_rule, given
+            )
             if checkpoint is None:
                 return None
             read.append(checkpoint)
