@@ -32,7 +32,7 @@ def flattened(module: torch.nn.Module, original: bool) -> FullyShardedDataParall
 @pytest.mark.parametrize("original", [False, True])
 def test_fsdp1_is_refused_by_name(original: bool) -> None:
     wrapped = flattened(model(), original)
-    with pytest.raises(ValueError, match=r"\(FSDP1\).*use torch.distributed.fsdp.fully_shard"):
+    with pytest.raises(ValueError, match=r"torch.distributed.fsdp.fully_shard.*\(FSDP1\)"):
         AdamW(wrapped.parameters())
     optimizer = AdamW(model().parameters())
     with pytest.raises(ValueError, match="FSDP1"):
@@ -57,7 +57,7 @@ def test_a_norm_of_some_parameters_is_refused_inside_zero() -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer  # torch compiles scripts for it
 
     parameters = list(model().parameters())
-    with pytest.raises(ValueError, match=r"max_grad_norm: got 1\.0 inside ZeroRedundancyOptimizer"):
+    with pytest.raises(ValueError, match="max_grad_norm must be None inside ZeroRedundancyOptimizer"):
         ZeroRedundancyOptimizer(parameters, AdamW, lr=1e-3, max_grad_norm=1.0)
     optimizer = ZeroRedundancyOptimizer(parameters, AdamW, lr=1e-3)
     for p in parameters:

@@ -98,14 +98,16 @@ def test_where_they_do_not_moments_are_encoded_anew_and_that_is_said(saved: Save
 def test_by_torch_and_by_hand(tmp_path: Path) -> None:
     for rank, told in enumerate(on_ranks(4, tmp_path, by_torch)):
         gathered = told.pop("gathered", "")
-        assert gathered.startswith("ValueError: state_dict: w has full tensors of blocks of 4 shards") == (not rank)
+        assert gathered.startswith("ValueError: state_dict: w, in blocks of 4 shards, must be DTensors on 4") == (
+            not rank
+        )
         refused, unsharded, wrong = (told.pop(key) for key in ("refused", "unsharded", "wrong"))
         assert all(told.values()), told
-        assert refused.startswith("ValueError: state_dict: long was saved in blocks of 5 shards, it has 4 here")
-        assert wrong == "ValueError: state_dict: 'weight.lo' of long has shape (3,), takes (33, 64)"
-        assert unsharded.startswith(
-            "ValueError: state_dict: the state of long has DTensors, its parameter is a plain tensor"
+        assert refused.startswith(
+            "ValueError: state_dict: long must be in blocks of 4 shards, got those of 5 shards"
         )
+        assert wrong == "ValueError: state_dict: 'weight.lo' of long must have shape (33, 64), got (3,)"
+        assert unsharded.startswith("ValueError: state_dict: the state of long must be full tensors")
 
 
 def test_a_rank_without_rows_has_lost_nothing(tmp_path: Path) -> None:
@@ -119,7 +121,7 @@ def test_refusals(tmp_path: Path) -> None:
             assert said.startswith("FloatingPointError: long: the gradient has inf or NaN (nonfinite='raise')")
             assert unchanged
             assert told[f"{path}, then"] == "nothing"
-        assert told["in backward"].startswith("ValueError: model: w is sharded; step_in_backward takes sharded")
+        assert told["in backward"].startswith("ValueError: nonfinite must be 'propagate' with step_in_backward")
         assert told["in backward, propagate"] == "nothing"
         assert told["held"] == (True, 2.0)
 

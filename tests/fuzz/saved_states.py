@@ -39,6 +39,10 @@ JUNK: dict[str, Callable[[], Any]] = {
     "ints": lambda: torch.arange(8), "bools": lambda: torch.ones(8, dtype=torch.bool),
     "complex": lambda: torch.ones(8, dtype=torch.complex64), "sparse": lambda: torch.ones(8).to_sparse(),
     "module": lambda: nn.Linear(3, 2), "empty module": nn.Identity,
+    "a negative tensor": lambda: torch.tensor(-3.0), "a NaN tensor": lambda: torch.tensor(float("nan")),
+    "an inf tensor": lambda: torch.tensor(float("inf")), "a NaN of numpy": lambda: np.float32("nan"),
+    "a number in meta": lambda: torch.ones((), device="meta"), "a fraction": lambda: torch.tensor(0.5), "a count beyond": lambda: torch.tensor(1e30), "nested": lambda: [[[]]],
+    "dict of dicts": lambda: {0: {0: {}}}, "list of dicts": lambda: [{}],
 }  # fmt: skip
 
 
@@ -286,19 +290,11 @@ def renamed(new: Any) -> Callable[[Any, Any], None]:
     return change
 
 
-MORE_JUNK: dict[str, Callable[[], Any]] = {
-    "a negative tensor": lambda: torch.tensor(-3.0), "a NaN tensor": lambda: torch.tensor(float("nan")),
-    "an inf tensor": lambda: torch.tensor(float("inf")), "a NaN of numpy": lambda: np.float32("nan"),
-    "a number in meta": lambda: torch.ones((), device="meta"), "a fraction": lambda: torch.tensor(0.5), "a count beyond": lambda: torch.tensor(1e30), "nested": lambda: [[[]]],
-    "dict of dicts": lambda: {0: {0: {}}}, "list of dicts": lambda: [{}],
-}  # fmt: skip
-
-
 def changes(value: Any) -> Iterator[tuple[str, Callable[[Any, Any], None]]]:
     """What can be done at the place of a value."""
     yield "dropped", drop
     yield "once more", add
-    for name, new in (JUNK | MORE_JUNK).items():
+    for name, new in JUNK.items():
         yield name, replaced(new())
     if isinstance(value, Tensor):
         known = value.to(torch.float32) if value.dtype.itemsize == 1 and value.is_floating_point() else value
@@ -320,7 +316,7 @@ def all_cases(subject: Subject, state: Any) -> list[Case]:
         if not (path[0] == "param_groups" and len(path) > 2 and path[2] in subject.theirs)
         for name, change in changes(at(state, path))
     ]
-    return found + [(name, None, new) for name, new in (JUNK | MORE_JUNK).items()]
+    return found + [(name, None, new) for name, new in JUNK.items()]
 
 
 def spoil(state: Any, case: Case) -> Any:

@@ -2,15 +2,14 @@
 
 import copy
 import itertools
-import pickle
 import warnings
 
 import pytest
 import torch
 from checkpoint_runs import drive, everything, model, same
 
-from narrowgauge.optim import LARS, SGD, Adagrad, Adam, AdamW, AdamW8bit, Lion, NarrowOptimizer
-from narrowgauge.storage import mark_states, state_storage, state_storages
+from narrowgauge.optim import LARS, SGD, Adagrad, Adam, AdamW, Lion, NarrowOptimizer
+from narrowgauge.storage import mark_states, state_storages
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -73,15 +72,6 @@ def test_what_was_quantized_comes_back_from_wider_states_as_it_was(narrow: str) 
     wide.load_state_dict(first.state_dict())
     back.load_state_dict(wide.state_dict())
     assert same(moments(back), moments(first))
-
-
-def test_words_tell_their_storage() -> None:
-    """What makes a checkpoint readable without a list of what each parameter was kept in; see `_checkpoint`."""
-    p = torch.zeros(5, 7)
-    for signed in (True, False):
-        words = [state_storage(name).init(p, signed, 16) for name in state_storages()]
-        told = [{(key, word.dtype, word.shape) for key, word in w.items()} for w in words]
-        assert all(a != b for a, b in itertools.combinations(told, 2))
 
 
 def test_marked_and_renamed_parameters_resume() -> None:
@@ -177,17 +167,6 @@ def test_only_plain_values_are_saved_and_none_is_shared() -> None:
     assert same(everything(loaded), before)
 
 
-def test_pickles_and_copies_go_on_alike() -> None:
-    original = AdamW8bit(model(), weights="split8", min_quantized_size=50)
-    drive(original, range(2))
-    twins = [pickle.loads(pickle.dumps(original)), copy.deepcopy(original)]
-    drive(original, range(2, 4))
-    for twin in twins:
-        drive(twin, range(2, 4))
-        assert same(everything(original), everything(twin))
-        assert same(weights(original), weights(twin))
-
-
 def test_norms_of_percentile_clipping_are_dropped() -> None:
     """Earlier versions had that option: its norms are in their states, and its percentile in every group."""
     for percentile, dropped in ((90, True), (100, False)):
@@ -231,29 +210,33 @@ def odd(state_dict: dict) -> dict:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda s: group(s).update(state_version=2), "group 0 has state_version=2, this version reads 1"),
-        (lambda s: group(s).pop("block_size"), "group 0 has no 'block_size'"),
-        (lambda s: group(s).update(states="7bit"), "group 0: states must be .* got '7bit'"),
-        (lambda s: group(s).update(betas=(0.9,)), "group 0: Invalid betas"),
-        (lambda s: s.pop("state"), r"got \['param_groups'\], takes 'state' and 'param_groups'"),
+        (lambda s: group(s).update(state_version=2), "state_version of group 0 must be 1, got 2"),
+        (lambda s: group(s).pop("block_size"), "group 0 must have 'block_size'"),
+        (lambda s: group(s).update(states="7bit"), "group 0: states.*'7bit'"),
+        (lambda s: s.pop("state"), r"must be a dict with 'state' .*, got \['param_groups'\]"),
         (lambda s: s["param_groups"].append(group(s)), "different number of parameter groups"),
-        (lambda s: group(s)["params"].pop(), "doesn't match the size of optimizer's group"),
-        (lambda s: odd(s).pop("step"), "odd has no 'step', got"),
-        (lambda s: odd(s).pop("m.scales"), r"'m' of odd has codes \(7, 13\) in uint8, which is not a moment"),
+        (lambda s: odd(s).pop("step"), "odd must have 'step', got"),
+        (lambda s: odd(s).pop("m.scales"), "'m' of odd must be a moment of .* got {'codes': "),
         (
             lambda s: [odd(s).pop(f"v.{word}") for word in ("codes", "scales")],
-            r"odd has no 'v', got .* 'm' and 'v'",
+            "odd must have 'v' for AdamW, got",
         ),
-        (lambda s: odd(s).update({"v.scales": torch.ones(9)}), r"'v' of odd has codes .*, scales \(9,\)"),
-        (lambda s: s["state"].update({0: odd(s)}), r"'m' of weight has codes \(7, 13\) .* of shape \(33, 40\)"),
+        (
+            lambda s: odd(s).update({"v.scales": torch.ones(9)}),
+            r"'v' of odd must be a moment of .*'scales': .*\(9,\)",
+        ),
+        (
+            lambda s: s["state"].update({0: odd(s)}),
+            r"'m' of weight must be a moment of shape \(33, 40\) .*\(7, 13\)",
+        ),
         (
             lambda s: odd(s).update({"weight.lo": torch.ones(11, dtype=torch.int16)}),
-            r"'weight.lo' of odd has shape",
+            r"'weight.lo' of odd must have shape",
         ),
-        (lambda s: odd(s).update({"m": {}}), "'m' of odd is a dict, takes a tensor"),
-        (lambda s: odd(s).update({"step": torch.ones(3)}), r"'step' of odd has shape \(3,\)"),
+        (lambda s: odd(s).update({"m": {}}), "'m' of odd must be a tensor or a number, got dict"),
+        (lambda s: odd(s).update({"step": torch.ones(3)}), r"'step' of odd must have shape \(\), got \(3,\)"),
     ],
-    ids=range(15),
+    ids=range(13),
 )
 def test_what_cannot_be_loaded_is_refused_and_changes_nothing(change, words: str) -> None:
     optimizer = AdamW(model(), lr=0.1, states="bf16", weights="split")
@@ -277,9 +260,9 @@ def test_states_of_other_rules_are_taken_as_far_as_they_go() -> None:
         Lion(model()).load_state_dict(adam.state_dict())
     with pytest.warns(UserWarning, match=r"took moments of 'sgd' for those of 'lars', which may be other averages"):
         LARS(model()).load_state_dict(sgd.state_dict())
-    with pytest.raises(ValueError, match=r"weight has no 'v', got .*; AdamW takes 'm' and 'v'"):
+    with pytest.raises(ValueError, match="weight must have 'v' for AdamW, got"):
         AdamW(model()).load_state_dict(lion.state_dict())
-    with pytest.raises(ValueError, match="weight has no 'm'"):
+    with pytest.raises(ValueError, match="weight must have 'm'"):
         AdamW(model()).load_state_dict(adagrad.state_dict())
     # Momentum is the checkpoint's to say, and so is whether there is a state for it.
     bare = SGD(model())

@@ -39,11 +39,10 @@ DAMAGES = [
     ("fp32", "v", -1.0, "'v' of odd has negative numbers"),
     ("bf16", "v", -1.0, "'v' of odd has negative numbers"),
     ("expansion", "v.hi", -1.0, "'v' of odd has negative numbers"),
-    ("fp32", "step", -3.0, "'step' of odd is -3.0, takes a count of steps"),
-    ("fp32", "step", torch.nan, "'step' of odd is nan"),
-    ("fp32", "step", torch.inf, "'step' of odd is inf"),
-    ("fp32", "step", 1.5, "'step' of odd is 1.5"),
-    ("fp32", "skipped", -2, "'skipped' of odd is -2"),
+    ("fp32", "step", -3.0, "'step' of odd must be a count of steps, got -3.0"),
+    ("fp32", "step", torch.nan, "'step' of odd must .* got nan"),
+    ("fp32", "step", 1.5, "'step' of odd must .* got 1.5"),
+    ("fp32", "skipped", -2, "'skipped' of odd must .* got -2"),
 ]
 
 
@@ -94,25 +93,21 @@ def test_what_comes_of_infinite_gradients_loads(cls: type, states: str, weights:
 
 
 HOSTILE = [
-    (lambda s: None, "got NoneType, takes a dict"),
-    (lambda s: [s], "got list, takes a dict"),
-    (lambda s: s | {"state": []}, "'state' is a list, takes a dict"),
-    (lambda s: s | {"state": s["state"] | {99: "hello"}}, "the state of 99 is a str, takes a dict"),
-    (lambda s: s | {"state": s["state"] | {0: [1.0]}}, "the state of 0 is a list, takes a dict"),
-    (lambda s: s | {"param_groups": None}, "'param_groups' is a NoneType, takes a list"),
-    (lambda s: s | {"param_groups": [5]}, "group 0 is 5, takes a dict with a list of 'params'"),
-    (lambda s: s | {"param_groups": [{"lr": 1.0}]}, "group 0 is .*, takes a dict with a list of 'params'"),
-    (lambda s: changed(s, param_names=["a"]), r"group 0 has param_names=\['a'\], takes 3 names"),
-    (lambda s: changed(s, param_names=5), "group 0 has param_names=5, takes 3 names"),
-    (lambda s: changed(s, block_size=0), "group 0 has block_size=0, takes an integer of at least 1"),
-    (lambda s: changed(s, block_size="256"), "group 0 has block_size='256'"),
-    (lambda s: changed(s, states=5), "group 0: states: got 5, takes a name"),
-    (lambda s: changed(s, rule=["adam"]), r"group 0 has rule=\['adam'\], takes the name of a rule"),
-    (lambda s: changed(s, lr=None), "group 0: Invalid learning rate: None"),
+    (lambda s: None, "must be a Mapping, got None"),
+    (lambda s: s | {"state": []}, "'state' must be a dict, got list"),
+    (lambda s: s | {"state": s["state"] | {99: "hello"}}, "the state of 99 must be a dict, got 'hello'"),
+    (lambda s: s | {"param_groups": None}, "'param_groups' must be a list, got None"),
+    (lambda s: s | {"param_groups": [5]}, "group 0 must be a dict with a list of 'params', got 5"),
+    (lambda s: changed(s, param_names=["a"]), r"param_names of group 0 must be 3 names, got \['a'\]"),
+    (lambda s: changed(s, block_size=0), "block_size of group 0 must be an integer of at least 1, got 0"),
+    (lambda s: changed(s, states=5), "group 0: states must be a name .*, got 5"),
+    (lambda s: changed(s, rule=["adam"]), "rule of group 0 must be a str, got list"),
     (lambda s: changed(s, betas=0.9), "group 0: Invalid betas: 0.9"),
-    (lambda s: put(s, m=torch.zeros(7, 13, device="meta")), "'m' in the state of 1 is of torch.float32"),
-    (lambda s: put(s, shards=5), "'shards' of odd is 5, takes two integers"),
-    (lambda s: put(s, shards=torch.tensor(4)), r"'shards' of odd is torch.int64 of shape \(\), takes two integers"),
+    (
+        lambda s: put(s, m=torch.zeros(7, 13, device="meta")),
+        "'m' in the state of 1 must be of dense real numbers, got torch.float32",
+    ),
+    (lambda s: put(s, shards=torch.tensor(4)), r"'shards' of odd must be two integers, got a tensor"),
 ]
 
 
@@ -126,7 +121,7 @@ def put(state_dict: dict, **words) -> dict:
 
 @pytest.mark.parametrize(("change", "message"), HOSTILE, ids=range(len(HOSTILE)))
 def test_what_is_no_checkpoint_is_refused(change, message: str) -> None:
-    refused(AdamW(model()), change(saved_by(AdamW(model()))), f"state_dict: {message}")
+    refused(AdamW(model()), change(saved_by(AdamW(model()))), f"state_dict:? {message}")
 
 
 def test_what_makes_an_optimizer_what_it_is_stays() -> None:

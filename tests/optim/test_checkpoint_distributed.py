@@ -66,7 +66,7 @@ def test_flattened_states_ask_for_the_same_storages(old: str, new: str, words: s
     ):
         set_optimizer_state_dict(net, other, kept, options=options)
     saved.zero_grad()
-    with pytest.raises(ValueError, match=rf"{words} of 0\.0 is a dict, takes a tensor"):
+    with pytest.raises(ValueError, match=rf"{words} of 0\.0 must be a tensor or a number, got dict"):
         set_optimizer_state_dict(net, other, kept, options=options)
 
 

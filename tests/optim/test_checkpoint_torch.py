@@ -165,24 +165,8 @@ def test_what_torch_cannot_continue_is_said() -> None:
     with pytest.warns(UserWarning, match=r"dropped maximize=True \(group 0\)$"):
         optim.Muon(parameters(), maximize=True).torch_state_dict()
     for kind in (optim.Lion, optim.LAMB, optim.LARS8bit):
-        with pytest.raises(ValueError, match=rf"torch\.optim has no {kind.__name__}; Adam, AdamW, SGD"):
+        with pytest.raises(ValueError, match=rf"torch\.optim has no {kind.__name__}"):
             kind(parameters()).torch_state_dict()
-
-
-def test_torchs_state_loads_into_narrow_storages() -> None:
-    theirs = torch.optim.AdamW(parameters(torch.bfloat16))
-    drive(theirs, range(3))
-    ours = AdamW(
-        parameters(torch.bfloat16), states={"m": "8bit", "v": "bf16"}, weights="split8", min_quantized_size=500
-    )
-    ours.load_state_dict(theirs.state_dict())
-    for p, q in zip(ours.state, theirs.state, strict=True):
-        assert ours.state[p]["v"].dtype == torch.bfloat16
-        assert torch.equal(ours.state[p]["v"], theirs.state[q]["exp_avg_sq"])
-        assert ours.state[p]["weight.lo"].dtype == torch.int8
-        assert ours.state[p]["skipped"] == 0
-    assert ours.state[next(iter(ours.state))]["m.codes"].dtype == torch.uint8
-    drive(ours, range(3, 4))
 
 
 @pytest.mark.parametrize("ours", [optim.Adam, optim.AdamW, optim.StableAdamW, optim.AdamW8bit])
@@ -203,12 +187,12 @@ def test_amsgrad_and_missing_moments_are_refused() -> None:
     amsgrad, adagrad = torch.optim.AdamW(parameters(), amsgrad=True), torch.optim.Adagrad(parameters())
     drive(amsgrad, range(1))
     ours = AdamW(parameters())
-    words = r"group 0 was written with amsgrad=True, AdamW has no max_exp_avg_sq; takes amsgrad=False"
+    words = "amsgrad of group 0 must be False for AdamW, got True"
     with pytest.raises(ValueError, match=words):
         ours.load_state_dict(amsgrad.state_dict())
-    with pytest.raises(ValueError, match=r"state_dict: weight has no 'exp_avg', got \['step', 'sum'\]"):
+    with pytest.raises(ValueError, match=r"state_dict: weight must have 'exp_avg', got \['step', 'sum'\]"):
         ours.load_state_dict(adagrad.state_dict())
-    with pytest.raises(ValueError, match=r"weight has no 'm', got \['step', 'sum'\]; Lion takes 'm'"):
+    with pytest.raises(ValueError, match=r"weight must have 'm' for Lion, got \['step', 'sum'\]"):
         optim.Lion(parameters()).load_state_dict(adagrad.state_dict())
     assert not ours.state
 

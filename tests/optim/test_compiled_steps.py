@@ -9,14 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowgauge.optim import AdamW, AdamW8bit, LAMB8bit, Lion8bit, NarrowOptimizer, QuantizedGradients
+from narrowgauge.optim import AdamW8bit, NarrowOptimizer, QuantizedGradients
 
 ROWS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "AdamW8bit": lambda ps: AdamW8bit(ps, min_quantized_size=0),
     "split8": lambda ps: AdamW8bit(ps, weights="split8", min_quantized_size=0),
-    "stochastic": lambda ps: AdamW(ps, weights="stochastic", states="8bit", min_quantized_size=0),
-    "Lion8bit": lambda ps: Lion8bit(ps, min_quantized_size=0),
-    "LAMB8bit": lambda ps: LAMB8bit(ps, min_quantized_size=0),
     "quantized gradients": lambda ps: QuantizedGradients(AdamW8bit(ps, min_quantized_size=0)),
 }
 
@@ -68,25 +64,3 @@ def test_a_compiled_function_takes_the_steps_of_the_plain_one(row: str, monkeypa
     monkeypatch.setattr(NarrowOptimizer, "begin_step", begin)
     same(row, "eager")
     assert compiling == [False] * 6
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_so_does_one_that_inductor_compiles() -> None:
-    """Weights and gradients come from its own products of matrices, so steps are compared at equal gradients."""
-    generator = torch.Generator().manual_seed(0)
-    gradients = [torch.randn(64, 64, generator=generator) for _ in range(3)]
-    ends = []
-    for compiled in (False, True):
-        p = torch.nn.Parameter(torch.ones(64, 64))
-        optimizer = AdamW8bit([p], min_quantized_size=0)
-
-        def step(grad: Tensor, p: Tensor = p, optimizer: AdamW8bit = optimizer) -> Tensor:
-            p.grad = grad * 1.0
-            optimizer.step()
-            return p * 1.0
-
-        taking = torch.compile(step) if compiled else step
-        ends.append([taking(grad).detach() for grad in gradients])
-    for a, b in zip(*ends, strict=True):
-        assert torch.equal(a, b)

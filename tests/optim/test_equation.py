@@ -11,7 +11,7 @@ import torch
 from narrowgauge import optim
 from narrowgauge.kernels._graph import Node, evaluator, uniforms, walk
 from narrowgauge.optim._eager import Fp32Arithmetic
-from narrowgauge.optim._tracing import Equation, equation
+from narrowgauge.optim._tracing import equation
 from narrowgauge.rules import Rule, Slot
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -65,7 +65,7 @@ def computed(nodes: list[Node], inputs: dict[str, torch.Tensor], numbers: dict[s
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)
-@pytest.mark.parametrize("step", [1.0, 2.0, 1000.0])
+@pytest.mark.parametrize("step", [1.0, 1000.0])
 def test_an_equation_computes_what_its_rule_does(name: str, options: dict[str, Any], step: float) -> None:
     rule, group = given(name, options)
     slots = [slot.name for slot in rule.slots(group)]
@@ -96,20 +96,6 @@ def test_an_equation_computes_what_its_rule_does(name: str, options: dict[str, A
     for value, exact in zip(computed(list(found.roots), inputs, s), wanted, strict=True):
         # Reciprocals in place of quotients: an ulp or two, of the largest part where parts cancel.
         torch.testing.assert_close(value.float(), exact, rtol=5e-7, atol=3e-7 * float(exact.abs().max()))
-
-
-def test_numbers_are_worked_out_once_and_elements_share_what_they_can() -> None:
-    rule, group = given("AdamW", {})
-    numbers = tuple(rule.scalars(group, 1.0))
-    found = equation(rule, ("m", "v"), numbers)
-    assert found is equation(rule, ("m", "v"), numbers)
-    elements = [node for node in walk(found.roots) if not node.scalar and node.op != "input"]
-    # m: 3, v: 4, root: 3, one division, update: 4, hand-over: 1; all other numbers have gone into these.
-    assert len(elements) == 16
-    assert [node.op for node in elements].count("div") == 1
-    assert {node.op for node in walk(uniforms(found.roots))} <= {
-        "number", "constant", "div", "neg", "mul", "sub", "lt", "where", "pow",
-    }  # fmt: skip
 
 
 def test_a_square_is_not_made_before_its_share_is_taken() -> None:
@@ -195,19 +181,3 @@ def test_hyperparameters_may_be_texts_and_mappings(backends: tuple[str, ...]) ->
     optimizer.step()
     assert torch.equal(p, torch.full_like(p, 0.875))
     assert ("fused C" if backends else "eager torch") in str(optimizer.describe())
-
-
-def test_muon_has_none() -> None:
-    optimizer = optim.Muon([torch.nn.Parameter(torch.ones(4, 4))])
-    (group,) = optimizer.param_groups
-    rule = optimizer.rule_for(group)
-    numbers = tuple(rule.scalars(group, 1.0))
-    with pytest.raises(NotImplementedError):
-        equation(rule, tuple(slot.name for slot in rule.slots(group)), numbers)
-
-
-def test_the_fields_of_an_equation() -> None:
-    rule, group = given("Lion", {})
-    found = equation(rule, ("m",), tuple(rule.scalars(group, 1.0)))
-    assert isinstance(found, Equation)
-    assert (dict(found.terms), found.moments.keys(), dict(found.effects)) == ({}, {"m"}, {})

@@ -9,7 +9,6 @@ import weakref
 import pytest
 import torch
 
-from narrowgauge import rules
 from narrowgauge.optim import LAMB, SGD, Adagrad, AdamW, AdamW8bit, Muon, NarrowOptimizer
 from narrowgauge.storage import mark_states, state_storages, weight_storages
 
@@ -130,17 +129,9 @@ def test_what_only_the_rule_reads_takes_effect_at_the_next_step(cls: type, chang
 @pytest.mark.parametrize(
     ("cls", "change", "message"),
     [
-        (AdamW, {"states": "fp3"}, "states must be .* got 'fp3'"),
-        (AdamW, {"states": {"m": "8bit"}}, r"states: got slots \['m'\]"),
-        (AdamW, {"weights": "splitt"}, "weights must be .* got 'splitt'"),
-        (AdamW, {"block_size": 0}, "block_size: got 0"),
-        (AdamW, {"arithmetic": "strict", "states": "8bit"}, "arithmetic: 'strict' takes states"),
-        (AdamW, {"nonfinite": "ignore"}, "nonfinite: got 'ignore'"),
-        (AdamW, {"amsgrad": True}, "amsgrad: got True"),
-        (SGD, {"clip_updates": True}, "clip_updates: got True, SGD takes False only"),
-        (Muon, {"clip_updates": True}, "clip_updates: got True, Muon takes False only"),
-        (Muon, {"ns_steps": 100}, "ns_steps: got 100"),
-        (Muon, {"ns_coefficients": None}, "ns_coefficients: got None"),
+        (AdamW, {"states": "fp3"}, "states.*'fp3'"),
+        (AdamW, {"arithmetic": "strict", "states": "8bit"}, "states must be stored in floats"),
+        (SGD, {"clip_updates": True}, "clip_updates must be False for SGD"),
         (Muon, {"adjust_lr_fn": "none"}, "Adjust learning rate function none"),
     ],
     ids=str,
@@ -177,19 +168,10 @@ def test_a_model_cast_to_float32_is_refused_by_name(weights: str) -> None:
     p, optimizer = made(weights=weights)
     drive(p, optimizer, range(2))
     p.data = p.data.float()
-    with pytest.raises(ValueError, match=f"weights: '{weights}' takes bfloat16.* weight is torch.float32"):
+    with pytest.raises(ValueError, match=f"params must be bfloat16.* for weights='{weights}', got torch.float32"):
         drive(p, optimizer, range(2, 3))
     p.data = p.data.bfloat16()
     drive(p, optimizer, range(2, 3))
-
-
-def test_plain_weights_follow_a_cast() -> None:
-    p, optimizer = made(AdamW8bit)
-    drive(p, optimizer, range(2))
-    p.data = p.data.float()
-    drive(p, optimizer, range(2, 4))
-    assert optimizer.describe().rows[0].dtype == "float32"
-    assert optimizer.state[p]["step"] == 4
 
 
 @pytest.mark.parametrize("cls", [SGD, Adagrad])
@@ -229,15 +211,6 @@ def test_a_sleeping_momentum_is_saved_and_loaded() -> None:
     assert same(words(optimizer), words(twin))
 
 
-def test_a_momentum_switched_on_just_before_saving_starts_anew() -> None:
-    p, optimizer = made(SGD)
-    drive(p, optimizer, range(2))
-    optimizer.param_groups[0]["momentum"] = 0.9
-    other = made(SGD)[1]
-    other.load_state_dict(optimizer.state_dict())
-    assert not other.state[other.param_groups[0]["params"][0]]["m"].any()
-
-
 def test_nothing_is_planned_again_without_a_change() -> None:
     p, optimizer = made(clip_updates=True, states={"m": "8bit", "v": "fp32"})
     drive(p, optimizer, range(1))
@@ -246,15 +219,6 @@ def test_nothing_is_planned_again_without_a_change() -> None:
     drive(p, optimizer, range(1, 3))
     optimizer.describe()
     assert optimizer._engine.plans[p] is plan
-
-
-def test_a_mark_on_another_models_parameter_changes_no_list() -> None:
-    p, optimizer = made(AdamW8bit)
-    drive(p, optimizer, range(2))
-    (roster,) = optimizer._engine._rosters.values()
-    mark_states(torch.nn.Parameter(torch.zeros(3)), "fp32")
-    drive(p, optimizer, range(2, 3))
-    assert list(optimizer._engine._rosters.values()) == [roster]
 
 
 def test_no_old_state_stays_in_memory() -> None:
@@ -268,26 +232,3 @@ def test_no_old_state_stays_in_memory() -> None:
     drive(p, optimizer, range(2, 3))
     gc.collect()
     assert old() is None
-
-
-def test_parameters_of_one_name_are_told_apart() -> None:
-    ps = [torch.nn.Parameter(torch.zeros(3)) for _ in range(3)]
-    optimizer = SGD([{"params": [("w", ps[0]), ("w", ps[1])]}, {"params": [("w", ps[2])]}], lr=0.1)
-    assert [row.parameter for row in optimizer.describe().rows] == ["w", "0.w", "1.w"]
-
-
-def test_the_slots_of_a_clipped_rule_are_its_own() -> None:
-    class OneMoment(type(rules.ADAM)):  # type: ignore[misc]
-        def slots(self, group: dict) -> tuple:
-            return self.moments[1:]
-
-    rule = rules.clipped(OneMoment("one moment", decoupled=True))
-    assert rule is not None
-    assert [slot.name for slot in rule.slots({})] == ["v"]
-
-
-def test_muon_takes_no_momentum_as_torchs_does() -> None:
-    p = torch.nn.Parameter(torch.eye(3))
-    p.grad = torch.ones_like(p)
-    Muon([p], momentum=0.0).step()
-    assert not torch.equal(p, torch.eye(3))

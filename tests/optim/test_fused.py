@@ -187,13 +187,6 @@ def test_what_does_not_fit_is_stepped_all_the_same() -> None:
     torch.testing.assert_close(*found, rtol=1e-6, atol=0)
 
 
-def test_describe_says_why_a_step_is_not_fused() -> None:
-    _, optimizer = trained("AdamW", {"states": "8bit", "block_size": 100}, fused=True)
-    (row,) = optimizer.describe().rows
-    assert row.path == "eager torch, fp32"
-    assert "block_size 100" in row.why
-
-
 @pytest.mark.parametrize("options", [{}, {"states": "log8", "weights": "split", "maximize": True}])
 def test_measured_steps_are_the_same_bits(options: dict[str, Any]) -> None:
     """Also where the compiled step and the eager one differ by an ulp, as they may in fp32."""

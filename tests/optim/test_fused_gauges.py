@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed: kernels cannot run, not even interpreted")
 
@@ -19,7 +18,7 @@ from test_dispatch import Pair
 from narrowgauge import optim
 from narrowgauge.kernels import _cuda_graphs
 from narrowgauge.kernels._step import _launch, _stats
-from narrowgauge.optim import UpdateStats, _triton_backend, step_in_backward
+from narrowgauge.optim import UpdateStats, _triton_backend
 from narrowgauge.storage import state_storages, weight_storage, weight_storages
 from pairwise import cases
 
@@ -123,14 +122,6 @@ def test_measuring_changes_no_bit(weights: str, states: str, device: str) -> Non
     assert all(map(torch.equal, *ends))
 
 
-def test_gauges_are_on_or_off() -> None:
-    optimizer = optim.SGD(parameters(((3,),), torch.float32, "cpu"), lr=0.1)
-    assert optimizer.gauges is False
-    for bad in (1, "yes", "sampled", None, 0.5):
-        with pytest.raises(ValueError, match=r"gauges: got .*, takes True or False"):
-            optimizer.gauges = bad
-
-
 def test_sums_by_hand(device: str) -> None:
     """Plain SGD with a rate of one: the update is the negative gradient."""
     p = torch.nn.Parameter(torch.tensor([1.0, 1.0, 1.0, 2.0, 0.0, 4.0], dtype=torch.bfloat16, device=device))
@@ -196,16 +187,6 @@ def test_what_is_no_number_counts_alike(weights: str, states: str, device: str) 
     assert torch.equal(found.isfinite(), wanted.isfinite())
 
 
-def test_addresses_that_are_no_multiple_of_16_bytes(device: str) -> None:
-    for weights, states in (("split8", "log8"), ("expansion", "8bit"), ("split", "bf16")):
-        pair = gauged(device, "AdamW", ((300,),), weights=weights, states=states)
-        for p in (pair.ps[0], pair.qs[0]):
-            pool = torch.ones(301, dtype=torch.bfloat16, device=device)
-            p.data = pool[1:]
-        pair.step(2)
-        check(pair)
-
-
 def test_many_programs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut into slices of two programs, as longer tensors are into slices of a thousand."""
     monkeypatch.setattr(_stats, "SLICE", 2)
@@ -215,16 +196,6 @@ def test_many_programs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     slices, ends = _launch.cut_for_sums(np.array([5, 0, 1, 4]))
     assert slices.tolist() == [0, 2, 4, 5, 6, 8, 10]
     assert ends.tolist() == [0, 3, 3, 4, 6]
-
-
-def test_stepping_in_backward(device: str) -> None:
-    net = torch.nn.Linear(20, 30).to(device, torch.bfloat16)
-    optimizer = step_in_backward(net, optim.AdamW, weights="split", states="bf16")
-    optimizer.gauges = True
-    net(torch.ones(4, 20, device=device, dtype=torch.bfloat16)).float().square().mean().backward()
-    optimizer.step()
-    counted = {name: stats.ratio_elements for name, stats in optimizer.last_stats.items()}
-    assert counted == {"weight": 600, "bias": 30}
 
 
 def test_a_graph_tells_of_its_last_replay(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,16 +217,6 @@ def test_a_graph_tells_of_its_last_replay(device: str, monkeypatch: pytest.Monke
     pair.eager.step()
     check(pair)
     assert not torch.equal(stats["0.2"].sums, before)
-
-
-def test_an_ordinary_steps_sums_stay(device: str) -> None:
-    pair = gauged(device, "AdamW", weights="split", states="fp32")
-    pair.step()
-    first = pair.fused.last_stats["0.2"]
-    kept: Tensor = first.sums.clone()
-    pair.step()
-    assert torch.equal(first.sums, kept)
-    assert not torch.equal(pair.fused.last_stats["0.2"].sums, kept)
 
 
 @pytest.mark.gpu

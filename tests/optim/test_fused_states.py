@@ -72,22 +72,28 @@ def check(rule: Keep, states: dict[str, str], block: int, kind: str, device: str
         same(q, p, "weight")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("states", ["expansion", "log8", "8bit", "fp8", "log4", "4bit"])
-def test_second_moments(states: str, kind: str, device: str) -> None:
-    check(Keep("v", "v"), {"v": states}, 256, kind, device)
+# The moments that a rule has, the storage of each, the kinds of numbers.
+CASES: list[tuple[str, dict[str, str], tuple[str, ...]]] = [
+    *(("v", {"v": states}, KINDS) for states in ("expansion", "log8", "8bit", "fp8", "log4", "4bit")),
+    *(("mv", {"m": states, "v": "fp32"}, KINDS) for states in ("8bit", "fp8", "4bit")),
+    # In units of the second, of which floats have no blocks, leave no value alone, and may be NaN of either sign.
+    *(("mv", {"m": states, "v": states}, KINDS) for states in ("log8", "log4")),
+    *(
+        ("mv", {"m": first, "v": second}, ("one scale", "mixed", "zeros", "not finite"))
+        for first, second in (("log8", "fp32"), ("log4", "bf16"), ("log8", "expansion"))
+    ),
+    ("mv", {"m": "log8", "v": "8bit"}, ("mixed",)),
+    *(("m", {"m": states}, KINDS) for states in ("log8", "log4")),
+]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("states", ["8bit", "fp8", "4bit"])
-def test_first_moments(states: str, kind: str, device: str) -> None:
-    check(Keep("mv", "m"), {"m": states, "v": "fp32"}, 256, kind, device)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("states", ["log8", "log4"])
-def test_first_moments_in_units_of_the_second(states: str, kind: str, device: str) -> None:
-    check(Keep("mv", "m"), {"m": states, "v": states}, 256, kind, device)
+@pytest.mark.parametrize(
+    ("slots", "states", "kind"),
+    [(slots, states, kind) for slots, states, kinds in CASES for kind in kinds],
+    ids=str,
+)
+def test_moments(slots: str, states: dict[str, str], kind: str, device: str) -> None:
+    check(Keep(slots, "m" if "m" in slots else "v"), states, 256, kind, device)
 
 
 @pytest.mark.parametrize("kind", ["mixed", "zeros", "not finite", "ties"])
@@ -99,23 +105,6 @@ def test_first_moments_in_codebooks_with_minus_one(
     monkeypatch.setattr(_states, "_STORAGES", dict(_states._STORAGES))
     register_state(codebook, _states.CodebookState(codebook, bits=bits, codebook=codebook))
     check(Keep("mv", "m"), {"m": codebook, "v": "fp32"}, 256, kind, device)
-
-
-@pytest.mark.parametrize("kind", ["one scale", "mixed", "zeros", "not finite"])
-@pytest.mark.parametrize(("first", "second"), [("log8", "fp32"), ("log4", "bf16"), ("log8", "expansion")])
-def test_first_moments_in_units_of_a_second_in_floats(first: str, second: str, kind: str, device: str) -> None:
-    """Which has no blocks, leaves no value by itself, and may be NaN of either sign."""
-    check(Keep("mv", "m"), {"m": first, "v": second}, 256, kind, device)
-
-
-def test_first_moments_in_units_of_a_second_in_other_codes(device: str) -> None:
-    check(Keep("mv", "m"), {"m": "log8", "v": "8bit"}, 256, "mixed", device)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("states", ["log8", "log4"])
-def test_first_moments_that_are_alone(states: str, kind: str, device: str) -> None:
-    check(Keep("m", "m"), {"m": states}, 256, kind, device)
 
 
 @pytest.mark.parametrize("block", [64, 512, 4096])

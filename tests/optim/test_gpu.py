@@ -104,26 +104,3 @@ def test_skipping_needs_no_synchronisation(bad: float, states: str) -> None:
     for key, value in (optimizer.state[p] | {"p": p.detach()}).items():
         assert key == "skipped" or torch.equal(value, before[key]), key
     assert optimizer.skipped == {"p": 1}
-
-
-@pytest.mark.parametrize("states", ["8bit", "log8", "log4"])
-def test_a_step_can_be_captured_in_a_graph(states: str) -> None:
-    case = ("expansion", states, "fp32", torch.bfloat16)
-    p, optimizer = make("cuda", case, capturable=True)
-    twin_p, twin = make("cuda", case)
-    p.grad, twin_p.grad = torch.zeros_like(p), torch.zeros_like(p)
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        optimizer.step()
-    torch.cuda.current_stream().wait_stream(side)
-    twin.step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        optimizer.step()
-    for step in range(5):
-        p.grad.copy_(gradient(p, step))
-        twin_p.grad.copy_(gradient(p, step))
-        graph.replay()
-        twin.step()
-    assert torch.equal(p, twin_p)
-    assert optimizer.state[p]["step"].item() == 6

@@ -70,6 +70,6 @@ def test_one_that_is_not_collected_yet_does_not_keep_others_from_a_model() -> No
     finally:
         gc.enable()
     assert gone() is None
-    with pytest.raises(ValueError, match="model: another optimizer steps weight in backward"):
+    with pytest.raises(ValueError, match="model must not be stepped in backward already, as weight is"):
         ng.optim.step_in_backward(model, ng.optim.AdamW)
     assert second.in_backward is not None

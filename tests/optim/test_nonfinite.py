@@ -81,24 +81,6 @@ def test_propagating_never_reaches_beyond_the_element(weights: str, states: Any,
     assert optimizer.skipped == {}
 
 
-def test_raising_names_the_parameter_and_changes_nothing() -> None:
-    p, optimizer = make("plain", "8bit", nonfinite="raise")
-    step(p, optimizer)
-    before = p.detach().clone()
-    with pytest.raises(FloatingPointError, match=r"layer\.weight: the gradient has inf or NaN"):
-        step(p, optimizer, torch.inf)
-    assert torch.equal(p, before)
-
-
-def test_the_count_is_saved() -> None:
-    p, optimizer = make("plain", "fp32")
-    step(p, optimizer, torch.nan)
-    _, other = make("plain", "fp32")
-    saved = optimizer.state_dict()
-    other.load_state_dict(saved)
-    assert other.skipped == {"layer.weight": 1}
-
-
 @pytest.mark.parametrize("limit", [None, 1.0])
 def test_what_float32_does_not_hold_is_not_finite(limit: float | None) -> None:
     p = torch.nn.Parameter(torch.ones(4))

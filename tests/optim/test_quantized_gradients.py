@@ -8,7 +8,6 @@ import torch
 
 from narrowgauge.formats import codebook
 from narrowgauge.optim import SGD, AdamW, QuantizedGradients, step_in_backward
-from narrowgauge.scaling import TensorLossScaler
 from narrowgauge.storage import quantize
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -54,34 +53,6 @@ def test_biased_quantization_stalls_and_error_feedback_repairs_it() -> None:
     assert float((biased[:, 1:] - 1).abs().mean()) > 0.3
     repaired, _ = descend("nearest", True, 400)
     assert float((repaired[:, 1:] - 1).abs().mean()) < 0.1
-
-
-def train(wrap, steps: int = 150) -> float:
-    """A small network on a regression with inputs of very different sizes, in three bits; its last mean loss."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(12, 24), torch.nn.Tanh(), torch.nn.Linear(24, 1))
-    sizes = torch.logspace(-2, 1, 12)
-    truth = torch.randn(12)
-    optimizer = wrap(SGD(model.parameters(), lr=0.02))
-    losses = []
-    for _ in range(steps):
-        x = torch.randn(64, 12)
-        loss = torch.nn.functional.mse_loss(model(x * sizes)[:, 0], torch.tanh(x @ truth))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return sum(losses[-20:]) / 20
-
-
-def test_the_same_on_a_small_network() -> None:
-    three_bits = codebook("linear", bits=3)
-    exact = train(lambda inner: inner)
-    biased = train(lambda inner: QuantizedGradients(inner, three_bits))
-    unbiased = train(lambda inner: QuantizedGradients(inner, three_bits, "stochastic"))
-    repaired = train(lambda inner: QuantizedGradients(inner, three_bits, error_feedback=True))
-    assert abs(repaired - exact) < 0.25 * abs(biased - exact)
-    assert abs(unbiased - exact) < abs(biased - exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -158,20 +129,6 @@ def test_a_resumed_run_is_the_one_that_never_stopped(rounding: str) -> None:
     assert torch.equal(second, whole)
 
 
-def test_residuals_are_dropped_where_nobody_updates_them() -> None:
-    p = torch.nn.Parameter(torch.zeros(300))
-    saved = QuantizedGradients(SGD([p], lr=1.0), COARSE, error_feedback=True)
-    plain = QuantizedGradients(SGD([p], lr=1.0), COARSE)
-    grad = torch.linspace(-1, 1, 300)
-    p.grad = grad.clone()
-    saved.step()
-    with pytest.warns(UserWarning, match="dropped residuals"):
-        plain.load_state_dict(saved.state_dict())
-    p.grad = grad.clone()
-    plain.step()
-    assert torch.equal(p.grad, quantize(grad, COARSE, 256).dequantize())
-
-
 def test_a_copy_goes_on_as_the_original() -> None:
     p = torch.nn.Parameter(torch.ones(300))
     optimizer = QuantizedGradients(AdamW([p]), COARSE, "stochastic", error_feedback=True)
@@ -186,17 +143,6 @@ def test_a_copy_goes_on_as_the_original() -> None:
         twin.step()
         assert not torch.equal(q, p)
         assert torch.equal(q, wanted)
-
-
-def test_a_loss_scaler_counts_through_it() -> None:
-    p = torch.nn.Parameter(torch.ones(4))
-    optimizer = QuantizedGradients(SGD([("p", p)], lr=0.1))
-    scaler = TensorLossScaler("cpu")
-    scaler.scale(p.sum() * torch.inf).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.skipped == optimizer.skipped == {"p": 1}
-    assert QuantizedGradients(torch.optim.SGD([p])).skipped == {}
 
 
 def test_schedules_closures_and_groups_reach_the_optimizer() -> None:

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from narrowgauge import optim
 from narrowgauge.optim import NarrowOptimizer, step_in_backward
-from narrowgauge.scaling import DynamicLossScaler, StaticLossScaler, TensorLossScaler
 from narrowgauge.trainers._memory import peak_memory
 
 BF16 = {"weights": "split8", "min_quantized_size": 0}
@@ -69,8 +68,14 @@ CASES: list[tuple[Callable[..., NarrowOptimizer], dict[str, Any], torch.dtype]] 
 ]
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "non-reentrant", "reentrant"])
-@pytest.mark.parametrize(("cls", "options", "dtype"), CASES, ids=lambda v: getattr(v, "__name__", str(v)))
+MODES = ("none", "non-reentrant", "reentrant")
+# Checkpoints change the backward pass, and nothing of the step: all three with one optimizer, one with each other.
+ROWS = [(*case, mode) for n, case in enumerate(CASES) for mode in (MODES if n == 1 else MODES[n % 3 :][:1])]
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "dtype", "checkpointing"), ROWS, ids=lambda v: getattr(v, "__name__", str(v))
+)
 def test_it_is_ordinary_stepping_bit_for_bit(cls, options, dtype, checkpointing: str) -> None:
     one, two = Tied(checkpointing).to(dtype), Tied().to(dtype)
     within = step_in_backward(one, cls, lr=0.01, **options)
@@ -191,21 +196,6 @@ def test_groups_may_be_made_by_a_function_frozen_and_added_later() -> None:
     assert same(*ends)
 
 
-def test_a_closure_runs_once_and_ends_the_step() -> None:
-    one, two = Tied(), Tied()
-    for model, optimizer in ((one, step_in_backward(one, optim.AdamW)), (two, optim.AdamW(two.parameters()))):
-        for step in range(3):
-
-            def closure(model=model, optimizer=optimizer, step=step) -> torch.Tensor:
-                optimizer.zero_grad()
-                loss = model(batch(step))
-                loss.backward()
-                return loss
-
-            assert optimizer.step(closure).item() > 0
-    assert same(one, two)
-
-
 def test_accumulation_is_found_out() -> None:
     model = Tied()
     optimizer = step_in_backward(model, optim.AdamW)
@@ -239,7 +229,9 @@ def test_gradients_from_elsewhere_are_found_out() -> None:
     model = Tied()
     optimizer = step_in_backward(model, optim.AdamW)
     model.head.weight.grad = torch.ones_like(model.head.weight)
-    with pytest.raises(RuntimeError, match=r"embedding\.weight: got gradients outside backward"):
+    with pytest.raises(
+        RuntimeError, match=r"gradients must come from backward\(\), got others of embedding\.weight"
+    ):
         optimizer.step()
     optimizer.zero_grad()
     train(model, optimizer, range(1))
@@ -254,45 +246,25 @@ def test_a_loss_scaler_is_found_out_at_its_step() -> None:
         scaler.step(optimizer)
 
 
-@pytest.mark.parametrize("kind", [DynamicLossScaler, StaticLossScaler, TensorLossScaler])
-def test_our_loss_scalers_find_it_out_too(kind) -> None:
-    model = Tied()
-    optimizer = step_in_backward(model, optim.AdamW)
-    scaler = kind("cpu")
-    scaler.scale(model(batch(0))).backward()
-    for call in (scaler.unscale_, scaler.step):
-        with pytest.raises(RuntimeError, match="got AdamW with step_in_backward"):
-            call(optimizer)
-
-
-def test_clipping_by_the_norm_of_all_finds_nothing() -> None:
-    """What the documentation says of it."""
-    model = Tied()
-    optimizer = step_in_backward(model, optim.AdamW)  # its hooks end with the last reference to it
-    model(batch(0)).backward()
-    assert optimizer.in_backward is not None
-    assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-9) == 0
-
-
 def test_what_cannot_be_had_is_refused_by_name() -> None:
     model = Tied()
-    with pytest.raises(ValueError, match="nonfinite: got 'raise', step_in_backward takes 'skip' and 'propagate'"):
+    with pytest.raises(
+        ValueError, match="nonfinite must be 'skip' or 'propagate' with step_in_backward, got 'raise'"
+    ):
         step_in_backward(model, optim.AdamW, nonfinite="raise")
-    with pytest.raises(TypeError, match=r"optimizer: got torch\.optim\.adamw\.AdamW, takes an optimizer of narrow"):
+    with pytest.raises(TypeError, match=r"optimizer must be .* of narrowgauge, got torch\.optim\.adamw\.AdamW"):
         step_in_backward(model, torch.optim.AdamW)
-    with pytest.raises(TypeError, match=r"model: got generator, takes a torch\.nn\.Module"):
-        step_in_backward(model.parameters(), optim.AdamW)
-    with pytest.raises(ValueError, match="weights: 'split' takes bfloat16 parameters"):
+    with pytest.raises(ValueError, match="params must be bfloat16 for weights='split'"):
         step_in_backward(model, optim.AdamW, weights="split")
     optimizer = step_in_backward(model, optim.AdamW)  # none of the refused ones left a hook
-    with pytest.raises(ValueError, match=r"another optimizer steps embedding\.weight in backward"):
+    with pytest.raises(ValueError, match=r"model must not be stepped in backward already, as embedding\.weight is"):
         step_in_backward(model, optim.AdamW)
     extra = torch.nn.Parameter(torch.ones(3))
-    with pytest.raises(ValueError, match="nonfinite: got 'raise'"):
+    with pytest.raises(ValueError, match=r"nonfinite must be .*, got 'raise'"):
         optimizer.add_param_group({"params": [("extra", extra)], "nonfinite": "raise"})
     assert len(optimizer.param_groups) == 1
     usual = optim.AdamW(Tied().named_parameters(), nonfinite="raise")
-    with pytest.raises(ValueError, match="nonfinite: got 'raise'"):
+    with pytest.raises(ValueError, match=r"nonfinite must be .*, got 'raise'"):
         optimizer.load_state_dict(usual.state_dict())
     assert optimizer.param_groups[0]["nonfinite"] == "skip"
     train(model, optimizer, range(1))

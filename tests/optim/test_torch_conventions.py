@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from typing import Any
 
@@ -43,17 +42,10 @@ def build_and_step(cls: type, params: Any, kwargs: dict[str, Any], refused_at: O
         optimizer.step()
 
 
-def test_the_list_has_something_for_every_namesake() -> None:
-    assert set(INFOS) == set(NAMESAKES)
-    for name in NAMESAKES:
-        assert sum(other == name for other, _ in INPUTS) >= 5
-        assert sum(other == name for other, _ in ERRORS) >= 7
-
-
 @pytest.mark.parametrize(("name", "given"), INPUTS, ids=label)
 def test_what_torch_takes_gives_what_torch_gives(name: str, given: OptimizerInput) -> None:
     if given.kwargs.get("amsgrad"):
-        with pytest.raises(ValueError, match=f"amsgrad: got True, {name} takes False only"):
+        with pytest.raises(ValueError, match=f"amsgrad must be False for {name}, got True"):
             ours(name)(parameters(), **given.kwargs)
         return
     end, _ = train(ours(name), given.kwargs)
@@ -91,7 +83,7 @@ def test_foreach_and_fused_change_nothing_and_differentiable_is_refused(name: st
     plain, _ = train(ours(name), {"maximize": True})
     for options in ({"foreach": True}, {"fused": True}, {"foreach": False, "fused": False}, {"capturable": True}):
         assert torch.equal(train(ours(name), {"maximize": True, **options})[0], plain), options
-    with pytest.raises(ValueError, match=f"differentiable: got True, {name} takes False only"):
+    with pytest.raises(ValueError, match=f"differentiable must be False for {name}, got True"):
         ours(name)(parameters(), differentiable=True)
 
 
@@ -122,14 +114,3 @@ def test_adams_decay_may_be_decoupled_by_group() -> None:
         torch.optim.AdamW([p], decoupled_weight_decay=True)
     with pytest.raises(TypeError, match="decoupled_weight_decay"):
         ours("AdamW")([p], decoupled_weight_decay=True)
-
-
-@pytest.mark.parametrize("name", NAMESAKES)
-def test_a_group_that_is_refused_in_any_way_is_not_kept(name: str) -> None:
-    p, q = parameters()
-    optimizer = ours(name)([p])
-    for bad in ({"lr": None}, {"lr": -1.0}, {"fused": True, "foreach": True}):
-        with pytest.raises((TypeError, ValueError, RuntimeError)):
-            optimizer.add_param_group({"params": [q], **copy.deepcopy(bad)})
-        assert len(optimizer.param_groups) == 1
-    optimizer.add_param_group({"params": [q]})

@@ -64,11 +64,6 @@ def test_schedules_of_the_rate(name: str, which: str, rate: float | torch.Tensor
     check_schedule(name, {"lr": rate}, SCHEDULERS[which])
 
 
-@pytest.mark.parametrize("name", ["Adam", "Adagrad", "Muon"])
-def test_every_namesake_follows_a_schedule(name: str) -> None:
-    check_schedule(name, {}, SCHEDULERS["LambdaLR"])
-
-
 @pytest.mark.parametrize("which", CYCLES)
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -105,23 +100,6 @@ def switch_momentum(optimizer: torch.optim.Optimizer) -> list[Any]:
 def test_momentum_switched_on_and_off_is_what_torch_makes_of_it() -> None:
     check_schedule("SGD", {"lr": 0.01}, switch_momentum)
     check_schedule("SGD", {"lr": 0.01, "momentum": 0.9}, switch_momentum)
-
-
-def test_a_slot_that_came_later_is_kept_as_asked() -> None:
-    ps = [torch.nn.Parameter(torch.ones(5000)) for _ in range(3)]
-    optimizer = ours("SGD")([{"params": ps[:2]}, {"params": ps[2:]}], states="8bit")
-    for step in range(2):
-        for p in ps:
-            p.grad = torch.ones_like(p)
-        optimizer.step()
-        if step == 0:
-            assert not any(key.startswith("m.") for p in ps for key in optimizer.state[p])
-            for group in optimizer.param_groups:
-                group["momentum"] = 0.9
-    assert [row.states for row in optimizer.describe().rows] == ["m:8bit"] * 3
-    for p in ps:
-        assert optimizer.state[p]["m.codes"].dtype == torch.uint8
-        assert optimizer.state[p]["step"] == 2
 
 
 @pytest.mark.parametrize("name", NAMESAKES)
@@ -165,20 +143,6 @@ def test_groups_added_later_take_part(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMESAKES)
-def test_zero_grad_frees_or_zeroes(name: str) -> None:
-    ps = parameters()
-    optimizer = ours(name)(ps)
-    backward(ps, 0)
-    optimizer.zero_grad(set_to_none=False)
-    assert all(p.grad is not None and not p.grad.any() for p in ps)
-    optimizer.zero_grad()
-    assert all(p.grad is None for p in ps)
-    before = values(ps)
-    optimizer.step()  # nothing to do
-    assert torch.equal(values(ps), before)
-
-
-@pytest.mark.parametrize("name", NAMESAKES)
 def test_hooks_are_called_in_torchs_order(name: str) -> None:
     ps = parameters()
     optimizer = ours(name)(ps)
@@ -209,17 +173,11 @@ def test_sparse_gradients_are_refused_before_anything_moves(name: str) -> None:
     optimizer = ours(name)([("dense", p), ("sparse", q)])
     before = values([p, q])
     p.grad, q.grad = torch.ones_like(p), torch.ones_like(q).to_sparse()
-    with pytest.raises(RuntimeError, match="does not support sparse gradients; sparse got one"):
+    with pytest.raises(
+        RuntimeError, match="does not support sparse gradients; the gradient of sparse must be dense"
+    ):
         optimizer.step()
     assert torch.equal(values([p, q]), before)
-
-
-@pytest.mark.parametrize("name", NAMESAKES)
-def test_complex_parameters_are_refused(name: str) -> None:
-    p = torch.nn.Parameter(torch.ones(2, 3, dtype=torch.complex64))
-    kind, words = (RuntimeError, "Muon does not support complex") if name == "Muon" else (ValueError, "complex64")
-    with pytest.raises(kind, match=words):
-        ours(name)([p])
 
 
 def copies(ps: list[torch.nn.Parameter], optimizer: NarrowOptimizer, how: str) -> tuple[list[Any], Any]:

@@ -104,7 +104,7 @@ def test_what_waits_for_the_device_is_not_captured(options: dict[str, Any]) -> N
     backward(ps, 0)
     optimizer.step()
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError, match=r"in a captured graph; takes nonfinite"), torch.cuda.graph(graph):
+    with pytest.raises(RuntimeError, match=r"nonfinite must be .* in a captured graph"), torch.cuda.graph(graph):
         optimizer.step()
 
 
@@ -121,30 +121,6 @@ def test_rates_on_the_device_are_never_waited_for(name: str) -> None:
         optimizer.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("there", ["cpu", "cuda"])
-@pytest.mark.parametrize("name", [*NAMESAKES, "AdamW8bit"])
-def test_a_state_goes_from_one_device_to_another(name: str, there: str) -> None:
-    here = "cuda" if there == "cpu" else "cpu"
-    options = {"min_quantized_size": 0} if name == "AdamW8bit" else {}
-    old, new = parameters(here), parameters(there)
-    source, target = ours(name)(old, **options), ours(name)(new, **options)
-    for step in range(3):
-        source.zero_grad()
-        backward(old, step)
-        source.step()
-    target.load_state_dict(source.state_dict())
-    for p, q in zip(old, new, strict=True):
-        q.data.copy_(p.data)
-        for key, value in source.state[p].items():
-            assert target.state[q][key].device.type == there
-            assert torch.equal(target.state[q][key].cpu(), value.cpu()), key
-    for some, one in ((old, source), (new, target)):
-        one.zero_grad()
-        backward(some, 3)
-        one.step()
-    torch.testing.assert_close(values(old), values(new), rtol=1e-4, atol=1e-5)
 
 
 def test_a_whole_training_step_is_captured() -> None:

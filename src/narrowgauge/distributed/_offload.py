@@ -33,9 +33,8 @@ from narrowgauge.distributed._offload_buffers import HostBuffers, HostParameter
 from narrowgauge.optim import Description, NarrowOptimizer
 from narrowgauge.optim._checkpoint import check_form
 from narrowgauge.optim._engine import refuse_sparse
-from narrowgauge.optim._gradient_hooks import on_gradient
 from narrowgauge.optim._optimizer import uncompiled
-from narrowgauge.optim._step_in_backward import refuse_other
+from narrowgauge.optim._step_in_backward import on_gradient, refuse_other
 
 _SCALED = ("grad_scale", "found_inf")  # set by torch's GradScaler for the time of a step
 
@@ -97,7 +96,7 @@ class CPUOffload(torch.optim.Optimizer):
         gradients: Literal["kept", "freed"] = "kept",
         **options: Any,
     ) -> None:
-        refuse_other(optimizer, "one of narrowgauge.optim")
+        refuse_other(optimizer)
         if transfer not in (None, "backward", "step"):
             raise ValueError(f"transfer must be 'backward', 'step' or None, got {transfer!r}")
         if gradients not in ("kept", "freed"):

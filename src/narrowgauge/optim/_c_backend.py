@@ -44,14 +44,7 @@ _AT = {name: number for number, name in enumerate(COLUMNS)}
 
 
 class CKernel:
-    """The compiled functions of one equation and its storages.
-
-    Args:
-        step: what to compile.
-
-    Raises:
-        Unavailable: if there is no compiler.
-    """
+    """The compiled functions of one equation and its storages; Unavailable without a compiler."""
 
     def __init__(self, step: StepSpec) -> None:
         self.step = step
@@ -115,16 +108,7 @@ def fits(kernel: CKernel, step: ParamStep) -> bool:
 
 
 class CSteps:
-    """A `StepList`: the steps of parameters on a CPU.
-
-    Args:
-        steps: the list.
-        scaled: whether gradients are multiplied by a factor.
-        measured: whether to measure what each step does.
-
-    Attributes:
-        steps: those of the list that have a kernel.
-    """
+    """A `StepList`: the steps of parameters on a CPU. `steps` are those of the list that have a kernel."""
 
     def __init__(self, steps: Sequence[ParamStep], scaled: bool, measured: bool) -> None:
         self._measured = measured
@@ -196,12 +180,7 @@ class CSteps:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """A group's numbers, and what of it a list was made for.
-
-    Attributes:
-        numbers: its hyperparameters, tensors among them as numbers.
-        fixed: what asks for another list if it changes.
-    """
+    """A group's hyperparameters, tensors among them as numbers; and what asks for another list if it changes."""
 
     numbers: dict[str, Any]
     fixed: tuple[Any, ...]
@@ -217,13 +196,7 @@ def _switches(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 class _Table:
-    """Parameters that one kernel steps in one call.
-
-    Args:
-        kernel: theirs.
-        steps: one at least.
-        groups: by the identities of the steps' groups.
-    """
+    """Parameters, one at least, that one kernel steps in one call; `groups` is by their groups' identities."""
 
     def __init__(
         self, kernel: CKernel, steps: Sequence[ParamStep], groups: Mapping[int, OfGroup[_Numbers]]
@@ -339,11 +312,7 @@ class _Table:
     def _numbers(self, verdict: Verdict | None, evaluate: Any, sums: Tensor | None, first: int, end: int) -> Any:
         """The equation's numbers, float64 (rows, numbers); each tensor's row is written down in the table.
 
-        Args:
-            verdict: the verdict on the step.
-            evaluate: gives the numbers of the graphs of the step, or of the terms.
-            sums: the sums of terms, float64 (tensors, terms): then every tensor has numbers of its own.
-            first, end: the tensors that are stepped.
+        With `sums`, float64 (tensors, terms), every tensor has numbers of its own.
         """
         counts, column = self._counts, self._rows[:, _AT["numbers"]]
         self.kernel.read_counts(len(self.steps), self._layout[0], counts.ctypes.data)
@@ -401,11 +370,7 @@ def _step(
     grad: torch.dtype,
     names: tuple[str, ...],
 ) -> StepSpec:
-    """What to compile.
-
-    Raises:
-        NotImplementedError: if a part of it has no kernel.
-    """
+    """What to compile; NotImplementedError if a part of it has no kernel."""
     found = equation(rule, tuple(slot.slot.name for slot in slots), names)  # type: ignore[arg-type]  # rules are values, and have hashes
     for slot in slots:
         if slot.codec is None or slot.codec.c is None:
@@ -414,7 +379,7 @@ def _step(
     blocks = {slot.block_size for slot, m in zip(slots, kept, strict=True) if m.codec.blockwise}
     block = blocks.pop() if blocks else _BLOCK
     if block % 16 or block > _LARGEST_BLOCK:
-        raise NotImplementedError(f"block_size {block}; takes multiples of 16 up to {_LARGEST_BLOCK}")
+        raise NotImplementedError(f"block_size {block} is no multiple of 16 up to {_LARGEST_BLOCK}")
     if grad not in _DTYPES:
         raise NotImplementedError(f"the gradient is {grad}")
     weight_codec = weight.codec(dtype)

@@ -49,12 +49,7 @@ class GroupSnapshot:
 
 
 class OfGroup(Generic[T]):
-    """Something that is worked out of a group, again where one of its options may have changed.
-
-    Attributes:
-        group: the group.
-        found: what `current` found last.
-    """
+    """Something that is worked out of a group, again where one of its options may have changed."""
 
     def __init__(self, group: Mapping[str, Any], work_out: Callable[[Mapping[str, Any]], T]) -> None:
         self.group, self._work_out = group, work_out
@@ -70,8 +65,7 @@ class OfGroup(Generic[T]):
 class TensorSnapshot:
     """Addresses, dtypes and layouts of a list of parameters, gradients and states. Keeps none of them alive.
 
-    Attributes:
-        gradients: addresses of the gradients; None if one has none.
+    `gradients` has the gradients' addresses; it is None if one has none.
     """
 
     def __init__(

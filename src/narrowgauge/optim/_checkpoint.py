@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge._arguments import is_number
+from narrowgauge._arguments import is_number, shown
 from narrowgauge.optim._checkpoint_convert import Notes, StateReader
 from narrowgauge.optim._checkpoint_foreign import VERSION_KEY, layout_of
 from narrowgauge.optim._options import LIMIT, check_limits
@@ -55,25 +55,6 @@ _ALIKE = {"adam", "adamw", "lamb"}
 Group = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Receiver:
-    """What the reader needs of the optimizer.
-
-    Attributes:
-        name: its class name, for messages.
-        groups: its parameter groups.
-        names: its parameters' names, in the order of the groups.
-        identity: options that no checkpoint changes, because the class is named after them.
-        check: validates a group and returns its rule; raises ValueError.
-    """
-
-    name: str
-    groups: Sequence[Group]
-    names: Sequence[str]
-    identity: tuple[str, ...]
-    check: Callable[[Group], Rule]
-
-
 @dataclass
 class Checkpoint:
     """A checkpoint in the form of the optimizer that reads it.
@@ -91,55 +72,23 @@ class Checkpoint:
     notes: Notes = field(default_factory=Notes)
 
 
-def load_checkpoint(
-    receiver: Receiver,
-    given: Any,
-    load: Callable[[dict[str, Any]], None],
-    register_before: Callable[..., Any],
-    register_after: Callable[..., Any],
-) -> Notes:
-    """Load a checkpoint through torch.
+@torch.no_grad()
+def read_checkpoint(
+    optimizer: str,
+    live: Sequence[Group],
+    names: Sequence[str],
+    fixed: tuple[str, ...],
+    check: Callable[[Group], Rule],
+    given: Mapping[str, Any],
+) -> Checkpoint | None:
+    """Bring a checkpoint into an optimizer's form, without changing the optimizer.
 
     Args:
-        receiver: the optimizer that loads it.
-        given: the state_dict, as the user gave it.
-        load: torch's `load_state_dict`.
-        register_before, register_after: torch's `register_load_state_dict_pre_hook` and `..._post_hook`.
-
-    Returns:
-        What was changed or dropped.
-
-    Raises:
-        ValueError: for a checkpoint that does not fit; nothing is changed then.
-    """
-    if not isinstance(given, Mapping):
-        raise ValueError(f"state_dict: got {type(given).__name__}, takes a dict")
-    # torch casts every float state to the parameter's dtype, which would round fp32 moments to bf16. Two hooks
-    # avoid that: the last pre-hook takes the states out, and the first post-hook puts them back.
-    read: list[Checkpoint] = []
-
-    def before(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        checkpoint = read_checkpoint(receiver, state_dict)
-        if checkpoint is None:
-            return None
-        read.append(checkpoint)
-        return {**state_dict, "state": checkpoint.others, "param_groups": checkpoint.groups}
-
-    def after(optimizer: torch.optim.Optimizer) -> None:
-        optimizer.state.update(read[0].states)
-
-    handles = register_before(before), register_after(after, prepend=True)
-    try:
-        load(dict(given))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return read[0].notes
-
-
-@torch.no_grad()
-def read_checkpoint(receiver: Receiver, given: Mapping[str, Any]) -> Checkpoint | None:
-    """Bring a checkpoint into an optimizer's form, without changing the optimizer.
+        optimizer: its class name, for messages.
+        live, names: its parameter groups, and its parameters' names in their order.
+        fixed: options that no checkpoint changes, because the class is named after them.
+        check: validates a group and returns its rule.
+        given: the state_dict.
 
     Returns:
         None if the groups' number or sizes differ: torch then raises its own error.
@@ -148,14 +97,14 @@ def read_checkpoint(receiver: Receiver, given: Mapping[str, Any]) -> Checkpoint 
         ValueError: for a state_dict that is damaged, or that does not fit.
     """
     check_form(given)
-    live, saved = receiver.groups, given["param_groups"]
+    saved = given["param_groups"]
     if [len(group["params"]) for group in live] != [len(group["params"]) for group in saved]:
         return None
     check_members(saved)
     to_group, to_state = layout_of(given)
     pairs = zip(live, saved, strict=True)
-    translated = [to_group(receiver.name, number, *pair) for number, pair in enumerate(pairs)]
-    stays = (*_STAYS, *receiver.identity)
+    translated = [to_group(optimizer, number, *pair) for number, pair in enumerate(pairs)]
+    stays = (*_STAYS, *fixed)
     groups = [
         {**mine, **new, **{option: mine[option] for option in stays if option in mine}}
         for mine, new in zip(live, translated, strict=True)
@@ -165,17 +114,17 @@ def read_checkpoint(receiver: Receiver, given: Mapping[str, Any]) -> Checkpoint 
     except ValueError as error:
         raise ValueError(f"state_dict: {error}") from error
     checkpoint = Checkpoint(groups, dict(given["state"]))
-    notes, names = checkpoint.notes, iter(receiver.names)
+    notes, every = checkpoint.notes, iter(names)
     for number, (group, old) in enumerate(zip(groups, translated, strict=True)):
         members = live[number]["params"]
         former = group.pop(_FORMER_OPTION, 100)
         if not is_number(former) or former < 100:
-            notes.add(f"dropped {_FORMER_OPTION}, which {receiver.name} does not have", f"group {number}")
+            notes.add(f"dropped {_FORMER_OPTION}, which {optimizer} does not have", f"group {number}")
         if group["rule"] != old["rule"] and not {group["rule"], old["rule"]} <= _ALIKE:
             what = f"took moments of {old['rule']!r} for those of {group['rule']!r}, which may be other averages"
             notes.add(what, f"group {number}")
         try:
-            rule = receiver.check({**group, "params": members})
+            rule = check({**group, "params": members})
             # What the saved group asks for each slot; a single parameter may differ (`StateReader`).
             declared = slot_storages(rule, {**group, "states": old["states"]})
         except ValueError as error:
@@ -185,18 +134,18 @@ def read_checkpoint(receiver: Receiver, given: Mapping[str, Any]) -> Checkpoint 
                 what = f"took {option}={group[option]!r} from the checkpoint, for {live[number][option]!r}"
                 notes.add(what, f"group {number}")
         for p, identity in zip(members, group["params"], strict=True):
-            plan = plan_param(rule, group, p, next(names), 0)
+            plan = plan_param(rule, group, p, next(every), 0)
             entry = checkpoint.others.pop(identity, None)
             if entry == {} and plan.slots:
                 notes.add("found an empty state, which starts anew", plan.name)
             if entry and _FORMER_ENTRY in entry:
                 entry = copy.copy(entry)
                 del entry[_FORMER_ENTRY]
-                notes.add(f"dropped {_FORMER_ENTRY!r}, which {receiver.name} does not keep", plan.name)
+                notes.add(f"dropped {_FORMER_ENTRY!r}, which {optimizer} does not keep", plan.name)
             if not entry:
                 continue
             likely = (_marked(plan), declared) if plan.kind[1] is not None else (declared,)
-            reader = StateReader(receiver.name, plan, local(p), entry, likely, old["block_size"], notes)
+            reader = StateReader(optimizer, plan, local(p), entry, likely, old["block_size"], notes)
             found, decoded = from_dtensors(p, plan, entry, old["block_size"], reader.moments_of)
             if decoded:
                 notes.add("encoded moments anew, whose blocks were those of other shards", plan.name)
@@ -213,70 +162,54 @@ def _marked(plan: ParamPlan) -> dict[str, StateStorage]:
 
 
 def check_form(given: Any) -> None:
-    """Refuse what is not a torch optimizer's state_dict.
-
-    Raises:
-        ValueError: naming the place and the value.
-    """
-    if not isinstance(given, Mapping):
-        raise ValueError(f"state_dict: got {type(given).__name__}, takes a dict")
-    if not {"state", "param_groups"} <= given.keys():
-        raise ValueError(f"state_dict: got {sorted(map(str, given))}, takes 'state' and 'param_groups'")
+    """Refuse what is not a torch optimizer's state_dict, naming the place and the value."""
+    if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
+        keys = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
+        raise ValueError(f"state_dict must be a dict with 'state' and 'param_groups', got {keys}")
     states, groups = given["state"], given["param_groups"]
-    if not isinstance(states, Mapping):
-        raise ValueError(f"state_dict: 'state' is a {type(states).__name__}, takes a dict")
+    _check_kind("'state'", states, Mapping, "a dict")
     for identity, entry in states.items():
-        if not isinstance(entry, Mapping):
-            raise ValueError(f"state_dict: the state of {identity!r} is a {type(entry).__name__}, takes a dict")
-    if not isinstance(groups, list | tuple):
-        raise ValueError(f"state_dict: 'param_groups' is a {type(groups).__name__}, takes a list")
-    members: list[Any] = []
+        _check_kind(f"the state of {identity!r}", entry, Mapping, "a dict")
+    _check_kind("'param_groups'", groups, (list, tuple), "a list")
     for number, group in enumerate(groups):
-        _check_group(number, group)
-        members += group["params"]
-    for identity in members:
-        if identity in states:
-            _check_entry(f"the state of {identity!r}", states[identity])
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), list | tuple):
+            raise ValueError(
+                f"state_dict: group {number} must be a dict with a list of 'params', got {group!r:.200}"
+            )
+        for option in group:
+            _check_kind(f"an option of group {number}", option, str, "a name")
+        for identity in group["params"]:
+            _check_kind(f"a parameter of group {number}", identity, (int, str), "a number or a name")
+            if identity in states:
+                _check_entry(f"the state of {identity!r}", states[identity])
 
 
 def check_members(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse groups that do not list each parameter once.
-
-    Raises:
-        ValueError: naming the group, or the parameter.
-    """
+    """Refuse groups that do not list each parameter once, naming the group or the parameter."""
     for number, group in enumerate(groups):
         named, count = group.get("param_names"), len(group["params"])
         if named is None:
             continue
         names = isinstance(named, list | tuple) and all(isinstance(name, str) for name in named)
         if not names or len(named) != count:
-            raise ValueError(f"state_dict: group {number} has param_names={named!r:.200}, takes {count} names")
+            raise ValueError(f"state_dict: param_names of group {number} must be {count} names, got {named!r:.200}")
     counts = Counter(identity for group in groups for identity in group["params"])
     if twice := [identity for identity, count in counts.items() if count > 1]:
-        raise ValueError(f"state_dict: 'params' has {twice[0]!r} twice, takes each parameter once")
-
-
-def _check_group(number: int, group: Any) -> None:
-    if not isinstance(group, Mapping) or not isinstance(group.get("params"), list | tuple):
-        raise ValueError(f"state_dict: group {number} is {group!r:.200}, takes a dict with a list of 'params'")
-    if odd := [key for key in group if not isinstance(key, str)]:
-        raise ValueError(f"state_dict: group {number} has the option {odd[0]!r}, takes names")
-    for identity in group["params"]:
-        if not isinstance(identity, int | str):
-            raise ValueError(
-                f"state_dict: group {number} calls a parameter {identity!r:.100}, takes numbers or names"
-            )
+        raise ValueError(f"state_dict: 'params' must have each parameter once, got {twice[0]!r} twice")
 
 
 def _check_entry(what: str, entry: Mapping[Any, Any]) -> None:
     for key, value in entry.items():
-        if not isinstance(key, str):
-            raise ValueError(f"state_dict: {what} has the key {key!r}, takes names")
+        _check_kind(f"a key in {what}", key, str, "a name")
         if isinstance(value, Mapping):
             _check_entry(f"{key!r} in {what}", value)
         if isinstance(value, Tensor) and (value.is_meta or value.layout is not torch.strided or value.is_complex()):
             raise ValueError(
-                f"state_dict: {key!r} in {what} is of {value.dtype} ({value.layout}, on {value.device}), takes "
-                "dense real numbers"
+                f"state_dict: {key!r} in {what} must be of dense real numbers, got {value.dtype} "
+                f"({value.layout}, on {value.device})"
             )
+
+
+def _check_kind(what: str, value: Any, kind: type | tuple[type, ...], words: str) -> None:
+    if not isinstance(value, kind):
+        raise ValueError(f"state_dict: {what} must be {words}, got {shown(value)}")

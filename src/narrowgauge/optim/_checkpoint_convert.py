@@ -87,14 +87,9 @@ class StateReader:
         return fresh
 
     def moments_of(self, box: Shard, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The moments of another box that are stored as codes, decoded, by slot.
+        """The moments of another box of the parameter that are stored as codes, decoded, by slot.
 
-        Args:
-            box: of the same parameter.
-            saved: its tensors, those of normalizers among them.
-
-        Raises:
-            ValueError: for tensors that no storage writes.
+        `saved` has the box's tensors, those of normalizers among them.
         """
         part = torch.empty(box.sizes, dtype=self.p.dtype, device=self.p.device)
         reader = replace(self, plan=self.plan.with_inactive(saved), p=part, entry=saved)
@@ -106,7 +101,7 @@ class StateReader:
     def _counters(self, fresh: Mapping[str, Tensor], new: dict[str, Tensor]) -> None:
         """Copy the counts that both states have."""
         if "step" not in self.entry:
-            raise ValueError(f"state_dict: {self.plan.name} has no 'step', got {sorted(self.entry)}")
+            raise ValueError(f"state_dict: {self.plan.name} must have 'step', got {sorted(self.entry)}")
         slots = {key for slot in self.plan.slots for key in slot.tensors(fresh)}
         for key in fresh.keys() - new.keys() - slots - {self.plan.weight_key}:
             if key not in self.entry:
@@ -115,11 +110,11 @@ class StateReader:
             # The step seeds the random bits and must fit into 63 bits.
             good = (value >= 0).all() and (key != "step" or ((value < 2.0**63) & (value % 1 == 0)).all())
             if not good:
-                raise ValueError(f"state_dict: {key!r} of {self.plan.name} is {value}, takes a count of steps")
+                raise ValueError(f"state_dict: {key!r} of {self.plan.name} must be a count of steps, got {value}")
             if value.numel() != fresh[key].numel():
                 raise ValueError(
-                    f"state_dict: {key!r} of {self.plan.name} has shape {tuple(value.shape)}, takes "
-                    f"{tuple(fresh[key].shape)}"
+                    f"state_dict: {key!r} of {self.plan.name} must have shape {tuple(fresh[key].shape)}, got "
+                    f"{tuple(value.shape)}"
                 )
             new[key] = value.reshape(fresh[key].shape)
 
@@ -130,8 +125,8 @@ class StateReader:
             return {}
         if not saved:
             raise ValueError(
-                f"state_dict: {self.plan.name} has no {slot.slot.name!r}, got {sorted(self.entry)}; "
-                f"{self.optimizer} takes {' and '.join(repr(s.slot.name) for s in self.plan.slots)}"
+                f"state_dict: {self.plan.name} must have {slot.slot.name!r} for {self.optimizer}, got "
+                f"{sorted(self.entry)}"
             )
         self._check(slot)
         if self._is_unchanged(slot):
@@ -176,9 +171,9 @@ class StateReader:
         if found is None:
             wanted = self.declared[-1].get(slot.slot.name, slot.storage).name
             raise ValueError(
-                f"state_dict: {slot.slot.name!r} of {self.plan.name} has "
-                f"{_show(_signature(slot.tensors(self.entry)))}, which is not a moment of shape "
-                f"{tuple(self.p.shape)} in {wanted!r}, block_size={self.block_size}"
+                f"state_dict: {slot.slot.name!r} of {self.plan.name} must be a moment of shape "
+                f"{tuple(self.p.shape)} in {wanted!r}, block_size={self.block_size}, got "
+                f"{_signature(slot.tensors(self.entry))}"
             )
         return found
 
@@ -217,8 +212,8 @@ class StateReader:
         target, name = self.plan.weight, self.plan.name
         low = torch.as_tensor(self.entry[key]).detach().to(self.p.device)
         if low.shape != self.p.shape:
-            wanted = tuple(self.p.shape)
-            raise ValueError(f"state_dict: {key!r} of {name} has shape {tuple(low.shape)}, takes {wanted}")
+            wanted, got = tuple(self.p.shape), tuple(low.shape)
+            raise ValueError(f"state_dict: {key!r} of {name} must have shape {wanted}, got {got}")
         source = _weight_storage_of(key.removeprefix("weight."), low, self.p)
         if source is None:
             what = f"dropped {key!r} in {_name(low.dtype)}, which means nothing beside {_name(self.p.dtype)}"
@@ -242,18 +237,10 @@ def replan(
     groups: Sequence[Mapping[str, Any]],
     state: dict[Tensor, dict[str, Tensor]],
 ) -> Notes:
-    """Convert, in place, the states of parameters whose plan changed.
+    """Convert, in place, the states of parameters whose plan changed; notes of what was lost.
 
-    Args:
-        optimizer: the optimizer's name, for messages.
-        old: the plans by which `state` was written. Each is replaced as soon as its state is converted, so that
-            plans and states agree even if memory runs out in between.
-        new: the plans to convert to.
-        groups: the parameter groups.
-        state: the states of the parameters that have one.
-
-    Returns:
-        What was lost.
+    Each plan in `old` is replaced as soon as its state is converted, so that plans and states agree even if memory
+    runs out in between.
     """
     notes = Notes()
     for group in groups:
@@ -299,12 +286,8 @@ def is_lossy(storage: WeightStorage, p: Tensor, low: Tensor) -> bool:
 
 
 def low_word(storage: WeightStorage, p: Tensor, value: Tensor) -> Tensor | None:
-    """The low word that brings p nearest to a value; None if the storage has no low word.
-
-    Args:
-        storage: the weight storage.
-        p: the parameter, which stays as it is.
-        value: float32 tensor of p's shape, within half a unit in p's last place.
+    """The low word that brings p nearest to a value within half a unit in p's last place; None without low
+    words.
     """
     low = storage.init(p)
     if low is None:
@@ -337,14 +320,6 @@ Signature = dict[str, tuple[torch.dtype, tuple[int, ...]] | type]
 
 def _signature(tensors: Mapping[str, Any]) -> Signature:
     return {key: (x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else type(x) for key, x in tensors.items()}
-
-
-def _show(signature: Signature) -> str:
-    parts = []
-    for key, value in sorted(signature.items()):
-        what = f"{value[1]} in {_name(value[0])}" if isinstance(value, tuple) else value.__name__
-        parts.append(f"{key} {what}".strip())
-    return ", ".join(parts)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge._arguments import is_integer, is_number
+from narrowgauge._arguments import Size, check, check_instance, is_integer, is_number, shown
 from narrowgauge.formats import codebook
 from narrowgauge.optim._checkpoint_convert import Notes, is_lossy
 from narrowgauge.optim._plan import ParamPlan
@@ -56,25 +56,19 @@ ToState = Callable[[ParamPlan, Mapping[str, Any]], dict[str, Any]]
 def _our_group(optimizer: str, number: int, live: Group, saved: Group) -> dict[str, Any]:
     version = saved.get(VERSION_KEY)
     if not is_integer(version) or version != VERSION:
-        raise ValueError(f"state_dict: group {number} has {VERSION_KEY}={version!r}, this version reads {VERSION}")
+        raise ValueError(f"state_dict: {VERSION_KEY} of group {number} must be {VERSION}, got {version!r}")
     for option in ("weights", "states", "block_size", "rule"):
         if option not in saved:
-            raise ValueError(f"state_dict: group {number} has no {option!r}, got {sorted(map(str, saved))}")
-    block_size = saved["block_size"]
-    if not is_integer(block_size) or block_size < 1:
-        raise ValueError(
-            f"state_dict: group {number} has block_size={block_size!r}, takes an integer of at least 1"
-        )
-    if not isinstance(saved["rule"], str):
-        raise ValueError(f"state_dict: group {number} has rule={saved['rule']!r}, takes the name of a rule")
+            raise ValueError(f"state_dict: group {number} must have {option!r}, got {sorted(map(str, saved))}")
+    check(f"state_dict: block_size of group {number}", saved["block_size"], Size)
+    check_instance(f"state_dict: rule of group {number}", saved["rule"], str)
     return dict(saved)
 
 
 def _our_state(plan: ParamPlan, entry: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in entry.items():
         if not isinstance(value, Tensor) and not is_number(value):
-            shown = f"{value}" if isinstance(value, int | float) else f"a {type(value).__name__}"
-            raise ValueError(f"state_dict: {key!r} of {plan.name} is {shown}, takes a tensor or a number")
+            raise ValueError(f"state_dict: {key!r} of {plan.name} must be a tensor or a number, got {shown(value)}")
     return dict(entry)
 
 
@@ -87,10 +81,7 @@ def _foreign(live: Group, saved: Group, storage: str) -> dict[str, Any]:
 
 def _torch_group(optimizer: str, number: int, live: Group, saved: Group) -> dict[str, Any]:
     if saved.get("amsgrad") is True:
-        raise ValueError(
-            f"state_dict: group {number} was written with amsgrad=True, {optimizer} has no max_exp_avg_sq; "
-            "takes amsgrad=False"
-        )
+        raise ValueError(f"state_dict: amsgrad of group {number} must be False for {optimizer}, got True")
     group = dict(saved)
     if "decoupled_weight_decay" not in live:
         group.pop("decoupled_weight_decay", None)
@@ -104,7 +95,7 @@ def _torch_state(plan: ParamPlan, entry: Mapping[str, Any]) -> dict[str, Any]:
         return {}  # torch writes None for a parameter without a step
     for slot in (s.slot for s in plan.slots):
         if slot.torch_key is not None and slot.torch_key not in entry:
-            raise ValueError(f"state_dict: {plan.name} has no {slot.torch_key!r}, got {sorted(entry)}")
+            raise ValueError(f"state_dict: {plan.name} must have {slot.torch_key!r}, got {sorted(entry)}")
     state = {ours.get(key, key): _moment(value) if key in ours else value for key, value in entry.items()}
     return {"step": 1.0, **_our_state(plan, state)}
 
@@ -119,7 +110,9 @@ def _bnb_group(optimizer: str, number: int, live: Group, saved: Group) -> dict[s
     if "dampening" in live:
         betas = saved.get("betas")
         if not isinstance(betas, list | tuple) or len(betas) != 2:
-            raise ValueError(f"state_dict: group {number} has betas={betas!r:.100}, takes momentum and dampening")
+            raise ValueError(
+                f"state_dict: betas of group {number} must be momentum and dampening, got {betas!r:.100}"
+            )
         group["momentum"], group["dampening"] = betas
         group.pop("eps", None)  # always 0 there, and unused
     return _foreign(live, group, "8bit")
@@ -134,25 +127,22 @@ def _is_vector(x: Any, count: int) -> bool:
 
 def _bnb_state(plan: ParamPlan, entry: Mapping[str, Any]) -> dict[str, Any]:
     wrapped = entry.get(_WRAPPED, {})
-    if not isinstance(wrapped, Mapping):
-        raise ValueError(f"state_dict: {_WRAPPED!r} of {plan.name} is a {type(wrapped).__name__}, takes a dict")
+    check_instance(f"state_dict: {_WRAPPED!r} of {plan.name}", wrapped, dict)
     saved = {**entry, **wrapped}
     for key in (_WRAPPED, "unorm_vec"):  # the second is scratch space
         saved.pop(key, None)
     state = {}
     for number, slot in enumerate((s.slot for s in plan.slots), start=1):
         if f"state{number}" not in saved:
-            raise ValueError(
-                f"state_dict: {plan.name} has no 'state{number}' for {slot.name!r}, got {sorted(saved)}"
-            )
+            raise ValueError(f"state_dict: {plan.name} must have 'state{number}', got {sorted(saved)}")
         codes = saved.pop(f"state{number}")
         values, scales = saved.pop(f"qmap{number}", None), saved.pop(f"absmax{number}", None)
         if not isinstance(codes, Tensor) or codes.dtype != torch.uint8:
             state[slot.name] = _moment(codes)
         elif not _is_vector(values, 256) or not _is_vector(scales, -(-codes.numel() // _BLOCK)):
             raise ValueError(
-                f"state_dict: 'state{number}' of {plan.name} is not block-wise (no qmap{number}, or no "
-                f"absmax{number} for each {_BLOCK} elements); takes states in blocks of {_BLOCK}, or in float32"
+                f"state_dict: 'state{number}' of {plan.name} must be float32, or codes with qmap{number} and an "
+                f"absmax{number} for each {_BLOCK} elements"
             )
         elif torch.equal(values.cpu(), codebook("dynamic", slot.signed)):
             state[f"{slot.name}.codes"], state[f"{slot.name}.scales"] = codes, scales
@@ -181,16 +171,8 @@ def export_to_torch(
     """A state_dict for torch's optimizer of the same name, and what it cannot hold.
 
     Each moment is decoded to float32 under torch's name for it. torch casts it to the parameter's dtype when it
-    loads it. It has no low words: it goes on from the parameters alone.
-
-    Args:
-        kind: the optimizer's class.
-        options: names of all options of this optimizer; other entries of a group are exported as they are.
-        plans: its parameters, in the order of its groups.
-        groups, state: its groups and states.
-
-    Raises:
-        ValueError: if torch has no optimizer of this name.
+    loads it. It has no low words: it goes on from the parameters alone. Entries of groups that are not in
+    `options`, the names of all options of this optimizer, are exported as they are.
     """
     namesake = _namesake(kind)
     taken = inspect.signature(namesake).parameters
@@ -234,4 +216,6 @@ def _namesake(kind: type) -> type[torch.optim.Optimizer]:
             and found is not torch.optim.Optimizer
         ):
             return found
-    raise ValueError(f"torch_state_dict: torch.optim has no {kind.__name__}; Adam, AdamW, SGD, Adagrad, Muon work")
+    raise ValueError(
+        f"torch_state_dict must be of Adam, AdamW, SGD, Adagrad or Muon: torch.optim has no {kind.__name__}"
+    )

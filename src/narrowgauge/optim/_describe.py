@@ -64,7 +64,7 @@ def describe(
     Args:
         plans: parameters and their plans.
         skipped: refused steps by name.
-        paths: by parameter, what steps it, and why nothing faster does; "" if nothing is faster.
+        paths: by parameter, what steps it, and why nothing faster does.
         when: what to say after the path of when it is taken.
     """
     rows = [

@@ -45,11 +45,7 @@ _GRAIN = 8  # elements that one block of random numbers serves
 
 @dataclass(frozen=True)
 class Fp32Arithmetic:
-    """Averages of float32 tensors; see the module.
-
-    Attributes:
-        shard: the part of the parameter on this rank; None if all of it is.
-    """
+    """Averages of float32 tensors; see the module. `shard` is the part of the parameter on this rank."""
 
     shard: Shard | None = None
 
@@ -82,9 +78,7 @@ class Fp32Arithmetic:
 class StrictArithmetic:
     """Averages as each slot's storage makes them; a moment is the pair (storage, tensors). See the module.
 
-    Attributes:
-        dtype: the format of the rest of the equation.
-        shard: the part of the parameter on this rank; None if all of it is.
+    `dtype` is the format of the rest of the equation, `shard` the part of the parameter on this rank.
     """
 
     dtype: torch.dtype
@@ -126,12 +120,7 @@ _FP32 = Fp32Arithmetic()
 class Noise:
     """The random numbers of one parameter's step: a pure function of these values, with nothing to save.
 
-    Attributes:
-        seed: the optimizer's.
-        stream: the parameter's index.
-        step: the number of this step; a 0-d tensor on the device, or a number.
-        p: the parameter, for its shape and device; of a sharded one the part on this rank.
-        origin: the element at which its random numbers begin, a multiple of eight.
+    `p` gives shape and device. `origin`, a multiple of eight, is the element at which the numbers begin.
     """
 
     seed: int
@@ -159,14 +148,9 @@ class Noise:
 
 @dataclass(frozen=True)
 class Operands:
-    """What a rule is given.
-
-    Attributes:
-        arithmetic: evaluates averages.
-        weight, grad: in the arithmetic's format.
-        weight_dtype: the weight's format before that.
-        moments: decoded, or (storage, tensors) in strict arithmetic.
-        scalars: the rule's.
+    """What a rule is given: weight and gradient in the arithmetic's format, moments decoded (or, in strict
+    arithmetic, as pairs of storage and tensors), and the scalars. `weight_dtype` is the weight's format before
+    that.
     """
 
     arithmetic: Fp32Arithmetic | StrictArithmetic
@@ -186,8 +170,7 @@ def update(
         step: the parameter's; its gradient as the rule is given it.
         number: the number of this step, from 1; a 0-d tensor on the device, or a number.
         noise: makes random numbers in the parameter's shape.
-        summed: the sums of the rule's terms over the whole parameter, if other ranks hold parts of it; see
-            `term_sums`.
+        summed: the sums of `term_sums` over the whole parameter, if other ranks hold parts of it.
 
     Returns:
         (p, state, delta): the new parameter, its new state entries, and the intended update.
@@ -248,8 +231,7 @@ def encode_moments(
     """Moments as they are stored.
 
     Args:
-        plan: how they are stored.
-        moments: float32, by slot.
+        plan, moments: how they are stored, and float32 tensors by slot.
         noise: for storages that round stochastically.
         errors_of: the slots whose errors are wanted, if their storage feeds them back.
 
@@ -340,23 +322,14 @@ def with_sums(plan: ParamPlan, read: Operands, summed: Mapping[str, Scalar] | No
 
 
 def check_terms(rule: Rule, group: Mapping[str, Any], dims: int) -> None:
-    """Refuse a rule that sums more terms over a sharded parameter than ranks exchange.
-
-    Args:
-        rule: the rule; its `terms` are evaluated on one element.
-        group: the parameter's group.
-        dims: how many dimensions the parameter has.
-
-    Raises:
-        ValueError: naming the rule and the number of its terms.
-    """
+    """Refuse a rule that sums more terms over a sharded parameter of so many dimensions than ranks exchange."""
     one = torch.ones((1,) * dims, device="cpu")
     scalars = {name: float(value) for name, value in rule.scalars(group, 1).items()}
     terms = rule.terms(_FP32, one, one, {slot.name: one for slot in rule.slots(group)}, scalars)
     if len(terms) > MOST_TERMS:
         raise ValueError(
-            f"rule: {rule.name!r} has {len(terms)} terms ({', '.join(terms)}), takes at most {MOST_TERMS} where "
-            "ranks share parameters"
+            f"rule must have at most {MOST_TERMS} terms where ranks share parameters, got {len(terms)} of "
+            f"{rule.name!r}"
         )
 
 
@@ -381,8 +354,7 @@ def chunks(
     """(first element, chunk) of a step; one chunk if the parameter is small or its rule needs all of it.
 
     A chunk is a run of whole blocks of the flat parameter. Its tensors are views: writing to them writes to the
-    parameter and its state. `elementwise` tells, for a plan and a group, whether the rule treats every element by
-    itself.
+    parameter and its state. `elementwise` tells whether a plan's rule treats every element by itself.
     """
     plan, p, n = step.plan, step.param, step.param.numel()
     unit = math.lcm(_GRAIN, *(slot.block_size for slot in plan.slots))
@@ -424,13 +396,7 @@ def with_gradient(step: ParamStep, verdict: Verdict | None) -> ParamStep:
 
 
 class EagerSteps:
-    """A `StepList`: the steps of parameters on one device, one after the other.
-
-    Args:
-        steps: the list.
-        measured: whether to measure what each step does.
-        elementwise: whether a rule treats every element by itself; see `chunks`.
-    """
+    """A `StepList`: the steps of parameters on one device, one after the other. For `elementwise` see `chunks`."""
 
     def __init__(
         self,

@@ -16,7 +16,6 @@ The engine knows groups, states and plans, and no optimizer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any, Protocol
@@ -29,7 +28,7 @@ from narrowgauge.kernels._triton import name, unavailable
 from narrowgauge.optim import _c_backend
 from narrowgauge.optim._c_backend import CSteps
 from narrowgauge.optim._changes import identical
-from narrowgauge.optim._eager import EagerSteps, next_number, noise_of, update
+from narrowgauge.optim._eager import EagerSteps
 from narrowgauge.optim._plan import PLAIN, ParamPlan, ParamStep, State, kind_of
 from narrowgauge.optim._sharding import Collective, Rows, is_shared, local, local_gradient
 from narrowgauge.optim._tracing import elementwise, untraceable
@@ -62,14 +61,10 @@ class StepList(Protocol):
 
     @property
     def watched(self) -> Sequence[ParamStep]:
-        """The parameters that `refresh` looks at. Triton's list has those without a kernel, which may get one."""
+        """The parameters that `refresh` looks at: with those, of Triton's list, that have no kernel yet."""
 
     def refresh(self, grads: Sequence[Tensor], states: Sequence[State]) -> bool:
-        """Whether the list still holds; numbers and gradients' addresses may have changed.
-
-        Args:
-            grads, states: those of the parameters `watched`, at this step.
-        """
+        """Whether the list still holds for the gradients and states of `watched`, whose addresses may change."""
 
     def inspect(self, verdict: Verdict) -> list[GradientReport]:
         """Inspect all gradients, before a step that depends on them."""
@@ -84,9 +79,6 @@ class StepList(Protocol):
             verdict: the verdict on the step; None where gradients are taken as they are.
             summed: whether to use the sums of `terms`, now added up over ranks.
             which: the indices of the parameters to step; None for all. A list on a GPU is stepped whole.
-
-        Returns:
-            Names of parameters and what was measured of them, if it was.
         """
 
 
@@ -123,11 +115,6 @@ class Engine:
     ) -> tuple[Tensor | None, dict[torch.device, Tensor], Measured]:
         """Step every parameter that has a gradient, each exactly once.
 
-        Args:
-            groups: the parameter groups.
-            state: by parameter; a missing one is made.
-            request: what the step is asked for.
-
         Returns:
             (norm, flags, measured): the norm of all gradients, unscaled, 0-d, float32, if a limit was asked for; by
             device, which gradients are not finite, if `all_or_nothing` was; what was measured, if that was.
@@ -135,7 +122,6 @@ class Engine:
         Raises:
             FloatingPointError: if `nonfinite` is ``"raise"`` and a gradient is not finite.
             RuntimeError: for a sparse gradient.
-            TypeError: for a parameter whose class does not know all operations of a step.
             StalePlanError: for a parameter that must be planned again. In all cases no parameter has moved.
         """
         params = list(chain.from_iterable([group["params"] for group in groups]))
@@ -234,8 +220,6 @@ class Engine:
             p, group = params[index], owners[index]
             plan, own, param = self.plans[p], state[p], local(p)
             step = ParamStep(index, plan, group, param, grads[index], own)  # type: ignore[arg-type]
-            if type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-                _rehearse(step)
             if not own:
                 own.update(plan.init(param, group))
             steps.append(step)
@@ -304,22 +288,13 @@ class Engine:
         return collective
 
     def _must_agree(self, collective: Collective, groups: Sequence[Group], request: StepRequest) -> bool:
-        """Whether ranks must agree before this step.
-
-        Decided by what all ranks know: options, and not what was found in gradients.
-        """
+        """Whether ranks must agree before this step: decided by options, which all ranks know, not by gradients."""
         asked = _scales(request) or any(group["nonfinite"] != "propagate" for group in groups)
         return bool(collective.indices) and (asked or self.sums_over_parameters())
 
 
 class _Roster:
-    """A list of parameters with gradients, and the lists of backends that step them.
-
-    Args:
-        plans, groups, params, grads, state: of all parameters.
-        steps: of those with a gradient.
-        lists: which together have all of these.
-    """
+    """The parameters with gradients of one step, in `steps`, and the lists of backends that step them."""
 
     def __init__(
         self,
@@ -428,36 +403,15 @@ def _for_triton(step: ParamStep) -> bool:
 def refuse_sparse(name: str, grad: Any) -> None:
     """Raise for a sparse gradient."""
     if grad.layout is not torch.strided:
-        raise RuntimeError(f"a step does not support sparse gradients; {name} got one, takes dense ones")
-
-
-def _rehearse(step: ParamStep) -> None:
-    """Take a step with a copy of a parameter whose class has operations of its own.
-
-    Raises:
-        TypeError: if the class has not all that a step needs, before any parameter has moved.
-    """
-    plan = step.plan
-    try:
-        copy = step.param.detach().clone()
-        trial = replace(step, param=copy, state=dict(step.state) or plan.init(copy, step.group))
-        number = next_number(trial)
-        new, _, _ = update(trial, number, noise_of(trial, number))
-        copy.copy_(new)
-    except Exception as error:  # whatever a class raises that does not know an operation
-        raise TypeError(
-            f"step: {plan.name} is a {type(step.param).__name__}, with which a step fails ({error}); takes tensors "
-            "whose class leaves operations to torch, or knows all of them; no parameter was changed"
-        ) from error
+        raise RuntimeError(f"a step does not support sparse gradients; the gradient of {name} must be dense")
 
 
 def refuse_waiting(steps: Sequence[ParamStep]) -> None:
     """Refuse to capture steps that wait for the device."""
     if steps and torch.cuda.is_current_stream_capturing():
-        group = steps[0].group
         raise RuntimeError(
-            f"step: nonfinite={group['nonfinite']!r}, arithmetic={group['arithmetic']!r} in a captured graph; "
-            "takes nonfinite='skip' or 'propagate' and arithmetic='fp32' there, which never wait for the device"
+            "step: nonfinite must be 'skip' or 'propagate' and arithmetic 'fp32' in a captured graph, which cannot "
+            f"wait for the device, got {steps[0].group['nonfinite']!r} and {steps[0].group['arithmetic']!r}"
         )
 
 

@@ -33,11 +33,8 @@ def split_decay(model: nn.Module, weight_decay: float, *, embeddings: str | None
         ``AdamW8bit(split_decay(model, 0.1))``.
 
     Raises:
-        TypeError: if the model is no module.
         ValueError: for an unknown storage.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: got {type(model).__name__}, takes a torch.nn.Module")
     return parted(model, {"weight_decay": weight_decay}, embeddings)
 
 

@@ -63,10 +63,7 @@ class ListLaunch:
 class LaunchTables:
     """The launches on one device, and the memory that they read.
 
-    Args:
-        device: where it is.
-        launches: the launches.
-        staged: pinned memory to send it from each time, for a graph; otherwise new memory is taken each time.
+    A graph sends it from `staged`, pinned memory of its own; otherwise new pinned memory is taken each time.
     """
 
     def __init__(self, device: torch.device, launches: Sequence[ListLaunch], staged: Tensor | None = None) -> None:
@@ -106,11 +103,7 @@ class LaunchTables:
         self._spare: list[Tensor] = []
 
     def of_a_graph(self) -> LaunchTables:
-        """Tables like these for a step that is being captured.
-
-        Raises:
-            RuntimeError: if no pinned memory is left.
-        """
+        """Tables like these for a step that is being captured."""
         if not self._spare:
             raise RuntimeError(
                 f"step: captured {_GRAPHS} times with no step between; take one before capturing more"
@@ -118,12 +111,7 @@ class LaunchTables:
         return LaunchTables(self.device, self.launches, self._spare.pop())
 
     def write(self, gradients: npt.NDArray[np.int64], options: list[Hyperparameters]) -> None:
-        """Upload addresses and hyperparameters that changed.
-
-        Args:
-            gradients: their addresses, of the whole list of steps; another array where one has changed.
-            options: the groups'; other objects where something may have changed.
-        """
+        """Upload what changed: gradients' addresses if that is another array, hyperparameters of other objects."""
         changed, self._fresh = self._fresh, True  # stays True if sending fails, for want of memory
         if self._staged is None and len(self._spare) < _GRAPHS:
             self._spare += self._memory(_GRAPHS - len(self._spare)).unbind()
@@ -176,11 +164,7 @@ class LaunchTables:
         ]
 
     def terms(self, verdict: Tensor) -> list[Rows]:
-        """The sums that rules ask for, before the step; a step that is `summed` reads their tables again.
-
-        Args:
-            verdict: float32 (2,); see `launch`.
-        """
+        """The sums that rules ask for, before the step; a step that is `summed` reads their tables again."""
         return [
             (launch.indices.tolist(), TERMS, launch.step.add_up(tables, verdict))
             for launch, tables in zip(self.launches, self.tables, strict=True)
@@ -195,8 +179,7 @@ class LaunchTables:
             summed: whether the sums that `terms` gave hold, with what other ranks have.
 
         Returns:
-            What each launch has measured: float64 (tensors, 8), in the order of `UpdateStats`. A graph leaves it at
-            the same address every time.
+            What each launch has measured: float64 (tensors, 8), by a graph at the same address every time.
         """
         found: list[Tensor | None] = []
         for launch, tables in zip(self.launches, self.tables, strict=True):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from narrowgauge import rules
-from narrowgauge._arguments import is_integer, is_number
+from narrowgauge._arguments import check_choice, is_integer, is_number
 from narrowgauge.optim._optimizer import NarrowOptimizer
 from narrowgauge.optim._options import Options, with_defaults
 
@@ -36,8 +36,7 @@ class Adam(NarrowOptimizer):
     Arguments up to `amsgrad` are those of `torch.optim.Adam`, in its order and with its defaults.
 
     Args:
-        params: parameters, named parameters or groups; float32, bfloat16 or float16. Groups may override any
-            option below.
+        params: float32, bfloat16 or float16 parameters, named or not, or groups, which may override any option.
         lr: learning rate, a number or a 0-d tensor.
         betas: decay rates of the first and second moment, each in [0, 1); two numbers, or two tensors of one
             element.
@@ -96,9 +95,6 @@ class AdamW(Adam):
     Args:
         params, lr, betas, eps, amsgrad, beta2_schedule, **options: the arguments of `Adam`.
         weight_decay: decoupled decay, applied with the update as one sum.
-
-    Raises:
-        ValueError: for a wrong value or combination, by name.
 
     Source: Loshchilov and Hutter 2019; Collage, Algorithm 2; 8-bit Optimizers via Block-wise Quantization.
     """
@@ -166,32 +162,22 @@ class CollageAdamW(AdamW):
             ``"plus"``: the second moment as an expansion too (12 bytes).
         *args, **options: the arguments of AdamW but `weights` and `states`, which follow from the variant.
 
-    Raises:
-        ValueError: for an unknown variant, and whatever AdamW refuses.
-
     Source: Collage, Algorithm 2 and Table 2.
     """
 
     def __init__(
         self, params: ParamsT, *args: Any, variant: Literal["light", "plus"] = "plus", **options: Any
     ) -> None:
-        states = {"light": "bf16", "plus": "expansion"}
-        if not isinstance(variant, str) or variant not in states:
-            raise ValueError(f"variant: got {variant!r}, takes 'light' or 'plus'")
-        for name in ("weights", "states"):
-            if name in options:
-                raise ValueError(
-                    f"{name}: got {options[name]!r}, follows from variant={variant!r} and is not taken"
-                )
-        super().__init__(params, *args, weights="expansion", states=states[variant], **options)
+        check_choice("variant", variant, ("light", "plus"))
+        states = "bf16" if variant == "light" else "expansion"
+        super().__init__(params, *args, weights="expansion", states=states, **options)
 
 
 class LAMB(NarrowOptimizer):
     """LAMB: AdamW's direction, each parameter's step in proportion to the norm of its weights.
 
     Args:
-        params: parameters, named parameters or groups; float32, bfloat16 or float16. Groups may override any
-            option below.
+        params: float32, bfloat16 or float16 parameters, named or not, or groups, which may override any option.
         lr: learning rate, a number or a 0-d tensor.
         betas: decay rates of the first and second moment, each in [0, 1).
         eps: added to the root of the second moment.
@@ -230,8 +216,7 @@ class SGD(NarrowOptimizer):
     Arguments up to `nesterov` are those of `torch.optim.SGD`, in its order and with its defaults.
 
     Args:
-        params: parameters, named parameters or groups; float32, bfloat16 or float16. Groups may override any
-            option below.
+        params: float32, bfloat16 or float16 parameters, named or not, or groups, which may override any option.
         lr: learning rate, a number or a 0-d tensor.
         momentum: decay rate of the momentum; 0 for no state. A scheduler may switch it on and off. A momentum that
             starts after the first step starts from ``1 - dampening`` of the gradient, where torch takes all of it.
@@ -274,9 +259,6 @@ class LARS(NarrowOptimizer):
         trust_coefficient: the fraction of its norm by which a parameter may move, at learning rate 1.
         eps: added to the norm of the gradient.
 
-    Raises:
-        ValueError: for a wrong value or combination, by name.
-
     Source: You et al. 2017, Algorithm 1.
     """
 
@@ -308,8 +290,7 @@ class Adagrad(NarrowOptimizer):
     Arguments up to `foreach` are those of `torch.optim.Adagrad`, in its order and with its defaults.
 
     Args:
-        params: parameters, named parameters or groups; float32, bfloat16 or float16. Groups may override any
-            option below.
+        params: float32, bfloat16 or float16 parameters, named or not, or groups, which may override any option.
         lr: learning rate, a number or a 0-d tensor.
         lr_decay: the learning rate is divided by 1 + (t - 1) lr_decay.
         weight_decay: added to the gradient, as L2 regularization is.
@@ -356,8 +337,7 @@ class Lion(NarrowOptimizer):
     """Lion with any weight storage, its moment in any state storage.
 
     Args:
-        params: parameters, named parameters or groups; float32, bfloat16 or float16. Groups may override any
-            option below.
+        params: float32, bfloat16 or float16 parameters, named or not, or groups, which may override any option.
         lr: learning rate, a number or a 0-d tensor: the step of every element, decay apart.
         betas: weight of the moment in the direction, and its decay rate, each in [0, 1).
         weight_decay: decoupled decay, applied with the update as one sum.
@@ -442,13 +422,12 @@ class Muon(NarrowOptimizer):
         if not is_integer(steps) or not 0 <= steps < 100:
             raise ValueError(
                 "Number of steps must be less than 100 for computational efficiency; "
-                f"ns_steps: got {steps!r}, takes 0 to 99"
+                f"ns_steps must be from 0 to 99, got {steps!r}"
             )
         three = isinstance(coefficients, tuple | list) and len(coefficients) == 3
         if not three or not all(map(is_number, coefficients)):
             raise ValueError(
-                "Coefficients must be a tuple of exactly 3 values; "
-                f"ns_coefficients: got {coefficients!r}, takes three numbers"
+                f"Coefficients must be a tuple of exactly 3 values; ns_coefficients is {coefficients!r}"
             )
         return rules.Muon(tuple(coefficients), steps, group["eps"], ratio or "original")
 
@@ -456,7 +435,7 @@ class Muon(NarrowOptimizer):
         super().check(group)
         for p in group.get("params", ()):
             if p.is_complex():
-                raise RuntimeError(f"Muon does not support complex parameters; params: got one of {p.dtype}")
+                raise RuntimeError(f"Muon does not support complex parameters, got {p.dtype}")
             if p.dim() != 2:
                 raise ValueError(
                     f"Muon only supports 2D parameters whereas we found a parameter with size: {p.size()}"

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT
 
+from narrowgauge._arguments import Flag, check, check_instance
 from narrowgauge.optim._changes import GroupSnapshot
-from narrowgauge.optim._checkpoint import Receiver, load_checkpoint
+from narrowgauge.optim._checkpoint import Checkpoint, read_checkpoint
 from narrowgauge.optim._checkpoint_convert import replan
 from narrowgauge.optim._checkpoint_foreign import VERSION, VERSION_KEY, export_to_torch
 from narrowgauge.optim._describe import Description, describe
@@ -121,12 +122,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
     # Groups and plans.
 
     def check(self, group: Mapping[str, Any]) -> None:
-        """Refuse options that no parameter could be stepped with.
-
-        Raises:
-            ValueError: naming the argument, what it got, what it takes.
-            RuntimeError: where torch raises one.
-        """
+        """Refuse options that no parameter could be stepped with (ValueError, RuntimeError as in torch)."""
         check_switches(group)
         rule = self.rule_for(group)
         check_hyperparameters(rule, group, self.refusals)
@@ -142,7 +138,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         with_clipping = clipped(rule)  # type: ignore[arg-type]  # rules are values, and have hashes
         if with_clipping is None:
             raise ValueError(
-                f"clip_updates: got True, {type(self).__name__} takes False only: its rule has no second moment"
+                f"clip_updates must be False for {type(self).__name__}, whose rule has no second moment, got True"
             )
         return with_clipping
 
@@ -208,29 +204,24 @@ class NarrowOptimizer(torch.optim.Optimizer):
     def plans(self, lazy: bool = False) -> list[tuple[Tensor, ParamPlan]]:
         """All parameters and their plans, in the order of the groups.
 
-        Args:
-            lazy: leave out parameters that have no shape yet, instead of raising.
-
-        Raises:
-            RuntimeError: for a parameter of a lazy module before its first pass.
+        Parameters that have no shape yet, of lazy modules before their first pass, are left out if `lazy`; else
+        they raise RuntimeError.
         """
         self._replan()
         ps = [p for group in self.param_groups for p in group["params"]]
         known = [p for p in ps if not is_lazy(p)]
         if len(known) < len(ps) and not lazy:
             raise RuntimeError(
-                f"params: {len(ps) - len(known)} of {len(ps)} are uninitialized; run the model once, so that its "
-                "lazy modules get their shapes"
+                f"params: {len(ps) - len(known)} of {len(ps)} must be initialized first, by one run of the model"
             )
         return [(p, self.plan_of(p)) for p in known]
 
     def _replan(self) -> None:
-        """Act on options that have changed in `param_groups`.
+        """Act on options that have changed in `param_groups`, which torch reads at every step.
 
-        torch reads a group's hyperparameters at every step, and people write to them. What only the rule reads
-        takes effect at once. An option that says how numbers are stored needs other tensors: the plans are made
-        again and the states converted, as those of a checkpoint are. An impossible option raises ValueError before
-        anything is updated, at every step until it is fixed.
+        What only the rule reads takes effect at once. An option that says how numbers are stored needs other
+        tensors: the plans are made again and the states converted, as those of a checkpoint are. An impossible
+        option raises ValueError before anything is updated, at every step until it is fixed.
         """
         known = self._snapshots if self._planned_for is not None else []
         if len(known) == len(self.param_groups) and all(map(GroupSnapshot.unchanged, known, self.param_groups)):
@@ -376,9 +367,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     @gauges.setter
     def gauges(self, value: bool) -> None:
-        if not isinstance(value, bool):
-            raise ValueError(f"gauges: got {value!r}, takes True or False")
-        self._gauges = value
+        self._gauges = check("gauges", value, Flag)
 
     def measured(self) -> list[tuple[list[Tensor], Tensor]]:
         """The sums in `last_stats`, in pairs: some parameters, and their float64 table (parameters, 8)."""
@@ -525,11 +514,29 @@ class NarrowOptimizer(torch.optim.Optimizer):
             ValueError: for a state of another rule or other shapes, an unknown version, or no state at all; nothing
                 is changed then.
         """
+        check_instance("state_dict", state_dict, Mapping)
         names = [plan.name for _, plan in self.plans()]
-        receiver = Receiver(type(self).__name__, self.param_groups, names, self.identity, self._checked_rule)
-        notes = load_checkpoint(
-            receiver, state_dict, super().load_state_dict,
-            self.register_load_state_dict_pre_hook, self.register_load_state_dict_post_hook,
-        )  # fmt: skip
-        if notes:
-            warnings.warn(f"state_dict: {notes}", stacklevel=2)
+        # torch casts every float state to the parameter's dtype, which would round fp32 moments to bf16. Two hooks
+        # avoid that: the last pre-hook takes the states out, and the first post-hook puts them back.
+        read: list[Checkpoint] = []
+
+        def before(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
+            checkpoint = read_checkpoint(
+                type(self).__name__, self.param_groups, names, self.identity, self._checked_rule, given
+            )
+            if checkpoint is None:
+                return None
+            read.append(checkpoint)
+            return {**given, "state": checkpoint.others, "param_groups": checkpoint.groups}
+
+        handles = (
+            self.register_load_state_dict_pre_hook(before),
+            self.register_load_state_dict_post_hook(lambda _: self.state.update(read[0].states), prepend=True),
+        )
+        try:
+            super().load_state_dict(dict(state_dict))
+        finally:
+            for handle in handles:
+                handle.remove()
+        if read[0].notes:
+            warnings.warn(f"state_dict: {read[0].notes}", stacklevel=2)

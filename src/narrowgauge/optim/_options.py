@@ -1,7 +1,6 @@
 """The options that all optimizers share, their defaults, and what is refused.
 
-Hyperparameters are refused in torch's words, so that code which reads them still works; the rest in ours: the
-argument, what it got, what it takes.
+Hyperparameters are refused in torch's words, so that code which reads them still works, the rest in ours.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any, Literal, TypedDict, get_type_hints
 import torch
 from torch import Tensor
 
-from narrowgauge._arguments import is_integer, is_number
+from narrowgauge._arguments import Count, Flag, Size, check, check_choice, is_number
 from narrowgauge.optim._plan import slot_storages
 from narrowgauge.rules import Rule
 from narrowgauge.storage import weight_storage
@@ -90,7 +89,6 @@ _DEFAULTS: dict[str, Any] = {
 # The option that is one number for all groups.
 LIMIT = "max_grad_norm"
 
-# What is either on or off, in the optimizers that have it.
 _SWITCHES = (
     "clip_updates", "maximize", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay", "nesterov",
 )  # fmt: skip
@@ -108,11 +106,7 @@ _REFUSALS = {
 
 
 def with_defaults(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """All options, those not given at their defaults.
-
-    Raises:
-        TypeError: for an unknown keyword.
-    """
+    """All options, those not given at their defaults; a TypeError for an unknown one."""
     for option in options:
         if option not in _DEFAULTS:
             raise TypeError(f"{name}() got an unexpected keyword argument {option!r}")
@@ -153,24 +147,19 @@ def is_real(value: object) -> bool:
 
 
 def check_switches(group: Mapping[str, Any]) -> None:
-    """Refuse switches that are neither on nor off, before anything reads them.
-
-    Raises:
-        ValueError: naming the argument, what it got, what it takes.
-    """
+    """Refuse switches that are neither on nor off, before anything reads them."""
     for option in _SWITCHES:
-        if not isinstance(group.get(option, False), bool):
-            raise ValueError(f"{option}: got {group[option]!r}, takes True or False")
+        check(option, group.get(option, False), Flag)
     for option in ("foreach", "fused"):
-        if not isinstance(group[option], bool | None):
-            raise ValueError(f"{option}: got {group[option]!r}, takes True, False or None")
+        if group[option] is not None:
+            check(option, group[option], Flag)
 
 
 def check_options(name: str, rule: Rule, group: Mapping[str, Any]) -> None:
     """Refuse options that no parameter could be served with.
 
     Raises:
-        ValueError: naming the argument, what it got, what it takes.
+        ValueError: naming the argument.
         RuntimeError: for `fused` with `foreach` or `differentiable`, as torch does.
     """
     if group["fused"] and group["differentiable"]:
@@ -179,44 +168,36 @@ def check_options(name: str, rule: Rule, group: Mapping[str, Any]) -> None:
         raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
     weight_storage(group["weights"])
     slot_storages(rule, group)
-    for option, choices in (("arithmetic", ("fp32", "strict")), ("nonfinite", ("skip", "propagate", "raise"))):
-        if group[option] not in choices:
-            raise ValueError(f"{option}: got {group[option]!r}, takes one of {', '.join(map(repr, choices))}")
-    for option, least in (("block_size", 1), ("min_quantized_size", 0), ("seed", 0)):
-        if not is_integer(group[option]) or group[option] < least:
-            raise ValueError(f"{option}: got {group[option]!r}, takes an integer of at least {least}")
+    check_choice("arithmetic", group["arithmetic"], ("fp32", "strict"))
+    check_choice("nonfinite", group["nonfinite"], ("skip", "propagate", "raise"))
+    check("block_size", group["block_size"], Size)
+    check("min_quantized_size", group["min_quantized_size"], Count)
+    if check("seed", group["seed"], Count) >= 2**32:
+        raise ValueError(f"seed must be below 2^32, got {group['seed']}")
     check_limits([group])
-    if group["seed"] >= 2**32:
-        raise ValueError(f"seed: got {group['seed']}, takes an integer below 2^32")
     for option in ("amsgrad", "differentiable"):
         if group.get(option):
-            raise ValueError(f"{option}: got True, {name} takes False only")
-    arithmetic, nonfinite = group["arithmetic"], group["nonfinite"]
-    if group["capturable"] and (arithmetic == "strict" or nonfinite == "raise"):
+            raise ValueError(f"{option} must be False for {name}, got True")
+    if group["capturable"] and (group["arithmetic"] == "strict" or group["nonfinite"] == "raise"):
         raise ValueError(
-            f"capturable: got True with arithmetic={arithmetic!r}, nonfinite={nonfinite!r}; "
-            "takes arithmetic='fp32' and nonfinite='skip' or 'propagate'"
+            "capturable must be False with arithmetic='strict' or nonfinite='raise', which wait for the device"
         )
 
 
 def check_limits(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse an invalid `max_grad_norm`, any inside ZeroRedundancyOptimizer, and groups that disagree.
-
-    Raises:
-        ValueError: naming the argument, what it got, what it takes.
-    """
+    """Refuse an invalid `max_grad_norm`, any inside ZeroRedundancyOptimizer, and groups that disagree."""
     limits = [group[LIMIT] for group in groups]
     for limit in limits:
         if limit is not None and (not is_number(limit) or not limit > 0):
-            raise ValueError(f"{LIMIT}: got {limit!r}, takes a number above 0, inf too, or None")
+            raise ValueError(f"{LIMIT} must be a number above 0, inf, or None, got {limit!r}")
     if any(limit is not None for limit in limits) and _within(_ZERO):
         raise ValueError(
-            f"{LIMIT}: got {limits[0]!r} inside ZeroRedundancyOptimizer, which gives each rank some of the "
-            "parameters: their norm is not that of all; use torch.nn.utils.clip_grad_norm_"
+            f"{LIMIT} must be None inside ZeroRedundancyOptimizer, which gives each rank some of the parameters, "
+            f"got {limits[0]!r}; use torch.nn.utils.clip_grad_norm_"
         )
     if any(limit != limits[0] for limit in limits):
-        each = ", ".join(map(repr, dict.fromkeys(limits)))
-        raise ValueError(f"{LIMIT}: got {each} in groups, takes one number for all of them")
+        each = " and ".join(map(repr, dict.fromkeys(limits)))
+        raise ValueError(f"{LIMIT} must be the same in all groups, got {each}")
 
 
 def _within(module: str) -> bool:
@@ -228,42 +209,37 @@ def _within(module: str) -> bool:
 
 
 def check_hyperparameters(rule: Rule, group: Mapping[str, Any], refusals: Mapping[str, str]) -> None:
-    """Refuse hyperparameters out of range, those that the group has.
-
-    Args:
-        group: the hyperparameters.
-        refusals: what is said instead of `_REFUSALS`, by option.
-
-    Raises:
-        ValueError: naming the argument, what it got, what it takes.
-    """
+    """Refuse hyperparameters out of range, those that the group has; `refusals` replaces words of `_REFUSALS`."""
     for option, words in {**_REFUSALS, **refusals}.items():
         if option in group:
             value = group[option]
-            if isinstance(value, Tensor) and value.numel() != 1:
-                raise ValueError(f"Tensor {option} must be 1-element, got {value.numel()} elements")
+            _check_one_element(option, value)
             if not is_real(value) or not 0.0 <= float(value) < math.inf:
-                raise ValueError(f"{words}: {value!r}, takes a finite number of at least 0")
+                raise ValueError(f"{words}: {value!r}; {option} must be a finite number of at least 0")
     if group.get("clip_updates") and not float(group.get("eps", 0.0)) < 2.0**64:
-        raise ValueError(f"eps: got {group['eps']!r} with clip_updates=True, takes less than 2^64: it is squared")
+        raise ValueError(f"eps must be below 2^64 with clip_updates=True, which squares it, got {group['eps']!r}")
     dampening = group.get("dampening", 0.0)
     if not is_number(dampening) or not math.isfinite(dampening):
-        raise ValueError(f"dampening: got {dampening!r}, takes a finite number")
+        raise ValueError(f"dampening must be a finite number, got {dampening!r}")
     _check_betas(rule, group.get("betas", (0.0,) * rule.betas))
     schedule = group.get("beta2_schedule")
     if schedule is not None and not (is_number(schedule) and 0.0 < schedule <= 1.0):
-        raise ValueError(f"beta2_schedule: got {schedule!r}, takes a number in (0, 1], or None")
+        raise ValueError(f"beta2_schedule must be a number in (0, 1] or None, got {schedule!r}")
     if group.get("nesterov") and "dampening" in group and (group["momentum"] <= 0 or group["dampening"]):
         raise ValueError("Nesterov momentum requires a momentum and zero dampening")
 
 
 def _check_betas(rule: Rule, betas: Any) -> None:
     if not isinstance(betas, tuple | list) or len(betas) != rule.betas:
-        raise ValueError(f"Invalid betas: {betas!r}, takes {rule.betas} numbers in [0, 1)")
+        raise ValueError(f"Invalid betas: {betas!r}; betas must be {rule.betas} numbers in [0, 1)")
     for index, beta in enumerate(betas):
-        if isinstance(beta, Tensor) and beta.numel() != 1:
-            raise ValueError(f"Tensor betas[{index}] must be 1-element, got {beta.numel()} elements")
+        _check_one_element(f"betas[{index}]", beta)
         if not is_real(beta) or not 0.0 <= beta < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {index}: {beta}, takes a number in [0, 1)")
+            raise ValueError(f"Invalid beta parameter at index {index}: {beta}; it must be a number in [0, 1)")
     if len({isinstance(beta, Tensor) for beta in betas}) > 1:
         raise ValueError(f"betas must be either both floats or both Tensors, got {betas!r}")
+
+
+def _check_one_element(name: str, value: Any) -> None:
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(f"Tensor {name} must be 1-element, got {value.numel()} elements")

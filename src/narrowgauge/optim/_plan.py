@@ -163,11 +163,7 @@ class ParamPlan:
         return f"weight.{self.weight.key}" if self.weight.key is not None else None
 
     def init(self, p: Tensor, group: Mapping[str, Any]) -> State:
-        """The state of a parameter before its first step; of a sharded one, for the part on this rank.
-
-        Raises:
-            RuntimeError: inside a CUDA graph, which would make the state anew at every replay.
-        """
+        """The state of a parameter before its first step; of a sharded one, for the part on this rank."""
         if p.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"step: the first step of {self.name} (or since its options changed) cannot be captured; "
@@ -205,12 +201,8 @@ class ParamPlan:
 class ParamStep:
     """One parameter in one step: what every backend is given.
 
-    Attributes:
-        index: the parameter's index among all parameters.
-        plan, group: what is done with it.
-        param: the parameter; of a sharded one the part on this rank.
-        grad: its gradient, likewise.
-        state: its state; written in place.
+    `index` is its index among all parameters. `param` and `grad` are the parts on this rank; `state` is written in
+    place.
     """
 
     index: int
@@ -231,34 +223,28 @@ class ParamStep:
 def kind_of(p: Tensor) -> Kind:
     """What a plan depends on besides the options: the parameter's dtype, and the states it is marked with.
 
-    Raises:
-        ValueError: for a parameter of FSDP1, which has the shape of neither the parameter nor a part of it; also if
-            it was wrapped after its optimizer was made.
+    A parameter of FSDP1 is refused; it may have been wrapped after its optimizer was made.
     """
     if is_flattened(p):
         raise ValueError(
-            "params: got a parameter that FullyShardedDataParallel (FSDP1) has flattened, takes those of FSDP2: "
-            "use torch.distributed.fsdp.fully_shard"
+            "params must be plain or of FSDP2 (torch.distributed.fsdp.fully_shard), got one that "
+            "FullyShardedDataParallel (FSDP1) has flattened"
         )
     return p.dtype, marked_states(p)
 
 
 def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index: int) -> ParamPlan:
-    """Decide one parameter's storages.
-
-    Raises:
-        ValueError: for a dtype or a combination that is not supported, by name, and for FSDP1.
-    """
+    """Decide one parameter's storages; a ValueError for a dtype or a combination that is not supported."""
     dtype, mark = kind = kind_of(p)
     if dtype not in _DTYPES:
-        raise ValueError(f"params: {name} is {dtype}, takes float32, bfloat16 and float16 parameters")
+        raise ValueError(f"params must be float32, bfloat16 or float16, got {dtype} ({name})")
     weight = weight_storage(group["weights"])
     if dtype not in weight.dtypes:
-        taken = " and ".join(str(dtype).removeprefix("torch.") for dtype in weight.dtypes)
-        raise ValueError(f"weights: {weight.name!r} takes {taken} parameters, {name} is {dtype}")
+        taken = " or ".join(str(dtype).removeprefix("torch.") for dtype in weight.dtypes)
+        raise ValueError(f"params must be {taken} for weights={weight.name!r}, got {dtype} ({name})")
     strict = group["arithmetic"] == "strict"
     if strict and not weight.rounded:
-        raise ValueError(f"arithmetic: 'strict' takes weights whose words are floats, got weights={weight.name!r}")
+        raise ValueError(f"weights must be stored in floats for arithmetic='strict', got {weight.name!r}")
     storages, active = slot_storages(rule, group), rule.slots(group)
     why: list[str] = []
     plans: dict[Slot, SlotPlan] = {}
@@ -273,9 +259,7 @@ def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index
             reasons.append(f"{slot.name} in fp32: {p.numel()} elements < min_quantized_size")
             storage = state_storage("fp32")
         if strict and slot in active and not storage.rounded:
-            raise ValueError(
-                f"arithmetic: 'strict' takes states whose words are floats, got states={storage.name!r}"
-            )
+            raise ValueError(f"states must be stored in floats for arithmetic='strict', got {storage.name!r}")
         plans[slot] = SlotPlan(slot, storage, group["block_size"])
         why += reasons if slot in active else []
     by_name = {slot.name: plan for slot, plan in plans.items()}
@@ -292,20 +276,17 @@ def slot_storages(rule: Rule, group: Mapping[str, Any]) -> dict[str, StateStorag
     """The storage asked for each slot, inactive ones included.
 
     ``"expansion"``, as one name for all slots, is the preset of Collage-plus: each slot says what it means there.
-
-    Raises:
-        ValueError: for an unknown storage or slot, or a slot that a mapping leaves out.
     """
     states, active = group["states"], rule.slots(group)
     if not isinstance(states, str | Mapping):
-        raise ValueError(f"states: got {states!r}, takes a name, or a mapping from slots to names")
+        raise ValueError(f"states must be a name or a mapping from slots to names, got {states!r}")
     slots = {slot.name: slot for slot in (*active, *rule.moments)}
     if isinstance(states, str):
         state_storage(states)  # refuses an unknown name even if the rule has no slot
         states = {name: s.preset if states == "expansion" else states for name, s in slots.items()}
     names = [slot.name for slot in active]
     if not set(names) <= set(states) <= set(slots):
-        raise ValueError(f"states: got slots {sorted(states)}, takes a storage for each of {names} ({rule.name})")
+        raise ValueError(f"states must name a storage for each of {names} ({rule.name}), got {sorted(states)}")
     return {
         name: state_storage(storage).for_slot(slots[name].signed, slots[name].normalizer in states)
         for name, storage in states.items()

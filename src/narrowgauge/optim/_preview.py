@@ -33,10 +33,8 @@ class ParameterView:
     """A parameter, its gradient and its state; of a sharded one the local shards.
 
     Attributes:
-        plan: its rule and its storages.
+        plan, state, group: its plan, its state (empty before its first step) and its hyperparameters.
         whole: the parameter, as the optimizer's groups have it.
-        state: its state; empty before its first step.
-        group: its hyperparameters.
         clipping: what the last step multiplied gradients by because of `max_grad_norm`, after unscaling: 0-d; None
             without a limit, or before the first step.
     """
@@ -76,11 +74,7 @@ class ParameterView:
 
 @dataclass(frozen=True, eq=False)
 class SecondMoment:
-    """A sample of a parameter before a step.
-
-    Attributes:
-        before: weight and state of the sample, with no slot but the second moment, and no gradient yet.
-    """
+    """A sample of a parameter before a step: weight and second moment, with no gradient yet."""
 
     before: ParamStep
 
@@ -92,12 +86,8 @@ class SecondMoment:
     def ratio_sums(self, after: ParameterView, grad: Tensor, inverse: Tensor | None) -> Tensor | None:
         """The sum of g^2 / max(v_hat, eps^2) in the step, and the number of its terms: float64 (2,).
 
-        Zeros if the step was not taken; None if the rule has no such ratio.
-
-        Args:
-            after: the parameter after the step.
-            grad: the sample of its gradient.
-            inverse: the inverse loss scale; None without one.
+        Zeros if the step was not taken; None if the rule has no such ratio. `after` is the parameter after the
+        step, `grad` the sample of its gradient, `inverse` the inverse loss scale.
         """
         before = self.before
         grad = grad.reshape(before.param.shape).to(torch.float32)
@@ -151,8 +141,7 @@ def preview(
     Args:
         view: the parameter.
         inverse: the inverse loss scale that the step multiplies gradients by; None without one.
-        sample: takes the items of a tensor that belong to a sample of whole blocks. It is not used for rules with
-            sums over a tensor.
+        sample: gives the items of a tensor in a sample of whole blocks; not used for rules with sums over a tensor.
     """
     plan, p, grad, group = view.plan, view.p, view.grad, view.group
     assert grad is not None

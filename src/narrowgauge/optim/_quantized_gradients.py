@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge._arguments import Size, check, check_choice, check_instance, is_integer
+from narrowgauge._arguments import Size, check, check_choice, check_instance, is_integer, shown
 from narrowgauge.formats import Coder, codebook, random_bits
 from narrowgauge.formats._codebooks import known
 from narrowgauge.formats._rounding import Rounding
@@ -147,7 +147,8 @@ class QuantizedGradients(torch.optim.Optimizer):
             ValueError: for the state of another optimizer, or a damaged one; nothing is changed then.
         """
         check_form(state_dict)
-        groups, state, residuals = state_dict["param_groups"], dict(state_dict["state"]), {}
+        groups, state = state_dict["param_groups"], dict(state_dict["state"])
+        residuals: dict[int, Tensor] = {}
         sizes, wanted = ([len(group["params"]) for group in some] for some in (groups, self.param_groups))
         if sizes != wanted:
             raise ValueError(f"state_dict must have groups of {wanted} parameters, got {sizes}")
@@ -160,7 +161,7 @@ class QuantizedGradients(torch.optim.Optimizer):
         for index, (p, identity) in enumerate(zip(self._parameters(), _identities(groups), strict=True)):
             if _RESIDUAL in state.get(identity, ()):
                 state[identity] = entry = copy.copy(state[identity])  # not dict(): it may be a subclass
-                residuals[index] = _checked(p, entry.pop(_RESIDUAL), identity)
+                residuals[index] = _residual_of(p, entry.pop(_RESIDUAL), identity)
                 if not entry:
                     del state[identity]
         inner = [{key: value for key, value in group.items() if key != _STEPS} for group in groups]
@@ -197,8 +198,7 @@ class QuantizedGradients(torch.optim.Optimizer):
             bits = random_bits(grad.numel(), seed=self._seed, stream=index, step=self._step, device=grad.device)
             bits = bits.view(grad.shape)
         if self._coder.values.device != grad.device:
-            coder = self._coder
-            self._coder = Coder(coder.values.to(grad.device), coder.boundaries.to(grad.device), coder.lowest)
+            self._coder = Coder.of(self._coder.values.to(grad.device))
         codes, scales = encode_blocks(wanted, self._coder, self._block_size, bits)
         quantized = decode_blocks(codes, scales, self._coder.values, self._block_size)
         if self.error_feedback:
@@ -215,20 +215,14 @@ def _identities(groups: list[Mapping[str, Any]]) -> Iterator[Any]:
     return (identity for group in groups for identity in group["params"])
 
 
-def _checked(p: Tensor, residual: object, identity: Any) -> Tensor:
+def _residual_of(p: Tensor, residual: Any, identity: Any) -> Tensor:
     """A copy of a saved residual, on its parameter's device."""
-    if (
-        not isinstance(residual, Tensor)
-        or is_shared(residual)
-        or residual.shape != p.shape
-        or not residual.is_floating_point()
-        or not torch.isfinite(residual).all()
-    ):
-        shape = tuple(p.shape)
-        raise ValueError(
-            f"state_dict: the residual of parameter {identity!r} must be finite floats of shape {shape}"
-        )
-    return residual.detach().to(device=p.device, dtype=torch.float32, copy=True).contiguous()
+    floats = isinstance(residual, Tensor) and not is_shared(residual) and residual.is_floating_point()
+    if not floats or residual.shape != p.shape or not torch.isfinite(residual).all():
+        words = f"must be finite floats of shape {tuple(p.shape)}, got {shown(residual)}"
+        raise ValueError(f"state_dict: the residual of parameter {identity!r} {words}")
+    copied: Tensor = residual.detach().to(device=p.device, dtype=torch.float32, copy=True).contiguous()
+    return copied
 
 
 def _values(codes: str | Tensor) -> Tensor:

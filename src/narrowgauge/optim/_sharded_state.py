@@ -22,12 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge._arguments import shown
 from narrowgauge.optim._plan import ParamPlan
 from narrowgauge.optim._sharding import Shard, as_shared, is_shared, is_split, local
 
 # The key, in a state_dict, of the number of shards and the elements of the largest.
 SHARDS = "shards"
 _CODES = "codes"
+_REARRANGES = "narrowgauge.distributed.load_checkpoint rearranges blocks"
 
 Tensors = Mapping[str, Tensor]
 # Decodes a box's moments that are stored in blocks: float32, by slot, in the box's sizes.
@@ -35,13 +37,10 @@ Reader = Callable[[Shard, Tensors], Mapping[str, Tensor]]
 
 
 class Chunks(dict[str, Any]):
-    """A parameter's saved state in boxes, for `load_state_dict`; the dict itself has the common entries.
+    """A parameter's saved state in boxes, for `load_state_dict`; `distributed.load_checkpoint` makes one.
 
-    `distributed.load_checkpoint` makes one. It is a dict, so that it passes through hooks like any entry.
-
-    Args:
-        sources: the boxes of the whole parameter that were saved, and the tensors of each.
-        common: the entries that belong to no box.
+    `sources` has the boxes of the whole parameter that were saved, and the tensors of each. The dict itself has the
+    entries that belong to no box; it is a dict, so that it passes through hooks like any entry.
     """
 
     def __init__(self, sources: Sequence[tuple[Shard, Tensors]], common: Mapping[str, Any]) -> None:
@@ -65,14 +64,7 @@ def in_blocks(keys: Collection[str]) -> set[str]:
 
 
 def without_padding(box: Shard, words: Tensors, packed: Collection[str], block_size: int) -> dict[str, Tensor]:
-    """Tensors in blocks of a box, without the zeros that `to_dtensors` adds.
-
-    Args:
-        box: the box.
-        words: its tensors in blocks.
-        packed: the keys of codes that are kept two a byte.
-        block_size: elements a block.
-    """
+    """Tensors in blocks of a box, without the zeros that `to_dtensors` adds; `packed` codes are kept two a byte."""
     found = {}
     for key, x in words.items():
         per_item = 2 if key in packed else 1 if key.endswith(f".{_CODES}") else block_size
@@ -130,8 +122,7 @@ def _saved_layout(name: str, entry: Mapping[str, Any]) -> list[int] | None:
         return None
     said = local(entry[SHARDS])
     if not isinstance(said, Tensor) or said.shape != (2,) or said.is_floating_point():
-        shown = f"{said.dtype} of shape {tuple(said.shape)}" if isinstance(said, Tensor) else repr(said)
-        raise ValueError(f"state_dict: {SHARDS!r} of {name} is {shown:.200}, takes two integers")
+        raise ValueError(f"state_dict: {SHARDS!r} of {name} must be two integers, got {shown(said)}")
     layout: list[int] = said.tolist()
     return layout if layout[0] > 1 else None
 
@@ -160,34 +151,25 @@ def from_dtensors(
 ) -> tuple[dict[str, Any], bool]:
     """The local part of a saved state: a result of `to_dtensors`, `Chunks`, or a whole state.
 
-    Args:
-        p: the parameter.
-        plan: its plan.
-        entry: its saved state.
-        block_size: elements per block there.
-        read: decodes the moments of a box.
+    `block_size` is that of the saved state; `read` decodes the moments of a box.
 
     Returns:
         The local tensors, and whether moments had to be decoded.
-
-    Raises:
-        ValueError: for blocks of other shards.
     """
     if isinstance(entry, Chunks):
         return _assembled(p, plan, entry, block_size, read)
     distributed, layout = any(map(is_shared, entry.values())), _saved_layout(plan.name, entry)
     if layout is not None and not distributed:
         raise ValueError(
-            f"state_dict: {plan.name} has full tensors of blocks of {layout[0]} shards, not of the whole "
-            f"parameter; takes DTensors on {layout[0]} ranks, or a checkpoint of narrowgauge.distributed "
-            "(load_checkpoint), which rearranges blocks"
+            f"state_dict: {plan.name}, in blocks of {layout[0]} shards, must be DTensors on {layout[0]} ranks, got "
+            f"full tensors; {_REARRANGES}"
         )
     entry = {key: value for key, value in entry.items() if key != SHARDS}
     if not is_shared(p):
         if distributed:
             raise ValueError(
-                f"state_dict: the state of {plan.name} has DTensors, its parameter is a plain tensor; takes full "
-                "tensors, or a checkpoint of narrowgauge.distributed (load_checkpoint)"
+                f"state_dict: the state of {plan.name} must be full tensors, as its parameter is, got DTensors; "
+                f"{_REARRANGES}"
             )
         return entry, False
     if plan.shard is not None and not distributed and any(map(_has_items, entry.values())):
@@ -201,8 +183,8 @@ def from_dtensors(
     if blocks and layout != _layout(p, plan.shard, block_size):
         was = f"{layout[0]} shards" if layout is not None else "shards whose blocks are the whole parameter's"
         raise ValueError(
-            f"state_dict: {plan.name} was saved in blocks of {was}, it has {plan.shard.count} here; takes the same "
-            "number, or a checkpoint of narrowgauge.distributed (load_checkpoint), which rearranges blocks"
+            f"state_dict: {plan.name} must be in blocks of {plan.shard.count} shards, got those of {was}; "
+            f"{_REARRANGES}"
         )
     # In whole shapes: a shard's codes of two a byte may have its own shape by chance.
     packed = {key for key in blocks if key.endswith(f".{_CODES}") and entry[key].shape != p.shape}
@@ -229,7 +211,7 @@ def _assembled(
     for key in sorted(keys - blocks):
         parts = [(box, saved[key]) for box, saved in chunks.sources if key in saved]
         if wrong := [tuple(x.shape) for box, x in parts if tuple(x.shape) != box.sizes]:
-            raise ValueError(f"state_dict: {key!r} of {plan.name} has shape {wrong[0]}, takes {mine.shape}")
+            raise ValueError(f"state_dict: {key!r} of {plan.name} must have shape {mine.shape}, got {wrong[0]}")
         made[key] = _boxed(mine, parts)
     if not blocks:
         return made, False

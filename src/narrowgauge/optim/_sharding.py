@@ -129,17 +129,12 @@ def local(x: Any) -> Tensor:
 
 
 def local_gradient(p: Any, grad: Any) -> Any:
-    """The local shard of a gradient, cut as its parameter is; None for None.
-
-    Raises:
-        RuntimeError: if the parameter is a DTensor and the gradient is not.
-    """
+    """The local shard of a gradient, cut as its parameter is; None for None."""
     if grad is None or not is_shared(p):
         return grad
     if not is_shared(grad):
         raise RuntimeError(
-            f"step: got a gradient of {type(grad).__name__} for a DTensor of shape {tuple(p.shape)}; takes a "
-            "DTensor, as FSDP2 and tensor parallelism leave it"
+            f"step: the gradient of a sharded {tuple(p.shape)} must be a DTensor, got {type(grad).__name__}"
         )
     if grad.placements != p.placements:
         # The gradient of a parameter that is replicated while its input is sharded still has to be summed.
@@ -155,15 +150,11 @@ def as_shared(p: Any, here: Tensor) -> Any:
 
 
 def shard_of(p: Any) -> Shard | None:
-    """The box of a parameter that this rank holds; None if it holds all of it.
-
-    Raises:
-        ValueError: for a DTensor with partial placements.
-    """
+    """The box of a parameter that this rank holds; None if it holds all of it."""
     if not is_shared(p) or not any(map(is_split, p.placements)):
         return None
     if any(placement.is_partial() for placement in p.placements):
-        raise ValueError(f"params: got a DTensor with {p.placements}, takes sharded and replicated ones")
+        raise ValueError(f"params must be sharded or replicated, got a DTensor with {p.placements}")
     (chunk,) = p.__create_chunk_list__()
     number, count = 0, 1
     coordinate = p.device_mesh.get_coordinate() or [0] * p.device_mesh.ndim
@@ -202,18 +193,12 @@ def origin_of(shard: Shard | None) -> int:
 
 
 class Collective:
-    """One collective for the sums of an optimizer's parameters.
+    """One collective for the sums of an optimizer's parameters; `indices` are of those that ranks share.
 
     Along a mesh dimension that does not cut a parameter, every rank has the same box; one of them counts it. A mesh
     inside a larger one (with tensor parallelism, norms are on the data-parallel dimension alone) is treated as the
     larger one. So the usual model has one table and one collective. Unrelated meshes (experts on their own ranks)
     have one each. A mesh of some ranks that cuts along several dimensions has one collective per dimension.
-
-    Args:
-        ps: all parameters of the optimizer, in order.
-
-    Attributes:
-        indices: of the parameters that ranks share.
     """
 
     def __init__(self, ps: Sequence[Tensor]) -> None:
@@ -236,9 +221,7 @@ class Collective:
     def all_reduce(self, some: Sequence[Rows], with_terms: bool) -> None:
         """Add up rows over the ranks that share their parameters; rows of other parameters stay as they are.
 
-        Args:
-            some: the rows.
-            with_terms: whether any rank sends sums of rules.
+        `with_terms` says whether any rank sends sums of rules.
         """
         # The width is the same on all ranks, whichever of their parameters have a gradient.
         width = TERMS + (MOST_TERMS if with_terms else 0)
@@ -273,8 +256,7 @@ class _Exchange:
     Attributes:
         groups: process groups to reduce over, one after the other.
         device: of the table that they send.
-        members: bool (parameters, 1): the parameters on this mesh.
-        counts: bool (parameters, 1): the parameters for which this rank counts; both on that device.
+        members, counts: bool (parameters, 1) on that device: on this mesh; counted by this rank.
     """
 
     groups: list[Any]
@@ -284,13 +266,7 @@ class _Exchange:
 
     @classmethod
     def over(cls, mesh: Any, cut: Mapping[int, set[int]], count: int) -> _Exchange:
-        """The exchange over a mesh.
-
-        Args:
-            mesh: the mesh.
-            cut: by parameter index, the mesh dimensions along which it is cut.
-            count: the number of all parameters.
-        """
+        """The exchange over a mesh; `cut` has, by parameter index, the mesh dimensions along which it is cut."""
         dims = sorted(set().union(*cut.values()))
         if len(dims) > 1 and mesh.size() == dist.get_world_size():
             dims, groups = list(range(mesh.ndim)), [dist.group.WORLD]

@@ -14,6 +14,7 @@ gradient accumulation, two losses, a parameter shared by two reentrant checkpoin
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -21,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from narrowgauge._text import listed
 from narrowgauge._torch_private import accumulate_hooks
-from narrowgauge.optim._gradient_hooks import GradientHook, on_gradient
 from narrowgauge.optim._optimizer import NarrowOptimizer
 from narrowgauge.optim._options import LIMIT
 from narrowgauge.optim._sharding import local_gradient, shard_of
@@ -62,30 +63,55 @@ def step_in_backward(model: torch.nn.Module, optimizer: Callable[..., Stepper], 
         What `optimizer` gave.
 
     Raises:
-        TypeError: if the model is no module or is DistributedDataParallel, or the optimizer is not one of these.
+        TypeError: if the model is DistributedDataParallel, or the optimizer is not one of these.
         ValueError: for ``nonfinite="raise"`` or a `max_grad_norm`, or a parameter that another optimizer steps in
             backward already (take that one off first: ``other.in_backward.remove()``).
     """
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        raise TypeError("model: got DistributedDataParallel, whose averaging comes after each step; takes a module")
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model: got {type(model).__name__}, takes a torch.nn.Module")
-    refuse_other(optimizer, "an optimizer of narrowgauge")
+        raise TypeError("model must not be DistributedDataParallel, whose averaging comes after each step")
+    refuse_other(optimizer)
     made = optimizer(model.named_parameters(), **options)
-    if not isinstance(made, NarrowOptimizer):
-        kind = type(made)  # type: ignore[unreachable]
-        raise TypeError(f"optimizer: got {kind.__module__}.{kind.__qualname__}, takes an optimizer of narrowgauge")
+    refuse_other(type(made))
     made.in_backward = InBackward(made)
     return made
 
 
-def refuse_other(given: object, takes: str) -> None:
-    """Refuse an argument `optimizer` that is no class of this library's optimizers, nor a function to make one."""
-    if isinstance(given, type):
-        if not issubclass(given, NarrowOptimizer):
-            raise TypeError(f"optimizer: got {given.__module__}.{given.__qualname__}, takes {takes}")
-    elif not callable(given) or isinstance(given, torch.nn.Module):
-        raise TypeError(f"optimizer: got {given!r}, takes {takes}")
+def refuse_other(given: object) -> None:
+    """Refuse an argument `optimizer` that is a class, and none of this library's optimizers."""
+    if isinstance(given, type) and not issubclass(given, NarrowOptimizer):
+        name = f"{given.__module__}.{given.__qualname__}"
+        raise TypeError(f"optimizer must be an optimizer of narrowgauge, got {name}")
+
+
+class GradientHook:
+    """Calls a method with the parameter as long as the method's object is there, by a weak reference.
+
+    torch keeps hooks where Python's collector of cycles does not look. A method of an optimizer there would keep
+    the optimizer, its parameters and the method: an unused model would stay until the process ends.
+    """
+
+    def __init__(self, method: Callable[[Tensor], None]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    @property
+    def owner(self) -> object | None:
+        """The object, or None if it is gone."""
+        return getattr(self._method(), "__self__", None)
+
+    def __call__(self, p: Tensor) -> None:
+        method = self._method()
+        if method is not None:
+            method(p)
+
+
+def on_gradient(p: Tensor, method: Callable[[Tensor], None]) -> RemovableHandle:
+    """Have a method called whenever autograd has finished a parameter's gradient, a frozen one's too."""
+    trained = p.requires_grad
+    # torch takes no hook for a frozen parameter, but keeps one, so that it may be thawed later.
+    hooked: Any = p.requires_grad_(True)
+    handle: RemovableHandle = hooked.register_post_accumulate_grad_hook(GradientHook(method))
+    p.requires_grad_(trained)
+    return handle
 
 
 def _is_stepped(p: Tensor) -> bool:
@@ -96,10 +122,7 @@ def _is_stepped(p: Tensor) -> bool:
 
 
 class InBackward:
-    """The hooks of one optimizer, and what they have stepped since its last `step()`.
-
-    It is the handle of `step_in_backward`, found at the optimizer's `in_backward`.
-    """
+    """The handle of `step_in_backward`, at the optimizer's `in_backward`: hooks, and what they have stepped."""
 
     def __init__(self, optimizer: NarrowOptimizer) -> None:
         self._optimizer = optimizer
@@ -113,36 +136,22 @@ class InBackward:
 
     @staticmethod
     def check_options(group: Mapping[str, Any], rule: Rule) -> None:
-        """Refuse options that cannot be had this way, at any time.
-
-        Raises:
-            ValueError: naming the argument, or a parameter.
-        """
+        """Refuse options that cannot be had this way, at any time."""
         if group["nonfinite"] == "raise":
-            raise ValueError(
-                "nonfinite: got 'raise', step_in_backward takes 'skip' and 'propagate': "
-                "parameters before the bad one would have moved"
-            )
+            raise ValueError("nonfinite must be 'skip' or 'propagate' with step_in_backward, got 'raise'")
         if group[LIMIT] is not None:
-            raise ValueError(
-                f"{LIMIT}: got {group[LIMIT]!r}, step_in_backward takes None: it holds one gradient at a time"
-            )
+            raise ValueError(f"{LIMIT} must be None with step_in_backward, got {group[LIMIT]!r}")
         if group["nonfinite"] == "propagate" and not has_terms(rule):
             return
         for name, p in zip(group.get("param_names") or range(len(group["params"])), group["params"], strict=True):
             if shard_of(p) is not None:
                 raise ValueError(
-                    f"model: {name} is sharded; step_in_backward takes sharded parameters with "
-                    "nonfinite='propagate', and without sums over a parameter (LAMB, LARS, clip_updates): ranks "
-                    "would have to agree on each by itself"
+                    f"nonfinite must be 'propagate' with step_in_backward for the sharded {name}, and its rule "
+                    "without sums (no LAMB, LARS, clip_updates): ranks cannot agree on each parameter by itself"
                 )
 
     def check(self, group: dict[str, Any]) -> None:
-        """Refuse a group that cannot be stepped this way.
-
-        Raises:
-            ValueError: naming the argument or the parameter.
-        """
+        """Refuse a group that cannot be stepped this way."""
         self.check_options(group, self._optimizer.rule_for(group))
         for p in group["params"]:
             if _is_stepped(p):
@@ -150,8 +159,8 @@ class InBackward:
             if _is_stepped(p):
                 name = self._optimizer.plan_of(p).name
                 raise ValueError(
-                    f"model: another optimizer steps {name} in backward; takes a model without, "
-                    "after that optimizer's in_backward.remove()"
+                    f"model must not be stepped in backward already, as {name} is; call the other optimizer's "
+                    "in_backward.remove() first"
                 )
 
     def watch(self, number: int) -> None:
@@ -193,15 +202,10 @@ class InBackward:
         self._stepped.add(p)
 
     def end(self) -> None:
-        """End a step, all of whose parameters have moved already.
-
-        Raises:
-            RuntimeError: for a gradient that no hook was called for; nothing has been done with it.
-        """
+        """End a step, all of whose parameters have moved already; refuse a gradient that no hook was called for."""
         self._stepped.clear()
         left = [self._optimizer.plan_of(p).name for p in self._numbers if p.grad is not None]
         if left:
             raise RuntimeError(
-                f"{', '.join(left[:3])}{', …' if left[3:] else ''}: got gradients outside backward(), "
-                "step_in_backward takes those of backward() only; zero_grad() clears them"
+                f"gradients must come from backward(), got others of {listed(left)}; call zero_grad()"
             )

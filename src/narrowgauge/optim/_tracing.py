@@ -27,15 +27,9 @@ FACTOR = "grad_factor"
 
 @functools.lru_cache(maxsize=256)
 def equation(rule: Rule, slots: tuple[str, ...], numbers: tuple[str, ...]) -> Equation:
-    """The equation of a rule.
+    """The equation of a rule; NotImplementedError if it does something that is not elementwise, or not known here.
 
-    Args:
-        rule: the rule.
-        slots: names of the moments that it keeps.
-        numbers: names of the scalars that it is given; where `FACTOR` is one, the gradient times it too.
-
-    Raises:
-        NotImplementedError: if it does something that is not elementwise, or that is not known here.
+    `numbers` are names of scalars; where `FACTOR` is one, the gradient is multiplied by it.
     """
     try:
         found, again = (_recorded(Recorder(shape), rule, slots, numbers) for shape in ((2, 3), (5, 4)))
@@ -80,13 +74,8 @@ def _recorded(record: Recorder, rule: Rule, slots: tuple[str, ...], numbers: tup
 def scalar_graph(rule: Rule, traced: tuple[str, ...], static: tuple[tuple[str, Static], ...]) -> dict[str, Node]:
     """A rule's scalars as graphs of its hyperparameters and of ``"step"``.
 
-    Args:
-        rule: the rule.
-        traced: names of the hyperparameters that are numbers; the parts of a tuple are ``name.0`` and so on.
-        static: the other hyperparameters.
-
-    Raises:
-        NotImplementedError: if it decides by a number what to compute.
+    `traced` has names of the hyperparameters that are numbers; the parts of a tuple are ``name.0`` and so on. A
+    rule that decides by a number what to compute raises NotImplementedError.
     """
     record = Recorder(())
     group: dict[str, Any] = {name: constant.value for name, constant in static}
@@ -100,10 +89,8 @@ def scalar_graph(rule: Rule, traced: tuple[str, ...], static: tuple[tuple[str, S
 
 
 class Static:
-    """A hyperparameter that decides what is computed: equal to another one of the same value.
-
-    Args:
-        value: anything but a number; it may be a mapping, which has no hash.
+    """A hyperparameter, of any type but a number, that decides what is computed; it may be a mapping without
+    hash.
     """
 
     def __init__(self, value: Any) -> None:

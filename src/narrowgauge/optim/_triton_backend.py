@@ -112,9 +112,8 @@ class TritonSteps:
             ``"norm"`` for one that depends on the norm of all.
         measured: whether to measure what each step does.
 
-    Attributes:
-        left: by position in the list, why a step has no kernel; the rest is in `steps`.
-        watched: all of the list: what has no kernel at this step may have one at the next.
+    `left` has, by position in the list, why a step has no kernel; the rest is in `steps`, and all of it in
+    `watched`: what has no kernel at this step may have one at the next.
     """
 
     def __init__(self, steps: Sequence[ParamStep], factor: FactorMode = "", measured: bool = False) -> None:
@@ -151,11 +150,7 @@ class TritonSteps:
         self._snapshot = TensorSnapshot(self._params, [s.grad for s in steps], [s.state for s in steps])
 
     def refresh(self, grads: Sequence[Tensor], states: Sequence[State]) -> bool:
-        """Whether the list still holds. Uploads changed numbers and gradients' addresses.
-
-        Raises:
-            RuntimeError: inside a CUDA graph, if there is no memory for its tables.
-        """
+        """Whether the list still holds. Uploads changed numbers and gradients' addresses."""
         if not self._snapshot.unchanged(self._params, grads, states):
             return False
         self._numbers = [group.current() for group in self._groups]
@@ -224,11 +219,7 @@ def launch_key(
 
 @functools.lru_cache(maxsize=256)
 def kernels_of(key: LaunchKey) -> TritonKernels:
-    """The kernels of a launch.
-
-    Raises:
-        NotImplementedError: if the rule does what has no kernel.
-    """
+    """The kernels of a launch; NotImplementedError if the rule does what has no kernel."""
     # Rules are values, and have hashes.
     scalars = scalar_graph(key.rule, key.traced, key.static)  # type: ignore[arg-type]
     given = (*scalars, FACTOR) if key.factor else tuple(scalars)
@@ -238,16 +229,8 @@ def kernels_of(key: LaunchKey) -> TritonKernels:
 
 
 def _launch(key: LaunchKey, steps: dict[int, ParamStep], groups: list[int]) -> ListLaunch:
-    """The launch of steps that have one key.
-
-    Args:
-        key: theirs.
-        steps: by their position in the list.
-        groups: the ids of all groups, in the order of their numbers.
-
-    Raises:
-        NotImplementedError: if there is no kernel for them.
-        RuntimeError: inside a CUDA graph: the tables have to be on the device before it.
+    """The launch of steps with one key, by their position in the list; `groups` are the ids of all groups in
+    order.
     """
     kernels, device = kernels_of(key), key.device
     if capturing(device):

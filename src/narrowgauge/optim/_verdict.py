@@ -82,8 +82,8 @@ class Unscaling:
     Attributes:
         inverse: what gradients are multiplied by: float32, 0-d, on any device.
         whole: whether no parameter moves if any gradient is not finite.
-        flags: after such a step, by device a bool vector with an entry for each parameter of the optimizer: whether
-            its gradient is not finite. Parameters on other devices and without gradient are not flagged.
+        flags: after such a step, by device a bool vector over the optimizer's parameters: whose gradient is not
+            finite. Parameters on other devices and without gradient are not flagged.
     """
 
     inverse: Tensor
@@ -107,13 +107,8 @@ class GradientReport:
 
 
 class Verdict:
-    """The verdict on one step.
-
-    Args:
-        request: what the step is asked for.
-
-    Attributes:
-        norm: of all gradients, unscaled: 0-d, float32, on the device; None if no limit was asked for.
+    """The verdict on one step; `norm` is of all gradients, unscaled, if a limit was asked for: 0-d, on the
+    device.
     """
 
     def __init__(self, request: StepRequest) -> None:
@@ -181,9 +176,7 @@ class Verdict:
     def admit(self, step: ParamStep, flag: bool | Tensor) -> bool | Tensor:
         """Whether a parameter takes the step: a bool, or on a GPU a 0-d tensor. Counts a skip in its state.
 
-        Args:
-            step: the parameter's.
-            flag: whether its gradient is not finite.
+        `flag` says whether its gradient is not finite.
         """
         skips = step.group["nonfinite"] == "skip"
         if step.param.is_cpu:
@@ -242,11 +235,8 @@ def agree(
 ) -> None:
     """Add up over ranks what was found on each; a gradient that is not finite on one rank is so on all.
 
-    Args:
-        collective: the ranks.
-        reports: of this rank's parts; written over.
-        terms: sums of rules' terms, which share the collective; written over.
-        with_terms: whether there are such sums on any rank.
+    The reports of this rank's parts, and the sums of rules' `terms`, which share the collective, are written over.
+    `with_terms` says whether any rank has such sums.
     """
     rows, flags = list(terms), []
     for report in reports:
@@ -277,14 +267,9 @@ def flag_vectors(reports: Iterable[GradientReport], count: int) -> dict[torch.de
 
 
 def refuse_flagged(reports: Sequence[GradientReport], raising: Mapping[int, str]) -> None:
-    """Raise for gradients that were found not to be finite; waits for each device.
+    """Raise FloatingPointError for a gradient that was found not to be finite; waits for each device.
 
-    Args:
-        reports: what was found.
-        raising: names of the parameters whose `nonfinite` is ``"raise"``, by index.
-
-    Raises:
-        FloatingPointError: naming the first one.
+    `raising` has the names of the parameters whose `nonfinite` is ``"raise"``, by index.
     """
     flagged = [index for r in reports for index in r.indices[r.flags.cpu().numpy() > 0].tolist()]
     if bad := raising.keys() & flagged:
@@ -294,10 +279,8 @@ def refuse_flagged(reports: Sequence[GradientReport], raising: Mapping[int, str]
 
 
 def refuse_nonfinite(steps: Sequence[ParamStep]) -> None:
-    """Raise for an inf or NaN in the gradients of these steps, of a step without a verdict; waits for each device.
-
-    Raises:
-        FloatingPointError: naming the first parameter with one.
+    """Raise FloatingPointError for an inf or NaN in the gradients of a step without a verdict; waits for
+    devices.
     """
     devices: dict[torch.device, list[ParamStep]] = {}
     bad: list[ParamStep] = []
