@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional as F
 
 from narrowgauge.trainers import validation_windows
-from narrowgauge.trainers._schedule import schedule
+from narrowgauge.trainers._loop import schedule
 from studies.adam_variants import glyphs
 from studies.adam_variants import rows as variants_rows
 from studies.eight_bit_adam import plan as planned

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from narrowgauge.optim import NarrowOptimizer, UpdateStats
 from narrowgauge.trainers import Corpus, LanguageTask, TokenizedCorpus, load_corpus, tokenize
 from narrowgauge.trainers._compare import mean_loss
-from narrowgauge.trainers._examples import Examples
 from narrowgauge.trainers._extras import add_stable_embedding
+from narrowgauge.trainers._loop import schedule
 from narrowgauge.trainers._models import preset
-from narrowgauge.trainers._schedule import schedule
+from narrowgauge.trainers._task import Examples
 from studies.shared import installed
 from studies.shared.graphed import Gradients
 from studies.shared.models import measured_bytes, set_rate, start_of

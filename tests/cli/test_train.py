@@ -150,33 +150,33 @@ def test_without_gauges_the_run_is_the_same(text: Path, tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "a model there is not": (("--model", "gpt-5"), "--model takes one of micro"),
+    "a model there is not": (("--model", "gpt-5"), "--model must be one of micro"),
     "a recipe there is not": (("--recipe", "magic"), "recipe must be one of fp32"),
     "no number": (("--lr", "fast"), "--lr"),
-    "no steps": (("--steps", "0"), "--steps: got 0, takes an integer from 1"),
-    "no parts": (("--accumulate", "0"), "--accumulate: got 0, takes an integer from 1"),
-    "a rate of nothing": (("--lr", "0"), "--lr: got 0.0, takes a number above 0"),
-    "parts that do not divide": (("--accumulate", "3"), "--accumulate: got 3, takes a divisor of --batch 2"),
-    "a schedule there is not": (("--schedule", "wave"), "--schedule: got 'wave', takes one of constant, linear"),
+    "no steps": (("--steps", "0"), "--steps must be an integer from 1"),
+    "no parts": (("--accumulate", "0"), "--accumulate must be an integer from 1"),
+    "a rate of nothing": (("--lr", "0"), "--lr must be a number above 0"),
+    "parts that do not divide": (("--accumulate", "3"), "--accumulate must be a divisor of --batch 2"),
+    "a schedule there is not": (("--schedule", "wave"), "--schedule must be one of constant, linear"),
     "a plan there is not": (("--linear", "nimble"), "--linear must be a name such as SWITCHBACK"),
-    "a scaler there is not": (("--scaler", "grand"), "--scaler: got 'grand', takes one of none, dynamic"),
+    "a scaler there is not": (("--scaler", "grand"), "--scaler must be one of none, dynamic"),
     "autocast of bf16 weights": (
         ("--autocast", "fp16"),
         "--autocast must be none with --recipe adamw8b",
     ),
     "what the optimizer has not": (
         ("--recipe", "lion8bit", "--beta2-schedule", "0.8"),
-        "--beta2-schedule: got 0.8, takes nothing with --recipe lion8bit, whose Lion has none",
+        "--beta2-schedule must be left out with --recipe lion8bit, whose Lion has none, got 0.8",
     ),
-    "a first decay out of range": (("--beta1", "-1"), "--beta1: got -1.0, takes a number from 0 to below 1"),
-    "a decay out of range": (("--beta2", "1.5"), "--beta2: got 1.5, takes a number from 0 to below 1"),
-    "a decay's schedule": (("--beta2-schedule", "2"), "--beta2-schedule: got 2.0, takes a number above 0, at most"),
-    "a negative epsilon": (("--eps", "-1"), "--eps: got -1.0, takes a number from 0"),
-    "a growing weight": (("--weight-decay", "-1"), "--weight-decay: got -1.0, takes a number from 0"),
+    "a first decay out of range": (("--beta1", "-1"), "--beta1 must be a number from 0 to below 1"),
+    "a decay out of range": (("--beta2", "1.5"), "--beta2 must be a number from 0 to below 1"),
+    "a decay's schedule": (("--beta2-schedule", "2"), "--beta2-schedule must be a number above 0, at most"),
+    "a negative epsilon": (("--eps", "-1"), "--eps must be a number from 0"),
+    "a growing weight": (("--weight-decay", "-1"), "--weight-decay must be a number from 0"),
     "a device there is not": (("--device", "abacus"), "--device: got 'abacus'"),
-    "no checkpoint": (("--resume", "nowhere"), "--resume: got 'nowhere', takes auto, no, or the folder"),
-    "a text that is not there": (("--data", "nowhere.txt"), "--data takes a UTF-8 text file"),
-    "a text too short": (("--sequence", "100000"), "--data takes a longer text"),
+    "no checkpoint": (("--resume", "nowhere"), "--resume must be auto, no, or the folder"),
+    "a text that is not there": (("--data", "nowhere.txt"), "--data must be a UTF-8 text file"),
+    "a text too short": (("--sequence", "100000"), "--data must have at least 100"),
     "a file that is not there": (("--config", "nowhere.toml"), "--config: nowhere.toml: No such file"),
 }
 
@@ -192,13 +192,13 @@ def test_bad_input_is_one_line_that_names_the_flag(case: str, text: Path, tmp_pa
 
 
 FILES = {
-    "an unknown key": ("stepz = 3", "got the unknown key 'stepz', takes data, out, model"),
-    "the name in code": ("weight_decay = 0.1", "got the unknown key 'weight_decay'"),
-    "a fraction of a step": ("steps = 2.5", "steps: got 2.5, takes an integer"),
-    "a word for a number": ('lr = "high"', "lr: got 'high', takes a number"),
-    "a number for a switch": ("compile = 1", "compile: got 1, takes true or false"),
-    "a switch for a number": ("steps = true", "steps: got True, takes an integer"),
-    "a value out of range": ("keep = 0", "--keep: got 0, takes an integer from 1"),
+    "an unknown key": ("stepz = 3", "a key must be one of data, out, model"),
+    "the name in code": ("weight_decay = 0.1", "got 'weight_decay'"),
+    "a fraction of a step": ("steps = 2.5", "steps must be an integer"),
+    "a word for a number": ('lr = "high"', "lr must be a number"),
+    "a number for a switch": ("compile = 1", "compile must be true or false"),
+    "a switch for a number": ("steps = true", "steps must be an integer"),
+    "a value out of range": ("keep = 0", "--keep must be an integer from 1"),
     "no TOML": ("steps: 3", "config.toml"),
 }
 
@@ -219,12 +219,12 @@ def test_a_run_is_not_continued_as_another_or_begun_over_one(text: Path, tmp_pat
     other = tmp_path / "other.txt"
     other.write_text(text.read_text() + "x")
     for arguments, says in (
-        (("--beta2", "0.9", "--steps", "4"), "--beta2: got 0.9, takes 0.95 to go on from"),
-        (("--model", "mini", "--steps", "4"), "--model: got 'mini', takes 'micro' to go on"),
-        (("--layer-scale", "1"), "--layer-scale: got 1.0, takes None to go on"),
-        (("--data", other, "--steps", "4"), "--data: got"),
-        (("--steps", "2"), "--steps: got 2, takes at least the 3 of"),
-        (("--resume", "no"), "--resume: got 'no', but"),
+        (("--beta2", "0.9", "--steps", "4"), "--beta2 must be 0.95 to go on from"),
+        (("--model", "mini", "--steps", "4"), "--model must be 'micro' to go on"),
+        (("--layer-scale", "1"), "--layer-scale must be None to go on"),
+        (("--data", other, "--steps", "4"), "--data must have the content that"),
+        (("--steps", "2"), "--steps must be at least the 3 of"),
+        (("--resume", "no"), "--resume must be auto where --out"),
     ):
         assert train("--data", text, "--out", tmp_path, *TINY, "--steps", 3, *arguments) == 2
         complaint = capsys.readouterr().err

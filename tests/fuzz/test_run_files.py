@@ -17,8 +17,8 @@ from narrowgauge.cli._watch import WatchOptions, watch
 from narrowgauge.gauges import read_records
 from narrowgauge.gauges._records import line_of
 from narrowgauge.trainers import TrainSettings, config_values
-from narrowgauge.trainers._config import config_text
-from narrowgauge.trainers._history import History, read_history
+from narrowgauge.trainers._run_folder import History, read_history
+from narrowgauge.trainers._settings import config_text
 from recorded import sound
 
 

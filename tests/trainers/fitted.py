@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from narrowgauge.trainers import TrainSettings, fit
-from narrowgauge.trainers._history import FILE, read_history
+from narrowgauge.trainers._run_folder import HISTORY, read_history
 
 CPU = torch.device("cpu")
 
@@ -69,7 +69,7 @@ class Silent:
 def run(settings: TrainSettings, out: Path, **changes: Any) -> list[float]:
     """The losses of a run."""
     fit(replace(settings, out=out, **changes), CPU, Silent())
-    return [record["loss"] for record in read_history(out / FILE) if "loss" in record]
+    return [record["loss"] for record in read_history(out / HISTORY) if "loss" in record]
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:

@@ -16,9 +16,8 @@ from narrowgauge.gauges import read_records
 from narrowgauge.gauges._watch._update_stats import measures_itself
 from narrowgauge.trainers import SettingsError, TrainSettings, fit
 from narrowgauge.trainers._build import build_parts
-from narrowgauge.trainers._history import FILE, read_history
 from narrowgauge.trainers._parallel import ProcessGroup
-from narrowgauge.trainers._run_folder import GAUGES
+from narrowgauge.trainers._run_folder import GAUGES, HISTORY, read_history
 
 pytestmark = pytest.mark.usefixtures("surroundings")
 
@@ -62,7 +61,7 @@ def test_a_run_is_the_one_without_and_goes_on(
         assert fit(settings, CPU, Silent(), lambda asked=asked: next(asked)).stopped
         torch.manual_seed(999)  # whatever happens in between
         assert fit(settings, CPU, Silent()).step == 6
-        found = [record["loss"] for record in read_history(tmp_path / offload / FILE) if "loss" in record]
+        found = [record["loss"] for record in read_history(tmp_path / offload / HISTORY) if "loss" in record]
         assert found == wanted
         b = weights(tmp_path / offload)
         assert a.keys() == b.keys()
@@ -125,7 +124,7 @@ def test_watched_states_are_named_as_missing(small: TrainSettings, tmp_path: Pat
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "a word": ({"offload": "yes"}, r"--offload: got 'yes', takes one of none, states, gradients"),
+    "a word": ({"offload": "yes"}, r"--offload must be one of none, states, gradients, got 'yes'"),
     "fsdp": ({"offload": "states", "parallel": "fsdp"}, r"--offload must be none with --par.*, got 'states'"),
     "parts": ({"offload": "gradients", "accumulate": 2}, r"--offload must be none or states with --acc"),
 }  # fmt: skip

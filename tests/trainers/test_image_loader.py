@@ -176,8 +176,3 @@ def test_where_nothing_can_be_read_it_says_so(spoilt: list[Picture]) -> None:
         DataError, match=r"--data: 32 images in a row cannot be read, the last of them images/.*such"
     ):
         loader(spoilt).draw()
-
-
-def test_fewer_images_than_a_batch_are_refused(pictures: list[Picture]) -> None:
-    with pytest.raises(DataError, match=r"--data takes more images: got 6 to train on, --batch 7"):
-        loader(pictures[:6])

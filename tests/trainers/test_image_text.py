@@ -24,6 +24,8 @@ from narrowgauge.trainers._image_models import IMAGE_PRESETS, ClipSizes, build_i
 from narrowgauge.trainers._image_text import accuracy
 from narrowgauge.trainers._tokens import END_OF_TEXT
 
+pytestmark = pytest.mark.usefixtures("surroundings")
+
 
 def silent(stage: str, fraction: float) -> None:
     pass
@@ -189,7 +191,7 @@ def test_the_datas_own_tokenizer_is_taken_and_exported(pairs: TrainSettings, tmp
     loaded = AutoTokenizer.from_pretrained(tmp_path / "run")
     filled = loaded(texts, padding="max_length", truncation=True, return_tensors="pt").input_ids
     assert torch.equal(filled, first.rows(texts, 16))
-    with pytest.raises(ValueError, match=rf"--vocabulary: got 300, takes the {size} of"):
+    with pytest.raises(ValueError, match=rf"--vocabulary must be the {size} of .*, got 300"):
         open_task(pairs, silent)
 
 
@@ -210,9 +212,9 @@ def test_other_tokenizers_have_starts_and_ends_of_their_own(tmp_path: Path) -> N
     assert captions.rows(["red disc", "red red disc disc disc"], 5).tolist() == [[0, 2, 4, 3, 3], [0, 2, 2, 4, 3]]
     captions.export(tmp_path, 5)
     assert AutoTokenizer.from_pretrained(tmp_path)("red disc").input_ids == [0, 2, 4, 3]
-    with pytest.raises(DataError, match=r"has no token that ends a text; takes one with <end>, <\|endoftext\|>"):
+    with pytest.raises(DataError, match=r"must have a token that ends a text: one of <end>, <\|endoftext\|>"):
         read_captions(written(["[UNK]", "red"]), None)
-    with pytest.raises(DataError, match=r"has <\|endoftext\|> as token 2, which transformers' CLIP cannot"):
+    with pytest.raises(DataError, match=r"must not have <\|endoftext\|> as token 2, which ends no"):
         read_captions(written(["[UNK]", "red", "<|endoftext|>"]), None)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(DataError, match=r"--data: .*tokenizer.json cannot be read"):

@@ -173,11 +173,9 @@ def deny(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     [
         ({}, "nowhere", "No such file"),
         ({"a.txt": ""}, "a.txt", "empty"),
-        ({"a.bin": b"\0\1"}, "a.bin", "binary"),
         ({"a.txt": b"\xff\xfe"}, "a.txt", "not UTF-8"),
         ({}, ".", "it is empty"),
         ({"a.bin": b"\0", "b.bin": b"\0", "c.txt": ""}, ".", "no text was found in it (2 binary, 1 empty)"),
-        ({"a.txt": "a"}, "a.txt/b.txt", "Not a directory"),
         ({}, "two\nlines", "two\\nlines"),
     ],
 )
@@ -194,7 +192,7 @@ def refusal(path: Path) -> str:
         load_corpus(path)
     message = str(caught.value)
     assert isinstance(caught.value, ValueError)
-    assert message.startswith("--data takes a UTF-8 text file or a folder of them, got ")
+    assert message.startswith("--data must be a UTF-8 text file or a folder of them, got ")
     assert "\n" not in message
     return message
 
@@ -223,9 +221,3 @@ def test_the_standard_library_is_there_by_default(tmp_path: Path, monkeypatch: p
     corpus: Corpus = load_corpus(None)
     assert set(names(corpus.documents)) == {f"module{n}.py" for n in range(40)}
     assert "standard library" in corpus.source
-
-
-def test_a_python_without_library_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "python311.zip"))
-    with pytest.raises(DataError, match=r"--data takes .* got none, and this Python has no source text"):
-        load_corpus(None)

@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from narrowgauge.trainers import _tokens
-from narrowgauge.trainers._batches import Batches, validation_windows
+from narrowgauge.trainers._language import Batches, validation_windows
 from narrowgauge.trainers._text import Corpus, DataError, Document
 from narrowgauge.trainers._tokens import (
     END_OF_TEXT,
@@ -293,7 +293,7 @@ def test_validation_windows_are_apart_and_even(length: int, sequence: int, count
 
 
 def test_sizes_that_cannot_work_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"^--data takes a longer text: got 9 tokens, .* take at least 12$"):
+    with pytest.raises(DataError, match=r"^--data must have at least 12 tokens for .*, got 9$"):
         Batches(torch.arange(9), 4, 8, seed=0)
     for make, says in (
         (lambda: Batches(torch.arange(99), 0, 8, 0), "batch must be at least 1, got 0"),

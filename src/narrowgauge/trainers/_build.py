@@ -114,7 +114,7 @@ def build_parts(
     if settings.plan is not None:
         report = swap_linears(model, settings.plan, keep=output_heads(model))
         if not report.swapped:
-            raise SettingsError(f"--linear: got {settings.linear!r}, but no layer of {settings.model} can take it")
+            raise SettingsError(f"--linear must be a plan for layers of {settings.model}, got {settings.linear!r}")
         notes.append(f"{report.plan.title}: {len(report.swapped)} layers, {len(report.kept)} kept")
     runs: Any = group.wrap(model)
     # After sharding, which makes other parameters.

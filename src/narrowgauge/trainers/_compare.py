@@ -20,11 +20,9 @@ from torch import Tensor, nn
 from narrowgauge.optim import NarrowOptimizer, UpdateStats
 from narrowgauge.recipes import Recipe
 
-from ._cpu_products import fast_products
-from ._loop import now, training_loop
+from ._loop import fast_products, now, schedule, training_loop
 from ._memory import peak_memory
 from ._models import next_token_loss
-from ._schedule import schedule
 
 _WARM_STEPS = 3  # not timed: caches fill, kernels are chosen
 _MEMORY_STEP = 3  # states exist since the first

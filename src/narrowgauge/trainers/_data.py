@@ -104,10 +104,10 @@ def _pairs(
 
 def _classes(settings: TrainSettings, sizes: VitSizes, data: ImageSet, loader: ImageLoader) -> Opened:
     if not data.classes:
-        raise DataError(f"--data: got {settings.data}, takes a folder of classes with --model {settings.model}")
+        raise DataError(f"--data must be a folder of classes with --model {settings.model}, got {settings.data}")
     strange = [picture.name for picture in data.validation if picture.label < 0]
     if strange:
-        raise DataError(f"--validation-data: got {strange[0]}, whose class --data has not; takes its classes alone")
+        raise DataError(f"--validation-data must have the classes of --data alone, got {strange[0]}")
     task = ImageClassTask(
         data, loader, count=settings.validation_windows, patch_dropout=settings.patch_dropout
     )  # fmt: skip

@@ -94,7 +94,7 @@ def load_model(folder: Path | str) -> Any:
             model.load_state_dict(state, strict=False)
     except Exception as error:  # whatever JSON, safetensors and the models' classes make of damage
         why = " ".join(str(error).split())
-        raise ValueError(f"folder: got {path}, takes one that narrowgauge train ended in ({why})") from error
+        raise ValueError(f"folder must be one that narrowgauge train ended in, got {path} ({why})") from error
     return model.eval()
 
 

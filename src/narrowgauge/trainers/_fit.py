@@ -21,20 +21,14 @@ from narrowgauge import gauges, recipes
 from narrowgauge.recipes import cast
 
 from ._build import Parts, build_parts, plain_model
-from ._cpu_products import fast_products
 from ._data import Opened, open_task
-from ._examples import divided
 from ._export import export_model
 from ._flops import peak_flops
-from ._gradcache import Step
-from ._history import History
-from ._loop import Clock, determinism, training_loop
+from ._loop import Clock, determinism, fast_products, schedule, training_loop
 from ._parallel import ALONE, ProcessGroup, full_state
-from ._run_folder import GAUGES, Checkpointer, begin, find_checkpoint, make_folder
-from ._schedule import schedule
+from ._run_folder import GAUGES, Checkpointer, History, begin, find_checkpoint, make_folder
 from ._settings import SettingsError, TrainSettings, refuse_unlike
-from ._task import Task
-from ._validation import HeldOut
+from ._task import HeldOut, Step, Task, divided
 
 
 class Progress(Protocol):
@@ -113,8 +107,8 @@ def fit(
     for rank, other in enumerate(data := group.all(opened.fingerprint)):
         if other != data[0]:
             raise SettingsError(
-                f"--data: got {settings.data}, whose content in process {rank} is not that in process 0; takes the "
-                "same in all"
+                f"--data must have the same content in all processes, got {settings.data}, which differs between "
+                f"process 0 and process {rank}"
             )
     for note in opened.notes:
         progress.say(note)

@@ -114,7 +114,7 @@ class ImageLoader:
         workers: int | None,
     ) -> None:  # fmt: skip
         if len(pictures) < batch:
-            raise DataError(f"--data takes more images: got {len(pictures)} to train on, --batch {batch}")
+            raise DataError(f"--data must have at least --batch {batch} images to train on, got {len(pictures)}")
         self._decoder = _Decoder(pictures, batch, size, seed, crop_scale, flip)
         self._pool = ThreadPoolExecutor(workers or min(_MOST_WORKERS, os.cpu_count() or 1), "decode")
         weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)

@@ -26,13 +26,11 @@ from torch.nn import functional as F
 from narrowgauge.recipes._losses import class_loss, contrast, normalized, pair_rows
 
 from ._captions import Captions
-from ._examples import Examples
 from ._flops import flops_per_image
-from ._gradcache import Step
 from ._image_loader import ImageLoader
 from ._images import ImageSet
+from ._task import Examples, HeldOut, Step
 from ._text import NAMED, first_few
-from ._validation import HeldOut
 
 _TOP = 5
 _PROMPTS = 1024  # captions that the text tower reads at a time

@@ -98,7 +98,7 @@ def preset(name: str) -> Preset | ImageSizes:
     """
     found = _PRESETS.get(name) or IMAGE_PRESETS.get(name)
     if found is None:
-        raise ModelError(f"--model takes one of {', '.join(presets(None))}, got {name!r}")
+        raise ModelError(f"--model must be one of {', '.join(presets(None))}, got {name!r}")
     return found
 
 
@@ -110,7 +110,7 @@ def language_preset(model: str | Preset) -> Preset:
     """
     found = preset(model) if isinstance(model, str) else model
     if not isinstance(found, Preset):
-        raise ModelError(f"--model takes a language model: one of {', '.join(_PRESETS)}, got {model!r}")
+        raise ModelError(f"--model must be a language model: one of {', '.join(_PRESETS)}, got {model!r}")
     return found
 
 
@@ -225,7 +225,7 @@ def next_token_loss(model: nn.Module, windows: Tensor) -> Tensor:
         ValueError: for windows of another shape, or of under two tokens.
     """
     if windows.dim() != 2 or windows.shape[1] < 2:
-        raise ValueError(f"windows: got shape {tuple(windows.shape)}, takes (batch, sequence + 1)")
+        raise ValueError(f"windows must have the shape (batch, sequence + 1), got {tuple(windows.shape)}")
     logits = model(input_ids=windows[:, :-1]).logits
     return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
 

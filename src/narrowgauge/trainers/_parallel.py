@@ -62,11 +62,11 @@ def own_device(device: torch.device) -> torch.device:
         return device
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if device.index is not None and int(os.environ["WORLD_SIZE"]) > 1:
-        raise SettingsError(f"--device: got {device}, takes cuda under torchrun: each process has its own")
+        raise SettingsError(f"--device must be cuda under torchrun, got {device}: each process has its own")
     if local >= torch.cuda.device_count():
         raise SettingsError(
-            f"--device: got cuda with {local + 1} processes on a machine of {torch.cuda.device_count()}; "
-            "takes torchrun --nproc-per-node of as many"
+            f"torchrun --nproc-per-node must be at most the {torch.cuda.device_count()} GPUs of the machine, got "
+            f"{local + 1} processes for --device cuda"
         )
     device = torch.device("cuda", local)
     torch.cuda.set_device(device)
@@ -97,7 +97,7 @@ class ProcessGroup:
         """
         if not (dist.is_available() and dist.is_initialized()):
             if settings.parallel == "fsdp":
-                raise SettingsError("--parallel: got 'fsdp', takes ddp in a process that torchrun has not started")
+                raise SettingsError("--parallel must be ddp in a process that torchrun has not started, got 'fsdp'")
             return cls()
         group = cls(dist.get_rank(), dist.get_world_size(), settings.parallel, True)
         if settings.offload == "gradients":
@@ -108,8 +108,8 @@ class ProcessGroup:
         parts = group.world * settings.accumulate
         if settings.batch % parts:
             raise SettingsError(
-                f"--batch: got {settings.batch}, takes a multiple of {parts}: {group.world} processes times "
-                f"--accumulate {settings.accumulate}"
+                f"--batch must be a multiple of {parts}, {group.world} processes times --accumulate "
+                f"{settings.accumulate}, got {settings.batch}"
             )
         return group
 

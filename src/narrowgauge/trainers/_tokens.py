@@ -112,7 +112,7 @@ def open_tokens(
         found, index = _read(data)
         if vocabulary not in (None, found.vocabulary):
             raise ValueError(
-                f"--vocabulary: got {vocabulary}, takes the {found.vocabulary} of the tokens in {data}"
+                f"--vocabulary must be the {found.vocabulary} of the tokens in {data}, got {vocabulary}"
             )
         content = {name: index[name] for name in ("vocabulary", *_SIDES)}
         return replace(found, notes=tuple(index["notes"]), fingerprint=_checksum(content))
@@ -198,13 +198,13 @@ def prepare_tokens(
         raise ValueError(f"vocabulary must be at most {MOST_TOKENS}, got {vocabulary}")
     if out.exists():
         if not out.is_dir():
-            raise ValueError(f"--out: got {out}, which is a file, takes a folder")
+            raise ValueError(f"--out must be a folder, got {out}, which is a file")
         names = {path.name for path in out.iterdir()}
         if INDEX in names and _is_prepared(out):
-            raise ValueError(f"--out: got {out}, which has prepared tokens already, takes an empty folder")
+            raise ValueError(f"--out must be an empty folder, got {out}, which has prepared tokens already")
         others = sorted(names - {f"{side}.tokens" for side in _SIDES} - {f".{INDEX}.new"})
         if others:
-            raise ValueError(f"--out: got {out}, which has {others[0]!r} in it, takes an empty folder")
+            raise ValueError(f"--out must be an empty folder, got {out}, which has {others[0]!r} in it")
     corpus = load_corpus(data, without="lines")
     made = _make(corpus, vocabulary, workers, on_progress)
     out.mkdir(parents=True, exist_ok=True)
