@@ -8,20 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sharded_steps import (
-    BLOCK,
-    SHAPES,
-    STORAGES,
-    Block,
-    cut,
-    fsdp,
-    gradient,
-    made,
-    meshes,
-    same,
-    spread,
-    weights,
-)
+from sharded_steps import BLOCK, SHAPES, STORAGES, Block, cut, fsdp, gradient, made, meshes, same, spread, weights
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,

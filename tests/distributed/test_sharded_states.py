@@ -31,7 +31,6 @@ from sharded_states import (
     train,
     without_rows,
 )
-from sharded_steps import STORAGES
 from test_checkpoint_ranks import on_ranks
 
 from narrowgauge.distributed import load_checkpoint
@@ -176,11 +175,3 @@ def test_low_precision_linear_layers(tmp_path: Path) -> None:
         assert losses == pytest.approx(alone, rel=2e-2)
     assert resident == elsewhere
     assert alone[-1] < alone[0]
-
-
-def test_storages_of_both_kinds_are_tried() -> None:
-    for listed in (FEW, ALL):
-        assert {storage for _, storage, _ in listed} == set(STORAGES)
-        assert {(in_blocks(storage), block) for _, storage, block in listed} == {
-            (a, b) for a in (True, False) for b in BLOCKS
-        }

@@ -57,22 +57,6 @@ def test_damaged_tokens_are_all_there_or_named(tokens: Path, tries: int) -> None
     fuzz(tries, check)
 
 
-@tried(100, 10000)
-def test_any_other_value_in_an_index_is_refused_or_means_the_same_tokens(tokens: Path, tries: int) -> None:
-    whole, wanted = contents(tokens), all_tokens(tokens)
-    index = tokens / "index.json"
-
-    def check(data: st.DataObject) -> None:
-        said = data.draw(other_json(whole["index.json"]))
-        index.write_bytes(dumped(said))
-        with reading(tokens):
-            found, why = refusal(lambda: all_tokens(tokens))
-        put(tokens, whole)
-        assert found == wanted or str(why).startswith("--data"), why
-
-    fuzz(tries, check)
-
-
 # --- images
 
 COLOURS = [(20 * n, 255 - 20 * n, 7 * n) for n in range(12)]

@@ -175,23 +175,6 @@ def test_a_vit_knows_its_classes(vit: TrainSettings, tmp_path: Path) -> None:
     assert config.label2id == {"blue_bar": 0, "green_cross": 1, "red_disc": 2}
 
 
-def test_a_plan_takes_the_layers_of_blocks(clip: TrainSettings, vit: TrainSettings) -> None:
-    for small, layers in ((clip, 24), (vit, 12)):
-        parts = build_parts(replace(small, linear="SWITCHBACK", kq_norm=True, layer_scale=0.0), 300, CPU)
-        planned = [n for n, m in parts.model.named_modules() if getattr(m, "plan", None) is not None]
-        assert len(planned) == layers
-        assert all(".layers." in name for name in planned)
-
-
-def test_attention_and_captions_reach_the_model(clip: TrainSettings) -> None:
-    model = build_parts(replace(clip, attention="eager", sequence=9), 300, CPU, end=42).model
-    assert model.vision_model.config._attn_implementation == "eager"
-    assert model.text_model.embeddings.position_embedding.weight.shape[0] == 9
-    assert model.text_model.eos_token_id == 42
-    assert build_parts(clip, 300, CPU).model.text_model.config._attn_implementation == "sdpa"
-    assert build_parts(clip, 300, CPU).model.config.text_config.max_position_embeddings == 16  # the preset's
-
-
 def test_damaged_images_are_told_by_name(clip: TrainSettings, tmp_path: Path) -> None:
     table = csv_pairs(tmp_path / "pairs")
     captions = [p.name for p in open_images(table).train]

@@ -63,18 +63,6 @@ def test_a_default_dtype_or_device_of_the_caller_changes_nothing() -> None:
     assert {parameter.dtype for parameter in again.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_nothing_is_random_after_the_start(name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    model = build_model(name, vocabulary=300, sequence=16, seed=0)
-    windows = torch.randint(300, (3, 17), generator=torch.Generator().manual_seed(0))
-    assert model.training
-    assert torch.equal(next_token_loss(model, windows), next_token_loss(model, windows))
-    assert all(module.p == 0 for module in model.modules() if isinstance(module, nn.Dropout))
-    assert model.config._attn_implementation == "sdpa"
-    assert model.config.use_cache is False
-    assert capfd.readouterr() == ("", "")
-
-
 @pytest.mark.parametrize(
     ("name", "vocabulary", "parameters"),
     [

@@ -79,13 +79,10 @@ def flipped(at: int) -> Callable[[bytes], bytes]:
 
 DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
     "a flipped bit": ("train.tokens", flipped(200), "is damaged"),
-    "the last bit": ("train.tokens", flipped(-1), "is damaged"),
     "cut short": ("train.tokens", lambda data: data[:-3], "must have"),
-    "longer": ("train.tokens", lambda data: data + b"\0\0", "must have"),
     "validation": ("validation.tokens", flipped(80), "is damaged"),
     "the tokenizer": ("index.json", lambda data: data.replace(b'"merges', b'"merged'), "is damaged"),
     "a cut index": ("index.json", lambda data: data[:100], "is damaged"),
-    "another vocabulary": ("index.json", lambda data: data.replace(b'lary": 300', b'lary": 301'), "is damaged"),
     "of an earlier release": (
         "index.json", lambda data: data.replace(b'"version": 2', b'"version": 1', 1),
         "must be version 2 of NGTOKENS, got version 1 of 'NGTOKENS'; prepare the text again with",

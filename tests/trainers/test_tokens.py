@@ -16,11 +16,7 @@ from hypothesis import strategies as st
 from narrowgauge.trainers import _tokens
 from narrowgauge.trainers._language import Batches, validation_windows
 from narrowgauge.trainers._text import Corpus, DataError, Document
-from narrowgauge.trainers._tokens import (
-    END_OF_TEXT,
-    TokenizedCorpus,
-    tokenize,
-)
+from narrowgauge.trainers._tokens import END_OF_TEXT, TokenizedCorpus, tokenize
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 
@@ -181,18 +177,11 @@ def test_the_cache_gives_back_the_same_and_a_damaged_entry_is_made_again(
     assert not shown
     for name in ("index.json", "train.tokens", "validation.tokens"):
         whole = (entry / name).read_bytes()
-        middle = len(whole) // 2
-        for damage in (
-            None,
-            b"",
-            whole[:middle],
-            whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
-        ):
-            (entry / name).unlink() if damage is None else (entry / name).write_bytes(damage)
-            assert same(made, tokenize(CORPUS, 300, cache=cache, on_progress=lambda stage, _: shown.append(stage)))
-            assert shown
-            shown.clear()
-            assert (entry / name).read_bytes() == whole
+        (entry / name).write_bytes(whole[: len(whole) // 2])
+        assert same(made, tokenize(CORPUS, 300, cache=cache, on_progress=lambda stage, _: shown.append(stage)))
+        assert shown
+        shown.clear()
+        assert (entry / name).read_bytes() == whole
     assert list(cache.iterdir()) == [entry]
 
 
@@ -267,15 +256,6 @@ def test_batches_are_windows_and_repeat(batch: int, sequence: int, seed: int, ex
         assert bool((windows.diff(dim=1) == 1).all())
 
 
-def test_batches_reach_both_ends_and_differ_by_seed() -> None:
-    tokens = torch.arange(12, dtype=torch.int32)
-    batches = Batches(tokens, 4, 7, seed=0)
-    starts = torch.cat([next(batches)[:, 0] for _ in range(100)])
-    assert sorted(set(starts.tolist())) == [0, 1, 2, 3, 4]
-    others = Batches(tokens, 4, 7, seed=1)
-    assert not torch.equal(starts, torch.cat([next(others)[:, 0] for _ in range(100)]))
-
-
 @given(length=st.integers(3, 3000), sequence=st.integers(2, 60), count=st.integers(1, 50))
 def test_validation_windows_are_apart_and_even(length: int, sequence: int, count: int) -> None:
     tokens = torch.arange(length, dtype=torch.int32)
@@ -303,12 +283,3 @@ def test_sizes_that_cannot_work_are_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=f"^{says}$"):
             make()
-
-
-def test_a_draw_goes_on_where_another_was() -> None:
-    tokens = torch.arange(500, dtype=torch.int32)
-    first, second = (Batches(tokens, 4, 8, seed=seed) for seed in (0, 1))
-    for _ in range(5):
-        next(first)
-    second.load_state_dict(first.state_dict())
-    assert torch.equal(next(first), next(second))

@@ -25,15 +25,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowgauge.distributed._compressed_layout import Layout, ScratchDict
-from narrowgauge.distributed._compressed_passes import AllreducePasses, BlockCodec, Reduction, passes_of, path_of
-from narrowgauge.distributed._error_feedback import ErrorFeedback
 from narrowgauge.formats import codebook as named_codebook
 from narrowgauge.formats._codebooks import checked, known
 from narrowgauge.formats._rounding import Rounding
 from narrowgauge.kernels._allreduce_key import GRADIENTS
 from narrowgauge.kernels._beside import Beside
 from narrowgauge.optim._describe import as_text
+
+from ._compressed_layout import ErrorFeedback, Layout, ScratchDict
+from ._compressed_passes import AllreducePasses, BlockCodec, Reduction, passes_of, path_of
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -128,14 +128,7 @@ def _is_vector(parameter: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """What is the same at every step of a bucket.
-
-    Attributes:
-        parameters: in it.
-        dtype: of their gradients.
-        layout: of them.
-        nbytes: that a rank sends.
-    """
+    """What is the same at every step of a bucket; `nbytes` is what a rank sends."""
 
     parameters: list[Tensor]
     dtype: torch.dtype
@@ -397,11 +390,7 @@ class CompressedAllReduce:
 def _stages(passes: AllreducePasses, layout: Layout, buffer: Tensor, group: Any) -> Iterator[None]:
     """A bucket's reduction: yields after the first and the second pass, with a collective under way.
 
-    Args:
-        passes: of what is compressed.
-        layout: of the bucket.
-        buffer: the bucket's gradients, flat; the means at the end.
-        group: the ranks; all run the stages of all buckets in one order.
+    The buffer has the bucket's gradients, at the end the means. All ranks run the stages in one order.
     """
     spans, small, small_work = _start_exempt(layout, buffer, group)
     if layout.compressed:

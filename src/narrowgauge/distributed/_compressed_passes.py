@@ -41,8 +41,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from narrowgauge.distributed._compressed_layout import Layout
-from narrowgauge.distributed._error_feedback import ErrorFeedback
 from narrowgauge.formats import Coder
 from narrowgauge.formats._philox import philox
 from narrowgauge.formats._rounding import Rounding
@@ -51,6 +49,8 @@ from narrowgauge.kernels._c_allreduce import CAllreduce
 from narrowgauge.kernels._c_library import Unavailable
 from narrowgauge.kernels._triton import unavailable
 from narrowgauge.storage._blockwise import decode_blocks, encode_blocks, pack_pairs, unpack_pairs
+
+from ._compressed_layout import ErrorFeedback, Layout
 
 _MASK = 0xFFFFFFFF
 
@@ -83,9 +83,7 @@ class BlockCodec:
     def encode(self, rows: Tensor, random: Tensor | None) -> Tensor:
         """Messages, uint8 (rows, nbytes), of a float32 matrix (rows, width).
 
-        Args:
-            rows: the matrix.
-            random: bits in its shape, or None to round to nearest.
+        `random`: bits in its shape, or None to round to nearest.
         """
         codes, scales = encode_blocks(rows, self.coder(rows.device), self.block_size, random)
         finite = torch.isfinite(rows).view(-1, self.block_size).all(dim=1)

@@ -83,10 +83,8 @@ def build_parts(
     """Make model, optimizer and scaler.
 
     Args:
-        settings: of the run.
+        settings, device, group: of the run.
         outputs: number of tokens of the text, or of classes.
-        device: where to train.
-        group: the processes that train together.
         end: the token that ends a caption.
 
     Raises:

@@ -95,11 +95,10 @@ def learned_captions(texts: Sequence[str], vocabulary: int | None, on_progress: 
 
 
 def read_captions(path: Path, vocabulary: int | None) -> Captions:
-    """The tokenizer in a file.
+    """The tokenizer in a file; a vocabulary of None is the file's.
 
     Raises:
-        DataError: if it cannot be read, or has no token that ends a text.
-        ValueError: for another vocabulary than the file's.
+        DataError, ValueError: if it cannot be read, has no token that ends a text, or another vocabulary.
     """
     from tokenizers import Tokenizer
 

@@ -48,15 +48,7 @@ class Opened:
 
 
 def open_task(settings: TrainSettings, on_progress: OnProgress) -> Opened:
-    """Open the data of a run.
-
-    Args:
-        settings: of the run.
-        on_progress: see `tokenize`.
-
-    Raises:
-        DataError, ValueError: if it cannot be trained on, in one line that names the option.
-    """
+    """Open the data of a run; a DataError or ValueError names the option that cannot be trained on."""
     sizes = preset(settings.model)
     if not isinstance(sizes, ClipSizes | VitSizes):
         return _text(settings, on_progress)

@@ -20,11 +20,7 @@ PAD_TOKEN, MASK_TOKEN = "<pad>", "<mask>"
 
 
 def export_model(model: Any, folder: Path) -> tuple[str, ...]:
-    """Write a model's configuration and its weights, in safetensors.
-
-    Args:
-        model: of transformers, neither compiled nor wrapped.
-        folder: is there.
+    """Write a transformers model's configuration and its weights, in safetensors, into a folder that is there.
 
     Returns:
         Lines about what transformers will not load.

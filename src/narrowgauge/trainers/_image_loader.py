@@ -39,11 +39,7 @@ _Pixels = NDArray[np.uint8]
 
 
 def decode(picture: Picture) -> Any:
-    """A picture as an RGB image of Pillow.
-
-    Raises:
-        Exception: whatever Pillow raises for a damaged one, of many kinds.
-    """
+    """A picture as an RGB image of Pillow, which raises many kinds of errors for a damaged one."""
     from PIL import Image
 
     with open(picture.path, "rb") as file:
@@ -61,14 +57,9 @@ def center_crop(image: Any, size: int) -> _Pixels:
 
 
 def random_crop(image: Any, size: int, scale: float, flip: bool, draw: np.random.Generator) -> _Pixels:
-    """A random part of an image, resized: (3, size, size).
+    """A random part of an image of Pillow, resized: (3, size, size).
 
-    Args:
-        image: of Pillow.
-        size: edge of the result.
-        scale: the least share of the area that is kept; 1 keeps the middle square.
-        flip: whether one in two is mirrored.
-        draw: random numbers.
+    At least `scale` of its area; 1 is the middle square. With `flip` one in two is mirrored.
 
     Source: Szegedy et al. 2015, as torchvision's RandomResizedCrop has it: an area and a ratio are drawn, up to ten
     times, until they fit.
@@ -128,11 +119,7 @@ class ImageLoader:
         return list(self._damaged)
 
     def draw(self) -> tuple[Tensor, list[Picture]]:
-        """The next step's images, uint8 (batch, 3, size, size), and their pictures.
-
-        Raises:
-            DataError: if one image after the other cannot be decoded.
-        """
+        """The next step's images, uint8 (batch, 3, size, size), and pictures; a DataError if none can be read."""
         decoder = self._decoder
         while len(self._pending) <= _AHEAD:
             step = self._drawn + len(self._pending)

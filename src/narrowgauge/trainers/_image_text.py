@@ -37,13 +37,9 @@ _PROMPTS = 1024  # captions that the text tower reads at a time
 
 
 def accuracy(scores: Tensor, right: Tensor) -> dict[int, float]:
-    """Share of rows whose right column is the highest, and among the five highest.
+    """Share of rows of scores (n, columns) whose right column, int64 (n,), is the highest, or among the five.
 
     A column as high as the right one counts as higher: a model with equal scores is never right.
-
-    Args:
-        scores: (n, columns).
-        right: int64 (n,).
     """
     own = scores.gather(1, right[:, None])
     rank = (scores >= own).sum(1) - 1
@@ -51,13 +47,7 @@ def accuracy(scores: Tensor, right: Tensor) -> dict[int, float]:
 
 
 class ImageTask:
-    """The common part of image tasks.
-
-    Args:
-        loader: of the training's pictures.
-        share: of the patches that training drops, for the count of operations.
-        context: tokens of a caption.
-    """
+    """The common part of image tasks; `share` (of dropped patches) and `context` are for counting operations."""
 
     unit = "images"
     units_per_example = 1

@@ -113,12 +113,7 @@ class _Source:
 
 
 def open_images(data: Path | None, validation: Path | None = None, columns: str = COLUMNS) -> ImageSet:
-    """Find the pictures of `--data` and `--validation-data`.
-
-    Args:
-        data: see the module.
-        validation: likewise; None for a part of `data`.
-        columns: names of the CSV's columns of paths and captions, with a comma between them.
+    """Find the pictures of `--data` and `--validation-data` (None: a part of the former); see the module.
 
     Raises:
         DataError: if there are none to train on, or none to validate on.
@@ -195,11 +190,7 @@ def _size(path: str) -> int | None:
 
 
 def _read_table(path: Path, columns: str, flag: str) -> _Source:
-    """The pictures of a CSV, in its order.
-
-    Raises:
-        DataError: if its header does not have the columns.
-    """
+    """The pictures of a CSV, in its order; a DataError if its header does not have the columns."""
     wanted = [name.strip() for name in columns.split(",")]
     found = _Source()
     # Bytes that are not UTF-8 come as lone surrogates, line by line.
@@ -279,11 +270,7 @@ def _expanded(text: str) -> Iterator[str]:
 
 
 def _read_tars(shards: list[str], flag: str) -> _Source:
-    """The pairs of tar files, in their order.
-
-    Raises:
-        DataError: for a file that is missing.
-    """
+    """The pairs of tar files, in their order; a DataError for a file that is missing."""
     found = _Source()
     for shard in shards:
         if os.path.exists(shard) and _size(shard) is None:
@@ -315,11 +302,7 @@ def _read_tars(shards: list[str], flag: str) -> _Source:
 def _members(
     file: BinaryIO, captions: dict[str, str], left_out: dict[str, list[str]], base: str
 ) -> Iterator[tuple[str, str, int, int]]:
-    """Key, name, offset and size of the images of an archive; adds its captions, by key.
-
-    Raises:
-        Exception: for damage, of many kinds.
-    """
+    """Key, name, offset and size of an archive's images; adds its captions, by key. Damage raises any error."""
     end = os.fstat(file.fileno()).st_size
     with tarfile.open(fileobj=cast(Any, _Bounded(file)), mode="r:") as archive:
         for member in archive:

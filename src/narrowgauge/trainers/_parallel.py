@@ -31,14 +31,7 @@ Result = TypeVar("Result")
 def processes(device: torch.device) -> Iterator[torch.device]:
     """Join the processes that `torchrun` has started, for the time of a training; without torchrun do nothing.
 
-    Args:
-        device: as asked for.
-
-    Yields:
-        This process's device: of GPUs the one with its local rank.
-
-    Raises:
-        SettingsError: for one GPU where each process needs its own, or more processes than GPUs.
+    Yields this process's device; errors as in `own_device`.
     """
     if "WORLD_SIZE" not in os.environ or dist.is_initialized():
         yield device
@@ -56,7 +49,7 @@ def own_device(device: torch.device) -> torch.device:
     """This process's device among those that `torchrun` has started: of GPUs the one with its local rank.
 
     Raises:
-        SettingsError: as `processes`.
+        SettingsError: for one GPU where each process needs its own, or more processes than GPUs.
     """
     if device.type != "cuda" or "WORLD_SIZE" not in os.environ:
         return device
@@ -90,11 +83,7 @@ class ProcessGroup:
 
     @classmethod
     def of(cls, settings: TrainSettings) -> ProcessGroup:
-        """Those of the default process group.
-
-        Raises:
-            SettingsError: for a batch that they cannot divide, or FSDP without them.
-        """
+        """Those of the default group; a SettingsError for FSDP without them, or a batch that they cannot divide."""
         if not (dist.is_available() and dist.is_initialized()):
             if settings.parallel == "fsdp":
                 raise SettingsError("--parallel must be ddp in a process that torchrun has not started, got 'fsdp'")

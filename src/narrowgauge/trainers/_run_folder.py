@@ -42,10 +42,7 @@ CHECKPOINTS = "checkpoints"
 
 
 def find_checkpoint(settings: TrainSettings, say: Callable[[str], None]) -> Path | None:
-    """The checkpoint that `--resume` means, or None for a new run.
-
-    Args:
-        say: called with the reason why a newer one is not used.
+    """The checkpoint that `--resume` means, or None for a new run; says why a newer one is not used.
 
     Raises:
         SettingsError: if there is none where one is named, or a run where a new one is to begin.
@@ -70,11 +67,7 @@ def find_checkpoint(settings: TrainSettings, say: Callable[[str], None]) -> Path
 
 
 def make_folder(out: Path) -> None:
-    """Make a run's folder.
-
-    Raises:
-        SettingsError: if it cannot be made or written into.
-    """
+    """Make a run's folder; a SettingsError if it cannot be made or written into."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         if not os.access(out, os.W_OK | os.X_OK):
@@ -95,12 +88,7 @@ def begin(settings: TrainSettings, after: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Checkpointer:
-    """Saves and loads a run.
-
-    Attributes:
-        settings, parts, task: of the run.
-        fingerprint: of its data.
-    """
+    """Saves and loads a run; `fingerprint` is that of its data."""
 
     settings: TrainSettings
     parts: Parts
@@ -183,12 +171,7 @@ def _is_record(record: Any) -> bool:
 
 
 class History:
-    """Writes records to a run's folder.
-
-    Args:
-        folder: the run's; None writes nothing.
-        after: the step that the run resumes from; records of later steps are removed.
-    """
+    """Writes records to a run's folder, if any, and removes those of steps after the checkpoint's."""
 
     def __init__(self, folder: Path | None, after: int) -> None:
         self._file: TextIO | None = None

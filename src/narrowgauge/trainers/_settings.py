@@ -242,11 +242,7 @@ _OWN = ("data", "validation_data", "workers", "device")
 
 
 def refuse_others(settings: TrainSettings, saved: Mapping[str, Any], where: Path) -> None:
-    """Refuse settings that a checkpoint cannot be resumed with.
-
-    Raises:
-        SettingsError: naming the first flag that differs.
-    """
+    """Refuse settings that a checkpoint cannot be resumed with; a SettingsError names the first such flag."""
     now = settings.plain()
     defaults = {f.name: f.default for f in fields(settings)}
     for name in _IDENTITY:
@@ -260,10 +256,7 @@ def refuse_others(settings: TrainSettings, saved: Mapping[str, Any], where: Path
 
 
 def refuse_unlike(given: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse processes of one training that were started with different settings.
-
-    Args:
-        given: `TrainSettings.plain` of each process.
+    """Refuse processes of one training that were started with different settings (`TrainSettings.plain` of each).
 
     Raises:
         SettingsError: naming the first flag that differs, and the process.
@@ -282,11 +275,7 @@ def refuse_unlike(given: Sequence[Mapping[str, Any]]) -> None:
 
 
 def config_text(settings: TrainSettings) -> str:
-    """Settings as TOML; unset ones have no line.
-
-    Raises:
-        SettingsError: for text that TOML cannot hold, such as a path that is not UTF-8.
-    """
+    """Settings as TOML, unset ones without a line; a SettingsError for a path that is not UTF-8."""
     lines = ["# narrowgauge train --config THIS repeats the run; flags beside it win."]
     if settings.kq_norm or settings.patch_norm != "none":
         lines.append(f"# The model has norms that its class has no place for, in {ADDITIONS}:")
