@@ -40,6 +40,9 @@ def killed(processes: Processes, folder: Path, times: int, world: int, most: flo
     moments, reached = random.Random(0), 0
     for _ in range(times):
         pids = processes.start(folder, world=world, steps=10**9)
+        end = time.monotonic() + 60
+        while not said(folder, "saved", world) and time.monotonic() < end:
+            time.sleep(0.02)  # until there is something to lose
         time.sleep(moments.uniform(0.1 * (world - 1), most))
         for pid in pids if world == 1 else moments.choice([pids, pids[:1], pids[1:]]):
             os.kill(pid, signal.SIGKILL)

@@ -165,17 +165,6 @@ def test_two_processes_average_gradients(trainings: Trainings, clip: TrainSettin
     assert_equal_runs(tmp_path / "two", tmp_path / "whole")
 
 
-def test_two_processes_have_parts_and_drop_patches(
-    trainings: Trainings, clip: TrainSettings, tmp_path: Path
-) -> None:
-    """Others than one process does: each by its own generator, in as many parts as may be."""
-    (whole, _), (parts, _) = (
-        trained_by_two(trainings, clip, tmp_path / str(n), accumulate=n, patch_dropout=0.5, steps=1) for n in (1, 4)
-    )
-    assert_equal_gradients(parts[0], whole[0], 1e-5)
-    assert not torch.equal(parts[0][0], trained(clip, tmp_path / "one", patch_dropout=0.5, steps=1)[0][0])
-
-
 def test_two_processes_share_weights_and_one_goes_on(
     trainings: Trainings, clip: TrainSettings, tmp_path: Path
 ) -> None:

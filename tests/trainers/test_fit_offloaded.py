@@ -30,17 +30,12 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> TrainSettings:
 RUNS: dict[str, dict[str, Any]] = {
     "8-bit states and low words, clipped": {"recipe": "adamw8bit-split8", "clip": 0.01},
     "in parts, stochastic rounding": {"recipe": "stochastic", "accumulate": 2},
-    "autocast, a scaler of all": {"autocast": "bf16", "scaler": "dynamic", "schedule": "linear"},
-    "a scaler of each, no clipping": {"recipe": "collage-plus", "scaler": "tensor", "clip": 0.0},
+    "a scaler, no clipping": {"recipe": "collage-plus", "scaler": "tensor", "clip": 0.0},
     "a plan, a beta2 schedule": {"recipe": "master", "linear": "SWITCHBACK", "beta2_schedule": 0.8},
-    "a static scaler, the embedding's states marked": {"scaler": "static", "stable_embedding": True},
 }
 
 
-QUICK = ("8-bit states and low words, clipped", "in parts, stochastic rounding", "a scaler of each, no clipping")
-
-
-@pytest.mark.parametrize("case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in RUNS])
+@pytest.mark.parametrize("case", RUNS)
 def test_a_run_is_the_one_without_and_goes_on(
     case: str, small: TrainSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -269,7 +269,8 @@ class CompressedAllReduce:
 
     def _row(self, parameter: Tensor, key: str) -> CompressedRow:
         codec, dtype = self._codec, parameter.dtype
-        sent, path, why = str(dtype).removeprefix("torch."), "all-reduce", "exempt"
+        sent = short = str(dtype).removeprefix("torch.")
+        path, why = "all-reduce", "exempt"
         if key in self._sizes:
             sent = f"{self._name}, {codec.bits} bits, blocks of {codec.block_size}, {codec.rounding}"
             path, why = path_of(codec, self._feedback, dtype, parameter.device)
@@ -278,7 +279,7 @@ class CompressedAllReduce:
         residual = None if self._feedback is None else self._feedback.get(key)
         shape = "x".join(map(str, parameter.shape)) or "scalar"
         memory = 0 if residual is None else residual.nbytes
-        return CompressedRow(key, shape, str(dtype).removeprefix("torch."), sent, memory, path, why)
+        return CompressedRow(key, shape, short, sent, memory, path, why)
 
     def state_dict(self) -> dict[str, Any]:
         """The step and this rank's residuals. They differ between ranks, so each rank has to save its own.
@@ -323,16 +324,6 @@ class CompressedAllReduce:
         if self._feedback is not None:
             self._feedback.load(memory, dist.get_rank(self._group))
         self.step = step
-
-    def __repr__(self) -> str:
-        compressed, codec = len(self._sizes), self._codec
-        return (
-            f"CompressedAllReduce(codebook={self._name!r}, bits={codec.bits}, block_size={codec.block_size}, "
-            f"rounding={codec.rounding!r}, error_feedback={self._feedback is not None}, step={self.step}; "
-            f"{compressed} parameters compressed ({sum(self._sizes.values()):,} elements), "
-            f"{len(self._keys) - compressed} exempt; memory {self.memory_bytes():,} bytes, "
-            f"sent {self.bytes_sent:,} bytes a step)"
-        )
 
     def _launch(self, stages: Iterator[None], buffer: Tensor) -> torch.futures.Future[Tensor]:
         """All stages on a stream beside that of the backward pass, which goes on."""

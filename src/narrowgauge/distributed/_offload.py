@@ -113,7 +113,9 @@ class CPUOffload(torch.optim.Optimizer):
         made = optimizer([self._copied(group) for group in self._groups], **options)
         if not isinstance(made, NarrowOptimizer):
             kind = type(made)  # type: ignore[unreachable]
-            raise TypeError(f"optimizer: got {kind.__module__}.{kind.__qualname__}, takes one of narrowgauge.optim")
+            raise TypeError(
+                f"optimizer must make one of narrowgauge.optim, got a {kind.__module__}.{kind.__qualname__}"
+            )
         self._inner = made
         self.defaults = made.defaults
         self._take_options()
@@ -345,11 +347,7 @@ class CPUOffload(torch.optim.Optimizer):
         self._prepare()
         for before in optimizer_hooks(self, "state_dict_pre"):
             before(self)
-        found = self.inner.state_dict()
-        for after in optimizer_hooks(self, "state_dict_post"):
-            changed = after(self, found)
-            found = found if changed is None else changed
-        return found
+        return self._through("state_dict_post", self.inner.state_dict())
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -360,14 +358,17 @@ class CPUOffload(torch.optim.Optimizer):
         """
         check_form(state_dict)
         self._prepare()
-        given = dict(state_dict)
-        for before in optimizer_hooks(self, "load_state_dict_pre"):
-            changed = before(self, given)
-            given = given if changed is None else changed
-        self.inner.load_state_dict(given)
+        self.inner.load_state_dict(self._through("load_state_dict_pre", dict(state_dict)))
         self._take_options()
         for after in optimizer_hooks(self, "load_state_dict_post"):
             after(self)
+
+    def _through(self, hooks: Any, state: dict[str, Any]) -> dict[str, Any]:
+        """A state as hooks that may replace it leave it."""
+        for hook in optimizer_hooks(self, hooks):
+            changed = hook(self, state)
+            state = state if changed is None else changed
+        return state
 
     def __getstate__(self) -> NoReturn:
         raise TypeError("CPUOffload: cannot be copied or pickled; make another one and load state_dict() into it")

@@ -86,18 +86,10 @@ def _resized(image: Any, size: int, box: tuple[float, float, float, float]) -> _
 
 
 class ImageLoader:
-    """Endless batches of random crops.
+    """Endless batches of random crops, (size, size) pixels each; a DataError for fewer pictures than a batch takes.
 
-    Args:
-        pictures: all of them; an epoch is as many whole batches as they fill, the rest is left to other epochs.
-        batch: images a step, at most as many as there are.
-        size: edge of an image in pixels.
-        seed: of order and crops.
-        crop_scale, flip: see `random_crop`.
-        workers: threads that decode; None for one a core, 16 at most.
-
-    Raises:
-        DataError: for fewer pictures than a batch takes.
+    An epoch is as many whole batches as the pictures fill, the rest is left to other epochs. `workers` threads
+    decode; None is one a core, 16 at most. `crop_scale` and `flip` are `random_crop`'s.
     """
 
     def __init__(

@@ -54,6 +54,7 @@ class ImageTask:
 
     def __init__(self, loader: ImageLoader, share: float, context: int) -> None:
         self._loader, self._share, self._context = loader, share, context
+        self._validation: Examples = {}
         self._reported = 0
 
     def after_step(self, model: nn.Module) -> None:
@@ -72,6 +73,9 @@ class ImageTask:
 
     def derived(self, loss: float) -> dict[str, float]:
         return {}
+
+    def validation(self) -> Examples:
+        return self._validation
 
     def state_dict(self) -> dict[str, Any]:
         return self._loader.state_dict()
@@ -138,9 +142,6 @@ class ImageTextTask(ImageTask):
         if self._most:
             model.get_parameter("logit_scale").clamp_(0.0, math.log(self._most))
 
-    def validation(self) -> Examples:
-        return self._validation
-
     def metrics(self, model: Any, examples: Callable[[], Iterable[Examples]]) -> dict[str, float]:
         device = model.logit_scale.device
         texts = torch.cat(
@@ -180,9 +181,6 @@ class ImageClassTask(ImageTask):
 
     def held_out_loss(self, held_out: HeldOut) -> float:
         return held_out.mean(self.loss)
-
-    def validation(self) -> Examples:
-        return self._validation
 
     def metrics(self, model: nn.Module, examples: Callable[[], Iterable[Examples]]) -> dict[str, float]:
         parts = [(model(pixel_values=normalized(p["images"])).logits.float(), p["labels"]) for p in examples()]

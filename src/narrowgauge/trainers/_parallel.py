@@ -269,7 +269,7 @@ class _AllGather(torch.autograd.Function):
 
 
 def all_gather(rows: Tensor) -> Tensor:
-    """The rows of all processes of the default group, by rank; gradients are summed on the way back.
+    """The rows (n, ...) of all processes of the default group, by rank; gradients are summed on the way back.
 
     Each of W processes has n rows f_r and a loss L_r of all W n rows. DistributedDataParallel and FSDP2 average
     gradients over processes, so they train on the mean of the L_r, and its gradient needs
@@ -279,11 +279,7 @@ def all_gather(rows: Tensor) -> Tensor:
     in process r, which is a reduce-scatter. Where L_r is the mean over the n examples of r, the mean of the L_r is
     the whole step's loss.
 
-    Args:
-        rows: (n, ...), of the same shape and dtype in each process; all have to ask for the gradient.
-
-    Returns:
-        (processes times n, ...).
+    Rows have the same shape and dtype in each process, and all have to ask for the gradient.
     """
     whole: Tensor = _AllGather.apply(rows)  # type: ignore[no-untyped-call]
     return whole

@@ -409,11 +409,10 @@ def _mapped(path: Path, kind: np.dtype[Any], tokens: int, sha256: list[str]) -> 
 
 def _is_prepared(folder: Path) -> bool:
     """Whether a folder has prepared tokens, of which one file may be missing."""
-    try:
+    with contextlib.suppress(DamagedShardError, OSError):
         both = all((folder / f"{side}.tokens").is_file() for side in _SIDES)
         return both or _MAGIC.encode() in _bytes(folder / INDEX, 64)
-    except (DamagedShardError, OSError):
-        return False
+    return False
 
 
 def _bytes(path: Path, most: int = -1) -> bytes:
