@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fitted import CPU, Silent, captured, run, small_settings, weights
+from fitted import CPU, Silent, captured, run, weights
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from narrowgauge.scaling import LossScaler
@@ -21,11 +21,6 @@ from narrowgauge.trainers._run_folder import HISTORY, read_history
 from narrowgauge.trainers._settings import TrainSettings
 
 pytestmark = pytest.mark.usefixtures("surroundings")
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> TrainSettings:
-    return small_settings(tmp_path_factory.mktemp("text") / "text.txt")
 
 
 def test_dividing_a_step_changes_roundings_alone(small: TrainSettings, tmp_path: Path) -> None:

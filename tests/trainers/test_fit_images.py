@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fitted import CPU, Silent, run, weights
+from fitted import CPU, Silent, assert_it_goes_on, records, run, weights
 from pictured import class_folder, csv_pairs
 
 from narrowgauge.nn import HeadLayerNorm, LayerScale, PatchNorm, StableEmbedding
@@ -59,23 +59,9 @@ QUICK = ("clip", "clip, in parts", "vit")
 def test_a_run_that_stops_goes_on_as_if_it_had_not(
     case: str, clip: TrainSettings, vit: TrainSettings, tmp_path: Path
 ) -> None:
-    small, changes = vit if case == "vit" else clip, STOPPED[case]
-    whole = run(small, tmp_path / "whole", **changes)
-    asked = iter([False, False, True, False, False, False])
-    halves = replace(small, out=tmp_path / "halves", **changes)
-    assert fit(halves, CPU, Silent(), lambda: next(asked)).stopped
-    torch.manual_seed(999)  # whatever happens in between
-    assert fit(replace(halves, workers=3), CPU, Silent()).step == 6
-    records = [
-        [r for r in read_history(tmp_path / name / HISTORY) if "images_per_second" not in r]
-        for name in ("whole", "halves")
-    ]
-    assert records[0] == records[1]
-    assert len(whole) == 6
-    a, b = weights(tmp_path / "whole"), weights(tmp_path / "halves")
-    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert_it_goes_on(vit if case == "vit" else clip, tmp_path, {"workers": 3}, **STOPPED[case])
     top = "top1" if case == "vit" else "zero_shot_top1"
-    assert all(0 <= r[top] <= 1 for r in records[0] if "validation_loss" in r)
+    assert all(0 <= r[top] <= 1 for r in records(tmp_path / "whole") if "validation_loss" in r)
 
 
 @pytest.mark.parametrize("recipe", ["adamw8bit-split8", "master"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fitted import CPU, Silent, run, small_settings, weights
+from fitted import CPU, Silent, run, weights
 from pictured import csv_pairs
 
 from narrowgauge.distributed import CPUOffload
@@ -20,11 +20,6 @@ from narrowgauge.trainers._parallel import ProcessGroup
 from narrowgauge.trainers._run_folder import GAUGES, HISTORY, read_history
 
 pytestmark = pytest.mark.usefixtures("surroundings")
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> TrainSettings:
-    return small_settings(tmp_path_factory.mktemp("text") / "text.txt")
 
 
 RUNS: dict[str, dict[str, Any]] = {
