@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from narrowgauge.optim import SGD, Adagrad, Adam
 from narrowgauge.trainers import validation_windows
-from narrowgauge.trainers._schedule import schedule
+from narrowgauge.trainers._loop import schedule
 from studies.adam_variants import glyphs
 from studies.bytes_and_loss import rows as bytes_rows
 from studies.eight_bit_adam import plan as planned

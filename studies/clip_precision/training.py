@@ -37,8 +37,8 @@ from narrowgauge.optim import NarrowOptimizer
 from narrowgauge.trainers import TrainSettings, parameter_count
 from narrowgauge.trainers._build import Parts, build_parts
 from narrowgauge.trainers._compare import mean_loss
-from narrowgauge.trainers._examples import Examples
-from narrowgauge.trainers._schedule import schedule
+from narrowgauge.trainers._loop import schedule
+from narrowgauge.trainers._task import Examples
 from studies.clip_precision.pairs import Draw, Pairs, pairs_of
 from studies.shared.graphed import Gradients
 from studies.shared.language import set_rate

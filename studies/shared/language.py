@@ -37,10 +37,10 @@ from narrowgauge.trainers import (
     tokenize,
 )
 from narrowgauge.trainers._compare import mean_loss
-from narrowgauge.trainers._examples import Examples
 from narrowgauge.trainers._extras import add_stable_embedding
+from narrowgauge.trainers._loop import schedule
 from narrowgauge.trainers._models import preset
-from narrowgauge.trainers._schedule import schedule
+from narrowgauge.trainers._task import Examples
 from studies.shared import installed, options
 from studies.shared.graphed import Gradients
 

@@ -104,10 +104,10 @@ def test_other_images_are_not_gone_on_with(shards: Path, tmp_path: Path, capsys)
 
     assert asked() == 0
     for more, says in (
-        (("--flip",), "--flip: got True, takes False to go on from"),
-        (("--data", str(shards / "bars-000.tar")), "whose content is not that of"),
-        (("--data", "nowhere.csv"), "--data: got nowhere.csv, where nothing is; takes a CSV, tar files"),
-        (("--accumulate", "3"), "--accumulate: got 3, takes a divisor of --batch 4"),
+        (("--flip",), "--flip must be False to go on from"),
+        (("--data", str(shards / "bars-000.tar")), "--data must have the content that"),
+        (("--data", "nowhere.csv"), "got nowhere.csv, where nothing is"),
+        (("--accumulate", "3"), "--accumulate must be a divisor of --batch 4"),
     ):
         assert asked(*more) == 2
         complaint = capsys.readouterr().err

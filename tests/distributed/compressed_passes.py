@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge import formats
-from narrowgauge.distributed._compressed_layout import Layout
+from narrowgauge.distributed._compressed_layout import ErrorFeedback, Layout
 from narrowgauge.distributed._compressed_passes import AllreducePasses, BlockCodec, EagerPasses, Reduction
-from narrowgauge.distributed._error_feedback import ErrorFeedback
 
 SIZES = (4096, 1, 777, 5000, 300)
 EXEMPT = (False, False, True, False, False)

@@ -108,7 +108,7 @@ def variants(rank: int, world: int) -> dict[str, Any]:
     for name, (options, dtype) in VARIANTS.items():
         hook = compressed_allreduce_hook(**options)
         done[name] = run(rank, hook, dtype)
-        done[name] |= {"repr": repr(hook), "memory": hook.memory_bytes()}
+        done[name] |= {"memory": hook.memory_bytes()}
         done[name] |= {"sent": hook.bytes_sent, "step": hook.step, "described": str(hook.describe())}
     done["none"] = run(rank, None, torch.float32)
     done["none bf16"] = run(rank, None, torch.bfloat16)
@@ -116,7 +116,7 @@ def variants(rank: int, world: int) -> dict[str, Any]:
 
 
 def buckets(rank: int, world: int) -> dict[str, Any]:
-    """The same steps in other buckets; which they were, and whether a future was done when the hook returned."""
+    """The same steps in other buckets; and which they were."""
     done = {}
     ways = {
         "one": {"bucket_cap_mb": 25.0},
@@ -128,18 +128,15 @@ def buckets(rank: int, world: int) -> dict[str, Any]:
         for name, options in ways.items():
             hook = compressed_allreduce_hook(rounding=rounding)
             seen: list[tuple[int, ...]] = []
-            finished: list[bool] = []
 
             # No annotations: DistributedDataParallel takes none that are strings.
-            def spy(state, bucket, hook=hook, seen=seen, finished=finished):
+            def spy(state, bucket, hook=hook, seen=seen):
                 seen.append(tuple(p.numel() for p in bucket.parameters()))
-                future = hook(state, bucket)
-                finished.append(future.done())
-                return future
+                return hook(state, bucket)
 
             ddp = parallel((None, spy), **options)
             out = [step_of(ddp, gradients(step, rank)) for step in range(STEPS)]
-            done[rounding, name] = {"out": out, "errors": errors_of(hook, ddp), "seen": seen, "finished": finished}
+            done[rounding, name] = {"out": out, "errors": errors_of(hook, ddp), "seen": seen}
     return done
 
 

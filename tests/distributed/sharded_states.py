@@ -8,20 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sharded_steps import (
-    BLOCK,
-    SHAPES,
-    STORAGES,
-    Block,
-    cut,
-    fsdp,
-    gradient,
-    made,
-    meshes,
-    same,
-    spread,
-    weights,
-)
+from sharded_steps import BLOCK, SHAPES, STORAGES, Block, cut, fsdp, gradient, made, meshes, same, spread, weights
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -100,7 +87,7 @@ def saving(rank: int, folder: Path, cases: Any = FEW) -> dict[Any, Any]:
     return told
 
 
-def resumed(folder: Path, shared: bool, cases: Any = FEW) -> dict[Any, Any]:
+def resumed(rank: int, folder: Path, cases: Any = FEW, shared: bool = True) -> dict[Any, Any]:
     told = {}
     for rule, storage, block in cases:
         net, optimizer = model(rule, storage, block, shared, seed=1)
@@ -120,18 +107,6 @@ def resumed(folder: Path, shared: bool, cases: Any = FEW) -> dict[Any, Any]:
         said = [str(w.message) for w in caught if "anew" in str(w.message)]
         told[rule, storage, block] = {"end": full(net), "off": off, "said": said}
     return told
-
-
-def resuming(rank: int, folder: Path) -> dict[Any, Any]:
-    return resumed(folder, shared=True)
-
-
-def saving_all(rank: int, folder: Path) -> dict[Any, Any]:
-    return saving(rank, folder, ALL)
-
-
-def resuming_all(rank: int, folder: Path) -> dict[Any, Any]:
-    return resumed(folder, True, ALL)
 
 
 def by_torch(rank: int, folder: Path) -> dict[str, Any]:
@@ -233,7 +208,7 @@ def message(call: Any, *args: Any, **options: Any) -> str:
 
 
 def refusing(rank: int, folder: Path) -> dict[str, Any]:
-    """A bad gradient that raises, on all ranks and before anything has moved; and what cannot be shared."""
+    """A bad gradient that raises, on all ranks and before anything has moved."""
     told: dict[str, Any] = {}
     mesh = meshes()["rows"]
     for path in ("C", "eager"):
@@ -250,29 +225,6 @@ def refusing(rank: int, folder: Path) -> dict[str, Any]:
         )
         ps["long"].grad = None
         told[f"{path}, then"] = message(optimizer.step)
-    net = nn.ParameterDict({"w": nn.Parameter(torch.randn(8, 64))})
-    fully_shard(net, mesh=mesh)
-    told["in backward"] = message(ng.optim.step_in_backward, net, ng.optim.AdamW, lr=1e-3)
-    told["in backward, propagate"] = message(
-        ng.optim.step_in_backward, net, ng.optim.AdamW, lr=1e-3, nonfinite="propagate"
-    )
-    optimizer = ng.optim.AdamW(list(ps.items()))
-    for p in ps.values():
-        p.grad = None
-    local = ps["long"]
-    local.grad = spread(local, torch.ones(SHAPES["long"]))
-    # A loss scaler whose verdict holds all: the inf is on one rank.
-    scaler = ng.scaling.DynamicLossScaler(init_scale=4.0)
-    scaler.scale(torch.ones(()))
-    whole = torch.ones(SHAPES["long"])
-    whole[-1, -1] = float("inf")
-    local.grad = spread(local, whole)
-    kept = local.detach().to_local().clone()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        scaler.step(optimizer)
-        scaler.update()
-    told["held"] = torch.equal(kept, local.detach().to_local()), float(scaler.get_scale())
     return told
 
 
@@ -295,25 +247,14 @@ def muon(rank: int, folder: Path) -> bool:
     return same_everywhere
 
 
-def linear(rank: int, folder: Path) -> list[float]:
-    """Low-precision linear layers under `fully_shard`, trained by an 8-bit optimizer without fp32 weights."""
-    return trained(None)
-
-
 def offloaded(rank: int, folder: Path) -> list[float]:
-    """The same with parameters that FSDP2 keeps on the CPU."""
-    return trained(CPUOffloadPolicy(pin_memory=False))
-
-
-def trained(policy: CPUOffloadPolicy | None) -> list[float]:
+    """Low-precision linear layers whose shards FSDP2 has on the CPU, trained by an 8-bit optimizer."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)).to(torch.bfloat16)
     ng.linear.swap_linears(net, ng.linear.SWITCHBACK, min_features=1)
     if dist.is_initialized():
-        options = {"mesh": meshes()["rows"]} | ({"offload_policy": policy} if policy is not None else {})
-        for layer in (net[0], net[2]):
-            fully_shard(layer, **options)
-        fully_shard(net, **options)
+        for part in (net[0], net[2], net):
+            fully_shard(part, mesh=meshes()["rows"], offload_policy=CPUOffloadPolicy(pin_memory=False))
     optimizer = ng.optim.AdamW8bit(
         net.parameters(), lr=1e-2, weights="split8", block_size=64, min_quantized_size=100
     )
@@ -326,27 +267,6 @@ def trained(policy: CPUOffloadPolicy | None) -> list[float]:
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses
-
-
-def gauged(rank: int, folder: Path) -> dict[str, Any]:
-    """What a step has lost: by rank, and of one process."""
-    mesh, told = meshes()["rows"], {}
-    for rule, storage in (("LAMB", "expansion, log4"), ("StableAdamW", "split8, log8"), ("AdamW", "plain, 8bit")):
-        start = weights(STORAGES[storage][0])
-        whole = {name: nn.Parameter(x.clone()) for name, x in start.items()}
-        shared = fsdp({name: nn.Parameter(x.clone()) for name, x in start.items()}, mesh)
-        one, other = made(rule, storage, list(whole.items())), made(rule, storage, list(shared.items()))
-        one.gauges = other.gauges = True
-        for step in range(3):
-            for name, p in whole.items():
-                p.grad = gradient(name, step, p.detach(), True)
-                shared[name].grad = spread(shared[name], p.grad)
-            one.step()
-            other.step()
-        ends = all(same(p.detach().to_local(), cut(p, whole[name].detach())) for name, p in shared.items())
-        sums = [{name: stats.sums for name, stats in o.last_stats.items()} for o in (one, other)]
-        told[rule] = ends, *sums
-    return told
 
 
 def in_backward(rank: int, folder: Path) -> list[bool]:

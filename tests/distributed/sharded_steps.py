@@ -207,10 +207,6 @@ def by_triton_and_eager(rank: int, folder: Path, triton: int = 1) -> dict[tuple[
     return found
 
 
-def by_all_of_triton(rank: int, folder: Path) -> dict[tuple[str, str, str], Any]:
-    return by_triton_and_eager(rank, folder, len(BY_TRITON))
-
-
 def same(a: Tensor, b: Tensor) -> bool:
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
@@ -242,10 +238,6 @@ def stepping(rank: int, folder: Path, only: list[tuple[str, str]] | None = None)
             if layout == "rows" or storage in ("split8, log8", "stochastic, bf16"):
                 found[layout, rule, storage] = compare(rule, storage, mesh)
     return found
-
-
-def stepping_all(rank: int, folder: Path) -> dict[tuple[str, str, str], Any]:
-    return stepping(rank, folder, list(cases()))
 
 
 class Block(nn.Module):

@@ -38,9 +38,19 @@ def killed(processes: Processes, folder: Path, times: int, world: int, most: flo
     """Kill a run's processes, or one of them, at random moments, and start it again; what was saved is never lost,
     the others end by themselves, and every loss there ever was is that of a run in one piece."""
     moments, reached = random.Random(0), 0
-    for _ in range(times):
+    for number in range(times):
         pids = processes.start(folder, world=world, steps=10**9)
-        time.sleep(moments.uniform(0.1 * (world - 1), most))
+
+        def goes_on(number: int = number) -> bool:
+            resumed = [sum(words[0] == "resumed" for words in log(folder, rank)) for rank in range(world)]
+            return min(resumed) > number and (number > 0 or bool(said(folder, "saved", world)))
+
+        # Until ranks have met: one that is left alone before would wait for the other for minutes. At first also
+        # until there is something to lose, on a busy machine too.
+        end = time.monotonic() + 60
+        while not goes_on() and time.monotonic() < end:
+            time.sleep(0.02)
+        time.sleep(moments.uniform(0.0, most))
         for pid in pids if world == 1 else moments.choice([pids, pids[:1], pids[1:]]):
             os.kill(pid, signal.SIGKILL)
         assert signal.SIGKILL in processes.ended()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from threading import Event
@@ -67,21 +67,30 @@ def replicated(kind: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimiz
 WAYS = {"fsdp2": (sharded, tuple(SHARDED)), "ddp": (replicated, DDP)}
 
 
-def on_a_rank(rank: int, world: int, folder: str, work: Callable[[int, Path], Any]) -> None:
+def on_a_rank(rank: int, world: int, folder: str, work: Callable[..., Any], *given: Any) -> None:
     torch.set_num_threads(1)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/store-{world}", rank=rank, world_size=world)
     try:
-        torch.save(work(rank, Path(folder)), f"{folder}/{work.__name__}-{rank}.pt")
+        torch.save(work(rank, Path(folder), *given), f"{folder}/{work.__name__}-{rank}.pt")
         dist.barrier()
     finally:
         dist.destroy_process_group()
 
 
-def on_ranks(world: int, folder: Path, work: Callable[[int, Path], Any]) -> list[Any]:
+def on_ranks(world: int, folder: Path, work: Callable[..., Any], *given: Any) -> list[Any]:
     """What each rank returned."""
-    run_ranks(on_a_rank, world, world, str(folder), work)
+    run_ranks(on_a_rank, world, world, str(folder), work, *given)
     return [torch.load(folder / f"{work.__name__}-{rank}.pt") for rank in range(world)]
+
+
+def several(rank: int, folder: Path, works: Sequence[Callable[[int, Path], Any]]) -> dict[str, Any]:
+    """What each of some works returns, by its name: one start of processes for all of them."""
+    found = {}
+    for work in works:
+        (folder / work.__name__).mkdir(exist_ok=True)
+        found[work.__name__] = work(rank, folder / work.__name__)
+    return found
 
 
 def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
@@ -248,10 +257,11 @@ def refused(rank: int, folder: Path) -> str:
     return "saved"
 
 
-def test_a_state_that_is_not_sharded_as_its_parameter_is_refused(tmp_path: Path) -> None:
-    for told in on_ranks(WORLD, tmp_path, refused):
-        assert told.startswith("optimizer: 'codes' of up.weight must be sharded as its parameter is")
-    assert not (tmp_path / "run").exists()
+def test_a_state_that_is_not_sharded_as_its_parameter_is_refused(told: tuple[Path, list[dict]]) -> None:
+    folder, ranks = told
+    for one in ranks:
+        assert one["refused"].startswith("optimizer: 'codes' of up.weight must be sharded as its parameter is")
+    assert not (folder / "refused" / "run").exists()
 
 
 def failing(rank: int, folder: Path) -> list[str]:
@@ -282,6 +292,11 @@ def failing(rank: int, folder: Path) -> list[str]:
     except (ValueError, RuntimeError) as error:
         told.append(f"{type(error).__name__}: {error}")
     assert all(map(torch.equal, net.parameters(), kept))
+    # What one rank cannot save, and nobody then does.
+    try:
+        save_checkpoint_async(run, step=3, extra=object() if rank else None, **options).wait()
+    except (ValueError, RuntimeError) as error:
+        told.append(f"{type(error).__name__}: {error}")
     # A folder that cannot be made, so that there is none to leave word in.
     (folder / "file").touch()
     try:
@@ -291,8 +306,14 @@ def failing(rank: int, folder: Path) -> list[str]:
     return told
 
 
-def test_where_one_rank_fails_all_say_which(tmp_path: Path) -> None:
-    first, second = on_ranks(WORLD, tmp_path, failing)
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("told")
+    return folder, on_ranks(WORLD, folder, several, (refused, failing))
+
+
+def test_where_one_rank_fails_all_say_which(told: tuple[Path, list[dict]]) -> None:
+    first, second = (one["failing"] for one in told[1])
     assert first[0] == "RuntimeError: save_checkpoint: rank 1 failed: OSError: [Errno 28] No space left on device"
     assert second[0] == "OSError: [Errno 28] No space left on device"
     assert first[1] == "OSError: [Errno 28] No space left on device"
@@ -301,8 +322,10 @@ def test_where_one_rank_fails_all_say_which(tmp_path: Path) -> None:
         "RuntimeError: rank 1 failed: ValueError: model: the checkpoint has no 'weight', 'bias'"
     )
     assert second[2].startswith("ValueError: model: the checkpoint has no 'weight', 'bias'")
-    assert first[3].startswith("NotADirectoryError")
-    assert second[3] == f"RuntimeError: rank 0 failed: {first[3]}"
+    assert second[3].startswith("ValueError: extra must be None, bool, int, float, str, a tensor, or lists")
+    assert first[3] == f"RuntimeError: rank 1 failed: {second[3]}"
+    assert first[4].startswith("NotADirectoryError")
+    assert second[4] == f"RuntimeError: rank 0 failed: {first[4]}"
 
 
 def leaving(rank: int, world: int, folder: str) -> None:
@@ -323,47 +346,6 @@ def leaving(rank: int, world: int, folder: str) -> None:
 def test_a_save_goes_on_after_the_process_group(tmp_path: Path) -> None:
     run_ranks(leaving, WORLD, WORLD, str(tmp_path))
     assert latest_checkpoint(tmp_path / "run") == tmp_path / "run" / "step-000000001"
-
-
-def refusing(rank: int, folder: Path) -> list[str]:
-    """What one rank is asked that cannot be; then all is well again."""
-    told = []
-    run, net = folder / "run", DistributedDataParallel(Net())
-    options = {"model": net, "optimizer": None, "timeout": 20.0}
-    good = save_checkpoint(run, step=0, **options)
-    for who in (0, 1):
-        mine = rank == who
-        for work in (
-            lambda m=mine: save_checkpoint(run, step=1, extra=object() if m else None, **options),
-            lambda m=mine: save_checkpoint_async(run, step="1" if m else 1, **options).wait(),  # type: ignore[arg-type]
-            lambda m=mine: load_checkpoint(None if m else good, model=net, optimizer=None),  # type: ignore[arg-type]
-            lambda m=mine: load_checkpoint(good, model=net, optimizer=None, random_states="no" if m else False),  # type: ignore[arg-type]
-        ):
-            try:
-                work()
-            except (TypeError, ValueError, RuntimeError) as error:
-                told.append(f"{type(error).__name__}: {error}")
-            dist.barrier()
-    # All of them: nothing is written then.
-    try:
-        save_checkpoint(folder / "none", step=1, extra=object(), **options)
-    except ValueError as error:
-        told.append(str(error))
-    assert not (folder / "none").exists()
-    assert save_checkpoint(run, step=2, **options) == run / "step-000000002"
-    return told
-
-
-def test_where_one_rank_is_asked_for_what_cannot_be_all_are_told_at_once(tmp_path: Path) -> None:
-    said = on_ranks(WORLD, tmp_path, refusing)
-    for who in (0, 1):
-        mine, other = said[who][4 * who : 4 * who + 4], said[1 - who][4 * who : 4 * who + 4]
-        assert mine[0].startswith("ValueError: extra must be None, bool, int, float, str, a tensor, or lists")
-        assert mine[1] == "ValueError: step must be an integer of at least 0, got '1'"
-        assert mine[2].startswith("TypeError: ")
-        assert mine[3] == "ValueError: random_states must be True, False or 'own', got 'no'"
-        assert other == [f"RuntimeError: rank {who} failed: {error}" for error in mine]
-        assert said[who][8].startswith("extra must be None, bool, int")
 
 
 def dying(rank: int, world: int, folder: str, who: int, how: str) -> None:

@@ -209,17 +209,6 @@ def test_an_optimizer_keeps_its_own_names(tmp_path: Path) -> None:
     assert [plan.name for _, plan in other.plans()] == names
 
 
-def test_states_load_into_other_storages(tmp_path: Path) -> None:
-    net, optimizer = made("split, 8bit")
-    train(net, optimizer, range(3))
-    path = save_checkpoint(tmp_path, model=net, optimizer=optimizer, step=3)
-    other = ours(list(net.named_parameters()), weights="master", states="fp32")
-    load_checkpoint(path, model=net, optimizer=other)
-    for p in net.parameters():
-        assert set(other.state[p]) == {"step", "skipped", "m", "v", "weight.master"}
-        assert other.state[p]["step"] == 3
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`")  # as torch.compile imports it
 def test_compiled_modules_have_their_plain_names(tmp_path: Path) -> None:
     net = nn.ModuleDict({"inner": nn.Linear(3, 2)})
@@ -313,15 +302,9 @@ def test_an_error_beside_training_is_not_lost(tmp_path: Path, monkeypatch: pytes
 
 REFUSED = {
     "step": ({"step": -1}, "step must be an integer of at least 0, got -1"),
-    "step, bool": ({"step": True}, "step must be an integer of at least 0, got True"),
     "keep_last": ({"keep_last": 0}, "keep_last must be an integer of at least 1, or None for all, got 0"),
-    "timeout": ({"timeout": 0}, "timeout must be above 0 seconds, got 0"),
     "extra": ({"extra": {"a": [1, object()]}}, r"extra\['a'\]\[1\] must be None, bool, int, .*, got object"),
     "extra, key": ({"extra": {(1, 2): 3}}, r"extra: keys must be str or int, got \(1, 2\) of type tuple"),
-    "dtype": (
-        {"extra": torch.ones(2, dtype=torch.complex64)},
-        r"extra must be a dense tensor .* got torch\.complex64",
-    ),
     "sparse": (
         {"extra": torch.eye(2).to_sparse()},
         r"extra must be a dense tensor .* got torch\.float32 \(torch\.sparse_coo",

@@ -14,16 +14,15 @@ import torch
 from compressed_passes import Team, differences, gradients, wire_of
 
 from narrowgauge.distributed import _compressed_passes as fused
+from narrowgauge.distributed._compressed_layout import ErrorFeedback
 from narrowgauge.distributed._compressed_passes import (
     AllreducePasses,
     EagerPasses,
     FusedPasses,
     Reduction,
-    kernels_of,
     passes_of,
     path_of,
 )
-from narrowgauge.distributed._error_feedback import ErrorFeedback
 from narrowgauge.kernels import _c_library
 from narrowgauge.kernels._allreduce_key import AllreduceKey
 
@@ -190,13 +189,6 @@ def test_no_compiler_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     finally:
         _c_library._compiler.cache_clear()
         fused._kernels.cache_clear()
-
-
-def test_kernels_are_made_once() -> None:
-    wire = wire_of("dynamic", 256)
-    one = kernels_of(wire, None, torch.float32, CPU)
-    assert kernels_of(wire, None, torch.float32, CPU) is one
-    assert kernels_of(wire, ErrorFeedback(torch.float32), torch.float32, CPU) is not one
 
 
 @pytest.mark.slow

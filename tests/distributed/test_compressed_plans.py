@@ -1,4 +1,4 @@
-"""What a hook keeps of a bucket from step to step, beside a hook that keeps nothing: one is made for every step.
+"""What a hook stores of a bucket from step to step: plans and kernels' tables, which copies and new states leave.
 
 In one process: the other of two ranks has the same gradients, and its sums are this one's.
 """
@@ -9,8 +9,6 @@ import copy
 import pickle
 import sys
 import threading
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowgauge.distributed import CompressedAllReduce, _compressed_allreduce, compressed_allreduce_hook
+from narrowgauge.distributed import CompressedAllReduce, compressed_allreduce_hook
 from narrowgauge.distributed import _compressed_passes as fused
 from narrowgauge.distributed._compressed_layout import Layout
 
@@ -29,14 +27,6 @@ pytestmark = [
 
 OPTIONS: dict[str, Any] = {"block_size": 32, "min_compressed_size": 100}
 SIZES = {"a": (40, 10), "b": (30, 7), "bias": (300,), "norm": (20,), "c": (9, 33), "small": (3, 3)}
-# Names of parameters by bucket and step.
-STEPS: dict[str, list[list[str]]] = {
-    "the same": [["c small", "a b bias norm"]] * 4,
-    "built anew": [["a b bias norm c small"], *[["c small bias", "b norm a"]] * 3],
-    "another size": [["c small bias a", "b norm"], ["c", "a b bias norm small"], ["c small bias a", "b norm"]],
-    "another order": [["a b", "c"], ["b a", "c"], ["a b", "c"]],
-    "exempt alone": [["a b", "bias norm small"]] * 3,
-}
 
 
 class Work:
@@ -129,18 +119,6 @@ def results(hook: CompressedAllReduce, model: dict[str, Tensor], buckets: list[B
     return found | {name: error.clone() for name, error in errors.items() if error is not None}
 
 
-def anew(
-    options: dict[str, Any], model: dict[str, Tensor], names: list[str], step: int, state: Any
-) -> tuple[dict[str, Tensor], Any]:
-    """A step of a hook that has kept nothing but what is in a state: results, and the state then."""
-    hook = compressed_allreduce_hook(**options)
-    # Names of parameters are those of the first buckets; seen before, they are the same in others.
-    everything = [" ".join(reversed(model))]
-    take(hook, model, everything, 0)
-    hook.load_state_dict(state)
-    return take(hook, model, names, step), hook.state_dict()
-
-
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
@@ -153,53 +131,10 @@ def begun(options: dict[str, Any], model: dict[str, Tensor]) -> CompressedAllRed
     return hook
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
-def test_what_is_kept_changes_no_bit(steps: list[list[str]], rounding: str) -> None:
-    options, model = OPTIONS | {"rounding": rounding}, model_of(torch.bfloat16)
-    hook = begun(options, model)
-    state = hook.state_dict()
-    for step, names in enumerate(steps):
-        wanted, state = anew(options, model, names, step, state)
-        assert same(take(hook, model, names, step), wanted), step
-    assert any(key.startswith("error") and bool(x.any()) for key, x in wanted.items())
-
-
-def test_what_is_kept_changes_no_bit_of_kernels_in_triton(path: str) -> None:
-    options = OPTIONS | {"rounding": "stochastic", "memory_dtype": torch.bfloat16}
-    model = model_of(torch.bfloat16)
-    hook = begun(options, model)
-    state = hook.state_dict()
-    for step, names in enumerate((["a b c"], ["b norm", "a"], ["b norm", "a"])):
-        wanted, state = anew(options, model, names, step, state)
-        assert same(take(hook, model, names, step), wanted), step
-
-
 def test_neighbours_are_one_span() -> None:
     layout = Layout.of("abcdef", [3, 4, 5, 6, 7, 8], [True, True, False, True, False, True], 2, 4)
     assert layout.spans == [(0, 7), (12, 18), (25, 33)]
     assert Layout.of("ab", [3, 4], [False, False], 2, 4).spans == []
-
-
-def test_tables_are_made_once(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    """After the first step no kernel is told anything again, until errors lie elsewhere."""
-    model, made = model_of(torch.bfloat16), 0
-    hook = begun(OPTIONS, model)
-    places = fused.FusedPasses._places
-
-    def counting(passes: fused.FusedPasses) -> Any:
-        nonlocal made
-        made += 1
-        return places(passes)
-
-    monkeypatch.setattr(fused.FusedPasses, "_places", counting)
-    counts = []
-    for step in range(4):
-        if step == 2:
-            hook.load_state_dict(hook.state_dict())
-        take(hook, model, ["a", "c"], step)
-        counts.append(made)
-    assert counts == [2, 2, 4, 4]
 
 
 def test_calls_do_not_grow_with_the_number_of_parameters() -> None:
@@ -225,34 +160,6 @@ def test_calls_do_not_grow_with_the_number_of_parameters() -> None:
         counts.append(calls)
     assert len(set(counts)) == 1
     assert 10 < counts[0] < 40
-
-
-def test_on_a_gpu_all_stages_are_launched_beside_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as can be seen without one: on one stream of the hook's own, the future made there too."""
-    told: list[str] = []
-
-    class Side:
-        def __init__(self, device: torch.device) -> None:
-            told.append("made")
-
-        def __enter__(self) -> None:
-            told.append("begins")
-
-        def __exit__(self, *error: object) -> None:
-            told.append("ends")
-
-    monkeypatch.setattr(_compressed_allreduce, "Beside", Side)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(torch.futures, "Future", lambda devices=None: SimpleNamespace(set_result=told_of(told)))
-    hook, buffer = compressed_allreduce_hook(), torch.zeros(3)
-    for _ in range(2):
-        hook._launch(iter(told.append(f"stage {i}") for i in range(3)), buffer)
-    once = ["begins", "stage 0", "stage 1", "stage 2", "set", "ends"]
-    assert told == ["made", *once, *once]
-
-
-def told_of(told: list[str]) -> Any:
-    return lambda result: told.append("set")
 
 
 def test_a_state_that_is_loaded_within_a_step(path: str) -> None:

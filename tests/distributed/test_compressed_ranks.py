@@ -150,16 +150,6 @@ def test_buckets_make_no_difference(runs: Runs, world: int, rounding: str) -> No
             assert same(done[name]["errors"], done["one"]["errors"])
 
 
-@worlds
-def test_a_future_is_done_when_the_last_bucket_has_come(runs: Runs, world: int) -> None:
-    for one in runs(world):
-        run = one["buckets"]["nearest", "many"]
-        each = len(run["finished"]) // STEPS
-        assert each > 2
-        # On a GPU all is launched at once, and a future holds the events to wait for.
-        assert run["finished"] == ([on_gpus(world)] * (each - 1) + [True]) * STEPS
-
-
 def test_accumulated_gradients_are_reduced_once(runs: Runs) -> None:
     for one in runs(2):
         done = one["accumulated"]

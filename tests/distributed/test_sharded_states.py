@@ -14,25 +14,19 @@ from sharded_states import (
     FEW,
     block_of_two,
     by_torch,
-    gauged,
     in_backward,
-    linear,
     model,
     muon,
     offloaded,
     refusing,
     resumed,
-    resuming,
-    resuming_all,
     saving,
-    saving_all,
     saving_on_meshes,
     steps_of_block,
     train,
     without_rows,
 )
-from sharded_steps import STORAGES
-from test_checkpoint_ranks import on_ranks
+from test_checkpoint_ranks import on_ranks, several
 
 from narrowgauge.distributed import load_checkpoint
 from narrowgauge.formats import codebook
@@ -43,12 +37,24 @@ Saved = tuple[Path, list[tuple[str, str, int]], dict[Any, Any], dict[int, dict[A
 @pytest.fixture(scope="module", params=["few", pytest.param("all", marks=pytest.mark.slow)])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """By four ranks, one of which has nothing of one parameter; resumed by two ranks and by one."""
-    folder, every = tmp_path_factory.mktemp("saved"), request.param == "all"
-    cases = ALL if every else FEW
-    told = on_ranks(4, folder, saving_all if every else saving)[0]
+    folder, cases = tmp_path_factory.mktemp("saved"), ALL if request.param == "all" else FEW
+    told = on_ranks(4, folder, saving, cases)[0]
     torch.save(told, folder / "moments.pt")
-    two = on_ranks(2, folder, resuming_all if every else resuming)[0]
-    return folder, cases, told, {2: two, 1: resumed(folder, False, cases)}
+    two = on_ranks(2, folder, resumed, cases)[0]
+    return folder, cases, told, {2: two, 1: resumed(0, folder, cases, shared=False)}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks did."""
+    return on_ranks(2, tmp_path_factory.mktemp("two"), several, (refusing, in_backward, offloaded))
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """What each of four ranks did, and where."""
+    folder = tmp_path_factory.mktemp("four")
+    return folder, on_ranks(4, folder, several, (by_torch, saving_on_meshes, muon))
 
 
 def in_blocks(storage: str) -> bool:
@@ -95,8 +101,9 @@ def test_where_they_do_not_moments_are_encoded_anew_and_that_is_said(saved: Save
             assert float((end.float() - wanted[name].float()).abs().max()) < 0.1
 
 
-def test_by_torch_and_by_hand(tmp_path: Path) -> None:
-    for rank, told in enumerate(on_ranks(4, tmp_path, by_torch)):
+def test_by_torch_and_by_hand(four: tuple[Path, list[dict[str, Any]]]) -> None:
+    for rank, one in enumerate(four[1]):
+        told = dict(one["by_torch"])
         gathered = told.pop("gathered", "")
         assert gathered.startswith("ValueError: state_dict: w, in blocks of 4 shards, must be DTensors on 4") == (
             not rank
@@ -114,27 +121,25 @@ def test_a_rank_without_rows_has_lost_nothing(tmp_path: Path) -> None:
     assert on_ranks(3, tmp_path, without_rows) == [[]] * 3
 
 
-def test_refusals(tmp_path: Path) -> None:
-    for told in on_ranks(2, tmp_path, refusing):
+def test_refusals(two: list[dict[str, Any]]) -> None:
+    for told in (one["refusing"] for one in two):
         for path in ("C", "eager"):
             said, unchanged = told[path]
             assert said.startswith("FloatingPointError: long: the gradient has inf or NaN (nonfinite='raise')")
             assert unchanged
             assert told[f"{path}, then"] == "nothing"
-        assert told["in backward"].startswith("ValueError: nonfinite must be 'propagate' with step_in_backward")
-        assert told["in backward, propagate"] == "nothing"
-        assert told["held"] == (True, 2.0)
 
 
-def test_meshes_of_two_dimensions(tmp_path: Path) -> None:
+def test_meshes_of_two_dimensions(four: tuple[Path, list[dict[str, Any]]]) -> None:
     """Saved by four ranks; resumed on as many to the bit, and on one: replicas to the bit, boxes encoded anew."""
-    for told in on_ranks(4, tmp_path, saving_on_meshes):
-        assert told == {"split, 8bit": True, "plain, fp32": True}
+    folder = four[0] / "saving_on_meshes"
+    for told in four[1]:
+        assert told["saving_on_meshes"] == {"split, 8bit": True, "plain, fp32": True}
     nets = []
     for seed in (0, 1):
         net, optimizer = model("AdamW", "split8, log8", BLOCKS[0], shared=False, seed=seed)
         if seed:
-            load_checkpoint(tmp_path / "hybrid" / "step-000000003", model=net, optimizer=optimizer)
+            load_checkpoint(folder / "hybrid" / "step-000000003", model=net, optimizer=optimizer)
         train(net, optimizer, range(3 * seed, 6))
         nets.append(net)
     assert all(torch.equal(p, q) for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True))
@@ -143,46 +148,24 @@ def test_meshes_of_two_dimensions(tmp_path: Path) -> None:
         steps_of_block(*whole, range(2))
         exact = storage == "plain, fp32"
         with nullcontext() if exact else pytest.warns(UserWarning, match="encoded moments anew"):
-            load_checkpoint(tmp_path / storage / "step-000000002", model=fresh[0], optimizer=fresh[1])
+            load_checkpoint(folder / storage / "step-000000002", model=fresh[0], optimizer=fresh[1])
         for one in (whole, fresh):
             steps_of_block(*one, range(2, 4))
         for p, q in zip(whole[0].parameters(), fresh[0].parameters(), strict=True):
             assert torch.equal(p, q) if exact else torch.allclose(p, q, atol=0.02)
 
 
-def test_gauges_add_up(tmp_path: Path) -> None:
-    ranks = on_ranks(4, tmp_path, gauged)
-    for rule, (_, whole, _) in ranks[0].items():
-        assert all(told[rule][0] for told in ranks)
-        for name, sums in whole.items():
-            parts = torch.stack([told[rule][2][name] for told in ranks]).sum(0)
-            assert torch.allclose(parts, sums, rtol=1e-12), (rule, name)
-            assert sums[0] > 0
+def test_stepping_in_the_backward_pass(two: list[dict[str, Any]]) -> None:
+    for told in two:
+        assert told["in_backward"] == [True] * 4
 
 
-def test_stepping_in_the_backward_pass(tmp_path: Path) -> None:
-    for told in on_ranks(2, tmp_path, in_backward):
-        assert len(told) == 4
-        assert all(told)
+def test_muon_sees_whole_matrices(four: tuple[Path, list[dict[str, Any]]]) -> None:
+    assert all(told["muon"] for told in four[1])
 
 
-def test_muon_sees_whole_matrices(tmp_path: Path) -> None:
-    assert all(on_ranks(4, tmp_path, muon))
-
-
-def test_low_precision_linear_layers(tmp_path: Path) -> None:
-    (tmp_path / "offloaded").mkdir()
-    alone = linear(0, tmp_path)
-    resident, elsewhere = on_ranks(2, tmp_path, linear), on_ranks(2, tmp_path / "offloaded", offloaded)
-    for losses in (*resident, *elsewhere):
-        assert losses == pytest.approx(alone, rel=2e-2)
-    assert resident == elsewhere
+def test_low_precision_linear_layers_on_the_cpu(two: list[dict[str, Any]], tmp_path: Path) -> None:
+    alone = offloaded(0, tmp_path)
+    for told in two:
+        assert told["offloaded"] == pytest.approx(alone, rel=2e-2)
     assert alone[-1] < alone[0]
-
-
-def test_storages_of_both_kinds_are_tried() -> None:
-    for listed in (FEW, ALL):
-        assert {storage for _, storage, _ in listed} == set(STORAGES)
-        assert {(in_blocks(storage), block) for _, storage, block in listed} == {
-            (a, b) for a in (True, False) for b in BLOCKS
-        }

@@ -9,17 +9,16 @@ import pytest
 import torch
 from sharded_steps import (
     BAD,
+    BY_TRITON,
     COLLECTIVES,
     RULES,
     STORAGES,
-    by_all_of_triton,
     by_triton_and_eager,
     cases,
     few,
     in_two_dimensions,
     on_gpus,
     stepping,
-    stepping_all,
 )
 from test_checkpoint_ranks import on_ranks
 
@@ -27,15 +26,15 @@ from test_checkpoint_ranks import on_ranks
 @pytest.fixture(
     scope="module",
     params=[
-        (2, stepping),
-        (4, stepping),
-        *(pytest.param((n, stepping_all), marks=pytest.mark.slow) for n in (2, 4)),
+        (2, None),
+        (4, None),
+        *(pytest.param((n, list(cases())), marks=pytest.mark.slow) for n in (2, 4)),
     ],
     ids=["2", "4", "2 all", "4 all"],
 )
 def stepped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
-    world, work = request.param
-    return on_ranks(world, tmp_path_factory.mktemp("stepped"), work)
+    world, only = request.param
+    return on_ranks(world, tmp_path_factory.mktemp("stepped"), stepping, only)
 
 
 def check(told: dict[Any, Any]) -> None:
@@ -69,10 +68,10 @@ def test_on_gpus(tmp_path: Path) -> None:
                 assert all(path.startswith("fused Triton") for path in one["paths"]), (rule, storage)
 
 
-@pytest.mark.parametrize("work", [by_triton_and_eager, pytest.param(by_all_of_triton, marks=pytest.mark.slow)])
-def test_on_other_paths(work: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("triton", [1, pytest.param(len(BY_TRITON), marks=pytest.mark.slow)])
+def test_on_other_paths(triton: int, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="triton is not installed: kernels cannot run, not even interpreted")
-    for told in on_ranks(2, tmp_path, work):
+    for told in on_ranks(2, tmp_path, by_triton_and_eager, triton):
         check(told)
         for (how, rule, _), one in told.items():
             assert one["skipped"] == ({BAD: 1}, {BAD: 1})

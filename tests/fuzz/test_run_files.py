@@ -8,7 +8,7 @@ from dataclasses import fields
 from io import StringIO
 from pathlib import Path
 
-from damage import contents, damages, dumped, fuzz, other_json, put, reading, refusal, tried
+from damage import contents, damages, fuzz, put, reading, refusal, tried
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -17,8 +17,8 @@ from narrowgauge.cli._watch import WatchOptions, watch
 from narrowgauge.gauges import read_records
 from narrowgauge.gauges._records import line_of
 from narrowgauge.trainers import TrainSettings, config_values
-from narrowgauge.trainers._config import config_text
-from narrowgauge.trainers._history import History, read_history
+from narrowgauge.trainers._run_folder import History, read_history
+from narrowgauge.trainers._settings import config_text
 from recorded import sound
 
 
@@ -81,21 +81,6 @@ def test_a_history_goes_on_from_what_stands_before_the_damage(tmp_path: Path, tr
         again = read_history(folder / "history.jsonl")
         assert again[-1] == {"step": 201, "loss": 1.0}, done
         assert again[:-1] == [record for record in found if record["step"] <= 200], done
-
-    fuzz(tries, check)
-
-
-@tried(100, 5000)
-def test_a_line_of_a_history_with_any_value_is_kept_or_ends_it(tmp_path: Path, tries: int) -> None:
-    path = tmp_path / "history.jsonl"
-
-    def check(data: st.DataObject) -> None:
-        said = data.draw(other_json(json.dumps(HISTORY[0])))
-        path.write_bytes(dumped(HISTORY[1]) + b"\n" + dumped(said) + b"\n")
-        with reading(tmp_path):
-            assert read_history(path)[:1] == HISTORY[1:2]
-        History(tmp_path, after=200).close()
-        assert read_history(path)[:1] == HISTORY[1:2]
 
     fuzz(tries, check)
 

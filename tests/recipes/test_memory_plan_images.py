@@ -24,7 +24,6 @@ from narrowgauge.recipes._losses import (
 )
 from narrowgauge.recipes._trace import Traced, enable_checkpointing, without_memory
 from narrowgauge.trainers._extras import Extras
-from narrowgauge.trainers._gradcache import Step
 from narrowgauge.trainers._image_models import (
     IMAGE_PRESETS,
     ClipSizes,
@@ -35,6 +34,7 @@ from narrowgauge.trainers._image_models import (
     clip_configuration,
     vit_configuration,
 )
+from narrowgauge.trainers._task import Step
 
 # Wide enough for features to outweigh the 512 bytes that a number takes, small enough for one thread.
 CLIP = ClipSizes(Tower(128, 3, 2), Tower(96, 3, 2), 8, 64, image=64, context=32)

@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from narrowgauge.trainers import TrainSettings, fit
-from narrowgauge.trainers._history import FILE, read_history
+from narrowgauge.trainers._run_folder import HISTORY, read_history
 
 CPU = torch.device("cpu")
 
@@ -69,13 +69,41 @@ class Silent:
 def run(settings: TrainSettings, out: Path, **changes: Any) -> list[float]:
     """The losses of a run."""
     fit(replace(settings, out=out, **changes), CPU, Silent())
-    return [record["loss"] for record in read_history(out / FILE) if "loss" in record]
+    return [record["loss"] for record in read_history(out / HISTORY) if "loss" in record]
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     return load_file(out / "model.safetensors")
+
+
+def records(out: Path) -> list[dict[str, Any]]:
+    """The history of a run, without its speed."""
+    return [r for r in read_history(out / HISTORY) if not any(name.endswith("_per_second") for name in r)]
+
+
+def assert_it_goes_on(settings: TrainSettings, folder: Path, again: dict[str, Any], **changes: Any) -> None:
+    """A run of six steps that stops after three ends as the one that did not stop, bit for bit.
+
+    Args:
+        settings: of the run, with these changes.
+        folder: where `whole` and `halves` are made.
+        again: what may be another way when it goes on.
+    """
+    losses = run(settings, folder / "whole", **changes)
+    asked = iter([False, False, True, False, False, False])
+    halves = replace(settings, out=folder / "halves", **changes)
+    outcome = fit(halves, CPU, Silent(), lambda: next(asked))
+    assert (outcome.step, outcome.stopped, outcome.validation_loss) == (3, True, None)
+    assert not (folder / "halves" / "model.safetensors").exists()
+    torch.manual_seed(999)  # whatever happens in between
+    assert fit(replace(halves, **again), CPU, Silent()).step == 6
+    assert records(folder / "whole") == records(folder / "halves")
+    assert len(losses) == 6
+    a, b = weights(folder / "whole"), weights(folder / "halves")
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 @contextlib.contextmanager

@@ -72,13 +72,6 @@ def test_the_folded_model_says_the_same(name: str, stable: bool, scaled: bool, t
     assert expected.std() > 1e-3
 
 
-def test_what_is_added_to_a_tied_model_stays_tied() -> None:
-    model = added("micro", stable=True, scaled=False)
-    assert model.lm_head.weight is model.transformer.wte.weight
-    untied = added("llama-micro", stable=True, scaled=False)
-    assert untied.lm_head.weight is not untied.model.embed_tokens.weight
-
-
 def test_the_stable_table_is_the_seeds_and_the_global_generator_is_left_alone() -> None:
     state = torch.random.get_rng_state()
     tables: list[Tensor] = []

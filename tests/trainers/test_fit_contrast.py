@@ -21,12 +21,10 @@ from narrowgauge.linear._matmuls import Matmuls
 from narrowgauge.trainers import TrainSettings, fit
 from narrowgauge.trainers._build import build_parts
 from narrowgauge.trainers._data import open_task
-from narrowgauge.trainers._examples import divided
-from narrowgauge.trainers._gradcache import Step
-from narrowgauge.trainers._history import FILE, read_history
 from narrowgauge.trainers._memory import peak_memory
 from narrowgauge.trainers._parallel import ALONE
-from narrowgauge.trainers._run_folder import GAUGES
+from narrowgauge.trainers._run_folder import GAUGES, HISTORY, read_history
+from narrowgauge.trainers._task import Step, divided
 
 pytestmark = pytest.mark.usefixtures("surroundings")
 
@@ -71,7 +69,7 @@ def assert_equal_gradients(some: list[torch.Tensor], wanted: list[torch.Tensor],
 
 def assert_equal_runs(out: Path, reference: Path, least: float = 1e-5) -> None:
     """Losses, validations, accuracies and weights."""
-    one, two = ([r for r in read_history(of / FILE) if "images_per_second" not in r] for of in (out, reference))
+    one, two = ([r for r in read_history(of / HISTORY) if "images_per_second" not in r] for of in (out, reference))
     assert len(one) == len(two) > 3
     for a, b in zip(one, two, strict=True):
         assert a == pytest.approx(b, rel=least, abs=least)
@@ -167,17 +165,6 @@ def test_two_processes_average_gradients(trainings: Trainings, clip: TrainSettin
     assert_equal_runs(tmp_path / "two", tmp_path / "whole")
 
 
-def test_two_processes_have_parts_and_drop_patches(
-    trainings: Trainings, clip: TrainSettings, tmp_path: Path
-) -> None:
-    """Others than one process does: each by its own generator, in as many parts as may be."""
-    (whole, _), (parts, _) = (
-        trained_by_two(trainings, clip, tmp_path / str(n), accumulate=n, patch_dropout=0.5, steps=1) for n in (1, 4)
-    )
-    assert_equal_gradients(parts[0], whole[0], 1e-5)
-    assert not torch.equal(parts[0][0], trained(clip, tmp_path / "one", patch_dropout=0.5, steps=1)[0][0])
-
-
 def test_two_processes_share_weights_and_one_goes_on(
     trainings: Trainings, clip: TrainSettings, tmp_path: Path
 ) -> None:
@@ -187,6 +174,6 @@ def test_two_processes_share_weights_and_one_goes_on(
         for step in range(2):
             assert_equal_gradients(found[step], whole[step], (1e-5, 1e-3)[step])
     fit(replace(clip, out=out), CPU, Silent())
-    losses = [[r["loss"] for r in read_history(of / FILE) if "loss" in r] for of in (out, tmp_path / "whole")]
+    losses = [[r["loss"] for r in read_history(of / HISTORY) if "loss" in r] for of in (out, tmp_path / "whole")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert weights(out)["logit_scale"].item() == pytest.approx(weights(tmp_path / "whole")["logit_scale"].item())

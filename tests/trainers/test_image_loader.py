@@ -15,12 +15,7 @@ from PIL import Image
 
 from narrowgauge.recipes._losses import DEVIATION, MEAN, normalized
 from narrowgauge.trainers import DataError
-from narrowgauge.trainers._image_loader import (
-    ImageLoader,
-    center_crop,
-    decode,
-    random_crop,
-)
+from narrowgauge.trainers._image_loader import ImageLoader, decode, random_crop
 from narrowgauge.trainers._images import Picture, open_images
 
 
@@ -69,16 +64,6 @@ def test_an_epoch_shows_each_image_once_and_others_are_in_another_order(pictures
     assert set().union(*epochs) == {picture.name for picture in pictures}
 
 
-def test_the_same_image_is_cropped_anew_in_each_epoch(pictures: list[Picture]) -> None:
-    of = loader(pictures[:7])
-    seen: dict[str, list[torch.Tensor]] = {}
-    for pixels, names in steps(of, 4):
-        for row, name in zip(pixels, names, strict=True):
-            seen.setdefault(name, []).append(row.clone())
-    assert all(len(rows) == 4 for rows in seen.values())
-    assert all(not torch.equal(rows[0], row) for rows in seen.values() for row in rows[1:])
-
-
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 90), st.integers(1, 90), st.floats(0.01, 1.0), st.integers(0, 2**31))
 def test_a_crop_is_a_part_of_the_image_of_at_least_the_asked_share(
@@ -113,12 +98,6 @@ def test_one_image_in_two_is_mirrored(pictures: list[Picture]) -> None:
     rising = [bool(random_crop(ramp, 8, 1.0, True, draw)[0, 0, -1] > 128) for _ in range(400)]
     assert 0.4 < np.mean(rising) < 0.6
     assert all(random_crop(ramp, 8, 1.0, False, draw)[0, 0, -1] > 128 for _ in range(20))
-
-
-def test_the_middle_is_the_middle(pictures: list[Picture]) -> None:
-    image = Image.new("RGB", (30, 10), (255, 0, 0))
-    image.paste((0, 255, 0), (10, 0, 20, 10))
-    assert (center_crop(image, 10) == np.array([0, 255, 0], np.uint8)[:, None, None]).all()
 
 
 def test_pixels_are_normalized_by_clips_numbers() -> None:
@@ -176,8 +155,3 @@ def test_where_nothing_can_be_read_it_says_so(spoilt: list[Picture]) -> None:
         DataError, match=r"--data: 32 images in a row cannot be read, the last of them images/.*such"
     ):
         loader(spoilt).draw()
-
-
-def test_fewer_images_than_a_batch_are_refused(pictures: list[Picture]) -> None:
-    with pytest.raises(DataError, match=r"--data takes more images: got 6 to train on, --batch 7"):
-        loader(pictures[:6])

@@ -24,6 +24,8 @@ from narrowgauge.trainers._image_models import IMAGE_PRESETS, ClipSizes, build_i
 from narrowgauge.trainers._image_text import accuracy
 from narrowgauge.trainers._tokens import END_OF_TEXT
 
+pytestmark = pytest.mark.usefixtures("surroundings")
+
 
 def silent(stage: str, fraction: float) -> None:
     pass
@@ -140,16 +142,6 @@ def test_held_out_classes_are_asked_for_by_their_names(tmp_path: Path) -> None:
     assert task._prompts[:, 0].unique().numel() == 1  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("most", "found"), [(100.0, math.log(100)), (50.0, math.log(50)), (0.0, 9.0)])
-def test_the_scale_is_bounded_after_a_step(pairs: TrainSettings, most: float, found: float) -> None:
-    task = open_task(replace(pairs, max_logit_scale=most), silent).task
-    model = build_image_model(IMAGE_PRESETS["clip-micro"], 300, context=16, seed=0)
-    with torch.no_grad():
-        model.logit_scale.fill_(9.0)
-    task.after_step(model)
-    assert model.logit_scale.item() == pytest.approx(found)
-
-
 def test_a_caption_ends_in_the_byte_that_no_text_has() -> None:
     captions = learned_captions(["a red disc", "a red bar"] * 9, 270, silent)
     rows = captions.rows(["a red disc", "ä" * 40, ""], 12)
@@ -189,7 +181,7 @@ def test_the_datas_own_tokenizer_is_taken_and_exported(pairs: TrainSettings, tmp
     loaded = AutoTokenizer.from_pretrained(tmp_path / "run")
     filled = loaded(texts, padding="max_length", truncation=True, return_tensors="pt").input_ids
     assert torch.equal(filled, first.rows(texts, 16))
-    with pytest.raises(ValueError, match=rf"--vocabulary: got 300, takes the {size} of"):
+    with pytest.raises(ValueError, match=rf"--vocabulary must be the {size} of .*, got 300"):
         open_task(pairs, silent)
 
 
@@ -210,9 +202,9 @@ def test_other_tokenizers_have_starts_and_ends_of_their_own(tmp_path: Path) -> N
     assert captions.rows(["red disc", "red red disc disc disc"], 5).tolist() == [[0, 2, 4, 3, 3], [0, 2, 2, 4, 3]]
     captions.export(tmp_path, 5)
     assert AutoTokenizer.from_pretrained(tmp_path)("red disc").input_ids == [0, 2, 4, 3]
-    with pytest.raises(DataError, match=r"has no token that ends a text; takes one with <end>, <\|endoftext\|>"):
+    with pytest.raises(DataError, match=r"must have a token that ends a text: one of <end>, <\|endoftext\|>"):
         read_captions(written(["[UNK]", "red"]), None)
-    with pytest.raises(DataError, match=r"has <\|endoftext\|> as token 2, which transformers' CLIP cannot"):
+    with pytest.raises(DataError, match=r"must not have <\|endoftext\|> as token 2, which ends no"):
         read_captions(written(["[UNK]", "red", "<|endoftext|>"]), None)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(DataError, match=r"--data: .*tokenizer.json cannot be read"):
@@ -230,13 +222,6 @@ def test_flops_of_clip_by_hand() -> None:
     wanted += seen * (6 * tower + 12 * 2 * width * seen)
     wanted += 16 * (6 * 2 * 12 * text * text + 12 * 2 * text * 16)
     assert flops_per_image(model, 0.5, 16) == wanted
-
-
-def test_flops_of_a_vit_by_hand() -> None:
-    model = build_image_model(IMAGE_PRESETS["vit-micro"], 3, context=0, seed=0)
-    seen, width = 17, 64
-    wanted = 6 * (16 * 3 * 64 * width + 3 * width) + seen * (6 * 2 * 12 * width * width + 12 * 2 * width * seen)
-    assert flops_per_image(model, 0.0, 0) == wanted
 
 
 @pytest.mark.parametrize(

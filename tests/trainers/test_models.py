@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -65,54 +63,6 @@ def test_a_default_dtype_or_device_of_the_caller_changes_nothing() -> None:
     assert {parameter.dtype for parameter in again.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_nothing_is_random_after_the_start(name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    model = build_model(name, vocabulary=300, sequence=16, seed=0)
-    windows = torch.randint(300, (3, 17), generator=torch.Generator().manual_seed(0))
-    assert model.training
-    assert torch.equal(next_token_loss(model, windows), next_token_loss(model, windows))
-    assert all(module.p == 0 for module in model.modules() if isinstance(module, nn.Dropout))
-    assert model.config._attn_implementation == "sdpa"
-    assert model.config.use_cache is False
-    assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("name", ["micro", "llama-micro"])
-def test_a_fresh_model_knows_nothing_and_learns(name: str) -> None:
-    model = build_model(name, vocabulary=256, sequence=32, seed=0)
-    windows = torch.arange(33).repeat(2, 1)
-    fresh = next_token_loss(model, windows).item()
-    assert fresh == pytest.approx(math.log(256), rel=0.05)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(20):
-        optimizer.zero_grad()
-        torch.autograd.backward(next_token_loss(model, windows))
-        optimizer.step()
-    assert next_token_loss(model, windows).item() < fresh / 2
-
-
-def test_generating_and_loading_again_make_no_noise(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = build_model("micro", vocabulary=256, sequence=16, seed=0)
-    prompt = torch.tensor([[1, 2, 3]])
-    tokens = model.generate(prompt, max_new_tokens=4, do_sample=False)
-    model.save_pretrained(tmp_path)
-    capfd.readouterr()  # a progress bar is not a warning
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(again.generate(prompt, max_new_tokens=4, do_sample=False), tokens)
-    assert "warn" not in "".join(capfd.readouterr()).lower()
-
-
-@pytest.mark.parametrize("name", ["micro", "llama-micro"])
-def test_no_token_sees_what_follows(name: str) -> None:
-    model = build_model(name, vocabulary=256, sequence=16, seed=0).eval()
-    tokens = torch.arange(16).unsqueeze(0)
-    changed = tokens.clone()
-    changed[0, 10:] += 100
-    assert torch.equal(model(input_ids=tokens).logits[:, :10], model(input_ids=changed).logits[:, :10])
-
-
 @pytest.mark.parametrize(
     ("name", "vocabulary", "parameters"),
     [
@@ -137,7 +87,7 @@ def test_names() -> None:
     with pytest.raises(ModelError) as caught:
         build_model("gpt-5", vocabulary=300, sequence=8, seed=0)
     assert isinstance(caught.value, ValueError)
-    assert str(caught.value) == f"--model takes one of {', '.join(presets(None))}, got 'gpt-5'"
+    assert str(caught.value) == f"--model must be one of {', '.join(presets(None))}, got 'gpt-5'"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -154,10 +104,3 @@ def test_the_loss_is_the_mean_of_what_each_target_costs(dtype: torch.dtype) -> N
     assert loss.dtype == torch.float32
     assert loss.shape == ()
     assert loss.item() == pytest.approx(torch.stack(costs).mean().item(), rel=1e-6)
-
-
-@pytest.mark.parametrize("shape", [(9,), (2, 1), (1, 2, 3)])
-def test_windows_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
-    model = build_model("micro", vocabulary=300, sequence=8, seed=0)
-    with pytest.raises(ValueError, match=r"^windows: got shape .*, takes \(batch, sequence \+ 1\)$"):
-        next_token_loss(model, torch.zeros(shape, dtype=torch.int64))

@@ -79,13 +79,10 @@ def flipped(at: int) -> Callable[[bytes], bytes]:
 
 DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
     "a flipped bit": ("train.tokens", flipped(200), "is damaged"),
-    "the last bit": ("train.tokens", flipped(-1), "is damaged"),
     "cut short": ("train.tokens", lambda data: data[:-3], "must have"),
-    "longer": ("train.tokens", lambda data: data + b"\0\0", "must have"),
     "validation": ("validation.tokens", flipped(80), "is damaged"),
     "the tokenizer": ("index.json", lambda data: data.replace(b'"merges', b'"merged'), "is damaged"),
     "a cut index": ("index.json", lambda data: data[:100], "is damaged"),
-    "another vocabulary": ("index.json", lambda data: data.replace(b'lary": 300', b'lary": 301'), "is damaged"),
     "of an earlier release": (
         "index.json", lambda data: data.replace(b'"version": 2', b'"version": 1', 1),
         "must be version 2 of NGTOKENS, got version 1 of 'NGTOKENS'; prepare the text again with",
@@ -120,14 +117,14 @@ def test_a_text_may_have_the_names_of_tokens(tmp_path: Path) -> None:
 
 
 def test_another_vocabulary_is_refused(prepared: Path) -> None:
-    with pytest.raises(ValueError, match=r"--vocabulary: got 400, takes the 300 of the tokens in"):
+    with pytest.raises(ValueError, match=r"--vocabulary must be the 300 of the tokens in .*, got 400"):
         open_tokens(prepared, 400)
 
 
 def test_an_interrupted_preparation_begins_anew_and_other_files_are_left(
     copy: Path, text: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=r"--out: got .*, which has prepared tokens already"):
+    with pytest.raises(ValueError, match=r"--out must be an empty folder, .* has prepared tokens already"):
         prepare_tokens(text, copy, vocabulary=300, workers=1)
     (copy / "index.json").unlink()
     (copy / "train.tokens").write_bytes(b"half")
@@ -136,5 +133,5 @@ def test_an_interrupted_preparation_begins_anew_and_other_files_are_left(
     open_tokens(copy, None)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
-    with pytest.raises(ValueError, match=r"--out: got .*, which has 'thesis.txt' in it"):
+    with pytest.raises(ValueError, match=r"--out must be an empty folder, got .*, which has 'thesis.txt' in it"):
         prepare_tokens(text, tmp_path / "mine", vocabulary=300, workers=1)

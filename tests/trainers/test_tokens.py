@@ -14,15 +14,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from narrowgauge.trainers import _tokens
-from narrowgauge.trainers._batches import Batches, validation_windows
+from narrowgauge.trainers._language import Batches, validation_windows
 from narrowgauge.trainers._text import Corpus, DataError, Document
-from narrowgauge.trainers._tokens import (
-    END_OF_TEXT,
-    TokenizedCorpus,
-    tokenize,
-)
-
-TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+from narrowgauge.trainers._tokens import END_OF_TEXT, TokenizedCorpus, tokenize
 
 
 def prose(words: int, seed: int = 0) -> str:
@@ -61,30 +55,29 @@ def test_documents_follow_each_other_and_read_back(made: TokenizedCorpus) -> Non
         assert made.tokenizer.decode(tokens.tolist()) == "".join(document.text + "\0" for document in documents)
         assert int((tokens == END_OF_TEXT).sum()) == len(documents)
         assert tokens[-1] == END_OF_TEXT
-        assert 0 <= int(tokens.min()) <= int(tokens.max()) < made.vocabulary
-
-
-def test_merges_are_used_and_counted(made: TokenizedCorpus) -> None:
     assert made.vocabulary == made.tokenizer.get_vocab_size() == 300
-    size = sum(document.size for document in CORPUS.validation)
-    assert made.bytes_per_token == size / len(made.validation) > 1.3
+    assert made.bytes_per_token == sum(document.size for document in CORPUS.validation) / len(made.validation) > 1.3
 
 
-@given(text=TEXT)
+def test_256_tokens_are_the_bytes(tmp_path: Path) -> None:
+    bytes_alone = tokenize(CORPUS, 256, cache=tmp_path)
+    assert len(bytes_alone.validation) == sum(document.size + 1 for document in CORPUS.validation)
+    assert bytes_alone.tokenizer.decode([END_OF_TEXT]) == "\0"
+
+
+@given(
+    text=st.text(st.sampled_from("ab1'.é \t\r\n\u00a0\u2003\x1c\x85"))
+    | st.text(st.characters(exclude_categories=["Cs"]))
+)
 @example(text="<|endoftext|>\0Ā <s>")
-@example(text=" \n\t\r\n  ")
-def test_any_text_reads_back(made: TokenizedCorpus, text: str) -> None:
-    assert made.tokenizer.decode(made.tokenizer.encode(text).ids) == text
-
-
-@given(text=st.text(st.sampled_from("ab1'.é \t\r\n\u00a0\u2003\x1c\x85")))
-def test_pieces_have_the_tokens_of_the_whole(made: TokenizedCorpus, text: str) -> None:
+def test_pieces_have_the_tokens_of_the_whole_and_read_back(made: TokenizedCorpus, text: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_tokens, "_PIECE", 3)
         pieces = list(_tokens._pieces(text))
     assert "".join(pieces) == text
     encodings = made.tokenizer.encode_batch(pieces)
     assert [token for encoding in encodings for token in encoding.ids] == made.tokenizer.encode(text).ids
+    assert made.tokenizer.decode(made.tokenizer.encode(text).ids) == text
 
 
 def test_words_without_end_are_cut_and_read_back(tmp_path: Path) -> None:
@@ -97,38 +90,9 @@ def test_words_without_end_are_cut_and_read_back(tmp_path: Path) -> None:
     assert made.tokenizer.decode(made.train[:-1].tolist()) == text
 
 
-def test_the_size_of_pieces_changes_nothing(
-    made: TokenizedCorpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_tokens, "_PIECE", 50)
-    monkeypatch.setattr(_tokens, "_PIECES", 3)
-    assert same(made, tokenize(CORPUS, 300, cache=tmp_path))
-
-
-def test_256_tokens_are_the_bytes(tmp_path: Path) -> None:
-    made = tokenize(CORPUS, 256, cache=tmp_path)
-    documents = CORPUS.validation
-    assert len(made.validation) == sum(document.size for document in documents) + len(documents)
-    assert sorted(made.tokenizer.get_vocab().values()) == list(range(256))
-    assert made.tokenizer.decode([END_OF_TEXT]) == "\0"
-
-
 def test_validation_text_teaches_the_tokenizer_nothing(made: TokenizedCorpus, tmp_path: Path) -> None:
     other = Corpus("", CORPUS.train, (Document("v", "zebra " * 1000),), {})
     assert tokenize(other, 300, cache=tmp_path).tokenizer.to_str() == made.tokenizer.to_str()
-
-
-def test_progress_goes_from_nothing_to_all_and_a_hit_is_silent(tmp_path: Path) -> None:
-    told: list[tuple[str, float]] = []
-    tokenize(CORPUS, 300, cache=tmp_path, on_progress=lambda stage, fraction: told.append((stage, fraction)))
-    for stage in ("tokenizer", "tokens"):
-        fractions = [fraction for name, fraction in told if name == stage]
-        assert fractions == sorted(fractions)
-        assert (fractions[0], fractions[-1]) == (0, 1)
-    assert [name for name, _ in told] == sorted((name for name, _ in told), key=["tokenizer", "tokens"].index)
-    told.clear()
-    tokenize(CORPUS, 300, cache=tmp_path, on_progress=lambda stage, fraction: told.append((stage, fraction)))
-    assert told == []
 
 
 @pytest.mark.parametrize("when", ["tokenizer", "tokens"])
@@ -178,21 +142,14 @@ def test_the_cache_gives_back_the_same_and_a_damaged_entry_is_made_again(
     assert same(made, tokenize(CORPUS, 300, cache=cache))
     (entry,) = cache.iterdir()
     assert same(made, tokenize(CORPUS, 300, cache=cache, on_progress=lambda stage, _: shown.append(stage)))
-    assert not shown
+    assert not shown  # found, and nothing is reported
     for name in ("index.json", "train.tokens", "validation.tokens"):
         whole = (entry / name).read_bytes()
-        middle = len(whole) // 2
-        for damage in (
-            None,
-            b"",
-            whole[:middle],
-            whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
-        ):
-            (entry / name).unlink() if damage is None else (entry / name).write_bytes(damage)
-            assert same(made, tokenize(CORPUS, 300, cache=cache, on_progress=lambda stage, _: shown.append(stage)))
-            assert shown
-            shown.clear()
-            assert (entry / name).read_bytes() == whole
+        (entry / name).write_bytes(whole[: len(whole) // 2])
+        assert same(made, tokenize(CORPUS, 300, cache=cache, on_progress=lambda stage, _: shown.append(stage)))
+        assert list(dict.fromkeys(shown)) == ["tokenizer", "tokens"]
+        shown.clear()
+        assert (entry / name).read_bytes() == whole
     assert list(cache.iterdir()) == [entry]
 
 
@@ -246,7 +203,7 @@ def test_processes_share_a_cache_and_a_fork_is_neither_noisy_nor_stuck(tmp_path:
         env=clean,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert (ran.returncode, ran.stderr) == (0, "")
     assert len(list(tmp_path.iterdir())) == 2
@@ -267,15 +224,6 @@ def test_batches_are_windows_and_repeat(batch: int, sequence: int, seed: int, ex
         assert bool((windows.diff(dim=1) == 1).all())
 
 
-def test_batches_reach_both_ends_and_differ_by_seed() -> None:
-    tokens = torch.arange(12, dtype=torch.int32)
-    batches = Batches(tokens, 4, 7, seed=0)
-    starts = torch.cat([next(batches)[:, 0] for _ in range(100)])
-    assert sorted(set(starts.tolist())) == [0, 1, 2, 3, 4]
-    others = Batches(tokens, 4, 7, seed=1)
-    assert not torch.equal(starts, torch.cat([next(others)[:, 0] for _ in range(100)]))
-
-
 @given(length=st.integers(3, 3000), sequence=st.integers(2, 60), count=st.integers(1, 50))
 def test_validation_windows_are_apart_and_even(length: int, sequence: int, count: int) -> None:
     tokens = torch.arange(length, dtype=torch.int32)
@@ -293,7 +241,7 @@ def test_validation_windows_are_apart_and_even(length: int, sequence: int, count
 
 
 def test_sizes_that_cannot_work_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"^--data takes a longer text: got 9 tokens, .* take at least 12$"):
+    with pytest.raises(DataError, match=r"^--data must have at least 12 tokens for .*, got 9$"):
         Batches(torch.arange(9), 4, 8, seed=0)
     for make, says in (
         (lambda: Batches(torch.arange(99), 0, 8, 0), "batch must be at least 1, got 0"),
@@ -303,12 +251,3 @@ def test_sizes_that_cannot_work_are_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=f"^{says}$"):
             make()
-
-
-def test_a_draw_goes_on_where_another_was() -> None:
-    tokens = torch.arange(500, dtype=torch.int32)
-    first, second = (Batches(tokens, 4, 8, seed=seed) for seed in (0, 1))
-    for _ in range(5):
-        next(first)
-    second.load_state_dict(first.state_dict())
-    assert torch.equal(next(first), next(second))

@@ -25,15 +25,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowgauge.distributed._compressed_layout import Layout, ScratchDict
-from narrowgauge.distributed._compressed_passes import AllreducePasses, BlockCodec, Reduction, passes_of, path_of
-from narrowgauge.distributed._error_feedback import ErrorFeedback
 from narrowgauge.formats import codebook as named_codebook
 from narrowgauge.formats._codebooks import checked, known
 from narrowgauge.formats._rounding import Rounding
 from narrowgauge.kernels._allreduce_key import GRADIENTS
 from narrowgauge.kernels._beside import Beside
 from narrowgauge.optim._describe import as_text
+
+from ._compressed_layout import ErrorFeedback, Layout, ScratchDict
+from ._compressed_passes import AllreducePasses, BlockCodec, Reduction, passes_of, path_of
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -128,14 +128,7 @@ def _is_vector(parameter: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """What is the same at every step of a bucket.
-
-    Attributes:
-        parameters: in it.
-        dtype: of their gradients.
-        layout: of them.
-        nbytes: that a rank sends.
-    """
+    """What is the same at every step of a bucket; `nbytes` is what a rank sends."""
 
     parameters: list[Tensor]
     dtype: torch.dtype
@@ -276,7 +269,8 @@ class CompressedAllReduce:
 
     def _row(self, parameter: Tensor, key: str) -> CompressedRow:
         codec, dtype = self._codec, parameter.dtype
-        sent, path, why = str(dtype).removeprefix("torch."), "all-reduce", "exempt"
+        sent = short = str(dtype).removeprefix("torch.")
+        path, why = "all-reduce", "exempt"
         if key in self._sizes:
             sent = f"{self._name}, {codec.bits} bits, blocks of {codec.block_size}, {codec.rounding}"
             path, why = path_of(codec, self._feedback, dtype, parameter.device)
@@ -285,7 +279,7 @@ class CompressedAllReduce:
         residual = None if self._feedback is None else self._feedback.get(key)
         shape = "x".join(map(str, parameter.shape)) or "scalar"
         memory = 0 if residual is None else residual.nbytes
-        return CompressedRow(key, shape, str(dtype).removeprefix("torch."), sent, memory, path, why)
+        return CompressedRow(key, shape, short, sent, memory, path, why)
 
     def state_dict(self) -> dict[str, Any]:
         """The step and this rank's residuals. They differ between ranks, so each rank has to save its own.
@@ -330,16 +324,6 @@ class CompressedAllReduce:
         if self._feedback is not None:
             self._feedback.load(memory, dist.get_rank(self._group))
         self.step = step
-
-    def __repr__(self) -> str:
-        compressed, codec = len(self._sizes), self._codec
-        return (
-            f"CompressedAllReduce(codebook={self._name!r}, bits={codec.bits}, block_size={codec.block_size}, "
-            f"rounding={codec.rounding!r}, error_feedback={self._feedback is not None}, step={self.step}; "
-            f"{compressed} parameters compressed ({sum(self._sizes.values()):,} elements), "
-            f"{len(self._keys) - compressed} exempt; memory {self.memory_bytes():,} bytes, "
-            f"sent {self.bytes_sent:,} bytes a step)"
-        )
 
     def _launch(self, stages: Iterator[None], buffer: Tensor) -> torch.futures.Future[Tensor]:
         """All stages on a stream beside that of the backward pass, which goes on."""
@@ -397,11 +381,7 @@ class CompressedAllReduce:
 def _stages(passes: AllreducePasses, layout: Layout, buffer: Tensor, group: Any) -> Iterator[None]:
     """A bucket's reduction: yields after the first and the second pass, with a collective under way.
 
-    Args:
-        passes: of what is compressed.
-        layout: of the bucket.
-        buffer: the bucket's gradients, flat; the means at the end.
-        group: the ranks; all run the stages of all buckets in one order.
+    The buffer has the bucket's gradients, at the end the means. All ranks run the stages in one order.
     """
     spans, small, small_work = _start_exempt(layout, buffer, group)
     if layout.compressed:

@@ -35,22 +35,25 @@ from __future__ import annotations
 import functools
 import zlib
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from narrowgauge.distributed._compressed_layout import Layout
-from narrowgauge.distributed._error_feedback import ErrorFeedback
 from narrowgauge.formats import Coder
 from narrowgauge.formats._philox import philox
 from narrowgauge.formats._rounding import Rounding
 from narrowgauge.kernels._allreduce_key import GRADIENTS, AllreduceKey, BucketNumbers, Place
-from narrowgauge.kernels._c_allreduce import CAllreduce
+from narrowgauge.kernels._c_allreduce import CAllreduce, CBucket
 from narrowgauge.kernels._c_library import Unavailable
 from narrowgauge.kernels._triton import unavailable
 from narrowgauge.storage._blockwise import decode_blocks, encode_blocks, pack_pairs, unpack_pairs
+
+from ._compressed_layout import ErrorFeedback, Layout
+
+if TYPE_CHECKING:  # it imports triton
+    from narrowgauge.kernels._allreduce import TritonAllreduce, TritonBucket
 
 _MASK = 0xFFFFFFFF
 
@@ -83,9 +86,7 @@ class BlockCodec:
     def encode(self, rows: Tensor, random: Tensor | None) -> Tensor:
         """Messages, uint8 (rows, nbytes), of a float32 matrix (rows, width).
 
-        Args:
-            rows: the matrix.
-            random: bits in its shape, or None to round to nearest.
+        `random`: bits in its shape, or None to round to nearest.
         """
         codes, scales = encode_blocks(rows, self.coder(rows.device), self.block_size, random)
         finite = torch.isfinite(rows).view(-1, self.block_size).all(dim=1)
@@ -233,22 +234,6 @@ class EagerPasses:
         return rows
 
 
-class BucketKernels(Protocol):
-    """The three passes of one bucket as kernels; see `kernels._c_allreduce.CBucket`."""
-
-    def encode(self, grads: Tensor, sent: Tensor, step: int) -> None: ...
-
-    def add(self, received: Tensor, sent: Tensor, total: Tensor | None, step: int) -> None: ...
-
-    def finish(self, grads: Tensor, sent: Tensor, received: Tensor, total: Tensor | None) -> None: ...
-
-
-class AllreduceKernels(Protocol):
-    """The passes of all buckets; see `kernels._c_allreduce.CAllreduce`."""
-
-    def bucket(self, places: list[Place], numbers: BucketNumbers, device: torch.device) -> BucketKernels: ...
-
-
 class FusedPasses:
     """The passes as kernels.
 
@@ -257,7 +242,7 @@ class FusedPasses:
     second float32 copy.
     """
 
-    def __init__(self, reduction: Reduction, kernels: AllreduceKernels) -> None:
+    def __init__(self, reduction: Reduction, kernels: CAllreduce | TritonAllreduce) -> None:
         self._reduction, self._kernels = reduction, kernels
         self._bytes = reduction.codec.nbytes(reduction.layout.width)
         self._device = reduction.buffer.device
@@ -285,12 +270,12 @@ class FusedPasses:
     def _messages(self, count: int) -> Tensor:
         return torch.empty((count, self._bytes), dtype=torch.uint8, device=self._device)
 
-    def _bucket(self) -> BucketKernels:
+    def _bucket(self) -> CBucket | TritonBucket:
         """The bucket's kernels; looked up at each pass, because a state may be loaded between two."""
         r, kernels = self._reduction, self._kernels
         feedback, scratch = r.feedback, r.layout.scratch
         moves = 0 if feedback is None else feedback.moves
-        found: tuple[int, BucketKernels] | None = scratch.get((kernels, feedback, r.rank))
+        found: tuple[int, CBucket | TritonBucket] | None = scratch.get((kernels, feedback, r.rank))
         if found is None or found[0] != moves:
             numbers = BucketNumbers(r.layout.ranks, r.rank, r.layout.width, r.codec.seed)
             bucket = kernels.bucket(self._places(), numbers, self._device)
@@ -331,7 +316,7 @@ def path_of(
 
 def kernels_of(
     codec: BlockCodec, feedback: ErrorFeedback | None, dtype: torch.dtype, device: torch.device
-) -> AllreduceKernels | str:
+) -> CAllreduce | TritonAllreduce | str:
     """The kernels for gradients of a dtype on a device, or why there are none."""
     return _kernels(codec, None if feedback is None else feedback.dtype, dtype, device)
 
@@ -339,7 +324,7 @@ def kernels_of(
 @functools.lru_cache(maxsize=64)
 def _kernels(
     codec: BlockCodec, residual: torch.dtype | None, dtype: torch.dtype, device: torch.device
-) -> AllreduceKernels | str:
+) -> CAllreduce | TritonAllreduce | str:
     if dtype not in GRADIENTS:
         return f"gradients of {dtype}"
     stochastic = codec.rounding == "stochastic"

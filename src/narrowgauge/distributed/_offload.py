@@ -29,12 +29,13 @@ from torch.optim.optimizer import ParamsT
 from torch.utils.hooks import RemovableHandle
 
 from narrowgauge._torch_private import optimizer_hooks
-from narrowgauge.distributed._offload_buffers import HostBuffers, HostParameter
 from narrowgauge.optim import Description, NarrowOptimizer
 from narrowgauge.optim._checkpoint import check_form
 from narrowgauge.optim._engine import refuse_sparse
 from narrowgauge.optim._optimizer import uncompiled
 from narrowgauge.optim._step_in_backward import on_gradient, refuse_other
+
+from ._offload_buffers import HostBuffers, HostParameter
 
 _SCALED = ("grad_scale", "found_inf")  # set by torch's GradScaler for the time of a step
 
@@ -111,7 +112,9 @@ class CPUOffload(torch.optim.Optimizer):
         made = optimizer([self._copied(group) for group in self._groups], **options)
         if not isinstance(made, NarrowOptimizer):
             kind = type(made)  # type: ignore[unreachable]
-            raise TypeError(f"optimizer: got {kind.__module__}.{kind.__qualname__}, takes one of narrowgauge.optim")
+            raise TypeError(
+                f"optimizer must make one of narrowgauge.optim, got a {kind.__module__}.{kind.__qualname__}"
+            )
         self._inner = made
         self.defaults = made.defaults
         self._take_options()
@@ -343,11 +346,7 @@ class CPUOffload(torch.optim.Optimizer):
         self._prepare()
         for before in optimizer_hooks(self, "state_dict_pre"):
             before(self)
-        found = self.inner.state_dict()
-        for after in optimizer_hooks(self, "state_dict_post"):
-            changed = after(self, found)
-            found = found if changed is None else changed
-        return found
+        return self._through("state_dict_post", self.inner.state_dict())
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -358,14 +357,17 @@ class CPUOffload(torch.optim.Optimizer):
         """
         check_form(state_dict)
         self._prepare()
-        given = dict(state_dict)
-        for before in optimizer_hooks(self, "load_state_dict_pre"):
-            changed = before(self, given)
-            given = given if changed is None else changed
-        self.inner.load_state_dict(given)
+        self.inner.load_state_dict(self._through("load_state_dict_pre", dict(state_dict)))
         self._take_options()
         for after in optimizer_hooks(self, "load_state_dict_post"):
             after(self)
+
+    def _through(self, hooks: Any, state: dict[str, Any]) -> dict[str, Any]:
+        """A state as hooks that may replace it leave it."""
+        for hook in optimizer_hooks(self, hooks):
+            changed = hook(self, state)
+            state = state if changed is None else changed
+        return state
 
     def __getstate__(self) -> NoReturn:
         raise TypeError("CPUOffload: cannot be copied or pickled; make another one and load state_dict() into it")

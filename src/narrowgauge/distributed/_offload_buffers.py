@@ -27,11 +27,7 @@ _CHUNK = 1 << 30  # bytes of a shared allocation
 
 
 class CopyStreams:
-    """The two streams of one device.
-
-    Args:
-        device: a GPU, or the CPU.
-    """
+    """The two streams of one device, a GPU or the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -40,14 +36,9 @@ class CopyStreams:
             self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def fetch(self, source: Tensor, target: Tensor) -> torch.cuda.Event | None:
-        """Start a copy to the host, after the work that the device has now.
+        """Start a copy to pinned memory of the host, after the work that the device has now.
 
-        Args:
-            source: on the device. Its memory may be freed at once.
-            target: of its shape, in pinned memory.
-
-        Returns:
-            What to wait for before `target` is read; None if the copy is done.
+        The source may be freed at once. Returns what to wait for before the target is read, or None.
         """
         if self._streams is None:
             target.copy_(source)
@@ -83,12 +74,7 @@ class CopyStreams:
 
 
 def host_tensors(like: Sequence[Tensor], pinned: bool) -> list[Tensor]:
-    """Uninitialized contiguous tensors on the CPU, of the same shapes and dtypes.
-
-    Args:
-        like: any tensors.
-        pinned: whether in page-locked memory.
-    """
+    """Uninitialized contiguous tensors of the same shapes and dtypes on the CPU, page-locked if `pinned`."""
     made: list[Tensor] = []
     left = sum(map(_padded_bytes, like))
     chunk, used = _empty(0, pinned=False), 0
@@ -215,11 +201,7 @@ class HostBuffers:
         self._count = 0
 
     def add(self, ps: Sequence[Tensor]) -> list[Tensor]:
-        """Make room for parameters, and copy them to the host.
-
-        Returns:
-            The copies.
-        """
+        """Make room for parameters, and copy them to the host; returns the copies."""
         pinned = any(p.is_cuda for p in ps)
         hosts, gradients = host_tensors(ps, pinned), host_tensors(ps, pinned)
         for p, host, gradient in zip(ps, hosts, gradients, strict=True):

@@ -16,6 +16,7 @@ The engine knows groups, states and plans, and no optimizer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any, Protocol
@@ -28,7 +29,7 @@ from narrowgauge.kernels._triton import name, unavailable
 from narrowgauge.optim import _c_backend
 from narrowgauge.optim._c_backend import CSteps
 from narrowgauge.optim._changes import identical
-from narrowgauge.optim._eager import EagerSteps
+from narrowgauge.optim._eager import EagerSteps, next_number, noise_of, update
 from narrowgauge.optim._plan import PLAIN, ParamPlan, ParamStep, State, kind_of
 from narrowgauge.optim._sharding import Collective, Rows, is_shared, local, local_gradient
 from narrowgauge.optim._tracing import elementwise, untraceable
@@ -122,6 +123,7 @@ class Engine:
         Raises:
             FloatingPointError: if `nonfinite` is ``"raise"`` and a gradient is not finite.
             RuntimeError: for a sparse gradient.
+            TypeError: for a parameter whose class does not know all operations of a step.
             StalePlanError: for a parameter that must be planned again. In all cases no parameter has moved.
         """
         params = list(chain.from_iterable([group["params"] for group in groups]))
@@ -220,6 +222,8 @@ class Engine:
             p, group = params[index], owners[index]
             plan, own, param = self.plans[p], state[p], local(p)
             step = ParamStep(index, plan, group, param, grads[index], own)  # type: ignore[arg-type]
+            if type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+                _try_on_copy(step)
             if not own:
                 own.update(plan.init(param, group))
             steps.append(step)
@@ -404,6 +408,22 @@ def refuse_sparse(name: str, grad: Any) -> None:
     """Raise for a sparse gradient."""
     if grad.layout is not torch.strided:
         raise RuntimeError(f"a step does not support sparse gradients; the gradient of {name} must be dense")
+
+
+def _try_on_copy(step: ParamStep) -> None:
+    """Step a copy of a parameter of a tensor subclass. TypeError if its class lacks an operation."""
+    plan = step.plan
+    try:
+        copy = step.param.detach().clone()
+        trial = replace(step, param=copy, state=dict(step.state) or plan.init(copy, step.group))
+        number = next_number(trial)
+        new, _, _ = update(trial, number, noise_of(trial, number))
+        copy.copy_(new)
+    except Exception as error:  # whatever a class raises that does not know an operation
+        raise TypeError(
+            f"step: the class of {plan.name}, {type(step.param).__name__}, must know all operations of a step or "
+            f"leave them to torch, got an error ({error}); no parameter was changed"
+        ) from error
 
 
 def refuse_waiting(steps: Sequence[ParamStep]) -> None:

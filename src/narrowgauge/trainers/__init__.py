@@ -5,11 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from narrowgauge.trainers._batches import Batches, validation_windows
 from narrowgauge.trainers._compare import Run, Settings, evaluate, make_optimizer, train
-from narrowgauge.trainers._config import values_of as config_values
 from narrowgauge.trainers._export import load_model
-from narrowgauge.trainers._language import LanguageTask
+from narrowgauge.trainers._language import Batches, LanguageTask, validation_windows
 from narrowgauge.trainers._models import (
     ModelError,
     build_model,
@@ -18,8 +16,8 @@ from narrowgauge.trainers._models import (
     parameter_count,
     presets,
 )
-from narrowgauge.trainers._settings import SettingsError, TrainSettings
-from narrowgauge.trainers._task import Task
+from narrowgauge.trainers._settings import SettingsError, TrainSettings, config_values
+from narrowgauge.trainers._task import HeldOut, Step, Task
 from narrowgauge.trainers._text import Corpus, DataError, load_corpus
 from narrowgauge.trainers._tokens import (
     DEFAULT_VOCABULARY,
@@ -33,8 +31,6 @@ if TYPE_CHECKING:
     from narrowgauge.trainers._fit import Outcome as Outcome
     from narrowgauge.trainers._fit import Progress as Progress
     from narrowgauge.trainers._fit import fit as fit
-    from narrowgauge.trainers._gradcache import Step as Step
-    from narrowgauge.trainers._validation import HeldOut as HeldOut
 
 __all__ = [
     "DEFAULT_VOCABULARY",
@@ -73,7 +69,7 @@ __all__ = [
 
 # These import checkpoints, processes and gauges: only on first use, so that a command that does not train starts
 # fast.
-_FIT = ("HeldOut", "Outcome", "Progress", "Step", "fit")
+_FIT = ("Outcome", "Progress", "fit")
 
 
 def __getattr__(name: str) -> Any:

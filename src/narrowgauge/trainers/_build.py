@@ -83,10 +83,8 @@ def build_parts(
     """Make model, optimizer and scaler.
 
     Args:
-        settings: of the run.
+        settings, device, group: of the run.
         outputs: number of tokens of the text, or of classes.
-        device: where to train.
-        group: the processes that train together.
         end: the token that ends a caption.
 
     Raises:
@@ -114,7 +112,7 @@ def build_parts(
     if settings.plan is not None:
         report = swap_linears(model, settings.plan, keep=output_heads(model))
         if not report.swapped:
-            raise SettingsError(f"--linear: got {settings.linear!r}, but no layer of {settings.model} can take it")
+            raise SettingsError(f"--linear must be a plan for layers of {settings.model}, got {settings.linear!r}")
         notes.append(f"{report.plan.title}: {len(report.swapped)} layers, {len(report.kept)} kept")
     runs: Any = group.wrap(model)
     # After sharding, which makes other parameters.

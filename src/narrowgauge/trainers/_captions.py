@@ -95,11 +95,10 @@ def learned_captions(texts: Sequence[str], vocabulary: int | None, on_progress: 
 
 
 def read_captions(path: Path, vocabulary: int | None) -> Captions:
-    """The tokenizer in a file.
+    """The tokenizer in a file; a vocabulary of None is the file's.
 
     Raises:
-        DataError: if it cannot be read, or has no token that ends a text.
-        ValueError: for another vocabulary than the file's.
+        DataError, ValueError: if it cannot be read, has no token that ends a text, or another vocabulary.
     """
     from tokenizers import Tokenizer
 
@@ -109,15 +108,17 @@ def read_captions(path: Path, vocabulary: int | None) -> Captions:
         raise DataError(f"--data: {path} cannot be read: {error}") from None
     size = tokenizer.get_vocab_size()
     if vocabulary not in (None, size):
-        raise ValueError(f"--vocabulary: got {vocabulary}, takes the {size} of {path}")
+        raise ValueError(f"--vocabulary must be the {size} of {path}, got {vocabulary}")
     end = next((name for name in _ENDS if tokenizer.token_to_id(name) is not None), None)
     if end is None:
-        raise DataError(f"--data: {path} has no token that ends a text; takes one with {', '.join(_ENDS)}")
+        raise DataError(f"--data: {path} must have a token that ends a text: one of {', '.join(_ENDS)}")
     start = next((name for name in _STARTS if tokenizer.token_to_id(name) is not None), None)
     number = tokenizer.token_to_id(end)
     if number == 2:
         # transformers takes this number for a mark of old configurations, and reads another position.
-        raise DataError(f"--data: {path} has {end} as token 2, which transformers' CLIP cannot end captions with")
+        raise DataError(
+            f"--data: {path} must not have {end} as token 2, which ends no caption of transformers' CLIP"
+        )
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return Captions(tokenizer, number, end, tokenizer.token_to_id(start) if start else None, start, size)

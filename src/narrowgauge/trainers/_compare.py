@@ -12,7 +12,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +19,9 @@ from torch import Tensor, nn
 from narrowgauge.optim import NarrowOptimizer, UpdateStats
 from narrowgauge.recipes import Recipe
 
-from ._cpu_products import fast_products
-from ._loop import now, training_loop
+from ._loop import fast_products, now, schedule, training_loop
 from ._memory import peak_memory
 from ._models import next_token_loss
-from ._schedule import schedule
 
 _WARM_STEPS = 3  # not timed: caches fill, kernels are chosen
 _MEMORY_STEP = 3  # states exist since the first
@@ -104,16 +101,13 @@ class Run:
 
 def make_optimizer(recipe: Recipe, model: nn.Module, settings: Settings, seed: int) -> NarrowOptimizer:
     """Apply a recipe to a model under a comparison's settings."""
-    options: dict[str, Any] = {
-        "betas": (settings.beta1, settings.beta2),
-        "eps": settings.eps,
-        "weight_decay": settings.weight_decay,
-        "block_size": settings.block_size,
-        "min_quantized_size": settings.min_quantized_size,
-        "seed": seed,
-    }
-    arithmetic = settings.arithmetic_of(recipe)
-    options = recipe.known(options) | {"arithmetic": arithmetic}
+    options = recipe.known(
+        {
+            "betas": (settings.beta1, settings.beta2), "eps": settings.eps, "weight_decay": settings.weight_decay,
+            "block_size": settings.block_size, "min_quantized_size": settings.min_quantized_size, "seed": seed,
+        }
+    )  # fmt: skip
+    options["arithmetic"] = settings.arithmetic_of(recipe)
     made: NarrowOptimizer = recipe.apply(model, settings.lr, decay_all=True, **options)
     return made
 
@@ -141,8 +135,7 @@ def train(
     """
     optimizer = make_optimizer(recipe, model, settings, seed)
     device = next(model.parameters()).device
-    tokens = settings.batch * settings.sequence
-    run = Run(seed, tokens_per_step=tokens, arithmetic=settings.arithmetic_of(recipe))
+    run = Run(seed, settings.batch * settings.sequence, settings.arithmetic_of(recipe))
     windows = torch.empty(0)
     value, times = 0.0, [0.0, 0.0, 0.0]  # when a step began, after its backward pass, at its end
 
@@ -172,7 +165,7 @@ def train(
         profiled = number == _MEMORY_STEP
         if profiled:
             optimizer.zero_grad()  # what was allocated earlier is not the profiler's to see freed
-            held = _held_bytes(model) + optimizer.state_bytes()
+            held = sum(t.nbytes for t in (*model.parameters(), *model.buffers())) + optimizer.state_bytes()
             _, run.peak_memory = peak_memory(lambda: next(steps), held, device)
         else:
             next(steps)
@@ -208,11 +201,6 @@ def mean_loss(parts: Iterable[tuple[Tensor, int]]) -> float:
     """Mean over all examples, of parts that come as their mean and their number of examples; summed in float64."""
     pairs = [(loss.double() * count, count) for loss, count in parts]
     return float(torch.stack([loss for loss, _ in pairs]).sum()) / sum(count for _, count in pairs)
-
-
-def _held_bytes(model: nn.Module) -> int:
-    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    return sum(t.nbytes for t in tensors.values())
 
 
 def _measured_bytes(model: nn.Module, optimizer: NarrowOptimizer) -> dict[str, float]:

@@ -6,13 +6,12 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.recipes._losses import DEVIATION, MEAN
 
-from ._captions import Captions, learned_captions, read_captions
+from ._captions import learned_captions, read_captions
 from ._export import export_tokenizer
 from ._image_loader import ImageLoader
 from ._image_models import ClipSizes, VitSizes
@@ -48,15 +47,7 @@ class Opened:
 
 
 def open_task(settings: TrainSettings, on_progress: OnProgress) -> Opened:
-    """Open the data of a run.
-
-    Args:
-        settings: of the run.
-        on_progress: see `tokenize`.
-
-    Raises:
-        DataError, ValueError: if it cannot be trained on, in one line that names the option.
-    """
+    """Open the data of a run; a DataError or ValueError names the option that cannot be trained on."""
     sizes = preset(settings.model)
     if not isinstance(sizes, ClipSizes | VitSizes):
         return _text(settings, on_progress)
@@ -98,32 +89,30 @@ def _pairs(
         patch_dropout=settings.patch_dropout, max_logit_scale=settings.max_logit_scale,
     )  # fmt: skip
     digest = hashlib.sha256(f"{data.fingerprint} {captions.fingerprint}".encode()).hexdigest()
-    export = partial(_export_pairs, captions, context, sizes.image)
+
+    def export(model: Any, folder: Path) -> None:
+        captions.export(folder, context)
+        _export_processor(sizes.image, folder)
+
     return Opened(task, captions.vocabulary, captions.end, digest, data.notes, export)
 
 
 def _classes(settings: TrainSettings, sizes: VitSizes, data: ImageSet, loader: ImageLoader) -> Opened:
     if not data.classes:
-        raise DataError(f"--data: got {settings.data}, takes a folder of classes with --model {settings.model}")
+        raise DataError(f"--data must be a folder of classes with --model {settings.model}, got {settings.data}")
     strange = [picture.name for picture in data.validation if picture.label < 0]
     if strange:
-        raise DataError(f"--validation-data: got {strange[0]}, whose class --data has not; takes its classes alone")
+        raise DataError(f"--validation-data must have the classes of --data alone, got {strange[0]}")
     task = ImageClassTask(
         data, loader, count=settings.validation_windows, patch_dropout=settings.patch_dropout
     )  # fmt: skip
-    export = partial(_export_classes, data.classes, sizes.image)
+
+    def export(model: Any, folder: Path) -> None:
+        model.config.id2label = dict(enumerate(data.classes))
+        model.config.label2id = {name: number for number, name in enumerate(data.classes)}
+        _export_processor(sizes.image, folder)
+
     return Opened(task, len(data.classes), END_OF_TEXT, data.fingerprint, data.notes, export)
-
-
-def _export_pairs(captions: Captions, context: int, size: int, model: Any, folder: Path) -> None:
-    captions.export(folder, context)
-    _export_processor(size, folder)
-
-
-def _export_classes(classes: tuple[str, ...], size: int, model: Any, folder: Path) -> None:
-    model.config.id2label = dict(enumerate(classes))
-    model.config.label2id = {name: number for number, name in enumerate(classes)}
-    _export_processor(size, folder)
 
 
 def _export_processor(size: int, folder: Path) -> None:

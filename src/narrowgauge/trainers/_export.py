@@ -20,11 +20,7 @@ PAD_TOKEN, MASK_TOKEN = "<pad>", "<mask>"
 
 
 def export_model(model: Any, folder: Path) -> tuple[str, ...]:
-    """Write a model's configuration and its weights, in safetensors.
-
-    Args:
-        model: of transformers, neither compiled nor wrapped.
-        folder: is there.
+    """Write a transformers model's configuration and its weights, in safetensors, into a folder that is there.
 
     Returns:
         Lines about what transformers will not load.
@@ -94,7 +90,7 @@ def load_model(folder: Path | str) -> Any:
             model.load_state_dict(state, strict=False)
     except Exception as error:  # whatever JSON, safetensors and the models' classes make of damage
         why = " ".join(str(error).split())
-        raise ValueError(f"folder: got {path}, takes one that narrowgauge train ended in ({why})") from error
+        raise ValueError(f"folder must be one that narrowgauge train ended in, got {path} ({why})") from error
     return model.eval()
 
 

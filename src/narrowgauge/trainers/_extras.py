@@ -42,11 +42,7 @@ class Extras:
     patch_dropout: float = 0.0
 
     def add(self, model: Any, seed: int) -> None:
-        """Add it all, in place.
-
-        Args:
-            model: of transformers, in fp32, on the CPU or without memory.
-            seed: of weights that are drawn.
+        """Add it all to a transformers model, in fp32, on the CPU or without memory.
 
         Raises:
             ValueError: naming the flag of a module that the model has no place for.
@@ -73,14 +69,9 @@ class Extras:
 
 
 def add_stable_embedding(model: Any, seed: int) -> None:
-    """Give a transformers model a `StableEmbedding` of the size of its token embedding, in place.
+    """Give a transformers model in fp32 a `StableEmbedding` of the size of its token embedding, in place.
 
-    Args:
-        model: the model, with its weights in fp32, on the CPU or without memory.
-        seed: of the table. The global random state is neither read nor changed.
-
-    Raises:
-        ValueError: for a model without a token embedding.
+    The table is drawn from the seed; the global random state is neither read nor changed.
     """
     old = model.get_input_embeddings()
     if not isinstance(old, nn.Embedding):

@@ -11,7 +11,7 @@ import contextlib
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -21,20 +21,14 @@ from narrowgauge import gauges, recipes
 from narrowgauge.recipes import cast
 
 from ._build import Parts, build_parts, plain_model
-from ._cpu_products import fast_products
 from ._data import Opened, open_task
-from ._examples import divided
 from ._export import export_model
 from ._flops import peak_flops
-from ._gradcache import Step
-from ._history import History
-from ._loop import Clock, determinism, training_loop
-from ._parallel import ALONE, ProcessGroup, full_state
-from ._run_folder import GAUGES, Checkpointer, begin, find_checkpoint, make_folder
-from ._schedule import schedule
+from ._loop import Clock, determinism, fast_products, schedule, training_loop
+from ._parallel import ProcessGroup, full_state
+from ._run_folder import GAUGES, Checkpointer, History, begin, find_checkpoint, make_folder
 from ._settings import SettingsError, TrainSettings, refuse_unlike
-from ._task import Task
-from ._validation import HeldOut
+from ._task import HeldOut, Step, Task, divided
 
 
 class Progress(Protocol):
@@ -113,8 +107,8 @@ def fit(
     for rank, other in enumerate(data := group.all(opened.fingerprint)):
         if other != data[0]:
             raise SettingsError(
-                f"--data: got {settings.data}, whose content in process {rank} is not that in process 0; takes the "
-                "same in all"
+                f"--data must have the same content in all processes, got {settings.data}, which differs between "
+                f"process 0 and process {rank}"
             )
     for note in opened.notes:
         progress.say(note)
@@ -156,34 +150,25 @@ def _gathered(settings: TrainSettings, opened: Opened, sharded: Any, group: Proc
     return model
 
 
-@dataclass(eq=False)
 class Training:
-    """The steps of a run, with its log, validations and checkpoints.
+    """The steps of a run, with its log, validations and checkpoints."""
 
-    Attributes:
-        settings, parts, task, checkpointer, progress: of the run.
-        group: the processes that train together.
-    """
-
-    settings: TrainSettings
-    parts: Parts
-    task: Task
-    checkpointer: Checkpointer
-    progress: Progress
-    group: ProcessGroup = ALONE
-    _losses: list[Tensor] = field(default_factory=list)  # since the last log
-    _finite: bool = True  # whether the last loss in the log is
-    _watch: gauges.Watch | None = None
-    _device: torch.device = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._device = next(self.parts.model.parameters()).device
-        self._flops = self.task.flops_per_unit(self.parts.model)
+    def __init__(
+        self, settings: TrainSettings, parts: Parts, task: Task, checkpointer: Checkpointer, progress: Progress,
+        group: ProcessGroup,
+    ) -> None:  # fmt: skip
+        self.settings, self.parts, self.task = settings, parts, task
+        self.checkpointer, self.progress, self.group = checkpointer, progress, group
+        self._losses: list[Tensor] = []  # since the last log
+        self._finite = True  # whether the last loss in the log is
+        self._watch: gauges.Watch | None = None
+        self._device = next(parts.model.parameters()).device
+        self._flops = task.flops_per_unit(parts.model)
         peak = peak_flops(self._device)
-        self._peak = None if peak is None else peak * self.group.world
+        self._peak = None if peak is None else peak * group.world
         if peak is None:
             name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "a CPU"
-            self.progress.say(f"no peak FLOP/s known of {name}: utilization (MFU) is left out")
+            progress.say(f"no peak FLOP/s known of {name}: utilization (MFU) is left out")
 
     def run(self, after: int, stop: Callable[[], bool]) -> Outcome:
         """Take the steps after `after`."""
@@ -308,6 +293,7 @@ class Training:
         return loss
 
     def _report_data(self) -> None:
+        """Pass on what the task has to say, such as which images were damaged."""
         for line in self.task.messages():
             self.progress.say(line)
 

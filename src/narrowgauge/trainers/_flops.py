@@ -38,9 +38,7 @@ _PEAKS = (
 
 def peak_flops(device: torch.device) -> float | None:
     """What a device can do in a second, in bf16; None for one that is not in the table, and for CPUs."""
-    if device.type != "cuda":
-        return None
-    return named_peak(torch.cuda.get_device_name(device))
+    return named_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def named_peak(name: str) -> float | None:
@@ -51,22 +49,14 @@ def named_peak(name: str) -> float | None:
 
 
 def flops_per_token(model: Any, sequence: int) -> int:
-    """Floating-point operations that training a transformers model on one token takes.
-
-    Args:
-        model: a language model with a configuration that names its layers and width.
-        sequence: tokens that it reads at a time.
-    """
+    """Floating-point operations that training a language model of transformers takes for a token of a sequence."""
     return 6 * _weights(model) + _attention(model.config, sequence)
 
 
 def flops_per_image(model: Any, share: float, context: int) -> int:
-    """Floating-point operations that training a CLIP on an image with its caption takes, or a ViT on an image.
+    """Floating-point operations that training a CLIPModel takes for an image with its caption, a ViT for an image.
 
-    Args:
-        model: a CLIPModel or ViTForImageClassification of transformers.
-        share: of the patches that are dropped.
-        context: tokens of a row of captions.
+    `share`: of the patches that are dropped. `context`: tokens of a row of captions.
     """
     clip = hasattr(model, "vision_model")
     config = model.config.vision_config if clip else model.config

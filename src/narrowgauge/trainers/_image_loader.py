@@ -39,11 +39,7 @@ _Pixels = NDArray[np.uint8]
 
 
 def decode(picture: Picture) -> Any:
-    """A picture as an RGB image of Pillow.
-
-    Raises:
-        Exception: whatever Pillow raises for a damaged one, of many kinds.
-    """
+    """A picture as an RGB image of Pillow, which raises many kinds of errors for a damaged one."""
     from PIL import Image
 
     with open(picture.path, "rb") as file:
@@ -61,14 +57,9 @@ def center_crop(image: Any, size: int) -> _Pixels:
 
 
 def random_crop(image: Any, size: int, scale: float, flip: bool, draw: np.random.Generator) -> _Pixels:
-    """A random part of an image, resized: (3, size, size).
+    """A random part of an image of Pillow, resized: (3, size, size).
 
-    Args:
-        image: of Pillow.
-        size: edge of the result.
-        scale: the least share of the area that is kept; 1 keeps the middle square.
-        flip: whether one in two is mirrored.
-        draw: random numbers.
+    At least `scale` of its area; 1 is the middle square. With `flip` one in two is mirrored.
 
     Source: Szegedy et al. 2015, as torchvision's RandomResizedCrop has it: an area and a ratio are drawn, up to ten
     times, until they fit.
@@ -95,18 +86,10 @@ def _resized(image: Any, size: int, box: tuple[float, float, float, float]) -> _
 
 
 class ImageLoader:
-    """Endless batches of random crops.
+    """Endless batches of random crops, (size, size) pixels each; a DataError for fewer pictures than a batch takes.
 
-    Args:
-        pictures: all of them; an epoch is as many whole batches as they fill, the rest is left to other epochs.
-        batch: images a step, at most as many as there are.
-        size: edge of an image in pixels.
-        seed: of order and crops.
-        crop_scale, flip: see `random_crop`.
-        workers: threads that decode; None for one a core, 16 at most.
-
-    Raises:
-        DataError: for fewer pictures than a batch takes.
+    An epoch is as many whole batches as the pictures fill, the rest is left to other epochs. `workers` threads
+    decode; None is one a core, 16 at most. `crop_scale` and `flip` are `random_crop`'s.
     """
 
     def __init__(
@@ -114,7 +97,7 @@ class ImageLoader:
         workers: int | None,
     ) -> None:  # fmt: skip
         if len(pictures) < batch:
-            raise DataError(f"--data takes more images: got {len(pictures)} to train on, --batch {batch}")
+            raise DataError(f"--data must have at least --batch {batch} images to train on, got {len(pictures)}")
         self._decoder = _Decoder(pictures, batch, size, seed, crop_scale, flip)
         self._pool = ThreadPoolExecutor(workers or min(_MOST_WORKERS, os.cpu_count() or 1), "decode")
         weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
@@ -128,11 +111,7 @@ class ImageLoader:
         return list(self._damaged)
 
     def draw(self) -> tuple[Tensor, list[Picture]]:
-        """The next step's images, uint8 (batch, 3, size, size), and their pictures.
-
-        Raises:
-            DataError: if one image after the other cannot be decoded.
-        """
+        """The next step's images, uint8 (batch, 3, size, size), and pictures; a DataError if none can be read."""
         decoder = self._decoder
         while len(self._pending) <= _AHEAD:
             step = self._drawn + len(self._pending)

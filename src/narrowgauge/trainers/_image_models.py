@@ -90,18 +90,15 @@ IMAGE_PRESETS: dict[str, ImageSizes] = {
 def build_image_model(
     sizes: ImageSizes, outputs: int, *, context: int, seed: int, attention: str = "sdpa", end: int = END_OF_TEXT
 ) -> Any:
-    """A CLIPModel or ViTForImageClassification of transformers with fresh weights.
+    """A CLIPModel or ViTForImageClassification of transformers, in training mode, in fp32 on the CPU.
 
     Args:
         sizes: of the model.
         outputs: number of tokens of the captions, or of classes.
-        context: tokens of a caption at most; of no meaning to a classifier. No more than the preset has are made.
+        context: tokens of a caption; of no meaning to a classifier. No more than the preset has are made.
         seed: of the weights. The global random state is neither read nor changed.
         attention: ``"sdpa"`` or ``"eager"``.
         end: the token that ends a caption.
-
-    Returns:
-        The model: fp32, on the CPU, in training mode.
     """
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
@@ -114,10 +111,7 @@ def build_image_model(
 def clip_model(sizes: ClipSizes, *, end: int, attention: str = "sdpa") -> CLIPModel:
     """A CLIP in training mode, its weights drawn by torch's global generator.
 
-    Args:
-        sizes: of the model, vocabulary and context included.
-        end: the token that ends a caption and fills its row.
-        attention: ``"sdpa"`` or ``"eager"``.
+    `end` is the token that ends a caption and fills its row; `attention` is ``"sdpa"`` or ``"eager"``.
     """
     from transformers import CLIPModel
 

@@ -26,26 +26,20 @@ from torch.nn import functional as F
 from narrowgauge.recipes._losses import class_loss, contrast, normalized, pair_rows
 
 from ._captions import Captions
-from ._examples import Examples
 from ._flops import flops_per_image
-from ._gradcache import Step
 from ._image_loader import ImageLoader
 from ._images import ImageSet
+from ._task import Examples, HeldOut, Step
 from ._text import NAMED, first_few
-from ._validation import HeldOut
 
 _TOP = 5
 _PROMPTS = 1024  # captions that the text tower reads at a time
 
 
 def accuracy(scores: Tensor, right: Tensor) -> dict[int, float]:
-    """Share of rows whose right column is the highest, and among the five highest.
+    """Share of rows of scores (n, columns) whose right column, int64 (n,), is the highest, or among the five.
 
     A column as high as the right one counts as higher: a model with equal scores is never right.
-
-    Args:
-        scores: (n, columns).
-        right: int64 (n,).
     """
     own = scores.gather(1, right[:, None])
     rank = (scores >= own).sum(1) - 1
@@ -53,19 +47,14 @@ def accuracy(scores: Tensor, right: Tensor) -> dict[int, float]:
 
 
 class ImageTask:
-    """The common part of image tasks.
-
-    Args:
-        loader: of the training's pictures.
-        share: of the patches that training drops, for the count of operations.
-        context: tokens of a caption.
-    """
+    """The common part of image tasks; `share` (of dropped patches) and `context` are for counting operations."""
 
     unit = "images"
     units_per_example = 1
 
     def __init__(self, loader: ImageLoader, share: float, context: int) -> None:
         self._loader, self._share, self._context = loader, share, context
+        self._validation: Examples = {}
         self._reported = 0
 
     def after_step(self, model: nn.Module) -> None:
@@ -84,6 +73,9 @@ class ImageTask:
 
     def derived(self, loss: float) -> dict[str, float]:
         return {}
+
+    def validation(self) -> Examples:
+        return self._validation
 
     def state_dict(self) -> dict[str, Any]:
         return self._loader.state_dict()
@@ -150,9 +142,6 @@ class ImageTextTask(ImageTask):
         if self._most:
             model.get_parameter("logit_scale").clamp_(0.0, math.log(self._most))
 
-    def validation(self) -> Examples:
-        return self._validation
-
     def metrics(self, model: Any, examples: Callable[[], Iterable[Examples]]) -> dict[str, float]:
         device = model.logit_scale.device
         texts = torch.cat(
@@ -192,9 +181,6 @@ class ImageClassTask(ImageTask):
 
     def held_out_loss(self, held_out: HeldOut) -> float:
         return held_out.mean(self.loss)
-
-    def validation(self) -> Examples:
-        return self._validation
 
     def metrics(self, model: nn.Module, examples: Callable[[], Iterable[Examples]]) -> dict[str, float]:
         parts = [(model(pixel_values=normalized(p["images"])).logits.float(), p["labels"]) for p in examples()]

@@ -44,7 +44,7 @@ _PICTURES = (".jpg", ".jpeg", ".png", ".webp")
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _SEPARATORS = "\t,;|"
 _MOST = 1 << 20  # bytes of a caption, and of one read of a tar file's header
-_TAKES = "takes a CSV, tar files (a glob, or names in braces), or a folder of classes"
+_MUST_BE = "must be a CSV, tar files (a glob, or names in braces), or a folder of classes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,31 +113,26 @@ class _Source:
 
 
 def open_images(data: Path | None, validation: Path | None = None, columns: str = COLUMNS) -> ImageSet:
-    """Find the pictures of `--data` and `--validation-data`.
-
-    Args:
-        data: see the module.
-        validation: likewise; None for a part of `data`.
-        columns: names of the CSV's columns of paths and captions, with a comma between them.
+    """Find the pictures of `--data` and `--validation-data` (None: a part of the former); see the module.
 
     Raises:
         DataError: if there are none to train on, or none to validate on.
     """
     if data is None:
-        raise DataError(f"--data: got nothing, {_TAKES}")
+        raise DataError(f"--data {_MUST_BE}, got nothing")
     training, held_out = _sides(data)
     flag = "--data" if validation is None else "--validation-data"
     held_out = held_out if validation is None else _sides(validation)[0]
     found = _read(training, columns, "--data")
     if columns != COLUMNS and not any(map(_is_table, filter(None, (training, held_out)))):
-        raise DataError(f"--columns: got {columns!r} for {data}, takes it for a CSV alone")
+        raise DataError(f"--columns must be left out where --data is no CSV, got {columns!r} for {data}")
     if held_out is None:
         train, validated = _split(found)
         notes, asked = found.notes(), found.classes
         if not validated or not train:
             raise DataError(
-                f"--data: got {data} with {len(found.pictures)} images, too few to hold some out; takes more, or "
-                "--validation-data"
+                f"--data must have enough images to hold some out, or --validation-data must be given, got {data} "
+                f"with {len(found.pictures)}"
             )
     else:
         other = _read(held_out, columns, flag)
@@ -171,14 +166,14 @@ def _read(path: Path, columns: str, flag: str) -> _Source:
     elif path.is_dir():
         found = _read_classes(path)
     elif path.name.endswith(_COMPRESSED):
-        raise DataError(f"{flag}: got {path}, takes tar files that are not compressed: images are read in place")
+        raise DataError(f"{flag} must be tar files that are not compressed, got {path}: images are read in place")
     elif path.is_file():
         found = _read_table(path, columns, flag)
     else:
-        raise DataError(f"{flag}: got {path}, where nothing is; {_TAKES}")
+        raise DataError(f"{flag} {_MUST_BE}, got {path}, where nothing is")
     if not found.pictures:
         why = "; ".join(found.notes())
-        raise DataError(f"{flag}: got {path}, which has no images{f' ({why})' if why else ''}; {_TAKES}")
+        raise DataError(f"{flag} {_MUST_BE}, got {path}, which has no images{f' ({why})' if why else ''}")
     return found
 
 
@@ -195,11 +190,7 @@ def _size(path: str) -> int | None:
 
 
 def _read_table(path: Path, columns: str, flag: str) -> _Source:
-    """The pictures of a CSV, in its order.
-
-    Raises:
-        DataError: if its header does not have the columns.
-    """
+    """The pictures of a CSV, in its order; a DataError if its header does not have the columns."""
     wanted = [name.strip() for name in columns.split(",")]
     found = _Source()
     # Bytes that are not UTF-8 come as lone surrogates, line by line.
@@ -209,8 +200,8 @@ def _read_table(path: Path, columns: str, flag: str) -> _Source:
         separator = next((s for s, names in headers.items() if set(wanted) <= set(names)), None)
         if separator is None:
             raise DataError(
-                f"{flag}: got {path} with the header {header[:100]!r}, takes one with the columns {columns!r} "
-                "(--columns), between tabs, commas, semicolons or bars"
+                f"{flag}: the header of {path} must have the columns {columns!r} (--columns), between tabs, "
+                f"commas, semicolons or bars, got {header[:100]!r}"
             )
         at = [headers[separator].index(name) for name in wanted]
         before = 1
@@ -279,11 +270,7 @@ def _expanded(text: str) -> Iterator[str]:
 
 
 def _read_tars(shards: list[str], flag: str) -> _Source:
-    """The pairs of tar files, in their order.
-
-    Raises:
-        DataError: for a file that is missing.
-    """
+    """The pairs of tar files, in their order; a DataError for a file that is missing."""
     found = _Source()
     for shard in shards:
         if os.path.exists(shard) and _size(shard) is None:
@@ -315,11 +302,7 @@ def _read_tars(shards: list[str], flag: str) -> _Source:
 def _members(
     file: BinaryIO, captions: dict[str, str], left_out: dict[str, list[str]], base: str
 ) -> Iterator[tuple[str, str, int, int]]:
-    """Key, name, offset and size of the images of an archive; adds its captions, by key.
-
-    Raises:
-        Exception: for damage, of many kinds.
-    """
+    """Key, name, offset and size of an archive's images; adds its captions, by key. Damage raises any error."""
     end = os.fstat(file.fileno()).st_size
     with tarfile.open(fileobj=cast(Any, _Bounded(file)), mode="r:") as archive:
         for member in archive:

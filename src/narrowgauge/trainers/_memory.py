@@ -18,10 +18,7 @@ T = TypeVar("T")
 def peak_memory(step: Callable[[], T], held: int, device: torch.device) -> tuple[T, int]:
     """Run a step; returns its result and the peak of bytes in tensors while it ran.
 
-    Args:
-        step: runs once, as without the measurement.
-        held: bytes of the tensors that exist before and after it: parameters and optimizer states.
-        device: where it runs.
+    `held`: bytes of the tensors that exist before and after it, parameters and optimizer states.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -91,26 +91,18 @@ def presets(objective: Objective | ImageObjective | None = "causal") -> tuple[st
 
 
 def preset(name: str) -> Preset | ImageSizes:
-    """A preset by name.
-
-    Raises:
-        ModelError: if there is none of that name.
-    """
+    """A preset by name; a ModelError if there is none of that name."""
     found = _PRESETS.get(name) or IMAGE_PRESETS.get(name)
     if found is None:
-        raise ModelError(f"--model takes one of {', '.join(presets(None))}, got {name!r}")
+        raise ModelError(f"--model must be one of {', '.join(presets(None))}, got {name!r}")
     return found
 
 
 def language_preset(model: str | Preset) -> Preset:
-    """The preset of a language model, by name or as it is.
-
-    Raises:
-        ModelError: if there is none of that name.
-    """
+    """The preset of a language model, by name or as it is; a ModelError if there is none of that name."""
     found = preset(model) if isinstance(model, str) else model
     if not isinstance(found, Preset):
-        raise ModelError(f"--model takes a language model: one of {', '.join(_PRESETS)}, got {model!r}")
+        raise ModelError(f"--model must be a language model: one of {', '.join(_PRESETS)}, got {model!r}")
     return found
 
 
@@ -155,55 +147,35 @@ def configuration(model: str | Preset, *, vocabulary: int, sequence: int) -> Pre
     sizes = language_preset(model)
     at_least("vocabulary", vocabulary, 256)
     at_least("sequence", sequence, 2)
+    positions = max(sizes.positions, sequence)
+    special = SPECIAL if sizes.objective == "masked" else 0
     common = {
-        "vocab_size": vocabulary,
+        "vocab_size": vocabulary + special,
         "initializer_range": sizes.initializer_range,
-        "bos_token_id": END_OF_TEXT,
-        "eos_token_id": END_OF_TEXT,
-        "pad_token_id": None,  # a LLaMA would not train the embedding of a token that pads
+        "bos_token_id": END_OF_TEXT + special,
+        "eos_token_id": END_OF_TEXT + special,
+        "pad_token_id": PAD if special else None,  # a LLaMA would not train the embedding of a token that pads
         "use_cache": False,
     }
     if sizes.family == "gpt2":
         return GPT2Config(
-            n_layer=sizes.layers,
-            n_embd=sizes.width,
-            n_head=sizes.heads,
-            n_inner=sizes.hidden,
-            n_positions=max(sizes.positions, sequence),
+            n_layer=sizes.layers, n_embd=sizes.width, n_head=sizes.heads, n_inner=sizes.hidden,
+            n_positions=positions,
             # GPT-2's own, in one operation of torch; "gelu_new" is eight, which all save their results.
             activation_function="gelu_pytorch_tanh",
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            resid_pdrop=0.0,
-            **common,
-        )
-    if sizes.objective == "masked":
-        common |= {
-            "vocab_size": vocabulary + SPECIAL,
-            "bos_token_id": END_OF_TEXT + SPECIAL,
-            "eos_token_id": END_OF_TEXT + SPECIAL,
-            "pad_token_id": PAD,
-            "num_hidden_layers": sizes.layers,
-            "hidden_size": sizes.width,
-            "num_attention_heads": sizes.heads,
-            "intermediate_size": sizes.hidden,
-            "hidden_dropout_prob": 0.0,
-            "attention_probs_dropout_prob": 0.0,
-        }
-        positions = max(sizes.positions, sequence)
-        if sizes.family == "bert":
-            return BertConfig(max_position_embeddings=positions, **common)
-        # Its positions begin after that of padding.
-        return RobertaConfig(max_position_embeddings=positions + PAD + 1, type_vocab_size=1, **common)
-    return LlamaConfig(
-        num_hidden_layers=sizes.layers,
-        hidden_size=sizes.width,
-        num_attention_heads=sizes.heads,
-        intermediate_size=sizes.hidden,
-        max_position_embeddings=max(sizes.positions, sequence),
-        attention_dropout=0.0,
-        **common,
-    )
+            embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0, **common,
+        )  # fmt: skip
+    common |= {
+        "num_hidden_layers": sizes.layers, "hidden_size": sizes.width, "num_attention_heads": sizes.heads,
+        "intermediate_size": sizes.hidden,
+    }  # fmt: skip
+    if sizes.family == "llama":
+        return LlamaConfig(max_position_embeddings=positions, attention_dropout=0.0, **common)
+    common |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    if sizes.family == "bert":
+        return BertConfig(max_position_embeddings=positions, **common)
+    # Its positions begin after that of padding.
+    return RobertaConfig(max_position_embeddings=positions + PAD + 1, type_vocab_size=1, **common)
 
 
 def parameter_count(model: nn.Module) -> int:
@@ -225,21 +197,15 @@ def next_token_loss(model: nn.Module, windows: Tensor) -> Tensor:
         ValueError: for windows of another shape, or of under two tokens.
     """
     if windows.dim() != 2 or windows.shape[1] < 2:
-        raise ValueError(f"windows: got shape {tuple(windows.shape)}, takes (batch, sequence + 1)")
+        raise ValueError(f"windows must have the shape (batch, sequence + 1), got {tuple(windows.shape)}")
     logits = model(input_ids=windows[:, :-1]).logits
     return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
 
 
 def masked_token_loss(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy of the tokens that have a label.
+    """Mean cross entropy, in nats a token, float32, of the tokens that have a label.
 
-    Args:
-        model: a masked language model of transformers, in any dtype.
-        inputs: int64 tensor (batch, sequence) on the model's device.
-        labels: int64 tensor like it: the token to predict, or -100.
-
-    Returns:
-        float32 scalar, in nats a token; computed in float32 from the logits on.
+    Inputs and labels are int64 (batch, sequence) on the model's device; a label is the token to predict, or -100.
     """
     logits = model(input_ids=inputs).logits
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())

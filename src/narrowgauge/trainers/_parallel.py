@@ -31,14 +31,7 @@ Result = TypeVar("Result")
 def processes(device: torch.device) -> Iterator[torch.device]:
     """Join the processes that `torchrun` has started, for the time of a training; without torchrun do nothing.
 
-    Args:
-        device: as asked for.
-
-    Yields:
-        This process's device: of GPUs the one with its local rank.
-
-    Raises:
-        SettingsError: for one GPU where each process needs its own, or more processes than GPUs.
+    Yields this process's device; errors as in `own_device`.
     """
     if "WORLD_SIZE" not in os.environ or dist.is_initialized():
         yield device
@@ -56,17 +49,17 @@ def own_device(device: torch.device) -> torch.device:
     """This process's device among those that `torchrun` has started: of GPUs the one with its local rank.
 
     Raises:
-        SettingsError: as `processes`.
+        SettingsError: for one GPU where each process needs its own, or more processes than GPUs.
     """
     if device.type != "cuda" or "WORLD_SIZE" not in os.environ:
         return device
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if device.index is not None and int(os.environ["WORLD_SIZE"]) > 1:
-        raise SettingsError(f"--device: got {device}, takes cuda under torchrun: each process has its own")
+        raise SettingsError(f"--device must be cuda under torchrun, got {device}: each process has its own")
     if local >= torch.cuda.device_count():
         raise SettingsError(
-            f"--device: got cuda with {local + 1} processes on a machine of {torch.cuda.device_count()}; "
-            "takes torchrun --nproc-per-node of as many"
+            f"torchrun --nproc-per-node must be at most the {torch.cuda.device_count()} GPUs of the machine, got "
+            f"{local + 1} processes for --device cuda"
         )
     device = torch.device("cuda", local)
     torch.cuda.set_device(device)
@@ -90,14 +83,10 @@ class ProcessGroup:
 
     @classmethod
     def of(cls, settings: TrainSettings) -> ProcessGroup:
-        """Those of the default process group.
-
-        Raises:
-            SettingsError: for a batch that they cannot divide, or FSDP without them.
-        """
+        """Those of the default group; a SettingsError for FSDP without them, or a batch that they cannot divide."""
         if not (dist.is_available() and dist.is_initialized()):
             if settings.parallel == "fsdp":
-                raise SettingsError("--parallel: got 'fsdp', takes ddp in a process that torchrun has not started")
+                raise SettingsError("--parallel must be ddp in a process that torchrun has not started, got 'fsdp'")
             return cls()
         group = cls(dist.get_rank(), dist.get_world_size(), settings.parallel, True)
         if settings.offload == "gradients":
@@ -108,8 +97,8 @@ class ProcessGroup:
         parts = group.world * settings.accumulate
         if settings.batch % parts:
             raise SettingsError(
-                f"--batch: got {settings.batch}, takes a multiple of {parts}: {group.world} processes times "
-                f"--accumulate {settings.accumulate}"
+                f"--batch must be a multiple of {parts}, {group.world} processes times --accumulate "
+                f"{settings.accumulate}, got {settings.batch}"
             )
         return group
 
@@ -280,7 +269,7 @@ class _AllGather(torch.autograd.Function):
 
 
 def all_gather(rows: Tensor) -> Tensor:
-    """The rows of all processes of the default group, by rank; gradients are summed on the way back.
+    """The rows (n, ...) of all processes of the default group, by rank; gradients are summed on the way back.
 
     Each of W processes has n rows f_r and a loss L_r of all W n rows. DistributedDataParallel and FSDP2 average
     gradients over processes, so they train on the mean of the L_r, and its gradient needs
@@ -290,11 +279,7 @@ def all_gather(rows: Tensor) -> Tensor:
     in process r, which is a reduce-scatter. Where L_r is the mean over the n examples of r, the mean of the L_r is
     the whole step's loss.
 
-    Args:
-        rows: (n, ...), of the same shape and dtype in each process; all have to ask for the gradient.
-
-    Returns:
-        (processes times n, ...).
+    Rows have the same shape and dtype in each process, and all have to ask for the gradient.
     """
     whole: Tensor = _AllGather.apply(rows)  # type: ignore[no-untyped-call]
     return whole

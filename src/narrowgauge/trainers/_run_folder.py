@@ -8,34 +8,41 @@
 A checkpoint holds everything that a later step depends on: weights, low words, moments, the loss scale, the state
 of the draw of the data, and the random generators. So a run that was killed and resumed is, bit for bit, the run
 that was never stopped.
+
+The history has a line of JSON each for loss and learning rate by step, speed, and validations:
+
+    {"step": 20, "loss": 7.4375, "lr": 6e-05}
+    {"step": 20, "tokens_per_second": 51200.0, "mfu": 0.41}
+    {"step": 100, "validation_loss": 5.81, "perplexity": 333.6, "bits_per_byte": 2.41}
+
+A resumed run removes the records after its checkpoint and takes those steps again.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TextIO
 
 from narrowgauge.distributed import latest_checkpoint, load_checkpoint, save_checkpoint
 
 from ._build import Parts
-from ._config import config_text, values_of
-from ._history import FILE
-from ._settings import SettingsError, TrainSettings, refuse_others
+from ._settings import SettingsError, TrainSettings, config_text, config_values, refuse_others
 from ._task import Task
 
 GAUGES = "gauges.jsonl"
+HISTORY = "history.jsonl"
 CONFIG = "config.toml"
 CHECKPOINTS = "checkpoints"
 
 
 def find_checkpoint(settings: TrainSettings, say: Callable[[str], None]) -> Path | None:
-    """The checkpoint that `--resume` means, or None for a new run.
-
-    Args:
-        say: called with the reason why a newer one is not used.
+    """The checkpoint that `--resume` means, or None for a new run; says why a newer one is not used.
 
     Raises:
         SettingsError: if there is none where one is named, or a run where a new one is to begin.
@@ -51,32 +58,28 @@ def find_checkpoint(settings: TrainSettings, say: Callable[[str], None]) -> Path
         return found
     if settings.resume == "no":
         if folder.exists() and any(folder.glob("step-*")):
-            raise SettingsError(f"--resume: got 'no', but {settings.out} has a run; takes auto, or another --out")
+            raise SettingsError(f"--resume must be auto where --out {settings.out} has a run, got 'no'")
         return None
     path = Path(settings.resume)
     if not path.is_dir():
-        raise SettingsError(f"--resume: got {settings.resume!r}, takes auto, no, or the folder of a checkpoint")
+        raise SettingsError(f"--resume must be auto, no, or the folder of a checkpoint, got {settings.resume!r}")
     return path
 
 
 def make_folder(out: Path) -> None:
-    """Make a run's folder.
-
-    Raises:
-        SettingsError: if it cannot be made or written into.
-    """
+    """Make a run's folder; a SettingsError if it cannot be made or written into."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         if not os.access(out, os.W_OK | os.X_OK):
             raise PermissionError(13, "Permission denied")
     except OSError as error:
-        raise SettingsError(f"--out: got {out}: {error.strerror}; takes a folder to write into") from None
+        raise SettingsError(f"--out must be a folder to write into, got {out}: {error.strerror}") from None
 
 
 def begin(settings: TrainSettings, after: int) -> None:
     """Write a run's settings into its folder, and remove the records of an attempt without a checkpoint."""
     if after == 0:
-        for name in (GAUGES, FILE):
+        for name in (GAUGES, HISTORY):
             (settings.out / name).unlink(missing_ok=True)
     aside = settings.out / f".{CONFIG}.new"
     aside.write_text(config_text(settings), encoding="utf-8")
@@ -85,12 +88,7 @@ def begin(settings: TrainSettings, after: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Checkpointer:
-    """Saves and loads a run.
-
-    Attributes:
-        settings, parts, task: of the run.
-        fingerprint: of its data.
-    """
+    """Saves and loads a run; `fingerprint` is that of its data."""
 
     settings: TrainSettings
     parts: Parts
@@ -124,17 +122,85 @@ class Checkpointer:
         written = path.parent.parent / CONFIG
         if path.parent.name == CHECKPOINTS and written.is_file():
             # Names the flag, where loading would name a tensor of another shape.
-            refuse_others(self.settings, values_of(written), path)
+            refuse_others(self.settings, config_values(written), path)
         found = load_checkpoint(path, model=self.parts.model, optimizer=self.parts.optimizer, random_states="own")
         extra = found.extra
         if not isinstance(extra, Mapping) or not {"settings", "data", "task", "scaler"} <= extra.keys():
-            raise SettingsError(f"--resume: got {path}, takes a checkpoint of narrowgauge train")
+            raise SettingsError(f"--resume must be a checkpoint of narrowgauge train, got {path}")
         refuse_others(self.settings, extra["settings"], path)
         if extra["data"] != self.fingerprint:
-            raise SettingsError(f"--data: got {self.settings.data}, whose content is not that of {path}")
+            raise SettingsError(
+                f"--data must have the content that {path} was saved with, got {self.settings.data}"
+            )
         if found.step > self.settings.steps:
-            raise SettingsError(f"--steps: got {self.settings.steps}, takes at least the {found.step} of {path}")
+            raise SettingsError(f"--steps must be at least the {found.step} of {path}, got {self.settings.steps}")
         self.task.load_state_dict(extra["task"])
         if self.parts.scaler is not None:
             self.parts.scaler.load_state_dict(extra["scaler"])
         return found.step
+
+
+# --- the history
+
+
+def read_history(path: Path) -> list[dict[str, Any]]:
+    """The records of a file, up to the first line that is damaged or unfinished; none if there is no file."""
+    found: list[dict[str, Any]] = []
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return found
+    for line in text.splitlines():
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            break
+        if not _is_record(record):
+            break
+        found.append(record)
+    return found
+
+
+def _is_record(record: Any) -> bool:
+    """Whether a JSON value is a record: a step, and numbers."""
+    return (
+        isinstance(record, dict)
+        and type(record.get("step")) is int
+        and all(value is None or isinstance(value, int | float | str) for value in record.values())
+    )
+
+
+class History:
+    """Writes records to a run's folder, if any, and removes those of steps after the checkpoint's."""
+
+    def __init__(self, folder: Path | None, after: int) -> None:
+        self._file: TextIO | None = None
+        if folder is None:
+            return
+        path = folder / HISTORY
+        kept = [record for record in read_history(path) if record["step"] <= after]
+        aside = folder / f".{HISTORY}.new"
+        aside.write_text("".join(map(_line, kept)), encoding="utf-8")
+        aside.replace(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def add(self, **record: Any) -> None:
+        """Write a record."""
+        if self._file is not None:
+            self._file.write(_line(record))
+
+    def flush(self) -> None:
+        """Give what was written to the operating system, so that it survives this process."""
+        if self._file is not None:
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    # JSON has no infinity.
+    plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    return json.dumps(plain, allow_nan=False) + "\n"

@@ -27,7 +27,7 @@ from typing import Literal
 
 NAMED = 5  # names in a note about files, lines or images that were left out
 
-_TAKES = "--data takes a UTF-8 text file or a folder of them"
+_MUST_BE = "--data must be a UTF-8 text file or a folder of them"
 _SHARE = 0.05  # of the bytes, to validation, by whole files
 _LARGEST = 0.10  # share of one file above which it stays in training, if there are smaller ones
 _TOO_SMALL = 0.01  # below this share whole files do not make a validation text
@@ -112,10 +112,6 @@ def load_corpus(path: Path | None, *, without: Literal["files", "lines"] = "file
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
         documents, skipped, _ = _read_folder(root, suffix=".py", exclude=_NOT_STANDARD)
-        if not documents:
-            raise DataError(
-                f"{_TAKES}, got none, and this Python has no source text of its library in {str(root)!r}"
-            )
         return _corpus(f"the standard library of Python {platform.python_version()}", documents, skipped)
     damaged: list[str] | None = [] if without == "lines" else None
     try:
@@ -128,9 +124,9 @@ def load_corpus(path: Path | None, *, without: Literal["files", "lines"] = "file
             raise _NotText("neither")
         document = Document(path.name, _read(path, path.name, damaged))
     except (OSError, RuntimeError) as error:  # RuntimeError: a home that cannot be found
-        raise DataError(f"{_TAKES}, got {str(path)!r}: {getattr(error, 'strerror', None) or error}") from error
+        raise DataError(f"{_MUST_BE}, got {str(path)!r}: {getattr(error, 'strerror', None) or error}") from error
     except _NotText as reason:
-        raise DataError(f"{_TAKES}, got {str(path)!r}, which is {reason}") from None
+        raise DataError(f"{_MUST_BE}, got {str(path)!r}, which is {reason}") from None
     return _corpus(_printable(path), [document], Counter(), damaged or [])
 
 
@@ -145,7 +141,7 @@ def _corpus(source: str, documents: list[Document], skipped: Counter[str], damag
     if not documents:
         listed = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
         why = f"no text was found in it ({listed})" if listed else "it is empty"
-        raise DataError(f"{_TAKES}, got {source!r}, but {why}")
+        raise DataError(f"{_MUST_BE}, got {source!r}, but {why}")
     train, validation = _split(documents)
     return Corpus(source, tuple(train), tuple(validation), reasons, tuple(damaged))
 
@@ -155,13 +151,7 @@ class _NotText(Exception):
 
 
 def _read(path: Path, name: str, damaged: list[str] | None) -> str:
-    """The text of a file, line ends included.
-
-    Args:
-        path: of the file.
-        name: of the file, for `damaged`.
-        damaged: ``file:line`` of each line that is not UTF-8 is appended; None refuses the file.
-    """
+    """The text of a file, line ends included; `name:line` of lines that are not UTF-8 go to `damaged`, if given."""
     with path.open("rb") as file:
         data = file.read(_HEAD)
         if b"\0" not in data:

@@ -97,12 +97,9 @@ class TokenizedCorpus:
 def open_tokens(
     data: Path | None, vocabulary: int | None, on_progress: OnProgress | None = None
 ) -> TokenizedCorpus:
-    """The tokens that `--data` names: of a text file or a folder, or prepared ones.
+    """The tokens that `--data` names: of a text file, a folder, prepared ones, or (None) Python's standard library.
 
-    Args:
-        data: a text file, a folder of them, a folder of prepared tokens, or None for Python's standard library.
-        vocabulary: number of tokens; None for `DEFAULT_VOCABULARY`, or that of the prepared tokens.
-        on_progress: see `tokenize`.
+    A vocabulary of None is `DEFAULT_VOCABULARY`, or that of the prepared tokens.
 
     Raises:
         DataError: if it cannot be trained on; `DamagedShardError` where prepared tokens are not what was written.
@@ -112,7 +109,7 @@ def open_tokens(
         found, index = _read(data)
         if vocabulary not in (None, found.vocabulary):
             raise ValueError(
-                f"--vocabulary: got {vocabulary}, takes the {found.vocabulary} of the tokens in {data}"
+                f"--vocabulary must be the {found.vocabulary} of the tokens in {data}, got {vocabulary}"
             )
         content = {name: index[name] for name in ("vocabulary", *_SIDES)}
         return replace(found, notes=tuple(index["notes"]), fingerprint=_checksum(content))
@@ -198,13 +195,13 @@ def prepare_tokens(
         raise ValueError(f"vocabulary must be at most {MOST_TOKENS}, got {vocabulary}")
     if out.exists():
         if not out.is_dir():
-            raise ValueError(f"--out: got {out}, which is a file, takes a folder")
+            raise ValueError(f"--out must be a folder, got {out}, which is a file")
         names = {path.name for path in out.iterdir()}
         if INDEX in names and _is_prepared(out):
-            raise ValueError(f"--out: got {out}, which has prepared tokens already, takes an empty folder")
+            raise ValueError(f"--out must be an empty folder, got {out}, which has prepared tokens already")
         others = sorted(names - {f"{side}.tokens" for side in _SIDES} - {f".{INDEX}.new"})
         if others:
-            raise ValueError(f"--out: got {out}, which has {others[0]!r} in it, takes an empty folder")
+            raise ValueError(f"--out must be an empty folder, got {out}, which has {others[0]!r} in it")
     corpus = load_corpus(data, without="lines")
     made = _make(corpus, vocabulary, workers, on_progress)
     out.mkdir(parents=True, exist_ok=True)
@@ -256,23 +253,18 @@ def _make(corpus: Corpus, vocabulary: int, workers: int, on_progress: OnProgress
 def _encoded(tokenizer: Tokenizer, batches: list[list[str]], workers: int) -> Iterator[NDArray[np.int32]]:
     """The tokens of each batch, in order."""
     encode = functools.partial(_encode, tokenizer)
-    jobs = [batches[first : first + _JOB] for first in range(0, len(batches), _JOB)]
-    if workers == 1 or len(jobs) < 2:
+    if workers == 1 or len(batches) <= _JOB:
         yield from map(encode, batches)
         return
     # Not forked: the tokenizer's threads do not survive a fork. The workers share the cores already.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(jobs)), context, initializer=_one_thread) as pool:
-        for arrays in pool.map(functools.partial(_encode_all, tokenizer), jobs):
-            yield from arrays
+    jobs = -(-len(batches) // _JOB)
+    with ProcessPoolExecutor(min(workers, jobs), context, initializer=_one_thread) as pool:
+        yield from pool.map(encode, batches, chunksize=_JOB)
 
 
 def _one_thread() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-
-def _encode_all(tokenizer: Tokenizer, batches: list[list[str]]) -> list[NDArray[np.int32]]:
-    return [_encode(tokenizer, batch) for batch in batches]
 
 
 def _encode(tokenizer: Tokenizer, batch: list[str]) -> NDArray[np.int32]:
@@ -375,28 +367,24 @@ def _write(folder: Path, made: TokenizedCorpus, **about: Any) -> dict[str, Any]:
 
 
 def _read(folder: Path) -> tuple[TokenizedCorpus, dict[str, Any]]:
-    """The tokens of a folder, every byte compared with its checksum, and the index.
-
-    Raises:
-        DamagedShardError: naming the first file that is not what was written.
-    """
+    """The tokens of a folder, compared with their checksums, and the index; or a DamagedShardError."""
     from tokenizers import Tokenizer
 
     path = folder / INDEX
+    content = _bytes(path)
     try:
-        index = json.loads(_bytes(path))
+        index = json.loads(content)
         found = index["magic"], index["version"]
-        if found != (_MAGIC, _VERSION):
-            raise DamagedShardError(
-                f"--data: {path} must be version {_VERSION} of {_MAGIC}, got version {found[1]!r} of {found[0]!r}; "
-                "prepare the text again with narrowgauge tokens"
-            )
-        if index.pop("sha256") != _checksum(index):
-            raise ValueError("it has another checksum than was written")
-    except DamagedShardError:
-        raise
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        whole = index.pop("sha256", None) == _checksum(index)
+    except (ValueError, KeyError, TypeError, RecursionError, AttributeError) as error:
         raise DamagedShardError(f"--data: {path} is damaged: {type(error).__name__}: {error}") from None
+    if found != (_MAGIC, _VERSION):
+        raise DamagedShardError(
+            f"--data: {path} must be version {_VERSION} of {_MAGIC}, got version {found[1]!r} of {found[0]!r}; "
+            "prepare the text again with narrowgauge tokens"
+        )
+    if not whole:
+        raise DamagedShardError(f"--data: {path} is damaged: it has another checksum than was written")
     try:
         tokenizer = Tokenizer.from_str(index["tokenizer"])
     except Exception as error:  # whatever the reader of another release raises
@@ -421,19 +409,14 @@ def _mapped(path: Path, kind: np.dtype[Any], tokens: int, sha256: list[str]) -> 
 
 def _is_prepared(folder: Path) -> bool:
     """Whether a folder has prepared tokens, of which one file may be missing."""
-    try:
+    with contextlib.suppress(DamagedShardError, OSError):
         both = all((folder / f"{side}.tokens").is_file() for side in _SIDES)
         return both or _MAGIC.encode() in _bytes(folder / INDEX, 64)
-    except (DamagedShardError, OSError):
-        return False
+    return False
 
 
 def _bytes(path: Path, most: int = -1) -> bytes:
-    """A file's content, or its first bytes.
-
-    Raises:
-        DamagedShardError: if it is missing or no regular file: opening a pipe would wait for a writer forever.
-    """
+    """A file's content, or its first bytes; a DamagedShardError if it is missing or not a regular file."""
     try:
         if path.exists() and not path.is_file():
             raise OSError(0, "it is no file")

@@ -7,5 +7,5 @@
 | `_directory` | a folder of checkpoints: commit, newest, removal |
 | `_coordination` | ranks that check together, and wait for each other in the folder |
 | `_state` | a model and an optimizer as named tensors and plain values |
-| `_save`, `_load`, `_export` | the public functions |
+| `_save`, `_load` | the public functions |
 """

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from narrowgauge.distributed._checkpoint._files import write_file
+from ._files import write_file
 
 Result = TypeVar("Result")
 
@@ -42,11 +43,7 @@ def ranks() -> Ranks:
 
 
 def all_ranks(work: Callable[[], Result]) -> Result:
-    """Do something on every rank; where one fails, all fail: with its own error, or one that names it.
-
-    Raises:
-        RuntimeError: naming the ranks that failed, if this one's work did not raise.
-    """
+    """Do something on every rank; where one fails, all fail: with its error, or a RuntimeError that names it."""
     result: list[Result] = []
     _gathered(lambda: result.append(work()))
     return result[0]
@@ -85,22 +82,15 @@ def report_failure(folder: Path, name: str, error: BaseException) -> None:
     try:
         write_file(folder / f"{name}.{FAILED}", f"{type(error).__name__}: {error}".encode())
     except OSError:
-        try:
+        with suppress(OSError):  # the folder is gone, or full: the others will name this rank as missing
             (folder / f"{name}.{FAILED}").touch()
-        except OSError:
-            return  # the folder is gone, or full: the others will name this rank as missing
 
 
 def wait_for(look: Callable[[], Result | None], missing: Callable[[], str], timeout: float) -> Result:
-    """Wait until `look` returns something.
-
-    Args:
-        look: gives a result, or None for not yet.
-        missing: says what is missing.
-        timeout: seconds.
+    """Wait until `look` gives something other than None.
 
     Raises:
-        TimeoutError: after these.
+        TimeoutError: after `timeout` seconds; `missing` says what is missing.
     """
     end, pause = time.monotonic() + timeout, _POLL
     while True:

@@ -20,15 +20,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from narrowgauge.distributed._checkpoint._files import is_free, locked, replace_file, sync_folder, write_file
-from narrowgauge.distributed._checkpoint._format import (
-    MANIFEST,
-    DamagedCheckpointError,
-    Manifest,
-    open_file,
-    read_manifest,
-    verify_file,
-)
+from ._files import is_free, locked, replace_file, sync_folder, write_file
+from ._format import MANIFEST, DamagedCheckpointError, Manifest, open_file, read_manifest, verify_file
 
 LATEST = "latest"
 TOKEN = "token"  # locked by the saver as long as it lives
@@ -36,9 +29,8 @@ _REMOVED = ".removed"
 _NAME = re.compile(r"step-(\d{9,})(?:-(\d+))?")
 # What this process knows of checkpoints, by folder and serial number.
 _found_damaged: set[tuple[Path, int]] = set()
-# Files whose SHA-256 was right: size and time of change then.
-Verified = dict[tuple[str, str], tuple[int, int]]
-_verified: Verified = {}
+# Files whose SHA-256 was right, in this process or on another rank: size and time of change then.
+verified_files: dict[tuple[str, str], tuple[int, int]] = {}
 
 
 def name_of(step: int) -> str:
@@ -58,9 +50,7 @@ def checkpoints(folder: Path) -> list[Path]:
 def _unfinished(folder: Path, alone: bool = False) -> list[Path]:
     """Folders that savers left behind, and interrupted removals; without those in use.
 
-    Args:
-        folder: of checkpoints.
-        alone: whether the caller holds the folder's lock, so that no other saver is just beginning.
+    `alone`: the caller holds the folder's lock, so no other saver is just beginning.
     """
     found = sorted(path for path in folder.glob(".step-*") if path.is_dir())
     return [path for path in found if is_free(path / TOKEN) or (alone and not (path / TOKEN).exists())]
@@ -78,16 +68,13 @@ def _by_age(folder: Path, report: Callable[[str], None]) -> list[tuple[Path, Man
 
 
 def commit(written: Path, manifest: Callable[[int], Manifest], keep_last: int | None, token: str) -> Path:
-    """Make a folder with everything but its manifest a checkpoint, the newest one.
+    """Make a folder with everything but its manifest, all on disk, the newest checkpoint; returns it.
 
     Args:
-        written: the folder; everything in it is on disk.
+        written: the folder.
         manifest: gives the manifest with a serial number.
         keep_last: how many to keep, this one included and damaged ones not counted; None for all.
         token: of this save.
-
-    Returns:
-        The checkpoint.
     """
     folder = written.parent
     with locked(folder):
@@ -158,27 +145,21 @@ def open_checkpoint(folder: Path) -> Manifest:
 
 
 def flaws(path: Path, manifest: Manifest, share: slice = slice(None), content: bool = True) -> Iterator[str]:
-    """What is wrong with a checkpoint's files.
+    """What is wrong with a checkpoint's files, or a share of them; by checksums if `content`, else by sizes.
 
-    A file is not hashed again if its checksum was right in this process (or on another rank, see `trust`) and its
-    size and time of change are the same since.
-
-    Args:
-        path, manifest: the checkpoint.
-        share: which of its files to check.
-        content: whether to hash them; else only sizes are compared.
+    A file is not hashed again if it is among `verified_files`, and its size and time of change are the same since.
     """
     for name in sorted(manifest.files)[share]:
         file, (size, digest) = path / name, manifest.files[name]
         key, before = (str(file.resolve()), digest), _stamp(file)
-        known = before is not None and _verified.get(key) == before
+        known = before is not None and verified_files.get(key) == before
         try:
             verify_file(file, size, digest if content and not known else None)
         except DamagedCheckpointError as error:
             yield str(error)
         else:
             if content and before is not None:
-                _verified[key] = before
+                verified_files[key] = before
 
 
 def _stamp(file: Path) -> tuple[int, int] | None:
@@ -187,16 +168,6 @@ def _stamp(file: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_size, found.st_mtime_ns
-
-
-def verified_files() -> Verified:
-    """The files that this process has hashed, for other ranks."""
-    return dict(_verified)
-
-
-def trust(verified: Verified) -> None:
-    """Do not hash files again that another rank has hashed."""
-    _verified.update(verified)
 
 
 def newest_whole(folder: Path) -> Path | None:

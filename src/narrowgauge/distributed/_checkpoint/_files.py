@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from narrowgauge.distributed._checkpoint._format import DTYPE_NAMES
+from ._format import DTYPE_NAMES
 
 _AT_ONCE = 1 << 24  # bytes: small enough to be hashed from the processor's cache
 
@@ -105,12 +105,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 class Lock:
     """A lock on a file, held until `release` or the end of the process. A missing file is created.
 
-    Args:
-        path: the file.
-        wait: whether to wait for another holder.
-
-    Attributes:
-        held: whether it is held; False if another holds it, or if the file system has no locks.
+    `held` is False if another holds the lock and `wait` is False, or if the file system has no locks.
     """
 
     def __init__(self, path: Path, wait: bool) -> None:

@@ -142,11 +142,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def open_file(path: Path) -> BufferedReader:
-    """A file to read; opening a pipe in its place would wait for a writer forever.
-
-    Raises:
-        OSError: if it is missing or not a regular file.
-    """
+    """A file to read, if it is a regular one: opening a pipe in its place would wait for a writer forever."""
     if path.exists() and not path.is_file():
         raise OSError("it is no file")
     return path.open("rb")
@@ -217,12 +213,7 @@ def _keys_of(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def verify_file(path: Path, size: int, digest: str | None) -> None:
-    """Check a file of a checkpoint.
-
-    Args:
-        path: the file.
-        size: its size in bytes.
-        digest: its SHA-256; None to check the size only.
+    """Compare a file of a checkpoint with its size in bytes, and with its SHA-256 unless that is None.
 
     Raises:
         DamagedCheckpointError: if it is missing or different.

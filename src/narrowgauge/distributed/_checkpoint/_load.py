@@ -8,10 +8,14 @@ rank fails, the weights are restored from a copy on the host. Nothing is copied 
 
 Each rank reads the chunks that overlap its own shards, whichever rank wrote them; torch.distributed.checkpoint
 works out which. Files are mapped, so only the overlap is read from the disk.
+
+`export_checkpoint` reads a checkpoint as one file, however it was sharded: for another tool or torch's optimizers.
 """
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -23,24 +27,14 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from narrowgauge.distributed._checkpoint._coordination import all_ranks, broadcast_from_rank0, ranks
-from narrowgauge.distributed._checkpoint._directory import (
-    flaws,
-    newest_whole,
-    open_checkpoint,
-    trust,
-    verified_files,
-)
-from narrowgauge.distributed._checkpoint._format import (
-    DTYPES,
-    Chunk,
-    DamagedCheckpointError,
-    Manifest,
-    TensorEntry,
-    decode_value,
-    tensor_keys,
-)
-from narrowgauge.distributed._checkpoint._state import (
+from narrowgauge.optim._sharded_state import Chunks, whole_state, without_padding
+from narrowgauge.optim._sharding import Shard
+
+from ._coordination import all_ranks, broadcast_from_rank0, ranks
+from ._directory import flaws, newest_whole, open_checkpoint, verified_files
+from ._files import sync_folder
+from ._format import DTYPES, Chunk, DamagedCheckpointError, Manifest, TensorEntry, decode_value, tensor_keys
+from ._state import (
     BlockKeys,
     block_keys,
     block_sizes,
@@ -58,8 +52,6 @@ from narrowgauge.distributed._checkpoint._state import (
     state_owners,
     without,
 )
-from narrowgauge.optim._sharded_state import without_padding
-from narrowgauge.optim._sharding import Shard
 
 
 class LoadedCheckpoint(NamedTuple):
@@ -92,12 +84,9 @@ def latest_checkpoint(directory: str | Path) -> Path | None:
         DamagedCheckpointError: if there are checkpoints, but none is whole.
     """
 
-    def find() -> Any:
-        return newest_whole(Path(directory)), verified_files()
-
-    path, verified = broadcast_from_rank0(find)
-    trust(verified)
-    return path  # type: ignore[no-any-return]
+    path, verified = broadcast_from_rank0(lambda: (newest_whole(Path(directory)), verified_files))
+    verified_files.update(verified)  # no rank hashes files again that rank 0 has hashed
+    return path
 
 
 def load_checkpoint(
@@ -277,12 +266,7 @@ def _targets(
 
 @torch.no_grad()
 def read_into(folder: Path, manifest: Manifest, targets: Mapping[str, Tensor]) -> None:
-    """Read what this process has of some tensors, from the chunks in which they were written.
-
-    Args:
-        folder, manifest: the checkpoint, verified.
-        targets: by key; written to.
-    """
+    """Read what this process has of some tensors, by key, from the chunks in which they were written."""
     for key, target in targets.items():
         chunk = local_chunk(key, target)
         if chunk is None:
@@ -338,3 +322,73 @@ def saved_boxes(folder: Path, manifest: Manifest, name: str, blocks: BlockKeys, 
                 packed.add(key)
         found.append((box, without_padding(box, tensors, packed, block_size)))
     return found
+
+
+# --- one file
+
+
+def export_checkpoint(path: str | Path, file: str | Path) -> Path:
+    """Write a checkpoint as one unsharded file, in one process, without the model.
+
+    `torch.load(file)` (with its `weights_only=True`) gives a dict: `model` and `optimizer` are what
+    `model.load_state_dict` and `optimizer.load_state_dict` take, `step` and `extra` what was saved with them. Names
+    are without wrappers. Needs memory for all of it.
+
+    Args:
+        path: a checkpoint, as `save_checkpoint` and `latest_checkpoint` return it.
+        file: a new file.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: if `file` exists; for a checkpoint of another version; if shards do not begin with blocks.
+        DamagedCheckpointError: (a ValueError) if the checkpoint is not what was written.
+    """
+    folder, target = Path(path), Path(file)
+    if target.exists():
+        raise ValueError(f"file must be the name of a new file, got {target}, which exists")
+    manifest = open_checkpoint(folder)
+    for flaw in flaws(folder, manifest):
+        raise DamagedCheckpointError(flaw)
+    tensors = {
+        key: torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="cpu")
+        for key, entry in manifest.tensors.items()
+    }
+    saved = manifest.values["optimizer"]
+    blocks = {} if saved is None else _whole_blocks(folder, manifest, saved)
+    read_into(folder, manifest, {key: tensor for key, tensor in tensors.items() if key not in blocks})
+    tensors |= blocks
+    content = {
+        "model": decode_value(manifest.values["model"], tensors),
+        "optimizer": None if saved is None else optimizer_state_dict(saved, None, tensors),
+        "step": manifest.step,
+        "extra": decode_value(manifest.values["extra"], tensors),
+    }
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    try:
+        torch.save(content, temporary)
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
+        temporary.rename(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(target.parent)
+    return target
+
+
+def _whole_blocks(folder: Path, manifest: Manifest, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Tensors in blocks as one process has them, of parameters that several ranks wrote, by their keys."""
+    made: dict[str, Tensor] = {}
+    sizes = block_sizes(saved)
+    for name, blocks in block_keys(saved).items():
+        if not is_split(manifest, name, blocks):
+            continue
+        state = whole_state(Chunks(saved_boxes(folder, manifest, name, blocks, sizes[name]), {}), sizes[name])
+        if state is None:
+            raise ValueError(
+                f"path: the shards of {name!r} do not begin with its blocks of {sizes[name]}, so its moments have "
+                "no codes as a whole; load it in one process (load_checkpoint), which encodes them again"
+            )
+        made |= {tensor: state[key] for key, tensor in blocks.items()}
+    return made

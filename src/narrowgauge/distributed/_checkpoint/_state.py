@@ -24,16 +24,11 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from narrowgauge._module_names import clean_name, unwrap_model
-from narrowgauge.distributed._checkpoint._format import (
-    DTYPE_NAMES,
-    Manifest,
-    decode_value,
-    encode_value,
-    tensor_keys,
-)
 from narrowgauge.distributed._offload import CPUOffload
 from narrowgauge.optim import NarrowOptimizer, QuantizedGradients
 from narrowgauge.optim._sharded_state import SHARDS, Chunks, in_blocks
+
+from ._format import DTYPE_NAMES, Manifest, decode_value, encode_value, tensor_keys
 
 # Tensors in blocks of one parameter's state: their keys among the manifest's tensors.
 BlockKeys = dict[str, str]
@@ -72,11 +67,7 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """The names of an optimizer's parameters, by group.
-
-    Raises:
-        ValueError: for a parameter that the model does not have.
-    """
+    """The names of an optimizer's parameters, by group; a ValueError for one that the model does not have."""
     names = {p: name for name, p in parameters_of(model).items()}
     for number, group in enumerate(optimizer.param_groups):
         for place, p in enumerate(group["params"]):
@@ -90,11 +81,7 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
 def snapshot(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any, random_states: bool, rank: int
 ) -> Snapshot:
-    """Everything that goes into a checkpoint. Nothing is copied.
-
-    Raises:
-        ValueError: for what cannot be saved, by name.
-    """
+    """Everything that goes into a checkpoint; nothing is copied. A ValueError names what cannot be saved."""
     tensors: dict[str, Tensor] = {}
     state = model_state(model).items()
     values: dict[str, Any] = {
@@ -214,11 +201,7 @@ def writes(tensor: Tensor, rank: int, own: bool) -> bool:
 
 
 def check_groups(saved: Mapping[str, Any], order: list[list[str]]) -> None:
-    """Refuse a saved optimizer whose groups hold other parameters.
-
-    Args:
-        saved: the optimizer's part of a manifest's values.
-        order: the live optimizer's names, by group.
+    """Refuse a saved optimizer whose groups hold other parameters than the live one's (`order`: names by group).
 
     Raises:
         ValueError: naming the group, and what one side has alone.

@@ -1,16 +1,43 @@
-"""Products of bf16 matrices on CPUs without AVX-512: exact sums, rounded once, in both passes."""
+"""Learning rates begin and end where they should, and products of bf16 matrices are rounded once."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from narrowgauge.trainers._cpu_products import _PRODUCTS, Float32Products, fast_products
+from narrowgauge.trainers._loop import _PRODUCTS, SCHEDULES, Float32Products, fast_products, schedule
+
+
+def test_the_ends_and_the_middle() -> None:
+    at = {
+        kind: [schedule(kind, n, steps=110, warmup=10, final=0.1) for n in (1, 5, 10, 60, 110)]
+        for kind in SCHEDULES
+    }
+    assert at["constant"] == [0.1, 0.5, 1.0, 1.0, 1.0]
+    assert at["linear"] == pytest.approx([0.1, 0.5, 1.0, 0.55, 0.1])
+    assert at["cosine"] == pytest.approx([0.1, 0.5, 1.0, 0.55, 0.1])
+    quarter = schedule("cosine", 35, steps=110, warmup=10, final=0.1)
+    assert quarter == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
+
+
+@given(st.sampled_from(SCHEDULES), st.integers(1, 300), st.integers(0, 300), st.floats(0, 1))
+def test_it_rises_then_falls_and_stays_between(kind: str, steps: int, warmup: int, final: float) -> None:
+    factors = [schedule(kind, n, steps=steps, warmup=warmup, final=final) for n in range(1, steps + 1)]
+    assert all(0 <= factor <= 1 for factor in factors)
+    top = min(warmup, steps)
+    assert factors[:top] == sorted(factors[:top])
+    if top:
+        assert factors[top:] == sorted(factors[top:], reverse=True)
+    if kind != "constant" and steps > warmup:
+        assert factors[-1] == pytest.approx(final)
 
 
 class Seen(TorchDispatchMode):
