@@ -123,7 +123,9 @@ def test_a_scale_of_one_element_serves_as_torchs_do(shape: tuple[int, ...]) -> N
 
 
 class Unwrapping(torch.Tensor):
-    """A tensor whose operations are those of the tensor inside."""
+    """A tensor whose operations are those of the tensor inside, but for some that it does not know."""
+
+    unknown: tuple[str, ...] = ()
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> "Unwrapping":
@@ -135,6 +137,8 @@ class Unwrapping(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
+        if name in cls.unknown:
+            raise NotImplementedError(f"{name} is not known")
         inner = [x.inner if isinstance(x, Unwrapping) else x for x in args]
         out = func(*inner, **(kwargs or {}))
         return cls(out) if name in ("detach", "clone", "alias", "view") else out
@@ -146,3 +150,23 @@ def test_a_tensor_with_operations_of_its_own_takes_a_step() -> None:
         param.grad = torch.tensor([1.0, -2.0, 3.0])
         AdamW([param], lr=0.1).step()
     assert torch.equal(p.inner, plain)
+
+
+class Halfway(Unwrapping):
+    unknown = ("_to_copy", "addcmul", "mul")
+
+
+class Fixed(Unwrapping):
+    unknown = ("copy_",)
+
+
+@pytest.mark.parametrize(("kind", "unknown"), [(Halfway, "mul is not known"), (Fixed, "copy_ is not known")])
+def test_a_tensor_that_cannot_take_a_step_is_refused_before_anything_moves(kind: type, unknown: str) -> None:
+    first, last = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(kind(torch.ones(3)))
+    optimizer = AdamW([("first", first), ("last", last)])
+    for p in (first, last):
+        p.grad = torch.ones(3)
+    with pytest.raises(TypeError, match=f"class of last, {kind.__name__}, must know all .*{unknown}"):
+        optimizer.step()
+    assert torch.equal(first, torch.ones(3))
+    assert optimizer.state[first]["step"] == 0
