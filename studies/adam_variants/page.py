@@ -18,7 +18,7 @@ from studies.collage_training.page import text
 from studies.eight_bit_adam import plan as planned
 from studies.shared import readings, tables
 from studies.shared.readings import Reading
-from studies.shared.tables import Results, machine, per, place_of, said, several, significant, table
+from studies.shared.tables import Results, fill_in, machine, per, place_of, several, significant, table
 
 # Table 1, by task and row: the language models of 1.5 billion parameters (perplexity), RoBERTa-base (perplexity),
 # ResNet-50 on ImageNet (accuracy in per cent).
@@ -204,7 +204,7 @@ def origin(results: Results) -> str:
     """What was run, on what."""
     environment, data = results["environment"], results["data"]
     peers = [f"{x} {v}" for x in ("bitsandbytes", "torchao", "flashoptim") if (v := environment[x])[:3] != "not"]
-    return said(
+    return fill_in(
         results,
         "`{command}`: {sizes}, {training[steps]} steps of {training[batch]} × {training[sequence]} tokens of "
         "{text}, vocabulary {training[vocabulary]:,}, in fp32; pictures: {training[image_steps]} steps of "

@@ -19,7 +19,7 @@ from matplotlib.transforms import Bbox
 
 from studies.shared import pictures
 from studies.shared.pictures import COLORS, INK, MUTED
-from studies.shared.tables import Results, apart, left_out, machine, place_of, said, sizes, table
+from studies.shared.tables import Results, apart, fill_in, left_out, machine, place_of, sizes, table
 
 REFERENCE = "D"
 PACKAGES = ("bitsandbytes", "torchao", "flashoptim", "torch-optimi")
@@ -176,7 +176,7 @@ def origins(*runs: Results) -> str:
 def _origin(results: Results) -> str:
     environment = results["environment"]
     peers = [f"{name} {version}" for name in PACKAGES if (version := environment.get(name, "not"))[:3] != "not"]
-    return said(
+    return fill_in(
         results,
         "`{command}`: {sizes}, {training[steps]} steps of {tokens:,} tokens on {data[source]} "
         "({data[train_tokens]:,} tokens, vocabulary {training[vocabulary]:,}), learning rate {training[lr]:g} "

@@ -29,7 +29,7 @@ from studies.clip_precision.rows import ADDED, NOTHING, REFERENCE, ROWS, STEADY,
 from studies.shared import pictures, readings, tables
 from studies.shared.pictures import COLORS, INK, Line
 from studies.shared.readings import Beside, Reading
-from studies.shared.tables import Results, markdown, name_of, per, said, several, significant, table
+from studies.shared.tables import Results, fill_in, markdown, name_of, per, several, significant, table
 
 Place = tuple[str, float]  # a model and a learning rate
 PAPER = {row.name: row.paper for row in ROWS}
@@ -194,7 +194,7 @@ def _blocks(runs: Sequence[Results]) -> list[str]:
 def origin(*runs: Results) -> str:
     """What was run, on what."""
     return "\n".join(
-        said(
+        fill_in(
             results,
             "`{command}`: {sizes}; {training[steps]} steps of {training[batch]} pairs of {data[source]} "
             "({data[images]:,} pictures with {data[captions]:,} captions; {data[held_out]} held out, each to be "

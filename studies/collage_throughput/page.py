@@ -19,7 +19,7 @@ from studies.memory_plans.run import GIB, TABLE_12
 from studies.shared import pictures, readings
 from studies.shared.pictures import INK, Line
 from studies.shared.readings import Reading
-from studies.shared.tables import Results, machine, per, place_of, said, span, table
+from studies.shared.tables import Results, fill_in, machine, per, place_of, span, table
 
 REFERENCE = "D"
 OTHER_PASS = {"torch fused, fp32"}  # fp32 weights under autocast: a pass of its own
@@ -165,7 +165,7 @@ def origin(results: Results) -> str:
         "`{command}`: {training[batch]} × {training[sequence]:,} random tokens, medians of {training[steps]} "
         "steps; {where}."
     )
-    return said(results, " ".join([sentence, *notes]), where=where)
+    return fill_in(results, " ".join([sentence, *notes]), where=where)
 
 
 def facts(results: Results) -> dict[str, str]:

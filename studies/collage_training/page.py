@@ -142,7 +142,7 @@ def cost(results: Results) -> str:
 def origin(*runs: Results) -> str:
     """What was run, on what."""
     return "\n".join(
-        tables.said(
+        tables.fill_in(
             results,
             "`{command}`: {training[model]} of {parameters:,} parameters, {training[steps]} steps of "
             "{training[batch]} × {training[sequence]:,} tokens of {text}, vocabulary {training[vocabulary]:,}; "

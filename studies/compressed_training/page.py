@@ -17,7 +17,7 @@ from studies.compressed_training.training import BITS, DEFAULT, KINDS, OPTIMIZER
 from studies.shared import pictures
 from studies.shared.pictures import INK, MUTED, Line
 from studies.shared.readings import Beside
-from studies.shared.tables import Results, left_out, mean_of, per, percent, said, several, significant, table
+from studies.shared.tables import Results, fill_in, left_out, mean_of, per, percent, several, significant, table
 
 LEAST = 1e-3
 BEHIND, NEAR, BEFORE, UNCLEAR = "behind", "with it", "ahead", "not told"
@@ -83,7 +83,7 @@ def losses(results: Results) -> str:
 
 def origin(results: Results) -> str:
     """What was run, on what."""
-    return said(
+    return fill_in(
         results,
         "`{command}`: {training[model]} of {parameters:,} parameters, {training[steps]} steps of "
         "{training[batch]} × {training[sequence]:,} tokens of {data[source]} ({data[train_tokens]:,} tokens), "

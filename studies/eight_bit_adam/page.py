@@ -19,7 +19,7 @@ from studies.eight_bit_adam.plan import ARMS, COMPONENTS, Arm
 from studies.eight_bit_adam.training import STABLE, USUAL, Parts, Trial
 from studies.shared import pictures
 from studies.shared.pictures import COLORS, INK, MUTED, Line
-from studies.shared.tables import Results, markdown, per, percent, raised, said, table
+from studies.shared.tables import Results, fill_in, markdown, per, percent, raised, table
 
 VALIDATION, TRAINING = "validation_loss", "training_loss"
 NAMES = {"lr": "learning rate", "beta1": "β1", "beta2": "β2", "eps": "ε"}
@@ -222,7 +222,7 @@ def sweep(results: Results) -> str:
 
 def origin(results: Results) -> str:
     """What was run, on what."""
-    return said(
+    return fill_in(
         results,
         "`{command}`: {count} runs of a {training[model]} model with {parameters:,} parameters, each "
         "{training[steps]} steps of {tokens:,} tokens in fp32 on {data[source]}; {machine}.",

@@ -183,7 +183,7 @@ def back(results: Results, runs: Sequence[Results]) -> int:
 
 def origin(results: Results) -> str:
     """What was run, on what."""
-    return tables.said(
+    return tables.fill_in(
         results,
         "`{command}`: {training[model]} of {parameters:,} parameters, {training[steps]} steps of "
         "{training[batch]} × {training[sequence]:,} tokens of {data[source]} ({data[train_tokens]:,} tokens), "

@@ -12,7 +12,7 @@ from matplotlib.ticker import FixedLocator
 from narrowgauge.gauges import SpikeMatch, match_spikes
 from studies.shared import pictures
 from studies.shared.pictures import COLORS, INK, MUTED
-from studies.shared.tables import Results, percent2, said, significant, span, table
+from studies.shared.tables import Results, fill_in, percent2, significant, span, table
 
 NEAR = 20  # steps after the switch in which a loss spike is put down to it
 AROUND = 50  # steps before it that the loss is compared with
@@ -94,7 +94,7 @@ def matches(results: Results) -> str:
 
 def origins(results: Results) -> str:
     """What was run."""
-    return said(
+    return fill_in(
         results,
         "`{command}`: {training[model]}, {parameters:,} parameters, {training[steps]} steps, switch after "
         "{training[switch]}, brightness {training[brightness]:g}, learning rate {training[lr]:g}, ε "

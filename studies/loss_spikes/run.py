@@ -165,7 +165,7 @@ def rms(optimizer: torch.optim.Optimizer, p: Tensor, beta2: float, eps: float, s
 
 
 def train(way: Way, plan: Plan, seed: int, records: Path | None = None) -> dict[str, Any]:
-    """One run, with the alarms that whoever writes their own loop would put into it.
+    """One run, with the alarms that a loop of your own would have.
 
     With a folder for records it is watched from outside, too: all gauges at every fifth step, RMS_t of two
     tensors at every one.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 from studies.shared.readings import Beside
-from studies.shared.tables import Results, left_out, per, said, several, table
+from studies.shared.tables import Results, fill_in, left_out, per, several, table
 
 REFERENCE, ROUNDED = "32-bit", ("inverse dynamic", "inverse dynamic, blocks", "quantile")
 
@@ -56,7 +56,7 @@ def losses(results: Results) -> str:
 
 def origin(results: Results) -> str:
     """What was run, on what."""
-    return said(
+    return fill_in(
         results,
         "`{command}`: {training[model]} of {parameters:,} parameters, {training[steps]} steps of {tokens:,} "
         "tokens in fp32 on {data[source]}; {machine}. {left}",

@@ -1,4 +1,4 @@
-"""A picture said by its series: what each is called, its color, dashes and marker, and the panels they stand in.
+"""A picture as its series: what each is called, its color, dashes and marker, and the panels they stand in.
 
 Colors are after Okabe and Ito: safe for color-blind readers, and lines differ in dashes too.
 """

@@ -5,7 +5,7 @@ such as `.2f`, or a function). What is None leaves the cell empty:
 
     table(results["recipes"], ("recipe", "name"), ("loss", "validation_loss", ".4f"), ("lost", lost, percent))
 
-`per` repeats columns for each of some keys, and `said` fills the sentence below a table that says what was run.
+`per` repeats columns for each of some keys, and `fill_in` makes the sentence below a table that says what was run.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def left_out(results: Results, who: Callable[[Results], str] | None = None) -> s
     return " ".join([*notes, *(f"{who(run)} failed: {run['failed']}." for run in failed)])
 
 
-def said(results: Results, sentence: str, **more: Any) -> str:
+def fill_in(results: Results, sentence: str, **more: Any) -> str:
     """A sentence with figures of the results in braces, `{training[lr]:g}`; `machine` and `tokens` are known."""
     known: Results = {"machine": machine(results)}
     if {"batch", "sequence"} <= results.get("training", {}).keys():
@@ -154,7 +154,7 @@ def sizes(results: Results) -> str:
 
 def origin(results: Results) -> str:
     """What `shared/gather.py` trained, on what."""
-    return said(
+    return fill_in(
         results,
         "`{command}`: {training[model]} model of {parameters:,} parameters, {training[steps]} steps of {tokens:,} "
         "tokens in fp32 on {data[source]}, loss {loss[first]:.2f} to {loss[last]:.2f}, learning rate "

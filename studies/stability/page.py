@@ -18,7 +18,7 @@ from narrowgauge.gauges import SpikeMatch, match_spikes
 from studies.shared import pictures, readings, tables
 from studies.shared.pictures import COLORS, INK, MUTED
 from studies.shared.readings import Reading
-from studies.shared.tables import Results, left_out, mean_of, name_of, per, percent2, said, significant, table
+from studies.shared.tables import Results, fill_in, left_out, mean_of, name_of, per, percent2, significant, table
 
 PLAIN, STABLE, CLIPPED = "AdamW", "StableAdamW", "AdamW, clipped to 1"
 LONG, SHORT = 0.999, 0.95
@@ -194,7 +194,7 @@ def matches(results: Results) -> str:
 def origin(results: Results) -> str:
     """What was run, on what."""
     training = results["training"]
-    return said(
+    return fill_in(
         results,
         "`{command}`: {training[model]} of {size:,} parameters, {training[steps]} steps of {training[batch]:,} "
         "pairs, learning rate {training[lr]:g} after {training[warmup]} steps, then a cosine, weight decay "

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from studies.shared import pictures
 from studies.shared.pictures import INK, Line
-from studies.shared.tables import Results, per, said, significant, table
+from studies.shared.tables import Results, fill_in, per, significant, table
 from studies.state_codecs.bench import exploded
 
 LABELS = {
@@ -199,7 +199,7 @@ def instructions(results: Results) -> str:
 
 def origin(results: Results) -> str:
     """What was run, on what."""
-    return said(
+    return fill_in(
         results,
         "`{command}`: {minutes:.0f} minutes, {machine}, seed {training[seed]}. {size[reference]:,} elements a case "
         "for the usual simulation, {size[numel]:,} for the rest; trainings of {size[recorded]:,} steps, "

@@ -11,7 +11,7 @@ from matplotlib.ticker import LogLocator
 
 from studies.shared import pictures, tables
 from studies.shared.pictures import INK, Line
-from studies.shared.tables import Results, per, said, significant, table
+from studies.shared.tables import Results, fill_in, per, significant, table
 from studies.training_magnitudes.run import MODELS
 
 DECAY = 0.9  # of the moving average, as `LinearPlan.with_moving_average` has it
@@ -170,7 +170,7 @@ def origin(results: Results) -> str:
                 row=row, training=training, seeds="1 seed" if seeds == 1 else f"{seeds} seeds"
             )
         )
-    return said(
+    return fill_in(
         results,
         "`{command}`: {told}; {data[source]}; AdamW in fp32, β2 0.999, norm of gradients at most "
         "{training[causal][clip]:g}; {machine}.",

@@ -48,7 +48,7 @@ def test_a_sentence_has_the_figures_of_the_results() -> None:
         "training": {"batch": 2, "sequence": 1024},
     }
     assert (
-        tables.said(results, "{tokens:,} tokens, {who}; {machine}.", who="us")
+        tables.fill_in(results, "{tokens:,} tokens, {who}; {machine}.", who="us")
         == "2,048 tokens, us; H200, torch 2.11.0.\n"
     )
 
