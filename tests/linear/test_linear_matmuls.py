@@ -154,6 +154,17 @@ def test_inf_and_nan_show_and_touch_no_other_row(name: str, form: str, bad: floa
     assert not grad_w[3].isfinite().any()
 
 
+def test_sums_are_kept_in_32_bits() -> None:
+    """4096 ones and a half: a 16-bit sum of bf16 stops growing at 256, of float16 at 2048."""
+    ones = torch.ones(1, 4096)
+    for dtype in (torch.bfloat16, torch.float16):
+        for name, plan in PLANS.items():
+            y = linear(ones.to(dtype), ones.to(dtype), None, plan)
+            assert y.item() == 4096, (name, dtype)
+            grad_w = run(plan, ones.t().to(dtype), torch.ones(1, 1, dtype=dtype), ones.t().to(dtype))[2]
+            assert grad_w.item() == pytest.approx(4096, rel=2**-8), (name, dtype)
+
+
 def test_int8_products_are_exact_in_every_layout() -> None:
     """Views of one row or column have strides that mean nothing, which a multiply may not follow."""
     random = torch.Generator().manual_seed(0)

@@ -184,6 +184,21 @@ def test_variants_are_checked() -> None:
         CollageAdamW([p], variant="light", states="fp32")
 
 
+def test_kahan_is_collage_light_while_updates_are_small() -> None:
+    """Collage, Appendix D: the same words, given that the update is below the weight and like the compensation."""
+    words = []
+    for weights in ("kahan", "expansion"):
+        p = torch.nn.Parameter((1 + torch.rand(500, generator=torch.Generator().manual_seed(3))).to(torch.bfloat16))
+        optimizer = AdamW([("p", p)], 1e-3, weights=weights, states="bf16", weight_decay=0.0)
+        for step in range(300):
+            p.grad = torch.randn(500, generator=torch.Generator().manual_seed(step)).to(torch.bfloat16)
+            optimizer.step()
+        words.append((p.detach(), optimizer.state[p]["weight.compensation" if weights == "kahan" else "weight.lo"]))
+    total = [p.double() + low.double() for p, low in words]
+    assert (total[0] - total[1]).abs().max() <= 300 * 2.0**-16 * 2.0**-2
+    assert (words[0][0] == words[1][0]).double().mean() > 0.99
+
+
 def test_kahan_is_collage_light_where_the_paper_says_so() -> None:
     """Appendix D: |weight| >= |update|, and updates of about the size of what is carried over, so that their sum is
     exact. Multiples of 2^-12 below 2^-8 beside weights in [1, 2) are: then both hold the same sum, bit for bit."""
