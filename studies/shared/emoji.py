@@ -74,7 +74,7 @@ def read_names(path: Path) -> list[Emoji]:
     """The emoji of Unicode's emoji-test.txt, in its order."""
     if not path.is_file():
         raise ValueError(
-            f"--names must be Unicode's emoji-test.txt (Debian: package unicode-data), got {path}, which does not exist"
+            f"--names must be Unicode's emoji-test.txt (Debian's unicode-data has it), got {path}: no such file"
         )
     found = []
     for line in path.read_text(encoding="utf-8").splitlines():
