@@ -26,7 +26,7 @@ def resumed(path: Path | None, results: dict[str, Any]) -> dict[str, Any]:
             versions or of another dtype: figures beside one another are of one kind.
     """
     if path is None:
-        raise UsageError("--resume: got it without --json, takes the results file to go on with")
+        raise UsageError("--resume must be given with --json, the results file to go on with")
     try:
         known = json.loads(path.read_text())
     except FileNotFoundError:

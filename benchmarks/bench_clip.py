@@ -264,18 +264,20 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     args.device, args.layers = device, layers
     for name, least in (("batch", 2), ("warm_up", 1), ("steps", 1), ("rounds", 1)):
         if getattr(args, name) < least:
-            parser.error(f"--{name.replace('_', '-')}: got {getattr(args, name)}, takes at least {least}")
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
     if not 0 <= args.patch_dropout < 1:
-        parser.error(f"--patch-dropout: got {args.patch_dropout}, takes a share from 0 to below 1")
+        parser.error(f"--patch-dropout must be from 0 to below 1, got {args.patch_dropout}")
     args.models = parts(shown if args.models is None else args.models)
     if unknown := [name for name in args.models if name not in MODELS]:
-        parser.error(f"--models: got {unknown[0]!r}, takes {shown}")
+        parser.error(f"--models must be among {shown}, got {unknown[0]!r}")
     if args.mode != "default" and (args.compile != "inductor" or args.graph):
-        parser.error(f"--mode: got {args.mode!r}, takes it with --compile alone: no --graph, no other backend")
+        parser.error(
+            f"--mode must be default but with --compile alone (no --graph, no other backend), got {args.mode!r}"
+        )
     if args.graph and device.type != "cuda":
-        parser.error(f"--graph: got it on {device.type!r}, takes a CUDA device")
+        parser.error(f"--graph must be given with a CUDA device, got {device.type!r}")
     if args.resume and args.json is None:
-        parser.error("--resume: got it without --json, takes the results file to go on with")
+        parser.error("--resume must be given with --json, the results file to go on with")
     if args.peers:
         if PEER not in peer_versions():
             parser.error(f"--peers: none is installed of {PEER}")

@@ -148,7 +148,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     args.sections = tuple(parts(args.sections))
     try:
         if not args.sections or set(args.sections) - set(SECTIONS):
-            raise UsageError(f"--sections: got {','.join(args.sections)!r}, takes {', '.join(SECTIONS)}")
+            raise UsageError(f"--sections must be among {', '.join(SECTIONS)}, got {','.join(args.sections)!r}")
         args.device = find_device(args.device)
         chosen_dtype(args.dtype)
         args.layers = (baseline(), *chosen_plans(args.plans))
@@ -156,7 +156,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
         if args.tune:
             refuse_tuning(args.device, args.layers)
         if args.resume and args.json is None:
-            raise UsageError("--resume: got it without --json, takes the results file to go on with")
+            raise UsageError("--resume must be given with --json, the results file to go on with")
     except UsageError as error:
         parser.error(str(error))
     return args

@@ -57,7 +57,7 @@ def pairs_of(settings: TrainSettings) -> Pairs:
     """The pairs that settings of a CLIP name, made once in a process for equal data; by default emoji."""
     sizes = preset(settings.model)
     if not isinstance(sizes, ClipSizes):
-        raise ValueError(f"model: got {settings.model!r}, takes a CLIP such as 'clip-small'")
+        raise ValueError(f"model must be a CLIP such as 'clip-small', got {settings.model!r}")
     data = installed_emoji() if settings.data is None else settings.data
     return _load(
         data, settings.validation_data, settings.columns, settings.vocabulary,
@@ -125,7 +125,7 @@ def installed_emoji() -> Path:
                 emoji.read_names(emoji.NAMES), emoji.Drawer(emoji.FONT), folder, size=72, renders=4, seed=0
             )
         except ValueError as error:
-            raise DataError(f"--data: got nothing, and there is no emoji font to draw: {error}") from None
+            raise DataError(f"--data must be given where there is no emoji font to draw: {error}") from None
     return folder
 
 
@@ -139,7 +139,9 @@ class Draw:
 
     def __init__(self, pairs: Pairs, *, batch: int, seed: int, scale: float, flip: bool) -> None:
         if len(pairs.pixels) < batch:
-            raise DataError(f"--data takes more images: got {len(pairs.pixels)} to train on, --batch {batch}")
+            raise DataError(
+                f"--data must have at least --batch {batch} images to train on, got {len(pairs.pixels)}"
+            )
         self._pairs, self._batch, self._scale, self._flip = pairs, batch, scale, flip
         self._generator = torch.Generator(pairs.pixels.device).manual_seed(seed & _LAST)
         self._order = torch.empty(0, dtype=torch.int64, device=pairs.pixels.device)

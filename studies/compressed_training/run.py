@@ -70,13 +70,13 @@ def main(
     end = time.monotonic() + seconds
     names = options.matching("--only", only, [row.name for row in training.ROWS])
     if device not in ("cpu", "cuda"):
-        raise typer.BadParameter(f"--device: got {device}, takes cpu or cuda")
+        raise typer.BadParameter(f"--device must be cpu or cuda, got {device}")
     if device == "cuda" and torch.cuda.device_count() < plan.ranks:
-        raise typer.BadParameter(f"--device: got {torch.cuda.device_count()} GPUs, takes {plan.ranks} for cuda")
+        raise typer.BadParameter(f"--device cuda must have {plan.ranks} GPUs, got {torch.cuda.device_count()}")
     given = options.given(data=data, model=model, steps=steps, batch=batch, device=device)
     setting = replace(plan.language, **given)
     if setting.batch % plan.ranks:
-        raise typer.BadParameter(f"--batch: got {setting.batch}, takes a multiple of {plan.ranks}, the ranks")
+        raise typer.BadParameter(f"--batch must be a multiple of {plan.ranks}, the ranks, got {setting.batch}")
     plan = replace(plan, language=setting, sgd_lr=sgd_lr, adamw_lr=adamw_lr)
     seeds = 1 if check else seeds
     # A seed of everything, then the next.

@@ -73,14 +73,16 @@ class Emoji:
 def read_names(path: Path) -> list[Emoji]:
     """The emoji of Unicode's emoji-test.txt, in its order."""
     if not path.is_file():
-        raise ValueError(f"--names: got {path}, where nothing is; Debian has it in the package unicode-data")
+        raise ValueError(
+            f"--names must be Unicode's emoji-test.txt (Debian's unicode-data has it), got {path}: no such file"
+        )
     found = []
     for line in path.read_text(encoding="utf-8").splitlines():
         match = _LINE.match(line)
         if match:
             found.append(Emoji("".join(chr(int(code, 16)) for code in match[1].split()), match[2]))
     if not found:
-        raise ValueError(f"--names: got {path}, which has no emoji; takes Unicode's emoji-test.txt")
+        raise ValueError(f"--names must be Unicode's emoji-test.txt, got {path}, which has no emoji")
     return found
 
 
@@ -112,7 +114,7 @@ class Drawer:
         try:
             self._font: Any = ImageFont.truetype(str(path), size, layout_engine=engine)
         except OSError as error:
-            raise ValueError(f"--font: got {path}: {error}; takes a font with pictures of {size} pixels") from None
+            raise ValueError(f"--font must have pictures of {size} pixels, got {path}: {error}") from None
         self._size = size
         self._missing = self._drawn("\U0010ffff").tobytes()
 
@@ -162,7 +164,7 @@ def write_pairs(
         else:
             drawn[each] = image
     if not drawn:
-        raise ValueError(f"--font: got one without a picture of any of {len(emoji)} emoji")
+        raise ValueError(f"--font must have pictures of emoji, got one without any of {len(emoji)}")
     apart = held_out(drawn)
     (out / "images").mkdir(parents=True, exist_ok=True)
     counts = {}

@@ -128,7 +128,7 @@ def _refuse_copies(text: str, seen: set[bytes]) -> None:
 def _split(packages: Mapping[str, list[Document]]) -> tuple[list[Document], list[Document]]:
     """Packages to validation in the order of a hash of their names, the very large ones left out."""
     if len(packages) < 2:
-        raise DataError(f"--data: got {len(packages)} installed packages, takes at least 2, or a text of your own")
+        raise DataError(f"--data must be a text where fewer than 2 packages are installed, got {len(packages)}")
     sizes = {name: sum(document.size for document in documents) for name, documents in packages.items()}
     total = sum(sizes.values())
     bound = max(LARGEST * total, min(sizes.values()))

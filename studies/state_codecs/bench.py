@@ -100,7 +100,7 @@ class SimulatedRun:
 
     def __init__(self, how: Simulation, rule: str, p0: Tensor, block_size: int) -> None:
         if rule not in ("adamw", "adagrad"):
-            raise ValueError(f"rule: got {rule!r}, takes 'adamw' or 'adagrad'")
+            raise ValueError(f"rule must be 'adamw' or 'adagrad', got {rule!r}")
         self.how, self.rule, self.s, self.block = how, rule, SETTINGS[rule], block_size
         self.p = p0.double().clone()
         self.m, self.v = torch.zeros_like(p0), torch.zeros_like(p0)

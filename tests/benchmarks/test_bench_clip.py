@@ -175,12 +175,12 @@ def test_the_models_are_open_clips() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--models", "vit-g"], "--models: got 'vit-g', takes vit-b-16, vit-l-14, vit-h-14"),
+        (["--models", "vit-g"], "--models must be among vit-b-16, vit-l-14, vit-h-14"),
         (["--plans", "NONE"], "--plans must be a name such as"),
-        (["--batch", "1"], "--batch: got 1, takes at least 2"),
-        (["--patch-dropout", "1"], "--patch-dropout: got 1.0, takes a share from 0 to below 1"),
-        (["--resume"], "--resume: got it without --json"),
-        (["--graph", "--device", "cpu"], "--graph: got it on 'cpu', takes a CUDA device"),
+        (["--batch", "1"], "--batch must be at least 2, got 1"),
+        (["--patch-dropout", "1"], "--patch-dropout must be from 0 to below 1, got 1.0"),
+        (["--resume"], "--resume must be given with --json"),
+        (["--graph", "--device", "cpu"], "--graph must be given with a CUDA device, got 'cpu'"),
     ],
 )
 def test_what_makes_no_sense_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

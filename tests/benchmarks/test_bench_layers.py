@@ -58,8 +58,8 @@ def test_a_run_goes_on_where_another_ended(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--sections", "speed"], "--sections: got 'speed', takes memory, noise, operations, grid"),
-        (["--resume"], "--resume: got it without --json"),
+        (["--sections", "speed"], "--sections must be among memory, noise, operations, grid"),
+        (["--resume"], "--resume must be given with --json"),
         (["--plans", "SWITCH"], "--plans must be a name such as"),
     ],
 )

@@ -193,16 +193,16 @@ def test_the_lists_are_the_models() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--lists", ","], "--lists: got ',', takes big, matrix, many-64, many-768, gpt2,"),
-        (["--lists", "8x8,8xe"], "--lists: got '8xe', takes big, matrix"),
-        (["--lists", "0x5"], "--lists: got '0x5', takes big, matrix"),
-        (["--only", "nothing"], "--only: got 'nothing', takes parts of AdamW 8bit; AdamW 8bit, skip;"),
-        (["--only", "bitsandbytes"], "--only: got 'bitsandbytes', which takes --peers"),
-        (["--device", "mps"], "--device: got 'mps', takes 'auto', 'cpu', 'cuda' or 'cuda:N'"),
-        (["--seconds", "inf"], "--seconds: got inf, takes a finite number above 0"),
+        (["--lists", ","], "--lists must be big, matrix, many-64, many-768, gpt2,"),
+        (["--lists", "8x8,8xe"], "--lists must be big, matrix"),
+        (["--lists", "0x5"], "--lists must be big, matrix"),
+        (["--only", "nothing"], "--only must be parts of AdamW 8bit; AdamW 8bit, skip;"),
+        (["--only", "bitsandbytes"], "got 'bitsandbytes': give --peers too"),
+        (["--device", "mps"], "--device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got 'mps'"),
+        (["--seconds", "inf"], "--seconds must be a finite number above 0, got inf"),
         (["--json", "/dev/null/b.json"], "--json: cannot write '/dev/null/b.json': "),
         (["--json", "/dev"], "--json: cannot write '/dev': it is a folder"),
-        (["--figure", "b.txt"], "--figure: got 'b.txt', takes a path that ends in .svg, .png, .pdf"),
+        (["--figure", "b.txt"], "--figure must end in .svg, .png, .pdf, got 'b.txt'"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_a_line(
@@ -232,7 +232,7 @@ OTHERS = ("bitsandbytes", "torchao", "optimi", "flashoptim", "heavyball")
             "Not installed: bitsandbytes, torchao.",
         ),
         (OTHERS, ["--lists", "8x8"], 2, "--peers: none is installed of bitsandbytes, torchao, optimi"),
-        (OTHERS[1:2], ["--only", "torchao"], 2, "--only: got 'torchao', torchao is not installed"),
+        (OTHERS[1:2], ["--only", "torchao"], 2, "got 'torchao': torchao is not installed"),
     ],
 )
 def test_peers_that_are_not_installed_are_named(

@@ -111,13 +111,13 @@ def test_tuning_is_done_once_for_multiplies_alike(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--shapes", "8x0x8"], "--shapes: got '8x0x8', takes tokens, input and output features such as 32768"),
-        (["--shapes", ","], "--shapes: got ',', takes tokens"),
+        (["--shapes", "8x0x8"], "--shapes must be tokens, input and output features such as 32768"),
+        (["--shapes", ","], "--shapes must be tokens"),
         (["--plans", "SWITCH"], "--plans must be a name such as SWITCHBACK, SWITCHBACK_M,"),
         (["--plans", "SWITCHBACK:int8/e4m3"], "--plans 'SWITCHBACK:int8/e4m3': right_format must be"),
-        (["--dtype", "e4m3"], "--dtype: got 'e4m3', takes bf16, fp16, fp32"),
-        (["--seconds", "nan"], "--seconds: got nan, takes a finite number above 0"),
-        (["--tune"], "--tune: got it with the device cpu, takes a CUDA device"),
+        (["--dtype", "e4m3"], "--dtype must be one of bf16, fp16, fp32, got 'e4m3'"),
+        (["--seconds", "nan"], "--seconds must be a finite number above 0, got nan"),
+        (["--tune"], "--tune must be given with a CUDA device"),
         (["--peers"], "--peers: none is installed of torchao, bitsandbytes"),
     ],
 )

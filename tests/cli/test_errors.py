@@ -15,7 +15,7 @@ from narrowgauge.cli._files import UsageError, user_input, write_output
 
 def test_wrong_input_is_a_line_and_with_debug_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["formats", "fp16", "--unsigned"]
-    line = "narrowgauge: --unsigned: takes a codebook, fp16 is a float format\n"
+    line = "narrowgauge: --unsigned must be given with a codebook, got the float format fp16\n"
     assert main(words) == 2
     assert capsys.readouterr().err == line
     for debugged in (["--debug", *words], [*words, "--debug"]):

@@ -94,6 +94,6 @@ def test_what_cannot_be_written_is_one_line(place: str, tmp_path: Path, capsys: 
 
 def test_options_that_a_picture_has_no_use_for_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert plot("dynamic", "--codes", "--plot") == 2
-    assert "--codes: shows more of a page, takes no --plot" in capsys.readouterr().err
+    assert "--codes must not be given with --plot" in capsys.readouterr().err
     assert plot("--plot", "~nosuchuser/x.png") == 2
     assert "nosuchuser" in capsys.readouterr().err

@@ -169,17 +169,17 @@ def test_the_figure_has_every_recipe_and_part(
 
 
 ERRORS = {
-    "model": (["gpt5"], "MODEL: got 'gpt5', takes a preset"),
+    "model": (["gpt5"], "MODEL must be a preset"),
     "recipe": (["micro", "--recipe", "E"], "recipe must be one of"),
-    "no recipe": (["micro", "--recipe", ","], "--recipe: got ','"),
+    "no recipe": (["micro", "--recipe", ","], "--recipe must name recipes, got ','"),
     "linear": (["micro", "--linear", "FOO"], "--linear must be a name such as SWITCHBACK"),
     "memory": (["micro", "--memory", "much"], "--memory must be a number with its unit"),
     "batch": (["micro", "--batch", "0"], "batch must be an integer from 1"),
-    "count": (["7B", "--batch", "3"], "--batch: got it for a number of parameters"),
-    "vocabulary": (["7B", "--vocabulary", "300"], "--vocabulary: got 300 for '7B'"),
-    "classes": (["micro", "--classes", "3"], "--classes: got 3 for 'micro', takes a preset of ViT"),
+    "count": (["7B", "--batch", "3"], "--batch must be left out for a number of parameters"),
+    "vocabulary": (["7B", "--vocabulary", "300"], "--vocabulary must be given with a preset that reads tokens"),
+    "classes": (["micro", "--classes", "3"], "--classes must be given with a preset of ViT, got 3 with 'micro'"),
     "a caption": (["clip-micro", "--sequence", "40"], "sequence must be at most 16"),
-    "added to a count": (["7B", "--layer-scale", "0"], "--layer-scale: got it for a number of parameters"),
+    "added to a count": (["7B", "--layer-scale", "0"], "--layer-scale must be left out for a number of parameters"),
 }  # fmt: skip
 
 

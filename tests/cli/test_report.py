@@ -192,6 +192,6 @@ def test_writing_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_another_schema_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="results: got schema 2, takes 1"):
+    with pytest.raises(ValueError, match="schema must be 1, got 2"):
         _compare_page.write_report(make() | {"schema": 2}, tmp_path / "report.html")
     assert not list(tmp_path.iterdir())

@@ -316,7 +316,7 @@ def test_what_is_no_file_of_records_is_refused_in_one_line(
         path.write_bytes(content)
     assert main(["report", str(path)]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("narrowgauge: RUN: got ")
+    assert error.startswith("narrowgauge: RUN must be ")
     assert complaint in error
     assert error.count("\n") == 1
     assert not path.with_suffix(".html").exists()

@@ -86,7 +86,7 @@ def test_once_refuses_what_has_no_records(
 
 def test_an_interval_has_to_be_above_zero(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", str(path), "--interval", "0"]) == 2
-    assert "--interval: got 0, takes seconds above 0" in capsys.readouterr().err
+    assert "--interval must be above 0 seconds, got 0" in capsys.readouterr().err
 
 
 def test_it_waits_follows_and_takes_a_new_start(path: Path) -> None:

@@ -117,24 +117,24 @@ class Record:
 def _check(options: CompareOptions) -> torch.device:
     """Refuse what cannot work, before minutes are spent on it; give the device."""
     if not options.names:
-        raise UsageError(f"--recipes: got none, takes one or more of {', '.join(recipe_book.names())}")
+        raise UsageError(f"--recipes must name one or more of {', '.join(recipe_book.names())}, got none")
     for name in options.names:
         recipe_book.get(name)
     canonical = [recipe_book.get(name).name for name in options.names]
     for name in canonical:
         if canonical.count(name) > 1:
-            raise UsageError(f"--recipes: got {name} twice, takes each recipe once")
+            raise UsageError(f"--recipes must name each recipe once, got {name} twice")
     if options.model not in trainers.presets():
-        raise UsageError(f"--model: got {options.model!r}, takes one of {', '.join(trainers.presets())}")
+        raise UsageError(f"--model must be one of {', '.join(trainers.presets())}, got {options.model!r}")
     for name, (least, most) in _BOUNDS.items():
         got = getattr(options, name)
         if not least <= got <= most:
             bound = f"least {least}" if got < least else f"most {most}"
-            raise UsageError(f"--{name.replace('_', '-')}: got {got}, takes an integer of at {bound}")
+            raise UsageError(f"--{name.replace('_', '-')} must be an integer of at {bound}, got {got}")
     if options.seed + options.seeds > 2**32:
-        raise UsageError(f"--seed: got {options.seed} with --seeds {options.seeds}, takes seeds below 2^32")
+        raise UsageError(f"--seed must leave all seeds below 2^32, got {options.seed} with --seeds {options.seeds}")
     if options.arithmetic not in ("fp32", "strict"):
-        raise UsageError(f"--arithmetic: got {options.arithmetic!r}, takes 'fp32' or 'strict'")
+        raise UsageError(f"--arithmetic must be 'fp32' or 'strict', got {options.arithmetic!r}")
     # The optimizer knows what its hyperparameters may be; ask it with the smallest model there is.
     probe = torch.nn.Linear(1, 1)
     for name in options.names:

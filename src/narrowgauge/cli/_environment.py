@@ -53,9 +53,9 @@ def find_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"--device: got {name!r}, takes 'auto', 'cpu', 'cuda' or 'cuda:N'") from None
+        raise UsageError(f"--device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {name!r}") from None
     if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"--device: got {name!r}, takes 'auto', 'cpu', 'cuda' or 'cuda:N'")
+        raise UsageError(f"--device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {name!r}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(f"--device: got {name!r}, this machine has {torch.cuda.device_count()} CUDA devices")
     return device

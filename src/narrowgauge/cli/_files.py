@@ -71,5 +71,5 @@ def expanded(option: str, path: Path) -> Path:
 def picture_path(option: str, path: Path) -> Path:
     """The expanded path of a picture; a UsageError for a suffix other than `PICTURES`."""
     if path.suffix.lower() not in PICTURES:
-        raise UsageError(f"{option}: got {str(path)!r}, takes a path that ends in {', '.join(PICTURES)}")
+        raise UsageError(f"{option} must end in {', '.join(PICTURES)}, got {str(path)!r}")
     return expanded(option, path)

@@ -49,7 +49,9 @@ def find(name: str, codebook: bool = False) -> FloatFormat | CodebookMap:
         if name == known or typed == known.casefold():
             return codebook_map(known)
     if codebook:
-        raise UsageError(f"NAME: got {name!r}{_near(typed, names)}, takes with --codebook {', '.join(names)}")
+        raise UsageError(
+            f"NAME must be one of {', '.join(names)} with --codebook, got {name!r}{_near(typed, names)}"
+        )
     own = tuple(fmt.name for fmt in FORMATS)
     words = tuple(word for word, layout in _WORDS.items() if not layout.startswith("e11"))
     try:
@@ -59,7 +61,7 @@ def find(name: str, codebook: bool = False) -> FloatFormat | CodebookMap:
         hint = _near(typed, (*own, *names, *words))
     maps = ", ".join(known for known in names if known not in own)
     raise UsageError(
-        f"NAME: got {name!r}{hint}, takes {', '.join(own)}, a layout such as e3m4, or a codebook: {maps}"
+        f"NAME must be {', '.join(own)}, a layout such as e3m4, or a codebook ({maps}), got {name!r}{hint}"
     )
 
 
@@ -73,7 +75,9 @@ def _float_format(name: str, typed: str) -> FloatFormat | None:
     exponent, mantissa, finite = int(layout["e"]), int(layout["m"]), bool(layout["fn"])
     width = 1 + exponent + mantissa
     if layout["bits"] and int(layout["bits"]) != width:
-        raise UsageError(f"NAME: got {name!r}, takes fp{width}_ for e{exponent}m{mantissa}, which has {width} bits")
+        raise UsageError(
+            f"NAME must begin with fp{width}_ for e{exponent}m{mantissa}, which has {width} bits, got {name!r}"
+        )
     for known in FORMATS:
         # The standard's e4m3 is finite whether or not "fn" says so.
         same = (known.exponent_bits, known.mantissa_bits) == (exponent, mantissa)
@@ -86,7 +90,7 @@ def _float_format(name: str, typed: str) -> FloatFormat | None:
     except ValueError as error:
         raise UsageError(f"NAME: got {name!r}: {error}") from None
     except OverflowError:
-        raise UsageError(f"NAME: got {name!r}, takes a layout whose numbers a double holds") from None
+        raise UsageError(f"NAME must be a layout whose numbers a double holds, got {name!r}") from None
     return made
 
 

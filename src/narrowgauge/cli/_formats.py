@@ -90,29 +90,33 @@ def formats(options: FormatsOptions) -> int:
 def _check(options: FormatsOptions) -> FloatFormat | CodebookMap | None:
     """Find what NAME means, and refuse options that do not apply to it."""
     if options.value is not None and options.plot is not None:
-        raise UsageError("--plot: got it with --value, takes one of the two")
+        raise UsageError("--plot and --value must not be given together")
     if options.name is None:
-        _refuse(options, ("codebook", "unsigned", "bits", "all", "codes"), "takes a NAME before it")
+        _refuse(options, ("codebook", "unsigned", "bits", "all", "codes"), "must be given with a NAME")
         return None
     found = find(options.name, options.codebook)
     if isinstance(found, FloatFormat):
         also = " (with --codebook: the codebook)" if found.name in codebook_names() else ""
-        _refuse(options, ("unsigned", "bits"), f"takes a codebook, {found.name} is a float format{also}")
+        _refuse(
+            options, ("unsigned", "bits"), f"must be given with a codebook, got the float format {found.name}{also}"
+        )
         if options.codes and found.bits > _MOST_BITS_LISTED:
             codes = f"{found.name}, which has 2^{found.bits} codes"
-            raise UsageError(f"--codes: got {codes}, takes a format of at most {_MOST_BITS_LISTED} bits")
+            raise UsageError(
+                f"--codes must be given with a format of at most {_MOST_BITS_LISTED} bits, got {codes}"
+            )
     else:
-        _refuse(options, ("all",), f"takes a float format, {found.name} is a codebook")
+        _refuse(options, ("all",), f"must be given with a float format, got the codebook {found.name}")
     for what in ("value", "plot"):
         if getattr(options, what) is not None:
-            _refuse(options, ("all", "codes"), f"shows more of a page, takes no --{what} beside it")
+            _refuse(options, ("all", "codes"), f"must not be given with --{what}")
     return found
 
 
 def _refuse(options: FormatsOptions, names: tuple[str, ...], why: str) -> None:
     for name in names:
         if getattr(options, name) not in (None, False):
-            raise UsageError(f"--{name}: {why}")
+            raise UsageError(f"--{name} {why}")
 
 
 def _plot(options: FormatsOptions, found: FloatFormat | CodebookMap | None, path: Path) -> int:
@@ -138,10 +142,10 @@ def shown(found: CodebookMap, options: FormatsOptions) -> Shown:
     unsigned, bits = options.unsigned or not found.signed_bits, options.bits
     widths = found.unsigned_bits if unsigned else found.signed_bits
     if not widths:
-        raise UsageError(f"--unsigned: takes a codebook that is defined without sign, {found.name} is not")
+        raise UsageError(f"--unsigned must be given with a codebook that is defined without sign, got {found.name}")
     if bits is not None and bits not in widths:
-        takes = f"{span(widths)} for {found.name} {'without' if unsigned else 'with'} sign"
-        raise UsageError(f"--bits: got {bits}, takes {takes}")
+        wanted = f"{span(widths)} for {found.name} {'without' if unsigned else 'with'} sign"
+        raise UsageError(f"--bits must be {wanted}, got {bits}")
     return Shown(found, not unsigned, max(widths) if bits is None else bits)
 
 
@@ -404,8 +408,8 @@ def read_value(text: str) -> float:
             return math.copysign(math.ldexp(1.0, int(found[2])), -1.0 if found[1] == "-" else 1.0)
         return float.fromhex(typed) if "0x" in typed.lower() else float(typed)
     except (ValueError, OverflowError):
-        takes = "takes a number such as 0.1, 1e-8, 2^-14, 0x1p-3, inf or nan, of a double's range"
-        raise UsageError(f"--value: got {text!r}, {takes}") from None
+        wanted = "a number such as 0.1, 1e-8, 2^-14, 0x1p-3, inf or nan, of a double's range"
+        raise UsageError(f"--value must be {wanted}, got {text!r}") from None
 
 
 def _value_everywhere(printer: Printer, typed: str, x: float) -> None:
@@ -447,7 +451,7 @@ def _value_in_codebook(printer: Printer, typed: str, x: float, it: Shown) -> Non
     """The value nearest to x with its two neighbors."""
     low = -1 if it.signed else 0
     if not low <= x <= 1:
-        raise UsageError(f"--value: got {typed!r}, takes a number in [{low}, 1] for {it.title}")
+        raise UsageError(f"--value must be a number in [{low}, 1] for {it.title}, got {typed!r}")
     values = it.values
     code = encode(values, x)
     rows = []

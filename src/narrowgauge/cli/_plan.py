@@ -80,7 +80,7 @@ def _planned(options: PlanOptions) -> tuple[list[MemoryPlan], list[Answers] | No
     """The plans, and what would fit if a memory was given."""
     names = list(dict.fromkeys(parts(options.recipe)))
     if not names:
-        raise UsageError(f"--recipe: got {options.recipe!r}, takes names of recipes")
+        raise UsageError(f"--recipe must name recipes, got {options.recipe!r}")
     found = {recipe.name: recipe for recipe in map(recipes.get, names)}
     memory = None if options.memory is None else parse_bytes("--memory", options.memory)
     linear = None if options.linear is None else plan_of("--linear", options.linear)
@@ -134,8 +134,8 @@ def _model(options: PlanOptions, sequence: int | None) -> Any:
         asked = {name: getattr(options, name) for name in _OF_A_MODEL} | options.additions.given
         for name in (name for name, value in asked.items() if value is not None and value is not False):
             raise UsageError(
-                f"--{name.replace('_', '-')}: got it for a number of parameters, takes a model: activations are "
-                "not known here"
+                f"--{name.replace('_', '-')} must be left out for a number of parameters, whose activations are "
+                "not known"
             )
     elif options.additions.given:
         model = from_config(model)
@@ -162,15 +162,15 @@ def find_model(text: str, vocabulary: int | None, sequence: int | None, classes:
     named = text in presets(None)
     sizes = preset(text) if named else None
     if classes is not None and not isinstance(sizes, VitSizes):
-        raise UsageError(f"--classes: got {classes} for {text!r}, takes a preset of ViT beside it")
+        raise UsageError(f"--classes must be given with a preset of ViT, got {classes} with {text!r}")
     if vocabulary is not None and (not named or isinstance(sizes, VitSizes)):
         raise UsageError(
-            f"--vocabulary: got {vocabulary} for {text!r}, takes a preset beside it that reads tokens: others have "
-            "their own"
+            f"--vocabulary must be given with a preset that reads tokens (others have their own), got {vocabulary} "
+            f"with {text!r}"
         )
     for name, value in (("classes", classes), ("vocabulary", vocabulary)):
         if value is not None and value < 1:
-            raise UsageError(f"--{name}: got {value}, takes at least 1")
+            raise UsageError(f"--{name} must be at least 1, got {value}")
     if isinstance(sizes, VitSizes):
         return vit_configuration(sizes, 1000 if classes is None else classes)
     if isinstance(sizes, ClipSizes):
@@ -193,8 +193,8 @@ def _read(path: Path) -> Any:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise UsageError(
-            f"MODEL: got {str(path)!r}, takes a preset ({', '.join(presets(None))}), a folder with a config.json, "
-            "or a number of parameters such as 7B"
+            f"MODEL must be a preset ({', '.join(presets(None))}), a folder with a config.json, or a number of "
+            f"parameters such as 7B, got {str(path)!r}"
         )
     from transformers import AutoConfig
 

@@ -141,7 +141,7 @@ def tokens(options: TokensOptions) -> int:
     vocabulary, workers = options.vocabulary, options.workers
     for name, value, least, most in (("vocabulary", vocabulary, 256, 2**20), ("workers", workers, 1, 1024)):
         if value is not None and not least <= value <= most:
-            raise UsageError(f"--{name}: got {value}, takes an integer from {least} to {most}")
+            raise UsageError(f"--{name} must be an integer from {least} to {most}, got {value}")
     with TrainDisplay() as display, user_input():
         index = prepare_tokens(
             options.data, options.out, vocabulary=vocabulary, workers=workers or usable_cores(),

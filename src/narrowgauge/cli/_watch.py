@@ -41,7 +41,7 @@ def watch(options: WatchOptions, console: Console | None = None, rounds: int | N
         rounds: how many looks to take; without end by default.
     """
     if not options.interval > 0:
-        raise UsageError(f"--interval: got {options.interval:g}, takes seconds above 0")
+        raise UsageError(f"--interval must be above 0 seconds, got {options.interval:g}")
     console = console or Console(highlight=False)
     reader, advisor = LiveReader(options.run), Advisor()
     reader.read()

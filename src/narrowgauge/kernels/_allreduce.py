@@ -367,7 +367,7 @@ class TritonAllreduce:
 
 
 class TritonBucket:
-    """The three passes of a bucket, which is reduced once at a time, on one stream; methods as of `CBucket`.
+    """The three passes of a bucket, on one stream; its methods are those of `CBucket`.
 
     Its tables are on the device, so a pass costs the host its launches and little more.
     """

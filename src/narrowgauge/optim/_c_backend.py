@@ -156,18 +156,18 @@ class CSteps:
         return [table.sum_terms(verdict) for table in self._tables if table.kernel.step.equation.terms]
 
     def run(
-        self, verdict: Verdict | None, summed: bool = False, which: Sequence[int] | None = None
+        self, verdict: Verdict | None, summed: bool = False, indices: Sequence[int] | None = None
     ) -> list[tuple[list[str], Tensor]]:
         held = verdict is not None and verdict.held
         flags: dict[int, bool] | None = None
         if verdict is not None and self._report is not None:
             flags = dict(zip(self._report.indices.tolist(), (self._report.flags > 0).tolist(), strict=True))
-        if not self._measured and which is None:
+        if not self._measured and indices is None:
             for table in () if held else self._tables:
                 table.run(verdict, flags, summed)
             return []
         names, rows = [], []
-        for index in self._members if which is None else which:
+        for index in self._members if indices is None else indices:
             table, number = self._members[index]
             if self._measured:
                 names.append(table.steps[number].plan.name)

@@ -430,10 +430,10 @@ class EagerSteps:
         return [([index], TERMS, table) for index, (_, table) in self._sums.items()]
 
     def run(
-        self, verdict: Verdict | None, summed: bool = False, which: Sequence[int] | None = None
+        self, verdict: Verdict | None, summed: bool = False, indices: Sequence[int] | None = None
     ) -> list[tuple[list[str], Tensor]]:
         names, rows = [], []
-        for index in self._members if which is None else which:
+        for index in self._members if indices is None else indices:
             number = self._members[index]
             step, sums = self.steps[number], None
             if summed and index in self._sums:

@@ -73,13 +73,13 @@ class StepList(Protocol):
     def terms(self, verdict: Verdict) -> list[Rows]:
         """This rank's sums of the rules' terms; `run` reads them again if `summed` is True."""
 
-    def run(self, verdict: Verdict | None, summed: bool = False, which: Sequence[int] | None = None) -> Measured:
+    def run(self, verdict: Verdict | None, summed: bool = False, indices: Sequence[int] | None = None) -> Measured:
         """Take the steps.
 
         Args:
             verdict: the verdict on the step; None where gradients are taken as they are.
             summed: whether to use the sums of `terms`, now added up over ranks.
-            which: the indices of the parameters to step; None for all. A list on a GPU is stepped whole.
+            indices: the indices of the parameters to step; None for all. A list on a GPU is stepped whole.
         """
 
 

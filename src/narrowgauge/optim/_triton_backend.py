@@ -179,7 +179,7 @@ class TritonSteps:
         return [one for tables in self._now for one in tables.terms(verdict.on_device(tables.device))]
 
     def run(
-        self, verdict: Verdict | None, summed: bool = False, which: Sequence[int] | None = None
+        self, verdict: Verdict | None, summed: bool = False, indices: Sequence[int] | None = None
     ) -> list[tuple[list[str], Tensor]]:
         found: list[Tensor | None] = []
         for tables in self._now:

@@ -227,8 +227,8 @@ def chosen_shapes(text: str | None, device: torch.device) -> tuple[Shape, ...]:
     for part in parts(text) or [text]:
         match = _SHAPE.fullmatch(part)
         if match is None:
-            takes = "takes tokens, input and output features such as 32768x1280x5120"
-            raise UsageError(f"--shapes: got {part!r}, {takes}")
+            wanted = "tokens, input and output features such as 32768x1280x5120"
+            raise UsageError(f"--shapes must be {wanted}, got {part!r}")
         shapes.append(Shape(*map(int, match.groups())))
     return tuple(shapes)
 
@@ -236,7 +236,7 @@ def chosen_shapes(text: str | None, device: torch.device) -> tuple[Shape, ...]:
 def chosen_dtype(name: str) -> torch.dtype:
     """The dtype of `--dtype`."""
     if name not in DTYPES:
-        raise UsageError(f"--dtype: got {name!r}, takes {', '.join(DTYPES)}")
+        raise UsageError(f"--dtype must be one of {', '.join(DTYPES)}, got {name!r}")
     return DTYPES[name]
 
 
@@ -250,7 +250,7 @@ def chosen_plans(text: str | None) -> tuple[Layer, ...]:
 def refuse_tuning(device: torch.device, layers: Sequence[Layer]) -> None:
     """Raise a UsageError where there is nothing to choose from."""
     if device.type != "cuda":
-        raise UsageError("--tune: got it with the device cpu, takes a CUDA device: elsewhere there is one way only")
+        raise UsageError("--tune must be given with a CUDA device: elsewhere there is one way only")
     if not any(layer.plan is not None and layer.plan.formats for layer in layers):
         raise UsageError("--tune: got it without a plan in eight bits")
 

@@ -86,9 +86,9 @@ def _chosen_rows(only: str, known: list[Row], missing: list[str], device: torch.
     if chosen := matching(known):
         return chosen
     for row in matching(rows(device)):
-        reason = f"{row.family} is not installed" if row.family in missing else "which takes --peers"
-        raise UsageError(f"--only: got {only!r}, {reason}")
-    raise UsageError(f"--only: got {only!r}, takes parts of {'; '.join(row.name for row in known)}")
+        reason = f"{row.family} is not installed" if row.family in missing else "give --peers too"
+        raise UsageError(f"--only must name rows that run here, got {only!r}: {reason}")
+    raise UsageError(f"--only must be parts of {'; '.join(row.name for row in known)}, got {only!r}")
 
 
 def _columns(device: torch.device) -> dict[str, tuple[str, str]]:

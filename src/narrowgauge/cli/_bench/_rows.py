@@ -269,4 +269,4 @@ def parameter_list(name: str) -> ParameterList:
     if _SHAPE.fullmatch(name):
         shape = tuple(map(int, name.split("x")))
         return ParameterList(name, f"one tensor of {name.replace('x', ' x ')}", lambda: [shape])
-    raise UsageError(f"--lists: got {name!r}, takes {', '.join(LISTS)}, or a shape such as 4096x4096")
+    raise UsageError(f"--lists must be {', '.join(LISTS)}, or a shape such as 4096x4096, got {name!r}")

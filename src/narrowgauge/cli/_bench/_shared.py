@@ -34,7 +34,7 @@ class Output:
     def __init__(self, seconds: float, json: Path | None, figure: Path | None) -> None:
         """Check the options that both benchmarks have."""
         if not 0 < seconds < math.inf:
-            raise UsageError(f"--seconds: got {seconds}, takes a finite number above 0")
+            raise UsageError(f"--seconds must be a finite number above 0, got {seconds}")
         self._figure = None if figure is None else picture_path("--figure", figure)
         self._json, self._console, self.failed = json, Console(), False
 

@@ -17,7 +17,7 @@ def report(options: ReportOptions) -> int:
     path = records_file(options.run)
     if not path.exists():
         what = f"a folder without {path.name}" if options.run.is_dir() else "which does not exist"
-        raise UsageError(f"RUN: got {str(options.run)!r}, {what}; takes a file of records, or a folder with one")
+        raise UsageError(f"RUN must be a file of records or a folder with one, got {str(options.run)!r}, {what}")
     try:
         records = read_records(path)
     except OSError as error:
@@ -28,7 +28,7 @@ def report(options: ReportOptions) -> int:
     if out.is_dir():
         out = out / f"{path.stem}.html"
     if out.absolute() == path.absolute():
-        raise UsageError(f"--out: got {str(out)!r}, which is the file of records; takes another")
+        raise UsageError(f"--out must not be the file of records, got {str(out)!r}")
     out.parent.mkdir(parents=True, exist_ok=True)
     write_run_report(records, out, str(options.run))
     if records.damage is not None:

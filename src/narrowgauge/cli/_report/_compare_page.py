@@ -34,7 +34,7 @@ def write_report(results: Json, path: Path) -> None:
         ValueError: for results of another schema.
     """
     if results["schema"] != 1:
-        raise ValueError(f"results: got schema {results['schema']!r}, takes 1")
+        raise ValueError(f"the results' schema must be 1, got {results['schema']!r}")
     figures = (charts.loss, charts.edq, charts.lost_updates, charts.memory, charts.speed)
     write_page(
         path,

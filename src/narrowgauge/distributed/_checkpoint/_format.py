@@ -213,7 +213,7 @@ def _keys_of(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def verify_file(path: Path, size: int, digest: str | None) -> None:
-    """Compare a file of a checkpoint with its size in bytes, and with its SHA-256 unless that is None.
+    """Compare a file of a checkpoint with its size in bytes, and with its SHA-256 (not if `digest` is None).
 
     Raises:
         DamagedCheckpointError: if it is missing or different.

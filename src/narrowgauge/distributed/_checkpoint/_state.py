@@ -207,7 +207,9 @@ def check_groups(saved: Mapping[str, Any], order: list[list[str]]) -> None:
         ValueError: naming the group, and what one side has alone.
     """
     if len(order) != len(saved["groups"]):
-        raise ValueError(f"optimizer: got {len(order)} groups, the checkpoint has {len(saved['groups'])}")
+        raise ValueError(
+            f"optimizer must have {len(saved['groups'])} groups as the checkpoint has, got {len(order)}"
+        )
     for number, (live, group) in enumerate(zip(order, saved["groups"], strict=True)):
         if set(live) != set(group["params"]):
             raise ValueError(
