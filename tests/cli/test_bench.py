@@ -38,12 +38,12 @@ def test_a_table_and_a_results_file(tmp_path: Path, capsys: pytest.CaptureFixtur
     out = tmp_path / "deep" / "b.json"
     assert (
         bench(
-            "--lists", "64x64,3", "--only", "adamw 8bit,fused", "--json", out, "--figure", out.with_suffix(".svg")
+            "--lists", "64x64,3", "--only", "bit-split8,fused", "--json", out, "--figure", out.with_suffix(".svg")
         )
         == 0
     )
     printed = capsys.readouterr().out
-    assert "AdamW 8bit, split8" in printed
+    assert "recipe adamw8bit-split8" in printed
     assert "torch AdamW fused, bf16" in printed
     assert "GB/s" in printed
     assert max(len(line) for line in printed.splitlines() if str(tmp_path) not in line) <= 80
@@ -197,7 +197,7 @@ def test_the_lists_are_the_models() -> None:
         (["--lists", "8x8,8xe"], "--lists must be big, matrix"),
         (["--lists", "0x5"], "--lists must be big, matrix"),
         (["--only", "nothing"], "--only must be parts of AdamW 8bit; AdamW 8bit, skip;"),
-        (["--only", "bitsandbytes"], "got 'bitsandbytes': give --peers too"),
+        (["--only", "bitsandbytes"], "--only must name rows that run here, got 'bitsandbytes': give --peers too"),
         (["--device", "mps"], "--device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got 'mps'"),
         (["--seconds", "inf"], "--seconds must be a finite number above 0, got inf"),
         (["--json", "/dev/null/b.json"], "--json: cannot write '/dev/null/b.json': "),
@@ -232,7 +232,12 @@ OTHERS = ("bitsandbytes", "torchao", "optimi", "flashoptim", "heavyball")
             "Not installed: bitsandbytes, torchao.",
         ),
         (OTHERS, ["--lists", "8x8"], 2, "--peers: none is installed of bitsandbytes, torchao, optimi"),
-        (OTHERS[1:2], ["--only", "torchao"], 2, "got 'torchao': torchao is not installed"),
+        (
+            OTHERS[1:2],
+            ["--only", "torchao"],
+            2,
+            "--only must name rows that run here, got 'torchao': torchao is not installed",
+        ),
     ],
 )
 def test_peers_that_are_not_installed_are_named(

@@ -87,7 +87,7 @@ def test_what_cannot_be_written_is_one_line(place: str, tmp_path: Path, capsys: 
     (tmp_path / "folder.svg").mkdir()
     assert plot("--plot", tmp_path / place) == 2
     printed = capsys.readouterr()
-    assert printed.err.startswith("narrowgauge: --plot: ")
+    assert printed.err.startswith("narrowgauge: --plot")
     assert place in printed.err
     assert printed.err.count("\n") == 1
 

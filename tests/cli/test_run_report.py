@@ -316,7 +316,7 @@ def test_what_is_no_file_of_records_is_refused_in_one_line(
         path.write_bytes(content)
     assert main(["report", str(path)]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("narrowgauge: RUN must be ")
+    assert error.startswith("narrowgauge: RUN must ")
     assert complaint in error
     assert error.count("\n") == 1
     assert not path.with_suffix(".html").exists()
@@ -326,7 +326,7 @@ def test_the_records_are_never_written_over(tmp_path: Path, capsys: pytest.Captu
     path = save(sound(10), tmp_path / "run.html")
     before = path.read_bytes()
     assert main(["report", str(path)]) == 2
-    assert "--out: got" in capsys.readouterr().err
+    assert "--out must not be the file of records" in capsys.readouterr().err
     assert path.read_bytes() == before
 
 

@@ -23,7 +23,9 @@ def report(options: ReportOptions) -> int:
     except OSError as error:
         raise UsageError(f"RUN: cannot read {path}: {error.strerror}") from None
     if not records:
-        raise UsageError(f"RUN: got {str(path)!r}, where there is nothing to read: {records.damage}")
+        raise UsageError(
+            f"RUN must have records, got {str(path)!r}, where there is nothing to read: {records.damage}"
+        )
     out = options.out or path.with_suffix(".html")
     if out.is_dir():
         out = out / f"{path.stem}.html"

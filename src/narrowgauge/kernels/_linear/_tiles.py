@@ -278,7 +278,9 @@ def quantize_tensor(
 def quantize_columns(
     x: Tensor, format: str, transposed: Tensor, sums: bool, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Quantize a contiguous matrix with a scale a column, into its transpose. The arguments are those of `quantize_tensor`.
+    """Quantize a contiguous matrix with a scale a column, into its transpose.
+
+    The arguments are those of `quantize_tensor`.
 
     Returns:
         Scales (1, columns), float32, and the column sums (columns,), added in float32.
