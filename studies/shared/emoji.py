@@ -107,7 +107,7 @@ class Drawer:
     def __init__(self, path: Path, size: int = STRIKE) -> None:
         if not path.is_file():
             raise ValueError(
-                f"--font must be a font of emoji (Debian: fonts-noto-color-emoji, NotoColorEmoji.ttf), got {path}: no such file"
+                f"--font must be a font of emoji (Debian: fonts-noto-color-emoji), got {path}: no such file"
             )
         self.sequences = bool(features.check("raqm"))
         engine = ImageFont.Layout.RAQM if self.sequences else ImageFont.Layout.BASIC
