@@ -3,7 +3,7 @@
 Python's own error is enough for most wrong arguments. A value that would be accepted and then train something else
 (True for a count, 1.5 for a block size, a path as a list of names) is refused here, in one form::
 
-    block_size must be at least 1, got 0
+    block_size must be an integer of at least 1, got 0
 """
 
 from __future__ import annotations
