@@ -21,7 +21,7 @@ Results = Mapping[str, Any]
 _WIDTH, _NAMES = 10.0, 2.6  # inches of a picture, and of the names in it
 _ROW, _TYPE, _MARKERS = 0.3, 11.5, "osD^vP"
 _BLUE, _ORANGE, _GREEN = (PALETTE[f"series-{i}"][0] for i in (2, 1, 3))
-# Multiplies dark to light, what eight bits cost in warm colours, the rest grey.
+# Multiplies dark to light, what eight bits cost in warm colors, the rest grey.
 _OPERATIONS = {
     "output": (_BLUE, 1.0), "grad_input": (_BLUE, 0.72), "grad_weight": (_BLUE, 0.45),
     "quantize X": (_ORANGE, 1.0), "quantize W": (_ORANGE, 0.72), "quantize G": (_ORANGE, 0.45),
@@ -41,7 +41,7 @@ def draw_speed(results: Results, path: Path) -> None:
         box = (_NAMES / _WIDTH, (below + 0.95) / height, (_WIDTH - _NAMES - 0.3) / _WIDTH, above / height)
         _dots(figure.add_axes(box), shapes, layers, results["layers"])
         handles = [
-            Line2D([], [], color=_colour(i), marker=_marker(i), linestyle="", label=_times(name))
+            Line2D([], [], color=_color(i), marker=_marker(i), linestyle="", label=_times(name))
             for i, name in enumerate(shapes)
         ]
         figure.legend(
@@ -64,7 +64,7 @@ def _dots(axis: Any, shapes: Results, layers: Sequence[str], about: Results) -> 
             row = rows.get(name, {})
             if "speedup" in row:
                 speedup = row.get("graph_speedup", row["speedup"])
-                axis.plot(speedup, at, _marker(i), color=_colour(i), markersize=7, zorder=3, alpha=0.9)
+                axis.plot(speedup, at, _marker(i), color=_color(i), markersize=7, zorder=3, alpha=0.9)
     axis.axvline(1, color=INK, linewidth=1.6, linestyle=(0, (4, 2)), zorder=2)
     axis.set_xlim(left=0)
     axis.set_title("times as fast as nn.Linear, forward and backward", color=INK, fontsize=_TYPE + 1.5)
@@ -83,7 +83,7 @@ def _grid(figure: Figure, grid: Results, height: float, below: float) -> None:
         for j, count in enumerate(tokens):
             found = [(dim, grid.get(f"{count}x{dim}", {}).get(plan, {}).get("speedup")) for dim in dims]
             known = [(dims.index(dim), speedup) for dim, speedup in found if speedup is not None]
-            axis.plot(*zip(*known, strict=True), color=_colour(j), marker=_marker(j), markersize=5, linewidth=1.6)
+            axis.plot(*zip(*known, strict=True), color=_color(j), marker=_marker(j), markersize=5, linewidth=1.6)
         axis.axhline(1, color=INK, linewidth=1.6, linestyle=(0, (4, 2)), zorder=2)
         axis.set(ylim=(0, 1.08 * max(highest, 1)), xticks=range(len(dims)), xlim=(-0.3, len(dims) - 0.7))
         axis.set_xticklabels(dims)
@@ -92,7 +92,7 @@ def _grid(figure: Figure, grid: Results, height: float, below: float) -> None:
     text = "dim: a layer from dim to 4 dim and one back"
     figure.text(0.5, 0.46 / height, text, ha="center", color=MUTED, fontsize=_TYPE)
     handles = [
-        Line2D([], [], color=_colour(j), marker=_marker(j), label=f"{count:,} tokens")
+        Line2D([], [], color=_color(j), marker=_marker(j), label=f"{count:,} tokens")
         for j, count in enumerate(tokens)
     ]
     figure.legend(handles=handles, loc="lower center", ncols=len(tokens), frameon=False, fontsize=_TYPE - 0.5)
@@ -132,8 +132,8 @@ def draw_operations(results: Results, path: Path) -> None:
         _shares(side, cells, [name for name in layers if name != BASELINE])
         seen = {name for cell, of in rows for name in cells[cell][of]["operations"]}
         handles = [
-            Patch(color=colour, alpha=alpha, label=name)
-            for name, (colour, alpha) in (*_OPERATIONS.items(), ("other", _OTHER))
+            Patch(color=color, alpha=alpha, label=name)
+            for name, (color, alpha) in (*_OPERATIONS.items(), ("other", _OTHER))
             if name in seen or (name == "other" and seen - _OPERATIONS.keys())
         ]
         figure.legend(handles=handles, loc="lower center", ncols=5, frameon=False, fontsize=_TYPE - 0.5)
@@ -145,9 +145,9 @@ def _stack(axis: Any, rows: Results, name: str, at: int) -> None:
     known = rows[name]["operations"]
     for operation in (*_OPERATIONS, *(other for other in known if other not in _OPERATIONS)):
         if operation in known:
-            colour, alpha = _OPERATIONS.get(operation, _OTHER)
+            color, alpha = _OPERATIONS.get(operation, _OTHER)
             share = known[operation] / whole
-            axis.barh(at, share, 0.74, start, color=colour, alpha=alpha, linewidth=0, zorder=2)
+            axis.barh(at, share, 0.74, start, color=color, alpha=alpha, linewidth=0, zorder=2)
             start += share
 
 
@@ -156,7 +156,7 @@ def _shares(axis: Any, cells: Results, layers: Sequence[str]) -> None:
     for i, name in enumerate(layers):
         known = [(at, 100 * rows[name]["quantize_share"]) for at, rows in enumerate(cells.values())
                  if "failed" not in rows[name]]  # fmt: skip
-        axis.plot(*zip(*known, strict=True), color=_colour(i), marker=_marker(i), markersize=5, label=name)
+        axis.plot(*zip(*known, strict=True), color=_color(i), marker=_marker(i), markersize=5, label=name)
     axis.set(ylim=(0, None), xticks=range(len(dims)), xlim=(-0.3, len(dims) - 0.7))
     axis.set_xticklabels(dims, rotation=45 if len(dims) > 4 else 0)
     axis.set_title("quantization, %", color=INK, fontsize=_TYPE + 1.5)
@@ -164,7 +164,7 @@ def _shares(axis: Any, cells: Results, layers: Sequence[str]) -> None:
     axis.legend(frameon=False, fontsize=_TYPE - 2.5, loc="upper center", bbox_to_anchor=(0.45, -0.2))
 
 
-def _colour(i: int) -> str:
+def _color(i: int) -> str:
     return PALETTE[SERIES[i % len(SERIES)]][0]
 
 

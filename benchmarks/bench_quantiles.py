@@ -53,7 +53,7 @@ def data(name: str, size: int) -> Tensor:
 
 DISTRIBUTIONS = ("normal", "uniform", "Student t, 3 degrees", "squares of normals")
 ARRANGEMENTS = ("normal", "rows of scales 10^-3 to 10^3", "columns of scales 10^-3 to 10^3", "sorted normal")
-# Place of a quantile among m sorted values, counted from 1, and between which neighbours.
+# Place of a quantile among m sorted values, counted from 1, and between which neighbors.
 RULES: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
     "m p + 1/2 (Hazen; ours)": lambda p, m: m * p + 0.5,
     "m p (the paper)": lambda p, m: np.floor(m * p) + 1,
@@ -62,8 +62,8 @@ RULES: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
 }
 
 
-def neighbours(x: Tensor, rule: str, size: int = SUBSET) -> Tensor:
-    """The paper's subsets, runs of `size` neighbours, read by a rule and averaged."""
+def neighbors(x: Tensor, rule: str, size: int = SUBSET) -> Tensor:
+    """The paper's subsets, runs of `size` neighbors, read by a rule and averaged."""
     ordered = torch.from_numpy(np.sort(x.view(-1, size).numpy(), axis=1))
     place = torch.from_numpy(RULES[rule](PROBABILITIES, size))
     below = place.floor().long().clamp(1, size)
@@ -93,14 +93,14 @@ def error_tables(largest: int) -> dict[str, Any]:
         x = data(name, 2**22)
         ordered = np.sort(x.numpy())
         tables["subsets"][f"{name}: ours"] = errors(estimate_quantiles(x), ordered)
-        tables["subsets"][f"{name}: neighbours"] = errors(neighbours(x, next(iter(RULES))), ordered)
+        tables["subsets"][f"{name}: neighbors"] = errors(neighbors(x, next(iter(RULES))), ordered)
     for name in ("normal", "Student t, 3 degrees", "squares of normals"):
         x = data(name, 2**22)
         ordered = np.sort(x.numpy())
         for rule in RULES:
-            tables["reading"][f"{name}: {rule}"] = errors(neighbours(x, rule), ordered)
+            tables["reading"][f"{name}: {rule}"] = errors(neighbors(x, rule), ordered)
         for size in (1024, 2048, 8192):
-            found = neighbours(x, next(iter(RULES)), size)
+            found = neighbors(x, next(iter(RULES)), size)
             tables["reading"][f"{name}: Hazen, subsets of {size}"] = errors(found, ordered)
     return tables
 

@@ -3,7 +3,7 @@
 Each round takes some steps without a watch and as many within one, in turns, on the same model, each after as
 many steps as lie between two measured ones; the time of a round ends when the device is done. So it is what a watch
 costs while it lasts, not what it takes to begin and to end one. The cost is the median over rounds of the ratio of
-neighbours, so that a clock that drifts or a busy machine says nothing. `all` is the default watch (updates,
+neighbors, so that a clock that drifts or a busy machine says nothing. `all` is the default watch (updates,
 gradients, features at every tenth step, RMS_t of embeddings at every one), the other rows leave something out:
 `losses, RMS_t` less `losses` is what RMS_t at every step costs. Comparing quantized moments with exact ones is done
 seldom by default (every 500th step); what one such step costs, and that over 500 steps, has a row of its own.

@@ -336,6 +336,12 @@ def test_measured_pages_begin_with_the_answer_that_their_results_give() -> None:
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 
 
+def test_no_line_begins_with_the_mark_of_a_figure() -> None:
+    """In Markdown a comment at the beginning of a line ends the paragraph, and the list that it is in."""
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        assert not re.search(r"^\s*<!--=", page.read_text(encoding="utf-8"), re.MULTILINE), page
+
+
 def test_links_lead_to_files() -> None:
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))):
         for target in LINK.findall(page.read_text()):

@@ -2,7 +2,7 @@
 packages.
 
 What stands at the top of `site-packages` and of the standard library is a package, all of its files go to one
-side, and so no file of a package that validates was ever trained on, nor its neighbours. Packages carry copies
+side, and so no file of a package that validates was ever trained on, nor its neighbors. Packages carry copies
 of one another (`pip/_vendor`), often with a line changed, so a file counts as a copy if its lines are the same
 but for blanks around them, for empty lines and for comments; `shared_lines` says what is left of that.
 

@@ -177,7 +177,7 @@ def test_on_a_gpu_turns_show_the_slower_of_host_and_device(host: float, device: 
     assert len(found.seconds["a"]) == len(found.seconds["b"]) >= 5
 
 
-def test_a_speed_up_is_that_of_neighbours() -> None:
+def test_a_speed_up_is_that_of_neighbors() -> None:
     """A device that slows down to a tenth in the middle changes medians, but no ratio."""
     slow = [1.0, 1.0, 10.0, 10.0, 10.0]
     found = _timing.Turns({"a": [2 * s for s in slow], "b": slow}, {})

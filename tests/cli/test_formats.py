@@ -178,7 +178,7 @@ def test_a_value_becomes_what_torch_makes_of_it(typed: str, capsys: pytest.Captu
 
 
 @given(x=st.floats(), index=st.integers(0, len(EVERY) - 1))
-def test_neighbours_are_the_next_numbers(x: float, index: int) -> None:
+def test_neighbors_are_the_next_numbers(x: float, index: int) -> None:
     fmt = find(EVERY[index])
     code = fmt.encode(x)
     value = fmt.decode(code)
@@ -197,7 +197,7 @@ def test_neighbours_are_the_next_numbers(x: float, index: int) -> None:
             assert abs(Fraction(value) - Fraction(x)) <= abs(Fraction(fmt.decode(other)) - Fraction(x))
 
 
-def test_a_value_in_one_format_comes_with_its_neighbours(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_value_in_one_format_comes_with_its_neighbors(capsys: pytest.CaptureFixture[str]) -> None:
     page = read(capsys, "fp16", "--value", "0.1")
     assert "0.1000000000000000055511151231257827021181583404541015625" in page
     codes = [int(row[2], 16) for row in rows(page, r"(below|nearest|above) +([0-9a-f]{4})  0 ")]

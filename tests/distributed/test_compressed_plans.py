@@ -134,7 +134,7 @@ def begun(options: dict[str, Any], model: dict[str, Tensor]) -> CompressedAllRed
     return hook
 
 
-def test_neighbours_are_one_span() -> None:
+def test_neighbors_are_one_span() -> None:
     layout = Layout.of("abcdef", [3, 4, 5, 6, 7, 8], [True, True, False, True, False, True], 2, 4)
     assert layout.spans == [(0, 7), (12, 18), (25, 33)]
     assert Layout.of("ab", [3, 4], [False, False], 2, 4).spans == []

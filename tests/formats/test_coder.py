@@ -43,7 +43,7 @@ def coder_of(name: str, signed: bool, bits: int) -> Coder:
 
 @pytest.mark.parametrize(("name", "signed", "bits"), ALL)
 def test_encoding_is_nearest_with_ties_towards_zero(name: str, signed: bool, bits: int) -> None:
-    """Float32 patterns of [-1, 1] in strides, and every boundary and value with its neighbours, by brute force."""
+    """Float32 patterns of [-1, 1] in strides, and every boundary and value with its neighbors, by brute force."""
     coder = coder_of(name, signed, bits)
     edges = torch.cat([coder.boundaries, coder.values])
     around = [torch.nextafter(edges, edges.new_tensor(side)) for side in (-2.0, 2.0)]

@@ -106,7 +106,7 @@ def test_numbers_encode_and_decode_without_tensors() -> None:
 
 
 def test_a_double_is_rounded_once() -> None:
-    """Through float32 it would fall on the midpoint first, and from there to the even neighbour."""
+    """Through float32 it would fall on the midpoint first, and from there to the even neighbor."""
     x = torch.tensor(1.0 + 2.0**-8 + 2.0**-40, dtype=torch.float64)
     assert BF16.decode(int(BF16.encode(x))) == 1.0 + 2.0**-7
     assert float(x.float().bfloat16()) == 1.0

@@ -1,4 +1,4 @@
-"""Rounding: nearest is torch's cast, stochastic is unbiased and takes a neighbour, Philox is Philox."""
+"""Rounding: nearest is torch's cast, stochastic is unbiased and takes a neighbor, Philox is Philox."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_seed_stream_and_step_all_matter_and_bits_are_uniform() -> None:
 
 
 @pytest.mark.parametrize("fmt", [BF16, FP16, FP8_E4M3], ids=lambda fmt: fmt.name)
-def test_stochastic_rounding_takes_a_neighbour_and_keeps_numbers_of_the_format(fmt: FloatFormat) -> None:
+def test_stochastic_rounding_takes_a_neighbor_and_keeps_numbers_of_the_format(fmt: FloatFormat) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(20_000, generator=generator) * 10.0 ** torch.empty(20_000).uniform_(-6, 2, generator=generator)
     up = round_with_bits(x, fmt, torch.zeros(x.shape, dtype=torch.int64)).to(torch.float64)

@@ -73,7 +73,7 @@ def test_every_pattern_of_16_bits_is_lost_as_rounding_loses_it(name: str, dtype:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("fmt", [FP16, BF16, FP8_E4M3, FP8_E5M2, FP6_E3M2, FP6_E2M3, FP4_E2M1, FP32], ids=str)
-def test_the_neighbours_of_a_boundary_lie_on_its_two_sides(fmt: FloatFormat, dtype: torch.dtype) -> None:
+def test_the_neighbors_of_a_boundary_lie_on_its_two_sides(fmt: FloatFormat, dtype: torch.dtype) -> None:
     below, normal, saturated, beyond = Target("it", fmt, scaled=False).boundaries_in(dtype)
     for boundary in (below, normal, saturated, beyond):
         if math.isinf(boundary):

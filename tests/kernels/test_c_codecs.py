@@ -47,7 +47,7 @@ def blocks(size: int) -> Tensor:
     row = normal().clamp(-1, 1)
     row[0, 2], row[0, 5], row[0, 7] = -2.0, 2.0, torch.inf  # two extrema of both signs beside an infinity
     rows += [row, row.flip(1), normal().sign() * torch.finfo(torch.float32).max, normal().sign() * 2.0**126]
-    # Values and boundaries of the codebook, and their neighbours.
+    # Values and boundaries of the codebook, and their neighbors.
     for signed in (False, True):
         made = coder("dynamic", signed, CPU)
         near = torch.cat([made.values, made.boundaries])

@@ -162,7 +162,7 @@ def test_both_orders_as_compiled(dtype: torch.dtype, form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_code_and_every_tie(form: str, device: str) -> None:
-    """All values, the midpoints between them and their float32 neighbours, of both signs, at a scale of 1."""
+    """All values, the midpoints between them and their float32 neighbors, of both signs, at a scale of 1."""
     if form == "int8":
         values = np.arange(128.0)
     else:

@@ -30,7 +30,7 @@ def test_codes_and_scales_are_the_oracles(scaling: str, form: str) -> None:
 
 @pytest.mark.parametrize("form", ["e4m3", "e5m2"])
 def test_every_float8_value_and_every_tie_is_rounded_right(form: str) -> None:
-    """All values, the midpoints between them and their float32 neighbours, at a scale of 1."""
+    """All values, the midpoints between them and their float32 neighbors, at a scale of 1."""
     largest = oracle.LARGEST[form]
     values = np.array([oracle.FLOATS[form].decode(c) for c in range(128)])
     values = np.unique(values[np.isfinite(values)])

@@ -60,7 +60,7 @@ def test_every_weight_storage_becomes_every_other(old: str, new: str, dtype: tor
 
 @pytest.mark.parametrize("fmt", [BF16, FP16], ids=lambda fmt: fmt.name)
 def test_a_low_word_is_found_for_every_parameter_and_offset(fmt: FloatFormat) -> None:
-    """All finite numbers, and weights at, beside and between the halfway points to both neighbours."""
+    """All finite numbers, and weights at, beside and between the halfway points to both neighbors."""
     dtype = torch.bfloat16 if fmt is BF16 else torch.float16
     p = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     p = p[torch.isfinite(p)]
@@ -68,7 +68,7 @@ def test_a_low_word_is_found_for_every_parameter_and_offset(fmt: FloatFormat) ->
         if storage.key is None or dtype not in storage.dtypes:
             continue
         for share in (-0.5, -0.3, -(2.0**-12), 0.0, 0.1, 0.499, 0.5):
-            # Towards zero a power of two is at half the distance from its neighbour.
+            # Towards zero a power of two is at half the distance from its neighbor.
             below = torch.nextafter(p.abs(), torch.zeros_like(p)).double()
             gap = p.double().abs() - below if share < 0 else fmt.ulp(p.double())
             value = (p.double() + share * gap * p.double().sign()).float()

@@ -15,7 +15,7 @@ from narrowgauge.storage import mark_states, state_storages, weight_storages
 SHAPE = (33, 40)
 
 
-def neighbours(names: tuple[str, ...]) -> list[tuple[str, str]]:
+def neighbors(names: tuple[str, ...]) -> list[tuple[str, str]]:
     """Each with the next: `test_checkpoint` and `test_checkpoint_weights` convert each into each."""
     return list(zip(names, names[1:] + names[:1], strict=True))
 
@@ -50,7 +50,7 @@ def as_loaded(p: torch.nn.Parameter, optimizer: NarrowOptimizer, **options) -> d
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize(("old", "new"), neighbours(state_storages()))
+@pytest.mark.parametrize(("old", "new"), neighbors(state_storages()))
 def test_states_become_what_a_checkpoint_would_become(old: str, new: str) -> None:
     p, optimizer = made(states=old, weights="split")
     drive(p, optimizer, range(3))
@@ -62,7 +62,7 @@ def test_states_become_what_a_checkpoint_would_become(old: str, new: str) -> Non
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize(("old", "new"), neighbours(weight_storages()))
+@pytest.mark.parametrize(("old", "new"), neighbors(weight_storages()))
 def test_low_words_become_what_a_checkpoints_would_become(old: str, new: str) -> None:
     p, optimizer = made(states="bf16", weights=old)
     drive(p, optimizer, range(3))

@@ -193,7 +193,7 @@ def test_one_inf_or_nan_spoils_nothing_but_itself(values: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_infinities_without_a_finite_neighbour_stay_large(sign: float) -> None:
+def test_infinities_without_a_finite_neighbor_stay_large(sign: float) -> None:
     for company in (0.0, 2.0**-127, torch.nan):
         x = torch.tensor([company, sign * torch.inf, -sign * torch.inf, company])
         quantized = quantize(x, SIGNED)

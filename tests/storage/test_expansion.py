@@ -42,7 +42,7 @@ def numbers(dtype: torch.dtype, low: int = -6, high: int = 6) -> st.SearchStrate
 
 @st.composite
 def expansions(draw: st.DrawFn, dtype: torch.dtype, low: int = -1, high: int = 3) -> Pair:
-    """Normalised pairs, the low word often at its extremes."""
+    """Normalized pairs, the low word often at its extremes."""
     hi = draw(numbers(dtype, low, high))
     half = float(FloatFormat.of(dtype).ulp(hi.to(torch.float64))) / 2 if float(hi) else 0.0
     share = draw(st.one_of(st.sampled_from([-1.0, -0.5, 0.0, 0.5, 1.0]), st.floats(-1, 1)))
@@ -203,10 +203,10 @@ def test_betas_as_bf16_expansions_are_those_of_table_1() -> None:
         assert round(float(lo), 4) == lo_printed
         assert is_normalised(hi, lo)
         assert abs(float(hi) + float(lo) - beta) < 2.0**-17
-    neighbours = torch.tensor([0.99], dtype=torch.bfloat16).view(torch.int16) + torch.arange(
+    neighbors = torch.tensor([0.99], dtype=torch.bfloat16).view(torch.int16) + torch.arange(
         -1, 2, dtype=torch.int16
     )
-    assert 0.9893 not in [round(float(x), 4) for x in neighbours.view(torch.bfloat16)]
+    assert 0.9893 not in [round(float(x), 4) for x in neighbors.view(torch.bfloat16)]
 
 
 def dekker(a: Tensor, b: Tensor, c: int) -> Pair:

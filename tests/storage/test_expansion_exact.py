@@ -125,7 +125,7 @@ def nearest_of_table(x: Tensor, dtype: torch.dtype) -> Tensor:
     magnitudes = wide(torch.arange(128, dtype=torch.uint8).view(dtype)).numpy()
     magnitudes = magnitudes[np.isfinite(magnitudes)]
     middles = (magnitudes[:-1] + magnitudes[1:]) / 2
-    # A middle belongs to the even code of its two neighbours.
+    # A middle belongs to the even code of its two neighbors.
     middles = np.where(np.arange(len(middles)) % 2 == 0, middles, np.nextafter(middles, 0.0))
     index = np.searchsorted(middles, x.abs().numpy(), side="left")
     return torch.copysign(torch.from_numpy(magnitudes[index]), x)

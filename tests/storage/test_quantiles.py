@@ -96,8 +96,8 @@ def test_no_period_lines_up_with_the_subsets(period: int) -> None:
     assert np.abs(misplaced(normal(2**20) + torch.arange(2**20) % period * (4 / period))).mean() < 1e-3
 
 
-def test_neighbours_of_one_kind_do_little_harm() -> None:
-    """Rows of scales over six decades, where subsets of neighbours are off by 0.09 on average."""
+def test_neighbors_of_one_kind_do_little_harm() -> None:
+    """Rows of scales over six decades, where subsets of neighbors are off by 0.09 on average."""
     scales = 10 ** (6 * torch.rand(1024, 1, generator=torch.Generator().manual_seed(1)) - 3)
     off = np.abs(misplaced((normal(2**20).view(1024, 1024) * scales).reshape(-1)))
     assert off.mean() < 5e-3

@@ -256,7 +256,7 @@ def test_crops_lie_within_and_have_their_area() -> None:
     # Across in the first channel, down in the second.
     pixels = torch.stack([ramp, ramp.T, ramp])[None].expand(300, -1, -1, -1).to(torch.uint8)
     found = crops(pixels, 50, 0.25, False, torch.Generator().manual_seed(0))
-    # A ramp of whole numbers; away from the border, where bicubic needs neighbours.
+    # A ramp of whole numbers; away from the border, where bicubic needs neighbors.
     middle = found[:, 0, 25, 5:45], found[:, 1, 5:45, 25]
     width, height = ((50 / 39) * (line[:, -1] - line[:, 0]) / edge for line in middle)
     area, ratio = width * height, width / height

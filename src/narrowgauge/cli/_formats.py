@@ -218,7 +218,7 @@ def _float_page(printer: Printer, fmt: FloatFormat, options: FormatsOptions) -> 
     columns = ("Notable codes", "hex", "", "value", "note")
     printer.table(columns, _notable(fmt), left=("", "hex", "value", "note"), gap=1)
     rows, left_out = _binades(fmt, options.all)
-    printer.title("Resolution: from min to max, neighbours are one interval apart")
+    printer.title("Resolution: from min to max, neighbors are one interval apart")
     printer.table(("min", "max", "interval", "", "numbers"), rows)
     if left_out:
         printer.say(f"{left_out} binades are left out; --all shows them.")
@@ -443,7 +443,7 @@ def _value_in_float(printer: Printer, typed: str, x: float, fmt: FloatFormat) ->
     say_double(printer, typed, x)
     code = fmt.encode(x)
     named = (("below", neighbor(fmt, code, -1)), ("nearest", code), ("above", neighbor(fmt, code, 1)))
-    printer.title(f"In {fmt.name}, with the neighbours of what it becomes")
+    printer.title(f"In {fmt.name}, with the neighbors of what it becomes")
     _show_codes(printer, x, [(name, fmt, to) for name, to in named if to is not None])
 
 
@@ -461,7 +461,7 @@ def _value_in_codebook(printer: Printer, typed: str, x: float, it: Shown) -> Non
             error = Fraction(value) - Fraction(x)
             rows.append((name, str(index), exact(value), signed(error), signed(error / Fraction(x) if x else None)))
     say_double(printer, typed, x)
-    printer.title(f"In {it.title}, with its neighbours")
+    printer.title(f"In {it.title}, with its neighbors")
     printer.table(("", "code", "value", "error", "relative"), rows)
 
 

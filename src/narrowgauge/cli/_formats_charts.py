@@ -70,7 +70,7 @@ def spacing(fmt: FloatFormat) -> Figure:
     Args:
         fmt: the format to draw in front of the well-known ones.
     """
-    # Each has its own colour and dashes, whichever is in front.
+    # Each has its own color and dashes, whichever is in front.
     styles = {other: LineStyle(SERIES[i], _DASHES[i], 1.6) for i, other in enumerate(_FLOATS) if other != fmt}
     lowest, highest = fmt.min_exponent - fmt.mantissa_bits, fmt.max_exponent
     margin = max(3, (highest - lowest + 6) // 7)

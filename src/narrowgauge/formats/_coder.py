@@ -1,6 +1,6 @@
-"""Encoding into a codebook: to the nearest value, or stochastically to one of the two neighbours.
+"""Encoding into a codebook: to the nearest value, or stochastically to one of the two neighbors.
 
-Finding the nearest of 256 values is a search among 255 boundaries. A boundary is the midpoint of two neighbours,
+Finding the nearest of 256 values is a search among 255 boundaries. A boundary is the midpoint of two neighbors,
 and the midpoint of two float32 numbers need not be one: rounding it the right way once, here, makes the search
 exact for every float32, ties included.
 

@@ -53,7 +53,7 @@ class Binade(NamedTuple):
 
     Attributes:
         low, high: the interval [low, high).
-        spacing: the distance between neighbours in it, one unit in the last place.
+        spacing: the distance between neighbors in it, one unit in the last place.
         numbers: how many numbers of the format lie in it.
     """
 
@@ -223,7 +223,7 @@ class FloatFormat:
         ulp = self.ulp(wide)
         steps = (wide.abs() / ulp).nan_to_num()
         floor = steps.floor()
-        # Even codes, not even steps: with no fraction bits neighbours differ in the exponent's last bit.
+        # Even codes, not even steps: with no fraction bits neighbors differ in the exponent's last bit.
         odd = (self._first_code(wide) + floor.to(torch.int64)) % 2 == 1
         up = (steps - floor > 0.5) | ((steps - floor == 0.5) & odd)
         return self.bounded(wide, (floor + up) * ulp)
@@ -328,7 +328,7 @@ class FloatFormat:
         return rows
 
     def notable(self) -> list[NotableRow]:
-        """The codes worth knowing: the ends of every range, one and its neighbours, the specials."""
+        """The codes worth knowing: the ends of every range, one and its neighbors, the specials."""
         one, table = self.encode(1.0), self.table()
         first_normal = 1 << self.mantissa_bits
         codes = [("zero", 0)]

@@ -52,7 +52,7 @@ def random_bits(
     """Uniform 32-bit words, one an element, a pure function of the arguments.
 
     Element i takes word ``i % 4`` of the Philox block with counter ``(i // 4, step)``: one block serves four
-    neighbours, so a kernel pays the ten rounds once for four elements.
+    neighbors, so a kernel pays the ten rounds once for four elements.
 
     Args:
         count: how many words.

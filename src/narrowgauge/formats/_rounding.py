@@ -1,7 +1,7 @@
 """Rounding a float32 into a narrower format: to the nearest, or stochastically.
 
 Nearest is ties to even: torch's own cast, bit for bit, where torch has the format. Stochastic rounding takes one
-of the two neighbours of x, the upper with a probability equal to how far x lies towards it, so that E[SR(x)] = x:
+of the two neighbors of x, the upper with a probability equal to how far x lies towards it, so that E[SR(x)] = x:
 an update far below half a unit in the last place is not lost but applied once in a while, in full.
 
 Source: Collage, Appendix B (stochastic rounding); Zamirai et al. 2020.

@@ -26,7 +26,7 @@ from narrowgauge.kernels._allreduce_key import AllreduceKey, BucketNumbers, Plac
 from narrowgauge.kernels._c_library import Unavailable
 from narrowgauge.kernels._codec import KINDS
 from narrowgauge.kernels._launches import BoundLaunch, CachedKernel
-from narrowgauge.kernels._step._codebooks import fast_normalise, normalise
+from narrowgauge.kernels._step._codebooks import fast_normalize, normalize
 from narrowgauge.kernels._step._floats import (
     INFINITY,
     _philox,
@@ -141,14 +141,14 @@ def _decode(
 @triton.jit
 def _over_scale(x, ABSOLUTE: tl.constexpr):
     """x over its blocks' scales, and the bits of these, NaN where a block is not finite."""
-    y, scale, rare = fast_normalise(x, True, ABSOLUTE)
+    y, scale, rare = fast_normalize(x, True, ABSOLUTE)
     one = tl.where((x < 0) == (scale < 0), 1.0, -1.0)
     y = tl.where(tl.abs(x) == tl.abs(scale), one, y)
     # Zeros are an ordinary block, and over zero no numbers.
     y = tl.where(scale == 0, 0.0, y)
     bits = tl.where(scale == 0, 0, bits_of(scale))
     if any_of(rare):
-        y, scale = normalise(x, True, ABSOLUTE)
+        y, scale = normalize(x, True, ABSOLUTE)
         peak = column_max(bits_of(x) & 0x7FFFFFFF)
         bits = tl.where(scale == 0, 0, bits_of(scale))
         bits = tl.where(peak >= INFINITY, _NAN, bits)

@@ -40,7 +40,7 @@ LARGEST = 1e30
 CALM = 0.12
 # What counts as being at a target, of the way from it to the end of its scale: a hundredth of EDQ.
 NEAR = 0.02
-# What a heat map shows at most, in rows and columns; beyond, neighbours share a cell.
+# What a heat map shows at most, in rows and columns; beyond, neighbors share a cell.
 ROWS, COLUMNS = 320, 160
 # Longest label of a row, in characters.
 LABEL = 26

@@ -11,7 +11,7 @@ Two kernels do the same. `_by_pointers` has a tile of the result a program; two 
 multiprocessor, so that one stores while another multiplies. `_by_descriptors` has a program a multiprocessor that
 stays: its tiles are loaded by the copy engine, the next one's while this one is stored.
 
-Tiles are walked in groups of a few rows of tiles, column by column, so that what neighbours read is still in the
+Tiles are walked in groups of a few rows of tiles, column by column, so that what neighbors read is still in the
 cache. Loads past the last row read the last ones again instead of being masked: what they give is not stored.
 """
 

@@ -86,7 +86,7 @@ def _quantize_tiles(
     TURNED: tl.constexpr,
 ):  # fmt: skip
     """One tile a program. `maxima` are bits: `count` of the tensor, or one a column."""
-    # Neighbours share rows. The second side of the grid takes 65535: where there are more rows of tiles, 8 million
+    # Neighbors share rows. The second side of the grid takes 65535: where there are more rows of tiles, 8 million
     # rows, they go along the first side, which takes 2^31.
     column = tl.program_id(1 if LONG else 0) * SIDE
     row = tl.program_id(0 if LONG else 1) * SIDE

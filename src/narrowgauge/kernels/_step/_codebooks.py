@@ -38,7 +38,7 @@ def codebook_decode(codes, scales, values, cells, ZERO: tl.constexpr, FIRST: tl.
 
 @triton.jit
 def codebook_encode(x, values, cells, ZERO: tl.constexpr, FIRST: tl.constexpr, KIND: tl.constexpr):
-    y, scales = normalise(x, KIND != 0, KIND == 2)
+    y, scales = normalize(x, KIND != 0, KIND == 2)
     return _sums(y, cells, ZERO, FIRST, KIND) >> 16, scales
 
 
@@ -47,7 +47,7 @@ def fast_codebook_encode(
     x, values, cells, ZERO: tl.constexpr, FIRST: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    y, scales, unusual = fast_normalise(x, KIND != 0, KIND == 2)
+    y, scales, unusual = fast_normalize(x, KIND != 0, KIND == 2)
     sums = _sums(y, cells, ZERO, FIRST, KIND)
     kept = codebook_decode(sums >> 16, scales, values, cells, ZERO, FIRST, KIND)
     return uppers_as_words(sums, BITS, PACKED), scales, kept, unusual
@@ -84,13 +84,13 @@ def fast_float8_decode(words, scales, KIND: tl.constexpr):
 
 @triton.jit
 def float8_encode(x, KIND: tl.constexpr):
-    y, scales = normalise(x, KIND != 0, True)
+    y, scales = normalize(x, KIND != 0, True)
     return to_e4m3(y * 448.0).to(tl.int32), tl.div_rn(scales, 448.0)
 
 
 @triton.jit
 def fast_float8_encode(x, KIND: tl.constexpr, BITS: tl.constexpr, PACKED: tl.constexpr):
-    y, extremum, unusual = fast_normalise(x, KIND != 0, True)
+    y, extremum, unusual = fast_normalize(x, KIND != 0, True)
     words, scales = float8_as_words(y * 448.0, PACKED), exact_quotient(extremum, 448.0)
     # Below, the quotient would not be the nearest.
     unusual = unusual | ((extremum < 2.0**-119) & (extremum > 0))
@@ -98,7 +98,7 @@ def fast_float8_encode(x, KIND: tl.constexpr, BITS: tl.constexpr, PACKED: tl.con
 
 
 @triton.jit
-def fast_normalise(x, SIGNED: tl.constexpr, POSITIVE: tl.constexpr):
+def fast_normalize(x, SIGNED: tl.constexpr, POSITIVE: tl.constexpr):
     """x over its block's extremum, the extremum, its magnitude if scales are POSITIVE, and whether it is unusual.
 
     In ordinary blocks the product of a number and its rounded reciprocal may miss 1 by a unit in the last place. No
@@ -129,7 +129,7 @@ def fast_normalise(x, SIGNED: tl.constexpr, POSITIVE: tl.constexpr):
 
 
 @triton.jit
-def normalise(x, SIGNED: tl.constexpr, POSITIVE: tl.constexpr):
+def normalize(x, SIGNED: tl.constexpr, POSITIVE: tl.constexpr):
     if not SIGNED:
         x = tl.where(x == x, tl.maximum(x, 0.0), x)
     magnitude = tl.abs(x)
