@@ -161,7 +161,7 @@ BAD = {
     "no steps": (["--steps", "0"], "--steps must be an integer of at least 1, got 0"),
     "short sequence": (["--sequence", "1"], "--sequence must be an integer of at least 2, got 1"),
     "bad beta": (["--beta2", "1"], "Invalid beta parameter at index 1: 1.0"),
-    "no such device": (["--device", "cuda:77"], "--device: got 'cuda:77'"),
+    "no such device": (["--device", "cuda:77"], "--device must be one of this machine's"),
     "unwritable folder": (["--out", "FOLDER/blocked/runs"], "--out: cannot"),
     "no such user": (["--data", "~nosuchuser/x"], "nosuchuser"),
     "vast vocabulary": (

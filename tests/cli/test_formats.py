@@ -268,8 +268,8 @@ def test_all_codes_of_a_small_format(capsys: pytest.CaptureFixture[str]) -> None
 BAD = {
     "unknown name": (["dynamc"], "got 'dynamc' (did you mean dynamic?)"),
     "a number for a name": (["0.1"], "got '0.1' (--value 0.1 looks at a number)"),
-    "too wide": (["float64"], "NAME: got 'float64': mantissa_bits must be 0 to 20"),
-    "a range beyond doubles": (["e11m3fn"], "NAME: got 'e11m3fn': exponent_bits must be"),
+    "too wide": (["float64"], "got 'float64': mantissa_bits must be 0 to 20"),
+    "a range beyond doubles": (["e11m3fn"], "got 'e11m3fn': exponent_bits must be"),
     "wrong width": (["fp6_e3m4"], "NAME must begin with fp8_ for e3m4"),
     "no codebook": (["fp16", "--codebook"], "NAME must be one of dynamic, "),
     "vast hexadecimal number": (["--value", "0x1p9999"], "--value must be a number such as"),

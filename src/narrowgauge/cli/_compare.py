@@ -163,7 +163,8 @@ def _prepare(options: CompareOptions, display: CompareDisplay, facts: dict[str, 
     """Read and tokenize the text; record what it is."""
     with user_input():
         corpus = trainers.load_corpus(options.data)
-        tokens = trainers.tokenize(corpus, options.vocabulary, on_progress=display.stage)
+    tokens = trainers.tokenize(corpus, options.vocabulary, on_progress=display.stage)
+    with user_input():
         # Made here, before any training, so that text too short for the sizes asked for is refused at once.
         trainers.Batches(tokens.train, options.batch, options.sequence, options.seed)
         windows = trainers.validation_windows(tokens.validation, options.sequence, options.validation_windows)

@@ -57,7 +57,9 @@ def find_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"--device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {name!r}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(f"--device: got {name!r}, this machine has {torch.cuda.device_count()} CUDA devices")
+        raise UsageError(
+            f"--device must be one of this machine's {torch.cuda.device_count()} CUDA devices, got {name!r}"
+        )
     return device
 
 

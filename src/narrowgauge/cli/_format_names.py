@@ -88,7 +88,7 @@ def _float_format(name: str, typed: str) -> FloatFormat | None:
         made = FloatFormat(own, exponent, mantissa, has_infinity=not finite)
         made.max  # noqa: B018  a range beyond a double's raises here
     except ValueError as error:
-        raise UsageError(f"NAME: got {name!r}: {error}") from None
+        raise UsageError(f"NAME must be a format, got {name!r}: {error}") from None
     except OverflowError:
         raise UsageError(f"NAME must be a layout whose numbers a double holds, got {name!r}") from None
     return made

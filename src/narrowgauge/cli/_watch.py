@@ -48,10 +48,10 @@ def watch(options: WatchOptions, console: Console | None = None, rounds: int | N
     # Into a pipe there is one page: what follows could not be drawn over it.
     if options.once or not console.is_terminal:
         if not reader.exists:
-            raise UsageError(f"RUN: got {str(options.run)!r}, where there are no records")
+            raise UsageError(f"RUN must have records, got {str(options.run)!r}, which has none")
         if not reader.history.count:
             why = reader.history.damage or "there is no whole record in it yet"
-            raise UsageError(f"RUN: got {str(options.run)!r}: {why}")
+            raise UsageError(f"RUN must have records, got {str(options.run)!r}: {why}")
         console.print(page(options.run, reader, advisor.of(reader.history), console.width))
         return 0
     with contextlib.suppress(KeyboardInterrupt):  # how one leaves
