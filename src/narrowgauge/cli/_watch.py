@@ -48,7 +48,7 @@ def watch(options: WatchOptions, console: Console | None = None, rounds: int | N
     # Into a pipe there is one page: what follows could not be drawn over it.
     if options.once or not console.is_terminal:
         if not reader.exists:
-            raise UsageError(f"RUN must have records, got {str(options.run)!r}, which has none")
+            raise UsageError(f"RUN must have records, got {str(options.run)!r}: there are no records")
         if not reader.history.count:
             why = reader.history.damage or "there is no whole record in it yet"
             raise UsageError(f"RUN must have records, got {str(options.run)!r}: {why}")
