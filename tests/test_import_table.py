@@ -32,11 +32,12 @@ TABLE: dict[str, set[str]] = {
     "distributed": {"formats", "storage", "kernels", "optim", "linear", "scaling"},
     "recipes": {"formats", "storage", "rules", "kernels", "optim", "linear", "nn", "scaling"},
 }
+TABLE["integrations"] = set(TABLE)
 TABLE["trainers"] = set(TABLE)
 TABLE["cli"] = set(TABLE)
 
 # The package's own __init__ shows the rooms of the library, not its programs.
-TOP = set(TABLE) - {"trainers", "cli"}
+TOP = set(TABLE) - {"integrations", "trainers", "cli"}
 
 # One function of the library hands over to the program: a page needs what the library does without.
 HANDED_OVER = {("gauges/_report.py", "narrowgauge.cli._report._run_page.write_run_report")}
@@ -46,7 +47,14 @@ HANDED_OVER = {("gauges/_report.py", "narrowgauge.cli._report._run_page.write_ru
 LIBRARY = {"torch", "numpy"}
 PROGRAMS = {"trainers", "cli"}
 # What plugs into a framework is made of that framework's class: one file for each, imported when it is asked for.
-PLUGINS = {"gauges/_huggingface.py": "transformers", "gauges/_lightning.py": "lightning"}
+PLUGINS = {
+    "gauges/_huggingface.py": "transformers",
+    "gauges/_lightning.py": "lightning",
+    **{
+        f"integrations/{name}.py": name
+        for name in ("accelerate", "axolotl", "lightning", "open_clip", "timm", "torchtitan", "transformers")
+    },
+}
 PEERS = {"bitsandbytes", "torchao", "optimi", "flashoptim", "heavyball"}
 
 

@@ -2,25 +2,20 @@
 
 from narrowgauge.optim._describe import Description
 from narrowgauge.optim._groups import split_decay
-from narrowgauge.optim._named import (
+from narrowgauge.optim._named._adagrad import Adagrad, Adagrad8bit
+from narrowgauge.optim._named._adam import (
     LAMB,
-    LARS,
-    SGD,
-    Adagrad,
-    Adagrad8bit,
     Adam,
     Adam8bit,
     AdamW,
     AdamW8bit,
     CollageAdamW,
     LAMB8bit,
-    LARS8bit,
-    Lion,
-    Lion8bit,
-    Muon,
-    SGD8bit,
     StableAdamW,
-)  # fmt: skip
+)
+from narrowgauge.optim._named._lion import Lion, Lion8bit
+from narrowgauge.optim._named._muon import Muon
+from narrowgauge.optim._named._sgd import LARS, SGD, LARS8bit, SGD8bit
 from narrowgauge.optim._optimizer import NarrowOptimizer
 from narrowgauge.optim._options import Options
 from narrowgauge.optim._quantized_gradients import QuantizedGradients

@@ -6,7 +6,7 @@
 /* Otherwise a copying loop becomes a call, or moves of another width: from memory, not from registers. */
 #pragma GCC optimize("no-tree-loop-distribute-patterns")
 #ifdef __AVX512FP16__
-/* gcc 12, of vectors of 16 numbers: takes a number rounded to float16 and back for the number itself. */
+/* For compilers that do not know the flag; see _c_library._processor_flags. */
 #pragma GCC target("no-avx512fp16")
 #endif
 #endif
