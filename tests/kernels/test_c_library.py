@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,6 +41,25 @@ def test_it_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(_c_library, "_compile", lambda *_: pytest.fail("it was there"))
     assert load(SOURCE).answer() == 42
     assert list(cache.iterdir()) == [kept]
+
+
+def _load_and_count(folder: str) -> None:
+    compiled = _c_library._compile
+    _c_library._compile = lambda *given: (Path(folder, str(os.getpid())).touch(), compiled(*given))[1]
+    assert load(SOURCE).answer() == 42
+
+
+def test_processes_that_want_it_at_once_compile_it_once(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "who").mkdir()
+    context = multiprocessing.get_context("fork")
+    started = [context.Process(target=_load_and_count, args=(str(tmp_path / "who"),)) for _ in range(3)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+    assert [process.exitcode for process in started] == [0, 0, 0]
+    assert len(list((tmp_path / "who").iterdir())) == 1
+    assert [path.suffix for path in cache.iterdir()] == [".so"]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

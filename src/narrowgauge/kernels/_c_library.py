@@ -59,16 +59,18 @@ def load(source: str) -> ctypes.CDLL:
         raise Unavailable("the processor is big-endian")
     compiler, version = _compiler()
     name, cache = _hash("\0".join([source, version, _processor()]).encode()), _cache.folder()
-    for kept in sorted(cache.glob(f"{name}-*.so")):
-        if _is_whole(kept):
-            return _open(kept)
+    if (kept := _kept(cache, name)) is not None:
+        return _open(kept)
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as folder:
-            made = _compile(compiler, source, Path(folder))
-            kept = cache / f"{name}-{_hash(made.read_bytes())}.so"
-            # Another process that compiles the same text now replaces it by an equal file.
-            os.replace(made, kept)
+        # All ranks of a machine want the same text at their first step: one compiles it, the others wait.
+        with _cache.locked(lock := cache / f"{name}.lock"):
+            if (kept := _kept(cache, name)) is None:
+                with tempfile.TemporaryDirectory(dir=cache) as folder:
+                    made = _compile(compiler, source, Path(folder))
+                    kept = cache / f"{name}-{_hash(made.read_bytes())}.so"
+                    os.replace(made, kept)
+            lock.unlink(missing_ok=True)
     except OSError:
         # Nothing can be kept: the library lives as long as the process.
         try:
@@ -77,6 +79,11 @@ def load(source: str) -> ctypes.CDLL:
         except OSError as error:
             raise Unavailable(f"no folder can be written to: {error}") from None
     return _open(kept)
+
+
+def _kept(cache: Path, name: str) -> Path | None:
+    """The library that was made before, if it is whole."""
+    return next((path for path in sorted(cache.glob(f"{name}-*.so")) if _is_whole(path)), None)
 
 
 def _hash(contents: bytes) -> str:

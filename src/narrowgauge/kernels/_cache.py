@@ -49,7 +49,7 @@ def merge_records(path: Path, device: str, records: Mapping[str, Any]) -> bool:
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _locked(path.with_suffix(".lock")):
+        with locked(path.with_suffix(".lock")):
             contents = read_records(path)
             contents.setdefault(device, {}).update(records)
             with tempfile.TemporaryDirectory(dir=path.parent) as made:
@@ -64,13 +64,11 @@ def merge_records(path: Path, device: str, records: Mapping[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """One process at a time, where the system has locks."""
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time; all at once where the system has no locks, or the file system."""
     with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
