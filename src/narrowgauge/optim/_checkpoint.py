@@ -77,7 +77,7 @@ def read_checkpoint(
     optimizer: str,
     live: Sequence[Group],
     names: Sequence[str],
-    fixed: tuple[str, ...],
+    fixed: Callable[[Group], tuple[str, ...]],
     check: Callable[[Group], Rule],
     given: Mapping[str, Any],
 ) -> Checkpoint | None:
@@ -86,7 +86,7 @@ def read_checkpoint(
     Args:
         optimizer: its class name, for messages.
         live, names: its parameter groups, and its parameters' names in their order.
-        fixed: options that no checkpoint changes, because the class is named after them.
+        fixed: gives, of a group, the options that no checkpoint changes, because a class is named after them.
         check: validates a group and returns its rule.
         given: the state_dict.
 
@@ -104,9 +104,8 @@ def read_checkpoint(
     to_group, to_state = layout_of(given)
     pairs = zip(live, saved, strict=True)
     translated = [to_group(optimizer, number, *pair) for number, pair in enumerate(pairs)]
-    stays = (*_STAYS, *fixed)
     groups = [
-        {**mine, **new, **{option: mine[option] for option in stays if option in mine}}
+        {**mine, **new, **{option: mine[option] for option in (*_STAYS, *fixed(mine)) if option in mine}}
         for mine, new in zip(live, translated, strict=True)
     ]
     try:

@@ -28,6 +28,7 @@ from narrowgauge.optim._eager import check_terms
 from narrowgauge.optim._engine import Engine, Measured, StalePlanError
 from narrowgauge.optim._options import (
     LIMIT,
+    Options,
     check_hyperparameters,
     check_limits,
     check_options,
@@ -94,12 +95,14 @@ class NarrowOptimizer(torch.optim.Optimizer):
     refusals: ClassVar[Mapping[str, str]] = {}  # torch's words for a hyperparameter of this optimizer alone
     _made = True  # so are copies, without __init__
     identity: ClassVar[tuple[str, ...]] = ()  # options without which the name would lie: no checkpoint changes them
+    by_rule: ClassVar[dict[str, type[NarrowOptimizer]]] = {}  # the optimizers whose rules a group may name
 
     def __init__(self, params: ParamsT, hyperparameters: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         self._reset()
         defaults = {**hyperparameters, **with_defaults(type(self).__name__, options), VERSION_KEY: VERSION}
-        self.check(defaults)
         defaults["rule"] = self.base_rule(defaults).name
+        self.defaults = defaults
+        self.check(defaults)
         self._made = False
         super().__init__(params, defaults)
         self._made = True
@@ -108,6 +111,11 @@ class NarrowOptimizer(torch.optim.Optimizer):
         super().__init_subclass__()
         if "__init__" in cls.__dict__:
             show_options(cls.__init__)
+        if "rule" in cls.__dict__:
+            known = cls.by_rule.setdefault(cls.rule.name, cls)
+            if (known.__module__, known.__qualname__) == (cls.__module__, cls.__qualname__):
+                cls.by_rule[cls.rule.name] = cls  # defined anew, in a notebook
+                _example.cache_clear()
 
     def _reset(self) -> None:
         self._gauges = False
@@ -122,43 +130,77 @@ class NarrowOptimizer(torch.optim.Optimizer):
     # Groups and plans.
 
     def check(self, group: Mapping[str, Any]) -> None:
-        """Refuse options that no parameter could be stepped with (ValueError, RuntimeError as in torch)."""
+        """Refuse options of a group of this rule that no parameter could be stepped with.
+
+        Raises:
+            ValueError, RuntimeError: as torch does.
+        """
         check_switches(group)
         rule = self.rule_for(group)
         check_hyperparameters(rule, group, self.refusals)
         check_options(type(self).__name__, rule, group)
-        if self.in_backward is not None:
-            self.in_backward.check_options(group, rule)
+
+    def owner(self, group: Mapping[str, Any]) -> NarrowOptimizer:
+        """Whose rule a group takes: this optimizer's, or that of an example of the class whose rule it names.
+
+        Raises:
+            ValueError: for an unknown rule.
+        """
+        own = self.defaults["rule"]
+        return self if group.get("rule", own) == own else _example(group["rule"])
 
     def rule_for(self, group: Mapping[str, Any]) -> Rule:
         """The update rule under a group's options, always the same object for the same ones."""
-        rule = self.base_rule(group)
+        owner = self.owner(group)
+        rule = owner.base_rule(group)
         if not group.get("clip_updates"):
             return rule
         with_clipping = clipped(rule)  # type: ignore[arg-type]  # rules are values, and have hashes
         if with_clipping is None:
             raise ValueError(
-                f"clip_updates must be False for {type(self).__name__}, whose rule has no second moment, got True"
+                f"clip_updates must be False for {type(owner).__name__}, whose rule has no second moment, got True"
             )
         return with_clipping
 
     def _checked_rule(self, group: Mapping[str, Any]) -> Rule:
-        self.check(group)
-        return self.rule_for(group)
+        self.owner(group).check(group)
+        rule = self.rule_for(group)
+        if self.in_backward is not None:
+            self.in_backward.check_options(group, rule)
+        return rule
 
     def base_rule(self, group: Mapping[str, Any]) -> Rule:
         """The update rule without clipping."""
         return self.rule
 
+    def _fixed(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Options of a group that no checkpoint changes."""
+        return self.owner(group).identity
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, as torch does.
+
+        A group may name its rule: ``{"params": others, "rule": "adamw", "lr": 3e-4}``. Hyperparameters that it does
+        not give are then the defaults of that rule's optimizer; the shared options are this one's (see `Options`).
+        """
         if self._planned_for is None:
             self._replan()
+        strays: set[str] = set()
+        if isinstance(param_group, dict) and (owner := self.owner(param_group)) is not self:
+            strays = self.defaults.keys() - owner.defaults.keys()
+            if given := strays & param_group.keys():
+                raise ValueError(f"{min(given)} must not be in a group with rule={param_group['rule']!r}")
+            shared = {name: self.defaults[name] for name in Options.__optional_keys__}
+            for name, value in {**owner.defaults, **shared}.items():
+                param_group.setdefault(name, value)
         # A new group takes the limit of the others, if there are any: some users empty the list first.
         if self._made and isinstance(param_group, dict) and self.param_groups:
             param_group.setdefault(LIMIT, self.param_groups[0][LIMIT])
         super().add_param_group(param_group)
+        for name in strays:  # torch has filled in this optimizer's own hyperparameters
+            del param_group[name]
         try:
-            self.check(self.param_groups[-1])
+            self._checked_rule(self.param_groups[-1])
             check_limits(self.param_groups)
             self._plan_group(self._engine.plans, len(self.param_groups) - 1)
             if self.in_backward is not None:
@@ -230,7 +272,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         if asked != self._planned_for:
             plans: dict[Tensor, ParamPlan] = {}
             for number, group in enumerate(self.param_groups):
-                self.check(group)
+                self._checked_rule(group)
                 self._plan_group(plans, number)
             check_limits(self.param_groups)
             notes = replan(type(self).__name__, self._engine.plans, plans, self.param_groups, self.state)
@@ -473,8 +515,11 @@ class NarrowOptimizer(torch.optim.Optimizer):
         nor update clipping: a UserWarning says what it cannot continue. Hooks are not called.
 
         Raises:
-            ValueError: if torch has no optimizer of this name.
+            ValueError: if torch has no optimizer of this name, or groups have several rules.
         """
+        kinds = sorted({group["rule"] for group in self.param_groups})
+        if len(kinds) > 1:
+            raise ValueError(f"torch_state_dict must be of one rule, got groups of {' and '.join(kinds)}")
         state_dict, notes = export_to_torch(type(self), self.defaults, self.plans(), self.param_groups, self.state)
         if notes:
             warnings.warn(f"torch_state_dict: {notes}", stacklevel=2)
@@ -522,7 +567,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
         def before(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
             checkpoint = read_checkpoint(
-                type(self).__name__, self.param_groups, names, self.identity, self._checked_rule, given
+                type(self).__name__, self.param_groups, names, self._fixed, self._checked_rule, given
             )
             if checkpoint is None:
                 return None
@@ -540,3 +585,12 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 handle.remove()
         if read[0].notes:
             warnings.warn(f"state_dict: {read[0].notes}", stacklevel=2)
+
+
+@functools.cache
+def _example(rule: str) -> NarrowOptimizer:
+    """An optimizer of the class whose rule has this name: its defaults, its rule, its checks."""
+    if rule not in NarrowOptimizer.by_rule:
+        raise ValueError(f"rule must be one of {', '.join(sorted(NarrowOptimizer.by_rule))}, got {rule!r}")
+    kind: Callable[..., NarrowOptimizer] = NarrowOptimizer.by_rule[rule]
+    return kind([torch.nn.Parameter(torch.zeros(1, 1))])

@@ -38,10 +38,10 @@ class Muon(Rule):
         ratio: ``"original"`` or ``"match_rms_adamw"``.
     """
 
-    coefficients: tuple[float, float, float]
-    steps: int
-    eps: float
-    ratio: str
+    coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+    steps: int = 5
+    eps: float = 1e-7
+    ratio: str = "original"
 
     name = "muon"
     moments = (Slot("m", signed=True, torch_key="momentum_buffer"),)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Unpack
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self, Unpack
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from narrowgauge import rules
 from narrowgauge._arguments import is_integer, is_number
+from narrowgauge.optim._groups import undecayed
 from narrowgauge.optim._optimizer import NarrowOptimizer
 from narrowgauge.optim._options import Options
 
@@ -19,9 +20,11 @@ class Muon(NarrowOptimizer):
 
     Arguments up to `adjust_lr_fn` are those of `torch.optim.Muon`, in its order and with its defaults.
 
+    Biases, norms and embeddings take another rule, in groups that name it: ``Muon([{"params": matrices}, {"params":
+    others, "rule": "adamw", "lr": 3e-4}])``. `for_model` makes these groups.
+
     Args:
-        params: matrices (two dimensions), named or in groups; float32, bfloat16 or float16. Biases, norms and
-            embeddings go to another optimizer.
+        params: matrices (two dimensions), named or in groups; float32, bfloat16 or float16.
         lr: learning rate, a number or a 0-d tensor.
         weight_decay: decoupled decay.
         momentum: decay rate of the momentum.
@@ -41,6 +44,7 @@ class Muon(NarrowOptimizer):
     Source: Jordan et al. 2024; Liu et al. 2025; as in torch.
     """
 
+    rule = rules.Muon()
     refusals: ClassVar[Mapping[str, str]] = {
         "lr": "Learning rate should be >= 0 but is",
         "momentum": "momentum should be >= 0 but is",
@@ -54,9 +58,9 @@ class Muon(NarrowOptimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
-        eps: float = 1e-7,
-        ns_steps: int = 5,
+        ns_coefficients: tuple[float, float, float] = rule.coefficients,
+        eps: float = rule.eps,
+        ns_steps: int = rule.steps,
         adjust_lr_fn: str | None = None,
         **options: Unpack[Options],
     ) -> None:
@@ -91,3 +95,47 @@ class Muon(NarrowOptimizer):
                 raise ValueError(
                     f"Muon only supports 2D parameters whereas we found a parameter with size: {p.size()}"
                 )
+
+    @classmethod
+    def for_model(
+        cls,
+        model: nn.Module,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        *,
+        heads: Sequence[str] = ("lm_head", "head", "classifier", "fc"),
+        others: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Self:
+        """Muon for the matrices of a model's hidden layers, AdamW for everything else, in one optimizer.
+
+        AdamW steps embeddings, output layers, and all that has not two dimensions; what is tied to an embedding is
+        one. Norms and biases do not decay (see `split_decay`).
+
+        Args:
+            model: parameters that do not require gradients are left out.
+            lr, weight_decay: of the matrices; `weight_decay` of what AdamW decays, too.
+            heads: output layers, by the last part of their names; `model.get_output_embeddings()` is one where a
+                model has it.
+            others: options of AdamW's groups, as ``{"lr": 3e-4, "betas": (0.9, 0.95)}``; AdamW's defaults without.
+            **options: for Muon and all groups.
+        """
+        output = getattr(model, "get_output_embeddings", lambda: None)()
+
+        def is_apart(name: str, module: nn.Module) -> bool:
+            tables = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            return tables or module is output or name.rpartition(".")[2] in heads
+
+        apart = [module for name, module in model.named_modules() if is_apart(name, module)]
+        kept, bare = {id(p) for m in apart for p in m.parameters()}, undecayed(model)
+        adamw = {"rule": "adamw", "weight_decay": weight_decay, **(others or {})}
+        groups: list[dict[str, Any]] = [
+            {"params": []},
+            {"params": [], **adamw},
+            {"params": [], **adamw, "weight_decay": 0.0},
+        ]
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                number = 2 if id(p) in bare else 1 if id(p) in kept or p.dim() != 2 else 0
+                groups[number]["params"].append((name, p))
+        return cls([group for group in groups if group["params"]], lr, weight_decay, **options)
