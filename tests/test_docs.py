@@ -257,7 +257,7 @@ def test_the_readmes_times_are_those_of_the_committed_results() -> None:
     }
     fused = ms["torch AdamW fused, fp32"]
     ours, bitsandbytes, torchao = (
-        ms[name] / fused for name in ("AdamW8bit, defaults", "bitsandbytes AdamW8bit", "torchao AdamW8bit")
+        ms[name] / fused for name in ("recipe adamw8bit-split8", "bitsandbytes AdamW8bit", "torchao AdamW8bit")
     )
     text = prose("README.md")
     bf16 = ms["AdamW bf16"] / ms["torch AdamW fused, bf16"]
@@ -287,8 +287,8 @@ def test_the_readmes_times_on_a_gpu_are_those_of_the_committed_results() -> None
     found = results("optimizers_h200")["lists"]["big"]["rows"]
     ms = {name: f"{row['ms_per_1e9']:.2f} ms" for name, row in found.items() if "ms_per_1e9" in row}
     text = prose("README.md")
-    share = 100 * found["AdamW8bit, defaults"]["share"]
-    assert f"with its defaults takes {ms['AdamW8bit, defaults']} for 10⁹ parameters" in text
+    share = 100 * found["recipe adamw8bit-split8"]["share"]
+    assert f"with its defaults takes {ms['recipe adamw8bit-split8']} for 10⁹ parameters" in text
     assert f"it moves its bytes at {share:.0f} % of the speed of a plain copy" in text
     assert f"{ms['torch AdamW fused, bf16']} in bf16 and {ms['torch AdamW fused, fp32']} in fp32" in text
 
@@ -313,16 +313,16 @@ def test_measured_pages_begin_with_the_answer_that_their_results_give() -> None:
     )
     answer = prose("docs/speed.md", "\n## ")
     assert (
-        f"takes {big['AdamW8bit, defaults']:.2f} ms for 10⁹ parameters, torch's fused AdamW "
+        f"takes {big['recipe adamw8bit-split8']:.2f} ms for 10⁹ parameters, torch's fused AdamW "
         f"{big['torch AdamW fused, bf16']:.2f} ms in bf16 and {big['torch AdamW fused, fp32']:.2f} ms in fp32, "
-        f"bitsandbytes' AdamW8bit {big['bitsandbytes AdamW8bit']:.1f} ms"
+        f"bitsandbytes' AdamW8bit {big['bitsandbytes AdamW8bit']:.1f} ms, FlashOptim's FlashAdamW "
+        f"{big['FlashAdamW']:.2f} ms"
     ) in answer
     recipe, flash = "recipe adamw8bit-split8", "FlashAdamW"
-    assert f"`adamw8bit-split8` takes {big[recipe]:.2f} ms, FlashOptim's FlashAdamW {big[flash]:.2f} ms" in answer
-    assert f"292 tensors the recipe takes {gpt2[recipe]:.2f} ms, FlashAdamW {gpt2[flash]:.1f} ms" in answer
+    assert f"292 tensors it takes {gpt2[recipe]:.2f} ms, FlashAdamW {gpt2[flash]:.1f} ms" in answer
     on_cpu = results("optimizers_cpu")["lists"]["matrix"]["rows"]
     bf16 = on_cpu["AdamW bf16"]["ms"] / on_cpu["torch AdamW fused, bf16"]["ms"]
-    eight = on_cpu["AdamW8bit, defaults"]["ms"] / on_cpu["torch AdamW fused, fp32"]["ms"]
+    eight = on_cpu["recipe adamw8bit-split8"]["ms"] / on_cpu["torch AdamW fused, fp32"]["ms"]
     assert f"bf16 takes {bf16:.2f} of the time of torch's fused step, and `AdamW8bit` {eight:.1f} times" in answer
 
     text = (ROOT / "docs" / "which_linear.md").read_text()

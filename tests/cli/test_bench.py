@@ -70,7 +70,7 @@ def test_a_table_and_a_results_file(tmp_path: Path, capsys: pytest.CaptureFixtur
 MOVED = {
     "AdamW 8bit": 10.0625, "AdamW 8bit, skip": 12.0625, "AdamW 8bit, split8": 12.0625, "AdamW 8bit, split": 14.0625,
     "AdamW 8bit, split8, skip": 14.0625, "AdamW 8bit, split, skip": 16.0625, "AdamW 8bit, expansion": 14.0625,
-    "AdamW8bit, defaults": 12.0625, "AdamW log8": 10.0625, "AdamW log8, split8": 12.0625, "AdamW fp8": 10.0625,
+    "AdamW log8, skip": 12.0625, "AdamW log8": 10.0625, "AdamW log8, split8": 12.0625, "AdamW fp8": 10.0625,
     "recipe adamw8bit-split8": 14.0625, "Collage-light": 18, "Collage-plus": 22, "AdamW bf16": 14,
     "AdamW fp32 states": 22, "AdamW fp32": 28, "torch AdamW fused, fp32": 28, "torch AdamW fused, bf16": 14,
     "StableAdamW 8bit": 10.0625 + 2 + 1.015625, "StableAdamW bf16": 14 + 2 + 2, "StableAdamW fp32": 28 + 4 + 4,
@@ -251,7 +251,7 @@ def test_peers_that_are_not_installed_are_named(
     assert says in printed.out + printed.err
     if status == 0:
         rows = json.loads((tmp_path / "b.json").read_text())["lists"]["8x8"]["rows"]
-        assert rows.keys() >= {"AdamW8bit, defaults", "recipe adamw8bit-split8", "AdamW fp32"}
+        assert rows.keys() >= {"AdamW log8, skip", "recipe adamw8bit-split8", "AdamW fp32"}
         assert not [name for name, found in rows.items() if found["of"] in missing]
 
 

@@ -35,6 +35,7 @@ from narrowgauge.optim._options import (
     check_switches,
     option_values,
     show_options,
+    what_plain_loses,
     with_defaults,
 )
 from narrowgauge.optim._plan import ParamPlan, kind_of, plan_param
@@ -126,6 +127,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self._grad_norm: Tensor | None = None
         self._unscaling: Unscaling | None = None
         self.in_backward: BackwardSteps | None = None
+        self._has_warned = False
 
     # Groups and plans.
 
@@ -229,6 +231,9 @@ class NarrowOptimizer(torch.optim.Optimizer):
             plan = plans[p] = plan_param(self.rule_for(group), group, p, unique, index)
             if plan.shard is not None:
                 check_terms(plan.rule, group, p.dim())
+            if group["weights"] == "plain" and p.dtype != torch.float32 and not self._has_warned:
+                self._has_warned = True
+                warnings.warn(what_plain_loses(p.dtype, group["lr"]), stacklevel=3)
 
     def _asked(self, group: Mapping[str, Any]) -> Any:
         """What a group asks for, cheap to compare, and unchanged by later changes of the group."""

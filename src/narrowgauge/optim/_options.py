@@ -16,15 +16,17 @@ from torch import Tensor
 from narrowgauge._arguments import Count, Flag, Size, check, check_choice, is_number
 from narrowgauge.optim._plan import slot_storages
 from narrowgauge.rules import Rule
-from narrowgauge.storage import weight_storage
+from narrowgauge.storage import weight_storages
 
 
 class Options(TypedDict, total=False):
     """Keyword options of every optimizer; parameter groups may override each.
 
     Attributes:
-        weights: ``"plain"``, ``"kahan"``, ``"expansion"``, ``"split"``, ``"split8"``, ``"stochastic"`` or
-            ``"master"``; float32 parameters take ``"plain"`` only, float16 all but the splits.
+        weights: ``"auto"``, ``"plain"``, ``"kahan"``, ``"expansion"``, ``"split"``, ``"split8"``, ``"stochastic"``
+            or ``"master"``. ``"auto"`` is ``"plain"`` for float32 parameters, ``"split8"`` for bfloat16
+            (``"expansion"`` with strict arithmetic), ``"kahan"`` for float16. float32 parameters take ``"plain"``
+            only, float16 all but the splits.
         states: a state storage for all moments, or one a slot, such as ``{"m": "8bit", "v": "fp32"}``.
         block_size: elements that share a scale in block-wise states.
         clip_updates: shorten a parameter's step where its second moment has fallen behind its gradient (Adafactor's
@@ -70,7 +72,7 @@ class Options(TypedDict, total=False):
 _ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 
 _DEFAULTS: dict[str, Any] = {
-    "weights": "plain",
+    "weights": "auto",
     "states": "fp32",
     "block_size": 256,
     "clip_updates": False,
@@ -125,6 +127,18 @@ def option_values(group: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(states.items()) if isinstance(states, Mapping) else states, *others, limited, group.get("amsgrad")
 
 
+def what_plain_loses(dtype: torch.dtype, lr: float | Tensor) -> str:
+    """A warning of what weights without a low word lose: updates below half a unit in the last place."""
+    size = float(lr)
+    lost = f"; at lr={size:g} an update of that size is lost in every weight above " if size > 0 else ""
+    least = f"{2.0 ** math.ceil(math.log2(2 * size / torch.finfo(dtype).eps)):.2g}" if size > 0 else ""
+    name = str(dtype).removeprefix("torch.")
+    return (
+        f"weights='plain' drops what a {name} parameter cannot hold of an update{lost}{least}. "
+        "weights='auto', the default, keeps it"
+    )
+
+
 def show_options(init: Callable[..., None]) -> None:
     """Let `help` and `inspect.signature` show the shared options where a signature says ``**options``."""
     signature = inspect.signature(init)
@@ -166,7 +180,7 @@ def check_options(name: str, rule: Rule, group: Mapping[str, Any]) -> None:
         raise RuntimeError("`fused` does not support `differentiable`")
     if group["fused"] and group["foreach"]:
         raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
-    weight_storage(group["weights"])
+    check_choice("weights", group["weights"], ("auto", *weight_storages()))
     slot_storages(rule, group)
     check_choice("arithmetic", group["arithmetic"], ("fp32", "strict"))
     check_choice("nonfinite", group["nonfinite"], ("skip", "propagate", "raise"))

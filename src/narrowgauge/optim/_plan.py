@@ -18,6 +18,7 @@ from narrowgauge.storage import (
     StateContext,
     StateStorage,
     WeightStorage,
+    automatic_weights,
     marked_states,
     state_storage,
     weight_storage,
@@ -238,11 +239,12 @@ def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index
     dtype, mark = kind = kind_of(p)
     if dtype not in _DTYPES:
         raise ValueError(f"params must be float32, bfloat16 or float16, got {dtype} ({name})")
-    weight = weight_storage(group["weights"])
+    strict = group["arithmetic"] == "strict"
+    asked = group["weights"]
+    weight = weight_storage(automatic_weights(dtype, strict) if asked == "auto" else asked)
     if dtype not in weight.dtypes:
         taken = " or ".join(str(dtype).removeprefix("torch.") for dtype in weight.dtypes)
         raise ValueError(f"params must be {taken} for weights={weight.name!r}, got {dtype} ({name})")
-    strict = group["arithmetic"] == "strict"
     if strict and not weight.rounded:
         raise ValueError(f"weights must be stored in floats for arithmetic='strict', got {weight.name!r}")
     storages, active = slot_storages(rule, group), rule.slots(group)

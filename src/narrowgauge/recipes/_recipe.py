@@ -9,6 +9,7 @@ The letters A to D are the options of Collage's Table 2; `D-MW` keeps fp32 state
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -128,11 +129,13 @@ class Recipe:
         options = optimizer_arguments if lr is None else {"lr": lr, **optimizer_arguments}
         # The named classes take more than their base.
         make: Callable[..., Any] = self.optimizer if around is None else partial(around, self.optimizer)
-        if around is None:  # refuse wrong options before the model is changed
-            probe = nn.Parameter(torch.zeros(1, 1, dtype=self.dtype))
-            make([probe], weights=self.weights, states=self.states, **options)
-        cast(model, self.dtype)
-        return make(decay_groups(model, decay_all), weights=self.weights, states=self.states, **options)
+        with warnings.catch_warnings():  # who takes a recipe with plain weights has chosen them by name
+            warnings.filterwarnings("ignore", "weights='plain'", UserWarning)
+            if around is None:  # refuse wrong options before the model is changed
+                probe = nn.Parameter(torch.zeros(1, 1, dtype=self.dtype))
+                make([probe], weights=self.weights, states=self.states, **options)
+            cast(model, self.dtype)
+            return make(decay_groups(model, decay_all), weights=self.weights, states=self.states, **options)
 
 
 def decay_groups(model: nn.Module, decay_all: bool) -> list[Any]:

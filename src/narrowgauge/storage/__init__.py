@@ -23,7 +23,7 @@ from narrowgauge.storage._states import (
     state_storage,
     state_storages,
 )
-from narrowgauge.storage._weights import WeightStorage, weight_storage, weight_storages
+from narrowgauge.storage._weights import WeightStorage, automatic_weights, weight_storage, weight_storages
 
 __all__ = [
     "Codec",
@@ -32,6 +32,7 @@ __all__ = [
     "StateStorage",
     "WeightStorage",
     "Word",
+    "automatic_weights",
     "estimate_quantiles",
     "fast_two_sum",
     "grow",

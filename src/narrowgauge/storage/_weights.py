@@ -303,10 +303,22 @@ _STORAGES = {
     for storage in (WeightStorage(), Kahan(), Expansion(), Split(), Split8(), Stochastic(), Master())
 }
 
+# What "auto" means: nothing of an update is lost, for the fewest bytes. float32 has nothing to make up for.
+_AUTO = {torch.float32: "plain", torch.bfloat16: "split8", torch.float16: "kahan"}
+
 
 def weight_storages() -> tuple[str, ...]:
     """The names of all weight storages."""
     return tuple(_STORAGES)
+
+
+def automatic_weights(dtype: torch.dtype, strict: bool) -> str:
+    """The name of the weight storage that ``weights="auto"`` is for a parameter dtype.
+
+    Strict arithmetic rounds every operation to a float format, which integers beside bfloat16 are not: it has
+    expansions there.
+    """
+    return "expansion" if strict and dtype == torch.bfloat16 else _AUTO.get(dtype, "plain")
 
 
 def weight_storage(name: str) -> WeightStorage:
