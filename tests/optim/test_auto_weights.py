@@ -32,7 +32,7 @@ def test_steps_that_bf16_alone_loses_arrive() -> None:
     start = torch.linspace(0.01, 0.1, 5000).bfloat16()
     moved = {}
     for dtype, weights in [(torch.float32, "auto"), (torch.bfloat16, "auto"), (torch.bfloat16, "plain")]:
-        p = torch.nn.Parameter(start.to(dtype))
+        p = torch.nn.Parameter(start.to(dtype, copy=True))
         optimizer = optim.AdamW8bit([p], lr=1e-5, weight_decay=0.0, weights=weights)
         for _ in range(20):
             p.grad = torch.ones_like(p)
