@@ -8,6 +8,7 @@ from narrowgauge._version import __version__
 
 if TYPE_CHECKING:
     from narrowgauge import distributed, gauges, linear, nn, recipes, scaling
+    from narrowgauge.recipes import to_torch
 
 __all__ = [
     "__version__",
@@ -21,6 +22,7 @@ __all__ = [
     "rules",
     "scaling",
     "storage",
+    "to_torch",
 ]
 _WHEN_ASKED = ("distributed", "gauges", "linear", "nn", "recipes", "scaling")
 
@@ -29,6 +31,8 @@ def __getattr__(name: str) -> Any:
     """Import a package on first use: torch's distributed packages alone take a second."""
     if name in _WHEN_ASKED:
         return import_module(f"narrowgauge.{name}")
+    if name == "to_torch":
+        return import_module("narrowgauge.recipes").to_torch
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

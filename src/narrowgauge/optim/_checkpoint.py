@@ -63,12 +63,14 @@ class Checkpoint:
         groups: the parameter groups; `params` has the checkpoint's identities.
         others: entries of the saved state that belong to no parameter.
         states: the new state of each parameter that has one.
+        weights: of float32 parameters whose low words were loaded, the weights that both are together.
         notes: what was changed or dropped.
     """
 
     groups: list[dict[str, Any]]
     others: dict[Any, Any]
     states: dict[Tensor, dict[str, Tensor]] = field(default_factory=dict)
+    weights: dict[Tensor, Tensor] = field(default_factory=dict)
     notes: Notes = field(default_factory=Notes)
 
 
@@ -152,6 +154,8 @@ def read_checkpoint(
                 plan = plan.with_inactive(ours)  # a momentum that is off now may be switched on again
                 reader = replace(reader, plan=plan, entry=ours)
                 checkpoint.states[p] = reader.read(plan.init(local(p), group))
+                if reader.wide is not None:
+                    checkpoint.weights[p] = reader.wide
     return checkpoint
 
 

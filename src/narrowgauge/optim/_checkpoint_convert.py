@@ -56,6 +56,8 @@ class StateReader:
             likeliest first.
         block_size: of the saved state.
         notes: collects what is not taken over.
+        wide: after `read`, the weight that a float32 parameter and a narrow one's low word are together; the caller
+            writes it. None without such a word.
     """
 
     optimizer: str
@@ -65,6 +67,7 @@ class StateReader:
     declared: Sequence[Mapping[str, StateStorage]]
     block_size: int
     notes: Notes
+    wide: Tensor | None = None
 
     def read(self, fresh: dict[str, Tensor]) -> dict[str, Tensor]:
         """Write the saved state into a new one, `fresh`, which sets dtypes, devices and layouts."""
@@ -214,13 +217,17 @@ class StateReader:
         if low.shape != self.p.shape:
             wanted, got = tuple(self.p.shape), tuple(low.shape)
             raise ValueError(f"state_dict: {key!r} of {name} must have shape {wanted}, got {got}")
-        source = _weight_storage_of(key.removeprefix("weight."), low, self.p)
+        p = _narrow(self.p, low, key)
+        source = _weight_storage_of(key.removeprefix("weight."), low, p)
         if source is None:
             what = f"dropped {key!r} in {_name(low.dtype)}, which means nothing beside {_name(self.p.dtype)}"
             self.notes.add(what, name)
             return None
-        if (torch.isnan(source.exact(self.p, low)) & torch.isfinite(self.p)).any():
+        if (torch.isnan(source.exact(p, low)) & torch.isfinite(p)).any():
             raise ValueError(f"state_dict: {key!r} of {name} has NaN beside a finite parameter: it was damaged")
+        if p is not self.p:
+            self.wide = source.exact(p, low).to(torch.float32)
+            return None
         if source is target:
             return low
         if target.key is None and is_lossy(source, self.p, low):
@@ -276,7 +283,11 @@ def _converted(
         plan = replace(new, slots=found)
         declared = {slot.slot.name: had.get(slot.slot.name, slot).storage for slot in found}
         block_size = max((slot.block_size for slot in had.values()), default=1)
-        entry = StateReader(optimizer, plan, p, entry, (declared,), block_size, notes).read(plan.init(p, group))
+        reader = StateReader(optimizer, plan, p, entry, (declared,), block_size, notes)
+        entry = reader.read(plan.init(p, group))
+        if reader.wide is not None:
+            with torch.no_grad():
+                p.copy_(reader.wide)
     return {**fresh, **entry}
 
 
@@ -305,6 +316,21 @@ def low_word(storage: WeightStorage, p: Tensor, value: Tensor) -> Tensor | None:
 
 def _no_noise() -> Tensor:
     raise AssertionError("storages with a low word round to nearest")
+
+
+def _narrow(p: Tensor, low: Tensor, key: str) -> Tensor:
+    """A float32 parameter in the format that its low word was stored beside, if it has just come from there.
+
+    A model that was trained in bfloat16 and is loaded in float32 has bfloat16's numbers; with the low words its
+    weights are those that the optimizer had.
+    """
+    for dtype in (torch.bfloat16, torch.float16) if p.dtype == torch.float32 else ():
+        narrow = p.to(dtype)
+        if _weight_storage_of(key.removeprefix("weight."), low, narrow) is not None and torch.equal(
+            narrow.float(), p
+        ):
+            return narrow
+    return p
 
 
 def _weight_storage_of(key: str, low: Tensor, p: Tensor) -> WeightStorage | None:

@@ -167,14 +167,22 @@ def export_to_torch(
     plans: Sequence[tuple[Tensor, ParamPlan]],
     groups: Sequence[Group],
     state: Mapping[Tensor, Mapping[str, Tensor]],
+    with_low_words: bool = False,
 ) -> tuple[dict[str, Any], Notes]:
     """A state_dict for torch's optimizer of the same name, and what it cannot hold.
 
     Each moment is decoded to float32 under torch's name for it. torch casts it to the parameter's dtype when it
     loads it. It has no low words: it goes on from the parameters alone. Entries of groups that are not in
-    `options`, the names of all options of this optimizer, are exported as they are.
+    `options`, the names of all options of this optimizer, are exported as they are. `with_low_words` says that the
+    caller takes low words along.
+
+    Raises:
+        ValueError: if torch has no optimizer of this name, or groups have several rules.
     """
-    namesake = _namesake(kind)
+    rules = sorted({group["rule"] for group in groups})
+    if len(rules) > 1:
+        raise ValueError(f"torch_state_dict must be of one rule, got groups of {' and '.join(rules)}")
+    namesake = namesake_of(kind)
     taken = inspect.signature(namesake).parameters
     notes = Notes()
     identities = {p: number for number, (p, _) in enumerate(plans)}
@@ -201,12 +209,16 @@ def export_to_torch(
                 entry[slot.slot.torch_key] = moment
         if entry:
             states[identities[p]] = entry
-        if plan.weight_key is not None and is_lossy(plan.weight, local(p), own[plan.weight_key]):
+        if (
+            plan.weight_key is not None
+            and not with_low_words
+            and is_lossy(plan.weight, local(p), own[plan.weight_key])
+        ):
             notes.add(f"dropped {plan.weight_key!r} of weights={plan.weight.name!r}", plan.name)
     return {"state": states, "param_groups": exported}, notes
 
 
-def _namesake(kind: type) -> type[torch.optim.Optimizer]:
+def namesake_of(kind: type) -> type[torch.optim.Optimizer]:
     """torch's optimizer with the name of the class, or of its nearest base that has a namesake."""
     for base in kind.__mro__:
         found = getattr(torch.optim, base.__name__, None)

@@ -41,7 +41,7 @@ from narrowgauge.optim._options import (
 from narrowgauge.optim._plan import ParamPlan, kind_of, plan_param
 from narrowgauge.optim._preview import ParameterView, QuantizedMoment, preview
 from narrowgauge.optim._sharded_state import to_dtensors
-from narrowgauge.optim._sharding import is_shared
+from narrowgauge.optim._sharding import as_shared, is_shared, local
 from narrowgauge.optim._stats import StepStats
 from narrowgauge.optim._verdict import Arrival, StepRequest, Unscaling, clipping
 from narrowgauge.rules import Rule, clipped
@@ -522,9 +522,6 @@ class NarrowOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: if torch has no optimizer of this name, or groups have several rules.
         """
-        kinds = sorted({group["rule"] for group in self.param_groups})
-        if len(kinds) > 1:
-            raise ValueError(f"torch_state_dict must be of one rule, got groups of {' and '.join(kinds)}")
         state_dict, notes = export_to_torch(type(self), self.defaults, self.plans(), self.param_groups, self.state)
         if notes:
             warnings.warn(f"torch_state_dict: {notes}", stacklevel=2)
@@ -552,13 +549,33 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 if identity in states and is_shared(p):
                     states[identity] = to_dtensors(p, self._engine.plans[p], states[identity])
 
+    @torch.no_grad()
+    def _take(self, checkpoint: Checkpoint) -> None:
+        self.state.update(checkpoint.states)
+        for p, weight in checkpoint.weights.items():
+            local(p).copy_(weight)
+
+    @torch.no_grad()
+    def full_weights(self) -> dict[Tensor, Tensor]:
+        """Every parameter's weight in float32, with its low word or master copy in it.
+
+        Of a sharded parameter it is a DTensor that is cut alike. Weights of `expansion` and `kahan` may have more
+        digits than float32, and are rounded to it.
+        """
+        found: dict[Tensor, Tensor] = {}
+        for p, plan in self.plans():
+            part, state = local(p.detach()), self.state.get(p)
+            wide = plan.exact(part, state)[0].to(torch.float32) if state else part.to(torch.float32)
+            found[p] = as_shared(p, wide) if is_shared(p) else wide
+        return found
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state that `state_dict` gave, or that torch's or bitsandbytes' optimizer of this kind saved.
 
         Hyperparameters come from the checkpoint, storages stay as this optimizer was made: what was written in the
         same ones is taken bit for bit, everything else is converted, low words to what they mean beside the present
-        parameter (load the model first). A UserWarning says what was dropped. Tensors move to the parameters'
-        devices.
+        parameter (load the model first). A float32 parameter that still has the numbers of the narrow one it comes
+        from takes the low word in. A UserWarning says what was dropped. Tensors move to the parameters' devices.
 
         Raises:
             ValueError: for a state of another rule or other shapes, an unknown version, or no state at all; nothing
@@ -581,7 +598,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
         handles = (
             self.register_load_state_dict_pre_hook(before),
-            self.register_load_state_dict_post_hook(lambda _: self.state.update(read[0].states), prepend=True),
+            self.register_load_state_dict_post_hook(lambda _: self._take(read[0]), prepend=True),
         )
         try:
             super().load_state_dict(dict(state_dict))

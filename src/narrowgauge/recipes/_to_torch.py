@@ -1,0 +1,65 @@
+"""The way out: a float32 model and torch's optimizer, which go on where a model and an optimizer of ours are."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from narrowgauge.linear._module import PlannedModule
+from narrowgauge.optim import NarrowOptimizer
+from narrowgauge.optim._checkpoint_foreign import export_to_torch, namesake_of
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@torch.no_grad()
+def to_torch(model: Model, optimizer: NarrowOptimizer) -> tuple[Model, torch.optim.Optimizer]:
+    """A float32 copy of a model with the weights that its optimizer has, and torch's optimizer of the same name.
+
+    Low words and master copies are folded into the weights, so that nothing is rounded. Linear layers with a plan
+    become ordinary ones. The optimizer has the same groups, hyperparameters and moments, in float32. The model and
+    the optimizer that are given stay as they are.
+
+    Args:
+        model: the model that the optimizer trains, unsharded.
+        optimizer: an Adam, AdamW, SGD, Adagrad, Muon or other rule that torch has.
+
+    Returns:
+        (model, optimizer): what torch alone needs to go on. A UserWarning says what its optimizer does not do, as
+        update clipping.
+
+    Raises:
+        ValueError: if torch has no optimizer of this name, or groups have several rules, or parameters of the
+            optimizer are not the model's.
+    """
+    exported, notes = export_to_torch(
+        type(optimizer), optimizer.defaults, optimizer.plans(), optimizer.param_groups, optimizer.state, True
+    )
+    copied = dict[int, object]()
+    wide = copy.deepcopy(model, copied).float()
+    wide.zero_grad()
+    for layer in wide.modules():
+        if isinstance(layer, PlannedModule):
+            layer.remove_plan()
+            layer.__class__ = next(c for c in type(layer).__mro__ if not c.__module__.startswith("narrowgauge."))
+    weights = optimizer.full_weights()
+    if strangers := [optimizer.plan_of(p).name for p in weights if id(p) not in copied]:
+        raise ValueError(f"model must be the one that the optimizer trains; {strangers[0]} is not in it")
+    own = {p: copied[id(p)] for p in weights}
+    for p, weight in weights.items():
+        own[p].copy_(weight)  # type: ignore[attr-defined]
+    groups = []
+    for group in optimizer.param_groups:
+        params = [own[p] for p in group["params"]]
+        names = group.get("param_names")
+        groups.append({"params": list(zip(names, params, strict=True)) if names else params})
+    namesake: Any = namesake_of(type(optimizer))
+    made = namesake(groups, lr=float(optimizer.param_groups[0]["lr"]))
+    made.load_state_dict(exported)
+    if notes:
+        warnings.warn(f"to_torch: {notes}", stacklevel=3)
+    return wide, made

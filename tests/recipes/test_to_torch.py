@@ -1,0 +1,142 @@
+"""The way out: a float32 model and torch's optimizer that go on as ours does in float32."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import narrowgauge as ng
+from narrowgauge.optim import NarrowOptimizer
+
+HALVES = {
+    "split": torch.bfloat16, "split8": torch.bfloat16, "kahan": torch.bfloat16, "expansion": torch.bfloat16,
+    "master": torch.float16,
+}  # fmt: skip
+KINDS: list[tuple[str, dict[str, Any]]] = [
+    ("AdamW8bit", {"lr": 1e-2, "betas": (0.8, 0.9), "weight_decay": 0.3}),
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    ("Adagrad", {"lr": 0.1}),
+]
+
+
+def net(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.LayerNorm(32), nn.Linear(32, 16)).to(dtype)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    dtype = next(model.parameters()).dtype
+    for step in steps:
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step)).to(dtype)
+        optimizer.zero_grad()
+        model(x).float().square().mean().backward()
+        optimizer.step()
+
+
+def made(model: nn.Module, kind: str, **options: Any) -> NarrowOptimizer:
+    optimizer: NarrowOptimizer = getattr(ng.optim, kind)(
+        ng.optim.split_decay(model, 0.1), **{"min_quantized_size": 0, **options}
+    )
+    return optimizer
+
+
+@pytest.mark.parametrize("weights", HALVES)
+def test_low_words_are_in_the_weights(weights: str) -> None:
+    """As they are where an optimizer in float32 loads them, and as the storage says in float64."""
+    model = net(HALVES[weights])
+    optimizer = made(model, "AdamW", lr=1e-3, weights=weights)
+    train(model, optimizer, range(5))
+    exact = {p: optimizer.plan_of(p).exact(p.detach(), optimizer.state[p])[0] for p in model.parameters()}
+    full = optimizer.full_weights()
+    assert all(torch.equal(full[p], exact[p].float()) for p in exact)
+    assert any(not torch.equal(full[p], p.float()) for p in exact)
+    wide, _ = ng.to_torch(model, optimizer)
+    loaded = copy.deepcopy(model).float()
+    in_float32 = made(loaded, "AdamW")
+    in_float32.load_state_dict(optimizer.state_dict())
+    for p, q, r in zip(model.parameters(), wide.parameters(), loaded.parameters(), strict=True):
+        assert q.dtype == r.dtype == torch.float32
+        assert torch.equal(q, full[p])
+        assert torch.equal(r, full[p])
+        assert q.grad is None
+
+
+def test_a_model_cast_back_to_float32_keeps_its_low_words() -> None:
+    model = net()
+    optimizer = made(model, "AdamW", lr=1e-3)
+    train(model, optimizer, range(5))
+    full = optimizer.full_weights()
+    model.float()
+    assert {row.weights for row in optimizer.describe().rows} == {"plain"}  # planned anew
+    assert all(torch.equal(p, weight) for p, weight in full.items())
+
+
+def test_a_parameter_that_is_another_takes_no_low_word() -> None:
+    model = net()
+    optimizer = made(model, "AdamW", lr=1e-3)
+    train(model, optimizer, range(3))
+    other = net(torch.float32)
+    before = [p.detach().clone() for p in other.parameters()]
+    optimizer_of_other = made(other, "AdamW")
+    with pytest.warns(UserWarning, match=r"dropped 'weight\.lo' in int8, which means nothing beside float32"):
+        optimizer_of_other.load_state_dict(optimizer.state_dict())
+    changed = [name for (name, p), q in zip(other.named_parameters(), before, strict=True) if not torch.equal(p, q)]
+    assert set(changed) <= {"2.weight", "2.bias"}  # ones and zeros are numbers of bfloat16
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS, ids=str)
+def test_torch_goes_on_where_ours_would_in_float32(kind: str, options: dict[str, Any]) -> None:
+    model = net()
+    optimizer = made(model, kind, **options)
+    train(model, optimizer, range(4))
+    model_before = [p.detach().clone() for p in model.parameters()]
+    wide, theirs = ng.to_torch(model, optimizer)
+    assert type(theirs) is getattr(torch.optim, kind.removesuffix("8bit"))
+    assert [group["weight_decay"] for group in theirs.param_groups] == [0.1, 0.0]
+    for option, value in options.items():
+        if option != "weight_decay":
+            assert {group[option] for group in theirs.param_groups} == {value}
+    ours_wide = copy.deepcopy(wide)
+    ours = made(ours_wide, kind.removesuffix("8bit"), **options)
+    ours.load_state_dict(theirs.state_dict())
+    train(wide, theirs, range(4, 8))
+    train(ours_wide, ours, range(4, 8))
+    for p, q in zip(wide.parameters(), ours_wide.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), model_before, strict=True))
+
+
+def test_swapped_layers_and_tied_weights_become_torchs() -> None:
+    model = net()
+    model.append(nn.Linear(16, 32))
+    model[4].weight = model[0].weight if model[0].weight.shape == model[4].weight.shape else model[4].weight
+    ng.linear.swap_linears(model, ng.linear.SWITCHBACK, min_features=1)
+    optimizer = made(model, "AdamW", lr=1e-3)
+    train(model, optimizer, range(2))
+    wide, _ = ng.to_torch(model, optimizer)
+    assert [type(layer) for layer in wide] == [nn.Linear, nn.Tanh, nn.LayerNorm, nn.Linear, nn.Linear]
+    assert wide[0].weight is wide[4].weight
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert wide(torch.randn(2, 16)).dtype == torch.float32
+
+
+def test_what_torch_has_not_is_named() -> None:
+    model = net()
+    with pytest.raises(ValueError, match=r"torch\.optim has no Lion"):
+        ng.to_torch(model, made(model, "Lion"))
+    mixed = ng.optim.Muon.for_model(model)
+    with pytest.raises(ValueError, match="must be of one rule, got groups of adamw and muon"):
+        ng.to_torch(model, mixed)
+    with pytest.raises(
+        ValueError, match=r"^model must be the one that the optimizer trains; 0\.weight is not in it"
+    ):
+        ng.to_torch(net(), made(model, "AdamW"))
+    clipping = made(model, "StableAdamW")
+    with pytest.warns(UserWarning, match="to_torch: dropped clip_updates=True"):
+        ng.to_torch(model, clipping)
