@@ -49,8 +49,7 @@ class SwitchBackLinear(LowPrecisionLinear):
     Args:
         in_features, out_features, bias, device, dtype: as `nn.Linear` takes them.
 
-    Shapes: (..., in_features) to (..., out_features), of the input's dtype or autocast's. The weight is cast to the
-    input's dtype: open_clip makes these layers in float32 whatever its ``--precision``.
+    Shapes: (..., in_features) to (..., out_features).
 
     Source: Wortsman et al. 2023, Algorithm 1.
     """
@@ -68,10 +67,7 @@ class SwitchBackLinear(LowPrecisionLinear):
         super().__init__(in_features, out_features, bias, self.PLAN, device, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        if "weight_codes" in self._buffers:
-            return self._by_codes(input)
-        bias = None if self.bias is None else self.bias.to(input.dtype)
-        return self._linear(input, self.weight.to(input.dtype), bias, self.averages)
+        return self._by_codes(input) if "weight_codes" in self._buffers else super().forward(input)
 
     def prepare_for_eval(self) -> None:
         """Quantize the weight once, for evaluation: its codes and scales replace it, and the backward pass is gone.
