@@ -108,7 +108,7 @@ def test_without_bitsandbytes_its_place_is_ours(name: str, plan: LinearPlan) -> 
         ours.install()
         assert replaced(name) is getattr(ours, name)
     assert "narrowgauge.integrations.open_clip" in repr(sys.modules["bitsandbytes"])
-    with pytest.raises(AttributeError, match=r"is a stand-in by narrowgauge.*'StandardLinear'"):
+    with pytest.raises(AttributeError, match=r"has no 'StandardLinear': it is a stand-in by narrowgauge"):
         replaced("StandardLinear")
     with pytest.raises(ImportError):
         importlib.import_module("bitsandbytes.optim")

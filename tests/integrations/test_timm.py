@@ -64,16 +64,25 @@ def test_timm_knows_of_each_what_it_knows_of_its_own(name: str, namesake: str) -
 @pytest.mark.parametrize("name", NAMESAKES)
 def test_the_arguments_of_timms_train_script_arrive(name: str) -> None:
     """As its parser gives them, with values that are the default of no optimizer."""
-    script = argparse.Namespace(
-        opt=name, lr=0.003, weight_decay=0.07, momentum=0.8, opt_eps=1e-5, opt_betas=[0.7, 0.95], layer_decay=None,
-        opt_foreach=None,
-    )  # fmt: skip
+    parser = argparse.ArgumentParser()
+    for option, kind in {
+        "opt": str,
+        "lr": float,
+        "weight-decay": float,
+        "momentum": float,
+        "opt-eps": float,
+    }.items():
+        parser.add_argument(f"--{option}", type=kind)
+    parser.add_argument("--opt-betas", type=float, nargs="+")
+    parser.add_argument("--opt-kwargs", nargs="*", default={}, action=library("timm.utils").ParseKwargs)
+    line = f"--opt {name} --lr 0.003 --weight-decay 0.07 --momentum 0.8 --opt-eps 1e-5 --opt-betas 0.7 0.95"
+    script = parser.parse_args([*line.split(), "--opt-kwargs", "seed=3", "nonfinite=raise"])
     model = vit().to(torch.bfloat16 if name == "ngcollage" else torch.float32)
-    optimizer = create_optimizer_v2(model, **factory.optimizer_kwargs(cfg=script), seed=3)
+    optimizer = create_optimizer_v2(model, **factory.optimizer_kwargs(cfg=script), **script.opt_kwargs)
     info = get_optimizer_info(name)
     assert isinstance(optimizer, ng.optim.NarrowOptimizer)
     for group, decay in zip(optimizer.param_groups, (0.0, 0.07), strict=True):
-        expected = {"lr": 0.003, "weight_decay": decay, "seed": 3}
+        expected = {"lr": 0.003, "weight_decay": decay, "seed": 3, "nonfinite": "raise"}
         expected |= {"eps": 1e-5} if info.has_eps else {}
         expected |= {"betas": [0.7, 0.95]} if info.has_betas else {}
         expected |= {"momentum": 0.8} if info.has_momentum else {}

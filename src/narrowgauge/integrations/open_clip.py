@@ -12,7 +12,8 @@ this module installs and then runs open_clip's own training script with the same
 
 Where bitsandbytes is not installed, `install()` puts stand-ins for it, for its `nn` and for that module into
 `sys.modules`. Any other name of theirs raises an AttributeError that says what they are. They have no version, file
-or metadata, so transformers and accelerate still report that there is no bitsandbytes.
+or metadata, so transformers and accelerate still report that there is no bitsandbytes. peft asks `find_spec` alone
+and finds them; it looks at bitsandbytes' classes only in models that were loaded in 8 or 4 bits.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ def _stand_in(name: str) -> ModuleType:
 
     def missing(attribute: str) -> NoReturn:
         raise AttributeError(
-            f"{name} is a stand-in by {__name__}, for {', '.join(_LAYERS)} in {_MODULE}; it has no {attribute!r}"
+            f"{name} has no {attribute!r}: it is a stand-in by {__name__}, for {', '.join(_LAYERS)} in {_MODULE}"
         )
 
     module.__getattr__ = missing  # type: ignore[method-assign]
