@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import inspect
-import warnings
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,20 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
+from libraries import library
 from narrowgauge.linear import SWITCHBACK, LowPrecisionLinear, LowPrecisionMultiheadAttention, swap_linears
 
 IMAGES = torch.linspace(-1, 1, 2 * 3 * 32 * 32).view(2, 3, 32, 32)
 TOKENS = torch.arange(16).view(2, 8) % 12
-
-
-def library(name: str) -> ModuleType:
-    """A library, without the warnings of its import; the test is skipped where it is not installed."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            return importlib.import_module(name)
-        except ImportError as error:
-            pytest.skip(f"needs {name}: {error}")
 
 
 def check(
