@@ -40,7 +40,7 @@ config = peft.LoraConfig(r=16, target_modules=["q_proj", "v_proj"])
 model = peft.get_peft_model(model, config, autocast_adapter_dtype=False)  # peft's default makes adapters float32
 report = ng.linear.swap_linears(model, ng.linear.SWITCHBACK, keep=("lora_A", "lora_B", "lm_head"))
 adapters = [p for p in model.parameters() if p.requires_grad]
-optimizer = ng.optim.AdamW8bit(adapters, lr=args.lr, weights="split8")
+optimizer = ng.optim.AdamW8bit(adapters, lr=args.lr)
 print(f"{len(report.swapped)} layers in 8 bits, {sum(p.numel() for p in adapters):,} parameters to train")
 
 rows = tokens[: len(tokens) // length * length].view(-1, length)

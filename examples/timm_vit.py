@@ -40,9 +40,7 @@ else:
     model = timm.create_model(args.model, num_classes=len(data.classes))
 model.to(device, torch.bfloat16)
 
-optimizer = timm.optim.create_optimizer_v2(
-    model, args.opt, lr=args.lr, weight_decay=0.05, layer_decay=0.75, weights="split8"
-)
+optimizer = timm.optim.create_optimizer_v2(model, args.opt, lr=args.lr, weight_decay=0.05, layer_decay=0.75)
 loader = torch.utils.data.DataLoader(data, batch, shuffle=True, num_workers=0 if args.smoke else 8)
 epochs = 1 if args.smoke else args.epochs
 # The learning rates of the layers are set by timm's schedules alone.

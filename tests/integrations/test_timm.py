@@ -150,7 +150,6 @@ def test_muon_gets_matrices_and_adamw_the_rest(monkeypatch: pytest.MonkeyPatch, 
             assert group["weight_decay"] == (0.1 if named or not undecayed else 0.0)
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason='Muon takes no groups with a "rule" yet')
 def test_muon_trains_a_vit() -> None:
     model, before = vit(), vit()
     optimizer = create_optimizer_v2(model, "ngmuon", lr=0.01, weight_decay=0.1, layer_decay=0.75)
