@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import narrowgauge as ng
 from narrowgauge.distributed import latest_checkpoint, load_checkpoint, save_checkpoint
+from narrowgauge.rules import Muon
 
 # In blocks of a row shards begin with blocks, in longer ones some do not.
 BLOCKS = (BLOCK, 4 * BLOCK)
@@ -228,9 +229,18 @@ def refusing(rank: int, folder: Path) -> dict[str, Any]:
     return told
 
 
-def muon(rank: int, folder: Path) -> bool:
-    """Matrices that are orthogonalized as wholes."""
-    mesh, same_everywhere = meshes()["rows"], True
+def muon(rank: int, folder: Path) -> tuple[bool, int]:
+    """Matrices that are orthogonalized as wholes, each on one rank: whether they are those of one process, and how
+    many this rank has computed.
+    """
+    mesh, same_everywhere, computed = meshes()["rows"], True, 0
+    orthogonalize = Muon.orthogonalize
+
+    def counted(self: Muon, x: torch.Tensor) -> torch.Tensor:
+        nonlocal computed
+        computed += 1
+        return orthogonalize(self, x)
+
     for states in ("8bit", "fp32"):
         whole = {name: nn.Parameter(x) for name, x in weights(torch.bfloat16).items() if x.dim() == 2}
         shared = fsdp({name: nn.Parameter(p.detach().clone()) for name, p in whole.items()}, mesh)
@@ -241,10 +251,12 @@ def muon(rank: int, folder: Path) -> bool:
                 p.grad = gradient(name, step, p.detach(), False)
                 shared[name].grad = spread(shared[name], p.grad)
             one.step()
+            Muon.orthogonalize = counted
             other.step()
+            Muon.orthogonalize = orthogonalize
         for name, p in shared.items():
             same_everywhere &= same(p.detach().to_local(), cut(p, whole[name].detach()))
-    return same_everywhere
+    return same_everywhere, computed
 
 
 def offloaded(rank: int, folder: Path) -> list[float]:

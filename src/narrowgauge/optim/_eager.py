@@ -19,7 +19,7 @@ stepped in chunks that fit in the processor's caches: the same operations on the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -30,7 +30,16 @@ from torch import Tensor
 from narrowgauge.formats import random_bits, random_halves
 from narrowgauge.optim._changes import LISTS
 from narrowgauge.optim._plan import ParamPlan, ParamStep, SlotPlan, State
-from narrowgauge.optim._sharding import MOST_TERMS, TERMS, Rows, Shard, apply_to_full, whole_of
+from narrowgauge.optim._sharding import (
+    MOST_TERMS,
+    TERMS,
+    Rows,
+    Shard,
+    apply_on_owners,
+    apply_to_full,
+    rows_of_ranks,
+    whole_of,
+)
 from narrowgauge.optim._stats import UpdateStats
 from narrowgauge.optim._verdict import GradientReport, Verdict, inspect_gradients
 from narrowgauge.rules import Rule, Scalar, squared_ratio
@@ -45,9 +54,14 @@ _GRAIN = 8  # elements that one block of random numbers serves
 
 @dataclass(frozen=True)
 class Fp32Arithmetic:
-    """Averages of float32 tensors; see the module. `shard` is the part of the parameter on this rank."""
+    """Averages of float32 tensors; see the module.
+
+    `shard` is the part of the parameter on this rank. `whole` is the local part of what `of_whole` will be asked
+    for, where ranks have worked that out before.
+    """
 
     shard: Shard | None = None
+    whole: Tensor | None = None
 
     def accumulate(self, average: Tensor, x: Tensor, decay: Scalar, new_weight: Scalar) -> Tensor:
         return decay * average + new_weight * x
@@ -64,7 +78,7 @@ class Fp32Arithmetic:
         return summed
 
     def of_whole(self, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        return apply_to_full(self.shard, x, function)
+        return apply_to_full(self.shard, x, function) if self.whole is None else self.whole
 
     def value(self, average: Tensor) -> Tensor:
         return average
@@ -162,7 +176,11 @@ class Operands:
 
 
 def update(
-    step: ParamStep, number: Scalar, noise: Noise, summed: Mapping[str, Scalar] | None = None
+    step: ParamStep,
+    number: Scalar,
+    noise: Noise,
+    summed: Mapping[str, Scalar] | None = None,
+    whole: Tensor | None = None,
 ) -> tuple[Tensor, State, Tensor]:
     """Compute a step without taking it.
 
@@ -171,13 +189,14 @@ def update(
         number: the number of this step, from 1; a 0-d tensor on the device, or a number.
         noise: makes random numbers in the parameter's shape.
         summed: the sums of `term_sums` over the whole parameter, if other ranks hold parts of it.
+        whole: see `Fp32Arithmetic`.
 
     Returns:
         (p, state, delta): the new parameter, its new state entries, and the intended update.
     """
     plan, p = step.plan, step.param
     low = step.state[plan.weight_key] if plan.weight_key is not None else None
-    read = operands(step, number)
+    read = operands(step, number, whole)
     scalars = with_sums(plan, read, summed)
     delta, moments = plan.rule.update(read.arithmetic, read.weight, read.grad, read.moments, scalars)
     new_state: State
@@ -203,13 +222,33 @@ def update(
     return new_p, new_state, delta
 
 
-def operands(step: ParamStep, number: Scalar) -> Operands:
+class _Asked(Exception):
+    """Ends an update at its call of `of_whole`, with the arguments."""
+
+
+class _Asking(Fp32Arithmetic):
+    def of_whole(self, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        raise _Asked(x, function)
+
+
+def asked_of_whole(step: ParamStep, number: Scalar) -> tuple[Tensor, Callable[[Tensor], Tensor]] | None:
+    """The arguments with which the rule will call `of_whole`; None if it will not."""
+    read = operands(step, number)
+    try:
+        step.plan.rule.update(_Asking(step.plan.shard), read.weight, read.grad, read.moments, read.scalars)
+    except _Asked as asked:
+        x, function = asked.args
+        return x, function
+    return None
+
+
+def operands(step: ParamStep, number: Scalar, whole: Tensor | None = None) -> Operands:
     """What the rule is given at the step of this number."""
     plan, p, state = step.plan, step.param, step.state
     low = state[plan.weight_key] if plan.weight_key is not None else None
     scalars: Mapping[str, Scalar] = plan.rule.scalars(numbers(step.group, p.device), number)
     if not plan.strict:
-        arithmetic = _FP32 if plan.shard is None else Fp32Arithmetic(plan.shard)
+        arithmetic = _FP32 if plan.shard is None else Fp32Arithmetic(plan.shard, whole)
         moments: State = {}
         for slot in _units_first(plan):
             unit = moments[slot.normalizer.slot.name] if slot.normalizer is not None else None
@@ -407,6 +446,12 @@ class EagerSteps:
         self.steps, self.watched, self._measured, self._elementwise = steps, steps, measured, elementwise
         self._device = steps[0].param.device
         self._members = {step.index: number for number, step in enumerate(steps)}
+        # Those whose rule may need all of a matrix that ranks hold in rows; the first step finds out.
+        self._whole = {
+            step.index
+            for step in steps
+            if not (step.plan.strict or step.plan.has_terms) and rows_of_ranks(step.plan.shard) is not None
+        }
         self._report: GradientReport | None = None
         self._sums: dict[int, tuple[list[str], Tensor]] = {}
 
@@ -433,17 +478,44 @@ class EagerSteps:
         self, verdict: Verdict | None, summed: bool = False, indices: Sequence[int] | None = None
     ) -> list[tuple[list[str], Tensor]]:
         names, rows = [], []
-        for index in self._members if indices is None else indices:
+        for index, whole in self._with_wholes(self._members if indices is None else indices, verdict):
             number = self._members[index]
             step, sums = self.steps[number], None
             if summed and index in self._sums:
                 terms, table = self._sums[index]
                 sums = dict(zip(terms, table[0].unbind(), strict=True))
-            stats = self._take(step, self._admitted(step, number, verdict), verdict, sums)
+            stats = self._take(step, self._admitted(step, number, verdict), verdict, sums, whole)
             if stats is not None:
                 names.append(step.plan.name)
                 rows.append(stats.sums)
         return [(names, torch.stack(rows))] if rows else []
+
+    def _with_wholes(self, indices: Iterable[int], verdict: Verdict | None) -> Iterator[tuple[int, Tensor | None]]:
+        """The parameters, with what `of_whole` is for those that ranks work out together, a matrix a rank."""
+        batch: list[tuple[int, Shard, Tensor, Callable[[Tensor], Tensor]]] = []
+
+        def worked_out() -> Iterator[tuple[int, Tensor]]:
+            if batch:
+                of, shards, xs, functions = zip(*batch, strict=True)
+                batch.clear()
+                yield from zip(of, apply_on_owners(shards, xs, functions), strict=True)
+
+        for index in indices:
+            step = self.steps[self._members[index]]
+            shard = step.plan.shard
+            asked = None
+            if shard is not None and index in self._whole:
+                asked = asked_of_whole(with_gradient(step, verdict), next_number(step))
+            if shard is None or asked is None:
+                self._whole.discard(index)
+                yield index, None
+                continue
+            if batch and batch[0][1].layout != shard.layout:
+                yield from worked_out()
+            batch.append((index, shard, *asked))
+            if len(batch) == shard.count:
+                yield from worked_out()
+        yield from worked_out()
 
     def _admitted(self, step: ParamStep, number: int, verdict: Verdict | None) -> bool | Tensor:
         """Whether a parameter takes the step: True, False, or on a GPU a 0-d tensor that the host never reads."""
@@ -458,7 +530,12 @@ class EagerSteps:
         return bool(finite) if grad.is_cpu else finite
 
     def _take(
-        self, step: ParamStep, keep: bool | Tensor, verdict: Verdict | None, sums: Mapping[str, Tensor] | None
+        self,
+        step: ParamStep,
+        keep: bool | Tensor,
+        verdict: Verdict | None,
+        sums: Mapping[str, Tensor] | None,
+        whole: Tensor | None,
     ) -> UpdateStats | None:
         """Take one parameter's step, unless it is refused; what was measured, if anything."""
         plan, p, state = step.plan, step.param, step.state
@@ -467,9 +544,9 @@ class EagerSteps:
         number, taken = next_number(step), with_gradient(step, verdict)
         before = plan.exact(p, state) if self._measured else None
         ratio = squared_ratios(taken, number) if self._measured else None
-        whole = self._measured or sums is not None or keep is not True
-        for first, part in [(0, taken)] if whole else chunks(taken, self._elementwise):
-            new_p, new_state, delta = update(part, number, noise_of(part, number, first), sums)
+        in_one = self._measured or sums is not None or keep is not True
+        for first, part in [(0, taken)] if in_one else chunks(taken, self._elementwise):
+            new_p, new_state, delta = update(part, number, noise_of(part, number, first), sums, whole)
             for target, value in [(part.param, new_p), *((part.state[k], x) for k, x in new_state.items())]:
                 target.copy_(value if keep is True else torch.where(keep, value, target))
         state["step"] += 1 if keep is True else keep

@@ -182,6 +182,58 @@ def apply_to_full(shard: Shard | None, x: Tensor, function: Callable[[Tensor], T
     return function(whole.full_tensor())[box]
 
 
+def rows_of_ranks(shard: Shard | None) -> list[int] | None:
+    """How many rows of a parameter each rank holds, if ranks hold runs of its rows on a mesh of one dimension."""
+    if shard is None or shard.layout is None or shard.layout[0].ndim != 1 or not shard.layout[1][0].is_shard(0):
+        return None
+    world, rows = shard.count, shard.shape[0]
+    most = -(-rows // world)
+    sizes = [min(most, max(0, rows - rank * most)) for rank in range(world)]
+    here = shard.sizes[0] if shard.here else 0
+    return sizes if sizes[shard.number] == here else None
+
+
+def apply_on_owners(
+    shards: Sequence[Shard], xs: Sequence[Tensor], functions: Sequence[Callable[[Tensor], Tensor]]
+) -> list[Tensor]:
+    """Apply a function to each of some whole matrices, each on one rank; returns the local rows of the results.
+
+    Rank i owns matrix i: the ranks send it their rows, and it sends back the rows of the result. Two exchanges
+    serve as many matrices as there are ranks, and no matrix is computed twice.
+
+    Args:
+        shards: with `rows_of_ranks`, all on one mesh; at most one for each rank.
+        xs: the local rows of each matrix.
+        functions: of a matrix; the result has its shape and is converted to float32.
+    """
+    assert shards[0].layout is not None
+    group = shards[0].layout[0].get_group()
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    rows = [rows_of_ranks(shard) or [] for shard in shards]
+    widths = [math.prod(shard.shape[1:]) for shard in shards]
+    owned = rank if rank < len(shards) else None
+
+    def exchange(parts: list[Tensor], received: list[int], like: Tensor) -> list[Tensor]:
+        """Send a part to each rank; receive so many elements from each. As bytes, which every backend can send."""
+        sent = torch.cat([part.reshape(-1) for part in parts]).view(torch.uint8)
+        got, size = sent.new_empty(sum(received) * like.itemsize), like.itemsize
+        dist.all_to_all_single(
+            got, sent, [n * size for n in received], [part.numel() * size for part in parts], group=group
+        )
+        return list(torch.split(got.view(like.dtype), received))
+
+    nothing = xs[0].new_empty(0)
+    mine = [n * widths[owned] for n in rows[owned]] if owned is not None else [0] * world
+    gathered = exchange([*xs, *[nothing] * (world - len(xs))], mine, nothing)
+    back, nothing = [nothing.float()] * world, nothing.float()
+    if owned is not None:
+        whole = torch.cat(gathered).view(shards[owned].shape)
+        back = list(torch.split(functions[owned](whole).to(torch.float32), rows[owned]))
+    own = [of[rank] * width for of, width in zip(rows, widths, strict=True)]
+    results = exchange(back, own + [0] * (world - len(xs)), nothing)
+    return [result.view(x.shape) for result, x in zip(results, xs, strict=False)]
+
+
 def whole_of(p: Tensor, shard: Shard | None) -> int:
     """Elements of the whole parameter that p is a shard of."""
     return shard.numel if shard is not None else p.numel()
