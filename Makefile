@@ -18,7 +18,7 @@ QUICK  := tests/formats tests/storage tests/kernels tests/optim tests/linear tes
 compare: $(VENV)/.train  ## run the main job: train one small GPT under several precision recipes
 	$(BIN)/narrowgauge compare --out $(OUT) $(ARGS)
 
-test: check  ## lint, types and the whole CPU test suite
+test: check $(VENV)/.hub  ## lint, types and the whole CPU test suite
 	$(RUN) pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 test-quick: $(VENV)/.test  ## one case of each test of the library itself, for the inner loop
@@ -56,4 +56,12 @@ $(BIN)/python:
 $(VENV)/.train $(VENV)/.test $(VENV)/.docs $(VENV)/.bench: $(VENV)/.%: pyproject.toml | $(BIN)/python
 	@echo 'installing torch and the rest into $(VENV): once, and minutes where torch has to be downloaded'
 	@$(RUN) pip install --quiet --disable-pip-version-check --editable '.[train,$*]'
+	touch $@
+
+# timm and open_clip need torchvision, which does not load beside a torch without CUDA, and then keeps transformers from
+# loading. So they are beside the environment, where the tests that want them add them (tests/libraries.py).
+$(VENV)/.hub: pyproject.toml | $(VENV)/.test
+	@$(RUN) pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(VENV)/hub timm open_clip_torch \
+		"torchvision==0.$$($(BIN)/python -c 'import torch; print(int(torch.__version__.split(".")[1]) + 15)').*" \
+		ftfy wcwidth pandas 'webdataset<=0.2.86' braceexpand
 	touch $@

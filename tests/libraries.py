@@ -1,9 +1,14 @@
-"""timm, open_clip and peft for the tests that need them, and what open_clip's script leaves behind."""
+"""timm, open_clip and peft for the tests that need them, and what open_clip's script leaves behind.
+
+`make test` puts timm, open_clip and torchvision into the folder `hub` of the virtual environment, which is not on its
+path: see the Makefile.
+"""
 
 from __future__ import annotations
 
 import importlib
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -16,6 +21,9 @@ import torch
 
 def library(name: str) -> ModuleType:
     """A library, without the warnings of its import; the test is skipped where it is not installed."""
+    hub = os.path.join(sys.prefix, "hub")
+    if os.path.isdir(hub) and hub not in sys.path:
+        sys.path.append(hub)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
