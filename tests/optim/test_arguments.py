@@ -63,8 +63,8 @@ def test_describe_shows_every_decision() -> None:
     assert rows["block.weight"].states == "m:log8 v:log8"
     assert rows["block.weight"].bytes == 6400 * 3 + 2 * 4 * 25
     assert rows["block.bias"].states == "m:fp32 v:fp32"
-    assert "10 elements < min_quantized_size" in rows["block.bias"].why
-    for word in ("block.weight", "64x100", "bfloat16", "adamw", "split8", "19,400", "fused C, fp32"):
+    assert rows["block.bias"].why == "m, v in fp32: fewer than min_quantized_size=4096 elements"
+    for word in ("block.weight", "6,400", "bfloat16", "adamw", "split8", "19.5 kB", "fused C, fp32"):
         assert word in text
     assert AdamW([big], states="8bit").describe().rows[0].parameter == "0.0"
 

@@ -434,7 +434,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         return sum(value.nbytes for state in self.state.values() for value in state.values())
 
     def describe(self) -> Description:
-        """A table: parameter, rule, storages, bytes added, path taken, skipped steps, and why.
+        """Bytes kept, rule, storages, path taken, skipped steps, and why: in all, and in `rows` for each parameter.
 
         A gradient that is not contiguous takes the eager path. On a GPU the table says so after that step; on a
         CPU it never does.
