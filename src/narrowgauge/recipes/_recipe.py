@@ -9,7 +9,7 @@ The letters A to D are the options of Collage's Table 2; `D-MW` keeps fp32 state
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, overload
@@ -83,14 +83,14 @@ class Recipe:
 
     @overload
     def apply(
-        self, model: nn.Module, lr: float | None = ..., *, decay_all: bool = ..., around: None = ...,
-        **optimizer_arguments: Any,
+        self, model: nn.Module, lr: float | None = ..., *, decay_all: bool = ...,
+        no_decay: str | Iterable[str] = ..., around: None = ..., **optimizer_arguments: Any,
     ) -> NarrowOptimizer: ...  # fmt: skip
 
     @overload
     def apply(
-        self, model: nn.Module, lr: float | None = ..., *, decay_all: bool = ..., around: Callable[..., Made],
-        **optimizer_arguments: Any,
+        self, model: nn.Module, lr: float | None = ..., *, decay_all: bool = ...,
+        no_decay: str | Iterable[str] = ..., around: Callable[..., Made], **optimizer_arguments: Any,
     ) -> Made: ...  # fmt: skip
 
     def apply(
@@ -99,6 +99,7 @@ class Recipe:
         lr: float | None = None,
         *,
         decay_all: bool = False,
+        no_decay: str | Iterable[str] = (),
         around: Callable[..., Any] | None = None,
         **optimizer_arguments: Any,
     ) -> Any:
@@ -113,18 +114,21 @@ class Recipe:
             decay_all: whether norms and biases decay too. They are a group of their own otherwise, with
                 ``weight_decay=0.0``; which they are, `narrowgauge.optim.split_decay` says. Embeddings decay, and
                 have the recipe's states.
+            no_decay: names of further parameters that do not decay, or patterns such as ``"*.gamma"``.
             around: what makes the optimizer, of its class, the groups and its arguments, in place of the class:
                 `narrowgauge.distributed.CPUOffload`.
             **optimizer_arguments: what else it takes; `weights` and `states` follow from the recipe.
 
         Raises:
-            ValueError: for `weights` or `states`, and whatever the optimizer refuses.
+            ValueError: for `weights` or `states`, a name in `no_decay` that no parameter has, and whatever the
+                optimizer refuses.
         """
         for name in ("weights", "states"):
             if name in optimizer_arguments:
                 raise ValueError(
                     f"{name} must be left out: recipe {self.name!r} sets it, got {optimizer_arguments[name]!r}"
                 )
+        groups = decay_groups(model, decay_all, no_decay)
         options = optimizer_arguments if lr is None else {"lr": lr, **optimizer_arguments}
         # The named classes take more than their base.
         make: Callable[..., Any] = self.optimizer if around is None else partial(around, self.optimizer)
@@ -132,14 +136,16 @@ class Recipe:
             probe = nn.Parameter(torch.zeros(1, 1, dtype=self.dtype))
             make([probe], weights=self.weights, states=self.states, **options)
         cast(model, self.dtype)
-        return make(decay_groups(model, decay_all), weights=self.weights, states=self.states, **options)
+        return make(groups, weights=self.weights, states=self.states, **options)
 
 
-def decay_groups(model: nn.Module, decay_all: bool) -> list[Any]:
+def decay_groups(model: nn.Module, decay_all: bool, no_decay: str | Iterable[str] = ()) -> list[Any]:
     """A model's named parameters for an optimizer: all alike, or in a group without decay what should not."""
     if decay_all:
+        if no_decay:
+            raise ValueError("no_decay must be left out with decay_all=True, by which all parameters decay")
         return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    return parted(model, {})
+    return parted(model, {}, no_decay=no_decay)
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
