@@ -159,9 +159,7 @@ class Recipe:
         return [group for group in found if group["params"]]
 
 
-def decay_groups(
-    model: nn.Module, decay_all: bool, no_decay: str | Iterable[str] = ()
-) -> list[dict[str, Any]]:
+def decay_groups(model: nn.Module, decay_all: bool, no_decay: str | Iterable[str] = ()) -> list[dict[str, Any]]:
     """A model's named parameters for an optimizer: all alike, or in a group without decay what should not."""
     if decay_all:
         if no_decay:
