@@ -41,6 +41,30 @@ def test_dtypes_are_refused_by_parameter(dtype: torch.dtype) -> None:
         AdamW([("head.weight", torch.nn.Parameter(torch.ones(3).to(dtype)))])
 
 
+@pytest.mark.parametrize("model", [torch.nn.Linear(3, 3), torch.nn.Sequential(torch.nn.Linear(3, 3))])
+def test_a_model_in_place_of_its_parameters_is_refused(model: torch.nn.Module) -> None:
+    message = r"params must be parameters, got a model: pass AdamW8bit\(model\.named_parameters\(\)\)"
+    with pytest.raises(TypeError, match=message):
+        AdamW8bit(model)
+
+
+@pytest.mark.parametrize(
+    ("argument", "instead"),
+    [
+        ("is_paged", "narrowgauge.distributed.CPUOffload"),
+        ("percentile_clipping", "clip_updates=True .* max_grad_norm"),
+        ("block_wise", "block_size elements a block"),
+        ("optim_bits", "states='8bit' or states='fp32'"),
+        ("args", "give each option as a keyword"),
+        ("min_8bit_size", "min_quantized_size"),
+    ],
+)
+def test_an_argument_of_bitsandbytes_is_refused_with_what_to_use(argument: str, instead: str) -> None:
+    message = rf"AdamW8bit\(\) got an unexpected keyword argument '{argument}': .*{instead}"
+    with pytest.raises(TypeError, match=message):
+        AdamW8bit([parameter()], **{argument: None})
+
+
 def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
     p = parameter()
     optimizer = AdamW([p])

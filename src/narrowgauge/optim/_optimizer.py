@@ -96,6 +96,9 @@ class NarrowOptimizer(torch.optim.Optimizer):
     identity: ClassVar[tuple[str, ...]] = ()  # options without which the name would lie: no checkpoint changes them
 
     def __init__(self, params: ParamsT, hyperparameters: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        if isinstance(params, torch.nn.Module):
+            name = type(self).__name__
+            raise TypeError(f"params must be parameters, got a model: pass {name}(model.named_parameters())")
         self._reset()
         defaults = {**hyperparameters, **with_defaults(type(self).__name__, options), VERSION_KEY: VERSION}
         self.check(defaults)
