@@ -40,7 +40,8 @@ class Slot:
         name: its letter in the equation.
         signed: False for averages of squares, whose codes need no sign.
         preset: its storage under ``states="expansion"``, given as one name for all slots.
-        torch_key: its name in the state of torch's optimizer of the same name.
+        torch_key: its name in the state of torch's optimizer of the same name, or in the usual one's if torch has
+            none.
         start: the option that holds its first value; without one it starts at zero.
         option: the option that switches it on; without one it is always on.
         normalizer: the slot whose root the update divides this one by; the root is a natural unit for storing it.
