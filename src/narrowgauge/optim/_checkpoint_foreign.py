@@ -13,9 +13,10 @@ or unsigned dynamic one, these are the tensors of our 8-bit storage, bit for bit
 may; both decode alike. Other maps (AdaGrad's sum of squares has a signed one) are decoded here. Newer versions wrap
 all of it in one more dictionary. Momentum and dampening are in `betas`.
 
-**torchao** has torch's names and wraps each moment in a tensor subclass with `codes` and a `scale` for each block. The
-class implements next to no operation; its own `dequantize` gives the moment. The 8-bit ones have the signed and the
-unsigned dynamic map and blocks of 256, so our 8-bit storage arrives at the same codes. The learning rate is a tensor.
+**torchao** has torch's names and wraps each moment in a tensor subclass with `codes` and a `scale` for each block.
+The class implements next to no operation; its own `dequantize` gives the moment. The 8-bit ones have the signed and
+the unsigned dynamic map and blocks of 256, so our 8-bit storage arrives at the same codes. The learning rate is a
+tensor.
 """
 
 from __future__ import annotations
