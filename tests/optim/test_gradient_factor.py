@@ -24,7 +24,7 @@ from narrowgauge import optim
 from narrowgauge.optim import _engine
 from narrowgauge.optim._optimizer import NarrowOptimizer
 
-SHAPES = ((70,), (16, 17), (), (0,), (257,))
+SHAPES = ((70,), (16, 17), (), (0,), (1, 257))
 PATHS = {"Triton": "fused Triton", "C": "fused C", "eager": "eager torch"}
 
 RULES: list[tuple[str, dict[str, Any], Any]] = [

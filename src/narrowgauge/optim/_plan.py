@@ -236,6 +236,7 @@ def kind_of(p: Tensor) -> Kind:
 def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index: int) -> ParamPlan:
     """Decide one parameter's storages; a ValueError for a dtype or a combination that is not supported."""
     dtype, mark = kind = kind_of(p)
+    rule = rule.of_dim(p.dim())
     if dtype not in _DTYPES:
         raise ValueError(f"params must be float32, bfloat16 or float16, got {dtype} ({name})")
     weight = weight_storage(group["weights"])

@@ -98,6 +98,10 @@ class Rule(Protocol):
         """The moments that are on under these hyperparameters."""
         return tuple(slot for slot in self.moments if slot.option is None or group.get(slot.option))
 
+    def of_dim(self, dim: int) -> Rule:
+        """The rule of a parameter with so many dimensions: this one, or another for vectors and scalars."""
+        return self
+
     def scalars(self, group: Mapping[str, Any], step: Scalar) -> dict[str, Scalar]:
         """The equation's scalars from a parameter group's hyperparameters, in double precision on the host.
 
