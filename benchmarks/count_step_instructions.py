@@ -58,7 +58,7 @@ def step_of(
     **options: Any,
 ) -> Any:
     """The kernels of an optimizer and its storages."""
-    p = torch.nn.Parameter(torch.ones(8192, dtype=dtype))
+    p = torch.nn.Parameter(torch.ones(8, 1024, dtype=dtype))  # LARS does not scale vectors
     optimizer = getattr(optim, name)([p], weights=weights, states=states, **options)
     (group,) = optimizer.param_groups
     plan = optimizer.plan_of(p)

@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,17 @@ def test_the_axes_on_the_front_page_are_the_programs() -> None:
         assert float(cell) == pytest.approx(
             Recipe("", "", torch.float32, states=name).byte_breakdown()["states"], rel=5e-3
         )
+
+
+def test_the_extras_and_versions_of_the_install_section_are_the_packages() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    listed = {cells[0].strip("`") for cells in rows("start.md", "Install")[2:]} - {"(none)"}
+    assert listed == project["optional-dependencies"].keys()
+    for text in (prose("docs/start.md"), prose("README.md")):
+        assert "Python 3.11 to 3.13" in text
+    assert project["requires-python"] == ">=3.11,<3.14"
+    assert "torch>=2.11,<2.14" in project["dependencies"]
+    assert "torch 2.11 to 2.13" in prose("docs/start.md")
 
 
 def test_the_choice_of_a_recipe_is_that_of_the_committed_results() -> None:

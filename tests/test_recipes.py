@@ -100,7 +100,7 @@ def test_bad_names_and_arguments_are_refused() -> None:
         recipes.get("D").apply(torch.nn.Linear(2, 2), states="8bit")
 
 
-def test_tables_that_are_not_saved_keep_their_precision() -> None:
+def test_buffers_keep_their_precision() -> None:
     model = torch.nn.Module()
     model.weight = torch.nn.Parameter(torch.ones(3))
     model.register_buffer("frequencies", torch.rand(3), persistent=False)
@@ -108,12 +108,14 @@ def test_tables_that_are_not_saved_keep_their_precision() -> None:
     model.register_buffer("phases", torch.rand(3, dtype=torch.complex64))
     model.register_buffer("count", torch.tensor(3))
     model.weight.grad = torch.ones(3)
+    model.register_buffer("narrow", torch.rand(3, dtype=torch.float16))
     recipes.get("A").apply(model)
     kept = {name: buffer.dtype for name, buffer in model.named_buffers()}
     assert kept == {
         "frequencies": torch.float32,
-        "mean": torch.bfloat16,
+        "mean": torch.float32,
         "phases": torch.complex64,
         "count": torch.int64,
+        "narrow": torch.bfloat16,
     }
     assert model.weight.dtype == model.weight.grad.dtype == torch.bfloat16

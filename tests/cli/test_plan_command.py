@@ -177,7 +177,7 @@ ERRORS = {
     "batch": (["micro", "--batch", "0"], "batch must be an integer from 1"),
     "count": (["7B", "--batch", "3"], "--batch must be left out for a number of parameters"),
     "vocabulary": (["7B", "--vocabulary", "300"], "--vocabulary must be given with a preset that reads tokens"),
-    "classes": (["micro", "--classes", "3"], "--classes must be given with a preset of ViT, got 3 with 'micro'"),
+    "classes": (["micro", "--classes", "3"], "--classes must be given with a preset of ViT or a model of timm"),
     "a caption": (["clip-micro", "--sequence", "40"], "sequence must be at most 16"),
     "added to a count": (["7B", "--layer-scale", "0"], "--layer-scale must be left out for a number of parameters"),
 }  # fmt: skip

@@ -53,7 +53,7 @@ def test_its_table_keeps_32_bit_states_however_it_came_to_be() -> None:
     for one in (embedding, copy.deepcopy(embedding), embedding.bfloat16(), loaded, assigned, filled):
         assert states(one) == "m:fp32 v:fp32"
     row = ng.optim.AdamW8bit(embedding.named_parameters()).describe().rows[0]
-    assert "m in fp32: the parameter is marked so" in row.why
+    assert "m, v in fp32: the parameter is marked so" in row.why
     ng.storage.mark_states(embedding.weight, "bf16")
     embedding.float()
     assert ng.storage.marked_states(embedding.weight) == "bf16"

@@ -41,6 +41,30 @@ def test_dtypes_are_refused_by_parameter(dtype: torch.dtype) -> None:
         AdamW([("head.weight", torch.nn.Parameter(torch.ones(3).to(dtype)))])
 
 
+@pytest.mark.parametrize("model", [torch.nn.Linear(3, 3), torch.nn.Sequential(torch.nn.Linear(3, 3))])
+def test_a_model_in_place_of_its_parameters_is_refused(model: torch.nn.Module) -> None:
+    message = r"params must be parameters, got a model: pass AdamW8bit\(model\.named_parameters\(\)\)"
+    with pytest.raises(TypeError, match=message):
+        AdamW8bit(model)
+
+
+@pytest.mark.parametrize(
+    ("argument", "instead"),
+    [
+        ("is_paged", "narrowgauge.distributed.CPUOffload"),
+        ("percentile_clipping", "clip_updates=True .* max_grad_norm"),
+        ("block_wise", "block_size elements a block"),
+        ("optim_bits", "states='8bit' or states='fp32'"),
+        ("args", "give each option as a keyword"),
+        ("min_8bit_size", "min_quantized_size"),
+    ],
+)
+def test_an_argument_of_bitsandbytes_is_refused_with_what_to_use(argument: str, instead: str) -> None:
+    message = rf"AdamW8bit\(\) got an unexpected keyword argument '{argument}': .*{instead}"
+    with pytest.raises(TypeError, match=message):
+        AdamW8bit([parameter()], **{argument: None})
+
+
 def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
     p = parameter()
     optimizer = AdamW([p])
@@ -63,8 +87,8 @@ def test_describe_shows_every_decision() -> None:
     assert rows["block.weight"].states == "m:log8 v:log8"
     assert rows["block.weight"].bytes == 6400 * 3 + 2 * 4 * 25
     assert rows["block.bias"].states == "m:fp32 v:fp32"
-    assert "10 elements < min_quantized_size" in rows["block.bias"].why
-    for word in ("block.weight", "64x100", "bfloat16", "adamw", "split8", "19,400", "fused C, fp32"):
+    assert rows["block.bias"].why == "m, v in fp32: fewer than min_quantized_size=4096 elements"
+    for word in ("block.weight", "6,400", "bfloat16", "adamw", "split8", "19.5 kB", "fused C, fp32"):
         assert word in text
     assert AdamW([big], states="8bit").describe().rows[0].parameter == "0.0"
 

@@ -183,6 +183,20 @@ def test_whose_decay_it_is_follows_torch(ours: type, written: str, decoupled: bo
     assert {row.rule.removesuffix(", clipped") for row in optimizer.describe().rows} == {wanted}
 
 
+def test_the_state_of_other_lions_loads() -> None:
+    """lion-pytorch and its descendants have one moment under Adam's name for its first, and count no steps."""
+    moments = {number: torch.randn(shape) for number, shape in enumerate(SHAPES.values())}
+    group = {"lr": 2e-4, "betas": (0.95, 0.98), "weight_decay": 0.1, "params": [*moments]}
+    ours = optim.Lion(parameters())
+    ours.load_state_dict({"state": {n: {"exp_avg": m} for n, m in moments.items()}, "param_groups": [group]})
+    for p, moment in zip(ours.param_groups[0]["params"], moments.values(), strict=True):
+        assert torch.equal(ours.state[p]["m"], moment)
+    assert {name: ours.param_groups[0][name] for name in group if name != "params"} == {
+        name: value for name, value in group.items() if name != "params"
+    }
+    drive(ours, range(1))
+
+
 def test_amsgrad_and_missing_moments_are_refused() -> None:
     amsgrad, adagrad = torch.optim.AdamW(parameters(), amsgrad=True), torch.optim.Adagrad(parameters())
     drive(amsgrad, range(1))
@@ -192,7 +206,7 @@ def test_amsgrad_and_missing_moments_are_refused() -> None:
         ours.load_state_dict(amsgrad.state_dict())
     with pytest.raises(ValueError, match=r"state_dict: weight must have 'exp_avg', got \['step', 'sum'\]"):
         ours.load_state_dict(adagrad.state_dict())
-    with pytest.raises(ValueError, match=r"weight must have 'm' for Lion, got \['step', 'sum'\]"):
+    with pytest.raises(ValueError, match=r"weight must have 'exp_avg', got \['step', 'sum'\]"):
         optim.Lion(parameters()).load_state_dict(adagrad.state_dict())
     assert not ours.state
 

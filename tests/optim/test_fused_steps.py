@@ -21,7 +21,7 @@ from narrowgauge.optim._optimizer import NarrowOptimizer
 from narrowgauge.optim._plan import ParamStep
 from narrowgauge.optim._triton_backend import kernels_of
 
-SHAPES = ((1,), (0,), (300,), (16, 16))  # one element, none, a partial block, a whole one
+SHAPES = ((1,), (0,), (3, 100), (16, 16))  # one element, none, a partial block, a whole one
 
 RULES: list[tuple[str, dict[str, Any]]] = [
     ("AdamW", {"clip_updates": True}),

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from libraries import library
 from narrowgauge import recipes
 from narrowgauge.nn import StableEmbedding
 from narrowgauge.optim import AdamW8bit, split_decay
@@ -66,3 +67,58 @@ def test_recipes_and_groups_keep_embeddings_alike(recipe: str) -> None:
     assert [len(group["params"]) for group in applied.param_groups] == [len(group["params"]) for group in groups]
     added = found.bytes_per_parameter() - 2 * found.dtype.itemsize
     assert by_recipe["0.weight"].bytes == pytest.approx(added * model[0].weight.numel(), rel=1e-6)
+
+
+class Patches(nn.Module):
+    """What timm's vision transformers declare: names of their own, one of which this size does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pos_embed = nn.Parameter(torch.zeros(1, 4, 16))
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(16, 1))
+
+    def no_weight_decay(self) -> set[str]:
+        return {"pos_embed", "dist_token"}
+
+
+def bare(groups: list[dict]) -> set[str]:
+    """The names of the parameters that do not decay."""
+    return {name for group in groups if group.get("weight_decay") == 0.0 for name, _ in group["params"]}
+
+
+def test_what_a_model_names_does_not_decay() -> None:
+    biases = {"blocks.0.bias", "blocks.1.bias"}
+    assert bare(split_decay(Patches(), 0.1)) == {"pos_embed", *biases}
+    inside = nn.ModuleDict({"visual": Patches()})  # as in open_clip
+    assert bare(split_decay(inside, 0.1)) == {f"visual.{name}" for name in ("pos_embed", *biases)}
+
+
+@pytest.mark.parametrize(
+    ("no_decay", "more"),
+    [("scale", {"scale"}), (["scale", "blocks.?.weight"], {"scale", "blocks.0.weight", "blocks.1.weight"})],
+)
+def test_what_a_user_names_does_not_decay(no_decay: str | list[str], more: set[str]) -> None:
+    expected = {"pos_embed", "blocks.0.bias", "blocks.1.bias"} | more
+    assert bare(split_decay(Patches(), 0.1, no_decay=no_decay)) == expected
+    optimizer = recipes.get("adamw8bit-split8").apply(Patches(), weight_decay=0.1, no_decay=no_decay)
+    assert {name for g in optimizer.param_groups if not g["weight_decay"] for name in g["param_names"]} == expected
+
+
+def test_a_name_that_no_parameter_has_is_refused_before_the_model_is_cast() -> None:
+    message = r"no_decay must name parameters of the model, got 'scales', which fits none"
+    with pytest.raises(ValueError, match=message):
+        split_decay(Patches(), 0.1, no_decay="scales")
+    model = Patches()
+    with pytest.raises(ValueError, match=message):
+        recipes.get("bf16").apply(model, no_decay=["scales"])
+    with pytest.raises(ValueError, match="no_decay must be left out with decay_all=True"):
+        recipes.get("bf16").apply(model, no_decay="scale", decay_all=True)
+    assert model.scale.dtype == torch.float32
+
+
+def test_timms_models_name_theirs() -> None:
+    model = library("timm").create_model("vit_tiny_patch16_224", depth=1, num_classes=2)
+    assert {"cls_token", "pos_embed"} == model.no_weight_decay() & dict(model.named_parameters()).keys()
+    assert {"cls_token", "pos_embed"} <= bare(split_decay(model, 0.1))
+    assert "blocks.0.mlp.fc1.weight" not in bare(split_decay(model, 0.1))

@@ -212,14 +212,14 @@ def test_lars_does_not_see_the_scale_of_gradients(momentum: float, power: int) -
     """A property of the equation: ||w|| / ||g|| g is the same for all multiples of g, in float32's whole range."""
     ends = []
     for scale in (1.0, 2.0**power):
-        p = torch.nn.Parameter(torch.linspace(0.5, 1, 1000))
+        p = torch.nn.Parameter(torch.linspace(0.5, 1, 1000).view(10, 100))
         optimizer = optim.LARS([p], lr=1.0, eps=0.0, momentum=momentum)
         for step in range(3):
-            p.grad = scale * torch.randn(1000, generator=torch.Generator().manual_seed(step))
+            p.grad = scale * torch.randn(10, 100, generator=torch.Generator().manual_seed(step))
             optimizer.step()
         ends.append(p.detach())
     assert torch.equal(*ends)
-    assert not torch.equal(ends[0], torch.linspace(0.5, 1, 1000))
+    assert not torch.equal(ends[0], torch.linspace(0.5, 1, 1000).view(10, 100))
 
 
 @pytest.mark.parametrize("power", [-90, 70, 100])
@@ -236,8 +236,32 @@ def test_lamb_moves_weights_of_any_size_by_their_share(power: int) -> None:
 
 
 def test_lars_stays_finite_where_the_ratio_of_norms_does_not() -> None:
-    p = torch.nn.Parameter(torch.ones(100))
+    p = torch.nn.Parameter(torch.ones(10, 10))
     optimizer = optim.LARS([p], lr=1.0, eps=0.0)
-    p.grad = torch.full((100,), 1e-42)
+    p.grad = torch.full((10, 10), 1e-42)
     optimizer.step()
     assert torch.isfinite(p).all()
+
+
+@pytest.mark.parametrize("kind", [optim.LARS, optim.LARS8bit])
+def test_lars_does_not_scale_biases_and_the_gains_of_norms(kind: type[optim.NarrowOptimizer]) -> None:
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}
+
+    def trained(make: Callable[..., torch.optim.Optimizer]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+        model.register_parameter("scale", torch.nn.Parameter(torch.tensor(2.0)))
+        optimizer = make(model.named_parameters(), **options)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(4):
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=generator)
+            optimizer.step()
+        return model, optimizer
+
+    (ours, optimizer), (plain, _) = trained(kind), trained(torch.optim.SGD)
+    for (name, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(p, q, atol=1e-6) == (name != "0.weight")
+    rules = {row.parameter: row.rule for row in optimizer.describe().rows}
+    assert {name for name, rule in rules.items() if rule == "lars"} == {"0.weight"}
+    assert set(rules.values()) == {"lars", "sgd"}

@@ -119,7 +119,9 @@ class WatchOptions:
 class PlanOptions:
     model: Annotated[
         str,
-        typer.Argument(help=f"{', '.join(presets(None))}; a folder with a config.json; or parameters, such as 7B."),
+        typer.Argument(
+            help=f"{', '.join(presets(None))}; timm:NAME; a folder with a config.json; or parameters, such as 7B."
+        ),
     ]
     recipe: Annotated[
         str, option("Comma-separated, a column each: names, or A, B, C, D, D-MW.", "--recipe", "--recipes")
@@ -132,7 +134,9 @@ class PlanOptions:
         int | None, option("Tokens a sequence or a caption.", show_default="1024, or the model's positions")
     ] = None
     vocabulary: Annotated[int | None, option("Tokens of a preset.", show_default="its family's")] = None
-    classes: Annotated[int | None, option("Classes of a preset of ViT.", show_default="1000")] = None
+    classes: Annotated[
+        int | None, option("Classes of a preset of ViT or a model of timm.", show_default="1000")
+    ] = None
     checkpointing: Annotated[
         bool, option("Blocks keep their inputs only, and run again in the backward pass.", "--checkpointing")
     ] = False

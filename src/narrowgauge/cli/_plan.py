@@ -8,11 +8,8 @@ Nothing is run on a GPU, none is needed, and no weights are made.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 from narrowgauge import recipes
@@ -25,14 +22,10 @@ from narrowgauge.recipes._plan import largest, parse_bytes
 from narrowgauge.recipes._trace import from_config
 from narrowgauge.trainers import presets
 from narrowgauge.trainers._extras import Extras
-from narrowgauge.trainers._image_models import ClipSizes, VitSizes, clip_configuration, vit_configuration
-from narrowgauge.trainers._models import configuration, preset
-from narrowgauge.trainers._tokens import END_OF_TEXT
+from narrowgauge.trainers._image_models import ClipSizes, VitSizes
+from narrowgauge.trainers._models import preset
+from narrowgauge.trainers._named_models import TIMM, named_model
 
-_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmbt]?)", re.IGNORECASE)
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-_VOCABULARY = {"gpt2": 50257, "llama": 32000, "bert": 30522, "roberta": 50265}
-_SEQUENCE = 1024
 # Parts in the order in which they are stacked, and the letter of each in a bar.
 PARTS = {
     "weights": "W", "low words": "L", "states": "S", "buffers": "u", "gradients": "G", "activations": "A",
@@ -138,6 +131,9 @@ def _model(options: PlanOptions, sequence: int | None) -> Any:
                 "not known"
             )
     elif options.additions.given:
+        if options.model.startswith(TIMM):
+            name = next(iter(options.additions.given)).replace("_", "-")
+            raise UsageError(f"--{name} must be left out for a model of timm, got {options.model!r}")
         model = from_config(model)
         options.additions.add(model, 0)
     return model
@@ -151,18 +147,13 @@ def _as_json(plans: list[MemoryPlan], answers: list[Answers] | None) -> str:
 
 
 def find_model(text: str, vocabulary: int | None, sequence: int | None, classes: int | None) -> Any:
-    """A configuration of transformers, or a number of parameters.
-
-    Args:
-        text: ``7B``, ``gpt2``, ``clip-b-16``, or a path to a folder with a config.json or to such a file.
-        vocabulary: of a preset, whose tokens are the data's; its family's own if None.
-        sequence: tokens that a language preset has positions for, at least; those of a CLIP are the preset's.
-        classes: of a preset of ViT; ImageNet's 1000 if None.
-    """
+    """The model of an argument MODEL; see `named_model`. Options that it has no use for are usage errors."""
     named = text in presets(None)
     sizes = preset(text) if named else None
-    if classes is not None and not isinstance(sizes, VitSizes):
-        raise UsageError(f"--classes must be given with a preset of ViT, got {classes} with {text!r}")
+    if classes is not None and not isinstance(sizes, VitSizes) and not text.startswith(TIMM):
+        raise UsageError(
+            f"--classes must be given with a preset of ViT or a model of timm, got {classes} with {text!r}"
+        )
     if vocabulary is not None and (not named or isinstance(sizes, VitSizes)):
         raise UsageError(
             f"--vocabulary must be given with a preset that reads tokens (others have their own), got {vocabulary} "
@@ -171,38 +162,12 @@ def find_model(text: str, vocabulary: int | None, sequence: int | None, classes:
     for name, value in (("classes", classes), ("vocabulary", vocabulary)):
         if value is not None and value < 1:
             raise UsageError(f"--{name} must be at least 1, got {value}")
-    if isinstance(sizes, VitSizes):
-        return vit_configuration(sizes, 1000 if classes is None else classes)
-    if isinstance(sizes, ClipSizes):
-        known = sizes if vocabulary is None else replace(sizes, vocabulary=vocabulary)
-        return clip_configuration(known, end=END_OF_TEXT)
-    if sizes is not None:
-        size = _VOCABULARY[sizes.family] if vocabulary is None else vocabulary
-        return configuration(text, vocabulary=size, sequence=_SEQUENCE if sequence is None else sequence)
-    if (found := _COUNT.fullmatch(text)) is not None:
-        return round(float(found[1]) * _UNITS[found[2].lower()])
-    return _read(Path(text))
+    return named_model("MODEL", text, vocabulary=vocabulary, sequence=sequence, classes=classes)
 
 
 def grows(text: str) -> bool:
     """Whether a MODEL has positions for as many tokens as it is trained on: a language preset, made for a run."""
     return text in presets(None) and not isinstance(preset(text), ClipSizes | VitSizes)
-
-
-def _read(path: Path) -> Any:
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise UsageError(
-            f"MODEL must be a preset ({', '.join(presets(None))}), a folder with a config.json, or a number of "
-            f"parameters such as 7B, got {str(path)!r}"
-        )
-    from transformers import AutoConfig
-
-    try:
-        # Code that a folder brings along is not run, and there is no question whether to.
-        return AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever the configurations' classes make of it
-        raise UsageError(f"MODEL: {str(file)!r} is no configuration of transformers: {error}") from None
 
 
 def size(nbytes: float) -> str:

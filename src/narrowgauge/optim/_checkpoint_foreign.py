@@ -1,4 +1,4 @@
-"""Read checkpoints of torch.optim and of bitsandbytes; write those of torch.optim.
+"""Read checkpoints of torch.optim, of bitsandbytes and of torchao; write those of torch.optim.
 
 `layout_of` finds the functions that bring a checkpoint into this library's form: groups with our options, states
 under our slots' names. They keep unknown entries; the reader drops them with a warning.
@@ -12,6 +12,11 @@ elements (`absmax1`) and the map of the codes (`qmap1`), or float32 if the tenso
 or unsigned dynamic one, these are the tensors of our 8-bit storage, bit for bit. Their scales have no sign, ours
 may; both decode alike. Other maps (AdaGrad's sum of squares has a signed one) are decoded here. Newer versions wrap
 all of it in one more dictionary. Momentum and dampening are in `betas`.
+
+**torchao** has torch's names and wraps each moment in a tensor subclass with `codes` and a `scale` for each block.
+The class implements next to no operation; its own `dequantize` gives the moment. The 8-bit ones have the signed and
+the unsigned dynamic map and blocks of 256, so our 8-bit storage arrives at the same codes. The learning rate is a
+tensor.
 """
 
 from __future__ import annotations
@@ -105,6 +110,19 @@ def _moment(value: Any) -> Any:
     return value.detach().to(torch.float32) if floats else value
 
 
+def _is_torchao(value: Any) -> bool:
+    return all(isinstance(getattr(value, name, None), Tensor) for name in ("codes", "scale"))
+
+
+def _torchao_group(optimizer: str, number: int, live: Group, saved: Group) -> dict[str, Any]:
+    lr = saved.get("lr")
+    return _torch_group(optimizer, number, live, {**saved, "lr": lr.item()} if isinstance(lr, Tensor) else saved)
+
+
+def _torchao_state(plan: ParamPlan, entry: Mapping[str, Any]) -> dict[str, Any]:
+    return _torch_state(plan, {k: v.dequantize() if _is_torchao(v) else v for k, v in entry.items()})
+
+
 def _bnb_group(optimizer: str, number: int, live: Group, saved: Group) -> dict[str, Any]:
     group = {key: value for key, value in saved.items() if key in (*live, "params", "initial_lr")}
     if "dampening" in live:
@@ -157,6 +175,8 @@ def layout_of(given: Mapping[str, Any]) -> tuple[ToGroup, ToState]:
         return _our_group, _our_state
     if any(_WRAPPED in entry or "state1" in entry for entry in given["state"].values()):
         return _bnb_group, _bnb_state
+    if any(map(_is_torchao, (value for entry in given["state"].values() for value in entry.values()))):
+        return _torchao_group, _torchao_state
     return _torch_group, _torch_state
 
 

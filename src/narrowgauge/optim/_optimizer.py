@@ -99,6 +99,9 @@ class NarrowOptimizer(torch.optim.Optimizer):
     by_rule: ClassVar[dict[str, type[NarrowOptimizer]]] = {}  # the optimizers whose rules a group may name
 
     def __init__(self, params: ParamsT, hyperparameters: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        if isinstance(params, torch.nn.Module):
+            name = type(self).__name__
+            raise TypeError(f"params must be parameters, got a model: pass {name}(model.named_parameters())")
         self._reset()
         defaults = {**hyperparameters, **with_defaults(type(self).__name__, options), VERSION_KEY: VERSION}
         defaults["rule"] = self.base_rule(defaults).name
@@ -481,7 +484,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         return sum(value.nbytes for state in self.state.values() for value in state.values())
 
     def describe(self) -> Description:
-        """A table: parameter, rule, storages, bytes added, path taken, skipped steps, and why.
+        """Bytes kept, rule, storages, path taken, skipped steps, and why: in all, and in `rows` for each parameter.
 
         A gradient that is not contiguous takes the eager path. On a GPU the table says so after that step; on a
         CPU it never does.

@@ -88,6 +88,16 @@ _DEFAULTS: dict[str, Any] = {
     "differentiable": False,
 }
 
+# What bitsandbytes' arguments are called or done by here.
+_INSTEAD = {
+    "args": "give each option as a keyword",
+    "block_wise": "quantized states are always block-wise, with block_size elements a block",
+    "is_paged": "narrowgauge.distributed.CPUOffload keeps states on the host",
+    "min_8bit_size": "min_quantized_size is its name here",
+    "optim_bits": "states='8bit' or states='fp32' says how moments are kept",
+    "percentile_clipping": "clip_updates=True limits steps by the second moment, max_grad_norm clips gradients",
+}
+
 # The option that is one number for all groups.
 LIMIT = "max_grad_norm"
 
@@ -108,10 +118,14 @@ _REFUSALS = {
 
 
 def with_defaults(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """All options, those not given at their defaults; a TypeError for an unknown one."""
+    """All options, those not given at their defaults; a TypeError for an unknown one.
+
+    Of an argument of bitsandbytes it says what to use instead.
+    """
     for option in options:
         if option not in _DEFAULTS:
-            raise TypeError(f"{name}() got an unexpected keyword argument {option!r}")
+            hint = f": {_INSTEAD[option]}" if option in _INSTEAD else ""
+            raise TypeError(f"{name}() got an unexpected keyword argument {option!r}{hint}")
     given = dict(options)
     if isinstance(given.get("states"), Mapping):
         given["states"] = dict(given["states"])

@@ -237,6 +237,7 @@ def kind_of(p: Tensor) -> Kind:
 def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index: int) -> ParamPlan:
     """Decide one parameter's storages; a ValueError for a dtype or a combination that is not supported."""
     dtype, mark = kind = kind_of(p)
+    rule = rule.of_dim(p.dim())
     if dtype not in _DTYPES:
         raise ValueError(f"params must be float32, bfloat16 or float16, got {dtype} ({name})")
     strict = group["arithmetic"] == "strict"
@@ -248,30 +249,30 @@ def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index
     if strict and not weight.rounded:
         raise ValueError(f"weights must be stored in floats for arithmetic='strict', got {weight.name!r}")
     storages, active = slot_storages(rule, group), rule.slots(group)
-    why: list[str] = []
+    why: dict[str, list[str]] = {}  # by reason, the slots that differ for it
     plans: dict[Slot, SlotPlan] = {}
     for slot in dict.fromkeys((*active, *rule.moments)):
         if slot.name not in storages:
             continue
         storage, reasons = storages[slot.name], []
         if mark is not None and storage.name != mark:
-            reasons.append(f"{slot.name} in {mark}: the parameter is marked so")
+            reasons.append(f"in {mark}: the parameter is marked so")
             storage = state_storage(mark).for_slot(slot.signed, slot.normalizer in storages)
         if storage.quantized and p.numel() < group["min_quantized_size"]:
-            reasons.append(f"{slot.name} in fp32: {p.numel()} elements < min_quantized_size")
+            reasons.append(f"in fp32: fewer than min_quantized_size={group['min_quantized_size']} elements")
             storage = state_storage("fp32")
         if strict and slot in active and not storage.rounded:
             raise ValueError(f"states must be stored in floats for arithmetic='strict', got {storage.name!r}")
         plans[slot] = SlotPlan(slot, storage, group["block_size"])
-        why += reasons if slot in active else []
+        for reason in reasons if slot in active else ():
+            why.setdefault(reason, []).append(slot.name)
     by_name = {slot.name: plan for slot, plan in plans.items()}
     for slot, plan in plans.items():
         if plan.storage.normalized:
             plans[slot] = replace(plan, normalizer=by_name.get(slot.normalizer or ""))
     slots = tuple(plans.pop(slot) for slot in active)
-    return ParamPlan(
-        name, index, rule, weight, slots, tuple(plans.values()), strict, "; ".join(why), kind, shard_of(p)
-    )
+    noted = "; ".join(f"{', '.join(names)} {reason}" for reason, names in why.items())
+    return ParamPlan(name, index, rule, weight, slots, tuple(plans.values()), strict, noted, kind, shard_of(p))
 
 
 def slot_storages(rule: Rule, group: Mapping[str, Any]) -> dict[str, StateStorage]:

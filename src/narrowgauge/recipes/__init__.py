@@ -7,7 +7,8 @@ takes on a GPU before there is one: bytes by what they hold, the peak of a step,
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from narrowgauge.recipes._recipe import Recipe, cast, get, names
+from narrowgauge.recipes._cast import cast
+from narrowgauge.recipes._recipe import Recipe, get, names
 from narrowgauge.recipes._to_torch import to_torch
 
 if TYPE_CHECKING:

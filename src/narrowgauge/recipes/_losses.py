@@ -111,7 +111,7 @@ class Step:
 
 
 def step_of(model: nn.Module, gpus: int = 1) -> Step:
-    """How a model is trained by default: transformers' CLIP and ViT by their losses, all else by tokens.
+    """How a model is trained by default: transformers' CLIP and ViT and timm's models by images, others by tokens.
 
     The GPUs that share a step of a CLIP gather the rows of all.
     """
@@ -122,6 +122,9 @@ def step_of(model: nn.Module, gpus: int = 1) -> Step:
     if kind == "vit":
         _constants(torch.device("meta"))
         return Step("image", _images)
+    if isinstance(getattr(model, "pretrained_cfg", None), dict):
+        _constants(torch.device("meta"))
+        return Step("image", _timm_images)
     return Step("sequence", token_loss)
 
 
@@ -159,6 +162,15 @@ def _images(model: nn.Module, batch: int, _: int) -> Tensor:
     labels = torch.empty(batch, dtype=torch.int64, device="meta")
     with _named(model, "take pixel_values and return logits"):
         return class_loss(model, _bytes(batch, model.config), labels)
+
+
+def _timm_images(model: nn.Module, batch: int, _: int) -> Tensor:
+    """The cross entropy of timm's classifiers, which take images in their own dtype and return logits."""
+    config: Any = model.pretrained_cfg
+    images = torch.empty((batch, *config["input_size"]), dtype=torch.uint8, device="meta")
+    labels = torch.empty(batch, dtype=torch.int64, device="meta")
+    logits = model(normalized(images).to(next(model.parameters()).dtype))
+    return F.cross_entropy(logits.float(), labels)
 
 
 def _bytes(batch: int, config: Any) -> Tensor:

@@ -14,12 +14,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 from torch import nn
 
 from narrowgauge._arguments import check_choice, check_instance, is_integer
 from narrowgauge.linear import LinearPlan
+from narrowgauge.linear._plan import named_plan
 from narrowgauge.recipes._losses import Example, Loss, Step, step_of
 from narrowgauge.recipes._parallel import MOST, OFFLOADS, PARALLEL, Offload, Parallel, Planner, bytes_each
 from narrowgauge.recipes._recipe import Recipe, get
@@ -147,14 +148,28 @@ class MemoryPlan:
         return {name: getattr(self, name) for name in names} | parts
 
 
+@overload
 def plan_memory(
-    model_or_config: nn.Module | int | Any,
-    recipe: Recipe | str,
+    model_or_config: nn.Module | int | str | Any, recipe: Recipe | str, **options: Any
+) -> MemoryPlan: ...
+
+
+@overload
+def plan_memory(
+    model_or_config: nn.Module | int | str | Any,
+    recipe: list[Recipe | str] | list[str] | list[Recipe] | tuple[Recipe | str, ...],
+    **options: Any,
+) -> list[MemoryPlan]: ...
+
+
+def plan_memory(
+    model_or_config: nn.Module | int | str | Any,
+    recipe: Any,
     *,
     batch: int = 1,
     sequence: int | None = None,
     device_memory: int | str | None = None,
-    linear: LinearPlan | None = None,
+    linear: LinearPlan | str | None = None,
     checkpointing: bool = False,
     gpus: int = 1,
     parallel: Parallel = "ddp",
@@ -162,18 +177,20 @@ def plan_memory(
     offload: Offload = "none",
     loss: Loss | None = None,
     **optimizer_arguments: Any,
-) -> MemoryPlan:
+) -> MemoryPlan | list[MemoryPlan]:
     """Plan the memory of training a model under a recipe on CUDA GPUs, eagerly, with fused attention.
 
     Args:
         model_or_config: a module (left alone: a copy without memory is planned with), a transformers configuration
-            of a language model, a CLIP or a ViT, or a number of parameters.
-        recipe: a recipe or its name.
+            of a language model, a CLIP or a ViT, or a number of parameters. Or a text, as the command takes it: a
+            preset of `narrowgauge train`, ``"timm:NAME"``, ``"7B"``, a folder with a config.json. A language preset
+            has positions for `sequence` tokens.
+        recipe: a recipe or its name; or a list of them, for a list of plans.
         batch: sequences, pairs of image and caption, or images a step on each GPU; with accumulation, of one
             micro-batch.
         sequence: tokens a sequence or a caption; as many as there are positions, 1024 at most, if None.
         device_memory: bytes of each GPU, or a text such as ``"80GB"`` (10^9) or ``"80GiB"`` (2^30).
-        linear: the plan of linear layers; None leaves them.
+        linear: the plan of linear layers, or its name such as ``"SWITCHBACK:e4m3"``; None leaves them.
         checkpointing: whether a transformers model's blocks keep their inputs only and run again in the backward
             pass.
         gpus: how many share the training.
@@ -183,16 +200,55 @@ def plan_memory(
             or ``"gradients"`` as well, each of which leaves the GPU as soon as it is made.
         loss: a function of a model without memory, a batch and a sequence that makes its own inputs on the meta
             device, runs the model once and returns the loss. If None, that of `narrowgauge.recipes._losses`: of
-            transformers' CLIP the contrastive loss, of its ViT that of classes, of all else the cross entropy of a
-            language model that takes `input_ids` and returns `logits`.
+            transformers' CLIP the contrastive loss, of its ViT and of timm's models that of classes, of all else
+            the cross entropy of a language model that takes `input_ids` and returns `logits`.
         **optimizer_arguments: as `Recipe.apply` takes them.
 
     Raises:
         ValueError: naming the argument.
     """
-    recipe = get(recipe) if isinstance(recipe, str) else recipe
-    check_instance("recipe", recipe, Recipe)
+    several = isinstance(recipe, list | tuple)
+    found = [get(one) if isinstance(one, str) else one for one in (recipe if several else [recipe])]
+    for one in found:
+        check_instance("recipe", one, Recipe)
     _check_sizes(batch, sequence, gpus)
+    model = _named(model_or_config, sequence) if isinstance(model_or_config, str) else model_or_config
+    plan = named_plan(linear) if isinstance(linear, str) else linear
+    plans = [
+        _plan_one(
+            model, one, batch=batch, sequence=sequence, device_memory=device_memory, linear=plan,
+            checkpointing=checkpointing, gpus=gpus, parallel=parallel, accumulate=accumulate, offload=offload,
+            loss=loss, **optimizer_arguments,
+        )
+        for one in found
+    ]  # fmt: skip
+    return plans if several else plans[0]
+
+
+def _named(text: str, sequence: int | None) -> Any:
+    """The model of a name; presets are the trainers', so that a plan is of the model that a training makes."""
+    from narrowgauge.trainers._named_models import named_model
+
+    return named_model("model_or_config", text, sequence=sequence)
+
+
+def _plan_one(
+    model_or_config: Any,
+    recipe: Recipe,
+    *,
+    batch: int,
+    sequence: int | None,
+    device_memory: int | str | None,
+    linear: LinearPlan | None,
+    checkpointing: bool,
+    gpus: int,
+    parallel: Parallel,
+    accumulate: bool,
+    offload: Offload,
+    loss: Loss | None,
+    **optimizer_arguments: Any,
+) -> MemoryPlan:
+    """The plan of one recipe."""
     check_choice("parallel", parallel, PARALLEL)
     check_choice("offload", offload, OFFLOADS)
     _refuse_offload(offload, gpus, parallel, accumulate)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, overload
@@ -22,6 +22,7 @@ from narrowgauge._arguments import FloatDtype, check
 from narrowgauge.optim import AdamW, Lion, NarrowOptimizer, StableAdamW
 from narrowgauge.optim._groups import parted
 from narrowgauge.optim._plan import slot_storages
+from narrowgauge.recipes._cast import cast, compute_in_fp32, kept_layers
 from narrowgauge.storage import weight_storage
 
 Made = TypeVar("Made")
@@ -84,13 +85,15 @@ class Recipe:
 
     @overload
     def apply(
-        self, model: nn.Module, lr: float | None = ..., *, decay_all: bool = ..., around: None = ...,
+        self, model: nn.Module, lr: float | None = ..., *, decay_all: bool = ...,
+        no_decay: str | Iterable[str] = ..., keep_fp32: str | Iterable[str] = ..., around: None = ...,
         **optimizer_arguments: Any,
     ) -> NarrowOptimizer: ...  # fmt: skip
 
     @overload
     def apply(
-        self, model: nn.Module, lr: float | None = ..., *, decay_all: bool = ..., around: Callable[..., Made],
+        self, model: nn.Module, lr: float | None = ..., *, decay_all: bool = ...,
+        no_decay: str | Iterable[str] = ..., keep_fp32: str | Iterable[str] = ..., around: Callable[..., Made],
         **optimizer_arguments: Any,
     ) -> Made: ...  # fmt: skip
 
@@ -100,13 +103,15 @@ class Recipe:
         lr: float | None = None,
         *,
         decay_all: bool = False,
+        no_decay: str | Iterable[str] = (),
+        keep_fp32: str | Iterable[str] = (),
         around: Callable[..., Any] | None = None,
         **optimizer_arguments: Any,
     ) -> Any:
         """Cast the model in place and make its optimizer.
 
-        Parameters and the buffers that a checkpoint holds are cast; buffers that are not saved (tables of
-        positions, say) and complex ones stay as they are.
+        Parameters are cast. Buffers keep their precision (running statistics, tables of positions), and so do the
+        parameters of batch norms beside their statistics.
 
         Args:
             model: the model, with its parameters where they will be trained.
@@ -114,18 +119,24 @@ class Recipe:
             decay_all: whether norms and biases decay too. They are a group of their own otherwise, with
                 ``weight_decay=0.0``; which they are, `narrowgauge.optim.split_decay` says. Embeddings decay, and
                 have the recipe's states.
+            no_decay: names of further parameters that do not decay, or patterns such as ``"*.gamma"``.
+            keep_fp32: parameters that stay in fp32, as names or patterns; ``"norms"`` is those of all norms. Their
+                layers compute in fp32 and return the dtype that came in. The optimizer has them in groups of their
+                own with ``weights="plain"``.
             around: what makes the optimizer, of its class, the groups and its arguments, in place of the class:
                 `narrowgauge.distributed.CPUOffload`.
             **optimizer_arguments: what else it takes; `weights` and `states` follow from the recipe.
 
         Raises:
-            ValueError: for `weights` or `states`, and whatever the optimizer refuses.
+            ValueError: for `weights` or `states`, a name in `no_decay` or `keep_fp32` that no parameter has, a
+                `keep_fp32` of part of a layer or of an embedding, and whatever the optimizer refuses.
         """
         for name in ("weights", "states"):
             if name in optimizer_arguments:
                 raise ValueError(
                     f"{name} must be left out: recipe {self.name!r} sets it, got {optimizer_arguments[name]!r}"
                 )
+        groups, kept = decay_groups(model, decay_all, no_decay), kept_layers(model, keep_fp32)
         options = optimizer_arguments if lr is None else {"lr": lr, **optimizer_arguments}
         # The named classes take more than their base.
         make: Callable[..., Any] = self.optimizer if around is None else partial(around, self.optimizer)
@@ -134,37 +145,31 @@ class Recipe:
             if around is None:  # refuse wrong options before the model is changed
                 probe = nn.Parameter(torch.zeros(1, 1, dtype=self.dtype))
                 make([probe], weights=self.weights, states=self.states, **options)
-            cast(model, self.dtype)
-            return make(decay_groups(model, decay_all), weights=self.weights, states=self.states, **options)
+            cast(model, self.dtype, [p for own in kept.values() for p in own])
+            if self.dtype.itemsize < torch.float32.itemsize:
+                compute_in_fp32(kept)
+            return make(self._stored(groups), weights=self.weights, states=self.states, **options)
+
+    def _stored(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The groups, with fp32 parameters apart and plain where the recipe's weight storage does not take them."""
+        wide = torch.float32 not in weight_storage(self.weights).dtypes
+        found = []
+        for group in groups:
+            parts: dict[bool, list[Any]] = {False: [], True: []}
+            for name, p in group["params"]:
+                parts[wide and p.dtype == torch.float32].append((name, p))
+            found += [{**group, "params": parts[False]}, {**group, "params": parts[True], "weights": "plain"}]
+        return [group for group in found if group["params"]]
 
 
-def decay_groups(model: nn.Module, decay_all: bool) -> list[Any]:
+def decay_groups(model: nn.Module, decay_all: bool, no_decay: str | Iterable[str] = ()) -> list[dict[str, Any]]:
     """A model's named parameters for an optimizer: all alike, or in a group without decay what should not."""
     if decay_all:
-        return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    return parted(model, {})
-
-
-def cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast a model's float parameters and saved float buffers in place.
-
-    `Module.to` would round the tables that models compute once in fp32 and do not save: a rotary embedding's
-    frequencies in bf16 are wrong by a tenth of a radian a hundred positions on.
-    """
-    with torch.no_grad():
-        for module in model.modules():
-            for p in module.parameters(recurse=False):
-                if p.is_floating_point() and p.dtype != dtype:  # sharded ones must be left as they are
-                    grad, p.grad = p.grad, None
-                    p.data = p.data.to(dtype)
-                    p.grad = None if grad is None else grad.to(dtype)
-            for name, buffer in module.named_buffers(recurse=False):
-                if (
-                    buffer.is_floating_point()
-                    and buffer.dtype != dtype
-                    and name not in module._non_persistent_buffers_set
-                ):
-                    setattr(module, name, buffer.to(dtype))
+        if no_decay:
+            raise ValueError("no_decay must be left out with decay_all=True, by which all parameters decay")
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        return [{"params": trained}] if trained else []
+    return parted(model, {}, no_decay=no_decay)
 
 
 _BF16 = torch.bfloat16

@@ -23,7 +23,7 @@ class LionRule(Rule):
     """Lion; see the module."""
 
     name = "lion"
-    moments = (Slot("m", signed=True),)
+    moments = (Slot("m", signed=True, torch_key="exp_avg"),)
     averaging = ("beta1", "new_weight1", "beta2", "new_weight2")
 
     def scalars(self, group: Mapping[str, Any], step: Scalar) -> dict[str, Scalar]:

@@ -40,7 +40,8 @@ class Slot:
         name: its letter in the equation.
         signed: False for averages of squares, whose codes need no sign.
         preset: its storage under ``states="expansion"``, given as one name for all slots.
-        torch_key: its name in the state of torch's optimizer of the same name.
+        torch_key: its name in the state of torch's optimizer of the same name, or in the usual one's if torch has
+            none.
         start: the option that holds its first value; without one it starts at zero.
         option: the option that switches it on; without one it is always on.
         normalizer: the slot whose root the update divides this one by; the root is a natural unit for storing it.
@@ -96,6 +97,10 @@ class Rule(Protocol):
     def slots(self, group: Mapping[str, Any]) -> tuple[Slot, ...]:
         """The moments that are on under these hyperparameters."""
         return tuple(slot for slot in self.moments if slot.option is None or group.get(slot.option))
+
+    def of_dim(self, dim: int) -> Rule:
+        """The rule of a parameter with so many dimensions: this one, or another for vectors and scalars."""
+        return self
 
     def scalars(self, group: Mapping[str, Any], step: Scalar) -> dict[str, Scalar]:
         """The equation's scalars from a parameter group's hyperparameters, in double precision on the host.

@@ -9,7 +9,9 @@ Without momentum there is no state and delta = -lr g. LARS scales the gradient t
     r = trust_coefficient ||w|| / (||g|| + weight_decay ||w|| + eps)
     g <- r (g + weight_decay w), and the rest as above
 
-r is 1 where either norm is 0. The norms are of the whole parameter.
+r is 1 where either norm is 0. The norms are of the whole parameter. Vectors and scalars (biases, the gains of
+norms) take SGD's step with the gradient as it is, since their norms begin at 0 or 1 and say nothing of a layer's
+scale. The paper's rates are those of layers; the implementations of SimCLR and MLPerf exempt biases and norms too.
 
 Source: Sutskever et al. 2013, as in torch.optim.SGD; LARS: You et al. 2017, Algorithm 1, with the learning rate
 outside the momentum as in torch.optim.SGD.
@@ -54,6 +56,9 @@ class LarsRule(SgdRule):
     """LARS; see the module."""
 
     name = "lars"
+
+    def of_dim(self, dim: int) -> Rule:
+        return self if dim > 1 else SGD
 
     def scalars(self, group: Mapping[str, Any], step: Scalar) -> dict[str, Scalar]:
         own = {"trust": group["trust_coefficient"], "eps": group["eps"]}

@@ -56,6 +56,8 @@ class SGD(NarrowOptimizer):
 class LARS(NarrowOptimizer):
     """LARS: SGD with momentum on gradients scaled to each parameter's weights.
 
+    Parameters with fewer than two dimensions (biases, the gains of norms) are not scaled: they take SGD's steps.
+
     Args:
         params, lr, dampening, weight_decay, nesterov, **options: the arguments of `SGD`.
         momentum: decay rate of the momentum.

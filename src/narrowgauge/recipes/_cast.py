@@ -1,0 +1,121 @@
+"""The dtypes of a model that a recipe trains: what is cast, and which layers stay in fp32.
+
+Parameters take the recipe's dtype. Buffers are not rounded. A running variance in bf16 stands still once its
+increments, a tenth of the difference, are below half a unit in the last place. A rotary embedding's frequencies in
+bf16 are wrong by a tenth of a radian a hundred positions on. A norm with running statistics keeps its parameters in
+their dtype too, because torch wants both in one.
+
+A layer that is kept in fp32 computes in fp32. Its arguments are widened, and its result has the dtype of its first
+float argument. Two hooks do that, so it holds for torch's norms on every device and for norms of other libraries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from narrowgauge.optim._groups import is_norm, named
+
+NORMS = "norms"
+
+
+def cast(model: nn.Module, dtype: torch.dtype, keep: Iterable[int] = ()) -> None:
+    """Cast a model's float parameters in place, and its saved float buffers unless theirs is a wider dtype.
+
+    Args:
+        model: the model.
+        dtype: a float dtype.
+        keep: the ids of parameters that become float32 instead.
+    """
+    kept = set(keep)
+    with torch.no_grad():
+        for module in model.modules():
+            own = _of_statistics(module, dtype)
+            for p in module.parameters(recurse=False):
+                wanted = torch.float32 if id(p) in kept else own
+                if p.is_floating_point() and p.dtype != wanted:  # sharded ones must be left as they are
+                    grad, p.grad = p.grad, None
+                    p.data = p.data.to(wanted)
+                    p.grad = None if grad is None else grad.to(wanted)
+            for name, buffer in module.named_buffers(recurse=False):
+                no_wider = buffer.is_floating_point() and buffer.dtype.itemsize <= dtype.itemsize
+                if no_wider and buffer.dtype != dtype and name not in module._non_persistent_buffers_set:
+                    setattr(module, name, buffer.to(dtype))
+
+
+def _of_statistics(module: nn.Module, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a module's parameters: that of its running statistics, if it has any and they are wider."""
+    variance = module.running_var if isinstance(module, _NormBase) else None
+    return variance.dtype if isinstance(variance, Tensor) and variance.itemsize > dtype.itemsize else dtype
+
+
+def kept_layers(model: nn.Module, keep_fp32: str | Iterable[str]) -> dict[nn.Module, set[int]]:
+    """The layers whose parameters stay in fp32, each with the ids of these.
+
+    Args:
+        model: the model.
+        keep_fp32: names of parameters, or patterns; ``"norms"`` is all parameters of norms.
+
+    Raises:
+        ValueError: for a name that no parameter has, for a layer of which only a part is named, and for embeddings.
+    """
+    patterns = [keep_fp32] if isinstance(keep_fp32, str) else list(keep_fp32)
+    kept = named("keep_fp32", model, [pattern for pattern in patterns if pattern != NORMS])
+    if NORMS in patterns:
+        kept |= {id(p) for module in model.modules() if is_norm(module) for p in module.parameters()}
+    layers: dict[nn.Module, set[int]] = {}
+    for place, module in model.named_modules():
+        own = {id(p) for p in module.parameters(recurse=False)} & kept
+        if not own:
+            continue
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise ValueError(f"keep_fp32 must name layers that take floats, got the embedding {place!r}")
+        for name, p in module.named_parameters():
+            if id(p) not in kept:
+                raise ValueError(
+                    f"keep_fp32 must name all parameters of a layer or none, got some of {place!r}, "
+                    f"without {name!r}"
+                )
+        layers[module] = own
+    return layers
+
+
+def compute_in_fp32(layers: Iterable[nn.Module]) -> None:
+    """Have layers widen their float arguments to float32, and give their results in the dtype that came."""
+    for module in layers:
+        if not any(isinstance(getattr(h, "__self__", None), _InFp32) for h in module._forward_hooks.values()):
+            hooks = _InFp32()
+            module.register_forward_pre_hook(hooks.before, with_kwargs=True)
+            module.register_forward_hook(hooks.after)
+
+
+class _InFp32:
+    """The hooks of one layer, which remember between them the dtype of its first float argument."""
+
+    def __init__(self) -> None:
+        self._dtype = torch.float32
+
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        floats = [x for x in (*args, *kwargs.values()) if _is_float(x)]
+        self._dtype = floats[0].dtype if floats else torch.float32
+        wide = torch.float32
+        return tuple(_to(x, wide) for x in args), {name: _to(x, wide) for name, x in kwargs.items()}
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
+        if type(result) in (tuple, list):
+            return type(result)(_to(x, self._dtype) for x in result)
+        return _to(result, self._dtype)
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _to(x: Any, dtype: torch.dtype) -> Any:
+    return x.to(dtype) if _is_float(x) else x

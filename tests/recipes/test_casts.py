@@ -1,0 +1,144 @@
+"""What a recipe leaves in fp32: buffers, batch norms, and the layers that `keep_fp32` names."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from narrowgauge import recipes
+
+
+class GainNorm(nn.Module):
+    """A norm as transformers writes them: a gain in fp32 would make everything after it fp32."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64), GainNorm(64), nn.Linear(64, 64),
+        nn.GroupNorm(4, 64), nn.Linear(64, 64),
+    )  # fmt: skip
+
+
+def test_running_statistics_are_those_of_fp32() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    optimizer = recipes.get("adamw8bit-split8").apply(model, lr=1e-2)
+    norm = model[1]
+    assert {t.dtype for t in (norm.weight, norm.bias, norm.running_mean, norm.running_var)} == {torch.float32}
+    assert model[0].weight.dtype == torch.bfloat16
+    x = torch.randn(4, 3, 12, 12).bfloat16()
+    variance = torch.ones(8, dtype=torch.float64)
+    for _ in range(20):
+        seen = model[0](x).double()
+        variance = 0.9 * variance + 0.1 * seen.transpose(0, 1).flatten(1).var(1)
+        model(x).square().mean().backward()
+    torch.testing.assert_close(norm.running_var.double(), variance, rtol=1e-4, atol=0)
+    before = norm.weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(norm.weight, before)
+    rows = {row.parameter: row for row in optimizer.describe().rows}
+    assert (rows["1.weight"].weights, rows["1.weight"].dtype) == ("plain", "float32")
+    assert (rows["0.weight"].weights, rows["0.weight"].dtype) == ("split8", "bfloat16")
+    assert model.eval()(x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["bf16", "adamw8bit-split8", "collage-plus"])
+def test_norms_in_fp32_run_between_linear_layers_in_bf16(name: str) -> None:
+    model = network()
+    norms = {f"{i}.{kind}" for i in (1, 3, 5) for kind in ("weight", "bias")} - {"3.bias"}
+    optimizer = recipes.get(name).apply(model, lr=1e-2, weight_decay=0.1, keep_fp32="norms")
+    assert {n for n, p in model.named_parameters() if p.dtype == torch.float32} == norms
+    seen: dict[str, Tensor] = {}
+    for place in ("1", "3", "5"):
+        model.get_submodule(place).register_forward_hook(lambda m, a, y, place=place: seen.update({place: y}))
+    y = model(torch.randn(8, 64).bfloat16())
+    assert {t.dtype for t in (y, *seen.values())} == {torch.bfloat16}
+    y.float().square().mean().backward()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    optimizer.step()
+    assert all(not torch.equal(p, before[n]) for n, p in model.named_parameters())
+    for group in optimizer.param_groups:
+        if norms & set(group["param_names"]):
+            assert group["weight_decay"] == 0.0
+
+
+def test_a_kept_layer_computes_as_it_would_in_fp32() -> None:
+    torch.manual_seed(0)
+    kept = nn.Sequential(nn.LayerNorm(64))
+    with torch.no_grad():
+        kept[0].weight.normal_()
+    reference = copy.deepcopy(kept)
+    recipes.get("bf16").apply(kept, keep_fp32=["0.*"])
+    x = torch.randn(8, 64).bfloat16()
+    assert torch.equal(kept(x), reference(x.float()).bfloat16())
+    assert kept(x.float()).dtype == torch.float32  # so a model that is widened later goes on in fp32
+    assert torch.equal(kept(x.float()), reference(x.float()))
+
+
+def test_a_copy_and_a_pickle_run_too_and_applying_twice_is_applying_once() -> None:
+    model = network()
+    for _ in range(2):
+        recipes.get("adamw8bit-split8").apply(model, keep_fp32="norms")
+    assert len(model[1]._forward_hooks) == len(model[1]._forward_pre_hooks) == 1
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    x = torch.randn(8, 64).bfloat16()
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert torch.equal(other(x), model(x))
+
+
+def test_a_recipe_in_fp32_has_nothing_to_keep() -> None:
+    model = network()
+    recipes.get("fp32").apply(model, keep_fp32="norms")
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_memory_plans_know_kept_layers() -> None:
+    def loss(model: nn.Module, batch: int, sequence: int) -> Tensor:
+        return model(torch.empty(batch * sequence, 64, dtype=torch.bfloat16, device="meta")).float().mean()
+
+    def planned(**options: Any) -> Any:
+        return recipes.plan_memory(network(), "bf16", sequence=8, loss=loss, **options)
+
+    assert planned(keep_fp32="norms").saved > planned().saved  # their inputs in fp32
+
+
+class Bare(nn.Module):
+    """A parameter beside a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(64))
+        self.embed = nn.Embedding(10, 64)
+        self.head = nn.Linear(64, 10)
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        ("norm.weight", "keep_fp32 must name parameters of the model, got 'norm.weight', which fits none"),
+        (["head.weight"], "must name all parameters of a layer or none, got some of 'head', without 'bias'"),
+        ("token", "must name all parameters of a layer or none, got some of '', without 'embed.weight'"),
+        ("embed.*", "must name layers that take floats, got the embedding 'embed'"),
+    ],
+)
+def test_what_would_not_run_is_refused_before_the_model_is_cast(keep: Any, message: str) -> None:
+    model = Bare()
+    with pytest.raises(ValueError, match=message):
+        recipes.get("bf16").apply(model, keep_fp32=keep)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
