@@ -1,7 +1,7 @@
 """timm, open_clip and peft for the tests that need them, and what open_clip's script leaves behind.
 
-`make test` puts timm, open_clip and torchvision into the folder `hub` of the virtual environment, which is not on its
-path: see the Makefile.
+`make test` puts timm, open_clip and torchvision into the folder `hub` of the virtual environment. It is not on the
+path of modules: see the Makefile.
 """
 
 from __future__ import annotations
