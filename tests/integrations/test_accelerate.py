@@ -1,14 +1,19 @@
-"""Under accelerate: prepared, accumulated, clipped, saved and loaded by it."""
+"""Under accelerate: prepared, accumulated, clipped, sharded, saved and loaded by it."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from narrowgauge import optim
+from forked import run_ranks
+from narrowgauge import linear, optim
 
 accelerate = pytest.importorskip("accelerate", reason="needs the package accelerate")
 
@@ -92,3 +97,116 @@ def test_it_is_the_training_that_a_plain_loop_makes() -> None:
 def test_accumulation_with_steps_in_backward_is_found_out() -> None:
     with pytest.raises(RuntimeError, match=r"was stepped in backward already since the last step\(\)"):
         Run(accumulate=2, in_backward=True).train(slice(2))
+
+
+# FSDP2, as accelerate does it: the optimizer is made first, and prepared together with the model.
+
+
+WORLD, STEPS = 2, 6
+HALVES = [slice(2), slice(2, 4)]
+
+
+def gpt2() -> Any:
+    """A GPT-2 in bf16 with tied embeddings, whose linear layers are swapped, and its optimizer."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 64, "n_positions": 16}
+    shape["tie_word_embeddings"] = False
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    model = GPT2LMHeadModel(GPT2Config(**shape, **dropout, bos_token_id=0, eos_token_id=0)).bfloat16()
+    assert len(linear.swap_linears(model, linear.SWITCHBACK).swapped) == 8
+    options: dict[str, Any] = {"weights": "split8", "min_quantized_size": 0, "max_grad_norm": 0.5}
+    return model, optim.AdamW8bit(model.named_parameters(), lr=0.01, **options)
+
+
+def tokens(step: int) -> torch.Tensor:
+    return torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(step))
+
+
+@contextmanager
+def accelerator(rank: int, folder: Path, mixed_precision: str) -> Iterator[Any]:
+    """One that shards on a CPU: accelerate turns FSDP on for GPUs alone, and from there on asks for no device."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD), "OMP_NUM_THREADS": "1"}
+    os.environ["LOCAL_WORLD_SIZE"] = str(WORLD)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'ranks'}", rank=rank, world_size=WORLD)
+    plugin = accelerate.FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+    )
+    made = accelerate.Accelerator(cpu=True, mixed_precision=mixed_precision, fsdp_plugin=plugin)
+    if mixed_precision != "no":
+        plugin.set_mixed_precision(mixed_precision)
+    made.state.fsdp_plugin = plugin
+    made.state.distributed_type = accelerate.PartialState._shared_state["distributed_type"] = (
+        accelerate.DistributedType.FSDP
+    )
+    assert made.is_fsdp2
+    yield made
+    dist.destroy_process_group()
+
+
+def train(run: Any, model: Any, optimizer: Any, steps: range, parts: list[slice]) -> None:
+    for step in steps:
+        for part in parts:
+            batch = tokens(step)[part]
+            run.backward(model(input_ids=batch, labels=batch).loss / len(parts))
+        assert 0.5 < float(run.clip_grad_norm_(model.parameters(), 1e9)) < 100  # the optimizer clips
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Plain:
+    """A loop of one's own, with accelerate's names."""
+
+    backward = staticmethod(torch.Tensor.backward)
+    clip_grad_norm_ = staticmethod(torch.nn.utils.clip_grad_norm_)
+
+
+def full(model: Any) -> dict[str, torch.Tensor]:
+    return {name: getattr(p, "full_tensor", lambda p=p: p)().detach().float() for name, p in model.named_parameters()}
+
+
+def sharded(rank: int, folder: Path) -> None:
+    part = HALVES[rank : rank + 1]
+    with accelerator(rank, folder, "no") as run:
+        whole = run.prepare(*gpt2())
+        assert {type(p).__name__ for group in whole[1].param_groups for p in group["params"]} == {"DTensor"}
+        assert {p.dtype for p in whole[0].parameters()} == {torch.bfloat16}
+        train(run, *whole, range(STEPS // 2), part)
+        run.save_state(str(folder / "half"))
+        train(run, *whole, range(STEPS // 2, STEPS), part)
+        run.free_memory()
+        resumed = run.prepare(*gpt2())
+        run.load_state(str(folder / "half"))
+        train(run, *resumed, range(STEPS // 2, STEPS), part)
+        ends = full(whole[0]), full(resumed[0])
+        assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+        assert {int(state["step"]) for state in resumed[1].state.values()} == {STEPS}
+        if rank == 0:
+            torch.save(ends[0], folder / "end.pt")
+
+
+def test_fsdp2_trains_as_one_process_does_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    run_ranks(sharded, WORLD, tmp_path)
+    model, optimizer = gpt2()
+    begun = full(model)
+    train(Plain, model, optimizer, range(STEPS), HALVES)
+    ended = torch.load(tmp_path / "end.pt")
+    assert ended.keys() == begun.keys()
+    for name, value in full(model).items():
+        print(name, float((ended[name] - value).norm()/(value - begun[name]).norm()), (ended[name]!=value).float().mean())
+
+
+def mixed(rank: int, folder: Path) -> None:
+    with accelerator(rank, folder, "bf16") as run:
+        model, optimizer = run.prepare(*gpt2())
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        before = full(model)
+        with pytest.raises(ValueError, match=r"got torch.float32 \(transformer.wte.weight\): .*mixed_precision is 'no'"):
+            train(run, model, optimizer, range(1), HALVES)
+        assert all(torch.equal(value, before[name]) for name, value in full(model).items())
+
+
+def test_where_accelerate_makes_weights_float32_the_error_says_what_to_set(tmp_path: Path) -> None:
+    run_ranks(mixed, WORLD, tmp_path)

@@ -189,9 +189,9 @@ def test_the_factory_refuses_what_would_train_something_else() -> None:
     network, make = model(), RecipeFactory()
     with pytest.raises(ValueError, match=r"^lr must be given, or args=TrainingArguments\(\.\.\.\)"):
         make(network, recipe="fp32")
-    with pytest.raises(ValueError, match="^keep must be None without linear, got"):
+    with pytest.raises(ValueError, match=r"^keep must be None without linear, got"):
         make(network, recipe="fp32", lr=0.1, keep=["h"])
-    with pytest.raises(ValueError, match="^plan must be a name such as SWITCHBACK"):
+    with pytest.raises(ValueError, match=r"^plan must be a name such as SWITCHBACK"):
         make(network, recipe="fp32", lr=0.1, linear="SWITCH")
     with pytest.raises(ValueError, match=r"^args must be a TrainingArguments such as .*, got dict"):
         make(network, {"lr": 0.1}, recipe="fp32")  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """Recipes inside Hugging Face's Trainer, in one line.
 
-    Trainer(model, args, ..., optimizer_cls_and_kwargs=(RecipeFactory, {"recipe": "adamw8bit-split8", "args": args}))
+    Trainer(model, args, optimizer_cls_and_kwargs=(RecipeFactory, {"recipe": "adamw8bit-split8", "args": args}))
 
 Trainer makes a class that is no optimizer without arguments and calls what it made with the model, once the model
 is on its device, and before it is wrapped. So the recipe can cast the model and swap its linear layers first. The
@@ -68,7 +68,7 @@ class RecipeFactory:
             raise ValueError(
                 "lr must be given, or args=TrainingArguments(...): Trainer does not pass on its own, got None"
             )
-        optimizer = chosen.apply(model, **given)
+        optimizer: NarrowOptimizer = chosen.apply(model, **given)
         if plan is not None:
             swap(model, plan, keep)  # the parameters stay, so the optimizer may come first
         return optimizer
@@ -95,7 +95,7 @@ def swap(model: nn.Module, plan: LinearPlan, keep: Iterable[str] | None = None) 
         ValueError: if no layer could be swapped; the message says why.
     """
     if keep is None:
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        base = getattr(model, "get_base_model", lambda: model)()  # under peft
         parts = {part for name, _ in model.named_modules() for part in name.split(".")}
         keep = [*output_heads(base), *sorted(part for part in parts if part.startswith("lora_"))]
     report = swap_linears(model, plan, keep)

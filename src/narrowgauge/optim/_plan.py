@@ -12,7 +12,7 @@ from torch import Tensor
 
 from narrowgauge._torch_private import is_flattened
 from narrowgauge.kernels._codec import Codec, Moment
-from narrowgauge.optim._sharding import Shard, shard_of
+from narrowgauge.optim._sharding import Shard, is_shared, shard_of
 from narrowgauge.rules import Rule, Slot, has_terms
 from narrowgauge.storage import (
     StateContext,
@@ -241,7 +241,9 @@ def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index
     weight = weight_storage(group["weights"])
     if dtype not in weight.dtypes:
         taken = " or ".join(str(dtype).removeprefix("torch.") for dtype in weight.dtypes)
-        raise ValueError(f"params must be {taken} for weights={weight.name!r}, got {dtype} ({name})")
+        # accelerate does so to weights that it shards, after their optimizer was made.
+        hint = ": accelerate makes sharded weights float32 unless mixed_precision is 'no'" if is_shared(p) else ""
+        raise ValueError(f"params must be {taken} for weights={weight.name!r}, got {dtype} ({name}){hint}")
     strict = group["arithmetic"] == "strict"
     if strict and not weight.rounded:
         raise ValueError(f"weights must be stored in floats for arithmetic='strict', got {weight.name!r}")
