@@ -102,22 +102,22 @@ def test_accumulation_with_steps_in_backward_is_found_out() -> None:
 # FSDP2, as accelerate does it: the optimizer is made first, and prepared together with the model.
 
 
-WORLD, STEPS = 2, 6
+WORLD, STEPS = 2, 2
 HALVES = [slice(2), slice(2, 4)]
 
 
-def gpt2() -> Any:
-    """A GPT-2 in bf16 with tied embeddings, whose linear layers are swapped, and its optimizer."""
+def gpt2(tied: bool) -> Any:
+    """A GPT-2 in bf16 whose linear layers are swapped, and its optimizer; shards begin where blocks begin."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 64, "n_positions": 16}
-    shape["tie_word_embeddings"] = False
-    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    model = GPT2LMHeadModel(GPT2Config(**shape, **dropout, bos_token_id=0, eos_token_id=0)).bfloat16()
-    assert len(linear.swap_linears(model, linear.SWITCHBACK).swapped) == 8
-    options: dict[str, Any] = {"weights": "split8", "min_quantized_size": 0, "max_grad_norm": 0.5}
-    return model, optim.AdamW8bit(model.named_parameters(), lr=0.01, **options)
+    shape = {"n_layer": 1, "n_head": 2, "n_embd": 32, "vocab_size": 64, "n_positions": 16}
+    others = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "bos_token_id", "eos_token_id"), 0)
+    config = GPT2Config(**shape, **others, tie_word_embeddings=tied, loss_type="ForCausalLM")
+    model = GPT2LMHeadModel(config).bfloat16()
+    assert len(linear.swap_linears(model, linear.SWITCHBACK).swapped) == 4
+    options: dict[str, Any] = {"min_quantized_size": 0, "block_size": 16, "max_grad_norm": 0.5}
+    return model, optim.AdamW8bit(model.named_parameters(), lr=0.01, weights="split8", **options)
 
 
 def tokens(step: int) -> torch.Tensor:
@@ -164,46 +164,55 @@ class Plain:
 
 
 def full(model: Any) -> dict[str, torch.Tensor]:
-    return {name: getattr(p, "full_tensor", lambda p=p: p)().detach().float() for name, p in model.named_parameters()}
+    named = dict(model.named_parameters())
+    return {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().float() for name, p in named.items()}
 
 
 def sharded(rank: int, folder: Path) -> None:
-    part = HALVES[rank : rank + 1]
     with accelerator(rank, folder, "no") as run:
-        whole = run.prepare(*gpt2())
-        assert {type(p).__name__ for group in whole[1].param_groups for p in group["params"]} == {"DTensor"}
-        assert {p.dtype for p in whole[0].parameters()} == {torch.bfloat16}
-        train(run, *whole, range(STEPS // 2), part)
-        run.save_state(str(folder / "half"))
-        train(run, *whole, range(STEPS // 2, STEPS), part)
-        run.free_memory()
-        resumed = run.prepare(*gpt2())
-        run.load_state(str(folder / "half"))
-        train(run, *resumed, range(STEPS // 2, STEPS), part)
-        ends = full(whole[0]), full(resumed[0])
-        assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
-        assert {int(state["step"]) for state in resumed[1].state.values()} == {STEPS}
-        if rank == 0:
-            torch.save(ends[0], folder / "end.pt")
+        for tied in (False, True):
+            part, half, place = HALVES[rank : rank + 1], STEPS // 2, folder / f"tied {tied}"
+            whole = run.prepare(*gpt2(tied))
+            assert {type(p).__name__ for group in whole[1].param_groups for p in group["params"]} == {"DTensor"}
+            assert {p.dtype for p in whole[0].parameters()} == {torch.bfloat16}
+            train(run, *whole, range(half), part)
+            run.save_state(str(place))
+            train(run, *whole, range(half, STEPS), part)
+            run.free_memory()
+            resumed = run.prepare(*gpt2(tied))
+            run.load_state(str(place))
+            train(run, *resumed, range(half, STEPS), part)
+            ends = full(whole[0]), full(resumed[0])
+            assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+            assert {int(state["step"]) for state in resumed[1].state.values()} == {STEPS}
+            run.free_memory()
+            if rank == 0:
+                torch.save(ends[0], place / "end.pt")
 
 
 def test_fsdp2_trains_as_one_process_does_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
     run_ranks(sharded, WORLD, tmp_path)
-    model, optimizer = gpt2()
-    begun = full(model)
-    train(Plain, model, optimizer, range(STEPS), HALVES)
-    ended = torch.load(tmp_path / "end.pt")
-    assert ended.keys() == begun.keys()
-    for name, value in full(model).items():
-        print(name, float((ended[name] - value).norm()/(value - begun[name]).norm()), (ended[name]!=value).float().mean())
+    for tied in (False, True):
+        model, optimizer = gpt2(tied)
+        begun = full(model)
+        train(Plain, model, optimizer, range(STEPS), HALVES)
+        ended = torch.load(tmp_path / f"tied {tied}" / "end.pt")
+        assert ended.keys() == begun.keys()
+        for name, value in full(model).items():
+            assert not torch.equal(value, begun[name])
+            if not tied:
+                assert torch.equal(value, ended[name])
+            elif "c_attn.bias" not in name:  # the gradients of keys' biases are rounding alone
+                # The gradient of a tied weight has four addends, which are rounded in another order.
+                assert (ended[name] - value).norm() < 0.2 * (value - begun[name]).norm(), name
 
 
 def mixed(rank: int, folder: Path) -> None:
     with accelerator(rank, folder, "bf16") as run:
-        model, optimizer = run.prepare(*gpt2())
+        model, optimizer = run.prepare(*gpt2(True))
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         before = full(model)
-        with pytest.raises(ValueError, match=r"got torch.float32 \(transformer.wte.weight\): .*mixed_precision is 'no'"):
+        with pytest.raises(ValueError, match=r"for weights='split8'.*wte.weight\): .* mixed_precision is 'no'"):
             train(run, model, optimizer, range(1), HALVES)
         assert all(torch.equal(value, before[name]) for name, value in full(model).items())
 
