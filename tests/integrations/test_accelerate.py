@@ -165,7 +165,9 @@ class Plain:
 
 def full(model: Any) -> dict[str, torch.Tensor]:
     named = dict(model.named_parameters())
-    return {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().float() for name, p in named.items()}
+    return {
+        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().float() for name, p in named.items()
+    }
 
 
 def sharded(rank: int, folder: Path) -> None:
