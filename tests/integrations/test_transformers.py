@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,10 @@ def texts() -> list[dict[str, torch.Tensor]]:
 
 
 def training_arguments(folder: Path, **arguments: Any) -> Any:
+    arguments = {"logging_strategy": "no", **arguments}
     return transformers.TrainingArguments(
         output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=4, save_steps=STEPS // 2, use_cpu=True,
-        report_to=[], disable_tqdm=True, dataloader_pin_memory=False, logging_strategy="no", **arguments,
+        report_to=[], disable_tqdm=True, dataloader_pin_memory=False, **arguments,
     )  # fmt: skip
 
 
@@ -225,3 +227,40 @@ def test_adapters_and_the_output_layer_under_them_are_kept() -> None:
     assert sorted(name.rpartition("model.")[2] for name in report.kept) == [
         "lm_head", "transformer.h.0.mlp.c_fc.lora_A.default", "transformer.h.0.mlp.c_fc.lora_B.default",
     ]  # fmt: skip
+
+
+def test_the_guides_line_switches_a_script_that_trains_with_trainer(tmp_path: Path) -> None:
+    """The script on the page runs as it stands, and is the user's own without the one line and its import."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "guides" / "trainer.md").read_text()
+    switched = re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0]
+    lines = [line for line in switched.splitlines() if "RecipeFactory" not in line]
+    assert len(switched.splitlines()) == len(lines) + 2
+
+    def train(script: str, name: str) -> Any:
+        torch.manual_seed(0)
+        shape = {"n_layer": 1, "n_head": 2, "n_embd": 32, "vocab_size": 256, "n_positions": 16}
+        config = transformers.GPT2Config(**shape, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM")
+        logged = {"logging_strategy": "steps", "logging_steps": 1}
+        space = {
+            "Trainer": transformers.Trainer, "model": transformers.GPT2LMHeadModel(config), "data": texts(),
+            "args": training_arguments(tmp_path / name, **SCHEDULE | logged),
+        }  # fmt: skip
+        exec(script, space)
+        return space["trainer"]
+
+    own, ours = train("\n".join(lines), "own"), train(switched, "ours")
+    assert isinstance(own.optimizer.optimizer, torch.optim.AdamW)
+    assert isinstance(ours.optimizer.optimizer, optim.AdamW)
+    assert (own.model.dtype, ours.model.dtype) == (torch.float32, torch.bfloat16)
+    assert ours.optimizer.state[ours.model.lm_head.weight]["m.codes"].dtype == torch.uint8
+    groups = [
+        [{k: g[k] for k in ("lr", "betas", "eps")} for g in run.optimizer.param_groups] for run in (own, ours)
+    ]
+    assert groups[0] == groups[1]
+    rates, losses = (
+        [[row[key] for row in run.state.log_history if key in row] for run in (own, ours)]
+        for key in ("learning_rate", "loss")
+    )
+    assert len(rates[0]) == STEPS
+    assert rates[0] == rates[1]
+    assert losses[1] == pytest.approx(losses[0], abs=0.05)
