@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from narrowgauge import linear, recipes
 
@@ -61,12 +63,12 @@ def plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     sys.modules.pop(NAME, None)
 
 
-def validated(plugin: Any, yaml: dict[str, Any]) -> Config:
+def validated(plugin: Any, options: dict[str, Any]) -> Config:
     """The options after axolotl's check: a class made of its own and the plugin's."""
     module, _, cls = plugin.get_input_args().rpartition(".")
     own = pydantic.create_model("Own", optimizer=(str, "adamw_torch_fused"), optim_args=(str | None, None))
     merged = type("Merged", (own, getattr(importlib.import_module(module), cls)), {})
-    return Config(merged(**yaml).model_dump(exclude_none=True))
+    return Config(merged(**options).model_dump(exclude_none=True))
 
 
 def model() -> Any:
@@ -149,8 +151,19 @@ def test_without_its_options_the_plugin_does_nothing(plugins: Any, tmp_path: Pat
     assert (made.defaults["weights"], made.defaults["betas"]) == ("expansion", (0.9, 0.95))
 
 
+def test_the_guides_yaml_names_the_plugin_and_is_taken(plugins: Any) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "guides" / "axolotl.md").read_text()
+    (block,) = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    given = yaml.safe_load(block)
+    module, _, name = given.pop("plugins")[0].rpartition(".")
+    cfg = validated(getattr(importlib.import_module(module), name)(), given)
+    assert cfg["narrowgauge_recipe"] == given["narrowgauge_recipe"] == "adamw8bit-split8"
+    table = re.findall(r"^\| `(narrowgauge_\w+)` \|", page, re.MULTILINE)
+    assert set(table) == set(plugins.NarrowgaugeArgs.model_fields)
+
+
 @pytest.mark.parametrize(
-    ("yaml", "error"),
+    ("options", "error"),
     [
         ({"narrowgauge_recipe": "adam"}, "recipe must be one of fp32, "),
         ({"narrowgauge_linear": "SWITCHBACK:e3"}, "plan 'SWITCHBACK:e3': "),
@@ -160,10 +173,10 @@ def test_without_its_options_the_plugin_does_nothing(plugins: Any, tmp_path: Pat
     ],
 )
 def test_options_that_contradict_are_refused_where_axolotl_checks_them(
-    plugins: Any, yaml: dict[str, Any], error: str
+    plugins: Any, options: dict[str, Any], error: str
 ) -> None:
     with pytest.raises(pydantic.ValidationError, match=error):
-        validated(plugins.NarrowgaugePlugin(), yaml)
+        validated(plugins.NarrowgaugePlugin(), options)
 
 
 def test_an_optimizer_of_axolotls_own_is_refused_beside_a_recipe(plugins: Any, tmp_path: Path) -> None:

@@ -253,10 +253,8 @@ def test_the_guides_line_switches_a_script_that_trains_with_trainer(tmp_path: Pa
     assert isinstance(ours.optimizer.optimizer, optim.AdamW)
     assert (own.model.dtype, ours.model.dtype) == (torch.float32, torch.bfloat16)
     assert ours.optimizer.state[ours.model.lm_head.weight]["m.codes"].dtype == torch.uint8
-    groups = [
-        [{k: g[k] for k in ("lr", "betas", "eps")} for g in run.optimizer.param_groups] for run in (own, ours)
-    ]
-    assert groups[0] == groups[1]
+    for one, other in zip(own.optimizer.param_groups, ours.optimizer.param_groups, strict=True):
+        assert all(one[key] == other[key] for key in ("lr", "betas", "eps", "weight_decay"))
     rates, losses = (
         [[row[key] for row in run.state.log_history if key in row] for run in (own, ours)]
         for key in ("learning_rate", "loss")
