@@ -241,9 +241,11 @@ def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index
     weight = weight_storage(group["weights"])
     if dtype not in weight.dtypes:
         taken = " or ".join(str(dtype).removeprefix("torch.") for dtype in weight.dtypes)
-        # accelerate does so to weights that it shards, after their optimizer was made.
-        hint = ": accelerate makes sharded weights float32 unless mixed_precision is 'no'" if is_shared(p) else ""
-        raise ValueError(f"params must be {taken} for weights={weight.name!r}, got {dtype} ({name}){hint}")
+        # accelerate shards a model after its optimizer was made.
+        hint = "; under accelerate mixed_precision must be 'no', or it makes sharded weights float32"
+        raise ValueError(
+            f"params must be {taken} for weights={weight.name!r}, got {dtype} ({name}){hint * is_shared(p)}"
+        )
     strict = group["arithmetic"] == "strict"
     if strict and not weight.rounded:
         raise ValueError(f"weights must be stored in floats for arithmetic='strict', got {weight.name!r}")
