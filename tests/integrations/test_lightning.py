@@ -214,6 +214,8 @@ def test_the_plugin_keeps_what_it_is_told_to_and_refuses_a_module_with_nothing_t
     assert plugin.report.swapped == ["layers.2"]
     with pytest.raises(ValueError, match=r"^plan: no layer of Wide could be swapped\n(.*\n)*.*named in keep"):
         NarrowgaugePrecision("SWITCHBACK", keep=["layers"]).convert_module(Wide())
+    with pytest.raises(ValueError, match=r"^keep must be a list of names such as .*, got 'layers'"):
+        NarrowgaugePrecision("SWITCHBACK", keep="layers").convert_module(Wide())
     with pytest.raises(ValueError, match=r"^plan must be a name such as SWITCHBACK"):
         NarrowgaugePrecision("SWITCHBAK")
 

@@ -37,10 +37,15 @@ class NarrowgaugePrecision(HalfPrecision):  # type: ignore[misc]
     def __init__(self, plan: str | LinearPlan, keep: Iterable[str] | None = None) -> None:
         super().__init__("bf16-true")
         self._plan = named_plan(plan) if isinstance(plan, str) else plan
-        self._options: dict[str, Any] = {} if keep is None else {"keep": tuple(keep)}
+        self._options: dict[str, Any] = {} if keep is None else {"keep": keep}
         self.report: SwapReport | None = None
 
     def convert_module(self, module: nn.Module) -> nn.Module:
+        """Cast and swap, in place; Lightning calls it before `configure_optimizers`.
+
+        Raises:
+            ValueError: if no layer could be swapped; the message says why.
+        """
         if any(isinstance(p, DTensor) and p.dtype != torch.bfloat16 for p in module.parameters()):
             module = super().convert_module(module)  # sharded weights must be cast by FSDP2's own `to`
         else:
