@@ -35,7 +35,7 @@ def commands_of(page: Path) -> Iterator[list[str]]:
 
 def containers(block: str) -> Iterator[list[str]]:
     for document in yaml.safe_load_all(block):
-        for container in document["spec"].get("template", {}).get("spec", {}).get("containers", []):
+        for container in document.get("spec", {}).get("template", {}).get("spec", {}).get("containers", []):
             yield container["command"]
 
 

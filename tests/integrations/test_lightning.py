@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
-from narrowgauge import gauges, optim
+from forked import run_ranks
+from narrowgauge import gauges, linear, optim
 
 lightning = pytest.importorskip("lightning", reason="needs the package lightning")
+
+from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
+
+from narrowgauge.integrations.lightning import NarrowgaugePrecision  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),  # Lightning 2.6 on torch 2.13
@@ -118,3 +126,131 @@ def test_the_gauges_callback_ends_with_an_exception(tmp_path: Path) -> None:
     assert callback.gauges is not None
     assert not callback.gauges.running
     assert [row["step"] for row in gauges.read_records(tmp_path) if row["kind"] == "step"] == [1, 2, 3]
+
+
+# The precision plugin
+
+
+class Wide(lightning.LightningModule):  # type: ignore[misc, name-defined]
+    """Two linear layers to swap, one too small, and a table that is not saved."""
+
+    def __init__(self, shards: str = "") -> None:
+        super().__init__()
+        self.shards = shards
+        if shards != "made in configure_model":
+            self.make()
+
+    def make(self) -> None:
+        torch.manual_seed(0)
+        layers = (torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 32), torch.nn.Tanh())
+        self.layers = torch.nn.Sequential(*layers, torch.nn.Linear(32, 1))
+        with torch.no_grad():
+            for p in self.layers.parameters():  # numbers drawn in bf16 are others than those drawn in fp32
+                p.copy_(torch.randn(p.shape, dtype=torch.float32) / 4)
+        self.register_buffer("table", torch.full((1,), 1 / 3), persistent=False)
+        self.register_buffer("saved", torch.full((1,), 1 / 3))
+
+    def configure_model(self) -> None:
+        if self.shards == "made in configure_model":
+            self.make()
+        if self.shards:
+            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+        (x,) = batch
+        assert x.dtype == torch.bfloat16
+        return (self.layers(x).float() - x.float().sum(1, keepdim=True)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        options: dict[str, Any] = {"weights": "split8", "min_quantized_size": 0, "block_size": 16}
+        return optim.AdamW8bit(self.layers.named_parameters(), lr=0.01, **options)
+
+
+def trainer(epochs: int, **arguments: Any) -> Any:
+    return lightning.Trainer(
+        accelerator="cpu", max_epochs=epochs, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, **arguments,
+    )  # fmt: skip
+
+
+def rows(rank: int | None = None) -> Any:
+    """Four batches of four rows, or every second one for a rank."""
+    inputs = torch.randn(4, 4, 16, generator=torch.Generator().manual_seed(0))
+    given = inputs if rank is None else inputs[rank::2]
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(given.reshape(-1, 16)), batch_size=4)
+
+
+def fit_wide(epochs: int, resume: Path | None = None) -> tuple[Wide, Any]:
+    run = trainer(epochs, plugins=NarrowgaugePrecision("SWITCHBACK:e4m3"), accumulate_grad_batches=2)
+    module = Wide()
+    run.fit(module, rows(), ckpt_path=resume)
+    return module, run
+
+
+def test_the_plugin_trains_as_a_module_cast_and_swapped_by_hand_and_resumes(tmp_path: Path) -> None:
+    by_hand = Wide()
+    by_hand.layers.bfloat16()
+    linear.swap_linears(by_hand, linear.SWITCHBACK.with_format("e4m3"))
+    trainer(2, precision="bf16-true", accumulate_grad_batches=2).fit(by_hand, rows())
+    whole, run = fit_wide(2)
+    half, halfway = fit_wide(1)
+    halfway.save_checkpoint(tmp_path / "half.ckpt")
+    resumed, _ = fit_wide(2, tmp_path / "half.ckpt")
+    assert torch.equal(weights(whole), weights(by_hand))
+    assert torch.equal(weights(resumed), weights(whole))
+    assert not torch.equal(weights(half), weights(whole))
+    assert (whole.table.dtype, whole.saved.dtype) == (torch.float32, torch.bfloat16)
+    report = run.precision_plugin.report
+    assert report.plan == linear.SWITCHBACK.with_format("e4m3")
+    assert (report.swapped, list(report.kept)) == (["layers.0", "layers.2"], ["layers.4"])
+    run.precision_plugin.convert_module(whole)  # as Lightning does before it validates
+    assert isinstance(whole.layers[0], linear.LowPrecisionLinear)
+
+
+def test_the_plugin_keeps_what_it_is_told_to_and_refuses_a_module_with_nothing_to_swap() -> None:
+    plugin = NarrowgaugePrecision(linear.LLM_INT8, keep=["layers.0"])
+    plugin.convert_module(Wide())
+    assert plugin.report is not None
+    assert plugin.report.swapped == ["layers.2"]
+    with pytest.raises(ValueError, match=r"^plan: no layer of Wide could be swapped\n(.*\n)*.*named in keep"):
+        NarrowgaugePrecision("SWITCHBACK", keep=["layers"]).convert_module(Wide())
+    with pytest.raises(ValueError, match=r"^keep must be a list of names such as .*, got 'layers'"):
+        NarrowgaugePrecision("SWITCHBACK", keep="layers").convert_module(Wide())
+    with pytest.raises(ValueError, match=r"^plan must be a name such as SWITCHBACK"):
+        NarrowgaugePrecision("SWITCHBAK")
+
+
+def shard(rank: int, folder: Path) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    # As torchrun sets them.
+    os.environ |= {"TORCHELASTIC_RUN_ID": "0", "GROUP_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'ranks'}", rank=rank, world_size=2)
+
+    def fit(epochs: int, made: str, resume: Path | None = None) -> tuple[dict[str, torch.Tensor], Any]:
+        strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+        plugin, module = NarrowgaugePrecision("SWITCHBACK:e4m3"), Wide(made)
+        run = trainer(epochs, devices=2, strategy=strategy, plugins=plugin, use_distributed_sampler=False)
+        run.fit(module, rows(rank), ckpt_path=resume)
+        assert plugin.report is not None
+        assert plugin.report.swapped == ["layers.0", "layers.2"]
+        assert all(type(p).__name__ == "DTensor" for p in module.layers.parameters())
+        return {name: p.full_tensor().detach() for name, p in module.layers.named_parameters()}, run
+
+    _, half = fit(1, "made in configure_model")
+    half.save_checkpoint(folder / "half.ckpt")
+    whole, _ = fit(2, "made in configure_model")
+    resumed, _ = fit(2, "made in configure_model", folder / "half.ckpt")
+    earlier, _ = fit(2, "made before")
+    for name, value in whole.items():
+        assert torch.equal(value, resumed[name])
+        assert torch.equal(value, earlier[name])
+    if rank == 0:
+        torch.save(whole, folder / "end.pt")
+    dist.destroy_process_group()
+
+
+def test_fsdp2_by_lightning_trains_as_one_process_does_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    run_ranks(shard, 2, tmp_path)
+    ended, (alone, _) = torch.load(tmp_path / "end.pt"), fit_wide(2)
+    assert all(torch.equal(ended[name], p) for name, p in alone.layers.named_parameters())

@@ -1,17 +1,21 @@
-"""Inside Hugging Face's Trainer: passed as `optimizers=`, checkpointed by it, resumed by it to the same bits."""
+"""Inside Hugging Face's Trainer: made by a factory or passed as `optimizers=`, checkpointed and resumed by it."""
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from narrowgauge import gauges, optim
+from narrowgauge import gauges, linear, optim, recipes
 
 pytest.importorskip("accelerate", reason="Trainer needs the package accelerate")
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
+
+from narrowgauge.integrations.transformers import RecipeFactory, swap  # noqa: E402
 
 STEPS = 4
 
@@ -29,14 +33,19 @@ def texts() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
+def training_arguments(folder: Path, **arguments: Any) -> Any:
+    arguments = {"logging_strategy": "no", **arguments}
+    return transformers.TrainingArguments(
+        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=4, save_steps=STEPS // 2, use_cpu=True,
+        report_to=[], disable_tqdm=True, dataloader_pin_memory=False, **arguments,
+    )  # fmt: skip
+
+
 def trainer(folder: Path, make: Any, **arguments: Any) -> Any:
     network = model()
     optimizer = make(network)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=STEPS + 1)
-    given = transformers.TrainingArguments(
-        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=4, save_steps=STEPS // 2, use_cpu=True,
-        report_to=[], disable_tqdm=True, dataloader_pin_memory=False, logging_strategy="no", **arguments,
-    )  # fmt: skip
+    given = training_arguments(folder, **arguments)
     return transformers.Trainer(network, given, train_dataset=texts(), optimizers=(optimizer, schedule))
 
 
@@ -113,3 +122,143 @@ def test_the_gauges_callback_changes_nothing_and_goes_on_with_a_resumed_run(tmp_
     assert again.damage is None
     timeless = [[{k: v for k, v in row.items() if k != "seconds"} for row in some] for some in (rows, again)]
     assert timeless[0] == timeless[1]
+
+
+# The factory
+
+
+SCHEDULE = {"lr_scheduler_type": "cosine", "warmup_steps": 1, "learning_rate": 0.01, "weight_decay": 0.1}
+
+
+def with_factory(folder: Path, arguments: dict[str, Any] = SCHEDULE, **options: Any) -> Any:
+    """A Trainer of an fp32 model, by a recipe; `args=True` hands over the Trainer's arguments."""
+    given = training_arguments(folder, **arguments)
+    options = {"recipe": "adamw8bit-split8", "min_quantized_size": 0, **options}
+    if options.get("args"):
+        options["args"] = given
+    return transformers.Trainer(
+        model().float(), given, train_dataset=texts(), optimizer_cls_and_kwargs=(RecipeFactory, options)
+    )
+
+
+def test_the_factory_trains_as_the_recipe_with_trainers_schedule_does(tmp_path: Path) -> None:
+    network = model().float()
+    optimizer = recipes.get("adamw8bit-split8").apply(
+        network, lr=0.01, weight_decay=0.1, betas=(0.9, 0.999), min_quantized_size=0
+    )
+    schedule = transformers.get_scheduler("cosine", optimizer, num_warmup_steps=1, num_training_steps=STEPS)
+    given = training_arguments(tmp_path / "by hand", **SCHEDULE)
+    by_hand = transformers.Trainer(network, given, train_dataset=texts(), optimizers=(optimizer, schedule))
+    by_hand.train()
+    run = with_factory(tmp_path / "made", args=True)
+    run.train()
+    wanted = weights(by_hand)
+    assert all(torch.equal(value, wanted[name]) for name, value in weights(run).items())
+    assert run.model.dtype == torch.bfloat16
+    matrices, others = run.optimizer.param_groups
+    assert (matrices["initial_lr"], matrices["weight_decay"], others["weight_decay"]) == (0.01, 0.1, 0.0)
+    assert run.lr_scheduler.last_epoch == STEPS
+    assert matrices["lr"] == pytest.approx(0.0)  # the end of the cosine
+
+
+def test_a_run_by_the_factory_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    whole = with_factory(tmp_path / "whole", lr=0.02, linear="SWITCHBACK")
+    whole.train()
+    half = f"checkpoint-{STEPS // 2}"
+    shutil.copytree(tmp_path / "whole" / half, tmp_path / "resumed" / half)
+    resumed = with_factory(tmp_path / "resumed", lr=0.02, linear="SWITCHBACK")
+    resumed.train(resume_from_checkpoint=True)
+    wanted = weights(whole)
+    assert all(torch.equal(value, wanted[name]) for name, value in weights(resumed).items())
+    assert resumed.optimizer.param_groups[0]["initial_lr"] == 0.02
+    swapped = {n for n, m in resumed.model.named_modules() if isinstance(m, linear.LowPrecisionConv1D)}
+    assert swapped == {f"transformer.h.0.{n}" for n in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+    assert type(resumed.model.lm_head) is torch.nn.Linear
+    assert resumed.optimizer.state[resumed.model.lm_head.weight]["step"] == STEPS
+
+
+def test_what_the_factory_is_given_by_name_comes_before_trainers_arguments() -> None:
+    given = transformers.TrainingArguments(learning_rate=0.01, weight_decay=0.1, adam_beta2=0.95, use_cpu=True)
+    make = RecipeFactory()
+    optimizer = make(model(), given, recipe="kahan", weight_decay=0.2, max_grad_norm=1.0)
+    group = optimizer.param_groups[0]
+    assert [group[k] for k in ("lr", "weight_decay", "betas", "max_grad_norm")] == [0.01, 0.2, (0.9, 0.95), 1.0]
+    lion = make(model(), given, recipe=recipes.get("lion8bit"), lr=0.001)  # which has no epsilon
+    assert [lion.param_groups[0][k] for k in ("lr", "weight_decay", "betas")] == [0.001, 0.1, (0.9, 0.95)]
+
+
+def test_the_factory_refuses_what_would_train_something_else() -> None:
+    network, make = model(), RecipeFactory()
+    with pytest.raises(ValueError, match=r"^lr must be given, or args=TrainingArguments\(\.\.\.\)"):
+        make(network, recipe="fp32")
+    with pytest.raises(ValueError, match=r"^keep must be None without linear, got"):
+        make(network, recipe="fp32", lr=0.1, keep=["h"])
+    with pytest.raises(ValueError, match=r"^plan must be a name such as SWITCHBACK"):
+        make(network, recipe="fp32", lr=0.1, linear="SWITCH")
+    with pytest.raises(ValueError, match=r"^args must be a TrainingArguments such as .*, got dict"):
+        make(network, {"lr": 0.1}, recipe="fp32")  # type: ignore[arg-type]
+    assert network.dtype == torch.bfloat16
+    with pytest.raises(
+        ValueError, match=r"^linear: no layer of GPT2LMHeadModel could be swapped\n(.*\n)*.*in keep"
+    ):
+        make(network, recipe="fp32", lr=0.1, linear="SWITCHBACK", keep=["*"])
+
+
+def test_adapters_and_the_output_layer_under_them_are_kept() -> None:
+    class Wrapper(torch.nn.Module):
+        """As peft wraps: the model under another name, a frozen layer beside two small ones."""
+
+        def __init__(self, base: Any) -> None:
+            super().__init__()
+            self.base_model = torch.nn.Module()
+            self.base_model.model = base
+            layer = torch.nn.Module()
+            layer.base_layer, base.transformer.h[0].mlp.c_fc = base.transformer.h[0].mlp.c_fc, layer
+            layer.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(32, 16, bias=False)})
+            layer.lora_B = torch.nn.ModuleDict({"default": torch.nn.Linear(16, 128, bias=False)})
+
+        def get_base_model(self) -> Any:
+            return self.base_model.model
+
+    report = swap(Wrapper(model()), linear.SWITCHBACK)
+    assert [name.rpartition("h.0.")[2] for name in report.swapped] == [
+        "attn.c_attn", "attn.c_proj", "mlp.c_fc.base_layer", "mlp.c_proj",
+    ]  # fmt: skip
+    assert sorted(name.rpartition("model.")[2] for name in report.kept) == [
+        "lm_head", "transformer.h.0.mlp.c_fc.lora_A.default", "transformer.h.0.mlp.c_fc.lora_B.default",
+    ]  # fmt: skip
+
+
+def test_the_guides_line_switches_a_script_that_trains_with_trainer(tmp_path: Path) -> None:
+    """The script on the page runs as it stands, and is the user's own without the one line and its import."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "guides" / "trainer.md").read_text()
+    switched = re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0]
+    lines = [line for line in switched.splitlines() if "RecipeFactory" not in line]
+    assert len(switched.splitlines()) == len(lines) + 2
+
+    def train(script: str, name: str) -> Any:
+        torch.manual_seed(0)
+        shape = {"n_layer": 1, "n_head": 2, "n_embd": 32, "vocab_size": 256, "n_positions": 16}
+        config = transformers.GPT2Config(**shape, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM")
+        logged = {"logging_strategy": "steps", "logging_steps": 1}
+        space = {
+            "Trainer": transformers.Trainer, "model": transformers.GPT2LMHeadModel(config), "data": texts(),
+            "args": training_arguments(tmp_path / name, **SCHEDULE | logged),
+        }  # fmt: skip
+        exec(script, space)
+        return space["trainer"]
+
+    own, ours = train("\n".join(lines), "own"), train(switched, "ours")
+    assert isinstance(own.optimizer.optimizer, torch.optim.AdamW)
+    assert isinstance(ours.optimizer.optimizer, optim.AdamW)
+    assert (own.model.dtype, ours.model.dtype) == (torch.float32, torch.bfloat16)
+    assert ours.optimizer.state[ours.model.lm_head.weight]["m.codes"].dtype == torch.uint8
+    for one, other in zip(own.optimizer.param_groups, ours.optimizer.param_groups, strict=True):
+        assert all(one[key] == other[key] for key in ("lr", "betas", "eps", "weight_decay"))
+    rates, losses = (
+        [[row[key] for row in run.state.log_history if key in row] for run in (own, ours)]
+        for key in ("learning_rate", "loss")
+    )
+    assert len(rates[0]) == STEPS
+    assert rates[0] == rates[1]
+    assert losses[1] == pytest.approx(losses[0], abs=0.05)

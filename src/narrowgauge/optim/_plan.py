@@ -12,7 +12,7 @@ from torch import Tensor
 
 from narrowgauge._torch_private import is_flattened
 from narrowgauge.kernels._codec import Codec, Moment
-from narrowgauge.optim._sharding import Shard, shard_of
+from narrowgauge.optim._sharding import Shard, is_shared, shard_of
 from narrowgauge.rules import Rule, Slot, has_terms
 from narrowgauge.storage import (
     StateContext,
@@ -245,7 +245,11 @@ def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index
     weight = weight_storage(automatic_weights(dtype, strict) if asked == "auto" else asked)
     if dtype not in weight.dtypes:
         taken = " or ".join(str(dtype).removeprefix("torch.") for dtype in weight.dtypes)
-        raise ValueError(f"params must be {taken} for weights={weight.name!r}, got {dtype} ({name})")
+        # accelerate shards a model after its optimizer was made.
+        hint = "; under accelerate mixed_precision must be 'no', or it makes sharded weights float32"
+        raise ValueError(
+            f"params must be {taken} for weights={weight.name!r}, got {dtype} ({name}){hint * is_shared(p)}"
+        )
     if strict and not weight.rounded:
         raise ValueError(f"weights must be stored in floats for arithmetic='strict', got {weight.name!r}")
     storages, active = slot_storages(rule, group), rule.slots(group)

@@ -1,0 +1,104 @@
+"""Recipes inside Hugging Face's Trainer, in one line.
+
+    Trainer(model, args, optimizer_cls_and_kwargs=(RecipeFactory, {"recipe": "adamw8bit-split8", "args": args}))
+
+Trainer makes a class that is no optimizer without arguments and calls what it made with the model, once the model
+is on its device, and before it is wrapped. So the recipe can cast the model and swap its linear layers first. The
+schedule stays Trainer's own.
+
+A callback with the gauges is `narrowgauge.gauges.HuggingFaceCallback`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from transformers import TrainingArguments
+
+from narrowgauge import recipes
+from narrowgauge._arguments import check_instance
+from narrowgauge.linear import LinearPlan, SwapReport, named_plan, swap_linears
+from narrowgauge.linear._swap import output_heads
+from narrowgauge.optim import NarrowOptimizer
+from narrowgauge.recipes import Recipe
+
+
+class RecipeFactory:
+    """Applies a recipe to the model of a `transformers.Trainer`."""
+
+    def __call__(
+        self,
+        model: nn.Module,
+        args: TrainingArguments | None = None,
+        *,
+        recipe: str | Recipe,
+        lr: float | None = None,
+        linear: str | LinearPlan | None = None,
+        keep: Iterable[str] | None = None,
+        **options: Any,
+    ) -> NarrowOptimizer:
+        """Cast the model, swap its linear layers if asked for, and make its optimizer.
+
+        Args:
+            model: Trainer's; changed in place.
+            args: the Trainer's arguments, for learning rate, weight decay, betas and epsilon. An option that is
+                given by name takes precedence; one that the recipe's optimizer does not have is left out. Without
+                `args` the optimizer's defaults hold.
+            recipe: name of a recipe, or a recipe.
+            lr: learning rate; must be given without `args`.
+            linear: plan for the linear layers, or its name and format: ``"SWITCHBACK:e4m3"``. None swaps none.
+            keep: linear layers to keep; see `narrowgauge.linear.swap_linears`. None keeps output layers and
+                adapters.
+            **options: of `Recipe.apply` and of the optimizer: ``weight_decay``, ``max_grad_norm``, ``decay_all``, …
+
+        Raises:
+            ValueError: without a learning rate, for an unknown recipe, a plan that fits no layer, `keep` without
+                `linear`, and whatever the optimizer refuses.
+        """
+        if keep is not None and linear is None:
+            raise ValueError(f"keep must be None without linear, got {keep!r}")
+        chosen = recipes.get(recipe) if isinstance(recipe, str) else recipe
+        plan = named_plan(linear) if isinstance(linear, str) else linear
+        given = {**chosen.known(hyperparameters(args)), **options} if args is not None else options
+        if lr is not None:
+            given["lr"] = lr
+        if "lr" not in given:
+            raise ValueError(
+                "lr must be given, or args=TrainingArguments(...): Trainer does not pass on its own, got None"
+            )
+        optimizer: NarrowOptimizer = chosen.apply(model, **given)
+        if plan is not None:
+            swap(model, plan, keep)  # the parameters stay, so the optimizer may come first
+        return optimizer
+
+
+def hyperparameters(args: TrainingArguments) -> dict[str, Any]:
+    """What Trainer gives to its own AdamW."""
+    check_instance("args", args, TrainingArguments, "transformers.TrainingArguments(...)")
+    betas = (args.adam_beta1, args.adam_beta2)
+    return {
+        "lr": args.learning_rate, "weight_decay": args.weight_decay, "betas": betas, "eps": args.adam_epsilon
+    }  # fmt: skip
+
+
+def swap(model: nn.Module, plan: LinearPlan, keep: Iterable[str] | None = None) -> SwapReport:
+    """Swap the linear layers of a transformers model, of one with peft's adapters too.
+
+    Args:
+        model: changed in place.
+        plan: of the layers.
+        keep: layers to keep; None keeps the output layers and the adapters' own small layers.
+
+    Raises:
+        ValueError: if no layer could be swapped; the message says why.
+    """
+    if keep is None:
+        base = getattr(model, "get_base_model", lambda: model)()  # under peft
+        parts = {part for name, _ in model.named_modules() for part in name.split(".")}
+        keep = [*output_heads(base), *sorted(part for part in parts if part.startswith("lora_"))]
+    report = swap_linears(model, plan, keep)
+    if not report.swapped:
+        raise ValueError(f"linear: no layer of {type(model).__name__} could be swapped\n{report}")
+    return report
