@@ -32,7 +32,7 @@ class Language(lightning.LightningModule):
 
     def configure_optimizers(self):
         groups = ng.optim.split_decay(self, 0.1)
-        optimizer = ng.optim.AdamW8bit(groups, lr=self.lr, weights="split8", max_grad_norm=1.0)
+        optimizer = ng.optim.AdamW8bit(groups, lr=self.lr, max_grad_norm=1.0)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.lr, total_steps=self.steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
