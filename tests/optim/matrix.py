@@ -42,6 +42,12 @@ RECORDS = {
     "adagrad": Record("Adagrad", {"lr": 1e-3}),
     "adagrad-momentum": Record("Adagrad", {"lr": 2e-4, "momentum": 0.9}),
     "lion": Record("Lion", {"lr": 1e-3}),
+    "rmsprop": Record("RMSprop", {"lr": 1e-3}),
+    "rmsprop-momentum": Record("RMSprop", {"lr": 1e-4, "momentum": 0.9, "weight_decay": 0.1}),
+    "nadam": Record("NAdam", {"lr": 1e-3}),
+    "ademamix": Record("AdEMAMix", {"lr": 1e-3, "betas": (0.9, 0.999, 0.99)}),
+    "adan": Record("Adan", {"lr": 1e-3, "weight_decay": 0.1}),
+    "cautious": Record("AdamW", {"lr": 1e-3, "cautious": True}),
     "muon": Record("Muon", {"lr": 2e-3}, loose=4.0),
 }
 Case = tuple[str, str, str, str, torch.dtype]  # rule, weights, states, arithmetic, dtype
