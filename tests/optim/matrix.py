@@ -21,7 +21,8 @@ class Record:
     Attributes:
         name: of the optimizer.
         options: what it needs to move weights near 1 by about 0.01 to 0.3 in 60 steps.
-        loose: how much more than AdamW's the narrow states' error may be: an orthogonalization amplifies it.
+        loose: how much more than AdamW's the narrow states' error may be: further moments add to it, and an
+            orthogonalization amplifies it.
     """
 
     name: str
@@ -42,12 +43,10 @@ RECORDS = {
     "adagrad": Record("Adagrad", {"lr": 1e-3}),
     "adagrad-momentum": Record("Adagrad", {"lr": 2e-4, "momentum": 0.9}),
     "lion": Record("Lion", {"lr": 1e-3}),
-    "rmsprop": Record("RMSprop", {"lr": 1e-3}),
-    "rmsprop-momentum": Record("RMSprop", {"lr": 1e-4, "momentum": 0.9, "weight_decay": 0.1}),
-    "nadam": Record("NAdam", {"lr": 1e-3}),
-    "ademamix": Record("AdEMAMix", {"lr": 1e-3, "betas": (0.9, 0.999, 0.99)}),
-    "adan": Record("Adan", {"lr": 1e-3, "weight_decay": 0.1}),
-    "cautious": Record("AdamW", {"lr": 1e-3, "cautious": True}),
+    "rmsprop": Record("RMSprop", {"lr": 1e-4, "momentum": 0.9, "weight_decay": 0.1}, loose=1.6),
+    "ademamix": Record("AdEMAMix", {"lr": 1e-3, "betas": (0.9, 0.999, 0.99), "alpha": 1.0}, loose=1.5),
+    "adan": Record("Adan", {"lr": 1e-3, "weight_decay": 0.1}, loose=1.5),
+    "cautious": Record("NAdam", {"lr": 1e-3, "cautious": True}),
     "muon": Record("Muon", {"lr": 2e-3}, loose=4.0),
 }
 Case = tuple[str, str, str, str, torch.dtype]  # rule, weights, states, arithmetic, dtype
