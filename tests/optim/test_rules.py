@@ -391,6 +391,20 @@ def test_a_centered_root_of_equal_gradients_is_no_nan() -> None:
     assert torch.isfinite(p).all()
 
 
+@pytest.mark.usefixtures("eager")
+def test_the_8bit_names_have_the_states_that_they_should() -> None:
+    p = torch.nn.Parameter(torch.ones(5000))
+    for kind, states in (
+        (optim.RMSprop8bit, {"v": "log8"}),
+        (optim.AdEMAMix8bit, {"m": "log8", "m2": "fp32", "v": "log8"}),
+    ):
+        optimizer = kind([p], cautious=kind is optim.AdEMAMix8bit)
+        assert {slot.slot.name: slot.storage.name for slot in optimizer.plan_of(p).slots} == states
+        (row,) = optimizer.describe().rows
+        assert row.rule == ("rmsprop" if kind is optim.RMSprop8bit else "ademamix, cautious")
+    assert {s.storage.name for s in optim.AdEMAMix8bit([p], states="8bit").plan_of(p).slots} == {"8bit"}
+
+
 def test_muon_makes_singular_values_alike() -> None:
     p = torch.nn.Parameter(torch.zeros(30, 20))
     optimizer = optim.Muon([p], lr=1.0, weight_decay=0.0)
