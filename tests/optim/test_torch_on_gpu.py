@@ -50,6 +50,10 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("Lion", {}),
     ("LAMB", {"clip_updates": True}),
     ("LARS", {"momentum": 0.9}),
+    ("RMSprop", {"centered": True, "momentum": 0.9}),
+    ("NAdam", {}),
+    ("AdEMAMix", {"t_alpha": 100, "t_beta3": 100, "cautious": True}),
+    ("Adan", {}),
 ]
 
 

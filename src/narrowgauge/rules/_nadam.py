@@ -76,9 +76,8 @@ def product_of_mu(beta1: Scalar, per_step: Scalar, step: Scalar) -> Scalar:
 
 def _geometric(q: Scalar, q_to_count: Scalar, count: Scalar) -> Scalar:
     """q + q^2 + ... + q^count, for q in [0, 1]."""
-    if isinstance(q, Tensor) or isinstance(count, Tensor):
-        gap = 1 - torch.as_tensor(q, dtype=torch.float64)
-        return torch.where(gap > 1e-9, q * (1 - q_to_count) / gap, count)
+    if isinstance(q, Tensor):
+        return torch.where(1 - q > 1e-9, q * (1 - q_to_count) / (1 - q), count)
     return q * (1 - q_to_count) / (1 - q) if 1 - q > 1e-9 else count
 
 

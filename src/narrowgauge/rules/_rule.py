@@ -41,7 +41,7 @@ class Slot:
     """A moment of a rule.
 
     Attributes:
-        name: its letter in the equation.
+        name: its letter in the equation: ``m`` for the momentum, ``v`` for the second moment.
         signed: False for averages of squares, whose codes need no sign.
         preset: its storage under ``states="expansion"``, given as one name for all slots.
         torch_key: its name in the state of torch's optimizer of the same name.
