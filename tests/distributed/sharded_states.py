@@ -229,12 +229,13 @@ def refusing(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def muon(rank: int, folder: Path) -> bool:
-    """Matrices that are orthogonalized as wholes."""
+    """Matrices that are orthogonalized as wholes, with cautious updates for the sums of these."""
     mesh, same_everywhere = meshes()["rows"], True
-    for states in ("8bit", "fp32"):
+    for states, cautious in (("8bit", False), ("fp32", True)):
         whole = {name: nn.Parameter(x) for name, x in weights(torch.bfloat16).items() if x.dim() == 2}
         shared = fsdp({name: nn.Parameter(p.detach().clone()) for name, p in whole.items()}, mesh)
         options = {"states": states, "weights": "split", "block_size": BLOCK, "min_quantized_size": 100}
+        options["cautious"] = cautious
         one, other = (ng.optim.Muon(list(ps.items()), lr=1e-2, **options) for ps in (whole, shared))
         for step in range(3):
             for name, p in whole.items():
