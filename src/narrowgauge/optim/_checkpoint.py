@@ -50,7 +50,7 @@ _LIMITS = ("clip_updates", "cautious", LIMIT)
 # Keys of an option that earlier versions had: in groups, and in states.
 _FORMER_OPTION, _FORMER_ENTRY = "percentile_clipping", "grad_norms"
 # Rules whose moments are the same averages.
-_ALIKE = {"adam", "adamw", "lamb"}
+_ALIKE = {"adam", "adamw", "nadam", "lamb"}
 
 Group = Mapping[str, Any]
 

@@ -169,7 +169,7 @@ def _unstacked(saved: Mapping[str, Any]) -> dict[str, Any]:
     """AdEMAMix's state with a number for each moment: both first moments are one tensor there, the first."""
     apart: dict[str, Any] = {}
     for key, value in saved.items():
-        if key in ("state1", "absmax1") and isinstance(value, Tensor) and len(value) == 2:
+        if key in ("state1", "absmax1") and isinstance(value, Tensor) and value.shape[:1] == (2,):
             apart[key], apart[f"{key[:-1]}2"] = value.unbind()
         elif key == "qmap1":
             apart |= {"qmap1": value, "qmap2": value}
