@@ -230,21 +230,22 @@ def refusing(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def muon(rank: int, folder: Path) -> tuple[bool, int]:
-    """Matrices that are orthogonalized as wholes, each on one rank: whether they are those of one process, and how
-    many this rank has computed.
+    """Matrices that are orthogonalized as wholes: whether they are those of one process, and how many this rank has
+    computed of those without sums, each of which one rank computes. Cautious updates have sums.
     """
     mesh, same_everywhere, computed = meshes()["rows"], True, 0
     orthogonalize = Muon.orthogonalize
 
     def counted(self: Muon, x: torch.Tensor) -> torch.Tensor:
         nonlocal computed
-        computed += 1
+        computed += not cautious
         return orthogonalize(self, x)
 
-    for states in ("8bit", "fp32"):
+    for states, cautious in (("8bit", False), ("fp32", True)):
         whole = {name: nn.Parameter(x) for name, x in weights(torch.bfloat16).items() if x.dim() == 2}
         shared = fsdp({name: nn.Parameter(p.detach().clone()) for name, p in whole.items()}, mesh)
         options = {"states": states, "weights": "split", "block_size": BLOCK, "min_quantized_size": 100}
+        options["cautious"] = cautious
         one, other = (ng.optim.Muon(list(ps.items()), lr=1e-2, **options) for ps in (whole, shared))
         for step in range(3):
             for name, p in whole.items():

@@ -51,6 +51,8 @@ RULES: dict[str, tuple[str, dict[str, Any]]] = {
     "StableAdamW": ("StableAdamW", {}),
     "LAMB": ("LAMB", {}),
     "LARS": ("LARS", {"lr": 1e-2, "momentum": 0.9}),
+    "Adan": ("Adan", {}),
+    "cautious": ("AdEMAMix", {"cautious": True}),
     "clipped norm": ("AdamW", {"max_grad_norm": 5.0}),
     "clipped norm, LAMB": ("LAMB", {"max_grad_norm": 5.0}),
     "maximize": ("AdamW", {"maximize": True}),

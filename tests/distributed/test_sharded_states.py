@@ -162,8 +162,8 @@ def test_stepping_in_the_backward_pass(two: list[dict[str, Any]]) -> None:
 
 def test_muon_sees_whole_matrices(four: tuple[Path, list[dict[str, Any]]]) -> None:
     assert all(told["muon"][0] for told in four[1])
-    # Three matrices, two storages, three steps; of four ranks the last one owns none.
-    assert [told["muon"][1] for told in four[1]] == [6, 6, 6, 0]
+    # Three matrices, three steps; of four ranks the last one owns none.
+    assert [told["muon"][1] for told in four[1]] == [3, 3, 3, 0]
 
 
 def test_low_precision_linear_layers_on_the_cpu(two: list[dict[str, Any]], tmp_path: Path) -> None:

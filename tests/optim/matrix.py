@@ -21,12 +21,15 @@ class Record:
     Attributes:
         name: of the optimizer.
         options: what it needs to move weights near 1 by about 0.01 to 0.3 in 60 steps.
-        loose: how much more than AdamW's the narrow states' error may be: an orthogonalization amplifies it.
+        loose: how much more than AdamW's the narrow states' error may be: further moments add to it, an
+            orthogonalization amplifies it.
+        few: whether it runs with the storages of FEW alone: with the others it does what the rules before it do.
     """
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     loose: float = 1.0
+    few: bool = False
 
 
 RECORDS = {
@@ -42,10 +45,15 @@ RECORDS = {
     "adagrad": Record("Adagrad", {"lr": 1e-3}),
     "adagrad-momentum": Record("Adagrad", {"lr": 2e-4, "momentum": 0.9}),
     "lion": Record("Lion", {"lr": 1e-3}),
+    "rmsprop": Record("RMSprop", {"lr": 1e-4, "momentum": 0.9, "weight_decay": 0.1}, few=True),
+    "nadam": Record("NAdam", {"lr": 1e-3}, few=True),
+    "adan": Record("Adan", {"lr": 1e-3, "weight_decay": 0.1}, loose=1.5, few=True),
+    "cautious": Record("AdEMAMix", {"lr": 1e-3, "alpha": 1.0, "cautious": True}, loose=1.5, few=True),
     "muon": Record("Muon", {"lr": 2e-3}, loose=4.0),
 }
 Case = tuple[str, str, str, str, torch.dtype]  # rule, weights, states, arithmetic, dtype
 ARITHMETICS = ("fp32", "strict")
+FEW = ("plain", "split8", "bf16", "log8")
 
 
 def taken(rule: str, weights: str, states: str, arithmetic: str, dtype: torch.dtype) -> bool:
@@ -53,6 +61,8 @@ def taken(rule: str, weights: str, states: str, arithmetic: str, dtype: torch.dt
     fits = dtype in weight_storage(weights).dtypes
     # Without momentum there is no state to be rounded.
     rounded = weight_storage(weights).rounded and (state_storage(states).rounded or rule == "sgd-bare")
+    if RECORDS[rule].few and not {weights, states} <= set(FEW):
+        return False
     return fits and (arithmetic == "fp32" or rounded)
 
 

@@ -104,14 +104,16 @@ def test_public_8bit_states_convert(options: dict) -> None:
         (optim.Lion8bit, (True,), {"eps": 0.0}, {"betas": (0.8, 0.99)}),
         (optim.SGD8bit, (True,), {"betas": (0.8, 0.1), "eps": 0.0}, {"momentum": 0.8, "dampening": 0.1}),
         (optim.LARS8bit, (True,), {"betas": (0.8, 0), "eps": 0.0}, {"momentum": 0.8, "eps": 1e-8}),
-        # Its sum of squares lies in a signed map.
+        # Their squares lie in a signed map.
+        (optim.RMSprop8bit, (True,), {"betas": (0.9, 0)}, {"alpha": 0.9, "momentum": 0, "eps": 1e-8}),
         (optim.Adagrad8bit, (True,), {"betas": (0.0, 0.0), "eps": 1e-10}, {"eps": 1e-10}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_the_other_public_8bit_optimizers_map_alike(kind, signs, group: dict, wanted: dict) -> None:
     state = bnb_state(*signs)
-    if kind is optim.Adagrad8bit:
+    squares = kind in (optim.Adagrad8bit, optim.RMSprop8bit)
+    if squares:
         state[0]["state1"] = state[0]["state1"].clamp_min(127)  # codes from 127 on mean 0 and above
     ours = kind(pair(), states="8bit")
     checkpoint = bnb_checkpoint(wrapped(state), **group)
@@ -125,7 +127,29 @@ def test_the_other_public_8bit_optimizers_map_alike(kind, signs, group: dict, wa
     for number, slot in enumerate(plan.slots, start=1):
         exact = decoded(state[0], number)
         error = (slot.decode(ours.state[p], p.shape) - exact).abs().max()
-        assert error <= (0.0036 * exact.max() if kind is optim.Adagrad8bit else 0)
+        assert error <= (0.0036 * exact.max() if squares else 0)
+    step(ours)
+
+
+def test_both_first_moments_of_ademamix_are_one_tensor_there() -> None:
+    large, small = bnb_state(True, True, False).values()
+    for entry in (large, small):
+        entry["state1"] = torch.stack([entry["state1"], entry.pop("state2")])
+        for key in ("state", "absmax", "qmap"):
+            if f"{key}3" in entry:
+                entry[f"{key}2"] = entry.pop(f"{key}3")
+    stacked = torch.stack([large["absmax1"], large["absmax1"].flip(0)])
+    ours = optim.AdEMAMix(pair(), states="8bit")
+    group = {"betas": (0.8, 0.99, 0.999), "alpha": 3.0, "t_alpha": 40, "t_beta3": 50}
+    ours.load_state_dict(bnb_checkpoint(wrapped({0: large | {"absmax1": stacked}, 1: small}), **group))
+    assert group.items() <= ours.param_groups[0].items()
+    found, little = ours.state.values()
+    for number, slot in enumerate(("m", "m2")):
+        assert torch.equal(found[f"{slot}.codes"], large["state1"][number])
+        assert torch.equal(found[f"{slot}.scales"], stacked[number])
+        assert torch.equal(little[slot], small["state1"][number])
+    assert torch.equal(found["v.codes"], large["state2"])
+    assert torch.equal(little["v"], small["state2"])
     step(ours)
 
 

@@ -60,6 +60,13 @@ RECORDS = {
     "sgd-dampened": Record(optim.SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.5}, {"m": "momentum_buffer"}),
     "sgd-bare": Record(optim.SGD, {"lr": 1e-2, "weight_decay": 0.1}),
     "adagrad": Record(optim.Adagrad, {"lr": 1e-2, "lr_decay": 0.1}, {"v": "sum"}),
+    "rmsprop": Record(optim.RMSprop, {"lr": 1e-3, "weight_decay": 0.1}, {"v": "square_avg"}),
+    "rmsprop-centered": Record(
+        optim.RMSprop,
+        {"lr": 1e-3, "centered": True, "momentum": 0.9},
+        {"v": "square_avg", "mean": "grad_avg", "m": "momentum_buffer"},
+    ),
+    "nadam": Record(optim.NAdam, {"lr": 1e-3}, {"m": "exp_avg", "v": "exp_avg_sq"}),
     # Its iteration in bf16 amplifies a last bit.
     "muon": Record(optim.Muon, {"lr": 1e-3}, {"m": "momentum_buffer"}, error=2e-4),
 }
@@ -160,6 +167,8 @@ def test_what_torch_cannot_continue_is_said() -> None:
     with pytest.warns(UserWarning, match=words):
         exported = narrow.torch_state_dict()
     assert exported["state"][0]["exp_avg"].dtype == torch.float32
+    with pytest.warns(UserWarning, match=r"dropped cautious=True \(group 0\)$"):
+        AdamW(parameters(), cautious=True).torch_state_dict()
     with pytest.warns(UserWarning, match=r"dropped momentum=0\.9 \(group 0\)$"):
         optim.Adagrad(parameters(), momentum=0.9).torch_state_dict()
     with pytest.warns(UserWarning, match=r"dropped maximize=True \(group 0\)$"):

@@ -29,6 +29,12 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("Adagrad", {"lr_decay": 0.1, "weight_decay": 0.1}),
     ("Adagrad", {"momentum": 0.9}),
     ("Lion", {"weight_decay": 0.1}),
+    ("RMSprop", {"centered": True, "momentum": 0.9, "weight_decay": 0.1}),
+    ("NAdam", {"decoupled_weight_decay": True, "weight_decay": 0.1}),
+    ("AdEMAMix", {"t_alpha": 100, "t_beta3": 2000}),
+    ("Adan", {"weight_decay": 0.1}),
+    ("LAMB", {"cautious": True, "clip_updates": True}),
+    ("SGD", {"momentum": 0.9, "nesterov": True, "cautious": True}),
 ]
 ELEMENT = {
     "mul": torch.mul, "add": torch.add, "sub": torch.sub, "div": torch.div, "neg": torch.neg, "sqrt": torch.sqrt,

@@ -98,6 +98,7 @@ def test_a_change_is_acted_on_before_copying_and_saving(copied) -> None:
     [
         (AdamW, {"clip_updates": True}, "adamw, clipped"),
         (LAMB, {"clip_updates": True}, "lamb, clipped"),
+        (LAMB, {"clip_updates": True, "cautious": True}, "lamb, clipped, cautious"),
         (Muon, {"ns_steps": 2}, "muon"),
         (Muon, {"adjust_lr_fn": "match_rms_adamw"}, "muon"),
         (Muon, {"ns_coefficients": (2.0, -1.5, 0.5)}, "muon"),

@@ -80,9 +80,12 @@ def check(
         assert (p != twin).double().mean() <= 0.005 * steps
 
 
-# The bound of `check` is not for these two. Coupled decay brings a float32 weight's last bit into a moment and tips
+# The bound of `check` is not for these. Coupled decay brings a float32 weight's last bit into a moment and tips
 # its code; and a first step goes far beyond the weight that it ends at, which is rounded as the step is.
-UNBOUNDED = [("adam", "plain", "fp8", torch.float32, 20), ("sgd-nesterov", "plain", "log8", torch.float32, 1)]
+UNBOUNDED = [
+    ("adam", "plain", "fp8", torch.float32, 20), ("sgd-nesterov", "plain", "log8", torch.float32, 1),
+    ("sgd-nesterov", "plain", "log4", torch.float32, 1),
+]  # fmt: skip
 RUNS = [
     (case.values[0], steps)
     for case in CASES

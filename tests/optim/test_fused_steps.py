@@ -34,6 +34,11 @@ RULES: list[tuple[str, dict[str, Any]]] = [
     ("LARS", {"momentum": 0.9, "weight_decay": 0.1}),
     ("Adagrad", {"lr_decay": 0.1}),
     ("Lion", {"weight_decay": 0.1}),
+    ("RMSprop", {"centered": True, "momentum": 0.9, "weight_decay": 0.1}),
+    ("NAdam", {"decoupled_weight_decay": True, "weight_decay": 0.1}),
+    ("AdEMAMix", {"t_alpha": 100, "t_beta3": 2000}),
+    ("Adan", {"weight_decay": 0.1}),
+    ("LAMB", {"cautious": True, "clip_updates": True}),
 ]
 KEPT = [
     ("split8", "log8", torch.bfloat16), ("split", "8bit", torch.bfloat16), ("expansion", "fp8", torch.bfloat16),

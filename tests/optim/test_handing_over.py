@@ -6,7 +6,20 @@ from typing import Any
 import pytest
 import torch
 
-from narrowgauge.optim import LAMB, LARS, SGD, Adagrad, Adam, AdamW, NarrowOptimizer, StableAdamW
+from narrowgauge.optim import (
+    LAMB,
+    LARS,
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    Adan,
+    AdEMAMix,
+    NAdam,
+    NarrowOptimizer,
+    RMSprop,
+    StableAdamW,
+)
 from narrowgauge.optim._eager import Fp32Arithmetic, Noise, Operands, numbers, update, with_sums
 from narrowgauge.optim._plan import ParamStep
 from pairwise import cases
@@ -98,14 +111,21 @@ REACHING = [
     (AdamW, {"lr": 1e-3, "betas": (0.8, 0.999)}),
     (StableAdamW, {"lr": 1e-3}),
     (LAMB, {"lr": 1e-3}),
+    (RMSprop, {"lr": 1e-3, "momentum": 0.9, "centered": True}),
+    (NAdam, {"lr": 1e-3}),
+    (AdEMAMix, {"lr": 1e-3}),
+]
+REACHED = [(*case, "m") for case in REACHING] + [
+    (Adan, {"lr": 1e-3, "betas": (0.9, 0.92, 0.99), "weight_decay": 0.1}, slot)
+    for slot in ("m", "diff", "previous")
 ]
 
 
-@pytest.mark.parametrize(("kind", "options"), REACHING, ids=str)
+@pytest.mark.parametrize(("kind", "options", "slot"), REACHED, ids=str)
 def test_what_a_rule_says_a_moment_will_still_do_it_does(
-    kind: Callable[..., NarrowOptimizer], options: dict[str, Any]
+    kind: Callable[..., NarrowOptimizer], options: dict[str, Any], slot: str
 ) -> None:
-    """Move one element of m after a step: where does the weight end up 150 steps later?"""
+    """Move one element of a moment after a step: where does the weight end up 150 steps later?"""
     ends, reach = [], 0.0
     nudge = 0.01
     for moved in (False, True):
@@ -114,14 +134,14 @@ def test_what_a_rule_says_a_moment_will_still_do_it_does(
         signs = [(-1.0) ** step for step in range(450)]
         take(p, optimizer, [torch.full(SHAPE, 0.1 * sign) for sign in signs[:300]])
         if moved:
-            optimizer.state[p]["m"][3, 5] += nudge
-            reach = asked(optimizer, p)
+            optimizer.state[p][slot][3, 5] += nudge
+            reach = asked(optimizer, p, slot)
         take(p, optimizer, [torch.full(SHAPE, 0.1 * sign) for sign in signs[300:]])
         ends.append(p.detach().double())
     assert float((ends[1] - ends[0])[3, 5]) == pytest.approx(reach * nudge, rel=0.02)
 
 
-def asked(optimizer: NarrowOptimizer, p: torch.nn.Parameter) -> float:
+def asked(optimizer: NarrowOptimizer, p: torch.nn.Parameter, slot: str) -> float:
     """The rule's own answer for the element that is moved."""
     (group,) = optimizer.param_groups
     (plan,) = (plan for _, plan in optimizer.plans())
@@ -131,8 +151,8 @@ def asked(optimizer: NarrowOptimizer, p: torch.nn.Parameter) -> float:
     weight, grad = p.detach(), torch.full(SHAPE, 0.1)
     scalars = with_sums(plan, Operands(Fp32Arithmetic(), weight, torch.float32, grad, moments, scalars))
     found = plan.rule.remaining_effect(Fp32Arithmetic(), weight, moments, scalars)
-    assert set(found) == {"m"}
-    return float(torch.as_tensor(found["m"]).expand(SHAPE)[3, 5])
+    assert set(found) == {found_slot for kind, _, found_slot in REACHED if isinstance(optimizer, kind)}
+    return float(torch.as_tensor(found[slot]).expand(SHAPE)[3, 5])
 
 
 def test_an_average_in_eight_bits_shrinks_as_it_should() -> None:

@@ -1,5 +1,6 @@
 """Each rule's equation, with nothing narrow: against torch's namesake, or the paper's equation in float64."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from narrowgauge import optim
+from narrowgauge.rules._nadam import product_of_mu
 
 Step = Callable[[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], int], torch.Tensor]
 
@@ -36,6 +38,10 @@ NAMESAKES: list[tuple[str, dict[str, Any]]] = [
     ("SGD", {"lr": 0.02, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}),
     ("SGD", {"lr": 0.02, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
     ("Adagrad", {"lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.5, "eps": 1e-6}),
+    ("RMSprop", {"alpha": 0.9, "eps": 1e-6, "weight_decay": 0.1}),
+    ("RMSprop", {"lr": 2e-3, "alpha": 0.9, "momentum": 0.8, "centered": True, "maximize": True}),
+    ("NAdam", {"betas": (0.8, 0.95), "weight_decay": 0.1, "momentum_decay": 0.1}),
+    ("NAdam", {"momentum_decay": 0.0, "weight_decay": 0.1, "decoupled_weight_decay": True}),
     ("Muon", {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0, "lr": 0.02}),
     ("Muon", {"ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5), "momentum": 0.5}),
 ]
@@ -128,6 +134,77 @@ def scheduled(w, g, s, t, lr=1e-3, b1=0.9, exponent=0.5):
     return -lr * s["m"] / (1 - b1**t) / (s["v"].sqrt() + 1e-8)
 
 
+def ademamix(w, g, s, t, lr=1e-3, b1=0.9, b2=0.999, b3=0.9999, alpha=5.0, t_alpha=30, t_beta3=30, wd=0.01):
+    a, b = alpha, b3
+    if t_alpha:
+        a = min(t * alpha / t_alpha, alpha)
+        ln1, ln3, x = math.log(b1), math.log(b3), t / t_beta3
+        b = min(math.exp(ln1 * ln3 / ((1 - x) * ln3 + x * ln1)), b3)
+    s["m1"] = b1 * s.get("m1", 0) + (1 - b1) * g
+    s["m2"] = b * s.get("m2", 0) + (1 - b) * g
+    s["nu"] = b2 * s.get("nu", 0) + (1 - b2) * g**2
+    u = (s["m1"] / (1 - b1**t) + a * s["m2"]) / ((s["nu"] / (1 - b2**t)).sqrt() + 1e-8)
+    return -lr * (u + wd * w)
+
+
+def adan(w, g, s, t, lr=1e-3, b1=0.98, b2=0.92, b3=0.99, wd=0.1):
+    d = g - s.get("g", g)
+    s["g"] = g
+    s["m"] = b1 * s.get("m", 0) + (1 - b1) * g
+    s["v"] = b2 * s.get("v", 0) + (1 - b2) * d
+    s["n"] = b3 * s.get("n", 0) + (1 - b3) * (g + b2 * d) ** 2
+    eta = lr / ((s["n"] / (1 - b3**t)).sqrt() + 1e-8)
+    return (w - eta * (s["m"] / (1 - b1**t) + b2 * s["v"] / (1 - b2**t))) / (1 + lr * wd) - w
+
+
+def caution(u, g):
+    """Algorithm 1 of Cautious Optimizers, with the scale of its Section 4."""
+    phi = (u * g > 0).to(g.dtype)
+    return u * phi * phi.numel() / (phi.sum() + 1)
+
+
+def cautiously(equation: Step, lr: float, wd: float = 0.0) -> Step:
+    """An equation whose update is -lr u, and decay beside it."""
+    return lambda w, g, s, t: -lr * (caution(-equation(w, g, s, t) / lr, g) + wd * w)
+
+
+def cautious_lamb(w, g, s, t, lr=1e-3, wd=0.01):
+    u = adamw(w, g, s, t, eps=1e-6, wd=0.0)
+    return -lr * w.norm() / (u + wd * w).norm() * (caution(u, g) + wd * w)
+
+
+def cautious_adan(w, g, s, t, lr=1e-3, wd=0.1):
+    u = -adan(w, g, s, t, lr=lr, wd=0.0) / lr
+    return (w - lr * caution(u, g)) / (1 + lr * wd) - w
+
+
+def cautious_stable_adamw(w, g, s, t, lr=1e-3, wd=0.01):
+    u = adamw(w, g, s, t, b2=0.99, eps=1e-6, wd=0.0)
+    rms = (g**2 / (s["v"] / (1 - 0.99**t)).clamp_min(1e-12)).mean().sqrt()
+    return -lr / max(1.0, float(rms)) * (caution(u, g) + wd * w)
+
+
+def sgd(w, g, s, t, lr=0.02, mu=0.9, wd=0.1):
+    g = g + wd * w
+    s["m"] = mu * s["m"] + g if "m" in s else g
+    return -lr * (g + mu * s["m"])
+
+
+def rmsprop(w, g, s, t, lr=2e-3, alpha=0.99, mu=0.8):
+    s["v"] = alpha * s.get("v", 0) + (1 - alpha) * g**2
+    s["m"] = mu * s.get("m", 0) + g / (s["v"].sqrt() + 1e-8)
+    return -lr * s["m"]
+
+
+def nadam(w, g, s, t, lr=2e-3, b1=0.9, b2=0.999):
+    mu, after = (b1 * (1 - 0.5 * 0.96 ** (i * 4e-3)) for i in (t, t + 1))
+    s["p"] = s.get("p", 1.0) * mu
+    s["m"] = b1 * s.get("m", 0) + (1 - b1) * g
+    s["v"] = b2 * s.get("v", 0) + (1 - b2) * g**2
+    ahead = (1 - mu) / (1 - s["p"]) * g + after / (1 - s["p"] * after) * s["m"]
+    return -lr * ahead / ((s["v"] / (1 - b2**t)).sqrt() + 1e-8)
+
+
 EQUATIONS: list[tuple[str, Step, dict[str, Any]]] = [
     ("StableAdamW", stable_adamw, {"betas": (0.9, 0.99)}),
     ("AdamW", stable_adamw, {"betas": (0.9, 0.99), "eps": 1e-6, "clip_updates": True}),
@@ -141,10 +218,36 @@ EQUATIONS: list[tuple[str, Step, dict[str, Any]]] = [
     ("Lion", lion, {"weight_decay": 0.1}),
     ("Adagrad", adagrad_momentum, {"momentum": 0.9}),
     ("AdamW", scheduled, {"beta2_schedule": 0.5, "weight_decay": 0.0}),
+    ("AdEMAMix", ademamix, {"t_alpha": 30, "t_beta3": 30}),
+    ("AdEMAMix", lambda w, g, s, t: ademamix(w, g, s, t, t_alpha=None), {}),
+    ("Adan", adan, {"weight_decay": 0.1}),
+]
+# Of every rule with a momentum, decoupled decay beside the mask and coupled decay before it.
+CAUTIOUS: list[tuple[str, Step, dict[str, Any]]] = [
+    ("AdamW", cautiously(lambda w, g, s, t: -1e-3 * adamw(w, g, s, t, wd=0.0), 1e-3, 0.01), {}),
+    (
+        "Adam",
+        cautiously(lambda w, g, s, t: -1e-3 * adamw(w, g + 0.1 * w, s, t, wd=0.0), 1e-3),
+        {"weight_decay": 0.1},
+    ),
+    ("StableAdamW", cautious_stable_adamw, {"betas": (0.9, 0.99)}),
+    ("SGD", cautiously(sgd, 0.02), {"lr": 0.02, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    ("LAMB", cautious_lamb, {}),
+    ("Lion", cautiously(lambda w, g, s, t: lion(w, g, s, t, wd=0.0), 1e-4, 0.1), {"weight_decay": 0.1}),
+    ("Adagrad", cautiously(adagrad_momentum, 0.01), {"momentum": 0.9}),
+    ("RMSprop", cautiously(rmsprop, 2e-3), {"lr": 2e-3, "momentum": 0.8}),
+    ("NAdam", cautiously(nadam, 2e-3), {}),
+    ("AdEMAMix", cautiously(lambda w, g, s, t: ademamix(w, g, s, t, t_alpha=None, wd=0.0), 1e-3, 0.01), {}),
+    ("Adan", cautious_adan, {"weight_decay": 0.1}),
 ]
 
 
-@pytest.mark.parametrize(("name", "equation", "options"), EQUATIONS, ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(
+    ("name", "equation", "options"),
+    [*EQUATIONS, *((name, step, options | {"cautious": True}) for name, step, options in CAUTIOUS)],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+@pytest.mark.usefixtures("eager")
 def test_a_rule_is_its_papers_equation(name: str, equation: Step, options: dict[str, Any]) -> None:
     class Oracle(torch.optim.Optimizer):
         """The equation in float64."""
@@ -194,6 +297,112 @@ def test_update_clipping_keeps_a_coordinate_without_gradients_to_itself(eps: flo
     optimizer.step()
     assert torch.isfinite(p[1:]).all()
     assert (p[1:] < 1).all()
+
+
+@pytest.mark.parametrize("arithmetic", ["fp32", "strict"])
+def test_cautious_steps_go_where_the_gradient_does(arithmetic: str) -> None:
+    """Of 80,000 float16 weights, more than float16 can count; half of the gradients turn round at the last step."""
+    p = torch.nn.Parameter(torch.zeros(80_000, dtype=torch.float16))
+    optimizer = optim.SGD([p], lr=2.0**-6, momentum=0.5, cautious=True, arithmetic=arithmetic)
+    turned = torch.arange(80_000) % 2 == 0
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert torch.equal(p, torch.full_like(p, -(2.0**-6)))
+    p.grad = torch.where(turned, -0.25, 1.0).to(p.dtype)
+    optimizer.step()
+    moved = p.detach() + 2.0**-6
+    assert not moved[turned].any()
+    torch.testing.assert_close(moved[~turned], torch.full_like(moved[~turned], -1.5 * 2.0**-5), rtol=1e-3, atol=0)
+
+
+def test_cautious_muon_masks_the_orthogonalized_direction() -> None:
+    p = torch.nn.Parameter(torch.ones(20, 30))
+    q = torch.nn.Parameter(torch.ones(20, 30))
+    bold, shy = optim.Muon([p], weight_decay=0.1), optim.Muon([q], weight_decay=0.1, cautious=True)
+    p.grad = q.grad = torch.randn(20, 30, generator=torch.Generator().manual_seed(0))
+    bold.step()
+    shy.step()
+    lr = bold.param_groups[0]["lr"]
+    u = (1 - p.detach().double()) / lr - 0.1
+    wanted = -lr * (caution(u, p.grad.double()) + 0.1)
+    assert 0.1 < float((u * p.grad <= 0).double().mean()) < 0.9
+    torch.testing.assert_close(q.detach().double() - 1, wanted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("SGD", {}, "cautious must be False for SGD without a momentum, got True"),
+        ("Adagrad", {}, "cautious must be False for Adagrad without a momentum, got True"),
+        ("RMSprop", {"centered": True}, "cautious must be False for RMSprop without a momentum, got True"),
+        ("LARS", {}, "cautious must be False for LARS, whose momentum is made with sums, got True"),
+        ("AdamW", {"cautious": 1.5}, "cautious must be True or False, got 1.5"),
+        (
+            "Adan",
+            {"clip_updates": True, "cautious": False},
+            "clip_updates must be False for Adan, whose rule has no",
+        ),
+    ],
+    ids=str,
+)
+def test_what_a_rule_cannot_do_is_refused_by_name(name: str, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        getattr(optim, name)([torch.nn.Parameter(torch.ones(3))], **{"cautious": True, **options})
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("AdEMAMix", {"t_alpha": 0}, "t_alpha must be a number of steps above 0 or None, got 0"),
+        ("AdEMAMix", {"t_beta3": -1.0}, "t_beta3 must be a number of steps above 0 or None, got -1.0"),
+        ("AdEMAMix", {"t_beta3": 5, "betas": (0.9, 0.9, 0.0)}, r"betas\[2\] must be above 0 with t_beta3, got 0.0"),
+        ("AdEMAMix", {"betas": (0.9, 0.999)}, "betas must be 3 numbers"),
+        ("RMSprop8bit", {"centered": True}, "states of 'v' must be 'fp32' or 'expansion' with centered=True"),
+        (
+            "RMSprop",
+            {"centered": True, "states": {"v": "fp32", "mean": "bf16"}},
+            "states of 'mean' must be 'fp32' or 'expansion' with centered=True, .* got 'bf16'",
+        ),
+    ],
+    ids=str,
+)
+def test_hyperparameters_that_make_no_sense_are_refused(name: str, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        getattr(optim, name)([torch.nn.Parameter(torch.ones(3))], **options)
+
+
+@pytest.mark.parametrize("decay", [0.0, 1e-12, 4e-3, 1.0, 100.0])
+def test_nadams_product_is_the_one_that_torch_multiplies_up(decay: float) -> None:
+    per_step, product = 0.96**decay, 1.0
+    for step in range(1, 101):
+        product *= 0.99 * (1 - 0.5 * 0.96 ** (step * decay))
+        exact = torch.tensor(float(step), dtype=torch.float64)
+        assert product_of_mu(0.99, per_step, step) == pytest.approx(product, rel=1e-6, abs=1e-11)
+        assert float(product_of_mu(0.99, per_step, exact)) == pytest.approx(product, rel=1e-6, abs=1e-11)
+
+
+def test_a_centered_root_of_equal_gradients_is_no_nan() -> None:
+    """v and mean^2 are equal but for their rounding, which may make their difference negative."""
+    p = torch.nn.Parameter(torch.ones(1000))
+    optimizer = optim.RMSprop([p], centered=True, alpha=0.5)
+    for _ in range(60):
+        p.grad = torch.linspace(0.1, 3.0, 1000)
+        optimizer.step()
+    assert torch.isfinite(p).all()
+
+
+@pytest.mark.usefixtures("eager")
+def test_the_8bit_names_have_the_states_that_they_should() -> None:
+    p = torch.nn.Parameter(torch.ones(5000))
+    for kind, states in (
+        (optim.RMSprop8bit, {"v": "log8"}),
+        (optim.AdEMAMix8bit, {"m": "log8", "m2": "fp32", "v": "log8"}),
+    ):
+        optimizer = kind([p], cautious=kind is optim.AdEMAMix8bit)
+        assert {slot.slot.name: slot.storage.name for slot in optimizer.plan_of(p).slots} == states
+        (row,) = optimizer.describe().rows
+        assert row.rule == ("rmsprop" if kind is optim.RMSprop8bit else "ademamix, cautious")
+    assert {s.storage.name for s in optim.AdEMAMix8bit([p], states="8bit").plan_of(p).slots} == {"8bit"}
 
 
 def test_muon_makes_singular_values_alike() -> None:

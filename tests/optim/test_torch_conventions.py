@@ -26,7 +26,9 @@ ERRORS = [
 ]
 # Share of the way. torch rounds an AdamW weight twice a step, the first time with a constant that is off itself;
 # Muon's directions are found in bf16, whose roundings tip over with the last bit of what they are given.
-NEAR = {"Adam": 2e-6, "AdamW": 1e-4, "SGD": 2e-6, "Adagrad": 2e-6, "Muon": 2e-3}
+NEAR = {
+    "Adam": 2e-6, "AdamW": 1e-4, "SGD": 2e-6, "Adagrad": 2e-6, "Muon": 2e-3, "RMSprop": 2e-6, "NAdam": 5e-5,
+}  # fmt: skip
 
 
 def label(value: Any) -> str:

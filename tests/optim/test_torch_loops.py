@@ -44,7 +44,9 @@ CYCLES: dict[str, Schedulers] = {
     "OneCycleLR, three phases": lambda o: [schedule.OneCycleLR(o, 0.02, total_steps=25, three_phase=True)],
     "CyclicLR": lambda o: [schedule.CyclicLR(o, 0.001, 0.01, step_size_up=4, base_momentum=0.5)],
 }
-NEAR = {"Adam": 2e-5, "AdamW": 1e-4, "SGD": 2e-6, "Adagrad": 2e-6, "Muon": 2e-3}
+NEAR = {
+    "Adam": 2e-5, "AdamW": 1e-4, "SGD": 2e-6, "Adagrad": 2e-6, "Muon": 2e-3, "RMSprop": 2e-6, "NAdam": 5e-5,
+}  # fmt: skip
 
 
 def check_schedule(name: str, options: dict[str, Any], schedulers: Schedulers) -> None:

@@ -16,7 +16,9 @@ from narrowgauge.kernels._cuda_graphs import release_destroyed
 
 pytestmark = pytest.mark.gpu
 
-NEAR = {"Adam": 5e-5, "AdamW": 1e-4, "SGD": 5e-6, "Adagrad": 5e-6, "Muon": 5e-3}
+NEAR = {
+    "Adam": 5e-5, "AdamW": 1e-4, "SGD": 5e-6, "Adagrad": 5e-6, "Muon": 5e-3, "RMSprop": 5e-6, "NAdam": 1e-4,
+}  # fmt: skip
 
 
 def test_torchs_inputs_and_errors_for_a_gpu() -> None:
@@ -48,6 +50,10 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("Lion", {}),
     ("LAMB", {"clip_updates": True}),
     ("LARS", {"momentum": 0.9}),
+    ("RMSprop", {"centered": True, "momentum": 0.9}),
+    ("NAdam", {}),
+    ("AdEMAMix", {"t_alpha": 100, "t_beta3": 100, "cautious": True}),
+    ("Adan", {}),
 ]
 
 

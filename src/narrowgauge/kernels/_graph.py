@@ -26,6 +26,7 @@ _NAMES = {
     "sign": "sign", "maximum": "max", "minimum": "min", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge", "eq": "eq",
     "ne": "ne", "bitwise_and": "and", "logical_and": "and", "bitwise_or": "or", "logical_or": "or",
     "bitwise_not": "not", "logical_not": "not", "where": "where", "reciprocal": "reciprocal", "pow": "pow",
+    "log": "log",
 }  # fmt: skip
 
 
@@ -151,7 +152,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return make("sub", args[1], args[0])
         if name in ("add", "sub") and kwargs.get("alpha", 1) != 1:
             return make(name, args[0], make("mul", args[1], kwargs["alpha"]))
-        if name not in _NAMES or (name == "pow" and not scalar):
+        if name not in _NAMES or (name in ("pow", "log") and not scalar):
             raise NotImplementedError(f"{name} has no kernel: it is not known here")
         return make(_NAMES[name], *args)
 
@@ -228,4 +229,5 @@ _HOST = {
     "eq": "float({0} == {1})", "ne": "float({0} != {1})", "and": "float(bool({0}) and bool({1}))",
     "or": "float(bool({0}) or bool({1}))", "not": "float(not {0})", "where": "{1} if {0} else {2}",
     "pow": "{0} ** {1} if 0 < {0} <= 1 and {1} >= 0 else power({0}, {1})",
+    "log": "math.log({0}) if {0} > 0 else math.nan if {0} else -math.inf",
 }  # fmt: skip

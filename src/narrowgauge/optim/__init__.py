@@ -13,8 +13,12 @@ from narrowgauge.optim._named._adam import (
     LAMB8bit,
     StableAdamW,
 )
+from narrowgauge.optim._named._adan import Adan
+from narrowgauge.optim._named._ademamix import AdEMAMix, AdEMAMix8bit
 from narrowgauge.optim._named._lion import Lion, Lion8bit
 from narrowgauge.optim._named._muon import Muon
+from narrowgauge.optim._named._nadam import NAdam
+from narrowgauge.optim._named._rmsprop import RMSprop, RMSprop8bit
 from narrowgauge.optim._named._sgd import LARS, SGD, LARS8bit, SGD8bit
 from narrowgauge.optim._optimizer import NarrowOptimizer
 from narrowgauge.optim._options import Options
@@ -26,12 +30,15 @@ __all__ = [
     "LAMB",
     "LARS",
     "SGD",
+    "AdEMAMix",
+    "AdEMAMix8bit",
     "Adagrad",
     "Adagrad8bit",
     "Adam",
     "Adam8bit",
     "AdamW",
     "AdamW8bit",
+    "Adan",
     "CollageAdamW",
     "Description",
     "LAMB8bit",
@@ -39,9 +46,12 @@ __all__ = [
     "Lion",
     "Lion8bit",
     "Muon",
+    "NAdam",
     "NarrowOptimizer",
     "Options",
     "QuantizedGradients",
+    "RMSprop",
+    "RMSprop8bit",
     "SGD8bit",
     "StableAdamW",
     "UpdateStats",

@@ -45,12 +45,12 @@ _STAYS = (
     "weights", "states", "block_size", "min_quantized_size", "arithmetic",
     "foreach", "fused", "capturable", "differentiable", "rule", VERSION_KEY,
 )  # fmt: skip
-# Options that limit steps. The checkpoint decides, as for every hyperparameter, but with a warning.
-_LIMITS = ("clip_updates", LIMIT)
+# Options that change steps. The checkpoint decides, as for every hyperparameter, but with a warning.
+_LIMITS = ("clip_updates", "cautious", LIMIT)
 # Keys of an option that earlier versions had: in groups, and in states.
 _FORMER_OPTION, _FORMER_ENTRY = "percentile_clipping", "grad_norms"
 # Rules whose moments are the same averages.
-_ALIKE = {"adam", "adamw", "lamb"}
+_ALIKE = {"adam", "adamw", "nadam", "lamb"}
 
 Group = Mapping[str, Any]
 

@@ -11,7 +11,8 @@ ask only whether a step is the first; random bits of stochastic rounding start o
 elements (`absmax1`) and the map of the codes (`qmap1`), or float32 if the tensor is small. If the map is the signed
 or unsigned dynamic one, these are the tensors of our 8-bit storage, bit for bit. Their scales have no sign, ours
 may; both decode alike. Other maps (AdaGrad's sum of squares has a signed one) are decoded here. Newer versions wrap
-all of it in one more dictionary. Momentum and dampening are in `betas`.
+all of it in one more dictionary. Momentum and dampening, and RMSprop's alpha and momentum, are in `betas`.
+AdEMAMix stacks its first moments in `state1`.
 
 **torchao** has torch's names and wraps each moment in a tensor subclass with `codes` and a `scale` for each block.
 The class implements next to no operation; its own `dequantize` gives the moment. The 8-bit ones have the signed and
@@ -31,18 +32,22 @@ from torch import Tensor
 from narrowgauge._arguments import Size, check, check_instance, is_integer, is_number, shown
 from narrowgauge.formats import codebook
 from narrowgauge.optim._checkpoint_convert import Notes, is_lossy
+from narrowgauge.optim._eager import numbers
 from narrowgauge.optim._plan import ParamPlan
 from narrowgauge.optim._sharding import local
+from narrowgauge.rules import bare
 from narrowgauge.storage import Quantized
 
 VERSION_KEY = "state_version"
 VERSION = 1
 
+_CPU = torch.device("cpu")
 _WRAPPED = "__bnb_optimizer_quant_state__"
 _BLOCK = 256
 # Options that change the update and that torch may lack, at the value that changes nothing.
 _NEUTRAL = {
     "clip_updates": False,
+    "cautious": False,
     "max_grad_norm": None,
     "beta2_schedule": None,
     "momentum": 0.0,
@@ -101,7 +106,12 @@ def _torch_state(plan: ParamPlan, entry: Mapping[str, Any]) -> dict[str, Any]:
     for slot in (s.slot for s in plan.slots):
         if slot.torch_key is not None and slot.torch_key not in entry:
             raise ValueError(f"state_dict: {plan.name} must have {slot.torch_key!r}, got {sorted(entry)}")
-    state = {ours.get(key, key): _moment(value) if key in ours else value for key, value in entry.items()}
+    derived = bare(plan.rule).torch_numbers
+    state = {
+        ours.get(key, key): _moment(value) if key in ours else value
+        for key, value in entry.items()
+        if key not in derived
+    }
     return {"step": 1.0, **_our_state(plan, state)}
 
 
@@ -125,14 +135,16 @@ def _torchao_state(plan: ParamPlan, entry: Mapping[str, Any]) -> dict[str, Any]:
 
 def _bnb_group(optimizer: str, number: int, live: Group, saved: Group) -> dict[str, Any]:
     group = {key: value for key, value in saved.items() if key in (*live, "params", "initial_lr")}
-    if "dampening" in live:
+    pair = ("momentum", "dampening") if "dampening" in live else ("alpha", "momentum")
+    if "betas" not in live and set(pair) <= live.keys():
         betas = saved.get("betas")
         if not isinstance(betas, list | tuple) or len(betas) != 2:
             raise ValueError(
-                f"state_dict: betas of group {number} must be momentum and dampening, got {betas!r:.100}"
+                f"state_dict: betas of group {number} must be {pair[0]} and {pair[1]}, got {betas!r:.100}"
             )
-        group["momentum"], group["dampening"] = betas
-        group.pop("eps", None)  # always 0 there, and unused
+        group |= dict(zip(pair, betas, strict=True))
+        if "dampening" in live:
+            group.pop("eps", None)  # always 0 there, and unused
     return _foreign(live, group, "8bit")
 
 
@@ -149,6 +161,8 @@ def _bnb_state(plan: ParamPlan, entry: Mapping[str, Any]) -> dict[str, Any]:
     saved = {**entry, **wrapped}
     for key in (_WRAPPED, "unorm_vec"):  # the second is scratch space
         saved.pop(key, None)
+    if bare(plan.rule).name == "ademamix" and {"state1", "state2"} <= saved.keys():
+        saved = _unstacked(saved)
     state = {}
     for number, slot in enumerate((s.slot for s in plan.slots), start=1):
         if f"state{number}" not in saved:
@@ -167,6 +181,19 @@ def _bnb_state(plan: ParamPlan, entry: Mapping[str, Any]) -> dict[str, Any]:
         else:
             state[slot.name] = Quantized(codes, scales, values, _BLOCK).dequantize()
     return _our_state(plan, {**saved, **state})
+
+
+def _unstacked(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """AdEMAMix's state with a number for each moment: both first moments are one tensor there, the first."""
+    apart: dict[str, Any] = {}
+    for key, value in saved.items():
+        if key in ("state1", "absmax1") and isinstance(value, Tensor) and value.shape[:1] == (2,):
+            apart[key], apart[f"{key[:-1]}2"] = value.unbind()
+        elif key == "qmap1":
+            apart |= {"qmap1": value, "qmap2": value}
+        else:
+            apart[f"{key[:-1]}3" if key in ("state2", "absmax2", "qmap2") else key] = value
+    return apart
 
 
 def layout_of(given: Mapping[str, Any]) -> tuple[ToGroup, ToState]:
@@ -214,6 +241,7 @@ def export_to_torch(
             if option in group and option not in taken and group[option] != neutral:
                 notes.add(f"dropped {option}={group[option]!r}", f"group {number}")
     states: dict[int, dict[str, Tensor]] = {}
+    owners = {p: group for group in groups for p in group["params"]}
     for p, plan in plans:
         own = state.get(p)
         # Before its first step torch's SGD must find no buffer, so there is nothing to export.
@@ -222,6 +250,9 @@ def export_to_torch(
         entry: dict[str, Tensor] = {}
         if not issubclass(namesake, _NO_STEP):
             entry["step"] = own["step"].to("cpu", copy=True)
+        if derived := bare(plan.rule).torch_numbers:
+            scalars = plan.rule.scalars(numbers(owners[p], _CPU), float(own["step"]))
+            entry |= {name: torch.tensor(float(scalars[name]), dtype=torch.float32) for name in derived}
         for slot in plan.with_inactive(own).slots:  # torch keeps a momentum that is off, too
             if slot.slot.torch_key is not None:
                 moment = torch.empty_like(p, dtype=torch.float32)
@@ -249,5 +280,6 @@ def namesake_of(kind: type) -> type[torch.optim.Optimizer]:
         ):
             return found
     raise ValueError(
-        f"torch_state_dict must be of Adam, AdamW, SGD, Adagrad or Muon: torch.optim has no {kind.__name__}"
+        "torch_state_dict must be of Adam, AdamW, NAdam, SGD, Adagrad, RMSprop or Muon: torch.optim has no "
+        f"{kind.__name__}"
     )

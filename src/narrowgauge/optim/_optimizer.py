@@ -44,7 +44,7 @@ from narrowgauge.optim._sharded_state import to_dtensors
 from narrowgauge.optim._sharding import as_shared, is_shared, local
 from narrowgauge.optim._stats import StepStats
 from narrowgauge.optim._verdict import Arrival, StepRequest, Unscaling, clipping
-from narrowgauge.rules import Rule, clipped
+from narrowgauge.rules import Rule, cautious, clipped
 from narrowgauge.storage import mark_states, marked_states
 
 _MARKS = "marks"
@@ -158,14 +158,23 @@ class NarrowOptimizer(torch.optim.Optimizer):
         """The update rule under a group's options, always the same object for the same ones."""
         owner = self.owner(group)
         rule = owner.base_rule(group)
-        if not group.get("clip_updates"):
-            return rule
-        with_clipping = clipped(rule)  # type: ignore[arg-type]  # rules are values, and have hashes
-        if with_clipping is None:
-            raise ValueError(
-                f"clip_updates must be False for {type(owner).__name__}, whose rule has no second moment, got True"
-            )
-        return with_clipping
+        if group.get("clip_updates"):
+            with_clipping = clipped(rule)  # type: ignore[arg-type]  # rules are values, and have hashes
+            if with_clipping is None:
+                raise ValueError(
+                    f"clip_updates must be False for {type(owner).__name__}, whose rule has no second moment, got "
+                    "True"
+                )
+            rule = with_clipping
+        return owner._made_cautious(rule, group) if group.get("cautious") else rule
+
+    def _made_cautious(self, rule: Rule, group: Mapping[str, Any]) -> Rule:
+        name, made = type(self).__name__, cautious(rule)  # type: ignore[arg-type]  # rules are values
+        if not any(slot.name == "m" for slot in rule.slots(group)):
+            raise ValueError(f"cautious must be False for {name} without a momentum, got True")
+        if made is None:
+            raise ValueError(f"cautious must be False for {name}, whose momentum is made with sums, got True")
+        return made
 
     def _checked_rule(self, group: Mapping[str, Any]) -> Rule:
         self.owner(group).check(group)
@@ -175,7 +184,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         return rule
 
     def base_rule(self, group: Mapping[str, Any]) -> Rule:
-        """The update rule without clipping."""
+        """The update rule without clipping, and not cautious."""
         return self.rule
 
     def _fixed(self, group: Mapping[str, Any]) -> tuple[str, ...]:
@@ -520,7 +529,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         """The state as torch's optimizer of the same name would save it: its `load_state_dict` goes on from there.
 
         Moments are float32; torch rounds them to the parameter's dtype when it loads them. It has neither low words
-        nor update clipping: a UserWarning says what it cannot continue. Hooks are not called.
+        nor update clipping nor cautious updates: a UserWarning says what it cannot continue. Hooks are not called.
 
         Raises:
             ValueError: if torch has no optimizer of this name, or groups have several rules.

@@ -31,6 +31,8 @@ class Options(TypedDict, total=False):
         block_size: elements that share a scale in block-wise states.
         clip_updates: shorten a parameter's step where its second moment has fallen behind its gradient (Adafactor's
             update clipping, d = 1); for rules with a second moment.
+        cautious: move no weight against its gradient, and all others by as much more (Liang et al. 2024); for rules
+            with a momentum. Decoupled decay moves all.
         max_grad_norm: make all gradients together no longer than this in the Euclidean norm, as
             `torch.nn.utils.clip_grad_norm_` over all parameters of the optimizer would, in the passes of the step
             and without writing to them; None for not at all, inf to measure only (`grad_norm`). One number for all
@@ -57,6 +59,7 @@ class Options(TypedDict, total=False):
     states: str | Mapping[str, str]
     block_size: int
     clip_updates: bool
+    cautious: bool
     max_grad_norm: float | None
     arithmetic: Literal["fp32", "strict"]
     nonfinite: Literal["skip", "propagate", "raise"]
@@ -76,6 +79,7 @@ _DEFAULTS: dict[str, Any] = {
     "states": "fp32",
     "block_size": 256,
     "clip_updates": False,
+    "cautious": False,
     "max_grad_norm": None,
     "arithmetic": "fp32",
     "nonfinite": "skip",
@@ -102,7 +106,8 @@ _INSTEAD = {
 LIMIT = "max_grad_norm"
 
 _SWITCHES = (
-    "clip_updates", "maximize", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay", "nesterov",
+    "clip_updates", "cautious", "maximize", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay",
+    "nesterov", "centered",
 )  # fmt: skip
 
 # What torch says when it refuses each hyperparameter.
@@ -111,6 +116,8 @@ _REFUSALS = {
     "eps": "Invalid epsilon value",
     "lr_decay": "Invalid lr_decay value",
     "momentum": "Invalid momentum value",
+    "momentum_decay": "Invalid momentum_decay value",
+    "alpha": "Invalid alpha value",
     "weight_decay": "Invalid weight_decay value",
     "initial_accumulator_value": "Invalid initial_accumulator_value value",
     "trust_coefficient": "Invalid trust_coefficient value",

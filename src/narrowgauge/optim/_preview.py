@@ -25,7 +25,7 @@ from narrowgauge.optim._eager import (
 from narrowgauge.optim._plan import ParamPlan, ParamStep
 from narrowgauge.optim._sharding import local, local_gradient
 from narrowgauge.optim._tracing import elementwise
-from narrowgauge.rules import ClipUpdates, Scalar
+from narrowgauge.rules import Scalar, bare
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,8 +145,7 @@ def preview(
     """
     plan, p, grad, group = view.plan, view.p, view.grad, view.group
     assert grad is not None
-    if isinstance(plan.rule, ClipUpdates):  # it changes no moment
-        plan = replace(plan, rule=plan.rule.rule)
+    plan = replace(plan, rule=bare(plan.rule))  # the options around it change no moment
     state = dict(view.state) or plan.init(p, group)
     if elementwise(plan, group):
         keys = {*(key for slot in plan.slots for _, key in slot.keys), plan.weight_key}

@@ -147,7 +147,8 @@ class InBackward:
             if shard_of(p) is not None:
                 raise ValueError(
                     f"nonfinite must be 'propagate' with step_in_backward for the sharded {name}, and its rule "
-                    "without sums (no LAMB, LARS, clip_updates): ranks cannot agree on each parameter by itself"
+                    "without sums (no LAMB, LARS, clip_updates, cautious): ranks cannot agree on each parameter by "
+                    "itself"
                 )
 
     def check(self, group: dict[str, Any]) -> None:

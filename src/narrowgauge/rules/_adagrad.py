@@ -44,13 +44,15 @@ class AdagradRule(Rule):
         v = arithmetic.accumulate_square(v, grad + s["weight_decay"] * weight, 1.0, 1.0)
         return v, arithmetic.value(v)
 
-    def update(self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, moments: Moments, s: Scalars) -> Update:
+    def direction(
+        self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, moments: Moments, s: Scalars
+    ) -> Update:
         v, total = self.second_moment(arithmetic, weight, grad, moments["v"], s)
         u = (grad + s["weight_decay"] * weight) / (arithmetic.root(total, 1.0) + s["eps"])
         if "m" not in moments:
-            return -s["lr"] * u, {"v": v}
+            return u, {"v": v}
         m = arithmetic.accumulate(moments["m"], u, s["momentum"], 1.0)
-        return -s["lr"] * arithmetic.value(m), {"m": m, "v": v}
+        return arithmetic.value(m), {"m": m, "v": v}
 
     def remaining_effect(self, arithmetic: Arithmetic, weight: Tensor, moments: Moments, s: Scalars) -> Effects:
         return {"m": -s["lr"] * sum_of_powers(s["momentum"])} if "m" in moments else {}

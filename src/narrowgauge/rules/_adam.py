@@ -69,19 +69,14 @@ class AdamRule(Rule):
     def direction(
         self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, moments: Moments, s: Scalars
     ) -> Update:
-        """The update over -lr, and the new moments."""
         g = self._gradient(weight, grad, s)
         m = arithmetic.accumulate(moments["m"], g, s["beta1"], s["new_weight1"])
         v, _ = self.second_moment(arithmetic, weight, grad, moments["v"], s)
         root = arithmetic.root(arithmetic.value(v), s["correction2"])
-        u = arithmetic.value(m) / s["correction1"] / (root + s["eps"])
-        if self._decoupled:
-            u = u + s["weight_decay"] * weight
-        return u, {"m": m, "v": v}
+        return arithmetic.value(m) / s["correction1"] / (root + s["eps"]), {"m": m, "v": v}
 
-    def update(self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, moments: Moments, s: Scalars) -> Update:
-        u, moments = self.direction(arithmetic, weight, grad, moments, s)
-        return -s["lr"] * u, moments
+    def delta(self, u: Tensor, weight: Tensor, s: Scalars) -> Tensor:
+        return -s["lr"] * (u + s["weight_decay"] * weight if self._decoupled else u)
 
     def remaining_effect(self, arithmetic: Arithmetic, weight: Tensor, moments: Moments, s: Scalars) -> Effects:
         # The bias correction of m is left out: it is 1 at most of the later steps.
@@ -100,12 +95,12 @@ class LambRule(AdamRule):
 
     def terms(self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, moments: Moments, s: Scalars) -> Terms:
         u, _ = self.direction(arithmetic, weight, grad, moments, s)
-        return {"weight_squares": arithmetic.square(weight), "update_squares": arithmetic.square(u)}
+        decayed = u + s["weight_decay"] * weight
+        return {"weight_squares": arithmetic.square(weight), "update_squares": arithmetic.square(decayed)}
 
-    def update(self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, moments: Moments, s: Scalars) -> Update:
-        u, moments = self.direction(arithmetic, weight, grad, moments, s)
+    def delta(self, u: Tensor, weight: Tensor, s: Scalars) -> Tensor:
         ratio = trust_ratio(s["weight_squares"], s["update_squares"])
-        return -(s["lr"] * ratio) * u, moments
+        return -(s["lr"] * ratio) * (u + s["weight_decay"] * weight)
 
     def remaining_effect(self, arithmetic: Arithmetic, weight: Tensor, moments: Moments, s: Scalars) -> Effects:
         ratio = trust_ratio(s["weight_squares"], s["update_squares"])

@@ -23,7 +23,19 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from narrowgauge.rules._rule import Arithmetic, Effects, Moments, Rule, Scalar, Scalars, Second, Slot, Terms, Update
+from narrowgauge.rules._rule import (
+    Arithmetic,
+    Effects,
+    Moments,
+    Rule,
+    Scalar,
+    Scalars,
+    Second,
+    Slot,
+    Terms,
+    Update,
+    bare,
+)
 
 _SMALLEST_NORMAL = 2.0**-126
 
@@ -50,7 +62,7 @@ def squared_ratio(
 
     v_hat is at least float32's smallest normal number here: nothing is divided by zero, whatever eps is.
     """
-    inner = rule.rule if isinstance(rule, ClipUpdates) else rule
+    inner = bare(rule)
     if not isinstance(inner, HasSecondMoment):
         return None
     _, v_hat = inner.second_moment(arithmetic, weight, grad, moments["v"], s)
@@ -84,6 +96,14 @@ class ClipUpdates(Rule):
         # counts as zero.
         ratio = torch.where(bounded >= _SMALLEST_NORMAL, ratio, 0.0)
         return {**self.rule.terms(arithmetic, weight, grad, moments, s), "clip_squares": ratio}
+
+    def direction(
+        self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, moments: Moments, s: Scalars
+    ) -> Update:
+        return self.rule.direction(arithmetic, weight, grad, moments, s)
+
+    def delta(self, u: Tensor, weight: Tensor, s: Scalars) -> Tensor:
+        return self.rule.delta(u, weight, self._clipped(s))
 
     def update(self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, moments: Moments, s: Scalars) -> Update:
         return self.rule.update(arithmetic, weight, grad, moments, self._clipped(s))

@@ -37,11 +37,15 @@ class LionRule(Rule):
             "weight_decay": group["weight_decay"],
         }
 
-    def update(self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, moments: Moments, s: Scalars) -> Update:
+    def direction(
+        self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, moments: Moments, s: Scalars
+    ) -> Update:
         c = arithmetic.accumulate(moments["m"], grad, s["beta1"], s["new_weight1"])
         m = arithmetic.accumulate(moments["m"], grad, s["beta2"], s["new_weight2"])
-        delta = -s["lr"] * (arithmetic.value(c).sign() + s["weight_decay"] * weight)
-        return delta, {"m": m}
+        return arithmetic.value(c).sign(), {"m": m}
+
+    def delta(self, u: Tensor, weight: Tensor, s: Scalars) -> Tensor:
+        return -s["lr"] * (u + s["weight_decay"] * weight)
 
 
 LION = LionRule()

@@ -57,16 +57,19 @@ class Muon(Rule):
             **nesterov(group["momentum"], new_weight, group["nesterov"]),
         }
 
-    def update(self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, moments: Moments, s: Scalars) -> Update:
+    def direction(
+        self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, moments: Moments, s: Scalars
+    ) -> Update:
         m = arithmetic.accumulate(moments["m"], grad, s["momentum"], s["new_weight"])
 
-        def direction(x: Tensor) -> Tensor:
+        def scaled(x: Tensor) -> Tensor:
             return self._ratio(x.shape) * self.orthogonalize(x).to(weight.dtype)
 
         # In the format that it is computed in: ranks that share the matrix send bf16.
-        step = arithmetic.of_whole(look_ahead(arithmetic.value(m), grad, s).to(torch.bfloat16), direction)
-        delta = -s["lr"] * (step + s["weight_decay"] * weight)
-        return delta, {"m": m}
+        return arithmetic.of_whole(look_ahead(arithmetic.value(m), grad, s).to(torch.bfloat16), scaled), {"m": m}
+
+    def delta(self, u: Tensor, weight: Tensor, s: Scalars) -> Tensor:
+        return -s["lr"] * (u + s["weight_decay"] * weight)
 
     def orthogonalize(self, x: Tensor) -> Tensor:
         """A matrix with x's singular vectors and singular values near 1, in bf16."""

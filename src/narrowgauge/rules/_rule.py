@@ -5,6 +5,10 @@ does not know where these numbers are stored, in how many bits or on which devic
 storage (Collage averages an expansion by other means than a float), so the rule asks an `Arithmetic` for them; the
 rest of the equation is written with the ordinary operators.
 
+Most updates are a direction times the learning rate, and perhaps a decay. Such a rule writes the two parts,
+`direction` and `delta`, and `update` puts them together: options that change the direction alone (`_cautious`) then
+leave the decay as it is. A rule that has no such parts writes `update` itself.
+
 A momentum is spent over many steps. If the rule can say how far it will still move the weight (`remaining_effect`),
 a storage that rounds the momentum can pass the rounding error on to the weight.
 
@@ -26,7 +30,7 @@ Scalars = Mapping[str, Scalar]
 Moments = Mapping[str, Any]
 Terms = dict[str, Tensor]
 Effects = dict[str, Tensor | Scalar]
-# What to add to the weight, and the new moments.
+# What to add to the weight, or its direction, and the new moments.
 Update = tuple[Tensor, dict[str, Any]]
 # The new v, and v corrected for its start at zero.
 Second = tuple[Any, Tensor]
@@ -37,7 +41,7 @@ class Slot:
     """A moment of a rule.
 
     Attributes:
-        name: its letter in the equation.
+        name: its letter in the equation: ``m`` for the momentum, ``v`` for the second moment.
         signed: False for averages of squares, whose codes need no sign.
         preset: its storage under ``states="expansion"``, given as one name for all slots.
         torch_key: its name in the state of torch's optimizer of the same name, or in the usual one's if torch has
@@ -87,12 +91,15 @@ class Rule(Protocol):
         averaging: names of the scalars that only decay or weigh averages. Strict arithmetic rounds them to the
             moment's format, the others to the equation's.
         betas: how many decay rates the group's ``betas`` hold.
+        torch_numbers: the scalars that torch's optimizer of the same name has in its state; here they follow from
+            the step.
     """
 
     name: str
     moments: tuple[Slot, ...] = ()
     averaging: tuple[str, ...] = ()
     betas: int = 2
+    torch_numbers: tuple[str, ...] = ()
 
     def slots(self, group: Mapping[str, Any]) -> tuple[Slot, ...]:
         """The moments that are on under these hyperparameters."""
@@ -119,8 +126,21 @@ class Rule(Protocol):
         """
         return {}
 
+    def direction(
+        self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, moments: Moments, s: Scalars
+    ) -> Update:
+        """The direction of a step, without learning rate and decoupled decay, and the new moments.
+
+        The arguments are those of `update`, the sums of `terms` not among the scalars.
+        """
+        raise NotImplementedError
+
+    def delta(self, u: Tensor, weight: Tensor, s: Scalars) -> Tensor:
+        """What to add to the weight along a direction u: -lr u, unless the decay is decoupled."""
+        return -s["lr"] * u
+
     def update(self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, moments: Moments, s: Scalars) -> Update:
-        """One step.
+        """One step: `delta` along `direction`, or an equation that has no such parts.
 
         Args:
             arithmetic: averages and reads moments.
@@ -131,7 +151,8 @@ class Rule(Protocol):
         Returns:
             (delta, moments): what to add to the weight, and the new moments.
         """
-        raise NotImplementedError
+        u, moments = self.direction(arithmetic, weight, grad, moments, s)
+        return self.delta(u, weight, s), moments
 
     def remaining_effect(self, arithmetic: Arithmetic, weight: Tensor, moments: Moments, s: Scalars) -> Effects:
         """How much one unit of each new moment will add to the weight in all later steps together.
@@ -146,6 +167,12 @@ class Rule(Protocol):
             s: the scalars that `update` was given.
         """
         return {}
+
+
+def bare(rule: Rule) -> Rule:
+    """A rule without the options around it: each of them has the rule inside as `rule`, and changes no moment."""
+    inner = getattr(rule, "rule", None)
+    return rule if inner is None else bare(inner)
 
 
 def has_terms(rule: Rule) -> bool:

@@ -45,8 +45,10 @@ class SgdRule(Rule):
             **nesterov(group["momentum"], 1.0, group["nesterov"]),
         }
 
-    def update(self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, moments: Moments, s: Scalars) -> Update:
-        return momentum_step(arithmetic, grad + s["weight_decay"] * weight, moments, s)
+    def direction(
+        self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, moments: Moments, s: Scalars
+    ) -> Update:
+        return momentum_of(arithmetic, grad + s["weight_decay"] * weight, moments, s)
 
     def remaining_effect(self, arithmetic: Arithmetic, weight: Tensor, moments: Moments, s: Scalars) -> Effects:
         return {"m": -s["lr"] * s["of_momentum"] * sum_of_powers(s["momentum"])} if "m" in moments else {}
@@ -56,6 +58,7 @@ class LarsRule(SgdRule):
     """LARS; see the module."""
 
     name = "lars"
+    direction = Rule.direction  # its momentum depends on the sums of `terms`
 
     def of_dim(self, dim: int) -> Rule:
         return self if dim > 1 else SGD
@@ -71,15 +74,16 @@ class LarsRule(SgdRule):
         ratio = trust_ratio(s["weight_squares"], s["grad_squares"], s["weight_decay"], s["eps"])
         both = (torch.as_tensor(s["weight_squares"]) > 0) & (torch.as_tensor(s["grad_squares"]) > 0)
         g = torch.where(both, s["trust"] * ratio, ratio) * (grad + s["weight_decay"] * weight)
-        return momentum_step(arithmetic, g, moments, s)
+        u, moments = momentum_of(arithmetic, g, moments, s)
+        return -s["lr"] * u, moments
 
 
-def momentum_step(arithmetic: Arithmetic, g: Tensor, moments: Moments, s: Scalars) -> Update:
-    """The update along a momentum of g, or along g itself without one."""
+def momentum_of(arithmetic: Arithmetic, g: Tensor, moments: Moments, s: Scalars) -> Update:
+    """A momentum of g as the direction of a step, or g itself without one; and the new momentum."""
     if "m" not in moments:
-        return -s["lr"] * g, {}
+        return g, {}
     m = arithmetic.accumulate(moments["m"], g, s["momentum"], s["new_weight"])
-    return -s["lr"] * look_ahead(arithmetic.value(m), g, s), {"m": m}
+    return look_ahead(arithmetic.value(m), g, s), {"m": m}
 
 
 def nesterov(momentum: float, new_weight: float, on: bool) -> dict[str, Scalar]:

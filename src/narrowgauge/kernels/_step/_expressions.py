@@ -32,7 +32,7 @@ _FUSED = {
 _DOUBLE = {
     "div": "{0} / {1}", "sqrt": "tl.sqrt({0})", "reciprocal": "1.0 / {0}",
     # Negative bases have no logarithm, and no rule raises one.
-    "pow": "tl.exp2({1} * tl.log2({0}))",
+    "pow": "tl.exp2({1} * tl.log2({0}))", "log": "tl.log({0})",
 }  # fmt: skip
 
 
