@@ -131,7 +131,7 @@ def test_by_torch_on_another_number_of_ranks(
                 assert one.get("twin", True), (storage, block)
             else:
                 assert "encoded moments anew, whose blocks were those of other shards (long" in one["said"][0]
-                assert 0 < one["off"] < 0.1
+                assert 0 < one["off"] < 0.15
 
 
 def test_by_hand(four: tuple[Path, list[dict[str, Any]]]) -> None:

@@ -38,8 +38,11 @@ Shape = tuple[int, ...]
 
 
 def _trailing(shape: Shape, block_size: int) -> int | None:
-    """The last dimension from which on the trailing ones hold whole blocks; None if there is none."""
-    return next((d for d in reversed(range(len(shape))) if math.prod(shape[d:]) % block_size == 0), None)
+    """The last dimension from which on the trailing ones hold whole blocks; None if there is none.
+
+    The first dimension does not count: on some numbers of ranks its parts are whole blocks, and on others not.
+    """
+    return next((d for d in reversed(range(1, len(shape))) if math.prod(shape[d:]) % block_size == 0), None)
 
 
 def _fits(p: Any, dim: int, block_size: int) -> bool:
