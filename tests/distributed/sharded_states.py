@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -382,7 +383,7 @@ def in_backward(rank: int, folder: Path) -> list[bool]:
             set_state_dict(net, optimizer, model_state_dict=saved[0], optim_state_dict=saved[1], options=WHOLE)
         for step in range(3) if way != "resumed" else range(2, 3):
             if step == 2 and way == "in backward":
-                saved = get_state_dict(net, optimizer, options=WHOLE)
+                saved = copy.deepcopy(get_state_dict(net, optimizer, options=WHOLE))
             x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step)).to(torch.bfloat16)
             (net(x).float() - x.float()).square().mean().backward()
             optimizer.step()
