@@ -156,7 +156,7 @@ def swap_linears(
     rows, patterns = _rows_by_name(tokens), tuple(keep)
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     given = (*(patterns if keep is not _KEEP else ()), *rows)
-    unknown = [pattern for pattern in given if not any(_matches(name, pattern) for name in names)]
+    unknown = [pattern for pattern in given if not any(matches(name, pattern) for name in names)]
     if unknown:
         warnings.warn(
             f"swap_linears: no module of the model is called {', '.join(map(repr, unknown))}; "
@@ -226,7 +226,7 @@ def _candidates(
         yield _Candidate(name, module, becomes, holder, reason)
 
 
-def _matches(name: str, pattern: str) -> bool:
+def matches(name: str, pattern: str) -> bool:
     """Whether a pattern with ``*`` is a module's name, its last part, or the name of a module around it."""
     return (
         fnmatch.fnmatchcase(name, pattern)
@@ -263,7 +263,7 @@ def _why_kept(
     if isinstance(module, PlannedModule):
         return f"has a plan already: {module.plan.title}"
     for pattern in keep:
-        if any(_matches(name, pattern) for name in names):
+        if any(matches(name, pattern) for name in names):
             return f"named in keep: {pattern!r}"
     # With torch's older hooks (weight norm, pruning) the weight is an attribute, not a parameter.
     weight = module._parameters.get(becomes.WEIGHT)
@@ -324,7 +324,7 @@ def _slow(
                 f"tokens must be None for a model on the meta device, got {next(iter(rows.values()))} and "
                 f"{one.name!r} there: measuring needs the device of the training"
             )
-        b = next((b for pattern, b in rows.items() if _matches(one.name, pattern)), None)
+        b = next((b for pattern, b in rows.items() if matches(one.name, pattern)), None)
         if b is None:
             slow[one.name] = "not measured: tokens has no name that fits"
         else:
