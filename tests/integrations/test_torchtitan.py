@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 pytest.importorskip("torchtitan")
 
+from torchtitan.components.lora import LoRAConverter
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 from torchtitan.models.common.linear import Linear, ScaledBiasRowwiseLinear
 from torchtitan.models.llama3 import model_registry
@@ -150,6 +151,10 @@ def test_linear_layers_are_converted_before_they_are_built() -> None:
     assert all(map(torch.equal, bits(model), bits(plain)))  # initialized as torchtitan's
     model(TOKENS).float().square().mean().backward()
     assert float(one.averages.min()) > 0
+    # LoRA around a layer by the plan.
+    adapted = LoRAConverter.Config(rank=4, alpha=8.0).build().convert(config(plan=ng.linear.SWITCHBACK)).build()
+    assert isinstance(adapted.layers["0"].feed_forward.w1, NarrowLinear)
+    assert adapted.layers["0"].feed_forward.w1(torch.randn(2, 256)).shape == (2, 768)
     # What computes something else, and what is small.
     convert = NarrowLinearConverter.Config(keep=[]).build().convert
     scaled = ScaledBiasRowwiseLinear.Config(in_features=64, out_features=64, bias=True)

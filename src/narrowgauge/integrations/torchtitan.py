@@ -82,8 +82,8 @@ class NarrowLinearConverter(ModelConfigConverter):  # type: ignore[misc]
     """Has the linear layers of a torchtitan model compute by a plan.
 
     Layers of torchtitan's class `Linear` are converted; those of its subclasses, which compute something else
-    (LoRA, other quantized layers), are not. So it goes before ``LoRAConverter`` in the list of converters; the frozen
-    layer inside a LoRA layer then computes by the plan.
+    (LoRA, other quantized layers), are not. So it goes before ``LoRAConverter`` in the list of converters; a frozen
+    layer inside LoRA then computes by the plan.
 
     Attributes of `Config`:
         plan: a `LinearPlan`.

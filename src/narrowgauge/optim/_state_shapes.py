@@ -206,14 +206,14 @@ def _words(
         if not has_items(x):
             continue
         whole = tuple(saved[key].shape)
-        longer = whole[: len(shape)] == shape and len(whole) > len(shape)
+        more = whole[len(shape) :] if shape and whole[: len(shape)] == shape else ()
         number = key in blocks and not key.endswith(_CODES)
-        if longer and number:
+        if number and more[:1] == (1,):
             found[key] = x.reshape(math.prod(sizes), *x.shape[len(shape) + 1 :])
             repeated.add(key)
-        elif longer and x.dtype == torch.uint8 and whole[-1] in _BYTES:
-            found[key] = x.contiguous().view(_BYTES[whole[-1]]).squeeze(-1)
-        elif longer and key in blocks and x.dtype == torch.int8:
+        elif not number and x.dtype == torch.uint8 and len(more) == 1 and more[0] in _BYTES:
+            found[key] = x.contiguous().view(_BYTES[more[0]]).squeeze(-1)
+        elif key in blocks and x.dtype == torch.int8 and more == (1,):
             found[key] = pack_pairs(x.contiguous().view(torch.uint8))
         elif key in blocks and (dim := _leads(shape, block_size, key, saved[key])) is not None:
             items = math.prod(sizes[dim:]) // (block_size if number else 2)
