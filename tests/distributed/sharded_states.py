@@ -156,11 +156,10 @@ def by_torch(rank: int, folder: Path) -> dict[Case, Any]:
         weights, full_state = get_state_dict(net, optimizer, options=FULL)
         flattened = flat[f"{storage} {block}"] = get_optimizer_state_dict(net, optimizer, options=FLAT)
         found = []
-        for state, options in (
-            (full_state, BROADCAST),
-            (get_optimizer_state_dict(net, optimizer), StateDictOptions()),
-            (flattened, FLAT),
-        ):
+        ways = [(full_state, BROADCAST), (flattened, FLAT)]
+        if block != BLOCK:
+            ways.append((get_optimizer_state_dict(net, optimizer), StateDictOptions()))
+        for state, options in ways:
             other, fresh = model("AdamW", storage, block, shared=True)
             said = loading(other, fresh, state, options, net)
             found.append((said, same_states(net, optimizer, other, fresh)))
