@@ -271,9 +271,7 @@ def _why_kept(
         weight is None and isinstance(getattr(module, becomes.WEIGHT, None), Tensor)
     ):
         return "is parametrized: its weight is computed anew"
-    if weight is None:
-        return "has no weight"
-    if is_lazy(weight):
+    if weight is not None and is_lazy(weight):
         return "has no weight yet: run the model once before"
     name = type(module).__name__
     if becomes is LowPrecisionMultiheadAttention and type(module) is not nn.MultiheadAttention:
@@ -289,6 +287,8 @@ def _why_kept(
             return "has projections of different sizes (kdim, vdim)"
         if module.bias_k is not None or module.add_zero_attn:
             return "attends to keys that it adds (add_bias_kv, add_zero_attn)"
+    if weight is None:
+        return "has no weight"
     if not weight.is_floating_point():
         return "its weight is not of floats"
     smallest = min(weight.shape)
