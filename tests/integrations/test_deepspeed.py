@@ -85,14 +85,17 @@ def weights(trained: Any) -> list[Tensor]:
         return [p.detach().clone() for p in ps]
 
 
-CASES = [
-    ("fp32", "plain", "fp32"), ("fp32", "plain", "log8"), ("bf16, fp32 masters", "plain", "8bit"),
-    ("bf16", "split8", "fp32"), ("bf16", "split8", "8bit"), ("bf16", "kahan", "4bit"),
+# Partitions, weights, states: some in every stage, others in one.
+EVERYWHERE = [("fp32", "plain", "fp32"), ("bf16, fp32 masters", "plain", "8bit"), ("bf16", "split8", "fp32")]
+ONCE = [
+    ("fp32", "plain", "log8"), ("bf16", "split8", "8bit"), ("bf16", "kahan", "4bit"), ("bf16", "split", "fp32"),
+    ("bf16", "expansion", "expansion"), ("bf16", "master", "bf16"), ("bf16", "stochastic", "fp8"),
 ]  # fmt: skip
+CASES = [(stage, *case) for case in EVERYWHERE for stage in (1, 2, 3)]
+CASES += [(1 + number % 3, *case) for number, case in enumerate(ONCE)]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize(("partitions", "storage", "states"), CASES)
+@pytest.mark.parametrize(("stage", "partitions", "storage", "states"), CASES)
 def test_zero_takes_the_storages_of_its_partitions(stage: int, partitions: str, storage: str, states: str) -> None:
     dtype = torch.float32 if partitions == "fp32" else torch.bfloat16
     trained = engine(stage, partitions, weights=storage, states=states)
@@ -111,7 +114,7 @@ def test_zero_takes_the_storages_of_its_partitions(stage: int, partitions: str, 
     kept = [
         {key.partition(".")[0] for key in state if "codes" in key} for state in trained.optimizer.state.values()
     ]
-    assert sorted(map(len, kept)) == [0, 0 if states == "fp32" else 2]
+    assert sorted(map(len, kept)) == [0, 2 if states in ("8bit", "log8", "4bit", "fp8") else 0]
     if states == "fp32":  # elementwise: parts of a flat tensor are the whole
         assert all(map(torch.equal, weights(trained), net.parameters()))
 
