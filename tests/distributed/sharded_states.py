@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,13 @@ import torch
 import torch.distributed as dist
 from sharded_steps import BLOCK, SHAPES, STORAGES, Block, cut, fsdp, gradient, made, meshes, same, spread, weights
 from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
+    get_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -73,16 +77,7 @@ def saving(rank: int, folder: Path, cases: Any = FEW) -> dict[Any, Any]:
         net, optimizer = model(rule, storage, block, shared=True)
         train(net, optimizer, range(3))
         save_checkpoint(folder / f"{rule} {storage} {block}", model=net, optimizer=optimizer, step=3)
-        decoded = {
-            name: {
-                slot: type(net[name].data).from_local(
-                    moment, net[name].device_mesh, net[name].placements, run_check=False,
-                    shape=net[name].shape, stride=net[name].stride(),
-                ).full_tensor()
-                for slot, moment in slots.items()
-            }
-            for name, slots in moments(net, optimizer).items()
-        }  # fmt: skip
+        decoded = whole_moments(net, optimizer)
         train(net, optimizer, range(3, 6))
         told[rule, storage, block] = {"end": full(net), "moments": decoded}
     return told
@@ -110,30 +105,137 @@ def resumed(rank: int, folder: Path, cases: Any = FEW, shared: bool = True) -> d
     return told
 
 
-def by_torch(rank: int, folder: Path) -> dict[str, Any]:
-    """torch's own functions on as many ranks; conversion, copies and whole states; and what is refused."""
-    told: dict[str, Any] = {}
-    for storage in ("split8, log8", "stochastic, 4bit"):
-        for block in BLOCKS:
-            net, optimizer = model("AdamW", storage, block, shared=True)
-            train(net, optimizer, range(2))
-            state = get_optimizer_state_dict(net, optimizer)
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+WHOLE = StateDictOptions(full_state_dict=True)
+BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+PARTS = StateDictOptions()
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+# Every storage where blocks align; one with 8-bit codes, and one with two codes a byte, where they do not.
+BY_TORCH = [(storage, BLOCKS[0]) for storage in STORAGES]
+BY_TORCH += [(storage, BLOCKS[1]) for storage in ("split8, log8", "stochastic, 4bit")]
+Case = tuple[str, int]
+
+
+def whole_moments(net: Any, optimizer: Any) -> dict[str, dict[str, Tensor]]:
+    return {
+        name: {
+            slot: type(net[name].data).from_local(
+                moment, net[name].device_mesh, net[name].placements, run_check=False,
+                shape=net[name].shape, stride=net[name].stride(),
+            ).full_tensor()
+            for slot, moment in slots.items()
+        }
+        for name, slots in moments(net, optimizer).items()
+    }  # fmt: skip
+
+
+def same_states(net: Any, optimizer: Any, other: Any, fresh: Any) -> bool:
+    """Whether two optimizers of like models have the same bits."""
+    return all(
+        same(value, fresh.state[other[name]][word])
+        for name in SHAPES
+        for word, value in optimizer.state[net[name]].items()
+    )
+
+
+def loading(net: Any, optimizer: Any, state: Any, options: StateDictOptions, like: Any = None) -> list[str]:
+    """The warnings of `set_optimizer_state_dict`, with the weights of another model."""
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("always")
+        for name, p in net.items() if like is not None else ():
+            p.copy_(like[name])
+        set_optimizer_state_dict(net, optimizer, state, options=options)
+    return [str(w.message) for w in caught if "anew" in str(w.message)]
+
+
+def by_torch(rank: int, folder: Path) -> dict[Case, Any]:
+    """torch's own functions on as many ranks, with every option; what they save is for the others."""
+    told: dict[Case, Any] = {}
+    flat, kept = {}, {}
+    for number, (storage, block) in enumerate(BY_TORCH):
+        net, optimizer = model("AdamW", storage, block, shared=True)
+        train(net, optimizer, range(2))
+        weights, full_state = get_state_dict(net, optimizer, options=FULL)
+        flattened = flat[f"{storage} {block}"] = get_optimizer_state_dict(net, optimizer, options=FLAT)
+        found = []
+        ways = [(flattened, FLAT)]
+        ways.append((full_state, BROADCAST) if number % 2 else (get_optimizer_state_dict(net, optimizer), PARTS))
+        for state, options in ways:
             other, fresh = model("AdamW", storage, block, shared=True)
-            with torch.no_grad():
-                for name, p in other.items():
-                    p.copy_(net[name])
-            set_optimizer_state_dict(other, fresh, state)
-            told[f"{storage} {block}"] = all(
-                same(value, fresh.state[other[name]][word])
-                for name in SHAPES
-                for word, value in optimizer.state[net[name]].items()
-            )
-    # Other shards than these.
-    state = optimizer.state_dict()
-    for entry in state["state"].values():
-        if "shards" in entry:
-            entry["shards"] = entry["shards"] + 1
-    told["refused"] = message(optimizer.load_state_dict, state)
+            said = loading(other, fresh, state, options, net)
+            found.append((said, same_states(net, optimizer, other, fresh)))
+        told[storage, block] = found
+        kept[storage, block] = weights, full_state, whole_moments(net, optimizer)
+    dcp.save(flat, checkpoint_id=folder / "flat")
+    if rank == 0:
+        torch.save(kept, folder / "full.pt")
+    return told
+
+
+def away(net: Any, optimizer: Any, wanted: dict[str, dict[str, Tensor]]) -> float:
+    """How far decoded moments are from others, at most, in shares of the largest of each."""
+    off = [0.0]
+    for name, slots in moments(net, optimizer).items():
+        for slot, moment in slots.items():
+            whole = wanted[name][slot]
+            here = cut(net[name].detach(), whole) if hasattr(net[name], "to_local") else whole
+            if moment.numel():
+                off.append(float((moment - here).abs().max() / whole.abs().max()))
+    return max(off)
+
+
+def from_torch(rank: int, folder: Path) -> dict[Case, Any]:
+    """What four ranks saved, on two: as whole states and in place; and on to one process."""
+    told: dict[Case, Any] = {}
+    place = folder.parent / "by_torch"
+    kept, flat, nets = torch.load(place / "full.pt"), {}, {}
+    for storage, block in BY_TORCH:
+        weights, state, decoded = kept[storage, block]
+        net, optimizer = model("AdamW", storage, block, shared=True, seed=1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            set_state_dict(net, optimizer, model_state_dict=weights, optim_state_dict=state, options=WHOLE)
+        said = [str(w.message) for w in caught if "anew" in str(w.message)]
+        other, fresh = model("AdamW", storage, block, shared=True)
+        nets[storage, block] = net, optimizer, other, fresh
+        with torch.no_grad():
+            for name, p in other.items():
+                p.copy_(net[name])
+        flat[f"{storage} {block}"] = get_optimizer_state_dict(other, fresh, options=FLAT)
+        told[storage, block] = {"said": said, "off": away(net, optimizer, decoded)}
+    dcp.load(flat, checkpoint_id=place / "flat")
+    for storage, block in BY_TORCH:
+        net, optimizer, other, fresh = nets[storage, block]
+        told[storage, block]["flat said"] = loading(other, fresh, flat[f"{storage} {block}"], FLAT)
+        told[storage, block]["flat"] = same_states(net, optimizer, other, fresh)
+        wanted = whole_moments(net, optimizer)
+        weights, state = get_state_dict(net, optimizer, options=FULL)
+        if rank == 0:
+            told[storage, block]["alone"] = on_one(storage, block, weights, state, wanted)
+    return told
+
+
+def on_one(storage: str, block: int, weights: Any, state: Any, wanted: Any) -> dict[str, Any]:
+    """A whole state in a model without shards; the bits of one that was never shared."""
+    net, optimizer = model("AdamW", storage, block, shared=False, seed=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        set_state_dict(net, optimizer, model_state_dict=weights, optim_state_dict=state, options=WHOLE)
+    said = [str(w.message) for w in caught if "anew" in str(w.message)]
+    twin, alone = model("AdamW", storage, block, shared=False)
+    train(twin, alone, range(2))
+    names = [name for name in SHAPES if name != "bias" or not storage.startswith("stochastic")]
+    equal = all(
+        same(value, optimizer.state[net[name]][word])
+        for name in names
+        for word, value in alone.state[twin[name]].items()
+    )
+    return {"said": said, "off": away(net, optimizer, wanted), "twin": equal}
+
+
+def by_hand(rank: int, folder: Path) -> dict[str, Any]:
+    """Conversion, copies and whole states of one process; and what is refused."""
+    told: dict[str, Any] = {}
     # Whole states of one process, kept in the same way; and written to another storage.
     for storage in ("stochastic, 4bit", "split8, log8"):
         whole, alone = model("AdamW", storage, BLOCK, shared=False)
@@ -142,7 +244,10 @@ def by_torch(rank: int, folder: Path) -> dict[str, Any]:
         with torch.no_grad():
             for name, p in net.items():
                 p.copy_(spread(p, whole[name].detach()))
-        optimizer.load_state_dict(alone.state_dict())
+        if storage.endswith("4bit"):
+            loading(net, optimizer, get_optimizer_state_dict(whole, alone), WHOLE)
+        else:
+            optimizer.load_state_dict(alone.state_dict())
         train(whole, alone, range(2, 4))
         train(net, optimizer, range(2, 4))
         names = [name for name in SHAPES if name != "bias"]
@@ -163,20 +268,6 @@ def by_torch(rank: int, folder: Path) -> dict[str, Any]:
         ours = alone.torch_state_dict()["state"]
     told["to torch"] = all(same(theirs[i]["exp_avg"].full_tensor(), ours[i]["exp_avg"]) for i in range(len(SHAPES)))
     told["unsharded"] = message(alone.load_state_dict, optimizer.state_dict())
-    # As many blocks as the whole has, and others: of 240 elements ranks have 60, in blocks of 64 four either way.
-    mesh, gathered = meshes()["rows"], StateDictOptions(full_state_dict=True, cpu_offload=True)
-    net = nn.ParameterDict({"w": nn.Parameter(torch.randn(24, 10))})
-    fully_shard(net, mesh=mesh)
-    optimizer = made("AdamW", "plain, 8bit", [("w", net["w"])])
-    net["w"].grad = spread(net["w"], torch.randn(24, 10))
-    optimizer.step()
-    given = get_optimizer_state_dict(net, optimizer, options=gathered)
-    if rank == 0:
-        alone = made("AdamW", "plain, 8bit", [("w", nn.Parameter(torch.randn(24, 10)))])
-        group = {**given["param_groups"][0], "params": [0]}
-        told["gathered"] = message(
-            alone.load_state_dict, {"state": {0: given["state"]["w"]}, "param_groups": [group]}
-        )
     return told
 
 
@@ -283,9 +374,10 @@ def offloaded(rank: int, folder: Path) -> list[float]:
 
 
 def in_backward(rank: int, folder: Path) -> list[bool]:
-    """Stepping in the backward pass, where ranks have nothing to agree on."""
-    nets = []
-    for way in ("ordinary", "in backward"):
+    """Stepping in the backward pass, where ranks have nothing to agree on; and resumed by torch's functions."""
+    nets: list[nn.Module] = []
+    saved: tuple[Any, Any] = ({}, {})
+    for way in ("ordinary", "in backward", "resumed"):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)).to(torch.bfloat16)
         for layer in (net[0], net[2]):
@@ -296,7 +388,11 @@ def in_backward(rank: int, folder: Path) -> list[bool]:
             optimizer: Any = ng.optim.AdamW8bit(net.named_parameters(), **options)
         else:
             optimizer = ng.optim.step_in_backward(net, ng.optim.AdamW8bit, **options)
-        for step in range(3):
+        if way == "resumed":
+            set_state_dict(net, optimizer, model_state_dict=saved[0], optim_state_dict=saved[1], options=WHOLE)
+        for step in range(3) if way != "resumed" else range(2, 3):
+            if step == 2 and way == "in backward":
+                saved = copy.deepcopy(get_state_dict(net, optimizer, options=WHOLE))
             x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step)).to(torch.bfloat16)
             (net(x).float() - x.float()).square().mean().backward()
             optimizer.step()
@@ -304,7 +400,8 @@ def in_backward(rank: int, folder: Path) -> list[bool]:
         nets.append(net)
     return [
         same(p.detach().to_local(), q.detach().to_local())
-        for p, q in zip(*(n.parameters() for n in nets), strict=True)
+        for other in nets[1:]
+        for p, q in zip(nets[0].parameters(), other.parameters(), strict=True)
     ]
 
 
@@ -344,8 +441,13 @@ def saving_on_meshes(rank: int, folder: Path) -> dict[str, Any]:
         save_checkpoint(folder / storage, model=block, optimizer=stepping, step=2)
         fresh, loaded = block_of_two(True, storage, seed=1)
         load_checkpoint(folder / storage / "step-000000002", model=fresh, optimizer=loaded)
-        for one in ((block, stepping), (fresh, loaded)):
+        third, by_torch = block_of_two(True, storage)
+        state = get_optimizer_state_dict(block, stepping, options=WHOLE)
+        third.load_state_dict(block.state_dict())
+        set_optimizer_state_dict(third, by_torch, state, options=WHOLE)
+        for one in ((block, stepping), (fresh, loaded), (third, by_torch)):
             steps_of_block(*one, range(2, 4))
-        pairs = zip(block.parameters(), fresh.parameters(), strict=True)
-        told[storage] = all(same(p.detach().to_local(), q.detach().to_local()) for p, q in pairs)
+        threes = zip(block.parameters(), fresh.parameters(), third.parameters(), strict=True)
+        locals_ = [[p.detach().to_local() for p in three] for three in threes]
+        told[storage] = all(same(p, q) and same(p, r) for p, q, r in locals_)
     return told

@@ -100,7 +100,8 @@ def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[
         wide = value.detach().to(torch.float64)
         return wide.full_tensor() if isinstance(wide, DTensor) else wide
 
-    states = optimizer.state_dict()
+    # As they are kept: a state_dict shows words of a dtype that collectives do not move as bytes.
+    states = getattr(optimizer, "state_in_pieces", optimizer.state_dict)()
     ids = [i for group in states["param_groups"] for i in group["params"]]
     return {
         name.removeprefix("module."): {"p": one(p)} | {word: one(v) for word, v in states["state"][i].items()}

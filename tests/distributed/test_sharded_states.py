@@ -11,13 +11,17 @@ import torch
 from sharded_states import (
     ALL,
     BLOCKS,
+    BY_TORCH,
     FEW,
     block_of_two,
+    by_hand,
     by_torch,
+    from_torch,
     in_backward,
     model,
     muon,
     offloaded,
+    on_one,
     refusing,
     resumed,
     saving,
@@ -45,16 +49,16 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two ranks did."""
-    return on_ranks(2, tmp_path_factory.mktemp("two"), several, (refusing, in_backward, offloaded))
-
-
-@pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """What each of four ranks did, and where."""
     folder = tmp_path_factory.mktemp("four")
-    return folder, on_ranks(4, folder, several, (by_torch, saving_on_meshes, muon))
+    return folder, on_ranks(4, folder, several, (by_torch, by_hand, saving_on_meshes, muon))
+
+
+@pytest.fixture(scope="module")
+def two(four: tuple[Path, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What each of two ranks did."""
+    return on_ranks(2, four[0], several, (from_torch, refusing, in_backward, offloaded))
 
 
 def in_blocks(storage: str) -> bool:
@@ -101,18 +105,39 @@ def test_where_they_do_not_moments_are_encoded_anew_and_that_is_said(saved: Save
             assert float((end.float() - wanted[name].float()).abs().max()) < 0.1
 
 
-def test_by_torch_and_by_hand(four: tuple[Path, list[dict[str, Any]]]) -> None:
-    for rank, one in enumerate(four[1]):
-        told = dict(one["by_torch"])
-        gathered = told.pop("gathered", "")
-        assert gathered.startswith("ValueError: state_dict: w, in blocks of 4 shards, must be DTensors on 4") == (
-            not rank
-        )
-        refused, unsharded, wrong = (told.pop(key) for key in ("refused", "unsharded", "wrong"))
+def test_by_torch_on_as_many_ranks_every_bit_comes_back(four: tuple[Path, list[dict[str, Any]]]) -> None:
+    """By a whole state from the first rank, in parts, and flattened; where blocks align and where they do not."""
+    for told in four[1]:
+        for case, found in told["by_torch"].items():
+            assert found == [([], True)] * len(found), case
+
+
+def test_by_torch_on_another_number_of_ranks(
+    four: tuple[Path, list[dict[str, Any]]], two: list[dict[str, Any]]
+) -> None:
+    """From four to two and to one, and from two to one: whole, and in place by names.
+
+    Bit for bit where blocks align; elsewhere encoded anew, and that is said.
+    """
+    kept = torch.load(four[0] / "by_torch" / "full.pt")
+    for storage, block in BY_TORCH:
+        found = [told["from_torch"][storage, block] for told in two]
+        weights, state, decoded = kept[storage, block]
+        alone = [found[0].pop("alone"), on_one(storage, block, weights, state, decoded)]
+        assert all(one["flat"] and one["flat said"] == one["said"] for one in found), (storage, block)
+        for one in (*found, *alone):
+            if block == BLOCKS[0]:
+                assert (one["said"], one["off"]) == ([], 0), (storage, block)
+                assert one.get("twin", True), (storage, block)
+            else:
+                assert "encoded moments anew, whose blocks were those of other shards (long" in one["said"][0]
+                assert 0 < one["off"] < 0.15
+
+
+def test_by_hand(four: tuple[Path, list[dict[str, Any]]]) -> None:
+    for told in (dict(one["by_hand"]) for one in four[1]):
+        unsharded, wrong = told.pop("unsharded"), told.pop("wrong")
         assert all(told.values()), told
-        assert refused.startswith(
-            "ValueError: state_dict: long must be in blocks of 4 shards, got those of 5 shards"
-        )
         assert wrong == "ValueError: state_dict: 'weight.lo' of long must have shape (33, 64), got (3,)"
         assert unsharded.startswith("ValueError: state_dict: the state of long must be full tensors")
 
@@ -157,7 +182,7 @@ def test_meshes_of_two_dimensions(four: tuple[Path, list[dict[str, Any]]]) -> No
 
 def test_stepping_in_the_backward_pass(two: list[dict[str, Any]]) -> None:
     for told in two:
-        assert told["in_backward"] == [True] * 4
+        assert told["in_backward"] == [True] * 8
 
 
 def test_muon_sees_whole_matrices(four: tuple[Path, list[dict[str, Any]]]) -> None:

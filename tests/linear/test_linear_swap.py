@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -136,12 +137,19 @@ def test_tied_weights_stay_tied_and_shared_modules_are_swapped_once() -> None:
 
 def test_what_is_kept_has_a_reason() -> None:
     class Odd(nn.Linear):
-        pass
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input).relu()
+
+    class Watched(nn.Linear):
+        def __getattr__(self, name: str) -> Tensor:
+            return super().__getattr__(name)
 
     model = nn.ModuleDict({
         "plain": nn.Linear(16, 16),
         "small": nn.Linear(16, 15),
         "odd": Odd(16, 16),
+        "watched": Watched(16, 16),
+        "lazy": nn.LazyLinear(16),
         "parametrized": nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)),
         "hooked": nn.utils.spectral_norm(nn.Linear(16, 16)),
         "pruned": prune.identity(nn.Linear(16, 16), "weight"),
@@ -156,7 +164,9 @@ def test_what_is_kept_has_a_reason() -> None:
     assert report.swapped == ["plain"]
     assert report.kept == {
         "small": "15 features, fewer than 16",
-        "odd": "is a Odd",
+        "odd": "is a Odd, whose class has a forward of its own (subclasses=True swaps it)",
+        "watched": "is a Watched, whose class has a __getattr__ of its own",
+        "lazy": "has no weight yet: run the model once before",
         "parametrized": "is parametrized: its weight is computed anew",
         "hooked": "is parametrized: its weight is computed anew",
         "pruned": "is parametrized: its weight is computed anew",
@@ -170,11 +180,62 @@ def test_what_is_kept_has_a_reason() -> None:
     }
     text = str(report)
     assert "swapped: 1 (int8 real)\n  plain\n" in text
-    assert "kept: 12\n  small               15 features, fewer than 16\n" in text
+    assert "kept: 14\n  small               15 features, fewer than 16\n" in text
     report.undo()
     report.undo()
     assert model["planned"].plan == ng.linear.LLM_INT8
-    assert swap_linears(model, SWITCHBACK, min_features=15).swapped[:2] == ["plain", "small"]
+    report = swap_linears(model, SWITCHBACK, min_features=15, subclasses=True)
+    assert report.swapped[:3] == ["plain", "small", "odd"]
+    assert report.kept["patched"] == "has a forward of its own"
+
+
+class Named(nn.Linear):
+    """A subclass as frameworks have them: another constructor, methods and attributes, the same forward pass."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        super().__init__(**sizes)
+        self.label = "first"
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 0.5)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, label={self.label}"
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_subclass_that_computes_what_a_linear_layer_does_stays_what_it_was(tmp_path: Path) -> None:
+    model = nn.Sequential(Named({"in_features": 16, "out_features": 32}), nn.Tanh(), nn.Linear(32, 16))
+    layer, state, x = model[0], copy.deepcopy(model.state_dict()), torch.randn(4, 16)
+    plan = ng.linear.TENSORWISE_FP8.with_moving_average()
+    report = swap_linears(model, plan)
+    assert (report.swapped, report.kept) == (["0", "2"], {})
+    assert model[0] is layer
+    assert isinstance(layer, Named)
+    assert isinstance(layer, LowPrecisionLinear)
+    assert repr(layer).startswith(
+        "LowPrecisionNamed(in_features=16, out_features=32, bias=True, label=first, plan="
+    )
+    assert layer.forward.__func__ is LowPrecisionLinear.forward
+    torch.save(model, tmp_path / "model.pt")
+    copies = copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)
+    for one in (model, *copies):
+        assert type(one[0]) is type(layer)
+        assert (one[0].label, one[0].plan) == ("first", plan)
+        assert one.state_dict().keys() == state.keys()
+        one.load_state_dict(state)
+    assert torch.equal(copies[0](x), copies[1](x))
+    layer.reset_parameters()
+    assert bool((layer.weight == 0.5).all())
+    twin = nn.Sequential(Named({"in_features": 16, "out_features": 32}))
+    swap_linears(twin, SWITCHBACK)
+    assert type(twin[0]) is type(layer)
+    for plan in (SWITCHBACK, ng.linear.HIGH_PRECISION):
+        twin[0].set_plan(plan)
+        wanted = LowPrecisionLinear.from_linear(twin[0], plan)(x)
+        assert torch.equal(torch.compile(twin, fullgraph=True, backend="eager")(x), wanted)
+    report.undo()
+    assert type(layer) is Named
 
 
 def test_a_weight_that_an_attention_reads_by_itself_is_kept() -> None:

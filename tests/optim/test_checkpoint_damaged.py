@@ -107,7 +107,6 @@ HOSTILE = [
         lambda s: put(s, m=torch.zeros(7, 13, device="meta")),
         "'m' in the state of 1 must be of dense real numbers, got torch.float32",
     ),
-    (lambda s: put(s, shards=torch.tensor(4)), r"'shards' of odd must be two integers, got a tensor"),
 ]
 
 

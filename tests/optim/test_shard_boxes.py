@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from narrowgauge.formats import random_bits, random_halves
 from narrowgauge.optim import AdamW
-from narrowgauge.optim._sharded_state import Chunks, from_dtensors, whole_state
+from narrowgauge.optim._sharded_state import Chunks, whole_state
 from narrowgauge.optim._sharding import Shard
+from narrowgauge.optim._state_shapes import from_shapes
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -89,8 +90,6 @@ def test_words_are_put_together_from_boxes(states: str) -> None:
             )
         assert whole_state(Chunks(list(zip(shards, blocks, strict=True)), {}), 32) is None
     plan = optimizer.plan_of(ps[0])
-    found, decoded = from_dtensors(
-        ps[0], plan, Chunks(list(zip(shards, words, strict=True)), {}), 16, lambda *_: {}
-    )
+    found, decoded = from_shapes(ps[0], plan, Chunks(list(zip(shards, words, strict=True)), {}), 16, lambda *_: {})
     assert not decoded
     assert found.keys() == {key for key, value in whole.items() if value.dim()}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.utils.checkpoint import checkpoint
 
 from narrowgauge import optim
@@ -223,6 +224,21 @@ def test_weights_shared_by_reentrant_checkpoints_are_found_out() -> None:
         train(model, optimizer, range(3))
         ends.append(model)
     assert same(*ends)
+
+
+def test_a_run_resumes_through_torchs_distributed_checkpoints() -> None:
+    """Which make an optimizer's states by a step with zero gradients and a learning rate of 0."""
+    model, fresh = Tied().bfloat16(), Tied().bfloat16()
+    stepping, resumed = (step_in_backward(one, optim.AdamW8bit, lr=1e-2, **BF16) for one in (model, fresh))
+    train(model, stepping, range(2))
+    saved = copy.deepcopy(get_state_dict(model, stepping))
+    train(model, stepping, range(2, 4))
+    before = copy.deepcopy(fresh)
+    get_state_dict(fresh, resumed)
+    assert same(before, fresh)
+    set_state_dict(fresh, resumed, model_state_dict=saved[0], optim_state_dict=saved[1])
+    train(fresh, resumed, range(2, 4))
+    assert same(model, fresh)
 
 
 def test_gradients_from_elsewhere_are_found_out() -> None:

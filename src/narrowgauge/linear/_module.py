@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, SupportsIndex, cast
 
 import torch
 from torch import Tensor, nn
@@ -122,6 +123,32 @@ class LowPrecisionLinear(PlannedModule, nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, plan={self.plan.title!r}"
+
+
+@functools.cache
+def planned_class(kind: Any) -> type[LowPrecisionLinear]:
+    """The class of a layer with a plan that stays an instance of a subclass of `nn.Linear`; one for each subclass.
+
+    Its forward pass is that of `LowPrecisionLinear`; all else is the subclass's. Pickles and copies name the
+    subclass, from which this class is made again.
+    """
+    if kind is nn.Linear:
+        return LowPrecisionLinear
+    namespace = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__reduce_ex__": _reduce}
+    made = type(f"LowPrecision{kind.__name__}", (LowPrecisionLinear, kind), {**namespace, "_planned": kind})
+    return cast(type[LowPrecisionLinear], made)
+
+
+def _reduce(layer: Any, protocol: SupportsIndex) -> Any:
+    kind = type(layer)
+    reduced: Any = super(kind._planned, layer).__reduce_ex__(protocol)
+    # A class that was derived from this one since (by a parametrization, FSDP2) is pickled as it says itself.
+    return (_empty, (kind._planned,), *reduced[2:]) if "_planned" in vars(kind) else reduced
+
+
+def _empty(kind: Any) -> LowPrecisionLinear:
+    made = planned_class(kind)
+    return made.__new__(made)
 
 
 class LowPrecisionConv1D(PlannedModule):

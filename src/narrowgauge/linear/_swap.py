@@ -1,7 +1,8 @@
 """Swapping the linear layers of a model in place for layers with a plan.
 
 A swapped layer stays the same object with the same parameters; only its class changes. So everything that refers to
-it keeps working: optimizers, tied weights, modules that occur twice, hooks. Undoing restores the class.
+it keeps working: optimizers, tied weights, modules that occur twice, hooks. Undoing restores the class. For a
+subclass of `nn.Linear` with the same forward pass the new class derives from it too: the layer stays an instance.
 
 All decisions are made before the first layer is swapped, so that an error, or an interrupted measurement, leaves
 the model as it was.
@@ -12,16 +13,17 @@ from __future__ import annotations
 import fnmatch
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
 
 from narrowgauge._arguments import Flag, Size, check, check_instance
 from narrowgauge.linear._attention import LowPrecisionMultiheadAttention
-from narrowgauge.linear._module import LowPrecisionConv1D, LowPrecisionLinear, PlannedModule
+from narrowgauge.linear._module import LowPrecisionConv1D, LowPrecisionLinear, PlannedModule, planned_class
 from narrowgauge.linear._plan import LinearPlan
 from narrowgauge.linear._tune import LayerKind, speedups
 
@@ -110,11 +112,13 @@ def swap_linears(
     *,
     tokens: int | Mapping[str, int] | None = None,
     launched: bool = True,
+    subclasses: bool = False,
 ) -> SwapReport:
     """Let the linear layers of a model compute by a plan, in place.
 
     Layers are `nn.Linear` and transformers' `Conv1D`, and the projections of `nn.MultiheadAttention`, which becomes
-    a `LowPrecisionMultiheadAttention`. Parameters, their names and shapes stay, so checkpoints load both ways.
+    a `LowPrecisionMultiheadAttention`. Parameters, their names and shapes stay, so checkpoints load both ways. A
+    subclass of `nn.Linear` that computes what `nn.Linear` does is swapped too, and stays an instance of its class.
 
     With `tokens`, layers that are slower than nn.Linear are kept, by the table of `narrowgauge.linear._tune` in the
     user's cache folder (``speedups.json``). A kind of layer that is missing there is measured, forward and backward
@@ -133,6 +137,8 @@ def swap_linears(
         launched: whether measured layers are launched one by one from Python, as in eager training, where that can
             take longer than the GPU's work. False if the model is compiled or replayed from a CUDA graph: then the
             GPU's time alone counts. On a CPU both are the same.
+        subclasses: True to swap every subclass of `nn.Linear`, whatever its `forward` does: you know that it
+            computes no more than `nn.Linear`. A layer with a `forward` of its own, not of its class, stays.
 
     Returns:
         The swapped layers, the kept ones and why; `undo()` restores all.
@@ -146,10 +152,11 @@ def swap_linears(
         raise ValueError(f"keep must be a list of names such as ('lm_head',), got {keep!r}")
     if not check("launched", launched, Flag) and tokens is None:
         raise ValueError("launched must be True without tokens, got False: no layer is measured")
+    check("subclasses", subclasses, Flag)
     rows, patterns = _rows_by_name(tokens), tuple(keep)
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     given = (*(patterns if keep is not _KEEP else ()), *rows)
-    unknown = [pattern for pattern in given if not any(_matches(name, pattern) for name in names)]
+    unknown = [pattern for pattern in given if not any(matches(name, pattern) for name in names)]
     if unknown:
         warnings.warn(
             f"swap_linears: no module of the model is called {', '.join(map(repr, unknown))}; "
@@ -157,7 +164,7 @@ def swap_linears(
             stacklevel=2,
         )
     report = SwapReport(plan)
-    found = list(_candidates(model, patterns, min_features))
+    found = list(_candidates(model, patterns, min_features, subclasses))
     slow = {} if tokens is None else _slow(found, rows, plan, report, launched)
     for one in found:
         reason = one.reason or slow.get(one.name)
@@ -194,7 +201,9 @@ class _Candidate:
     reason: str | None  # why it is kept; None if it can be swapped
 
 
-def _candidates(model: nn.Module, keep: tuple[str, ...], min_features: int) -> Iterator[_Candidate]:
+def _candidates(
+    model: nn.Module, keep: tuple[str, ...], min_features: int, subclasses: bool
+) -> Iterator[_Candidate]:
     """All modules of a model that multiply by a weight; an attention comes before its layers."""
     names: dict[nn.Module, list[str]] = {}  # a module that occurs twice has two
     for name, module in model.named_modules(remove_duplicate=False):
@@ -206,13 +215,18 @@ def _candidates(model: nn.Module, keep: tuple[str, ...], min_features: int) -> I
             continue
         parent = modules.get(name.rpartition(".")[0]) if name else None
         holder = parent if isinstance(parent, nn.MultiheadAttention) else None
-        reason = _why_kept(names[module], module, becomes, holder, keep, min_features)
+        reason = _why_kept(names[module], module, becomes, holder, keep, min_features, subclasses)
         if reason is None and _only_read(name, parent):
             reason = _READ_WITH_BIASES
+        if reason is None and becomes is LowPrecisionLinear and holder is None:
+            try:
+                becomes = planned_class(cast(Hashable, type(module)))
+            except TypeError as error:
+                reason = f"is a {type(module).__name__}, from which no class can be derived: {error}"
         yield _Candidate(name, module, becomes, holder, reason)
 
 
-def _matches(name: str, pattern: str) -> bool:
+def matches(name: str, pattern: str) -> bool:
     """Whether a pattern with ``*`` is a module's name, its last part, or the name of a module around it."""
     return (
         fnmatch.fnmatchcase(name, pattern)
@@ -244,12 +258,12 @@ def _only_read(name: str, parent: nn.Module | None) -> bool:
 
 def _why_kept(
     names: list[str], module: Any, becomes: type[PlannedModule], holder: nn.Module | None, keep: tuple[str, ...],
-    min_features: int,
+    min_features: int, subclasses: bool,
 ) -> str | None:  # fmt: skip
     if isinstance(module, PlannedModule):
         return f"has a plan already: {module.plan.title}"
     for pattern in keep:
-        if any(_matches(name, pattern) for name in names):
+        if any(matches(name, pattern) for name in names):
             return f"named in keep: {pattern!r}"
     # With torch's older hooks (weight norm, pruning) the weight is an attribute, not a parameter.
     weight = module._parameters.get(becomes.WEIGHT)
@@ -257,14 +271,15 @@ def _why_kept(
         weight is None and isinstance(getattr(module, becomes.WEIGHT, None), Tensor)
     ):
         return "is parametrized: its weight is computed anew"
-    expected: dict[type[PlannedModule], Any] = {
-        LowPrecisionConv1D: type(module),  # checked by name
-        LowPrecisionMultiheadAttention: nn.MultiheadAttention,
-        LowPrecisionLinear: nn.Linear if holder is None else NonDynamicallyQuantizableLinear,
-    }
-    if type(module) is not expected[becomes]:
-        own = "" if isinstance(module, nn.Linear) else ", which multiplies by in_proj_weight without a layer"
-        return f"is a {type(module).__name__}{own}"
+    if weight is not None and is_lazy(weight):
+        return "has no weight yet: run the model once before"
+    name = type(module).__name__
+    if becomes is LowPrecisionMultiheadAttention and type(module) is not nn.MultiheadAttention:
+        return f"is a {name}, which multiplies by in_proj_weight without a layer"
+    if holder is not None and type(module) is not NonDynamicallyQuantizableLinear:
+        return f"is a {name}"
+    if becomes is LowPrecisionLinear and (own := _own_ways(type(module), subclasses)) is not None:
+        return f"is a {name}, {own}"
     if "forward" in vars(module):
         return "has a forward of its own"
     if becomes is LowPrecisionMultiheadAttention:
@@ -272,10 +287,25 @@ def _why_kept(
             return "has projections of different sizes (kdim, vdim)"
         if module.bias_k is not None or module.add_zero_attn:
             return "attends to keys that it adds (add_bias_kv, add_zero_attn)"
+    if weight is None:
+        return "has no weight"
     if not weight.is_floating_point():
         return "its weight is not of floats"
     smallest = min(weight.shape)
     return f"{smallest} features, fewer than {min_features}" if smallest < min_features else None
+
+
+def _own_ways(kind: type[nn.Module], subclasses: bool) -> str | None:
+    """What a subclass of `nn.Linear` does otherwise than `nn.Linear` when it is called; None for nothing."""
+    # By name: FSDP2 is imported by those who use it.
+    if any(base.__name__ == "FSDPModule" for base in kind.__mro__):
+        return "wrapped by fully_shard already: swap before"
+    for name in ("__torch_function__", "__getattribute__", "__getattr__", "__call__", "_call_impl"):
+        if getattr(kind, name, None) is not getattr(nn.Linear, name, None):
+            return f"whose class has a {name} of its own"
+    if kind.forward is not nn.Linear.forward and not subclasses:
+        return "whose class has a forward of its own (subclasses=True swaps it)"
+    return None
 
 
 def _slow(
@@ -294,7 +324,7 @@ def _slow(
                 f"tokens must be None for a model on the meta device, got {next(iter(rows.values()))} and "
                 f"{one.name!r} there: measuring needs the device of the training"
             )
-        b = next((b for pattern, b in rows.items() if _matches(one.name, pattern)), None)
+        b = next((b for pattern, b in rows.items() if matches(one.name, pattern)), None)
         if b is None:
             slow[one.name] = "not measured: tokens has no name that fits"
         else:

@@ -35,8 +35,8 @@ from narrowgauge.optim._checkpoint_convert import Notes, StateReader
 from narrowgauge.optim._checkpoint_foreign import VERSION_KEY, layout_of
 from narrowgauge.optim._options import LIMIT, check_limits
 from narrowgauge.optim._plan import ParamPlan, plan_param, slot_storages
-from narrowgauge.optim._sharded_state import from_dtensors
 from narrowgauge.optim._sharding import local
+from narrowgauge.optim._state_shapes import from_shapes
 from narrowgauge.rules import Rule
 from narrowgauge.storage import StateStorage
 
@@ -147,7 +147,7 @@ def read_checkpoint(
                 continue
             likely = (_marked(plan), declared) if plan.kind[1] is not None else (declared,)
             reader = StateReader(optimizer, plan, local(p), entry, likely, old["block_size"], notes)
-            found, decoded = from_dtensors(p, plan, entry, old["block_size"], reader.moments_of)
+            found, decoded = from_shapes(p, plan, entry, old["block_size"], reader.moments_of)
             if decoded:
                 notes.add("encoded moments anew, whose blocks were those of other shards", plan.name)
             if found and (ours := to_state(plan, found)):

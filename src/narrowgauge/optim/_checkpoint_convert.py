@@ -89,13 +89,14 @@ class StateReader:
             self.notes.add(f"dropped {key!r}, which {self.optimizer} does not keep", self.plan.name)
         return fresh
 
-    def moments_of(self, box: Shard, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The moments of another box of the parameter that are stored as codes, decoded, by slot.
+    def moments_of(self, box: Shard, saved: Mapping[str, Tensor], block_size: int) -> dict[str, Tensor]:
+        """The moments of a box of the parameter that are stored as codes, decoded, by slot.
 
-        `saved` has the box's tensors, those of normalizers among them.
+        `saved` has the box's tensors, those of normalizers among them, in blocks of `block_size`.
         """
         part = torch.empty(box.sizes, dtype=self.p.dtype, device=self.p.device)
-        reader = replace(self, plan=self.plan.with_inactive(saved), p=part, entry=saved)
+        plan = self.plan.with_inactive(saved)
+        reader = replace(self, plan=plan, p=part, entry=saved, block_size=block_size)
         slots = [slot for slot in reader.plan.slots if f"{slot.slot.name}.codes" in saved]
         for slot in slots:
             reader._check(slot)

@@ -40,8 +40,9 @@ from narrowgauge.optim._options import (
 )
 from narrowgauge.optim._plan import ParamPlan, kind_of, plan_param
 from narrowgauge.optim._preview import ParameterView, QuantizedMoment, preview
-from narrowgauge.optim._sharded_state import to_dtensors
+from narrowgauge.optim._sharded_state import to_pieces
 from narrowgauge.optim._sharding import as_shared, is_shared, local
+from narrowgauge.optim._state_shapes import to_shapes
 from narrowgauge.optim._stats import StepStats
 from narrowgauge.optim._verdict import Arrival, StepRequest, Unscaling, clipping
 from narrowgauge.rules import Rule, cautious, clipped
@@ -542,24 +543,33 @@ class NarrowOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state, as torch's optimizers give it.
 
-        States of sharded parameters are DTensors, each rank's part in its place; see docs/distributed.md.
+        States of sharded parameters are DTensors, in shapes that are the same on any number of ranks; see
+        docs/distributed.md.
         """
+        return self._state_dict(to_shapes)
+
+    def state_in_pieces(self) -> dict[str, Any]:
+        """The same, with each rank's tensors as they are, for the checkpoints of `narrowgauge.distributed`."""
+        return self._state_dict(to_pieces)
+
+    def _state_dict(self, shown: Callable[[Any, ParamPlan, dict[str, Tensor]], dict[str, Any]]) -> dict[str, Any]:
         plans = self.plans(lazy=True)
         if not any(is_shared(p) for p, _ in plans):
             return super().state_dict()
+
+        def show(_: torch.optim.Optimizer, found: dict[str, Any]) -> None:
+            states = found["state"]
+            for group, packed in zip(self.param_groups, found["param_groups"], strict=True):
+                for p, identity in zip(group["params"], packed["params"], strict=True):
+                    if identity in states and is_shared(p):
+                        states[identity] = shown(p, self._engine.plans[p], states[identity])
+
         # Shown as DTensors before other hooks see it.
-        handle = self.register_state_dict_post_hook(lambda _, found: self._show_shared(found), prepend=True)
+        handle = self.register_state_dict_post_hook(show, prepend=True)
         try:
             return super().state_dict()
         finally:
             handle.remove()
-
-    def _show_shared(self, state_dict: dict[str, Any]) -> None:
-        states = state_dict["state"]
-        for group, packed in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            for p, identity in zip(group["params"], packed["params"], strict=True):
-                if identity in states and is_shared(p):
-                    states[identity] = to_dtensors(p, self._engine.plans[p], states[identity])
 
     @torch.no_grad()
     def _take(self, checkpoint: Checkpoint) -> None:

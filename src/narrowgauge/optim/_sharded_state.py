@@ -1,15 +1,16 @@
-"""States of sharded parameters in a `state_dict`: local tensors to DTensors, and back.
+"""States of sharded parameters as pieces, one a rank, and a state put together from the pieces of other ranks.
 
-A reader of a state must know which part of the whole a rank holds. A tensor with an item per element (a float
-moment, a low word, 8-bit codes) becomes a DTensor of its parameter's shape, cut as that is. Tensors with an item
-per block or per pair of elements (scales, 4-bit codes) have no such shape: blocks begin with the shard, and its
-last block may be short. They become DTensors cut along dimension 0. Each rank pads its part with zeros to the
-length of the largest. torch's checkpoints and `get_optimizer_state_dict` take these on the same number of ranks.
+A checkpoint of this library (`narrowgauge.distributed`) writes what each rank has, as it is. A tensor with an item
+per element (a float moment, a low word, 8-bit codes) becomes a DTensor of its parameter's shape, cut as that is.
+Tensors with an item per block or per pair of elements (scales, 4-bit codes) begin with the shard, whose last block
+may be short. They become DTensors cut along dimension 0; each rank pads its part with zeros to the longest part. A
+reader knows each piece's box from the parameter's pieces.
 
-On another number of ranks blocks may begin elsewhere, and items would belong to other elements. So the state also
-gets ``shards``: the number of shards and the elements of the largest. It is left out if every shard's blocks are
-blocks of the whole parameter. A state that was written for other shards is assembled from its boxes (`Chunks`):
-copied block by block if the blocks here are the same, else decoded and encoded again.
+On another number of ranks blocks may begin elsewhere, and items would belong to other elements. A state that was
+written for other shards is assembled from its boxes (`Chunks`): copied block by block if the blocks here are the
+same, else decoded and encoded again.
+
+A `state_dict` has other shapes, which torch's tools can move by themselves: see `_state_shapes`.
 """
 
 from __future__ import annotations
@@ -22,18 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge._arguments import shown
 from narrowgauge.optim._plan import ParamPlan
 from narrowgauge.optim._sharding import Shard, as_shared, is_shared, is_split, local
 
-# The key, in a state_dict, of the number of shards and the elements of the largest.
-SHARDS = "shards"
 _CODES = "codes"
-_REARRANGES = "narrowgauge.distributed.load_checkpoint rearranges blocks"
 
 Tensors = Mapping[str, Tensor]
-# Decodes a box's moments that are stored in blocks: float32, by slot, in the box's sizes.
-Reader = Callable[[Shard, Tensors], Mapping[str, Tensor]]
+# Decodes a box's moments that are stored in blocks of a size: float32, by slot, in the box's sizes.
+Reader = Callable[[Shard, Tensors, int], Mapping[str, Tensor]]
 
 
 class Chunks(dict[str, Any]):
@@ -88,53 +85,23 @@ def _items(plan: ParamPlan, numel: int) -> dict[str, int]:
     return found
 
 
-def to_dtensors(p: Any, plan: ParamPlan, state: Tensors) -> dict[str, Any]:
-    """A parameter's state as `state_dict` gives it."""
+def to_pieces(p: Any, plan: ParamPlan, state: Tensors) -> dict[str, Any]:
+    """A parameter's state as a checkpoint of this library writes it."""
     if not is_shared(p):
         return dict(state)
-    here, most = local(p), largest(p)
-    items = _items(plan, most) if plan.shard is not None else {}
+    here = local(p)
+    items = _items(plan, largest(p)) if plan.shard is not None else {}
     given: dict[str, Any] = {}
     for key, x in state.items():
         if key in items:
             padding = items[key] - len(x)
             pad = (0, 0) * (x.dim() - 1) + (0, padding)
             given[key] = _along(p, torch.nn.functional.pad(x, pad) if padding else x)
-        elif _has_items(x) and x.shape == here.shape:
+        elif has_items(x) and x.shape == here.shape:
             given[key] = as_shared(p, x)
         else:
             given[key] = x
-    if items and plan.shard is not None:
-        block_size = next(slot.block_size for slot in (*plan.slots, *plan.inactive))
-        if (layout := _layout(p, plan.shard, block_size)) is not None:
-            given[SHARDS] = torch.tensor(layout, dtype=torch.int64)
     return given
-
-
-def _layout(p: Any, shard: Shard, block_size: int) -> list[int] | None:
-    """The number of shards and the elements of the largest; None if all their blocks are the whole parameter's."""
-    return None if shard.count == 1 or _aligned_everywhere(p, block_size) else [shard.count, largest(p)]
-
-
-def _saved_layout(name: str, entry: Mapping[str, Any]) -> list[int] | None:
-    """The same as a saved state says it."""
-    if SHARDS not in entry:
-        return None
-    said = local(entry[SHARDS])
-    if not isinstance(said, Tensor) or said.shape != (2,) or said.is_floating_point():
-        raise ValueError(f"state_dict: {SHARDS!r} of {name} must be two integers, got {shown(said)}")
-    layout: list[int] = said.tolist()
-    return layout if layout[0] > 1 else None
-
-
-def _aligned_everywhere(p: Any, block_size: int) -> bool:
-    """Whether the blocks of all shards are blocks of the whole parameter; the same answer on all ranks."""
-    # True only for a parameter cut along dimension 0, by one mesh dimension, into runs of whole blocks.
-    if any(is_split(one) and (one.dim != 0 or type(one).__name__ != "Shard") for one in p.placements):
-        return False
-    runs = [size for size, one in zip(p.device_mesh.shape, p.placements, strict=True) if is_split(one)]
-    rows = -(-p.shape[0] // runs[0])
-    return len(runs) == 1 and rows * math.prod(p.shape[1:]) % block_size == 0
 
 
 def _along(p: Any, x: Tensor) -> Any:
@@ -146,57 +113,12 @@ def _along(p: Any, x: Tensor) -> Any:
     return type(p.data).from_local(x, p.device_mesh, placements, run_check=False)
 
 
-def from_dtensors(
-    p: Any, plan: ParamPlan, entry: Mapping[str, Any], block_size: int, read: Reader
-) -> tuple[dict[str, Any], bool]:
-    """The local part of a saved state: a result of `to_dtensors`, `Chunks`, or a whole state.
-
-    `block_size` is that of the saved state; `read` decodes the moments of a box.
-
-    Returns:
-        The local tensors, and whether moments had to be decoded.
-    """
-    if isinstance(entry, Chunks):
-        return _assembled(p, plan, entry, block_size, read)
-    distributed, layout = any(map(is_shared, entry.values())), _saved_layout(plan.name, entry)
-    if layout is not None and not distributed:
-        raise ValueError(
-            f"state_dict: {plan.name}, in blocks of {layout[0]} shards, must be DTensors on {layout[0]} ranks, got "
-            f"full tensors; {_REARRANGES}"
-        )
-    entry = {key: value for key, value in entry.items() if key != SHARDS}
-    if not is_shared(p):
-        if distributed:
-            raise ValueError(
-                f"state_dict: the state of {plan.name} must be full tensors, as its parameter is, got DTensors; "
-                f"{_REARRANGES}"
-            )
-        return entry, False
-    if plan.shard is not None and not distributed and any(map(_has_items, entry.values())):
-        common = {key: value for key, value in entry.items() if not _has_items(value)}
-        saved = {key: value for key, value in entry.items() if key not in common}
-        return _assembled(p, plan, Chunks([(Shard.whole(p.shape), saved)], common), block_size, read)
-    found = {key: local(value) for key, value in entry.items()}
-    if plan.shard is None:
-        return found, False
-    blocks = {key for key in in_blocks(found) if _has_items(found[key])}
-    if blocks and layout != _layout(p, plan.shard, block_size):
-        was = f"{layout[0]} shards" if layout is not None else "shards whose blocks are the whole parameter's"
-        raise ValueError(
-            f"state_dict: {plan.name} must be in blocks of {plan.shard.count} shards, got those of {was}; "
-            f"{_REARRANGES}"
-        )
-    # In whole shapes: a shard's codes of two a byte may have its own shape by chance.
-    packed = {key for key in blocks if key.endswith(f".{_CODES}") and entry[key].shape != p.shape}
-    return found | without_padding(plan.shard, {key: found[key] for key in blocks}, packed, block_size), False
-
-
-def _has_items(value: Any) -> bool:
+def has_items(value: Any) -> bool:
     """Whether an entry is a tensor of elements or blocks, not a count."""
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def _assembled(
+def assembled(
     p: Tensor, plan: ParamPlan, chunks: Chunks, block_size: int, read: Reader
 ) -> tuple[dict[str, Any], bool]:
     """The state of the local box, from the states of other boxes."""
@@ -220,12 +142,12 @@ def _assembled(
         return made | joined, False
     # The unit of a moment may be the root of another that has an item per element. Outside of `mine` it is zero,
     # where nothing is taken from what is decoded by it.
-    beside = {k: x for k, x in made.items() if _has_items(x) and x.shape == mine.sizes and "weight." not in k}
+    beside = {k: x for k, x in made.items() if has_items(x) and x.shape == mine.sizes and "weight." not in k}
     decoded = []
     for box, saved in chunks.sources:
         if _intersection(box, mine) is not None:
             more = {key: _boxed(box, [(mine, x)]) for key, x in beside.items() if key not in saved}
-            decoded.append((box, read(box, {**more, **saved})))
+            decoded.append((box, read(box, {**more, **saved}, block_size)))
     for slot in sorted({key.rpartition(".")[0] for key in blocks}):
         parts = [(box, moments[slot]) for box, moments in decoded if slot in moments]
         made[slot] = _boxed(mine, parts) if parts else torch.empty(mine.sizes)  # no elements

@@ -203,7 +203,15 @@ class InBackward:
         self._stepped.add(p)
 
     def end(self) -> None:
-        """End a step, all of whose parameters have moved already; refuse a gradient that no hook was called for."""
+        """End a step, all of whose parameters have moved already; refuse a gradient that no hook was called for.
+
+        The exception is a first step with a learning rate of 0. It moves nothing, and is how torch's and
+        torchtitan's distributed checkpoints have an optimizer make its states.
+        """
+        optimizer = self._optimizer
+        if not (self._stepped or optimizer.state or any(group["lr"] for group in optimizer.param_groups)):
+            optimizer.take_step()
+            return
         self._stepped.clear()
         left = [self._optimizer.plan_of(p).name for p in self._numbers if p.grad is not None]
         if left:

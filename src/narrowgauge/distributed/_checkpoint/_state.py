@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from narrowgauge._module_names import clean_name, unwrap_model
 from narrowgauge.distributed._offload import CPUOffload
 from narrowgauge.optim import NarrowOptimizer, QuantizedGradients
-from narrowgauge.optim._sharded_state import SHARDS, Chunks, in_blocks
+from narrowgauge.optim._sharded_state import Chunks, in_blocks
 
 from ._format import DTYPE_NAMES, Manifest, decode_value, encode_value, tensor_keys
 
@@ -105,7 +105,8 @@ def _optimizer_values(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
     names = parameter_names(model, optimizer)
-    state_dict = optimizer.state_dict()
+    ours = optimizer if isinstance(optimizer, NarrowOptimizer) else None
+    state_dict = ours.state_in_pieces() if ours is not None else optimizer.state_dict()
     sharded: set[str] = set()
     identities: dict[Any, str] = {}
     for group, packed, named in zip(optimizer.param_groups, state_dict["param_groups"], names, strict=True):
@@ -125,7 +126,6 @@ def _optimizer_values(
         pairs = [
             [key, encode_value(value, f"optimizer: {key!r} of {name}", f"optimizer/{name}/{key}", tensors)]
             for key, value in entry.items()
-            if key != SHARDS  # the manifest's pieces say that
         ]
         states.append([name, {"dict": pairs}])
     groups = []
