@@ -39,8 +39,12 @@ TABLE["cli"] = set(TABLE)
 # The package's own __init__ shows the rooms of the library, not its programs.
 TOP = set(TABLE) - {"integrations", "trainers", "cli"}
 
-# One function of the library hands over to the program: a page needs what the library does without.
-HANDED_OVER = {("gauges/_report.py", "narrowgauge.cli._report._run_page.write_run_report")}
+# What hands over to a program: pages need what the library does without, and comparisons train.
+HANDED_OVER = {
+    ("gauges/_report.py", "narrowgauge.cli._report._run_page.write_run_report"),
+    ("trainers/_comparison.py", "narrowgauge.cli._results.save"),
+    ("__init__.py", "narrowgauge.trainers._comparison.compare"),
+}
 
 # What may be imported from outside beside the standard library. The programs bring what they need; triton and the
 # peers that benchmarks compare with are nobody's to import (kernels excepted, for triton).

@@ -58,9 +58,8 @@ class Training:
     @property
     def settings(self) -> Settings:
         """The library's settings of a run."""
-        return Settings(
-            self.steps, self.batch, self.sequence, self.lr, self.warmup, beta2=self.beta2, gauge_every=0
-        )  # fmt: skip
+        options = {"betas": (0.9, self.beta2), "eps": 1e-8, "weight_decay": 0.1}
+        return Settings(self.steps, self.lr, self.warmup, decay_all=True, gauge_every=0, options=options)
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,12 +7,12 @@ takes on a GPU before there is one: bytes by what they hold, the peak of a step,
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from narrowgauge.recipes._recipe import Recipe, cast, get, names
+from narrowgauge.recipes._recipe import Recipe, cast, get, names, parse, register
 
 if TYPE_CHECKING:
     from narrowgauge.recipes._plan import MemoryPlan, plan_memory
 
-__all__ = ["MemoryPlan", "Recipe", "cast", "get", "names", "plan_memory"]
+__all__ = ["MemoryPlan", "Recipe", "cast", "get", "names", "parse", "plan_memory", "register"]
 _LAZY = ("MemoryPlan", "plan_memory")
 
 
