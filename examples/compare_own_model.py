@@ -1,6 +1,6 @@
 """Compare recipes on a model of your own: what each gives, what it costs, and how sure that is.
 
-    python examples/compare_own_model.py            # prints a table, writes runs/digits/report.html
+    python examples/compare_own_model.py            # prints a table, writes runs/own/report.html
     python examples/compare_own_model.py --smoke    # the same in a few seconds
 
 Replace `make_model`, `loss` and the data with yours; the rest stays.
@@ -40,7 +40,7 @@ def data(examples: int) -> TensorDataset:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="a few steps")
-    parser.add_argument("--out", default="runs/digits", help="folder for results.json and report.html")
+    parser.add_argument("--out", default="runs/own", help="folder for results.json and report.html")
     args = parser.parse_args()
     train, held_out = torch.utils.data.random_split(data(5000), [4500, 500], torch.Generator().manual_seed(1))
     comparison = ng.compare(

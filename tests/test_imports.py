@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -115,7 +116,9 @@ def test_the_probe_sees_what_it_looks_for(tmp_path: Path) -> None:
 
 def test_all_names_what_there_is() -> None:
     assert len(narrowgauge.__all__) == len(set(narrowgauge.__all__))
-    rooms = [name for name in narrowgauge.__all__ if not name.startswith("_")]
+    rooms = [name for name in narrowgauge.__all__ if isinstance(getattr(narrowgauge, name), ModuleType)]
+    functions = [name for name in narrowgauge.__all__ if callable(getattr(narrowgauge, name))]
+    assert {*rooms, *functions, "__version__"} == set(narrowgauge.__all__)
     assert rooms
     for name in rooms:
         module = importlib.import_module(f"narrowgauge.{name}")

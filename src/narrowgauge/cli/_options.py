@@ -120,15 +120,31 @@ class FormatsOptions:
 
 @dataclass(frozen=True)
 class ReportOptions:
-    run: Annotated[Path, typer.Argument(help="A file that gauges were recorded to, or the folder it is in.")]
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...",
+            help="A file that gauges were recorded to, or its folder; a folder of compare. Several make one page.",
+        ),
+    ]
     out: Annotated[
-        Path | None, option("The page, or a folder for it.", show_default="gauges.html beside the records")
+        Path | None,
+        option(
+            "The page, or a folder for it.",
+            show_default="gauges.html beside the records; runs.html here for several",
+        ),
     ] = None
 
 
 @dataclass(frozen=True)
 class WatchOptions:
-    run: Annotated[Path, typer.Argument(help="The file that gauges are recorded to, or the folder it will be in.")]
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...",
+            help="The file that gauges are recorded to, or its folder; a folder of compare. Several: a line each.",
+        ),
+    ]
     once: Annotated[bool, option("Print the page once and end, as into a pipe.", "--once")] = False
     interval: Annotated[float, option("Seconds between two looks.")] = 2.0
 
@@ -251,6 +267,8 @@ def command_of(
         for name, value in given.items():
             if isinstance(value, Path):
                 given[name] = expanded(f"--{name.replace('_', '-')}", value)
+            elif isinstance(value, list):
+                given[name] = [expanded("RUN", each) for each in value]
         with user_input():
             made = options(**given)
         return run(made, context)

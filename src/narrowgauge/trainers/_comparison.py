@@ -221,7 +221,7 @@ def check_settings(recipes: Mapping[str, Recipe], settings: Settings) -> None:
             kinds = sorted({recipe.optimizer.__name__ for recipe in recipes.values()})
             raise ValueError(f"{name} must be an argument of compare or of {' or '.join(kinds)}, and is of none")
     for recipe in recipes.values():
-        make_optimizer(recipe, nn.Linear(1, 1, bias=False), settings, 0)
+        make_optimizer(recipe, nn.ParameterList([torch.zeros(1, 1)]), settings, 0)
 
 
 def reference(recipes: Mapping[str, Recipe]) -> str:
