@@ -118,8 +118,10 @@ def test_it_waits_follows_and_takes_a_new_start(path: Path) -> None:
 
 
 def test_several_runs_have_a_line_each_and_so_have_the_recipes_of_a_comparison(
-    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = Path("gauges.jsonl")
     path.write_text("".join(map(line_of, sound())))
     other = path.with_name("other.jsonl")
     other.write_text("".join(map(line_of, [header(), step(1, 5.0), step(2, math.nan)])))
@@ -143,7 +145,11 @@ def test_several_runs_have_a_line_each_and_so_have_the_recipes_of_a_comparison(
     assert "nowhere': there are no records" in capsys.readouterr().err
 
 
-def test_it_follows_a_comparison_that_begins_and_a_run_beside_it(path: Path) -> None:
+def test_it_follows_a_comparison_that_begins_and_a_run_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = Path("gauges.jsonl")
     compared = path.parent / "compared"
     path.write_text(line_of(header()) + line_of(step(1, 5.5)))
     written = io.StringIO()
