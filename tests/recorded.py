@@ -68,7 +68,8 @@ def compared(names: tuple[str, ...] = ("D", "A"), interrupted: bool = False) -> 
     for name in names:
         rows[name] = {
             "recipe": name, "title": f"what {name} is", "validation_loss": 2.5, "perplexity": 12.2,
-            "diverged": False, "difference": None, "bytes_per_parameter": 8.0, "bytes": {"planned": planned, "measured": None},
+            "diverged": False, "difference": None, "bytes_per_parameter": 8.0,
+            "bytes": {"planned": planned, "measured": None},
             "peak_memory_bytes": None, "optimizer_ms": None, "step_ms": None, "edq": None, "lost_updates": None,
             "seeds": [
                 {"seed": seed, "diverged": False, "history": worse if name == "A" else history} for seed in (0, 1)
