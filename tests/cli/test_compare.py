@@ -112,14 +112,20 @@ def test_strict_arithmetic_is_honoured_where_there_is_one(text: Path, tmp_path: 
 def test_a_recipe_that_diverges_is_reported_and_the_others_go_on(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert compare("--out", tmp_path, "--data", text, "--recipes", "A,D", "--lr", "1e38", *SMALL) == 0
-    rows = json.loads((tmp_path / "results.json").read_text())["recipes"]
-    assert set(rows) == {"A", "D"}
-    for row in rows.values():
-        assert row["diverged"] is True
-        assert row["validation_loss"] is None
-    assert "diverged at step" in capsys.readouterr().out
+    diverging = "A@lr=1e38,weight_decay=0"
+    arguments = ("--recipes", f"{diverging},D", "--threads", 2)
+    assert compare("--out", tmp_path, "--data", text, *arguments, *SMALL) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    rows = results["recipes"]
+    assert set(rows) == {diverging, "D"}
+    assert rows[diverging]["settings"] == {"lr": 1e38, "weight_decay": 0}
+    assert rows[diverging]["diverged"] is True
+    assert rows[diverging]["validation_loss"] is None
+    assert 4 < rows["D"]["validation_loss"] < 6
+    assert f"{diverging}, seed 0: diverged at step" in capsys.readouterr().out
     assert "diverged" in (tmp_path / "report.html").read_text()
+    assert results["environment"]["threads"] == "2"
+    assert torch.get_num_threads() == 1
 
 
 def test_what_does_not_fit_into_memory_is_said_and_what_is_finished_stays(
