@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from narrowgauge.cli._files import UsageError
@@ -24,16 +25,83 @@ def results_file(run: Path) -> Path | None:
     return run if run.name == RESULTS and run.is_file() else None
 
 
+# What pages and tables read of a comparison. "key?" may be missing, "*" stands for every key, and a list has items of
+# one shape.
+_NUMBER: tuple[type, ...] = (int, float)
+_MAYBE: tuple[type, ...] = (int, float, NoneType)
+_BYTES = dict.fromkeys(("weights", "gradients", "states", "total"), _NUMBER)
+_DIFFERENCE = {"mean": _NUMBER, "spread": _MAYBE, "within_spread": (bool, NoneType)}
+_HISTORY = {"step": [(int,)], "loss": [_MAYBE], "edq": [_MAYBE], "lost_updates": [_MAYBE]}
+_RECIPE: dict[str, Any] = {
+    **dict.fromkeys(("validation_loss", "perplexity", "peak_memory_bytes", "optimizer_ms", "step_ms"), _MAYBE),
+    **dict.fromkeys(("edq", "lost_updates"), _MAYBE),
+    "recipe": (str,), "title": (str,), "diverged": (bool,), "bytes_per_parameter": _NUMBER, "settings?": (dict,),
+    "training_loss?": _MAYBE, "optimizer_ms_quartiles?": "pair", "step_ms_quartiles?": "pair",
+    "bytes": {"planned": _BYTES, "measured": "bytes"}, "difference": "difference",
+    "seeds": [{"seed": (int,), "diverged": (bool,), "history": _HISTORY}],
+}  # fmt: skip
+_RESULTS = {
+    "schema": (int,), "narrowgauge": (str,), "created": (str,), "interrupted": (bool,), "command": (str, NoneType),
+    "environment": (dict,), "data": (dict,), "settings": {"steps?": (int,), "*": (object,)},
+    "model": {"parameters?": (int,), "*": (object,)}, "reference": (str, NoneType), "measure?": (str,),
+    "perplexity?": (bool,), "notes?": [(str,)], "recipes": {"*": _RECIPE},
+}  # fmt: skip
+# Shapes of what may also be null.
+_NAMED: dict[str, Any] = {"pair": [_NUMBER], "bytes": _BYTES, "difference": _DIFFERENCE}
+_LARGEST = 1e30
+
+
 def read_results(path: Path) -> Json:
-    """The results of a comparison; a UsageError names the file if it has none."""
+    """The results of a comparison; a UsageError names the file, and what is wrong with it."""
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
-        if results["schema"] != 1 or not isinstance(results["recipes"], dict):
-            raise ValueError(f"its schema must be 1, got {results['schema']!r}")
-    except (ValueError, KeyError, TypeError, OSError) as error:
+        _check(results)
+    except (ValueError, RecursionError, OSError) as error:
         raise UsageError(f"RUN must have the results of a comparison, got {str(path)!r}: {error}") from None
     found: Json = results
     return found
+
+
+def _check(results: Any) -> None:
+    """Refuse what no comparison writes, with a ValueError that names the place."""
+    if (flaw := _flaw(results, _RESULTS, "the whole")) is not None:
+        raise ValueError(f"{flaw} is not what a comparison writes")
+    if results["schema"] != 1:
+        raise ValueError(f"its schema must be 1, got {results['schema']!r}")
+    recipes, measure = results["recipes"], results.get("measure", "validation_loss")
+    if not recipes or results["reference"] not in (None, *recipes):
+        raise ValueError("its reference is none of its recipes")
+    if measure not in ("validation_loss", "training_loss") or any(measure not in row for row in recipes.values()):
+        raise ValueError("its measure is no loss that it has")
+    for name, row in recipes.items():
+        lengths = {len(column) for seed in row["seeds"] for column in seed["history"].values()}
+        columns = [len(set(map(len, (seed["history"][key] for key in _HISTORY)))) for seed in row["seeds"]]
+        pairs = [row.get(f"{part}_ms_quartiles") for part in ("optimizer", "step")]
+        if set(columns) != {1} or 0 in lengths or any(pair is not None and len(pair) != 2 for pair in pairs):
+            raise ValueError(f"a list of recipes.{name} has another length")
+
+
+def _flaw(value: Any, shape: Any, place: str) -> str | None:
+    """The first place whose value has not its shape; None if all have."""
+    if isinstance(shape, str):
+        return None if value is None else _flaw(value, _NAMED[shape], place)
+    if isinstance(shape, tuple):
+        large = isinstance(value, int | float) and not abs(value) <= _LARGEST
+        return place if large or not isinstance(value, shape) else None
+    if isinstance(shape, list):
+        if not isinstance(value, list):
+            return place
+        return next((f for item in value if (f := _flaw(item, shape[0], place)) is not None), None)
+    if not isinstance(value, dict):
+        return place
+    needed = {key for key in shape if key != "*" and not key.endswith("?")}
+    if not needed <= value.keys():
+        return f"{place} without {min(needed - value.keys())}"
+    for key, item in value.items():
+        of = shape.get(key, shape.get(f"{key}?", shape.get("*", (object,))))
+        if (flaw := _flaw(item, of, key if place == "the whole" else f"{place}.{key}")) is not None:
+            return flaw
+    return None
 
 
 def histories(results: Json) -> dict[str, History]:

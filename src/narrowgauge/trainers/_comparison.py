@@ -6,7 +6,7 @@ which may draw others in bf16 than in fp32, does not change them. The first batc
 those of the other recipes, because a comparison of different starts says nothing about recipes.
 
 After the last run the recipes' steps are timed in turns: in each round every recipe trains a new model for a few
-steps. So all recipes see the same minutes of a machine that also does other work, and one model is in memory at a
+steps. So all recipes are timed in the same minutes, whatever else the machine does, and one model is in memory at a
 time.
 """
 
