@@ -68,9 +68,9 @@ def test_results_are_a_page_or_one_line_whatever_stands_at_a_place(tmp_path: Pat
     whole = compared()
     row = {"settings": {"lr": 1.0}, "training_loss": 2.0, "step_ms_quartiles": [1.0, 2.0], "step_ms": 1.5}
     whole["recipes"]["A"] |= row
-    pages = 0
-    for number, way in enumerate(places(whole)):
-        for other, odd in enumerate(ODD):
+    accepted = 0
+    for way in places(whole):
+        for odd in ODD:
             damaged = copy.deepcopy(whole)
             inner = damaged
             for key in way[:-1]:
@@ -81,10 +81,10 @@ def test_results_are_a_page_or_one_line_whatever_stands_at_a_place(tmp_path: Pat
             assert why is None or why.startswith(
                 f"RUN must have the results of a comparison, got {str(path)!r}: "
             ), way
-            if found is not None and (number + other) % 149 == 0:
+            accepted += found is not None
+            if found is not None and accepted % 97 == 0:
                 report(ReportOptions([path], tmp_path / "page.html"))
-                pages += 1
-    assert pages > 3
+    assert accepted > 200
 
 
 HISTORY = [{"step": n, "loss": 7.4375 - n, "lr": 6e-05} for n in range(20, 400, 20)]

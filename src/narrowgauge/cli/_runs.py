@@ -25,8 +25,8 @@ def results_file(run: Path) -> Path | None:
     return run if run.name == RESULTS and run.is_file() else None
 
 
-# What pages and tables read of a comparison. "key?" may be missing, "*" stands for every key, and a list has items of
-# one shape.
+# What pages and tables read of a comparison. "key?" may be missing, "*" stands for every key, and all items of a
+# list have one shape.
 _NUMBER: tuple[type, ...] = (int, float)
 _MAYBE: tuple[type, ...] = (int, float, NoneType)
 _BYTES = dict.fromkeys(("weights", "gradients", "states", "total"), _NUMBER)
