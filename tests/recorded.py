@@ -54,6 +54,34 @@ def state(number: int, name: str, slot: str, **more: Any) -> Record:
     } | more  # fmt: skip
 
 
+def compared(names: tuple[str, ...] = ("D", "A"), interrupted: bool = False) -> dict[str, Any]:
+    """The results of a comparison of two seeds, three steps each."""
+    history = {
+        "step": [1, 2, 3],
+        "loss": [4.0, 3.0, 2.5],
+        "edq": [None, 1.0, None],
+        "lost_updates": [None, 0.01, None],
+    }
+    worse = history | {"edq": [None, 0.5, None], "lost_updates": [None, 0.4, None]}
+    planned = {"weights": 2.0, "gradients": 2.0, "states": 4.0, "total": 8.0}
+    rows = {}
+    for name in names:
+        rows[name] = {
+            "recipe": name, "title": f"what {name} is", "validation_loss": 2.5, "perplexity": 12.2,
+            "diverged": False, "difference": None, "bytes_per_parameter": 8.0,
+            "bytes": {"planned": planned, "measured": None},
+            "peak_memory_bytes": None, "optimizer_ms": None, "step_ms": None, "edq": None, "lost_updates": None,
+            "seeds": [
+                {"seed": seed, "diverged": False, "history": worse if name == "A" else history} for seed in (0, 1)
+            ],
+        }  # fmt: skip
+    return {
+        "schema": 1, "narrowgauge": "0.1.0", "created": "2026-11-21T08:00:00Z", "interrupted": interrupted,
+        "command": "narrowgauge compare", "environment": {"device": "cpu"}, "settings": {"steps": 3}, "data": {},
+        "model": {"parameters": 10}, "reference": "D", "recipes": rows,
+    }  # fmt: skip
+
+
 def sound(steps: int = 200) -> list[Record]:
     """A run in which nothing is wrong: the loss wiggles downwards, every gauge is where it should be."""
     records = [header()]

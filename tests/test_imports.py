@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -115,8 +116,9 @@ def test_the_probe_sees_what_it_looks_for(tmp_path: Path) -> None:
 
 def test_all_names_what_there_is() -> None:
     assert len(narrowgauge.__all__) == len(set(narrowgauge.__all__))
-    functions = {"to_torch"}
-    rooms = [name for name in narrowgauge.__all__ if not name.startswith("_") and name not in functions]
+    rooms = [name for name in narrowgauge.__all__ if isinstance(getattr(narrowgauge, name), ModuleType)]
+    functions = [name for name in narrowgauge.__all__ if callable(getattr(narrowgauge, name))]
+    assert {*rooms, *functions, "__version__"} == set(narrowgauge.__all__)
     assert rooms
     assert all(callable(getattr(narrowgauge, name)) and name in dir(narrowgauge) for name in functions)
     for name in rooms:

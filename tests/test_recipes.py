@@ -87,7 +87,7 @@ def test_a_recipe_may_name_its_optimizer_which_has_its_own_learning_rate() -> No
 
 
 def test_a_comparison_gives_each_optimizer_what_it_takes() -> None:
-    settings = Settings(steps=1, batch=1, sequence=2, lr=1e-3, warmup=0, eps=1e-7)
+    settings = Settings(steps=1, lr=1e-3, options={"betas": (0.9, 0.99), "eps": 1e-7})
     for name in recipes.names():
         optimizer = make_optimizer(recipes.get(name), torch.nn.Linear(4, 4), settings, 0)
         assert optimizer.defaults.get("eps") == (None if name == "lion8bit" else 1e-7)

@@ -9,9 +9,11 @@ from narrowgauge._version import __version__
 if TYPE_CHECKING:
     from narrowgauge import distributed, gauges, linear, nn, recipes, scaling
     from narrowgauge.recipes import to_torch
+    from narrowgauge.trainers._comparison import compare
 
 __all__ = [
     "__version__",
+    "compare",
     "distributed",
     "formats",
     "gauges",
@@ -29,10 +31,16 @@ _WHEN_ASKED = ("distributed", "gauges", "linear", "nn", "recipes", "scaling")
 
 def __getattr__(name: str) -> Any:
     """Import a package on first use: torch's distributed packages alone take a second."""
+    if name == "compare":
+        from narrowgauge.trainers._comparison import compare
+
+        return compare
+    if name == "to_torch":
+        from narrowgauge.recipes import to_torch
+
+        return to_torch
     if name in _WHEN_ASKED:
         return import_module(f"narrowgauge.{name}")
-    if name == "to_torch":
-        return import_module("narrowgauge.recipes").to_torch
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -128,7 +128,7 @@ def train(name: str, setting: Setting, seed: int) -> dict[str, Any]:
     loss = math.nan
     if finite:
         windows = validation_windows(text.validation, setting.sequence, WINDOWS)
-        loss = evaluate(model, windows, 4 * setting.batch)
+        loss = evaluate(model, next_token_loss, windows.split(4 * setting.batch))
     last = losses[-LAST:]
     return {
         "validation_loss": loss if math.isfinite(loss) else None,

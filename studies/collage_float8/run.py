@@ -17,6 +17,7 @@ from narrowgauge.trainers import (
     Settings,
     build_model,
     load_corpus,
+    next_token_loss,
     tokenize,
     train,
     validation_windows,
@@ -35,15 +36,14 @@ def study(training: Training) -> dict[str, Any]:
     start = build_model(
         training.model, vocabulary=training.vocabulary, sequence=training.sequence, seed=training.seed
     )
-    settings = Settings(
-        training.steps, training.batch, training.sequence, training.lr, training.warmup, beta2=training.beta2
-    )
-    validation = validation_windows(text.validation, training.sequence, 128)
+    hyperparameters = {"betas": (0.9, training.beta2), "eps": 1e-8, "weight_decay": 0.1}
+    settings = Settings(training.steps, training.lr, training.warmup, decay_all=True, options=hyperparameters)
+    validation = validation_windows(text.validation, training.sequence, 128).split(training.batch)
     rows, losses = [], []
     for recipe in (*map(recipes.get, COMPARED), *float8.RECIPES):
         batches = Batches(text.train, training.batch, training.sequence, training.seed)
         model = copy.deepcopy(start).to(training.device)
-        run = train(recipe, model, batches, validation, settings, seed=training.seed)
+        run = train(recipe, model, next_token_loss, batches, settings, seed=training.seed, validation=validation)
         rows.append(row(recipe, run))
         losses = losses or run.loss
         print(f"{rows[-1]['name']}: validation loss {rows[-1]['validation_loss']}", flush=True)

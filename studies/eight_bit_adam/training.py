@@ -252,7 +252,7 @@ def train(trial: Trial, training: Training, tokens: Tensor, validation: Tensor, 
             break
     curve = losses[:done].tolist()
     why = unstable(curve, training.vocabulary)
-    loss = evaluate(model, validation, training.batch) if why is None else math.nan
+    loss = evaluate(model, next_token_loss, validation.split(training.batch)) if why is None else math.nan
     # What a step was given before anything overflowed.
     finite = norms[:done][norms[:done].isfinite()].tolist()
     return {

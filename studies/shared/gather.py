@@ -58,9 +58,8 @@ class Training:
     @property
     def settings(self) -> Settings:
         """The library's settings of a run."""
-        return Settings(
-            self.steps, self.batch, self.sequence, self.lr, self.warmup, beta2=self.beta2, gauge_every=0
-        )  # fmt: skip
+        options = {"betas": (0.9, self.beta2), "eps": 1e-8, "weight_decay": 0.1, "block_size": 256}
+        return Settings(self.steps, self.lr, self.warmup, decay_all=True, gauge_every=0, options=options)
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,10 +130,11 @@ def run(training: Training, snapshots: Sequence[float] = (), recipe: str = "fp32
 def _moments(
     model: nn.Module, optimizer: torch.optim.Optimizer, step: int, settings: Settings, min_size: int
 ) -> Iterator[Moments]:
+    beta1, beta2 = settings.options["betas"]
     for name, p in model.named_parameters():
         if p.numel() >= min_size:
-            m, v = (_dense(optimizer.state[p], slot, settings.block_size) for slot in ("m", "v"))
-            yield Moments(name, step, m / (1 - settings.beta1**step), v / (1 - settings.beta2**step))
+            m, v = (_dense(optimizer.state[p], slot, settings.options["block_size"]) for slot in ("m", "v"))
+            yield Moments(name, step, m / (1 - beta1**step), v / (1 - beta2**step))
 
 
 def _dense(state: dict[str, Tensor], slot: str, block_size: int) -> Tensor:
@@ -149,10 +149,11 @@ def _about(
 ) -> dict[str, Any]:
     """What a results file says of the run; a file given as data is named without its folder."""
     settings = asdict(training) | {"data": training.data.name if training.data else None}
+    shared = training.settings.options
     last = losses[-min(20, len(losses)) :]
     return {
         **options.origin(training.device),
-        "training": settings | {"beta1": training.settings.beta1, "weight_decay": training.settings.weight_decay},
+        "training": settings | {"beta1": shared["betas"][0], "weight_decay": shared["weight_decay"]},
         "data": {
             "source": training.data.name if training.data else source,
             "train_tokens": len(text.train),

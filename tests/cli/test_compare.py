@@ -15,6 +15,7 @@ import torch
 from forked import Command
 from narrowgauge import __version__
 from narrowgauge.cli import main
+from narrowgauge.trainers import _comparison
 
 pytestmark = pytest.mark.usefixtures("surroundings")
 
@@ -103,29 +104,34 @@ def test_strict_arithmetic_is_honoured_where_there_is_one(text: Path, tmp_path: 
         losses[arithmetic] = {name: row["validation_loss"] for name, row in rows.items()}
         assert [rows[name]["arithmetic"] for name in ("C", "split")] == [arithmetic, "fp32"]
     assert losses["fp32"]["C"] != losses["strict"]["C"]
-    assert rows["split"]["title"].endswith("(no strict arithmetic: computed in fp32)")
+    notes = json.loads((out / "results.json").read_text())["notes"]
+    assert notes == ["split has no strict arithmetic: it was computed in fp32."]
     assert losses["fp32"]["split"] == losses["strict"]["split"]
 
 
 def test_a_recipe_that_diverges_is_reported_and_the_others_go_on(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert compare("--out", tmp_path, "--data", text, "--recipes", "A,D", "--lr", "1e38", *SMALL) == 0
-    rows = json.loads((tmp_path / "results.json").read_text())["recipes"]
-    assert set(rows) == {"A", "D"}
-    for row in rows.values():
-        assert row["diverged"] is True
-        assert row["validation_loss"] is None
-    assert "diverged at step" in capsys.readouterr().out
+    diverging = "A@lr=1e38,weight_decay=0"
+    arguments = ("--recipes", f"{diverging},D", "--threads", 2)
+    assert compare("--out", tmp_path, "--data", text, *arguments, *SMALL) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    rows = results["recipes"]
+    assert set(rows) == {diverging, "D"}
+    assert rows[diverging]["settings"] == {"lr": 1e38, "weight_decay": 0}
+    assert rows[diverging]["diverged"] is True
+    assert rows[diverging]["validation_loss"] is None
+    assert 4 < rows["D"]["validation_loss"] < 6
+    assert f"{diverging}, seed 0: diverged at step" in capsys.readouterr().out
     assert "diverged" in (tmp_path / "report.html").read_text()
+    assert results["environment"]["threads"] == "2"
+    assert torch.get_num_threads() == 1
 
 
 def test_what_does_not_fit_into_memory_is_said_and_what_is_finished_stays(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from narrowgauge import trainers
-
-    real, calls = trainers.train, []
+    real, calls = _comparison.train, []
 
     def train(*arguments, **options):
         calls.append(arguments)
@@ -133,7 +139,7 @@ def test_what_does_not_fit_into_memory_is_said_and_what_is_finished_stays(
             torch.empty(2**46, dtype=torch.float64)  # half a petabyte: the allocator's own error
         return real(*arguments, **options)
 
-    monkeypatch.setattr(trainers, "train", train)
+    monkeypatch.setattr(_comparison, "train", train)
     assert compare("--out", tmp_path, "--data", text, "--recipes", "A,D", *SMALL) == 2
     assert "--batch 2, --sequence 16: out of memory" in capsys.readouterr().err
     results = json.loads((tmp_path / "results.json").read_text())
@@ -157,6 +163,13 @@ BAD = {
     "unknown recipe": (["--recipes", "A,E"], "recipe must be one of fp32, bf16 (A)"),
     "no recipe": (["--recipes", ","], "--recipes must name one or more"),
     "a recipe twice": (["--recipes", "A,bf16"], "--recipes must name each recipe once, got bf16 twice"),
+    "a near name": (["--recipes", "adamw-8bit"], "got 'adamw-8bit'; the nearest is 'adamw8bit'"),
+    "a setting of no use": (
+        ["--recipes", "lion8bit@eps=1e-8"],
+        "settings of recipe 'lion8bit' must be among lr, betas",
+    ),
+    "a setting that is refused": (["--recipes", "A,D@lr=-1,eps=0"], "Invalid learning rate: -1"),
+    "no threads": (["--threads", "0"], "--threads must be an integer of at least 1, got 0"),
     "unknown model": (["--model", "gpt5"], "--model must be one of micro"),
     "no steps": (["--steps", "0"], "--steps must be an integer of at least 1, got 0"),
     "short sequence": (["--sequence", "1"], "--sequence must be an integer of at least 2, got 1"),
@@ -206,24 +219,21 @@ def test_several_processes_are_refused(
 def test_seeds_differ_recipes_of_one_share_their_batches_and_a_narrow_table_has_whole_numbers(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from narrowgauge import trainers
+    real, seen = _comparison.train, []
 
-    real, seen = trainers.train, []
-
-    def train(recipe, model, batches, validation, settings, **options):
+    def train(recipe, model, loss, batches, settings, **options):
         taken = [next(batches) for _ in range(settings.steps)]
         weights = torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
-        seen.append((options["seed"], weights, torch.stack(taken), validation))
-        return real(recipe, model, iter(taken), validation, settings, **options)
+        seen.append((options["seed"], weights, torch.stack(taken), torch.cat(list(options["validation"]))))
+        return real(recipe, model, loss, iter(taken), settings, **options)
 
-    monkeypatch.setattr(trainers, "train", train)
+    monkeypatch.setattr(_comparison, "train", train)
     monkeypatch.setenv("COLUMNS", "80")
     assert compare("--out", tmp_path, "--data", text, "--recipes", "A,D,fp32", "--seeds", 2, *SMALL) == 0
     printed = capsys.readouterr().out
     assert "…" not in printed
     for row in json.loads((tmp_path / "results.json").read_text())["recipes"].values():
         assert f"{row['validation_loss']:.4f}" in printed
-        assert f"{row['step_ms']:.1f}" in printed
         assert f"{row['peak_memory_bytes'] / 2**20:.1f}" in printed
     assert [seed for seed, *_ in seen] == [0, 0, 0, 1, 1, 1]
     for first in (0, 3):

@@ -113,7 +113,7 @@ def test_summary_of_many_recipes_names_the_extremes(write: Any) -> None:
 def test_diverged_recipe(write: Any) -> None:
     page, _ = write(make(LOSSES | {"A": None}, seeds=2))
     assert page.row("A")[2:5] == ["diverged2 of 2 seeds", "—", "—"]
-    assert "A diverged, and has no validation loss." in page.text
+    assert "A diverged, and has no loss to compare." in page.text
     assert page.row("C")[2] == "3.0421"
     page, _ = write(make(LOSSES | {"D": None}))
     assert "D, the reference, has no loss, so no differences are given." in page.text

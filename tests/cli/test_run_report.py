@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import re
@@ -25,7 +26,7 @@ from narrowgauge.cli._report._run_page import page
 from narrowgauge.gauges import write_report
 from narrowgauge.gauges._history import History
 from narrowgauge.gauges._records import line_of
-from recorded import NAMES, changed, header, sound, step, update
+from recorded import NAMES, changed, compared, header, sound, step, update
 
 Records = list[dict[str, Any]]
 
@@ -289,6 +290,55 @@ def test_the_command_writes_beside_the_records_and_says_where(
     assert (tmp_path / "new" / "p.html").is_file()
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "new")]) == 0
     assert (tmp_path / "new" / "gauges.html").is_file()
+
+
+def test_several_runs_are_one_page_with_a_table_and_their_curves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    hostile = "<b>&"
+    for name in ("a", hostile, "cut", "compared"):
+        Path(name).mkdir()
+    save(sound(), Path("a", "gauges.jsonl"))
+    broken = changed(sound(100), "update", ["ln.weight"], lost=1.0, descent_quality=0.0)
+    save(changed(broken, "step", loss=1.5), Path(hostile, "gauges.jsonl"))
+    save([header(), step(1, 7.0), {"kind": "step", "step": "cut"}], Path("cut", "gauges.jsonl"))
+    Path("cut", "gauges.jsonl").write_text(Path("cut", "gauges.jsonl").read_text()[:-3])
+    Path("compared", "results.json").write_text(json.dumps(compared()))
+    assert main(["report", "a", hostile, "cut", "compared"]) == 0
+    printed = capsys.readouterr().out
+    assert "cut/gauges.jsonl: read up to a damage: line" in printed
+    assert printed.endswith("\nruns.html\n")
+    source = Path("runs.html").read_text()
+    parsed = Page(source)
+    assert headings(source) == ["Training loss", "Effective descent quality, %", "Lost updates, %", "RMS_t"]
+    assert parsed.row("a")[1:] == ["AdamW8bit", "200", "2.078", "100", "0", "1", "0", "0", "0"]
+    assert parsed.row(hostile)[1:4] == ["AdamW8bit", "100", "1.5"]
+    assert parsed.row(hostile)[-1] == "1"
+    assert parsed.row("compared: A, seed 1")[1:6] == ["A", "3", "2.5", "50", "40"]
+    assert "7 runs side by side. The lowest loss at the end is that of <b>&, 1.5; the highest that of cut, 7." in (
+        parsed.text
+    )
+    assert "<b>&: lost updates" in parsed.text
+    assert "Not recorded: cut." in parsed.text
+    assert max(Counter(value for _, name, value in parsed.attributes if name == "id").values()) == 1
+    assert main(["report", "a", "a"]) == 2
+    assert "RUN must name each run once, got 'a' twice" in capsys.readouterr().err
+    assert main(["report", "a", "cut", "--out", "a/gauges.jsonl"]) == 2
+    assert "--out must not be the file of records" in capsys.readouterr().err
+
+
+def test_of_a_comparison_it_draws_the_page_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "results.json").write_text(json.dumps(compared()))
+    assert main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n"
+    assert "What narrow numbers cost" in (tmp_path / "report.html").read_text()
+    assert main(["report", str(tmp_path / "results.json"), "--out", str(tmp_path / "again.html")]) == 0
+    assert (tmp_path / "again.html").read_text() == (tmp_path / "report.html").read_text()
+    for content in ("{", "[]", '{"schema": 2, "recipes": {}}'):
+        (tmp_path / "results.json").write_text(content)
+        assert main(["report", str(tmp_path)]) == 2
+        assert "RUN must have the results of a comparison, got" in capsys.readouterr().err
 
 
 def test_a_cut_file_is_read_up_to_the_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

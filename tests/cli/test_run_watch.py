@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import json
 import math
 import os
 import pty
@@ -22,6 +23,7 @@ from narrowgauge.cli._watch import Advisor, WatchOptions, sparkline, watch
 from narrowgauge.gauges._history import History
 from narrowgauge.gauges._records import line_of
 from recorded import changed, header, sound, step
+from recorded import compared as results
 
 
 @pytest.fixture
@@ -107,12 +109,65 @@ def test_it_waits_follows_and_takes_a_new_start(path: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "sleep", advance)
-        assert watch(WatchOptions(path, once=False, interval=0.01), console, rounds=6) == 0
+        assert watch(WatchOptions([path], once=False, interval=0.01), console, rounds=6) == 0
     text = written.getvalue()
     order = [text.index(word) for word in ("waiting for the file", "waiting for the first record", "5.5", "4.25")]
     assert order == sorted(order)
     assert text.index("4.25") < text.index("Lion8bit")
     assert text.rindex("waiting for the file") > text.index("7.75")
+
+
+def test_several_runs_have_a_line_each_and_so_have_the_recipes_of_a_comparison(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = Path("gauges.jsonl")
+    path.write_text("".join(map(line_of, sound())))
+    other = path.with_name("other.jsonl")
+    other.write_text("".join(map(line_of, [header(), step(1, 5.0), step(2, math.nan)])))
+    compared = path.parent / "compared"
+    compared.mkdir()
+    (compared / "results.json").write_text(json.dumps(results(interrupted=True)))
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["watch", str(path), str(other), str(compared), "--once"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    shown = [line.split() for line in lines]
+    assert shown[1][1:] == ["200", "10", "2.04", "100", "0", "1", "0"]
+    assert shown[2][1:] == ["2", "10", "NaN", "—", "—", "—", "0"]
+    # of a comparison the last step of each run, and the update of the step that was measured
+    assert shown[4] == ["D,", "seed", "0", "3", "—", "2.5", "100", "1", "—", "0"]
+    assert shown[7] == ["A,", "seed", "1", "3", "—", "2.5", "50", "40", "—", "0"]
+    assert lines[-1].endswith("not complete; runs appear when they are done")
+    assert main(["watch", str(compared), "--once"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 7
+    assert main(["watch", str(path), str(path.parent / "nowhere"), "--once"]) == 2
+    assert "nowhere': there are no records" in capsys.readouterr().err
+
+
+def test_it_follows_a_comparison_that_begins_and_a_run_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = Path("gauges.jsonl")
+    compared = path.parent / "compared"
+    path.write_text(line_of(header()) + line_of(step(1, 5.5)))
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=True, width=100, height=40, highlight=False)
+    stages = [results(("D",), interrupted=True), results()]
+
+    def advance(seconds: float) -> None:
+        compared.mkdir(exist_ok=True)
+        (compared / "new").write_text(json.dumps(stages.pop(0)))
+        (compared / "new").replace(compared / "results.json")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "sleep", advance)
+        assert watch(WatchOptions([compared, path], once=False, interval=0.01), console, rounds=3) == 0
+    text = written.getvalue()
+    places = [text.index(word) for word in ("waiting for the file", "D, seed 0", "not complete", "A, seed 0")]
+    assert places == sorted(places)
+    assert text.rindex("not complete") < text.index("A, seed 0")
 
 
 def test_ctrl_c_ends_it_quietly(path: Path) -> None:

@@ -3,23 +3,25 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import fields
 from io import StringIO
 from pathlib import Path
 
-from damage import contents, damages, fuzz, put, reading, refusal, tried
+from damage import contents, damages, fuzz, places, put, reading, refusal, tried
 from hypothesis import strategies as st
 from rich.console import Console
 
-from narrowgauge.cli._report import ReportOptions, report
+from narrowgauge.cli._report._command import ReportOptions, report
+from narrowgauge.cli._runs import histories, read_results
 from narrowgauge.cli._watch import WatchOptions, watch
 from narrowgauge.gauges import read_records
 from narrowgauge.gauges._records import line_of
 from narrowgauge.trainers import TrainSettings, config_values
 from narrowgauge.trainers._run_folder import History, read_history
 from narrowgauge.trainers._settings import config_text
-from recorded import sound
+from recorded import compared, sound
 
 
 def lines_before(data: bytes, at: int) -> int:
@@ -37,7 +39,7 @@ def test_records_are_read_up_to_the_damage(tmp_path: Path, tries: int) -> None:
 
     def page() -> str:
         text = StringIO()
-        watch(WatchOptions(folder, once=True, interval=1.0), Console(file=text, width=100))
+        watch(WatchOptions([folder], once=True, interval=1.0), Console(file=text, width=100))
         return text.getvalue()
 
     def check(data: st.DataObject) -> None:
@@ -52,10 +54,37 @@ def test_records_are_read_up_to_the_damage(tmp_path: Path, tries: int) -> None:
             assert found.damage is None or found.damage.startswith("line "), done
         shown, why = refusal(page, OSError)  # of which the command makes one line
         assert shown or str(folder) in str(why), done
-        shown, why = refusal(lambda: report(ReportOptions(folder, page_file)), OSError)
+        shown, why = refusal(lambda: report(ReportOptions([folder], page_file)), OSError)
         assert why is None or str(folder) in why, done
 
     fuzz(tries, check)
+
+
+ODD = [None, -1, 0, 2, 1e300, 10**400, "", "A", True, [], {}, [[]], [1, 2, 3]]
+
+
+def test_results_are_a_page_or_one_line_whatever_stands_at_a_place(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    whole = compared()
+    row = {"settings": {"lr": 1.0}, "training_loss": 2.0, "step_ms_quartiles": [1.0, 2.0], "step_ms": 1.5}
+    whole["recipes"]["A"] |= row
+    accepted = 0
+    for way in places(whole):
+        for odd in ODD:
+            damaged = copy.deepcopy(whole)
+            inner = damaged
+            for key in way[:-1]:
+                inner = inner[key]
+            inner[way[-1]] = odd
+            path.write_text(json.dumps(damaged))
+            found, why = refusal(lambda: histories(read_results(path)))
+            assert why is None or why.startswith(
+                f"RUN must have the results of a comparison, got {str(path)!r}: "
+            ), way
+            accepted += found is not None
+            if found is not None and accepted % 300 == 0:
+                report(ReportOptions([path], tmp_path / "page.html"))
+    assert accepted > 200
 
 
 HISTORY = [{"step": n, "loss": 7.4375 - n, "lr": 6e-05} for n in range(20, 400, 20)]

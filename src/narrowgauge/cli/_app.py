@@ -140,15 +140,15 @@ def _formats(options: Any, context: typer.Context) -> int:
 
 @_command(_options.ReportOptions)
 def _report(options: Any, context: typer.Context) -> int:
-    """Make one page of what the gauges of a training recorded: advice, figures, and their numbers."""
-    from narrowgauge.cli._report import report
+    """Make one page of what gauges recorded in a run: advice, figures, numbers; or of several runs side by side."""
+    from narrowgauge.cli._report._command import report
 
     return report(options)
 
 
 @_command(_options.WatchOptions)
 def _watch(options: Any, context: typer.Context) -> int:
-    """Follow a training in the terminal: loss, lost updates, RMS_t, alarms, advice. Ctrl-C ends it."""
+    """Follow trainings in the terminal: loss, lost updates, RMS_t, alarms, advice. Ctrl-C ends it."""
     from narrowgauge.cli._watch import watch
 
     return watch(options)

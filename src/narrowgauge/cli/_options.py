@@ -36,7 +36,11 @@ class CompareOptions:
     out: Annotated[Path, option("Folder for results.json and report.html.")] = Path("runs/compare")
     data: Annotated[Path | None, _TEXT] = None
     recipes: Annotated[
-        str, option(f"Comma-separated: {', '.join(recipes.names())}; or A, B, C, D, D-MW.", "--recipes")
+        str,
+        option(
+            f"Comma-separated: {', '.join(recipes.names())}; or A, B, C, D, D-MW. With settings: lion8bit@lr=3e-5.",
+            "--recipes",
+        ),
     ] = ",".join(DEFAULT_RECIPES)
     model: Annotated[str, option("Model preset: " + ", ".join(presets()) + ".")] = "micro"
     steps: Annotated[int, option("Optimizer steps a run.")] = 300
@@ -59,15 +63,29 @@ class CompareOptions:
     min_quantized_size: Annotated[int, option("Smaller parameters keep fp32 states, not 8-bit ones.")] = 4096
     gauge_every: Annotated[int, option("Steps between measurements of the update; 0 for none.")] = 5
     device: Annotated[str, _DEVICE] = "auto"
+    threads: Annotated[int | None, option("Threads of the CPU.", show_default="torch's choice")] = None
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The recipes, as the user typed them."""
-        return tuple(parts(self.recipes))
+        """The recipes with their settings, as the user typed them."""
+        found: list[str] = []
+        for part in parts(self.recipes):
+            # A comma also stands between the settings of a recipe: adamw8bit@lr=1e-4,weight_decay=0.
+            if found and "@" in found[-1] and "=" in part and "@" not in part:
+                found[-1] += f",{part}"
+            else:
+                found.append(part)
+        return tuple(found)
 
     def settings(self) -> Settings:
         """The part that the training loop needs."""
-        return Settings(**{name: getattr(self, name) for name in Settings.__dataclass_fields__})
+        return Settings(
+            self.steps, self.lr, self.warmup, self.arithmetic, decay_all=True, gauge_every=self.gauge_every,
+            options={
+                "betas": (self.beta1, self.beta2), "eps": self.eps, "weight_decay": self.weight_decay,
+                "block_size": self.block_size, "min_quantized_size": self.min_quantized_size,
+            },
+        )  # fmt: skip
 
     def as_json(self) -> dict[str, Any]:
         """All options as JSON values."""
@@ -102,15 +120,31 @@ class FormatsOptions:
 
 @dataclass(frozen=True)
 class ReportOptions:
-    run: Annotated[Path, typer.Argument(help="A file that gauges were recorded to, or the folder it is in.")]
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...",
+            help="A file that gauges were recorded to, or its folder; a folder of compare. Several make one page.",
+        ),
+    ]
     out: Annotated[
-        Path | None, option("The page, or a folder for it.", show_default="gauges.html beside the records")
+        Path | None,
+        option(
+            "The page, or a folder for it.",
+            show_default="gauges.html beside the records; runs.html here for several",
+        ),
     ] = None
 
 
 @dataclass(frozen=True)
 class WatchOptions:
-    run: Annotated[Path, typer.Argument(help="The file that gauges are recorded to, or the folder it will be in.")]
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...",
+            help="The file that gauges are recorded to, or its folder; a folder of compare. Several: a line each.",
+        ),
+    ]
     once: Annotated[bool, option("Print the page once and end, as into a pipe.", "--once")] = False
     interval: Annotated[float, option("Seconds between two looks.")] = 2.0
 
@@ -237,6 +271,8 @@ def command_of(
         for name, value in given.items():
             if isinstance(value, Path):
                 given[name] = expanded(f"--{name.replace('_', '-')}", value)
+            elif isinstance(value, list):
+                given[name] = [expanded("RUN", each) for each in value]
         with user_input():
             made = options(**given)
         return run(made, context)

@@ -1,6 +1,6 @@
-"""`narrowgauge watch RUN`: a page in the terminal that follows a training.
+"""`narrowgauge watch RUN`: a page in the terminal that follows a training, or a line for each of several.
 
-It reads the file that the training writes and touches nothing else, so it may come and go as it likes. Every look
+It reads the files that trainings write and touches nothing else, so it may come and go as it likes. Every look
 takes what is new; advice is worked out anew when there is something new, and more rarely where that takes long.
 """
 
@@ -19,7 +19,8 @@ from rich.text import Text
 
 from narrowgauge.cli._files import UsageError
 from narrowgauge.cli._options import WatchOptions
-from narrowgauge.cli._report._page import number
+from narrowgauge.cli._report._page import MISSING, number
+from narrowgauge.cli._runs import Followed
 from narrowgauge.gauges._advice import Advice, advise
 from narrowgauge.gauges._history import Floats, History, LiveReader, as_number
 from narrowgauge.gauges._spike_matching import RMS_THRESHOLD
@@ -43,33 +44,88 @@ def watch(options: WatchOptions, console: Console | None = None, rounds: int | N
     if not options.interval > 0:
         raise UsageError(f"--interval must be above 0 seconds, got {options.interval:g}")
     console = console or Console(highlight=False)
-    reader, advisor = LiveReader(options.run), Advisor()
-    reader.read()
+    runs, advisor = [Followed(path) for path in options.runs], Advisor()
+    for run in runs:
+        run.read()
     # Into a pipe there is one page: what follows could not be drawn over it.
     if options.once or not console.is_terminal:
-        if not reader.exists:
-            raise UsageError(f"RUN must have records, got {str(options.run)!r}: there are no records")
-        if not reader.history.count:
-            why = reader.history.damage or "there is no whole record in it yet"
-            raise UsageError(f"RUN must have records, got {str(options.run)!r}: {why}")
-        console.print(page(options.run, reader, advisor.of(reader.history), console.width))
+        for run in runs:
+            _refuse_without_records(run)
+        console.print(_shown(runs, advisor, console.width))
         return 0
     with contextlib.suppress(KeyboardInterrupt):  # how one leaves
-        _follow(options, console, reader, advisor, rounds)
+        _follow(options, console, runs, advisor, rounds)
     return 0
 
 
+def _refuse_without_records(run: Followed) -> None:
+    history = run.reader.history
+    if run.results is None and not history.count:
+        why = "there are no records"
+        if run.reader.exists:
+            why = history.damage or "there is no whole record in it yet"
+        raise UsageError(f"RUN must have records, got {str(run.path)!r}: {why}")
+
+
 def _follow(
-    options: WatchOptions, console: Console, reader: LiveReader, advisor: Advisor, rounds: int | None
+    options: WatchOptions, console: Console, runs: list[Followed], advisor: Advisor, rounds: int | None
 ) -> None:
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
-            shown = page(options.run, reader, advisor.of(reader.history), console.width)
-            live.update(shown, refresh=True)
+            live.update(_shown(runs, advisor, console.width), refresh=True)
             if rounds is not None and (rounds := rounds - 1) <= 0:
                 return
             time.sleep(options.interval)
-            reader.read()
+            for run in runs:
+                run.read()
+
+
+def _shown(runs: list[Followed], advisor: Advisor, width: int) -> RenderableType:
+    """The page of a run with records, or a table of all."""
+    (run, *others) = runs
+    if others or run.results is not None:
+        return side_by_side(runs, width)
+    return page(run.path, run.reader, advisor.of(run.reader.history), width)
+
+
+def side_by_side(runs: list[Followed], width: int) -> RenderableType:
+    """A line for each run: its last numbers, and how its loss went."""
+    bars = 12 if width >= 100 else 0
+    columns = ["step", "steps/s", "loss", *[""] * bool(bars), "EDQ %", "lost %", "RMS_t", "alarms"]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("run", no_wrap=True, overflow="ellipsis", max_width=max(12, width - 56 - bars))
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    notes: list[RenderableType] = []
+    for run in runs:
+        if run.results is not None:
+            table.add_row(Text(str(run.path), style="bold"))
+        for name, history in run.histories.items():
+            losses = history.loss.values
+            cells = [f"{history.last_step:,}", _speed(history) or MISSING, _last(history, "step", "loss")]
+            cells += [sparkline(losses, bars) if len(losses) else ""] * bool(bars)
+            cells += [_last(history, "update", "descent_quality", 100), _last(history, "update", "lost", 100)]
+            cells += [_last(history, "update", "rms"), f"{len(history.alarms):,}"]
+            table.add_row(Text(name if run.results is None else f"  {name}"), *cells)
+            if history.damage:
+                notes.append(Text(f"{name}: read up to a damage: {history.damage}", style="bold red"))
+        if run.results is None and not run.reader.exists:
+            notes.append(Text(f"{run.path}: waiting for the file", style="yellow"))
+        elif run.results is not None and run.results["interrupted"]:
+            notes.append(Text(f"{run.path}: not complete; runs appear when they are done", style="yellow"))
+    return Group(table, *notes)
+
+
+def _last(history: History, kind: str, key: str, scale: float = 1.0) -> str:
+    values = history.series(kind, key).values
+    return number(float(values[-1]) * scale if len(values) else None)
+
+
+def _speed(history: History) -> str | None:
+    """Steps a second, by the median of the last 50."""
+    seconds = history.series("step", "seconds").finite.values[-50:]
+    middle = float(np.median(seconds)) if len(seconds) else 0.0
+    return f"{1 / middle:.3g}" if middle > 0 else None
 
 
 class Advisor:
@@ -117,9 +173,8 @@ def _head(run: Path, history: History) -> Text:
         header.get("device"),
         f"step {history.last_step:,}" if history.last_step else None,
     ]
-    seconds = history.series("step", "seconds").finite.values[-50:]
-    if len(seconds) and float(np.median(seconds)) > 0:
-        parts.append(f"{1 / float(np.median(seconds)):.3g} steps/s")
+    if (speed := _speed(history)) is not None:
+        parts.append(f"{speed} steps/s")
     return Text.assemble((str(run), "bold"), "\n", ", ".join(str(part) for part in parts if part))
 
 

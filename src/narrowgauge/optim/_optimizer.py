@@ -167,10 +167,9 @@ class NarrowOptimizer(torch.optim.Optimizer):
                     "True"
                 )
             rule = with_clipping
-        return owner._made_cautious(rule, group) if group.get("cautious") else rule
-
-    def _made_cautious(self, rule: Rule, group: Mapping[str, Any]) -> Rule:
-        name, made = type(self).__name__, cautious(rule)  # type: ignore[arg-type]  # rules are values
+        if not group.get("cautious"):
+            return rule
+        name, made = type(owner).__name__, cautious(rule)  # type: ignore[arg-type]  # rules are values
         if not any(slot.name == "m" for slot in rule.slots(group)):
             raise ValueError(f"cautious must be False for {name} without a momentum, got True")
         if made is None:

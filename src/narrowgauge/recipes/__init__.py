@@ -8,13 +8,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.recipes._cast import cast
-from narrowgauge.recipes._recipe import Recipe, get, names
+from narrowgauge.recipes._recipe import Recipe, get, names, parse, register
 from narrowgauge.recipes._to_torch import to_torch
 
 if TYPE_CHECKING:
     from narrowgauge.recipes._plan import MemoryPlan, plan_memory
 
-__all__ = ["MemoryPlan", "Recipe", "cast", "get", "names", "plan_memory", "to_torch"]
+__all__ = ["MemoryPlan", "Recipe", "cast", "get", "names", "parse", "plan_memory", "register", "to_torch"]
 _LAZY = ("MemoryPlan", "plan_memory")
 
 

@@ -8,17 +8,19 @@ The letters A to D are the options of Collage's Table 2; `D-MW` keeps fp32 state
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
 
-from narrowgauge._arguments import FloatDtype, check
+from narrowgauge._arguments import FloatDtype, check, check_instance
 from narrowgauge.optim import AdamW, Lion, NarrowOptimizer, StableAdamW
 from narrowgauge.optim._groups import parted
 from narrowgauge.optim._plan import slot_storages
@@ -39,6 +41,7 @@ class Recipe:
         weights, states: storages of the optimizer.
         letters: the paper's name for it, also accepted, or None.
         optimizer: the class of the optimizer.
+        settings: arguments of the optimizer that the recipe sets, such as ``{"lr": 3e-5}``; see `with_settings`.
     """
 
     name: str
@@ -48,12 +51,34 @@ class Recipe:
     states: str | Mapping[str, str] = "fp32"
     letters: str | None = None
     optimizer: type[NarrowOptimizer] = AdamW
+    settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         check("dtype", self.dtype, FloatDtype)
         if not issubclass(self.optimizer, NarrowOptimizer):
             raise TypeError(f"optimizer must be a class of narrowgauge.optim, got {self.optimizer.__name__}")
         weight_storage(self.weights)
+        for name in self.settings:
+            if not self.takes(name):
+                taken = [each for each in _arguments(self.optimizer) if self.takes(each)]
+                raise ValueError(f"settings of recipe {self.name!r} must be among {', '.join(taken)}, got {name!r}")
+
+    @property
+    def label(self) -> str:
+        """The name with its settings, as `parse` reads them: ``lion8bit@lr=3e-05,weight_decay=0``."""
+        settings = ",".join(f"{name}={_written(value)}" for name, value in self.settings.items())
+        return f"{self.name}@{settings}" if settings else self.name
+
+    def with_settings(self, **settings: Any) -> Recipe:
+        """The same recipe with arguments of its optimizer set: ``get("lion8bit").with_settings(lr=3e-5)``.
+
+        Args:
+            **settings: arguments of the optimizer, beside those that the recipe sets already and in their place.
+
+        Raises:
+            ValueError: for an argument that the optimizer does not have.
+        """
+        return replace(self, settings={**self.settings, **settings})
 
     @property
     def has_strict_arithmetic(self) -> bool:
@@ -78,10 +103,20 @@ class Recipe:
         """Bytes that training keeps for each parameter: weight, gradient, states, low word or master copy."""
         return sum(self.byte_breakdown(block_size).values())
 
+    def takes(self, name: str) -> bool:
+        """Whether the optimizer has an argument of this name that the recipe does not need for itself."""
+        return name in _arguments(self.optimizer) and name not in ("params", "weights", "states")
+
     def known(self, hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
-        """The hyperparameters, of those that recipes share, that this one's optimizer has: Lion has no eps."""
-        taken = inspect.signature(self.optimizer).parameters
-        return {name: value for name, value in hyperparameters.items() if name in taken}
+        """The hyperparameters, of those that recipes share, that this one's optimizer has.
+
+        Lion has no eps. ``betas`` are left out if the rule takes another number of them.
+        """
+        taken = _arguments(self.optimizer)
+        known = {name: value for name, value in hyperparameters.items() if name in taken}
+        if "betas" in known and len(known["betas"]) != self.optimizer.rule.betas:
+            del known["betas"]
+        return known
 
     @overload
     def apply(
@@ -125,19 +160,19 @@ class Recipe:
                 own with ``weights="plain"``.
             around: what makes the optimizer, of its class, the groups and its arguments, in place of the class:
                 `narrowgauge.distributed.CPUOffload`.
-            **optimizer_arguments: what else it takes; `weights` and `states` follow from the recipe.
+            **optimizer_arguments: what else it takes; `weights`, `states` and the recipe's `settings` follow from
+                the recipe.
 
         Raises:
-            ValueError: for `weights` or `states`, a name in `no_decay` or `keep_fp32` that no parameter has, a
+            ValueError: for what the recipe sets, a name in `no_decay` or `keep_fp32` that no parameter has, a
                 `keep_fp32` of part of a layer or of an embedding, and whatever the optimizer refuses.
         """
-        for name in ("weights", "states"):
-            if name in optimizer_arguments:
-                raise ValueError(
-                    f"{name} must be left out: recipe {self.name!r} sets it, got {optimizer_arguments[name]!r}"
-                )
+        given = optimizer_arguments if lr is None else {"lr": lr, **optimizer_arguments}
+        for name in ("weights", "states", *self.settings):
+            if name in given:
+                raise ValueError(f"{name} must be left out: recipe {self.name!r} sets it, got {given[name]!r}")
         groups, kept = decay_groups(model, decay_all, no_decay), kept_layers(model, keep_fp32)
-        options = optimizer_arguments if lr is None else {"lr": lr, **optimizer_arguments}
+        options = {**self.settings, **given}
         # The named classes take more than their base.
         make: Callable[..., Any] = self.optimizer if around is None else partial(around, self.optimizer)
         with warnings.catch_warnings():  # who takes a recipe with plain weights has chosen them by name
@@ -198,19 +233,98 @@ _RECIPES = (
 )  # fmt: skip
 
 
+# Those of `register`, by name.
+_REGISTERED: dict[str, Recipe] = {}
+
+
+def _all() -> Iterator[Recipe]:
+    yield from _RECIPES
+    yield from _REGISTERED.values()
+
+
 def names() -> tuple[str, ...]:
-    """The names of all recipes."""
-    return tuple(recipe.name for recipe in _RECIPES)
+    """The names of all recipes, those of `register` last."""
+    return tuple(recipe.name for recipe in _all())
 
 
 def get(name: str) -> Recipe:
     """A recipe by its name or the paper's letters.
 
     Raises:
-        ValueError: for an unknown name; the message lists those that exist.
+        ValueError: for an unknown name; the message lists those that exist, and the nearest.
     """
-    for recipe in _RECIPES:
+    for recipe in _all():
         if name in (recipe.name, recipe.letters):
             return recipe
-    known = ", ".join(f"{r.name} ({r.letters})" if r.letters else r.name for r in _RECIPES)
-    raise ValueError(f"recipe must be one of {known}, got {name!r}")
+    known = ", ".join(f"{r.name} ({r.letters})" if r.letters else r.name for r in _all())
+    near = difflib.get_close_matches(str(name), names(), 1)
+    hint = f"; the nearest is {near[0]!r}" if near else ""
+    raise ValueError(f"recipe must be one of {known}, got {name!r}{hint}")
+
+
+def register(recipe: Recipe) -> None:
+    """Make a recipe known by its name in this process, to `get` and to whatever takes names of recipes.
+
+    Raises:
+        ValueError: for a name that another recipe has, or that `parse` could not read.
+    """
+    check_instance("recipe", recipe, Recipe)
+    if not recipe.name or set(recipe.name) & set("@,= "):
+        raise ValueError(f"name of a recipe must be a word without '@', ',' and '=', got {recipe.name!r}")
+    taken = {word: known for known in _all() for word in (known.name, known.letters) if word}
+    for word in (recipe.name, recipe.letters):
+        if word in taken and taken[word] != recipe:
+            raise ValueError(f"name of a recipe must be new, got {word!r}, which another recipe has")
+    if recipe.name not in taken:
+        _REGISTERED[recipe.name] = recipe
+
+
+def parse(text: str) -> Recipe:
+    """A recipe by its name, with settings after an ``@``: ``lion8bit@lr=3e-5,weight_decay=0``.
+
+    Values are numbers, ``true`` and ``false``, words, and tuples of numbers with slashes: ``betas=0.9/0.99``.
+
+    Raises:
+        ValueError: for an unknown name, and settings that cannot be read or that the optimizer does not have.
+    """
+    name, at, rest = text.partition("@")
+    recipe = get(name.strip())
+    settings = {}
+    for part in rest.split(",") if at else ():
+        key, _, value = (word.strip() for word in part.partition("="))
+        if not key or not value:
+            raise ValueError(f"a recipe with settings must be NAME@KEY=VALUE,KEY=VALUE, got {text!r}")
+        settings[key] = _read(value)
+    return recipe.with_settings(**settings)
+
+
+def _read(text: str) -> Any:
+    """A value of a setting."""
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    parts = [_read(part) for part in text.split("/")]
+    return tuple(parts) if len(parts) > 1 and not any(isinstance(part, str) for part in parts) else text
+
+
+def _written(value: Any) -> str:
+    """A value as `_read` reads it."""
+    if isinstance(value, tuple | list):
+        return "/".join(map(_written, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _arguments(optimizer: type) -> list[str]:
+    """The names of an optimizer's arguments; those of its bases too where it passes the rest on to them."""
+    found: dict[str, None] = {}
+    for kind in optimizer.__mro__:
+        if "__init__" not in vars(kind):
+            continue
+        parameters = inspect.signature(kind.__init__).parameters.values()  # type: ignore[misc]
+        named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        found |= dict.fromkeys(p.name for p in named if p.name != "self")
+        if not any(p.kind == p.VAR_KEYWORD for p in parameters):
+            break
+    return list(found)

@@ -1,4 +1,4 @@
-"""Training: text and images to examples, models from configurations, `train` for comparisons, `fit` for real."""
+"""Training: text and images to examples, models from configurations, `compare` for comparisons, `fit` for real."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.trainers._compare import Run, Settings, evaluate, make_optimizer, train
+from narrowgauge.trainers._comparison import CompareProgress, Comparison, compare
 from narrowgauge.trainers._export import load_model
 from narrowgauge.trainers._language import Batches, LanguageTask, validation_windows
 from narrowgauge.trainers._models import (
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_VOCABULARY",
     "Batches",
+    "CompareProgress",
+    "Comparison",
     "Corpus",
     "DamagedShardError",
     "DataError",
@@ -51,6 +54,7 @@ __all__ = [
     "TokenizedCorpus",
     "TrainSettings",
     "build_model",
+    "compare",
     "config_values",
     "configuration",
     "evaluate",

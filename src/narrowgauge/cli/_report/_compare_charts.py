@@ -136,10 +136,13 @@ def speed(results: Results) -> Markup:
         colors = [look.color for look in line_styles(results).values()]
         for axis, key, title in ((left, "optimizer_ms", "optimizer, ms"), (right, "step_ms", "whole step, ms")):
             taken = {name: recipe[key] for name, recipe in recipes.items()}
-            ends = {name: value or 0.0 for name, value in taken.items()}
+            spans = {name: recipe.get(f"{key}_quartiles") for name, recipe in recipes.items()}
+            ends = {name: max(spans[name] or [value or 0.0]) for name, value in taken.items()}
             labels = ["not measured" if value is None else _short(value) for value in taken.values()]
             _bar_axis(axis, title, ends, labels, {name: name for name in taken if axis is left})
-            axis.barh(range(len(ends)), ends.values(), 0.4, color=colors)
+            axis.barh(range(len(ends)), [value or 0.0 for value in taken.values()], 0.4, color=colors)
+            for row, span in enumerate(spans.values()):
+                axis.plot(span or [], [row] * len(span or []), color=INK, linewidth=1.5)
     return drawn.svg
 
 

@@ -44,20 +44,30 @@ def write_report(results: Json, path: Path) -> None:
         # A number and its sign stay on one line.
         summary=" ".join(_summary(results)).replace(" %", "\u00a0%"),
         missing=_missing(results),
-        columns=_columns(results["reference"]),
+        columns=_columns(results),
         rows=[_row(name, results) for name in results["recipes"]],
         details={
-            title: _definitions(results[title.lower()]) for title in ("Settings", "Data", "Model", "Environment")
+            title: _definitions(results[title.lower()])
+            for title in ("Settings", "Data", "Model", "Environment")
+            if results[title.lower()]
         },
+        notes=results.get("notes", []),
         plots={figure.__name__: figure(results) for figure in figures},
         looks=charts.line_styles(results),
         parts=charts.PARTS,
     )
 
 
-def _columns(reference: str | None) -> list[str]:
+def _measure(results: Json) -> str:
+    """What recipes are compared by; in results of before there was validation only."""
+    return str(results.get("measure", "validation_loss"))
+
+
+def _columns(results: Json) -> list[str]:
+    reference, perplexity = results["reference"], ["Perplexity"] if results.get("perplexity", True) else []
     return [
-        "Validation loss", "Perplexity", f"Difference to {reference}" if reference else "Difference",
+        _measure(results).replace("_", " ").capitalize(), *perplexity,
+        f"Difference to {reference}" if reference else "Difference",
         "Bytes per parameter", "Peak memory", "Optimizer ms", "Step ms", "EDQ %", "Lost updates %",
     ]  # fmt: skip
 
@@ -67,25 +77,33 @@ def _row(name: str, results: Json) -> Json:
     recipe, is_reference = results["recipes"][name], name == results["reference"]
     measured = recipe["bytes"]["measured"]
     cells = [
-        _loss(recipe),
-        (_number(recipe["perplexity"], ",.2f"), ""),
+        _loss(recipe, _measure(results)),
+        *([(_number(recipe["perplexity"], ",.2f"), "")] if results.get("perplexity", True) else []),
         ("reference", "") if is_reference else _difference(recipe),
         (_number(recipe["bytes_per_parameter"], ".4g"), f"measured {measured['total']:.4g}" if measured else ""),
         (_size(recipe["peak_memory_bytes"]), ""),
-        (_number(recipe["optimizer_ms"], ",.2f"), ""),
-        (_number(recipe["step_ms"], ",.1f"), ""),
+        _time(recipe, "optimizer", ",.2f"),
+        _time(recipe, "step", ",.1f"),
         (_percent(recipe["edq"]), ""),
         (_percent(recipe["lost_updates"]), ""),
     ]
-    alias = recipe["recipe"] if recipe["recipe"] != name else ""
+    settings = ", ".join(f"{key} {_value(value)}" for key, value in recipe.get("settings", {}).items())
+    alias = ", ".join(filter(None, (recipe["recipe"] if recipe["recipe"] != name else "", settings)))
     return {"name": name, "alias": alias, "title": recipe["title"], "is_reference": is_reference, "cells": cells}
 
 
-def _loss(recipe: Json) -> tuple[str, str]:
+def _loss(recipe: Json, measure: str) -> tuple[str, str]:
     count, diverged = len(recipe["seeds"]), sum(seed["diverged"] for seed in recipe["seeds"])
     if recipe["diverged"]:
         return "diverged", f"{diverged} of {count} seeds" if count > 1 else ""
-    return _number(recipe["validation_loss"], ".4f"), ""
+    return _number(recipe[measure], ".4f"), ""
+
+
+def _time(recipe: Json, part: str, spec: str) -> tuple[str, str]:
+    quartiles = recipe.get(f"{part}_ms_quartiles")
+    remark = "" if quartiles is None else "–".join(format(each, spec) for each in quartiles)
+    mark = " ~" if recipe.get(f"{part}_overlaps") else ""
+    return _number(recipe[f"{part}_ms"], spec) + mark, remark
 
 
 def _difference(recipe: Json) -> tuple[str, str]:
@@ -110,7 +128,7 @@ def _summary(results: Json) -> Iterable[str]:
     yield f"{trained}, with {upto}{max(counts)} seeds each." if max(counts) > 1 else f"{trained}, with one seed."
     diverged = [name for name, recipe in recipes.items() if recipe["diverged"]]
     if diverged:
-        yield f"{_all(diverged)} diverged, and {'has' if len(diverged) == 1 else 'have'} no validation loss."
+        yield f"{_all(diverged)} diverged, and {'has' if len(diverged) == 1 else 'have'} no loss to compare."
     yield from _summary_of_losses(results)
     yield from _summary_of_lost_updates(recipes)
     yield from _summary_of_bytes(recipes, results["reference"])
@@ -118,7 +136,8 @@ def _summary(results: Json) -> Iterable[str]:
 
 def _summary_of_losses(results: Json) -> Iterable[str]:
     recipes, reference = results["recipes"], results["reference"]
-    if reference is None or recipes[reference]["validation_loss"] is None:
+    measure = _measure(results)
+    if reference is None or recipes[reference][measure] is None:
         if len(recipes) > 1:
             lacking = (
                 "No recipe served as reference" if reference is None else f"{reference}, the reference, has no loss"
@@ -140,7 +159,8 @@ def _summary_of_losses(results: Json) -> Iterable[str]:
     if len(beyond) > len(named):
         most = abs(found[beyond[len(named)]]["mean"])
         clauses.append(f"the other {len(beyond) - len(named)} differ by at most {_at_most(most, 5)}")
-    yield f"{reference}, the reference, reached a validation loss of {recipes[reference]['validation_loss']:.4f}."
+    what = "a validation loss" if measure == "validation_loss" else "a mean training loss, over the last tenth,"
+    yield f"{reference}, the reference, reached {what} of {recipes[reference][measure]:.4f}."
     if clauses:
         yield f"Against it, {'; '.join(clauses)}."
     if within:
