@@ -39,8 +39,8 @@ TABLE["cli"] = set(TABLE)
 # The package's own __init__ shows the rooms of the library, not its programs.
 TOP = set(TABLE) - {"integrations", "trainers", "cli"}
 
-# What hands over to a program: pages need what the library does without, comparisons train, and a plan by the name of
-# a model is of the model that a training of that name makes.
+# What hands over to a program: pages need what the library does without, comparisons train, and a plan by the name
+# of a model is of the model that a training of that name makes.
 HANDED_OVER = {
     ("gauges/_report.py", "narrowgauge.cli._report._run_page.write_run_report"),
     ("recipes/_plan.py", "narrowgauge.trainers._named_models.named_model"),
