@@ -2,6 +2,7 @@
 
 from narrowgauge.optim._describe import Description
 from narrowgauge.optim._groups import split_decay
+from narrowgauge.optim._named._adafactor import Adafactor
 from narrowgauge.optim._named._adagrad import Adagrad, Adagrad8bit
 from narrowgauge.optim._named._adam import (
     LAMB,
@@ -26,6 +27,7 @@ __all__ = [
     "LAMB",
     "LARS",
     "SGD",
+    "Adafactor",
     "Adagrad",
     "Adagrad8bit",
     "Adam",

@@ -35,6 +35,7 @@ from narrowgauge.optim._stats import UpdateStats
 from narrowgauge.optim._verdict import GradientReport, Verdict, inspect_gradients
 from narrowgauge.rules import Rule, Scalar, squared_ratio
 from narrowgauge.storage import StateStorage
+from narrowgauge.storage._factored import FactoredState, factors, product
 
 # A moment in strict arithmetic.
 StrictMoment = tuple[StateStorage, State]
@@ -45,9 +46,14 @@ _GRAIN = 8  # elements that one block of random numbers serves
 
 @dataclass(frozen=True)
 class Fp32Arithmetic:
-    """Averages of float32 tensors; see the module. `shard` is the part of the parameter on this rank."""
+    """Averages of float32 tensors; see the module.
+
+    `shard` is the part of the parameter on this rank, `factors` has the slots that are stored as row means and column
+    means.
+    """
 
     shard: Shard | None = None
+    factors: frozenset[str] = frozenset()
 
     def accumulate(self, average: Tensor, x: Tensor, decay: Scalar, new_weight: Scalar) -> Tensor:
         return decay * average + new_weight * x
@@ -68,6 +74,9 @@ class Fp32Arithmetic:
 
     def value(self, average: Tensor) -> Tensor:
         return average
+
+    def factored(self, slot: str, average: Tensor, least: Scalar) -> Tensor:
+        return product(*factors(average), least) if slot in self.factors else average
 
     def root(self, x: Tensor, by: Scalar) -> Tensor:
         # `by` is one number for all elements. Dividing by its root keeps x from overflowing.
@@ -108,6 +117,9 @@ class StrictArithmetic:
     def value(self, average: StrictMoment) -> Tensor:
         storage, tensors = average
         return storage.value(tensors).to(self.dtype)
+
+    def factored(self, slot: str, average: StrictMoment, least: Scalar) -> Tensor:
+        return self.value(average)  # factors have no strict arithmetic
 
     def root(self, x: Tensor, by: Scalar) -> Tensor:
         return (x / by).sqrt()
@@ -209,7 +221,8 @@ def operands(step: ParamStep, number: Scalar) -> Operands:
     low = state[plan.weight_key] if plan.weight_key is not None else None
     scalars: Mapping[str, Scalar] = plan.rule.scalars(numbers(step.group, p.device), number)
     if not plan.strict:
-        arithmetic = _FP32 if plan.shard is None else Fp32Arithmetic(plan.shard)
+        factored = frozenset(slot.slot.name for slot in plan.slots if isinstance(slot.storage, FactoredState))
+        arithmetic = Fp32Arithmetic(plan.shard, factored) if factored or plan.shard is not None else _FP32
         moments: State = {}
         for slot in _units_first(plan):
             unit = moments[slot.normalizer.slot.name] if slot.normalizer is not None else None

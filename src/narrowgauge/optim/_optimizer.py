@@ -91,7 +91,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
     """
 
     rule: ClassVar[Rule]
-    refusals: ClassVar[Mapping[str, str]] = {}  # torch's words for a hyperparameter of this optimizer alone
+    # torch's words for a hyperparameter of this optimizer alone; None for one that the class checks itself.
+    refusals: ClassVar[Mapping[str, str | None]] = {}
     _made = True  # so are copies, without __init__
     identity: ClassVar[tuple[str, ...]] = ()  # options without which the name would lie: no checkpoint changes them
 

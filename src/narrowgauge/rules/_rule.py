@@ -30,6 +30,8 @@ Effects = dict[str, Tensor | Scalar]
 Update = tuple[Tensor, dict[str, Any]]
 # The new v, and v corrected for its start at zero.
 Second = tuple[Any, Tensor]
+# `Slot.start` of a slot that starts at the weight.
+WEIGHT = "weight"
 
 
 @dataclass(frozen=True)
@@ -41,18 +43,23 @@ class Slot:
         signed: False for averages of squares, whose codes need no sign.
         preset: its storage under ``states="expansion"``, given as one name for all slots.
         torch_key: its name in the state of torch's optimizer of the same name.
-        start: the option that holds its first value; without one it starts at zero.
+        torch_factors: the names of its row means and column means there, if torch's optimizer factors matrices.
+        start: the option that holds its first value, or `WEIGHT`: it starts at the weight; without one at zero.
         option: the option that switches it on; without one it is always on.
         normalizer: the slot whose root the update divides this one by; the root is a natural unit for storing it.
+        storages: the names of the storages that it may have, the first by default; empty for all. For a slot that
+            is a weight: codes made for moments lose the digits in which it moves.
     """
 
     name: str
     signed: bool
     preset: str = "expansion"
     torch_key: str | None = None
+    torch_factors: tuple[str, str] | None = None
     start: str | None = None
     option: str | None = None
     normalizer: str | None = None
+    storages: tuple[str, ...] = ()
 
 
 class Arithmetic(Protocol):
@@ -72,6 +79,9 @@ class Arithmetic(Protocol):
 
     def value(self, average: Any) -> Tensor:
         """The number that the equation reads."""
+
+    def factored(self, slot: str, average: Any, least: Scalar) -> Tensor:
+        """`value`; of a slot that is stored as row means r and column means c, r c / max(mean(r), least)."""
 
     def root(self, x: Tensor, by: Scalar) -> Tensor:
         """The square root of x / by."""
