@@ -41,8 +41,10 @@ RECORDS = {
     "lars": Record("LARS", {"lr": 1.0}),
     "adagrad": Record("Adagrad", {"lr": 1e-3}),
     "adagrad-momentum": Record("Adagrad", {"lr": 2e-4, "momentum": 0.9}),
+    "adafactor": Record("Adafactor", {"lr": 1e-3}),
     "lion": Record("Lion", {"lr": 1e-3}),
     "muon": Record("Muon", {"lr": 2e-3}, loose=4.0),
+    "schedule-free": Record("ScheduleFreeAdamW", {"lr": 2e-3, "warmup_steps": 10}),
 }
 Case = tuple[str, str, str, str, torch.dtype]  # rule, weights, states, arithmetic, dtype
 ARITHMETICS = ("fp32", "strict")

@@ -90,6 +90,22 @@ def test_sharded_states_convert_on_the_same_ranks(here: tuple[int, int], options
             assert (decoded(q, loaded)[name] - wanted).abs().max() <= (0 if exact else 0.01 * wanted.abs().max())
 
 
+@pytest.mark.parametrize("states", [{"m": "log8", "v": "factored"}, "factored"], ids=str)
+def test_factors_of_the_whole_become_moments_of_a_shard(states: Any) -> None:
+    torch.manual_seed(0)
+    q = nn.Parameter(torch.randn(16, 64))
+    saved = AdamW([("w", q)], states=states, **OPTIONS)
+    q.grad = torch.randn(16, 64)
+    saved.step()
+    with rank_of(2) as mesh:
+        p = nn.Parameter(rows(mesh, q.detach()[:8].clone(), 16))
+        loaded = AdamW([("w", p)], **OPTIONS)
+        with pytest.warns(UserWarning, match="encoded moments anew"):
+            loaded.load_state_dict(saved.state_dict())
+        for name, whole in decoded(q, saved).items():
+            assert torch.equal(decoded(p, loaded)[name], whole[:8]), name
+
+
 def test_blocks_of_one_rank_are_those_of_the_whole() -> None:
     """Also where an earlier version has written so: as one shard of 30 elements."""
     with rank_of(1) as mesh:

@@ -16,6 +16,7 @@ from narrowgauge.optim._named._adam import (
 )
 from narrowgauge.optim._named._lion import Lion, Lion8bit
 from narrowgauge.optim._named._muon import Muon
+from narrowgauge.optim._named._schedule_free import ScheduleFreeAdamW
 from narrowgauge.optim._named._sgd import LARS, SGD, LARS8bit, SGD8bit
 from narrowgauge.optim._optimizer import NarrowOptimizer
 from narrowgauge.optim._options import Options
@@ -45,6 +46,7 @@ __all__ = [
     "Options",
     "QuantizedGradients",
     "SGD8bit",
+    "ScheduleFreeAdamW",
     "StableAdamW",
     "UpdateStats",
     "split_decay",

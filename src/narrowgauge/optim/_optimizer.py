@@ -93,6 +93,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
     rule: ClassVar[Rule]
     # torch's words for a hyperparameter of this optimizer alone; None for one that the class checks itself.
     refusals: ClassVar[Mapping[str, str | None]] = {}
+    writes_weights: ClassVar[bool] = False  # whether more than a step writes to parameters
     _made = True  # so are copies, without __init__
     identity: ClassVar[tuple[str, ...]] = ()  # options without which the name would lie: no checkpoint changes them
 

@@ -7,6 +7,7 @@ from narrowgauge.rules._clipping import ClipUpdates, HasSecondMoment, clipped, s
 from narrowgauge.rules._lion import LION
 from narrowgauge.rules._muon import Muon
 from narrowgauge.rules._rule import WEIGHT, Arithmetic, Rule, Scalar, Slot, has_terms
+from narrowgauge.rules._schedule_free import SCHEDULE_FREE
 from narrowgauge.rules._sgd import LARS, SGD
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "LAMB",
     "LARS",
     "LION",
+    "SCHEDULE_FREE",
     "SGD",
     "WEIGHT",
     "Arithmetic",

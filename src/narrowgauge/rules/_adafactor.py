@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.rules._rule import Arithmetic, Moments, Rule, Scalar, Scalars, Second, Slot, Terms, Update
+from narrowgauge.rules._rule import Arithmetic, Moments, Rule, Scalar, Scalars, Second, Slot, Terms, Update, smaller
 
 _EPS = torch.finfo(torch.float32).eps
 _SMALLEST_NORMAL = 2.0**-126
@@ -46,7 +46,7 @@ class AdafactorRule(Rule):
         new_weight2 = step ** group["beta2_decay"]
         return {
             "lr": group["lr"],
-            "rho": _smaller(group["lr"], step**-0.5),
+            "rho": smaller(group["lr"], step**-0.5),
             "beta2": 1 - new_weight2,
             "new_weight2": new_weight2,
             "eps": _EPS if eps1 is None else eps1,
@@ -80,13 +80,6 @@ class AdafactorRule(Rule):
         )
         step = weight_rms.clamp_min(s["eps2"]) * s["rho"] / (update_rms / s["d"]).clamp_min(1.0)
         return -(s["lr"] * s["weight_decay"]) * weight - step * u, moments
-
-
-def _smaller(a: Scalar, b: Scalar) -> Scalar:
-    """The smaller of two numbers, each of which may be a 0-d tensor."""
-    if isinstance(b, Tensor):
-        return b.clamp_max(a)
-    return a.clamp_max(b) if isinstance(a, Tensor) else min(a, b)
 
 
 ADAFACTOR = AdafactorRule()

@@ -153,6 +153,18 @@ class Rule(Protocol):
         return {}
 
 
+def smaller(a: Scalar, b: Scalar) -> Scalar:
+    """The smaller of two scalars, without waiting for a device."""
+    if isinstance(b, Tensor):
+        return b.clamp_max(a)
+    return a.clamp_max(b) if isinstance(a, Tensor) else min(a, b)
+
+
+def larger(a: Scalar, b: Scalar) -> Scalar:
+    """The larger of two scalars, without waiting for a device."""
+    return -smaller(-a, -b)
+
+
 def has_terms(rule: Rule) -> bool:
     """Whether a rule needs sums over a parameter."""
     return type(rule).terms is not Rule.terms

@@ -39,9 +39,7 @@ def factors(moment: Tensor) -> tuple[Tensor, Tensor]:
     Summed in float64. Infinities count as float32's largest number, NaN as zero; no matrix becomes infinite or NaN.
     """
     finite = torch.nan_to_num(moment, nan=0.0, posinf=LARGEST, neginf=0.0)
-    rows, columns = (
-        finite.sum(dim, dtype=torch.float64) / max(1, finite.shape[dim]) for dim in (-1, -2)
-    )
+    rows, columns = (finite.sum(dim, dtype=torch.float64) / max(1, finite.shape[dim]) for dim in (-1, -2))
     return rows.to(moment.dtype), columns.to(moment.dtype)
 
 
