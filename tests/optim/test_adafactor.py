@@ -177,7 +177,9 @@ def test_a_memory_plan_counts_factors() -> None:
 
 
 def test_it_has_torchs_signature() -> None:
-    ours, theirs = (inspect.signature(kind.__init__).parameters for kind in (optim.Adafactor, torch.optim.Adafactor))
+    ours, theirs = (
+        inspect.signature(kind.__init__).parameters for kind in (optim.Adafactor, torch.optim.Adafactor)
+    )
     names = [name for name, one in theirs.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
     assert list(ours)[: len(names)] == names
     assert all(ours[name].default == theirs[name].default for name in theirs)

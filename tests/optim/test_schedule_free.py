@@ -110,7 +110,9 @@ def test_a_step_in_eval_is_refused_and_moves_nothing() -> None:
     drive(optimizer, range(2))
     optimizer.eval()
     before = everything(optimizer)
-    with pytest.raises(RuntimeError, match=r"step: the parameters hold the average; call the optimizer's train\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"step: the parameters hold the average; call the optimizer's train\(\)"
+    ):
         drive(optimizer, range(2, 3))
     assert same(everything(optimizer), before)
     model = torch.nn.Linear(4, 3)
@@ -124,7 +126,12 @@ def test_a_step_in_eval_is_refused_and_moves_nothing() -> None:
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_a_state_resumes_in_the_mode_in_which_it_was_saved(mode: str) -> None:
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "weights": "split8", "states": "log8", "min_quantized_size": 0}
+    options: dict[str, Any] = {
+        "dtype": torch.bfloat16,
+        "weights": "split8",
+        "states": "log8",
+        "min_quantized_size": 0,
+    }
     whole, stopped, resumed = made(**options), made(**options), made(**options)
     drive(whole, range(6))
     drive(stopped, range(3))
@@ -150,7 +157,9 @@ def test_a_state_in_eval_is_refused_beside_other_weights() -> None:
     saved, other = made(torch.bfloat16, weights="split8"), made(torch.bfloat16, weights="master")
     drive(saved, range(2))
     saved.eval()
-    with pytest.raises(ValueError, match=r"weights must be 'split8' for a state that was saved in eval\(\), got 'master'"):
+    with pytest.raises(
+        ValueError, match=r"weights must be 'split8' for a state that was saved in eval\(\), got 'master'"
+    ):
         other.load_state_dict(saved.state_dict())
     saved.train()
     other.load_state_dict(saved.state_dict())
@@ -163,7 +172,9 @@ def test_z_is_a_weight_and_stored_as_one() -> None:
     assert row.why.startswith("z in fp32: it is a weight;")
     for states, stored in (({"v": "bf16"}, "z:fp32 v:bf16"), ("expansion", "z:expansion v:expansion")):
         assert made(states=states).describe().rows[0].states == stored
-    with pytest.raises(ValueError, match="states must be 'fp32' or 'expansion' for 'z' of schedule-free, which is a we"):
+    with pytest.raises(
+        ValueError, match="states must be 'fp32' or 'expansion' for 'z' of schedule-free, which is a we"
+    ):
         made(states={"z": "8bit", "v": "8bit"})
 
 

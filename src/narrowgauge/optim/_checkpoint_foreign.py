@@ -254,5 +254,6 @@ def _namesake(kind: type) -> type[torch.optim.Optimizer]:
         ):
             return found
     raise ValueError(
-        f"torch_state_dict must be of Adam, AdamW, SGD, Adafactor, Adagrad or Muon: torch.optim has no {kind.__name__}"
+        "torch_state_dict must be of Adam, AdamW, SGD, Adafactor, Adagrad or Muon: torch.optim has no "
+        f"{kind.__name__}"
     )

@@ -48,8 +48,8 @@ _GRAIN = 8  # elements that one block of random numbers serves
 class Fp32Arithmetic:
     """Averages of float32 tensors; see the module.
 
-    `shard` is the part of the parameter on this rank, `factors` has the slots that are stored as row means and column
-    means.
+    `shard` is the part of the parameter on this rank; `factors` has the slots that are stored as row means and
+    column means.
     """
 
     shard: Shard | None = None

@@ -271,8 +271,8 @@ def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index
             storage = state_storage("fp32")
         if storage.whole and shard is not None:
             raise ValueError(
-                f"states must not be {storage.name!r} for {slot.name!r} of a sharded parameter, whose ranks hold parts "
-                f"of rows or columns, got {name}"
+                f"states must not be {storage.name!r} for {slot.name!r} of a sharded parameter, whose ranks hold "
+                f"parts of rows or columns, got {name}"
             )
         if strict and slot in active and not storage.rounded:
             raise ValueError(f"states must be stored in floats for arithmetic='strict', got {storage.name!r}")
@@ -312,8 +312,8 @@ def slot_storages(rule: Rule, group: Mapping[str, Any]) -> dict[str, StateStorag
         allowed = slots[name].storages
         if allowed and storage not in allowed:
             raise ValueError(
-                f"states must be {' or '.join(map(repr, allowed))} for {name!r} of {rule.name}, which is a weight, got "
-                f"{storage!r}"
+                f"states must be {' or '.join(map(repr, allowed))} for {name!r} of {rule.name}, which is a weight, "
+                f"got {storage!r}"
             )
     return {
         name: state_storage(storage).for_slot(slots[name].signed, slots[name].normalizer in states)

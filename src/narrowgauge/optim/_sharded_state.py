@@ -246,7 +246,11 @@ def whole_state(chunks: Chunks, block_size: int) -> dict[str, Tensor] | None:
 
 def _joined(mine: Shard, chunks: Chunks, keys: Sequence[str], block: int) -> dict[str, Tensor] | None:
     """A box's tensors in blocks, joined from saved boxes with the same blocks; None if it must be decoded."""
-    if any(map(_is_factor, keys)) or block % 2 or not all(box.aligned(block) for box in (mine, *(box for box, _ in chunks.sources))):
+    if (
+        any(map(_is_factor, keys))
+        or block % 2
+        or not all(box.aligned(block) for box in (mine, *(box for box, _ in chunks.sources)))
+    ):
         return None
     sources = sorted((one for one in chunks.sources if one[0].here), key=lambda one: one[0].first or 0)
     first, end = mine.first or 0, (mine.first or 0) + mine.here

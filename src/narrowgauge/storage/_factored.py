@@ -10,8 +10,8 @@ of the same matrix. So to decode, to add the new square and to encode again aver
     rows(b V + (1 - b) G^2) = b r + (1 - b) rows(G^2)
 
 That is Adafactor's factored average, and any rule with a second moment can be stored so. The product is the matrix
-nearest to the average in the generalized Kullback-Leibler divergence. It is right where an element's scale is one of
-its row times one of its column, and wrong where single elements stand out.
+of rank one nearest to the average in the generalized Kullback-Leibler divergence. It is right where an element's
+scale is one of its row times one of its column, and wrong where single elements stand out.
 
 Of more than two dimensions the last two are a matrix, and the others count matrices.
 

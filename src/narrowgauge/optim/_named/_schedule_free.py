@@ -36,8 +36,8 @@ class ScheduleFreeAdamW(NarrowOptimizer):
         eps: added to the root of the second moment.
         weight_decay: decoupled decay, at y.
         warmup_steps: steps in which the learning rate grows in proportion to the step, up to `lr`.
-        **options: the options of every optimizer; see `Options`. Slots: ``"z"``, the weight that takes the steps, in
-            `fp32` or `expansion`, and ``"v"``. One name for both is v's where z does not take it: z is in fp32 then.
+        **options: the options of every optimizer; see `Options`. Slots: ``"v"``, and ``"z"``, the weight that takes
+            the steps, in `fp32` or `expansion`. Where `states` is one name and z does not take it, z is in fp32.
 
     The authors' `r` and `weight_lr_power`, other weights of the average, are left out: the average here is weighted
     by the square of the learning rate, their default.
@@ -81,8 +81,8 @@ class ScheduleFreeAdamW(NarrowOptimizer):
     def eval(self) -> None:
         """Turn the parameters into the average x, rounded to their dtype.
 
-        Their own bits, y, are kept in the state until `train()`: 4 bytes a parameter. Low words stay y's. Calling it
-        again does nothing.
+        Their own bits, y, are stored in the state until `train()`, in 4 bytes a parameter. Low words stay y's.
+        Calling it again does nothing.
         """
         if self._is_evaluating():
             return
@@ -131,7 +131,8 @@ class ScheduleFreeAdamW(NarrowOptimizer):
         """
         groups = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None
         for live, saved in zip(self.param_groups, groups if isinstance(groups, list | tuple) else (), strict=False):
-            if isinstance(saved, Mapping) and saved.get(_MODE) is True and saved.get("weights") != live["weights"]:
+            evaluates = isinstance(saved, Mapping) and saved.get(_MODE) is True
+            if evaluates and saved.get("weights") != live["weights"]:
                 raise ValueError(
                     f"state_dict: weights must be {saved.get('weights')!r} for a state that was saved in eval(), got "
                     f"{live['weights']!r}; save it after train()"
