@@ -29,6 +29,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("Adagrad", {"lr_decay": 0.1, "weight_decay": 0.1}),
     ("Adagrad", {"momentum": 0.9}),
     ("Lion", {"weight_decay": 0.1}),
+    ("Adafactor", {"states": "fp32", "weight_decay": 0.1}),
+    ("ScheduleFreeAdamW", {"warmup_steps": 3, "weight_decay": 0.1}),
 ]
 ELEMENT = {
     "mul": torch.mul, "add": torch.add, "sub": torch.sub, "div": torch.div, "neg": torch.neg, "sqrt": torch.sqrt,

@@ -18,7 +18,7 @@ class Adafactor(NarrowOptimizer):
     """Adafactor: steps relative to the weight, with a second moment of one number a row and one a column.
 
     Arguments up to `weight_decay` are those of `torch.optim.Adafactor`, in its order and with its defaults. As
-    there, every parameter of two or more dimensions is factored, small ones too (`min_quantized_size` is for codes).
+    there, every parameter of two or more dimensions is factored, small ones too: `min_quantized_size` is for codes.
 
     Args:
         params: float32, bfloat16 or float16 parameters, named or not, or groups, which may override any option.

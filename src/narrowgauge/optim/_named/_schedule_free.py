@@ -134,8 +134,8 @@ class ScheduleFreeAdamW(NarrowOptimizer):
             evaluates = isinstance(saved, Mapping) and saved.get(_MODE) is True
             if evaluates and saved.get("weights") != live["weights"]:
                 raise ValueError(
-                    f"state_dict: weights must be {saved.get('weights')!r} for a state that was saved in eval(), got "
-                    f"{live['weights']!r}; save it after train()"
+                    f"state_dict: weights must be {saved.get('weights')!r} for a state that was saved in eval(), "
+                    f"got {live['weights']!r}; save it after train()"
                 )
         super().load_state_dict(state_dict)
 
