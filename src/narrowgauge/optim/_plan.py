@@ -307,7 +307,9 @@ def slot_storages(rule: Rule, group: Mapping[str, Any]) -> dict[str, StateStorag
         states = {name: slot.storages[0] for name, slot in slots.items() if slot.storages} | dict(states)
     names = [slot.name for slot in active]
     if not set(names) <= set(states) <= set(slots):
-        raise ValueError(f"states must name a storage for each of {names} ({rule.name}), got {sorted(states)}")
+        raise ValueError(
+            f"states must name a storage for each of {names} ({rule.name}), got {sorted(map(str, states))}"
+        )
     for name, storage in states.items():
         allowed = slots[name].storages
         if allowed and storage not in allowed:

@@ -68,9 +68,9 @@ class ScheduleFreeAdamW(NarrowOptimizer):
         super().__init__(params, hyperparameters, options)
 
     def check(self, group: Mapping[str, Any]) -> None:
-        super().check(group)
         check("warmup_steps", group["warmup_steps"], Count)
         check(_MODE, group[_MODE], Flag)
+        super().check(group)
         if not group["betas"][0] > 0:
             raise ValueError(f"betas[0] must be above 0: without y no average is known, got {group['betas'][0]}")
 
@@ -89,10 +89,10 @@ class ScheduleFreeAdamW(NarrowOptimizer):
         for group in self.param_groups:
             group[_MODE] = True
         for p, plan in self.plans(lazy=True):  # the slot y is on now, and starts at the parameter
-            state = self.state.get(p)
-            if not state:
+            state, here = self.state.get(p), local(p)
+            z = next((slot for slot in plan.slots if slot.slot.name == "z"), None)
+            if not state or z is None:
                 continue  # never stepped: x is y
-            here, z = local(p), next(slot for slot in plan.slots if slot.slot.name == "z")
             y = plan.weight.read(here, state[plan.weight_key] if plan.weight_key is not None else None)
             beta1 = float(next(group for group in self.param_groups if _holds(group, p))["betas"][0])
             self._write(p, y + (1 / beta1 - 1) * (y - z.decode(state, here.shape)))
