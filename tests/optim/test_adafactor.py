@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from narrowgauge import optim
 from narrowgauge.gauges._watch._batched_rows import BlockSample
 from narrowgauge.optim import Adafactor, AdamW, NarrowOptimizer
 from narrowgauge.optim._engine import Engine
@@ -174,12 +172,3 @@ def test_a_memory_plan_counts_factors() -> None:
     assert without - with_factors == 2 * 512 * 256 - 4 * (512 + 256)
     recipe = Recipe("some", "some", torch.float32, states={"m": "bf16", "v": "factored"})
     assert recipe.byte_breakdown(256)["states"] == 2 + 2 * 4 / 256
-
-
-def test_it_has_torchs_signature() -> None:
-    ours, theirs = (
-        inspect.signature(kind.__init__).parameters for kind in (optim.Adafactor, torch.optim.Adafactor)
-    )
-    names = [name for name, one in theirs.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
-    assert list(ours)[: len(names)] == names
-    assert all(ours[name].default == theirs[name].default for name in theirs)

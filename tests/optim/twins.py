@@ -10,7 +10,7 @@ import torch
 
 from narrowgauge import optim
 
-NAMESAKES = ("Adam", "AdamW", "SGD", "Adagrad", "Muon")
+NAMESAKES = ("Adam", "AdamW", "SGD", "Adafactor", "Adagrad", "Muon")
 SHAPES = ((12, 8), (5, 9))
 
 
