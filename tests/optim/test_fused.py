@@ -26,9 +26,7 @@ ULPS = {torch.float32: 2.0**-21, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-1
 
 def has_kernel(rule: str, weights: str, states: str, arithmetic: str, dtype: torch.dtype) -> bool:
     stochastic_half = weights == "stochastic" and dtype == torch.float16
-    # Of rules without a second moment it means fp32.
-    factored = states == "factored" and not rule.startswith(("sgd", "lars", "lion"))
-    return rule != "muon" and arithmetic == "fp32" and not stochastic_half and not factored
+    return rule != "muon" and arithmetic == "fp32" and not stochastic_half and states != "factored"
 
 
 def trained(
