@@ -12,7 +12,7 @@ Source: Collage, Appendix D, "FP8 Backends and Implementations".
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,8 +75,8 @@ class Float8Expansion(Float8Weights):
 class Float8Pair(StateStorage):
     """hi + lo, each e4m3 with a scale a block: the second moment of the plus variant."""
 
-    def nbytes(self, numel: int, block_size: int) -> int:
-        return 2 * state_storage("fp8").nbytes(numel, block_size)
+    def nbytes(self, shape: Sequence[int], block_size: int) -> int:
+        return 2 * state_storage("fp8").nbytes(shape, block_size)
 
     def init(self, p: Tensor, signed: bool, block_size: int) -> dict[str, Tensor]:
         return self.encode(torch.zeros_like(p, dtype=torch.float32), StateContext(p.shape, signed, block_size))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,10 @@ KINDS: dict[str, tuple[torch.dtype, Callable]] = {
     "split, 8bit": (torch.bfloat16, lambda ps: ours(ps, weights="split", states="8bit")),
     "split8, log8": (torch.bfloat16, lambda ps: ours(ps, weights="split8", states="log8")),
     "expansion, log4": (torch.bfloat16, lambda ps: ours(ps, weights="expansion", states="log4")),
+    "split8, factored": (
+        torch.bfloat16,
+        lambda ps: ours(ps, weights="split8", states={"m": "log8", "v": "factored"}),
+    ),
     "kahan, fp8": (torch.bfloat16, lambda ps: ours(ps, weights="kahan", states="fp8")),
     "stochastic, 4bit": (torch.bfloat16, lambda ps: ours(ps, weights="stochastic", states="4bit")),
     "master, expansion": (torch.float16, lambda ps: ours(ps, weights="master", states="expansion")),
@@ -31,7 +36,7 @@ KINDS: dict[str, tuple[torch.dtype, Callable]] = {
 KIND = "split8, log8"
 
 
-def ours(ps: list, **options: str) -> ng.optim.AdamW:
+def ours(ps: list, **options: Any) -> ng.optim.AdamW:
     return ng.optim.AdamW(ps, lr=1e-2, min_quantized_size=100, block_size=64, **options)
 
 

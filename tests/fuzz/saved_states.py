@@ -90,6 +90,8 @@ def parameters(dtype: torch.dtype) -> list[tuple[str, nn.Parameter]]:
 
 
 def stepped(optimizer: Any) -> None:
+    if isinstance(optimizer, ng.optim.ScheduleFreeAdamW):
+        optimizer.train()  # the mode is the state's
     for group in optimizer.param_groups:
         for p in group["params"]:
             p.grad = torch.linspace(-1, 1, p.numel(), dtype=torch.float32).reshape(p.shape).to(p.dtype)
@@ -185,6 +187,8 @@ SUBJECTS: dict[str, Subject] = {
     "SGD": ours("SGD", weights="split", states="4bit", momentum=0.9),
     "LAMB": ours("LAMB", torch.float16, weights="master", states="expansion"),
     "Lion": ours("Lion", weights="expansion", states="log4"),
+    "Adafactor": ours("Adafactor", weights="split8"),
+    "ScheduleFreeAdamW": ours("ScheduleFreeAdamW", weights="split8", states="log8"),
     "Muon": ours("Muon", weights="stochastic", states="bf16"),
     "QuantizedGradients of AdamW8bit": optimizer(
         lambda ps: ng.optim.QuantizedGradients(

@@ -18,7 +18,7 @@ COARSE = {
     "fp32": (0, 0), "bf16": (2**-8, 2**-8), "expansion": (2**-16, 2**-16),
     "8bit": (0.0071, 0.0036), "fp8": (0.036, 0.036), "4bit": (0.1126, 0.0626),
     # Of these moments; the range of a block decides.
-    "log8": (0.016, 0.0625), "log4": (0.2, 0.3),
+    "log8": (0.016, 0.0625), "log4": (0.2, 0.3), "factored": (0, 1.0),
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from narrowgauge.optim import AdamW, NarrowOptimizer, SGD8bit
-from narrowgauge.optim._sharded_state import Chunks
+from narrowgauge.optim._sharded_state import Chunks, without_padding
 from narrowgauge.optim._sharding import Shard as Box
 
 OPTIONS: dict[str, Any] = {"block_size": 64, "min_quantized_size": 0, "nonfinite": "propagate"}
@@ -91,6 +91,28 @@ def test_sharded_states_convert_on_the_same_ranks(here: tuple[int, int], options
         for name, wanted in decoded(p, saved).items():
             exact = options == {"states": "fp32"}
             assert (decoded(q, loaded)[name] - wanted).abs().max() <= (0 if exact else 0.01 * wanted.abs().max())
+
+
+@pytest.mark.parametrize("states", [{"m": "log8", "v": "factored"}, "factored"], ids=str)
+def test_factors_of_the_whole_become_moments_of_a_shard(states: Any) -> None:
+    torch.manual_seed(0)
+    q = nn.Parameter(torch.randn(16, 64))
+    saved = AdamW([("w", q)], states=states, **OPTIONS)
+    q.grad = torch.randn(16, 64)
+    saved.step()
+    with rank_of(2) as mesh:
+        p = nn.Parameter(rows(mesh, q.detach()[:8].clone(), 16))
+        given = saved.state_dict()
+        box, entry = Box.whole(q.shape), given["state"][0]
+        words = {key: value for key, value in entry.items() if value.dim()}
+        words = without_padding(box, words, set(), 64)
+        chunks = Chunks([(box, words)], {key: value for key, value in entry.items() if not value.dim()})
+        for one in (entry, chunks):
+            loaded = AdamW([("w", p)], **OPTIONS)
+            with pytest.warns(UserWarning, match="encoded moments anew"):
+                loaded.load_state_dict({**given, "state": {0: one}})
+            for name, whole in decoded(q, saved).items():
+                assert torch.equal(decoded(p, loaded)[name], whole[:8]), name
 
 
 def test_blocks_of_one_rank_are_those_of_the_whole() -> None:

@@ -35,6 +35,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("Adan", {"weight_decay": 0.1}),
     ("LAMB", {"cautious": True, "clip_updates": True}),
     ("SGD", {"momentum": 0.9, "nesterov": True, "cautious": True}),
+    ("Adafactor", {"states": "fp32", "weight_decay": 0.1}),
+    ("ScheduleFreeAdamW", {"warmup_steps": 3, "weight_decay": 0.1}),
 ]
 ELEMENT = {
     "mul": torch.mul, "add": torch.add, "sub": torch.sub, "div": torch.div, "neg": torch.neg, "sqrt": torch.sqrt,

@@ -14,7 +14,7 @@ from pairwise import pairwise
 # Relative error of the displacement after 60 steps that each state storage may cause.
 STATES_ERROR = {
     "fp32": 0.005, "bf16": 0.03, "expansion": 0.03, "8bit": 0.015, "fp8": 0.06, "4bit": 0.22,
-    "log8": 0.006, "log4": 0.12,
+    "log8": 0.006, "log4": 0.12, "factored": 0.12,
 }  # fmt: skip
 
 

@@ -42,6 +42,7 @@ NAMESAKES: list[tuple[str, dict[str, Any]]] = [
     ("RMSprop", {"lr": 2e-3, "alpha": 0.9, "momentum": 0.8, "centered": True, "maximize": True}),
     ("NAdam", {"betas": (0.8, 0.95), "weight_decay": 0.1, "momentum_decay": 0.1}),
     ("NAdam", {"momentum_decay": 0.0, "weight_decay": 0.1, "decoupled_weight_decay": True}),
+    ("Adafactor", {"lr": 0.1, "weight_decay": 0.1, "d": 1.5, "eps": (1e-4, 1e-2)}),
     ("Muon", {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0, "lr": 0.02}),
     ("Muon", {"ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5), "momentum": 0.5}),
 ]
@@ -205,6 +206,32 @@ def nadam(w, g, s, t, lr=2e-3, b1=0.9, b2=0.999):
     return -lr * ahead / ((s["v"] / (1 - b2**t)).sqrt() + 1e-8)
 
 
+def adafactor(w, g, s, t, lr=1e-2, eps2=1e-3, d=1.0, factored=True):
+    """Shazeer and Stern 2018, Algorithm 4, with the relative step and decay rate of Algorithm 6, and no eps1."""
+    b2 = 1 - t**-0.8
+    if factored:
+        s["r"] = b2 * s.get("r", 0) + (1 - b2) * (g**2).sum(1)
+        s["c"] = b2 * s.get("c", 0) + (1 - b2) * (g**2).sum(0)
+        v = s["r"][:, None] * s["c"] / s["r"].sum()
+    else:
+        v = s["v"] = b2 * s.get("v", 0) + (1 - b2) * g**2
+    u = g / v.sqrt()
+    step = max(eps2, float(w.square().mean().sqrt())) * min(lr, t**-0.5)
+    return -step * u / max(1.0, float(u.square().mean().sqrt()) / d)
+
+
+def schedule_free(w, g, s, t, lr=0.01, b1=0.9, b2=0.999, wd=0.1, warmup=7):
+    """Defazio et al. 2024, Algorithm 1, with x and z as sequences; lr has no bias correction, which is beside v."""
+    z, x = s.get("z", w.clone()), s.get("x", w.clone())
+    rate = lr * min(1, t / warmup)
+    s["sum"] = s.get("sum", 0.0) + rate**2
+    s["v"] = b2 * s.get("v", 0) + (1 - b2) * g**2
+    s["z"] = z - rate * (g / ((s["v"] / (1 - b2**t)).sqrt() + 1e-8) + wd * w)
+    c = rate**2 / s["sum"]
+    s["x"] = (1 - c) * x + c * s["z"]
+    return (1 - b1) * s["z"] + b1 * s["x"] - w
+
+
 EQUATIONS: list[tuple[str, Step, dict[str, Any]]] = [
     ("StableAdamW", stable_adamw, {"betas": (0.9, 0.99)}),
     ("AdamW", stable_adamw, {"betas": (0.9, 0.99), "eps": 1e-6, "clip_updates": True}),
@@ -221,6 +248,13 @@ EQUATIONS: list[tuple[str, Step, dict[str, Any]]] = [
     ("AdEMAMix", ademamix, {"t_alpha": 30, "t_beta3": 30}),
     ("AdEMAMix", lambda w, g, s, t: ademamix(w, g, s, t, t_alpha=None), {}),
     ("Adan", adan, {"weight_decay": 0.1}),
+    ("Adafactor", adafactor, {"eps": (0.0, 1e-3)}),
+    (
+        "Adafactor",
+        lambda w, g, s, t: adafactor(w, g, s, t, factored=False),
+        {"eps": (0.0, 1e-3), "states": "fp32"},
+    ),
+    ("ScheduleFreeAdamW", schedule_free, {"lr": 0.01, "warmup_steps": 7, "weight_decay": 0.1}),
 ]
 # Of every rule with a momentum, decoupled decay beside the mask and coupled decay before it.
 CAUTIOUS: list[tuple[str, Step, dict[str, Any]]] = [

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from narrowgauge.optim import LAMB, AdamW, NarrowOptimizer, QuantizedGradients, step_in_backward
+from narrowgauge.optim import LAMB, Adafactor, AdamW, NarrowOptimizer, QuantizedGradients, step_in_backward
 from narrowgauge.optim._sharding import MOST_TERMS
 from narrowgauge.rules import Rule
 
@@ -71,6 +71,17 @@ def test_more_terms_than_ranks_exchange_are_refused_at_construction(sharded: nn.
 def test_as_many_as_ranks_exchange_are_taken(sharded: nn.Parameter) -> None:
     Optimizer([sharded], MOST_TERMS)
     LAMB([sharded], lr=torch.tensor([1e-3]), clip_updates=True)
+
+
+def test_factors_of_a_shard_are_refused_at_construction(sharded: nn.Parameter) -> None:
+    """The mean of a column is over all ranks. Other storages take a shard, and a vector has no factors."""
+    words = r"states must not be 'factored' for 'v' of a sharded parameter, .* got layers.0"
+    for make in (Adafactor, lambda ps: AdamW(ps, states={"m": "bf16", "v": "factored"})):
+        with pytest.raises(ValueError, match=words):
+            make([("layers.0", sharded)])
+    assert Adafactor([sharded], states="fp32").describe().rows[0].states == "v:fp32"
+    vector = nn.Parameter(DTensor.from_local(torch.ones(3), sharded.device_mesh, [Shard(0)], run_check=False))
+    assert Adafactor([vector]).describe().rows[0].states == "v:fp32"
 
 
 def test_quantized_gradients_refuse_dtensors_by_name(sharded: nn.Parameter) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from narrowgauge import optim
 
-NAMESAKES = ("Adam", "AdamW", "SGD", "Adagrad", "Muon", "RMSprop", "NAdam")
+NAMESAKES = ("Adam", "AdamW", "SGD", "Adafactor", "Adagrad", "Muon", "RMSprop", "NAdam")
 SHAPES = ((12, 8), (5, 9))
 
 

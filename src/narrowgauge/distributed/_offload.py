@@ -115,6 +115,11 @@ class CPUOffload(torch.optim.Optimizer):
             raise TypeError(
                 f"optimizer must make one of narrowgauge.optim, got a {kind.__module__}.{kind.__qualname__}"
             )
+        if made.writes_weights:
+            raise ValueError(
+                f"optimizer must write to parameters in step() alone, got {type(made).__name__}, whose eval() and "
+                "train() do"
+            )
         self._inner = made
         self.defaults = made.defaults
         self._take_options()

@@ -2,6 +2,7 @@
 
 from narrowgauge.optim._describe import Description
 from narrowgauge.optim._groups import split_decay
+from narrowgauge.optim._named._adafactor import Adafactor
 from narrowgauge.optim._named._adagrad import Adagrad, Adagrad8bit
 from narrowgauge.optim._named._adam import (
     LAMB,
@@ -19,6 +20,7 @@ from narrowgauge.optim._named._lion import Lion, Lion8bit
 from narrowgauge.optim._named._muon import Muon
 from narrowgauge.optim._named._nadam import NAdam
 from narrowgauge.optim._named._rmsprop import RMSprop, RMSprop8bit
+from narrowgauge.optim._named._schedule_free import ScheduleFreeAdamW
 from narrowgauge.optim._named._sgd import LARS, SGD, LARS8bit, SGD8bit
 from narrowgauge.optim._optimizer import NarrowOptimizer
 from narrowgauge.optim._options import Options
@@ -32,6 +34,7 @@ __all__ = [
     "SGD",
     "AdEMAMix",
     "AdEMAMix8bit",
+    "Adafactor",
     "Adagrad",
     "Adagrad8bit",
     "Adam",
@@ -53,6 +56,7 @@ __all__ = [
     "RMSprop",
     "RMSprop8bit",
     "SGD8bit",
+    "ScheduleFreeAdamW",
     "StableAdamW",
     "UpdateStats",
     "split_decay",

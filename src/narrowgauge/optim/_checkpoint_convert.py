@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.optim._plan import ParamPlan, SlotPlan
+from narrowgauge.optim._sharded_state import in_blocks
 from narrowgauge.optim._sharding import Shard, local
 from narrowgauge.storage import (
     StateContext,
@@ -90,14 +91,15 @@ class StateReader:
         return fresh
 
     def moments_of(self, box: Shard, saved: Mapping[str, Tensor], block_size: int) -> dict[str, Tensor]:
-        """The moments of a box of the parameter that are stored as codes, decoded, by slot.
+        """The moments of a box of the parameter that are stored as codes or factors, decoded, by slot.
 
         `saved` has the box's tensors, those of normalizers among them, in blocks of `block_size`.
         """
         part = torch.empty(box.sizes, dtype=self.p.dtype, device=self.p.device)
         plan = self.plan.with_inactive(saved)
         reader = replace(self, plan=plan, p=part, entry=saved, block_size=block_size)
-        slots = [slot for slot in reader.plan.slots if f"{slot.slot.name}.codes" in saved]
+        blocks = in_blocks(saved)
+        slots = [slot for slot in reader.plan.slots if blocks & slot.keyed(slot.tensors(saved)).keys()]
         for slot in slots:
             reader._check(slot)
         return {slot.slot.name: reader._decoded(slot) for slot in slots}

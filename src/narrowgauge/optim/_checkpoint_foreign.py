@@ -4,8 +4,9 @@
 under our slots' names. They keep unknown entries; the reader drops them with a warning.
 
 **torch.optim** stores each moment as a float tensor under a name of its own (`Slot.torch_key`), in the dtype of the
-parameter. SGD and Muon count no steps. A buffer exists only after a step, so the count becomes 1. The rules
-ask only whether a step is the first; random bits of stochastic rounding start over.
+parameter; Adafactor stores those of matrices as row means and column means. SGD and Muon count no steps. A buffer
+exists only after a step, so the count becomes 1. The rules ask only whether a step is the first; random bits of
+stochastic rounding start over.
 
 **The public 8-bit optimizers** (bitsandbytes) store `state1` and `state2`: uint8 codes with a scale for each 256
 elements (`absmax1`) and the map of the codes (`qmap1`), or float32 if the tensor is small. If the map is the signed
@@ -33,10 +34,11 @@ from narrowgauge._arguments import Size, check, check_instance, is_integer, is_n
 from narrowgauge.formats import codebook
 from narrowgauge.optim._checkpoint_convert import Notes, is_lossy
 from narrowgauge.optim._eager import numbers
-from narrowgauge.optim._plan import ParamPlan
+from narrowgauge.optim._plan import ParamPlan, SlotPlan
 from narrowgauge.optim._sharding import local
-from narrowgauge.rules import bare
+from narrowgauge.rules import Slot, bare
 from narrowgauge.storage import Quantized
+from narrowgauge.storage._factored import LEAST_DIMS, factors
 
 VERSION_KEY = "state_version"
 VERSION = 1
@@ -53,6 +55,8 @@ _NEUTRAL = {
     "momentum": 0.0,
     "maximize": False,
 }
+# Our names of row means and column means.
+_FACTORS = ("rows", "columns")
 # torch's optimizers that count no steps.
 _NO_STEP = (torch.optim.SGD, torch.optim.Muon)
 
@@ -100,11 +104,13 @@ def _torch_group(optimizer: str, number: int, live: Group, saved: Group) -> dict
 
 def _torch_state(plan: ParamPlan, entry: Mapping[str, Any]) -> dict[str, Any]:
     slots = [s.slot for s in (*plan.slots, *plan.inactive)]
+    entry = _with_factors(slots, entry)
     ours = {slot.torch_key: slot.name for slot in slots if slot.torch_key is not None}
     if any(key in entry and entry[key] is None for key in ours):
         return {}  # torch writes None for a parameter without a step
     for slot in (s.slot for s in plan.slots):
-        if slot.torch_key is not None and slot.torch_key not in entry:
+        factored = f"{slot.name}.{_FACTORS[0]}" in entry
+        if slot.torch_key is not None and slot.torch_key not in entry and not factored:
             raise ValueError(f"state_dict: {plan.name} must have {slot.torch_key!r}, got {sorted(entry)}")
     derived = bare(plan.rule).torch_numbers
     state = {
@@ -113,6 +119,19 @@ def _torch_state(plan: ParamPlan, entry: Mapping[str, Any]) -> dict[str, Any]:
         if key not in derived
     }
     return {"step": 1.0, **_our_state(plan, state)}
+
+
+def _with_factors(slots: Sequence[Slot], entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A state with row means and column means, which torch stores with a dimension of size 1, under our keys."""
+    found = dict(entry)
+    for slot in slots:
+        names = slot.torch_factors
+        if names is not None and all(
+            isinstance(entry.get(name), Tensor) and entry[name].dim() > 1 for name in names
+        ):
+            for name, key, dim in zip(names, _FACTORS, (-1, -2), strict=True):
+                found[f"{slot.name}.{key}"] = _moment(found.pop(name)).squeeze(dim)
+    return found
 
 
 def _moment(value: Any) -> Any:
@@ -254,7 +273,13 @@ def export_to_torch(
             scalars = plan.rule.scalars(numbers(owners[p], _CPU), float(own["step"]))
             entry |= {name: torch.tensor(float(scalars[name]), dtype=torch.float32) for name in derived}
         for slot in plan.with_inactive(own).slots:  # torch keeps a momentum that is off, too
-            if slot.slot.torch_key is not None:
+            if slot.slot.torch_factors is not None and p.dim() >= LEAST_DIMS:
+                if plan.shard is not None:
+                    entry = {}
+                    notes.add(f"dropped {slot.slot.name!r}, whose rows and columns span ranks", plan.name)
+                    break
+                entry |= _exported_factors(slot, own, local(p).shape)
+            elif slot.slot.torch_key is not None:
                 moment = torch.empty_like(p, dtype=torch.float32)
                 local(moment).copy_(slot.decode(own, local(p).shape))
                 entry[slot.slot.torch_key] = moment
@@ -269,6 +294,17 @@ def export_to_torch(
     return {"state": states, "param_groups": exported}, notes
 
 
+def _exported_factors(slot: SlotPlan, own: Mapping[str, Tensor], shape: torch.Size) -> dict[str, Tensor]:
+    """A moment as torch's optimizer factors it: bit for bit where it is stored so."""
+    stored = slot.tensors(own)
+    found = [stored[key] for key in _FACTORS] if slot.storage.whole else factors(slot.decode(own, shape))
+    assert slot.slot.torch_factors is not None
+    return {
+        name: x.unsqueeze(dim).clone()
+        for name, x, dim in zip(slot.slot.torch_factors, found, (-1, -2), strict=True)
+    }
+
+
 def namesake_of(kind: type) -> type[torch.optim.Optimizer]:
     """torch's optimizer with the name of the class, or of its nearest base that has a namesake."""
     for base in kind.__mro__:
@@ -280,6 +316,6 @@ def namesake_of(kind: type) -> type[torch.optim.Optimizer]:
         ):
             return found
     raise ValueError(
-        "torch_state_dict must be of Adam, AdamW, NAdam, SGD, Adagrad, RMSprop or Muon: torch.optim has no "
-        f"{kind.__name__}"
+        "torch_state_dict must be of Adam, AdamW, NAdam, SGD, Adafactor, Adagrad, RMSprop or Muon: torch.optim has "
+        f"no {kind.__name__}"
     )

@@ -44,6 +44,7 @@ from narrowgauge.optim._stats import UpdateStats
 from narrowgauge.optim._verdict import GradientReport, Verdict, inspect_gradients
 from narrowgauge.rules import Rule, Scalar, squared_ratio
 from narrowgauge.storage import StateStorage
+from narrowgauge.storage._factored import FactoredState, factors, product
 
 # A moment in strict arithmetic.
 StrictMoment = tuple[StateStorage, State]
@@ -56,11 +57,13 @@ _GRAIN = 8  # elements that one block of random numbers serves
 class Fp32Arithmetic:
     """Averages of float32 tensors; see the module.
 
-    `shard` is the part of the parameter on this rank. `whole` is the local part of what `of_whole` will be asked
-    for, where ranks have worked that out before.
+    `shard` is the part of the parameter on this rank. `factors` has the slots that are stored as row means and
+    column means. `whole` is the local part of what `of_whole` will be asked for, where ranks have worked that out
+    before.
     """
 
     shard: Shard | None = None
+    factors: frozenset[str] = frozenset()
     whole: Tensor | None = None
 
     def accumulate(self, average: Tensor, x: Tensor, decay: Scalar, new_weight: Scalar) -> Tensor:
@@ -82,6 +85,9 @@ class Fp32Arithmetic:
 
     def value(self, average: Tensor) -> Tensor:
         return average
+
+    def factored(self, slot: str, average: Tensor, least: Scalar) -> Tensor:
+        return product(*factors(average), least) if slot in self.factors else average
 
     def root(self, x: Tensor, by: Scalar) -> Tensor:
         # `by` is one number for all elements. Dividing by its root keeps x from overflowing.
@@ -122,6 +128,9 @@ class StrictArithmetic:
     def value(self, average: StrictMoment) -> Tensor:
         storage, tensors = average
         return storage.value(tensors).to(self.dtype)
+
+    def factored(self, slot: str, average: StrictMoment, least: Scalar) -> Tensor:
+        return self.value(average)  # factors have no strict arithmetic
 
     def root(self, x: Tensor, by: Scalar) -> Tensor:
         return (x / by).sqrt()
@@ -248,7 +257,8 @@ def operands(step: ParamStep, number: Scalar, whole: Tensor | None = None) -> Op
     low = state[plan.weight_key] if plan.weight_key is not None else None
     scalars: Mapping[str, Scalar] = plan.rule.scalars(numbers(step.group, p.device), number)
     if not plan.strict:
-        arithmetic = _FP32 if plan.shard is None else Fp32Arithmetic(plan.shard, whole)
+        factored = frozenset(slot.slot.name for slot in plan.slots if isinstance(slot.storage, FactoredState))
+        arithmetic = Fp32Arithmetic(plan.shard, factored, whole) if factored or plan.shard is not None else _FP32
         moments: State = {}
         for slot in _units_first(plan):
             unit = moments[slot.normalizer.slot.name] if slot.normalizer is not None else None

@@ -94,7 +94,9 @@ class NarrowOptimizer(torch.optim.Optimizer):
     """
 
     rule: ClassVar[Rule]
-    refusals: ClassVar[Mapping[str, str]] = {}  # torch's words for a hyperparameter of this optimizer alone
+    # torch's words for a hyperparameter of this optimizer alone; None for one that the class checks itself.
+    refusals: ClassVar[Mapping[str, str | None]] = {}
+    writes_weights: ClassVar[bool] = False  # whether more than a step writes to parameters
     _made = True  # so are copies, without __init__
     identity: ClassVar[tuple[str, ...]] = ()  # options without which the name would lie: no checkpoint changes them
     by_rule: ClassVar[dict[str, type[NarrowOptimizer]]] = {}  # the optimizers whose rules a group may name

@@ -243,10 +243,13 @@ def _within(module: str) -> bool:
     return frame is not None
 
 
-def check_hyperparameters(rule: Rule, group: Mapping[str, Any], refusals: Mapping[str, str]) -> None:
-    """Refuse hyperparameters out of range, those that the group has; `refusals` replaces words of `_REFUSALS`."""
+def check_hyperparameters(rule: Rule, group: Mapping[str, Any], refusals: Mapping[str, str | None]) -> None:
+    """Refuse hyperparameters out of range, those that the group has.
+
+    `refusals` replaces words of `_REFUSALS`; None for an option that is checked elsewhere.
+    """
     for option, words in {**_REFUSALS, **refusals}.items():
-        if option in group:
+        if option in group and words is not None:
             value = group[option]
             _check_one_element(option, value)
             if not is_real(value) or not 0.0 <= float(value) < math.inf:

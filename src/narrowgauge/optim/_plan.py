@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from narrowgauge._torch_private import is_flattened
 from narrowgauge.kernels._codec import Codec, Moment
 from narrowgauge.optim._sharding import Shard, is_shared, shard_of
-from narrowgauge.rules import Rule, Slot, has_terms
+from narrowgauge.rules import WEIGHT, Rule, Slot, has_terms
 from narrowgauge.storage import (
     StateContext,
     StateStorage,
@@ -61,6 +62,8 @@ class SlotPlan:
 
     def init(self, p: Tensor, group: Mapping[str, Any]) -> State:
         """The slot's part of a new state."""
+        if self.slot.start == WEIGHT:
+            return self.encode(p.to(torch.float32, memory_format=torch.preserve_format, copy=True))
         start = group[self.slot.start] if self.slot.start is not None else 0.0
         if start:
             return self.encode(torch.full_like(p, start, dtype=torch.float32))
@@ -193,9 +196,9 @@ class ParamPlan:
 
     def nbytes(self, p: Tensor) -> int:
         """Bytes that the optimizer keeps on this rank for this parameter: moments and low word."""
-        numel = self.shard.here if self.shard is not None else p.numel()
-        moments = sum(s.storage.nbytes(numel, s.block_size) for s in self.slots)
-        return numel * self.weight.bytes_added(p.dtype) + moments
+        shape = self.shard.sizes if self.shard is not None else tuple(p.shape)
+        moments = sum(s.storage.nbytes(shape, s.block_size) for s in self.slots)
+        return math.prod(shape) * self.weight.bytes_added(p.dtype) + moments
 
 
 @dataclass(slots=True)
@@ -253,18 +256,31 @@ def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index
     if strict and not weight.rounded:
         raise ValueError(f"weights must be stored in floats for arithmetic='strict', got {weight.name!r}")
     storages, active = slot_storages(rule, group), rule.slots(group)
+    shard = shard_of(p)
     why: dict[str, list[str]] = {}  # by reason, the slots that differ for it
     plans: dict[Slot, SlotPlan] = {}
     for slot in dict.fromkeys((*active, *rule.moments)):
         if slot.name not in storages:
             continue
         storage, reasons = storages[slot.name], []
-        if mark is not None and storage.name != mark:
+        asked_of_slot = group["states"] if isinstance(group["states"], str) else group["states"].get(slot.name)
+        if asked_of_slot not in (None, "expansion", storage.name):
+            what = "it is a weight" if slot.storages else f"{asked_of_slot} is for other moments"
+            reasons.append(f"in {storage.name}: {what}")
+        if mark is not None and storage.name != mark and not slot.storages:
             reasons.append(f"in {mark}: the parameter is marked so")
             storage = state_storage(mark).for_slot(slot.signed, slot.normalizer in storages)
         if storage.quantized and p.numel() < group["min_quantized_size"]:
             reasons.append(f"in fp32: fewer than min_quantized_size={group['min_quantized_size']} elements")
             storage = state_storage("fp32")
+        if p.dim() < storage.least_dims:
+            reasons.append(f"in fp32: {p.dim()} dimensions < {storage.least_dims} of {storage.name}")
+            storage = state_storage("fp32")
+        if storage.whole and shard is not None:
+            raise ValueError(
+                f"states must not be {storage.name!r} for {slot.name!r} of a sharded parameter, whose ranks hold "
+                f"parts of rows or columns, got {name}"
+            )
         if strict and slot in active and not storage.rounded:
             raise ValueError(f"states must be stored in floats for arithmetic='strict', got {storage.name!r}")
         plans[slot] = SlotPlan(slot, storage, group["block_size"])
@@ -276,13 +292,15 @@ def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index
             plans[slot] = replace(plan, normalizer=by_name.get(slot.normalizer or ""))
     slots = tuple(plans.pop(slot) for slot in active)
     noted = "; ".join(f"{', '.join(names)} {reason}" for reason, names in why.items())
-    return ParamPlan(name, index, rule, weight, slots, tuple(plans.values()), strict, noted, kind, shard_of(p))
+    return ParamPlan(name, index, rule, weight, slots, tuple(plans.values()), strict, noted, kind, shard)
 
 
 def slot_storages(rule: Rule, group: Mapping[str, Any]) -> dict[str, StateStorage]:
     """The storage asked for each slot, inactive ones included.
 
-    ``"expansion"``, as one name for all slots, is the preset of Collage-plus: each slot says what it means there.
+    ``"expansion"``, as one name for all slots, is the preset of Collage-plus: each slot says what it means there. A
+    slot that takes some storages only has the first of them where one name for all is none of them, or where a
+    mapping leaves it out.
     """
     states, active = group["states"], rule.slots(group)
     if not isinstance(states, str | Mapping):
@@ -290,10 +308,24 @@ def slot_storages(rule: Rule, group: Mapping[str, Any]) -> dict[str, StateStorag
     slots = {slot.name: slot for slot in (*active, *rule.moments)}
     if isinstance(states, str):
         state_storage(states)  # refuses an unknown name even if the rule has no slot
-        states = {name: s.preset if states == "expansion" else states for name, s in slots.items()}
+        one, states = states, {}
+        for name, slot in slots.items():
+            asked = slot.preset if one == "expansion" else one
+            states[name] = asked if asked in slot.storages or not slot.storages else slot.storages[0]
+    else:
+        states = {name: slot.storages[0] for name, slot in slots.items() if slot.storages} | dict(states)
     names = [slot.name for slot in active]
     if not set(names) <= set(states) <= set(slots):
-        raise ValueError(f"states must name a storage for each of {names} ({rule.name}), got {sorted(states)}")
+        raise ValueError(
+            f"states must name a storage for each of {names} ({rule.name}), got {sorted(map(str, states))}"
+        )
+    for name, storage in states.items():
+        allowed = slots[name].storages
+        if allowed and storage not in allowed:
+            raise ValueError(
+                f"states must be {' or '.join(map(repr, allowed))} for {name!r} of {rule.name}, which is a weight, "
+                f"got {storage!r}"
+            )
     return {
         name: state_storage(storage).for_slot(slots[name].signed, slots[name].normalizer in states)
         for name, storage in states.items()

@@ -27,6 +27,8 @@ from narrowgauge.optim._plan import ParamPlan
 from narrowgauge.optim._sharding import Shard, as_shared, is_shared, is_split, local
 
 _CODES = "codes"
+# The keys of row means and column means: of a moment that is stored as a whole, in one box.
+_FACTORS = ("rows", "columns")
 
 Tensors = Mapping[str, Tensor]
 # Decodes a box's moments that are stored in blocks of a size: float32, by slot, in the box's sizes.
@@ -55,16 +57,21 @@ def largest(p: Any) -> int:
 
 
 def in_blocks(keys: Collection[str]) -> set[str]:
-    """Of the keys of a state, those of moments that are stored in blocks."""
-    slots = {key.removesuffix(f".{_CODES}") for key in keys if key.endswith(f".{_CODES}")}
+    """Of the keys of a state, those of moments that are stored in blocks, or as factors."""
+    slots = {slot for slot, dot, word in (key.rpartition(".") for key in keys) if word in (_CODES, *_FACTORS)}
     return {key for key in keys if key.rpartition(".")[0] in slots}
+
+
+def is_factor(key: str) -> bool:
+    """Whether a key is that of row means or column means."""
+    return key.rpartition(".")[2] in _FACTORS
 
 
 def without_padding(box: Shard, words: Tensors, packed: Collection[str], block_size: int) -> dict[str, Tensor]:
     """Tensors in blocks of a box, without the zeros that `to_dtensors` adds; `packed` codes are kept two a byte."""
     found = {}
     for key, x in words.items():
-        per_item = 2 if key in packed else 1 if key.endswith(f".{_CODES}") else block_size
+        per_item = 2 if key in packed else 1 if key.endswith(f".{_CODES}") or is_factor(key) else block_size
         found[key] = x if per_item == 1 else x[: -(-box.here // per_item)]
     return found
 
@@ -161,8 +168,12 @@ def whole_state(chunks: Chunks, block_size: int) -> dict[str, Tensor] | None:
 
 
 def _joined(mine: Shard, chunks: Chunks, keys: Sequence[str], block: int) -> dict[str, Tensor] | None:
-    """A box's tensors in blocks, joined from saved boxes with the same blocks; None if the blocks differ."""
-    if block % 2 or not all(box.aligned(block) for box in (mine, *(box for box, _ in chunks.sources))):
+    """A box's tensors in blocks, joined from saved boxes with the same blocks; None if it must be decoded."""
+    if (
+        any(map(is_factor, keys))
+        or block % 2
+        or not all(box.aligned(block) for box in (mine, *(box for box, _ in chunks.sources)))
+    ):
         return None
     sources = sorted((one for one in chunks.sources if one[0].here), key=lambda one: one[0].first or 0)
     first, end = mine.first or 0, (mine.first or 0) + mine.here

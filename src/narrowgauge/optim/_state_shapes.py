@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.optim._plan import ParamPlan
-from narrowgauge.optim._sharded_state import Chunks, Reader, assembled, has_items, in_blocks
+from narrowgauge.optim._sharded_state import Chunks, Reader, assembled, has_items, in_blocks, is_factor
 from narrowgauge.optim._sharding import Shard, as_shared, is_shared, is_split, local
 from narrowgauge.storage._blockwise import pack_pairs, unpack_pairs
 
@@ -65,7 +65,7 @@ def to_shapes(p: Any, plan: ParamPlan, state: Mapping[str, Tensor]) -> dict[str,
         return dict(state)
     shape, sizes = tuple(p.shape), tuple(local(p).shape)
     slots = {slot.slot.name: slot for slot in (*plan.slots, *plan.inactive)}
-    blocks = in_blocks(state)
+    blocks = {key for key in in_blocks(state) if not is_factor(key)}
     given: dict[str, Any] = {}
     for key, x in state.items():
         slot = slots[key.rpartition(".")[0]] if key in blocks else None

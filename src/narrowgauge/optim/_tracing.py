@@ -157,7 +157,9 @@ def untraceable(plan: ParamPlan, group: Mapping[str, Any]) -> str | None:
 
 
 def elementwise(plan: ParamPlan, group: Mapping[str, Any]) -> bool:
-    """Whether a rule makes every element's moments and update of that element alone."""
+    """Whether a rule makes every element's moments and update of that element alone, and storages keep them so."""
+    if any(slot.storage.whole for slot in plan.slots):
+        return False
     try:
         return not _equation_of(plan, group).terms
     except NotImplementedError:

@@ -95,7 +95,9 @@ def _fits(step: ParamStep) -> bool:
     if any(name not in state or state[name].dtype != dtype for name, dtype in counters.items()):
         return False
     for slot in plan.slots:
-        if sum(x.nbytes for x in slot.tensors(state).values()) != slot.storage.nbytes(n, slot.block_size):
+        if sum(x.nbytes for x in slot.tensors(state).values()) != slot.storage.nbytes(
+            step.param.shape, slot.block_size
+        ):
             return False
     if plan.weight_key is None:
         return True

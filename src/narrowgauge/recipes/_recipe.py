@@ -89,14 +89,17 @@ class Recipe:
     def byte_breakdown(self, block_size: int = 256) -> dict[str, float]:
         """Bytes a parameter by what they hold: weights, gradients, and optimizer states with low words.
 
+        Of a matrix with `block_size` rows and columns: only `factored` states depend on the shape.
+
         Source: Collage, Table 2.
         """
         added = weight_storage(self.weights).bytes_added(self.dtype)
         moments = slot_storages(self.optimizer.rule, {"states": self.states}).values()
+        matrix = block_size, block_size
         return {
             "weights": float(self.dtype.itemsize),
             "gradients": float(self.dtype.itemsize),
-            "states": added + sum(storage.nbytes(block_size, block_size) for storage in moments) / block_size,
+            "states": added + sum(storage.nbytes(matrix, block_size) for storage in moments) / block_size**2,
         }
 
     def bytes_per_parameter(self, block_size: int = 256) -> float:

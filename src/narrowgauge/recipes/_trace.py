@@ -144,7 +144,7 @@ class Traced:
             held["weights"] += rounded(int(p.nbytes * part))
             if plan is None:
                 continue
-            moments = [slot.storage.nbytes(p.numel(), slot.block_size) for slot in plan.slots]
+            moments = [slot.storage.nbytes(p.shape, slot.block_size) for slot in plan.slots]
             held["states"] += sum(rounded(int(size * part)) for size in moments)
             held["states"] += 2 * rounded(8) + _tables(plan, p.numel() * part)
             held["low words"] += rounded(int(p.numel() * plan.weight.bytes_added(p.dtype) * part))
@@ -154,7 +154,7 @@ class Traced:
     def host(self) -> dict[str, int]:
         """Bytes on the CPU with offloaded states: copies of trained weights, room for gradients, states."""
         plans = self.optimizer.plans()
-        moments = [int(slot.storage.nbytes(p.numel(), slot.block_size)) for p, plan in plans for slot in plan.slots]
+        moments = [int(slot.storage.nbytes(p.shape, slot.block_size)) for p, plan in plans for slot in plan.slots]
         return {
             "weights": sum(p.nbytes for p, _ in plans),
             "gradients": sum(p.nbytes for p, _ in plans),

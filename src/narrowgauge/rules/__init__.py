@@ -1,5 +1,6 @@
 """Update equations. A rule knows neither storages nor devices."""
 
+from narrowgauge.rules._adafactor import ADAFACTOR
 from narrowgauge.rules._adagrad import ADAGRAD
 from narrowgauge.rules._adam import ADAM, ADAMW, LAMB
 from narrowgauge.rules._adan import ADAN
@@ -10,10 +11,12 @@ from narrowgauge.rules._lion import LION
 from narrowgauge.rules._muon import Muon
 from narrowgauge.rules._nadam import NADAM, NADAMW
 from narrowgauge.rules._rmsprop import RMSPROP
-from narrowgauge.rules._rule import Arithmetic, Rule, Scalar, Slot, bare, has_terms
+from narrowgauge.rules._rule import WEIGHT, Arithmetic, Rule, Scalar, Slot, bare, has_terms
+from narrowgauge.rules._schedule_free import SCHEDULE_FREE
 from narrowgauge.rules._sgd import LARS, SGD
 
 __all__ = [
+    "ADAFACTOR",
     "ADAGRAD",
     "ADAM",
     "ADAMW",
@@ -25,7 +28,9 @@ __all__ = [
     "NADAM",
     "NADAMW",
     "RMSPROP",
+    "SCHEDULE_FREE",
     "SGD",
+    "WEIGHT",
     "Arithmetic",
     "Cautious",
     "ClipUpdates",

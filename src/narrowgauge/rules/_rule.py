@@ -34,6 +34,8 @@ Effects = dict[str, Tensor | Scalar]
 Update = tuple[Tensor, dict[str, Any]]
 # The new v, and v corrected for its start at zero.
 Second = tuple[Any, Tensor]
+# `Slot.start` of a slot that starts at the weight.
+WEIGHT = "weight"
 
 
 @dataclass(frozen=True)
@@ -46,18 +48,23 @@ class Slot:
         preset: its storage under ``states="expansion"``, given as one name for all slots.
         torch_key: its name in the state of torch's optimizer of the same name, or in the usual one's if torch has
             none.
-        start: the option that holds its first value; without one it starts at zero.
+        torch_factors: the names of its row means and column means there, if torch's optimizer factors matrices.
+        start: the option that holds its first value, or `WEIGHT`: it starts at the weight; without one at zero.
         option: the option that switches it on; without one it is always on.
         normalizer: the slot whose root the update divides this one by; the root is a natural unit for storing it.
+        storages: the names of the storages that it may have, the first by default; empty for all. For a slot that
+            is a weight: codes made for moments lose the digits in which it moves.
     """
 
     name: str
     signed: bool
     preset: str = "expansion"
     torch_key: str | None = None
+    torch_factors: tuple[str, str] | None = None
     start: str | None = None
     option: str | None = None
     normalizer: str | None = None
+    storages: tuple[str, ...] = ()
 
 
 class Arithmetic(Protocol):
@@ -77,6 +84,9 @@ class Arithmetic(Protocol):
 
     def value(self, average: Any) -> Tensor:
         """The number that the equation reads."""
+
+    def factored(self, slot: str, average: Any, least: Scalar) -> Tensor:
+        """`value`; of a slot that is stored as row means r and column means c, r c / max(mean(r), least)."""
 
     def root(self, x: Tensor, by: Scalar) -> Tensor:
         """The square root of x / by."""
@@ -133,7 +143,8 @@ class Rule(Protocol):
 
         The arguments are those of `update`, the sums of `terms` not among the scalars.
         """
-        raise NotImplementedError
+        missing = f"{self.name} writes its update as a whole"  # a rule may: this method is not abstract
+        raise NotImplementedError(missing)
 
     def delta(self, u: Tensor, weight: Tensor, s: Scalars) -> Tensor:
         """What to add to the weight along a direction u: -lr u, unless the decay is decoupled."""
@@ -173,6 +184,18 @@ def bare(rule: Rule) -> Rule:
     """A rule without the options around it: each of them has the rule inside as `rule`, and changes no moment."""
     inner = getattr(rule, "rule", None)
     return rule if inner is None else bare(inner)
+
+
+def smaller(a: Scalar, b: Scalar) -> Scalar:
+    """The smaller of two scalars, without waiting for a device."""
+    if isinstance(b, Tensor):
+        return b.clamp_max(a)
+    return a.clamp_max(b) if isinstance(a, Tensor) else min(a, b)
+
+
+def larger(a: Scalar, b: Scalar) -> Scalar:
+    """The larger of two scalars, without waiting for a device."""
+    return -smaller(-a, -b)
 
 
 def has_terms(rule: Rule) -> bool:

@@ -23,7 +23,8 @@ What a class's docstring fixes is fixed for every kernel, bit for bit.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -112,8 +113,9 @@ class LogUnsignedState(CodedState):
         files = ("random.h", "log_unsigned.h")
         return Codec(f"log_unsigned{self.bits}", words, files, needs_random=True, registers=88)
 
-    def nbytes(self, numel: int, block_size: int) -> int:
-        return super().nbytes(numel, block_size) + (4 * block_count(numel, block_size) if self.bits == 4 else 0)
+    def nbytes(self, shape: Sequence[int], block_size: int) -> int:
+        more = 4 * block_count(math.prod(shape), block_size) if self.bits == 4 else 0
+        return super().nbytes(shape, block_size) + more
 
     def encode(self, moment: Tensor, context: StateContext, random: Tensor | None = None) -> Tensors:
         blocks = to_blocks(moment, context.block_size)
@@ -301,8 +303,8 @@ class LogSignedState(CodedState):
         words = self.words("ranges", per_block=2)
         return Codec("log_signed", words, ("lookup.h", "log_signed.h"), error_feedback=True)
 
-    def nbytes(self, numel: int, block_size: int) -> int:
-        return super().nbytes(numel, block_size) + 4 * block_count(numel, block_size)
+    def nbytes(self, shape: Sequence[int], block_size: int) -> int:
+        return super().nbytes(shape, block_size) + 4 * block_count(math.prod(shape), block_size)
 
     def encode(self, moment: Tensor, context: StateContext, random: Tensor | None = None) -> Tensors:
         blocks = to_blocks(moment, context.block_size)

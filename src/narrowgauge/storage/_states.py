@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +77,8 @@ class StateStorage:
         normalized: whether a moment is kept in units of another one's root, which must be there to decode it.
         error_feedback: whether the weight is given what a moment loses here (see `Rule.remaining_effect`).
         stochastic: whether `encode` rounds stochastically where it is given random numbers.
+        whole: whether a moment is encoded as a whole, so that no part of it can be decoded or stepped by itself.
+        least_dims: a moment of fewer dimensions is stored in fp32.
     """
 
     name: str
@@ -84,6 +88,8 @@ class StateStorage:
     normalized: bool = False
     error_feedback: bool = False
     stochastic: bool = False
+    whole: bool = False
+    least_dims: int = 0
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -103,9 +109,9 @@ class StateStorage:
         """
         return self
 
-    def nbytes(self, numel: int, block_size: int) -> int:
-        """Bytes that a moment of numel elements takes, scales included."""
-        return numel * self.dtype.itemsize
+    def nbytes(self, shape: Sequence[int], block_size: int) -> int:
+        """Bytes that a moment of this shape takes, scales included."""
+        return math.prod(shape) * self.dtype.itemsize
 
     def init(self, p: Tensor, signed: bool, block_size: int) -> Tensors:
         """The tensors of a moment that is zero, on p's device."""
@@ -170,8 +176,8 @@ class ExpansionState(StateStorage):
     def codec(self, signed: bool) -> Codec | None:
         return Codec("expansion", (Word("hi", "bf16"), Word("lo", "bf16")))
 
-    def nbytes(self, numel: int, block_size: int) -> int:
-        return 2 * numel * self.dtype.itemsize
+    def nbytes(self, shape: Sequence[int], block_size: int) -> int:
+        return 2 * math.prod(shape) * self.dtype.itemsize
 
     def init(self, p: Tensor, signed: bool, block_size: int) -> Tensors:
         word = torch.zeros_like(p, dtype=self.dtype, memory_format=torch.preserve_format)
@@ -218,7 +224,8 @@ class CodedState(StateStorage):
         """The words of its codec: codes, and numbers of a block by their name and kind."""
         return Word("codes", "uint8", packed=self.bits == 4), Word(numbers, kind, per_block=per_block)
 
-    def nbytes(self, numel: int, block_size: int) -> int:
+    def nbytes(self, shape: Sequence[int], block_size: int) -> int:
+        numel = math.prod(shape)
         return -(-numel * self.bits // 8) + 4 * block_count(numel, block_size)
 
     def init(self, p: Tensor, signed: bool, block_size: int) -> Tensors:

@@ -100,9 +100,13 @@ class BlockSample:
 
     @classmethod
     def of_view(cls, view: Any, index: int) -> BlockSample:
-        """A sample of a parameter as an optimizer of narrowgauge shows it, of whole blocks of its moments."""
+        """A sample of a parameter as an optimizer of narrowgauge shows it, of whole blocks of its moments.
+
+        All of a parameter with a moment that is encoded as a whole.
+        """
         blocks = [slot.block_size for slot in view.plan.slots if slot.storage.quantized]
-        return cls(view.p.numel(), max(blocks, default=1), index)
+        blocks += [view.p.numel() for slot in view.plan.slots if slot.storage.whole]
+        return cls(view.p.numel(), max([1, *blocks]), index)
 
     def of(self, x: Tensor) -> Tensor:
         """The sampled items of a tensor of the parameter, as a copy; of a short parameter the tensor.

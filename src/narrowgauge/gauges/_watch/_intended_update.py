@@ -40,6 +40,9 @@ class AfterStep:
     def value(self, average: Tensor) -> Tensor:
         return average
 
+    def factored(self, slot: str, average: Tensor, least: rules.Scalar) -> Tensor:
+        return average
+
     def root(self, x: Tensor, by: rules.Scalar) -> Tensor:
         return (x / by).sqrt()
 

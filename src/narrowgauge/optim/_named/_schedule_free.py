@@ -1,0 +1,144 @@
+"""Schedule-Free AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import ParamsT
+
+from narrowgauge import rules
+from narrowgauge._arguments import Count, Flag, check
+from narrowgauge.optim._optimizer import NarrowOptimizer
+from narrowgauge.optim._options import Options
+from narrowgauge.optim._sharding import is_shared, local
+
+_MODE = "eval_mode"
+
+
+class ScheduleFreeAdamW(NarrowOptimizer):
+    """Schedule-Free AdamW: no learning rate schedule, and no number of steps to be known in advance.
+
+    While training, the parameters are y, where gradients are taken. What the method promises is the average x: call
+    `eval()` before validation, and before the model is saved for use, and `train()` before training goes on. A step
+    in between raises RuntimeError.
+
+    Do not change `lr` while training, by a scheduler or by hand: to do without is the point of the method, and the
+    weights of the average are those of a constant `lr` after the warm-up.
+
+    Args:
+        params: float32, bfloat16 or float16 parameters, named or not, or groups, which may override any option.
+        lr: learning rate, a number or a 0-d tensor.
+        betas: how near y is to the average, in (0, 1), and the decay rate of the second moment, in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: decoupled decay, at y.
+        warmup_steps: steps in which the learning rate grows in proportion to the step, up to `lr`.
+        **options: the options of every optimizer; see `Options`. Slots: ``"v"``, and ``"z"``, the weight that takes
+            the steps, in `fp32` or `expansion`. Where `states` is one name and z does not take it, z is in fp32.
+
+    The authors' `r` and `weight_lr_power`, other weights of the average, are left out: the average here is weighted
+    by the square of the learning rate, their default.
+
+    Raises:
+        ValueError: for a wrong value or combination, by name.
+
+    Source: Defazio et al. 2024, Algorithm 1.
+    """
+
+    rule = rules.SCHEDULE_FREE
+    writes_weights = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 0.0025,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        **options: Unpack[Options],
+    ) -> None:
+        hyperparameters = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "warmup_steps": warmup_steps,
+            _MODE: False,
+        }  # fmt: skip
+        super().__init__(params, hyperparameters, options)
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        check("warmup_steps", group["warmup_steps"], Count)
+        check(_MODE, group[_MODE], Flag)
+        super().check(group)
+        if not group["betas"][0] > 0:
+            raise ValueError(f"betas[0] must be above 0: without y no average is known, got {group['betas'][0]}")
+
+    def _is_evaluating(self) -> bool:
+        return any(group[_MODE] for group in self.param_groups)
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        """Turn the parameters into the average x, rounded to their dtype.
+
+        Their own bits, y, are stored in the state until `train()`, in 4 bytes a parameter. Low words stay y's.
+        Calling it again does nothing.
+        """
+        if self._is_evaluating():
+            return
+        for group in self.param_groups:
+            group[_MODE] = True
+        for p, plan in self.plans(lazy=True):  # the slot y is on now, and starts at the parameter
+            state, here = self.state.get(p), local(p)
+            z = next((slot for slot in plan.slots if slot.slot.name == "z"), None)
+            if not state or z is None:
+                continue  # never stepped: x is y
+            y = plan.weight.read(here, state[plan.weight_key] if plan.weight_key is not None else None)
+            beta1 = float(next(group for group in self.param_groups if _holds(group, p))["betas"][0])
+            self._write(p, y + (1 / beta1 - 1) * (y - z.decode(state, here.shape)))
+
+    @torch.no_grad()
+    def train(self) -> None:
+        """Turn the parameters back into y, bit for bit. Calling it again does nothing."""
+        if not self._is_evaluating():
+            return
+        for p, _ in self.plans(lazy=True):
+            y = self.state[p].pop("y", None) if p in self.state else None
+            if y is not None:
+                self._write(p, y)
+        for group in self.param_groups:
+            group[_MODE] = False
+
+    @staticmethod
+    def _write(p: Tensor, value: Tensor) -> None:
+        local(p).copy_(value)
+        if is_shared(p):
+            increment_version([p])
+
+    def begin_step(self) -> None:
+        if self._is_evaluating():
+            raise RuntimeError("step: the parameters hold the average; call the optimizer's train() first")
+        super().begin_step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state as every optimizer does; the mode, of `eval()` or `train()`, is the checkpoint's.
+
+        The model must have been saved in the same mode.
+
+        Raises:
+            ValueError: for a state of another rule or other shapes, and for one that was saved in `eval()` beside
+                other `weights`; nothing is changed then.
+        """
+        groups = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None
+        for live, saved in zip(self.param_groups, groups if isinstance(groups, list | tuple) else (), strict=False):
+            evaluates = isinstance(saved, Mapping) and saved.get(_MODE) is True
+            if evaluates and saved.get("weights") != live["weights"]:
+                raise ValueError(
+                    f"state_dict: weights must be {saved.get('weights')!r} for a state that was saved in eval(), "
+                    f"got {live['weights']!r}; save it after train()"
+                )
+        super().load_state_dict(state_dict)
+
+
+def _holds(group: Mapping[str, Any], p: Tensor) -> bool:
+    return any(p is one for one in group["params"])
