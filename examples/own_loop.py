@@ -27,7 +27,11 @@ rows = tokens[: len(tokens) // length * length].view(-1, length)
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)
 model = nn.Sequential(
-    nn.Embedding(256, width), nn.Linear(width, 4 * width), nn.GELU(), nn.LayerNorm(4 * width), nn.Linear(4 * width, 256)
+    nn.Embedding(256, width),
+    nn.Linear(width, 4 * width),
+    nn.GELU(),
+    nn.LayerNorm(4 * width),
+    nn.Linear(4 * width, 256),
 ).to(device)
 
 # apply casts the model to bf16 and leaves norms and biases without weight decay.

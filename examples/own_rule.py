@@ -1,4 +1,4 @@
-"""A rule of your own: AdaBelief in twenty lines, with 24-bit weights and 8-bit states, beside its equation in float64.
+"""A rule of your own: AdaBelief with 24-bit weights and 8-bit states, beside its equation in float64.
 
     m <- beta1 m + (1 - beta1) g
     v <- beta2 v + (1 - beta2) (g - m)^2
@@ -64,7 +64,9 @@ print(f"loss {loss.item():.3f}; the ends are {distance:.2%} of the way apart")
 
 # A group of another optimizer may name the rule.
 others = torch.nn.Parameter(torch.randn(64, 128))
-mixed = ng.optim.Lion([{"params": [weight]}, {"params": [others], "rule": "adabelief", "lr": 1e-3}], lr=1e-4, states="log8")
+mixed = ng.optim.Lion(
+    [{"params": [weight]}, {"params": [others], "rule": "adabelief", "lr": 1e-3}], lr=1e-4, states="log8"
+)
 weight.grad, others.grad = torch.randn_like(weight), torch.randn_like(others)
 mixed.step()
 print(mixed.describe())
