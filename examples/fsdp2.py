@@ -43,13 +43,13 @@ parser.add_argument("--out", default="fsdp2-run", help="a folder that all ranks 
 parser.add_argument("--smoke", action="store_true")
 given = parser.parse_args()
 
+device = "cuda" if torch.cuda.is_available() and not given.smoke else "cpu"
+if device == "cuda":
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 if given.smoke:
-    device = "cpu"
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 else:
-    device = "cuda"
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
+    dist.init_process_group()  # as torchrun says: NCCL for GPUs, gloo for CPUs
 rank, ranks = dist.get_rank(), dist.get_world_size()
 text = b"a made text. " * 200 if given.smoke else Path(given.text).read_bytes()
 length, width, depth, steps = (32, 64, 2, 10) if given.smoke else (256, 512, 8, 2000)
