@@ -18,6 +18,8 @@ import narrowgauge as ng
 
 
 class AdaBelief(ng.rules.Rule):
+    """The equation above."""
+
     name = "adabelief"
     moments = (ng.rules.Slot("m", signed=True, normalizer="v"), ng.rules.Slot("v", signed=False))
     averaging = ("beta1", "new_weight1", "beta2", "new_weight2")
@@ -37,6 +39,8 @@ class AdaBelief(ng.rules.Rule):
 
 
 class AdaBeliefOptimizer(ng.optim.NarrowOptimizer):
+    """Its optimizer, which makes the rule known by its name."""
+
     rule = AdaBelief()
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, **options):

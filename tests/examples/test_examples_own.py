@@ -144,7 +144,8 @@ def test_the_notebook_draws_what_it_says() -> None:
     assert made["spacing"] == {"bf16": 1 / 128, "fp16": 1 / 1024, "e4m3": 1 / 8}
     ends = {name: path[-1] for name, path in made["paths"].items()}
     assert ends.pop("plain") == 1
-    assert all(abs(end - 0.9) < 0.015 for end in ends.values())
+    assert abs(ends.pop("stochastic") - 0.9) < 0.06  # three standard deviations of a thousand roundings
+    assert all(abs(end - 0.9) < 0.008 for end in ends.values())
     assert "0.007 too low" in text
     stored = made["optimizer"].full_weights()[made["weights"]["split8"]].item()
     assert 0.9 - stored == pytest.approx(0.007, abs=5e-4)
