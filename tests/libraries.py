@@ -21,10 +21,7 @@ import torch
 
 def library(name: str) -> ModuleType:
     """A library, without the warnings of its import; the test is skipped where it is not installed."""
-    hub = os.path.join(sys.prefix, "hub")
-    if os.path.isdir(hub) and hub not in sys.path:
-        sys.path.append(hub)
-    with warnings.catch_warnings():
+    with _hub(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             importlib.import_module("torchvision")
@@ -42,6 +39,17 @@ def library(name: str) -> ModuleType:
             return importlib.import_module(name)
         except ImportError as error:
             pytest.skip(f"needs {name}: {error}", allow_module_level=True)
+
+
+@contextmanager
+def _hub() -> Iterator[None]:
+    """The folder on the path while something is imported: other processes of tests' must not find torchvision."""
+    hub = os.path.join(sys.prefix, "hub")
+    sys.path.append(hub)
+    try:
+        yield
+    finally:
+        sys.path.remove(hub)
 
 
 @contextmanager

@@ -64,7 +64,7 @@ def test_on_gpus(tmp_path: Path) -> None:
         for (_, rule, storage), one in told.items():
             assert one["skipped"] == (({}, {}) if rule == "propagate" else ({BAD: 1}, {BAD: 1}))
             assert one["collectives"] == [COLLECTIVES.get(rule, 1)] * 4
-            if rule != "strict":
+            if rule not in ("strict", "Adan"):  # whose four moments in fp8 are more tensors than a kernel takes
                 assert all(path.startswith("fused Triton") for path in one["paths"]), (rule, storage)
 
 

@@ -64,4 +64,4 @@ def test_the_first_lines_of_the_guide_run() -> None:
     space: dict[str, Any] = {}
     exec(page.partition("```py\n")[2].partition("```")[0], space)
     assert type(space["optimizer"]).__name__ == "AdamW8bit"
-    assert {group["weights"] for group in space["optimizer"].param_groups} == {"split8"}
+    assert {row.weights for row in space["optimizer"].describe().rows} == {"split8"}

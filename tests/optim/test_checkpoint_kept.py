@@ -23,7 +23,7 @@ def name(case: dict[str, Any]) -> str:
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_a_kept_checkpoint_loads_bit_for_bit(case: dict[str, Any]) -> None:
     params = [torch.nn.Parameter(weight.clone()) for weight in case["weights"]]
-    optimizer = getattr(ng.optim, case["optimizer"])(params, **case["options"])
+    optimizer = getattr(ng.optim, case["optimizer"])(params, **{"weights": "plain", **case["options"]})
     optimizer.load_state_dict(case["state_dict"])
     saved = optimizer.state_dict()
     assert saved["state"].keys() == case["state_dict"]["state"].keys()

@@ -81,7 +81,7 @@ def start() -> torch.Tensor:
 
 def optimizer_for(variant: str, p: torch.nn.Parameter, **options) -> AdamW:
     if variant == "plain":
-        return AdamW([p], LR, states="bf16", **options)
+        return AdamW([p], LR, weights="plain", states="bf16", **options)
     return CollageAdamW([p], LR, variant=variant, **options)
 
 

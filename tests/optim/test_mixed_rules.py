@@ -125,7 +125,7 @@ def test_one_norm_limits_all_groups() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"rule": "adamv"}, r"^rule must be one of adagrad, adam, adamw, .*, got 'adamv'$"),
+    ({"rule": "adamv"}, r"^rule must be one of .*adagrad, adam, adamw, .*, got 'adamv'$"),
     ({"rule": "adamw", "momentum": 0.9}, r"^momentum must not be in a group with rule='adamw'$"),
     ({"rule": "adamw", "betas": (0.9,)}, r"^Invalid betas: \(0\.9,\)"),
     ({"rule": "adamw", "states": {"m": "log8"}}, r"^states must name a storage for each of \['m', 'v'\] \(adamw\)"),

@@ -12,7 +12,7 @@ from narrowgauge.optim import AdamW, UpdateStats
 def test_sums_agree_with_the_definitions_on_a_real_step() -> None:
     generator = torch.Generator().manual_seed(0)
     p = torch.nn.Parameter((1 + torch.rand(3000, generator=generator)).to(torch.bfloat16))
-    optimizer = AdamW([("p", p)], 3e-3, weight_decay=0.0)
+    optimizer = AdamW([("p", p)], 3e-3, weight_decay=0.0, weights="plain")
     optimizer.gauges = True
     p.grad = torch.randn(3000, generator=generator).to(torch.bfloat16)
     p.grad[:500] = 0

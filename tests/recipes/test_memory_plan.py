@@ -326,7 +326,7 @@ ERRORS: dict[str, tuple[Any, str, dict[str, Any], str]] = {
     "batch": (None, "D", {"batch": 0}, "batch must be an integer from 1.*, got 0"),
     "sequence": (None, "D", {"sequence": 513}, "sequence must be at most 512.*, got 513"),
     "memory": (None, "D", {"device_memory": "80 quarts"}, "device_memory must be a number.*, got '80 quarts'"),
-    "model": ("gpt2", "D", {}, "model_or_config must be a torch.nn.Module.*, got str"),
+    "model": (["gpt2"], "D", {}, "model_or_config must be a .*, got list"),
     "count": (0, "D", {}, "model_or_config must be at least 1.*, got 0"),
     "linear": (7, "D", {"linear": linear.SWITCHBACK}, "linear must .*got"),
     "checkpointing": (7, "D", {"checkpointing": True}, "checkpointing must .*got True"),

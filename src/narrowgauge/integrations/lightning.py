@@ -2,8 +2,8 @@
 
     trainer = lightning.Trainer(plugins=NarrowgaugePrecision("SWITCHBACK:e4m3"))
 
-It is Lightning's ``precision="bf16-true"`` with two differences: linear layers compute by a plan, and buffers that
-a checkpoint does not hold keep their dtype, as with recipes. The optimizer is that of `configure_optimizers`.
+It is Lightning's ``precision="bf16-true"`` with two differences: linear layers compute by a plan, and buffers keep
+their dtype, as with recipes. The optimizer is that of `configure_optimizers`.
 
 A callback with the gauges is `narrowgauge.gauges.LightningCallback`.
 """

@@ -22,6 +22,7 @@ from narrowgauge.gauges._history import is_embedding
 from narrowgauge.gauges._records import VERSION, Record
 from narrowgauge.gauges._watch._batched_rows import flat
 from narrowgauge.gauges._watch._update_stats import Updates
+from narrowgauge.storage import automatic_weights
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 
@@ -172,7 +173,8 @@ def header(
 ) -> Record:
     """The first record of a run: versions, parameters, and how the run was set up.
 
-    "groups" has the options of each group and the names of its "parameters"; "frozen" the parameters without
+    "groups" has the options of each group, with the weight storage that ``"auto"`` is for its first parameter, and
+    the names of its "parameters"; "frozen" the parameters without
     gradient; "apart" those with gradient that the optimizer does not have; "low_precision" formats by module.
     """
     device = flat(next(iter(names))).device
@@ -180,6 +182,8 @@ def header(
     groups: list[Record] = []
     for group in optimizer.param_groups:
         options = _as_json({key: value for key, value in group.items() if key not in ("params", "param_names")})
+        if options.get("weights") == "auto" and group["params"]:
+            options["weights"] = automatic_weights(group["params"][0].dtype, group["arithmetic"] == "strict")
         groups.append({**options, "parameters": [names[p] for p in group["params"] if p in names]})
     all_owned = {name for group in groups for name in group["parameters"]}
     return {
