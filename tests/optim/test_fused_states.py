@@ -56,8 +56,9 @@ def same(found: Tensor, wanted: Tensor, what: str) -> None:
 
 
 def check(rule: Keep, states: dict[str, str], block: int, kind: str, device: str) -> None:
-    weights = [numbers(kind, size, 10 + i).abs().to(device) for i, size in enumerate(SIZES)]
-    grads = [numbers(kind, size, 20 + i).to(device) for i, size in enumerate(SIZES)]
+    sizes = SIZES if kind in ("one scale", "zeros") else SIZES[1:]
+    weights = [numbers(kind, size, 10 + i).abs().to(device) for i, size in enumerate(sizes)]
+    grads = [numbers(kind, size, 20 + i).to(device) for i, size in enumerate(sizes)]
     if "v" not in states:
         weights = [torch.zeros_like(weight) for weight in weights]
     if "m" not in states:

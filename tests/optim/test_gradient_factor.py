@@ -29,12 +29,21 @@ PATHS = {"Triton": "fused Triton", "C": "fused C", "eager": "eager torch"}
 
 RULES: list[tuple[str, dict[str, Any], Any]] = [
     ("AdamW", {"weights": "split8", "states": "log8"}, torch.bfloat16),
-    ("AdamW", {"weights": "expansion", "states": "8bit", "maximize": True}, torch.bfloat16),
     ("StableAdamW", {"weights": "master", "states": "bf16"}, torch.float16),
-    ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "states": "fp8"}, torch.bfloat16),
+    (
+        "SGD",
+        {
+            "momentum": 0.9,
+            "nesterov": True,
+            "weight_decay": 0.1,
+            "weights": "expansion",
+            "states": "fp8",
+            "maximize": True,
+        },
+        torch.bfloat16,
+    ),
     ("LAMB", {"weights": "kahan", "states": "4bit"}, torch.bfloat16),
     ("LARS", {"momentum": 0.9, "weight_decay": 0.1}, torch.float32),
-    ("Adagrad", {"weights": "split"}, torch.bfloat16),
     ("Lion8bit", {"weights": "stochastic"}, torch.bfloat16),
 ]
 
@@ -124,7 +133,7 @@ def test_a_step_is_that_of_gradients_clipped_before(
 
 @pytest.mark.parametrize(
     ("name", "options", "dtype", "scale"),
-    [(*RULES[0], 2.0**12), (*RULES[0], 3.0), (*RULES[2], 3.0), (*RULES[7], 2.0**12)],
+    [(*RULES[0], 2.0**12), (*RULES[1], 3.0), (*RULES[-1], 2.0**12)],
     ids=str,
 )
 def test_a_step_is_that_of_gradients_unscaled_before(
@@ -160,7 +169,7 @@ def test_unscaling_comes_before_clipping(make: Maker, device: str) -> None:
     same(mine, ps, theirs, qs)
 
 
-@pytest.mark.parametrize("size", [1e-30, 1e22, 1e36])
+@pytest.mark.parametrize("size", [1e-30, 1e36])
 def test_gradients_whose_squares_no_float32_holds(make: Maker, size: float, device: str) -> None:
     """A factor that went into the numbers of v would be squared there: v would stay 0, and m would not."""
     ps, qs = parameters(SHAPES, torch.float32, device), parameters(SHAPES, torch.float32, device)
@@ -178,7 +187,7 @@ def test_gradients_whose_squares_no_float32_holds(make: Maker, size: float, devi
 
 @pytest.mark.parametrize(
     ("nonfinite", "bad"),
-    [("skip", math.inf), ("skip", math.nan), ("propagate", -math.inf), ("propagate", math.nan)],
+    [("skip", math.nan), ("propagate", -math.inf)],
 )
 def test_what_is_not_finite_does_not_count(make: Maker, nonfinite: str, bad: float, device: str) -> None:
     ps, qs = parameters(SHAPES, torch.bfloat16, device), parameters(SHAPES, torch.bfloat16, device)
@@ -217,7 +226,7 @@ def test_raising_changes_nothing(make: Maker, device: str) -> None:
     assert not torch.equal(ps[4], before[4])
 
 
-@pytest.mark.parametrize("nonfinite", ["skip", "propagate", "raise"])
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
 def test_a_step_that_is_whole_is_taken_by_all_or_none(make: Maker, nonfinite: str, device: str) -> None:
     ps, qs = parameters(SHAPES, torch.bfloat16, device), parameters(SHAPES, torch.bfloat16, device)
     options = {"states": "8bit", "nonfinite": nonfinite}

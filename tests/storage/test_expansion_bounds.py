@@ -87,7 +87,6 @@ def test_scaling_of_all_bf16_significands() -> None:
 def test_mul_of_bf16_significands() -> None:
     """Below 5 u^2. The worst of all is among the extreme low words."""
     assert 4.81 < walk_mul(EXTREMES) < 4.82
-    assert 4.81 < walk_mul(EXTREMES, loose) < 4.82
 
 
 def test_grow_of_bf16_significands() -> None:
@@ -106,6 +105,7 @@ def test_all_low_words_of_bf16_significands() -> None:
     assert 1.984 < walk_grow(lows, range(20)) <= 2 / (1 + 2 * U)
     assert 1.992 < walk_grow(lows, range(20), loose) <= 2 / (1 + U)
     assert 4.81 < walk_mul(lows) < 4.82
+    assert 4.81 < walk_mul(EXTREMES, loose) < 4.82
 
 
 def expansions(dtype: torch.dtype, step: int = 1) -> tuple[Tensor, Tensor]:
