@@ -60,6 +60,7 @@ def test_steps_are_replayed_from_graphs(compiled: list[str]) -> None:
     assert found["recompiled"] == 0
 
 
+@pytest.mark.slow
 def test_blocks_of_a_tower_share_what_is_compiled() -> None:
     """A graph for each tower and side, though there are two blocks in a tower."""
     args = bench_clip.arguments(["--check", "--compile", "aot_eager", "--device", "cpu"])

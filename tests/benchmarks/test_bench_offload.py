@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 
+@pytest.mark.slow
 def test_rows_and_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "offload.json"
     found = bench_offload.main([

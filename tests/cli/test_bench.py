@@ -83,9 +83,10 @@ MOVED = {
 @pytest.mark.parametrize(
     ("device", "found"),
     [
-        pytest.param(kind, found, id=f"{kind}-{found.name}", marks=pytest.mark.gpu if kind == "cuda" else ())
+        pytest.param(kind, found, id=f"{kind}-{found.name}", marks=marks)
         for kind in ("cpu", "cuda")
-        for found in _rows.rows(torch.device(kind))
+        for number, found in enumerate(_rows.rows(torch.device(kind)))
+        for marks in [pytest.mark.gpu if kind == "cuda" else pytest.mark.slow if number % 3 else ()]
     ],
 )
 def test_every_row_steps_and_moves_its_bytes(device: str, found: Row) -> None:

@@ -8,6 +8,7 @@ import random
 import re
 import sys
 from collections import Counter
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from html_page import Page
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from narrowgauge.cli import main
+from narrowgauge.cli import _charts, main
 from narrowgauge.cli._charts import PALETTE
 from narrowgauge.cli._report._page import number
 from narrowgauge.cli._report._run_drawing import COLUMNS, ROWS, _paint, grid, medians, short
@@ -29,6 +30,24 @@ from narrowgauge.gauges._records import line_of
 from recorded import NAMES, changed, compared, header, sound, step, update
 
 Records = list[dict[str, Any]]
+# Tests whose pages have their pictures.
+DRAWN = (
+    "test_a_whole_run",
+    "test_what_is_not_finite",
+    "test_every_name",
+    "test_the_page_needs",
+    "test_a_large_run",
+    "test_several",
+)
+
+
+@pytest.fixture(autouse=True)
+def _undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave pictures out of the pages of tests that read the text: drawing them takes most of the time."""
+    if not request.node.name.startswith(DRAWN):
+        monkeypatch.setattr(
+            _charts, "_to_svg", lambda figure, name, title: f'<svg aria-label="{escape(title)}"></svg>'
+        )
 
 
 def look(records: Records, damage: str | None = None, name: str = "run") -> tuple[Page, str]:
@@ -187,6 +206,7 @@ def test_the_page_needs_nothing_from_outside_and_runs_nothing() -> None:
     assert all(defined[name] == 2 for name in PALETTE), "light and dark"
 
 
+@pytest.mark.slow
 def test_a_large_run_stays_small_and_says_what_shares_a_cell() -> None:
     names = [f"model.layers.{i}.weight" for i in range(330)]
     records = [header(parameters={name: [8, 8] for name in names})]

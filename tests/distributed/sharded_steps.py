@@ -232,9 +232,9 @@ def on_gpus(rank: int, folder: Path) -> dict[tuple[str, str, str], Any]:
 
 
 def stepping(rank: int, folder: Path, only: list[tuple[str, str]] | None = None) -> dict[tuple[str, str, str], Any]:
-    """Some cases on all meshes of one dimension of shards; on two ranks every other one of them."""
+    """Some cases on all meshes of one dimension of shards: every other one, others on two ranks than on four."""
     found = {}
-    listed = only or few()[:: 4 // dist.get_world_size()]
+    listed = only or few()[int(dist.get_world_size() == 2) :: 2]
     for layout, mesh in meshes().items():
         for rule, storage in listed:
             if layout == "rows" or storage in ("split8, log8", "stochastic, bf16"):

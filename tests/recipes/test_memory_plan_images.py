@@ -130,6 +130,7 @@ def peak_of_a_rank(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_a_trace_is_what_a_step_of_two_processes_takes(tmp_path: Path) -> None:
     run_ranks(peak_of_a_rank, 2, tmp_path)
     model = build_image_model(FEW, 300, context=8, seed=0)

@@ -34,6 +34,8 @@ WORDS = {
     "state_codecs": ["--data", "TEXT", "--part", "blocks", "--part", "adagrad", "--jobs", "1"],
     "training_magnitudes": ["--data", "TEXT"],
 }
+# Those that take more than four seconds.
+LONG = ("adam_variants", "other_codes", "quantization_error")
 # Tables that need more than a check makes: several seeds or devices, every part, every row.
 LARGER = {
     "bytes_and_loss": {"short"},
@@ -48,7 +50,7 @@ def test_there_is_a_smoke_run_of_each_study() -> None:
 
 
 @pytest.mark.usefixtures("surroundings", "forked")
-@pytest.mark.parametrize("name", WORDS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in WORDS])
 def test_a_study_runs(
     name: str, text: Path, squares: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

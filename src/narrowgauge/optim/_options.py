@@ -5,6 +5,7 @@ Hyperparameters are refused in torch's words, so that code which reads them stil
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -160,12 +161,18 @@ def what_plain_loses(dtype: torch.dtype, lr: float | Tensor) -> str:
     )
 
 
+@functools.cache
+def _hints() -> dict[str, Any]:
+    """The types of the shared options; reading them takes a millisecond, and every optimizer asks."""
+    return get_type_hints(Options)
+
+
 def show_options(init: Callable[..., None]) -> None:
     """Let `help` and `inspect.signature` show the shared options where a signature says ``**options``."""
     signature = inspect.signature(init)
     *own, last = signature.parameters.values()
     if last.kind is last.VAR_KEYWORD and all(parameter.kind is not parameter.VAR_POSITIONAL for parameter in own):
-        hints = get_type_hints(Options)
+        hints = _hints()
         shared = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
             for name, default in _DEFAULTS.items()
