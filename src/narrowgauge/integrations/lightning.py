@@ -27,11 +27,11 @@ class NarrowgaugePrecision(HalfPrecision):  # type: ignore[misc]
     """Casts the module to bfloat16 and swaps its linear layers before the optimizer is made.
 
     Args:
-        plan: of the linear layers, or its name and format: ``"SWITCHBACK:e4m3"``.
-        keep: layers to keep; see `narrowgauge.linear.swap_linears`. None keeps ``lm_head``.
+        plan: a plan for the linear layers, or its name and format: ``"SWITCHBACK:e4m3"``.
+        keep: layers that are not swapped; see `narrowgauge.linear.swap_linears`. None keeps ``lm_head``.
 
     Attributes:
-        report: which layers were swapped, and which kept and why; None before the module was converted.
+        report: the swapped layers, and the kept ones with the reason; None before the module is converted.
     """
 
     def __init__(self, plan: str | LinearPlan, keep: Iterable[str] | None = None) -> None:

@@ -2,9 +2,9 @@
 
     Trainer(model, args, optimizer_cls_and_kwargs=(RecipeFactory, {"recipe": "adamw8bit-split8", "args": args}))
 
-Trainer makes a class that is no optimizer without arguments and calls what it made with the model, once the model
-is on its device, and before it is wrapped. So the recipe can cast the model and swap its linear layers first. The
-schedule stays Trainer's own.
+If the class is not an optimizer, Trainer calls it without arguments, and calls the resulting object with the model.
+At that time the model is on its device and not yet wrapped, so the recipe can cast it and swap its linear layers.
+The schedule stays Trainer's own.
 
 A callback with the gauges is `narrowgauge.gauges.HuggingFaceCallback`.
 """
@@ -43,8 +43,8 @@ class RecipeFactory:
 
         Args:
             model: Trainer's; changed in place.
-            args: the Trainer's arguments, for learning rate, weight decay, betas and epsilon. An option that is
-                given by name takes precedence; one that the recipe's optimizer does not have is left out. Without
+            args: the Trainer's arguments, for learning rate, weight decay, betas and epsilon. Options given by name
+                take precedence. Hyperparameters that the recipe's optimizer does not have are ignored. Without
                 `args` the optimizer's defaults hold.
             recipe: name of a recipe, or a recipe.
             lr: learning rate; must be given without `args`.
@@ -54,8 +54,8 @@ class RecipeFactory:
             **options: of `Recipe.apply` and of the optimizer: ``weight_decay``, ``max_grad_norm``, ``decay_all``, …
 
         Raises:
-            ValueError: without a learning rate, for an unknown recipe, a plan that fits no layer, `keep` without
-                `linear`, and whatever the optimizer refuses.
+            ValueError: without a learning rate, for an unknown recipe, for a plan that fits no layer, for `keep`
+                without `linear`, and for arguments that the optimizer refuses.
         """
         if keep is not None and linear is None:
             raise ValueError(f"keep must be None without linear, got {keep!r}")

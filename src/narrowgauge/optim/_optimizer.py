@@ -196,8 +196,13 @@ class NarrowOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as torch does.
 
-        A group may name its rule: ``{"params": others, "rule": "adamw", "lr": 3e-4}``. Hyperparameters that it does
-        not give are then the defaults of that rule's optimizer; the shared options are this one's (see `Options`).
+        A group may name its rule: ``{"params": others, "rule": "adamw", "lr": 3e-4}``. If such a group leaves out a
+        hyperparameter, it gets the default of that rule's optimizer. If it leaves out a shared option (see
+        `Options`), it gets this optimizer's.
+
+        Raises:
+            ValueError: for an unknown rule, for a hyperparameter that the named rule does not have, and for wrong
+                values; the optimizer does not change then.
         """
         if self._planned_for is None:
             self._replan()
@@ -580,10 +585,13 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def full_weights(self) -> dict[Tensor, Tensor]:
-        """Every parameter's weight in float32, with its low word or master copy in it.
+        """Every parameter's weight in float32, with its low word or master copy added.
 
-        Of a sharded parameter it is a DTensor that is cut alike. Weights of `expansion` and `kahan` may have more
-        digits than float32, and are rounded to it.
+        The weight of a sharded parameter is a DTensor with the same placements. `expansion` and `kahan` weights may
+        have more digits than float32; they are rounded to it.
+
+        Returns:
+            {parameter: float32 tensor of its shape}. That of a float32 parameter may share its memory.
         """
         found: dict[Tensor, Tensor] = {}
         for p, plan in self.plans():

@@ -25,34 +25,34 @@ class Options(TypedDict, total=False):
 
     Attributes:
         weights: ``"auto"``, ``"plain"``, ``"kahan"``, ``"expansion"``, ``"split"``, ``"split8"``, ``"stochastic"``
-            or ``"master"``. ``"auto"`` is ``"plain"`` for float32 parameters, ``"split8"`` for bfloat16
-            (``"expansion"`` with strict arithmetic), ``"kahan"`` for float16. float32 parameters take ``"plain"``
-            only, float16 all but the splits.
-        states: a state storage for all moments, or one a slot, such as ``{"m": "8bit", "v": "fp32"}``.
+            or ``"master"``. ``"auto"`` chooses by the dtype of each parameter: ``"plain"`` for float32,
+            ``"split8"`` for bfloat16 (``"expansion"`` with strict arithmetic), ``"kahan"`` for float16. float32
+            parameters take ``"plain"`` only, float16 parameters all except ``"split"`` and ``"split8"``.
+        states: a state storage for all moments, or one for each slot, such as ``{"m": "8bit", "v": "fp32"}``.
         block_size: elements that share a scale in block-wise states.
         clip_updates: shorten a parameter's step where its second moment has fallen behind its gradient (Adafactor's
             update clipping, d = 1); for rules with a second moment.
-        cautious: move no weight against its gradient, and all others by as much more (Liang et al. 2024); for rules
-            with a momentum. Decoupled decay moves all.
-        max_grad_norm: make all gradients together no longer than this in the Euclidean norm, as
-            `torch.nn.utils.clip_grad_norm_` over all parameters of the optimizer would, in the passes of the step
-            and without writing to them; None for not at all, inf to measure only (`grad_norm`). One number for all
-            groups. Gradients with inf or NaN do not count in the norm.
+        cautious: do not move an element whose momentum points against its gradient, and lengthen the steps of the
+            others to make up for it (Liang et al. 2024); for rules with a momentum. Decoupled decay moves all.
+        max_grad_norm: limit the Euclidean norm of all gradients of the optimizer together, as
+            `torch.nn.utils.clip_grad_norm_` does, but inside the step and without writing to the gradients. None
+            does not clip; inf only measures the norm (`grad_norm`). One number for all groups. Gradients with inf
+            or NaN do not count in the norm.
         arithmetic: ``"fp32"`` computes in float32 and rounds each storage once, on write; ``"strict"`` rounds every
             operation to the storages' formats, as Collage's Algorithm 2 is written.
         nonfinite: what a gradient with inf or NaN does: ``"skip"`` leaves that parameter, its state, decay and step
             count untouched and counts it in `skipped`; ``"propagate"`` lets it through, as torch does; ``"raise"``
             raises FloatingPointError.
-        min_quantized_size: parameters with fewer elements keep fp32 states instead of quantized ones.
-        seed: key of the random bits for stochastic rounding, which depend on it, the parameter's place, the element
-            and the step alone.
-        maximize: ascend instead.
-        foreach, fused: accepted for compatibility: there is one implementation per device. What torch refuses of
-            them is refused. With ``fused=True`` torch's GradScaler leaves unscaling to the step, as it does for
-            torch's own.
-        capturable: accepted and always so: on a GPU the step count lives on the device, `lr` and `betas` too if
-            they are tensors there, and the step does not synchronize (``arithmetic="strict"`` and
-            ``nonfinite="raise"`` do, and cannot be captured).
+        min_quantized_size: parameters with fewer elements have fp32 states instead of quantized ones.
+        seed: key of the random bits for stochastic rounding. They depend only on the seed, the parameter's place,
+            the element and the step.
+        maximize: go up the gradient instead of down.
+        foreach, fused: accepted for compatibility: there is one implementation per device. Combinations that torch
+            refuses are refused. With ``fused=True`` torch's GradScaler leaves unscaling to the step, as it does for
+            torch's fused optimizers.
+        capturable: accepted, and always in effect: on a GPU the step count is on the device, and so are `lr` and
+            `betas` if they are tensors there. The step does not synchronize, except with ``arithmetic="strict"``
+            and ``nonfinite="raise"``, which cannot be captured.
         differentiable: refused if True.
     """
 

@@ -1,4 +1,4 @@
-"""The way out: a float32 model and torch's optimizer, which go on where a model and an optimizer of ours are."""
+"""The way out: a float32 model and torch's optimizer, which continue a training of this library's optimizer."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @torch.no_grad()
 def to_torch(model: Model, optimizer: NarrowOptimizer) -> tuple[Model, torch.optim.Optimizer]:
-    """A float32 copy of a model with the weights that its optimizer has, and torch's optimizer of the same name.
+    """Convert a model and its optimizer to a float32 model and torch's optimizer of the same name.
 
-    Low words and master copies are folded into the weights, so that nothing is rounded. Linear layers with a plan
-    become ordinary ones. The optimizer has the same groups, hyperparameters and moments, in float32. The model and
-    the optimizer that are given stay as they are.
+    Low words and master copies are added to the weights, so nothing is rounded. Linear layers with a plan become
+    `nn.Linear` again. The new optimizer has the same groups, hyperparameters and moments, in float32. The given
+    model and optimizer do not change.
 
     Args:
         model: the model that the optimizer trains, unsharded.
-        optimizer: an Adam, AdamW, SGD, Adagrad, Muon or other rule that torch has.
+        optimizer: of a rule that torch has too, such as Adam, AdamW, SGD, Adagrad or Muon.
 
     Returns:
-        (model, optimizer): what torch alone needs to go on. A UserWarning says what its optimizer does not do, as
-        update clipping.
+        (model, optimizer): a float32 copy of the model, and an optimizer of `torch.optim` with its parameters. A
+        UserWarning names options that torch's optimizer does not have, such as update clipping.
 
     Raises:
-        ValueError: if torch has no optimizer of this name, or groups have several rules, or parameters of the
-            optimizer are not the model's.
+        ValueError: if torch has no optimizer of this name, if groups have different rules (as from
+            `Muon.for_model`), or if a parameter of the optimizer is not in the model.
     """
     exported, notes = export_to_torch(
         type(optimizer), optimizer.defaults, optimizer.plans(), optimizer.param_groups, optimizer.state, True

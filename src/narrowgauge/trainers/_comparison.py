@@ -115,39 +115,39 @@ def compare(
     facts: Mapping[str, Any] | None = None,
     **optimizer_arguments: Any,
 ) -> Comparison:
-    """Train a model under each recipe with the same weights and batches, and measure what each gives and costs.
+    """Train a model under each recipe with the same weights and batches; measure loss, memory, time and updates.
 
     Args:
         recipes: names, with settings of their own after an ``@`` (``"lion8bit@lr=3e-5"``), or recipes.
-        make_model: makes the model, on the device where it is to be trained. Torch's generators are seeded before
+        make_model: makes the model, on the device for its training. Torch's generators are seeded before
             each call. Its weights are rounded to bf16 numbers, so that no recipe begins by rounding them.
         loss: ``loss(model, batch)`` gives a tensor of one element. The model has the dtype of the recipe, and float
             inputs must be cast to it.
-        batches: ``batches()`` gives the batches of an epoch, in any form that `loss` takes, and is called again
-            when they end. The random state that it sees depends on the seed and the epoch alone. Tensors, also in
-            lists, tuples and dictionaries, are moved to the device of the model.
+        batches: ``batches()`` gives the batches of an epoch, in any form that `loss` takes. It is called again when
+            they end. Its random state depends only on the seed and the epoch. Tensors, also in lists, tuples and
+            dictionaries, are moved to the device of the model.
         steps: optimizer steps of each run.
-        lr: learning rate of every recipe that does not set its own; the default of each optimizer if None. It rises
-            linearly over `warmup` steps and is constant then.
+        lr: learning rate of every recipe that does not set its own; None for the default of each optimizer. It
+            rises linearly over `warmup` steps and is constant then.
         seeds: how many runs each recipe has, with the seeds 0, 1, ...; or the seeds.
         warmup: steps over which learning rates rise.
         validation: batches to evaluate on after each run, which can be read more than once: a list, or a
             ``DataLoader``. Without them recipes are compared by their mean training loss of the last tenth.
-        perplexity: whether the loss is in nats a token, so that the table shows e to its power.
+        perplexity: whether the table shows e to the power of the loss; for losses in nats a token.
         arithmetic: ``"fp32"`` or ``"strict"``; recipes without strict arithmetic keep fp32.
         decay_all: whether norms and biases have weight decay too; see `Recipe.apply`.
         gauge_every: steps between measurements of the update; 0 for none.
-        progress: what is called while the comparison runs; None prints a line after each run.
-        facts: what results.json and the page are to say beside: ``{"data": {"source": "..."}}``.
+        progress: an object whose methods are called while the comparison runs; None prints a line after each run.
+        facts: more entries for results.json and the page, such as ``{"data": {"source": "..."}}``.
         **optimizer_arguments: for each optimizer that has them: ``betas``, ``eps``, ``weight_decay``,
-            ``block_size``, ... ``betas`` go to rules that take as many.
+            ``block_size``, ... ``betas`` are for rules with the same number of betas.
 
     Returns:
-        What was found. It prints as a table, and ``save(directory)`` writes results.json and a page.
+        The results. They print as a table, and ``save(directory)`` writes results.json and a page.
 
     Raises:
-        ValueError: for unknown or equal recipes, arguments that no optimizer takes or that one refuses, and where
-            `make_model` or `batches` do not give the same for the same seed.
+        ValueError: for unknown or equal recipes, for arguments that no optimizer has or that one refuses, and if
+            `make_model` or `batches` give different weights or batches for the same seed.
     """
     chosen = named_recipes(recipes)
     settings = Settings(

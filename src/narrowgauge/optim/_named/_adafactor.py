@@ -15,22 +15,24 @@ from narrowgauge.optim._options import Options
 
 
 class Adafactor(NarrowOptimizer):
-    """Adafactor: steps relative to the weight, with a second moment of one number a row and one a column.
+    """Adafactor: steps relative to the weight, and a second moment with one number for each row and each column.
 
     Arguments up to `weight_decay` are those of `torch.optim.Adafactor`, in its order and with its defaults. As
-    there, every parameter of two or more dimensions is factored, small ones too: `min_quantized_size` is for codes.
+    there, every parameter of two or more dimensions is factored, small ones too: `min_quantized_size` applies only
+    to quantized storages.
 
     Args:
         params: float32, bfloat16 or float16 parameters, named or not, or groups, which may override any option.
-        lr: the largest step relative to the weight, and the factor of weight decay; a number or a 0-d tensor.
-        beta2_decay: tau of the second moment's decay rate 1 - t^tau; at most 0.
+        lr: the largest step relative to the weight; it also multiplies the weight decay. A number or a 0-d tensor.
+        beta2_decay: tau in the second moment's decay rate 1 - t^tau; at most 0.
         eps: (eps1, eps2): lower bounds of the root of the second moment, and of the weight's root mean square. None
-            for eps1 is float32's machine epsilon, in which the step is computed; torch takes the parameter's.
-        d: the update is shortened where its root mean square is above this; at least 1.
+            for eps1 means float32's machine epsilon, because the step is computed in float32. torch uses that of
+            the parameter's dtype.
+        d: updates whose root mean square is above d are shortened to it; at least 1.
         weight_decay: decoupled decay.
-        **options: the options of every optimizer but `clip_updates`, which is `d`; see `Options`. Slot: ``"v"``, in
-            `factored` by default; in any other storage it is Adafactor without factors. `factored` takes no sharded
-            parameters (DTensors) of two or more dimensions.
+        **options: the options of every optimizer except `clip_updates`, whose place `d` takes; see `Options`. Slot:
+            ``"v"``, in `factored` by default. Any other storage makes it Adafactor without factors. `factored`
+            refuses sharded parameters (DTensors) of two or more dimensions.
 
     Raises:
         ValueError: for a wrong value or combination, by name.

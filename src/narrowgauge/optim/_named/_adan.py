@@ -18,8 +18,8 @@ class Adan(NarrowOptimizer):
     Args:
         params: float32, bfloat16 or float16 parameters, named or not, or groups, which may override any option.
         lr: learning rate, a number or a 0-d tensor.
-        betas: decay rates of the first moment, of the average difference and of the second moment, each in [0, 1):
-            one minus the paper's betas, as in the authors' code.
+        betas: decay rates of the first moment, of the average difference and of the second moment, each in [0, 1).
+            As in the authors' code, they are one minus the paper's betas.
         eps: added to the root of the second moment.
         weight_decay: decoupled decay: weights are divided by 1 + lr weight_decay.
         **options: the options of every optimizer; see `Options`. Slots: ``"m"``, ``"diff"``, ``"v"`` and

@@ -22,7 +22,7 @@ class AdEMAMix(NarrowOptimizer):
         lr: learning rate, a number or a 0-d tensor.
         betas: decay rates of the first moment, the second moment and the slow first moment, each in [0, 1).
         alpha: weight of the slow moment in the direction.
-        t_alpha: steps over which alpha grows from 0; None for no warm-up. The paper takes all steps of a training.
+        t_alpha: steps over which alpha grows from 0; None for no warm-up. The paper warms up over all steps.
         t_beta3: steps over which the slow decay rate grows from ``betas[0]``; None for no warm-up.
         eps: added to the root of the second moment.
         weight_decay: decoupled decay, applied with the update as one sum.
@@ -66,9 +66,9 @@ class AdEMAMix(NarrowOptimizer):
 class AdEMAMix8bit(AdEMAMix):
     """AdEMAMix with m and v in `log8` and the slow moment m2 in fp32. Takes all of AdEMAMix's arguments.
 
-    A step moves m2 by a ten-thousandth of the gradient, which narrow codes round away, and the weight cannot be
-    given what they lose: it would act over ten thousand steps. After 20,000 steps with m2 in `8bit` weights are off
-    by 67 % of their way, in `bf16` by 18 % (docs/decisions/slow-moment.md).
+    A step moves m2 by a ten-thousandth of the gradient, which narrow codes round away. The rounding error cannot be
+    added to the weight either, because it would act over ten thousand steps. After 20,000 steps with m2 in `8bit`
+    weights are off by 67 % of the distance moved, in `bf16` by 18 % (docs/decisions/slow-moment.md).
     """
 
     def __init__(

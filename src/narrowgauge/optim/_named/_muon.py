@@ -107,18 +107,20 @@ class Muon(NarrowOptimizer):
         others: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Self:
-        """Muon for the matrices of a model's hidden layers, AdamW for everything else, in one optimizer.
+        """Muon for the matrices of a model's hidden layers, AdamW for all other parameters, in one optimizer.
 
-        AdamW steps embeddings, output layers, and all that has not two dimensions; what is tied to an embedding is
-        one. Norms and biases do not decay (see `split_decay`).
+        AdamW steps embeddings, output layers and every parameter that does not have two dimensions. A weight that
+        is tied to an embedding counts as an embedding. Norms and biases do not decay (see `split_decay`).
 
         Args:
             model: parameters that do not require gradients are left out.
-            lr, weight_decay: of the matrices; `weight_decay` of what AdamW decays, too.
-            heads: output layers, by the last part of their names; `model.get_output_embeddings()` is one where a
-                model has it.
-            others: options of AdamW's groups, as ``{"lr": 3e-4, "betas": (0.9, 0.95)}``; AdamW's defaults without.
-            **options: for Muon and all groups.
+            lr: learning rate of the matrices.
+            weight_decay: of the matrices, and of AdamW's parameters unless `others` has its own.
+            heads: output layers, by the last part of their names. If the model has `get_output_embeddings()`, that
+                layer is one too.
+            others: options of AdamW's groups, such as ``{"lr": 3e-4, "betas": (0.9, 0.95)}``. Without them AdamW
+                has its defaults.
+            **options: Muon's other arguments, and shared options of all groups.
         """
         output = getattr(model, "get_output_embeddings", lambda: None)()
 

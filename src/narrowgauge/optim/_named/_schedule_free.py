@@ -20,27 +20,28 @@ _MODE = "eval_mode"
 
 
 class ScheduleFreeAdamW(NarrowOptimizer):
-    """Schedule-Free AdamW: no learning rate schedule, and no number of steps to be known in advance.
+    """Schedule-Free AdamW: AdamW without a learning rate schedule and without a known number of steps.
 
-    While training, the parameters are y, where gradients are taken. What the method promises is the average x: call
-    `eval()` before validation, and before the model is saved for use, and `train()` before training goes on. A step
-    in between raises RuntimeError.
+    While training, the parameters hold y, the point where gradients are computed. The result of the method is the
+    average x. Call `eval()` before validation and before you save the model for use; it writes x into the
+    parameters. Call `train()` before the next step; it writes y back. A step before that raises RuntimeError.
 
-    Do not change `lr` while training, by a scheduler or by hand: to do without is the point of the method, and the
-    weights of the average are those of a constant `lr` after the warm-up.
+    Do not change `lr` while training, by a scheduler or by hand: the average weights its terms for a constant `lr`
+    after the warm-up.
 
     Args:
         params: float32, bfloat16 or float16 parameters, named or not, or groups, which may override any option.
         lr: learning rate, a number or a 0-d tensor.
-        betas: how near y is to the average, in (0, 1), and the decay rate of the second moment, in [0, 1).
+        betas: the share of x in y = (1 - beta1) z + beta1 x, in (0, 1), and the decay rate of the second moment, in
+            [0, 1).
         eps: added to the root of the second moment.
         weight_decay: decoupled decay, at y.
         warmup_steps: steps in which the learning rate grows in proportion to the step, up to `lr`.
         **options: the options of every optimizer; see `Options`. Slots: ``"v"``, and ``"z"``, the weight that takes
-            the steps, in `fp32` or `expansion`. Where `states` is one name and z does not take it, z is in fp32.
+            the steps, in `fp32` or `expansion`. If `states` is one name of another storage, z is in fp32.
 
-    The authors' `r` and `weight_lr_power`, other weights of the average, are left out: the average here is weighted
-    by the square of the learning rate, their default.
+    The average is weighted by the square of the learning rate, the authors' default. Their arguments `r` and
+    `weight_lr_power`, which choose other weights, are left out.
 
     Raises:
         ValueError: for a wrong value or combination, by name.
@@ -81,7 +82,7 @@ class ScheduleFreeAdamW(NarrowOptimizer):
     def eval(self) -> None:
         """Turn the parameters into the average x, rounded to their dtype.
 
-        Their own bits, y, are stored in the state until `train()`, in 4 bytes a parameter. Low words stay y's.
+        The bits of y are stored in the state until `train()`, in 4 bytes a parameter. Low words remain those of y.
         Calling it again does nothing.
         """
         if self._is_evaluating():
@@ -121,7 +122,7 @@ class ScheduleFreeAdamW(NarrowOptimizer):
         super().begin_step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state as every optimizer does; the mode, of `eval()` or `train()`, is the checkpoint's.
+        """Load a state as every optimizer does. The mode, `eval()` or `train()`, comes from the checkpoint.
 
         The model must have been saved in the same mode.
 
