@@ -131,7 +131,7 @@ def test_what_torch_has_not_is_named() -> None:
     with pytest.raises(ValueError, match=r"torch\.optim has no Lion"):
         ng.to_torch(model, made(model, "Lion"))
     mixed = ng.optim.Muon.for_model(model)
-    with pytest.raises(ValueError, match="must be of one rule, got groups of adamw and muon"):
+    with pytest.raises(ValueError, match=r"^torch has no optimizer of several rules, got .* adamw and muon$"):
         ng.to_torch(model, mixed)
     with pytest.raises(
         ValueError, match=r"^model must be the one that the optimizer trains; 0\.weight is not in it"

@@ -247,7 +247,7 @@ def export_to_torch(
     """
     rules = sorted({group["rule"] for group in groups})
     if len(rules) > 1:
-        raise ValueError(f"torch_state_dict must be of one rule, got groups of {' and '.join(rules)}")
+        raise ValueError(f"torch has no optimizer of several rules, got groups of {' and '.join(rules)}")
     namesake = namesake_of(kind)
     taken = inspect.signature(namesake).parameters
     notes = Notes()

@@ -8,6 +8,7 @@ the storages (options of the parameter group). This file has torch's side: group
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -252,7 +253,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 check_terms(plan.rule, group, p.dim())
             if group["weights"] == "plain" and p.dtype != torch.float32 and not self._has_warned:
                 self._has_warned = True
-                warnings.warn(what_plain_loses(p.dtype, group["lr"]), stacklevel=3)
+                warnings.warn(what_plain_loses(p.dtype, group["lr"]), stacklevel=_users_level())
 
     def _asked(self, group: Mapping[str, Any]) -> Any:
         """What a group asks for, cheap to compare, and unchanged by later changes of the group."""
@@ -591,12 +592,12 @@ class NarrowOptimizer(torch.optim.Optimizer):
         have more digits than float32; they are rounded to it.
 
         Returns:
-            {parameter: float32 tensor of its shape}. That of a float32 parameter may share its memory.
+            {parameter: float32 tensor of its shape}.
         """
         found: dict[Tensor, Tensor] = {}
         for p, plan in self.plans():
             part, state = local(p.detach()), self.state.get(p)
-            wide = plan.exact(part, state)[0].to(torch.float32) if state else part.to(torch.float32)
+            wide = plan.exact(part, state)[0].to(torch.float32) if state else part.to(torch.float32, copy=True)
             found[p] = as_shared(p, wide) if is_shared(p) else wide
         return found
 
@@ -638,6 +639,14 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 handle.remove()
         if read[0].notes:
             warnings.warn(f"state_dict: {read[0].notes}", stacklevel=2)
+
+
+def _users_level() -> int:
+    """The `stacklevel` of a warning that points at the line of the user's that led here."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "narrowgauge"):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 @functools.cache
