@@ -141,14 +141,14 @@ def padded(model: Shapes, gpus: int) -> float:
     return sent / model.parameters
 
 
-def muon_seconds(model: Model) -> float:
-    """Orthogonalizing every matrix of the layers, as each rank does: X Xᵀ, its square, and their product with X."""
-    total = 0.0
-    for shape in model.block():
-        if len(shape) == 2:
-            m, n = sorted(shape)
-            total += NEWTON_SCHULZ * (4 * m * m * n + 2 * m**3)
-    return model.layers * total / FLOPS
+def muon_seconds(model: Model, gpus: int) -> float:
+    """Orthogonalizing every matrix of the layers: X Xᵀ, its square, and their product with X.
+
+    Each matrix is one rank's. As many as there are ranks are computed at once, and take as long as the largest.
+    """
+    matrices = [sorted(shape) for shape in model.block() if len(shape) == 2] * model.layers
+    operations = [NEWTON_SCHULZ * (4 * m * m * n + 2 * m**3) for m, n in matrices]
+    return sum(max(operations[first : first + gpus]) for first in range(0, len(operations), gpus)) / FLOPS
 
 
 def checkpoint_bytes(model: Shapes, recipe: str) -> float:

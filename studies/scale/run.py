@@ -120,7 +120,7 @@ def choices() -> str:
         ("fullest rank / even", fullest, ".2f"),
         ("codes sent / elements", lambda row: m.padded(row[1], row[0]), ".3f"),
         ("GB of error feedback a GPU", lambda row: 4 * row[1].parameters / GB, ",.0f"),
-        ("s of Muon", lambda row: m.muon_seconds(row[1]), ".2f"),
+        ("s of Muon", lambda row: m.muon_seconds(row[1], row[0]), ".2f"),
         ("s of computing", lambda row: m.step_seconds(row[1]), ".2f"),
     )
 
