@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,17 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+# Every other case of these runs without `--slow`: cases are products of storages, sizes and kinds of numbers, whose
+# neighbors show the same.
+THINNED = (
+    "test_moments", "test_block_sizes", "test_first_moments_in_codebooks_with_minus_one",
+    "test_states_become_what_a_checkpoint_would_become", "test_low_words_become_what_a_checkpoints_would_become",
+    "test_what_a_rule_says_a_moment_will_still_do_it_does", "test_how_far_from_fp32_states_it_ends",
+    "test_a_run_is_the_one_without_and_goes_on", "test_a_trace_is_what_a_real_step_takes",
+    "test_played_is_the_long_way", "test_every_plan_on_kernels_is_the_papers",
+)  # fmt: skip
+
+
 def _with_slow(config: pytest.Config) -> bool:
     return bool(config.getoption("--slow")) or "slow" in config.getoption("markexpr")
 
@@ -146,6 +158,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = set(map(id, kept.values()))
         config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
         items[:] = kept.values()
+    turns: Counter[str] = Counter()
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        if name.rpartition("::")[2] in THINNED:
+            turns[name] += 1
+            if turns[name] % 2 == 0:
+                item.add_marker(pytest.mark.slow)
     no_slow = pytest.mark.skip(reason="slow: takes minutes; run with --slow or -m slow")
     no_gpu = pytest.mark.skip(reason="gpu: needs a CUDA device, torch sees none")
     with_gpu: bool | None = None  # asked of the driver only if a test wants to know

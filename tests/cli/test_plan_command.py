@@ -153,7 +153,7 @@ def test_a_folder_of_any_kind_is_a_model(capsys: pytest.CaptureFixture[str], tmp
     assert (named["model"], named["example"]) == (record["model"], record["example"])
 
 
-@pytest.mark.parametrize("kind", ["svg", "pdf"])
+@pytest.mark.parametrize("kind", ["svg", pytest.param("pdf", marks=pytest.mark.slow)])
 def test_the_figure_has_every_recipe_and_part(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str
 ) -> None:

@@ -50,6 +50,15 @@ RULES: list[tuple[str, dict[str, Any], Any]] = [
 Maker = Callable[..., NarrowOptimizer]
 
 
+# Kernels in turns: what the factor does to a rule does not depend on the language. Eagerly, every rule.
+IN_TURNS = [
+    pytest.param(path, *rule, id=f"{path}-{rule[0]}-{number}", marks=marks)
+    for path in PATHS
+    for number, rule in enumerate(RULES)
+    for marks in [pytest.mark.slow if path != "eager" and number % 2 != (path == "C") else ()]
+]
+
+
 @pytest.fixture(params=PATHS)
 def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, device: str) -> Iterator[Maker]:
     """Makes optimizers that step on one path."""
@@ -107,7 +116,7 @@ def same(a: NarrowOptimizer, ps: list[Tensor], b: NarrowOptimizer, qs: list[Tens
             assert torch.equal(value.reshape(-1).view(torch.uint8), b.state[q][key].reshape(-1).view(torch.uint8))
 
 
-@pytest.mark.parametrize(("name", "options", "dtype"), RULES, ids=str)
+@pytest.mark.parametrize(("make", "name", "options", "dtype"), IN_TURNS, indirect=["make"])
 def test_a_step_is_that_of_gradients_clipped_before(
     make: Maker, name: str, options: dict[str, Any], dtype: torch.dtype, device: str
 ) -> None:
