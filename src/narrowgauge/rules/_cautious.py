@@ -17,13 +17,21 @@ Source: Liang et al. 2024, Algorithm 1, with the scale of Section 4, dim / (nnz 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from narrowgauge.rules._rule import Arithmetic, Effects, Moments, Rule, Scalar, Scalars, Slot, Terms, Update, bare
+from narrowgauge.rules._rule import (
+    Arithmetic,
+    Around,
+    Effects,
+    Moments,
+    Rule,
+    Scalars,
+    Terms,
+    Update,
+    bare,
+)
 
 _UNIT = 2.0**-16  # elements are counted in it: float16, in strict arithmetic, ends at 65,504
 
@@ -34,21 +42,10 @@ def cautious(rule: Rule) -> Cautious | None:
     return Cautious(rule) if type(bare(rule)).direction is not Rule.direction else None
 
 
-class Cautious(Rule):
+class Cautious(Around):
     """Another rule with cautious updates; see the module."""
 
-    def __init__(self, rule: Rule) -> None:
-        self.name = f"{rule.name}, cautious"
-        self.moments = rule.moments
-        self.averaging = rule.averaging
-        self.betas = rule.betas
-        self.rule = rule
-
-    def slots(self, group: Mapping[str, Any]) -> tuple[Slot, ...]:
-        return self.rule.slots(group)
-
-    def scalars(self, group: Mapping[str, Any], step: Scalar) -> dict[str, Scalar]:
-        return self.rule.scalars(group, step)
+    suffix = "cautious"
 
     def terms(self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, moments: Moments, s: Scalars) -> Terms:
         u, _ = self.rule.direction(arithmetic, weight, grad, moments, s)

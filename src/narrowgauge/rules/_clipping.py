@@ -17,7 +17,6 @@ Source: Shazeer and Stern 2018 (Adafactor), Section 5; Wortsman et al. 2023, Alg
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -25,13 +24,13 @@ from torch import Tensor
 
 from narrowgauge.rules._rule import (
     Arithmetic,
+    Around,
     Effects,
     Moments,
     Rule,
     Scalar,
     Scalars,
     Second,
-    Slot,
     Terms,
     Update,
     bare,
@@ -71,21 +70,11 @@ def squared_ratio(
     return grad * v_hat.clamp(min=least).reciprocal() * grad
 
 
-class ClipUpdates(Rule):
+class ClipUpdates(Around):
     """Another rule with update clipping; see the module."""
 
-    def __init__(self, rule: HasSecondMoment) -> None:
-        self.name = f"{rule.name}, clipped"
-        self.moments = rule.moments
-        self.averaging = rule.averaging
-        self.betas = rule.betas
-        self.rule = rule
-
-    def slots(self, group: Mapping[str, Any]) -> tuple[Slot, ...]:
-        return self.rule.slots(group)
-
-    def scalars(self, group: Mapping[str, Any], step: Scalar) -> dict[str, Scalar]:
-        return self.rule.scalars(group, step)
+    suffix = "clipped"
+    rule: HasSecondMoment
 
     def terms(self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, moments: Moments, s: Scalars) -> Terms:
         _, v_hat = self.rule.second_moment(arithmetic, weight, grad, moments["v"], s)

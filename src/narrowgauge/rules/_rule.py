@@ -180,10 +180,29 @@ class Rule(Protocol):
         return {}
 
 
+class Around(Rule):
+    """An option of a step, as a rule around another: its moments and scalars, its name and a `suffix`."""
+
+    suffix: str
+    rule: Rule
+
+    def __init__(self, rule: Rule) -> None:
+        self.name = f"{rule.name}, {self.suffix}"
+        self.moments = rule.moments
+        self.averaging = rule.averaging
+        self.betas = rule.betas
+        self.rule = rule
+
+    def slots(self, group: Mapping[str, Any]) -> tuple[Slot, ...]:
+        return self.rule.slots(group)
+
+    def scalars(self, group: Mapping[str, Any], step: Scalar) -> dict[str, Scalar]:
+        return self.rule.scalars(group, step)
+
+
 def bare(rule: Rule) -> Rule:
-    """A rule without the options around it: each of them has the rule inside as `rule`, and changes no moment."""
-    inner = getattr(rule, "rule", None)
-    return rule if inner is None else bare(inner)
+    """A rule without the options around it."""
+    return bare(rule.rule) if isinstance(rule, Around) else rule
 
 
 def smaller(a: Scalar, b: Scalar) -> Scalar:
