@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from narrowgauge._batches import examples, moved
+from narrowgauge._schedule import schedule
 from narrowgauge.optim import NarrowOptimizer, UpdateStats
 from narrowgauge.recipes import Recipe
 
-from ._loop import fast_products, now, schedule, training_loop
+from ._loop import fast_products, now, training_loop
 from ._memory import peak_memory
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -256,26 +257,6 @@ def mean_loss(parts: Iterable[tuple[Tensor, int]]) -> float:
     """Mean over all examples, of parts that come as their mean and their number of examples; summed in float64."""
     pairs = [(loss.double() * count, count) for loss, count in parts]
     return float(torch.stack([loss for loss, _ in pairs]).sum()) / sum(count for _, count in pairs)
-
-
-def moved(batch: Any, device: torch.device) -> Any:
-    """A batch on a device: one that moves itself, or tensors in lists, tuples and dictionaries."""
-    if hasattr(batch, "to"):
-        return batch.to(device)
-    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
-
-
-def tensors(batch: Any) -> list[Tensor]:
-    """The tensors of a batch, in order."""
-    # What moves itself is a tensor, or holds its tensors in `data`, as what transformers' tokenizers return.
-    found = getattr(batch, "data", batch) if hasattr(batch, "to") else batch
-    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
-
-
-def examples(batch: Any) -> int:
-    """How many examples a batch has: the length of its first tensor."""
-    sizes = [len(tensor) for tensor in tensors(batch) if tensor.dim()]
-    return sizes[0] if sizes else 1
 
 
 def _measured_bytes(model: nn.Module, optimizer: NarrowOptimizer) -> dict[str, float]:

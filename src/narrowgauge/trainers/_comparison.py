@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 from narrowgauge import recipes as recipe_book
 from narrowgauge._arguments import Count, Flag, Size, check, check_choice, check_instance
+from narrowgauge._batches import tensors
 from narrowgauge.recipes import Recipe
 
-from ._compare import Loss, Run, Settings, Timing, make_optimizer, tensors, time_steps, train
+from ._compare import Loss, Run, Settings, Timing, make_optimizer, time_steps, train
 from ._compare_results import Json, assemble, plain
 from ._compare_table import legend, tables
 from ._environment import describe_environment

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from narrowgauge import gauges, recipes
+from narrowgauge._schedule import schedule
 from narrowgauge.recipes import cast
 
 from ._build import Parts, build_parts, plain_model
 from ._data import Opened, open_task
 from ._export import export_model
 from ._flops import peak_flops
-from ._loop import Clock, determinism, fast_products, schedule, training_loop
+from ._loop import Clock, determinism, fast_products, training_loop
 from ._parallel import ProcessGroup, full_state
 from ._run_folder import GAUGES, Checkpointer, History, begin, find_checkpoint, make_folder
 from ._settings import SettingsError, TrainSettings, refuse_unlike

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge import recipes
+from narrowgauge._schedule import SCHEDULES
 from narrowgauge.linear import LinearPlan, named_plan
 
 from ._export import ADDITIONS, NEEDS_LOADER
 from ._images import COLUMNS
-from ._loop import SCHEDULES
 from ._models import preset
 
 _ALL = ("causal", "masked", "contrastive", "classes")

@@ -1,0 +1,7 @@
+"""placeholder until merged"""
+
+
+class LayerRecords: ...
+
+
+def fit_layers(*a, **k): ...
