@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import narrowgauge as ng
-from narrowgauge.recipes import _recipe
+from narrowgauge.recipes import _book
 from narrowgauge.rules import Rule, Slot
 from narrowgauge.trainers import CompareProgress, Comparison, Run, _compare
 
