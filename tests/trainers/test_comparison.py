@@ -210,7 +210,7 @@ def test_an_error_of_the_loss_says_what_dtype_the_model_has() -> None:
 
 
 def test_a_recipe_of_ones_own_is_registered_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_recipe, "_REGISTERED", {})
+    monkeypatch.setattr(_book, "_REGISTERED", {})
     own = ng.recipes.Recipe(
         "my-lion", "Lion in bf16", torch.bfloat16, "split8", "8bit", optimizer=ng.optim.Lion8bit
     )

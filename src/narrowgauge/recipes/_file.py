@@ -139,7 +139,7 @@ def _value(key: str, value: Any) -> str:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The arguments of a fitted recipe in a file; a ValueError that names the file and the key that is not right."""
+    """The arguments of a fitted recipe in a file; a ValueError names the file, and the key that is not right."""
     try:
         found = tomllib.loads(path.read_bytes().decode())
         values: dict[str, Any] = _checked("", found, _RECIPE)
@@ -210,12 +210,8 @@ def _computed(where: str, table: dict[str, Any]) -> Computed:
 def _optimizers() -> dict[str, type[optim.NarrowOptimizer]]:
     found = {name: getattr(optim, name) for name in optim.__all__}
     kinds = {name: kind for name, kind in found.items() if isinstance(kind, type)}
-    # Not the base, which has no rule.
-    return {
-        name: kind
-        for name, kind in kinds.items()
-        if issubclass(kind, optim.NarrowOptimizer) and hasattr(kind, "rule")
-    }
+    own = {name: kind for name, kind in kinds.items() if issubclass(kind, optim.NarrowOptimizer)}
+    return {name: kind for name, kind in own.items() if kind is not optim.NarrowOptimizer}
 
 
 def _tupled(value: Any) -> Any:

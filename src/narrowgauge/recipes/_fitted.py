@@ -108,7 +108,7 @@ class FittedRecipe(Recipe):
             for name, p in group["params"]:
                 if id(p) not in chosen:
                     raise ValueError(
-                        f"model must have parameters that choices of the recipe name, got {name!r}, which none names; "
+                        f"model must have parameters that some choice of the recipe names, got {name!r}; "
                         f"{self._fitted_for()}"
                     )
         return found

@@ -190,9 +190,9 @@ class Recipe:
                 the recipe.
 
         Raises:
-            ValueError: for what the recipe sets, a model whose parameters or layers a fitted recipe does not name, a
-                name in `no_decay` or `keep_fp32` that no parameter has, a `keep_fp32` of part of a layer or of an
-                embedding, and whatever the optimizer refuses.
+            ValueError: for what the recipe sets, a model that a fitted recipe does not fit, a name in `no_decay` or
+                `keep_fp32` that no parameter has, a `keep_fp32` of part of a layer or of an embedding, and whatever
+                the optimizer refuses.
         """
         options = self._options(lr, optimizer_arguments)
         groups = self._grouped(model, decay_groups(model, decay_all, no_decay))
