@@ -55,7 +55,8 @@ class RecipeFactory:
 
         Raises:
             ValueError: without a learning rate, for an unknown recipe, for a plan that fits no layer or goes with a
-                recipe that has plans itself, for `keep` without `linear`, and for arguments that the optimizer refuses.
+                recipe that has plans itself, for `keep` without `linear`, and for arguments that the optimizer
+                refuses.
         """
         if keep is not None and linear is None:
             raise ValueError(f"keep must be None without linear, got {keep!r}")

@@ -72,9 +72,7 @@ class TrainSettings:
     data: Path | None = _option(None, "Text: a file, a folder, prepared tokens. Images: a CSV, tar files, classes.")
     out: Path = _option(Path("runs/train"), "The run's folder, and at the end the model's.")
     model: str = _option("mini", "Model preset.")
-    recipe: str = _option(
-        "adamw8bit-split8", "Recipe of the optimizer, or A, B, C, D, D-MW, or the file of a fitted one."
-    )
+    recipe: str = _option("adamw8bit-split8", "Recipe: a name, or A, B, C, D, D-MW, or the file of a fitted one.")
     steps: int = _count(1000, "Optimizer steps.", 1)
     batch: int = _count(16, "Windows, or images, a step.", 1)
     accumulate: int = _count(1, "Parts that a step's windows, or images, are divided into, one after the other.", 1)
@@ -279,8 +277,8 @@ def refuse_others(settings: TrainSettings, saved: Mapping[str, Any], where: Path
     defaults = {f.name: f.default for f in fields(settings)}
     if content and content != settings.content:
         raise SettingsError(
-            f"--recipe must be what it was to go on from {where} (another --out begins anew), got {settings.recipe}, "
-            "which says something else"
+            f"--recipe must say what it did to go on from {where} (another --out begins anew), got another "
+            f"content in {settings.recipe}"
         )
     for name in _IDENTITY:
         if name == "recipe" and content:
