@@ -22,12 +22,14 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
 from narrowgauge._arguments import Flag, Size, check, check_instance
+from narrowgauge._module_names import clean_name
 from narrowgauge.linear._attention import LowPrecisionMultiheadAttention
 from narrowgauge.linear._module import LowPrecisionConv1D, LowPrecisionLinear, PlannedModule, planned_class
 from narrowgauge.linear._plan import LinearPlan
 from narrowgauge.linear._tune import LayerKind, speedups
 
 _KEEP = ("lm_head",)
+_LEAST = 16  # features
 # In transformers models. They stay in high precision: their noise would be the loss's.
 _HEADS = ("lm_head", "cls", "visual_projection", "text_projection", "classifier")
 _READ_BY_ATTENTION = "nn.MultiheadAttention reads its weight, not its output"
@@ -108,7 +110,7 @@ def swap_linears(
     model: nn.Module,
     plan: LinearPlan,
     keep: Iterable[str] = _KEEP,
-    min_features: int = 16,
+    min_features: int = _LEAST,
     *,
     tokens: int | Mapping[str, int] | None = None,
     launched: bool = True,
@@ -178,6 +180,45 @@ def swap_linears(
         one.module.__class__ = one.becomes
         one.module.set_plan(plan)
     return report
+
+
+def swap_named(model: nn.Module, plans: Iterable[tuple[Iterable[str], LinearPlan]]) -> None:
+    """Let named linear layers of a model compute by their plans, in place.
+
+    A layer that has its plan already, and one whose plan has no multiply in eight bits, stays as it is.
+
+    Args:
+        model: the model.
+        plans: names, or patterns with ``*``, and their plan. Of several that fit a layer the first counts.
+
+    Raises:
+        ValueError: for a name that fits no layer that multiplies by a weight, for a layer that has another plan,
+            and for one that `swap_linears` would keep, with its reason; no layer is changed then.
+    """
+    found = list(_candidates(model, (), _LEAST, False))
+    chosen: dict[str, LinearPlan] = {}
+    for patterns, plan in plans:
+        for pattern in patterns:
+            fits = [one.name for one in found if fnmatch.fnmatchcase(clean_name(one.name), pattern)]
+            if not fits:
+                raise ValueError(f"layers must name linear layers of the model, got {pattern!r}, which fits none")
+            chosen = dict.fromkeys(fits, plan) | chosen
+    swaps: dict[nn.Module, tuple[type[PlannedModule], LinearPlan]] = {}
+    for one in found:
+        wanted = chosen.get(one.name)
+        is_planned = isinstance(one.module, PlannedModule)
+        if wanted is None or (one.module.plan == wanted if is_planned else not wanted.formats):
+            continue
+        reason = one.reason
+        is_called = one.holder is None or one.holder in swaps or isinstance(one.holder, PlannedModule)
+        if reason is None and not is_called:
+            reason = _READ_BY_ATTENTION
+        if reason is not None:
+            raise ValueError(f"layers must name layers that can have a plan, got {one.name!r}: {reason}")
+        swaps[one.module] = one.becomes, wanted
+    for layer, (becomes, plan) in swaps.items():
+        layer.__class__ = becomes
+        cast(PlannedModule, layer).set_plan(plan)
 
 
 def _rows_by_name(tokens: int | Mapping[str, int] | None) -> dict[str, int]:

@@ -34,7 +34,7 @@ from narrowgauge._arguments import is_number, shown
 from narrowgauge.optim._checkpoint_convert import Notes, StateReader
 from narrowgauge.optim._checkpoint_foreign import VERSION_KEY, layout_of
 from narrowgauge.optim._options import LIMIT, check_limits
-from narrowgauge.optim._plan import ParamPlan, plan_param, slot_storages
+from narrowgauge.optim._plan import REASON, ParamPlan, plan_param, slot_storages
 from narrowgauge.optim._sharding import local
 from narrowgauge.optim._state_shapes import from_shapes
 from narrowgauge.rules import Rule
@@ -43,7 +43,7 @@ from narrowgauge.storage import StateStorage
 # Options that keep the live optimizer's value: storage, arithmetic, and the version that it writes.
 _STAYS = (
     "weights", "states", "block_size", "min_quantized_size", "arithmetic",
-    "foreach", "fused", "capturable", "differentiable", "rule", VERSION_KEY,
+    "foreach", "fused", "capturable", "differentiable", "rule", REASON, VERSION_KEY,
 )  # fmt: skip
 # Options that change steps. The checkpoint decides, as for every hyperparameter, but with a warning.
 _LIMITS = ("clip_updates", "cautious", LIMIT)
@@ -110,6 +110,9 @@ def read_checkpoint(
         {**mine, **new, **{option: mine[option] for option in (*_STAYS, *fixed(mine)) if option in mine}}
         for mine, new in zip(live, translated, strict=True)
     ]
+    for mine, group in zip(live, groups, strict=True):
+        if REASON not in mine:  # that of the saved storages
+            group.pop(REASON, None)
     try:
         check_limits(groups)
     except ValueError as error:

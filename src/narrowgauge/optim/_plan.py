@@ -28,6 +28,7 @@ from narrowgauge.storage import (
 # A parameter's dtype and the states that it is marked with.
 Kind = tuple[torch.dtype, str | None]
 State = dict[str, Tensor]
+REASON = "reason"  # key of a group: why its parameters are kept as they are, for `describe()`
 PLAIN = (Tensor, torch.nn.Parameter)  # classes whose memory kernels may use
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -135,7 +136,7 @@ class ParamPlan:
         slots: one plan a moment.
         inactive: those of moments that the hyperparameters switch off; they may come back.
         strict: whether every operation is rounded to the storages' formats.
-        why: what differs from what was asked for, and why; empty if nothing.
+        why: the group's reason for its storages, and what differs from what was asked for; empty if nothing.
         kind: what the plan depends on besides the options; see `kind_of`.
         shard: the part of the parameter on this rank; None if all of it is.
         weight_key: the state's key of the low word; None without one.
@@ -291,7 +292,8 @@ def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index
         if plan.storage.normalized:
             plans[slot] = replace(plan, normalizer=by_name.get(slot.normalizer or ""))
     slots = tuple(plans.pop(slot) for slot in active)
-    noted = "; ".join(f"{', '.join(names)} {reason}" for reason, names in why.items())
+    differing = (f"{', '.join(names)} {reason}" for reason, names in why.items())
+    noted = "; ".join(filter(None, (group.get(REASON), *differing)))
     return ParamPlan(name, index, rule, weight, slots, tuple(plans.values()), strict, noted, kind, shard)
 
 

@@ -1,20 +1,26 @@
 """Named precision strategies, and the memory that a training takes under one.
 
-`get` gives a recipe by name; it casts a model and makes its optimizer in one call. `plan_memory` says what that
+`get` gives a recipe by name; it casts a model and makes its optimizer in one call. `load` gives a fitted recipe,
+which keeps each group of parameters in its own way, from its file. `plan_memory` says what that
 takes on a GPU before there is one: bytes by what they hold, the peak of a step, and what else would fit.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from narrowgauge.recipes._book import get, names, parse, register
 from narrowgauge.recipes._cast import cast
-from narrowgauge.recipes._recipe import Recipe, get, names, parse, register
+from narrowgauge.recipes._fitted import FittedRecipe, load
+from narrowgauge.recipes._recipe import Recipe
 from narrowgauge.recipes._to_torch import to_torch
 
 if TYPE_CHECKING:
     from narrowgauge.recipes._plan import MemoryPlan, plan_memory
 
-__all__ = ["MemoryPlan", "Recipe", "cast", "get", "names", "parse", "plan_memory", "register", "to_torch"]
+__all__ = [
+    "FittedRecipe", "MemoryPlan", "Recipe", "cast", "get", "load", "names", "parse", "plan_memory", "register",
+    "to_torch",
+]  # fmt: skip
 _LAZY = ("MemoryPlan", "plan_memory")
 
 

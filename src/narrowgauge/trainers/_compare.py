@@ -107,12 +107,17 @@ class Timing:
 
 def make_optimizer(recipe: Recipe, model: nn.Module, settings: Settings, seed: int) -> NarrowOptimizer:
     """Apply a recipe to a model under a comparison's settings; its own go before them."""
-    shared = recipe.known({**settings.options, "seed": seed})
-    shared["arithmetic"] = settings.arithmetic_of(recipe)
-    options = {name: value for name, value in shared.items() if name not in recipe.settings}
-    lr = None if "lr" in recipe.settings else settings.lr
-    made: NarrowOptimizer = recipe.apply(model, lr, decay_all=settings.decay_all, **options)
+    made: NarrowOptimizer = recipe.apply(model, decay_all=settings.decay_all, **arguments(recipe, settings, seed))
     return made
+
+
+def arguments(recipe: Recipe, settings: Settings, seed: int) -> dict[str, Any]:
+    """The optimizer's arguments under a comparison's settings, without those that the recipe sets."""
+    shared = recipe.known({**settings.options, "seed": seed})
+    shared |= {"arithmetic": settings.arithmetic_of(recipe), "lr": settings.lr}
+    if settings.lr is None:
+        del shared["lr"]
+    return {name: value for name, value in shared.items() if name not in recipe.settings}
 
 
 class _Training:

@@ -25,7 +25,7 @@ from narrowgauge._arguments import Count, Flag, Size, check, check_choice, check
 from narrowgauge._batches import tensors
 from narrowgauge.recipes import Recipe
 
-from ._compare import Loss, Run, Settings, Timing, make_optimizer, time_steps, train
+from ._compare import Loss, Run, Settings, Timing, arguments, time_steps, train
 from ._compare_results import Json, assemble, plain
 from ._compare_table import legend, tables
 from ._environment import describe_environment
@@ -222,7 +222,7 @@ def check_settings(recipes: Mapping[str, Recipe], settings: Settings) -> None:
             kinds = sorted({recipe.optimizer.__name__ for recipe in recipes.values()})
             raise ValueError(f"{name} must be an argument of compare or of {' or '.join(kinds)}, and is of none")
     for recipe in recipes.values():
-        make_optimizer(recipe, nn.ParameterList([torch.zeros(1, 1)]), settings, 0)
+        recipe.check_arguments(**arguments(recipe, settings, 0))
 
 
 def reference(recipes: Mapping[str, Recipe]) -> str:

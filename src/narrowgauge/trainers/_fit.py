@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from narrowgauge import gauges, recipes
+from narrowgauge import gauges
 from narrowgauge._schedule import schedule
 from narrowgauge.recipes import cast
 
@@ -146,7 +146,7 @@ def _gathered(settings: TrainSettings, opened: Opened, sharded: Any, group: Proc
     if not group.first:
         return None
     model = plain_model(settings, opened.outputs, opened.end)
-    cast(model, recipes.get(settings.recipe).dtype)
+    cast(model, settings.chosen.dtype)
     model.load_state_dict(state)
     return model
 

@@ -2,6 +2,7 @@
 
     DIR/
       config.toml, history.jsonl, gauges.jsonl
+      recipe.toml                           of a fitted recipe
       checkpoints/                          see `narrowgauge.distributed.save_checkpoint`
       config.json, model.safetensors, ...   at the end: the model as transformers has it
 
@@ -25,19 +26,22 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from narrowgauge import recipes
 from narrowgauge.distributed import latest_checkpoint, load_checkpoint, save_checkpoint
+from narrowgauge.recipes import FittedRecipe
 
 from ._build import Parts
-from ._settings import SettingsError, TrainSettings, config_text, config_values, refuse_others
+from ._settings import SettingsError, TrainSettings, config_text, config_values, content_of, refuse_others
 from ._task import Task
 
 GAUGES = "gauges.jsonl"
 HISTORY = "history.jsonl"
 CONFIG = "config.toml"
+RECIPE = "recipe.toml"
 CHECKPOINTS = "checkpoints"
 
 
@@ -77,10 +81,15 @@ def make_folder(out: Path) -> None:
 
 
 def begin(settings: TrainSettings, after: int) -> None:
-    """Write a run's settings into its folder, and remove the records of an attempt without a checkpoint."""
+    """Write a run's settings into its folder, and remove the records of an attempt without a checkpoint.
+
+    A fitted recipe is copied, and the settings name the copy.
+    """
     if after == 0:
         for name in (GAUGES, HISTORY):
             (settings.out / name).unlink(missing_ok=True)
+    if isinstance(settings.chosen, FittedRecipe):
+        settings = replace(settings, recipe=str(settings.chosen.save(settings.out / RECIPE)))
     aside = settings.out / f".{CONFIG}.new"
     aside.write_text(config_text(settings), encoding="utf-8")
     aside.replace(settings.out / CONFIG)
@@ -105,6 +114,7 @@ class Checkpointer:
             keep_last=self.settings.keep,
             extra={
                 "settings": self.settings.plain(),
+                "recipe": self.settings.content,
                 "data": self.fingerprint,
                 "task": self.task.state_dict(),
                 "scaler": self.parts.scaler.state_dict() if self.parts.scaler else None,
@@ -122,12 +132,14 @@ class Checkpointer:
         written = path.parent.parent / CONFIG
         if path.parent.name == CHECKPOINTS and written.is_file():
             # Names the flag, where loading would name a tensor of another shape.
-            refuse_others(self.settings, config_values(written), path)
+            copy = written.with_name(RECIPE)
+            content = content_of(recipes.load(copy)) if copy.is_file() else ""
+            refuse_others(self.settings, config_values(written), path, content)
         found = load_checkpoint(path, model=self.parts.model, optimizer=self.parts.optimizer, random_states="own")
         extra = found.extra
         if not isinstance(extra, Mapping) or not {"settings", "data", "task", "scaler"} <= extra.keys():
             raise SettingsError(f"--resume must be a checkpoint of narrowgauge train, got {path}")
-        refuse_others(self.settings, extra["settings"], path)
+        refuse_others(self.settings, extra["settings"], path, extra.get("recipe", ""))
         if extra["data"] != self.fingerprint:
             raise SettingsError(
                 f"--data must have the content that {path} was saved with, got {self.settings.data}"
