@@ -10,3 +10,14 @@ def listed(names: Sequence[str], most: int = 3) -> str:
     if len(names) > most + 1:
         return f"{', '.join(names[:most])} and {len(names) - most} more"
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+
+
+def patterns(names: Sequence[str]) -> list[str]:
+    """Names, with * for numbers in which they differ: blocks.0.weight and blocks.1.weight are blocks.*.weight."""
+    alike: dict[tuple[str, ...], list[list[str]]] = {}
+    for parts in (name.split(".") for name in names):
+        alike.setdefault(tuple("*" if part.isdecimal() else part for part in parts), []).append(parts)
+    return [
+        ".".join(found.pop() if len(found := set(column)) == 1 else "*" for column in zip(*same, strict=True))
+        for same in alike.values()
+    ]
