@@ -196,7 +196,7 @@ def swap_named(model: nn.Module, plans: Iterable[tuple[Iterable[str], LinearPlan
         ValueError: for a name that fits no layer that multiplies by a weight, for a layer that has another plan,
             and for one that `swap_linears` would keep, with its reason; no layer is changed then.
     """
-    found = list(_candidates(model, (), _LEAST, False))
+    found = list(candidates(model, (), _LEAST, False))
     chosen: dict[str, LinearPlan] = {}
     for patterns, plan in plans:
         for pattern in patterns:
@@ -213,7 +213,7 @@ def swap_named(model: nn.Module, plans: Iterable[tuple[Iterable[str], LinearPlan
         reason = one.reason
         is_called = one.holder is None or one.holder in swaps or isinstance(one.holder, PlannedModule)
         if reason is None and not is_called:
-            reason = _READ_BY_ATTENTION
+            reason = READ_BY_ATTENTION
         if reason is not None:
             raise ValueError(f"layers must name layers that can have a plan, got {one.name!r}: {reason}")
         swaps[one.module] = one.becomes, wanted

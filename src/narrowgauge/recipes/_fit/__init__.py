@@ -23,10 +23,12 @@ from narrowgauge._arguments import Count, Size, check, check_choice
 from narrowgauge._schedule import SCHEDULES
 from narrowgauge._schedule import schedule as rate_factor
 from narrowgauge.optim import AdamW, NarrowOptimizer
-from narrowgauge.recipes._fitted import FittedRecipe, LayerChoice
+from narrowgauge.recipes._choices import LayerChoice
+from narrowgauge.recipes._fitted import FittedRecipe
 
 from ._choose import TooFewBytesError, for_bytes
-from ._layers import LayerRecords, fit_layers
+from ._layers import fit_layers
+from ._multiplies import LayerRecords
 from ._probe import Progress, probe
 from ._replay import Replay
 from ._storages import WEIGHTS, Measured

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from narrowgauge.recipes._fitted import Kept
+from narrowgauge.recipes._choices import Kept
 
 FAR = 4.0
 FREE = 0.01  # a ten-thousandth of the variance of the gradient's noise

@@ -14,7 +14,8 @@ import torch
 from narrowgauge._text import alike as like_names
 from narrowgauge._text import patterns
 from narrowgauge.optim._plan import slot_storages
-from narrowgauge.recipes._fitted import Choice, FittedRecipe, Kept
+from narrowgauge.recipes._choices import Choice, Kept
+from narrowgauge.recipes._fitted import FittedRecipe
 from narrowgauge.storage import weight_storage
 
 from ._choose import Candidates, alike, frontier, total_noise, within
