@@ -2,8 +2,8 @@
 
 `get` gives a recipe by name; it casts a model and makes its optimizer in one call. `load` gives a fitted recipe,
 which keeps each group of parameters in its own way, from its file; `fit` measures a model and makes one.
-`plan_memory` says what training takes on a GPU before there is one: bytes by what they hold, the peak of a step, and
-what else would fit.
+`plan_memory` says what training takes on a GPU before there is one: bytes by what they hold, the peak of a step,
+and what else would fit.
 """
 
 from importlib import import_module
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from narrowgauge.recipes._plan import MemoryPlan, plan_memory
 
 __all__ = [
-    "FittedRecipe", "MemoryPlan", "Recipe", "cast", "fit", "get", "load", "names", "parse", "plan_memory", "register",
-    "to_torch",
+    "FittedRecipe", "MemoryPlan", "Recipe", "cast", "fit", "get", "load", "names", "parse", "plan_memory",
+    "register", "to_torch",
 ]  # fmt: skip
 _LAZY = {
     "MemoryPlan": "narrowgauge.recipes._plan", "plan_memory": "narrowgauge.recipes._plan",

@@ -21,6 +21,7 @@ from narrowgauge.recipes._choices import Kept
 
 FAR = 4.0
 FREE = 0.01  # a ten-thousandth of the variance of the gradient's noise
+_LESS = 0.9
 _NEVER = 1e6  # a share that is not finite
 
 
@@ -47,10 +48,10 @@ class Candidates:
 
 
 def frontier(options: Sequence[Kept]) -> tuple[Kept, ...]:
-    """Those of the options of which no other is narrower and quieter, the narrowest first."""
+    """Those of the options that are quieter than all narrower ones, by a tenth at least, the narrowest first."""
     found: list[Kept] = []
     for option in sorted(options, key=lambda kept: (kept.bytes, kept.noise)):
-        if not found or (option.noise < found[-1].noise and found[-1].noise > FREE):
+        if not found or (option.noise < _LESS * found[-1].noise and found[-1].noise > FREE):
             found.append(option)
     return tuple(found)
 
